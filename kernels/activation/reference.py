@@ -1,0 +1,46 @@
+"""Activations of the MLP, in the input's dtype, as published models apply them (PyTorch rounds once per call)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _squared_relu(x: Tensor) -> Tensor:
+    return torch.square(F.relu(x))
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": _gelu_tanh,
+    "relu": F.relu,
+    "squared_relu": _squared_relu,
+}
+
+
+def activation(x: Tensor, name: str) -> Tensor:
+    """Return `act(x)`, same shape and dtype. name: a key of ACTIVATIONS."""
+    return ACTIVATIONS[name](x)
+
+
+def gated_activation(
+    x: Tensor, name: str = "silu", *, clamp: float | None = None, alpha: float = 1.0, up_offset: float = 0.0
+) -> Tensor:
+    """Return `act(gate) * up` of x = [gate | up] (arXiv 2002.05202): [..., 2F] -> [..., F].
+
+    With `clamp` (gpt-oss): gate <= clamp, |up| <= clamp, and the result is
+    `gate * sigmoid(alpha * gate) * (up + up_offset)`.
+    """
+    gate, up = x.chunk(2, dim=-1)
+    if clamp is None:
+        return ACTIVATIONS[name](gate) * up
+    gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
+    return gate * torch.sigmoid(alpha * gate) * (up + up_offset)

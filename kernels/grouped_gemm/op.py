@@ -1,0 +1,83 @@
+"""Registered grouped GEMM: opaque to the compiler, because the row ranges are data; differentiable.
+
+The splits stay a tensor from the router to here, so changing them never recompiles. On an accelerator the device's
+own grouped GEMM runs without a host synchronisation; on CPU reading the splits costs nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import reference
+
+
+@torch.library.custom_op("te_models::grouped_gemm", mutates_args=())
+def grouped_gemm(a: Tensor, b: Tensor, m_splits: Tensor, transpose_b: bool = True) -> Tensor:
+    """Multiply each group of rows by its own matrix.
+
+    a: [T, K] with transpose_b, else [T, N]; b: [G, N, K]; m_splits: [G] integer, on a's device, rows per group.
+    Returns [T, N] with transpose_b (fprop), else [T, K] (dgrad), in a's dtype with float32 accumulation; rows past
+    the last group are zero. Raises ValueError where the splits exceed the rows.
+    """
+    if a.device.type == "cpu":
+        return reference.grouped_gemm(a, b, m_splits, transpose_b)
+    offsets = m_splits.cumsum(0).to(torch.int32)
+    return _zero_tail(torch._grouped_mm(a, b.transpose(1, 2) if transpose_b else b, offs=offsets), offsets)
+
+
+@grouped_gemm.register_fake
+def _(a: Tensor, b: Tensor, m_splits: Tensor, transpose_b: bool = True) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[1] if transpose_b else b.shape[2])
+
+
+@torch.library.custom_op("te_models::grouped_gemm_wgrad", mutates_args=())
+def grouped_gemm_wgrad(dy: Tensor, x: Tensor, m_splits: Tensor) -> Tensor:
+    """Return each group's weight gradient `dy[g]^T @ x[g]`: [T, N], [T, K], splits [G] -> [G, N, K]; zeros for empty groups."""
+    if dy.device.type == "cpu":
+        return reference.grouped_gemm_wgrad(dy, x, m_splits)
+    return torch._grouped_mm(dy.t(), x, offs=m_splits.cumsum(0).to(torch.int32))
+
+
+@grouped_gemm_wgrad.register_fake
+def _(dy: Tensor, x: Tensor, m_splits: Tensor) -> Tensor:
+    return dy.new_empty(m_splits.shape[0], dy.shape[1], x.shape[1])
+
+
+def _zero_tail(y: Tensor, offsets: Tensor) -> Tensor:
+    """The device's grouped GEMM leaves rows past the last group unwritten."""
+    rows = torch.arange(y.shape[0], device=y.device)
+    return torch.where((rows < offsets[-1])[:, None], y, 0)
+
+
+def _setup_gemm(ctx, inputs, output) -> None:
+    a, b, m_splits, transpose_b = inputs
+    ctx.save_for_backward(a, b, m_splits)
+    ctx.transpose_b = transpose_b
+
+
+def _backward_gemm(ctx, dy: Tensor):
+    a, b, m_splits = ctx.saved_tensors
+    dy = dy.contiguous()
+    da = grouped_gemm(dy, b, m_splits, not ctx.transpose_b) if ctx.needs_input_grad[0] else None
+    db = None
+    if ctx.needs_input_grad[1]:
+        left, right = (dy, a) if ctx.transpose_b else (a, dy)
+        db = grouped_gemm_wgrad(left, right, m_splits)
+    return da, db, None, None
+
+
+def _setup_wgrad(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward_wgrad(ctx, dw: Tensor):
+    dy, x, m_splits = ctx.saved_tensors
+    dw = dw.contiguous()
+    d_dy = grouped_gemm(x, dw, m_splits, True) if ctx.needs_input_grad[0] else None
+    d_x = grouped_gemm(dy, dw, m_splits, False) if ctx.needs_input_grad[1] else None
+    return d_dy, d_x, None
+
+
+grouped_gemm.register_autograd(_backward_gemm, setup_context=_setup_gemm)
+grouped_gemm_wgrad.register_autograd(_backward_wgrad, setup_context=_setup_wgrad)

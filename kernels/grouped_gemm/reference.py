@@ -1,0 +1,45 @@
+"""Grouped GEMM as a loop over groups: the definition, and what runs on CPU.
+
+A CPU's GEMM keeps both cores busy from a few dozen rows on, and the loop makes no copies, so nothing cleverer pays.
+Rows past the last group (padding at the tail) produce zeros. T rows, G groups, K in, N out.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def split_bounds(m_splits: Tensor, rows: int) -> list[tuple[int, int]]:
+    """Return each group's [begin, end) as Python integers. Raises ValueError when the splits exceed `rows`."""
+    bounds, begin = [], 0
+    for size in m_splits.tolist():
+        if size < 0:
+            raise ValueError(f"m_splits has a negative entry: {size}; each is the number of rows of one GEMM")
+        bounds.append((begin, begin + size))
+        begin += size
+    if begin > rows:
+        raise ValueError(f"m_splits add up to {begin} rows, but the input has only {rows}")
+    return bounds
+
+
+def grouped_gemm(a: Tensor, b: Tensor, m_splits: Tensor, transpose_b: bool) -> Tensor:
+    """Return rows `a[g] @ b[g]^T` ([T,K] x [G,N,K] -> [T,N]) or, without transpose_b, `a[g] @ b[g]` ([T,N] x [G,N,K] -> [T,K])."""
+    out = a.new_empty(a.shape[0], b.shape[1] if transpose_b else b.shape[2])
+    end = 0
+    for g, (begin, end) in enumerate(split_bounds(m_splits, a.shape[0])):
+        if end > begin:
+            torch.mm(a[begin:end], b[g].t() if transpose_b else b[g], out=out[begin:end])
+    out[end:].zero_()
+    return out
+
+
+def grouped_gemm_wgrad(dy: Tensor, x: Tensor, m_splits: Tensor) -> Tensor:
+    """Return `dy[g]^T @ x[g]` for each group: [T,N], [T,K] -> [G,N,K]. A group without rows gives zeros."""
+    out = dy.new_empty(m_splits.shape[0], dy.shape[1], x.shape[1])
+    for g, (begin, end) in enumerate(split_bounds(m_splits, dy.shape[0])):
+        if end > begin:
+            torch.mm(dy[begin:end].t(), x[begin:end], out=out[g])
+        else:
+            out[g].zero_()
+    return out

@@ -1,0 +1,56 @@
+"""RMSNorm (arXiv 1910.07467) and LayerNorm (arXiv 1607.06450), statistics in float32.
+
+The one subtlety is where the product with gamma is rounded when x is bfloat16, because published families differ and
+their checkpoints were trained with one of the two (it decides the last bit):
+"weight_last" rounds the normalised x first, "weight_first" multiplies in float32 and rounds once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def _scale_and_round(x_hat: Tensor, weight: Tensor | None, zero_centered: bool, cast_order: str, dtype: torch.dtype) -> Tensor:
+    if weight is None:
+        return x_hat.to(dtype)
+    if cast_order == "weight_last":
+        gamma = weight + 1 if zero_centered else weight
+        return gamma * x_hat.to(dtype)
+    gamma = weight.float() + 1 if zero_centered else weight.float()
+    return (gamma * x_hat).to(dtype)
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor | None, eps: float, *, zero_centered: bool = False, cast_order: str = "weight_last"
+) -> Tensor:
+    """Return `gamma * x / sqrt(mean(x^2) + eps)` over the last dimension.
+
+    x: [..., H]; weight: [H] or None; gamma is `weight`, or `1 + weight` when zero_centered. Output: [..., H], in x's
+    dtype (promoted with weight's for "weight_last").
+    """
+    x_f = x.float()
+    x_hat = x_f * torch.rsqrt(x_f.square().mean(-1, keepdim=True) + eps)
+    return _scale_and_round(x_hat, weight, zero_centered, cast_order, x.dtype)
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    zero_centered: bool = False,
+    cast_order: str = "weight_first",
+) -> Tensor:
+    """Return `gamma * (x - mean) / sqrt(var + eps) + bias` over the last dimension, biased variance.
+
+    x: [..., H]; weight, bias: [H] or None. Output: [..., H] in x's dtype.
+    """
+    if cast_order == "weight_first":
+        gamma = weight.float() + 1 if weight is not None and zero_centered else weight
+        gamma, beta = (None if t is None else t.float() for t in (gamma, bias))
+        return torch.nn.functional.layer_norm(x.float(), x.shape[-1:], gamma, beta, eps).to(x.dtype)
+    x_hat = torch.nn.functional.layer_norm(x.float(), x.shape[-1:], None, None, eps)
+    y = _scale_and_round(x_hat, weight, zero_centered, cast_order, x.dtype)
+    return y if bias is None else y + bias

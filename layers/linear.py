@@ -1,0 +1,49 @@
+"""The dense layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .linear_function import linear
+from .module import InitMethod, default_init_method, empty_parameter
+
+
+class Linear(nn.Module):
+    """`y = x w^T + b`, quantized under `autocast`. Transformer Engine: `te.pytorch.Linear`.
+
+    weight: [out_features, in_features]; bias: [out_features]. params_dtype: dtype of the parameters (None: torch's
+    default); init_method: fills the weight in place (None: N(0, 0.023^2)); the bias starts at zero.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        init_method: InitMethod | None = None,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.init_method = init_method or default_init_method
+        self.weight = empty_parameter(out_features, in_features, params_dtype=params_dtype, device=device)
+        self.bias = empty_parameter(out_features, params_dtype=params_dtype, device=device) if bias else None
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initialise the parameters anew."""
+        self.init_method(self.weight)
+        if self.bias is not None:
+            self.bias.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., in_features] -> [..., out_features], in the compute dtype."""
+        return linear(x, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"

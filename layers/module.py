@@ -1,0 +1,26 @@
+"""What the layers with weights have in common: creating parameters, initialising them, choosing the compute dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+InitMethod = Callable[[Tensor], object]
+
+
+def default_init_method(weight: Tensor) -> Tensor:
+    """Fill with N(0, 0.023^2), Transformer Engine's default."""
+    return nn.init.normal_(weight, mean=0.0, std=0.023)
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype a GEMM on x runs in: that of an enabled `torch.amp.autocast`, else x's own."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def empty_parameter(*shape: int, params_dtype: torch.dtype | None, device: torch.device | str | None) -> nn.Parameter:
+    """Return an uninitialised parameter; `params_dtype` None is torch's default dtype."""
+    return nn.Parameter(torch.empty(*shape, dtype=params_dtype or torch.get_default_dtype(), device=device))

@@ -1,0 +1,125 @@
+"""LayerNorm and RMSNorm modules."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from te_models.kernels.norm import layer_norm, rms_norm
+
+from .module import empty_parameter
+
+
+class _Norm(nn.Module):
+    """Parameters of a norm. weight: [hidden_size] or None; bias: [hidden_size] or None."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float,
+        zero_centered_gamma: bool,
+        cast_order: str,
+        has_weight: bool,
+        bias: bool,
+        params_dtype: torch.dtype | None,
+        device: torch.device | str | None,
+    ) -> None:
+        super().__init__()
+        if cast_order not in ("weight_first", "weight_last"):
+            raise ValueError(f"cast_order is {cast_order!r}; allowed: 'weight_first', 'weight_last'")
+        self.hidden_size = hidden_size
+        self.eps = eps
+        self.zero_centered_gamma = zero_centered_gamma
+        self.cast_order = cast_order
+        new = {"params_dtype": params_dtype, "device": device}
+        self.weight = empty_parameter(hidden_size, **new) if has_weight else None
+        self.bias = empty_parameter(hidden_size, **new) if bias else None
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Start as the plain normalisation: gamma 1, beta 0."""
+        if self.weight is not None:
+            self.weight.fill_(0.0 if self.zero_centered_gamma else 1.0)
+        if self.bias is not None:
+            self.bias.zero_()
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_size}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}, {self.cast_order}"
+
+
+class RMSNorm(_Norm):
+    """Root mean square norm: `gamma * x / sqrt(mean(x^2) + eps)`.
+
+    hidden_size: the last dimension. zero_centered_gamma: the weight stores gamma - 1. cast_order: where the product
+    is rounded, see `te_models.kernels.norm`. Transformer Engine: `te.pytorch.RMSNorm`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        *,
+        zero_centered_gamma: bool = False,
+        cast_order: str = "weight_last",
+        has_weight: bool = True,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(hidden_size, eps, zero_centered_gamma, cast_order, has_weight, False, params_dtype, device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x: [..., hidden_size]."""
+        return rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered_gamma, cast_order=self.cast_order)
+
+
+class LayerNorm(_Norm):
+    """Layer norm: `gamma * (x - mean) / sqrt(var + eps) + beta`; arguments as for RMSNorm, plus `bias`."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        *,
+        zero_centered_gamma: bool = False,
+        cast_order: str = "weight_first",
+        has_weight: bool = True,
+        bias: bool = True,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(hidden_size, eps, zero_centered_gamma, cast_order, has_weight, bias, params_dtype, device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x: [..., hidden_size]."""
+        return layer_norm(
+            x,
+            self.weight,
+            self.bias,
+            self.eps,
+            zero_centered=self.zero_centered_gamma,
+            cast_order=self.cast_order,
+        )
+
+
+def apply_norm(
+    normalization: str,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    zero_centered_gamma: bool,
+    cast_order: str,
+) -> Tensor:
+    """Apply "RMSNorm" or "LayerNorm" by name: what the fused modules call with their own parameters."""
+    if normalization == "RMSNorm":
+        return rms_norm(x, weight, eps, zero_centered=zero_centered_gamma, cast_order=cast_order)
+    return layer_norm(x, weight, bias, eps, zero_centered=zero_centered_gamma, cast_order=cast_order)
+
+
+def default_cast_order(normalization: str) -> str:
+    """Return where the named norm rounds unless told otherwise; an unknown name raises ValueError."""
+    orders = {"RMSNorm": "weight_last", "LayerNorm": "weight_first"}
+    if normalization not in orders:
+        raise ValueError(f"normalization is {normalization!r}; allowed: 'LayerNorm', 'RMSNorm'")
+    return orders[normalization]
