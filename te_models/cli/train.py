@@ -1,0 +1,45 @@
+"""`te-models train`: the options beside the TOML file are its keys, typed by the configuration itself."""
+
+from __future__ import annotations
+
+import argparse
+
+from .parser import Verbs, emit, verb
+
+DESCRIPTION = """\
+Train a model as CONFIG.toml says. Every key of the file is also an option, with dots for
+tables and dashes for underscores: --optimizer.lr 1e-4, --data.sequence-length 512,
+--no-compile. `te-models train CONFIG.toml --help-keys` lists them all with their values.
+A run that was interrupted continues from its newest checkpoint when started again."""
+
+
+def add(verbs: Verbs) -> None:
+    """Add the verb."""
+    parser = verb(
+        verbs,
+        "train",
+        run,
+        "train a model described by a TOML file",
+        DESCRIPTION,
+        "te-models train train.toml --steps 100 --precision.recipe mxfp8",
+    )
+    parser.add_argument("config", metavar="CONFIG.toml", help="the training configuration")
+    parser.add_argument("--help-keys", action="store_true", help="list the keys of the configuration and exit")
+    parser.add_argument("--dry-run", action="store_true", help="check the configuration, print it and stop")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train, and print the last metrics."""
+    from ..training.config import load_config
+
+    overrides = ["--help"] if args.help_keys else args.overrides
+    config = load_config(args.config, overrides)
+    if args.dry_run:
+        print(config.to_json(), end="")
+        return 0
+
+    from ..training import train
+
+    result = train(config)
+    emit(args, {"output_dir": config.output_dir, "result": result}, f"trained: {config.output_dir}")
+    return 0

@@ -1,0 +1,43 @@
+"""`import te_models` is light: little time on top of torch, and none of the heavy optional modules."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+
+HEAVY = ("transformers", "triton", "torch._inductor", "tokenizers", "tyro", "matplotlib", "numpy.testing")
+
+
+def child(script: str) -> str:
+    """What a fresh interpreter prints."""
+    return subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
+
+
+def test_import_adds_little_to_torch() -> None:
+    """CPU time of both imports, one after the other in the same process, so that load on the machine cancels."""
+    script = """
+from time import process_time
+start = process_time(); import torch
+middle = process_time(); import te_models
+print((process_time() - middle) / (middle - start))
+"""
+    child(script)  # writes the byte code
+    shares = [float(child(script)) for _ in range(5)]
+    assert statistics.median(shares) < 0.15, shares
+
+
+def test_import_loads_nothing_heavy() -> None:
+    """Not even the model class or the layers need the compiler, Triton or transformers."""
+    script = f"""
+import json, sys
+import torch, safetensors.torch
+before = set(sys.modules)
+import te_models
+import te_models.layers, te_models.checkpoints
+te_models.GPTModel
+new = set(sys.modules) - before
+print(json.dumps(sorted(n for n in new if n.startswith({HEAVY!r}))))
+"""
+    assert json.loads(child(script)) == []

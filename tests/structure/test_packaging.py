@@ -1,0 +1,143 @@
+"""The wheel: exactly the tree's modules, and usable where only torch and safetensors are installed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from te_models.extras import EXTRAS
+from tests.structure.tree import FOLDERS, ROOT, modules, packages, pyproject
+
+
+def test_every_package_is_listed() -> None:
+    listed = pyproject()["tool"]["setuptools"]["packages"]
+    assert listed == sorted(listed)
+    assert set(listed) == packages()
+
+
+def test_every_package_has_an_init() -> None:
+    names = set(modules())
+    assert {p for p in packages() if f"{p}.__init__" not in names} == set()
+
+
+def test_folders_map_to_import_names() -> None:
+    mapping = pyproject()["tool"]["setuptools"]["package-dir"]
+    assert mapping == {package: folder for folder, package in FOLDERS.items()}
+
+
+def test_extras_match_the_table_in_code() -> None:
+    extras = pyproject()["project"]["optional-dependencies"]
+    for extra, names in EXTRAS.items():
+        declared = {Requirement(r).name for r in extras[extra]} - {"te_models"}
+        assert declared == set(names), extra
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from a copy so that no build folder appears in the checkout. Works offline."""
+    source = tmp_path_factory.mktemp("source")
+    for folder in FOLDERS:
+        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, source / file)
+    out = tmp_path_factory.mktemp("dist")
+    run = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(source)]
+    subprocess.run(run, check=True, capture_output=True, text=True)
+    (built,) = out.glob("*.whl")
+    return built
+
+
+def test_the_wheel_holds_exactly_the_tree(wheel: Path) -> None:
+    expected = {name.replace(".", "/") + ".py" for name in modules()} | {"te_models/py.typed"}
+    with zipfile.ZipFile(wheel) as archive:
+        found = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert found == expected
+
+
+def test_the_wheel_carries_its_licence_and_command(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name.partition(".dist-info/")[2]: name for name in archive.namelist()}
+        assert archive.read(names["licenses/LICENSE"]) == (ROOT / "LICENSE").read_bytes()
+        assert b"te-models = te_models.cli.main:main" in archive.read(names["entry_points.txt"])
+
+
+def core_distributions() -> set[str]:
+    """torch, safetensors and what they require, without extras."""
+    found, queue = set(), ["torch", "safetensors"]
+    while queue:
+        name = queue.pop()
+        if name in found:
+            continue
+        found.add(name)
+        for text in importlib.metadata.requires(name) or []:
+            requirement = Requirement(text)
+            # An accelerator build of torch requires its libraries and triton; the clean environment is a CPU one.
+            accelerator = requirement.name.startswith(("nvidia", "cuda", "triton"))
+            if not accelerator and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+                queue.append(requirement.name)
+    return found
+
+
+@pytest.fixture(scope="module")
+def clean_python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of a new virtual environment with torch, safetensors, their requirements, and our wheel.
+
+    The environment is real and sees nothing of the one that runs the tests; the distributions are links to the ones
+    installed here. pip installs the wheel and checks that its requirements are met, without any network.
+    """
+    home = tmp_path_factory.mktemp("clean")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home)], check=True)
+    (site,) = home.glob("lib/python*/site-packages")
+    for name in core_distributions():
+        distribution = importlib.metadata.distribution(name)
+        tops = {file.parts[0] for file in distribution.files or [] if file.parts[0] not in ("..", "__pycache__")}
+        for top in tops:
+            (site / top).symlink_to(Path(str(distribution.locate_file(top))).resolve())
+    python = home / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-index", "--quiet", str(wheel)]
+    subprocess.run(pip, check=True, capture_output=True, text=True, env=_plain_environment())
+    return python
+
+
+def _plain_environment() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "PIP_", "COV_", "PYTEST"))}
+
+
+def test_every_module_imports_with_the_core_dependencies_only(clean_python: Path, tmp_path: Path) -> None:
+    script = """
+import importlib, pkgutil, sys
+import te_models
+for absent in ("transformers", "triton", "tokenizers", "tqdm", "tyro", "matplotlib", "gguf", "pytest"):
+    assert importlib.util.find_spec(absent) is None, absent
+assert te_models.__file__.startswith(sys.prefix), te_models.__file__
+names = ["te_models"] + [m.name for m in pkgutil.walk_packages(te_models.__path__, "te_models.")]
+for name in names:
+    if name.endswith(".__main__"):
+        continue
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        assert error.name == "triton" and name.startswith("te_models.kernels."), f"{name}: {error}"
+print(len(names))
+"""
+    run = subprocess.run(
+        [str(clean_python), "-W", "error", "-c", script],
+        cwd=tmp_path, env=_plain_environment(), capture_output=True, text=True,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout) == len(modules())
+
+
+def test_the_command_runs_with_the_core_dependencies_only(clean_python: Path, tmp_path: Path) -> None:
+    command = clean_python.parent / "te-models"
+    run = subprocess.run([str(command), "info"], cwd=tmp_path, env=_plain_environment(), capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "torch" in run.stdout

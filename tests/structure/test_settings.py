@@ -1,0 +1,50 @@
+"""Repository settings that other checks rely on."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+
+from tests.structure.tree import ROOT, pyproject
+
+
+def text(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def targets() -> set[str]:
+    return set(re.findall(r"^([a-z-]+):", text("Makefile"), flags=re.MULTILINE))
+
+
+def test_warnings_are_errors() -> None:
+    options = pyproject()["tool"]["pytest"]["ini_options"]
+    assert options["filterwarnings"][0] == "error"
+    assert options["xfail_strict"] is True
+    assert "--strict-markers" in options["addopts"]
+
+
+def test_readme_shows_the_two_commands_and_ci_runs_one() -> None:
+    commands = re.findall(r"^make \S+", text("README.md"), flags=re.MULTILINE)
+    assert {"make quickstart", "make test"} <= set(commands)
+    assert {c.removeprefix("make ") for c in commands} <= targets()
+    script = text(".ci/run")
+    assert "set -euo pipefail" in script
+    assert re.search(r"^exec make test\b", script, flags=re.MULTILINE)
+
+
+def test_make_has_the_promised_targets() -> None:
+    assert {"quickstart", "test", "test-all", "lint", "typecheck", "bench", "docs"} <= targets()
+
+
+def test_make_pins_torch_in_every_install() -> None:
+    """Otherwise a dependency could replace torch by the newest build."""
+    installs = [line for line in text("Makefile").splitlines() if "$(PIP) install" in line]
+    assert len(installs) >= 4
+    assert all("$(PIN)" in line or "--no-deps" in line for line in installs)
+
+
+def test_no_generated_files_are_tracked() -> None:
+    if not (ROOT / ".git").exists():
+        return  # an unpacked source archive has no index to look at
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert not re.search(r"__pycache__|\.egg-info|^build/|^dist/|^\.venv", tracked, flags=re.MULTILINE)

@@ -1,0 +1,42 @@
+"""The repository as the structure tests see it: folders, import names, modules."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = {
+    "kernels": "te_models.kernels",
+    "layers": "te_models.layers",
+    "checkpoints": "te_models.checkpoints",
+    "te_models": "te_models",
+}
+"""Folder: import name, in the order in which they may import each other."""
+LEAVES = {"te_models.config", "te_models.extras"}
+"""Modules that import nothing of the project and that every folder may import."""
+
+
+def pyproject() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def modules() -> dict[str, Path]:
+    """Import name (a package's ends in ".__init__"): file, for every Python file of the four folders."""
+    found = {}
+    for folder, package in FOLDERS.items():
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            relative = file.relative_to(ROOT / folder).with_suffix("")
+            found[".".join([package, *relative.parts])] = file
+    return found
+
+
+def packages() -> set[str]:
+    """Import names of the folders that hold Python files."""
+    return {name.rpartition(".")[0] for name in modules()}
+
+
+def folder_of(module: str) -> str:
+    """The folder that owns the module of this import name."""
+    second = (module.split(".") + [""])[1]
+    return second if second in FOLDERS and second != "te_models" else "te_models"
