@@ -80,7 +80,7 @@ bench: $(VENV)/.stamp-test  ## benchmarks against their peers; results are added
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench $(ARGS)
 
 docs: $(VENV)/.stamp-test  ## rewrite the generated parts of docs/ and README.md
-	$(BIN)/python -m te_models.cli.document
+	$(BIN)/python docs/generate.py
 
 wheel: $(VENV)/.stamp-test  ## build dist/te_models-*.whl
 	$(BIN)/python -m build --wheel --no-isolation

@@ -11,10 +11,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from . import convert, generate, info, inspect, quickstart, train
+from . import convert, examine, generate, info, quickstart, train
 from .parser import Formatter
 
-GROUPS = (convert, inspect, train, generate, quickstart, info)
+GROUPS = (convert, examine, train, generate, quickstart, info)
 
 EPILOG = """\
 The usual order of work:

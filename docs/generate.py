@@ -1,0 +1,70 @@
+"""Rewrites the generated parts of the documentation: `make docs`.
+
+A generated part stands between `<!-- begin NAME -->` and `<!-- end NAME -->`; what is around it is written by hand. The
+parts are the help of every verb (docs/cli.md) and the tree of packages (README.md). A test fails when one is stale.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("kernels", "layers", "checkpoints", "te_models")
+
+
+def fill(text: str, name: str, body: str) -> str:
+    """Return `text` with `body` between the markers of `name`."""
+    pattern = re.compile(rf"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)", re.DOTALL)
+    if len(pattern.findall(text)) != 1:
+        raise ValueError(f"expected the markers of {name!r} exactly once")
+    return pattern.sub(lambda match: match[1] + body.rstrip("\n") + "\n" + match[2], text)
+
+
+def cli_help() -> str:
+    """The help of each verb as Markdown, 100 columns wide."""
+    from te_models.cli.main import build_parser
+
+    os.environ["COLUMNS"] = "102"
+    parser = build_parser()
+    (verbs,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    parts = [f"```text\n{parser.format_help()}```"]
+    parts += [f"### {name}\n\n```text\n{sub.format_help()}```" for name, sub in verbs.choices.items()]
+    return "\n\n".join(parts)
+
+
+def package_tree() -> str:
+    """Each package of the tree with the first sentence of its docstring."""
+    lines = []
+    for folder in FOLDERS:
+        for init in sorted((ROOT / folder).rglob("__init__.py")):
+            path = init.parent.relative_to(ROOT)
+            depth = len(path.parts) - 1
+            doc = ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) or ""
+            first = re.split(r"(?<=\.)\s", " ".join(doc.split()), maxsplit=1)[0]
+            lines.append((f"{'  ' * depth}{path.name}/", first))
+    width = max(len(name) for name, _ in lines) + 2
+    return "```text\n" + "\n".join(f"{name:<{width}}{text}".rstrip() for name, text in lines) + "\n```"
+
+
+def pages() -> dict[Path, str]:
+    """Each page with generated parts: its text as it should be."""
+    parts = {"docs/cli.md": ("cli-help", cli_help), "README.md": ("package-tree", package_tree)}
+    return {
+        ROOT / page: fill((ROOT / page).read_text(encoding="utf-8"), name, body()) for page, (name, body) in parts.items()
+    }
+
+
+def main() -> None:
+    """Rewrite the pages that are stale and name them."""
+    for page, text in pages().items():
+        if page.read_text(encoding="utf-8") != text:
+            page.write_text(text, encoding="utf-8")
+            print(f"rewrote {page.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
