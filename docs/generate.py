@@ -54,7 +54,8 @@ def pages() -> dict[Path, str]:
     """Each page with generated parts: its text as it should be."""
     parts = {"docs/cli.md": ("cli-help", cli_help), "README.md": ("package-tree", package_tree)}
     return {
-        ROOT / page: fill((ROOT / page).read_text(encoding="utf-8"), name, body()) for page, (name, body) in parts.items()
+        ROOT / page: fill((ROOT / page).read_text(encoding="utf-8"), name, body())
+        for page, (name, body) in parts.items()
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,9 @@ def add(verbs: Verbs) -> None:
         "must be expected and present; anything else is an error and nothing is written.",
         "te-models import ./SmolLM2-135M ./smollm2",
     )
-    parser.add_argument("--layout", choices=LAYOUTS, default="grouped", help="experts as one tensor, or one each (grouped)")
+    parser.add_argument(
+        "--layout", choices=LAYOUTS, default="grouped", help="experts as one tensor, or one each (grouped)"
+    )
     parser.add_argument("--dtype", choices=DTYPES, help="convert the weights (default: keep)")
 
     parser = _converter(
@@ -96,3 +99,60 @@ def _converter(
     parser.add_argument("--dry-run", action="store_true", help="plan and check everything, write nothing")
     parser.add_argument("--force", action="store_true", help="replace an existing model folder at the output")
     return parser
+
+
+def run_import(args: argparse.Namespace) -> int:
+    """Hugging Face folder to ours."""
+    from te_models.checkpoints import import_hf
+
+    return _convert(args, import_hf, dtype=_dtype(args), layout=args.layout)
+
+
+def run_export(args: argparse.Namespace) -> int:
+    """Our folder to a Hugging Face one."""
+    from te_models.checkpoints import export_hf
+
+    return _convert(args, export_hf, family=args.family, dtype=_dtype(args))
+
+
+def run_relayout(args: argparse.Namespace) -> int:
+    """Experts grouped or one by one."""
+    from te_models.checkpoints import relayout
+
+    return _convert(args, relayout, layout=args.layout)
+
+
+def run_quantize(args: argparse.Namespace) -> int:
+    """Linear weights stored as a recipe quantizes them."""
+    from te_models.checkpoints import quantize
+    from te_models.layers import recipe
+
+    return _convert(args, quantize, recipe=recipe(args.recipe))
+
+
+def run_upcycle(args: argparse.Namespace) -> int:
+    """A dense model as a mixture of experts."""
+    from te_models.checkpoints import upcycle
+
+    return _convert(args, upcycle, num_experts=args.experts, topk=args.topk, seed=args.seed)
+
+
+def _dtype(args: argparse.Namespace) -> Any:
+    import torch
+
+    return None if args.dtype is None else getattr(torch, args.dtype)
+
+
+def _convert(args: argparse.Namespace, function: Callable[..., Any], **options: Any) -> int:
+    """Run one conversion with progress and print what it did."""
+    out, start = Path(args.out), time.perf_counter()
+    with replacing(out, force=args.force) as target, byte_progress(args.verb) as progress:
+        function(args.source, target, dry_run=args.dry_run, progress=progress, **options)
+    seconds = time.perf_counter() - start
+    result = {"verb": args.verb, "source": args.source, "out": str(out), "dry_run": args.dry_run, "seconds": seconds}
+    if args.dry_run:
+        emit(args, result, f"would write {out}: the plan is complete and consistent")
+    else:
+        result["bytes"] = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
+        emit(args, result, f"wrote {out}: {result['bytes'] / 2**20:.1f} MiB in {seconds:.1f} s")
+    return 0

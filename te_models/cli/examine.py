@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from .parser import Verbs, emit, verb
+from .parser import Verbs, verb
 
 
 def add(verbs: Verbs) -> None:

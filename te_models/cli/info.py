@@ -10,7 +10,18 @@ from typing import Any
 from ..extras import EXTRAS, installed
 from .parser import Verbs, emit, table, verb
 
-PACKAGES = ("te_models", "torch", "safetensors", "transformers", "tokenizers", "triton", "tyro", "tqdm", "matplotlib", "gguf")
+PACKAGES = (
+    "te_models",
+    "torch",
+    "safetensors",
+    "transformers",
+    "tokenizers",
+    "triton",
+    "tyro",
+    "tqdm",
+    "matplotlib",
+    "gguf",
+)
 
 
 def add(verbs: Verbs) -> None:
@@ -33,7 +44,10 @@ def run(args: argparse.Namespace) -> int:
         table([(d["name"], d["detail"]) for d in result["devices"]], "  "),
         table([(n, text) for n, text in result["recipes"].items()], "  "),
         "  " + ", ".join(result["families"]),
-        table([(n, "installed" if here else f"pip install 'te_models[{n}]'") for n, here in result["extras"].items()], "  "),
+        table(
+            [(n, "installed" if here else f"pip install 'te_models[{n}]'") for n, here in result["extras"].items()],
+            "  ",
+        ),
     ]
     titles = ("versions", "devices", "FP8 recipes", "Hugging Face families", "extras")
     emit(args, result, "\n".join(f"{title}\n{section}" for title, section in zip(titles, sections, strict=True)))

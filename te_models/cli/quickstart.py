@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
-from .parser import Verbs, verb
+from .parser import Verbs, emit, verb
 
 DESCRIPTION = """\
 Run everything once on a real model, and check each step with numbers: import SmolLM2-135M and
@@ -24,14 +25,25 @@ def add(verbs: Verbs) -> None:
         DESCRIPTION,
         "te-models quickstart --offline-tiny --out ./quickstart-out",
     )
-    parser.add_argument("--offline-tiny", action="store_true", help="a small model trained here instead of SmolLM2-135M")
+    parser.add_argument(
+        "--offline-tiny", action="store_true", help="a small model trained here instead of SmolLM2-135M"
+    )
     parser.add_argument("--out", default="quickstart-out", metavar="DIR", help="where results go (./quickstart-out)")
     parser.add_argument("--steps", type=int, metavar="N", help="training steps for each number format")
-    parser.add_argument("--recipe", default="mxfp8", choices=("current", "block", "mxfp8"), help="the FP8 recipe (mxfp8)")
+    parser.add_argument(
+        "--recipe", default="mxfp8", choices=("current", "block", "mxfp8"), help="the FP8 recipe (mxfp8)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the main job; 1 if a check fails."""
     from ..quickstart.main import run_quickstart
 
-    return run_quickstart(args)
+    if args.steps is not None and args.steps < 16:
+        raise ValueError(f"--steps is {args.steps}; allowed: 16 or more, so that the schedule fits")
+    report = run_quickstart(
+        Path(args.out), offline_tiny=args.offline_tiny, steps=args.steps, recipe=args.recipe, verbose=not args.json
+    )
+    if args.json:
+        emit(args, report.to_dict(), "")
+    return 0 if report.passed else 1

@@ -167,7 +167,7 @@ def _config(fields: dict[str, Any], *, tied: bool) -> dict[str, Any]:
 
 
 def _tokenizer(fields: dict[str, Any]) -> Any:
-    """The byte-level BPE of the file (pre-tokenizer "smollm": single digits, then GPT-2's pattern) as a fast tokenizer."""
+    """The byte-level BPE of the file; its pre-tokenizer "smollm" is single digits, then GPT-2's pattern."""
     tokenizers = require("tokenizers", "hf", feature="the packaged model's tokenizer")
     transformers = require("transformers", "hf", feature="the packaged model's tokenizer")
     names = fields["tokenizer.ggml.tokens"]

@@ -38,5 +38,5 @@ def packages() -> set[str]:
 
 def folder_of(module: str) -> str:
     """The folder that owns the module of this import name."""
-    second = (module.split(".") + [""])[1]
+    second = module.partition(".")[2].partition(".")[0]
     return second if second in FOLDERS and second != "te_models" else "te_models"

@@ -1,0 +1,76 @@
+"""Comparisons: logits and perplexity of a transformers model or of ours, and files bit for bit.
+
+Models are loaded one after the other, never side by side, so that the largest one decides the memory.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+import te_models
+
+from ..extras import require
+
+
+@torch.no_grad()
+def logits(model: torch.nn.Module, windows: torch.Tensor) -> torch.Tensor:
+    """Return float32 logits [B, S, V] of `windows` [B, S], one window at a time."""
+    return torch.cat([model(window[None]).logits.float() for window in windows])
+
+
+def theirs(folder: Path, windows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Logits by transformers."""
+    return logits(load_theirs(folder, dtype), windows)
+
+
+def ours(folder: Path, windows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Logits by te_models."""
+    return logits(te_models.GPTModel.from_pretrained(folder, dtype=dtype).eval(), windows)
+
+
+def load_theirs(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
+    """Load a folder with transformers, from the disk only."""
+    transformers = require("transformers", "hf", feature="the comparison")
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).eval()
+
+
+def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
+    """The largest difference divided by the largest reference magnitude."""
+    return ((value - reference).abs().max() / reference.abs().max()).item()
+
+
+def perplexity(logits_BSV: torch.Tensor, windows: torch.Tensor) -> float:
+    """exp of the mean negative log likelihood of each next token."""
+    return F.cross_entropy(logits_BSV[:, :-1].flatten(0, 1), windows[:, 1:].flatten()).exp().item()
+
+
+def agreement(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The fraction of positions where both put the same token first."""
+    return (a.argmax(-1) == b.argmax(-1)).float().mean().item()
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor in the safetensors files of a folder, as stored."""
+    from safetensors.torch import load_file
+
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> int:
+    """How many names have different dtype, shape or bytes, or are in one only."""
+    return sum(name not in a or name not in b or not same_bits(a[name], b[name]) for name in a.keys() | b.keys())
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether dtype, shape and every byte agree (unlike ==, NaN equals itself and 0.0 is not -0.0)."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+
+
+def file_bytes(folder: Path) -> int:
+    """Bytes in the safetensors files of a folder."""
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))

@@ -1,0 +1,111 @@
+"""The quickstart from beginning to end: prepare the model and the text, run the steps, print the table."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from ..extras import require
+from . import convert_steps, export_step, import_step, train_step
+from .report import Report, peak_rss_gib
+from .run import REAL, TINY, Run, Sizes
+from .smollm import smollm_folder
+from .text import held_out_windows, library_files
+from .tiny import tiny_folder
+
+MARKER = "report.json"
+
+
+def run_quickstart(
+    out: Path, *, offline_tiny: bool = False, steps: int | None = None, recipe: str = "mxfp8", verbose: bool = True
+) -> Report:
+    """Run the main job and return its report; `out` receives models, curves.png and report.json.
+
+    Args:
+        out: A new folder, or one that an earlier quickstart wrote (it is replaced).
+        offline_tiny: Train a small model and its tokenizer here instead of using SmolLM2-135M.
+        steps: Training steps of each run.
+        recipe: The FP8 recipe to train with: "current", "block" or "mxfp8".
+
+    Raises:
+        MissingExtraError: A package of the extra `demo`, or the one with the real weights, is absent.
+        ValueError: `out` is something else's folder.
+    """
+    transformers = require("transformers", "demo", feature="the quickstart")
+    require("matplotlib", "demo", feature="the quickstart")
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    report = Report(verbose=verbose)
+    _fresh(out)
+    scratch = out / "scratch"
+    scratch.mkdir()
+    try:
+        sizes = TINY if offline_tiny else REAL
+        sizes = sizes if steps is None else replace(sizes, train_steps=steps)
+        run = _prepare(out, scratch, sizes, recipe, offline_tiny, report)
+        report.begin("1 import")
+        import_step.run(run)
+        report.begin("2 quantize")
+        convert_steps.quantized(run)
+        report.begin("3 experts")
+        convert_steps.experts(run)
+        report.begin("4 train")
+        trained = train_step.run(run)
+        report.begin("5 export")
+        export_step.run(run, trained)
+        report.end()
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    (out / MARKER).write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
+    report.say(_summary(report, out))
+    return report
+
+
+def _prepare(out: Path, scratch: Path, sizes: Sizes, recipe: str, offline_tiny: bool, report: Report) -> Run:
+    report.begin("0 prepare")
+    training_files, held_out = library_files()
+    report.say(f"  text: {len(training_files)} training files, {len(held_out)} held out, from the standard library")
+    if offline_tiny:
+        report.say("  training a small tokenizer and model")
+        hf = tiny_folder(scratch, training_files)
+    else:
+        hf = smollm_folder(lambda message: report.say(f"  {message}"))
+    report.say(f"  model: {hf}")
+    tokenizer = require("transformers", "hf").AutoTokenizer.from_pretrained(hf, local_files_only=True)
+    windows = held_out_windows(tokenizer, held_out, sizes.windows, sizes.length)
+    return Run(
+        out=out,
+        scratch=scratch,
+        hf=hf,
+        sizes=sizes,
+        recipe=recipe,
+        tokenizer=tokenizer,
+        windows=windows,
+        training_files=training_files,
+        report=report,
+    )
+
+
+def _fresh(out: Path) -> None:
+    """Make `out` an empty folder. Only a folder that is empty or that the quickstart wrote is emptied."""
+    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / MARKER).is_file())):
+        raise ValueError(f"{out} exists and is not the output of an earlier quickstart; choose another --out")
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    (out / MARKER).write_text("{}\n", encoding="utf-8")
+
+
+def _summary(report: Report, out: Path) -> str:
+    times = ", ".join(f"{step} {seconds:.0f} s" for step, seconds in report.seconds.items())
+    failed = sum(not check.passed for check in report.checks)
+    verdict = (
+        f"all {len(report.checks)} checks passed"
+        if report.passed
+        else f"{failed} of {len(report.checks)} checks FAILED"
+    )
+    return (
+        f"\n{report.table()}\n\n{verdict} in {report.wall_seconds():.0f} s ({times}), "
+        f"peak memory {peak_rss_gib():.2f} GiB\ncurves: {out / 'curves.png'}   numbers: {out / MARKER}"
+    )
