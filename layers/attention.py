@@ -72,10 +72,11 @@ class DotProductAttention(nn.Module):
         length, keys = query.shape[2], key.shape[2]
         causal = self.attn_mask_type == "causal"
         plain = self.window_size is None and attention_mask is None and length == keys
-        visible = None if plain or (not causal and attention_mask is None) else self._visible(length, keys, attention_mask, query.device)
-        if self.softcap is not None or self.softmax_offset is not None:
-            if visible is None and causal:
-                visible = self._visible(length, keys, None, query.device)
+        explicit = self.softcap is not None or self.softmax_offset is not None
+        visible = None
+        if attention_mask is not None or (causal and (explicit or not plain)):
+            visible = self._visible(length, keys, attention_mask, query.device)
+        if explicit:
             out = self._explicit(query, key, value, visible)
         else:
             out = F.scaled_dot_product_attention(
@@ -121,4 +122,5 @@ class DotProductAttention(nn.Module):
         return probabilities @ value
 
     def extra_repr(self) -> str:
-        return f"heads={self.num_attention_heads}, groups={self.num_gqa_groups}, {self.attn_mask_type}, window={self.window_size}"
+        heads = f"heads={self.num_attention_heads}, groups={self.num_gqa_groups}"
+        return f"{heads}, {self.attn_mask_type}, window={self.window_size}"

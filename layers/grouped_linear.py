@@ -6,7 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from .grouped_function import grouped_linear
-from .module import InitMethod, default_init_method, empty_parameter
+from .grouped_tensor import GroupedTensor
+from .module import InitMethod, default_init_method, empty_parameter, stored_weight
+from .quantized_tensor import QuantizedTensor
 
 
 class GroupedLinear(nn.Module):
@@ -14,7 +16,8 @@ class GroupedLinear(nn.Module):
 
     single_grouped_weight: True holds one parameter `weight` [num_gemms, out, in] (and `bias` [num_gemms, out]);
     False holds `weight0`, `weight1`, ... (and `bias0`, ...), Transformer Engine's per-GEMM layout. Both are layouts of
-    the same layer: `load_state_dict` accepts either. The grouped one is the fast one, the other is stacked on each call.
+    the same layer: `load_state_dict` accepts either, quantized or not, without dequantizing. The grouped one is the fast
+    one; the other is stacked on each call.
     """
 
     def __init__(
@@ -48,6 +51,16 @@ class GroupedLinear(nn.Module):
                 if bias:
                     self.register_parameter(f"bias{g}", empty_parameter(out_features, **new))
         self.reset_parameters()
+        for name in self.weight_names():
+            setattr(self, name, stored_weight(getattr(self, name)))
+        self.register_load_state_dict_pre_hook(_accept_either_layout)
+
+    def weight_names(self) -> tuple[str, ...]:
+        """Return the names of the weight parameters: ("weight",), or one per GEMM."""
+        return self._names("weight")
+
+    def _names(self, kind: str) -> tuple[str, ...]:
+        return (kind,) if self.single_grouped_weight else tuple(f"{kind}{g}" for g in range(self.num_gemms))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -58,22 +71,45 @@ class GroupedLinear(nn.Module):
             else:
                 self.init_method(parameter)
 
-    def _grouped(self, name: str) -> Tensor:
-        """Return the parameter in grouped form."""
-        if self.single_grouped_weight:
-            return getattr(self, name)
-        return torch.stack([getattr(self, f"{name}{g}") for g in range(self.num_gemms)])
-
     def forward(self, x: Tensor, m_splits: Tensor | list[int]) -> Tensor:
         """x: [T, in_features], rows sorted by group; m_splits: [num_gemms] rows per group, a device tensor (never read
-        on the host) or a list. Returns [T, out_features]; rows past the last group are zero (plus no bias contract)."""
+        on the host) or a list. Returns [T, out_features]; rows past the last group are zero."""
         if not isinstance(m_splits, Tensor):
             m_splits = torch.tensor(m_splits, dtype=torch.int64, device=x.device)
         if m_splits.shape != (self.num_gemms,):
-            raise ValueError(f"m_splits has shape {tuple(m_splits.shape)}; allowed: ({self.num_gemms},), one entry per GEMM")
-        bias = self._grouped("bias") if self.use_bias else None
-        return grouped_linear(x, self._grouped("weight"), bias, m_splits)
+            raise ValueError(f"m_splits has shape {tuple(m_splits.shape)}; allowed: ({self.num_gemms},), one per GEMM")
+        bias = None
+        if self.use_bias:
+            biases = [getattr(self, name) for name in self._names("bias")]
+            bias = biases[0] if self.single_grouped_weight else torch.stack(biases)
+        return grouped_linear(x, tuple(getattr(self, name) for name in self.weight_names()), bias, m_splits)
 
     def extra_repr(self) -> str:
         layout = "grouped" if self.single_grouped_weight else "per-GEMM"
         return f"{self.num_gemms} x ({self.in_features}, {self.out_features}), bias={self.use_bias}, {layout}"
+
+
+def _accept_either_layout(module: GroupedLinear, state: dict, prefix: str, *_: object) -> None:
+    """Rewrite the other layout's keys of `state` into this module's; a partial set of members is an error."""
+    for kind in ("weight", "bias") if module.use_bias else ("weight",):
+        members = [f"{prefix}{kind}{g}" for g in range(module.num_gemms)]
+        grouped = f"{prefix}{kind}"
+        if module.single_grouped_weight:
+            present = [key for key in members if key in state]
+            if present and len(present) < len(members):
+                missing = sorted(set(members) - set(present))
+                raise RuntimeError(f"the state dict has {present[0]} but lacks {', '.join(missing)}")
+            if present:
+                state[grouped] = _stack([state.pop(key) for key in members])
+        elif grouped in state:
+            state.update(zip(members, _unstack(state.pop(grouped)), strict=True))
+
+
+def _stack(tensors: list[Tensor]) -> Tensor:
+    if isinstance(tensors[0], QuantizedTensor):
+        return GroupedTensor.from_members(tensors)  # type: ignore[arg-type]
+    return torch.stack(tensors)
+
+
+def _unstack(tensor: Tensor) -> list[Tensor]:
+    return list(tensor.members() if isinstance(tensor, GroupedTensor) else tensor.unbind(0))

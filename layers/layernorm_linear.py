@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .linear_function import linear
-from .module import InitMethod, default_init_method, empty_parameter
+from .module import InitMethod, default_init_method, empty_parameter, stored_weight
 from .norm import apply_norm, default_cast_order
 
 
@@ -48,6 +48,7 @@ class LayerNormLinear(nn.Module):
         self.weight = empty_parameter(out_features, in_features, **new)
         self.bias = empty_parameter(out_features, **new) if bias else None
         self.reset_parameters()
+        self.weight = stored_weight(self.weight)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from te_models.kernels.activation import activation, gated_activation
 
 from .linear_function import linear
-from .module import InitMethod, default_init_method, empty_parameter
+from .module import InitMethod, default_init_method, empty_parameter, stored_weight
 from .norm import apply_norm, default_cast_order
 
 # Transformer Engine's activation names -> (ours, gated)
@@ -68,6 +68,8 @@ class LayerNormMLP(nn.Module):
         self.fc2_weight = empty_parameter(hidden_size, ffn_hidden_size, **new)
         self.fc2_bias = empty_parameter(hidden_size, **new) if bias else None
         self.reset_parameters()
+        self.fc1_weight = stored_weight(self.fc1_weight)
+        self.fc2_weight = stored_weight(self.fc2_weight)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .linear_function import linear
-from .module import InitMethod, default_init_method, empty_parameter
+from .module import InitMethod, default_init_method, empty_parameter, stored_weight
 
 
 class Linear(nn.Module):
@@ -33,6 +33,7 @@ class Linear(nn.Module):
         self.weight = empty_parameter(out_features, in_features, params_dtype=params_dtype, device=device)
         self.bias = empty_parameter(out_features, params_dtype=params_dtype, device=device) if bias else None
         self.reset_parameters()
+        self.weight = stored_weight(self.weight)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from .autocast import storage_recipe
+
 InitMethod = Callable[[Tensor], object]
 
 
@@ -24,3 +26,16 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 def empty_parameter(*shape: int, params_dtype: torch.dtype | None, device: torch.device | str | None) -> nn.Parameter:
     """Return an uninitialised parameter; `params_dtype` None is torch's default dtype."""
     return nn.Parameter(torch.empty(*shape, dtype=params_dtype or torch.get_default_dtype(), device=device))
+
+
+@torch.no_grad()
+def stored_weight(weight: nn.Parameter) -> nn.Parameter:
+    """Return an initialised weight in the form `quantized_model_init` asks for: itself, or quantized.
+
+    weight: [out, in] or grouped [num_gemms, out, in].
+    """
+    recipe = storage_recipe()
+    if recipe is None:
+        return weight
+    quantizer = recipe.weight_quantizer()
+    return nn.Parameter(quantizer.quantize(weight) if weight.dim() == 2 else quantizer.quantize_grouped(weight))

@@ -20,6 +20,7 @@ def grouped_gemm(a: Tensor, b: Tensor, m_splits: Tensor, transpose_b: bool = Tru
     Returns [T, N] with transpose_b (fprop), else [T, K] (dgrad), in a's dtype with float32 accumulation; rows past
     the last group are zero. Raises ValueError where the splits exceed the rows.
     """
+    a, b = a.contiguous(), b.contiguous()
     if a.device.type == "cpu":
         return reference.grouped_gemm(a, b, m_splits, transpose_b)
     offsets = m_splits.cumsum(0).to(torch.int32)
@@ -33,7 +34,11 @@ def _(a: Tensor, b: Tensor, m_splits: Tensor, transpose_b: bool = True) -> Tenso
 
 @torch.library.custom_op("te_models::grouped_gemm_wgrad", mutates_args=())
 def grouped_gemm_wgrad(dy: Tensor, x: Tensor, m_splits: Tensor) -> Tensor:
-    """Return each group's weight gradient `dy[g]^T @ x[g]`: [T, N], [T, K], splits [G] -> [G, N, K]; zeros for empty groups."""
+    """Return each group's weight gradient `dy[g]^T @ x[g]`.
+
+    dy: [T, N]; x: [T, K]; m_splits: [G] integer. Returns [G, N, K] in dy's dtype; zeros for empty groups.
+    """
+    dy, x = dy.contiguous(), x.contiguous()
     if dy.device.type == "cpu":
         return reference.grouped_gemm_wgrad(dy, x, m_splits)
     return torch._grouped_mm(dy.t(), x, offs=m_splits.cumsum(0).to(torch.int32))
@@ -58,7 +63,6 @@ def _setup_gemm(ctx, inputs, output) -> None:
 
 def _backward_gemm(ctx, dy: Tensor):
     a, b, m_splits = ctx.saved_tensors
-    dy = dy.contiguous()
     da = grouped_gemm(dy, b, m_splits, not ctx.transpose_b) if ctx.needs_input_grad[0] else None
     db = None
     if ctx.needs_input_grad[1]:
@@ -73,7 +77,6 @@ def _setup_wgrad(ctx, inputs, output) -> None:
 
 def _backward_wgrad(ctx, dw: Tensor):
     dy, x, m_splits = ctx.saved_tensors
-    dw = dw.contiguous()
     d_dy = grouped_gemm(x, dw, m_splits, True) if ctx.needs_input_grad[0] else None
     d_x = grouped_gemm(dy, dw, m_splits, False) if ctx.needs_input_grad[1] else None
     return d_dy, d_x, None

@@ -24,7 +24,10 @@ def split_bounds(m_splits: Tensor, rows: int) -> list[tuple[int, int]]:
 
 
 def grouped_gemm(a: Tensor, b: Tensor, m_splits: Tensor, transpose_b: bool) -> Tensor:
-    """Return rows `a[g] @ b[g]^T` ([T,K] x [G,N,K] -> [T,N]) or, without transpose_b, `a[g] @ b[g]` ([T,N] x [G,N,K] -> [T,K])."""
+    """Return each group's rows times its matrix.
+
+    transpose_b: `a[g] @ b[g]^T`, [T, K] x [G, N, K] -> [T, N]; else `a[g] @ b[g]`, [T, N] x [G, N, K] -> [T, K].
+    """
     out = a.new_empty(a.shape[0], b.shape[1] if transpose_b else b.shape[2])
     end = 0
     for g, (begin, end) in enumerate(split_bounds(m_splits, a.shape[0])):

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 
-def _scale_and_round(x_hat: Tensor, weight: Tensor | None, zero_centered: bool, cast_order: str, dtype: torch.dtype) -> Tensor:
+def _scale_and_round(
+    x_hat: Tensor, weight: Tensor | None, zero_centered: bool, cast_order: str, dtype: torch.dtype
+) -> Tensor:
     if weight is None:
         return x_hat.to(dtype)
     if cast_order == "weight_last":

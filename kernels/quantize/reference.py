@@ -1,0 +1,132 @@
+"""The definition of FP8 quantization: float32 scale arithmetic, round to nearest even, clamp before every cast.
+
+Formats: E4M3 (finite, max 448) and E5M2 (max 57344), arXiv 2209.05433. Scale kinds of a block:
+"float32" fp8_max / amax; "pow2" the same rounded down to a power of two (DeepSeek-V3, arXiv 2412.19437);
+"e8m0" the byte of the OCP microscaling specification v1.0, rounded up so that amax fits.
+
+A block is (rows, columns) of the last two dimensions; leading dimensions are a batch, so a grouped weight [G, N, K]
+is quantized by the same code as one matrix. Ragged edges are padded with zeros for amax only. Shapes: x [..., R, C],
+block (br, bc), scales [..., ceil(R / br), ceil(C / bc)].
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+_EXPONENT_MASK = 0x7F800000
+_MANTISSA_MASK = 0x007FFFFF
+
+
+def scale_from_amax(
+    amax: Tensor,
+    fp8_dtype: torch.dtype,
+    *,
+    pow2: bool = False,
+    epsilon: float = 0.0,
+    overflow: float = torch.finfo(torch.float32).max,
+) -> Tensor:
+    """Return the float32 factor to multiply with before the cast: fp8_max / max(amax, epsilon).
+
+    amax 0, infinite or NaN gives 1; a factor that overflows gives `overflow`; pow2 keeps the exponent only.
+    True division of two tensors: a constant divided by a tensor is compiled as a reciprocal, one ulp off at times.
+    """
+    amax = amax.float()
+    bounded = amax.clamp(min=epsilon) if epsilon > 0 else amax
+    scale = torch.div(torch.full_like(bounded, FP8_MAX[fp8_dtype]), bounded)
+    scale = torch.where(scale == float("inf"), overflow, scale)
+    scale = torch.where((bounded == 0) | ~torch.isfinite(bounded), 1.0, scale)
+    if pow2:
+        scale = (scale.view(torch.int32) & _EXPONENT_MASK).view(torch.float32)
+    return scale
+
+
+def e8m0_from_amax(amax: Tensor, fp8_dtype: torch.dtype) -> Tensor:
+    """Return the biased exponent byte (uint8) of the power of two at or above amax / fp8_max; NaN gives 255."""
+    bits = (amax.float() * (1.0 / FP8_MAX[fp8_dtype])).view(torch.int32)
+    exponent, mantissa = bits >> 23, bits & _MANTISSA_MASK
+    # a subnormal up to 2^-127 = 0x400000 is covered by byte 0
+    up = torch.where(exponent == 0, mantissa > 0x400000, mantissa > 0)
+    byte = (exponent + up.to(torch.int32)).clamp(max=254)
+    return torch.where(torch.isnan(amax), 255, byte).to(torch.uint8)
+
+
+def _power_of_two(biased: Tensor) -> Tensor:
+    """Return 2^(biased - 127) in float32 for an int32 exponent in 0..254; 0 is the subnormal 2^-127."""
+    return torch.where(biased == 0, 0x00400000, biased << 23).view(torch.float32)
+
+
+def e8m0_to_float(byte: Tensor) -> Tensor:
+    """Return 2^(byte - 127) in float32; 255 is NaN."""
+    return torch.where(byte == 255, float("nan"), _power_of_two(byte.to(torch.int32).clamp(max=254)))
+
+
+def _e8m0_inverse(byte: Tensor) -> Tensor:
+    """Return 2^(127 - byte) in float32; 255 is NaN."""
+    return torch.where(byte == 255, float("nan"), _power_of_two(254 - byte.to(torch.int32).clamp(max=254)))
+
+
+def _to_blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
+    """View [..., R, C] as [..., R/br, br, C/bc, bc], padding ragged edges with zeros."""
+    (rows, columns), (br, bc) = x.shape[-2:], block
+    if not (statically_known_true(rows % br == 0) and statically_known_true(columns % bc == 0)):
+        x = F.pad(x, (0, -columns % bc, 0, -rows % br))
+    return x.unflatten(-1, (-1, bc)).unflatten(-3, (-1, br))
+
+
+def _from_blocks(blocks: Tensor, rows: int, columns: int) -> Tensor:
+    """Undo `_to_blocks`, contiguous, so that a GEMM sums in the same order whether or not an edge was cut off."""
+    return blocks.flatten(-4, -3).flatten(-2, -1)[..., :rows, :columns].contiguous()
+
+
+def blockwise_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
+    """Return the largest magnitude of each block, float32; NaN wherever a block holds one."""
+    return _to_blocks(x, block).abs().amax((-3, -1)).float()
+
+
+def quantize_blockwise(
+    x: Tensor, block: tuple[int, int], fp8_dtype: torch.dtype, scale_kind: str, *, epsilon: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Quantize blocks of x: [..., R, C].
+
+    Returns data (fp8_dtype, x's shape) and the scales to multiply with when dequantizing: float32, or uint8 bytes for
+    "e8m0". Infinities saturate; a NaN stays in its element ("e8m0": makes its block NaN).
+    """
+    if x.numel() == 0:
+        shape = (*x.shape[:-2], -(-x.shape[-2] // block[0]), -(-x.shape[-1] // block[1]))
+        return x.to(fp8_dtype), x.new_empty(shape, dtype=torch.uint8 if scale_kind == "e8m0" else torch.float32)
+    blocks = _to_blocks(x, block).float()
+    amax = blocks.abs().amax((-3, -1))
+    if scale_kind == "e8m0":
+        stored = e8m0_from_amax(amax, fp8_dtype)
+        scale = _e8m0_inverse(stored)
+    else:
+        overflow = torch.finfo(x.dtype).max
+        scale = scale_from_amax(amax, fp8_dtype, pow2=scale_kind == "pow2", epsilon=epsilon, overflow=overflow)
+        stored = torch.div(torch.ones_like(scale), scale)
+    limit = FP8_MAX[fp8_dtype]
+    data = (blocks * scale[..., :, None, :, None]).clamp(-limit, limit).to(fp8_dtype)
+    return _from_blocks(data, *x.shape[-2:]), stored
+
+
+def dequantize_blockwise(data: Tensor, stored: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Return data * scale in `dtype`. data: [..., R, C] FP8; stored: its scales, float32 or uint8 exponents."""
+    if data.numel() == 0:
+        return data.to(dtype)
+    scale_inv = e8m0_to_float(stored) if stored.dtype == torch.uint8 else stored
+    blocks = _to_blocks(data.float(), block) * scale_inv[..., :, None, :, None]
+    return _from_blocks(blocks.to(dtype), *data.shape[-2:])
+
+
+def quantize_per_tensor(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -> Tensor:
+    """Return clamp(x * scale) as FP8. scale: float32, broadcastable to x. A NaN stays, infinities saturate."""
+    limit = FP8_MAX[fp8_dtype]
+    return (x.float() * scale).clamp(-limit, limit).to(fp8_dtype)
+
+
+def dequantize_per_tensor(data: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return data * scale_inv in `dtype`. scale_inv: float32, broadcastable to data."""
+    return (data.float() * scale_inv).to(dtype)
