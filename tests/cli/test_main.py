@@ -1,0 +1,178 @@
+"""The command line's frame: help, exit codes, one sentence for each error."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from te_models.cli import info
+from te_models.cli.main import build_parser, main
+from te_models.extras import MissingExtraError
+
+VERBS = (
+    "import",
+    "export",
+    "relayout",
+    "quantize",
+    "upcycle",
+    "inspect",
+    "verify",
+    "train",
+    "generate",
+    "quickstart",
+    "info",
+)
+
+
+def sub_parsers() -> dict[str, argparse.ArgumentParser]:
+    (verbs,) = (a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction))
+    return dict(verbs.choices)
+
+
+def test_there_is_a_parser_for_each_verb() -> None:
+    assert set(sub_parsers()) == set(VERBS)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_has_an_example_that_parses(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main([verb, "--help"])
+    assert exit_.value.code == 0
+    text = capsys.readouterr().out
+    assert "--json" in text
+    assert "--debug" in text
+    (example,) = re.findall(r"example:\n  te-models (.*)\n", text)
+    words = [word.strip('"') for word in re.findall(r'"[^"]*"|\S+', example)]
+    args, rest = build_parser().parse_known_args(words)
+    assert args.verb == verb
+    assert not rest or verb == "train"
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["import", "--help"]])
+def test_help_imports_no_torch(words: list[str]) -> None:
+    script = f"""
+import sys
+from te_models.cli.main import main
+try:
+    main({words!r})
+except SystemExit:
+    pass
+print([n for n in sys.modules if n.split(".")[0] in ("torch", "numpy", "tyro", "transformers", "tqdm")])
+"""
+    run = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert run.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("verb", ["import", "export", "relayout", "quantize", "upcycle"])
+def test_converters_have_dry_run_and_force(verb: str) -> None:
+    options = {option for action in sub_parsers()[verb]._actions for option in action.option_strings}
+    assert {"--dry-run", "--force"} <= options
+
+
+def test_python_m_is_the_same_program() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "te_models", "info", "--json"], check=True, capture_output=True, text=True
+    )
+    values = json.loads(run.stdout)
+    assert {"current", "block", "mxfp8"} <= set(values["recipes"])
+    assert {"llama", "mixtral", "qwen3_moe"} <= set(values["families"])
+    assert values["versions"]["torch"]
+    assert values["devices"][0]["name"] == "cpu"
+    assert values["extras"]["hf"] is True
+
+
+def test_info_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info"]) == 0
+    out = capsys.readouterr().out
+    assert "FP8 recipes" in out
+    assert "mxfp8" in out
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "sentence"),
+    [
+        (ValueError("size is 3;\n  allowed: 4"), 2, "size is 3; allowed: 4"),
+        (MissingExtraError("x needs the package 'y'"), 2, "x needs the package 'y'"),
+        (FileNotFoundError(2, "No such file or directory", "a/b"), 2, "a/b: No such file or directory"),
+        (OSError(28, "No space left on device", "a/b"), 3, "a/b: No space left on device"),
+        (MemoryError(), 3, "MemoryError"),
+        (TypeError("a bug"), 3, "TypeError: a bug (--debug shows where)"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_errors_become_one_sentence(
+    error: BaseException, code: int, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(info, "collect", fail)
+    assert main(["info"]) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == f"te-models: {sentence}\n"
+
+
+def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise ValueError("deep inside")
+
+    monkeypatch.setattr(info, "collect", fail)
+    with pytest.raises(ValueError, match="deep inside"):
+        main(["info", "--debug"])
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "VERB"),
+        (["conjure"], "conjure"),
+        (["info", "--jsn"], "--jsn"),
+        (["relayout", "a", "b"], "--layout"),
+        (["relayout", "a", "b", "--layout", "columns"], "columns"),
+        (["upcycle", "a", "b", "--experts", "four", "--topk", "2"], "four"),
+        (["generate", "a"], "--prompt"),
+    ],
+)
+def test_usage_errors_exit_with_2(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(words)
+    assert exit_.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["import", "missing", "out"],
+        ["export", "missing", "out"],
+        ["relayout", "missing", "out", "--layout", "grouped"],
+        ["quantize", "missing", "out", "--recipe", "mxfp8"],
+        ["quantize", "missing", "out", "--recipe", "int3"],
+        ["upcycle", "missing", "out", "--experts", "4", "--topk", "2"],
+        ["inspect", "missing"],
+        ["verify", "missing", "missing"],
+        ["train", "missing.toml"],
+        ["generate", "missing", "--prompt", "x"],
+        ["generate", "missing", "--prompt-file", "missing.txt"],
+        ["quickstart", "--steps", "1"],
+    ],
+    ids=" ".join,
+)
+def test_bad_input_is_one_sentence_and_exit_2(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("te-models: ")
+    assert captured.err.count("\n") == 1
+    assert "Traceback" not in captured.err
+    assert list(tmp_path.iterdir()) == []
