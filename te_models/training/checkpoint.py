@@ -1,0 +1,97 @@
+"""Training checkpoints: a directory per step that is complete or absent, and never a pickle.
+
+    output_dir/checkpoints/step-00000100/
+        model/                  an ordinary te_models folder (`GPTModel.from_pretrained` reads it)
+        training.safetensors    optimizer moments, master weights, random states of every rank (uint8)
+        training.json           step, data position, ranks, the whole TrainConfig
+
+The newest checkpoint is found by looking at the directories: there is no `latest` file that a crash could leave
+pointing at nothing. A directory appears by one rename after everything in it has reached the disk, so each one that
+has its final name is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from .files import TEMPORARY_PREFIX, atomic_directory
+
+_NAME = re.compile(r"step-(\d{8,})")
+
+
+class TrainingCheckpointError(ValueError):
+    """A training checkpoint cannot be used; the message is one sentence."""
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """What a run needs besides the model's weights. `step` counts finished steps, `position` consumed windows."""
+
+    step: int
+    position: int
+    world_size: int
+    config: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+
+
+def checkpoint_dir(output_dir: Path, step: int) -> Path:
+    return output_dir / "checkpoints" / f"step-{step:08d}"
+
+
+def list_checkpoints(output_dir: Path) -> list[Path]:
+    """Return the complete checkpoints, oldest first."""
+    found = []
+    for folder in (output_dir / "checkpoints").glob("step-*"):
+        match = _NAME.fullmatch(folder.name)
+        if match and (folder / "training.json").is_file():
+            found.append((int(match[1]), folder))
+    return [folder for _, folder in sorted(found)]
+
+
+def latest_checkpoint(output_dir: Path) -> Path | None:
+    """Return the newest complete checkpoint."""
+    return (list_checkpoints(output_dir) or [None])[-1]
+
+
+def save_checkpoint(output_dir: Path, model: Any, state: TrainingState, *, keep_last: int) -> Path:
+    """Write the checkpoint of `state.step`, then remove all but the newest `keep_last` (0: remove none).
+
+    Args:
+        model: Has `save_pretrained(folder)`.
+    """
+    target = checkpoint_dir(output_dir, state.step)
+    with atomic_directory(target) as folder:
+        model.save_pretrained(folder / "model")
+        save_file({name: t.contiguous() for name, t in state.tensors.items()}, folder / "training.safetensors")
+        values = {"version": 1, "step": state.step, "position": state.position, "world_size": state.world_size}
+        text = json.dumps(values | {"config": state.config}, indent=2, allow_nan=False)
+        (folder / "training.json").write_text(text + "\n", encoding="utf-8")
+    checkpoints = list_checkpoints(output_dir)
+    for old in checkpoints[:-keep_last] if keep_last else []:
+        # Renamed first: a kill during the removal must not leave half a checkpoint under a complete one's name.
+        shutil.rmtree(old.rename(old.with_name(TEMPORARY_PREFIX + old.name)))
+    for leftover in target.parent.glob(TEMPORARY_PREFIX + "*"):
+        shutil.rmtree(leftover)
+    return target
+
+
+def load_state(folder: Path, device: torch.device | str = "cpu") -> TrainingState:
+    """Read everything but the model from a checkpoint directory."""
+    try:
+        values = json.loads((folder / "training.json").read_text(encoding="utf-8"))
+        tensors = load_file(folder / "training.safetensors", device=str(device))
+    except Exception as error:
+        raise TrainingCheckpointError(f"{folder} cannot be read as a training checkpoint: {error}") from error
+    if values.get("version") != 1:
+        raise TrainingCheckpointError(
+            f"{folder} has checkpoint version {values.get('version')!r}; this release reads 1"
+        )
+    return TrainingState(values["step"], values["position"], values["world_size"], values["config"], tensors)

@@ -1,0 +1,238 @@
+"""The training configuration: one frozen tree of values, read from a TOML file.
+
+Why a tree of dataclasses and not a dictionary: every key is known, typed and checked before the first weight is
+allocated, and a misspelt key is an error that names it rather than a default that silently wins. Overrides on the
+command line go through tyro, which reads the same annotations. The tree shares its base with `ModelConfig`, so
+dictionary and JSON round trips are exact; each checkpoint stores the whole configuration as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from ..config import ConfigError, ModelConfig
+from ..config import _check as check
+from ..config import _Part as ConfigPart
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource(ConfigPart):
+    """Where the model comes from: exactly one of `path`, `config` and `config_file`.
+
+    `path` is a trained folder (ours or Hugging Face's). The other two are a random initialisation: the TOML table
+    [model.config], or a JSON file of a ModelConfig. `activation_checkpointing` keeps only each layer's input for the
+    backward pass and computes the rest again.
+    """
+
+    path: str | None = None
+    config: ModelConfig | None = None
+    config_file: str | None = None
+    expert_layout: Literal["grouped", "per-gemm"] = "grouped"
+    activation_checkpointing: bool = False
+
+    def _validate(self) -> None:
+        given = [name for name in ("path", "config", "config_file") if getattr(self, name) is not None]
+        check(len(given) == 1, "model", " and ".join(given) or "empty", "one of path, config and config_file")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(ConfigPart):
+    """The token data set and the shape of a batch.
+
+    `path` is a token data set (`te_models.training.data`). If nothing is there yet it is built from `text` (file names
+    or glob patterns) with `tokenizer` (a folder with tokenizer.json, or "bytes"). One optimizer step consumes
+    `micro_batch_size * gradient_accumulation * ranks` windows of `sequence_length` tokens.
+    """
+
+    path: str
+    text: tuple[str, ...] = ()
+    tokenizer: str | None = None
+    sequence_length: int = 1024
+    micro_batch_size: int = 1
+    gradient_accumulation: int = 1
+    validation_fraction: float = 0.01
+
+    def _validate(self) -> None:
+        check(self.sequence_length >= 2, "data.sequence_length", self.sequence_length, "at least 2 tokens")
+        for name in ("micro_batch_size", "gradient_accumulation"):
+            check(getattr(self, name) > 0, f"data.{name}", getattr(self, name), "a positive integer")
+        check(0 <= self.validation_fraction < 1, "data.validation_fraction", self.validation_fraction, "0 <= f < 1")
+        both = bool(self.text) == (self.tokenizer is not None)
+        check(both, "data.tokenizer", self.tokenizer, "set exactly when data.text is set")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig(ConfigPart):
+    """AdamW (arXiv 1711.05101). One-dimensional parameters and biases are not decayed.
+
+    `clip_grad_norm` None switches clipping off. `master_weights` keeps a float32 copy of parameters that are stored in
+    fewer bits and updates that; quantized weights always have one, because an FP8 weight cannot absorb a small update.
+    """
+
+    lr: float = 3e-4
+    betas: tuple[float, ...] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_grad_norm: float | None = 1.0
+    master_weights: bool = False
+
+    def _validate(self) -> None:
+        check(self.lr > 0, "optimizer.lr", self.lr, "a positive number")
+        betas = self.betas
+        check(len(betas) == 2 and all(0 <= b < 1 for b in betas), "optimizer.betas", betas, "two numbers in [0, 1)")
+        check(self.eps > 0, "optimizer.eps", self.eps, "a positive number")
+        check(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "zero or a positive number")
+        clip = self.clip_grad_norm
+        check(clip is None or clip > 0, "optimizer.clip_grad_norm", clip, "a positive number or null")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig(ConfigPart):
+    """The learning rate as a function of the step (`te_models.training.schedule`).
+
+    `decay_steps` is the length of the final decay of "wsd" (None: a tenth of the run); "cosine" decays over all steps
+    after the warm-up. `min_lr_ratio` times `optimizer.lr` is where both end.
+    """
+
+    kind: Literal["constant", "cosine", "wsd"] = "cosine"
+    warmup_steps: int = 0
+    decay_steps: int | None = None
+    min_lr_ratio: float = 0.1
+
+    def _validate(self) -> None:
+        check(self.warmup_steps >= 0, "schedule.warmup_steps", self.warmup_steps, "zero or a positive integer")
+        decay = self.decay_steps
+        check(decay is None or self.kind == "wsd", "schedule.decay_steps", decay, "null unless schedule.kind is 'wsd'")
+        check(decay is None or decay > 0, "schedule.decay_steps", decay, "a positive integer or null")
+        check(0 <= self.min_lr_ratio <= 1, "schedule.min_lr_ratio", self.min_lr_ratio, "0 <= ratio <= 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig(ConfigPart):
+    """Number formats. `dtype`: "fp32", "bf16" (parameters and compute), "bf16-mixed" (fp32 parameters, bf16 compute).
+
+    `recipe` is the FP8 recipe of the linear layers; `quantized_weights` stores their weights quantized as well.
+    """
+
+    dtype: Literal["fp32", "bf16", "bf16-mixed"] = "bf16"
+    recipe: Literal["none", "current", "block", "mxfp8"] = "none"
+    quantized_weights: bool = False
+
+    def _validate(self) -> None:
+        quantized = self.quantized_weights
+        check(
+            not quantized or self.recipe != "none", "precision.quantized_weights", quantized, "false without a recipe"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig(ConfigPart):
+    """Save every `every` steps (0: only at the end) and keep the newest `keep_last` (0: all)."""
+
+    every: int = 0
+    keep_last: int = 2
+
+    def _validate(self) -> None:
+        for name in ("every", "keep_last"):
+            check(getattr(self, name) >= 0, f"checkpoint.{name}", getattr(self, name), "zero or a positive integer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig(ConfigPart):
+    """Measure the loss on `batches` validation batches per rank every `every` steps (0: never) and at the end."""
+
+    every: int = 0
+    batches: int = 8
+
+    def _validate(self) -> None:
+        check(self.every >= 0, "evaluation.every", self.every, "zero or a positive integer")
+        check(self.batches > 0, "evaluation.batches", self.batches, "a positive integer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig(ConfigPart):
+    """`progress` shows a progress bar (extra `train`), `plot` writes loss.png (extra `plot`)."""
+
+    progress: bool = True
+    plot: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(ConfigPart):
+    """A whole training run. `output_dir` receives checkpoints/, metrics.jsonl, loss.png and final/.
+
+    With `resume` the run continues from the newest complete checkpoint in `output_dir`; without it, a used `output_dir`
+    is refused. `deterministic` asks torch for reproducible kernels only, so that two runs are equal bit for bit.
+    """
+
+    output_dir: str
+    steps: int
+    seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    compile: bool = True
+    resume: bool = True
+    deterministic: bool = True
+    model: ModelSource
+    data: DataConfig
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def _validate(self) -> None:
+        check(self.steps > 0, "steps", self.steps, "a positive integer")
+        check(self.seed >= 0, "seed", self.seed, "zero or a positive integer")
+        warmup, decay = self.schedule.warmup_steps, self.schedule.decay_steps or 0
+        check(
+            warmup + decay <= self.steps,
+            "schedule.warmup_steps",
+            warmup,
+            f"warm-up and decay within steps = {self.steps}",
+        )
+        has_validation = self.data.validation_fraction > 0
+        check(
+            has_validation or not self.evaluation.every,
+            "evaluation.every",
+            self.evaluation.every,
+            "0 without validation data",
+        )
+
+    def to_json(self) -> str:
+        """Return indented JSON with sorted keys; `from_json` restores an equal value."""
+        return json.dumps(self.to_dict(), indent=2, sort_keys=True, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Rebuild from `to_json`."""
+        return cls.from_dict(json.loads(text))
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """Read a TOML file and apply command-line overrides such as `["--optimizer.lr", "1e-4"]`.
+
+    Raises ConfigError with one sentence for a missing file, malformed TOML, an unknown key or option, or a bad value.
+    """
+    from .overrides import apply_overrides
+
+    return apply_overrides(parse_toml(Path(path)), overrides)
+
+
+def parse_toml(path: Path) -> TrainConfig:
+    """Read a TrainConfig from TOML; relative paths in it stay relative to the working directory."""
+    try:
+        values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the training configuration {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    try:
+        return TrainConfig.from_dict(values)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None

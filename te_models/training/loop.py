@@ -1,0 +1,217 @@
+"""The training loop. It reads from top to bottom: set up, resume, then step after step, then export.
+
+Whatever the loop carries from one step to the next is in a checkpoint: weights, optimizer state, random states, and
+two integers, the step and the position in the data. Everything else is a function of those and the configuration,
+which is why an interrupted run continues bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..config import ConfigError
+from ..extras import require
+from .build import build_model, build_optimizer, open_data, resolve_device
+from .checkpoint import TrainingState, checkpoint_dir, latest_checkpoint, load_state, save_checkpoint
+from .config import TrainConfig
+from .data import Windows
+from .distributed import Ranks, barrier, gather_tensors, ranks_from_environment
+from .metrics import MetricsFile, plot_loss
+from .schedule import lr_at
+from .seeding import derive_seed, random_state, restore_random_state, seed_all
+from .step import LossFunction, evaluate, make_loss_function, train_step
+
+METRICS, PLOT, FINAL = "metrics.jsonl", "loss.png", "final"
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """Where a finished run left its files, and its last numbers (None if nothing was left to do or to measure)."""
+
+    model_dir: Path
+    metrics_file: Path
+    step: int
+    loss: float | None
+    validation_loss: float | None
+
+
+def train(config: TrainConfig) -> TrainResult:
+    """Run, or continue, a training run.
+
+    Under torchrun it is data parallel over the ranks. Raises ConfigError, DataError, TrainingCheckpointError for what
+    the configuration asks and cannot be had, TrainingError if the loss stops being finite.
+    """
+    device = resolve_device(config.device)
+    ranks = ranks_from_environment(device)
+    if device == "cuda":
+        torch.cuda.set_device(ranks.local_rank)
+    with _deterministic(config.deterministic):
+        return _run(config, device, ranks)
+
+
+def _run(config: TrainConfig, device: str, ranks: Ranks) -> TrainResult:
+    # Where to start: from a checkpoint, or from nothing.
+    output_dir = Path(config.output_dir)
+    checkpoint = find_start(config, output_dir)
+    start = load_state(checkpoint) if checkpoint else None
+    if start:
+        check_same_run(config, start, ranks)
+    step, position = (start.step, start.position) if start else (0, 0)
+
+    # Model, optimizer, data.
+    model = build_model(config, device, checkpoint)
+    if config.model.activation_checkpointing:
+        model.enable_activation_checkpointing()
+    optimizer = build_optimizer(config, model)
+    if start:
+        optimizer.load_state_tensors(start.tensors)
+    if ranks.is_main:
+        dataset = open_data(config.data, vocab_size=model.config.vocab_size, may_build=True)
+    barrier(ranks)
+    if not ranks.is_main:
+        dataset = open_data(config.data, vocab_size=model.config.vocab_size, may_build=False)
+    S, B, fraction = config.data.sequence_length, config.data.micro_batch_size, config.data.validation_fraction
+    if model.config.max_position_embeddings < S:
+        raise ConfigError(
+            f"data.sequence_length is {S}, but the model has {model.config.max_position_embeddings} positions"
+        )
+    windows = Windows(dataset, S, "train", fraction, config.seed)
+    validation = (
+        validation_batches(config, Windows(dataset, S, "validation", fraction, config.seed), ranks) if fraction else []
+    )
+    loss_function = make_loss_function(model, config.precision, device, compiled=config.compile)
+
+    # Files and progress: rank 0 only.
+    output_dir.mkdir(parents=True, exist_ok=True)
+    metrics = MetricsFile(output_dir / METRICS, keep_steps=step) if ranks.is_main else None
+    progress = _progress_bar(config, step) if ranks.is_main and config.log.progress else None
+    seed_all(derive_seed(config.seed, "run", ranks.rank))
+    if start:
+        prefix = f"rng.{ranks.rank}."
+        restore_random_state({k.removeprefix(prefix): t for k, t in start.tensors.items() if k.startswith(prefix)})
+
+    micro_batches_per_step = config.data.gradient_accumulation * ranks.world_size
+    tokens_per_step = micro_batches_per_step * B * S
+    begun = time.perf_counter()
+    loss: float | None = None
+    validation_loss: float | None = None
+    model.train()
+    while step < config.steps:
+        step_begun = time.perf_counter()
+        seed_all(derive_seed(config.seed, "step", step, ranks.rank))
+        first = range(ranks.rank, micro_batches_per_step, ranks.world_size)
+        micro_batches = [windows.batch(position + m * B, B).to(device) for m in first]
+        lr = lr_at(step, peak=config.optimizer.lr, steps=config.steps, schedule=config.schedule)
+        result = train_step(loss_function, optimizer, micro_batches, lr, step=step + 1, ranks=ranks)
+        step, position, loss = step + 1, position + micro_batches_per_step * B, result.loss
+        seconds = time.perf_counter() - step_begun
+
+        row: dict[str, Any] = {"step": step, "loss": result.loss, "aux_loss": result.aux_loss, "lr": lr}
+        row |= {"grad_norm": result.grad_norm, "tokens": step * tokens_per_step}
+        row |= {"tokens_per_second": tokens_per_step / seconds, "seconds": time.perf_counter() - begun}
+        if validation and _is_due(step, config.evaluation.every, config.steps):
+            validation_loss = evaluate_model(model, loss_function, validation, device, ranks)
+            row["validation_loss"] = validation_loss
+        if metrics:
+            metrics.write(row)
+        if progress is not None:
+            progress.set_postfix(loss=f"{result.loss:.4f}", lr=f"{lr:.2e}", refresh=False)
+            progress.update()
+
+        if _is_due(step, config.checkpoint.every, config.steps) and not checkpoint_dir(output_dir, step).exists():
+            tensors = optimizer.state_tensors()
+            tensors |= {f"rng.{name}": t for name, t in gather_tensors(random_state(), ranks).items()}
+            if ranks.is_main:
+                state = TrainingState(step, position, ranks.world_size, config.to_dict(), tensors)
+                save_checkpoint(output_dir, model, state, keep_last=config.checkpoint.keep_last)
+            barrier(ranks)
+
+    # The result: an ordinary model folder, the metrics, and a picture of them.
+    if metrics:
+        metrics.close()
+        model.save_pretrained(output_dir / FINAL)
+        if config.log.plot:
+            plot_loss({output_dir.name: output_dir / METRICS}, output_dir / PLOT)
+    if progress is not None:
+        progress.close()
+    barrier(ranks)
+    return TrainResult(output_dir / FINAL, output_dir / METRICS, step, loss, validation_loss)
+
+
+def find_start(config: TrainConfig, output_dir: Path) -> Path | None:
+    """Return the checkpoint to continue from. Raises ConfigError where `resume` is off and the directory is used."""
+    if config.resume:
+        return latest_checkpoint(output_dir)
+    if (output_dir / METRICS).exists() or (output_dir / "checkpoints").exists():
+        raise ConfigError(f"{output_dir} holds another run and resume is off; choose another output_dir")
+    return None
+
+
+def check_same_run(config: TrainConfig, start: TrainingState, ranks: Ranks) -> None:
+    """Refuse to continue a run whose numbers would silently be those of another: name the fields that changed.
+
+    Fields that decide only how long, how fast or how visibly it runs may change.
+    """
+    changed = [
+        name
+        for name in ("seed", "model", "data", "optimizer", "schedule", "precision")
+        if json.dumps(config.to_dict()[name]) != json.dumps(start.config.get(name))
+    ]
+    if changed:
+        raise ConfigError(f"cannot continue from step {start.step}: {', '.join(changed)} differ from the checkpoint's")
+    if ranks.world_size != start.world_size:
+        raise ConfigError(f"cannot continue a run of {start.world_size} ranks with {ranks.world_size}")
+
+
+def validation_batches(config: TrainConfig, windows: Windows, ranks: Ranks) -> list[torch.Tensor]:
+    """Return this rank's validation batches: full ones only, the same number on every rank."""
+    B = config.data.micro_batch_size
+    count = min(config.evaluation.batches, len(windows) // (B * ranks.world_size))
+    if count == 0 and config.evaluation.every:
+        raise ConfigError(
+            f"the validation split has {len(windows)} windows: less than one batch of {B} for each of the "
+            f"{ranks.world_size} ranks"
+        )
+    return [windows.batch((i * ranks.world_size + ranks.rank) * B, B) for i in range(count)]
+
+
+def evaluate_model(
+    model: torch.nn.Module, loss_function: LossFunction, batches: list[torch.Tensor], device: str, ranks: Ranks
+) -> float:
+    """Return the validation loss, with the model in eval mode for as long as that takes."""
+    model.eval()
+    loss = evaluate(loss_function, [batch.to(device) for batch in batches], ranks)
+    model.train()
+    return loss
+
+
+def _is_due(step: int, every: int, steps: int) -> bool:
+    return step == steps or (every > 0 and step % every == 0)
+
+
+def _progress_bar(config: TrainConfig, step: int) -> Any:
+    tqdm = require("tqdm", "train", feature="the progress bar (log.progress)")
+    return tqdm.tqdm(total=config.steps, initial=step, unit="step", desc="train")
+
+
+@contextlib.contextmanager
+def _deterministic(enabled: bool) -> Iterator[None]:
+    """Ask torch for reproducible kernels, without its filling of every empty tensor, and restore the setting after."""
+    before = torch.are_deterministic_algorithms_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    if enabled:
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        torch.utils.deterministic.fill_uninitialized_memory = fill

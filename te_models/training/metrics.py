@@ -1,0 +1,70 @@
+"""The metrics file (JSON lines, one per step) and the loss plot made from it.
+
+Numbers are written with Python's shortest exact representation, so a float read back is the float that was computed.
+On resume, lines of steps after the checkpoint (and a line cut short by a kill) are dropped, so the file always tells
+the story of one run.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ..extras import require
+from .files import atomic_write_text
+
+
+class MetricsFile:
+    """Append-only metrics. `keep_steps` is the number of finished steps that the run continues from."""
+
+    def __init__(self, path: Path, *, keep_steps: int) -> None:
+        self.path = path
+        kept = [row for row in read_metrics(path) if row["step"] <= keep_steps]
+        atomic_write_text(path, "".join(_line(row) for row in kept))
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Append one row; it reaches the file before this returns."""
+        self._file.write(_line(row))
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the complete rows of a metrics file; an absent file has none."""
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text(encoding="utf-8").split("\n")[:-1]:  # what follows the last newline was cut short
+        rows.append(json.loads(line))
+    return rows
+
+
+def _line(row: dict[str, Any]) -> str:
+    return json.dumps(row, allow_nan=False) + "\n"
+
+
+def plot_loss(curves: dict[str, Path], out: Path) -> None:
+    """Draw the training loss (and validation loss, where there is one) of one or more metrics files as a PNG.
+
+    Args:
+        curves: Label of each run -> its metrics file.
+    """
+    figure_module = require("matplotlib.figure", "plot", feature="the loss plot")
+    figure = figure_module.Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for label, path in curves.items():
+        rows = read_metrics(path)
+        train = [(row["step"], row["loss"]) for row in rows]
+        (line,) = axes.plot(*zip(*train), label=label, linewidth=1.2)
+        validation = [(row["step"], row["validation_loss"]) for row in rows if "validation_loss" in row]
+        if validation:
+            axes.plot(*zip(*validation), "o--", markersize=3, color=line.get_color(), label=f"{label}, validation")
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(out, dpi=150)

@@ -1,0 +1,44 @@
+"""Seeds and random states.
+
+Each step starts from a seed derived from (run seed, step, rank), so randomness never depends on what ran before it; the
+states of the generators are saved with a checkpoint all the same, as bytes in uint8 tensors, and restored on resume, so
+that code between steps that draws random numbers continues as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+
+import torch
+
+
+def derive_seed(seed: int, *labels: str | int) -> int:
+    """Return a 63-bit seed for a named purpose; distinct label sequences give independent seeds."""
+    digest = hashlib.sha256(json.dumps([seed, *labels]).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def seed_all(seed: int) -> None:
+    """Seed Python's and torch's generators (all devices)."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def random_state() -> dict[str, torch.Tensor]:
+    """Return the generators' states as uint8 tensors: `python`, `torch` and, with an accelerator, `cuda`."""
+    python = bytearray(json.dumps(random.getstate()).encode())
+    states = {"python": torch.frombuffer(python, dtype=torch.uint8), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def restore_random_state(states: dict[str, torch.Tensor]) -> None:
+    """Undo `random_state`."""
+    version, numbers, gauss = json.loads(bytes(states["python"].tolist()))
+    random.setstate((version, tuple(numbers), gauss))
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])

@@ -1,0 +1,106 @@
+"""One optimizer step: micro-batches forward and backward, average, clip, update.
+
+What is compiled is the function from token ids to the scalar loss (and, through autograd, its backward): the logits
+stay inside, so the compiler fuses the loss into the output layer's neighbours and never returns a [B, S, V] tensor.
+Everything outside it (gradient averaging, clipping, the fused AdamW) is a handful of large kernels that gain nothing
+from compiling. Shapes are constant and the learning rate is tensor data, so one forward and one backward graph serve
+the whole run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from te_models.layers import autocast, recipe
+
+from .config import PrecisionConfig
+from .distributed import Ranks, average_gradients, mean_over_ranks
+from .optimizer import Optimizer
+
+LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+class TrainingError(RuntimeError):
+    """Training cannot continue; the message says at which step and why."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Numbers of one step, averaged over micro-batches and ranks. `loss` includes the auxiliary losses."""
+
+    loss: float
+    aux_loss: float
+    grad_norm: float
+
+
+@contextlib.contextmanager
+def compute_precision(precision: PrecisionConfig, device: str) -> Iterator[None]:
+    """Enter the number formats of the forward pass: torch's autocast for "bf16-mixed", ours for an FP8 recipe."""
+    with contextlib.ExitStack() as stack:
+        if precision.dtype == "bf16-mixed":
+            stack.enter_context(torch.amp.autocast(device, dtype=torch.bfloat16))
+        if precision.recipe != "none":
+            stack.enter_context(autocast(enabled=True, recipe=recipe(precision.recipe)))
+        yield
+
+
+def make_loss_function(
+    model: torch.nn.Module, precision: PrecisionConfig, device: str, *, compiled: bool
+) -> LossFunction:
+    """Return `f(input_ids [B, S]) -> (loss, aux_loss)`, both float32 scalars, compiled as one graph if asked for."""
+
+    def loss_function(input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        output = model(input_ids, labels=input_ids)
+        loss = output.loss.float()
+        aux_loss = torch.zeros_like(loss) if output.aux_loss is None else output.aux_loss.float()
+        return loss, aux_loss.detach()
+
+    function = torch.compile(loss_function, fullgraph=True, dynamic=False) if compiled else loss_function
+
+    def with_precision(input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with compute_precision(precision, device):
+            return function(input_ids)
+
+    return with_precision
+
+
+def train_step(
+    loss_function: LossFunction,
+    optimizer: Optimizer,
+    micro_batches: Sequence[torch.Tensor],
+    lr: float,
+    *,
+    step: int,
+    ranks: Ranks,
+) -> StepResult:
+    """Do one step on this rank's micro-batches `[B, S]`, all of one shape, and return what happened.
+
+    Raises TrainingError, leaving the parameters as they were, if the loss or the gradient is not finite.
+    """
+    optimizer.zero_grad()
+    total = torch.zeros(2)
+    for input_ids in micro_batches:
+        loss, aux_loss = loss_function(input_ids)
+        (loss / len(micro_batches)).backward()
+        total += torch.stack([loss.detach(), aux_loss]).cpu() / len(micro_batches)
+    average_gradients(optimizer.parameters.values(), ranks)
+    grad_norm = float(optimizer.clip_gradients())
+    mean_loss, mean_aux = mean_over_ranks(total, ranks).tolist()
+    if not (math.isfinite(mean_loss) and math.isfinite(grad_norm)):
+        raise TrainingError(
+            f"step {step}: the loss is {mean_loss} and the gradient norm {grad_norm}; lower optimizer.lr?"
+        )
+    optimizer.step(lr)
+    return StepResult(mean_loss, mean_aux, grad_norm)
+
+
+@torch.no_grad()
+def evaluate(loss_function: LossFunction, batches: Sequence[torch.Tensor], ranks: Ranks) -> float:
+    """Return the mean loss over this rank's batches and all ranks. The caller has called `model.eval()`."""
+    total = torch.stack([loss_function(batch)[0].cpu() for batch in batches]).mean()
+    return float(mean_over_ranks(total, ranks))

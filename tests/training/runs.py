@@ -1,0 +1,87 @@
+"""What the training tests share: tiny models, a data set of this Python's own source files, and exact comparison."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from te_models.config import AttentionConfig, MLPConfig, ModelConfig, MoEConfig
+from te_models.training import (
+    CheckpointConfig,
+    DataConfig,
+    LogConfig,
+    ModelSource,
+    OptimizerConfig,
+    PrecisionConfig,
+    TrainConfig,
+    read_metrics,
+)
+
+TEXT = str(Path(sysconfig.get_paths()["stdlib"]) / "json" / "*.py")
+
+
+def tiny_model(*, moe: bool = False, hidden: int = 64, layers: int = 2) -> ModelConfig:
+    """A llama-shaped (or mixtral-shaped) model over bytes."""
+    experts = MoEConfig(num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=hidden, aux_loss_coeff=0.01)
+    return ModelConfig(
+        vocab_size=257,
+        hidden_size=hidden,
+        num_layers=layers,
+        max_position_embeddings=64,
+        attention=AttentionConfig(num_attention_heads=4, num_query_groups=2),
+        mlp=MLPConfig(ffn_hidden_size=2 * hidden),
+        moe=experts if moe else None,
+    )
+
+
+def tiny_run(tmp_path: Path, name: str = "run", *, moe: bool = False, **changes: Any) -> TrainConfig:
+    """A short run on real text; `changes` replace fields of TrainConfig. The data set is shared under `tmp_path`."""
+    values: dict[str, Any] = {
+        "output_dir": str(tmp_path / name),
+        "steps": 6,
+        "compile": False,
+        "model": ModelSource(config=tiny_model(moe=moe)),
+        "data": DataConfig(
+            path=str(tmp_path / "data"),
+            text=(TEXT,),
+            tokenizer="bytes",
+            sequence_length=32,
+            micro_batch_size=2,
+            gradient_accumulation=2,
+        ),
+        "optimizer": OptimizerConfig(lr=3e-3),
+        "precision": PrecisionConfig(dtype="fp32"),
+        "checkpoint": CheckpointConfig(every=2, keep_last=0),
+        "log": LogConfig(progress=False),
+    }
+    return TrainConfig(**(values | changes))
+
+
+def curve(config: TrainConfig) -> list[tuple[Any, ...]]:
+    """The numbers of each step that must repeat exactly (times are left out)."""
+    rows = read_metrics(Path(config.output_dir) / "metrics.jsonl")
+    names = ("step", "loss", "aux_loss", "lr", "grad_norm", "tokens")
+    return [(*(row[name] for name in names), row.get("validation_loss")) for row in rows]
+
+
+def tensors_under(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of every safetensors file under a folder, keyed by relative file and name."""
+    found = {}
+    for file in sorted(folder.rglob("*.safetensors")):
+        found |= {f"{file.relative_to(folder)}:{name}": t for name, t in load_file(file).items()}
+    assert found, f"no tensors under {folder}"
+    return found
+
+
+def assert_same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    """Equal names, dtypes, shapes and bytes."""
+    assert left.keys() == right.keys()
+    for name, a in left.items():
+        b = right[name]
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), name
+        same = torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
+        assert same, f"{name} differs"

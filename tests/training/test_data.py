@@ -1,0 +1,136 @@
+"""Token data sets: what is written is what is read, in an order that is a function of (seed, position)."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from te_models.training import DataError, TokenDataset, Windows, build_dataset, write_dataset
+from tests.training.runs import TEXT
+
+
+def numbered(path: Path, count: int) -> TokenDataset:
+    """A data set whose token at index i is i."""
+    return write_dataset(path, [[range(count)]], vocab_size=count)
+
+
+def split(dataset: TokenDataset, name: str, *, S: int = 4, fraction: float = 0.2, seed: int = 1) -> Windows:
+    return Windows(dataset, S, name, fraction, seed)
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(2**16, "uint16"), (2**16 + 1, "uint32"), (2**32, "uint32")])
+def test_ids_survive_up_to_the_vocabulary(tmp_path: Path, vocab_size: int, dtype: str) -> None:
+    documents = [[[0, 1, vocab_size - 1], [7]], [[2]]]
+    dataset = write_dataset(tmp_path / "d", documents, vocab_size)
+    assert json.loads((tmp_path / "d" / "meta.json").read_text())["dtype"] == dtype
+    assert dataset.tokens.to(torch.int64).tolist() == [0, 1, vocab_size - 1, 7, 2]
+    assert (len(dataset), dataset.num_documents) == (5, 2)
+
+
+@pytest.mark.parametrize("bad", [-1, 100])
+def test_ids_outside_the_vocabulary_write_nothing(tmp_path: Path, bad: int) -> None:
+    with pytest.raises(DataError, match="outside the vocabulary of 100"):
+        write_dataset(tmp_path / "d", [[[1, bad]]], vocab_size=100)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_tokens_and_existing_targets_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="hold no token"):
+        write_dataset(tmp_path / "d", [[], [[]]], vocab_size=10)
+    numbered(tmp_path / "d", 3)
+    with pytest.raises(DataError, match="exists already"):
+        numbered(tmp_path / "d", 3)
+
+
+def test_text_becomes_bytes_with_document_ends(tmp_path: Path) -> None:
+    texts = ["one\r\ntwo\n", "drei — é", "x" * 3_000_000]
+    for i, text in enumerate(texts):
+        (tmp_path / f"{i}.txt").write_bytes(text.encode())
+    dataset = build_dataset(tmp_path / "d", [tmp_path / "*.txt"], "bytes")
+    documents = b"".join(bytes([t]) if t < 256 else b"\xff" for t in dataset.tokens.to(torch.int64).tolist()).split(
+        b"\xff"
+    )
+    assert documents.pop() == b""
+    assert sorted(d.decode() for d in documents) == sorted(texts)
+
+
+def test_a_hugging_face_tokenizer_gives_its_own_ids(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    text = "def f(x):\n    return x + 1\n" * 50
+    tokenizer.train_from_iterator(
+        [text], trainers.BpeTrainer(vocab_size=300, special_tokens=["<end>"], show_progress=False)
+    )
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    (tmp_path / "a.py").write_text(text)
+    dataset = build_dataset(tmp_path / "d", [tmp_path / "a.py"], str(tmp_path))
+    ids = tokenizer.encode(text).ids
+    assert len(ids) < len(text)
+    assert dataset.tokens.to(torch.int64).tolist() == [*ids, tokenizer.token_to_id("<end>")]
+
+
+def test_wrong_sources_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no text file matches"):
+        build_dataset(tmp_path / "d", [tmp_path / "*.absent"], "bytes")
+    with pytest.raises(DataError, match=r"no tokenizer\.json"):
+        build_dataset(tmp_path / "d", [TEXT], str(tmp_path))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="not a token data set"):
+        TokenDataset.open(tmp_path / "empty")
+
+
+def test_damage_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "d"
+    numbered(folder, 100)
+    meta = json.loads((folder / "meta.json").read_text())
+    with (folder / "tokens.bin").open("ab") as file:
+        file.truncate(198)
+    with pytest.raises(DataError, match=r"has 198 bytes, but 100 tokens of uint16 need 200"):
+        TokenDataset.open(folder)
+    for key, value in {"version": 2, "dtype": "int7", "num_tokens": -1, "vocab_size": "many"}.items():
+        (folder / "meta.json").write_text(json.dumps(meta | {key: value}))
+        with pytest.raises(DataError):
+            TokenDataset.open(folder)
+
+
+def test_an_epoch_reads_each_training_window_once_and_no_validation_window(tmp_path: Path) -> None:
+    dataset = numbered(tmp_path / "d", 103)  # 25 windows of 4, 3 tokens left over
+    train, validation = split(dataset, "train"), split(dataset, "validation")
+    assert (len(train), len(validation)) == (20, 5)
+    first, second = train.batch(0, 20), train.batch(20, 20)
+    everything = torch.arange(100).view(25, 4)
+    assert torch.equal(first[first[:, 0].argsort()], everything[:20])
+    assert torch.equal(second[second[:, 0].argsort()], everything[:20])
+    assert not torch.equal(first, second)
+    assert not torch.equal(first, everything[:20])
+    assert torch.equal(validation.batch(0, 5), everything[20:])
+
+
+@given(st.integers(0, 2**40), st.integers(1, 9), st.integers(0, 5))
+@settings(deadline=None, max_examples=30)
+def test_a_batch_is_its_positions_one_by_one(
+    tmp_path_factory: pytest.TempPathFactory, position: int, size: int, seed: int
+) -> None:
+    dataset = write_dataset(tmp_path_factory.mktemp("x") / "d", [[range(60)]], vocab_size=60)
+    windows = split(dataset, "train", seed=seed)
+    one_by_one = torch.cat([windows.batch(p, 1) for p in range(position, position + size)])
+    assert torch.equal(windows.batch(position, size), one_by_one)
+
+
+def test_the_seed_decides_the_order(tmp_path: Path) -> None:
+    dataset = numbered(tmp_path / "d", 400)
+    assert torch.equal(split(dataset, "train", seed=3).batch(0, 50), split(dataset, "train", seed=3).batch(0, 50))
+    assert not torch.equal(split(dataset, "train", seed=3).batch(0, 50), split(dataset, "train", seed=4).batch(0, 50))
+
+
+def test_too_small_a_data_set_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="not one train window of 4 tokens"):
+        split(numbered(tmp_path / "d", 3), "train")
+    with pytest.raises(DataError, match="not one validation window"):
+        split(numbered(tmp_path / "e", 7), "validation")

@@ -1,0 +1,154 @@
+"""An interrupted run continues bit for bit: weights, moments, random states, losses. Children die of real SIGKILLs."""
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from te_models.config import ConfigError
+from te_models.training import (
+    CheckpointConfig,
+    EvaluationConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    TrainConfig,
+    latest_checkpoint,
+    list_checkpoints,
+    train,
+)
+from te_models.training.checkpoint import TrainingCheckpointError, load_state
+from tests.training.child import run_and_kill_from_outside, run_until_killed
+from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_run
+
+
+@dataclass
+class Reference:
+    """An uninterrupted run, beside which interrupted ones are made."""
+
+    folder: Path
+    config: TrainConfig
+
+    def run_of(self, name: str, **changes: object) -> TrainConfig:
+        return self.config.replace(output_dir=str(self.folder / name), **changes)
+
+    def assert_equal(self, config: TrainConfig) -> None:
+        assert curve(config) == curve(self.config)
+        one, two = Path(self.config.output_dir), Path(config.output_dir)
+        assert_same_bits(tensors_under(two / "final"), tensors_under(one / "final"))
+        assert_same_bits(tensors_under(latest_checkpoint(two)), tensors_under(latest_checkpoint(one)))
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    folder = tmp_path_factory.mktemp("reference")
+    config = tiny_run(folder, moe=True, steps=6, evaluation=EvaluationConfig(every=3, batches=2))
+    train(config)
+    return Reference(folder, config)
+
+
+def test_two_runs_are_equal(reference: Reference) -> None:
+    again = reference.run_of("again")
+    train(again)
+    reference.assert_equal(again)
+
+
+@pytest.mark.parametrize("step", range(6))
+def test_killed_before_any_step(reference: Reference, step: int) -> None:
+    config = reference.run_of(f"step{step}")
+    run_until_killed(config, "step", step)
+    train(config)
+    reference.assert_equal(config)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_killed_from_outside_at_any_moment(reference: Reference, rows: int) -> None:
+    config = reference.run_of(f"outside{rows}")
+    run_and_kill_from_outside(config, rows)
+    train(config)
+    reference.assert_equal(config)
+
+
+@pytest.mark.parametrize(
+    ("where", "count"), [("half a file", 1), ("fsync", 9), ("fsync", 12), ("fsync", 14), ("fsync", 16)]
+)
+def test_killed_during_a_save(reference: Reference, where: str, count: int) -> None:
+    """A save that died leaves the previous checkpoint, and the next one cleans up after it."""
+    config = reference.run_of(f"save {where} {count}")
+    run_until_killed(config, where, count)
+    output_dir = Path(config.output_dir)
+    assert [load_state(folder).step for folder in list_checkpoints(output_dir)]  # at least one, and all can be read
+    train(config)
+    reference.assert_equal(config)
+    assert not list((output_dir / "checkpoints").glob(".tmp-*"))
+
+
+def test_killed_twice(reference: Reference) -> None:
+    config = reference.run_of("twice")
+    run_until_killed(config, "step", 3)
+    run_until_killed(config, "step", 2)
+    train(config)
+    reference.assert_equal(config)
+
+
+def test_a_first_save_that_dies_leaves_a_run_that_starts_again(reference: Reference) -> None:
+    config = reference.run_of("first save")
+    run_until_killed(config, "half a file", 0)
+    assert list_checkpoints(Path(config.output_dir)) == []
+    train(config)
+    reference.assert_equal(config)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "bf16-mixed"])
+def test_other_precisions_resume_bitwise(tmp_path: Path, dtype: str) -> None:
+    optimizer = OptimizerConfig(lr=3e-3, master_weights=dtype == "bf16")
+    config = tiny_run(tmp_path, moe=True, steps=4, precision=PrecisionConfig(dtype=dtype), optimizer=optimizer)
+    train(config)
+    interrupted = config.replace(output_dir=str(tmp_path / "interrupted"))
+    run_until_killed(interrupted, "step", 3)
+    train(interrupted)
+    Reference(tmp_path, config).assert_equal(interrupted)
+
+
+def test_a_finished_run_has_nothing_left_to_do(reference: Reference) -> None:
+    before = tensors_under(Path(reference.config.output_dir))
+    result = train(reference.config)
+    assert (result.step, result.loss) == (6, None)
+    assert_same_bits(tensors_under(Path(reference.config.output_dir)), before)
+
+
+def test_keep_last_keeps_the_newest(reference: Reference) -> None:
+    config = reference.run_of("keep", checkpoint=CheckpointConfig(every=1, keep_last=2))
+    train(config)
+    assert [folder.name for folder in list_checkpoints(Path(config.output_dir))] == ["step-00000005", "step-00000006"]
+    assert len(list((Path(config.output_dir) / "checkpoints").iterdir())) == 2
+
+
+def test_nothing_is_pickled(reference: Reference) -> None:
+    suffixes = {file.suffix for file in Path(reference.config.output_dir).rglob("*") if file.is_file()}
+    assert suffixes <= {".safetensors", ".json", ".jsonl"}
+
+
+def test_a_different_run_is_refused_by_name(reference: Reference) -> None:
+    for name, value in {
+        "seed": 1,
+        "optimizer": OptimizerConfig(lr=1.0),
+        "precision": PrecisionConfig(dtype="bf16"),
+    }.items():
+        with pytest.raises(ConfigError, match=f"cannot continue from step 6: {name} differ"):
+            train(reference.config.replace(**{name: value}))
+    with pytest.raises(ConfigError, match="holds another run and resume is off"):
+        train(reference.config.replace(resume=False))
+
+
+def test_damaged_checkpoints_are_named(reference: Reference, tmp_path: Path) -> None:
+    folder = shutil.copytree(latest_checkpoint(Path(reference.config.output_dir)), tmp_path / "step-00000006")
+    file = folder / "training.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(TrainingCheckpointError, match="cannot be read as a training checkpoint"):
+        load_state(folder)
+    (folder / "training.json").write_text(json.dumps({"version": 9}))
+    shutil.copy(latest_checkpoint(Path(reference.config.output_dir)) / "training.safetensors", file)
+    with pytest.raises(TrainingCheckpointError, match="version 9"):
+        load_state(folder)
