@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .output_folder import replacing
 from .parser import Verbs, emit, verb
 from .progress import byte_progress
 
@@ -146,13 +145,33 @@ def _dtype(args: argparse.Namespace) -> Any:
 def _convert(args: argparse.Namespace, function: Callable[..., Any], **options: Any) -> int:
     """Run one conversion with progress and print what it did."""
     out, start = Path(args.out), time.perf_counter()
-    with replacing(out, force=args.force) as target, byte_progress(args.verb) as progress:
-        function(args.source, target, dry_run=args.dry_run, progress=progress, **options)
-    seconds = time.perf_counter() - start
-    result = {"verb": args.verb, "source": args.source, "out": str(out), "dry_run": args.dry_run, "seconds": seconds}
-    if args.dry_run:
-        emit(args, result, f"would write {out}: the plan is complete and consistent")
-    else:
-        result["bytes"] = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
-        emit(args, result, f"wrote {out}: {result['bytes'] / 2**20:.1f} MiB in {seconds:.1f} s")
+    _check_replaceable(out, force=args.force)
+    with byte_progress(args.verb) as progress:
+        plan = function(args.source, out, overwrite=args.force, dry_run=args.dry_run, progress=progress, **options)
+    result = {
+        "verb": args.verb,
+        "source": args.source,
+        "out": args.out,
+        "dry_run": args.dry_run,
+        "tensors": len(plan.outputs),
+        "bytes": plan.total_bytes,
+        "ignored": list(plan.ignored),
+        "seconds": round(time.perf_counter() - start, 3),
+    }
+    what = f"{len(plan.outputs)} tensors, {plan.total_bytes / 2**20:.1f} MiB"
+    emit(
+        args,
+        result,
+        f"would write {out}: {what}" if args.dry_run else f"wrote {out}: {what}, {result['seconds']:.1f} s",
+    )
     return 0
+
+
+def _check_replaceable(out: Path, *, force: bool) -> None:
+    """Only a model folder is ever replaced, whatever the user typed for OUT."""
+    if not out.is_dir() or not any(out.iterdir()):
+        return
+    if not force:
+        raise ValueError(f"{out} exists; --force replaces it")
+    if not (out / "config.json").is_file():
+        raise ValueError(f"{out} is not a model folder, so --force does not replace it")

@@ -60,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, ImportError, FileNotFoundError, FileExistsError, NotADirectoryError, PermissionError) as error:
-        return _fail(2, _sentence(error))
+        # A disk that fills up during a conversion arrives as a ValueError whose cause is the system's error.
+        return _fail(3 if isinstance(error.__cause__, OSError) else 2, _sentence(error))
     except (MemoryError, OSError) as error:
         return _fail(3, _sentence(error))
     except Exception as error:

@@ -1,0 +1,36 @@
+"""The generated parts of the documentation are current."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from docs.generate import ROOT, fill, package_tree, pages
+from tests.structure.tree import packages
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/cli.md"])
+def test_generated_parts_are_current(page: str) -> None:
+    assert (ROOT / page).read_text(encoding="utf-8") == pages()[ROOT / page], "run: make docs"
+
+
+def test_the_tree_names_every_package_with_a_phrase() -> None:
+    lines = package_tree().splitlines()[1:-1]
+    assert len(lines) == len(packages())
+    assert [line for line in lines if not re.fullmatch(r" *\w+/ {2,}\w.*\.", line)] == []
+
+
+def test_fill_needs_its_markers() -> None:
+    assert (
+        fill("a\n<!-- begin x -->\nold\n<!-- end x -->\nb", "x", "new") == "a\n<!-- begin x -->\nnew\n<!-- end x -->\nb"
+    )
+    with pytest.raises(ValueError, match="'y'"):
+        fill("<!-- begin x -->\n<!-- end x -->", "y", "new")
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / Path(link)).exists(), f"{page.name} links to {link}"
