@@ -153,17 +153,11 @@ def _convert(args: argparse.Namespace, function: Callable[..., Any], **options: 
         "source": args.source,
         "out": args.out,
         "dry_run": args.dry_run,
-        "tensors": len(plan.outputs),
-        "bytes": plan.total_bytes,
-        "ignored": list(plan.ignored),
         "seconds": round(time.perf_counter() - start, 3),
+        "plan": plan.to_dict(),
     }
-    what = f"{len(plan.outputs)} tensors, {plan.total_bytes / 2**20:.1f} MiB"
-    emit(
-        args,
-        result,
-        f"would write {out}: {what}" if args.dry_run else f"wrote {out}: {what}, {result['seconds']:.1f} s",
-    )
+    did = "would write" if args.dry_run else f"in {result['seconds']:.1f} s wrote"
+    emit(args, result, f"{did} {out}: {len(plan.outputs)} tensors, {plan.total_bytes / 2**20:.1f} MiB")
     return 0
 
 
