@@ -1,0 +1,90 @@
+"""How benchmarks measure, and what they write down.
+
+Machines are shared and clocks drift, so two sides are never timed one after the other: they take turns (A B C A B C),
+each round gives one ratio, and the median of the ratios is the result, with their range beside it. One thread, CPU
+time (wall time is written down too): with two busy processes on two cores, wall time of a two-thread step can be ten
+times too long.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "avx512_fp16", "avx512_vnni")
+
+
+@dataclass
+class Samples:
+    """Seconds of each round of one side."""
+
+    cpu: list[float] = field(default_factory=list)
+    wall: list[float] = field(default_factory=list)
+
+    def summary(self) -> dict[str, float]:
+        return {
+            "cpu_ms": round(1e3 * statistics.median(self.cpu), 2),
+            "wall_ms": round(1e3 * statistics.median(self.wall), 2),
+        }
+
+
+def interleave(sides: dict[str, Callable[[], object]], *, rounds: int, warmup: int = 2) -> dict[str, Samples]:
+    """Run the sides in turn, `rounds` times after `warmup` unmeasured ones; return the samples of each."""
+    for _ in range(warmup):
+        for run in sides.values():
+            run()
+    samples = {name: Samples() for name in sides}
+    for _ in range(rounds):
+        for name, run in sides.items():
+            wall, cpu = time.perf_counter(), time.process_time()
+            run()
+            samples[name].cpu.append(time.process_time() - cpu)
+            samples[name].wall.append(time.perf_counter() - wall)
+    return samples
+
+
+def ratio(numerator: Sequence[float], denominator: Sequence[float]) -> dict[str, float]:
+    """Return the median and the range of the rounds' ratios."""
+    ratios = [a / b for a, b in zip(numerator, denominator, strict=True)]
+    return {"median": round(statistics.median(ratios), 3), "min": round(min(ratios), 3), "max": round(max(ratios), 3)}
+
+
+def fastest(samples: dict[str, Samples], names: Sequence[str]) -> str:
+    """Return which of the sides has the lowest median CPU time."""
+    return min(names, key=lambda name: statistics.median(samples[name].cpu))
+
+
+def machine() -> dict[str, Any]:
+    """Describe the machine in general terms: what decides the speed, nothing that identifies it."""
+    text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    present = set(text.split("flags", 1)[-1].split("\n", 1)[0].replace(":", " ").split())
+    return {
+        "architecture": platform.machine(),
+        "cores": os.cpu_count(),
+        "threads_used": torch.get_num_threads(),
+        "cpu_flags": [flag for flag in _FLAGS if flag in present],
+    }
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Return the versions of Python and the named distributions."""
+    return {"python": platform.python_version()} | {name: version(name) for name in packages}
+
+
+def write_result(name: str, payload: dict[str, Any]) -> Path:
+    """Write bench/results/<name>.json, adding the machine."""
+    RESULTS.mkdir(exist_ok=True)
+    file = RESULTS / f"{name}.json"
+    file.write_text(json.dumps({"benchmark": name, "machine": machine()} | payload, indent=2) + "\n", encoding="utf-8")
+    return file
