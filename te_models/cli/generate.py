@@ -55,11 +55,11 @@ def run(args: argparse.Namespace) -> int:
 
     import torch
 
-    import te_models
+    from .. import GPTModel, generate
 
-    model = te_models.GPTModel.from_pretrained(args.model, dtype=getattr(torch, args.dtype), device=args.device)
+    model = GPTModel.from_pretrained(args.model, dtype=getattr(torch, args.dtype), device=args.device)
     start = time.perf_counter()
-    out = te_models.generate(
+    out = generate(
         model,
         ids.to(args.device),
         args.max_new_tokens,

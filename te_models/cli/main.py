@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from ..extras import MissingExtraError
 from . import convert, examine, generate, info, quickstart, train
 from .parser import Formatter
 
@@ -59,7 +60,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ValueError, ImportError, FileNotFoundError, FileExistsError, NotADirectoryError, PermissionError) as error:
+    except (
+        ValueError,
+        MissingExtraError,
+        FileNotFoundError,
+        FileExistsError,
+        NotADirectoryError,
+        PermissionError,
+    ) as error:
         # A disk that fills up during a conversion arrives as a ValueError whose cause is the system's error.
         return _fail(3 if isinstance(error.__cause__, OSError) else 2, _sentence(error))
     except (MemoryError, OSError) as error:

@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-import te_models
-
+from .. import GPTModel
 from ..extras import require
 
 
@@ -28,7 +27,7 @@ def theirs(folder: Path, windows: torch.Tensor, dtype: torch.dtype) -> torch.Ten
 
 def ours(folder: Path, windows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Logits by te_models."""
-    return logits(te_models.GPTModel.from_pretrained(folder, dtype=dtype).eval(), windows)
+    return logits(GPTModel.from_pretrained(folder, dtype=dtype).eval(), windows)
 
 
 def load_theirs(folder: Path, dtype: torch.dtype) -> torch.nn.Module:

@@ -6,10 +6,10 @@ import shutil
 
 import torch
 
-import te_models
 from te_models.checkpoints import quantize, relayout, upcycle
 from te_models.layers import recipe as recipe_by_name
 
+from .. import GPTModel
 from .compare import differing, file_bytes, ours, perplexity, relative_error, same_bits, stored
 from .run import Run
 
@@ -17,11 +17,11 @@ from .run import Run
 def quantized(run: Run) -> None:
     """Store the weights under each recipe; what is read back is what quantizing in memory gives, bit for bit."""
     report = run.report
-    weights = te_models.GPTModel.from_pretrained(run.model, dtype=torch.bfloat16).state_dict()
+    weights = GPTModel.from_pretrained(run.model, dtype=torch.bfloat16).state_dict()
     for name in ("current", "block", "mxfp8"):
         folder = run.scratch / f"model-{name}"
         quantize(run.model, folder, name)
-        model = te_models.GPTModel.from_pretrained(folder, dtype=torch.bfloat16)
+        model = GPTModel.from_pretrained(folder, dtype=torch.bfloat16)
         quantizer = recipe_by_name(name).weight_quantizer()
         wrong = compared = 0
         for fqn, read in model.state_dict().items():

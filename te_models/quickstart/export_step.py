@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-import te_models
 from te_models.checkpoints import export_hf
 
+from .. import GPTModel, generate
 from .compare import load_theirs, logits, relative_error
 from .run import Run
 
@@ -30,15 +30,13 @@ def run(run: Run, trained: Path) -> None:
     their_ids = model.generate(prompt, attention_mask=mask, max_new_tokens=run.sizes.new_tokens, do_sample=False)
     del model
 
-    mine = te_models.GPTModel.from_pretrained(trained, dtype=torch.float32).eval()
+    mine = GPTModel.from_pretrained(trained, dtype=torch.float32).eval()
     report.at_most(
         "float32 logits of the exported model against transformers, relative error",
         relative_error(logits(mine, run.windows), reference),
         1e-5,
     )
-    our_ids = te_models.generate(
-        mine, prompt, run.sizes.new_tokens, temperature=0.0, eos_token_id=run.tokenizer.eos_token_id
-    )
+    our_ids = generate(mine, prompt, run.sizes.new_tokens, temperature=0.0, eos_token_id=run.tokenizer.eos_token_id)
     new = our_ids[0, prompt.shape[1] :].tolist()
     their_new = their_ids[0, prompt.shape[1] :].tolist()
     wrong = sum(a != b for a, b in zip(new, their_new)) + abs(len(new) - len(their_new))

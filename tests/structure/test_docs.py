@@ -23,9 +23,8 @@ def test_the_tree_names_every_package_with_a_phrase() -> None:
 
 
 def test_fill_needs_its_markers() -> None:
-    assert (
-        fill("a\n<!-- begin x -->\nold\n<!-- end x -->\nb", "x", "new") == "a\n<!-- begin x -->\nnew\n<!-- end x -->\nb"
-    )
+    page = "a\n<!-- begin x -->\n{}<!-- end x -->\nb"
+    assert fill(page.format("old\n"), "x", "new") == page.format("new\n")
     with pytest.raises(ValueError, match="'y'"):
         fill("<!-- begin x -->\n<!-- end x -->", "y", "new")
 
