@@ -1,1 +1,83 @@
-"""te_models."""
+"""te_models: GPT and mixture-of-experts language models on a Transformer-Engine-style layer set.
+
+Names are imported on first use, so `import te_models` costs little. What lives where:
+config       ModelConfig and its parts             model        GPTModel, TransformerLayer, MoELayer
+generation   generate, stream                      compilation  compile_model
+training     train                                 cli          the command `te-models`
+kernels      maths on plain tensors                layers       the layer set and FP8 recipes
+checkpoints  Hugging Face and own files
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .compilation import compile_model
+    from .config import (
+        AttentionConfig,
+        ConfigError,
+        EmbeddingConfig,
+        MLAConfig,
+        MLPConfig,
+        ModelConfig,
+        MoEConfig,
+        NormConfig,
+        RopeConfig,
+        RouterConfig,
+    )
+    from .generation import generate, stream
+    from .model import GPTModel, KVCache, ModelOutput, MoELayer, TransformerLayer
+
+_HOME = {
+    "compilation": ("compile_model",),
+    "config": (
+        "AttentionConfig",
+        "ConfigError",
+        "EmbeddingConfig",
+        "MLAConfig",
+        "MLPConfig",
+        "MoEConfig",
+        "ModelConfig",
+        "NormConfig",
+        "RopeConfig",
+        "RouterConfig",
+    ),
+    "generation": ("generate", "stream"),
+    "model": ("GPTModel", "KVCache", "MoELayer", "ModelOutput", "TransformerLayer"),
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+__all__ = [
+    "AttentionConfig",
+    "ConfigError",
+    "EmbeddingConfig",
+    "GPTModel",
+    "KVCache",
+    "MLAConfig",
+    "MLPConfig",
+    "MoEConfig",
+    "MoELayer",
+    "ModelConfig",
+    "ModelOutput",
+    "NormConfig",
+    "RopeConfig",
+    "RouterConfig",
+    "TransformerLayer",
+    "compile_model",
+    "generate",
+    "stream",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'te_models' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

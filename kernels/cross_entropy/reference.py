@@ -1,0 +1,57 @@
+"""Cross entropy with a float32 softmax, averaged over the valid tokens.
+
+B batch, S sequence, T tokens, H hidden, V vocabulary. A label of -100 marks a token that does not count.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORE_INDEX = -100
+
+
+def shift_labels(labels: Tensor) -> Tensor:
+    """Align labels with the positions that predict them: [B, S] -> [B, S], position s gets label s+1, the last none."""
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+
+
+def output_logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, multiplier: float = 1.0, softcap: float | None = None
+) -> Tensor:
+    """Return `cap(multiplier * (hidden weight^T + bias))` with `cap(z) = softcap * tanh(z / softcap)` (Gemma 2).
+
+    hidden: [..., H]; weight: [V, H]; bias: [V]. Returns [..., V] in hidden's dtype.
+    """
+    logits = F.linear(hidden, weight, bias)
+    if multiplier != 1.0:
+        logits = logits * multiplier
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def valid_count(labels: Tensor) -> Tensor:
+    """Return the number of labels that count, at least 1, as a float32 scalar."""
+    return (labels != IGNORE_INDEX).sum().clamp(min=1).float()
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean over valid tokens of `logsumexp(logits) - logits[label]`, a float32 scalar; 0 if none is valid.
+
+    logits: [T, V]; labels: [T] int64, -100 where a token does not count.
+    """
+    total = F.cross_entropy(logits.float(), labels, ignore_index=IGNORE_INDEX, reduction="sum")
+    return total / valid_count(labels)
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    multiplier: float = 1.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """Return `cross_entropy(output_logits(hidden, weight, bias), labels)`. hidden: [T, H]; labels: [T]."""
+    return cross_entropy(output_logits(hidden, weight, bias, multiplier=multiplier, softcap=softcap), labels)

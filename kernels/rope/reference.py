@@ -1,0 +1,46 @@
+"""Rotary position embedding (arXiv 2104.09864): turn channel pairs of q and k by an angle that grows with position.
+
+B batch, S sequence, N heads, D head channels, R rotated channels (R <= D, the rest passes through).
+
+Tables are half-width [.., R/2]: both members of a pair share their angle, so the full-width tables that many
+implementations carry hold everything twice. The pairs are (i, i + R/2) for style "half", (2i, 2i + 1) for
+"interleaved". Rounding: the tables are computed in float32 and rounded to x's dtype, as published models do; the
+rotation is computed in float32 and rounded once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rope_tables(position_ids: Tensor, frequencies: Tensor, attention_factor: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Return cos and sin of the angles, float32 [B, S, R/2], times attention_factor.
+
+    position_ids: [B, S] integer; frequencies: [R/2] float32 from `rope_frequencies`.
+    """
+    angles = position_ids[..., None].float() * frequencies
+    return angles.cos() * attention_factor, angles.sin() * attention_factor
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, style: str = "half") -> Tensor:
+    """Rotate the first R channels of x by the tables' angles.
+
+    x: [B, S, N, D]; cos, sin: [B or 1, S, R/2] from `rope_tables`; style: "half" or "interleaved". Returns
+    [B, S, N, D] in x's dtype. Raises ValueError for another style or tables wider than x.
+    """
+    if style not in ("half", "interleaved"):
+        raise ValueError(f"style is {style!r}; allowed: 'half', 'interleaved'")
+    rotated = 2 * cos.shape[-1]
+    if rotated > x.shape[-1]:
+        raise ValueError(f"the tables rotate {rotated} channels, but x has {x.shape[-1]}")
+    cos, sin = (t.to(x.dtype).float()[:, :, None] for t in (cos, sin))
+    turning = x[..., :rotated]
+    a, b = turning.chunk(2, dim=-1) if style == "half" else turning.unflatten(-1, (-1, 2)).unbind(-1)
+    a, b = a.float(), b.float()
+    # Rounding each half before joining them moves half the bytes of joining in float32.
+    turned = (a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype)
+    if style == "half":
+        return torch.cat((*turned, x[..., rotated:]), dim=-1) if rotated < x.shape[-1] else torch.cat(turned, dim=-1)
+    turned = torch.stack(turned, dim=-1).flatten(-2)
+    return torch.cat((turned, x[..., rotated:]), dim=-1) if rotated < x.shape[-1] else turned

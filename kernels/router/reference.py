@@ -1,0 +1,131 @@
+"""Top-k routing of tokens to experts, in float32.
+
+T tokens, E experts, K experts per token, n groups of E/n experts.
+
+Families differ in the score (softmax, or sigmoid as in DeepSeek-V3), in what selects (scores, scores plus a
+load-balancing bias, scores within the best groups) and in how the k weights are normalised; `router_topk` covers them.
+Ties: of equal scores the lower expert index wins, on every device and in every run.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def _choose(scores: Tensor, k: int) -> Tensor:
+    """Return the indices of the k largest entries of each row, largest first, ties to the lower index: [T, k]."""
+    columns = torch.arange(scores.shape[-1], device=scores.device)
+    left = scores.clamp(min=torch.finfo(scores.dtype).min)  # so that -inf marks taken entries only
+    chosen = []
+    for _ in range(k):
+        best = left.argmax(dim=-1)
+        chosen.append(best)
+        left = torch.where(columns == best[..., None], -torch.inf, left)
+    return torch.stack(chosen, dim=-1)
+
+
+def _within_groups(scores: Tensor, num_groups: int, topk_groups: int, group_score: str) -> Tensor:
+    """Return scores with every expert outside the token's best groups at -inf (DeepSeek-V2/V3)."""
+    grouped = scores.unflatten(-1, (num_groups, -1))
+    if group_score == "max":
+        value = grouped.amax(dim=-1)
+    else:
+        value = grouped.gather(-1, _choose(grouped, min(2, grouped.shape[-1]))).sum(dim=-1)
+    best = _choose(value, topk_groups)
+    groups = torch.arange(num_groups, device=scores.device)
+    kept = (best[..., None] == groups).any(dim=-2)
+    return torch.where(kept[..., None], grouped, -torch.inf).flatten(-2)
+
+
+def router_topk(
+    logits: Tensor,
+    topk: int,
+    *,
+    score: str = "softmax",
+    score_after_topk: bool = False,
+    expert_bias: Tensor | None = None,
+    normalize: bool = True,
+    normalize_eps: float = 0.0,
+    scaling_factor: float = 1.0,
+    num_groups: int | None = None,
+    topk_groups: int | None = None,
+    group_score: str = "top2_sum",
+) -> tuple[Tensor, Tensor]:
+    """Choose topk experts per token. Returns (weights [T, K] float32, expert indices [T, K] int64), best first.
+
+    logits: [T, E]. score: "softmax" over all experts, or "sigmoid"; with score_after_topk over the chosen logits only
+    (then softmax weights already sum to 1). expert_bias: [E], added for the choice and not to the weights.
+    normalize: divide the weights by their sum plus normalize_eps. scaling_factor: multiplies the weights.
+    num_groups, topk_groups, group_score: choose among the best groups only, valued by their "max" or "top2_sum".
+    Differentiable in logits through the weights. Raises ValueError for an unknown name or an impossible count.
+    """
+    if score not in ("softmax", "sigmoid"):
+        raise ValueError(f"score is {score!r}; allowed: 'softmax', 'sigmoid'")
+    if group_score not in ("max", "top2_sum"):
+        raise ValueError(f"group_score is {group_score!r}; allowed: 'max', 'top2_sum'")
+    num_experts = logits.shape[-1]
+    available = num_experts if num_groups is None else num_experts // num_groups * topk_groups
+    if not 0 < topk <= available:
+        raise ValueError(f"topk is {topk}; allowed: 1 to {available}, the number of experts to choose from")
+    logits = logits.float()
+    scores = logits if score_after_topk else _score(logits, score)
+    with torch.no_grad():
+        choice = scores if expert_bias is None else scores + expert_bias.float()
+        if num_groups is not None:
+            choice = _within_groups(choice, num_groups, topk_groups, group_score)
+        indices = _choose(choice, topk)
+    weights = scores.gather(-1, indices)
+    if score_after_topk:
+        weights = _score(weights, score)
+    if normalize:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + normalize_eps)
+    if scaling_factor != 1.0:
+        weights = weights * scaling_factor
+    return weights, indices
+
+
+def _score(logits: Tensor, score: str) -> Tensor:
+    return torch.softmax(logits, dim=-1) if score == "softmax" else torch.sigmoid(logits)
+
+
+def router_probabilities(logits: Tensor, score: str = "softmax") -> Tensor:
+    """Return each token's distribution over all experts, [T, E] float32, for the load-balancing loss.
+
+    Sigmoid scores are divided by their sum, as DeepSeek-V3's balance loss does (arXiv 2412.19437, eq. 18-19).
+    """
+    scores = _score(logits.float(), score)
+    return scores if score == "softmax" else scores / scores.sum(dim=-1, keepdim=True)
+
+
+def load_balancing_loss(probabilities: Tensor, indices: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return `E * sum_e f_e P_e`: 1 when tokens spread evenly, up to E when all use the same experts.
+
+    f_e is the fraction of choices that went to expert e (sums to 1), P_e the mean probability of e (arXiv 2101.03961,
+    eq. 4-6; for K > 1 the fraction counts all K choices). probabilities: [T, E]; indices: [T, K]; mask: [T] bool,
+    True where a token counts (None: all). Float32 scalar; the gradient flows through the probabilities. No token: 0.
+    """
+    num_experts = probabilities.shape[-1]
+    experts = torch.arange(num_experts, device=indices.device)
+    hits = (indices[..., None] == experts).sum(dim=1, dtype=torch.float32)
+    if mask is not None:
+        counted = mask.float()[:, None]
+        hits, probabilities = hits * counted, probabilities * counted
+        tokens = counted.sum()
+    else:
+        tokens = torch.full((), probabilities.shape[0], dtype=torch.float32, device=probabilities.device)
+    tokens = tokens.clamp(min=1)
+    fraction = hits.sum(dim=0) / (tokens * indices.shape[-1])
+    return num_experts * (fraction * probabilities.sum(dim=0) / tokens).sum()
+
+
+def router_z_loss(logits: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return the mean over tokens of `logsumexp(logits)^2` (ST-MoE, arXiv 2202.08906, eq. 5), float32 scalar.
+
+    logits: [T, E]; mask: [T] bool, True where a token counts (None: all). No token: 0.
+    """
+    z = torch.logsumexp(logits.float(), dim=-1).square()
+    if mask is None:
+        return z.sum() / torch.full((), z.shape[0], dtype=torch.float32, device=z.device).clamp(min=1)
+    counted = mask.float()
+    return (z * counted).sum() / counted.sum().clamp(min=1)

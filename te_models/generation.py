@@ -1,0 +1,182 @@
+"""Text generation with a key-value cache: greedy or sampled, batched, streaming.
+
+B batch, S prompt length, V vocabulary. Prompts of different lengths are padded on the left, so that every row's next
+token comes at the same column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from te_models.layers.module import compute_dtype
+
+from .model import GPTModel, KVCache
+
+
+def filter_logits(logits: Tensor, top_k: int | None = None, top_p: float | None = None) -> Tensor:
+    """Return logits [B, V] with the unlikely tokens at -inf.
+
+    Kept are the top_k best, and of those the smallest set of best tokens whose probabilities sum to top_p or more. The
+    best token always stays; of equal logits the lower token id is better.
+    """
+    if top_k is None and top_p is None:
+        return logits
+    values, order = torch.sort(logits, dim=-1, descending=True, stable=True)
+    removed = torch.zeros_like(values, dtype=torch.bool)
+    if top_k is not None:
+        removed[:, top_k:] = True
+    if top_p is not None:
+        probabilities = torch.softmax(values.float().masked_fill(removed, -torch.inf), dim=-1)
+        removed |= probabilities.cumsum(dim=-1) - probabilities >= top_p
+    removed[:, 0] = False
+    return torch.empty_like(values).scatter_(-1, order, values.masked_fill(removed, -torch.inf))
+
+
+def _check(
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+) -> Tensor:
+    """Raise ValueError for an impossible argument; return the prompts' mask, [B, S] bool."""
+    if input_ids.dim() != 2 or input_ids.shape[1] == 0:
+        raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; allowed: [batch, at least one token]")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}; allowed: 1 or more")
+    if not temperature >= 0:
+        raise ValueError(f"temperature is {temperature}; allowed: 0 (the best token) or more")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k is {top_k}; allowed: 1 or more, or None")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p is {top_p}; allowed: 0 < top_p <= 1, or None")
+    if attention_mask is None:
+        return torch.ones_like(input_ids, dtype=torch.bool)
+    if attention_mask.shape != input_ids.shape:
+        raise ValueError(f"attention_mask has shape {tuple(attention_mask.shape)}; allowed: {tuple(input_ids.shape)}")
+    mask = attention_mask.bool()
+    if not mask[:, -1].all():
+        raise ValueError("attention_mask ends with padding; pad prompts on the left")
+    return mask
+
+
+def stream(
+    model: GPTModel,
+    input_ids: Tensor,
+    max_new_tokens: int,
+    *,
+    attention_mask: Tensor | None = None,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
+    pad_token_id: int | None = None,
+) -> Iterator[Tensor]:
+    """Yield the next token of each row, [B] int64, up to max_new_tokens times; arguments as for `generate`.
+
+    A row that has ended yields the padding token; the iteration stops when all have.
+    """
+    mask = _check(input_ids, attention_mask, max_new_tokens, temperature, top_k, top_p)
+    ends = () if eos_token_id is None else (eos_token_id,) if isinstance(eos_token_id, int) else tuple(eos_token_id)
+    if pad_token_id is None:
+        pad_token_id = ends[0] if ends else 0
+    generator = None if seed is None else torch.Generator(input_ids.device).manual_seed(seed)
+    sampler = _Sampler(temperature, top_k, top_p, generator)
+    return _steps(model, input_ids, mask, max_new_tokens, sampler, ends, pad_token_id)
+
+
+@dataclass(frozen=True)
+class _Sampler:
+    """Chooses the next tokens: logits [B, V] -> [B] int64."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    generator: torch.Generator | None
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        if self.temperature == 0:
+            return logits.argmax(dim=-1)
+        logits = filter_logits(logits.float() / self.temperature, self.top_k, self.top_p)
+        return torch.multinomial(torch.softmax(logits, dim=-1), 1, generator=self.generator)[:, 0]
+
+
+def _steps(
+    model: GPTModel,
+    ids: Tensor,
+    mask: Tensor,
+    max_new_tokens: int,
+    sampler: _Sampler,
+    ends: tuple[int, ...],
+    pad_token_id: int,
+) -> Iterator[Tensor]:
+    """The loop behind `stream`, a generator; `stream` itself is not, so that it checks its arguments when called."""
+    batch, prompt = ids.shape
+    ends_tensor = torch.tensor(ends, dtype=torch.int64, device=ids.device)
+    dtype = compute_dtype(model.embedding.word_embeddings.weight)
+    cache = KVCache(model.config, batch, prompt + max_new_tokens, dtype=dtype, device=ids.device)
+    padded = not bool(mask.all())
+    position_ids = (mask.long().cumsum(dim=-1) - 1).clamp(min=0)
+    running = torch.ones(batch, dtype=torch.bool, device=ids.device)
+    was_training = model.training
+    model.eval()
+    try:
+        for _ in range(max_new_tokens):
+            with torch.no_grad():
+                output = model(
+                    ids,
+                    position_ids=position_ids,
+                    attention_mask=mask if padded else None,
+                    cache=cache,
+                    last_logits_only=True,
+                )
+                token = torch.where(running, sampler(output.logits[:, -1]), pad_token_id)
+            yield token
+            running = running & ~torch.isin(token, ends_tensor)
+            if not running.any():
+                return
+            ids, position_ids = token[:, None], position_ids[:, -1:] + 1
+            mask = torch.cat((mask, torch.ones_like(mask[:, :1])), dim=1)
+    finally:
+        model.train(was_training)
+
+
+def generate(
+    model: GPTModel,
+    input_ids: Tensor,
+    max_new_tokens: int,
+    *,
+    attention_mask: Tensor | None = None,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
+    pad_token_id: int | None = None,
+) -> Tensor:
+    """Return the prompts with their continuations, [B, S + n] with n <= max_new_tokens.
+
+    input_ids: [B, S] int64. attention_mask: [B, S], false where a prompt is padded (left only). temperature 0 takes
+    the best token; above 0 samples from softmax(logits / temperature), restricted by top_k and top_p, from a generator
+    seeded with `seed` (None: torch's global one). eos_token_id ends a row, which is then filled with pad_token_id
+    (None: the first eos). Raises ValueError for an impossible argument.
+    """
+    steps = stream(
+        model,
+        input_ids,
+        max_new_tokens,
+        attention_mask=attention_mask,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        eos_token_id=eos_token_id,
+        pad_token_id=pad_token_id,
+    )
+    return torch.cat((input_ids, torch.stack(list(steps), dim=1)), dim=1)

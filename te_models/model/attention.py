@@ -1,0 +1,106 @@
+"""Self attention: fused q, k, v projection, norms of q and k, rotary embedding, softmax attention, output projection.
+
+B batch, S sequence, L keys (cached ones included), H hidden, N query heads, G key/value heads, D head channels,
+Dv value channels.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from te_models.kernels.rope import apply_rope
+from te_models.layers import DotProductAttention, Linear
+
+from ..config import ModelConfig
+from .build import Build, make_input_linear, make_norm, output_init_method
+from .cache import LayerCache
+from .rotary import Rotary
+
+
+class SelfAttention(nn.Module):
+    """The attention sublayer of layer number `layer`, without residual connection.
+
+    `linear_qkv` holds the rows of q, then k, then v, and the norm before them when `normed`.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, build: Build, *, normed: bool) -> None:
+        super().__init__()
+        a = config.attention
+        self.num_heads = a.num_attention_heads
+        self.num_groups = a.num_query_groups or self.num_heads
+        self.head_dim = a.kv_channels or config.hidden_size // self.num_heads
+        self.v_head_dim = a.v_head_dim or self.head_dim
+        self.clip_qkv = a.clip_qkv
+        self.norm_kind = a.qk_layernorm
+        self.norm_after_rope = a.qk_layernorm_after_rope
+        rope = config.rope_of(layer)
+        self.rope_style = "half" if rope is None else rope.style
+        self.q_size, self.k_size = self.num_heads * self.head_dim, self.num_groups * self.head_dim
+        self.v_size = self.num_groups * self.v_head_dim
+        rows = self.q_size + self.k_size + self.v_size
+        self.linear_qkv = make_input_linear(config, rows, a.add_qkv_bias, build, normed=normed)
+        if self.norm_kind != "none":
+            full = self.norm_kind == "full"
+            norm = config.norm.replace(has_weight=True, bias=False)
+            self.q_layernorm = make_norm(norm, self.q_size if full else self.head_dim, build)
+            self.k_layernorm = make_norm(norm, self.k_size if full else self.head_dim, build)
+        self.core_attention = DotProductAttention(
+            self.num_heads,
+            self.head_dim,
+            self.num_groups,
+            a.attention_dropout,
+            window_size=a.window_size if config.layer_types[layer] == "sliding" else None,
+            softmax_scale=a.softmax_scale,
+            softcap=a.softcap,
+            softmax_type="learnable" if a.sinks else "vanilla",
+            **build.new,
+        )
+        self.linear_proj = Linear(
+            self.num_heads * self.v_head_dim,
+            config.hidden_size,
+            a.add_output_bias,
+            init_method=output_init_method(config),
+            **build.new,
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        rotary: Rotary | None = None,
+        hidden_keys: Tensor | None = None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """x: [B, S, H] -> [B, S, H]. rotary: tables of the positions; None: no rotation. hidden_keys: [B, 1, 1, L]
+        bool, True where a key is padding. cache: takes this call's keys and values, gives all."""
+        qkv = self.linear_qkv(x)
+        if self.clip_qkv is not None:
+            qkv = qkv.clamp(-self.clip_qkv, self.clip_qkv)
+        q, k = self._queries_and_keys(qkv, rotary)
+        v = qkv[..., self.q_size + self.k_size :].unflatten(-1, (self.num_groups, self.v_head_dim))
+        if cache is not None:
+            k, v = cache.update(k, v)
+            if hidden_keys is not None:
+                hidden_keys = hidden_keys[..., hidden_keys.shape[-1] - k.shape[1] :]
+        return self.linear_proj(self.core_attention(q, k, v, hidden_keys))
+
+    def _queries_and_keys(self, qkv: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
+        if self.norm_kind == "none":
+            # One rotation of q and k side by side: half the kernels of two.
+            qk = qkv[..., : self.q_size + self.k_size].unflatten(-1, (-1, self.head_dim))
+            qk = self._rotated(qk, rotary)
+            return qk[:, :, : self.num_heads], qk[:, :, self.num_heads :]
+        q, k = qkv[..., : self.q_size], qkv[..., self.q_size : self.q_size + self.k_size]
+        if self.norm_after_rope:
+            q, k = (self._rotated(t.unflatten(-1, (-1, self.head_dim)), rotary).flatten(2) for t in (q, k))
+            return self._normed(q, self.q_layernorm), self._normed(k, self.k_layernorm)
+        q, k = self._normed(q, self.q_layernorm), self._normed(k, self.k_layernorm)
+        return self._rotated(q, rotary), self._rotated(k, rotary)
+
+    def _normed(self, t: Tensor, norm: nn.Module) -> Tensor:
+        """[B, S, heads * D] -> [B, S, heads, D], each head normalised on its own or all heads together."""
+        if self.norm_kind == "full":
+            return norm(t).unflatten(-1, (-1, self.head_dim))
+        return norm(t.unflatten(-1, (-1, self.head_dim)))
+
+    def _rotated(self, t: Tensor, rotary: Rotary | None) -> Tensor:
+        return t if rotary is None else apply_rope(t, *rotary, self.rope_style)

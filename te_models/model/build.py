@@ -1,0 +1,99 @@
+"""How a model's modules are created: dtype, device, expert layout, initial values. One value handed down the tree."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from te_models.layers import LayerNorm, LayerNormLinear, Linear, RMSNorm
+
+from ..config import ConfigError, ModelConfig, NormConfig
+
+ExpertLayout = Literal["grouped", "per-gemm"]
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Fills a weight with N(0, std^2). Stacks of experts are filled member by member, so that both layouts of the
+    experts start from the same numbers."""
+
+    std: float
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        for member in weight.unbind(0) if weight.dim() == 3 else (weight,):
+            nn.init.normal_(member, mean=0.0, std=self.std)
+        return weight
+
+
+@dataclass(frozen=True, kw_only=True)
+class Build:
+    """params_dtype None is torch's default dtype, device None its default device."""
+
+    params_dtype: torch.dtype | None = None
+    device: torch.device | str | None = None
+    expert_layout: ExpertLayout = "grouped"
+
+    def __post_init__(self) -> None:
+        if self.expert_layout not in get_args(ExpertLayout):
+            allowed = ", ".join(map(repr, get_args(ExpertLayout)))
+            raise ConfigError(f"expert_layout is {self.expert_layout!r}; allowed: {allowed}")
+
+    @property
+    def new(self) -> dict[str, Any]:
+        """Keyword arguments of every module with parameters."""
+        return {"params_dtype": self.params_dtype, "device": self.device}
+
+    def parameter(self, *shape: int) -> nn.Parameter:
+        """Return an uninitialised parameter."""
+        return nn.Parameter(
+            torch.empty(*shape, dtype=self.params_dtype or torch.get_default_dtype(), device=self.device)
+        )
+
+
+def init_method(config: ModelConfig) -> Normal:
+    """Initial values of every weight but those that write to the residual stream."""
+    return Normal(config.init_method_std)
+
+
+def output_init_method(config: ModelConfig) -> Normal:
+    """Initial values of the weights that write to the residual stream, narrower by sqrt(2 * layers): its variance then
+    does not grow with depth (GPT-2)."""
+    return Normal(config.init_method_std / math.sqrt(2 * config.num_layers))
+
+
+def make_norm(norm: NormConfig, size: int, build: Build) -> RMSNorm | LayerNorm:
+    """Return the configured norm over `size` channels."""
+    shared: dict[str, Any] = {
+        "zero_centered_gamma": norm.layernorm_zero_centered_gamma,
+        "cast_order": norm.cast_order,
+        "has_weight": norm.has_weight,
+        **build.new,
+    }
+    if norm.normalization == "RMSNorm":
+        return RMSNorm(size, norm.layernorm_epsilon, **shared)
+    return LayerNorm(size, norm.layernorm_epsilon, bias=norm.bias, **shared)
+
+
+def make_input_linear(config: ModelConfig, out_features: int, bias: bool, build: Build, *, normed: bool) -> nn.Module:
+    """Return the first projection of a sublayer, with the norm before it as one module when `normed`."""
+    start = init_method(config)
+    if not normed:
+        return Linear(config.hidden_size, out_features, bias, init_method=start, **build.new)
+    norm = config.norm
+    return LayerNormLinear(
+        config.hidden_size,
+        out_features,
+        norm.layernorm_epsilon,
+        bias,
+        normalization=norm.normalization,
+        norm_weight=norm.has_weight,
+        norm_bias=norm.bias,
+        zero_centered_gamma=norm.layernorm_zero_centered_gamma,
+        cast_order=norm.cast_order,
+        init_method=start,
+        **build.new,
+    )

@@ -1,0 +1,85 @@
+"""The key-value cache of generation: one preallocated pair of tensors per layer.
+
+Layout [B, max_length, G, D], the layout attention computes in, so a step writes its own rows and copies nothing else.
+Sliding-window layers keep all positions too, but hand out only those that the window can reach.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..config import ModelConfig
+
+
+class LayerCache:
+    """One layer's keys and values. `length` positions are valid before this call; the model advances it afterwards."""
+
+    def __init__(self, key: Tensor, value: Tensor, window: int | None) -> None:
+        self.key = key
+        self.value = value
+        self.window = window
+        self.length = 0
+
+    def update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Store key [B, S, G, D] and value [B, S, G, Dv] behind the valid positions. Return views of all that this
+        call's queries can see, [B, L, G, D] and [B, L, G, Dv], the queries' own positions last."""
+        begin, end = self.length, self.length + key.shape[1]
+        self.key[:, begin:end] = key
+        self.value[:, begin:end] = value
+        first = 0 if self.window is None else max(0, begin - (self.window - 1))
+        return self.key[:, first:end], self.value[:, first:end]
+
+
+class KVCache:
+    """Keys and values of all layers of a model for a batch of sequences of up to max_length tokens.
+
+    Example:
+        cache = KVCache(model.config, batch_size=1, max_length=256, dtype=torch.bfloat16)
+        model(prompt, cache=cache)            # fills prompt.shape[1] positions
+        model(next_token[:, None], cache=cache)
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        batch_size: int,
+        max_length: int,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if batch_size < 1 or max_length < 1:
+            raise ValueError(f"a cache of {batch_size} sequences of {max_length} tokens; allowed: at least 1 of each")
+        a = config.attention
+        channels = a.kv_channels or config.hidden_size // a.num_attention_heads
+        groups = a.num_query_groups or a.num_attention_heads
+        self.batch_size = batch_size
+        self.max_length = max_length
+        self.length = 0
+        self.layers: list[LayerCache] = []
+        for kind in config.layer_types or ():
+            key, value = (
+                torch.zeros(batch_size, max_length, groups, size, dtype=dtype, device=device)
+                for size in (channels, a.v_head_dim or channels)
+            )
+            self.layers.append(LayerCache(key, value, a.window_size if kind == "sliding" else None))
+
+    def check_room(self, batch_size: int, tokens: int) -> None:
+        """Raise ValueError unless `tokens` more positions of `batch_size` sequences fit."""
+        if batch_size != self.batch_size:
+            raise ValueError(f"the cache is for {self.batch_size} sequences, the input has {batch_size}")
+        if self.length + tokens > self.max_length:
+            raise ValueError(
+                f"the cache has room for {self.max_length} tokens and holds {self.length}; {tokens} more do not fit"
+            )
+
+    def advance(self, tokens: int) -> None:
+        """Count `tokens` more positions as valid, after all layers have stored them."""
+        self.length += tokens
+        for layer in self.layers:
+            layer.length = self.length
+
+    def reset(self) -> None:
+        """Forget everything stored."""
+        self.advance(-self.length)

@@ -1,0 +1,35 @@
+"""Float32 tensors that a module computes from its configuration rather than learns.
+
+A plain buffer would be rounded by `model.to(torch.bfloat16)`, which ruins rotary frequencies, and would be garbage
+after `to_empty` on a model built on the meta device. These are recomputed on the module's device, not converted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+
+class ConstantModule(nn.Module):
+    """Interface: a module whose non-persistent buffers are the result of `constants`."""
+
+    def constants(self, device: torch.device) -> dict[str, Tensor]:
+        """Return the tensors by buffer name, on `device`."""
+        raise NotImplementedError
+
+    def register_constants(self, device: torch.device | str | None) -> None:
+        """Create the buffers; called at the end of `__init__`."""
+        device = torch.empty((), device=device).device
+        for name, tensor in self.constants(device).items():
+            self.register_buffer(name, tensor, persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        devices = {buffer.device for buffer in self.buffers(recurse=False)}
+        for device in devices:
+            for name, tensor in self.constants(device).items():
+                setattr(self, name, tensor)
+        return self

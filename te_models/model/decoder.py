@@ -1,0 +1,67 @@
+"""The stack of layers between embedding and output layer.
+
+B batch, S sequence, L keys, H hidden, E experts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..config import ModelConfig, RopeConfig
+from .build import Build, make_norm
+from .cache import KVCache
+from .layer import TransformerLayer
+from .moe import RouterOutput
+from .rotary import Rotary, RotaryEmbedding
+
+
+class Decoder(nn.Module):
+    """The layers, the rotary tables that they share, and the final norm.
+
+    activation_checkpointing: keep only each layer's input for the backward pass and compute the rest again there.
+    """
+
+    def __init__(self, config: ModelConfig, build: Build) -> None:
+        super().__init__()
+        self.activation_checkpointing = False
+        self.layers = nn.ModuleList(TransformerLayer(config, i, build) for i in range(config.num_layers))
+        self.final_layernorm = make_norm(config.norm, config.hidden_size, build)
+        ropes: list[RopeConfig] = []
+        self.rotary_of_layer: list[int | None] = []
+        for i in range(config.num_layers):
+            rope = config.rope_of(i)
+            if rope is not None and rope not in ropes:
+                ropes.append(rope)
+            self.rotary_of_layer.append(None if rope is None else ropes.index(rope))
+        head_dim = config.attention.kv_channels or config.hidden_size // config.attention.num_attention_heads
+        self.rotary_embeddings = nn.ModuleList(
+            RotaryEmbedding(rope, head_dim, config.max_position_embeddings, build.device) for rope in ropes
+        )
+
+    def forward(
+        self, x: Tensor, position_ids: Tensor, attention_mask: Tensor | None = None, cache: KVCache | None = None
+    ) -> tuple[Tensor, list[RouterOutput]]:
+        """x: [B, S, H]; position_ids: [B or 1, S]; attention_mask: [B, L] bool, False where a key is padding.
+
+        Returns ([B, S, H] after the final norm, what each MoE layer's router decided).
+        """
+        tables = [rotary(position_ids) for rotary in self.rotary_embeddings]
+        hidden_keys = token_mask = None
+        if attention_mask is not None:
+            hidden_keys = ~attention_mask[:, None, None, :]
+            token_mask = attention_mask[:, -x.shape[1] :]
+        recompute = self.activation_checkpointing and torch.is_grad_enabled() and cache is None
+        routed: list[RouterOutput] = []
+        for i, layer in enumerate(self.layers):
+            table = self.rotary_of_layer[i]
+            rotary: Rotary | None = None if table is None else tables[table]
+            arguments = (rotary, hidden_keys, token_mask, None if cache is None else cache.layers[i])
+            if recompute:
+                x, decided = checkpoint(layer, x, *arguments, use_reentrant=False)
+            else:
+                x, decided = layer(x, *arguments)
+            if decided is not None:
+                routed.append(decided)
+        return self.final_layernorm(x), routed

@@ -1,0 +1,56 @@
+"""Token embedding, with the learned position embedding where the family has one."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..config import ModelConfig
+from .build import Build, init_method
+
+
+class Table(nn.Module):
+    """A lookup table: weight [rows, H]."""
+
+    def __init__(self, rows: int, config: ModelConfig, build: Build) -> None:
+        super().__init__()
+        self.init_method = init_method(config)
+        self.weight = build.parameter(rows, config.hidden_size)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initialise the rows anew."""
+        self.init_method(self.weight)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids: [B, S] int64 -> [B, S, H]."""
+        return F.embedding(ids, self.weight)
+
+
+class Embedding(nn.Module):
+    """`word_embeddings[input_ids] * multiplier + position_embeddings[position_ids]`."""
+
+    def __init__(self, config: ModelConfig, build: Build) -> None:
+        super().__init__()
+        self.config = config.embedding
+        self.hidden_dropout = config.hidden_dropout
+        self.word_embeddings = Table(config.vocab_size, config, build)
+        self.position_embeddings = None
+        if config.embedding.position_embedding_type == "learned_absolute":
+            self.position_embeddings = Table(config.max_position_embeddings, config, build)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """input_ids: [B, S], position_ids: [B or 1, S] -> [B, S, H] in the weight's dtype."""
+        x = self.word_embeddings(input_ids)
+        multiplier = self.config.multiplier
+        if multiplier == "sqrt_hidden_in_weight_dtype":
+            x = x * torch.tensor(math.sqrt(x.shape[-1]), dtype=x.dtype, device=x.device)
+        elif multiplier != 1.0:
+            x = x * multiplier
+        if self.position_embeddings is not None:
+            x = x + self.position_embeddings(position_ids)
+        return F.dropout(x, self.hidden_dropout, self.training) if self.hidden_dropout > 0 else x

@@ -1,0 +1,186 @@
+"""GPTModel: every supported family as one model class, driven by a ModelConfig.
+
+B batch, S sequence, L keys (cached ones included), V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from te_models.layers import Recipe, quantized_model_init
+
+from ..config import ModelConfig
+from .build import Build, ExpertLayout
+from .cache import KVCache
+from .decoder import Decoder
+from .embedding import Embedding
+from .output import ModelOutput, OutputLayer, RouterLossWeights
+from .support import check_supported
+
+
+class GPTModel(nn.Module):
+    """A decoder-only language model, dense or mixture of experts. Megatron-Core: `GPTModel`, same parameter names.
+
+    params_dtype: dtype of the parameters (None: torch's default), which is also the compute dtype; for float32
+    parameters with bfloat16 compute, call it under `torch.amp.autocast`. device: where to create them; "meta" creates
+    none, `to_empty` and `reset_parameters` or `load_state_dict` follow. expert_layout: "grouped" holds a layer's
+    experts as one parameter, "per-gemm" one parameter each. Random initial values come from torch's global generator.
+
+    Example:
+        model = GPTModel(config)
+        model(input_ids, labels=input_ids, return_logits=False).loss.backward()
+
+    Raises ConfigError if `config` asks for something that is not implemented.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        expert_layout: ExpertLayout = "grouped",
+        activation_checkpointing: bool = False,
+    ) -> None:
+        super().__init__()
+        check_supported(config)
+        build = Build(params_dtype=params_dtype, device=device, expert_layout=expert_layout)
+        self.config = config
+        self.expert_layout = expert_layout
+        self.embedding = Embedding(config, build)
+        self.decoder = Decoder(config, build)
+        self.output_layer = OutputLayer(config, build)
+        self.router_loss_weights = None
+        if config.moe is not None:
+            self.router_loss_weights = RouterLossWeights(config.moe.aux_loss_coeff, config.moe.z_loss_coeff, device)
+        self.activation_checkpointing = activation_checkpointing
+
+    @property
+    def activation_checkpointing(self) -> bool:
+        """Whether the backward pass recomputes each layer from its input instead of keeping its activations."""
+        return self.decoder.activation_checkpointing
+
+    @activation_checkpointing.setter
+    def activation_checkpointing(self, enabled: bool) -> None:
+        self.decoder.activation_checkpointing = enabled
+
+    def set_aux_loss_coeff(self, value: float) -> None:
+        """Change the weight of the load-balancing loss; does not recompile. See RouterLossWeights.set."""
+        self._router_loss_weights().set("aux_loss_coeff", value)
+
+    def set_z_loss_coeff(self, value: float) -> None:
+        """Change the weight of the router z-loss; does not recompile. See RouterLossWeights.set."""
+        self._router_loss_weights().set("z_loss_coeff", value)
+
+    def _router_loss_weights(self) -> RouterLossWeights:
+        if self.router_loss_weights is None:
+            raise ValueError("this model has no router losses: its config.moe is None")
+        return self.router_loss_weights
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        *,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cache: KVCache | None = None,
+        return_logits: bool = True,
+        last_logits_only: bool = False,
+    ) -> ModelOutput:
+        """Return logits and, given labels, the loss.
+
+        input_ids: [B, S] int64. labels: [B, S] int64, usually input_ids: position s is scored on labels[s + 1], -100
+        does not count. position_ids: [B or 1, S] (None: counting on from the cache). attention_mask: [B, L] bool or
+        0/1, false where a token is padding, L counting cached tokens. cache: a KVCache, extended by this call.
+        return_logits=False leaves the logits out: cheaper where only the loss is wanted. last_logits_only: logits
+        [B, 1, V] of the last position, for generation.
+        """
+        if input_ids.dim() != 2:
+            raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; allowed: [batch, sequence]")
+        batch, length = input_ids.shape
+        begin = 0
+        if cache is not None:
+            cache.check_room(batch, length)
+            begin = cache.length
+        if attention_mask is not None:
+            if attention_mask.dim() != 2 or attention_mask.shape[1] != begin + length:
+                raise ValueError(
+                    f"attention_mask has shape {tuple(attention_mask.shape)}; allowed: [{batch}, {begin + length}]"
+                )
+            attention_mask = attention_mask.bool()
+        if position_ids is None:
+            position_ids = torch.arange(begin, begin + length, device=input_ids.device)[None]
+        x = self.embedding(input_ids, position_ids)
+        x, routed = self.decoder(x, position_ids, attention_mask, cache)
+        if cache is not None:
+            cache.advance(length)
+        if last_logits_only:
+            x, labels = x[:, -1:], None
+        logits, loss = self.output_layer(x, self.embedding.word_embeddings.weight, labels, return_logits=return_logits)
+        output = ModelOutput(logits=logits, loss=loss)
+        if self.router_loss_weights is not None and routed:
+            weights = self.router_loss_weights
+            balance = torch.stack([r.load_balancing_loss for r in routed])
+            z = torch.stack([r.z_loss for r in routed])
+            output.tokens_per_expert = torch.stack([r.tokens_per_expert for r in routed])
+            output.load_balancing_loss, output.z_loss = balance.mean(), z.mean()
+            output.aux_loss = balance.sum() * weights.aux_loss_coeff + z.sum() * weights.z_loss_coeff
+            if loss is not None:
+                output.loss = loss + output.aux_loss
+        return output
+
+    def reset_parameters(self) -> None:
+        """Initialise all parameters anew, in the order of construction: after `torch.manual_seed(s)` the result equals
+        that of building the model after `torch.manual_seed(s)`."""
+        for module in self.modules():
+            if module is not self and hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+
+    def stored_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor) of what a checkpoint holds: parameters, then buffers that are part of the state."""
+        yield from self.named_parameters()
+        stored = self.state_dict().keys()
+        yield from ((name, buffer) for name, buffer in self.named_buffers() if name in stored)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        recipe: Recipe | None = None,
+        expert_layout: ExpertLayout = "grouped",
+    ) -> Self:
+        """Load a folder written by `save_pretrained`, or a Hugging Face model folder.
+
+        dtype: of the parameters (None: torch's default). recipe: store the linear layers' weights in its quantized
+        format. Tensors stream from the files into the model one by one. Raises CheckpointError or ConfigError.
+        """
+        from te_models.checkpoints import open_checkpoint
+
+        checkpoint = open_checkpoint(folder)
+        target = torch.empty((), device=device).device
+        if recipe is None:
+            model = cls(checkpoint.config, params_dtype=dtype, device="meta", expert_layout=expert_layout)
+            model.to_empty(device=target)
+        else:
+            with quantized_model_init(enabled=True, recipe=recipe):
+                model = cls(checkpoint.config, params_dtype=dtype, device=target, expert_layout=expert_layout)
+        checkpoint.load_into(dict(model.stored_tensors()))
+        return model
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write parameters and configuration as safetensors and JSON; `from_pretrained` restores them bit for bit."""
+        from te_models.checkpoints import save_model
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            save_model(dict(self.stored_tensors()), self.config, folder)

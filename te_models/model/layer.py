@@ -1,0 +1,88 @@
+"""One transformer layer: attention and MLP or experts, around the residual stream.
+
+B batch, S sequence, H hidden.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..config import ModelConfig
+from .attention import SelfAttention
+from .build import Build, make_norm
+from .cache import LayerCache
+from .mlp import MLP
+from .moe import MoELayer, RouterOutput
+from .rotary import Rotary
+from .support import check_supported
+
+
+class TransformerLayer(nn.Module):
+    """Layer number `layer` (from 0) of the configured model. Megatron-Core: `TransformerLayer`.
+
+    The five block kinds, with n1, n2 norms before and m1, m2 norms after a sublayer:
+    pre                   x = x + attention(n1(x));      x = x + mlp(n2(x))
+    post                  x = x + m1(attention(x));      x = x + m2(mlp(x))
+    sandwich              x = x + m1(attention(n1(x)));  x = x + m2(mlp(n2(x)))
+    parallel              x = x + attention(n1(x)) + mlp(n2(x))
+    parallel_shared_norm  x = x + attention(n1(x)) + mlp(n1(x))
+    n1 and n2 live in the linear layer that reads them, n2 of an MoE layer in `pre_mlp_layernorm`, a shared n1 in
+    `input_layernorm`.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int = 0, build: Build | None = None) -> None:
+        super().__init__()
+        check_supported(config)
+        build = build or Build()
+        self.block = config.block
+        self.residual_multiplier = config.residual_multiplier
+        self.hidden_dropout = config.hidden_dropout
+        self.is_moe = config.is_moe_layer(layer)
+        shared = config.block == "parallel_shared_norm"
+        normed = config.block != "post" and not shared
+        after = config.block in ("post", "sandwich")
+        self.input_layernorm = make_norm(config.norm, config.hidden_size, build) if shared else None
+        self.self_attention = SelfAttention(config, layer, build, normed=normed)
+        self.post_self_attn_layernorm = make_norm(config.norm, config.hidden_size, build) if after else None
+        separate = normed and self.is_moe
+        self.pre_mlp_layernorm = make_norm(config.norm, config.hidden_size, build) if separate else None
+        if self.is_moe:
+            self.mlp = MoELayer(config, build)
+        else:
+            self.mlp = MLP(config, config.mlp.ffn_hidden_size, config.mlp.bias, build, normed=normed)
+        self.post_mlp_layernorm = make_norm(config.norm, config.hidden_size, build) if after else None
+
+    def forward(
+        self,
+        x: Tensor,
+        rotary: Rotary | None = None,
+        hidden_keys: Tensor | None = None,
+        token_mask: Tensor | None = None,
+        cache: LayerCache | None = None,
+    ) -> tuple[Tensor, RouterOutput | None]:
+        """x: [B, S, H] -> ([B, S, H], what the router decided; None in a dense layer). Arguments as for
+        `SelfAttention` and `MoELayer`."""
+        if self.block in ("parallel", "parallel_shared_norm"):
+            normed = x if self.input_layernorm is None else self.input_layernorm(x)
+            attended = self.self_attention(normed, rotary, hidden_keys, cache)
+            y, routed = self._mlp(normed, token_mask)
+            return self._add(x, attended + y), routed
+        attended = self.self_attention(x, rotary, hidden_keys, cache)
+        if self.post_self_attn_layernorm is not None:
+            attended = self.post_self_attn_layernorm(attended)
+        x = self._add(x, attended)
+        y, routed = self._mlp(x, token_mask)
+        if self.post_mlp_layernorm is not None:
+            y = self.post_mlp_layernorm(y)
+        return self._add(x, y), routed
+
+    def _mlp(self, x: Tensor, token_mask: Tensor | None) -> tuple[Tensor, RouterOutput | None]:
+        if self.pre_mlp_layernorm is not None:
+            x = self.pre_mlp_layernorm(x)
+        return self.mlp(x, token_mask) if self.is_moe else (self.mlp(x), None)
+
+    def _add(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.hidden_dropout > 0:
+            y = F.dropout(y, self.hidden_dropout, self.training)
+        return x + y if self.residual_multiplier == 1.0 else x + y * self.residual_multiplier

@@ -1,0 +1,70 @@
+"""The dense feed-forward sublayer, and the shared experts of a mixture, which are one with an optional gate.
+
+H hidden, F feed-forward width.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from te_models.kernels.activation import activation, gated_activation
+from te_models.layers import Linear
+from te_models.layers.module import compute_dtype
+
+from ..config import MLPConfig, ModelConfig
+from .build import Build, init_method, make_input_linear, output_init_method
+
+
+def activate(x: Tensor, mlp: MLPConfig) -> Tensor:
+    """Apply the activation between the two projections: gated [..., 2F] -> [..., F], else [..., F] -> [..., F]."""
+    if not mlp.gated:
+        return activation(x, mlp.activation)
+    return gated_activation(x, mlp.activation, clamp=mlp.clamp, alpha=mlp.alpha, up_offset=mlp.up_offset)
+
+
+class MLP(nn.Module):
+    """`act(x w1^T) w2^T`; `linear_fc1` includes the norm before it when `normed`, its rows are [gate | up] if gated."""
+
+    def __init__(self, config: ModelConfig, ffn_hidden_size: int, bias: bool, build: Build, *, normed: bool) -> None:
+        super().__init__()
+        self.mlp = config.mlp
+        rows = ffn_hidden_size * (2 if config.mlp.gated else 1)
+        self.linear_fc1 = make_input_linear(config, rows, bias, build, normed=normed)
+        self.linear_fc2 = Linear(
+            ffn_hidden_size, config.hidden_size, bias, init_method=output_init_method(config), **build.new
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., H] -> [..., H]."""
+        return self.linear_fc2(activate(self.linear_fc1(x), self.mlp))
+
+
+class SharedExperts(nn.Module):
+    """The experts every token uses, as one MLP; with `gate_weight` [1, H] times `sigmoid(x gate_weight^T)`."""
+
+    def __init__(self, config: ModelConfig, build: Build) -> None:
+        super().__init__()
+        assert config.moe is not None
+        width = config.moe.shared_expert_intermediate_size
+        assert width is not None
+        self.mlp = config.mlp
+        self.init_method = init_method(config)
+        self.linear_fc1 = make_input_linear(config, width * (2 if config.mlp.gated else 1), False, build, normed=False)
+        self.linear_fc2 = Linear(width, config.hidden_size, False, init_method=output_init_method(config), **build.new)
+        self.gate_weight = build.parameter(1, config.hidden_size) if config.moe.shared_expert_gate else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise the gate anew; the projections have their own."""
+        if self.gate_weight is not None:
+            self.init_method(self.gate_weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., H] -> [..., H]."""
+        y = self.linear_fc2(activate(self.linear_fc1(x), self.mlp))
+        if self.gate_weight is None:
+            return y
+        dtype = compute_dtype(x)
+        return torch.sigmoid(F.linear(x.to(dtype), self.gate_weight.to(dtype))) * y

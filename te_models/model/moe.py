@@ -1,0 +1,153 @@
+"""The mixture-of-experts sublayer: route each token to K of E experts, without dropping any.
+
+B batch, S sequence, T = B*S tokens, H hidden, E experts, K experts per token, I expert width.
+
+Token counts per expert are data and stay on the device from the router to the grouped GEMM, so they change from step
+to step without a host synchronisation and without recompiling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from te_models.kernels.permute import permute, sort_by_expert, unpermute
+from te_models.kernels.router import load_balancing_loss, router_probabilities, router_topk, router_z_loss
+from te_models.layers import GroupedLinear
+from te_models.layers.module import compute_dtype
+
+from ..config import ModelConfig
+from .build import Build, init_method, output_init_method
+from .mlp import SharedExperts, activate
+
+
+class RouterOutput(NamedTuple):
+    """What a layer's router decided, for losses and monitoring.
+
+    load_balancing_loss, z_loss: float32 scalars, zero where the configuration gives them no weight (they are not
+    computed then); tokens_per_expert: [E] int64.
+    """
+
+    load_balancing_loss: Tensor
+    z_loss: Tensor
+    tokens_per_expert: Tensor
+
+
+class Router(nn.Module):
+    """The router projection. weight: [E, H]; bias: [E] if `linear_bias`; expert_bias: buffer [E], kept in float32."""
+
+    def __init__(self, config: ModelConfig, build: Build) -> None:
+        super().__init__()
+        assert config.moe is not None
+        self.config = config.moe.router
+        self.init_method = init_method(config)
+        experts = config.moe.num_moe_experts
+        self.weight = build.parameter(experts, config.hidden_size)
+        self.bias = build.parameter(experts) if self.config.linear_bias else None
+        bias = torch.empty(experts, dtype=torch.float32, device=build.device) if self.config.expert_bias else None
+        self.register_buffer("expert_bias", bias)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initialise the projection anew; both biases start at zero."""
+        self.init_method(self.weight)
+        for bias in (self.bias, self.expert_bias):
+            if bias is not None:
+                bias.zero_()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # Selection compares scores that differ by less than bfloat16 resolves, so this bias is never rounded.
+        exact = self.expert_bias
+        super()._apply(fn, recurse)
+        if exact is not None and self.expert_bias.dtype != torch.float32:
+            self.expert_bias = exact.to(self.expert_bias.device)
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [T, H] -> logits [T, E], in float32 if the configuration says so, else in the compute dtype."""
+        dtype = torch.float32 if self.config.dtype == "float32" else compute_dtype(x)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        with torch.amp.autocast(x.device.type, enabled=False):
+            return F.linear(x.to(dtype), self.weight.to(dtype), bias)
+
+
+class Experts(nn.Module):
+    """E MLPs over rows sorted by expert, each projection one grouped GEMM."""
+
+    def __init__(self, config: ModelConfig, build: Build) -> None:
+        super().__init__()
+        moe = config.moe
+        assert moe is not None
+        self.mlp = config.mlp
+        width, experts = moe.moe_ffn_hidden_size, moe.num_moe_experts
+        shared = {"single_grouped_weight": build.expert_layout == "grouped", **build.new}
+        rows = width * (2 if config.mlp.gated else 1)
+        self.linear_fc1 = GroupedLinear(
+            experts, config.hidden_size, rows, moe.bias, init_method=init_method(config), **shared
+        )
+        self.linear_fc2 = GroupedLinear(
+            experts, width, config.hidden_size, moe.bias, init_method=output_init_method(config), **shared
+        )
+
+    def forward(self, rows: Tensor, tokens_per_expert: Tensor) -> Tensor:
+        """rows: [T*K, H], sorted by expert; tokens_per_expert: [E] -> [T*K, H]."""
+        return self.linear_fc2(activate(self.linear_fc1(rows, tokens_per_expert), self.mlp), tokens_per_expert)
+
+
+class MoELayer(nn.Module):
+    """Router, experts and shared experts of one layer. Megatron-Core: `MoELayer`, dropless.
+
+    Example:
+        y, routed = MoELayer(config)(torch.randn(2, 16, config.hidden_size))
+    """
+
+    def __init__(self, config: ModelConfig, build: Build | None = None) -> None:
+        super().__init__()
+        if config.moe is None:
+            raise ValueError("MoELayer needs a configuration with moe set; config.moe is None")
+        build = build or Build()
+        self.moe = config.moe
+        self.router = Router(config, build)
+        self.experts = Experts(config, build)
+        self.shared_experts = None
+        if config.moe.shared_expert_intermediate_size is not None:
+            self.shared_experts = SharedExperts(config, build)
+
+    def forward(self, x: Tensor, token_mask: Tensor | None = None) -> tuple[Tensor, RouterOutput]:
+        """x: [B, S, H] -> ([B, S, H], what the router decided). token_mask: [B, S] bool, False where a token is
+        padding: such tokens are routed like others, but do not enter the router losses."""
+        tokens = x.flatten(0, -2)
+        r, moe = self.moe.router, self.moe
+        logits = self.router(tokens)
+        weights, indices = router_topk(
+            logits,
+            moe.moe_router_topk,
+            score=r.score,
+            score_after_topk=r.score_after_topk,
+            expert_bias=self.router.expert_bias,
+            normalize=r.normalize,
+            normalize_eps=r.normalize_eps,
+            scaling_factor=r.scaling_factor,
+            num_groups=r.num_groups,
+            topk_groups=r.topk_groups,
+            group_score=r.group_score,
+        )
+        order = sort_by_expert(indices, moe.num_moe_experts)
+        y = unpermute(self.experts(permute(tokens, order), order.tokens_per_expert), order, weights).view(x.shape)
+        if self.shared_experts is not None:
+            y = y + self.shared_experts(x)
+        mask = None if token_mask is None else token_mask.flatten()
+        return y, self._router_output(logits, indices, order.tokens_per_expert, mask)
+
+    def _router_output(self, logits: Tensor, indices: Tensor, counts: Tensor, mask: Tensor | None) -> RouterOutput:
+        balance = z = torch.zeros((), dtype=torch.float32, device=logits.device)
+        if self.moe.aux_loss_coeff > 0:
+            balance = load_balancing_loss(router_probabilities(logits, self.moe.router.score), indices, mask)
+        if self.moe.z_loss_coeff > 0:
+            z = router_z_loss(logits, mask)
+        return RouterOutput(balance, z, counts)

@@ -1,0 +1,58 @@
+"""The rotary embedding as a module: a RopeConfig's frequencies, turned into cos and sin tables for given positions."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from te_models.kernels.rope import rope_frequencies, rope_tables
+
+from ..config import RopeConfig
+from .constants import ConstantModule
+
+Rotary = tuple[Tensor, Tensor]
+"""cos and sin, float32 [B or 1, S, R/2]."""
+
+
+class RotaryEmbedding(ConstantModule):
+    """cos and sin tables of the positions, in float32. Layers with equal RopeConfigs share one.
+
+    The two extensions that depend on the sequence length, "dynamic" and "longrope", choose by the largest position of
+    each call, on the device: no host synchronisation, no recompilation as the sequence grows.
+    """
+
+    def __init__(
+        self, rope: RopeConfig, head_dim: int, max_position_embeddings: int, device: torch.device | str | None = None
+    ) -> None:
+        super().__init__()
+        self.rope = rope
+        self.head_dim = head_dim
+        self.max_position_embeddings = max_position_embeddings
+        self.attention_factor = self._frequencies(None, torch.device("cpu"))[1]
+        self.register_constants(device)
+
+    def _frequencies(self, sequence_length: Tensor | None, device: torch.device) -> tuple[Tensor, float]:
+        rope = self.rope
+        named = {f.name: getattr(rope, f.name) for f in dataclasses.fields(rope)}
+        base, style = named.pop("rotary_base"), named.pop("style")
+        assert style in ("half", "interleaved")
+        return rope_frequencies(
+            self.head_dim,
+            base,
+            max_position_embeddings=self.max_position_embeddings,
+            sequence_length=sequence_length,
+            device=device,
+            **named,
+        )
+
+    def constants(self, device: torch.device) -> dict[str, Tensor]:
+        return {"frequencies": self._frequencies(None, device)[0]}
+
+    def forward(self, position_ids: Tensor) -> Rotary:
+        """position_ids: [B or 1, S] int64 -> (cos, sin), float32 [B or 1, S, R/2]."""
+        frequencies = self.frequencies
+        if self.rope.scaling in ("dynamic", "longrope") and self.rope.alpha is None:
+            frequencies = self._frequencies(position_ids.max() + 1, position_ids.device)[0]
+        return rope_tables(position_ids, frequencies, self.attention_factor)
