@@ -1,1 +1,44 @@
-"""te_models."""
+"""Checkpoints: Hugging Face families, expert layouts, quantized serialization, streaming conversion, verification.
+
+May import: `te_models.layers`, `te_models.config`. Nothing here unpickles, and nothing imports transformers.
+
+How it fits together: a family (`families/`) or one of our layouts (`te_namespace.py`) is a namespace, a set of links
+between stored tensors and the model's canonical ones (`links.py`, `ops.py`). Two namespaces compose into a plan
+(`plan.py`), which is complete and bijective or an error; `move.py` carries it out on a store (`store.py`), into a live
+model (`load.py`) or a new folder (`writer.py`, `atomic.py`).
+"""
+
+from .checkpoint import Checkpoint, open_checkpoint
+from .convert import export_hf, import_hf, relayout
+from .errors import CheckpointError
+from .families import FAMILIES
+from .inspection import Inspection, inspect
+from .manifest import check_manifest
+from .naming import ExpertLayout, expected_tensors
+from .plan import Plan
+from .quantize import dequantize, quantize
+from .save import save_model
+from .upcycle import upcycle
+from .verify import VerifyReport, verify
+
+__all__ = [
+    "FAMILIES",
+    "Checkpoint",
+    "CheckpointError",
+    "ExpertLayout",
+    "Inspection",
+    "Plan",
+    "VerifyReport",
+    "check_manifest",
+    "dequantize",
+    "expected_tensors",
+    "export_hf",
+    "import_hf",
+    "inspect",
+    "open_checkpoint",
+    "quantize",
+    "relayout",
+    "save_model",
+    "upcycle",
+    "verify",
+]

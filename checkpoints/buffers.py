@@ -1,0 +1,41 @@
+"""A few fixed buffers through which all data moves, so that memory does not grow with the checkpoint."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import torch
+
+CHUNK_BYTES = 4 << 20
+"""Large enough that per-chunk Python costs nothing, small enough that three of them fit a processor's cache share."""
+
+
+class Buffer:
+    """Writable memory as a torch tensor and as a memoryview, and the background work that still reads it."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._memory = bytearray(nbytes)
+        self.bytes = memoryview(self._memory)
+        self.tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self.pending: Future[None] | None = None
+
+    def wait(self) -> None:
+        """Wait until nobody reads the buffer any more."""
+        if self.pending is not None:
+            self.pending.result()
+            self.pending = None
+
+
+class Ring:
+    """Buffers handed out in turn; one that is still being read is waited for."""
+
+    def __init__(self, buffers: int = 4, nbytes: int = CHUNK_BYTES) -> None:
+        self.nbytes = nbytes
+        self._buffers = [Buffer(nbytes) for _ in range(buffers)]
+        self._turn = 0
+
+    def next(self) -> Buffer:
+        self._turn = (self._turn + 1) % len(self._buffers)
+        buffer = self._buffers[self._turn]
+        buffer.wait()
+        return buffer

@@ -1,0 +1,136 @@
+"""Open a checkpoint folder, a Hugging Face one or ours, and load its tensors into a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Literal, Self
+
+import torch
+
+from te_models.config import ModelConfig
+
+from .errors import CheckpointError
+from .families import FAMILIES, family_of
+from .header import TensorInfo
+from .links import Namespace
+from .load import load_params
+from .naming import ExpertLayout
+from .plan import match_tensors
+from .quantized_format import Description, read_metadata
+from .strict_json import read_object
+from .te_folder import CONFIG, MODEL_TYPE, Source, TEFolder
+from .te_namespace import grouped_formats, te_namespace
+from .tied import check_tied_copies, tied_copies
+from .weight_files import open_weights, plain_file
+
+
+class Checkpoint:
+    """An open checkpoint. Only headers have been read, and they fit the configuration.
+
+    Attributes:
+        path: the folder.
+        kind: "hf" (a Hugging Face folder) or "te_models" (ours).
+        config: the model.
+        family: the Hugging Face family it is of, or comes from; None for a model that was never one.
+        layout: the expert layout of our files; None for a Hugging Face folder.
+        source: the Hugging Face configuration that it is of, or comes from.
+        formats: grouped-layout names of quantized parameters -> their format descriptions.
+        store: the tensors as stored.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if not path.is_dir():
+            raise CheckpointError(f"{path} is not a folder")
+        values = read_object(plain_file(path, CONFIG), f"{path}/{CONFIG}")
+        self.path = path
+        self.kind: Literal["hf", "te_models"] = "te_models" if values.get("model_type") == MODEL_TYPE else "hf"
+        self.layout: ExpertLayout | None = None
+        self.formats: dict[str, Description] = {}
+        if self.kind == "te_models":
+            folder = TEFolder.from_dict(values)
+            self.config, self.layout, self.source = folder.config, folder.layout, folder.source
+            self.store = open_weights(path)
+        else:
+            family = family_of(values.get("model_type"))
+            self.config: ModelConfig = family.read_config(values)
+            self.store = open_weights(path)
+            self.source: Source | None = Source(family.model_type, values, None)
+        try:
+            self._check()
+        except BaseException:
+            self.close()
+            raise
+
+    def _check(self) -> None:
+        if self.layout is not None:
+            stored: dict[str, Description] = {}
+            for file, metadata in self.store.metadata.items():
+                stored.update(read_metadata(metadata, file))
+            self.formats = grouped_formats(self.config, self.layout, stored)
+        match_tensors(self.tensors, self.namespace.stored, where=str(self.path), ignorable=self.ignorable)
+
+    @property
+    def family(self) -> str | None:
+        return self.source.family if self.source is not None else None
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Dtype and shape of every stored tensor."""
+        return self.store.tensors
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the stored tensors."""
+        return list(self.store.tensors)
+
+    @cached_property
+    def namespace(self) -> Namespace:
+        """How the folder stores the model."""
+        if self.layout is not None:
+            return te_namespace(self.config, self.layout, self.formats)
+        return FAMILIES[self.family or ""].namespace(self.config)
+
+    @property
+    def ignorable(self) -> tuple[str, ...]:
+        """Patterns of tensors that the folder may hold and that a conversion leaves out."""
+        if self.layout is not None:
+            return ()
+        return (*FAMILIES[self.family or ""].ignorable, *self._tied_copies)
+
+    @cached_property
+    def _tied_copies(self) -> Mapping[str, str]:
+        return tied_copies(self.config, self.tensors) if self.kind == "hf" else {}
+
+    def check_ignored(self) -> None:
+        """Check that tensors which are left out because they repeat another one really do (this reads them)."""
+        check_tied_copies(self.store, self._tied_copies)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files."""
+        self.store.close()
+
+    def load_into(self, params: Mapping[str, torch.Tensor]) -> None:
+        """Fill a model's tensors from the files, converting to their layout, dtype, device and quantized format.
+
+        Arguments:
+            params: every parameter of the model by name, in grouped or per-GEMM layout, whichever the files have. Plain
+                tensors are filled part by part; for a quantized one its values are put together first.
+
+        Raises:
+            CheckpointError: names or shapes are not exactly those of the model, or a tensor cannot be converted.
+        """
+        self.check_ignored()
+        load_params(self.store, self.namespace, self.config, self.formats, params)
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Open a checkpoint folder; reads config.json and headers and checks that they fit each other, no tensor data."""
+    return Checkpoint(Path(path))

@@ -1,0 +1,169 @@
+"""Conversions between folders. Each one plans from headers, refuses what it cannot do exactly, then streams.
+
+All share these arguments:
+    overwrite: replace an existing destination (it stays until the new one is complete).
+    max_shard_bytes: data per file.
+    progress: called with (bytes done, bytes in total).
+    dry_run: return the plan and write nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from .checkpoint import Checkpoint, open_checkpoint
+from .dtypes import FLOATS, as_torch_dtype
+from .errors import CheckpointError, shorten
+from .hf_config import choose_family, export_config
+from .naming import ExpertLayout, check_layout
+from .output_folder import write_folder
+from .plan import Plan, make_plan
+from .strict_json import dump_object
+from .te_folder import Source, TEFolder
+from .te_namespace import formats_in_layout, te_namespace
+from .writer import MAX_SHARD_BYTES, Progress
+
+PathLike = str | Path
+
+
+def import_hf(
+    src: PathLike,
+    dst: PathLike,
+    *,
+    dtype: torch.dtype | str | None = None,
+    layout: ExpertLayout = "grouped",
+    overwrite: bool = False,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Progress | None = None,
+    dry_run: bool = False,
+) -> Plan:
+    """Convert a Hugging Face folder to ours.
+
+    Arguments:
+        dtype: convert the weights to it; None keeps the bits.
+        layout: expert layout of the result.
+    """
+    check_layout(layout)
+    with open_checkpoint(src) as ckpt:
+        if ckpt.kind != "hf":
+            raise CheckpointError(f"{src} is already a te_models folder; relayout changes its expert layout")
+        plan = make_plan(
+            ckpt.tensors,
+            ckpt.namespace,
+            te_namespace(ckpt.config, layout),
+            where=str(src),
+            dtype=as_torch_dtype(dtype),
+            ignorable=ckpt.ignorable,
+            one_dtype=True,
+        )
+        if not dry_run:
+            ckpt.check_ignored()
+            write_folder(
+                Path(dst),
+                plan,
+                ckpt.store,
+                TEFolder(layout, ckpt.config, source_of(ckpt)).to_bytes(),
+                sidecars_from=ckpt.path,
+                overwrite=overwrite,
+                max_shard_bytes=max_shard_bytes,
+                progress=progress,
+            )
+    return plan
+
+
+def export_hf(
+    src: PathLike,
+    dst: PathLike,
+    *,
+    family: str | None = None,
+    dtype: torch.dtype | str | None = None,
+    overwrite: bool = False,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Progress | None = None,
+    dry_run: bool = False,
+) -> Plan:
+    """Convert a folder of ours to Hugging Face's form; transformers loads the result.
+
+    Arguments:
+        family: the family to write; None means the one that the model came from, or the first that can express it.
+        dtype: convert the weights to it; None keeps the bits.
+    """
+    with open_checkpoint(src) as ckpt:
+        if ckpt.kind != "te_models":
+            raise CheckpointError(f"{src} is already a Hugging Face folder")
+        refuse_quantized(ckpt, "exported")
+        target = choose_family(ckpt.config, ckpt.source, family)
+        target.write_config(ckpt.config)  # raises if the family cannot express the model
+        namespace = target.namespace(ckpt.config)
+        plan = make_plan(ckpt.tensors, ckpt.namespace, namespace, where=str(src), dtype=as_torch_dtype(dtype))
+        config = export_config(ckpt.config, ckpt.source, target, plan)
+        if not dry_run:
+            write_folder(
+                Path(dst),
+                plan,
+                ckpt.store,
+                dump_object(config),
+                sidecars_from=ckpt.path,
+                overwrite=overwrite,
+                max_shard_bytes=max_shard_bytes,
+                progress=progress,
+            )
+    return plan
+
+
+def relayout(
+    src: PathLike,
+    dst: PathLike,
+    layout: ExpertLayout,
+    *,
+    overwrite: bool = False,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Progress | None = None,
+    dry_run: bool = False,
+) -> Plan:
+    """Convert a folder of ours to another expert layout, bit for bit; quantized weights stay quantized."""
+    check_layout(layout)
+    with open_checkpoint(src) as ckpt:
+        if ckpt.kind != "te_models":
+            raise CheckpointError(f"{src} is a Hugging Face folder; import it, with the layout that you want")
+        target = te_namespace(ckpt.config, layout, ckpt.formats)
+        moved = make_plan(ckpt.tensors, ckpt.namespace, target, where=str(src))
+        plan = Plan(moved.outputs, moved.ignored, formats_in_layout(ckpt.config, layout, ckpt.formats))
+        if not dry_run:
+            write_folder(
+                Path(dst),
+                plan,
+                ckpt.store,
+                TEFolder(layout, ckpt.config, ckpt.source).to_bytes(),
+                sidecars_from=ckpt.path,
+                overwrite=overwrite,
+                max_shard_bytes=max_shard_bytes,
+                progress=progress,
+            )
+    return plan
+
+
+def source_of(ckpt: Checkpoint) -> Source | None:
+    """Return what a folder made from this checkpoint records about its origin."""
+    if ckpt.kind == "te_models" or ckpt.source is None:
+        return ckpt.source
+    return Source(ckpt.source.family, ckpt.source.config, main_dtype(ckpt))
+
+
+def refuse_quantized(ckpt: Checkpoint, verb: str) -> None:
+    """Raise CheckpointError if the checkpoint holds quantized parameters."""
+    if ckpt.formats:
+        names = shorten(ckpt.formats, 2)
+        raise CheckpointError(f"{ckpt.path} has quantized weights ({names}) and cannot be {verb}; dequantize it first")
+
+
+def main_dtype(ckpt: Checkpoint) -> str | None:
+    """Return the dtype that most weight bytes of a checkpoint have."""
+    sizes: dict[str, int] = {}
+    for name, stored in ckpt.namespace.stored.items():
+        if stored.dtypes == FLOATS:
+            info = ckpt.tensors[name]
+            sizes[info.dtype] = sizes.get(info.dtype, 0) + info.nbytes
+    return max(sizes, key=lambda dtype: sizes[dtype], default=None)

@@ -1,0 +1,61 @@
+"""The dtype names of the safetensors format, their torch dtypes and their widths in bits."""
+
+from __future__ import annotations
+
+import torch
+
+from .errors import CheckpointError
+
+_TABLE: dict[str, tuple[torch.dtype, int]] = {
+    "BOOL": (torch.bool, 8),
+    "U8": (torch.uint8, 8),
+    "I8": (torch.int8, 8),
+    "U16": (torch.uint16, 16),
+    "I16": (torch.int16, 16),
+    "U32": (torch.uint32, 32),
+    "I32": (torch.int32, 32),
+    "U64": (torch.uint64, 64),
+    "I64": (torch.int64, 64),
+    "F16": (torch.float16, 16),
+    "BF16": (torch.bfloat16, 16),
+    "F32": (torch.float32, 32),
+    "F64": (torch.float64, 64),
+    "C64": (torch.complex64, 64),
+    "F8_E4M3": (torch.float8_e4m3fn, 8),
+    "F8_E5M2": (torch.float8_e5m2, 8),
+    "F8_E4M3FNUZ": (torch.float8_e4m3fnuz, 8),
+    "F8_E5M2FNUZ": (torch.float8_e5m2fnuz, 8),
+    "F8_E8M0": (torch.float8_e8m0fnu, 8),
+    "F4": (torch.float4_e2m1fn_x2, 4),
+}
+_NAMES = {torch_dtype: name for name, (torch_dtype, _) in _TABLE.items()}
+
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+"""Dtypes a high-precision weight may have."""
+
+
+def bits_of(name: str) -> int | None:
+    """Return the width of one element in bits, or None for a dtype that this version does not know."""
+    return _TABLE[name][1] if name in _TABLE else None
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the torch dtype of a safetensors dtype name."""
+    return _TABLE[name][0]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the safetensors name of a torch dtype."""
+    if dtype not in _NAMES:
+        raise CheckpointError(f"tensors of dtype {dtype} cannot be stored in safetensors files")
+    return _NAMES[dtype]
+
+
+def as_torch_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """Return a dtype given as such or by name ("bfloat16"); one that weights cannot have raises CheckpointError."""
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype is None:
+        return None
+    if not isinstance(found, torch.dtype) or _NAMES.get(found) not in FLOATS:
+        raise CheckpointError(f"weights cannot be converted to {dtype}; choose float64, float32, float16 or bfloat16")
+    return found

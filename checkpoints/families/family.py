@@ -1,0 +1,158 @@
+"""What a family is, and how its maps are applied to a whole configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from te_models.config import ConfigError, ModelConfig
+
+from ..errors import CheckpointError, shorten
+from ..links import Link, Namespace, Stored
+from ..naming import expected_tensors
+from ..ops import Layout
+from .fields import Entry, Values, get_path
+
+WeightMap = Callable[[ModelConfig], Iterable[tuple[str, Layout]]]
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    # Fields of some family that change the mathematics -> the values with which they do not. A family that has the
+    # field names it in its map; in any other it must be neutral, which also catches wrongly labelled folders.
+    "attention_bias": (None, False),
+    "attention_chunk_size": (None,),
+    "attention_multiplier": (None,),
+    "attn_logit_softcapping": (None,),
+    "alibi": (None, False),
+    "clip_qkv": (None,),
+    "embedding_multiplier": (None, 1),
+    "final_logit_softcapping": (None,),
+    "first_k_dense_replace": (None, 0),
+    "is_encoder_decoder": (None, False),
+    "kv_lora_rank": (None,),
+    "layer_types": (None,),
+    "logit_scale": (None, 1),
+    "logits_scaling": (None, 1),
+    "mlp_bias": (None, False),
+    "n_group": (None, 1),
+    "n_routed_experts": (None, 0),
+    "n_shared_experts": (None, 0),
+    "no_rope_layers": (None,),
+    "num_experts": (None, 0),
+    "num_local_experts": (None, 0),
+    "parallel_attn": (None, False),
+    "q_lora_rank": (None,),
+    "qk_layernorm": (None, False),
+    "quantization_config": (None,),
+    "query_pre_attn_scalar": (None,),
+    "residual_multiplier": (None, 1),
+    "rope_interleaved": (None, False),
+    "rotary_dim": (None,),
+    "routed_scaling_factor": (None, 1),
+    "router_jitter_noise": (None, 0),
+    "scale_embeddings": (None, False),
+    "shared_expert_intermediate_size": (None, 0),
+    "sliding_window": (None,),
+    "swiglu_limit": (None,),
+    "use_mrope": (None, False),
+    "use_parallel_residual": (None, False),
+    "use_qk_norm": (None, False),
+    "use_sliding_window": (None, False),
+    "v_head_dim": (None,),
+}
+
+_TRAINING_ONLY = (
+    "hidden_dropout",
+    "init_method_std",
+    "moe.aux_loss_coeff",
+    "moe.z_loss_coeff",
+    "attention.attention_dropout",
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """One Hugging Face architecture.
+
+    Arguments:
+        model_type: the `model_type` of its config.json; also the family's name.
+        architecture: the transformers class, written to `architectures`.
+        fields: the configuration map.
+        weights: for a configuration, canonical parameter name -> where its parts are stored.
+        ignorable: patterns of tensors that files may carry and the model does not use (recomputable buffers).
+    """
+
+    model_type: str
+    architecture: str
+    fields: tuple[Entry, ...]
+    weights: WeightMap
+    ignorable: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
+
+    def read_config(self, hf: Mapping[str, Any]) -> ModelConfig:
+        """Translate config.json; a flag that changes the mathematics and cannot be expressed raises CheckpointError."""
+        known = {name for entry in self.fields for name in entry.names}
+        for name, neutral in _NEUTRAL.items():
+            if name in hf and name not in known and not any(hf[name] == value for value in neutral):
+                raise CheckpointError(
+                    f"config.json has {name} = {_short(hf[name])}, which changes the model in a way that the family "
+                    f"{self.model_type!r} cannot express"
+                )
+        nested: dict[str, Any] = {}
+        for entry in self.fields:
+            for path, value in entry.read(hf).items():
+                _set(nested, path, value)
+        try:
+            return ModelConfig.from_dict(nested)
+        except ConfigError as error:
+            raise CheckpointError(f"config.json does not describe a valid {self.model_type} model: {error}") from None
+
+    def write_config(self, config: ModelConfig) -> Values:
+        """Translate back; a configuration that this family cannot express raises CheckpointError naming a field."""
+        hf: Values = {}
+        for entry in self.fields:
+            hf.update(entry.write(config))
+        reason = f"the family {self.model_type!r} cannot express"
+        try:
+            again = self.read_config(hf)
+        except CheckpointError as error:
+            raise CheckpointError(f"{reason} this model: {error}") from None
+        for path in differing_fields(again.to_dict(), config.to_dict()):
+            if path not in _TRAINING_ONLY:
+                raise CheckpointError(f"{reason} {path} = {_short(get_path(config, path))}")
+        return hf
+
+    def namespace(self, config: ModelConfig) -> Namespace:
+        """Return how this family's files store the model."""
+        canonical = expected_tensors(config)
+        stored: dict[str, Stored] = {}
+        links: list[Link] = []
+        for name, layout in self.weights(config):
+            if name not in canonical:
+                raise CheckpointError(f"the family {self.model_type!r} has {name}, which this model does not have")
+            for p in layout.place(canonical[name]):
+                stored[p.stored] = Stored(p.stored_shape)
+                links.append(Link(name, p.box, p.stored, p.stored_box, p.axes))
+        absent = set(canonical) - {link.name for link in links}
+        if absent:
+            raise CheckpointError(f"the family {self.model_type!r} cannot store {shorten(sorted(absent))}")
+        return Namespace(canonical, stored, tuple(links))
+
+
+def _set(nested: dict[str, Any], path: str, value: Any) -> None:
+    *parents, leaf = path.split(".")
+    for name in parents:
+        nested = nested.setdefault(name, {})
+    nested[leaf] = value
+
+
+def differing_fields(a: Any, b: Any, path: str = "") -> list[str]:
+    """Return the dotted paths at which two nested dictionaries differ."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        names = {**a, **b}
+        return [p for n in names for p in differing_fields(a.get(n), b.get(n), f"{path}.{n}" if path else n)]
+    return [] if a == b else [path]
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

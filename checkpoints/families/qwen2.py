@@ -1,0 +1,20 @@
+"""qwen2: biases on q, k and v; windows per layer (arXiv 2407.10671)."""
+
+from __future__ import annotations
+
+from .common import decoder_fields, dense_decoder
+from .family import Family
+from .fields import Fixed, PerLayerWindow
+from .rope import Rope
+
+QWEN2 = Family(
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    fields=(
+        *decoder_fields(max_positions=32768, kv_heads=32),
+        Fixed("attention.add_qkv_bias", True),
+        PerLayerWindow(),
+        Rope(),
+    ),
+    weights=dense_decoder,
+)

@@ -1,0 +1,22 @@
+"""qwen3: RMSNorm on each query and key head; optional biases; windows per layer (arXiv 2505.09388)."""
+
+from __future__ import annotations
+
+from .common import decoder_fields, dense_decoder
+from .family import Family
+from .fields import Fixed, PerLayerWindow
+from .llama import AttentionBias
+from .rope import Rope
+
+QWEN3 = Family(
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    fields=(
+        *decoder_fields(max_positions=32768, kv_heads=32, head_dim=128),
+        Fixed("attention.qk_layernorm", "head"),
+        AttentionBias(),
+        PerLayerWindow(),
+        Rope(),
+    ),
+    weights=dense_decoder,
+)

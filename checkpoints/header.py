@@ -1,0 +1,150 @@
+"""The header of a safetensors file, parsed with no trust in its content.
+
+A file is `N` (8 bytes, little endian), `N` bytes of JSON `{name: {dtype, shape, data_offsets}, "__metadata__": {...}}`
+padded with spaces, then the data. Checked here, before any data is touched: every tensor lies inside the file, its
+byte count is that of its shape and dtype, and the tensors tile the data with no hole and no overlap. So a reader that
+follows the header can neither leave the file nor read one byte as two tensors.
+
+The safetensors library checks most of this too, and reads large hostile headers in bounded memory, so it goes first for
+large ones; it accepts duplicate keys, and its messages name neither the tensor nor the problem, hence this module.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from .dtypes import bits_of
+from .errors import CheckpointError
+from .strict_json import parse_object
+
+MAX_HEADER_BYTES = 64 << 20
+_LARGE_HEADER_BYTES = 4 << 20
+_MAX_RANK = 16
+_MAX_NAME = 1024
+_ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor of a file: safetensors dtype name, shape, and byte range [start, stop) in the data section."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Header:
+    """A parsed header: tensors in file order, metadata, and the position in the file where the data begins."""
+
+    tensors: dict[str, TensorInfo]
+    metadata: dict[str, str]
+    data_start: int
+
+
+def byte_count(dtype: str, shape: tuple[int, ...]) -> int:
+    """Return the number of bytes of a tensor (dtypes narrower than a byte must fill whole bytes)."""
+    bits = math.prod(shape) * (bits_of(dtype) or 0)
+    if bits % 8:
+        raise CheckpointError(f"a {dtype} tensor of shape {list(shape)} does not fill whole bytes")
+    return bits // 8
+
+
+def read_header(path: Path, where: str | None = None) -> Header:
+    """Read and check the header of a file; any defect raises CheckpointError naming file, tensor and defect."""
+    where = where or path.name
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise CheckpointError(f"{where} cannot be opened: {error.strerror}") from None
+    try:
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode):
+            raise CheckpointError(f"{where} is not a regular file")
+        prefix = os.pread(fd, 8, 0)
+        if len(prefix) < 8:
+            raise CheckpointError(f"{where} is truncated: {info.st_size} bytes cannot hold a safetensors header")
+        length = int.from_bytes(prefix, "little")
+        if length > MAX_HEADER_BYTES:
+            raise CheckpointError(
+                f"{where} claims a header of {length} bytes, more than the {MAX_HEADER_BYTES} allowed"
+            )
+        if 8 + length > info.st_size:
+            raise CheckpointError(
+                f"{where} is truncated: its header ends at byte {8 + length}, the file at {info.st_size}"
+            )
+        if length > _LARGE_HEADER_BYTES:
+            _check_with_library(path, where)
+        raw = os.pread(fd, length, 8)
+    finally:
+        os.close(fd)
+    return parse_header(raw, info.st_size - 8 - length, where)
+
+
+def _check_with_library(path: Path, where: str) -> None:
+    try:
+        with safe_open(path, framework="pt"):
+            pass
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{where} is not a valid safetensors file: {error}") from None
+
+
+def parse_header(raw: bytes, data_bytes: int, where: str) -> Header:
+    """Parse the JSON part of a header whose file has `data_bytes` bytes after it."""
+    if not raw.startswith(b"{"):
+        raise CheckpointError(f"the header of {where} does not start with '{{', so this is not a safetensors file")
+    values = parse_object(raw, f"the header of {where}")
+    metadata = values.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise CheckpointError(f"the __metadata__ of {where} is not a map from strings to strings")
+    tensors = {name: _parse_entry(name, entry, where) for name, entry in values.items()}
+    position = 0
+    ordered = sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop))
+    for name, info in ordered:
+        if info.start != position:
+            defect = (
+                "overlaps the tensor before it" if info.start < position else f"leaves a hole at data byte {position}"
+            )
+            raise CheckpointError(f"{where}: tensor {name!r} {defect}")
+        position = info.stop
+    if position > data_bytes:
+        raise CheckpointError(f"{where} is truncated: its tensors need {position} data bytes and it has {data_bytes}")
+    if position < data_bytes:
+        raise CheckpointError(f"{where} has {data_bytes - position} bytes after its last tensor")
+    return Header(dict(ordered), metadata, 8 + len(raw))
+
+
+def _parse_entry(name: str, entry: Any, where: str) -> TensorInfo:
+    place = f"{where}: tensor {name[:80]!r}"
+    if not 0 < len(name) <= _MAX_NAME or not name.isprintable():
+        raise CheckpointError(f"{place} has an unusable name (empty, over {_MAX_NAME} characters, or not printable)")
+    if not isinstance(entry, dict) or set(entry) != _ENTRY_KEYS:
+        raise CheckpointError(f"{place} is not described by exactly dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or bits_of(dtype) is None:
+        raise CheckpointError(f"{place} has the unknown dtype {str(dtype)[:40]!r}")
+    if not _naturals(shape) or len(shape) > _MAX_RANK:
+        raise CheckpointError(f"{place} has a shape that is not a list of at most {_MAX_RANK} natural numbers")
+    if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise CheckpointError(f"{place} has data_offsets that are not a range [begin, end]")
+    info = TensorInfo(dtype, tuple(shape), offsets[0], offsets[1])
+    needed = math.prod(shape) * (bits_of(dtype) or 0)
+    if needed != 8 * info.nbytes:
+        raise CheckpointError(f"{place} has {info.nbytes} bytes, but {dtype} {shape} needs {-(-needed // 8)}")
+    return info
+
+
+def _naturals(values: Any) -> bool:
+    return isinstance(values, list) and all(type(v) is int and 0 <= v < 2**63 for v in values)

@@ -1,0 +1,75 @@
+"""The config.json of an export: the original one, changed only where the model has changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from te_models.config import ModelConfig
+
+from .dtypes import torch_dtype
+from .errors import CheckpointError
+from .families import FAMILIES, Family, family_of
+from .plan import Plan
+from .te_folder import Source
+
+# Fields that do not belong to an architecture, kept when a model is exported as another family than it came from.
+_NEUTRAL_FIELDS = (
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "use_cache",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+)
+
+
+def choose_family(config: ModelConfig, source: Source | None, wanted: str | None) -> Family:
+    """Return the family to export as: the wanted one, else the recorded one, else the first that fits the model."""
+    if wanted is not None:
+        return family_of(wanted)
+    if source is not None and source.family is not None:
+        return family_of(source.family)
+    return find_family(config)
+
+
+def find_family(config: ModelConfig) -> Family:
+    """Return the first family that can express the model, or raise CheckpointError with each family's reason."""
+    reasons = []
+    for family in FAMILIES.values():
+        try:
+            family.write_config(config)
+        except CheckpointError as error:
+            reasons.append(str(error))
+        else:
+            return family
+    raise CheckpointError(f"no family can store this model: {'; '.join(reasons)}")
+
+
+def export_config(config: ModelConfig, source: Source | None, family: Family, plan: Plan) -> dict[str, Any]:
+    """Return config.json for a model exported as `family`."""
+    stored_dtype = weight_dtype(plan)
+    original: dict[str, Any] = {}
+    if source is not None:
+        same_family = source.config.get("model_type") == family.model_type
+        original = {k: v for k, v in source.config.items() if same_family or k in _NEUTRAL_FIELDS}
+    if not original:
+        original = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    values = original
+    if "model_type" not in original or family.read_config(original) != config:
+        ours = family.write_config(config)
+        replaced = {name for entry in family.fields for name in entry.names}
+        values = {k: v for k, v in original.items() if k not in replaced} | ours
+        values |= {"model_type": family.model_type, "architectures": [family.architecture]}
+    if source is None or source.dtype != stored_dtype or not {"dtype", "torch_dtype"} & set(values):
+        key = "torch_dtype" if "torch_dtype" in values and "dtype" not in values else "dtype"
+        values = values | {key: str(torch_dtype(stored_dtype)).removeprefix("torch.")}
+    return values
+
+
+def weight_dtype(plan: Plan) -> str:
+    """Return the dtype that most bytes of a plan have."""
+    sizes: dict[str, int] = {}
+    for output in plan.outputs:
+        sizes[output.dtype] = sizes.get(output.dtype, 0) + output.nbytes
+    return max(sizes, key=lambda name: sizes[name])

@@ -1,0 +1,84 @@
+"""What a folder holds, from its configuration and headers alone."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from .checkpoint import open_checkpoint
+from .convert import PathLike
+from .naming import expected_tensors, is_expert_stack
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """A folder's content. `parameters` counts logical weights, `active_parameters` those that one token uses."""
+
+    path: str
+    kind: str
+    family: str | None
+    layout: str | None
+    files: dict[str, int]
+    total_bytes: int
+    parameters: int
+    active_parameters: int
+    dtypes: dict[str, int]
+    formats: dict[str, int]
+    config: dict[str, Any]
+    tensors: dict[str, tuple[str, tuple[int, ...]]]
+
+    def to_dict(self, *, tensors: bool = False) -> dict[str, Any]:
+        """Return the inspection as JSON values; `tensors` adds dtype and shape of every stored tensor."""
+        values = {name: value for name, value in vars(self).items() if name != "tensors"}
+        if tensors:
+            values["tensors"] = {
+                n: {"dtype": dtype, "shape": list(shape)} for n, (dtype, shape) in self.tensors.items()
+            }
+        return values
+
+    def __str__(self) -> str:
+        c = self.config
+        model = f"{c['num_layers']} layers, hidden {c['hidden_size']}, vocabulary {c['vocab_size']}"
+        if c["moe"] is not None:
+            model += f", {c['moe']['num_moe_experts']} experts, top {c['moe']['moe_router_topk']}"
+        lines = [
+            f"{self.path}: {self.kind} folder" + (f" of family {self.family}" if self.family else ""),
+            f"  model       {model}",
+            f"  parameters  {self.parameters:,} ({self.active_parameters:,} active)",
+            f"  tensors     {len(self.tensors)} in {len(self.files)} file(s), {self.total_bytes / 1e6:.1f} MB",
+            f"  dtypes      {', '.join(f'{name}: {n}' for name, n in self.dtypes.items())}",
+        ]
+        if self.layout is not None:
+            lines.append(f"  experts     {self.layout} layout")
+        if self.formats:
+            lines.append(f"  quantized   {', '.join(f'{name}: {n} parameters' for name, n in self.formats.items())}")
+        return "\n".join(lines)
+
+
+def inspect(path: PathLike) -> Inspection:
+    """Describe a folder of either kind; reads no tensor data, so it is instant for any size."""
+    with open_checkpoint(path) as ckpt:
+        shapes = expected_tensors(ckpt.config)
+        total = sum(math.prod(shape) for shape in shapes.values())
+        in_experts = sum(math.prod(shape) for name, shape in shapes.items() if is_expert_stack(name))
+        moe = ckpt.config.moe
+        idle = in_experts * (moe.num_moe_experts - moe.moe_router_topk) // moe.num_moe_experts if moe else 0
+        sizes: Counter[str] = Counter()
+        for name, info in ckpt.tensors.items():
+            sizes[ckpt.store.file_of[name]] += info.nbytes
+        return Inspection(
+            path=str(path),
+            kind=ckpt.kind,
+            family=ckpt.family,
+            layout=ckpt.layout,
+            files=dict(sorted(sizes.items())),
+            total_bytes=sum(sizes.values()),
+            parameters=total,
+            active_parameters=total - idle,
+            dtypes=dict(Counter(info.dtype for info in ckpt.tensors.values())),
+            formats=dict(Counter(str(meta["format"]) for meta in ckpt.formats.values())),
+            config=ckpt.config.to_dict(),
+            tensors={name: (info.dtype, info.shape) for name, info in ckpt.tensors.items()},
+        )

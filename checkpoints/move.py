@@ -1,0 +1,100 @@
+"""Move the pieces of a plan: into buffers in output order, for a writer, or into a live tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from .boxes import Box, Shape, count, extents, flat_interval, slices
+from .buffers import Buffer, Ring
+from .dtypes import bits_of, torch_dtype
+from .links import Piece
+from .plan import Output
+from .store import Store
+
+
+def read_piece(store: Store, piece: Piece) -> torch.Tensor:
+    """Return a view of the piece's source elements, shaped like its place in the output; no data is copied."""
+    part = store.view(piece.source)[slices(piece.source_box)]
+    kept = [axis for axis in piece.axes if axis is not None]
+    dropped = [d for d in range(part.dim()) if d not in kept]
+    return part.permute((*kept, *dropped)).reshape(extents(piece.box))
+
+
+def split_piece(piece: Piece, limit: int) -> Iterator[Piece]:
+    """Cut a piece along its output dimensions, in output order, into pieces of at most `limit` elements."""
+    size = count(piece.box)
+    if size <= limit:
+        yield piece
+        return
+    d = next(d for d, r in enumerate(piece.box) if r.size > 1)
+    n, axis = piece.box[d].size, piece.axes[d]
+    assert axis is not None, "a dimension of more than one element comes from somewhere"
+    rows = max(1, limit // (size // n))
+    for begin in range(0, n, rows):
+        end = min(n, begin + rows)
+        box = _narrow(piece.box, d, begin, end)
+        part = Piece(piece.source, _narrow(piece.source_box, axis, begin, end), box, piece.axes)
+        yield from split_piece(part, limit)
+
+
+def _narrow(box: Box, d: int, begin: int, end: int) -> Box:
+    return (*box[:d], box[d].part(begin, end), *box[d + 1 :])
+
+
+def fill_tensor(store: Store, pieces: tuple[Piece, ...], out: torch.Tensor, limit: int = 1 << 20) -> None:
+    """Copy all pieces into `out`, converting to its dtype and device, `limit` elements at a time."""
+    for whole in pieces:
+        for piece in split_piece(whole, limit):
+            out[slices(piece.box)].copy_(read_piece(store, piece))
+
+
+def stream(store: Store, output: Output, ring: Ring) -> Iterator[tuple[Buffer, int]]:
+    """Yield the output's bytes in order as (buffer, byte count); the buffer is valid until the ring comes round."""
+    if output.compute is not None:
+        yield from _stream_tensor(output.compute(), ring)
+        return
+    ordered = _in_order(output.pieces, output.shape)
+    if ordered is None:
+        # Strided output (interleaved rows): put together in memory, one output tensor at most.
+        whole = torch.empty(output.shape, dtype=torch_dtype(output.dtype))
+        fill_tensor(store, output.pieces, whole)
+        yield from _stream_tensor(whole, ring)
+        return
+    for piece in ordered:
+        yield from _stream_piece(store, piece, output.dtype, ring)
+
+
+def _in_order(pieces: tuple[Piece, ...], shape: Shape) -> list[Piece] | None:
+    intervals = [flat_interval(piece.box, shape) for piece in pieces]
+    if any(interval is None for interval in intervals):
+        return None
+    return [piece for _, piece in sorted(zip(intervals, pieces), key=lambda pair: pair[0])]
+
+
+def _stream_piece(store: Store, piece: Piece, dtype: str, ring: Ring) -> Iterator[tuple[Buffer, int]]:
+    info = store.tensors[piece.source]
+    interval = flat_interval(piece.source_box, info.shape)
+    if interval is not None and info.dtype == dtype and not piece.permutes and store.can_read_bytes():
+        begin, end = (edge * (bits_of(dtype) or 0) // 8 for edge in interval)
+        for position in range(begin, end, ring.nbytes):
+            buffer, n = ring.next(), min(ring.nbytes, end - position)
+            store.read_into(piece.source, position, buffer.bytes[:n])
+            yield buffer, n
+        return
+    itemsize = torch_dtype(dtype).itemsize
+    for part in split_piece(piece, ring.nbytes // itemsize):
+        buffer, n = ring.next(), count(part.box) * itemsize
+        out = buffer.tensor[:n].view(torch_dtype(dtype)).view(extents(part.box))
+        out.copy_(read_piece(store, part))
+        yield buffer, n
+
+
+def _stream_tensor(tensor: torch.Tensor, ring: Ring) -> Iterator[tuple[Buffer, int]]:
+    raw = tensor.detach().contiguous().cpu().flatten().view(torch.uint8)
+    for begin in range(0, raw.numel(), ring.nbytes):
+        part = raw[begin : begin + ring.nbytes]
+        buffer = ring.next()
+        buffer.tensor[: part.numel()].copy_(part)
+        yield buffer, part.numel()

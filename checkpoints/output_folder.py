@@ -1,0 +1,72 @@
+"""Write a complete checkpoint folder: weights, configuration, tokenizer files, manifest; atomically."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .atomic import check_destination, check_space, new_folder
+from .errors import CheckpointError
+from .manifest import MANIFEST, manifest_bytes
+from .plan import Plan
+from .store import Store
+from .te_folder import CONFIG
+from .weight_files import plain_file
+from .writer import MAX_SHARD_BYTES, Progress, write_small_file, write_weights
+
+SIDECARS = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "spiece.model",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+    "LICENSE",
+    "LICENSE.md",
+    "LICENSE.txt",
+    "NOTICE",
+)
+"""Files that travel with the weights, unchanged, in both directions."""
+
+_MAX_SIDECAR_BYTES = 256 << 20
+
+
+def write_folder(
+    destination: Path,
+    plan: Plan,
+    store: Store,
+    config: bytes,
+    *,
+    sidecars_from: Path | None,
+    overwrite: bool = False,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Progress | None = None,
+) -> None:
+    """Carry out a plan. The destination appears complete or not at all, and an existing one stays until then."""
+    check_destination(destination, overwrite=overwrite)
+    sidecars = _find_sidecars(sidecars_from)
+    check_space(destination, plan.total_bytes)
+    with new_folder(destination, overwrite=overwrite) as folder:
+        records = write_weights(folder, plan, store, max_shard_bytes=max_shard_bytes, progress=progress)
+        for name, path in sidecars.items():
+            records[name] = write_small_file(folder / name, path.read_bytes())
+        records[CONFIG] = write_small_file(folder / CONFIG, config)
+        write_small_file(folder / MANIFEST, manifest_bytes(records))
+
+
+def _find_sidecars(folder: Path | None) -> dict[str, Path]:
+    found: dict[str, Path] = {}
+    for name in SIDECARS if folder is not None else ():
+        if (folder / name).exists() or (folder / name).is_symlink():
+            path = plain_file(folder, name)
+            if path.stat().st_size > _MAX_SIDECAR_BYTES:
+                raise CheckpointError(
+                    f"{name} of {folder} has {path.stat().st_size} bytes, too many for a tokenizer file"
+                )
+            found[name] = path
+    return found

@@ -1,0 +1,60 @@
+"""A checkpoint's parameters one by one, put together in memory, in either layout: for loading and for quantizing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from te_models.config import ModelConfig
+from te_models.layers import QuantizedTensor
+
+from .links import Namespace, compose
+from .move import fill_tensor
+from .naming import ExpertLayout, expected_tensors
+from .quantized_format import SUFFIXES, rebuild
+from .store import Store
+from .te_namespace import Formats, formats_in_layout, te_namespace
+
+
+class Parameters:
+    """The parameters of `store`, whose tensors are as `source` says, under their names in `layout`.
+
+    formats: grouped-layout names of quantized parameters.
+    """
+
+    def __init__(
+        self, store: Store, source: Namespace, config: ModelConfig, formats: Formats, layout: ExpertLayout
+    ) -> None:
+        self.store = store
+        self.shapes = expected_tensors(config, layout)
+        self.formats = formats_in_layout(config, layout, formats)
+        self._target = te_namespace(config, layout, formats)
+        self._pieces = compose(source, self._target)
+
+    def fill(self, name: str, out: torch.Tensor) -> None:
+        """Copy a high-precision parameter into a plain tensor, part by part."""
+        fill_tensor(self.store, self._pieces[name], out)
+
+    def plain(self, name: str) -> torch.Tensor:
+        """Return a high-precision parameter in its stored dtype."""
+        return self._entry(name)
+
+    def quantized(self, name: str) -> QuantizedTensor:
+        """Return a quantized parameter, exactly as stored."""
+        names = (name + suffix for suffix in SUFFIXES.values())
+        entries = {entry: self._entry(entry) for entry in names if entry in self._pieces}
+        return rebuild(name, entries, self.shapes[name], self.formats[name])
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the stored dtype of a high-precision parameter."""
+        return self.store.view(self._pieces[name][0].source).dtype
+
+    def members(self, name: str) -> Iterator[str]:
+        """List the per-GEMM names of a grouped parameter."""
+        return (f"{name}{g}" for g in range(self.shapes[name][0]))
+
+    def _entry(self, entry: str) -> torch.Tensor:
+        out = torch.empty(self._target.stored[entry].shape, dtype=self.dtype(entry))
+        self.fill(entry, out)
+        return out

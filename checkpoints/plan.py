@@ -1,0 +1,172 @@
+"""The plan of a conversion: what every output tensor is made of, decided from headers alone.
+
+A plan exists only when it is total and bijective: every source tensor is consumed exactly once or listed as ignored,
+every output element is written exactly once. Everything else is an error that names the tensors, raised before the
+first byte is written.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .boxes import Shape
+from .dtypes import FLOATS, dtype_name
+from .errors import CheckpointError, shorten
+from .header import TensorInfo, byte_count
+from .links import Namespace, Piece, Stored, compose
+from .quantized_format import Description
+
+
+@dataclass(frozen=True)
+class Output:
+    """One tensor to write: moved from pieces of source tensors, or computed by `compute` when its turn comes."""
+
+    name: str
+    dtype: str
+    shape: Shape
+    pieces: tuple[Piece, ...] = ()
+    compute: Callable[[], torch.Tensor] | None = field(default=None, compare=False)
+
+    @property
+    def nbytes(self) -> int:
+        return byte_count(self.dtype, self.shape)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Outputs in order, the source tensors that are left out on purpose, and the formats of quantized outputs."""
+
+    outputs: tuple[Output, ...]
+    ignored: tuple[str, ...] = ()
+    formats: Mapping[str, Description] = field(default_factory=dict)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of tensor data that the plan writes."""
+        return sum(output.nbytes for output in self.outputs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as JSON values: each output with its dtype, shape and source tensors."""
+        return {
+            "tensors": len(self.outputs),
+            "bytes": self.total_bytes,
+            "dtypes": dict(Counter(output.dtype for output in self.outputs)),
+            "ignored": list(self.ignored),
+            "outputs": [
+                {
+                    "name": o.name,
+                    "dtype": o.dtype,
+                    "shape": list(o.shape),
+                    "from": list(dict.fromkeys(p.source for p in o.pieces)) if o.compute is None else "computed",
+                }
+                for o in self.outputs
+            ],
+        }
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.outputs)} tensors, {self.total_bytes / 1e6:.1f} MB"]
+        for o in self.to_dict()["outputs"]:
+            sources = o["from"] if isinstance(o["from"], str) else shorten(o["from"], 3)
+            lines.append(f"  {o['name']}  {o['dtype']} {o['shape']}  <-  {sources}")
+        if self.ignored:
+            lines.append(f"  ignored: {', '.join(self.ignored)}")
+        return "\n".join(lines)
+
+
+def make_plan(
+    tensors: Mapping[str, TensorInfo],
+    source: Namespace,
+    target: Namespace,
+    *,
+    where: str,
+    dtype: torch.dtype | None = None,
+    ignorable: Iterable[str] = (),
+    one_dtype: bool = False,
+) -> Plan:
+    """Plan the conversion of `tensors`, stored as `source` says, to the tensors of `target`.
+
+    Arguments:
+        where: names the source folder in errors.
+        dtype: convert weights to it; None keeps every tensor's dtype.
+        ignorable: name patterns (`*` wildcards) of source tensors that may be present and are left out.
+        one_dtype: require that all weights have the same floating dtype unless `dtype` is given.
+    """
+    ignored = match_tensors(tensors, source.stored, where=where, ignorable=ignorable)
+    source.check()
+    target.check()
+    if one_dtype and dtype is None:
+        _check_one_dtype(tensors, source.stored, where)
+    outputs = []
+    for name, pieces in compose(source, target).items():
+        stored = target.stored[name]
+        found = {tensors[piece.source].dtype for piece in pieces}
+        if dtype is not None and stored.convertible:
+            found = {dtype_name(dtype)}
+        if len(found) != 1:
+            parts = shorten((f"{piece.source} ({tensors[piece.source].dtype})" for piece in pieces), 8)
+            raise CheckpointError(
+                f"{where}: {name} would be joined from different dtypes, {parts}; choose one with dtype"
+            )
+        outputs.append(Output(name, found.pop(), stored.shape, tuple(pieces)))
+    return Plan(tuple(outputs), tuple(ignored))
+
+
+def match_tensors(
+    tensors: Mapping[str, TensorInfo], expected: Mapping[str, Stored], *, where: str, ignorable: Iterable[str] = ()
+) -> list[str]:
+    """Check that a checkpoint has exactly the expected tensors; return those that declared patterns ignore."""
+    missing = [name for name in expected if name not in tensors]
+    extra = [name for name in tensors if name not in expected]
+    patterns = tuple(ignorable)
+    ignored = [name for name in extra if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+    extra = [name for name in extra if name not in set(ignored)]
+    problems = []
+    renamed = _renamed(missing, extra, tensors, expected)
+    if renamed:
+        problems.append("renamed: " + shorten(f"{new} (expected {old})" for old, new in renamed))
+        missing = [name for name in missing if name not in dict(renamed)]
+        extra = [name for name in extra if name not in {new for _, new in renamed}]
+    if missing:
+        problems.append(f"missing: {shorten(missing)}")
+    if extra:
+        problems.append(f"not part of this model: {shorten(extra)}")
+    for name, stored in expected.items():
+        info = tensors.get(name)
+        if info is not None and info.shape != stored.shape:
+            problems.append(f"{name!r} has shape {list(info.shape)} where {list(stored.shape)} is expected")
+        elif info is not None and info.dtype not in stored.dtypes:
+            allowed = " or ".join(sorted(stored.dtypes))
+            problems.append(f"{name!r} has dtype {info.dtype} where {allowed} is expected")
+    if problems:
+        more = f"; and {len(problems) - 4} more problems" if len(problems) > 4 else ""
+        raise CheckpointError(f"the tensors of {where} do not fit its configuration: {'; '.join(problems[:4])}{more}")
+    return ignored
+
+
+def _renamed(
+    missing: list[str], extra: list[str], tensors: Mapping[str, TensorInfo], expected: Mapping[str, Stored]
+) -> list[tuple[str, str]]:
+    """Pairs (expected, found) that look like one tensor under another name: the only candidates for each other."""
+    if len(missing) != 1 or len(extra) != 1 or tensors[extra[0]].shape != expected[missing[0]].shape:
+        return []
+    return [(missing[0], extra[0])]
+
+
+def _check_one_dtype(tensors: Mapping[str, TensorInfo], expected: Mapping[str, Stored], where: str) -> None:
+    weights = {name: tensors[name] for name, stored in expected.items() if stored.dtypes == FLOATS}
+    sizes: Counter[str] = Counter()
+    for info in weights.values():
+        sizes[info.dtype] += math.prod(info.shape)
+    if len(sizes) > 1:
+        main = sizes.most_common(1)[0][0]
+        others = [f"{name} ({info.dtype})" for name, info in weights.items() if info.dtype != main]
+        raise CheckpointError(
+            f"{where} mixes dtypes: most weights are {main}, but not {shorten(others)}; choose one dtype for all"
+        )

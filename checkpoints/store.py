@@ -1,0 +1,129 @@
+"""Where tensors come from: weight files on disk, or tensors in memory, behind one small interface.
+
+A store gives the dtype and shape of every tensor without reading data, `view(name)` for strided or converting access (a
+memory map for files: reading touches the page cache, not anonymous memory), and `read_into` for the common case of a
+contiguous byte range, which goes straight from the file into the writer's buffer.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol, Self
+
+import torch
+
+from .dtypes import bits_of, dtype_name, torch_dtype
+from .errors import CheckpointError
+from .header import TensorInfo, read_header
+
+
+class Store(Protocol):
+    """A read-only collection of named tensors."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Dtype and shape of every tensor."""
+        ...
+
+    def view(self, name: str) -> torch.Tensor:
+        """Return the tensor; callers read parts of it and never write."""
+        ...
+
+    def can_read_bytes(self) -> bool:
+        """Whether `read_into` works: tensors are byte ranges of files."""
+        ...
+
+    def read_into(self, name: str, begin: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the tensor's bytes from byte `begin` on."""
+        ...
+
+
+class FileStore:
+    """The tensors of safetensors files. Files are opened when first needed; close with `close` or a with statement."""
+
+    def __init__(self, paths: Mapping[str, Path]) -> None:
+        """Read the headers of `paths` (file name -> path)."""
+        self.tensors: dict[str, TensorInfo] = {}
+        self.metadata: dict[str, dict[str, str]] = {}
+        self.file_of: dict[str, str] = {}
+        self._paths = dict(paths)
+        self._data_start: dict[str, int] = {}
+        self._fds: dict[str, int] = {}
+        self._maps: dict[str, torch.Tensor] = {}
+        for file, path in paths.items():
+            header = read_header(path, file)
+            self._data_start[file] = header.data_start
+            self.metadata[file] = header.metadata
+            for name, info in header.tensors.items():
+                if name in self.file_of:
+                    raise CheckpointError(f"tensor {name!r} is in two files, {self.file_of[name]} and {file}")
+                self.tensors[name], self.file_of[name] = info, file
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all files; views handed out earlier stay valid."""
+        self._maps.clear()
+        while self._fds:
+            os.close(self._fds.popitem()[1])
+
+    def _fd(self, file: str) -> int:
+        if file not in self._fds:
+            self._fds[file] = os.open(self._paths[file], os.O_RDONLY | os.O_CLOEXEC)
+        return self._fds[file]
+
+    def view(self, name: str) -> torch.Tensor:
+        info, file = self.tensors[name], self.file_of[name]
+        if bits_of(info.dtype) != 8 * torch_dtype(info.dtype).itemsize:
+            raise CheckpointError(f"tensor {name!r} has the packed dtype {info.dtype}, which can only be copied whole")
+        if info.nbytes == 0:
+            return torch.empty(info.shape, dtype=torch_dtype(info.dtype))
+        if file not in self._maps:
+            # A private mapping: torch wants writable memory, and a write would stay in this process.
+            mapping = mmap.mmap(self._fd(file), 0, access=mmap.ACCESS_COPY)
+            self._maps[file] = torch.frombuffer(mapping, dtype=torch.uint8)
+        begin = self._data_start[file] + info.start
+        raw = self._maps[file][begin : begin + info.nbytes]
+        dtype = torch_dtype(info.dtype)
+        if raw.data_ptr() % dtype.itemsize:
+            raw = raw.clone()  # legal in the format, unusable as a typed view; our writer and the library's align data
+        return raw.view(dtype).view(info.shape)
+
+    def can_read_bytes(self) -> bool:
+        return True
+
+    def read_into(self, name: str, begin: int, buffer: memoryview) -> None:
+        info, file = self.tensors[name], self.file_of[name]
+        position, done = self._data_start[file] + info.start + begin, 0
+        while done < len(buffer):
+            n = os.preadv(self._fd(file), [buffer[done:]], position + done)
+            if n == 0:
+                raise CheckpointError(f"{file} became shorter while it was read")
+            done += n
+
+
+class MemoryStore:
+    """Tensors in memory, on any device. Sharing storage is fine, writing to them meanwhile is not."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._values = {name: t.detach() for name, t in tensors.items()}
+        self.tensors = {
+            name: TensorInfo(dtype_name(t.dtype), tuple(t.shape), 0, t.numel() * t.element_size())
+            for name, t in self._values.items()
+        }
+
+    def view(self, name: str) -> torch.Tensor:
+        return self._values[name]
+
+    def can_read_bytes(self) -> bool:
+        return False
+
+    def read_into(self, name: str, begin: int, buffer: memoryview) -> None:
+        raise NotImplementedError("tensors in memory are read through view")

@@ -1,0 +1,67 @@
+"""Read JSON from files that strangers wrote: bounded size, no duplicate keys, no NaN, objects only.
+
+Why not plain `json.loads`: it keeps the last of two equal keys (so two readers of one file can disagree about what it
+says), accepts NaN, and answers deep nesting with RecursionError.
+"""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+from .errors import CheckpointError
+
+MAX_JSON_BYTES = 64 << 20
+
+
+def parse_object(data: bytes, where: str) -> dict[str, Any]:
+    """Parse one JSON object from UTF-8 bytes; `where` names the file in the error."""
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{where} is not UTF-8 text (byte {error.start})") from None
+
+    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values = dict(pairs)
+        if len(values) != len(pairs):
+            seen: set[str] = set()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+            raise CheckpointError(f"{where} has the key {twice!r} twice in one object")
+        return values
+
+    def no_constant(name: str) -> Any:
+        raise CheckpointError(f"{where} contains {name}, which is not JSON")
+
+    try:
+        values = json.loads(text, object_pairs_hook=no_duplicates, parse_constant=no_constant)
+    except CheckpointError:
+        raise
+    except RecursionError:
+        raise CheckpointError(f"{where} is nested too deeply to be a checkpoint's JSON") from None
+    except ValueError as error:
+        raise CheckpointError(f"{where} is not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{where} holds a JSON {type(values).__name__} where an object is expected")
+    return values
+
+
+def read_object(path: Path, where: str | None = None) -> dict[str, Any]:
+    """Read and parse a JSON file; a missing, oversize or malformed one raises CheckpointError."""
+    where = where or str(path)
+    try:
+        info = path.stat()
+        if not stat.S_ISREG(info.st_mode):
+            raise CheckpointError(f"{where} is not a regular file")
+        if info.st_size > MAX_JSON_BYTES:
+            raise CheckpointError(f"{where} has {info.st_size} bytes, more than the {MAX_JSON_BYTES} allowed for JSON")
+        data = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{where} cannot be read: {error.strerror or error}") from None
+    return parse_object(data, where)
+
+
+def dump_object(values: dict[str, Any]) -> bytes:
+    """Return indented JSON bytes with sorted keys, as transformers writes its configuration files."""
+    return (json.dumps(values, indent=2, sort_keys=True, allow_nan=False) + "\n").encode()

@@ -1,0 +1,86 @@
+"""config.json of our own folders: the model, the expert layout, and where the weights came from.
+
+    {"model_type": "te_models", "format_version": 1, "expert_layout": "grouped",
+     "config": {... ModelConfig ...},
+     "source": {"family": "llama", "config": {... the Hugging Face config.json, verbatim ...}, "dtype": "BF16"}}
+
+`source` is what lets an export restore every Hugging Face field, also those that mean nothing to us; it is null for a
+model that was never a Hugging Face one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from te_models.config import ConfigError, ModelConfig
+
+from .errors import CheckpointError
+from .naming import ExpertLayout, check_layout
+from .strict_json import dump_object
+
+CONFIG = "config.json"
+MODEL_TYPE = "te_models"
+
+
+@dataclass(frozen=True)
+class Source:
+    """The Hugging Face checkpoint that a model comes from: family name, its config.json, the dtype of its files."""
+
+    family: str | None
+    config: Mapping[str, Any]
+    dtype: str | None
+
+
+@dataclass(frozen=True)
+class TEFolder:
+    """The content of config.json."""
+
+    layout: ExpertLayout
+    config: ModelConfig
+    source: Source | None = None
+
+    def to_bytes(self) -> bytes:
+        """Return the file's content."""
+        source = self.source and {
+            "family": self.source.family,
+            "config": dict(self.source.config),
+            "dtype": self.source.dtype,
+        }
+        return dump_object(
+            {
+                "model_type": MODEL_TYPE,
+                "format_version": 1,
+                "expert_layout": self.layout,
+                "config": self.config.to_dict(),
+                "source": source,
+            }
+        )
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> TEFolder:
+        """Read the parsed file."""
+        if values.get("format_version") != 1:
+            version = values.get("format_version")
+            raise CheckpointError(f"{CONFIG} has format_version {version!r}; this release reads version 1")
+        layout = check_layout(values.get("expert_layout", "missing"))
+        config = values.get("config")
+        if not isinstance(config, dict):
+            raise CheckpointError(f"{CONFIG} has no 'config' object")
+        try:
+            model = ModelConfig.from_dict(config)
+        except ConfigError as error:
+            raise CheckpointError(f"{CONFIG} does not describe a valid model: {error}") from None
+        return cls(layout, model, _read_source(values.get("source")))
+
+
+def _read_source(values: Any) -> Source | None:
+    if values is None:
+        return None
+    if not isinstance(values, dict) or not isinstance(values.get("config"), dict):
+        raise CheckpointError(f"{CONFIG} has a 'source' that is neither null nor an object with a 'config'")
+    family, dtype = values.get("family"), values.get("dtype")
+    if not all(value is None or isinstance(value, str) for value in (family, dtype)):
+        raise CheckpointError(f"{CONFIG} has a 'source' whose family or dtype is not a string")
+    return Source(family, values["config"], dtype)

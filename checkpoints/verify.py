@@ -1,0 +1,115 @@
+"""Whether two folders hold the same model, bit for bit, whatever their kind, layout and sharding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .buffers import Ring
+from .checkpoint import Checkpoint, open_checkpoint
+from .convert import PathLike
+from .dtypes import bits_of, torch_dtype
+from .families.family import differing_fields
+from .links import compose, identity_namespace
+from .move import stream
+from .plan import Output
+from .writer import Progress
+
+MAX_DIFFERENCES = 20
+
+
+@dataclass
+class VerifyReport:
+    """The result: `equal`, the first differences in words, and how much was compared."""
+
+    equal: bool = True
+    tensors: int = 0
+    bytes: int = 0
+    differences: list[str] = field(default_factory=list)
+
+    def add(self, difference: str) -> None:
+        """Record a difference (the first MAX_DIFFERENCES are kept)."""
+        self.equal = False
+        if len(self.differences) < MAX_DIFFERENCES:
+            self.differences.append(difference)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON values."""
+        return {"equal": self.equal, "tensors": self.tensors, "bytes": self.bytes, "differences": self.differences}
+
+    def __str__(self) -> str:
+        if self.equal:
+            return f"equal: {self.tensors} tensors, {self.bytes} bytes"
+        return "\n".join(["different:", *(f"  {line}" for line in self.differences)])
+
+
+def verify(a: PathLike, b: PathLike, *, progress: Progress | None = None) -> VerifyReport:
+    """Compare two folders of either kind: model configuration, then every parameter, as in the grouped layout.
+
+    Quantized parameters are compared as stored (data and scales). Two Hugging Face folders of different files but equal
+    content are equal; so are a Hugging Face folder and its import in either layout.
+    """
+    report = VerifyReport()
+    with open_checkpoint(a) as left, open_checkpoint(b) as right:
+        for path in differing_fields(left.config.to_dict(), right.config.to_dict()):
+            report.add(f"config: {path} differs")
+        outputs_a, outputs_b = _canonical_outputs(left), _canonical_outputs(right)
+        for name in {**outputs_a, **outputs_b}:
+            if name not in outputs_a or name not in outputs_b:
+                report.add(f"{name}: only in {a if name in outputs_a else b}")
+        common = [name for name in outputs_a if name in outputs_b]
+        total = sum(outputs_a[name].nbytes for name in common)
+        for name in common:
+            _compare(report, left, outputs_a[name], right, outputs_b[name])
+            report.tensors += 1
+            report.bytes += outputs_a[name].nbytes
+            if progress is not None:
+                progress(report.bytes, total)
+    return report
+
+
+def _canonical_outputs(ckpt: Checkpoint) -> dict[str, Output]:
+    target = identity_namespace(ckpt.namespace.canonical)
+    outputs = {}
+    for name, pieces in compose(ckpt.namespace, target).items():
+        dtypes = sorted({ckpt.tensors[piece.source].dtype for piece in pieces})
+        outputs[name] = Output(name, dtypes[0], target.canonical[name], tuple(pieces))
+    return outputs
+
+
+def _compare(report: VerifyReport, left: Checkpoint, a: Output, right: Checkpoint, b: Output) -> None:
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        report.add(f"{a.name}: {a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}")
+        return
+    position = 0
+    for x, y in _aligned(stream(left.store, a, Ring()), stream(right.store, b, Ring())):
+        if not torch.equal(x, y):
+            width = (bits_of(a.dtype) or 8) // 8
+            element = int((x != y).nonzero()[0]) // width * width
+            values = [part[element : element + width].clone().view(torch_dtype(a.dtype)).item() for part in (x, y)]
+            index = [int(i) for i in torch.unravel_index(torch.tensor((position + element) // width), a.shape)]
+            report.add(f"{a.name}{index}: {values[0]} and {values[1]}")
+            return
+        position += x.numel()
+
+
+def _aligned(a: Iterator[Any], b: Iterator[Any]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Pair up two streams of chunks with different boundaries into equally long parts."""
+    x = y = torch.empty(0, dtype=torch.uint8)
+    while True:
+        if x.numel() == 0:
+            buffer, n = next(a, (None, 0))
+            if buffer is None:
+                return
+            x = buffer.tensor[:n]
+        if y.numel() == 0:
+            buffer, n = next(b, (None, 0))
+            if buffer is None:
+                return
+            y = buffer.tensor[:n]
+        n = min(x.numel(), y.numel())
+        yield x[:n], y[:n]
+        x, y = x[n:], y[n:]
