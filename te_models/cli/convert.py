@@ -62,8 +62,9 @@ def add(verbs: Verbs) -> None:
         run_quantize,
         ("DIR", "OUT"),
         "store the linear weights in FP8",
-        "Store the weights of linear layers as a recipe quantizes them: half the size, and the same\n"
-        "numbers as training with that recipe computes from bf16 weights.",
+        "Store the weights of linear layers as a recipe quantizes them: the numbers that its GEMMs\n"
+        "compute from bf16 weights. current and block halve the files; mxfp8 does not, because it\n"
+        "scales the rows and the columns separately and keeps both.",
         "te-models quantize ./moe ./moe-fp8 --recipe mxfp8",
     )
     parser.add_argument("--recipe", required=True, help="current, block or mxfp8")
@@ -80,7 +81,14 @@ def add(verbs: Verbs) -> None:
     )
     parser.add_argument("--experts", type=int, required=True, metavar="E", help="experts in each layer")
     parser.add_argument("--topk", type=int, required=True, metavar="K", help="experts that each token uses")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the router's weights (0)")
+    parser.add_argument("--layers", type=int, nargs="+", metavar="I", help="layers that get experts (default: all)")
+    parser.add_argument(
+        "--noise-std", type=float, default=0.0, metavar="S", help="noise added to each expert (0: none)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the router and the noise (0)")
+    parser.add_argument(
+        "--layout", choices=LAYOUTS, default="grouped", help="experts as one tensor, or one each (grouped)"
+    )
 
 
 def _converter(
@@ -133,7 +141,8 @@ def run_upcycle(args: argparse.Namespace) -> int:
     """A dense model as a mixture of experts."""
     from te_models.checkpoints import upcycle
 
-    return _convert(args, upcycle, num_experts=args.experts, topk=args.topk, seed=args.seed)
+    options = {"layers": args.layers, "noise_std": args.noise_std, "seed": args.seed, "layout": args.layout}
+    return _convert(args, upcycle, num_experts=args.experts, topk=args.topk, **options)
 
 
 def _dtype(args: argparse.Namespace) -> Any:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from .parser import Verbs, verb
+from .parser import Verbs, emit, table, verb
+from .progress import byte_progress
 
 
 def add(verbs: Verbs) -> None:
@@ -35,8 +36,23 @@ def add(verbs: Verbs) -> None:
 
 
 def run_inspect(args: argparse.Namespace) -> int:
-    raise NotImplementedError
+    """Print what the headers say."""
+    from te_models.checkpoints import inspect
+
+    found = inspect(args.folder)
+    text = str(found)
+    if args.tensors:
+        rows = [("  " + name, dtype, str(list(shape))) for name, (dtype, shape) in found.tensors.items()]
+        text += "\n" + table(rows)
+    emit(args, found.to_dict(tensors=args.tensors), text)
+    return 0
 
 
 def run_verify(args: argparse.Namespace) -> int:
-    raise NotImplementedError
+    """Print the comparison; 1 if the models differ."""
+    from te_models.checkpoints import verify
+
+    with byte_progress("verify") as progress:
+        report = verify(args.a, args.b, progress=progress)
+    emit(args, report.to_dict(), str(report))
+    return 0 if report.equal else 1

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from ..extras import require
 from .parser import Verbs, emit, verb
@@ -43,37 +45,56 @@ def run(args: argparse.Namespace) -> int:
     """Print the prompt and its continuation."""
     if args.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens is {args.max_new_tokens}; allowed: 1 or more")
-    folder = Path(args.tokenizer or args.model)
-    if not (folder / "tokenizer.json").is_file():
-        raise ValueError(f"{folder} has no tokenizer.json; --tokenizer names a folder that has one")
-    transformers = require("transformers", "hf", feature="generate")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer, eos = _tokenizer(Path(args.tokenizer or args.model))
     prompt = _prompt(args)
-    ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
-    if ids.shape[1] == 0:
+    prompt_ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+    if not prompt_ids:
         raise ValueError("the prompt is empty")
 
     import torch
 
-    from .. import GPTModel, generate
+    from .. import GPTModel, stream
 
     model = GPTModel.from_pretrained(args.model, dtype=getattr(torch, args.dtype), device=args.device)
-    start = time.perf_counter()
-    out = generate(
+    room = model.config.max_position_embeddings - len(prompt_ids)
+    if args.max_new_tokens > room:
+        raise ValueError(
+            f"--max-new-tokens is {args.max_new_tokens}; allowed: 1..{room}, the positions after the prompt"
+        )
+    steps = stream(
         model,
-        ids.to(args.device),
+        torch.tensor([prompt_ids], device=args.device),
         args.max_new_tokens,
         temperature=args.temperature,
         top_k=args.top_k,
         top_p=args.top_p,
         seed=args.seed,
-        eos_token_id=tokenizer.eos_token_id,
+        eos_token_id=eos,
     )
-    seconds = time.perf_counter() - start
-    new = out[0, ids.shape[1] :].tolist()
-    text = tokenizer.decode(new)
-    result = {"prompt": prompt, "text": text, "tokens": new, "tokens_per_second": len(new) / seconds}
-    emit(args, result, prompt + text)
+    start, new, text = time.perf_counter(), [], ""
+    if not args.json:
+        print(prompt, end="", flush=True)
+    for token in steps:
+        new.append(int(token))
+        grown = tokenizer.decode(new, skip_special_tokens=False)
+        # A character of several bytes can be cut by the end of a token: it is shown when it is complete.
+        if not args.json and not grown.endswith("\N{REPLACEMENT CHARACTER}"):
+            print(grown[len(text) :], end="", flush=True)
+            text = grown
+    speed = len(new) / (time.perf_counter() - start)
+    if args.json:
+        emit(
+            args,
+            {
+                "prompt": prompt,
+                "text": tokenizer.decode(new, skip_special_tokens=False),
+                "tokens": new,
+                "tokens_per_second": speed,
+            },
+            "",
+        )
+    else:
+        print(tokenizer.decode(new, skip_special_tokens=False)[len(text) :])
     return 0
 
 
@@ -81,3 +102,15 @@ def _prompt(args: argparse.Namespace) -> str:
     if args.prompt_file is not None:
         return Path(args.prompt_file).read_text(encoding="utf-8")
     return sys.stdin.read() if args.prompt == "-" else args.prompt
+
+
+def _tokenizer(folder: Path) -> tuple[Any, int | None]:
+    """The tokenizer in `folder` and the id of the token that ends a text, if it names one."""
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise ValueError(f"{folder} has no tokenizer.json; --tokenizer names a folder that has one")
+    tokenizer = require("tokenizers", "hf", feature="generate").Tokenizer.from_file(str(file))
+    settings = folder / "tokenizer_config.json"
+    eos = json.loads(settings.read_text(encoding="utf-8")).get("eos_token") if settings.is_file() else None
+    eos = eos["content"] if isinstance(eos, dict) else eos
+    return tokenizer, None if eos is None else tokenizer.token_to_id(eos)
