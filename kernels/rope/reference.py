@@ -4,8 +4,9 @@ B batch, S sequence, N heads, D head channels, R rotated channels (R <= D, the r
 
 Tables are half-width [.., R/2]: both members of a pair share their angle, so the full-width tables that many
 implementations carry hold everything twice. The pairs are (i, i + R/2) for style "half", (2i, 2i + 1) for
-"interleaved". Rounding: the tables are computed in float32 and rounded to x's dtype, as published models do; the
-rotation is computed in float32 and rounded once.
+"interleaved". Rounding: everything is float32 until the result is rounded to x's dtype. Published implementations round
+the tables to x's dtype first, which only adds error (and which a fusing compiler drops, so that their compiled and
+eager results differ); in float32 the two are the same to the last bit.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, style: str = "half") -> Tens
     rotated = 2 * cos.shape[-1]
     if rotated > x.shape[-1]:
         raise ValueError(f"the tables rotate {rotated} channels, but x has {x.shape[-1]}")
-    cos, sin = (t.to(x.dtype).float()[:, :, None] for t in (cos, sin))
+    cos, sin = cos[:, :, None], sin[:, :, None]
     turning = x[..., :rotated]
     a, b = turning.chunk(2, dim=-1) if style == "half" else turning.unflatten(-1, (-1, 2)).unbind(-1)
     a, b = a.float(), b.float()

@@ -1,0 +1,153 @@
+"""Cross entropy: against float64, with labels to ignore, in chunks, and without float32 logits in memory."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch._inductor.utils import run_fw_bw_and_get_code
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from te_models.kernels.cross_entropy import IGNORE_INDEX, cross_entropy, linear_cross_entropy, op, shift_labels
+
+UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
+
+
+def inputs(tokens: int, hidden: int, vocab: int, dtype: torch.dtype, ignored: float = 0.3):
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, hidden, generator=generator).to(dtype)
+    weight = (torch.randn(vocab, hidden, generator=generator) / hidden**0.5).to(dtype)
+    bias = torch.randn(vocab, generator=generator).to(dtype)
+    labels = torch.randint(0, vocab, (tokens,), generator=generator)
+    labels[torch.rand(tokens, generator=generator) < ignored] = IGNORE_INDEX
+    return x, weight, bias, labels
+
+
+def exact_loss(x, weight, bias, labels, multiplier, softcap) -> torch.Tensor:
+    logits = x @ weight.t() * multiplier if bias is None else (x @ weight.t() + bias) * multiplier
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    valid = labels != IGNORE_INDEX
+    chosen = logits[valid].gather(1, labels[valid][:, None])[:, 0]
+    return (logits[valid].logsumexp(-1) - chosen).sum() / max(1, int(valid.sum()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("with_bias", "multiplier", "softcap"), [(False, 1.0, None), (True, 1.0, None), (True, 0.5, 3.0)]
+)
+def test_linear_cross_entropy(monkeypatch, with_bias, multiplier, softcap, compiled, dtype) -> None:
+    monkeypatch.setattr(op, "_CHUNK_ELEMENTS", 97 * 10)  # 10 rows a chunk: 63 tokens are 6 chunks and a rest
+    tokens, hidden, vocab = 63, 32, 97
+    x, weight, bias, labels = inputs(tokens, hidden, vocab, dtype)
+    bias = bias if with_bias else None
+    leaves = [t.clone().requires_grad_() for t in (x, weight, bias) if t is not None]
+    function = torch.compile(linear_cross_entropy, fullgraph=True) if compiled else linear_cross_entropy
+    loss = function(
+        leaves[0], leaves[1], labels, leaves[2] if with_bias else None, multiplier=multiplier, softcap=softcap
+    )
+    assert loss.dtype == torch.float32
+    loss.backward()
+    exact = [t.double().requires_grad_() for t in (x, weight, bias) if t is not None]
+    expected = exact_loss(exact[0], exact[1], exact[2] if with_bias else None, labels, multiplier, softcap)
+    expected.backward()
+    # Logits are O(4) and rounded to dtype two or three times; the loss moves at most as much as the logits.
+    assert abs(loss.item() - expected.item()) <= 3 * 4 * UNIT[dtype]
+    for got, want in zip(leaves, exact, strict=True):
+        # Each gradient entry sums products of rounded factors; errors are random, so they stay below 8 roundings of
+        # the largest entry.
+        assert (got.grad.double() - want.grad).abs().max() <= 8 * max(UNIT[dtype], 2**-22) * want.grad.abs().max()
+
+
+def test_chunks_do_not_change_the_result(monkeypatch) -> None:
+    x, weight, _, labels = inputs(50, 16, 31, torch.float32)
+    results = []
+    for elements in (1, 31 * 7, 1 << 20):
+        monkeypatch.setattr(op, "_CHUNK_ELEMENTS", elements)
+        leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+        loss = linear_cross_entropy(*leaves, labels)
+        results.append([loss, *torch.autograd.grad(loss, leaves)])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_loss_from_logits_equals_torch() -> None:
+    logits = torch.randn(20, 33, generator=torch.Generator().manual_seed(0)).bfloat16()
+    labels = torch.arange(20)
+    expected = torch.nn.functional.cross_entropy(logits.float(), labels)
+    assert torch.allclose(cross_entropy(logits, labels), expected, rtol=4 * UNIT[torch.float32], atol=0)
+
+
+def test_without_a_valid_label_loss_and_gradient_are_zero() -> None:
+    x, weight, _, labels = inputs(5, 8, 11, torch.float32, ignored=1.1)
+    leaves = [x.requires_grad_(), weight.requires_grad_()]
+    for loss in (linear_cross_entropy(*leaves, labels), cross_entropy(x @ weight.t(), labels)):
+        assert loss.item() == 0
+        assert all(g.abs().max() == 0 for g in torch.autograd.grad(loss, leaves))
+
+
+def test_ignored_tokens_change_nothing() -> None:
+    x, weight, _, labels = inputs(30, 8, 11, torch.float32)
+    kept = labels != IGNORE_INDEX
+    leaf = x.clone().requires_grad_()
+    loss = linear_cross_entropy(leaf, weight, labels)
+    loss.backward()
+    assert loss.item() == pytest.approx(linear_cross_entropy(x[kept], weight, labels[kept]).item(), rel=1e-6)
+    assert leaf.grad[~kept].abs().max() == 0
+
+
+def test_a_vocabulary_beyond_2_to_the_18() -> None:
+    x, weight, _, labels = inputs(3, 4, 300_000, torch.float32, ignored=0)
+    labels[0] = 299_999
+    exact = exact_loss(x.double(), weight.double(), None, labels, 1.0, None)
+    assert linear_cross_entropy(x, weight, labels).item() == pytest.approx(exact.item(), rel=1e-6)
+
+
+def test_labels_are_those_of_the_next_position() -> None:
+    labels = torch.tensor([[1, 2, 3], [4, IGNORE_INDEX, 6]])
+    assert shift_labels(labels).tolist() == [[2, 3, IGNORE_INDEX], [IGNORE_INDEX, 6, IGNORE_INDEX]]
+    assert shift_labels(torch.zeros(2, 1, dtype=torch.int64)).tolist() == [[IGNORE_INDEX]] * 2
+
+
+def test_a_second_backward_is_refused() -> None:
+    x, weight, _, labels = inputs(5, 8, 11, torch.float32)
+    loss = linear_cross_entropy(x.requires_grad_(), weight, labels)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="differentiated twice"):
+        loss.backward()
+
+
+class _LargestFloat(TorchDispatchMode):
+    """Records the element count of the largest float32 result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float32:
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+def test_eager_never_holds_float32_logits_of_all_tokens(monkeypatch) -> None:
+    monkeypatch.setattr(op, "_CHUNK_ELEMENTS", 512 * 16)
+    x, weight, _, labels = inputs(256, 8, 512, torch.bfloat16)
+    with _LargestFloat() as largest:
+        linear_cross_entropy(x.requires_grad_(), weight.requires_grad_(), labels).backward()
+    assert largest.elements == 512 * 16
+
+
+def test_compiled_never_holds_float32_logits_of_all_tokens() -> None:
+    x, weight, _, labels = inputs(256, 8, 512, torch.bfloat16)
+    x.requires_grad_(), weight.requires_grad_()
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True)
+    _, codes = run_fw_bw_and_get_code(lambda: compiled(x, weight, labels))
+    buffers = re.findall(r"empty_strided_cpu\(\((\d+), (\d+)\), \([^)]*\), torch\.(\w+)\)", "\n".join(codes))
+    whole = [kind for rows, columns, kind in buffers if (int(rows), int(columns)) == (256, 512)]
+    assert whole == ["bfloat16"]  # the logits, overwritten by their gradient

@@ -1,0 +1,151 @@
+"""Permute and unpermute: properties of the permutation, sums and gradients against one-hot matrices in float64."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from te_models.kernels.permute import permute, sort_by_expert, unpermute
+
+UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
+
+
+def routed(tokens: int, k: int, experts: int, seed: int = 0) -> torch.Tensor:
+    """Distinct experts per token, [T, K]."""
+    scores = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(seed))
+    return scores.argsort(dim=-1)[:, :k]
+
+
+sizes = st.tuples(st.integers(0, 40), st.integers(1, 4), st.integers(4, 9), st.integers(0, 2**31))
+
+
+@settings(deadline=None, max_examples=100)
+@given(sizes)
+def test_the_permutation_sorts_slots_stably(size: tuple[int, int, int, int]) -> None:
+    tokens, k, experts, seed = size
+    indices = routed(tokens, k, experts, seed)
+    p = sort_by_expert(indices, experts)
+    expected = sorted(range(tokens * k), key=lambda slot: (indices.flatten()[slot].item(), slot))
+    assert p.slot_of_row.tolist() == expected
+    assert p.row_of_slot.shape == (tokens, k)
+    assert p.slot_of_row[p.row_of_slot.flatten()].tolist() == list(range(tokens * k))
+    assert p.tokens_per_expert.tolist() == torch.bincount(indices.flatten(), minlength=experts).tolist()
+
+
+@settings(deadline=None, max_examples=50)
+@given(sizes)
+def test_unpermute_undoes_permute(size: tuple[int, int, int, int]) -> None:
+    tokens, k, experts, seed = size
+    p = sort_by_expert(routed(tokens, k, experts, seed), experts)
+    x = torch.randn(tokens, 5, generator=torch.Generator().manual_seed(seed))
+    rows = permute(x, p)
+    assert torch.equal(rows, x[p.slot_of_row // k])
+    first = torch.zeros(tokens, k)
+    first[:, 0] = 1.0
+    assert torch.equal(unpermute(rows, p, first), x)
+
+
+def test_values_and_gradients_against_matrices() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        for tokens, k, experts, hidden in ((63, 3, 8, 33), (1, 1, 1, 1), (5, 2, 16, 8), (0, 2, 4, 8)):
+            generator = torch.Generator().manual_seed(tokens)
+            p = sort_by_expert(routed(tokens, k, experts), experts)
+            # [T*K, T] one-hot: row r comes from token slot_of_row[r] // k.
+            rows = (
+                torch.nn.functional.one_hot(p.slot_of_row // k, tokens).double()
+                if tokens
+                else torch.zeros(0, 0).double()
+            )
+
+            def randn(*shape: int) -> torch.Tensor:
+                return torch.randn(*shape, generator=generator).to(dtype)  # noqa: B023
+
+            x = randn(hidden, tokens).t().requires_grad_()  # not contiguous
+            y = permute(x, p)
+            assert torch.equal(y.double(), rows @ x.detach().double())
+            grad = randn(tokens * k, hidden)
+            y.backward(grad)
+            exact = rows.t() @ grad.double()
+            bound = (UNIT[dtype] + k * UNIT[torch.float32]) * (rows.t() @ grad.double().abs())
+            assert ((x.grad.double() - exact).abs() <= bound).all()
+
+            y = randn(hidden, tokens * k).t().requires_grad_()
+            weights = torch.rand(tokens, k, generator=generator).requires_grad_()
+            mixing = rows.t() * weights.detach().double().flatten()[p.slot_of_row]
+            out = unpermute(y, p, weights)
+            assert out.dtype == dtype
+            bound = (UNIT[dtype] + 2 * k * UNIT[torch.float32]) * (mixing @ y.detach().double().abs())
+            assert ((out.double() - mixing @ y.detach().double()).abs() <= bound).all()
+            grad = randn(tokens, hidden)
+            out.backward(grad)
+            exact = mixing.t() @ grad.double()
+            assert ((y.grad.double() - exact).abs() <= 2 * UNIT[dtype] * exact.abs()).all()
+            products = (rows @ grad.double() * y.detach().double()).sum(-1)[p.row_of_slot]
+            size = (rows @ grad.double() * y.detach().double()).abs().sum(-1)[p.row_of_slot]
+            assert weights.grad.dtype == torch.float32
+            assert ((weights.grad.double() - products).abs() <= hidden * UNIT[torch.float32] * size).all()
+
+
+def test_an_expert_may_get_all_tokens_or_none() -> None:
+    indices = torch.tensor([[2, 0], [2, 0], [2, 0]])
+    p = sort_by_expert(indices, 4)
+    assert p.tokens_per_expert.tolist() == [3, 0, 3, 0]
+    assert permute(torch.tensor([[1.0], [2.0], [3.0]]), p).flatten().tolist() == [1, 2, 3, 1, 2, 3]
+
+
+class _Names(TorchDispatchMode):
+    """Records the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        accumulate = "index_put" in func.name() and len(args) > 3 and args[3]
+        self.seen.add(func.name() + ("+" if accumulate else ""))
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_scatter_add_and_no_host_read() -> None:
+    x = torch.randn(6, 4).requires_grad_()
+    weights = torch.rand(6, 2).requires_grad_()
+    with _Names() as names:
+        p = sort_by_expert(routed(6, 2, 4), 4)
+        unpermute(permute(x, p), p, weights).sum().backward()
+    assert "aten::sort.stable" in names.seen
+    forbidden = ("index_add", "scatter_add", "scatter_reduce", "+", "_local_scalar_dense", "bincount", "nonzero")
+    assert not [name for name in names.seen if any(word in name for word in forbidden)]
+
+
+def test_two_runs_and_compiled_agree() -> None:
+    """Each on its own: between two fused functions the compiler keeps float32 where eager rounds."""
+
+    def forth(x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return permute(x, sort_by_expert(indices, 5))
+
+    def back(y: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return unpermute(y, sort_by_expert(indices, 5), weights)
+
+    for function, rows_per_token in ((forth, 1), (back, 2)):
+        compiled = torch.compile(function, fullgraph=True, dynamic=True)
+        for tokens in (7, 33):
+            generator = torch.Generator().manual_seed(tokens)
+            x = torch.randn(tokens * rows_per_token, 16, generator=generator).bfloat16()
+            weights, indices = torch.rand(tokens, 2, generator=generator), routed(tokens, 2, 5)
+            results = []
+            for run in (function, function, compiled):
+                leaf, w = x.clone().requires_grad_(), weights.clone().requires_grad_()
+                out = run(leaf, indices, w)
+                grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+                out.backward(grad)
+                results.append((out, leaf.grad, w.grad))
+            for once, again, fused in zip(*results, strict=True):
+                if once is None:
+                    assert again is None and fused is None
+                    continue
+                assert torch.equal(once, again)
+                # The compiler may sum the 16 products of a weight's gradient in another order.
+                bound = 0.0 if once.dtype == torch.bfloat16 else 16 * UNIT[torch.float32] * 16
+                assert (once.float() - fused.float()).abs().max() <= bound
