@@ -90,8 +90,8 @@ def tiles(boxes: Iterable[Box], shape: Shape, copies: int = 1) -> bool:
         return False
     if any(r.start < 0 or r.stop > n + r.step - 1 for box in boxes for r, n in zip(box, shape, strict=True)):
         return False
-    intervals = [flat_interval(box, shape) for box in boxes]
-    if all(interval is not None for interval in intervals):
+    intervals = [interval for box in boxes if (interval := flat_interval(box, shape)) is not None]
+    if len(intervals) == len(boxes):
         position = 0
         times = Counter(intervals)
         for begin, end in sorted(times):

@@ -10,6 +10,7 @@ from typing import Literal, Self
 import torch
 
 from te_models.config import ModelConfig
+from te_models.layers import Recipe
 
 from .errors import CheckpointError
 from .families import FAMILIES, family_of
@@ -18,7 +19,7 @@ from .links import Namespace
 from .load import load_params
 from .naming import ExpertLayout
 from .plan import match_tensors
-from .quantized_format import Description, read_metadata
+from .quantized_format import Description, read_metadata, recipe_of
 from .strict_json import read_object
 from .te_folder import CONFIG, MODEL_TYPE, Source, TEFolder
 from .te_namespace import grouped_formats, te_namespace
@@ -74,6 +75,17 @@ class Checkpoint:
     @property
     def family(self) -> str | None:
         return self.source.family if self.source is not None else None
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """A recipe whose weight format is the stored one; None for a checkpoint in high precision.
+
+        Build a model under `quantized_model_init(recipe=...)` with it, and `load_into` takes the bits over unchanged.
+        """
+        recipes = {recipe_of(name, meta) for name, meta in self.formats.items()}
+        if len(recipes) > 1:
+            raise CheckpointError(f"{self.path} has weights of several recipes: {', '.join(map(str, recipes))}")
+        return recipes.pop() if recipes else None
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:

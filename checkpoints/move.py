@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -43,7 +43,7 @@ def _narrow(box: Box, d: int, begin: int, end: int) -> Box:
     return (*box[:d], box[d].part(begin, end), *box[d + 1 :])
 
 
-def fill_tensor(store: Store, pieces: tuple[Piece, ...], out: torch.Tensor, limit: int = 1 << 20) -> None:
+def fill_tensor(store: Store, pieces: Sequence[Piece], out: torch.Tensor, limit: int = 1 << 20) -> None:
     """Copy all pieces into `out`, converting to its dtype and device, `limit` elements at a time."""
     for whole in pieces:
         for piece in split_piece(whole, limit):
@@ -66,11 +66,11 @@ def stream(store: Store, output: Output, ring: Ring) -> Iterator[tuple[Buffer, i
         yield from _stream_piece(store, piece, output.dtype, ring)
 
 
-def _in_order(pieces: tuple[Piece, ...], shape: Shape) -> list[Piece] | None:
-    intervals = [flat_interval(piece.box, shape) for piece in pieces]
-    if any(interval is None for interval in intervals):
+def _in_order(pieces: Sequence[Piece], shape: Shape) -> list[Piece] | None:
+    placed = [(interval, piece) for piece in pieces if (interval := flat_interval(piece.box, shape)) is not None]
+    if len(placed) < len(pieces):
         return None
-    return [piece for _, piece in sorted(zip(intervals, pieces), key=lambda pair: pair[0])]
+    return [piece for _, piece in sorted(placed, key=lambda pair: pair[0])]
 
 
 def _stream_piece(store: Store, piece: Piece, dtype: str, ring: Ring) -> Iterator[tuple[Buffer, int]]:

@@ -19,7 +19,7 @@ ExpertLayout = Literal["grouped", "per-gemm"]
 
 def check_layout(layout: str) -> ExpertLayout:
     """Return `layout` if it is one; raise CheckpointError naming the choices otherwise."""
-    if layout not in get_args(ExpertLayout):
+    if layout != "grouped" and layout != "per-gemm":
         raise CheckpointError(
             f"the expert layout is {layout!r}; allowed: {', '.join(map(repr, get_args(ExpertLayout)))}"
         )
@@ -47,6 +47,13 @@ def expected_tensors(config: ModelConfig, layout: ExpertLayout = "grouped") -> d
 def is_expert_stack(name: str) -> bool:
     """Whether a grouped-layout name is a stack over experts, the only thing in which the layouts differ."""
     return ".mlp.experts." in name
+
+
+def head_sizes(config: ModelConfig) -> tuple[int, int, int]:
+    """Return (N, G, D): query heads, key/value heads, head dimension."""
+    a = config.attention
+    assert a.num_query_groups is not None and a.kv_channels is not None, "a valid configuration has them filled in"
+    return a.num_attention_heads, a.num_query_groups, a.kv_channels
 
 
 def _tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
@@ -82,7 +89,7 @@ def _norm(config: ModelConfig, owner: str, prefix: str) -> Iterator[tuple[str, S
 
 def _attention(config: ModelConfig, p: str) -> Iterator[tuple[str, Shape]]:
     a, H = config.attention, config.hidden_size
-    N, G, D = a.num_attention_heads, a.num_query_groups, a.kv_channels
+    N, G, D = head_sizes(config)
     Dv = a.v_head_dim or D
     rows = (N + G) * D + G * Dv
     if config.block != "post":
@@ -113,6 +120,7 @@ def _dense(config: ModelConfig, p: str) -> Iterator[tuple[str, Shape]]:
 
 def _experts(config: ModelConfig, p: str) -> Iterator[tuple[str, Shape]]:
     moe, H = config.moe, config.hidden_size
+    assert moe is not None, "called for MoE layers only"
     E, I, gates = moe.num_moe_experts, moe.moe_ffn_hidden_size, 2 if config.mlp.gated else 1
     if config.block != "post":
         yield from _norm(config, f"{p}pre_mlp_layernorm.", "")

@@ -61,7 +61,9 @@ def write_folder(
 
 def _find_sidecars(folder: Path | None) -> dict[str, Path]:
     found: dict[str, Path] = {}
-    for name in SIDECARS if folder is not None else ():
+    if folder is None:
+        return found
+    for name in SIDECARS:
         if (folder / name).exists() or (folder / name).is_symlink():
             path = plain_file(folder, name)
             if path.stat().st_size > _MAX_SIDECAR_BYTES:

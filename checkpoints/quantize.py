@@ -26,7 +26,7 @@ from .writer import MAX_SHARD_BYTES, Progress
 
 
 def is_linear_weight(name: str) -> bool:
-    """Whether a parameter is the weight of a linear layer that runs under a recipe (a router's or embedding's is not)."""
+    """Whether a parameter is the weight of a linear layer that runs under a recipe (a router is not)."""
     return ".linear_" in name and name.rpartition(".")[2].startswith("weight")
 
 
@@ -46,8 +46,8 @@ def quantize(
     result is what quantizing the loaded weights gives, bit for bit; every expert has its own scales in both layouts.
     Memory is that of one output tensor and one matrix in high precision.
     """
-    recipe = recipe_by_name(recipe) if isinstance(recipe, str) else recipe
-    quantizer = recipe.weight_quantizer()
+    chosen = recipe_by_name(recipe) if isinstance(recipe, str) else recipe
+    quantizer = chosen.weight_quantizer()
     with open_checkpoint(src) as ckpt:
         refuse_quantized(ckpt, "quantized again")
         layout = ckpt.layout or "grouped"
@@ -65,7 +65,8 @@ def quantize(
             make = _Fields(output.name, output.shape, quantizer, params, members)
             for suffix, spec in field_specs(output.name, output.shape, meta).items():
                 entry = output.name + suffix
-                outputs.append(Output(entry, *spec.dtypes, spec.shape, compute=make.entry(entry)))
+                (dtype,) = spec.dtypes
+                outputs.append(Output(entry, dtype, spec.shape, compute=make.entry(entry)))
         plan = Plan(tuple(outputs), plain.ignored, formats)
         if not dry_run:
             ckpt.check_ignored()
@@ -166,15 +167,13 @@ class _Fields:
     def _quantize(self) -> QuantizedTensor:
         if len(self._shape) == 2:
             return self._quantizer.quantize(self._params.plain(self._name))
-        grouped: GroupedTensor | None = None
-        for g, name in enumerate(self._params.members(self._name)):
+        fields = {
+            field: torch.empty(spec.shape, dtype=spec.dtype)
+            for field, spec in self._quantizer.quantize_fields(torch.empty(self._shape, device="meta")).items()
+        }
+        dtype = self._params.dtype(self._name)
+        grouped = GroupedTensor(fields, self._quantizer, torch.Size(self._shape), dtype)
+        for member, name in zip(grouped.members(), self._params.members(self._name), strict=True):
             # one matrix at a time: each has its own scales, so this is what quantizing the whole stack gives
-            member = self._quantizer.quantize(self._members.plain(name))
-            if grouped is None:
-                fields = {n: f.new_empty((self._shape[0], *f.shape)) for n, f in member.fields.items()}
-                grouped = GroupedTensor(fields, self._quantizer, torch.Size(self._shape), member.dtype)
-            for field, value in member.fields.items():
-                grouped.fields[field][g].copy_(value)
-        if grouped is None:
-            raise CheckpointError(f"{self._name} has no members")
+            member.copy_(self._members.plain(name))
         return grouped

@@ -19,7 +19,18 @@ from typing import Any
 
 import torch
 
-from te_models.layers import GroupedTensor, QuantizedTensor, Quantizer
+from te_models.layers import (
+    Float8BlockQuantizer,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8CurrentScalingQuantizer,
+    GroupedTensor,
+    MXFP8BlockScaling,
+    MXFP8Quantizer,
+    QuantizedTensor,
+    Quantizer,
+    Recipe,
+)
 from te_models.layers.quantized_tensor import TENSOR_CLASSES
 
 from .boxes import Shape
@@ -67,6 +78,24 @@ def quantizer_of(name: str, meta: Description) -> tuple[Quantizer, torch.dtype]:
     if json.dumps(canonical, sort_keys=True) != json.dumps(meta, sort_keys=True):
         raise CheckpointError(f"the metadata of {name} contradicts itself")
     return quantizer, _LOGICAL_DTYPES[logical]
+
+
+def recipe_of(name: str, meta: Description) -> Recipe:
+    """Return a recipe whose weights are quantized as described; its other operands have the recipe's defaults."""
+    quantizer, _ = quantizer_of(name, meta)
+    recipe: Recipe
+    match quantizer:
+        case Float8CurrentScalingQuantizer(force_pow_2_scales=pow2, amax_epsilon=epsilon):
+            recipe = Float8CurrentScaling(use_power_2_scales=pow2, amax_epsilon=epsilon)
+        case Float8BlockQuantizer(force_pow_2_scales=pow2, amax_epsilon=epsilon):
+            recipe = Float8BlockScaling(use_f32_scales=not pow2, amax_epsilon=epsilon)
+        case MXFP8Quantizer(two_dimensional=square):
+            recipe = MXFP8BlockScaling(enable_2d_quantization=square)
+        case _:
+            raise CheckpointError(f"no recipe quantizes weights as {name} is: {quantizer}")
+    if recipe.weight_quantizer() != quantizer:
+        raise CheckpointError(f"no recipe quantizes weights as {name} is: {quantizer}")
+    return recipe
 
 
 def field_specs(name: str, shape: Shape, meta: Description) -> dict[str, Stored]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol, Self
@@ -42,7 +43,7 @@ class Store(Protocol):
 
 
 class FileStore:
-    """The tensors of safetensors files. Files are opened when first needed; close with `close` or a with statement."""
+    """The tensors of safetensors files, opened when first needed, closed by `close` or a with statement."""
 
     def __init__(self, paths: Mapping[str, Path]) -> None:
         """Read the headers of `paths` (file name -> path)."""
@@ -52,6 +53,7 @@ class FileStore:
         self._paths = dict(paths)
         self._data_start: dict[str, int] = {}
         self._fds: dict[str, int] = {}
+        weakref.finalize(self, _close_all, self._fds)
         self._maps: dict[str, torch.Tensor] = {}
         for file, path in paths.items():
             header = read_header(path, file)
@@ -71,8 +73,7 @@ class FileStore:
     def close(self) -> None:
         """Close all files; views handed out earlier stay valid."""
         self._maps.clear()
-        while self._fds:
-            os.close(self._fds.popitem()[1])
+        _close_all(self._fds)
 
     def _fd(self, file: str) -> int:
         if file not in self._fds:
@@ -107,6 +108,11 @@ class FileStore:
             if n == 0:
                 raise CheckpointError(f"{file} became shorter while it was read")
             done += n
+
+
+def _close_all(fds: dict[str, int]) -> None:
+    while fds:
+        os.close(fds.popitem()[1])
 
 
 class MemoryStore:

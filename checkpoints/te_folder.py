@@ -17,6 +17,7 @@ from typing import Any
 from te_models.config import ConfigError, ModelConfig
 
 from .errors import CheckpointError
+from .limits import check_counts
 from .naming import ExpertLayout, check_layout
 from .strict_json import dump_object
 
@@ -68,6 +69,8 @@ class TEFolder:
         config = values.get("config")
         if not isinstance(config, dict):
             raise CheckpointError(f"{CONFIG} has no 'config' object")
+        moe = config.get("moe")
+        check_counts(config.get("num_layers"), moe.get("num_moe_experts") if isinstance(moe, dict) else None)
         try:
             model = ModelConfig.from_dict(config)
         except ConfigError as error:

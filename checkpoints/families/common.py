@@ -9,6 +9,7 @@ from typing import Any
 from te_models.config import ModelConfig
 
 from ..errors import CheckpointError
+from ..naming import head_sizes
 from ..ops import At, Concat, Layout, Stack
 from .fields import REQUIRED, Choice, Entry, Field, Values, read_typed
 
@@ -116,10 +117,13 @@ def stem(config: ModelConfig) -> Weights:
 def attention(config: ModelConfig, i: int) -> Weights:
     """Pre-norm attention with separate q, k, v projections; biases and per-head norms as the configuration says."""
     a, ours, theirs = config.attention, f"decoder.layers.{i}.self_attention", f"model.layers.{i}.self_attn"
-    query, key = a.num_attention_heads * a.kv_channels, a.num_query_groups * a.kv_channels
+    heads, groups, size = head_sizes(config)
     yield f"{ours}.linear_qkv.layer_norm_weight", At(f"model.layers.{i}.input_layernorm.weight")
     for kind in ("weight", "bias") if a.add_qkv_bias else ("weight",):
-        parts = ((At(f"{theirs}.{p}_proj.{kind}"), rows) for p, rows in (("q", query), ("k", key), ("v", key)))
+        parts = (
+            (At(f"{theirs}.{p}_proj.{kind}"), rows)
+            for p, rows in (("q", heads * size), ("k", groups * size), ("v", groups * size))
+        )
         yield f"{ours}.linear_qkv.{kind}", Concat(*parts)
     yield f"{ours}.linear_proj.weight", At(f"{theirs}.o_proj.weight")
     if a.add_output_bias:

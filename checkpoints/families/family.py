@@ -9,10 +9,11 @@ from typing import Any
 from te_models.config import ConfigError, ModelConfig
 
 from ..errors import CheckpointError, shorten
+from ..limits import check_counts
 from ..links import Link, Namespace, Stored
 from ..naming import expected_tensors
 from ..ops import Layout
-from .fields import Entry, Values, get_path
+from .fields import Entry, Values, get_path, shorten_value
 
 WeightMap = Callable[[ModelConfig], Iterable[tuple[str, Layout]]]
 
@@ -90,12 +91,14 @@ class Family:
 
     def read_config(self, hf: Mapping[str, Any]) -> ModelConfig:
         """Translate config.json; a flag that changes the mathematics and cannot be expressed raises CheckpointError."""
+        for experts in ("num_experts", "num_local_experts"):
+            check_counts(hf.get("num_hidden_layers"), hf.get(experts))
         known = {name for entry in self.fields for name in entry.names}
         for name, neutral in _NEUTRAL.items():
             if name in hf and name not in known and not any(hf[name] == value for value in neutral):
                 raise CheckpointError(
-                    f"config.json has {name} = {_short(hf[name])}, which changes the model in a way that the family "
-                    f"{self.model_type!r} cannot express"
+                    f"config.json has {name} = {shorten_value(hf[name])}, which changes the model in a way that "
+                    f"the family {self.model_type!r} cannot express"
                 )
         nested: dict[str, Any] = {}
         for entry in self.fields:
@@ -118,7 +121,7 @@ class Family:
             raise CheckpointError(f"{reason} this model: {error}") from None
         for path in differing_fields(again.to_dict(), config.to_dict()):
             if path not in _TRAINING_ONLY:
-                raise CheckpointError(f"{reason} {path} = {_short(get_path(config, path))}")
+                raise CheckpointError(f"{reason} {path} = {shorten_value(get_path(config, path))}")
         return hf
 
     def namespace(self, config: ModelConfig) -> Namespace:
@@ -151,8 +154,3 @@ def differing_fields(a: Any, b: Any, path: str = "") -> list[str]:
         names = {**a, **b}
         return [p for n in names for p in differing_fields(a.get(n), b.get(n), f"{path}.{n}" if path else n)]
     return [] if a == b else [path]
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -54,17 +54,22 @@ def read_typed(hf: Mapping[str, Any], name: str, kind: type, default: Any) -> An
         raise CheckpointError(f"config.json has no {name!r}")
     if value is None and (default is None or name not in hf):
         return None
-    ok = isinstance(value, kind) or (kind is float and isinstance(value, int))
-    if not ok or (isinstance(value, bool) and kind is not bool):
-        raise CheckpointError(f"config.json has {name} = {value!r}, which is not {_KIND_NAMES[kind]}")
-    if kind is float:
-        try:
-            value = float(value)
-        except OverflowError:
-            value = math.inf
-        if not math.isfinite(value):
-            raise CheckpointError(f"config.json has {name} out of range")
+    if kind is float and isinstance(value, int) and abs(value) < 2**53:
+        value = value if isinstance(value, bool) else float(value)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise CheckpointError(f"config.json has {name} = {shorten_value(value)}, which is not {_KIND_NAMES[kind]}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise CheckpointError(f"config.json has {name} out of range")
     return value
+
+
+def shorten_value(value: Any) -> str:
+    """Return a value for a message, cut where it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of thousands of digits
+        return "a huge number"
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 _KIND_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string", list: "a list"}
@@ -112,7 +117,7 @@ class Choice:
 
     hf: str
     path: str
-    values: Mapping[str, str]
+    values: dict[str, str]
     default: str
 
     @property
@@ -122,7 +127,9 @@ class Choice:
     def read(self, hf: Mapping[str, Any]) -> Values:
         value = read_typed(hf, self.hf, str, self.default)
         if value not in self.values:
-            raise CheckpointError(f"config.json has {self.hf} = {value!r}; supported: {', '.join(self.values)}")
+            raise CheckpointError(
+                f"config.json has {self.hf} = {shorten_value(value)}; supported: {', '.join(self.values)}"
+            )
         return {self.path: self.values[value]}
 
     def write(self, config: ModelConfig) -> Values:
@@ -169,14 +176,12 @@ class PerLayerWindow:
         if types is None:
             full_layers = read_typed(hf, "max_window_layers", int, self.default_full_layers)
             layers = read_typed(hf, "num_hidden_layers", int, REQUIRED)
-            if not 0 < layers <= 100_000:
-                raise CheckpointError(f"config.json has num_hidden_layers = {layers}")
             kinds = ["sliding" if used and i >= full_layers else "full" for i in range(layers)]
         else:
             unknown = [t for t in types if not isinstance(t, str) or t not in _LAYER_TYPES]
             if unknown:
                 raise CheckpointError(
-                    f"config.json has the layer type {unknown[0]!r}; supported: {', '.join(_LAYER_TYPES)}"
+                    f"config.json has the layer type {shorten_value(unknown[0])}; supported: {', '.join(_LAYER_TYPES)}"
                 )
             kinds = [_LAYER_TYPES[t] for t in types]
         if "sliding" in kinds and window is None:

@@ -14,7 +14,7 @@ from typing import Any
 from te_models.config import ModelConfig
 
 from ..errors import CheckpointError
-from .fields import REQUIRED, Values, read_typed
+from .fields import REQUIRED, Values, read_typed, shorten_value
 
 _TYPES = {
     "default": "none",
@@ -63,15 +63,17 @@ class Rope:
     def read(self, hf: Mapping[str, Any]) -> Values:
         values = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
         if not isinstance(values, dict):
-            raise CheckpointError(f"config.json has rope parameters that are not an object: {values!r}")
+            raise CheckpointError(f"config.json has rope parameters that are not an object: {shorten_value(values)}")
         unknown = sorted(set(values) - _KNOWN)
         if unknown:
-            raise CheckpointError(f"config.json has the unknown rope parameter {unknown[0]!r}")
+            raise CheckpointError(f"config.json has the unknown rope parameter {shorten_value(unknown[0])}")
         outside = {name: hf[name] for name in ("rope_theta", "partial_rotary_factor") if hf.get(name) is not None}
         values = outside | {k: v for k, v in values.items() if v is not None}
         kind = values.get("rope_type", values.get("type", "default"))
-        if kind not in _TYPES:
-            raise CheckpointError(f"config.json has the rope type {kind!r}; supported: {', '.join(_TYPES)}")
+        if not isinstance(kind, str) or kind not in _TYPES:
+            raise CheckpointError(
+                f"config.json has the rope type {shorten_value(kind)}; supported: {', '.join(_TYPES)}"
+            )
         fraction = read_typed(values, "partial_rotary_factor", float, 1.0)
         if fraction != 1.0 and not self.partial:
             raise CheckpointError(
