@@ -26,7 +26,12 @@ from te_models.training.optimizer import Optimizer
 from te_models.training.step import make_loss_function
 
 Step = Callable[[], torch.Tensor]
-LOSS_TOLERANCE = 2e-3  # relative; a bf16 logit is exact to 2^-9, and the mean over tokens averages that
+# Relative. A bf16 logit is exact to 2^-9 and the mean over tokens averages that; two updates, and tokens that a rounding
+# sends to another expert, move the runs apart a little more.
+TOLERANCES = (1e-3, 1e-2, 1e-2)
+PEERS_DENSE = (("compiled", None), ("eager", None))
+# Compiled with its loop over experts it recompiles until it gives up: 1.6x slower than with grouped_mm [measured].
+PEERS_MOE = (("compiled", "grouped_mm"), ("eager", "grouped_mm"), ("eager", "eager"))
 
 
 def our_step(folder: Path, input_ids: torch.Tensor, *, compiled: bool, recipe: str = "none") -> Step:
@@ -50,6 +55,7 @@ def peer_step(folder: Path, input_ids: torch.Tensor, *, compiled: bool, experts:
     """Return a function that trains transformers' model one step and returns the loss."""
     import transformers
 
+    transformers.utils.logging.disable_progress_bar()
     options = {} if experts is None else {"experts_implementation": experts}
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, attn_implementation="sdpa", **options
@@ -58,7 +64,7 @@ def peer_step(folder: Path, input_ids: torch.Tensor, *, compiled: bool, experts:
     def loss_function(ids: torch.Tensor) -> torch.Tensor:
         return model(ids, labels=ids, use_cache=False).loss
 
-    function = torch.compile(loss_function, dynamic=False) if compiled else loss_function
+    function = torch.compile(loss_function) if compiled else loss_function
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -79,8 +85,7 @@ def check_losses(sides: dict[str, Step]) -> dict[str, list[float]]:
     losses = {name: [round(float(step()), 5) for _ in range(3)] for name, step in sides.items()}
     first = next(iter(losses.values()))
     for name, values in losses.items():
-        gap = max(abs(a / b - 1) for a, b in zip(values, first, strict=True))
-        if not gap < LOSS_TOLERANCE:
+        if not all(abs(a / b - 1) < limit for a, b, limit in zip(values, first, TOLERANCES, strict=True)):
             sys.exit(f"refusing to time: the losses of {name} are {values}, not {first}")
     return losses
 
@@ -95,10 +100,9 @@ def against_peers(shape: Shape, rounds: int) -> dict[str, Any]:
         sides = {
             f"te_models {kind}": our_step(folder, ids, compiled=kind == "compiled") for kind in ("compiled", "eager")
         }
-        for experts in ("eager", "grouped_mm") if shape.experts else (None,):
-            for kind in ("compiled", "eager"):
-                name = f"transformers {kind}" + (f", experts {experts}" if experts else "")
-                sides[name] = peer_step(folder, ids, compiled=kind == "compiled", experts=experts)
+        for kind, experts in PEERS_MOE if shape.experts else PEERS_DENSE:
+            name = f"transformers {kind}" + (f", experts {experts}" if experts else "")
+            sides[name] = peer_step(folder, ids, compiled=kind == "compiled", experts=experts)
         losses = check_losses(sides)
         samples = interleave(sides, rounds=rounds, warmup=1)
     ours = fastest(samples, [name for name in sides if name.startswith("te_models")])

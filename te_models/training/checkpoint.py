@@ -17,12 +17,17 @@ import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from .files import TEMPORARY_PREFIX, atomic_directory
+from te_models.checkpoints import save_model
+
+from .files import atomic_directory
+
+if TYPE_CHECKING:
+    from ..model import GPTModel
 
 _NAME = re.compile(r"step-(\d{8,})")
 
@@ -61,15 +66,24 @@ def latest_checkpoint(output_dir: Path) -> Path | None:
     return (list_checkpoints(output_dir) or [None])[-1]
 
 
-def save_checkpoint(output_dir: Path, model: Any, state: TrainingState, *, keep_last: int) -> Path:
-    """Write the checkpoint of `state.step`, then remove all but the newest `keep_last` (0: remove none).
+def export_model(model: GPTModel, folder: Path, output_dir: Path, origin: str | None) -> None:
+    """Write the model as an ordinary folder, with the tokenizer and the family of the model that training began with.
 
-    Args:
-        model: Has `save_pretrained(folder)`.
+    They are taken from the newest checkpoint, so that only the first save needs the original folder `origin`.
     """
+    newest = latest_checkpoint(output_dir)
+    source = newest / "model" if newest else origin
+    with torch.no_grad():
+        save_model(dict(model.stored_tensors()), model.config, folder, source_dir=source, overwrite=True)
+
+
+def save_checkpoint(
+    output_dir: Path, model: GPTModel, state: TrainingState, *, origin: str | None, keep_last: int
+) -> Path:
+    """Write the checkpoint of `state.step`, then remove all but the newest `keep_last` (0: remove none)."""
     target = checkpoint_dir(output_dir, state.step)
     with atomic_directory(target) as folder:
-        model.save_pretrained(folder / "model")
+        export_model(model, folder / "model", output_dir, origin)
         save_file({name: t.contiguous() for name, t in state.tensors.items()}, folder / "training.safetensors")
         values = {"version": 1, "step": state.step, "position": state.position, "world_size": state.world_size}
         text = json.dumps(values | {"config": state.config}, indent=2, allow_nan=False)
@@ -77,8 +91,8 @@ def save_checkpoint(output_dir: Path, model: Any, state: TrainingState, *, keep_
     checkpoints = list_checkpoints(output_dir)
     for old in checkpoints[:-keep_last] if keep_last else []:
         # Renamed first: a kill during the removal must not leave half a checkpoint under a complete one's name.
-        shutil.rmtree(old.rename(old.with_name(TEMPORARY_PREFIX + old.name)))
-    for leftover in target.parent.glob(TEMPORARY_PREFIX + "*"):
+        old.rename(old.with_name(f".{old.name}.removed"))
+    for leftover in target.parent.glob(".step-*"):
         shutil.rmtree(leftover)
     return target
 

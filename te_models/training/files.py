@@ -1,50 +1,36 @@
-"""Directories that appear complete or not at all.
+"""Files and directories that appear complete or not at all, and that survive a power cut once they have appeared.
 
-A directory is written under a temporary name beside its target, every file in it is flushed to the disk, and only
-then it is renamed: a process killed at any moment leaves either the old state or the new one, plus at most a leftover
-whose name starts with `.tmp-`, which the next write of the same target removes.
+A process killed at any moment leaves either the old state or the new one. For directories this is
+`te_models.checkpoints`' way of writing (a temporary name, then one rename), with every file flushed to the disk first.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-TEMPORARY_PREFIX = ".tmp-"
+from te_models.checkpoints.atomic import new_folder
 
 
 @contextlib.contextmanager
 def atomic_directory(target: Path) -> Iterator[Path]:
     """Yield an empty temporary directory; rename it to `target` on success, remove it on an exception.
 
-    Raises FileExistsError if `target` exists already.
+    Raises CheckpointError if `target` exists already.
     """
-    if target.exists():
-        raise FileExistsError(f"{target} exists already")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(TEMPORARY_PREFIX + target.name)
-    if temporary.exists():
-        shutil.rmtree(temporary)
-    temporary.mkdir()
-    try:
+    with new_folder(target, overwrite=False) as temporary:
         yield temporary
         for root, _, names in os.walk(temporary):
             for name in names:
                 fsync(Path(root) / name)
             fsync(Path(root))
-        temporary.rename(target)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    fsync(target.parent)
 
 
 def atomic_write_text(target: Path, text: str) -> None:
     """Replace the contents of a file in one step."""
-    temporary = target.with_name(TEMPORARY_PREFIX + target.name)
+    temporary = target.with_name(f".{target.name}.partial")
     temporary.write_text(text, encoding="utf-8")
     fsync(temporary)
     temporary.rename(target)

@@ -20,7 +20,14 @@ import torch
 from ..config import ConfigError
 from ..extras import require
 from .build import build_model, build_optimizer, open_data, resolve_device
-from .checkpoint import TrainingState, checkpoint_dir, latest_checkpoint, load_state, save_checkpoint
+from .checkpoint import (
+    TrainingState,
+    checkpoint_dir,
+    export_model,
+    latest_checkpoint,
+    load_state,
+    save_checkpoint,
+)
 from .config import TrainConfig
 from .data import Windows
 from .distributed import Ranks, barrier, gather_tensors, ranks_from_environment
@@ -68,8 +75,7 @@ def _run(config: TrainConfig, device: str, ranks: Ranks) -> TrainResult:
 
     # Model, optimizer, data.
     model = build_model(config, device, checkpoint)
-    if config.model.activation_checkpointing:
-        model.enable_activation_checkpointing()
+    model.activation_checkpointing = config.model.activation_checkpointing
     optimizer = build_optimizer(config, model)
     if start:
         optimizer.load_state_tensors(start.tensors)
@@ -131,13 +137,14 @@ def _run(config: TrainConfig, device: str, ranks: Ranks) -> TrainResult:
             tensors |= {f"rng.{name}": t for name, t in gather_tensors(random_state(), ranks).items()}
             if ranks.is_main:
                 state = TrainingState(step, position, ranks.world_size, config.to_dict(), tensors)
-                save_checkpoint(output_dir, model, state, keep_last=config.checkpoint.keep_last)
+                keep_last = config.checkpoint.keep_last
+                save_checkpoint(output_dir, model, state, origin=config.model.path, keep_last=keep_last)
             barrier(ranks)
 
     # The result: an ordinary model folder, the metrics, and a picture of them.
     if metrics:
         metrics.close()
-        model.save_pretrained(output_dir / FINAL)
+        export_model(model, output_dir / FINAL, output_dir, config.model.path)
         if config.log.plot:
             plot_loss({output_dir.name: output_dir / METRICS}, output_dir / PLOT)
     if progress is not None:

@@ -31,7 +31,10 @@ class TrainingError(RuntimeError):
 
 @dataclass(frozen=True)
 class StepResult:
-    """Numbers of one step, averaged over micro-batches and ranks. `loss` includes the auxiliary losses."""
+    """Numbers of one step, averaged over micro-batches and ranks.
+
+    `loss` is the cross entropy; `aux_loss` what the routers add to it in the loss that is minimised.
+    """
 
     loss: float
     aux_loss: float
@@ -52,13 +55,15 @@ def compute_precision(precision: PrecisionConfig, device: str) -> Iterator[None]
 def make_loss_function(
     model: torch.nn.Module, precision: PrecisionConfig, device: str, *, compiled: bool
 ) -> LossFunction:
-    """Return `f(input_ids [B, S]) -> (loss, aux_loss)`, both float32 scalars, compiled as one graph if asked for."""
+    """Return `f(input_ids [B, S]) -> (loss to minimise, auxiliary part of it)`, both float32 scalars.
+
+    Compiled, it is one graph: anything that would break the graph is an error.
+    """
 
     def loss_function(input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        output = model(input_ids, labels=input_ids)
-        loss = output.loss.float()
-        aux_loss = torch.zeros_like(loss) if output.aux_loss is None else output.aux_loss.float()
-        return loss, aux_loss.detach()
+        output = model(input_ids, labels=input_ids, return_logits=False)
+        aux_loss = torch.zeros_like(output.loss) if output.aux_loss is None else output.aux_loss
+        return output.loss, aux_loss.detach()
 
     function = torch.compile(loss_function, fullgraph=True, dynamic=False) if compiled else loss_function
 
@@ -87,7 +92,7 @@ def train_step(
     for input_ids in micro_batches:
         loss, aux_loss = loss_function(input_ids)
         (loss / len(micro_batches)).backward()
-        total += torch.stack([loss.detach(), aux_loss]).cpu() / len(micro_batches)
+        total += torch.stack([loss.detach() - aux_loss, aux_loss]).cpu() / len(micro_batches)
     average_gradients(optimizer.parameters.values(), ranks)
     grad_norm = float(optimizer.clip_gradients())
     mean_loss, mean_aux = mean_over_ranks(total, ranks).tolist()
@@ -101,6 +106,6 @@ def train_step(
 
 @torch.no_grad()
 def evaluate(loss_function: LossFunction, batches: Sequence[torch.Tensor], ranks: Ranks) -> float:
-    """Return the mean loss over this rank's batches and all ranks. The caller has called `model.eval()`."""
-    total = torch.stack([loss_function(batch)[0].cpu() for batch in batches]).mean()
-    return float(mean_over_ranks(total, ranks))
+    """Return the mean cross entropy over this rank's batches and all ranks. The caller has called `model.eval()`."""
+    losses = [loss - aux_loss for loss, aux_loss in map(loss_function, batches)]
+    return float(mean_over_ranks(torch.stack(losses).mean().cpu(), ranks))

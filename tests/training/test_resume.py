@@ -81,7 +81,7 @@ def test_killed_during_a_save(reference: Reference, where: str, count: int) -> N
     assert [load_state(folder).step for folder in list_checkpoints(output_dir)]  # at least one, and all can be read
     train(config)
     reference.assert_equal(config)
-    assert not list((output_dir / "checkpoints").glob(".tmp-*"))
+    assert not list((output_dir / "checkpoints").glob(".*"))
 
 
 def test_killed_twice(reference: Reference) -> None:

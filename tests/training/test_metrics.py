@@ -1,0 +1,43 @@
+"""The metrics file and the loss plot."""
+
+import json
+from pathlib import Path
+
+from te_models.training import EvaluationConfig, plot_loss, read_metrics, train
+from te_models.training.metrics import MetricsFile
+from tests.training.runs import tiny_run
+
+
+def test_numbers_are_read_back_exactly(tmp_path: Path) -> None:
+    row = {"step": 1, "loss": 0.1 + 0.2, "lr": 1e-300}
+    file = MetricsFile(tmp_path / "m.jsonl", keep_steps=0)
+    file.write(row)
+    assert read_metrics(tmp_path / "m.jsonl") == [row]  # before it is closed
+    file.close()
+
+
+def test_resume_drops_later_steps_and_a_line_cut_short(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    rows = [{"step": step, "loss": 1 / step} for step in range(1, 6)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 6, "lo')
+    file = MetricsFile(path, keep_steps=3)
+    file.write({"step": 4, "loss": 0.5})
+    file.close()
+    assert read_metrics(path) == [*rows[:3], {"step": 4, "loss": 0.5}]
+
+
+def test_a_run_writes_what_it_measured_and_a_picture(tmp_path: Path) -> None:
+    config = tiny_run(tmp_path, steps=4, evaluation=EvaluationConfig(every=2, batches=1))
+    config = config.replace(log=config.log.replace(plot=True, progress=True))
+    result = train(config)
+    rows = read_metrics(result.metrics_file)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert [("validation_loss" in row) for row in rows] == [False, True, False, True]
+    assert rows[-1]["loss"] == result.loss
+    assert rows[-1]["validation_loss"] == result.validation_loss
+    assert [row["tokens"] for row in rows] == [128, 256, 384, 512]
+    assert all(row["tokens_per_second"] > 0 and row["grad_norm"] > 0 for row in rows)
+    png = (tmp_path / "run" / "loss.png").read_bytes()
+    assert png.startswith(b"\x89PNG\r\n\x1a\n")
+    plot_loss({"a": result.metrics_file, "b": result.metrics_file}, tmp_path / "two.png")
+    assert (tmp_path / "two.png").read_bytes() != png

@@ -1,0 +1,128 @@
+"""One step: accumulation, precision, activation checkpointing, and what happens to a loss that is not finite."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import te_models
+from te_models.training import ModelSource, OptimizerConfig, PrecisionConfig, TrainingError
+from te_models.training.build import build_model, build_optimizer
+from te_models.training.distributed import Ranks
+from te_models.training.step import make_loss_function, train_step
+from tests.training.runs import assert_same_bits, tiny_model, tiny_run
+
+
+def batches(count: int, size: int, length: int = 24) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(257, (size, length), generator=generator) for _ in range(count)]
+
+
+def one_step(tmp_path: Path, micro_batches: list[torch.Tensor], *, moe: bool = False, source: dict | None = None):
+    """Do one float32 step of a fresh model; return its loss and the gradients before the update."""
+    model_source = ModelSource(config=tiny_model(moe=moe), **(source or {}))
+    config = tiny_run(tmp_path, model=model_source, optimizer=OptimizerConfig(clip_grad_norm=None))
+    model = build_model(config, "cpu", None)
+    model.activation_checkpointing = config.model.activation_checkpointing
+    optimizer = build_optimizer(config, model)
+    function = make_loss_function(model.train(), config.precision, "cpu", compiled=False)
+    result = train_step(function, optimizer, micro_batches, 1e-3, step=1, ranks=Ranks())
+    return result, {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def test_accumulation_is_the_mean_over_the_whole_batch(tmp_path: Path) -> None:
+    parts = batches(3, 2)
+    split, gradients = one_step(tmp_path, parts)
+    whole, expected = one_step(tmp_path, [torch.cat(parts)])
+    assert split.loss == pytest.approx(whole.loss, rel=1e-6)
+    assert split.grad_norm == pytest.approx(whole.grad_norm, rel=1e-5)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6 * whole.grad_norm)
+
+
+@pytest.mark.parametrize("moe", [False, True])
+def test_activation_checkpointing_changes_no_bit(tmp_path: Path, moe: bool) -> None:
+    plain, gradients = one_step(tmp_path, batches(1, 2), moe=moe)
+    again, recomputed = one_step(tmp_path, batches(1, 2), moe=moe, source={"activation_checkpointing": True})
+    assert again == plain
+    assert_same_bits(recomputed, gradients)
+
+
+def test_activation_checkpointing_keeps_less(tmp_path: Path) -> None:
+    """Count the bytes that autograd saves for backward: recomputing layers must not save their insides."""
+    saved = {}
+    for wanted in (False, True):
+        config = tiny_run(tmp_path, model=ModelSource(config=tiny_model(layers=4)))
+        model = build_model(config, "cpu", None).train()
+        model.activation_checkpointing = wanted
+        own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        seen: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor, own=own, seen=seen) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                seen[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = model(batches(1, 4)[0], labels=batches(1, 4)[0])
+        saved[wanted] = sum(seen.values())
+        del output
+    assert saved[True] < 0.5 * saved[False]
+
+
+def test_mixed_precision_computes_in_bf16_and_keeps_float32_parameters(tmp_path: Path) -> None:
+    config = tiny_run(tmp_path, precision=PrecisionConfig(dtype="bf16-mixed"))
+    model = build_model(config, "cpu", None)
+    seen: list[torch.dtype] = []
+    projection = model.decoder.layers[0].self_attention.linear_qkv
+    projection.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    function = make_loss_function(model, config.precision, "cpu", compiled=False)
+    ids = batches(1, 2)[0]
+    loss, _ = function(ids)
+    loss.backward()
+    assert all(p.dtype is p.grad.dtype is torch.float32 for p in model.parameters())
+    exact, _ = make_loss_function(model, PrecisionConfig(dtype="fp32"), "cpu", compiled=False)(ids)
+    assert (loss.dtype, seen) == (torch.float32, [torch.bfloat16, torch.float32])
+    assert loss.item() != exact.item()
+    assert loss.item() == pytest.approx(exact.item(), rel=2**-8)
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path: Path) -> None:
+    config = tiny_run(tmp_path)
+    model = build_model(config, "cpu", None)
+    optimizer = build_optimizer(config, model)
+    with torch.no_grad():
+        model.decoder.final_layernorm.weight[0] = float("inf")
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    function = make_loss_function(model, config.precision, "cpu", compiled=False)
+    with pytest.raises(TrainingError, match="step 7: the loss is nan"):
+        train_step(function, optimizer, batches(1, 2), 1e-3, step=7, ranks=Ranks())
+    assert_same_bits({name: p.detach() for name, p in model.named_parameters()}, before)
+
+
+@pytest.mark.parametrize("recipe", ["current", "block", "mxfp8"])
+def test_quantized_weights_move_and_stay_quantized(tmp_path: Path, recipe: str) -> None:
+    from te_models.layers import QuantizedTensor
+
+    config = tiny_run(
+        tmp_path,
+        model=ModelSource(config=tiny_model(moe=True)),
+        precision=PrecisionConfig(dtype="bf16", recipe=recipe, quantized_weights=True),
+    )
+    model = build_model(config, "cpu", None)
+    assert isinstance(model, te_models.GPTModel)
+    optimizer = build_optimizer(config, model)
+    quantized = {name: p for name, p in model.named_parameters() if isinstance(p, QuantizedTensor)}
+    assert quantized and quantized.keys() <= optimizer.masters.keys()
+    before = {name: p.dequantize(torch.float32).clone() for name, p in quantized.items()}
+    function = make_loss_function(model.train(), config.precision, "cpu", compiled=False)
+    for step in range(3):
+        train_step(function, optimizer, batches(1, 2), 1e-2, step=step, ranks=Ranks())
+    for name, p in quantized.items():
+        assert isinstance(dict(model.named_parameters())[name], QuantizedTensor)
+        assert not torch.equal(p.dequantize(torch.float32), before[name]), f"{name} did not move"
+        fresh = p.quantizer.quantize if p.ndim == 2 else p.quantizer.quantize_grouped
+        expected = fresh(optimizer.masters[name].detach())
+        for field, value in p.fields.items():
+            assert torch.equal(value.float(), expected.fields[field].float()), (name, field)
