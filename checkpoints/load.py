@@ -34,7 +34,8 @@ def load_params(
     per_gemm = cache(lambda: Parameters(store, source, config, formats, "per-gemm"))
     for name, param in params.items():
         if name in stored.formats:
-            param.copy_(stored.quantized(name))
+            value = stored.quantized(name)
+            param.copy_(value if isinstance(param, QuantizedTensor) else value.dequantize(param.dtype))
         elif isinstance(param, GroupedTensor):
             for member, member_name in zip(param.members(), stored.members(name), strict=True):
                 member.copy_(per_gemm().plain(member_name))

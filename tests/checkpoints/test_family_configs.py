@@ -1,0 +1,213 @@
+"""Configuration maps: legacy and current spellings, defaults as transformers has them, round trips, and fuzzing."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from te_models.checkpoints import FAMILIES, CheckpointError
+from te_models.config import AttentionConfig, MLPConfig, ModelConfig, MoEConfig, RopeConfig, RouterConfig
+from tests.checkpoints.hf_cases import CASES, LLAMA3_ROPE, SMALL, YARN_ROPE, transformers
+
+CLASSES = {
+    "llama": "LlamaConfig",
+    "mistral": "MistralConfig",
+    "qwen2": "Qwen2Config",
+    "qwen3": "Qwen3Config",
+    "mixtral": "MixtralConfig",
+    "qwen3_moe": "Qwen3MoeConfig",
+}
+
+
+def read(family: str = "llama", **fields: Any) -> ModelConfig:
+    return FAMILIES[family].read_config(SMALL | fields)
+
+
+def without_rope(values: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in values.items() if k != "rope_parameters"}
+
+
+@pytest.mark.parametrize("family", CLASSES)
+def test_defaults_are_those_of_transformers(family: str) -> None:
+    """A config.json with only the sizes means the same as one in which transformers spelled out all its defaults."""
+    sizes = {k: v for k, v in SMALL.items() if k not in ("num_key_value_heads", "max_position_embeddings")}
+    sizes |= {"num_attention_heads": 32, "hidden_size": 256}  # the key/value heads of every default divide 32
+    spelled_out = getattr(transformers, CLASSES[family])(**sizes).to_dict()
+    assert FAMILIES[family].read_config(sizes) == FAMILIES[family].read_config(spelled_out)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_reading_what_was_written_gives_the_same_model(case: str) -> None:
+    config_class, options = CASES[case]
+    hf = json.loads(getattr(transformers, config_class)(**(SMALL | options)).to_json_string())
+    family = FAMILIES[hf["model_type"]]
+    config = family.read_config(hf)
+    written = family.write_config(config)
+    assert family.read_config(json.loads(json.dumps(written))) == config
+    again = getattr(transformers, config_class)(**written).to_dict()
+    before = getattr(transformers, config_class)(**(SMALL | options)).to_dict()
+    known = {name for entry in family.fields for name in entry.names} - {"rope_parameters", "router_aux_loss_coef"}
+    for name in known & before.keys():
+        if name == "max_window_layers" and not before["use_sliding_window"]:
+            continue  # has no effect without a window
+        if name == "head_dim" and before[name] is None:
+            continue  # written out
+        assert again[name] == before[name], name
+
+
+@pytest.mark.parametrize(
+    ("legacy", "current"),
+    [
+        ({"rope_theta": 5e5}, {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+        (
+            {"rope_theta": 5e5, "rope_scaling": {k: v for k, v in LLAMA3_ROPE.items() if k != "rope_theta"}},
+            {"rope_parameters": LLAMA3_ROPE},
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2}},
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
+            {"rope_parameters": YARN_ROPE},
+        ),
+        ({"rope_scaling": None, "rope_theta": 1e4}, {}),
+        ({"rope_parameters": None}, {}),
+    ],
+)
+def test_legacy_rope_means_the_same(legacy: dict[str, Any], current: dict[str, Any]) -> None:
+    assert read(**legacy) == read(**current)
+    theirs = [transformers.LlamaConfig(**(SMALL | deepcopy(fields))).rope_parameters for fields in (legacy, current)]
+    theirs[0].pop("type", None)  # kept beside rope_type
+    assert theirs[0] == theirs[1], "transformers agrees that both mean the same"
+
+
+def test_rope_values() -> None:
+    rope = read(rope_parameters=LLAMA3_ROPE).rope
+    assert rope == RopeConfig(
+        rotary_base=5e5,
+        scaling="llama3",
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=64,
+    )
+    yarn = read(rope_parameters=YARN_ROPE).rope
+    assert (yarn.beta_fast, yarn.beta_slow, yarn.truncate) == (32.0, 1.0, True)
+    longrope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    rope = read(rope_parameters=longrope, original_max_position_embeddings=32).rope
+    assert (rope.factor, rope.original_max_position_embeddings, rope.long_factor) == (4.0, 32, (2.0,) * 4)
+    assert read("mixtral").rope.rotary_base == 1e6
+
+
+def test_windows() -> None:
+    assert read("mistral").attention.window_size == 4096
+    assert read("mistral", sliding_window=None).layer_types == ("full", "full")
+    assert read("mistral", sliding_window=7).layer_types == ("sliding", "sliding")
+    assert read("mixtral").attention.window_size is None
+    assert read("qwen2").layer_types == ("full", "full")
+    partly = read("qwen2", use_sliding_window=True, sliding_window=9, max_window_layers=1)
+    assert (partly.layer_types, partly.attention.window_size) == (("full", "sliding"), 9)
+    given = read("qwen3", use_sliding_window=True, layer_types=["sliding_attention", "full_attention"])
+    assert given.layer_types == ("sliding", "full")
+    assert read("qwen3_moe", use_sliding_window=True, sliding_window=5).layer_types == ("sliding", "sliding")
+    with pytest.raises(CheckpointError, match="use_sliding_window is not true"):
+        read("qwen2", layer_types=["sliding_attention", "full_attention"])
+    with pytest.raises(CheckpointError, match="layer type 'chunked_attention'"):
+        read("qwen2", layer_types=["chunked_attention", "full_attention"])
+
+
+def test_experts() -> None:
+    moe = read("qwen3_moe", num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, num_hidden_layers=4).moe
+    assert moe is not None and moe.router.normalize and moe.layers == (0, 1, 2, 3)
+    assert read("qwen3_moe", num_local_experts=16).moe == read("qwen3_moe", num_experts=16).moe
+    every_other = read("qwen3_moe", decoder_sparse_step=2, num_hidden_layers=4, mlp_only_layers=[3])
+    assert every_other.moe is not None and every_other.moe.layers == (1,)
+    with pytest.raises(CheckpointError, match="num_experts = 4 and num_local_experts = 8"):
+        read("qwen3_moe", num_experts=4, num_local_experts=8)
+    loss = read("mixtral", router_aux_loss_coef=0.5, output_router_logits=True).moe
+    assert loss is not None and loss.aux_loss_coeff == 0.5
+    with pytest.raises(CheckpointError, match=r"router_jitter_noise = 0\.1"):
+        read("mixtral", router_jitter_noise=0.1)
+
+
+MODEL = ModelConfig(
+    vocab_size=61,
+    hidden_size=32,
+    num_layers=2,
+    max_position_embeddings=128,
+    attention=AttentionConfig(num_attention_heads=4),
+    mlp=MLPConfig(ffn_hidden_size=48),
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "family", "field"),
+    [
+        (MODEL.replace(residual_multiplier=0.5), "llama", "residual_multiplier = 0.5"),
+        (MODEL.replace(mlp=MLPConfig(ffn_hidden_size=48, gated=False)), "llama", "mlp.gated = False"),
+        (MODEL.replace(attention=MODEL.attention.replace(add_qkv_bias=True)), "llama", "attention.add_output_bias"),
+        (MODEL.replace(attention=MODEL.attention.replace(softcap=50.0)), "qwen2", "attention.add_qkv_bias"),
+        (MODEL.replace(rope=RopeConfig(style="interleaved")), "mistral", "rope.style = 'interleaved'"),
+        (MODEL, "mixtral", "this model: config.json has num_local_experts = None"),
+        (
+            MODEL.replace(
+                moe=MoEConfig(
+                    num_moe_experts=4,
+                    moe_router_topk=2,
+                    moe_ffn_hidden_size=48,
+                    router=RouterConfig(score="sigmoid"),
+                )
+            ),
+            "mixtral",
+            "moe.router.score = 'sigmoid'",
+        ),
+    ],
+)
+def test_what_a_family_cannot_express_is_named(config: ModelConfig, family: str, field: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        FAMILIES[family].write_config(config)
+    assert "cannot express" in str(caught.value) and field in str(caught.value)
+
+
+def test_training_only_fields_do_not_prevent_an_export() -> None:
+    FAMILIES["llama"].write_config(MODEL.replace(hidden_dropout=0.1, init_method_std=0.5))
+
+
+interesting = sorted({name for f in FAMILIES.values() for entry in f.fields for name in entry.names})
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 2**70) | st.floats() | st.sampled_from(["silu", "yarn", ""]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["rope_type", "type", "factor", "rope_theta", "x"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+changes = st.dictionaries(st.sampled_from(interesting), values, max_size=4)
+
+
+def check_config(family: str, fields: dict[str, Any]) -> None:
+    """Only CheckpointError escapes; what is accepted can be written and read again."""
+    try:
+        config = FAMILIES[family].read_config(SMALL | fields)
+    except CheckpointError:
+        return
+    assert FAMILIES[family].read_config(FAMILIES[family].write_config(config)) == config
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.sampled_from(sorted(FAMILIES)), changes)
+def test_any_config(family: str, fields: dict[str, Any]) -> None:
+    check_config(family, fields)
+
+
+@pytest.mark.slow
+@settings(max_examples=10_000, deadline=None)
+@given(st.sampled_from(sorted(FAMILIES)), changes)
+def test_any_config_thoroughly(family: str, fields: dict[str, Any]) -> None:
+    check_config(family, fields)
