@@ -51,10 +51,10 @@ class SharedExperts(nn.Module):
         assert width is not None
         self.mlp = config.mlp
         self.init_method = init_method(config)
-        self.linear_fc1 = make_input_linear(config, width * (2 if config.mlp.gated else 1), False, build, normed=False)
-        self.linear_fc2 = Linear(width, config.hidden_size, False, init_method=output_init_method(config), **build.new)
         self.gate_weight = build.parameter(1, config.hidden_size) if config.moe.shared_expert_gate else None
         self.reset_parameters()
+        self.linear_fc1 = make_input_linear(config, width * (2 if config.mlp.gated else 1), False, build, normed=False)
+        self.linear_fc2 = Linear(width, config.hidden_size, False, init_method=output_init_method(config), **build.new)
 
     def reset_parameters(self) -> None:
         """Initialise the gate anew; the projections have their own."""

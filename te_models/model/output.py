@@ -82,6 +82,7 @@ class RouterLossWeights(ConstantModule):
     def __init__(self, aux_loss_coeff: float, z_loss_coeff: float, device: torch.device | str | None) -> None:
         super().__init__()
         self.values = {"aux_loss_coeff": aux_loss_coeff, "z_loss_coeff": z_loss_coeff}
+        self.computed = {name for name, value in self.values.items() if value > 0}
         self.register_constants(device)
 
     def constants(self, device: torch.device) -> dict[str, Tensor]:
@@ -90,8 +91,9 @@ class RouterLossWeights(ConstantModule):
     def set(self, name: str, value: float) -> None:
         """Change one weight from now on. Raises ValueError if it is negative, or was built as zero: that loss is then
         not computed."""
-        if self.values[name] == 0:
+        if name not in self.computed:
             raise ValueError(f"moe.{name} is 0 in this model's configuration, so that loss is not computed")
         if not value >= 0:
             raise ValueError(f"{name} is {value!r}; allowed: 0 or more")
+        self.values[name] = float(value)
         getattr(self, name).fill_(value)

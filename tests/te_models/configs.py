@@ -1,0 +1,155 @@
+"""Small model configurations and a hypothesis strategy over all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from te_models import (
+    AttentionConfig,
+    EmbeddingConfig,
+    MLPConfig,
+    ModelConfig,
+    MoEConfig,
+    NormConfig,
+    RopeConfig,
+    RouterConfig,
+)
+
+VOCAB = 61
+
+
+def tiny(**changes: Any) -> ModelConfig:
+    """A dense model of two layers, with the named fields changed."""
+    fields: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "num_layers": 2,
+        "max_position_embeddings": 64,
+        "attention": AttentionConfig(num_attention_heads=4, num_query_groups=2),
+        "mlp": MLPConfig(ffn_hidden_size=48),
+        # Large enough that every part moves the logits.
+        "init_method_std": 0.2,
+    }
+    return ModelConfig(**{**fields, **changes})
+
+
+def tiny_moe(router: RouterConfig | None = None, **changes: Any) -> ModelConfig:
+    """A model of two layers of four experts, with the named fields of the mixture changed."""
+    fields: dict[str, Any] = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24}
+    return tiny(moe=MoEConfig(**{**fields, **changes}, router=router or RouterConfig()))
+
+
+VARIANTS: dict[str, ModelConfig] = {
+    "dense": tiny(),
+    "post": tiny(block="post"),
+    "sandwich": tiny(block="sandwich"),
+    "parallel": tiny(block="parallel"),
+    "parallel_shared_norm": tiny(block="parallel_shared_norm"),
+    "layernorm": tiny(norm=NormConfig(normalization="LayerNorm", bias=True)),
+    "norm_without_weight": tiny(norm=NormConfig(normalization="LayerNorm", has_weight=False)),
+    "zero_centered": tiny(norm=NormConfig(layernorm_zero_centered_gamma=True, cast_order="weight_first")),
+    "biases": tiny(
+        attention=AttentionConfig(num_attention_heads=4, add_qkv_bias=True, add_output_bias=True),
+        mlp=MLPConfig(ffn_hidden_size=48, bias=True),
+        embedding=EmbeddingConfig(output_bias=True),
+    ),
+    "qk_head": tiny(attention=AttentionConfig(num_attention_heads=4, num_query_groups=2, qk_layernorm="head")),
+    "qk_full": tiny(attention=AttentionConfig(num_attention_heads=4, num_query_groups=2, qk_layernorm="full")),
+    "qk_after_rope": tiny(
+        attention=AttentionConfig(num_attention_heads=4, qk_layernorm="head", qk_layernorm_after_rope=True)
+    ),
+    "window": tiny(attention=AttentionConfig(num_attention_heads=4, window_size=3)),
+    "mixed_layers": tiny(
+        num_layers=3,
+        attention=AttentionConfig(num_attention_heads=4, window_size=3),
+        layer_types=("sliding", "full", "nope"),
+        rope_sliding=RopeConfig(rotary_base=100.0),
+    ),
+    "softcaps": tiny(
+        attention=AttentionConfig(num_attention_heads=4, num_query_groups=2, softcap=2.0, softmax_scale=0.5),
+        embedding=EmbeddingConfig(logits_softcap=3.0, logits_multiplier=0.5, multiplier="sqrt_hidden_in_weight_dtype"),
+    ),
+    "sinks_clip": tiny(attention=AttentionConfig(num_attention_heads=4, num_query_groups=2, sinks=True, clip_qkv=1.0)),
+    "value_width": tiny(attention=AttentionConfig(num_attention_heads=4, num_query_groups=2, v_head_dim=12)),
+    "multipliers": tiny(residual_multiplier=0.3, embedding=EmbeddingConfig(multiplier=2.0)),
+    "tied": tiny(embedding=EmbeddingConfig(share_embeddings_and_output_weights=True)),
+    "learned_positions": tiny(embedding=EmbeddingConfig(position_embedding_type="learned_absolute")),
+    "no_positions": tiny(embedding=EmbeddingConfig(position_embedding_type="none")),
+    "interleaved_partial": tiny(rope=RopeConfig(style="interleaved", rotary_percent=0.5)),
+    "dynamic_rope": tiny(rope=RopeConfig(scaling="dynamic", factor=2.0)),
+    "ungated": tiny(mlp=MLPConfig(ffn_hidden_size=48, gated=False, activation="squared_relu")),
+    "clamped": tiny(mlp=MLPConfig(ffn_hidden_size=48, clamp=1.0, alpha=1.7, up_offset=1.0)),
+    "moe": tiny_moe(aux_loss_coeff=0.01, z_loss_coeff=0.001),
+    "moe_sigmoid_groups": tiny_moe(
+        RouterConfig(
+            score="sigmoid", expert_bias=True, num_groups=2, topk_groups=1, scaling_factor=2.5, dtype="float32"
+        )
+    ),
+    "moe_shared": tiny_moe(shared_expert_intermediate_size=40, shared_expert_gate=True, layers=(1,)),
+    "moe_biases": tiny_moe(RouterConfig(linear_bias=True, score_after_topk=True), bias=True),
+    "moe_sandwich": tiny_moe().replace(block="sandwich"),
+    "moe_parallel": tiny_moe().replace(block="parallel"),
+}
+
+
+def token_ids(batch: int, length: int, seed: int = 0) -> torch.Tensor:
+    """Random tokens, [batch, length]."""
+    return torch.randint(0, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+@st.composite
+def model_configs(draw: st.DrawFn) -> ModelConfig:
+    """Any consistent configuration, supported by the model or not."""
+    number = st.floats(1e-6, 1e6, allow_nan=False)
+    heads = draw(st.integers(1, 4))
+    attention = AttentionConfig(
+        num_attention_heads=heads,
+        num_query_groups=draw(st.sampled_from([None, 1, heads])),
+        kv_channels=draw(st.sampled_from([8, 16])),
+        add_qkv_bias=draw(st.booleans()),
+        qk_layernorm=draw(st.sampled_from(["none", "head", "full", "l2"])),
+        softmax_scale=draw(st.none() | number),
+        softcap=draw(st.none() | number),
+        window_size=draw(st.none() | st.integers(1, 9)),
+        temperature_tuning=draw(st.none() | st.tuples(number, number)),
+        attention_dropout=draw(st.floats(0, 0.9)),
+    )
+    rope = draw(
+        st.sampled_from(
+            [
+                RopeConfig(),
+                RopeConfig(style="interleaved", rotary_percent=0.5),
+                RopeConfig(scaling="linear", factor=4.0),
+                RopeConfig(scaling="yarn", factor=4.0, truncate=False, mscale=0.7),
+                RopeConfig(scaling="longrope", short_factor=(1.0, 2.0), long_factor=(3.0, 4.5)),
+            ]
+        )
+    )
+    layers = draw(st.integers(1, 3))
+    moe = None
+    if draw(st.booleans()):
+        moe = MoEConfig(
+            num_moe_experts=4,
+            moe_router_topk=draw(st.integers(1, 4)),
+            moe_ffn_hidden_size=8,
+            layers=draw(st.none() | st.just(()) | st.just((layers - 1,))),
+            shared_expert_intermediate_size=draw(st.none() | st.integers(1, 9)),
+            aux_loss_coeff=draw(st.floats(0, 1)),
+            router=RouterConfig(score=draw(st.sampled_from(["softmax", "sigmoid"])), scaling_factor=draw(number)),
+        )
+    return ModelConfig(
+        vocab_size=draw(st.integers(1, 99)),
+        hidden_size=draw(st.integers(1, 99)),
+        num_layers=layers,
+        max_position_embeddings=draw(st.integers(1, 99)),
+        attention=attention,
+        mlp=MLPConfig(ffn_hidden_size=draw(st.integers(1, 99)), clamp=draw(st.none() | number)),
+        rope=rope,
+        moe=moe,
+        embedding=EmbeddingConfig(multiplier=draw(st.just("sqrt_hidden_in_weight_dtype") | number)),
+        block=draw(st.sampled_from(["pre", "post", "sandwich", "parallel", "parallel_shared_norm"])),
+        residual_multiplier=draw(number),
+    )

@@ -1,0 +1,117 @@
+"""ModelConfig: exact round trips, defaults that depend on other fields, and refusals that name the field."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given, settings
+
+from te_models import (
+    AttentionConfig,
+    ConfigError,
+    EmbeddingConfig,
+    MLAConfig,
+    MLPConfig,
+    ModelConfig,
+    MoEConfig,
+    NormConfig,
+    RopeConfig,
+    RouterConfig,
+)
+from tests.te_models.configs import VARIANTS, model_configs, tiny, tiny_moe
+
+
+@settings(deadline=None, max_examples=100)
+@given(model_configs())
+def test_json_round_trip_is_exact(config: ModelConfig) -> None:
+    again = ModelConfig.from_json(config.to_json())
+    assert again == config
+    assert hash(again) == hash(config)
+    assert again.to_json() == config.to_json()
+    assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_configs_are_values() -> None:
+    config = tiny()
+    assert config == tiny()
+    assert len({*VARIANTS.values()}) == len(VARIANTS)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.num_layers = 3
+    assert config.replace(num_layers=2) == config
+
+
+def test_dependent_defaults() -> None:
+    config = tiny(num_layers=3)
+    assert config.attention.kv_channels == 8
+    assert config.layer_types == ("full",) * 3
+    assert AttentionConfig(num_attention_heads=4).num_query_groups == 4
+    windowed = tiny(attention=AttentionConfig(num_attention_heads=4, window_size=5))
+    assert windowed.layer_types == ("sliding",) * 2
+    assert tiny_moe().moe.layers == (0, 1)
+    mixed = tiny_moe(layers=(1,))
+    assert [mixed.is_moe_layer(i) for i in range(2)] == [False, True]
+    assert not tiny().is_moe_layer(0)
+
+
+def test_rope_of_each_layer() -> None:
+    config = VARIANTS["mixed_layers"]
+    assert config.rope_of(0) == config.rope_sliding
+    assert config.rope_of(1) == config.rope
+    assert config.rope_of(2) is None
+    assert VARIANTS["no_positions"].rope_of(0) is None
+
+
+def test_lists_become_tuples_and_integers_become_floats() -> None:
+    config = tiny(layer_types=["full", "nope"], residual_multiplier=1)
+    assert config.layer_types == ("full", "nope")
+    assert type(config.residual_multiplier) is float
+
+
+@pytest.mark.parametrize(
+    ("build", "says"),
+    [
+        (lambda: tiny(vocab_size=0), "vocab_size is 0"),
+        (lambda: tiny(num_layers=True), "ModelConfig.num_layers is True; allowed: an integer"),
+        (lambda: tiny(hidden_size=32.0), "ModelConfig.hidden_size is 32.0; allowed: an integer"),
+        (lambda: tiny(block="prenorm"), "ModelConfig.block is 'prenorm'; allowed: 'pre', 'post'"),
+        (lambda: tiny(hidden_size=30), "attention.kv_channels is None; allowed: an explicit head dimension"),
+        (lambda: tiny(layer_types=("full",)), "layer_types .* one entry for each of the 2 layers"),
+        (lambda: tiny(layer_types=("full", "sliding")), "attention.window_size is None"),
+        (lambda: tiny(layer_types=("full", "chunked")), "attention.chunk_size is None"),
+        (lambda: tiny(layer_types=("full", "local")), r"layer_types\[1\] is 'local'"),
+        (lambda: tiny(rope=RopeConfig(rotary_percent=0.9)), "rope.rotary_percent is 0.9"),
+        (lambda: tiny(mlp={"ffn_hidden_size": 4, "gate": True}), "MLPConfig has no field 'gate'"),
+        (lambda: tiny(mlp={}), "MLPConfig needs the field 'ffn_hidden_size'"),
+        (lambda: tiny(mlp=None), "ModelConfig.mlp is None"),
+        (lambda: tiny(residual_multiplier=float("nan")), "residual_multiplier is nan; allowed: a finite number"),
+        (lambda: AttentionConfig(num_attention_heads=4, num_query_groups=3), "attention.num_query_groups is 3"),
+        (lambda: AttentionConfig(num_attention_heads=4, softcap=0), "attention.softcap is 0.0"),
+        (lambda: AttentionConfig(num_attention_heads=4, temperature_tuning=(1.0,)), "temperature_tuning"),
+        (lambda: AttentionConfig(num_attention_heads=4, attention_dropout=1.0), "attention_dropout is 1.0"),
+        (lambda: MLAConfig(kv_lora_rank=0), "mla.kv_lora_rank is 0"),
+        (lambda: NormConfig(layernorm_epsilon=0), "norm.layernorm_epsilon is 0.0"),
+        (lambda: NormConfig(bias=True), "norm.bias is True; allowed: false with RMSNorm"),
+        (lambda: NormConfig(normalization="LayerNorm", bias=True, has_weight=False), "norm.bias is True"),
+        (lambda: RopeConfig(scaling="linear"), "rope.factor is None; allowed: a value"),
+        (lambda: RopeConfig(factor=2.0), "rope.factor is 2.0; allowed: null, because rope.scaling is 'none'"),
+        (lambda: RopeConfig(scaling="ntk"), "RopeConfig.scaling is 'ntk'"),
+        (lambda: MLPConfig(ffn_hidden_size=4, activation="swish"), "MLPConfig.activation is 'swish'"),
+        (lambda: MLPConfig(ffn_hidden_size=4, clamp=-1.0), "mlp.clamp is -1.0"),
+        (lambda: RouterConfig(num_groups=2), "router.topk_groups is None"),
+        (lambda: RouterConfig(num_groups=2, topk_groups=3), "router.topk_groups is 3; allowed: 1..num_groups = 2"),
+        (lambda: tiny_moe(moe_router_topk=5), "moe.moe_router_topk is 5; allowed: 1..num_moe_experts = 4"),
+        (lambda: tiny_moe(layers=(1, 0)), "moe.layers"),
+        (lambda: tiny_moe(layers=(2,)), "moe.layers"),
+        (lambda: tiny_moe(shared_expert_gate=True), "moe.shared_expert_gate is True"),
+        (lambda: tiny_moe(RouterConfig(num_groups=3, topk_groups=1)), "router.num_groups is 3"),
+        (lambda: EmbeddingConfig(multiplier="sqrt"), "EmbeddingConfig.multiplier is 'sqrt'"),
+        (lambda: ModelConfig.from_json("{"), "not valid JSON"),
+        (lambda: ModelConfig.from_json("[]"), r"ModelConfig is \[\]"),
+        (lambda: MoEConfig.from_dict({"num_moe_experts": 4}), "MoEConfig needs the field 'moe_router_topk'"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_name(build, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        build()
