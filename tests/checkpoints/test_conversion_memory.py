@@ -1,0 +1,90 @@
+"""Memory of conversions: far below the model, for models ten times larger than their largest tensor."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from te_models.checkpoints import FAMILIES, inspect
+from te_models.checkpoints.plan import Output, Plan
+from te_models.checkpoints.writer import header_bytes, split_shards
+
+CHILD = Path(__file__).with_name("memory_child.py")
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {
+        "model_type": "llama",
+        "vocab_size": 12288,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+    },
+    "moe": {
+        "model_type": "mixtral",
+        "vocab_size": 4096,
+        "hidden_size": 768,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_local_experts": 8,
+    },
+}
+
+
+def make_sparse_folder(folder: Path, config: dict[str, Any]) -> None:
+    """Make a Hugging Face folder of zeros whose data takes no disk space (a file with a hole)."""
+    family = FAMILIES[config["model_type"]]
+    namespace = family.namespace(family.read_config(config))
+    plan = Plan(tuple(Output(name, "BF16", stored.shape) for name, stored in namespace.stored.items()))
+    (shard,) = split_shards(plan, 10**12)
+    folder.mkdir()
+    header = header_bytes(shard)
+    (folder / shard.file).write_bytes(header)
+    os.truncate(folder / shard.file, len(header) + plan.total_bytes)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def largest_and_total(folder: Path) -> tuple[int, int]:
+    found = inspect(folder)
+    widths = {"BF16": 2, "F32": 4, "F8_E4M3": 1, "U8": 1}
+    sizes = [widths[dtype] * math.prod(shape) for dtype, shape in found.tensors.values()]
+    return max(sizes), sum(sizes)
+
+
+def peak_of(verb: str, source: Path, destination: Path, **options: Any) -> int:
+    command = [sys.executable, str(CHILD), verb, str(source), str(destination), json.dumps(options)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert result.returncode == 0, result.stderr
+    values = json.loads(result.stdout)
+    assert values["samples"] > 20, "the peak was not sampled"
+    return values["peak"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="anonymous memory is read from Linux's /proc")
+@pytest.mark.parametrize("model", MODELS)
+def test_import_and_export_stay_below_the_largest_tensor(tmp_path: Path, model: str) -> None:
+    make_sparse_folder(tmp_path / "hf", MODELS[model])
+    steps = [("import_hf", "hf", "ours", {}), ("export_hf", "ours", "back", {})]
+    if model == "moe":
+        steps += [
+            ("relayout", "ours", "split", {"layout": "per-gemm"}),
+            ("import_hf", "hf", "wide", {"dtype": "float32"}),
+        ]
+    for verb, source, destination, options in steps:
+        peak = peak_of(verb, tmp_path / source, tmp_path / destination, **options)
+        # "ours" has the largest tensor of all: the grouped experts, or the embedding
+        largest, total = largest_and_total(tmp_path / "ours")
+        assert total > 9.9 * largest, "the model is ten times larger than its largest tensor"
+        assert peak < largest + (64 << 20), f"{verb} took {peak >> 20} MiB"
+        assert peak < 64 << 20, f"{verb} took {peak >> 20} MiB, although it streams parts of tensors"
+        if destination != "ours":
+            shutil.rmtree(tmp_path / destination)

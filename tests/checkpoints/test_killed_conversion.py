@@ -1,0 +1,143 @@
+"""Interrupted conversions: nothing half-written under the final name, and the previous result survives."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from te_models.checkpoints import CheckpointError, atomic, import_hf, verify
+from te_models.checkpoints.atomic import new_folder
+from tests.checkpoints.hf_cases import HFFolder
+
+CHILD = Path(__file__).with_name("kill_child.py")
+
+
+@pytest.mark.parametrize("moments", ["quick", pytest.param("thorough", marks=pytest.mark.slow)])
+def test_sigkill_at_any_moment(hf_folder: HFFolder, tmp_path: Path, moments: str) -> None:
+    old, new = hf_folder("llama"), hf_folder("mistral-full")
+    command = [sys.executable, str(CHILD), str(old), str(new), str(tmp_path / "work"), moments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert result.returncode == 0, result.stderr
+    reports = json.loads(result.stdout)
+    for report in reports:
+        allowed = {"old", "new"} if report["existing"] else {"absent", "new"}
+        assert report["state"] in allowed, report
+        if report["moment"][0] == "bytes":
+            assert report["came"] and report["state"] == ("old" if report["existing"] else "absent"), report
+            assert len(report["partial"]) == 1, report
+        if not report["came"]:
+            assert report["state"] == "new" and not report["partial"], report
+        assert report["after"] == "new" and not report["left"], "the next run works and cleans up"
+    came = [r for r in reports if r["came"]]
+    assert len(came) >= (80 if moments == "thorough" else 16)
+    swapped = [r for r in came if r["existing"] and r["state"] == "new"]
+    assert swapped, "one of the moments lies between the exchange of names and the removal of the old folder"
+
+
+def test_an_exception_leaves_nothing(hf_folder: HFFolder, tmp_path: Path) -> None:
+    source = hf_folder("llama")
+
+    def interrupt(done: int, total: int) -> None:
+        if done > total / 2:
+            raise KeyboardInterrupt
+
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(KeyboardInterrupt):
+        import_hf(source, tmp_path / "new" / "ours", progress=interrupt)
+    assert sorted(tmp_path.rglob("*")) == before
+    import_hf(source, tmp_path / "ours")
+    manifest = (tmp_path / "ours/manifest.json").read_bytes()
+    with pytest.raises(KeyboardInterrupt):
+        import_hf(source, tmp_path / "ours", dtype="float32", overwrite=True, progress=interrupt)
+    assert (tmp_path / "ours/manifest.json").read_bytes() == manifest
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf-llama", "ours"]
+
+
+def test_existing_destinations(hf_folder: HFFolder, tmp_path: Path) -> None:
+    source = hf_folder("llama")
+    (tmp_path / "file").write_text("precious")
+    with pytest.raises(CheckpointError, match="exists and is not a folder"):
+        import_hf(source, tmp_path / "file", overwrite=True)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/precious").write_text("x")
+    with pytest.raises(CheckpointError, match="choose another destination or pass overwrite"):
+        import_hf(source, tmp_path / "full")
+    assert (tmp_path / "full/precious").exists()
+    (tmp_path / "link").symlink_to("full")
+    with pytest.raises(CheckpointError, match="exists and is not a folder"):
+        import_hf(source, tmp_path / "link", overwrite=True)
+    (tmp_path / "empty").mkdir()
+    import_hf(source, tmp_path / "empty")
+    assert verify(source, tmp_path / "empty").equal
+
+
+def test_converting_in_place_replaces_the_source_at_the_end(hf_folder: HFFolder, tmp_path: Path) -> None:
+    source = hf_folder("llama")
+    import_hf(source, source, overwrite=True)
+    assert (source / "manifest.json").exists()
+    assert verify(source, hf_folder_copy(hf_folder, tmp_path)).equal
+
+
+def hf_folder_copy(hf_folder: HFFolder, tmp_path: Path) -> Path:
+    (tmp_path / "hf-llama").rename(tmp_path / "converted")
+    fresh = hf_folder("llama")
+    fresh.rename(tmp_path / "fresh")
+    (tmp_path / "converted").rename(tmp_path / "hf-llama")
+    return tmp_path / "fresh"
+
+
+def test_two_runs_to_one_destination_do_not_remove_each_other_s_work(tmp_path: Path) -> None:
+    with new_folder(tmp_path / "out", overwrite=False) as first:
+        (first / "a").write_text("1")
+        with new_folder(tmp_path / "out", overwrite=True) as second:
+            assert first.exists() and second != first
+            (second / "b").write_text("2")
+        with pytest.raises(CheckpointError, match="exists"):
+            atomic.check_destination(tmp_path / "out", overwrite=False)
+        (tmp_path / "out/b").unlink()  # let the outer run find an empty folder
+    assert [p.name for p in tmp_path.rglob("*")] == ["out", "a"]
+
+
+def test_a_destination_that_appears_meanwhile_is_kept(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="exists"), new_folder(tmp_path / "out", overwrite=False):
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out/precious").write_text("x")
+    assert [p.name for p in tmp_path.rglob("*")] == ["out", "precious"]
+
+
+def test_without_exchange_two_renames_do(hf_folder: HFFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Systems that cannot exchange names in one step still never lose the old folder before the new one is complete."""
+    monkeypatch.setattr(atomic, "_exchange", lambda a, b: False)
+    source = hf_folder("llama")
+    import_hf(source, tmp_path / "ours")
+    import_hf(source, tmp_path / "ours", dtype="float32", overwrite=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf-llama", "ours"]
+
+
+def test_a_disk_that_is_too_small_is_noticed_first(
+    hf_folder: HFFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = hf_folder("llama")
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr(atomic.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(CheckpointError, match=r"needs 0\.00 GB and its disk has 0\.00 GB free"):
+        import_hf(source, tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+
+
+def test_a_full_disk_is_reported(hf_folder: HFFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    source = hf_folder("llama")
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(CheckpointError, match=r"writing .* failed: No space left on device"):
+        import_hf(source, tmp_path / "ours")
+    monkeypatch.undo()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf-llama"]
