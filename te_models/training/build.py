@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-import te_models
 from te_models.layers import QuantizedTensor, quantized_model_init, recipe
 
 from ..config import ConfigError, ModelConfig
+from ..model import GPTModel
 from .build_data import build_dataset
 from .config import DataConfig, TrainConfig
 from .data import DataError, TokenDataset, read_meta
@@ -28,20 +28,18 @@ def resolve_device(name: str) -> str:
     return ("cuda" if available else "cpu") if name == "auto" else name
 
 
-def build_model(config: TrainConfig, device: str, checkpoint: Path | None) -> te_models.GPTModel:
+def build_model(config: TrainConfig, device: str, checkpoint: Path | None) -> GPTModel:
     """Return the model of a checkpoint, of `model.path`, or a random one from the run's seed."""
     precision = config.precision
     weights = recipe(precision.recipe) if precision.quantized_weights else None
     path = checkpoint / "model" if checkpoint is not None else config.model.path
     dtype, layout = DTYPES[precision.dtype], config.model.expert_layout
     if path is not None:
-        return te_models.GPTModel.from_pretrained(
-            path, dtype=dtype, device=device, recipe=weights, expert_layout=layout
-        )
+        return GPTModel.from_pretrained(path, dtype=dtype, device=device, recipe=weights, expert_layout=layout)
     torch.manual_seed(derive_seed(config.seed, "initial weights"))
     init = contextlib.nullcontext() if weights is None else quantized_model_init(enabled=True, recipe=weights)
     with init:
-        return te_models.GPTModel(read_model_config(config), params_dtype=dtype, device=device, expert_layout=layout)
+        return GPTModel(read_model_config(config), params_dtype=dtype, device=device, expert_layout=layout)
 
 
 def read_model_config(config: TrainConfig) -> ModelConfig:

@@ -93,7 +93,9 @@ def _run(config: TrainConfig, device: str, ranks: Ranks) -> TrainResult:
     validation = (
         validation_batches(config, Windows(dataset, S, "validation", fraction, config.seed), ranks) if fraction else []
     )
-    loss_function = make_loss_function(model, config.precision, device, compiled=config.compile)
+    loss_function = make_loss_function(
+        model, config.precision, device, compiled=config.compile, scope=config.compile_scope
+    )
 
     # Files and progress: rank 0 only.
     output_dir.mkdir(parents=True, exist_ok=True)

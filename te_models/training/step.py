@@ -13,11 +13,14 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from te_models.layers import autocast, recipe
 
+from ..compilation import compile_model
+from ..model import GPTModel
 from .config import PrecisionConfig
 from .distributed import Ranks, average_gradients, mean_over_ranks
 from .optimizer import Optimizer
@@ -53,11 +56,17 @@ def compute_precision(precision: PrecisionConfig, device: str) -> Iterator[None]
 
 
 def make_loss_function(
-    model: torch.nn.Module, precision: PrecisionConfig, device: str, *, compiled: bool
+    model: GPTModel,
+    precision: PrecisionConfig,
+    device: str,
+    *,
+    compiled: bool,
+    scope: Literal["model", "layers"] = "model",
 ) -> LossFunction:
     """Return `f(input_ids [B, S]) -> (loss to minimise, auxiliary part of it)`, both float32 scalars.
 
-    Compiled, it is one graph: anything that would break the graph is an error.
+    Compiled, it is one graph; with scope "layers", one graph per kind of layer and the rest eager. Anything that would
+    break a graph is an error.
     """
 
     def loss_function(input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,7 +74,11 @@ def make_loss_function(
         aux_loss = torch.zeros_like(output.loss) if output.aux_loss is None else output.aux_loss
         return output.loss, aux_loss.detach()
 
-    function = torch.compile(loss_function, fullgraph=True, dynamic=False) if compiled else loss_function
+    function = loss_function
+    if compiled and scope == "layers":
+        compile_model(model, scope="layers", dynamic=False)
+    elif compiled:
+        function = torch.compile(loss_function, fullgraph=True, dynamic=False)
 
     def with_precision(input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         with compute_precision(precision, device):

@@ -1,0 +1,58 @@
+"""`compile_scope = "layers"`: one graph that all equal layers share, the same numbers as eager."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from te_models import GPTModel, compilation
+from te_models.training import PrecisionConfig
+from te_models.training.step import make_loss_function
+from tests.training.runs import curve, tiny_model, tiny_run
+
+# Tracing a layer, whose input is not a leaf, Dynamo looks at the input's `.grad`; torch warns of that access.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> None:
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("recipe", ["none", "mxfp8"])
+def test_layers_share_one_graph_and_compute_what_eager_does(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    plain = compilation.compile_model
+    monkeypatch.setattr(
+        "te_models.training.step.compile_model", lambda model, **options: plain(model, **options, backend=counter)
+    )
+    torch.manual_seed(0)
+    models = [GPTModel(tiny_model(moe=True, layers=4), params_dtype=torch.float32) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    ids = torch.randint(0, 257, (2, 32))
+    precision = PrecisionConfig(dtype="fp32", recipe=recipe)
+    losses = []
+    for model, compiled in zip(models, (False, True), strict=True):
+        function = make_loss_function(model.train(), precision, "cpu", compiled=compiled, scope="layers")
+        loss, _ = function(ids)
+        loss.backward()
+        losses.append(loss.detach())
+    assert counter.frame_count == 1
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
+    for (name, eager), compiled in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(compiled.grad, eager.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_a_run_accepts_the_scope(tmp_path: Path) -> None:
+    """Really compiled: the losses are those of the eager run."""
+    from te_models.training import train
+
+    eager, layers = tiny_run(tmp_path, "eager", steps=2), tiny_run(tmp_path, "layers", steps=2, compile=True)
+    layers = layers.replace(compile_scope="layers")
+    train(eager)
+    train(layers)
+    for a, b in zip(curve(eager), curve(layers), strict=True):
+        assert b[1] == pytest.approx(a[1], rel=1e-5)
