@@ -63,7 +63,7 @@ def _rows_operand(quantizer: Quantizer, x: Tensor, usage: Usage, rows: RowGroups
         return quantizer.operand(x, usage, dtype)
     scale = quantizer.scale(rows.amax(x))
     data = q.quantize_per_tensor(x, rows.per_row(scale)[:, None], quantizer.fp8_dtype)
-    return Operand(data.to(quantizer.gemm_dtype(dtype)), torch.div(torch.ones_like(scale), scale))
+    return Operand(data.float().to(quantizer.gemm_dtype(dtype)), torch.div(torch.ones_like(scale), scale))
 
 
 def _weights_operand(weights: tuple[Tensor, ...], recipe: Recipe, usage: Usage, dtype: torch.dtype) -> Operand:

@@ -21,6 +21,16 @@ _EXPONENT_MASK = 0x7F800000
 _MANTISSA_MASK = 0x007FFFFF
 
 
+def _once(values: Tensor) -> Tensor:
+    """Return `values`, computed once per block and not again for each of the block's elements.
+
+    Inductor inlines cheap element-wise producers into their consumers, here a division or a dozen integer operations
+    into a loop over every element (measured on CPU: 31 ms against 4 ms for 32x1 blocks of 1024 x 4096). It never
+    inlines through a strided view of a buffer.
+    """
+    return torch.as_strided(values, values.size(), values.stride())
+
+
 def scale_from_amax(
     amax: Tensor,
     fp8_dtype: torch.dtype,
@@ -112,22 +122,22 @@ def quantize_blockwise(
     if x.numel() == 0:
         shape = (*x.shape[:-2], -(-x.shape[-2] // block[0]), -(-x.shape[-1] // block[1]))
         return x.to(fp8_dtype), x.new_empty(shape, dtype=torch.uint8 if scale_kind == "e8m0" else torch.float32)
-    amax = blockwise_amax(x, block)
+    amax = _once(blockwise_amax(x, block))
     if scale_kind == "e8m0":
-        stored = e8m0_from_amax(amax, fp8_dtype)
+        stored = _once(e8m0_from_amax(amax, fp8_dtype))
         scale = _e8m0_inverse(stored)
     else:
         overflow = torch.finfo(x.dtype).max
         scale = scale_from_amax(amax, fp8_dtype, pow2=scale_kind == "pow2", epsilon=epsilon, overflow=overflow)
-        stored = torch.div(torch.ones_like(scale), scale)
-    return quantize_per_tensor(x, _per_element(scale, block, *x.shape[-2:]), fp8_dtype), stored
+        stored = _once(torch.div(torch.ones_like(scale), scale))
+    return quantize_per_tensor(x, _per_element(_once(scale), block, *x.shape[-2:]), fp8_dtype), stored
 
 
 def dequantize_blockwise(data: Tensor, stored: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """Return data * scale in `dtype`. data: [..., R, C] FP8; stored: its scales, float32 or uint8 exponents."""
     if data.numel() == 0:
         return data.to(dtype)
-    scale_inv = e8m0_to_float(stored) if stored.dtype == torch.uint8 else stored
+    scale_inv = _once(e8m0_to_float(stored)) if stored.dtype == torch.uint8 else stored
     return (data.float() * _per_element(scale_inv, block, *data.shape[-2:])).to(dtype)
 
 
