@@ -10,8 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import struct
 
 import torch
+
+_PYTHON_STATE = struct.Struct("<I625I?d")
+"""`random.getstate()`: version, the Mersenne twister's numbers and index, the spare Gaussian if there is one."""
 
 
 def derive_seed(seed: int, *labels: str | int) -> int:
@@ -27,8 +31,12 @@ def seed_all(seed: int) -> None:
 
 
 def random_state() -> dict[str, torch.Tensor]:
-    """Return the generators' states as uint8 tensors: `python`, `torch` and, with an accelerator, `cuda`."""
-    python = bytearray(json.dumps(random.getstate()).encode())
+    """Return the generators' states as uint8 tensors: `python`, `torch` and, with an accelerator, `cuda`.
+
+    Their sizes are constant, so that ranks can exchange them.
+    """
+    version, numbers, gauss = random.getstate()
+    python = bytearray(_PYTHON_STATE.pack(version, *numbers, gauss is not None, gauss or 0.0))
     states = {"python": torch.frombuffer(python, dtype=torch.uint8), "torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -37,8 +45,8 @@ def random_state() -> dict[str, torch.Tensor]:
 
 def restore_random_state(states: dict[str, torch.Tensor]) -> None:
     """Undo `random_state`."""
-    version, numbers, gauss = json.loads(bytes(states["python"].tolist()))
-    random.setstate((version, tuple(numbers), gauss))
+    version, *numbers, has_gauss, gauss = _PYTHON_STATE.unpack(bytes(states["python"].tolist()))
+    random.setstate((version, tuple(numbers), gauss if has_gauss else None))
     torch.set_rng_state(states["torch"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])

@@ -7,43 +7,64 @@ import pytest
 import torch
 
 import te_models
-from te_models.training import DataConfig, PrecisionConfig, ScheduleConfig, read_metrics, train
+from te_models.training import CheckpointConfig, DataConfig, PrecisionConfig, ScheduleConfig, TokenDataset, train
+from te_models.training import read_metrics as rows_of
 from tests.training.runs import TEXT, tiny_run
 
-UNIFORM = math.log(257)
-FORMATS = [
+EVERY_TIME = [("bf16", "none", False), ("bf16", "current", False), ("bf16", "block", False), ("bf16", "mxfp8", False)]
+AT_LENGTH = [
     ("fp32", "none", False),
-    ("bf16", "none", False),
     ("bf16-mixed", "none", False),
-    ("bf16", "current", False),
-    ("bf16", "block", False),
-    ("bf16", "mxfp8", False),
     ("bf16-mixed", "mxfp8", False),
-    ("bf16", "mxfp8", True),
     ("bf16", "current", True),
     ("bf16", "block", True),
+    ("bf16", "mxfp8", True),
+]
+CASES = [
+    *(
+        pytest.param(*case, moe, id=f"{case[0]}-{case[1]}-{'moe' if moe else 'dense'}")
+        for case in EVERY_TIME
+        for moe in (False, True)
+    ),
+    *(
+        pytest.param(*case, moe, id="-".join(map(str, (*case, "moe" if moe else "dense"))), marks=pytest.mark.slow)
+        for case in AT_LENGTH
+        for moe in (False, True)
+    ),
 ]
 
 
-@pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
-@pytest.mark.parametrize(("dtype", "recipe", "quantized"), FORMATS)
+@pytest.mark.parametrize(("dtype", "recipe", "quantized", "moe"), CASES)
 def test_the_loss_falls(tmp_path: Path, dtype: str, recipe: str, quantized: bool, moe: bool) -> None:
-    """From 5.55 nats, a guess, to below 3.1: less than the entropy of single bytes of this text, 3.3."""
+    """From a guess (the logarithm of the vocabulary) to well below the entropy of single bytes, on held-out text."""
     config = tiny_run(
         tmp_path,
         moe=moe,
-        steps=60,
+        steps=50,
         data=DataConfig(
-            path=str(tmp_path / "data"), text=(TEXT,), tokenizer="bytes", sequence_length=64, micro_batch_size=8
+            path=str(tmp_path / "data"),
+            text=(TEXT,),
+            tokenizer="bytes",
+            sequence_length=64,
+            micro_batch_size=4,
+            validation_fraction=0.1,
         ),
         schedule=ScheduleConfig(kind="wsd", warmup_steps=5, decay_steps=15),
         precision=PrecisionConfig(dtype=dtype, recipe=recipe, quantized_weights=quantized),
+        checkpoint=CheckpointConfig(every=0),
     )
-    config = config.replace(optimizer=config.optimizer.replace(lr=1e-2))
-    result = train(config)
-    losses = [row["loss"] for row in read_metrics(result.metrics_file)]
-    assert losses[0] == pytest.approx(UNIFORM, rel=0.05)
-    assert sum(losses[-5:]) / 5 < 3.1
-    assert result.validation_loss is not None and result.validation_loss < 3.4
+    result = train(config.replace(optimizer=config.optimizer.replace(lr=1e-2)))
+    losses = [row["loss"] for row in rows_of(result.metrics_file)]
+    assert losses[0] == pytest.approx(math.log(257), rel=0.03)
+    assert sum(losses[-10:]) / 10 < losses[0] - 2.0
+    assert result.validation_loss is not None
+    assert result.validation_loss < single_byte_entropy(tmp_path / "data") - 0.2
     model = te_models.GPTModel.from_pretrained(result.model_dir)
-    assert all(bool(torch.isfinite(p.float()).all()) for p in model.parameters())
+    assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
+
+
+def single_byte_entropy(data: Path) -> float:
+    """The loss in nats of the best model that ignores context."""
+    counts = torch.bincount(TokenDataset.open(data).tokens.to(torch.int64)).double()
+    p = counts[counts > 0] / counts.sum()
+    return float(-(p * p.log()).sum())

@@ -1,0 +1,91 @@
+"""Compiled runs: one graph for the whole run, the same numbers as eager within rounding, and bitwise resume."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from te_models.training import (
+    CheckpointConfig,
+    EvaluationConfig,
+    ModelSource,
+    OptimizerConfig,
+    PrecisionConfig,
+    ScheduleConfig,
+    TrainConfig,
+    latest_checkpoint,
+    train,
+)
+from tests.training.child import run_until_killed
+from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_model, tiny_run
+
+RECIPES = ("none", "current", "block", "mxfp8")
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled_run(tmp_path: Path, recipe: str, moe: bool) -> TrainConfig:
+    return tiny_run(
+        tmp_path,
+        "compiled",
+        steps=4,
+        compile=True,
+        model=ModelSource(config=tiny_model(moe=moe, layers=1)),
+        precision=PrecisionConfig(dtype="bf16", recipe=recipe),
+        schedule=ScheduleConfig(kind="cosine", warmup_steps=2),
+        optimizer=OptimizerConfig(lr=1e-3),
+        checkpoint=CheckpointConfig(every=2),
+    )
+
+
+def assert_near_eager(config: TrainConfig, tmp_path: Path, recipe: str) -> None:
+    eager = config.replace(output_dir=str(tmp_path / "eager"), compile=False)
+    train(eager)
+    for (step, loss, _, lr, *_), (_, expected, _, expected_lr, *_) in zip(curve(config), curve(eager), strict=True):
+        assert lr == expected_lr
+        # A rounding to bf16 (or FP8) may fall the other way where the compiler keeps float32 between two operations.
+        assert loss == pytest.approx(expected, rel=2**-9 if recipe == "none" else 2**-7), f"step {step}"
+
+
+def test_one_graph_serves_a_run_that_is_killed_and_resumed(tmp_path: Path) -> None:
+    """Learning rate, tokens per expert, data and step change all the time, and nothing is compiled again."""
+    config = compiled_run(tmp_path, "mxfp8", moe=True)
+    train(config)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+    assert_near_eager(config, tmp_path, "mxfp8")
+
+    interrupted = config.replace(output_dir=str(tmp_path / "interrupted"))
+    run_until_killed(interrupted, "step", 3)
+    train(interrupted)
+    assert curve(interrupted) == curve(config)
+    one, two = Path(config.output_dir), Path(interrupted.output_dir)
+    assert_same_bits(tensors_under(latest_checkpoint(two)), tensors_under(latest_checkpoint(one)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_training_and_evaluation_are_one_graph_each(tmp_path: Path, recipe: str, moe: bool) -> None:
+    config = compiled_run(tmp_path, recipe, moe).replace(evaluation=EvaluationConfig(every=2, batches=1))
+    train(config)
+    assert counters["stats"]["unique_graphs"] == 2
+    assert not counters["graph_break"]
+    assert_near_eager(config, tmp_path, recipe)
+
+
+@pytest.mark.slow
+def test_layers_compiled_one_by_one_share_their_graph(tmp_path: Path) -> None:
+    config = compiled_run(tmp_path, "none", moe=True)
+    config = config.replace(model=ModelSource(config=tiny_model(moe=True, layers=3)), compile_scope="layers")
+    train(config)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert_near_eager(config, tmp_path, "none")

@@ -1,0 +1,75 @@
+"""Two processes with gloo train as one does with twice the accumulation, and resume bitwise."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from te_models.training import TrainConfig, train
+from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_run
+
+SCRIPT = """
+import sys, torch, torch.distributed as dist
+from pathlib import Path
+from te_models.training import TrainConfig, train
+torch.set_num_threads(1)
+train(TrainConfig.from_json(Path(sys.argv[1]).read_text()))
+dist.destroy_process_group()
+"""
+
+
+def train_on_two_ranks(config: TrainConfig, tmp_path: Path) -> None:
+    """Start two processes with the environment that torchrun gives them."""
+    file, script = tmp_path / "config.json", tmp_path / "ranks.py"
+    file.write_text(config.to_json())
+    script.write_text(SCRIPT)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(file)],
+            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        _, errors = rank.communicate(timeout=120)
+        assert rank.returncode == 0, errors
+
+
+def test_two_ranks_equal_one_and_resume(tmp_path: Path) -> None:
+    if not torch.distributed.is_available():
+        pytest.skip("this torch is built without distributed")
+    config = tiny_run(tmp_path, "one", moe=False, steps=3)
+    assert config.data.gradient_accumulation == 2
+    train(config)
+    split = config.data.replace(gradient_accumulation=1)
+    ranks = config.replace(output_dir=str(tmp_path / "two"), data=split)
+    train_on_two_ranks(ranks, tmp_path)
+    assert [row[5] for row in curve(ranks)] == [row[5] for row in curve(config)]  # the same tokens
+    for row, expected in zip(curve(ranks), curve(config), strict=True):
+        assert row[1] == pytest.approx(expected[1], rel=1e-6)
+        assert row[4] == pytest.approx(expected[4], rel=1e-5)
+    one, two = tensors_under(Path(config.output_dir) / "final"), tensors_under(Path(ranks.output_dir) / "final")
+    for name, tensor in two.items():
+        # An Adam update is at most about lr in size and can flip where a gradient is all rounding: 3 steps of 3e-3.
+        close = (tensor - one[name]).abs() < 1e-5
+        assert close.float().mean() > 0.99 and (tensor - one[name]).abs().max() < 3 * 3e-3, name
+
+    # From the checkpoint of its second step, a run of two ranks continues bitwise.
+    resumed = ranks.replace(output_dir=str(tmp_path / "resumed"))
+    checkpoint = Path("checkpoints") / "step-00000002"
+    shutil.copytree(Path(ranks.output_dir) / checkpoint, Path(resumed.output_dir) / checkpoint)
+    train_on_two_ranks(resumed, tmp_path)
+    assert_same_bits(tensors_under(Path(resumed.output_dir) / "final"), two)

@@ -1,0 +1,43 @@
+"""Derived seeds and saved random states."""
+
+import random
+
+import pytest
+import torch
+
+from te_models.training.seeding import derive_seed, random_state, restore_random_state, seed_all
+
+
+def test_derived_seeds_differ_by_every_label() -> None:
+    seeds = {derive_seed(s, name, step, rank) for s in (0, 1) for name in "ab" for step in range(20) for rank in (0, 1)}
+    assert len(seeds) == 160
+    assert derive_seed(1, 23) != derive_seed(12, 3)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert derive_seed(3, "x") == derive_seed(3, "x")
+
+
+@pytest.mark.parametrize("gaussians", [0, 1])
+def test_states_continue_where_they_were_saved(gaussians: int) -> None:
+    seed_all(7)
+    for _ in range(gaussians):
+        random.gauss(0, 1)  # leaves a spare number behind, which is part of the state
+    torch.randn(3)
+    saved = random_state()
+    assert {(s.dtype, s.dim()) for s in saved.values()} == {(torch.uint8, 1)}
+
+    def draw() -> list[float]:
+        return [random.gauss(0, 1), random.random(), random.gauss(0, 1), *torch.randn(5).tolist()]
+
+    expected = draw()
+    seed_all(8)
+    assert draw() != expected
+    restore_random_state(saved)
+    assert draw() == expected
+
+
+def test_states_have_one_size() -> None:
+    sizes = set()
+    for seed in range(5):
+        seed_all(seed)
+        sizes.add(tuple(state.numel() for state in random_state().values()))
+    assert len(sizes) == 1
