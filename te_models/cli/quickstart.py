@@ -29,7 +29,7 @@ def add(verbs: Verbs) -> None:
         "--offline-tiny", action="store_true", help="a small model trained here instead of SmolLM2-135M"
     )
     parser.add_argument("--out", default="quickstart-out", metavar="DIR", help="where results go (./quickstart-out)")
-    parser.add_argument("--steps", type=int, metavar="N", help="training steps for each number format")
+    parser.add_argument("--epochs", type=int, metavar="N", help="how often training reads its 8 batches")
     parser.add_argument(
         "--recipe", default="mxfp8", choices=("current", "block", "mxfp8"), help="the FP8 recipe (mxfp8)"
     )
@@ -39,10 +39,10 @@ def run(args: argparse.Namespace) -> int:
     """Run the main job; 1 if a check fails."""
     from ..quickstart.main import run_quickstart
 
-    if args.steps is not None and args.steps < 16:
-        raise ValueError(f"--steps is {args.steps}; allowed: 16 or more, so that the schedule fits")
+    if args.epochs is not None and args.epochs < 2:
+        raise ValueError(f"--epochs is {args.epochs}; allowed: 2 or more, because the last is compared with the first")
     report = run_quickstart(
-        Path(args.out), offline_tiny=args.offline_tiny, steps=args.steps, recipe=args.recipe, verbose=not args.json
+        Path(args.out), offline_tiny=args.offline_tiny, epochs=args.epochs, recipe=args.recipe, verbose=not args.json
     )
     if args.json:
         emit(args, report.to_dict(), "")

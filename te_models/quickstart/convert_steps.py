@@ -18,6 +18,7 @@ def quantized(run: Run) -> None:
     """Store the weights under each recipe; what is read back is what quantizing in memory gives, bit for bit."""
     report = run.report
     weights = GPTModel.from_pretrained(run.model, dtype=torch.bfloat16).state_dict()
+    plain = perplexity(ours(run.model, run.windows, torch.bfloat16), run.windows)
     for name in ("current", "block", "mxfp8"):
         folder = run.scratch / f"model-{name}"
         quantize(run.model, folder, name)
@@ -34,7 +35,8 @@ def quantized(run: Run) -> None:
         value = perplexity(ours(folder, run.windows, torch.bfloat16), run.windows)
         report.numbers[f"perplexity_{name}"] = value
         report.numbers[f"size_ratio_{name}"] = file_bytes(folder) / file_bytes(run.model)
-        report.at_most(f"{name}: perplexity with quantized weights", value, run.sizes.most_perplexity, digits=4)
+        change = abs(value / plain - 1)
+        report.at_most(f"{name}: perplexity {value:.5g}, against bf16 weights ({plain:.5g}), relative", change, 0.05)
         shutil.rmtree(folder)
 
 

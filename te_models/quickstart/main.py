@@ -12,21 +12,21 @@ from . import convert_steps, export_step, import_step, train_step
 from .report import Report, peak_rss_gib
 from .run import REAL, TINY, Run, Sizes
 from .smollm import smollm_folder
-from .text import held_out_windows, library_files
+from .text import library_files, windows_of
 from .tiny import tiny_folder
 
 MARKER = "report.json"
 
 
 def run_quickstart(
-    out: Path, *, offline_tiny: bool = False, steps: int | None = None, recipe: str = "mxfp8", verbose: bool = True
+    out: Path, *, offline_tiny: bool = False, epochs: int | None = None, recipe: str = "mxfp8", verbose: bool = True
 ) -> Report:
     """Run the main job and return its report; `out` receives models, curves.png and report.json.
 
     Args:
         out: A new folder, or one that an earlier quickstart wrote (it is replaced).
         offline_tiny: Train a small model and its tokenizer here instead of using SmolLM2-135M.
-        steps: Training steps of each run.
+        epochs: How often each training run reads its batches, at least 2.
         recipe: The FP8 recipe to train with: "current", "block" or "mxfp8".
 
     Raises:
@@ -43,7 +43,7 @@ def run_quickstart(
     scratch.mkdir()
     try:
         sizes = TINY if offline_tiny else REAL
-        sizes = sizes if steps is None else replace(sizes, train_steps=steps)
+        sizes = sizes if epochs is None else replace(sizes, epochs=epochs)
         run = _prepare(out, scratch, sizes, recipe, offline_tiny, report)
         report.begin("1 import")
         import_step.run(run)
@@ -74,7 +74,7 @@ def _prepare(out: Path, scratch: Path, sizes: Sizes, recipe: str, offline_tiny: 
         hf = smollm_folder(lambda message: report.say(f"  {message}"))
     report.say(f"  model: {hf}")
     tokenizer = require("transformers", "hf").AutoTokenizer.from_pretrained(hf, local_files_only=True)
-    windows = held_out_windows(tokenizer, held_out, sizes.windows, sizes.length)
+    windows = windows_of(tokenizer, held_out, sizes.windows, sizes.length)
     return Run(
         out=out,
         scratch=scratch,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,15 @@ class Sizes:
     """How much of everything, chosen so that the whole ends within ten minutes on two cores, in 6 GiB.
 
     The compared text is `windows` held-out files of `length` tokens each. `most_perplexity` is what a sane model stays
-    below there.
+    below there. Training reads `train_batches` batches `epochs` times: in so few steps the difference between two
+    batches hides what the model learns, the difference between two readings of the same batches shows it.
     """
 
     windows: int
     length: int
     most_perplexity: float
-    train_steps: int
+    train_batches: int
+    epochs: int
     train_length: int
     train_batch: int
     learning_rate: float
@@ -32,10 +35,24 @@ class Sizes:
 
 
 REAL = Sizes(
-    windows=4, length=256, most_perplexity=30.0, train_steps=32, train_length=256, train_batch=1, learning_rate=1e-4
+    windows=4,
+    length=256,
+    most_perplexity=30.0,
+    train_batches=8,
+    epochs=3,
+    train_length=256,
+    train_batch=1,
+    learning_rate=1e-4,
 )
 TINY = Sizes(
-    windows=4, length=128, most_perplexity=300.0, train_steps=30, train_length=128, train_batch=4, learning_rate=1e-3
+    windows=4,
+    length=128,
+    most_perplexity=300.0,
+    train_batches=8,
+    epochs=4,
+    train_length=128,
+    train_batch=4,
+    learning_rate=1e-3,
 )
 
 
@@ -52,6 +69,16 @@ class Run:
     windows: torch.Tensor
     training_files: list[Path]
     report: Report
+
+    @property
+    def progress(self) -> bool:
+        """Whether a person watches."""
+        return self.report.verbose and sys.stderr.isatty()
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        return len(self.tokenizer)
 
     @property
     def model(self) -> Path:

@@ -27,15 +27,17 @@ def library_files() -> tuple[list[Path], list[Path]]:
     return [file for file in files if file not in set(held_out)], held_out
 
 
-def held_out_windows(tokenizer: Any, files: list[Path], count: int, length: int) -> torch.Tensor:
-    """Return the first `length` tokens of `count` files long enough, [count, length] int64.
+def windows_of(tokenizer: Any, files: list[Path], count: int, length: int) -> torch.Tensor:
+    """Return `length` tokens from the middle of each of `count` files, spread over `files`; [count, length] int64.
 
     Raises:
         ValueError: Too few files are that long.
     """
     windows = []
-    for file in files:
-        ids = tokenizer(file.read_text(encoding="utf-8"), add_special_tokens=False, verbose=False).input_ids
+    step = max(1, len(files) // count)
+    for file in [file for start in range(step) for file in files[start::step]]:
+        text = file.read_text(encoding="utf-8")
+        ids = tokenizer(text[len(text) // 2 :], add_special_tokens=False, verbose=False).input_ids
         if len(ids) >= length:
             windows.append(ids[:length])
         if len(windows) == count:

@@ -45,7 +45,7 @@ def tiny_folder(scratch: Path, files: list[Path], steps: int = 300) -> Path:
                 "steps": steps,
                 "model": {"config": CONFIG.to_dict()},
                 "data": {
-                    "path": str(scratch / "tokens"),
+                    "path": str(scratch / "tiny-tokens"),
                     "text": [str(file) for file in files],
                     "tokenizer": str(tokenizer),
                     "sequence_length": 128,
@@ -54,6 +54,8 @@ def tiny_folder(scratch: Path, files: list[Path], steps: int = 300) -> Path:
                 "optimizer": {"lr": 3e-3},
                 "schedule": {"kind": "cosine", "warmup_steps": 20},
                 "precision": {"dtype": "bf16-mixed"},
+                "compile_scope": "layers",
+                "log": {"progress": False},
             }
         )
     )

@@ -161,7 +161,7 @@ def test_usage_errors_exit_with_2(words: list[str], says: str, capsys: pytest.Ca
         ["train", "missing.toml"],
         ["generate", "missing", "--prompt", "x"],
         ["generate", "missing", "--prompt-file", "missing.txt"],
-        ["quickstart", "--steps", "1"],
+        ["quickstart", "--epochs", "1"],
     ],
     ids=" ".join,
 )

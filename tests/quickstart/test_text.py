@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from te_models.quickstart.text import held_out_windows, library_files
+from te_models.quickstart.text import library_files, windows_of
 
 
 def test_files_are_split_without_overlap() -> None:
@@ -22,15 +22,15 @@ def test_files_are_split_without_overlap() -> None:
     assert library_files() == (training, held_out)
 
 
-def test_windows_are_the_beginnings_of_long_files(tmp_path: Path) -> None:
+def test_windows_are_the_middles_of_long_files(tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("a", "b", "c")]
-    for file, text in zip(files, ("abcdef", "xy", "ghijkl"), strict=True):
+    for file, text in zip(files, ("abcdefgh", "xy", "ghijklmn"), strict=True):
         file.write_text(text)
 
     def tokenizer(text: str, **options: object) -> SimpleNamespace:
         return SimpleNamespace(input_ids=[ord(c) for c in text])
 
-    windows = held_out_windows(tokenizer, files, 2, 4)
-    assert torch.equal(windows, torch.tensor([[ord(c) for c in "abcd"], [ord(c) for c in "ghij"]]))
+    windows = windows_of(tokenizer, files, 2, 3)
+    assert torch.equal(windows, torch.tensor([[ord(c) for c in "efg"], [ord(c) for c in "klm"]]))
     with pytest.raises(ValueError, match="only 2 of 3"):
-        held_out_windows(tokenizer, files, 3, 4)
+        windows_of(tokenizer, files, 3, 3)

@@ -1,0 +1,76 @@
+"""The main job, really run: on the small model in every test run, on SmolLM2-135M with `make test-all`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from te_models.cli.main import main
+from te_models.quickstart.compare import load_theirs, stored
+
+STEPS = {"0 prepare", "1 import", "2 quantize", "3 experts", "4 train", "5 export"}
+
+
+# Compiling a layer, whose input is not a leaf, Dynamo looks at the input's `.grad`; torch warns of that access.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+def check_output(out: Path, layers: int) -> dict:
+    """What every run leaves behind, looked at independently of the report."""
+    report = json.loads((out / "report.json").read_text())
+    failed = [check for check in report["checks"] if not check["passed"]]
+    assert failed == []
+    assert report["passed"] is True
+    assert len(report["checks"]) == 20
+    assert set(report["seconds"]) == STEPS
+    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    curves = [report["numbers"][f"loss_{name}"] for name in ("bf16", "mxfp8")]
+    assert len(curves[0]) == len(curves[1]) >= 24
+    assert curves[0] != curves[1]
+    assert curves[0][0] == pytest.approx(curves[1][0], rel=0.05)
+    assert not (out / "scratch").exists()
+    model = load_theirs(out / "hf-moe", torch.bfloat16)
+    assert type(model).__name__ == "MixtralForCausalLM"
+    assert model.config.num_local_experts == 4
+    assert model.config.num_hidden_layers == layers
+    dense, moe = stored(out / "model"), stored(out / "moe")
+    fc1 = dense["decoder.layers.0.mlp.linear_fc1.weight"]
+    assert torch.equal(moe["decoder.layers.0.mlp.experts.linear_fc1.weight"], fc1.expand(4, *fc1.shape))
+    return report
+
+
+def test_the_offline_quickstart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert main(["quickstart", "--offline-tiny", "--out", str(out)]) == 0
+    check_output(out, layers=4)
+    text = capsys.readouterr().out
+    assert "all 20 checks passed" in text
+    assert "greedy text by te_models (KV cache) and by transformers" in text
+
+
+@pytest.mark.real
+@pytest.mark.slow
+def test_the_real_quickstart(tmp_path: Path) -> None:
+    """In a process of its own, so that the measured memory is the quickstart's."""
+    out = tmp_path / "out"
+    run = subprocess.run(
+        [sys.executable, "-m", "te_models", "quickstart", "--json", "--out", str(out)], stdout=subprocess.PIPE
+    )
+    assert run.returncode == 0
+    report = check_output(out, layers=30)
+    assert json.loads(run.stdout) == report
+    assert report["numbers"]["perplexity"] < 12
+    assert report["wall_seconds"] < 600
+    assert report["peak_rss_gib"] < 6
+
+
+def test_a_foreign_folder_is_not_emptied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "thesis.tex").write_text("42")
+    assert main(["quickstart", "--offline-tiny", "--out", str(tmp_path)]) == 2
+    assert "choose another --out" in capsys.readouterr().err
+    assert (tmp_path / "thesis.tex").read_text() == "42"
