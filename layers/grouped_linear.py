@@ -16,8 +16,8 @@ class GroupedLinear(nn.Module):
 
     single_grouped_weight: True holds one parameter `weight` [num_gemms, out, in] (and `bias` [num_gemms, out]);
     False holds `weight0`, `weight1`, ... (and `bias0`, ...), Transformer Engine's per-GEMM layout. Both are layouts of
-    the same layer: `load_state_dict` accepts either, quantized or not, without dequantizing. The grouped one is the fast
-    one; the other is stacked on each call.
+    the same layer: `load_state_dict` accepts either, quantized or not, without dequantizing. The grouped one is fast;
+    the other is stacked on each call.
     """
 
     def __init__(

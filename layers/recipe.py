@@ -1,4 +1,6 @@
-"""Recipes: frozen values that say which format each operand of fprop, dgrad and wgrad gets. Nothing else decides numerics.
+"""Recipes: frozen values that say which format each operand of fprop, dgrad and wgrad gets.
+
+Nothing else decides numerics.
 
 Names and defaults follow Transformer Engine's `common.recipe`. Not a recipe's business: where scales live, which
 kernel runs, when weights are cached.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RowGroups:
-    """m_splits: [G] int64 rows per group; ends: [G] their inclusive sum; group: [T] each row's group, G past the last."""
+    """m_splits: [G] int64 rows per group; ends: [G] their inclusive sum; group: [T] each row's group, G past the end."""
 
     m_splits: Tensor
     ends: Tensor
@@ -51,7 +51,7 @@ class RowGroups:
         ends = sizes.cumsum(0)
         shift = ends - sizes - begins
         # the most rows that padding can need, a function of the shapes alone
-        length = (rows + self.num_groups * (align - 1)) // align * align
+        length = (rows + self.num_groups * (align - 1)) // align * align if rows else 0
         slot = torch.arange(length, device=ends.device)
         group = torch.searchsorted(ends, slot, right=True).clamp(max=self.num_groups - 1)
         source = slot - shift[group]

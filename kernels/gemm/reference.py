@@ -23,7 +23,7 @@ class Operand(NamedTuple):
 def gemm(left: Operand, right: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
     """Return `left @ right + bias` in `dtype`: [M, K] x [K, N] -> [M, N]; bias: [N].
 
-    Both operands must have one dtype; it is bfloat16 or float32 (values with float32 block scales are only exact there).
+    Both operands have one dtype: bfloat16, or float32 (where values with float32 block scales are exact).
     """
     product = torch.mm(left.values, right.values)
     scales = [s for s in (left.scale, right.scale) if s is not None]

@@ -1,0 +1,153 @@
+"""Quantized data and scales equal, bit for bit, an emulation that shares no code with the kernels."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from te_models.kernels.quantize import (
+    FP8_MAX,
+    blockwise_amax,
+    dequantize_blockwise,
+    e8m0_to_float,
+    quantize_blockwise,
+    quantize_per_tensor,
+    scale_from_amax,
+)
+from tests.layers import emulation as em
+
+FORMATS = {em.E4M3.dtype: em.E4M3, em.E5M2.dtype: em.E5M2}
+KINDS = [
+    ((1, 128), "pow2"),
+    ((1, 128), "float32"),
+    ((128, 1), "pow2"),
+    ((128, 128), "pow2"),
+    ((128, 128), "float32"),
+    ((1, 32), "e8m0"),
+    ((32, 1), "e8m0"),
+    ((32, 32), "e8m0"),
+]
+SHAPES = [(1, 1), (1, 31), (3, 32), (15, 33), (16, 127), (17, 128), (33, 129), (130, 257), (2, 1000)]
+
+
+def assert_bitwise(data: torch.Tensor, stored: torch.Tensor, expected: em.Quantized) -> None:
+    """Compare codes and scales; a NaN may have any payload."""
+    codes = data.view(torch.uint8).numpy()
+    nan = np.isnan(FORMATS[data.dtype].decode(codes))
+    np.testing.assert_array_equal(nan, np.isnan(expected.values) & np.isnan(FORMATS[data.dtype].decode(expected.codes)))
+    np.testing.assert_array_equal(codes[~nan], expected.codes[~nan])
+    np.testing.assert_array_equal(stored.numpy(), expected.stored)
+
+
+def matrix(shape: tuple[int, int], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return em.hard_values(shape[0] * shape[1], seed).view(shape).to(dtype)
+
+
+@pytest.mark.parametrize("fp8_dtype", FP8_MAX, ids=str)
+def test_every_bfloat16_rounds_as_the_table_says(fp8_dtype: torch.dtype) -> None:
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    x = every[torch.isfinite(every)]
+    fmt = FORMATS[fp8_dtype]
+    got = quantize_per_tensor(x, torch.ones(()), fp8_dtype).view(torch.uint8).numpy()
+    np.testing.assert_array_equal(got, em.cast(x.float().numpy(), np.float32(1), fmt))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("block, kind", KINDS, ids=str)
+def test_blockwise_equals_emulation(block: tuple[int, int], kind: str, dtype: torch.dtype) -> None:
+    overflow = em.BF16_MAX if dtype == torch.bfloat16 else em.F32_MAX
+    for fp8_dtype, fmt in FORMATS.items():
+        for seed, shape in enumerate(SHAPES):
+            x = matrix(shape, dtype, seed)
+            data, stored = quantize_blockwise(x, block, fp8_dtype, kind)
+            expected = em.quantize(x.float().numpy(), block, fmt, kind, overflow)
+            assert_bitwise(data, stored, expected)
+            values = dequantize_blockwise(data, stored, block, torch.float32)
+            np.testing.assert_array_equal(values.numpy(), expected.values.astype(np.float32))
+
+
+@pytest.mark.parametrize("block, kind", KINDS, ids=str)
+@pytest.mark.parametrize("special", [float("nan"), float("inf"), -float("inf"), 0.0, 2.0**-149, 5.0])
+def test_special_blocks(block: tuple[int, int], kind: str, special: float) -> None:
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
+    x[:32, :128] = special
+    x[40, 200] = special
+    data, stored = quantize_blockwise(x, block, torch.float8_e4m3fn, kind)
+    assert_bitwise(data, stored, em.quantize(x.numpy(), block, em.E4M3, kind))
+
+
+def test_a_batch_of_matrices_is_quantized_member_by_member() -> None:
+    x = torch.stack([matrix((40, 130), torch.float32, seed) for seed in range(3)])
+    for block, kind in KINDS:
+        data, stored = quantize_blockwise(x, block, torch.float8_e4m3fn, kind)
+        for member, d, s in zip(x, data, stored, strict=True):
+            one, one_stored = quantize_blockwise(member, block, torch.float8_e4m3fn, kind)
+            assert torch.equal(one.view(torch.uint8), d.view(torch.uint8))
+            assert torch.equal(one_stored, s)
+
+
+@pytest.mark.parametrize("shape", [(0, 128), (64, 0), (0, 0)])
+def test_empty(shape: tuple[int, int]) -> None:
+    for block, kind in KINDS:
+        data, stored = quantize_blockwise(torch.empty(shape), block, torch.float8_e4m3fn, kind)
+        assert data.shape == shape
+        assert stored.shape == (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
+        assert dequantize_blockwise(data, stored, block, torch.bfloat16).shape == shape
+
+
+def test_non_contiguous_input() -> None:
+    x = matrix((130, 66), torch.float32)
+    for block, kind in KINDS:
+        strided = quantize_blockwise(x.t(), block, torch.float8_e4m3fn, kind)
+        copied = quantize_blockwise(x.t().contiguous(), block, torch.float8_e4m3fn, kind)
+        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(strided, copied, strict=True))
+
+
+def test_scale_is_a_true_division() -> None:
+    amax = torch.rand(10000, generator=torch.Generator().manual_seed(0)) * 100
+    expected = np.float32(448) / amax.numpy()
+    np.testing.assert_array_equal(scale_from_amax(amax, torch.float8_e4m3fn).numpy(), expected)
+    compiled = torch.compile(scale_from_amax, fullgraph=True)(amax, torch.float8_e4m3fn)
+    np.testing.assert_array_equal(compiled.numpy(), expected)
+
+
+def test_scale_exceptions() -> None:
+    amax = torch.tensor([0.0, float("inf"), float("nan"), 1e-40, 448.0, 3.0])
+    scale = scale_from_amax(amax, torch.float8_e4m3fn)
+    assert scale.tolist()[:5] == [1.0, 1.0, 1.0, torch.finfo(torch.float32).max, 1.0]
+    assert scale_from_amax(amax, torch.float8_e4m3fn, pow2=True)[5] == 128.0
+    assert scale_from_amax(torch.tensor(0.0), torch.float8_e4m3fn, epsilon=1.0) == 448.0
+
+
+def test_scale_bytes() -> None:
+    assert e8m0_to_float(torch.tensor([0, 1, 127, 254], dtype=torch.uint8)).tolist() == [
+        2.0**-127,
+        2.0**-126,
+        1.0,
+        2.0**127,
+    ]
+    assert torch.isnan(e8m0_to_float(torch.tensor(255, dtype=torch.uint8)))
+
+
+def test_amax_keeps_nan() -> None:
+    x = torch.ones(2, 64)
+    x[0, 3] = float("nan")
+    amax = blockwise_amax(x, (1, 32))
+    assert torch.isnan(amax[0, 0])
+    assert amax[0, 1] == 1
+
+
+@pytest.mark.parametrize("shape", [(48, 160), (1, 100), (33, 129)], ids=str)
+def test_compiled_equals_eager_at_ragged_edges(shape: tuple[int, int]) -> None:
+    """torch 2.13's C++ backend drops columns past the last whole block of an expanded and sliced scale."""
+    x = matrix(shape, torch.bfloat16, 3)
+    for block, kind in (((1, 128), "pow2"), ((128, 128), "pow2"), ((32, 1), "e8m0"), ((32, 32), "e8m0")):
+
+        def both(x: torch.Tensor, block=block, kind=kind) -> tuple[torch.Tensor, ...]:
+            data, stored = quantize_blockwise(x, block, torch.float8_e4m3fn, kind)
+            return data.view(torch.uint8), stored, dequantize_blockwise(data, stored, block, torch.bfloat16)
+
+        torch._dynamo.reset()
+        for eager, compiled in zip(both(x), torch.compile(both, fullgraph=True)(x), strict=True):
+            assert torch.equal(eager, compiled)

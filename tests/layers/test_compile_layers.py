@@ -1,0 +1,134 @@
+"""Layers compile to one graph, forward and backward, and compute the same bits as eager."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from te_models.layers import (
+    GroupedLinear,
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    Recipe,
+    autocast,
+    quantized_model_init,
+    recipe,
+)
+
+NAMES = [None, "current", "block", "mxfp8"]
+FAST = {("linear", False), ("linear", True), ("grouped", False)}
+"""(kind, weights stored quantized) that run on every change; the rest of the matrix is slow."""
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def graphs() -> int:
+    assert not counters["graph_break"], dict(counters["graph_break"])
+    return counters["stats"]["unique_graphs"]
+
+
+def step(layer: torch.nn.Module, run, name: str | None, *args) -> list[torch.Tensor]:
+    """Return output, input gradient and parameter gradients of one forward and backward under a fresh recipe object."""
+    layer.zero_grad()
+    x = args[0].detach().requires_grad_()
+    fresh = None if name is None else Recipe.from_json(recipe(name).to_json())
+    with autocast(enabled=name is not None, recipe=fresh):
+        y = run(x, *args[1:])
+    y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape).to(y.dtype))
+    return [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
+
+
+def build(kind: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return {
+        "linear": lambda: Linear(96, 64),
+        "layernorm_linear": lambda: LayerNormLinear(96, 64, normalization="RMSNorm"),
+        "layernorm_mlp": lambda: LayerNormMLP(96, 64, activation="swiglu"),
+        "grouped": lambda: GroupedLinear(3, 96, 64, bias=True),
+        "per_gemm": lambda: GroupedLinear(3, 96, 64, bias=True, single_grouped_weight=False),
+    }[kind]()
+
+
+def assert_same(eager: list[torch.Tensor], compiled: list[torch.Tensor], exact: bool) -> None:
+    """GEMMs of quantized operands agree bit for bit. Bias gradients are sums, whose order the compiler may choose; and
+    where an activation is compiled to other instructions, its last bit may move a value to the next FP8 number."""
+    for a, b in zip(eager, compiled, strict=True):
+        if not exact:
+            assert (a - b).norm() <= 0.01 * a.norm()
+        elif a.dim() == 1:
+            torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-4)
+        else:
+            torch.testing.assert_close(b, a, rtol=0, atol=0)
+
+
+MATRIX = [
+    pytest.param(
+        kind, name, stored, marks=() if (kind, stored) in FAST else pytest.mark.slow, id=f"{kind}-{name}-{stored}"
+    )
+    for kind in ("linear", "layernorm_linear", "layernorm_mlp", "grouped", "per_gemm")
+    for name in NAMES
+    for stored in (False, True)
+]
+
+
+@pytest.mark.parametrize("kind, name, stored", MATRIX)
+def test_one_graph_for_all_shapes_splits_and_equal_recipes(kind: str, name: str | None, stored: bool) -> None:
+    if name is None and stored:
+        name, run_under = "mxfp8", None
+    else:
+        run_under = name
+    with quantized_model_init(enabled=stored, recipe=name and recipe(name)):
+        layer = build(kind)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    seen = []
+    for rows in (40, 33, 64):
+        splits = (torch.tensor([rows - 3, 0, 3]),) if kind in ("grouped", "per_gemm") else ()
+        x = torch.randn(rows, 96)
+        eager, got = (step(layer, run, run_under, x, *splits) for run in (layer, compiled))
+        assert_same(eager, got, exact=kind != "layernorm_mlp")
+        seen.append(graphs())
+    assert seen == [1, 1, 1]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=str)
+@pytest.mark.parametrize("kind", ["linear", "grouped"])
+def test_inductor_computes_the_same_bits(kind: str, name: str | None) -> None:
+    layer = build(kind)
+    compiled = torch.compile(layer, fullgraph=True)
+    for splits in ([20, 0, 12], [0, 32, 0], [10, 11, 11]):
+        rest = (torch.tensor(splits),) if kind == "grouped" else ()
+        x = torch.randn(32, 96)
+        assert_same(step(layer, layer, name, x, *rest), step(layer, compiled, name, x, *rest), exact=True)
+    assert graphs() == 1
+
+
+def test_a_changed_recipe_recompiles_once() -> None:
+    layer = build("linear")
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x = torch.randn(8, 96)
+    for name in ("mxfp8", "block", "mxfp8", "block"):
+        step(layer, compiled, name, x)
+    assert graphs() == 2
+
+
+def test_regions_opened_inside_a_compiled_function() -> None:
+    layer = build("linear")
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with autocast(recipe=recipe("mxfp8")):
+            y = layer(x)
+            with autocast(enabled=False):
+                y = y + layer(x)
+        return y * layer(x)
+
+    x = torch.randn(8, 96)
+    expected = run(x)
+    assert torch.equal(torch.compile(run, fullgraph=True, backend="aot_eager")(x), expected)

@@ -1,0 +1,231 @@
+"""Linear and GroupedLinear under each recipe against float64 products of independently quantized operands."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from te_models.layers import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    GroupedLinear,
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    MXFP8BlockScaling,
+    autocast,
+    quantized_model_init,
+    recipe,
+)
+from tests.layers import emulation as em
+
+RECIPES = ["current", "block", "mxfp8"]
+UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
+SIZES = [(1, 16, 16), (17, 130, 33), (127, 64, 96), (129, 256, 128), (33, 1000, 31)]
+"""rows, in, out: odd ones included; padding to blocks is the layer's business."""
+
+
+def product(left: np.ndarray, right: np.ndarray, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """Return left @ right in float64 and the bound on a float32-accumulated product rounded to dtype.
+
+    Accumulating K terms in any order errs by at most K units of float32 on |left| @ |right|. The result is rounded
+    to dtype once by the GEMM and once more by the epilogue that multiplies with scales.
+    """
+    exact, magnitude = left @ right, np.abs(left) @ np.abs(right)
+    accumulation = (left.shape[1] + 4) * UNIT[torch.float32] * magnitude
+    return exact, accumulation + 2.01 * UNIT[dtype] * (np.abs(exact) + accumulation) + 1e-37
+
+
+def assert_within(got: torch.Tensor, left: np.ndarray, right: np.ndarray) -> None:
+    exact, bound = product(left, right, got.dtype)
+    error = np.abs(got.detach().double().numpy() - exact)
+    assert (error <= bound).all(), f"error exceeds its bound by {np.max(error / bound):.3g}x"
+
+
+def data(rows: int, k: int, n: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rows * k + n)
+    x, dy = torch.randn(rows, k, generator=generator), torch.randn(rows, n, generator=generator) * 1e-3
+    w = torch.randn(n, k, generator=generator) * 0.02
+    return x.to(dtype).requires_grad_(), w.to(dtype), dy.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", UNIT, ids=str)
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("stored", [False, True], ids=["plain", "primary"])
+def test_three_gemms_are_computed_from_quantized_operands(name: str, dtype: torch.dtype, stored: bool) -> None:
+    for rows, k, n in SIZES:
+        x, w, dy = data(rows, k, n, dtype)
+        layer = Linear(k, n, bias=False, params_dtype=dtype)
+        with torch.no_grad():
+            layer.weight.copy_(w)
+        if stored:
+            layer.weight = torch.nn.Parameter(recipe(name).weight_quantizer().quantize(w))
+        with autocast(recipe=recipe(name)):
+            y = layer(x)
+        y.backward(dy)
+        op = {
+            (role, usage): em.operand(name, role, usage, t)
+            for role, t in (("x", x), ("w", w), ("dy", dy))
+            for usage in ("rowwise", "columnwise")
+        }
+        assert y.dtype == dtype
+        assert_within(y, op["x", "rowwise"], op["w", "rowwise"].T)
+        assert_within(x.grad, op["dy", "rowwise"], op["w", "columnwise"])
+        assert_within(layer.weight.grad, op["dy", "columnwise"].T, op["x", "columnwise"])
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("grouped", [True, False], ids=["grouped", "per-gemm"])
+def test_grouped_linear_quantizes_every_group_by_itself(name: str, grouped: bool) -> None:
+    splits, k, n = [40, 0, 1, 127, 33], 160, 48
+    rows = sum(splits)
+    x, _, dy = data(rows, k, n, torch.float32)
+    layer = GroupedLinear(len(splits), k, n, single_grouped_weight=grouped)
+    weights = list(layer.weight) if grouped else [layer.get_parameter(f"weight{g}") for g in range(len(splits))]
+    with autocast(recipe=recipe(name)):
+        y = layer(x, torch.tensor(splits))
+    y.backward(dy)
+    grads = list(layer.weight.grad) if grouped else [layer.get_parameter(f"weight{g}").grad for g in range(len(splits))]
+    begin = 0
+    for g, size in enumerate(splits):
+        at = slice(begin, begin + size)
+        begin += size
+        if size == 0:
+            assert torch.count_nonzero(grads[g]) == 0
+            continue
+        w = weights[g].detach()
+        assert_within(y[at], em.operand(name, "x", "rowwise", x[at]), em.operand(name, "w", "rowwise", w).T)
+        assert_within(x.grad[at], em.operand(name, "dy", "rowwise", dy[at]), em.operand(name, "w", "columnwise", w))
+        left, right = em.operand(name, "dy", "columnwise", dy[at]), em.operand(name, "x", "columnwise", x[at])
+        assert_within(grads[g], left.T, right)
+
+
+@pytest.mark.parametrize("name", [None, *RECIPES], ids=str)
+@pytest.mark.parametrize("splits", [[0, 0, 0], [7, 0, 0], [0, 0, 7], [1, 1, 5]], ids=str)
+def test_grouped_linear_equals_a_linear_per_group(name: str | None, splits: list[int]) -> None:
+    rows = sum(splits)
+    layer = GroupedLinear(3, 64, 32, bias=True)
+    with torch.no_grad():
+        layer.bias.normal_()
+    x = torch.randn(rows, 64, requires_grad=True)
+    dy = torch.randn(rows, 32)
+    with autocast(enabled=name is not None, recipe=name and recipe(name)):
+        y = layer(x, splits)
+    y.backward(dy)
+    begin = 0
+    for g, size in enumerate(splits):
+        single = Linear(64, 32)
+        with torch.no_grad():
+            single.weight.copy_(layer.weight[g])
+            single.bias.copy_(layer.bias[g])
+        part = x[begin : begin + size].detach().requires_grad_()
+        with autocast(enabled=name is not None, recipe=name and recipe(name)):
+            expected = single(part)
+        expected.backward(dy[begin : begin + size])
+        torch.testing.assert_close(y[begin : begin + size], expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(x.grad[begin : begin + size], part.grad, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(layer.weight.grad[g], single.weight.grad, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(layer.bias.grad[g], single.bias.grad, rtol=1e-5, atol=1e-5)
+        begin += size
+
+
+def test_rows_past_the_last_group_are_zero_and_get_no_gradient() -> None:
+    layer = GroupedLinear(2, 32, 16, bias=True)
+    with torch.no_grad():
+        layer.bias.fill_(1.0)
+    for name in (None, *RECIPES):
+        x = torch.randn(9, 32, requires_grad=True)
+        with autocast(enabled=name is not None, recipe=name and recipe(name)):
+            y = layer(x, torch.tensor([3, 2]))
+        y.sum().backward()
+        assert torch.count_nonzero(y[5:]) == 0
+        assert torch.count_nonzero(x.grad[5:]) == 0
+        assert torch.count_nonzero(x.grad[:5]) > 0
+
+
+@pytest.mark.parametrize("m_splits", [[1, 2, 3], [[1, 2]], [9, 9]], ids=str)
+def test_wrong_splits_are_refused(m_splits: list) -> None:
+    layer = GroupedLinear(2, 32, 16)
+    with pytest.raises((ValueError, RuntimeError), match="m_splits"):
+        layer(torch.randn(4, 32), torch.tensor(m_splits))
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a - b).norm() / b.norm()).item()
+
+
+@pytest.mark.parametrize(
+    "chosen, expected",
+    [(Float8CurrentScaling(), 0.038), (Float8BlockScaling(), 0.038), (MXFP8BlockScaling(), 0.038)],
+    ids=lambda v: getattr(v, "NAME", None),
+)
+def test_quantization_error_has_the_published_size(chosen, expected: float) -> None:
+    torch.manual_seed(0)
+    layer, x = Linear(128, 256), torch.randn(512, 128)
+    with autocast(recipe=chosen):
+        y = layer(x)
+    assert math.isclose(relative(y, layer(x)), expected, rel_tol=0.05)
+
+
+def test_float32_block_scales_multiply_in_float32() -> None:
+    """A float32 scale times an FP8 value is not exact in bfloat16, so those operands must not be rounded to it."""
+    torch.manual_seed(0)
+    layer, x = Linear(256, 64, bias=False, params_dtype=torch.bfloat16), torch.randn(32, 256, dtype=torch.bfloat16)
+    with autocast(recipe=Float8BlockScaling(use_f32_scales=True)):
+        y = layer(x)
+    left = em.quantize(x.float().numpy(), (1, 128), em.E4M3, "float32").values
+    right = em.quantize(layer.weight.detach().float().numpy(), (128, 128), em.E4M3, "float32").values
+    assert_within(y, left, right.T)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_fused_modules_equal_their_parts(name: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(6, 64)
+    fused = LayerNormLinear(64, 32, normalization="RMSNorm")
+    plain = Linear(64, 32)
+    plain.load_state_dict({"weight": fused.weight, "bias": fused.bias})
+    mlp = LayerNormMLP(64, 96, activation="swiglu")
+    fc1, fc2 = Linear(64, 192), Linear(96, 64)
+    fc1.load_state_dict({"weight": mlp.fc1_weight, "bias": mlp.fc1_bias})
+    fc2.load_state_dict({"weight": mlp.fc2_weight, "bias": mlp.fc2_bias})
+    with autocast(recipe=recipe(name)):
+        assert torch.equal(fused(x), plain(torch.nn.functional.rms_norm(x, (64,), eps=1e-5)))
+        gate, up = fc1(torch.nn.functional.layer_norm(x, (64,))).chunk(2, -1)
+        assert torch.equal(mlp(x), fc2(torch.nn.functional.silu(gate) * up))
+
+
+def test_torch_autocast_decides_the_compute_dtype() -> None:
+    layer, x = Linear(64, 32), torch.randn(4, 64)
+    with torch.amp.autocast("cpu", dtype=torch.bfloat16):
+        assert layer(x).dtype == torch.bfloat16
+        with autocast(recipe=recipe("mxfp8")):
+            y = layer(x)
+    assert y.dtype == torch.bfloat16
+    y.float().sum().backward()
+    assert layer.weight.grad.dtype == torch.float32
+
+
+def test_stored_format_must_be_the_recipes() -> None:
+    with quantized_model_init(recipe=recipe("mxfp8")):
+        layers = [(Linear(64, 32), ()), (GroupedLinear(2, 64, 32), ([2, 2],))]
+    for layer, rest in layers:
+        with pytest.raises(ValueError, match="stored as mxfp8"), autocast(recipe=recipe("block")):
+            layer(torch.randn(4, 64), *rest)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("grouped", [False, True])
+def test_without_autocast_quantized_weights_compute_and_train_in_high_precision(name: str, grouped: bool) -> None:
+    with quantized_model_init(recipe=recipe(name)):
+        layer = GroupedLinear(2, 64, 32) if grouped else Linear(64, 32, bias=False)
+    x = torch.randn(5, 64)
+    y = layer(x, [2, 3]) if grouped else layer(x)
+    w = layer.weight.dequantize()
+    torch.testing.assert_close(y, torch.cat([x[:2] @ w[0].t(), x[2:] @ w[1].t()]) if grouped else x @ w.t())
+    y.sum().backward()
+    assert layer.weight.grad.shape == layer.weight.shape
+    assert torch.count_nonzero(layer.weight.grad) > 0

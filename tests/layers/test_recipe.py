@@ -1,0 +1,103 @@
+"""Recipes are values; regions nest and restore."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from te_models.layers import (
+    RECIPES,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    Linear,
+    MXFP8BlockScaling,
+    QuantizedTensor,
+    Recipe,
+    autocast,
+    current_recipe,
+    quantized_model_init,
+    recipe,
+)
+
+EXAMPLES = [
+    Float8CurrentScaling(fp8_format=Format.E4M3, amax_epsilon=0.1),
+    Float8BlockScaling(use_f32_scales=True, w_block_scaling_dim=1, x_block_scaling_dim=2),
+    MXFP8BlockScaling(enable_2d_quantization=True, fp8_format=Format.HYBRID),
+]
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda r: r.NAME)
+def test_json_round_trip(example: Recipe) -> None:
+    again = Recipe.from_json(example.to_json())
+    assert again == example
+    assert hash(again) == hash(example)
+    assert again is not example
+    assert repr(again) == repr(example)
+
+
+def test_by_name() -> None:
+    assert {name: recipe(name).NAME for name in RECIPES} == {name: name for name in RECIPES}
+    assert recipe("mxfp8", enable_2d_quantization=True) == MXFP8BlockScaling(enable_2d_quantization=True)
+    with pytest.raises(ValueError, match="recipe is 'int8'; allowed: 'current', 'block', 'mxfp8'"):
+        recipe("int8")
+    with pytest.raises(ValueError, match="no field 'speed'"):
+        Recipe.from_dict({"recipe": "block", "speed": 1})
+
+
+def test_a_product_of_two_dimensional_blocks_is_refused() -> None:
+    with pytest.raises(ValueError, match="x_block_scaling_dim and w_block_scaling_dim are both 2"):
+        Float8BlockScaling(x_block_scaling_dim=2)
+    with pytest.raises(ValueError, match="grad_block_scaling_dim is 3"):
+        Float8BlockScaling(grad_block_scaling_dim=3)
+
+
+def test_hybrid_uses_e5m2_for_gradients_only() -> None:
+    chosen = Float8CurrentScaling()
+    dtypes = [
+        q.fp8_dtype for q in (chosen.input_quantizer(), chosen.weight_quantizer(), chosen.grad_output_quantizer())
+    ]
+    assert dtypes == [torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+def test_regions_nest_and_restore() -> None:
+    assert current_recipe() is None
+    with autocast(recipe=MXFP8BlockScaling()):
+        with autocast(recipe=Float8BlockScaling()):
+            assert current_recipe() == Float8BlockScaling()
+            with autocast(enabled=False):
+                assert current_recipe() is None
+        assert current_recipe() == MXFP8BlockScaling()
+        with pytest.raises(RuntimeError, match="boom"), autocast():
+            assert current_recipe() == Float8CurrentScaling()
+            raise RuntimeError("boom")
+        assert current_recipe() == MXFP8BlockScaling()
+    assert current_recipe() is None
+    with pytest.raises(TypeError, match="allowed: a Recipe"):
+        autocast(recipe="mxfp8")  # type: ignore[arg-type]
+
+
+def test_backward_uses_the_recipe_of_its_forward() -> None:
+    torch.manual_seed(0)
+    layer, x = Linear(64, 32), torch.randn(8, 64)
+
+    def gradient(outside: Recipe | None) -> torch.Tensor:
+        layer.zero_grad()
+        with autocast(recipe=MXFP8BlockScaling()):
+            y = layer(x)
+        with autocast(enabled=outside is not None, recipe=outside):
+            y.backward(torch.ones_like(y) / 3)
+        return layer.weight.grad.clone()
+
+    assert torch.equal(gradient(None), gradient(Float8BlockScaling()))
+
+
+def test_quantized_model_init_applies_to_layers_built_inside() -> None:
+    with quantized_model_init(recipe=MXFP8BlockScaling()):
+        inside = Linear(64, 32)
+        with quantized_model_init(enabled=False):
+            not_this = Linear(64, 32)
+    assert isinstance(inside.weight, QuantizedTensor)
+    assert not isinstance(inside.bias, QuantizedTensor)
+    assert not isinstance(not_this.weight, QuantizedTensor)
+    assert not isinstance(Linear(64, 32).weight, QuantizedTensor)
