@@ -15,7 +15,8 @@ from .smollm import smollm_folder
 from .text import library_files, windows_of
 from .tiny import tiny_folder
 
-MARKER = "report.json"
+REPORT = "report.json"
+"""The results; also the mark of a folder that the quickstart wrote and may replace."""
 
 
 def run_quickstart(
@@ -58,7 +59,7 @@ def run_quickstart(
         report.end()
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    (out / MARKER).write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
+    (out / REPORT).write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
     report.say(_summary(report, out))
     return report
 
@@ -90,11 +91,11 @@ def _prepare(out: Path, scratch: Path, sizes: Sizes, recipe: str, offline_tiny: 
 
 def _fresh(out: Path) -> None:
     """Make `out` an empty folder. Only a folder that is empty or that the quickstart wrote is emptied."""
-    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / MARKER).is_file())):
+    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / REPORT).is_file())):
         raise ValueError(f"{out} exists and is not the output of an earlier quickstart; choose another --out")
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
-    (out / MARKER).write_text("{}\n", encoding="utf-8")
+    (out / REPORT).write_text("{}\n", encoding="utf-8")
 
 
 def _summary(report: Report, out: Path) -> str:
@@ -107,5 +108,5 @@ def _summary(report: Report, out: Path) -> str:
     )
     return (
         f"\n{report.table()}\n\n{verdict} in {report.wall_seconds():.0f} s ({times}), "
-        f"peak memory {peak_rss_gib():.2f} GiB\ncurves: {out / 'curves.png'}   numbers: {out / MARKER}"
+        f"peak memory {peak_rss_gib():.2f} GiB\ncurves: {out / 'curves.png'}   numbers: {out / REPORT}"
     )
