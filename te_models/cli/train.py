@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from .parser import Verbs, emit, verb
 
@@ -41,5 +42,7 @@ def run(args: argparse.Namespace) -> int:
     from ..training import train
 
     result = train(config)
-    emit(args, {"output_dir": config.output_dir, "result": result}, f"trained: {config.output_dir}")
+    values = {name: str(value) if isinstance(value, Path) else value for name, value in vars(result).items()}
+    loss = "" if result.loss is None else f", loss {result.loss:.4f}"
+    emit(args, values, f"{result.step} steps{loss}: {result.model_dir}")
     return 0

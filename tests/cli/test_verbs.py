@@ -1,0 +1,242 @@
+"""The verbs on a real small Llama with a tokenizer: each result is read back by something other than the verb."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from te_models.cli.main import main
+
+TEXT = "def f(x):\n    return x + 1\n" * 20
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random transformers Llama in bfloat16, and a byte-level tokenizer."""
+    import tokenizers
+    import transformers
+
+    folder = tmp_path_factory.mktemp("hf") / "llama"
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<end>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([TEXT], trainer)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+    )
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(hf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("imported") / "model"
+    assert main(["import", str(hf), str(out)]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def moe(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("upcycled") / "moe"
+    assert main(["upcycle", str(model), str(out), "--experts", "4", "--topk", "2"]) == 0
+    return out
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *words: Any, code: int = 0) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main([*map(str, words), "--json"]) == code
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return json.loads(captured.out)
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {n: t for file in sorted(folder.glob("*.safetensors")) for n, t in load_file(file).items()}
+
+
+def test_import_then_export_restores_the_folder(
+    hf: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = run_json(capsys, "export", model, tmp_path / "back")
+    before, after = tensors(hf), tensors(tmp_path / "back")
+    assert result["plan"]["tensors"] == len(after)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert run_json(capsys, "verify", hf, tmp_path / "back")["equal"] is True
+
+
+def test_import_converts_dtype_and_layout(moe: Path, tmp_path: Path) -> None:
+    assert main(["export", str(moe), str(tmp_path / "hf")]) == 0
+    words = ["import", str(tmp_path / "hf"), str(tmp_path / "out"), "--dtype", "float32", "--layout", "per-gemm"]
+    assert main(words) == 0
+    read = tensors(tmp_path / "out")
+    assert {t.dtype for t in read.values()} == {torch.float32}
+    expert = read["decoder.layers.1.mlp.experts.linear_fc1.weight3"]
+    assert torch.equal(expert, tensors(moe)["decoder.layers.1.mlp.experts.linear_fc1.weight"][3].float())
+
+
+def test_exported_experts_load_in_transformers(moe: Path, tmp_path: Path) -> None:
+    import transformers
+
+    assert main(["export", str(moe), str(tmp_path / "hf"), "--family", "mixtral"]) == 0
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    assert type(loaded).__name__ == "MixtralForCausalLM"
+    assert loaded.config.num_experts_per_tok == 2
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_relayout_there_and_back(moe: Path, quantized: bool, tmp_path: Path) -> None:
+    source = moe
+    if quantized:
+        source = tmp_path / "fp8"
+        assert main(["quantize", str(moe), str(source), "--recipe", "mxfp8"]) == 0
+        assert torch.float8_e4m3fn in {t.dtype for t in tensors(source).values()}
+    assert main(["relayout", str(source), str(tmp_path / "there"), "--layout", "per-gemm"]) == 0
+    assert main(["relayout", str(tmp_path / "there"), str(tmp_path / "back"), "--layout", "grouped"]) == 0
+    before, there, back = tensors(source), tensors(tmp_path / "there"), tensors(tmp_path / "back")
+    assert "decoder.layers.0.mlp.experts.linear_fc1.weight" in before.keys() - there.keys()
+    assert "decoder.layers.0.mlp.experts.linear_fc1.weight0" in there
+    assert before.keys() == back.keys()
+    for name, tensor in before.items():
+        assert tensor.dtype == back[name].dtype
+        assert torch.equal(tensor.view(torch.uint8), back[name].view(torch.uint8)), name
+
+
+def test_upcycle_options(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    run_json(capsys, "upcycle", model, out, "--experts", 2, "--topk", 1, "--layers", 1, "--noise-std", 0.1, "--seed", 3)
+    read = tensors(out)
+    assert "decoder.layers.0.mlp.linear_fc1.weight" in read
+    one, two = read["decoder.layers.1.mlp.experts.linear_fc1.weight"].float()
+    assert 0.05 < (one - two).std() < 0.5
+
+
+def test_inspect(moe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = run_json(capsys, "inspect", moe, "--tensors")
+    assert result["kind"] == "te_models"
+    assert result["parameters"] == sum(t.numel() for t in tensors(moe).values())
+    assert set(result["tensors"]) == set(tensors(moe))
+    assert main(["inspect", str(moe), "--tensors"]) == 0
+    assert "decoder.layers.1.mlp.router.weight" in capsys.readouterr().out
+
+
+def test_verify_answers_no_with_1(model: Path, moe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_json(capsys, "verify", model, moe, code=1)["equal"] is False
+
+
+def test_dry_run_writes_nothing(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (
+        ["export", model],
+        ["relayout", model, "--layout", "per-gemm"],
+        ["quantize", model, "--recipe", "block"],
+        ["upcycle", model, "--experts", 4, "--topk", 2],
+    ):
+        result = run_json(capsys, words[0], words[1], tmp_path / "out", *words[2:], "--dry-run")
+        assert result["dry_run"] is True
+        assert result["plan"]["tensors"] > 0
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_force_replaces_a_model_folder_and_nothing_else(
+    hf: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main(["import", str(hf), str(out)]) == 0
+    assert main(["upcycle", str(model), str(out), "--experts", "4", "--topk", "2"]) == 2
+    assert "--force" in capsys.readouterr().err
+    assert "decoder.layers.0.mlp.router.weight" not in tensors(out)
+    assert main(["upcycle", str(model), str(out), "--experts", "4", "--topk", "2", "--force"]) == 0
+    assert "decoder.layers.0.mlp.router.weight" in tensors(out)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "thesis.tex").write_text("42")
+    assert main(["import", str(hf), str(other), "--force"]) == 2
+    assert "not a model folder" in capsys.readouterr().err
+    assert [file.name for file in other.iterdir()] == ["thesis.tex"]
+
+
+def test_generate_is_transformers_greedy_text(hf: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import transformers
+
+    words = ["--prompt", "def f(x):", "--max-new-tokens", 20, "--dtype", "float32"]
+    ours = run_json(capsys, "generate", model, *words)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(hf)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32)
+    prompt = tokenizer("def f(x):", return_tensors="pt", add_special_tokens=False)
+    ids = theirs.generate(
+        **prompt, max_new_tokens=20, do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=0
+    )
+    assert ours["tokens"] == ids[0, prompt.input_ids.shape[1] :].tolist()
+    assert main(["generate", str(model), *map(str, words)]) == 0
+    assert capsys.readouterr().out == "def f(x):" + ours["text"] + "\n"
+
+
+def test_generate_samples_reproducibly(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def sample(seed: int) -> list[int]:
+        words = ["--prompt", "x", "--temperature", 1.0, "--top-p", 0.9, "--max-new-tokens", 16, "--seed", seed]
+        return run_json(capsys, "generate", model, *words)["tokens"]
+
+    assert sample(1) == sample(1) != sample(2)
+
+
+def test_generate_reads_standard_input(model: Path) -> None:
+    command = [sys.executable, "-m", "te_models", "generate", str(model), "--prompt", "-", "--max-new-tokens", "3"]
+    run = subprocess.run(command, input="return é", capture_output=True, text=True, check=True)
+    assert run.stdout.startswith("return é")
+
+
+def test_generate_refuses_more_than_the_positions(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(model), "--prompt", "x", "--max-new-tokens", "128"]) == 2
+    assert "allowed: 1..127" in capsys.readouterr().err
+
+
+def test_train_then_generate(model: Path, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.py").write_text(TEXT * 20)
+    config = tmp_path / "train.toml"
+    config.write_text(f"""
+output_dir = "{tmp_path}/run"
+steps = 3
+compile = false
+[model]
+path = "{model}"
+[data]
+path = "{tmp_path}/tokens"
+text = ["{tmp_path}/text.py"]
+tokenizer = "{hf}"
+sequence_length = 32
+[log]
+progress = false
+""")
+    assert main(["train", str(config), "--dry-run", "--optimizer.lr", "0.01"]) == 0
+    assert json.loads(capsys.readouterr().out)["optimizer"]["lr"] == 0.01
+    assert not (tmp_path / "run").exists()
+    result = run_json(capsys, "train", config, "--steps", 4, "--data.micro-batch-size", 2)
+    assert result["step"] == 4
+    assert result["loss"] < 7
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 4
+    assert main(["generate", result["model_dir"], "--prompt", "def", "--max-new-tokens", "4"]) == 0
+
+
+def test_train_names_a_wrong_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.toml").write_text('output_dir = "x"\nstepz = 3\n')
+    assert main(["train", str(tmp_path / "train.toml")]) == 2
+    assert "'stepz'" in capsys.readouterr().err
