@@ -1,9 +1,9 @@
 """Throughput of importing a Hugging Face folder, against a plain copy of the same bytes in the same run.
 
-    python bench/import_throughput.py [--gib 1.5] [--rounds 4] [--dir FOLDER]
+    python -m bench.import_throughput [--gib 1.5] [--rounds 4] [--dir FOLDER]
 
 Both read the same files (from the page cache, after one warming read), write as many bytes to the same disk, and flush
-them. The copy is `shutil.copyfile` and fsync; the import also plans, rearranges experts and q/k/v, and hashes all bytes.
+them. The copy is `shutil.copyfile` and fsync; the import also plans, rearranges experts and q/k/v, and hashes.
 Runs alternate (copy, import, import, copy, ...); each result is the median of the ratios of neighbours. The import
 hashes on a second core: on a machine whose cores are busy with other work it is slower than the copy by the hash's
 share of the processor time, which is therefore recorded too.
@@ -16,22 +16,17 @@ import hashlib
 import json
 import math
 import os
-import platform
 import shutil
-import statistics
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-import safetensors
-import torch
-
+from bench.common import ratio, versions, write_result
 from te_models.checkpoints import FAMILIES, export_hf, import_hf, verify
 from te_models.checkpoints.plan import Output, Plan
 from te_models.checkpoints.writer import header_bytes, split_shards
 
-RESULTS = Path(__file__).parent / "results" / "import_throughput.json"
 DENSE: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 32000,
@@ -104,16 +99,17 @@ def measure(source: Path, scratch: Path, rounds: int, function: Any) -> dict[str
     for number in range(rounds):
         order = (copy_folder, function) if number % 2 == 0 else (function, copy_folder)
         times = {f: timed(f, source, scratch / "out") for f in order}
-        pairs.append((times[copy_folder], times[function]))
-    ratios = sorted(copy[0] / ours[0] for copy, ours in pairs)
+        pairs.append(times)
+    wall, processor = ([{side: times[side][k] for side in times} for times in pairs] for k in (0, 1))
     return {
-        "copy_seconds": [round(copy[0], 2) for copy, _ in pairs],
-        "seconds": [round(ours[0], 2) for _, ours in pairs],
-        "copy_processor_seconds": [round(copy[1], 2) for copy, _ in pairs],
-        "processor_seconds": [round(ours[1], 2) for _, ours in pairs],
-        "ratio_to_copy": round(statistics.median(ratios), 3),
-        "ratio_range": [round(ratios[0], 3), round(ratios[-1], 3)],
+        "seconds": {"copy": _column(wall, copy_folder), "ours": _column(wall, function)},
+        "processor_seconds": {"copy": _column(processor, copy_folder), "ours": _column(processor, function)},
+        "speed_of_a_copy": ratio(_column(wall, copy_folder), _column(wall, function)),
     }
+
+
+def _column(rows: list[dict[Any, float]], side: Any) -> list[float]:
+    return [round(row[side], 2) for row in rows]
 
 
 def sha256_speed() -> float:
@@ -130,12 +126,7 @@ def main() -> None:
     parser.add_argument("--dir", help="where to write (default: the system's temporary folder)")
     args = parser.parse_args()
     results: dict[str, Any] = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "safetensors": safetensors.__version__,
-        },
+        "versions": versions("torch", "safetensors"),
         "load_average_before": [round(x, 2) for x in os.getloadavg()],
         "sha256_gb_per_s": round(sha256_speed(), 2),
         "cases": {},
@@ -150,17 +141,15 @@ def main() -> None:
             if not report.equal:
                 raise SystemExit(f"the import is wrong, so its speed does not matter: {report}")
             case = {"bytes": nbytes, "import": measure(source, scratch, args.rounds, import_hf)}
-            case["import"]["gb_per_s"] = round(nbytes / statistics.median(case["import"]["seconds"]) / 1e9, 2)
             case["export"] = measure(scratch / "ours", scratch, args.rounds, export_hf)
             results["cases"][label] = case
-            print(
-                f"{label}: import {case['import']['ratio_to_copy']:.2f}x of a copy, export {case['export']['ratio_to_copy']:.2f}x"
-            )
+            for verb in ("import", "export"):
+                found = case[verb]["speed_of_a_copy"]
+                print(f"{label} {verb}: {found['median']:.2f}x of a copy ({found['min']:.2f} to {found['max']:.2f})")
             shutil.rmtree(source)
             shutil.rmtree(scratch / "ours")
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(results, indent=2) + "\n")
-    print(json.dumps(results, indent=2))
+    results["load_average_after"] = [round(x, 2) for x in os.getloadavg()]
+    print(f"written to {write_result('import_throughput', results)}")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ says), accepts NaN, and answers deep nesting with RecursionError.
 from __future__ import annotations
 
 import json
+import math
 import stat
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,13 @@ def parse_object(data: bytes, where: str) -> dict[str, Any]:
     def no_constant(name: str) -> Any:
         raise CheckpointError(f"{where} contains {name}, which is not JSON")
 
+    def finite(digits: str) -> float:
+        if math.isinf(value := float(digits)):
+            raise CheckpointError(f"{where} contains a number out of range, {digits[:40]}")
+        return value
+
     try:
-        values = json.loads(text, object_pairs_hook=no_duplicates, parse_constant=no_constant)
+        values = json.loads(text, object_pairs_hook=no_duplicates, parse_constant=no_constant, parse_float=finite)
     except CheckpointError:
         raise
     except RecursionError:

@@ -73,7 +73,7 @@ class TEFolder:
         check_counts(config.get("num_layers"), moe.get("num_moe_experts") if isinstance(moe, dict) else None)
         try:
             model = ModelConfig.from_dict(config)
-        except ConfigError as error:
+        except (ConfigError, OverflowError) as error:  # an integer beyond the range of float
             raise CheckpointError(f"{CONFIG} does not describe a valid model: {error}") from None
         return cls(layout, model, _read_source(values.get("source")))
 

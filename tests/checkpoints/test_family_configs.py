@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from te_models.checkpoints import FAMILIES, CheckpointError
+from te_models.checkpoints.strict_json import parse_object
+from te_models.checkpoints.te_folder import Source, TEFolder
 from te_models.config import AttentionConfig, MLPConfig, ModelConfig, MoEConfig, RopeConfig, RouterConfig
 from tests.checkpoints.hf_cases import CASES, LLAMA3_ROPE, SMALL, YARN_ROPE, transformers
 
@@ -211,3 +213,36 @@ def test_any_config(family: str, fields: dict[str, Any]) -> None:
 @given(st.sampled_from(sorted(FAMILIES)), changes)
 def test_any_config_thoroughly(family: str, fields: dict[str, Any]) -> None:
     check_config(family, fields)
+
+
+def paths_of(values: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """List the places of a nested dictionary."""
+    below = [p for k, v in values.items() for p in paths_of(v, (*path, k))] if isinstance(values, dict) else []
+    return [*([path] if path else []), *below]
+
+
+FOLDER = TEFolder("grouped", MODEL, Source("llama", SMALL, "BF16"))
+PLACES = paths_of(json.loads(FOLDER.to_bytes()))
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 2**70) | st.just(10**400) | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(PLACES), anything), min_size=1, max_size=3))
+def test_any_config_of_ours(edits: list[tuple[tuple[str, ...], Any]]) -> None:
+    """Only CheckpointError escapes from our own config.json; what is accepted survives a round trip."""
+    changed = json.loads(FOLDER.to_bytes())
+    for (*parents, leaf), value in edits:
+        place: Any = changed
+        for name in parents:
+            place = place.get(name) if isinstance(place, dict) else None
+        if isinstance(place, dict):
+            place[leaf] = value
+    try:
+        folder = TEFolder.from_dict(parse_object(json.dumps(changed).encode(), "config.json"))
+    except CheckpointError:
+        return
+    assert TEFolder.from_dict(parse_object(folder.to_bytes(), "config.json")) == folder

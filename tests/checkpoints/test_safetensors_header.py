@@ -56,6 +56,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     "list": (pack(b"[]"), "does not start with"),
     "not utf-8": (pack(b'{"\xff": 1}'), "not UTF-8"),
     "deep": (pack(b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"), "nested too deeply|not valid JSON"),
+    "infinite": (pack(b'{"a": 1e999}'), "number out of range, 1e999"),
     "NaN": (pack(b'{"a": NaN}'), "contains NaN"),
     "huge integer": (pack(b'{"a": ' + b"9" * 5000 + b"}"), "not valid JSON"),
     "duplicate tensor": (
