@@ -22,10 +22,16 @@ class Ranks:
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
+    owns_group: bool = False
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    def leave(self) -> None:
+        """Leave the process group, if this run joined it and not its caller."""
+        if self.owns_group:
+            dist.destroy_process_group()
 
 
 def ranks_from_environment(device: str) -> Ranks:
@@ -33,9 +39,10 @@ def ranks_from_environment(device: str) -> Ranks:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size == 1:
         return Ranks()
-    if not dist.is_initialized():
+    owns_group = not dist.is_initialized()
+    if owns_group:
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    return Ranks(dist.get_rank(), dist.get_world_size(), int(os.environ.get("LOCAL_RANK", "0")))
+    return Ranks(dist.get_rank(), dist.get_world_size(), int(os.environ.get("LOCAL_RANK", "0")), owns_group)
 
 
 def average_gradients(parameters: Iterable[torch.nn.Parameter], ranks: Ranks) -> None:

@@ -8,6 +8,7 @@ which is why an interrupted run continues bit for bit.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import time
 from collections.abc import Iterator
@@ -49,6 +50,10 @@ class TrainResult:
     loss: float | None
     validation_loss: float | None
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values, paths as strings."""
+        return {name: str(v) if isinstance(v, Path) else v for name, v in dataclasses.asdict(self).items()}
+
 
 def train(config: TrainConfig) -> TrainResult:
     """Run, or continue, a training run.
@@ -60,8 +65,11 @@ def train(config: TrainConfig) -> TrainResult:
     ranks = ranks_from_environment(device)
     if device == "cuda":
         torch.cuda.set_device(ranks.local_rank)
-    with _deterministic(config.deterministic):
-        return _run(config, device, ranks)
+    try:
+        with _deterministic(config.deterministic):
+            return _run(config, device, ranks)
+    finally:
+        ranks.leave()
 
 
 def _run(config: TrainConfig, device: str, ranks: Ranks) -> TrainResult:

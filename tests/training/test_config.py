@@ -1,5 +1,6 @@
 """TrainConfig: what TOML and the command line may say, and how wrong input is named."""
 
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -136,3 +137,14 @@ def test_help_lists_the_options(toml: Path, capsys: pytest.CaptureFixture[str]) 
         load_config(toml, ["--help"])
     assert stop.value.code == 0
     assert "--optimizer.weight-decay" in capsys.readouterr().out
+
+
+def test_the_documented_configuration_is_valid() -> None:
+    """The TOML of docs/training.md, with its [model.config] table and its path in turn."""
+    text = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
+    run, table = (block.split("```", 1)[0] for block in text.split("```toml\n")[1:])
+    config = TrainConfig.from_dict(tomllib.loads(run))
+    assert (config.precision.recipe, config.schedule.kind) == ("mxfp8", "wsd")
+    values = tomllib.loads(run) | tomllib.loads(table)
+    model = TrainConfig.from_dict(values).model.config
+    assert model is not None and model.moe is not None and model.moe.num_moe_experts == 8

@@ -16,12 +16,11 @@ from te_models.training import TrainConfig, train
 from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_run
 
 SCRIPT = """
-import sys, torch, torch.distributed as dist
+import sys, torch
 from pathlib import Path
 from te_models.training import TrainConfig, train
 torch.set_num_threads(1)
 train(TrainConfig.from_json(Path(sys.argv[1]).read_text()))
-dist.destroy_process_group()
 """
 
 
