@@ -8,7 +8,6 @@ which is why an interrupted run continues bit for bit.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import time
 from collections.abc import Iterator
@@ -49,10 +48,6 @@ class TrainResult:
     step: int
     loss: float | None
     validation_loss: float | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values, paths as strings."""
-        return {name: str(v) if isinstance(v, Path) else v for name, v in dataclasses.asdict(self).items()}
 
 
 def train(config: TrainConfig) -> TrainResult:
