@@ -1,0 +1,259 @@
+"""Models under torch.compile(fullgraph=True): one graph, forward and backward, and no recompilation as data changes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+
+from te_models import GPTModel, RouterConfig, compile_model
+from te_models.layers import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, autocast
+from tests.te_models.configs import VARIANTS, tiny_moe, token_ids
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def build(name: str, *, one_layer: bool = False, **options) -> GPTModel:
+    config = VARIANTS[name]
+    if one_layer:
+        moe = None if config.moe is None else config.moe.replace(layers=None)
+        config = config.replace(num_layers=1, layer_types=None, moe=moe)
+    torch.manual_seed(0)
+    return GPTModel(config, **options)
+
+
+def loss_and_gradients(model: GPTModel, function: Callable, ids: Tensor, **options) -> list[Tensor]:
+    model.zero_grad()
+    loss = function(ids, labels=ids, return_logits=False, **options).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+def assert_close(got: list[Tensor], expected: list[Tensor], tolerance: float = 2e-5) -> None:
+    """Largest difference relative to the largest entry: compiled sums run in another order."""
+    for a, b in zip(got, expected, strict=True):
+        assert (a.double() - b.double()).abs().max() <= tolerance * b.double().abs().max().clamp(min=1e-6)
+
+
+def count(backend: str = "aot_eager") -> CompileCounterWithBackend:
+    return CompileCounterWithBackend(backend)
+
+
+# Traced forward and backward in every run; the others forward only, and all of them backward in the full run.
+REPRESENTATIVE = ("mixed_layers", "softcaps", "qk_full", "moe_sigmoid_groups", "moe_shared")
+MATRIX = [
+    *((name, "eager") for name in VARIANTS if name not in REPRESENTATIVE),
+    *((name, "aot_eager") for name in REPRESENTATIVE),
+    *(pytest.param(name, "aot_eager", marks=pytest.mark.slow) for name in VARIANTS if name not in REPRESENTATIVE),
+]
+
+
+@pytest.mark.parametrize(("name", "backend"), MATRIX)
+def test_every_variant_is_one_graph(name: str, backend: str) -> None:
+    model = build(name)
+    ids = token_ids(2, 9)
+    expected = loss_and_gradients(model, model, ids)
+    counter = count(backend)
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    assert_close(loss_and_gradients(model, compiled, ids), expected)
+    assert counter.frame_count == 1
+    assert not counters["graph_break"]
+    with torch.no_grad():
+        assert torch.allclose(compiled(ids).logits, model(ids).logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qk_head", "moe"])
+def test_inductor_agrees_with_eager(name: str) -> None:
+    """One layer, dynamic at once: a cold C++ compiler takes seconds for each kernel."""
+    model = build(name, one_layer=True)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True)
+    for length in (9, 17):
+        ids = token_ids(2, length)
+        assert_close(loss_and_gradients(model, compiled, ids), loss_and_gradients(model, model, ids))
+
+
+def test_inductor_in_bfloat16_is_as_exact_as_eager() -> None:
+    model = build("dense", one_layer=True, params_dtype=torch.bfloat16)
+    twin = copy.deepcopy(model).float()
+    ids = token_ids(4, 17)
+    exact = twin(ids, labels=ids).loss.item()
+    compiled = torch.compile(model, fullgraph=True)(ids, labels=ids)
+    # The mean over 64 tokens of errors of a few roundings (2^-8) of logits of size 4.
+    bound = 4 * 4 * 2**-8 / 64**0.5
+    assert abs(compiled.loss.item() - exact) < bound
+    assert abs(model(ids, labels=ids).loss.item() - exact) < bound
+    assert compiled.logits.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        ("dense", "eager"),
+        ("window", "eager"),
+        ("learned_positions", "eager"),
+        ("dynamic_rope", "eager"),
+        ("moe", "aot_eager"),
+    ],
+)
+def test_token_counts_do_not_recompile(name: str, backend: str) -> None:
+    """The first shape compiles, the second compiles for all shapes, and that is all: batch, length, beyond the trained
+    length, experts without tokens."""
+    model = build(name, one_layer=True)
+    counter = count(backend)
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    lengths = [(2, 9), (3, 17), (5, 33), (2, 12), (7, 5), (2, 3), (3, 64), *([(2, 90)] if "rope" in name else [])]
+    for batch, length in lengths:
+        ids = token_ids(batch, length, seed=length)
+        assert_close(loss_and_gradients(model, compiled, ids), loss_and_gradients(model, model, ids))
+    assert counter.frame_count == 2
+
+
+def test_dynamic_from_the_start_compiles_once() -> None:
+    model = build("moe")
+    counter = count("eager")
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
+    loss_and_gradients(model, compiled, token_ids(2, 9))
+    first = counter.frame_count  # the compiler may call its backend again while it decides which floats are dynamic
+    for batch, length in ((3, 17), (4, 4), (2, 33)):
+        loss_and_gradients(model, compiled, token_ids(batch, length))
+    assert counter.frame_count == first
+
+
+def test_routing_and_loss_weights_do_not_recompile() -> None:
+    """All tokens to the same experts, then to others: only data for the graph."""
+    model = build("moe")
+    counter = count("eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    ids = token_ids(2, 9)
+    loss_and_gradients(model, compiled, ids)
+    seen = set()
+    for experts in ((0, 1), (2, 3), (1, 3)):
+        with torch.no_grad():
+            for layer in model.decoder.layers:
+                layer.mlp.router.weight.normal_(std=3.0)
+                layer.mlp.router.weight[list(experts)] *= 10
+        model.set_aux_loss_coeff(0.1 * (1 + experts[0]))
+        model.set_z_loss_coeff(0.01 * (1 + experts[1]))
+        assert_close(loss_and_gradients(model, compiled, ids), loss_and_gradients(model, model, ids))
+        seen.add(tuple(compiled(ids, labels=ids, return_logits=False).tokens_per_expert.flatten().tolist()))
+    assert len(seen) == 3
+    assert counter.frame_count == 1
+
+
+def test_an_expert_without_tokens_in_a_compiled_step() -> None:
+    torch.manual_seed(0)
+    model = GPTModel(tiny_moe(RouterConfig(score="sigmoid", expert_bias=True)))
+    for layer in model.decoder.layers:
+        layer.mlp.router.expert_bias.copy_(torch.tensor([0.0, 9.0, 9.0, -9.0]))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    ids = token_ids(2, 9)
+    model.zero_grad()
+    output = compiled(ids, labels=ids)
+    output.loss.backward()
+    assert output.tokens_per_expert.tolist() == [[0, 18, 18, 0]] * 2
+    for layer in model.decoder.layers:
+        gradient = layer.mlp.experts.linear_fc1.weight.grad
+        assert gradient[[0, 3]].abs().max() == 0
+        assert gradient[[1, 2]].abs().amax(dim=(1, 2)).min() > 0
+
+
+def test_padding_masks_do_not_recompile() -> None:
+    model = build("moe")
+    counter = count("eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    ids = token_ids(2, 9)
+    for padding in (0, 3, 8):
+        mask = torch.ones_like(ids)
+        mask[0, :padding] = 0
+        expected = loss_and_gradients(model, model, ids, attention_mask=mask)
+        assert_close(loss_and_gradients(model, compiled, ids, attention_mask=mask), expected)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("name", ["dense", "moe"])
+def test_activation_checkpointing_is_one_graph(name: str) -> None:
+    model = build(name, activation_checkpointing=True)
+    ids = token_ids(2, 9)
+    expected = loss_and_gradients(model, model, ids)
+    counter = count()
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    assert_close(loss_and_gradients(model, compiled, ids), expected)
+    assert counter.frame_count == 1
+
+
+def test_switching_between_training_and_evaluation() -> None:
+    model = build("moe")
+    counter = count()
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    ids = token_ids(2, 9)
+    for _ in range(2):
+        model.train()
+        loss_and_gradients(model, compiled, ids)
+        model.eval()
+        with torch.no_grad():
+            compiled(ids, labels=ids, return_logits=False)
+    assert counter.frame_count == 2  # one with, one without gradients
+    assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize(
+    "recipe", [Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling], ids=lambda r: r.__name__
+)
+@pytest.mark.parametrize("name", ["dense", "moe"])
+def test_fp8_recipes_are_one_graph(name: str, recipe: type) -> None:
+    """Recipes of equal value, created anew for each step, share the graph."""
+    model = build(name, one_layer=True, params_dtype=torch.bfloat16)
+    ids = token_ids(2, 9)
+    counter = count()
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    with autocast(recipe=recipe()):
+        expected = loss_and_gradients(model, model, ids)
+    for _ in range(2):
+        with autocast(recipe=recipe()):
+            got = loss_and_gradients(model, compiled, ids)
+        assert_close(got[:1], expected[:1], tolerance=1e-2)
+    assert counter.frame_count == 1
+    assert not counters["graph_break"]
+
+
+def test_torch_autocast_is_one_graph() -> None:
+    model = build("moe")
+    ids = token_ids(2, 9)
+    counter = count()
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    with torch.amp.autocast("cpu", dtype=torch.bfloat16):
+        expected = model(ids, labels=ids).loss
+        got = compiled(ids, labels=ids).loss
+    assert abs(got.item() - expected.item()) < 4 * 2**-8
+    assert counter.frame_count == 1
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # from inside the compiler
+@pytest.mark.parametrize("scope", ["model", "layers"])
+def test_compile_model(scope: str) -> None:
+    model = build("moe")
+    names = [key for key, _ in model.named_parameters()]
+    ids = token_ids(2, 9)
+    expected = loss_and_gradients(model, model, ids)
+    counter = count()
+    assert compile_model(model, scope=scope, backend=counter) is model
+    assert_close(loss_and_gradients(model, model, ids), expected)
+    assert counter.frame_count == 1  # with "layers": one graph that both layers share
+    assert [key for key, _ in model.named_parameters()] == names
+    assert not counters["graph_break"]
+
+
+def test_compile_model_refuses_an_unknown_scope() -> None:
+    with pytest.raises(ValueError, match="scope is 'block'; allowed: 'model', 'layers'"):
+        compile_model(build("dense"), scope="block")
