@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RowGroups:
-    """m_splits: [G] int64 rows per group; ends: [G] their inclusive sum; group: [T] each row's group, G past the end."""
+    """m_splits: [G] int64 rows per group; ends: [G] their running sum; group: [T] each row's group, G past the end."""
 
     m_splits: Tensor
     ends: Tensor
