@@ -13,6 +13,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+PHRASE = 110
 FOLDERS = ("kernels", "layers", "checkpoints", "te_models")
 
 
@@ -36,16 +37,30 @@ def cli_help() -> str:
     return "\n\n".join(parts)
 
 
+def first_sentence(module: Path) -> str:
+    """The first sentence of a module's docstring, cut at a comma, colon or semicolon where it is long."""
+    doc = " ".join((ast.get_docstring(ast.parse(module.read_text(encoding="utf-8"))) or "").split())
+    sentence = re.split(r"(?<=\.)\s", doc, maxsplit=1)[0]
+    if len(sentence) <= PHRASE:
+        return sentence
+    cuts = [match.start() for match in re.finditer(r"[,:;]\s", sentence) if match.start() <= PHRASE]
+    return sentence[: cuts[-1]] + "." if cuts else sentence
+
+
 def package_tree() -> str:
-    """Each package of the tree with the first sentence of its docstring."""
-    lines = []
+    """Each package and module of the tree with a phrase; an operation's `reference.py` and `op.py` are left out."""
+    lines: list[tuple[str, str]] = []
+
+    def add(folder: Path, depth: int) -> None:
+        lines.append((f"{'  ' * depth}{folder.name}/", first_sentence(folder / "__init__.py")))
+        for path in sorted(folder.iterdir(), key=lambda p: (p.is_dir(), p.name)):
+            if (path / "__init__.py").exists():
+                add(path, depth + 1)
+            elif path.suffix == ".py" and path.stem not in ("__init__", "__main__", "reference", "op"):
+                lines.append((f"{'  ' * (depth + 1)}{path.name}", first_sentence(path)))
+
     for folder in FOLDERS:
-        for init in sorted((ROOT / folder).rglob("__init__.py")):
-            path = init.parent.relative_to(ROOT)
-            depth = len(path.parts) - 1
-            doc = ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) or ""
-            first = re.split(r"(?<=\.)\s", " ".join(doc.split()), maxsplit=1)[0]
-            lines.append((f"{'  ' * depth}{path.name}/", first))
+        add(ROOT / folder, 0)
     width = max(len(name) for name, _ in lines) + 2
     return "```text\n" + "\n".join(f"{name:<{width}}{text}".rstrip() for name, text in lines) + "\n```"
 
