@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -143,6 +144,6 @@ class Checkpoint:
         load_params(self.store, self.namespace, self.config, self.formats, params)
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Open a checkpoint folder; reads config.json and headers and checks that they fit each other, no tensor data."""
     return Checkpoint(Path(path))

@@ -9,6 +9,7 @@ All share these arguments:
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ from .te_folder import Source, TEFolder
 from .te_namespace import formats_in_layout, te_namespace
 from .writer import MAX_SHARD_BYTES, Progress
 
-PathLike = str | Path
+PathLike = str | os.PathLike[str]
 
 
 def import_hf(

@@ -44,7 +44,7 @@ def quantize(
 
     recipe: a recipe or its name ("current", "block", "mxfp8"); its weight quantizer decides format and scales. The
     result is what quantizing the loaded weights gives, bit for bit; every expert has its own scales in both layouts.
-    Memory is that of one output tensor and one matrix in high precision.
+    Memory is that of one output tensor and the quantizer's float32 working copies of one matrix.
     """
     chosen = recipe_by_name(recipe) if isinstance(recipe, str) else recipe
     quantizer = chosen.weight_quantizer()

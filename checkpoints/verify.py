@@ -62,8 +62,9 @@ def verify(a: PathLike, b: PathLike, *, progress: Progress | None = None) -> Ver
                 report.add(f"{name}: only in {a if name in outputs_a else b}")
         common = [name for name in outputs_a if name in outputs_b]
         total = sum(outputs_a[name].nbytes for name in common)
+        rings = Ring(), Ring()
         for name in common:
-            _compare(report, left, outputs_a[name], right, outputs_b[name])
+            _compare(report, left, outputs_a[name], right, outputs_b[name], rings)
             report.tensors += 1
             report.bytes += outputs_a[name].nbytes
             if progress is not None:
@@ -80,12 +81,14 @@ def _canonical_outputs(ckpt: Checkpoint) -> dict[str, Output]:
     return outputs
 
 
-def _compare(report: VerifyReport, left: Checkpoint, a: Output, right: Checkpoint, b: Output) -> None:
+def _compare(
+    report: VerifyReport, left: Checkpoint, a: Output, right: Checkpoint, b: Output, rings: tuple[Ring, Ring]
+) -> None:
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         report.add(f"{a.name}: {a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}")
         return
     position = 0
-    for x, y in _aligned(stream(left.store, a, Ring()), stream(right.store, b, Ring())):
+    for x, y in _aligned(stream(left.store, a, rings[0]), stream(right.store, b, rings[1])):
         if not torch.equal(x, y):
             width = (bits_of(a.dtype) or 8) // 8
             element = int((x != y).nonzero()[0]) // width * width
