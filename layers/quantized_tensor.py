@@ -9,7 +9,7 @@ in-place one (an optimizer step) requantizes its result into the very storage th
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from te_models.kernels.gemm import Operand
 from .quantizer import Fields, Quantizer, Usage
 
 aten = torch.ops.aten
+T = TypeVar("T", bound="QuantizedTensor")
 
 
 class QuantizedTensor(torch.Tensor):
@@ -29,7 +30,7 @@ class QuantizedTensor(torch.Tensor):
     quantizer: Quantizer
 
     @staticmethod
-    def __new__(cls, fields: Fields, quantizer: Quantizer, shape: torch.Size, dtype: torch.dtype) -> Self:
+    def __new__(cls: type[T], fields: Fields, quantizer: Quantizer, shape: torch.Size, dtype: torch.dtype) -> T:
         """Wrap existing fields. shape, dtype: the logical ones."""
         device = next(iter(fields.values())).device
         self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
@@ -73,8 +74,10 @@ class QuantizedTensor(torch.Tensor):
         """Overwrite with x quantized anew (or, for a tensor with an equal quantizer, with its very fields)."""
         if x.shape != self.shape:
             raise ValueError(f"cannot quantize shape {tuple(x.shape)} into a tensor of shape {tuple(self.shape)}")
-        same = isinstance(x, QuantizedTensor) and x.quantizer == self.quantizer
-        source = x.fields if same else self.quantizer.quantize_fields(_plain(x))
+        if isinstance(x, QuantizedTensor) and x.quantizer == self.quantizer:
+            source = x.fields
+        else:
+            source = self.quantizer.quantize_fields(_plain(x))
         for name, field in self.fields.items():
             field.copy_(source[name])
         return self

@@ -88,11 +88,15 @@ class Quantizer:
         """Return the names of the stored fields, in storage order."""
         return tuple(f"{usage}_{part}" for usage in self.stored_usages() for part in ("data", "scale_inv"))
 
+    def _block_of(self, usage: Usage) -> tuple[int, int]:
+        """Return the block of a usage in the tensor's own orientation."""
+        assert self.block is not None, "one scale per matrix has no blocks"
+        rows, columns = self.block
+        return (rows, columns) if usage == "rowwise" else (columns, rows)
+
     def row_block(self, usage: Usage) -> int:
         """Return how many rows one scale spans, so that grouped rows are aligned to it; 1 for one scale per matrix."""
-        if self.block is None:
-            return 1
-        return self.block[0] if usage == "rowwise" else max(self.block)
+        return 1 if self.block is None else self._block_of(usage)[0]
 
     def quantize_fields(self, x: Tensor) -> Fields:
         """Quantize x: [..., rows, columns] into the stored fields."""
@@ -224,17 +228,15 @@ class Float8BlockQuantizer(Quantizer):
 
     def _quantize(self, x: Tensor, usage: Usage) -> tuple[Tensor, Tensor]:
         kind = "pow2" if self.force_pow_2_scales else "float32"
-        if usage == "columnwise":
-            # blocks run along the rows; stored transposed, computed in x's orientation so that reads stay contiguous
-            data, scale_inv = q.quantize_blockwise(x, self.block[::-1], self.fp8_dtype, kind, epsilon=self.amax_epsilon)
-            return data.transpose(-2, -1), scale_inv.transpose(-2, -1)
-        return q.quantize_blockwise(x, self.block, self.fp8_dtype, kind, epsilon=self.amax_epsilon)
+        block = self._block_of(usage)
+        data, scale_inv = q.quantize_blockwise(x, block, self.fp8_dtype, kind, epsilon=self.amax_epsilon)
+        # computed in x's orientation, so that reads stay contiguous
+        return (data.mT, scale_inv.mT) if usage == "columnwise" else (data, scale_inv)
 
     def _dequantize(self, data: Tensor, scale_inv: Tensor, usage: Usage, dtype: torch.dtype) -> Tensor:
         if usage == "columnwise":
-            data, scale_inv = data.transpose(-2, -1), scale_inv.transpose(-2, -1)
-            return q.dequantize_blockwise(data, scale_inv, self.block[::-1], dtype)
-        return q.dequantize_blockwise(data, scale_inv, self.block, dtype)
+            data, scale_inv = data.mT, scale_inv.mT
+        return q.dequantize_blockwise(data, scale_inv, self._block_of(usage), dtype)
 
     def gemm_dtype(self, dtype: torch.dtype) -> torch.dtype:
         # a float32 scale times an FP8 value is not exact in bfloat16
@@ -261,9 +263,6 @@ class MXFP8Quantizer(Quantizer):
     @property
     def block(self) -> tuple[int, int]:
         return (self.BLOCK if self.two_dimensional else 1, self.BLOCK)
-
-    def _block_of(self, usage: Usage) -> tuple[int, int]:
-        return self.block if usage == "rowwise" else self.block[::-1]
 
     def _quantize(self, x: Tensor, usage: Usage) -> tuple[Tensor, Tensor]:
         return q.quantize_blockwise(x, self._block_of(usage), self.fp8_dtype, "e8m0")

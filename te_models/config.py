@@ -37,7 +37,9 @@ class _Part:
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))
         for f in dataclasses.fields(self):
-            object.__setattr__(self, f.name, _coerce(f"{type(self).__name__}.{f.name}", getattr(self, f.name), hints[f.name]))
+            object.__setattr__(
+                self, f.name, _coerce(f"{type(self).__name__}.{f.name}", getattr(self, f.name), hints[f.name])
+            )
         self._validate()
 
     def _validate(self) -> None:
@@ -178,10 +180,10 @@ class AttentionConfig(_Part):
     def _validate(self) -> None:
         heads = self.num_attention_heads
         _check(heads > 0, "attention.num_attention_heads", heads, "a positive integer")
-        if self.num_query_groups is None:
-            object.__setattr__(self, "num_query_groups", heads)
-        groups = self.num_query_groups
-        _check(0 < groups <= heads and heads % groups == 0, "attention.num_query_groups", groups, f"a divisor of num_attention_heads = {heads}")
+        groups = heads if self.num_query_groups is None else self.num_query_groups
+        object.__setattr__(self, "num_query_groups", groups)
+        divides = 0 < groups <= heads and heads % groups == 0
+        _check(divides, "attention.num_query_groups", groups, f"a divisor of num_attention_heads = {heads}")
         for name in ("kv_channels", "v_head_dim", "window_size", "chunk_size"):
             value = getattr(self, name)
             _check(value is None or value > 0, f"attention.{name}", value, "a positive integer or null")
@@ -189,7 +191,12 @@ class AttentionConfig(_Part):
             value = getattr(self, name)
             _check(value is None or value > 0, f"attention.{name}", value, "a positive number or null")
         tuning = self.temperature_tuning
-        _check(tuning is None or len(tuning) == 2, "attention.temperature_tuning", tuning, "null or [floor_scale, attn_scale]")
+        _check(
+            tuning is None or len(tuning) == 2,
+            "attention.temperature_tuning",
+            tuning,
+            "null or [floor_scale, attn_scale]",
+        )
         _check(0 <= self.attention_dropout < 1, "attention.attention_dropout", self.attention_dropout, "0 <= p < 1")
 
 
@@ -227,9 +234,20 @@ class RopeConfig(_Part):
         "dynamic": (set(), {"factor", "alpha", "original_max_position_embeddings"}),
         "yarn": (
             {"factor"},
-            {"original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate"},
+            {
+                "original_max_position_embeddings",
+                "beta_fast",
+                "beta_slow",
+                "mscale",
+                "mscale_all_dim",
+                "attention_factor",
+                "truncate",
+            },
         ),
-        "longrope": ({"short_factor", "long_factor"}, {"factor", "original_max_position_embeddings", "attention_factor"}),
+        "longrope": (
+            {"short_factor", "long_factor"},
+            {"factor", "original_max_position_embeddings", "attention_factor"},
+        ),
         "llama3": ({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}, set()),
         "proportional": (set(), {"factor"}),
     }
@@ -296,8 +314,9 @@ class RouterConfig(_Part):
     def _validate(self) -> None:
         both = (self.num_groups is None) == (self.topk_groups is None)
         _check(both, "router.topk_groups", self.topk_groups, "set exactly when router.num_groups is set")
-        if self.num_groups is not None:
-            _check(0 < self.topk_groups <= self.num_groups, "router.topk_groups", self.topk_groups, f"1..num_groups = {self.num_groups}")
+        if self.num_groups is not None and self.topk_groups is not None:
+            inside = 0 < self.topk_groups <= self.num_groups
+            _check(inside, "router.topk_groups", self.topk_groups, f"1..num_groups = {self.num_groups}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,13 +342,30 @@ class MoEConfig(_Part):
     def _validate(self) -> None:
         experts = self.num_moe_experts
         _check(experts > 0, "moe.num_moe_experts", experts, "a positive integer")
-        _check(0 < self.moe_router_topk <= experts, "moe.moe_router_topk", self.moe_router_topk, f"1..num_moe_experts = {experts}")
+        _check(
+            0 < self.moe_router_topk <= experts,
+            "moe.moe_router_topk",
+            self.moe_router_topk,
+            f"1..num_moe_experts = {experts}",
+        )
         _check(self.moe_ffn_hidden_size > 0, "moe.moe_ffn_hidden_size", self.moe_ffn_hidden_size, "a positive integer")
         shared = self.shared_expert_intermediate_size
-        _check(shared is None or shared > 0, "moe.shared_expert_intermediate_size", shared, "a positive integer or null")
-        _check(shared is not None or not self.shared_expert_gate, "moe.shared_expert_gate", self.shared_expert_gate, "false without a shared expert")
+        _check(
+            shared is None or shared > 0, "moe.shared_expert_intermediate_size", shared, "a positive integer or null"
+        )
+        _check(
+            shared is not None or not self.shared_expert_gate,
+            "moe.shared_expert_gate",
+            self.shared_expert_gate,
+            "false without a shared expert",
+        )
         groups = self.router.num_groups
-        _check(groups is None or experts % groups == 0, "router.num_groups", groups, f"a divisor of num_moe_experts = {experts}")
+        _check(
+            groups is None or experts % groups == 0,
+            "router.num_groups",
+            groups,
+            f"a divisor of num_moe_experts = {experts}",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -381,31 +417,51 @@ class ModelConfig(_Part):
             _check(getattr(self, name) > 0, name, getattr(self, name), "a positive integer")
         heads = self.attention.num_attention_heads
         if self.attention.kv_channels is None:
-            _check(self.hidden_size % heads == 0, "attention.kv_channels", None, f"an explicit head dimension, because hidden_size = {self.hidden_size} is not a multiple of num_attention_heads = {heads}")
+            _check(
+                self.hidden_size % heads == 0,
+                "attention.kv_channels",
+                None,
+                f"a number, because hidden_size = {self.hidden_size} is not a multiple of {heads} heads",
+            )
             object.__setattr__(self, "attention", self.attention.replace(kv_channels=self.hidden_size // heads))
-        rotary = round(self.attention.kv_channels * self.rope.rotary_percent)
+        channels = self.attention.kv_channels or 0
+        rotary = round(channels * self.rope.rotary_percent)
         if self.embedding.position_embedding_type == "rope" and self.attention.mla is None:
-            _check(rotary % 2 == 0, "rope.rotary_percent", self.rope.rotary_percent, f"a fraction that rotates an even number of the {self.attention.kv_channels} head channels")
-        if self.layer_types is None:
-            kind: LayerType = "sliding" if self.attention.window_size is not None else "full"
-            object.__setattr__(self, "layer_types", (kind,) * self.num_layers)
-        _check(len(self.layer_types) == self.num_layers, "layer_types", self.layer_types, f"one entry for each of the {self.num_layers} layers")
-        _check("sliding" not in self.layer_types or self.attention.window_size is not None, "attention.window_size", None, "a window, because layer_types has 'sliding' layers")
-        _check("chunked" not in self.layer_types or self.attention.chunk_size is not None, "attention.chunk_size", None, "a size, because layer_types has 'chunked' layers")
+            _check(
+                rotary % 2 == 0,
+                "rope.rotary_percent",
+                self.rope.rotary_percent,
+                f"a fraction that rotates an even number of the {channels} head channels",
+            )
+        kind: LayerType = "sliding" if self.attention.window_size is not None else "full"
+        kinds = (kind,) * self.num_layers if self.layer_types is None else self.layer_types
+        object.__setattr__(self, "layer_types", kinds)
+        _check(
+            len(kinds) == self.num_layers, "layer_types", kinds, f"one entry for each of the {self.num_layers} layers"
+        )
+        for layer_type, name in (("sliding", "window_size"), ("chunked", "chunk_size")):
+            given = layer_type not in kinds or getattr(self.attention, name) is not None
+            _check(given, f"attention.{name}", None, f"a size, because layer_types has {layer_type!r} layers")
         _check(0 <= self.hidden_dropout < 1, "hidden_dropout", self.hidden_dropout, "0 <= p < 1")
         if self.moe is not None:
-            if self.moe.layers is None:
-                object.__setattr__(self, "moe", self.moe.replace(layers=tuple(range(self.num_layers))))
-            layers = self.moe.layers
-            _check(list(layers) == sorted(set(layers)) and all(0 <= i < self.num_layers for i in layers), "moe.layers", layers, f"increasing layer indices below num_layers = {self.num_layers}")
+            every = tuple(range(self.num_layers))
+            layers = every if self.moe.layers is None else self.moe.layers
+            ordered = list(layers) == sorted(set(layers)) and set(layers) <= set(every)
+            _check(ordered, "moe.layers", layers, f"increasing layer indices below num_layers = {self.num_layers}")
+            object.__setattr__(self, "moe", self.moe.replace(layers=layers))
+
+    def layer_type(self, layer: int) -> LayerType:
+        """The attention kind of layer number `layer` (from 0)."""
+        assert self.layer_types is not None, "filled in by validation"
+        return self.layer_types[layer]
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether layer number `layer` (from 0) has experts."""
-        return self.moe is not None and layer in self.moe.layers
+        return self.moe is not None and layer in (self.moe.layers or ())
 
     def rope_of(self, layer: int) -> RopeConfig | None:
         """The rotary embedding of layer number `layer`; None where the layer has no position encoding."""
-        kind = self.layer_types[layer]
+        kind = self.layer_type(layer)
         if self.embedding.position_embedding_type != "rope" or kind == "nope":
             return None
         return self.rope_sliding if kind == "sliding" and self.rope_sliding is not None else self.rope

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from . import reference
 
+_device_grouped_mm = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
+
 
 @torch.library.custom_op("te_models::grouped_gemm", mutates_args=())
 def grouped_gemm(a: Tensor, b: Tensor, m_splits: Tensor, transpose_b: bool = True) -> Tensor:
@@ -24,7 +26,7 @@ def grouped_gemm(a: Tensor, b: Tensor, m_splits: Tensor, transpose_b: bool = Tru
     if a.device.type == "cpu":
         return reference.grouped_gemm(a, b, m_splits, transpose_b)
     offsets = m_splits.cumsum(0).to(torch.int32)
-    return _zero_tail(torch._grouped_mm(a, b.transpose(1, 2) if transpose_b else b, offs=offsets), offsets)
+    return _zero_tail(_device_grouped_mm(a, b.transpose(1, 2) if transpose_b else b, offs=offsets), offsets)
 
 
 @grouped_gemm.register_fake
@@ -41,7 +43,7 @@ def grouped_gemm_wgrad(dy: Tensor, x: Tensor, m_splits: Tensor) -> Tensor:
     dy, x = dy.contiguous(), x.contiguous()
     if dy.device.type == "cpu":
         return reference.grouped_gemm_wgrad(dy, x, m_splits)
-    return torch._grouped_mm(dy.t(), x, offs=m_splits.cumsum(0).to(torch.int32))
+    return _device_grouped_mm(dy.t(), x, offs=m_splits.cumsum(0).to(torch.int32))
 
 
 @grouped_gemm_wgrad.register_fake

@@ -52,6 +52,7 @@ def sum_slots(y: Tensor, row_of_slot: Tensor, weights: Tensor | None) -> Tensor:
         if weights is not None:
             term = term * weights[:, k, None].float()
         total = term if total is None else total + term
+    assert total is not None, "a token has at least one slot"
     return total.to(y.dtype)
 
 

@@ -65,14 +65,18 @@ def router_topk(
     if group_score not in ("max", "top2_sum"):
         raise ValueError(f"group_score is {group_score!r}; allowed: 'max', 'top2_sum'")
     num_experts = logits.shape[-1]
-    available = num_experts if num_groups is None else num_experts // num_groups * topk_groups
+    if (num_groups is None) != (topk_groups is None):
+        raise ValueError(f"topk_groups is {topk_groups}; allowed: a count with num_groups, None without")
+    available = num_experts
+    if num_groups is not None and topk_groups is not None:
+        available = num_experts // num_groups * topk_groups
     if not 0 < topk <= available:
         raise ValueError(f"topk is {topk}; allowed: 1 to {available}, the number of experts to choose from")
     logits = logits.float()
     scores = logits if score_after_topk else _score(logits, score)
     with torch.no_grad():
         choice = scores if expert_bias is None else scores + expert_bias.float()
-        if num_groups is not None:
+        if num_groups is not None and topk_groups is not None:
             choice = _within_groups(choice, num_groups, topk_groups, group_score)
         indices = _choose(choice, topk)
     weights = scores.gather(-1, indices)

@@ -49,7 +49,7 @@ class SelfAttention(nn.Module):
             self.head_dim,
             self.num_groups,
             a.attention_dropout,
-            window_size=a.window_size if config.layer_types[layer] == "sliding" else None,
+            window_size=a.window_size if config.layer_type(layer) == "sliding" else None,
             softmax_scale=a.softmax_scale,
             softcap=a.softcap,
             softmax_type="learnable" if a.sinks else "vanilla",

@@ -140,8 +140,9 @@ class GPTModel(nn.Module):
         """Initialise all parameters anew, in the order of construction: after `torch.manual_seed(s)` the result equals
         that of building the model after `torch.manual_seed(s)`."""
         for module in self.modules():
-            if module is not self and hasattr(module, "reset_parameters"):
-                module.reset_parameters()
+            reset = getattr(module, "reset_parameters", None)
+            if module is not self and reset is not None:
+                reset()
 
     def stored_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) of what a checkpoint holds: parameters, then buffers that are part of the state."""

@@ -79,6 +79,9 @@ class OutputLayer(nn.Module):
 class RouterLossWeights(ConstantModule):
     """The weights of the two router losses, as tensors: changing them does not recompile."""
 
+    aux_loss_coeff: Tensor
+    z_loss_coeff: Tensor
+
     def __init__(self, aux_loss_coeff: float, z_loss_coeff: float, device: torch.device | str | None) -> None:
         super().__init__()
         self.values = {"aux_loss_coeff": aux_loss_coeff, "z_loss_coeff": z_loss_coeff}

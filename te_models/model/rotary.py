@@ -23,6 +23,8 @@ class RotaryEmbedding(ConstantModule):
     each call, on the device: no host synchronisation, no recompilation as the sequence grows.
     """
 
+    frequencies: Tensor
+
     def __init__(
         self, rope: RopeConfig, head_dim: int, max_position_embeddings: int, device: torch.device | str | None = None
     ) -> None:

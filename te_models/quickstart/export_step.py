@@ -27,7 +27,8 @@ def run(run: Run, trained: Path) -> None:
     model = load_theirs(out, torch.float32)
     reference = logits(model, run.windows)
     mask = torch.ones_like(prompt)
-    their_ids = model.generate(prompt, attention_mask=mask, max_new_tokens=run.sizes.new_tokens, do_sample=False)
+    limit = run.sizes.new_tokens
+    their_ids = model.generate(prompt, attention_mask=mask, max_new_tokens=limit, do_sample=False)  # pyright: ignore
     del model
 
     mine = GPTModel.from_pretrained(trained, dtype=torch.float32).eval()
