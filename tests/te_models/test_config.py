@@ -76,7 +76,7 @@ def test_lists_become_tuples_and_integers_become_floats() -> None:
         (lambda: tiny(num_layers=True), "ModelConfig.num_layers is True; allowed: an integer"),
         (lambda: tiny(hidden_size=32.0), "ModelConfig.hidden_size is 32.0; allowed: an integer"),
         (lambda: tiny(block="prenorm"), "ModelConfig.block is 'prenorm'; allowed: 'pre', 'post'"),
-        (lambda: tiny(hidden_size=30), "attention.kv_channels is None; allowed: an explicit head dimension"),
+        (lambda: tiny(hidden_size=30), "attention.kv_channels is None; allowed: a number"),
         (lambda: tiny(layer_types=("full",)), "layer_types .* one entry for each of the 2 layers"),
         (lambda: tiny(layer_types=("full", "sliding")), "attention.window_size is None"),
         (lambda: tiny(layer_types=("full", "chunked")), "attention.chunk_size is None"),
