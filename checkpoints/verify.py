@@ -16,6 +16,7 @@ from .families.family import differing_fields
 from .links import compose, identity_namespace
 from .move import stream
 from .plan import Output
+from .quantized_format import SUFFIXES
 from .writer import Progress
 
 MAX_DIFFERENCES = 20
@@ -57,6 +58,11 @@ def verify(a: PathLike, b: PathLike, *, progress: Progress | None = None) -> Ver
         for path in differing_fields(left.config.to_dict(), right.config.to_dict()):
             report.add(f"config: {path} differs")
         outputs_a, outputs_b = _canonical_outputs(left), _canonical_outputs(right)
+        for name in (n for n in {**left.formats, **right.formats} if left.formats.get(n) != right.formats.get(n)):
+            report.add(f"{name}: {_format(left, name)} and {_format(right, name)}")
+            for entry in (name + suffix for suffix in SUFFIXES.values()):
+                outputs_a.pop(entry, None)
+                outputs_b.pop(entry, None)
         for name in {**outputs_a, **outputs_b}:
             if name not in outputs_a or name not in outputs_b:
                 report.add(f"{name}: only in {a if name in outputs_a else b}")
@@ -79,6 +85,10 @@ def _canonical_outputs(ckpt: Checkpoint) -> dict[str, Output]:
         dtypes = sorted({ckpt.tensors[piece.source].dtype for piece in pieces})
         outputs[name] = Output(name, dtypes[0], target.canonical[name], tuple(pieces))
     return outputs
+
+
+def _format(ckpt: Checkpoint, name: str) -> str:
+    return str(ckpt.formats[name]["quantizer"]) if name in ckpt.formats else "not quantized"
 
 
 def _compare(

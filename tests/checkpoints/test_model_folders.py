@@ -343,6 +343,16 @@ def test_verify_of_different_models(hf_folder: HFFolder) -> None:
     assert any(d.startswith("config: ") for d in report.differences)
 
 
+def test_verify_names_each_parameter_of_another_format_once(hf_folder: HFFolder, tmp_path: Path) -> None:
+    import_hf(hf_folder("llama"), tmp_path / "plain")
+    quantize(tmp_path / "plain", tmp_path / "mxfp8", "mxfp8")
+    quantize(tmp_path / "plain", tmp_path / "block", "block")
+    report = verify(tmp_path / "plain", tmp_path / "mxfp8")
+    assert len(report.differences) == 8 and report.tensors == 7
+    assert all(": not quantized and {" in d and "'format': 'mxfp8'" in d for d in report.differences)
+    assert "'float8_block'" in verify(tmp_path / "mxfp8", tmp_path / "block").differences[0]
+
+
 def test_inspect(hf_folder: HFFolder, tmp_path: Path) -> None:
     source = hf_folder("mixtral")
     upcycled = inspect(source)
