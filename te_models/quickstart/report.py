@@ -30,6 +30,7 @@ class Report:
     checks: list[Check] = field(default_factory=list)
     numbers: dict[str, Any] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    peak_gib: dict[str, float] = field(default_factory=dict)
     _step: str = ""
     _started: float = field(default_factory=time.perf_counter)
     _step_started: float = 0.0
@@ -41,9 +42,10 @@ class Report:
         self.say(f"\n{step}")
 
     def end(self) -> None:
-        """Stop the clock of the current step."""
+        """Stop the clock of the current step and note the peak of memory so far."""
         if self._step:
             self.seconds[self._step] = round(time.perf_counter() - self._step_started, 1)
+            self.peak_gib[self._step] = round(peak_rss_gib(), 2)
             self._step = ""
 
     def say(self, text: str) -> None:
@@ -93,6 +95,7 @@ class Report:
             "checks": [vars(check) for check in self.checks],
             "numbers": self.numbers,
             "seconds": self.seconds,
+            "peak_gib_until": self.peak_gib,
             "wall_seconds": round(self.wall_seconds(), 1),
             "peak_rss_gib": round(peak_rss_gib(), 2),
         }

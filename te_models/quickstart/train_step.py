@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import statistics
 from pathlib import Path
@@ -27,6 +28,7 @@ def run(run: Run) -> Path:
     for name, folder in curves.items():
         report.say(f"  training in {name}: {sizes.epochs} times {sizes.train_batches} batches")
         train(train_config(run, folder, "none" if name == "bf16" else name))
+        _release()
         shutil.rmtree(folder / "checkpoints")  # gigabytes of optimizer state that nobody will continue from
         losses = [row["loss"] for row in read_metrics(folder / "metrics.jsonl")]
         first, last[name] = (
@@ -44,6 +46,12 @@ def run(run: Run) -> Path:
     gap = abs(last[run.recipe] / last["bf16"] - 1)
     report.at_most(f"loss of {run.recipe} against bf16 in the last epoch, relative", gap, 0.05)
     return curves[run.recipe] / "final"
+
+
+def _release() -> None:
+    """Free the model that was trained: the compiler's caches would keep it alive beside the next one."""
+    torch._dynamo.reset()
+    gc.collect()
 
 
 def train_config(run: Run, folder: Path, recipe: str) -> TrainConfig:

@@ -31,6 +31,7 @@ from .checkpoint import (
 from .config import TrainConfig
 from .data import Windows
 from .distributed import Ranks, barrier, gather_tensors, ranks_from_environment
+from .memory import return_freed_memory
 from .metrics import MetricsFile, plot_loss
 from .schedule import lr_at
 from .seeding import derive_seed, random_state, restore_random_state, seed_all
@@ -123,6 +124,8 @@ def _run(config: TrainConfig, device: str, ranks: Ranks) -> TrainResult:
         lr = lr_at(step, peak=config.optimizer.lr, steps=config.steps, schedule=config.schedule)
         result = train_step(loss_function, optimizer, micro_batches, lr, step=step + 1, ranks=ranks)
         step, position, loss = step + 1, position + micro_batches_per_step * B, result.loss
+        if device == "cpu":
+            return_freed_memory()
         seconds = time.perf_counter() - step_begun
 
         row: dict[str, Any] = {"step": step, "loss": result.loss, "aux_loss": result.aux_loss, "lr": lr}
