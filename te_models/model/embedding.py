@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from te_models.kernels.embedding import embedding
+
 from ..config import ModelConfig
 from .build import Build, init_method
 
@@ -28,7 +30,7 @@ class Table(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids: [B, S] int64 -> [B, S, H]."""
-        return F.embedding(ids, self.weight)
+        return embedding(ids, self.weight)
 
 
 class Embedding(nn.Module):
