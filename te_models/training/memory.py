@@ -3,10 +3,10 @@
 On CPU, tensors come from the C library's heap. A mixture of experts allocates other sizes in every step (each expert
 gets other numbers of tokens), and a heap cannot return a free block that lies below a used one: training SmolLM2-135M
 with four experts had 2.0 GiB in use while its resident set grew by 0.3 GiB in every step, without end. glibc's
-`malloc_trim` returns such blocks too: called after every step it keeps the resident set flat, at no measurable time (2.8
-to 3.1 s a step with and without). Alternatives rejected: a fixed threshold from which allocations are mapped one by one
-(flat as well, but 30-60 % slower steps, because every new map is zeroed); one arena; gradients that stay allocated (both
-still grow).
+`malloc_trim` returns such blocks too: called after every step it keeps the resident set flat, at no measurable time
+(2.8 to 3.1 s a step with and without). Alternatives rejected: a fixed threshold from which allocations are mapped one
+by one (flat as well, but 30-60 % slower steps, because every new map is zeroed); one arena; gradients that stay
+allocated (both still grow).
 """
 
 from __future__ import annotations
