@@ -39,7 +39,8 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (grad,) = grads
         labels, log_normalizer = ctx.saved_tensors
         if ctx.logits is None:
             raise RuntimeError("the loss was differentiated twice; its logits were overwritten by the first backward")

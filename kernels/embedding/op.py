@@ -38,7 +38,8 @@ class _Embedding(torch.autograd.Function):
         return F.embedding(ids, weight)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx, *grads: Tensor):
+        (grad,) = grads
         (ids,) = ctx.saved_tensors
         return None, embedding_backward(grad.flatten(0, -2), ids.flatten(), ctx.num_rows)
 

@@ -17,7 +17,8 @@ class _Permute(torch.autograd.Function):
         return gather_rows(x, slot_of_row, row_of_slot.shape[1])
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx, *grads: Tensor):
+        (grad,) = grads
         (row_of_slot,) = ctx.saved_tensors
         return sum_slots(grad, row_of_slot, None), None, None
 
@@ -29,7 +30,8 @@ class _Unpermute(torch.autograd.Function):
         return sum_slots(y, row_of_slot, weights)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx, *grads: Tensor):
+        (grad,) = grads
         y, weights, slot_of_row, row_of_slot = ctx.saved_tensors
         d_weights = slot_products(grad, y, row_of_slot).to(weights.dtype) if ctx.needs_input_grad[1] else None
         return spread_slots(grad, slot_of_row, weights), d_weights, None, None
