@@ -8,6 +8,7 @@ in-place one (an optimizer step) requantizes its result into the very storage th
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -93,6 +94,12 @@ class QuantizedTensor(torch.Tensor):
     ) -> Self:
         quantizer, dtype = meta
         return cls(inner, quantizer, outer_size, dtype)
+
+    def _stable_hash_for_caching(self) -> str:
+        """Return what a compiled graph depends on, the same in every process: the key of the compiler's cache."""
+        layout = [(n, f.shape, f.stride(), f.dtype, f.device) for n, f in self.fields.items()]
+        logical = (self.shape, self.dtype, self.device, self.requires_grad, self.quantizer.to_dict())
+        return hashlib.sha256(repr((type(self).__qualname__, logical, layout)).encode()).hexdigest()
 
     def _map_fields(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Self:
         """Return a tensor of the same kind whose fields are `function` of these."""

@@ -110,6 +110,17 @@ def test_inductor_computes_the_same_bits(kind: str, name: str | None) -> None:
     assert graphs() == 1
 
 
+@pytest.mark.parametrize("kind", ["linear", "grouped"])
+def test_inductor_takes_quantized_parameters(kind: str) -> None:
+    """Warnings are errors here: the compiler's cache must be able to key on the parameter's class."""
+    with quantized_model_init(recipe=recipe("mxfp8")):
+        layer = build(kind)
+    rest = (torch.tensor([5, 0, 7]),) if kind == "grouped" else ()
+    x, compiled = torch.randn(12, 96), torch.compile(layer, fullgraph=True)
+    assert_same(step(layer, layer, "mxfp8", x, *rest), step(layer, compiled, "mxfp8", x, *rest), exact=True)
+    assert graphs() == 1
+
+
 def test_a_changed_recipe_recompiles_once() -> None:
     layer = build("linear")
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
