@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -284,3 +285,28 @@ def test_rounding_of_the_embedding_multiplier() -> None:
     got = model.embedding(token_ids(1, 3), torch.arange(3)[None])
     factor = torch.tensor(math.sqrt(32)).bfloat16()
     assert torch.equal(got, model.embedding.word_embeddings.weight[token_ids(1, 3)] * factor)
+
+
+@pytest.mark.parametrize("layout", ["grouped", "per-gemm"])
+@pytest.mark.parametrize("recipe", [Float8CurrentScaling(), MXFP8BlockScaling()], ids=lambda r: type(r).__name__)
+@torch.no_grad()
+def test_quantized_weights_load_save_and_load_again(tmp_path: Path, recipe, layout: str) -> None:
+    """Quantizing while loading equals quantizing a built model, and quantized files restore every bit."""
+    config = VARIANTS["moe_shared"].replace(hidden_size=64)
+    exact = build(config, params_dtype=torch.bfloat16)
+    exact.save_pretrained(tmp_path / "exact")
+    with quantized_model_init(recipe=recipe):
+        expected = build(config, params_dtype=torch.bfloat16)
+    options = {"dtype": torch.bfloat16, "recipe": recipe, "expert_layout": layout}
+    loaded = GPTModel.from_pretrained(tmp_path / "exact", **options)
+    loaded.save_pretrained(tmp_path / "quantized")
+    again = GPTModel.from_pretrained(tmp_path / "quantized", **options)
+    for (key, a), (_, b) in zip(loaded.named_parameters(), again.named_parameters(), strict=True):
+        assert type(a) is type(b)
+        if isinstance(a, QuantizedTensor):
+            assert torch.equal(a.dequantize(), b.dequantize()), key
+    ids = token_ids(2, 9)
+    logits = [model(ids).logits for model in (expected, loaded, again)]
+    assert torch.equal(logits[0], logits[1])
+    assert torch.equal(logits[0], logits[2])
+    assert not torch.equal(logits[0], exact(ids).logits)

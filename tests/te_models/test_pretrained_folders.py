@@ -1,0 +1,58 @@
+"""Folders and live models: quantized weights stay quantized, small files travel along."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from te_models import GPTModel
+from te_models.checkpoints import dequantize, quantize
+from te_models.layers import GroupedTensor, QuantizedTensor, autocast, recipe
+from tests.te_models.configs import tiny_moe, token_ids
+
+
+def fields(model: GPTModel) -> dict[str, torch.Tensor]:
+    """Every stored tensor of a model, quantized ones field by field, as bytes."""
+    entries = {}
+    for name, tensor in model.stored_tensors():
+        parts = tensor.fields if isinstance(tensor, QuantizedTensor) else {"": tensor.detach()}
+        entries.update({name + part: value.contiguous().flatten().view(torch.uint8) for part, value in parts.items()})
+    return entries
+
+
+def assert_same(a: GPTModel, b: GPTModel) -> None:
+    left, right = fields(a), fields(b)
+    assert left.keys() == right.keys()
+    assert [name for name in left if not torch.equal(left[name], right[name])] == []
+
+
+@pytest.mark.parametrize("name", ["current", "block", "mxfp8"])
+def test_a_quantized_folder_loads_and_saves_as_it_is(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = GPTModel(tiny_moe())
+    plain.save_pretrained(tmp_path / "plain")
+    quantize(tmp_path / "plain", tmp_path / "quantized", name)
+    model = GPTModel.from_pretrained(tmp_path / "quantized")
+    assert isinstance(model.get_parameter("decoder.layers.0.mlp.experts.linear_fc1.weight"), GroupedTensor)
+    assert_same(model, GPTModel.from_pretrained(tmp_path / "plain", recipe=recipe(name)))
+    model.save_pretrained(tmp_path / "again")
+    assert_same(GPTModel.from_pretrained(tmp_path / "again"), model)
+    ids = token_ids(model.config)
+    with autocast(recipe=recipe(name)), torch.no_grad():
+        assert torch.equal(model(ids).logits, plain(ids).logits)
+    dequantize(tmp_path / "quantized", tmp_path / "values")
+    values = GPTModel.from_pretrained(tmp_path / "values")
+    stored = dict(model.named_parameters())
+    for fqn, parameter in values.named_parameters():
+        expected = stored[fqn].dequantize() if isinstance(stored[fqn], QuantizedTensor) else stored[fqn]
+        assert torch.equal(parameter, expected), fqn
+
+
+def test_small_files_travel_along(tmp_path: Path) -> None:
+    GPTModel(tiny_moe()).save_pretrained(tmp_path / "first")
+    (tmp_path / "first" / "tokenizer.json").write_text("{}")
+    model = GPTModel.from_pretrained(tmp_path / "first")
+    model.save_pretrained(tmp_path / "second")
+    assert (tmp_path / "second" / "tokenizer.json").read_text() == "{}"
