@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from .. import GPTModel
 from ..extras import require
+from ..training.memory import return_freed_memory
 
 
 @torch.no_grad()
@@ -22,12 +23,16 @@ def logits(model: torch.nn.Module, windows: torch.Tensor) -> torch.Tensor:
 
 def theirs(folder: Path, windows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Logits by transformers."""
-    return logits(load_theirs(folder, dtype), windows)
+    values = logits(load_theirs(folder, dtype), windows)
+    return_freed_memory()
+    return values
 
 
 def ours(folder: Path, windows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Logits by te_models."""
-    return logits(GPTModel.from_pretrained(folder, dtype=dtype).eval(), windows)
+    values = logits(GPTModel.from_pretrained(folder, dtype=dtype).eval(), windows)
+    return_freed_memory()
+    return values
 
 
 def load_theirs(folder: Path, dtype: torch.dtype) -> torch.nn.Module:

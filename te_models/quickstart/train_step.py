@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 
 from ..training import TrainConfig, read_metrics, train, write_dataset
-from ..training.metrics import plot_loss
+from ..training.memory import return_freed_memory
 from .compare import ours, perplexity
+from .curves import plot_curves
 from .run import Run
 from .text import windows_of
 
@@ -42,7 +43,7 @@ def run(run: Run) -> Path:
         after = perplexity(ours(folder / "final", run.windows, torch.bfloat16), run.windows)
         report.numbers[f"perplexity_after_{name}"] = after
         report.at_most(f"{name}: perplexity on held-out text, from {before:.4g}", after, before, 4)
-    plot_loss({name: folder / "metrics.jsonl" for name, folder in curves.items()}, run.out / "curves.png")
+    plot_curves({name: report.numbers[f"loss_{name}"] for name in curves}, sizes.train_batches, run.out / "curves.png")
     gap = abs(last[run.recipe] / last["bf16"] - 1)
     report.at_most(f"loss of {run.recipe} against bf16 in the last epoch, relative", gap, 0.05)
     return curves[run.recipe] / "final"
@@ -52,6 +53,7 @@ def _release() -> None:
     """Free the model that was trained: the compiler's caches would keep it alive beside the next one."""
     torch._dynamo.reset()
     gc.collect()
+    return_freed_memory()
 
 
 def train_config(run: Run, folder: Path, recipe: str) -> TrainConfig:
