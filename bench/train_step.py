@@ -26,7 +26,7 @@ from te_models.training.optimizer import Optimizer
 from te_models.training.step import make_loss_function
 
 Step = Callable[[], torch.Tensor]
-# Relative. A bf16 logit is exact to 2^-9 and the mean over tokens averages that; two updates, and tokens that a rounding
+# Relative. A bf16 logit is exact to 2^-9 and the mean over tokens averages that; two updates, and tokens that rounding
 # sends to another expert, move the runs apart a little more.
 TOLERANCES = (1e-3, 1e-2, 1e-2)
 PEERS_DENSE = (("compiled", None), ("eager", None))

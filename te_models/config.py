@@ -99,8 +99,12 @@ def _coerce(where: str, value: Any, hint: Any) -> Any:
         return hint.from_dict(value) if isinstance(value, dict) else _expect(where, value, hint)
     if hint is float:
         _check(isinstance(value, (int, float)) and not isinstance(value, bool), where, value, "a number")
-        _check(math.isfinite(value), where, value, "a finite number")
-        return float(value)
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        _check(math.isfinite(number), where, value, "a finite number")
+        return number
     if hint is int:
         _check(isinstance(value, int) and not isinstance(value, bool), where, value, "an integer")
         return value

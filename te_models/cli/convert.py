@@ -1,4 +1,4 @@
-"""The verbs that turn one model folder into another: import, export, relayout, quantize, upcycle."""
+"""The verbs that turn one model folder into another: import, export, relayout, quantize, dequantize, upcycle."""
 
 from __future__ import annotations
 
@@ -71,6 +71,17 @@ def add(verbs: Verbs) -> None:
 
     parser = _converter(
         verbs,
+        "dequantize",
+        run_dequantize,
+        ("DIR", "OUT"),
+        "quantized weights as plain numbers",
+        "Write the values that the quantized weights of a folder stand for.",
+        "te-models dequantize ./moe-fp8 ./moe-bf16",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: what they were before)")
+
+    parser = _converter(
+        verbs,
         "upcycle",
         run_upcycle,
         ("DIR", "OUT"),
@@ -135,6 +146,13 @@ def run_quantize(args: argparse.Namespace) -> int:
     from te_models.layers import recipe
 
     return _convert(args, quantize, recipe=recipe(args.recipe))
+
+
+def run_dequantize(args: argparse.Namespace) -> int:
+    """Quantized weights as plain ones."""
+    from te_models.checkpoints import dequantize
+
+    return _convert(args, dequantize, dtype=_dtype(args))
 
 
 def run_upcycle(args: argparse.Namespace) -> int:

@@ -5,9 +5,9 @@ B batch, S sequence, L keys (cached ones included), V vocabulary.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Self
 
 import torch
@@ -52,6 +52,7 @@ class GPTModel(nn.Module):
         check_supported(config)
         build = Build(params_dtype=params_dtype, device=device, expert_layout=expert_layout)
         self.config = config
+        self.pretrained_folder: Path | None = None
         self.expert_layout = expert_layout
         self.embedding = Embedding(config, build)
         self.decoder = Decoder(config, build)
@@ -163,25 +164,33 @@ class GPTModel(nn.Module):
         """Load a folder written by `save_pretrained`, or a Hugging Face model folder.
 
         dtype: of the parameters (None: torch's default). recipe: store the linear layers' weights in its quantized
-        format. Tensors stream from the files into the model one by one. Raises CheckpointError or ConfigError.
+        format; None keeps what the folder has, weights stored quantized bit for bit (`te-models dequantize` makes a
+        folder of plain ones). Tensors stream from the files into the model one by one. Raises CheckpointError or
+        ConfigError.
         """
         from te_models.checkpoints import open_checkpoint
 
-        checkpoint = open_checkpoint(folder)
-        target = torch.empty((), device=device).device
-        if recipe is None:
-            model = cls(checkpoint.config, params_dtype=dtype, device="meta", expert_layout=expert_layout)
-            model.to_empty(device=target)
-        else:
-            with quantized_model_init(enabled=True, recipe=recipe):
-                model = cls(checkpoint.config, params_dtype=dtype, device=target, expert_layout=expert_layout)
-        checkpoint.load_into(dict(model.stored_tensors()))
+        with open_checkpoint(folder) as checkpoint:
+            stored = checkpoint.recipe if recipe is None else recipe
+            target = torch.empty((), device=device).device
+            if stored is None:
+                model = cls(checkpoint.config, params_dtype=dtype, device="meta", expert_layout=expert_layout)
+                model.to_empty(device=target)
+            else:
+                with quantized_model_init(recipe=stored):
+                    model = cls(checkpoint.config, params_dtype=dtype, device=target, expert_layout=expert_layout)
+            checkpoint.load_into(dict(model.stored_tensors()))
+        model.pretrained_folder = Path(folder)
         return model
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write parameters and configuration as safetensors and JSON; `from_pretrained` restores them bit for bit."""
+        """Write parameters and configuration as safetensors and JSON; `from_pretrained` restores them bit for bit.
+
+        The tokenizer and the other small files of the folder that the model came from, while it exists, come along.
+        """
         from te_models.checkpoints import save_model
 
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            save_model(dict(self.stored_tensors()), self.config, folder)
+        source = self.pretrained_folder
+        with torch.no_grad():
+            tensors = dict(self.stored_tensors())
+            save_model(tensors, self.config, folder, source_dir=source if source and source.is_dir() else None)

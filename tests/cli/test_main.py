@@ -20,6 +20,7 @@ VERBS = (
     "export",
     "relayout",
     "quantize",
+    "dequantize",
     "upcycle",
     "inspect",
     "verify",
@@ -69,7 +70,7 @@ print([n for n in sys.modules if n.split(".")[0] in ("torch", "numpy", "tyro", "
     assert run.stdout.splitlines()[-1] == "[]"
 
 
-@pytest.mark.parametrize("verb", ["import", "export", "relayout", "quantize", "upcycle"])
+@pytest.mark.parametrize("verb", ["import", "export", "relayout", "quantize", "dequantize", "upcycle"])
 def test_converters_have_dry_run_and_force(verb: str) -> None:
     options = {option for action in sub_parsers()[verb]._actions for option in action.option_strings}
     assert {"--dry-run", "--force"} <= options

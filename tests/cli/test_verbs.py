@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from te_models.cli.main import main
+from te_models.layers import recipe
 
 TEXT = "def f(x):\n    return x + 1\n" * 20
 
@@ -119,6 +120,15 @@ def test_relayout_there_and_back(moe: Path, quantized: bool, tmp_path: Path) -> 
     for name, tensor in before.items():
         assert tensor.dtype == back[name].dtype
         assert torch.equal(tensor.view(torch.uint8), back[name].view(torch.uint8)), name
+
+
+def test_dequantize_writes_the_values(model: Path, tmp_path: Path) -> None:
+    assert main(["quantize", str(model), str(tmp_path / "fp8"), "--recipe", "block"]) == 0
+    assert main(["dequantize", str(tmp_path / "fp8"), str(tmp_path / "values"), "--dtype", "float32"]) == 0
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    before, after = tensors(model)[name], tensors(tmp_path / "values")[name]
+    assert after.dtype == torch.float32
+    assert torch.equal(after, recipe("block").weight_quantizer().quantize(before).dequantize(torch.float32))
 
 
 def test_upcycle_options(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
