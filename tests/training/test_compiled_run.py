@@ -81,13 +81,3 @@ def test_training_and_evaluation_are_one_graph_each(tmp_path: Path, recipe: str,
     assert counters["stats"]["unique_graphs"] == 2
     assert not counters["graph_break"]
     assert_near_eager(config, tmp_path, recipe)
-
-
-@pytest.mark.slow
-def test_layers_compiled_one_by_one_share_their_graph(tmp_path: Path) -> None:
-    config = compiled_run(tmp_path, "none", moe=True)
-    config = config.replace(model=ModelSource(config=tiny_model(moe=True, layers=3)), compile_scope="layers")
-    config = config.replace(data=config.data.replace(validation_fraction=0.0))
-    train(config)
-    assert counters["stats"]["unique_graphs"] == 1
-    assert_near_eager(config, tmp_path, "none")
