@@ -42,7 +42,9 @@ def run(run: Run) -> Path:
         )
         after = perplexity(ours(folder / "final", run.windows, torch.bfloat16), run.windows)
         report.numbers[f"perplexity_after_{name}"] = after
-        report.at_most(f"{name}: perplexity on held-out text, from {before:.4g}", after, before, 4)
+        report.at_most(
+            f"{name}: perplexity on held-out text, from {before:.4g}", after, sizes.most_held_out * before, 4
+        )
     plot_curves({name: report.numbers[f"loss_{name}"] for name in curves}, sizes.train_batches, run.out / "curves.png")
     gap = abs(last[run.recipe] / last["bf16"] - 1)
     report.at_most(f"loss of {run.recipe} against bf16 in the last epoch, relative", gap, 0.05)
