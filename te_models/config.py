@@ -25,13 +25,14 @@ class ConfigError(ValueError):
     """A configuration field has a value that is not allowed; the message names the field, the value and the choice."""
 
 
-def _check(condition: bool, where: str, value: object, allowed: str) -> None:
+def check(condition: bool, where: str, value: object, allowed: str) -> None:
+    """Raise ConfigError, naming the field `where`, its value and what is allowed, unless `condition` holds."""
     if not condition:
         raise ConfigError(f"{where} is {value!r}; allowed: {allowed}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Part:
+class ConfigPart:
     """Base of all configuration parts: exact dictionary round trip, and type checks on construction."""
 
     def __post_init__(self) -> None:
@@ -52,7 +53,7 @@ class _Part:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Rebuild from `to_dict`. An unknown or missing field raises ConfigError by name."""
-        _check(isinstance(values, dict), cls.__name__, values, "an object of named fields")
+        check(isinstance(values, dict), cls.__name__, values, "an object of named fields")
         known = {f.name: f for f in dataclasses.fields(cls)}
         for name in values:
             if name not in known:
@@ -69,7 +70,7 @@ class _Part:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, _Part):
+    if isinstance(value, ConfigPart):
         return value.to_dict()
     if isinstance(value, tuple):
         return [_plain(v) for v in value]
@@ -90,34 +91,34 @@ def _coerce(where: str, value: Any, hint: Any) -> Any:
                 errors.append(str(error))
         raise ConfigError(errors[0])
     if origin is Literal:
-        _check(value in args and type(value) in {type(a) for a in args}, where, value, ", ".join(map(repr, args)))
+        check(value in args and type(value) in {type(a) for a in args}, where, value, ", ".join(map(repr, args)))
         return value
     if origin is tuple:
-        _check(isinstance(value, (list, tuple)), where, value, "a list")
+        check(isinstance(value, (list, tuple)), where, value, "a list")
         return tuple(_coerce(f"{where}[{i}]", v, args[0]) for i, v in enumerate(value))
-    if isinstance(hint, type) and issubclass(hint, _Part):
+    if isinstance(hint, type) and issubclass(hint, ConfigPart):
         return hint.from_dict(value) if isinstance(value, dict) else _expect(where, value, hint)
     if hint is float:
-        _check(isinstance(value, (int, float)) and not isinstance(value, bool), where, value, "a number")
+        check(isinstance(value, (int, float)) and not isinstance(value, bool), where, value, "a number")
         try:
             number = float(value)
         except OverflowError:
             number = math.inf
-        _check(math.isfinite(number), where, value, "a finite number")
+        check(math.isfinite(number), where, value, "a finite number")
         return number
     if hint is int:
-        _check(isinstance(value, int) and not isinstance(value, bool), where, value, "an integer")
+        check(isinstance(value, int) and not isinstance(value, bool), where, value, "an integer")
         return value
     return _expect(where, value, hint)
 
 
 def _expect(where: str, value: Any, hint: type) -> Any:
-    _check(isinstance(value, hint), where, value, f"a {hint.__name__}")
+    check(isinstance(value, hint), where, value, f"a {hint.__name__}")
     return value
 
 
 @dataclass(frozen=True, kw_only=True)
-class NormConfig(_Part):
+class NormConfig(ConfigPart):
     """Normalisation of the residual stream.
 
     cast_order is where the product with gamma is rounded for a low-precision input (it decides bf16 bits):
@@ -132,13 +133,13 @@ class NormConfig(_Part):
     bias: bool = False
 
     def _validate(self) -> None:
-        _check(self.layernorm_epsilon > 0, "norm.layernorm_epsilon", self.layernorm_epsilon, "a positive number")
-        _check(not (self.bias and self.normalization == "RMSNorm"), "norm.bias", self.bias, "false with RMSNorm")
-        _check(self.has_weight or not self.bias, "norm.bias", self.bias, "false when norm.has_weight is false")
+        check(self.layernorm_epsilon > 0, "norm.layernorm_epsilon", self.layernorm_epsilon, "a positive number")
+        check(not (self.bias and self.normalization == "RMSNorm"), "norm.bias", self.bias, "false with RMSNorm")
+        check(self.has_weight or not self.bias, "norm.bias", self.bias, "false when norm.has_weight is false")
 
 
 @dataclass(frozen=True, kw_only=True)
-class MLAConfig(_Part):
+class MLAConfig(ConfigPart):
     """Multi-latent attention (DeepSeek-V2, arXiv 2405.04434). `q_lora_rank` None means a plain query projection."""
 
     q_lora_rank: int | None = None
@@ -150,11 +151,11 @@ class MLAConfig(_Part):
 
     def _validate(self) -> None:
         for name in ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"):
-            _check(getattr(self, name) > 0, f"mla.{name}", getattr(self, name), "a positive integer")
+            check(getattr(self, name) > 0, f"mla.{name}", getattr(self, name), "a positive integer")
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionConfig(_Part):
+class AttentionConfig(ConfigPart):
     """Self attention. `kv_channels` is the head dimension; `num_query_groups` the number of key/value heads (GQA).
 
     `window_size` counts visible positions, the query's own included, in "sliding" layers; `chunk_size` likewise in
@@ -183,29 +184,29 @@ class AttentionConfig(_Part):
 
     def _validate(self) -> None:
         heads = self.num_attention_heads
-        _check(heads > 0, "attention.num_attention_heads", heads, "a positive integer")
+        check(heads > 0, "attention.num_attention_heads", heads, "a positive integer")
         groups = heads if self.num_query_groups is None else self.num_query_groups
         object.__setattr__(self, "num_query_groups", groups)
         divides = 0 < groups <= heads and heads % groups == 0
-        _check(divides, "attention.num_query_groups", groups, f"a divisor of num_attention_heads = {heads}")
+        check(divides, "attention.num_query_groups", groups, f"a divisor of num_attention_heads = {heads}")
         for name in ("kv_channels", "v_head_dim", "window_size", "chunk_size"):
             value = getattr(self, name)
-            _check(value is None or value > 0, f"attention.{name}", value, "a positive integer or null")
+            check(value is None or value > 0, f"attention.{name}", value, "a positive integer or null")
         for name in ("softmax_scale", "softcap", "clip_qkv"):
             value = getattr(self, name)
-            _check(value is None or value > 0, f"attention.{name}", value, "a positive number or null")
+            check(value is None or value > 0, f"attention.{name}", value, "a positive number or null")
         tuning = self.temperature_tuning
-        _check(
+        check(
             tuning is None or len(tuning) == 2,
             "attention.temperature_tuning",
             tuning,
             "null or [floor_scale, attn_scale]",
         )
-        _check(0 <= self.attention_dropout < 1, "attention.attention_dropout", self.attention_dropout, "0 <= p < 1")
+        check(0 <= self.attention_dropout < 1, "attention.attention_dropout", self.attention_dropout, "0 <= p < 1")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RopeConfig(_Part):
+class RopeConfig(ConfigPart):
     """Rotary position embedding (arXiv 2104.09864) and its context extensions.
 
     `style`: "half" rotates (i, i + D/2), "interleaved" rotates (2i, 2i + 1). `rotary_percent` is the rotated fraction
@@ -257,21 +258,21 @@ class RopeConfig(_Part):
     }
 
     def _validate(self) -> None:
-        _check(self.rotary_base > 0, "rope.rotary_base", self.rotary_base, "a positive number")
-        _check(0 < self.rotary_percent <= 1, "rope.rotary_percent", self.rotary_percent, "0 < fraction <= 1")
+        check(self.rotary_base > 0, "rope.rotary_base", self.rotary_base, "a positive number")
+        check(0 < self.rotary_percent <= 1, "rope.rotary_percent", self.rotary_percent, "0 < fraction <= 1")
         required, optional = self._FIELDS_OF[self.scaling]
         every = set().union(*(r | o for r, o in self._FIELDS_OF.values()))
         for name in sorted(every):
             value = getattr(self, name)
             if name in required:
-                _check(value is not None, f"rope.{name}", value, f"a value, because rope.scaling is {self.scaling!r}")
+                check(value is not None, f"rope.{name}", value, f"a value, because rope.scaling is {self.scaling!r}")
             elif name not in optional:
-                _check(value is None, f"rope.{name}", value, f"null, because rope.scaling is {self.scaling!r}")
-        _check(self.factor is None or self.factor > 0, "rope.factor", self.factor, "a positive number")
+                check(value is None, f"rope.{name}", value, f"null, because rope.scaling is {self.scaling!r}")
+        check(self.factor is None or self.factor > 0, "rope.factor", self.factor, "a positive number")
 
 
 @dataclass(frozen=True, kw_only=True)
-class MLPConfig(_Part):
+class MLPConfig(ConfigPart):
     """The feed-forward part. `gated`: `act(gate) * up`, fc1 rows are [gate | up].
 
     `clamp`, `alpha`, `up_offset` are gpt-oss's clamped SwiGLU: gate <= clamp, |up| <= clamp,
@@ -287,12 +288,12 @@ class MLPConfig(_Part):
     up_offset: float = 0.0
 
     def _validate(self) -> None:
-        _check(self.ffn_hidden_size > 0, "mlp.ffn_hidden_size", self.ffn_hidden_size, "a positive integer")
-        _check(self.clamp is None or self.clamp > 0, "mlp.clamp", self.clamp, "a positive number or null")
+        check(self.ffn_hidden_size > 0, "mlp.ffn_hidden_size", self.ffn_hidden_size, "a positive integer")
+        check(self.clamp is None or self.clamp > 0, "mlp.clamp", self.clamp, "a positive number or null")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterConfig(_Part):
+class RouterConfig(ConfigPart):
     """How tokens choose experts.
 
     `score`: "softmax" or "sigmoid" of the logits; `score_after_topk` applies it to the k selected logits only.
@@ -317,14 +318,14 @@ class RouterConfig(_Part):
 
     def _validate(self) -> None:
         both = (self.num_groups is None) == (self.topk_groups is None)
-        _check(both, "router.topk_groups", self.topk_groups, "set exactly when router.num_groups is set")
+        check(both, "router.topk_groups", self.topk_groups, "set exactly when router.num_groups is set")
         if self.num_groups is not None and self.topk_groups is not None:
             inside = 0 < self.topk_groups <= self.num_groups
-            _check(inside, "router.topk_groups", self.topk_groups, f"1..num_groups = {self.num_groups}")
+            check(inside, "router.topk_groups", self.topk_groups, f"1..num_groups = {self.num_groups}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoEConfig(_Part):
+class MoEConfig(ConfigPart):
     """A mixture of experts. `layers` lists the indices of MoE layers (None: all); the others are dense.
 
     `shared_expert_intermediate_size` None means no shared expert; `shared_expert_gate` multiplies its output by the
@@ -345,26 +346,24 @@ class MoEConfig(_Part):
 
     def _validate(self) -> None:
         experts = self.num_moe_experts
-        _check(experts > 0, "moe.num_moe_experts", experts, "a positive integer")
-        _check(
+        check(experts > 0, "moe.num_moe_experts", experts, "a positive integer")
+        check(
             0 < self.moe_router_topk <= experts,
             "moe.moe_router_topk",
             self.moe_router_topk,
             f"1..num_moe_experts = {experts}",
         )
-        _check(self.moe_ffn_hidden_size > 0, "moe.moe_ffn_hidden_size", self.moe_ffn_hidden_size, "a positive integer")
+        check(self.moe_ffn_hidden_size > 0, "moe.moe_ffn_hidden_size", self.moe_ffn_hidden_size, "a positive integer")
         shared = self.shared_expert_intermediate_size
-        _check(
-            shared is None or shared > 0, "moe.shared_expert_intermediate_size", shared, "a positive integer or null"
-        )
-        _check(
+        check(shared is None or shared > 0, "moe.shared_expert_intermediate_size", shared, "a positive integer or null")
+        check(
             shared is not None or not self.shared_expert_gate,
             "moe.shared_expert_gate",
             self.shared_expert_gate,
             "false without a shared expert",
         )
         groups = self.router.num_groups
-        _check(
+        check(
             groups is None or experts % groups == 0,
             "router.num_groups",
             groups,
@@ -373,7 +372,7 @@ class MoEConfig(_Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EmbeddingConfig(_Part):
+class EmbeddingConfig(ConfigPart):
     """Token embedding and output layer. `multiplier` scales embeddings; "sqrt_hidden_in_weight_dtype" is Gemma's."""
 
     share_embeddings_and_output_weights: bool = False
@@ -385,7 +384,7 @@ class EmbeddingConfig(_Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(_Part):
+class ModelConfig(ConfigPart):
     """A GPT or MoE language model.
 
     Example:
@@ -418,10 +417,10 @@ class ModelConfig(_Part):
 
     def _validate(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_layers", "max_position_embeddings"):
-            _check(getattr(self, name) > 0, name, getattr(self, name), "a positive integer")
+            check(getattr(self, name) > 0, name, getattr(self, name), "a positive integer")
         heads = self.attention.num_attention_heads
         if self.attention.kv_channels is None:
-            _check(
+            check(
                 self.hidden_size % heads == 0,
                 "attention.kv_channels",
                 None,
@@ -431,7 +430,7 @@ class ModelConfig(_Part):
         channels = self.attention.kv_channels or 0
         rotary = round(channels * self.rope.rotary_percent)
         if self.embedding.position_embedding_type == "rope" and self.attention.mla is None:
-            _check(
+            check(
                 rotary % 2 == 0,
                 "rope.rotary_percent",
                 self.rope.rotary_percent,
@@ -440,18 +439,18 @@ class ModelConfig(_Part):
         kind: LayerType = "sliding" if self.attention.window_size is not None else "full"
         kinds = (kind,) * self.num_layers if self.layer_types is None else self.layer_types
         object.__setattr__(self, "layer_types", kinds)
-        _check(
+        check(
             len(kinds) == self.num_layers, "layer_types", kinds, f"one entry for each of the {self.num_layers} layers"
         )
         for layer_type, name in (("sliding", "window_size"), ("chunked", "chunk_size")):
             given = layer_type not in kinds or getattr(self.attention, name) is not None
-            _check(given, f"attention.{name}", None, f"a size, because layer_types has {layer_type!r} layers")
-        _check(0 <= self.hidden_dropout < 1, "hidden_dropout", self.hidden_dropout, "0 <= p < 1")
+            check(given, f"attention.{name}", None, f"a size, because layer_types has {layer_type!r} layers")
+        check(0 <= self.hidden_dropout < 1, "hidden_dropout", self.hidden_dropout, "0 <= p < 1")
         if self.moe is not None:
             every = tuple(range(self.num_layers))
             layers = every if self.moe.layers is None else self.moe.layers
             ordered = list(layers) == sorted(set(layers)) and set(layers) <= set(every)
-            _check(ordered, "moe.layers", layers, f"increasing layer indices below num_layers = {self.num_layers}")
+            check(ordered, "moe.layers", layers, f"increasing layer indices below num_layers = {self.num_layers}")
             object.__setattr__(self, "moe", self.moe.replace(layers=layers))
 
     def layer_type(self, layer: int) -> LayerType:

@@ -15,9 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from ..config import ConfigError, ModelConfig
-from ..config import _check as check
-from ..config import _Part as ConfigPart
+from ..config import ConfigError, ConfigPart, ModelConfig, check
 
 
 @dataclass(frozen=True, kw_only=True)
