@@ -1,0 +1,23 @@
+"""Where the GPU tests run, and how Triton kernels run without a GPU.
+
+TRITON_INTERPRET is read when triton itself is imported and when a kernel is decorated, so it has to be set before any
+test module is collected. It changes nothing else: without a GPU nothing but our kernels is written in Triton.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not HAS_GPU:
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs an accelerator, and this machine has none"))
