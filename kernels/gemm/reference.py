@@ -1,4 +1,4 @@
-"""The exact emulation of a scaled GEMM.
+"""The exact emulation of a scaled GEMM, and the product that is added into a gradient.
 
 Every E4M3 or E5M2 value is exact in bfloat16, and so is its product with a power of two. A bfloat16 GEMM with float32
 accumulation over such values is therefore the recipe's own arithmetic up to the order of summation. A per-tensor
@@ -11,6 +11,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+# Rows of a product computed at a time where it needs a buffer of its own: the buffer then stays in the cache.
+_CHUNK = 128
+# Up to this many summed rows a float32 GEMM is cheaper on CPU than a bfloat16 one and the addition of its result.
+_FEW_ROWS = 32
 
 
 class Operand(NamedTuple):
@@ -33,3 +38,47 @@ def gemm(left: Operand, right: Operand, dtype: torch.dtype, bias: Tensor | None 
     if bias is not None:
         product = product + bias
     return product.to(dtype)
+
+
+def accumulate_product(out: Tensor, left: Tensor, right: Tensor, accumulate: bool, scale: Tensor | None) -> None:
+    """Add `scale * left @ right` to out, or write it there: [M, K] x [K, N] into [M, N]; scale: a scalar tensor.
+
+    Summed in float32 and rounded once to out's dtype. One exception: a CPU has no bfloat16 GEMM with a float32 result,
+    so there the product is rounded to the operands' dtype before it is added to a float32 `out`.
+    """
+    if out.device.type != "cpu":
+        _accumulate_on_device(out, left, right, accumulate, scale)
+        return
+    factor = 1.0 if scale is None else scale.item()
+    if out.dtype == left.dtype:
+        # beta 0 ignores what out holds, a NaN included
+        torch.addmm(out, left, right, beta=float(accumulate), alpha=factor, out=out)
+    elif left.shape[1] <= _FEW_ROWS and out.dtype == torch.float32:
+        torch.addmm(out, left.float(), right.float(), beta=float(accumulate), alpha=factor, out=out)
+    else:
+        _accumulate_by_chunks(out, left, right, accumulate, factor)
+
+
+def _accumulate_by_chunks(out: Tensor, left: Tensor, right: Tensor, accumulate: bool, factor: float) -> None:
+    buffer = left.new_empty(min(_CHUNK, out.shape[0]), out.shape[1])
+    for begin in range(0, out.shape[0], _CHUNK):
+        target = out[begin : begin + _CHUNK]
+        product = torch.mm(left[begin : begin + _CHUNK], right, out=buffer[: target.shape[0]])
+        if accumulate:
+            target.add_(product, alpha=factor)
+        else:
+            torch.mul(product, factor, out=target)
+
+
+def _accumulate_on_device(out: Tensor, left: Tensor, right: Tensor, accumulate: bool, scale: Tensor | None) -> None:
+    """Never read the scale on the host; a product with an epilogue of its own is kept in float32."""
+    if scale is None and out.dtype in (left.dtype, torch.float32) and accumulate:
+        torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
+        return
+    product = torch.mm(left, right, out_dtype=torch.float32)
+    if scale is not None:
+        product *= scale
+    if accumulate:
+        out.add_(product)
+    else:
+        out.copy_(product)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..gemm.reference import accumulate_product
+
 
 def split_bounds(m_splits: Tensor, rows: int) -> list[tuple[int, int]]:
     """Return each group's [begin, end) as Python integers. Raises ValueError when the splits exceed `rows`."""
@@ -46,3 +48,18 @@ def grouped_gemm_wgrad(dy: Tensor, x: Tensor, m_splits: Tensor) -> Tensor:
         else:
             out[g].zero_()
     return out
+
+
+def grouped_gemm_wgrad_accumulate(
+    main_grad: Tensor, dy: Tensor, x: Tensor, m_splits: Tensor, accumulate: bool, scale: Tensor | None
+) -> None:
+    """Add each group's `scale[g] * dy[g]^T @ x[g]` to main_grad[g], or write it there: [T,N], [T,K] into [G,N,K].
+
+    A group without rows is left alone when accumulating, zero when writing.
+    """
+    for g, (begin, end) in enumerate(split_bounds(m_splits, dy.shape[0])):
+        if end > begin:
+            factor = None if scale is None else scale[g]
+            accumulate_product(main_grad[g], dy[begin:end].t(), x[begin:end], accumulate, factor)
+        elif not accumulate:
+            main_grad[g].zero_()

@@ -1,0 +1,41 @@
+"""Weight gradients added in place into a persistent gradient (`main_grad`).
+
+Registered, and declared to mutate their first argument, so they work under the compiler. Writing into memory that
+lives across steps is also what makes them fast on CPU: a gradient in fresh memory costs its page faults every step.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import reference
+
+
+def check_main_grad(main_grad: Tensor, dy: Tensor, x: Tensor, shape: tuple[int, ...]) -> None:
+    """Raise ValueError where a wgrad of dy: [T, N] and x: [T, K] does not fit main_grad."""
+    if dy.shape[0] != x.shape[0]:
+        raise ValueError(f"dy has {dy.shape[0]} rows and x has {x.shape[0]}; both have one row per token")
+    if tuple(main_grad.shape) != shape:
+        raise ValueError(f"main_grad is {tuple(main_grad.shape)}, but the weight gradient is {shape}")
+    if main_grad.dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"main_grad is {main_grad.dtype}; allowed: torch.float32, torch.bfloat16")
+
+
+@torch.library.custom_op("te_models::gemm_wgrad_accumulate_", mutates_args=("main_grad",))
+def gemm_wgrad_accumulate_(
+    main_grad: Tensor, dy: Tensor, x: Tensor, accumulate: bool = True, scale: Tensor | None = None
+) -> None:
+    """Add `scale * dy^T @ x` to main_grad, or write it there where `accumulate` is False.
+
+    main_grad: [N, K] float32 or bfloat16, requiring no gradient; dy: [T, N] and x: [T, K] of one dtype; scale: a
+    float32 scalar tensor or None for 1. Summed in float32 (see `accumulate_product`). Raises ValueError on other
+    shapes and dtypes.
+    """
+    check_main_grad(main_grad, dy, x, (dy.shape[1], x.shape[1]))
+    reference.accumulate_product(main_grad, dy.t(), x, accumulate, scale)
+
+
+@gemm_wgrad_accumulate_.register_fake
+def _(main_grad: Tensor, dy: Tensor, x: Tensor, accumulate: bool = True, scale: Tensor | None = None) -> None:
+    return None

@@ -1,0 +1,35 @@
+"""Grouped weight gradients added in place into a persistent gradient (`main_grad`)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..gemm.accumulate import check_main_grad
+from . import reference
+
+
+@torch.library.custom_op("te_models::grouped_gemm_wgrad_accumulate_", mutates_args=("main_grad",))
+def grouped_gemm_wgrad_accumulate_(
+    main_grad: Tensor, dy: Tensor, x: Tensor, m_splits: Tensor, accumulate: bool = True, scale: Tensor | None = None
+) -> None:
+    """Add each group's `scale[g] * dy[g]^T @ x[g]` to main_grad[g], or write it there where `accumulate` is False.
+
+    main_grad: [G, N, K] float32 or bfloat16, requiring no gradient; dy: [T, N] and x: [T, K] of one dtype; m_splits:
+    [G] integer, rows per group; scale: [G] float32 or None for 1. A group without rows is left alone when
+    accumulating, zero when writing. Raises ValueError on other shapes and dtypes.
+    """
+    check_main_grad(main_grad, dy, x, (m_splits.shape[0], dy.shape[1], x.shape[1]))
+    reference.grouped_gemm_wgrad_accumulate(main_grad, dy, x, m_splits, accumulate, scale)
+
+
+@grouped_gemm_wgrad_accumulate_.register_fake
+def _(
+    main_grad: Tensor,
+    dy: Tensor,
+    x: Tensor,
+    m_splits: Tensor,
+    accumulate: bool = True,
+    scale: Tensor | None = None,
+) -> None:
+    return None

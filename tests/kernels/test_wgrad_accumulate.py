@@ -1,0 +1,126 @@
+"""Weight gradients added into a persistent gradient: values, empty groups, NaN-poisoned memory, compiled backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from te_models.kernels.gemm import gemm_wgrad_accumulate_
+from te_models.kernels.grouped_gemm import grouped_gemm_wgrad_accumulate_
+
+UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
+SPLITS = [[5, 0, 40, 3], [0, 0, 0], [0, 0, 48], [48, 0], [1, 130, 200], [7]]
+
+
+def normal(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def bound(before: Tensor, magnitudes: Tensor, rows: int, operand: torch.dtype, grad: torch.dtype) -> Tensor:
+    """Products summed in float32, rounded to the operands' dtype (CPU), and the sum to the gradient's dtype."""
+    product = (UNIT[operand] + 2 * rows * UNIT[torch.float32]) * magnitudes
+    return 2 * product + UNIT[grad] * (before.abs() + magnitudes) + 1e-30
+
+
+@pytest.mark.parametrize("accumulate", [True, False])
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("grad", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("operand", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [0, 1, 31, 200])
+def test_dense(rows: int, operand: torch.dtype, grad: torch.dtype, scaled: bool, accumulate: bool) -> None:
+    dy, x = normal(rows, 150, seed=1, dtype=operand), normal(rows, 33, seed=2, dtype=operand)
+    before = normal(150, 33, seed=3, dtype=grad) if accumulate else torch.full((150, 33), float("nan"), dtype=grad)
+    scale = torch.tensor(0.37) if scaled else None
+    main_grad = before.clone()
+    gemm_wgrad_accumulate_(main_grad, dy, x, accumulate, scale)
+    start = before.double() if accumulate else torch.zeros(150, 33).double()
+    factor = 1.0 if scale is None else scale.double()
+    expected = start + factor * (dy.double().t() @ x.double())
+    magnitudes = factor * (dy.double().abs().t() @ x.double().abs())
+    assert ((main_grad.double() - expected).abs() <= bound(start, magnitudes, rows, operand, grad)).all()
+
+
+@pytest.mark.parametrize("accumulate", [True, False])
+@pytest.mark.parametrize("grad", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("splits", SPLITS)
+def test_grouped(splits: list[int], grad: torch.dtype, accumulate: bool) -> None:
+    groups, rows = len(splits), sum(splits) + 9  # the tail past the last group must not count
+    dy, x = normal(rows, 24, seed=4), normal(rows, 17, seed=5)
+    dy[sum(splits) :] = float("nan")
+    before = normal(groups, 24, 17, seed=6, dtype=grad) if accumulate else torch.full((groups, 24, 17), torch.nan)
+    main_grad, scale = before.to(grad, copy=True), torch.linspace(0.5, 2, groups)
+    grouped_gemm_wgrad_accumulate_(main_grad, dy, x, torch.tensor(splits), accumulate, scale)
+    begin = 0
+    for g, size in enumerate(splits):
+        left, right = dy[begin : begin + size].double(), x[begin : begin + size].double()
+        begin += size
+        start = before[g].double() if accumulate else torch.zeros(24, 17).double()
+        if size == 0:
+            assert torch.equal(main_grad[g].double(), start)
+        factor = scale[g].double()
+        magnitudes = factor * (left.abs().t() @ right.abs())
+        error = (main_grad[g].double() - start - factor * (left.t() @ right)).abs()
+        assert (error <= bound(start, magnitudes, size, torch.bfloat16, grad)).all()
+
+
+def test_wrong_shapes_and_dtypes_are_errors() -> None:
+    dy, x = torch.ones(4, 3), torch.ones(4, 2)
+    with pytest.raises(ValueError, match=r"main_grad is \(2, 3\), but the weight gradient is \(3, 2\)"):
+        gemm_wgrad_accumulate_(torch.zeros(2, 3), dy, x)
+    with pytest.raises(ValueError, match=r"main_grad is torch\.float16"):
+        gemm_wgrad_accumulate_(torch.zeros(3, 2, dtype=torch.float16), dy, x)
+    with pytest.raises(ValueError, match="dy has 4 rows and x has 3"):
+        gemm_wgrad_accumulate_(torch.zeros(3, 2), dy, torch.ones(3, 2))
+    with pytest.raises(ValueError, match=r"main_grad is \(3, 2\)"):
+        grouped_gemm_wgrad_accumulate_(torch.zeros(3, 2), dy, x, torch.tensor([4]))
+
+
+def test_registration() -> None:
+    dy, x = normal(6, 4, seed=1), normal(6, 5, seed=2)
+    torch.library.opcheck(gemm_wgrad_accumulate_, (torch.zeros(4, 5), dy, x, True, torch.tensor(2.0)))
+    splits = torch.tensor([2, 0, 4])
+    torch.library.opcheck(grouped_gemm_wgrad_accumulate_, (torch.zeros(3, 4, 5), dy, x, splits, False))
+
+
+class _Linear(torch.autograd.Function):
+    """y = x w^T whose backward adds the weight gradient to main_grad and returns none."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, main_grad: Tensor, m_splits: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight, m_splits)
+        ctx.main_grad = main_grad
+        return x @ (weight if m_splits is None else weight[0]).t()
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        x, weight, m_splits = ctx.saved_tensors
+        if m_splits is None:
+            gemm_wgrad_accumulate_(ctx.main_grad, dy, x)
+            return dy @ weight, None, None, None
+        grouped_gemm_wgrad_accumulate_(ctx.main_grad, dy, x, m_splits)
+        return dy @ weight[0], None, None, None
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiled_backward_adds_into_the_given_memory(backend: str, grouped: bool) -> None:
+    """Step after step into one tensor, in place: its memory stays where it is, its numbers are the eager ones."""
+
+    def step(x: Tensor, weight: Tensor, main_grad: Tensor, m_splits: Tensor | None) -> Tensor:
+        return _Linear.apply(x.relu(), weight, main_grad, m_splits).square().sum()
+
+    torch._dynamo.reset()
+    shape = (2, 6, 8) if grouped else (6, 8)
+    splits = torch.tensor([3, 2]) if grouped else None
+    weight = normal(*shape, seed=1, dtype=torch.float32).requires_grad_()
+    eager, compiled = torch.zeros(shape), torch.zeros(shape)
+    address = compiled.data_ptr()
+    run = torch.compile(step, fullgraph=True, backend=backend)
+    for seed in (2, 3):
+        x = normal(5, 8, seed=seed, dtype=torch.float32).requires_grad_()
+        step(x, weight, eager, splits).backward()
+        run(x, weight, compiled, splits).backward()
+    assert compiled.data_ptr() == address
+    torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-6)
+    assert eager.abs().sum() > 1
