@@ -1,23 +1,45 @@
-"""Casting to FP8 with per-tensor, blockwise and microscaling (MX) scale factors, and back."""
+"""Casting to FP8 and FP4 with scale factors per tensor, per block and per microscaling (MX, NVFP4) block, and back."""
 
 from .op import (
     FP8_MAX,
+    amax,
     blockwise_amax,
+    decode_blocks,
     dequantize_blockwise,
+    dequantize_nvfp4,
     dequantize_per_tensor,
     e8m0_to_float,
+    global_decode,
+    inverse_random_hadamard,
+    quantization_statistics,
     quantize_blockwise,
+    quantize_blockwise_both,
+    quantize_nvfp4,
     quantize_per_tensor,
+    random_bits,
+    random_hadamard,
+    round_nvfp4,
     scale_from_amax,
 )
 
 __all__ = [
     "FP8_MAX",
+    "amax",
     "blockwise_amax",
+    "decode_blocks",
     "dequantize_blockwise",
+    "dequantize_nvfp4",
     "dequantize_per_tensor",
     "e8m0_to_float",
+    "global_decode",
+    "inverse_random_hadamard",
+    "quantization_statistics",
     "quantize_blockwise",
+    "quantize_blockwise_both",
+    "quantize_nvfp4",
     "quantize_per_tensor",
+    "random_bits",
+    "random_hadamard",
+    "round_nvfp4",
     "scale_from_amax",
 ]

@@ -12,23 +12,13 @@ block (br, bc), scales [..., ceil(R / br), ceil(C / bc)].
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from .blocks import blockwise_amax, grid, once, per_element
 
 FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 _EXPONENT_MASK = 0x7F800000
 _MANTISSA_MASK = 0x007FFFFF
-
-
-def _once(values: Tensor) -> Tensor:
-    """Return `values`, computed once per block and not again for each of the block's elements.
-
-    Inductor inlines cheap element-wise producers into their consumers, here a division or a dozen integer operations
-    into a loop over every element (measured on CPU: 31 ms against 4 ms for 32x1 blocks of 1024 x 4096). It never
-    inlines through a strided view of a buffer.
-    """
-    return torch.as_strided(values, values.size(), values.stride())
 
 
 def scale_from_amax(
@@ -79,38 +69,6 @@ def _e8m0_inverse(byte: Tensor) -> Tensor:
     return torch.where(byte == 255, float("nan"), _power_of_two(254 - byte.to(torch.int32).clamp(max=254)))
 
 
-def _to_blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """Return [..., R, C] as [..., ceil(R/br), br, ceil(C/bc), bc], ragged edges padded with zeros."""
-    (rows, columns), (br, bc) = x.shape[-2:], block
-    if not (statically_known_true(rows % br == 0) and statically_known_true(columns % bc == 0)):
-        x = F.pad(x, (0, -columns % bc, 0, -rows % br))
-    return x.unflatten(-1, (-1, bc)).unflatten(-3, (-1, br))
-
-
-def _per_element(scales: Tensor, block: tuple[int, int], rows: int, columns: int) -> Tensor:
-    """Repeat each block's scale over its elements: [..., ceil(R/br), ceil(C/bc)] -> [..., R, C]."""
-    return _repeat(_repeat(scales, -2, block[0], rows), -1, block[1], columns)
-
-
-def _repeat(scales: Tensor, dim: int, times: int, length: int) -> Tensor:
-    """Repeat every entry along `dim`, cut off at `length`."""
-    if times == 1:
-        return scales
-    if statically_known_true(length % times == 0):
-        axis = scales.dim() + dim
-        sizes = (*scales.shape[: axis + 1], times, *scales.shape[axis + 1 :])
-        return scales.unsqueeze(axis + 1).expand(sizes).flatten(axis, axis + 1)
-    # A ragged edge looks its scale up. By a shift, for a power of two: where Inductor's C++ backend sees a division of
-    # the loop variable it splits the loop by the divisor and drops the columns past the last whole block (torch 2.13).
-    assert times & (times - 1) == 0, "blocks have powers of two"
-    return scales.index_select(dim, torch.arange(length, device=scales.device) >> (times.bit_length() - 1))
-
-
-def blockwise_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """Return the largest magnitude of each block, float32; NaN wherever a block holds one."""
-    return _to_blocks(x, block).abs().amax((-3, -1)).float()
-
-
 def quantize_blockwise(
     x: Tensor, block: tuple[int, int], fp8_dtype: torch.dtype, scale_kind: str, *, epsilon: float = 0.0
 ) -> tuple[Tensor, Tensor]:
@@ -120,25 +78,37 @@ def quantize_blockwise(
     "e8m0". Infinities saturate; a NaN stays in its element ("e8m0": makes its block NaN).
     """
     if x.numel() == 0:
-        shape = (*x.shape[:-2], -(-x.shape[-2] // block[0]), -(-x.shape[-1] // block[1]))
+        shape = (*x.shape[:-2], *grid(*x.shape[-2:], block))
         return x.to(fp8_dtype), x.new_empty(shape, dtype=torch.uint8 if scale_kind == "e8m0" else torch.float32)
-    amax = _once(blockwise_amax(x, block))
+    amax = once(blockwise_amax(x, block))
     if scale_kind == "e8m0":
-        stored = _once(e8m0_from_amax(amax, fp8_dtype))
+        stored = once(e8m0_from_amax(amax, fp8_dtype))
         scale = _e8m0_inverse(stored)
     else:
         overflow = torch.finfo(x.dtype).max
         scale = scale_from_amax(amax, fp8_dtype, pow2=scale_kind == "pow2", epsilon=epsilon, overflow=overflow)
-        stored = _once(torch.div(torch.ones_like(scale), scale))
-    return quantize_per_tensor(x, _per_element(_once(scale), block, *x.shape[-2:]), fp8_dtype), stored
+        stored = once(torch.div(torch.ones_like(scale), scale))
+    return quantize_per_tensor(x, per_element(once(scale), block, *x.shape[-2:]), fp8_dtype), stored
+
+
+def quantize_blockwise_both(
+    x: Tensor, block: tuple[int, int], fp8_dtype: torch.dtype, scale_kind: str, *, epsilon: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Quantize x: [..., R, C] by `block` and by the transposed block: (row_data, row_scale, col_data, col_scale).
+
+    All four are in x's orientation, each pair as `quantize_blockwise` returns it.
+    """
+    row = quantize_blockwise(x, block, fp8_dtype, scale_kind, epsilon=epsilon)
+    column = quantize_blockwise(x, (block[1], block[0]), fp8_dtype, scale_kind, epsilon=epsilon)
+    return (*row, *column)
 
 
 def dequantize_blockwise(data: Tensor, stored: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """Return data * scale in `dtype`. data: [..., R, C] FP8; stored: its scales, float32 or uint8 exponents."""
     if data.numel() == 0:
         return data.to(dtype)
-    scale_inv = _once(e8m0_to_float(stored)) if stored.dtype == torch.uint8 else stored
-    return (data.float() * _per_element(scale_inv, block, *data.shape[-2:])).to(dtype)
+    scale_inv = once(e8m0_to_float(stored)) if stored.dtype == torch.uint8 else stored
+    return (data.float() * per_element(scale_inv, block, *data.shape[-2:])).to(dtype)
 
 
 def quantize_per_tensor(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -> Tensor:

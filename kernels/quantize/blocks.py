@@ -1,0 +1,66 @@
+"""Blocks of a matrix: their largest magnitudes, and how a value per block reaches the block's elements.
+
+A block is (rows, columns) of the last two dimensions; leading dimensions are a batch. Ragged edges are padded with
+zeros for amax only. Shapes: x [..., R, C], block (br, bc), one value per block [..., ceil(R / br), ceil(C / bc)].
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+
+def once(values: Tensor) -> Tensor:
+    """Return `values`, computed once per block and not again for each of the block's elements.
+
+    Inductor inlines cheap element-wise producers into their consumers, here a division or a dozen integer operations
+    into a loop over every element (measured on CPU: 31 ms against 4 ms for 32x1 blocks of 1024 x 4096). It never
+    inlines through a strided view of a buffer.
+    """
+    return torch.as_strided(values, values.size(), values.stride())
+
+
+def to_blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
+    """Return [..., R, C] as [..., ceil(R/br), br, ceil(C/bc), bc], ragged edges padded with zeros."""
+    (rows, columns), (br, bc) = x.shape[-2:], block
+    if not (statically_known_true(rows % br == 0) and statically_known_true(columns % bc == 0)):
+        x = F.pad(x, (0, -columns % bc, 0, -rows % br))
+    return x.unflatten(-1, (-1, bc)).unflatten(-3, (-1, br))
+
+
+def grid(rows: int, columns: int, block: tuple[int, int]) -> tuple[int, int]:
+    """Return how many blocks cover a matrix, down and across."""
+    return -(-rows // block[0]), -(-columns // block[1])
+
+
+def per_element(values: Tensor, block: tuple[int, int], rows: int, columns: int) -> Tensor:
+    """Repeat each block's value over its elements: [..., ceil(R/br), ceil(C/bc)] -> [..., R, C]."""
+    return repeat(repeat(values, -2, block[0], rows), -1, block[1], columns)
+
+
+def repeat(values: Tensor, dim: int, times: int, length: int) -> Tensor:
+    """Repeat every entry along `dim`, cut off at `length`."""
+    if times == 1:
+        return values
+    if statically_known_true(length % times == 0):
+        axis = values.dim() + dim
+        sizes = (*values.shape[: axis + 1], times, *values.shape[axis + 1 :])
+        return values.unsqueeze(axis + 1).expand(sizes).flatten(axis, axis + 1)
+    # A ragged edge looks its value up. By a shift, for a power of two: where Inductor's C++ backend sees a division of
+    # the loop variable it splits the loop by the divisor and drops the columns past the last whole block (torch 2.13).
+    assert times & (times - 1) == 0, "blocks have powers of two"
+    return values.index_select(dim, torch.arange(length, device=values.device) >> (times.bit_length() - 1))
+
+
+def amax(x: Tensor) -> Tensor:
+    """Return the largest magnitude of each matrix, float32: [..., R, C] -> [...]. NaN stays; an empty one has 0."""
+    if x.numel() == 0:
+        return x.new_zeros(x.shape[:-2], dtype=torch.float32)
+    return x.abs().amax((-2, -1)).float()
+
+
+def blockwise_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
+    """Return the largest magnitude of each block, float32; NaN wherever a block holds one."""
+    return to_blocks(x, block).abs().amax((-3, -1)).float()

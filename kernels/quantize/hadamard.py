@@ -1,0 +1,56 @@
+"""The random Hadamard transform of NVFP4's weight-gradient operands (arXiv 2509.25149, section 4.2).
+
+Groups of 16 values along the contracted dimension are multiplied by diag(signs) H / 4, H the Sylvester Hadamard matrix:
+an orthogonal matrix, which spreads an outlier over its group and cancels between the two operands of a product.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+SIZE = 16
+SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+
+
+def _groups(x: Tensor, dim: int) -> list[Tensor]:
+    """Return the i-th members of all groups, for i = 0..15, in float32; a ragged end is padded with zeros."""
+    assert dim in (-1, -2)
+    if not statically_known_true(x.shape[dim] % SIZE == 0):
+        missing = -x.shape[dim] % SIZE
+        x = F.pad(x, (0, missing) if dim == -1 else (0, 0, 0, missing))
+    return [member.float() for member in x.unflatten(dim, (-1, SIZE)).unbind(dim)]
+
+
+def _transform(members: list[Tensor]) -> list[Tensor]:
+    """Multiply by H: in stage h = 1, 2, 4, 8 members i and i + h become their sum and their difference."""
+    members = list(members)
+    for h in (1, 2, 4, 8):
+        for i in range(SIZE):
+            if not i & h:
+                a, b = members[i], members[i | h]
+                members[i], members[i | h] = a + b, a - b
+    return members
+
+
+def _signed(members: list[Tensor]) -> list[Tensor]:
+    return [member if sign > 0 else -member for member, sign in zip(members, SIGNS, strict=True)]
+
+
+def random_hadamard(x: Tensor, dim: int = -1) -> Tensor:
+    """Transform groups of 16 along `dim` (-1 or -2): bfloat16 to bfloat16, sums in float32 in the order of the stages.
+
+    The dimension comes back rounded up to a multiple of 16; what is past a ragged end counts as zero.
+    """
+    if x.dtype != torch.bfloat16:
+        raise ValueError(f"the random Hadamard transform takes bfloat16; got {x.dtype}")
+    members = [(m * 0.25).to(torch.bfloat16) for m in _transform(_signed(_groups(x, dim)))]
+    return torch.stack(members, dim).flatten(dim - 1, dim)
+
+
+def inverse_random_hadamard(y: Tensor, dim: int = -1) -> Tensor:
+    """Undo `random_hadamard`, in float32 and without rounding its result; y: a multiple of 16 along `dim`."""
+    members = [m * 0.25 for m in _signed(_transform(_groups(y, dim)))]
+    return torch.stack(members, dim).flatten(dim - 1, dim)

@@ -1,0 +1,62 @@
+"""Random bits for stochastic rounding: Philox4x32-10, a counter-based generator.
+
+Salmon, Moraes, Dror, Shaw: "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011). Nothing is drawn from a state: the
+bits of an element are a function of (key, stream, element index), the same on every device and in every order, so a run
+can be repeated and resumed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+
+
+def _multiply(a: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
+    """Return the high and low words of a * multiplier, for words held in int64.
+
+    Both multipliers are above 2^31; with multiplier - 2^32 the product fits a signed 64-bit integer, and the missing
+    a * 2^32 is added to the high word.
+    """
+    product = a * (multiplier - 2**32)
+    return ((product >> 32) + a) & _MASK, product & _MASK
+
+
+def philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return four words of 32 random bits per counter. counter: 4, key: 2 broadcastable int64 tensors of words."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        high0, low0 = _multiply(c0, _MULTIPLIERS[0])
+        high1, low1 = _multiply(c2, _MULTIPLIERS[1])
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + _KEY_STEPS[0]) & _MASK, (k1 + _KEY_STEPS[1]) & _MASK
+    return c0, c1, c2, c3
+
+
+def random_bits(key: Tensor, stream: int, shape: Sequence[int]) -> Tensor:
+    """Return 32 uniform bits per element, int32, of the given shape (up to 2^34 elements).
+
+    key: int64 [2], (seed, counter). stream: 0..2^32-1, for independent draws under one key. Element i (row-major) is
+    word i % 4 of Philox with key = the seed's low and high words, counter = (i // 4, stream, the counter's low word,
+    its high word).
+    """
+    size = math.prod(shape)
+    seed, step = key[0], key[1]
+    block = torch.arange((size + 3) // 4, dtype=torch.int64, device=key.device)
+    counter = (block, torch.full_like(step, stream), step & _MASK, (step >> 32) & _MASK)
+    words = torch.stack(philox(counter, (seed & _MASK, (seed >> 32) & _MASK)), -1)
+    signed = (words ^ 0x80000000) - 0x80000000
+    return signed.to(torch.int32).flatten()[:size].view(shape)
+
+
+def unit_interval(bits: Tensor) -> Tensor:
+    """Return the upper 24 of 32 bits as a float32 in [0, 1)."""
+    return ((bits >> 8) & 0xFFFFFF).float() * 2.0**-24

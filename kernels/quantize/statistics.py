@@ -1,0 +1,41 @@
+"""What quantizing a tensor did to it, as float32 scalars on its device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import blocks
+
+_ROUNDING = 1 + 2.0**-22
+"""A block's own amax times its scale may round to just above the largest value; that is no saturation."""
+
+
+def quantization_statistics(
+    x: Tensor, values: Tensor, scale_inv: Tensor, block: tuple[int, int] | None, largest: float
+) -> dict[str, Tensor]:
+    """Return {"amax", "scale_min", "scale_max", "underflow", "saturation"}.
+
+    x: [..., R, C]; values: its float32 decoded form; scale_inv: float32 per block, [..., ceil(R/br), ceil(C/bc)], or
+    per matrix, [...], where block is None; largest: the format's maximum. scale_min and scale_max are over what is
+    multiplied with before the cast, blocks of zeros left out (both 1 where nothing is left). underflow: the fraction of
+    nonzero elements that became zero; saturation: the fraction that were clamped, infinities included.
+    """
+    x = x.detach()
+    amax, one = blocks.amax(x), torch.ones((), device=x.device)
+    if x.numel() == 0:
+        return {"amax": one * 0, "scale_min": one, "scale_max": one, "underflow": one * 0, "saturation": one * 0}
+    if block is None:
+        per_block, spread = amax, scale_inv[..., None, None]
+    else:
+        per_block, spread = blocks.blockwise_amax(x, block), blocks.per_element(scale_inv, block, *x.shape[-2:])
+    magnitude, scale = x.abs().float(), torch.div(torch.ones_like(scale_inv), scale_inv)
+    used, nonzero = per_block > 0, magnitude > 0
+    smallest = torch.where(used, scale, float("inf")).amin()
+    return {
+        "amax": amax.amax(),
+        "scale_min": torch.where(used.any(), smallest, one),
+        "scale_max": torch.where(used.any(), torch.where(used, scale, 0.0).amax(), one),
+        "underflow": (nonzero & (values == 0)).float().sum() / nonzero.float().sum().clamp(min=1.0),
+        "saturation": (magnitude > spread * (largest * _ROUNDING)).float().mean(),
+    }
