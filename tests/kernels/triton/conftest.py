@@ -8,8 +8,8 @@ fixture, or call an op that does so lazily: collection must work where triton ha
 
 `poisoned` fills every `torch.empty` with NaN (255 in bytes), so that an element that a kernel leaves unwritten shows.
 
-What the interpreter does differently from a GPU, and kernels must not rely on: a float is cast to FP8 with its own
-rounding; tl.max and tl.min skip NaN; `//` and `/` on tensors follow numpy; float32 sums are in numpy's order.
+`device` corrects the interpreter's rounding of narrow casts (interpreter.py). What it does differently from a GPU, and
+kernels must not rely on: tl.max and tl.min skip NaN; `//` and `/` on tensors follow numpy; float32 sums are in numpy's order.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def device() -> torch.device:
+def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """The GPU, or the CPU with Triton's interpreter."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton has no build for this platform")
@@ -43,6 +43,9 @@ def device() -> torch.device:
     assert type(triton.language.max).__name__ == "InterpretedFunction", (
         "triton was imported before tests/conftest.py set TRITON_INTERPRET"
     )
+    from tests.kernels.triton import interpreter
+
+    interpreter.correct(monkeypatch)
     return torch.device("cpu")
 
 

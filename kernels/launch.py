@@ -1,0 +1,12 @@
+"""What launchers of Triton kernels share."""
+
+from __future__ import annotations
+
+import torch
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Return how many programs of a device run side by side; 2 for the CPU, where Triton's interpreter runs them."""
+    if device.type == "cpu":
+        return 2
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,266 @@
+"""Norm kernels. A program holds whole rows in registers, so that x is read once in either direction.
+
+T rows, H columns, P programs of the backward pass. The gradients of weight and bias are sums over rows in two stages:
+each program adds up its own stretch of rows, then the P partial sums are added. Both orders are fixed by shapes and
+device, so two runs agree to the last bit, which atomic additions would not give.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..launch import multiprocessors
+
+# 32 warps of 64 float32 per thread: the most one program can hold.
+MAX_COLUMNS = 65536
+
+
+@triton.jit
+def row_statistics(x, inside, eps, H: tl.constexpr, CENTERED: tl.constexpr):
+    """Mean (0 for RMSNorm) and reciprocal deviation of each row of x [BLOCK_R, BLOCK_C], which is 0 outside."""
+    mean = tl.zeros([x.shape[0]], tl.float32)
+    if CENTERED:
+        mean = tl.sum(x, axis=1) / H
+        x = tl.where(inside, x - mean[:, None], 0.0)
+    return mean, tl.rsqrt(tl.sum(x * x, axis=1) / H + eps)
+
+
+@triton.jit
+def load_gamma(weight_ptr, columns, H: tl.constexpr, ZERO_CENTERED: tl.constexpr, WEIGHT_LAST: tl.constexpr):
+    """Gamma as float32 [1, BLOCK_C]. `1 + weight` is rounded to the weight's dtype where the weight comes last."""
+    gamma = tl.load(weight_ptr + columns, mask=columns < H, other=0.0).to(tl.float32)
+    if ZERO_CENTERED:
+        gamma += 1.0
+        if WEIGHT_LAST:
+            gamma = gamma.to(weight_ptr.dtype.element_ty).to(tl.float32)
+    return gamma[None, :]
+
+
+@triton.jit
+def scale_and_round(
+    x_hat,
+    weight_ptr,
+    bias_ptr,
+    columns,
+    X: tl.constexpr,
+    Y: tl.constexpr,
+    H: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    WEIGHT_LAST: tl.constexpr,
+):
+    """`gamma * x_hat + bias` in dtype Y, rounded where the reference rounds. X: dtype of the norm's input."""
+    y = x_hat
+    if WEIGHT_LAST:
+        y = y.to(X).to(tl.float32)
+    if weight_ptr is not None:
+        y = load_gamma(weight_ptr, columns, H, ZERO_CENTERED, WEIGHT_LAST) * y
+        if WEIGHT_LAST and weight_ptr.dtype.element_ty == X:
+            y = y.to(X).to(tl.float32)
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + columns, mask=columns < H, other=0.0).to(tl.float32)[None, :]
+    return y.to(Y)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def norm_fwd_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    mean_ptr,
+    rstd_ptr,
+    num_rows,
+    eps,
+    H: tl.constexpr,
+    CENTERED: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    WEIGHT_LAST: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    columns = tl.arange(0, BLOCK_C)
+    inside = (rows < num_rows)[:, None] & (columns < H)[None, :]
+    at = rows[:, None] * H + columns[None, :]
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    mean, rstd = row_statistics(x, inside, eps, H, CENTERED)
+    x_hat = (x - mean[:, None]) * rstd[:, None]
+    X: tl.constexpr = x_ptr.dtype.element_ty
+    Y: tl.constexpr = y_ptr.dtype.element_ty
+    y = scale_and_round(x_hat, weight_ptr, bias_ptr, columns, X, Y, H, ZERO_CENTERED, WEIGHT_LAST)
+    tl.store(y_ptr + at, y, mask=inside)
+    tl.store(rstd_ptr + rows, rstd, mask=rows < num_rows)
+    if CENTERED:
+        tl.store(mean_ptr + rows, mean, mask=rows < num_rows)
+
+
+@triton.jit(do_not_specialize=["num_rows", "rows_per_program"])
+def norm_bwd_kernel(
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    mean_ptr,
+    rstd_ptr,
+    dx_ptr,
+    d_weight_ptr,
+    d_bias_ptr,
+    num_rows,
+    rows_per_program,
+    H: tl.constexpr,
+    CENTERED: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    WEIGHT_LAST: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    begin = program * rows_per_program
+    columns = tl.arange(0, BLOCK_C)
+    if weight_ptr is not None:
+        gamma = load_gamma(weight_ptr, columns, H, ZERO_CENTERED, WEIGHT_LAST)
+    if d_weight_ptr is not None:
+        d_weight = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
+    if d_bias_ptr is not None:
+        d_bias = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
+    for step in range(0, rows_per_program, BLOCK_R):
+        rows = begin + step + tl.arange(0, BLOCK_R)
+        row_inside = (rows < num_rows) & (rows < begin + rows_per_program)
+        inside = row_inside[:, None] & (columns < H)[None, :]
+        at = rows[:, None] * H + columns[None, :]
+        x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + rows, mask=row_inside, other=0.0)[:, None]
+        if CENTERED:
+            x = tl.where(inside, x - tl.load(mean_ptr + rows, mask=row_inside, other=0.0)[:, None], 0.0)
+        x_hat = x * rstd
+        if d_weight_ptr is not None:
+            factor = x_hat
+            if WEIGHT_LAST:
+                factor = factor.to(x_ptr.dtype.element_ty).to(tl.float32)
+            d_weight += dy * factor
+        if d_bias_ptr is not None:
+            d_bias += dy
+        if weight_ptr is not None:
+            dy = dy * gamma
+        dx = dy - x_hat * (tl.sum(dy * x_hat, axis=1) / H)[:, None]
+        if CENTERED:
+            dx -= (tl.sum(dy, axis=1) / H)[:, None]
+        tl.store(dx_ptr + at, (dx * rstd).to(dx_ptr.dtype.element_ty), mask=inside)
+    if d_weight_ptr is not None:
+        tl.store(d_weight_ptr + program * H + columns, tl.sum(d_weight, axis=0), mask=columns < H)
+    if d_bias_ptr is not None:
+        tl.store(d_bias_ptr + program * H + columns, tl.sum(d_bias, axis=0), mask=columns < H)
+
+
+@triton.jit
+def column_sum_kernel(partial_ptr, out_ptr, num_rows, H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    columns = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    total = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
+    for begin in range(0, num_rows, BLOCK_R):
+        rows = begin + tl.arange(0, BLOCK_R)
+        inside = (rows < num_rows)[:, None] & (columns < H)[None, :]
+        total += tl.load(partial_ptr + rows[:, None] * H + columns[None, :], mask=inside, other=0.0)
+    tl.store(out_ptr + columns, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=columns < H)
+
+
+def tile(columns: int) -> tuple[int, int]:
+    """Return (rows, columns) of a program's tile: whole rows, several of them where they are short."""
+    if not 0 < columns <= MAX_COLUMNS:
+        raise ValueError(f"the norm runs over {columns} columns; allowed on an accelerator: 1 to {MAX_COLUMNS}")
+    block = triton.next_power_of_2(columns)
+    return max(1, 2048 // block), block
+
+
+def norm_fwd(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    centered: bool,
+    zero_centered: bool,
+    weight_last: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalise the rows of x [T, H]. Returns y [T, H] in `dtype`, mean [T] (empty unless centered), rstd [T]."""
+    x = x.contiguous()
+    rows, columns = x.shape
+    y = torch.empty_like(x, dtype=dtype)
+    rstd = x.new_empty(rows, dtype=torch.float32)
+    mean = torch.empty_like(rstd) if centered else rstd.new_empty(0)
+    block_r, block_c = tile(columns)
+    if rows:
+        norm_fwd_kernel[(triton.cdiv(rows, block_r),)](
+            x,
+            weight,
+            bias,
+            y,
+            mean,
+            rstd,
+            rows,
+            eps,
+            H=columns,
+            CENTERED=centered,
+            ZERO_CENTERED=zero_centered,
+            WEIGHT_LAST=weight_last,
+            BLOCK_R=block_r,
+            BLOCK_C=block_c,
+            num_warps=min(max(block_r * block_c // 512, 4), 32),
+        )
+    return y, mean, rstd
+
+
+def norm_bwd(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    centered: bool,
+    zero_centered: bool,
+    weight_last: bool,
+    weight_grad: torch.dtype | None,
+    bias_grad: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of x [T, H], weight [H] and bias [H] (those empty where their dtype is None)."""
+    dy, x = dy.contiguous(), x.contiguous()
+    rows, columns = x.shape
+    dx = torch.empty_like(x)
+    block_r, block_c = tile(columns)
+    # Two programs share a multiprocessor, so that one loads while the other reduces.
+    programs = max(1, min(triton.cdiv(rows, block_r), 2 * multiprocessors(x.device)))
+    per_program = triton.cdiv(triton.cdiv(rows, programs), block_r) * block_r
+    partial = [None if grad is None else rstd.new_empty(programs, columns) for grad in (weight_grad, bias_grad)]
+    norm_bwd_kernel[(programs,)](
+        dy,
+        x,
+        weight,
+        mean,
+        rstd,
+        dx,
+        *partial,
+        rows,
+        per_program,
+        H=columns,
+        CENTERED=centered,
+        ZERO_CENTERED=zero_centered,
+        WEIGHT_LAST=weight_last,
+        BLOCK_R=block_r,
+        BLOCK_C=block_c,
+        num_warps=min(max(block_r * block_c // 256, 4), 32),
+    )
+    d_weight, d_bias = (
+        x.new_empty(0) if part is None else _column_sum(part, grad)
+        for part, grad in zip(partial, (weight_grad, bias_grad), strict=True)
+    )
+    return dx, d_weight, d_bias
+
+
+def _column_sum(partial: Tensor, dtype: torch.dtype) -> Tensor:
+    """Add up the rows of partial [P, H] float32 in a fixed order."""
+    rows, columns = partial.shape
+    out = partial.new_empty(columns, dtype=dtype)
+    column_sum_kernel[(triton.cdiv(columns, 32),)](partial, out, rows, H=columns, BLOCK_R=64, BLOCK_C=32)
+    return out
