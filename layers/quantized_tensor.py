@@ -1,43 +1,56 @@
-"""Quantized tensors: `torch.Tensor` subclasses around the fields their quantizer declares.
+"""Quantized tensors: `torch.Tensor` subclasses around the fields their format declares.
 
-One base class does everything from that declaration: wrapping, `__tensor_flatten__`, device moves, copies, in-place
-updates. A leaf class exists per format so that users can name it. To autograd and to users the tensor has its
-logical (high-precision) shape and dtype; an operation without a quantized meaning sees the dequantized values, and an
-in-place one (an optimizer step) requantizes its result into the very storage the GEMMs read.
+To autograd and to users the tensor has its logical (high-precision) shape and dtype. An operation without a quantized
+meaning sees the dequantized values; an in-place one (an optimizer step) requantizes its result into the very storage
+the GEMMs read; a view either shares that storage or is an error (`tensor_views`). One base class does everything from
+the declaration in `quantized_storage`; a leaf class exists per format so that users can name it.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable
 from typing import Any, ClassVar, Self, TypeVar
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch import Tensor, nn
 
-from te_models.kernels.gemm import Operand
+from .field_schema import empty_fields
+from .fsdp import GathersQuantized, shared_amaxes
+from .quantized_storage import STORAGE_CLASSES, QuantizedFields, QuantizedStorage
+from .quantizer import Fields, Quantizer
 
-from .quantizer import Fields, Quantizer, Usage
-
-aten = torch.ops.aten
 T = TypeVar("T", bound="QuantizedTensor")
+Meta = tuple[Quantizer, torch.dtype, torch.Size | None]
 
 
-class QuantizedTensor(torch.Tensor):
-    """Base of quantized tensors. Attributes: `quantizer`, and one tensor per name in `quantizer.field_names()`."""
+class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
+    """Base of quantized tensors. Attributes: see `QuantizedFields`.
 
-    FORMAT: ClassVar[str]
-    quantizer: Quantizer
+    shares_scale: whether this is a slice of a matrix whose one scale also serves the rest of it, so that it cannot be
+    requantized apart; amax_group: the process group over which the amax of a requantization is reduced, for the shards
+    of one matrix (see `fsdp`).
+    """
+
+    RANK: ClassVar[int] = 2
+    shares_scale: bool = False
+    amax_group: Any = None
 
     @staticmethod
-    def __new__(cls: type[T], fields: Fields, quantizer: Quantizer, shape: torch.Size, dtype: torch.dtype) -> T:
-        """Wrap existing fields. shape, dtype: the logical ones."""
+    def __new__(
+        cls: type[T],
+        fields: Fields,
+        quantizer: Quantizer,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        *,
+        matrix_shape: torch.Size | None = None,
+    ) -> T:
+        """Wrap existing fields. shape, dtype: the logical ones; matrix_shape None: `shape`."""
         device = next(iter(fields.values())).device
         self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        self.quantizer = quantizer
-        for name in quantizer.field_names():
-            setattr(self, name, fields[name])
+        self._adopt(fields, quantizer, self.shape if matrix_shape is None else matrix_shape)
         return self
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -46,74 +59,139 @@ class QuantizedTensor(torch.Tensor):
     @classmethod
     def quantize(cls, x: Tensor, quantizer: Quantizer) -> Self:
         """Return x quantized; x: any floating dtype, of the rank the class holds."""
-        if x.dim() != cls._rank():
-            raise ValueError(f"{cls.__name__} holds {cls._rank()}-D tensors; got shape {tuple(x.shape)}")
+        if x.dim() != cls.RANK:
+            raise ValueError(f"{cls.__name__} holds {cls.RANK}-D tensors; got shape {tuple(x.shape)}")
         if not x.is_floating_point():
             raise ValueError(f"{cls.__name__} quantizes floating-point tensors; got {x.dtype}")
         x = x.detach()
         return cls(quantizer.quantize_fields(x), quantizer, x.shape, x.dtype)
 
     @classmethod
-    def _rank(cls) -> int:
-        return 2
-
-    @property
-    def fields(self) -> Fields:
-        """The stored tensors by name; the tensors themselves, not copies."""
-        return {name: getattr(self, name) for name in self.quantizer.field_names()}
+    def empty(
+        cls, shape: torch.Size, quantizer: Quantizer, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> Self:
+        """Return an uninitialised tensor of this logical shape and dtype."""
+        return cls(empty_fields(quantizer, torch.Size(shape), device), quantizer, torch.Size(shape), dtype)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the values in `dtype` (None: the logical dtype). Differentiable: the gradient is the identity."""
         return _Dequantize.apply(self, dtype or self.dtype)
 
-    def operand(self, usage: Usage, dtype: torch.dtype) -> Operand:
-        """Return the tensor as the operand of a GEMM, exactly as stored."""
-        return self.quantizer.operand_of_fields(self.fields, usage, dtype)
+    def _values(self, dtype: torch.dtype) -> Tensor:
+        return self.quantizer.dequantize_fields(self.fields, dtype).view(self.shape)
+
+    def _quantized_fields(self, x: Tensor) -> Fields:
+        """Return the fields that x, of this tensor's shape, quantizes to."""
+        x = x.reshape(self.matrix_shape)
+        if self.amax_group is None:
+            return self.quantizer.quantize_fields(x)
+        return self.quantizer.quantize_fields(x, amaxes=shared_amaxes(self.quantizer, x, self.amax_group))
 
     @torch.no_grad()
-    def quantize_(self, x: Tensor) -> Self:
-        """Overwrite with x quantized anew (or, for a tensor with an equal quantizer, with its very fields)."""
+    def quantize_(self, x: Tensor, *, noop: Tensor | None = None) -> Self:
+        """Overwrite with x quantized anew (or, for a tensor quantized alike, with its very fields).
+
+        x: of this tensor's shape, any floating dtype. noop: a scalar tensor; where it is nonzero nothing changes,
+        decided on the device. ValueError for another shape, and for a slice that shares its scale with the rest.
+        """
         if x.shape != self.shape:
             raise ValueError(f"cannot quantize shape {tuple(x.shape)} into a tensor of shape {tuple(self.shape)}")
-        if isinstance(x, QuantizedTensor) and x.quantizer == self.quantizer:
-            source = x.fields
-        else:
-            source = self.quantizer.quantize_fields(_plain(x))
+        if self.shares_scale:
+            raise ValueError(
+                f"a slice of a {self.quantizer.FORMAT} matrix shares the one scale of that matrix and cannot be "
+                "requantized apart from it; clone() the slice, or quantize_ the whole matrix"
+            )
+        source = self._fields_like_mine(x)
+        if source is None:
+            plain = x.dequantize(torch.float32) if isinstance(x, QuantizedTensor) else x
+            source = self._quantized_fields(plain)
         for name, field in self.fields.items():
-            field.copy_(source[name])
+            new = source[name] if noop is None else _unless(noop, source[name].to(field.device), field)
+            field.copy_(new)
         return self
+
+    def _fields_like_mine(self, x: Tensor) -> Fields | None:
+        """Return x's fields where they are what quantizing x again would have to give: the same format and copies."""
+        if not isinstance(x, QuantizedTensor) or x.matrix_shape != self.matrix_shape:
+            return None
+        mine, other = self.quantizer, x.quantizer
+        if other != mine and (
+            type(other) is not type(mine) or other.with_usage(rowwise=mine.rowwise, columnwise=mine.columnwise) != mine
+        ):
+            return None
+        fields = x.fields
+        return fields if set(mine.field_names()) <= fields.keys() else None
+
+    def to_storage(self) -> QuantizedStorage:
+        """Return the bare fields, shared. ValueError for a view of another shape."""
+        self.require_matrix("be turned into a storage")
+        return STORAGE_CLASSES[self.quantizer.FORMAT](self.fields, self.quantizer, self.shape, self.dtype)
+
+    # --- copies ----------------------------------------------------------------------------------------------------
+
+    def wrap(self, fields: Fields, **changes: Any) -> Any:
+        """Return a tensor around other fields that is like this one but for `changes` (constructor arguments, cls)."""
+        values = {"quantizer": self.quantizer, "shape": self.shape, "dtype": self.dtype}
+        if self.shape != self.matrix_shape:
+            values["matrix_shape"] = self.matrix_shape
+        values |= changes
+        return values.pop("cls", type(self))(fields, **values)
+
+    def map_fields(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Self:
+        """Return a tensor of the same kind whose fields are `function` of these."""
+        return self.wrap({n: function(f) for n, f in self.fields.items()}, dtype=dtype or self.dtype)
+
+    def keep_attributes(self, source: QuantizedTensor) -> Self:
+        """Take over what users have set on `source` (a parallel attribute, say); returns self."""
+        for name, value in source.__dict__.items():
+            if name != "_is_param":
+                self.__dict__.setdefault(name, value)
+        return self
+
+    @classmethod
+    def rebuild(cls, inner: Fields, quantizer: Quantizer, shape: torch.Size, dtype: torch.dtype) -> Self:
+        """Wrap fields that were read from a file. ValueError where they are not what the quantizer declares."""
+        expected = empty_fields(quantizer, shape, "meta")
+        for name, spec in expected.items():
+            found = inner.get(name)
+            if found is None or (found.shape, found.dtype) != (spec.shape, spec.dtype):
+                got = "nothing" if found is None else f"{found.dtype} {tuple(found.shape)}"
+                raise ValueError(f"the field {name} is {got}; expected: {spec.dtype} {tuple(spec.shape)}")
+        return cls(inner, quantizer, shape, dtype)
 
     # --- the subclass protocol -------------------------------------------------------------------------------------
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[Quantizer, torch.dtype]]:
-        return list(self.quantizer.field_names()), (self.quantizer, self.dtype)
+    def _inner_names(self) -> list[str]:
+        return list(self.quantizer.field_names())
+
+    def __tensor_flatten__(self) -> tuple[list[str], Meta]:
+        matrix_shape = None if self.shape == self.matrix_shape else self.matrix_shape
+        return self._inner_names(), (self.quantizer, self.dtype, matrix_shape)
 
     @classmethod
-    def __tensor_unflatten__(
-        cls, inner: Fields, meta: tuple[Quantizer, torch.dtype], outer_size: torch.Size, outer_stride: Any
-    ) -> Self:
-        quantizer, dtype = meta
-        return cls(inner, quantizer, outer_size, dtype)
+    def __tensor_unflatten__(cls, inner: Fields, meta: Meta, outer_size: torch.Size, outer_stride: Any) -> Self:
+        quantizer, dtype, matrix_shape = meta
+        return cls(inner, quantizer, outer_size, dtype, matrix_shape=matrix_shape)
 
     def _stable_hash_for_caching(self) -> str:
         """Return what a compiled graph depends on, the same in every process: the key of the compiler's cache."""
-        layout = [(n, f.shape, f.stride(), f.dtype, f.device) for n, f in self.fields.items()]
-        logical = (self.shape, self.dtype, self.device, self.requires_grad, self.quantizer.to_dict())
+        layout = [(n, f.shape, f.stride(), f.dtype, f.device) for n in self._inner_names() for f in (getattr(self, n),)]
+        logical = (self.shape, self.matrix_shape, self.dtype, self.device, self.requires_grad, self.quantizer.to_dict())
         return hashlib.sha256(repr((type(self).__qualname__, logical, layout)).encode()).hexdigest()
-
-    def _map_fields(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Self:
-        """Return a tensor of the same kind whose fields are `function` of these."""
-        fields = {name: function(field) for name, field in self.fields.items()}
-        return type(self)(fields, self.quantizer, self.shape, dtype or self.dtype)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _KEEPS_QUANTIZED and isinstance(args[0], QuantizedTensor):
-            return _KEEPS_QUANTIZED[func](*args, **kwargs)
-        if func._schema.is_mutable:
-            return _run_in_place(func, args, kwargs)
-        return func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
+        from .tensor_dispatch import dispatch
+
+        return dispatch(func, args, kwargs or {})
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Pickle as plain tensors and one JSON string, so that torch.load(weights_only=True) reads it."""
+        self.require_matrix("be saved; clone() its base")
+        inner = {name: getattr(self, name) for name in self._inner_names()}
+        flags = (self.requires_grad, isinstance(self, nn.Parameter))
+        quantizer = json.dumps(self.quantizer.to_dict(), sort_keys=True)
+        return rebuild_quantized, (type(self).__name__, quantizer, tuple(self.shape), self.dtype, inner, flags)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return (
@@ -122,100 +200,61 @@ class QuantizedTensor(torch.Tensor):
         )
 
 
+def _unless(noop: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    """Return `old` where the flag is nonzero, else `new`; by bytes, since torch.where knows no eight-bit floats."""
+    skip = noop.reshape(()) != 0
+    if new.dtype.itemsize > 1:
+        return torch.where(skip, old, new)
+    return torch.where(skip, old.view(torch.uint8), new.view(torch.uint8)).view(new.dtype)
+
+
 class _Dequantize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: QuantizedTensor, dtype: torch.dtype) -> Tensor:
         ctx.dtype = x.dtype
-        return x.quantizer.dequantize_fields(x.fields, dtype)
+        return x._values(dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad.to(ctx.dtype), None
 
 
-def _plain(value: Any) -> Any:
-    return value.dequantize() if isinstance(value, QuantizedTensor) else value
-
-
-def _run_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run a mutating operation on high-precision copies and requantize what its schema says it wrote.
-
-    Arguments are matched to the schema by name, positional and keyword ones alike.
-    """
-    copies: dict[int, Tensor] = {}
-    originals: dict[int, QuantizedTensor] = {}
-
-    def unwrap(value: Any) -> Any:
-        if not isinstance(value, QuantizedTensor):
-            return value
-        if id(value) not in copies:
-            copies[id(value)] = value.dequantize()
-            originals[id(copies[id(value)])] = value
-        return copies[id(value)]
-
-    result = func(*tree_map(unwrap, args), **tree_map(unwrap, kwargs))
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        for written in tree_leaves(kwargs.get(argument.name, args[i] if i < len(args) else None)):
-            if isinstance(written, QuantizedTensor):
-                written.quantize_(copies[id(written)])
-    return tree_map(lambda value: originals.get(id(value), value), result)
-
-
-def _detach(self: QuantizedTensor) -> QuantizedTensor:
-    return self._map_fields(lambda field: field)
-
-
-def _clone(self: QuantizedTensor, *, memory_format: Any = None) -> QuantizedTensor:
-    return self._map_fields(torch.clone)
-
-
-def _to_copy(self: QuantizedTensor, *, dtype: torch.dtype | None = None, device: Any = None, **kwargs: Any) -> Tensor:
-    """Move the fields; a floating dtype becomes the new logical dtype, without touching a quantized number."""
-    if dtype is not None and not dtype.is_floating_point:
-        return self.dequantize().to(dtype=dtype, device=device)
-    non_blocking = kwargs.get("non_blocking", False)
-    return self._map_fields(lambda field: field.to(device=device, non_blocking=non_blocking, copy=True), dtype)
-
-
-def _empty_like(self: QuantizedTensor, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Tensor:
-    return self._map_fields(lambda field: torch.empty_like(field, device=device), dtype)
-
-
-def _copy_(self: QuantizedTensor, source: Tensor, non_blocking: bool = False) -> QuantizedTensor:
-    return self.quantize_(source)
-
-
-# What keeps the quantized form. `zeros_like` is not here: an optimizer's moments must be plain tensors.
-_KEEPS_QUANTIZED: dict[Any, Callable[..., Any]] = {
-    aten.detach.default: _detach,
-    aten.alias.default: _detach,
-    aten.clone.default: _clone,
-    aten._to_copy.default: _to_copy,
-    aten.empty_like.default: _empty_like,
-    aten.copy_.default: _copy_,
-}
-
-
 class Float8Tensor(QuantizedTensor):
-    """FP8 with one scale. Fields: rowwise_data [R, C], rowwise_scale_inv []."""
-
-    FORMAT: ClassVar[str] = "float8"
+    """`Float8TensorStorage` as a tensor."""
 
 
 class Float8BlockwiseTensor(QuantizedTensor):
-    """FP8 with a scale per 1x128 or 128x128 block; fields as `Float8BlockQuantizer` says."""
-
-    FORMAT: ClassVar[str] = "float8_block"
+    """`Float8BlockwiseTensorStorage` as a tensor."""
 
 
 class MXFP8Tensor(QuantizedTensor):
-    """FP8 with a power-of-two scale byte per 32 values; fields as `MXFP8Quantizer` says."""
-
-    FORMAT: ClassVar[str] = "mxfp8"
+    """`MXFP8TensorStorage` as a tensor."""
 
 
 TENSOR_CLASSES: dict[str, type[QuantizedTensor]] = {
-    c.FORMAT: c for c in (Float8Tensor, Float8BlockwiseTensor, MXFP8Tensor)
+    "float8": Float8Tensor,
+    "float8_block": Float8BlockwiseTensor,
+    "mxfp8": MXFP8Tensor,
 }
+"""Format -> the class of one matrix."""
+
+CLASSES: dict[str, type[QuantizedTensor]] = {c.__name__: c for c in TENSOR_CLASSES.values()}
+"""Class name -> class, of everything that can be saved."""
+
+
+def rebuild_quantized(
+    name: str, quantizer: str, shape: tuple[int, ...], dtype: torch.dtype, inner: Fields, flags: tuple[bool, bool]
+) -> QuantizedTensor:
+    """Return the tensor that `QuantizedTensor.__reduce_ex__` described. ValueError where the parts do not fit.
+
+    Reads data and never runs code from the file, so it is registered as safe for torch.load(weights_only=True).
+    """
+    if name not in CLASSES:
+        raise ValueError(f"the quantized tensor has class {name!r}; allowed: {', '.join(CLASSES)}")
+    value = Quantizer.from_dict(json.loads(quantizer))
+    tensor = CLASSES[name].rebuild(inner, value, torch.Size(shape), dtype)
+    requires_grad, is_parameter = flags
+    return nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
+
+
+torch.serialization.add_safe_globals([rebuild_quantized])

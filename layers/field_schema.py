@@ -1,0 +1,84 @@
+"""What a quantized format stores: one declaration per format, from which flattening, copies, views, allocation,
+sharding and checkpoint entries follow.
+
+Field names are `{usage}_{part}`: rowwise_data, rowwise_scale_inv, columnwise_data, ... Which of them exist is derived
+from the quantizer value every time (`Quantizer.field_names`), never carried as a flag that could go stale.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .quantizer import Fields, Quantizer, Usage
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The declaration of one format.
+
+    values_per_entry: how many values an entry of `data` packs along its last dimension; scale_block: matrix entries
+    (rows, columns) per stored rowwise scale, where that is not the quantizer's block; columnwise_transposed: whether
+    the columnwise copy is stored as [columns, rows].
+    """
+
+    values_per_entry: int = 1
+    scale_block: tuple[int, int] | None = None
+    columnwise_transposed: bool = True
+
+
+@dataclass(frozen=True)
+class FieldLayout:
+    """Where one field lies over the matrix.
+
+    block: matrix (rows, columns) per entry, None for one entry per matrix; transposed: stored as [columns, rows].
+    """
+
+    name: str
+    usage: Usage
+    block: tuple[int, int] | None
+    transposed: bool
+
+    def axis(self, dim: int) -> int:
+        """Return the field's own axis (-2 or -1) for the matrix dimension `dim` (-2 or -1)."""
+        return -3 - dim if self.transposed else dim
+
+
+def field_layouts(schema: Schema, quantizer: Quantizer) -> tuple[FieldLayout, ...]:
+    """Return the layout of every stored field, in storage order."""
+    layouts = []
+    for name in quantizer.field_names():
+        usage, _, part = name.partition("_")
+        blocks = {"data": (1, schema.values_per_entry), "scale_inv": schema.scale_block or quantizer.block}
+        block = blocks.get(part)
+        if usage == "columnwise" and block is not None:
+            block = (block[1], block[0])
+        transposed = usage == "columnwise" and schema.columnwise_transposed
+        layouts.append(FieldLayout(name, usage, block, transposed))  # type: ignore[arg-type]
+    return tuple(layouts)
+
+
+def alignment(schema: Schema, quantizer: Quantizer, dim: int) -> int:
+    """Return the multiple at which a matrix may be cut along `dim` (-2 or -1) without cutting a block or a byte.
+
+    All blocks are powers of two, so the largest one decides.
+    """
+    sizes = [layout.block[dim] for layout in field_layouts(schema, quantizer) if layout.block is not None]
+    if quantizer.block is not None:
+        # a scale may be written once for each row that shares it: the block is larger than what an entry covers
+        sizes += [quantizer.block[dim if usage == "rowwise" else -3 - dim] for usage in quantizer.stored_usages()]
+    return max(sizes)
+
+
+def entry_suffix(field: str) -> str:
+    """Return what a field's checkpoint entry adds to the parameter's name: "" for rowwise_data, "_scale_inv",
+    "_columnwise" for columnwise_data, "_columnwise_scale_inv", and so on."""
+    usage, _, part = field.partition("_")
+    return ("" if usage == "rowwise" else "_columnwise") + ("" if part == "data" else f"_{part}")
+
+
+def empty_fields(quantizer: Quantizer, shape: torch.Size, device: torch.device | str) -> Fields:
+    """Return uninitialised fields for a matrix of `shape`: [..., rows, columns]."""
+    specs = quantizer.quantize_fields(torch.empty(shape, device="meta"))
+    return {name: torch.empty_like(field, device=device) for name, field in specs.items()}

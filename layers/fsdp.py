@@ -1,0 +1,127 @@
+"""Sharding with FSDP2 (`torch.distributed.fsdp.fully_shard`): shards are gathered in quantized form.
+
+`fully_shard` cuts a parameter along dimension 0 into equal shards, each a quantized tensor of its own, and gathers the
+fields' bytes: one byte a value instead of two or four. Rules, each an error when broken: the cuts lie between blocks
+(a weight with 128x128 blocks over 4 ranks has a multiple of 512 rows), and all shards are equal, because padding would
+be part of the gathered matrix.
+
+A format with one scale per matrix needs the same scale in all its shards. Cutting shares it; afterwards a shard that is
+requantized reduces its amax over the ranks first (`amax_group`, set at the first gather or by `share_scales`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .quantizer import Quantizer
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from .quantized_tensor import QuantizedTensor
+
+
+def shared_amaxes(quantizer: Quantizer, x: Tensor, group: Any) -> dict[str, Tensor]:
+    """Return the amaxes that quantizing x needs, reduced over a process group, by usage."""
+    amaxes = quantizer.amaxes(x)
+    for amax in amaxes.values():
+        dist.all_reduce(amax, dist.ReduceOp.MAX, group)
+    return amaxes
+
+
+def one_per_matrix(x: QuantizedTensor) -> list[str]:
+    """Return the names of the fields that hold one entry per matrix."""
+    return [layout.name for layout in x.layouts if layout.block is None]
+
+
+def is_one_matrix(x: QuantizedTensor) -> bool:
+    """Whether dimension 0 is the rows of a matrix, so that shards along it are parts of one matrix."""
+    return len(x.matrix_shape) == 2
+
+
+def share_scales(module: nn.Module) -> None:
+    """Let the shards of every quantized weight with one scale per matrix share that scale from now on.
+
+    Call it after `fully_shard` and before values are written into shards (loading, initialising) ahead of the first
+    forward pass, which would do it by itself. Collective: none here, one per such write.
+    """
+    from torch.distributed.tensor import DTensor
+
+    from .quantized_tensor import QuantizedTensor
+
+    for parameter in module.parameters():
+        if isinstance(parameter, DTensor) and isinstance(parameter._local_tensor, QuantizedTensor):
+            local, mesh = parameter._local_tensor, parameter.device_mesh
+            if is_one_matrix(local) and one_per_matrix(local):
+                local.amax_group = mesh.get_group(mesh.ndim - 1)
+
+
+class GathersQuantized:
+    """The two hooks that `fully_shard` looks for on a parameter's local tensor."""
+
+    def fsdp_pre_all_gather(
+        self: Any, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        """Return (the bytes of every field, nothing). ValueError where the shards are not equal."""
+        x: QuantizedTensor = self
+        ranks = mesh.size()
+        if outer_size[0] % ranks:
+            raise ValueError(
+                f"a {type(x).__name__} of shape {tuple(outer_size)} cannot be sharded over {ranks} ranks: its first "
+                f"dimension must be a multiple of {ranks}, because gathered shards are not padded"
+            )
+        if x.amax_group is None and is_one_matrix(x) and one_per_matrix(x):
+            _check_shared(x, mesh)
+            x.amax_group = mesh.get_group()
+        return tuple(_bytes(field) for field in x.fields.values()), None
+
+    def fsdp_post_all_gather(
+        self: Any, outputs: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """Return the whole parameter in `dtype` and the tensors it owns, or refill `out`."""
+        x: QuantizedTensor = self
+        fields, owned = {}, []
+        for layout, gathered in zip(x.layouts, outputs, strict=True):
+            field = getattr(x, layout.name)
+            ranks = gathered.numel() // max(1, field.numel() * field.itemsize)
+            shards = gathered.view(-1).view(field.dtype).view(ranks, *field.shape)
+            if not is_one_matrix(x):
+                whole = shards.flatten(0, 1)
+            elif layout.block is None:
+                whole = shards[0]
+            elif layout.transposed:
+                whole = shards.movedim(0, 1).flatten(1, 2)
+                owned.append(whole)
+            else:
+                whole = shards.flatten(0, 1)
+            fields[layout.name] = whole
+        if out is not None:
+            for layout in x.layouts:
+                if layout.transposed and is_one_matrix(x):
+                    getattr(out, layout.name).copy_(fields[layout.name])
+            return None
+        shape = torch.Size((x.shape[0] * ranks, *x.shape[1:]))
+        return x.wrap(fields, shape=shape, dtype=dtype), tuple(owned)
+
+
+def _bytes(field: Tensor) -> Tensor:
+    """Return a field as contiguous bytes, at least one-dimensional."""
+    return field.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _check_shared(x: QuantizedTensor, mesh: DeviceMesh) -> None:
+    """Raise ValueError on every rank where shards of one matrix were given scales of their own."""
+    for name in one_per_matrix(x):
+        scale = getattr(x, name).detach().clone()
+        low, high = scale.clone(), scale.clone()
+        dist.all_reduce(low, dist.ReduceOp.MIN, mesh.get_group())
+        dist.all_reduce(high, dist.ReduceOp.MAX, mesh.get_group())
+        if not torch.equal(low, high):
+            raise ValueError(
+                f"the shards of a {type(x).__name__} have different scales, because values were written into them "
+                "before the first forward pass; call te_models.layers.share_scales(module) after fully_shard"
+            )

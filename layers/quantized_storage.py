@@ -1,0 +1,167 @@
+"""Quantized storages: the bare fields of a quantized tensor with a logical shape and dtype, and what storages share
+with the tensors of `quantized_tensor`, which wrap the same fields as `torch.Tensor` subclasses."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from te_models.kernels.gemm import Operand
+
+from .field_schema import FieldLayout, Schema, empty_fields, field_layouts
+from .quantizer import Fields, Quantizer, Usage
+
+
+class QuantizedFields:
+    """Base of storages and tensors. Attributes: `quantizer`, and one tensor per name in `quantizer.field_names()`.
+
+    `shape` and `dtype` are the logical ones. `matrix_shape` [..., rows, columns] is the shape that was quantized; it
+    differs from `shape` in a view only.
+    """
+
+    quantizer: Quantizer
+    matrix_shape: torch.Size
+    shape: Any
+    dtype: Any
+
+    def _adopt(self, fields: Fields, quantizer: Quantizer, matrix_shape: torch.Size) -> None:
+        self.quantizer = quantizer
+        self.matrix_shape = matrix_shape
+        for name in quantizer.field_names():
+            setattr(self, name, fields[name])
+
+    @property
+    def fields(self) -> Fields:
+        """The stored tensors by name; the tensors themselves, not copies."""
+        return {name: getattr(self, name) for name in self.quantizer.field_names()}
+
+    @property
+    def schema(self) -> Schema:
+        """The declaration of the format."""
+        return STORAGE_CLASSES[self.quantizer.FORMAT].SCHEMA
+
+    @property
+    def layouts(self) -> tuple[FieldLayout, ...]:
+        """The layout of every stored field, in storage order."""
+        return field_layouts(self.schema, self.quantizer)
+
+    def operand(self, usage: Usage, dtype: torch.dtype) -> Operand:
+        """Return the matrix as the operand of a GEMM, exactly as stored. ValueError for a view of another shape."""
+        self.require_matrix("be the operand of a GEMM")
+        return self.quantizer.operand_of_fields(self.fields, usage, dtype)
+
+    def require_matrix(self, what: str) -> None:
+        """Raise ValueError where this is a view of another shape than the matrix that was quantized."""
+        if self.shape != self.matrix_shape:
+            raise ValueError(
+                f"a view of shape {tuple(self.shape)} of a quantized {tuple(self.matrix_shape)} cannot {what}"
+            )
+
+    def update_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> Self:
+        """Drop or create the copies for the two GEMM usages, in place; None leaves a usage as it is.
+
+        This tensor gets another quantizer value; the one it was made with, which others may share, does not change.
+        ValueError where a copy is asked for that the stored numbers do not determine.
+        """
+        quantizer = self.quantizer.with_usage(
+            rowwise=self.quantizer.rowwise if rowwise is None else rowwise,
+            columnwise=self.quantizer.columnwise if columnwise is None else columnwise,
+        )
+        before = self.fields
+        after = {name: before[name] for name in quantizer.field_names() if name in before}
+        for usage in sorted({name.partition("_")[0] for name in quantizer.field_names()} - _usages(after)):
+            after |= derived_fields(self, usage)  # type: ignore[arg-type]
+        for name in before:
+            delattr(self, name)
+        self._adopt(after, quantizer, self.matrix_shape)
+        return self
+
+
+def _usages(fields: Fields) -> set[str]:
+    return {name.partition("_")[0] for name in fields}
+
+
+def derived_fields(x: QuantizedFields, usage: Usage) -> Fields:
+    """Return the missing fields of `usage`, computed from the other copy without rounding; ValueError otherwise."""
+    raise ValueError(
+        f"this {x.quantizer.FORMAT} tensor has no {usage} copy, and its other copy does not determine one: their "
+        f"blocks run along different dimensions. Quantize the original values with {usage}=True instead"
+    )
+
+
+class QuantizedStorage(QuantizedFields):
+    """Bare fields: what crosses an op boundary or is saved for backward. A leaf class declares each format."""
+
+    SCHEMA: ClassVar[Schema]
+
+    def __init__(self, fields: Fields, quantizer: Quantizer, shape: torch.Size, dtype: torch.dtype) -> None:
+        self.shape = torch.Size(shape)
+        self.dtype = dtype
+        self._adopt(fields, quantizer, self.shape)
+
+    @classmethod
+    def quantize(cls, x: Tensor, quantizer: Quantizer) -> QuantizedStorage:
+        """Return x: [..., rows, columns] quantized, in the class of the quantizer's format."""
+        fields = quantizer.quantize_fields(x.detach())
+        return STORAGE_CLASSES[quantizer.FORMAT](fields, quantizer, x.shape, x.dtype)
+
+    @classmethod
+    def empty(
+        cls, shape: torch.Size, quantizer: Quantizer, dtype: torch.dtype, device: torch.device | str
+    ) -> QuantizedStorage:
+        """Return uninitialised fields for a matrix of this logical shape and dtype."""
+        fields = empty_fields(quantizer, torch.Size(shape), device)
+        return STORAGE_CLASSES[quantizer.FORMAT](fields, quantizer, shape, dtype)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the fields."""
+        return next(iter(self.fields.values())).device
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the values in `dtype` (None: the logical dtype). Not differentiable."""
+        return self.quantizer.dequantize_fields(self.fields, dtype or self.dtype)
+
+    def flatten(self) -> tuple[list[Tensor], tuple[Any, ...]]:
+        """Return (tensors, meta): the tensors for a schema that knows only tensors, the rest as one constant."""
+        return list(self.fields.values()), (self.quantizer, self.shape, self.dtype)
+
+    @staticmethod
+    def unflatten(tensors: list[Tensor], meta: tuple[Any, ...]) -> QuantizedStorage:
+        """Undo `flatten`, in the class of the quantizer's format."""
+        quantizer, shape, dtype = meta
+        fields = dict(zip(quantizer.field_names(), tensors, strict=True))
+        return STORAGE_CLASSES[quantizer.FORMAT](fields, quantizer, shape, dtype)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
+            f"quantizer={self.quantizer})"
+        )
+
+
+class Float8TensorStorage(QuantizedStorage):
+    """FP8 with one scale. Fields: rowwise_data [R, C], rowwise_scale_inv []."""
+
+    SCHEMA = Schema()
+
+
+class Float8BlockwiseTensorStorage(QuantizedStorage):
+    """FP8 with a scale per 1x128 or 128x128 block; fields as `Float8BlockQuantizer` says."""
+
+    SCHEMA = Schema()
+
+
+class MXFP8TensorStorage(QuantizedStorage):
+    """FP8 with a power-of-two scale byte per 32 values; fields as `MXFP8Quantizer` says."""
+
+    SCHEMA = Schema(columnwise_transposed=False)
+
+
+STORAGE_CLASSES: dict[str, type[QuantizedStorage]] = {
+    "float8": Float8TensorStorage,
+    "float8_block": Float8BlockwiseTensorStorage,
+    "mxfp8": MXFP8TensorStorage,
+}
