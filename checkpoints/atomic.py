@@ -1,7 +1,7 @@
 """Folders and files that appear under their final name complete, or not at all.
 
-A new folder is written beside its destination under a temporary name, flushed to the disk, and renamed. An existing
-one is replaced only when that is asked for, by exchanging the two names in one system call where the kernel has it
+A new folder is written beside its destination under a temporary name, flushed to the disk with everything in it, and
+renamed. An existing one is replaced only when that is asked for, by exchanging the two names in one system call where the kernel has it
 (`renameat2(RENAME_EXCHANGE)`, Linux), so that at every moment the name leads to one complete folder, old or new. A
 killed run leaves only its temporary folder; the next run to the same destination removes it.
 """
@@ -40,7 +40,7 @@ def new_folder(destination: Path, *, overwrite: bool) -> Iterator[Path]:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)  # tells other runs that the folder is in use; released when the process dies
         yield temporary
-        sync_folder(temporary)
+        _flush_tree(temporary)
         _publish(temporary, destination, overwrite=overwrite)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -70,13 +70,29 @@ def check_space(destination: Path, nbytes: int) -> None:
         raise CheckpointError(f"{destination} needs {nbytes / 1e9:.2f} GB and its disk has {free / 1e9:.2f} GB free")
 
 
-def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries to the disk."""
-    fd = os.open(folder, os.O_RDONLY)
+def replace_text(destination: Path, text: str) -> None:
+    """Give a file new contents in one step: whoever opens it, even after a power cut, reads the old text or the new."""
+    temporary = destination.with_name(f".{destination.name}.partial")
+    temporary.write_text(text, encoding="utf-8")
+    flush(temporary)
+    temporary.rename(destination)
+    flush(destination.parent)
+
+
+def flush(path: Path) -> None:
+    """Flush a file's data, or a folder's entries, to the disk."""
+    fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _flush_tree(folder: Path) -> None:
+    for root, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            flush(Path(root, name))
+        flush(Path(root))
 
 
 def _publish(temporary: Path, destination: Path, *, overwrite: bool) -> None:
@@ -88,11 +104,11 @@ def _publish(temporary: Path, destination: Path, *, overwrite: bool) -> None:
             destination.rename(old)
             temporary.rename(destination)
             temporary = old
-        sync_folder(destination.parent)
+        flush(destination.parent)
         shutil.rmtree(temporary)
     else:
         temporary.rename(destination)
-    sync_folder(destination.parent)
+    flush(destination.parent)
 
 
 def _exchange(a: Path, b: Path) -> bool:

@@ -138,11 +138,8 @@ def write_weights(
 
 
 def write_small_file(path: Path, data: bytes) -> FileRecord:
-    """Write and flush a file that fits in memory."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    """Write a file that fits in memory; it is flushed with its folder."""
+    path.write_bytes(data)
     return FileRecord(hashlib.sha256(data).hexdigest(), len(data))
 
 

@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from te_models.checkpoints.atomic import new_folder
+
 from ..extras import require
 from .data import FORMAT, DataError, TokenDataset
-from .files import atomic_directory
 
 PIECE = 1 << 20  # characters tokenized at once; a piece ends at a line end
 _TYPECODES = {"uint16": "H", "uint32": "I"}
@@ -101,7 +102,7 @@ def write_dataset(
         raise DataError(f"vocab_size is {vocab_size}; allowed: 1 to 2**32")
     dtype = "uint16" if vocab_size <= 2**16 else "uint32"
     num_tokens = num_documents = 0
-    with atomic_directory(out) as folder:
+    with new_folder(out, overwrite=False) as folder:
         with (folder / "tokens.bin").open("wb") as file:
             for document in documents:
                 num_documents += 1

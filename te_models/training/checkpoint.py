@@ -23,8 +23,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from te_models.checkpoints import save_model
-
-from .files import atomic_directory
+from te_models.checkpoints.atomic import new_folder
 
 if TYPE_CHECKING:
     from ..model import GPTModel
@@ -82,7 +81,7 @@ def save_checkpoint(
 ) -> Path:
     """Write the checkpoint of `state.step`, then remove all but the newest `keep_last` (0: remove none)."""
     target = checkpoint_dir(output_dir, state.step)
-    with atomic_directory(target) as folder:
+    with new_folder(target, overwrite=False) as folder:
         export_model(model, folder / "model", output_dir, origin)
         save_file({name: t.contiguous() for name, t in state.tensors.items()}, folder / "training.safetensors")
         values = {"version": 1, "step": state.step, "position": state.position, "world_size": state.world_size}

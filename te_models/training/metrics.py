@@ -11,8 +11,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from te_models.checkpoints.atomic import replace_text
+
 from ..extras import require
-from .files import atomic_write_text
 
 
 class MetricsFile:
@@ -21,7 +22,7 @@ class MetricsFile:
     def __init__(self, path: Path, *, keep_steps: int) -> None:
         self.path = path
         kept = [row for row in read_metrics(path) if row["step"] <= keep_steps]
-        atomic_write_text(path, "".join(_line(row) for row in kept))
+        replace_text(path, "".join(_line(row) for row in kept))
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, row: dict[str, Any]) -> None:

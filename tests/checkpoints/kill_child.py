@@ -14,16 +14,17 @@ from pathlib import Path
 
 from te_models.checkpoints import CheckpointError, check_manifest, import_hf, verify
 
-# quick: a single file, so fsyncs 1-5 are files, 6 the new folder, 7 and 8 its parent after the exchange of names
+# quick: the weights are flushed when written (1); then all five files (2-6), the new folder (7), and its parent after
+# the exchange of names (8, 9)
 QUICK = [
     ("bytes", 0.0),
     ("bytes", 0.5),
     ("bytes", 1.0),
     ("flush", 1),
-    *(("flush", n) for n in (5, 6, 7, 8)),
+    *(("flush", n) for n in (6, 7, 8, 9)),
     ("cleanup", 1),
 ]
-THOROUGH = [*(("bytes", n / 30) for n in range(31)), *(("flush", n) for n in range(1, 16)), ("cleanup", 1)]
+THOROUGH = [*(("bytes", n / 30) for n in range(31)), *(("flush", n) for n in range(1, 24)), ("cleanup", 1)]
 
 
 def killed_run(source: Path, destination: Path, moment: tuple[str, float], shard_bytes: int) -> bool:

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
+import te_models.checkpoints.atomic as atomic
 import te_models.training.checkpoint as checkpoint
-import te_models.training.files as files
 import te_models.training.loop as loop
 from te_models.training import TrainConfig, read_metrics
 
@@ -54,13 +54,13 @@ def _run(config: dict[str, Any], where: str, count: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("unreachable")
 
-    real_step, real_fsync, real_save = loop.train_step, files.fsync, checkpoint.save_file
+    real_step, real_flush, real_save = loop.train_step, atomic.flush, checkpoint.save_file
 
     def step(*args: Any, **kwargs: Any) -> Any:
         return kill() if tick() else real_step(*args, **kwargs)
 
-    def fsync(path: Path) -> None:
-        return kill() if tick() else real_fsync(path)
+    def flush(path: Path) -> None:
+        return kill() if tick() else real_flush(path)
 
     def save_file(tensors: dict[str, Any], path: Path) -> None:
         real_save(tensors, path)
@@ -71,8 +71,8 @@ def _run(config: dict[str, Any], where: str, count: int) -> None:
 
     if where == "step":
         loop.train_step = step
-    elif where == "fsync":
-        files.fsync = fsync
+    elif where == "flush":
+        atomic.flush = flush
     elif where == "half a file":
         checkpoint.save_file = save_file
     else:
