@@ -1,9 +1,9 @@
 """Folders and files that appear under their final name complete, or not at all.
 
 A new folder is written beside its destination under a temporary name, flushed to the disk with everything in it, and
-renamed. An existing one is replaced only when that is asked for, by exchanging the two names in one system call where the kernel has it
-(`renameat2(RENAME_EXCHANGE)`, Linux), so that at every moment the name leads to one complete folder, old or new. A
-killed run leaves only its temporary folder; the next run to the same destination removes it.
+renamed. An existing one is replaced only when that is asked for, by exchanging the two names in one system call where
+the kernel has it (`renameat2(RENAME_EXCHANGE)`, Linux), so that at every moment the name leads to one complete folder,
+old or new. A killed run leaves only its temporary folder; the next run to the same destination removes it.
 """
 
 from __future__ import annotations
