@@ -27,17 +27,20 @@ def scale_from_amax(
     *,
     pow2: bool = False,
     epsilon: float = 0.0,
-    overflow: float = torch.finfo(torch.float32).max,
+    overflow: float | None = None,
 ) -> Tensor:
     """Return the float32 factor to multiply with before the cast: fp8_max / max(amax, epsilon).
 
-    amax 0, infinite or NaN gives 1; a factor that overflows gives `overflow`; pow2 keeps the exponent only.
+    amax 0, infinite or NaN gives 1; a factor that overflows gives `overflow` (None: float32's maximum); pow2 keeps the
+    exponent only.
     True division of two tensors: a constant divided by a tensor is compiled as a reciprocal, one ulp off at times.
     """
     amax = amax.float()
-    bounded = amax.clamp(min=epsilon) if epsilon > 0 else amax
-    scale = torch.div(torch.full_like(bounded, FP8_MAX[fp8_dtype]), bounded)
-    scale = torch.where(scale == float("inf"), overflow, scale)
+    bounded = amax.clamp(min=epsilon) if epsilon else amax
+    # `finfo`, not a float in a dictionary or a default argument: under dynamic=True the compiler makes a graph input of
+    # every stored float, and torch 2.13 fails where two autograd functions of one graph use the same one.
+    scale = torch.div(torch.full_like(bounded, torch.finfo(fp8_dtype).max), bounded)
+    scale = torch.where(scale == float("inf"), torch.finfo(torch.float32).max if overflow is None else overflow, scale)
     scale = torch.where((bounded == 0) | ~torch.isfinite(bounded), 1.0, scale)
     if pow2:
         scale = (scale.view(torch.int32) & _EXPONENT_MASK).view(torch.float32)
@@ -46,7 +49,7 @@ def scale_from_amax(
 
 def e8m0_from_amax(amax: Tensor, fp8_dtype: torch.dtype) -> Tensor:
     """Return the biased exponent byte (uint8) of the power of two at or above amax / fp8_max; NaN gives 255."""
-    bits = (amax.float() * (1.0 / FP8_MAX[fp8_dtype])).view(torch.int32)
+    bits = (amax.float() * (1.0 / torch.finfo(fp8_dtype).max)).view(torch.int32)
     exponent, mantissa = bits >> 23, bits & _MANTISSA_MASK
     # a subnormal up to 2^-127 = 0x400000 is covered by byte 0
     up = torch.where(exponent == 0, mantissa > 0x400000, mantissa > 0)
@@ -113,7 +116,7 @@ def dequantize_blockwise(data: Tensor, stored: Tensor, block: tuple[int, int], d
 
 def quantize_per_tensor(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -> Tensor:
     """Return clamp(x * scale) as FP8. scale: float32, broadcastable to x. A NaN stays, infinities saturate."""
-    limit = FP8_MAX[fp8_dtype]
+    limit = torch.finfo(fp8_dtype).max
     return (x.float() * scale).clamp(-limit, limit).to(fp8_dtype)
 
 
