@@ -10,3 +10,8 @@ def multiprocessors(device: torch.device) -> int:
     if device.type == "cpu":
         return 2
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def as_matrix(x: torch.Tensor) -> torch.Tensor:
+    """Return x [..., C] as [rows, C], also where C is 0."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])

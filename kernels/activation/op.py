@@ -1,5 +1,121 @@
-"""Public activations. The reference is what runs: eager on any device, fused by Inductor under torch.compile."""
+"""Public activations. On CPU the reference runs, eager or fused by Inductor; on an accelerator registered kernels."""
 
-from .reference import ACTIVATIONS, activation, gated_activation
+from __future__ import annotations
 
-__all__ = ["ACTIVATIONS", "activation", "gated_activation"]
+import torch
+from torch import Tensor
+
+from ..launch import as_matrix
+from . import reference
+from .reference import ACTIVATIONS
+
+__all__ = ["ACTIVATIONS", "activation", "activation_bwd", "activation_fwd", "gated_activation"]
+
+
+@torch.library.custom_op("te_models::activation_fwd", mutates_args=())
+def activation_fwd(
+    x: Tensor,
+    probabilities: Tensor | None,
+    name: str,
+    gated: bool,
+    clamp: float | None,
+    alpha: float,
+    up_offset: float,
+) -> Tensor:
+    """Return `act(x)` [..., F], or `act(gate) * up` of x = [gate | up] [..., 2F]; runs in Triton.
+
+    probabilities: [...], a factor of each row, or None. Differentiable once in x and probabilities.
+    """
+    from . import triton
+
+    y = triton.activation_fwd(as_matrix(x), _flat(probabilities), name, gated, clamp, alpha, up_offset)
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+@activation_fwd.register_fake
+def _(x, probabilities, name, gated, clamp, alpha, up_offset):
+    return x.new_empty(*x.shape[:-1], x.shape[-1] // 2 if gated else x.shape[-1])
+
+
+@torch.library.custom_op("te_models::activation_bwd", mutates_args=())
+def activation_bwd(
+    dy: Tensor,
+    x: Tensor,
+    probabilities: Tensor | None,
+    name: str,
+    gated: bool,
+    clamp: float | None,
+    alpha: float,
+    up_offset: float,
+    needs_probabilities: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x and of the probabilities (float32, empty unless asked for) of `activation_fwd`."""
+    from . import triton
+
+    flat = (as_matrix(dy), as_matrix(x), _flat(probabilities))
+    dx, d_probabilities = triton.activation_bwd(*flat, name, gated, clamp, alpha, up_offset, needs_probabilities)
+    return dx.view(x.shape), d_probabilities.view(x.shape[:-1]) if needs_probabilities else d_probabilities
+
+
+@activation_bwd.register_fake
+def _(dy, x, probabilities, name, gated, clamp, alpha, up_offset, needs_probabilities):
+    shape = x.shape[:-1] if needs_probabilities else (0,)
+    return x.new_empty(x.shape), x.new_empty(shape, dtype=torch.float32)
+
+
+def _flat(probabilities: Tensor | None) -> Tensor | None:
+    return None if probabilities is None else probabilities.reshape(-1)
+
+
+def _setup(ctx, inputs, output) -> None:
+    x, probabilities, *ctx.options = inputs
+    ctx.save_for_backward(x, probabilities)
+
+
+def _backward(ctx, dy: Tensor):
+    x, probabilities = ctx.saved_tensors
+    dx, d_probabilities = activation_bwd(dy, x, probabilities, *ctx.options, ctx.needs_input_grad[1])
+    d_probabilities = d_probabilities.to(probabilities.dtype) if ctx.needs_input_grad[1] else None
+    return dx, d_probabilities, None, None, None, None, None
+
+
+activation_fwd.register_autograd(_backward, setup_context=_setup)
+
+
+def activation(x: Tensor, name: str, *, probabilities: Tensor | None = None) -> Tensor:
+    """Return `act(x)`, same shape and dtype; with probabilities [...] times each row's, in float32, rounded again.
+
+    x: [..., F]; name: a key of ACTIVATIONS. Raises ValueError for another name.
+    """
+    _check(name)
+    if x.device.type == "cuda":
+        return activation_fwd(x, probabilities, name, False, None, 1.0, 0.0)
+    return reference.activation(x, name, probabilities=probabilities)
+
+
+def gated_activation(
+    x: Tensor,
+    name: str = "silu",
+    *,
+    clamp: float | None = None,
+    alpha: float = 1.0,
+    up_offset: float = 0.0,
+    probabilities: Tensor | None = None,
+) -> Tensor:
+    """Return `act(gate) * up` of x = [gate | up] (arXiv 2002.05202): [..., 2F] -> [..., F].
+
+    With `clamp` (gpt-oss): gate <= clamp, |up| <= clamp, and the result is
+    `gate * sigmoid(alpha * gate) * (up + up_offset)`. With probabilities [...]: times each row's, in float32, rounded
+    again, which lets a mixture weight its rows before the second projection. Raises ValueError for an unknown name.
+    """
+    _check(name)
+    if x.device.type == "cuda":
+        return activation_fwd(x, probabilities, name, True, clamp, alpha, up_offset)
+    return reference.gated_activation(
+        x, name, clamp=clamp, alpha=alpha, up_offset=up_offset, probabilities=probabilities
+    )
+
+
+def _check(name: str) -> None:
+    if name not in ACTIVATIONS:
+        raise ValueError(f"the activation is {name!r}; allowed: {', '.join(map(repr, ACTIVATIONS))}")

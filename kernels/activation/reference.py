@@ -26,21 +26,27 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def activation(x: Tensor, name: str) -> Tensor:
-    """Return `act(x)`, same shape and dtype. name: a key of ACTIVATIONS."""
-    return ACTIVATIONS[name](x)
+def activation(x: Tensor, name: str, *, probabilities: Tensor | None = None) -> Tensor:
+    """Return `act(x)`, same shape and dtype, times probabilities [...] by row. name: a key of ACTIVATIONS."""
+    return _weighted(ACTIVATIONS[name](x), probabilities)
 
 
 def gated_activation(
-    x: Tensor, name: str = "silu", *, clamp: float | None = None, alpha: float = 1.0, up_offset: float = 0.0
+    x: Tensor,
+    name: str = "silu",
+    *,
+    clamp: float | None = None,
+    alpha: float = 1.0,
+    up_offset: float = 0.0,
+    probabilities: Tensor | None = None,
 ) -> Tensor:
-    """Return `act(gate) * up` of x = [gate | up] (arXiv 2002.05202): [..., 2F] -> [..., F].
-
-    With `clamp` (gpt-oss): gate <= clamp, |up| <= clamp, and the result is
-    `gate * sigmoid(alpha * gate) * (up + up_offset)`.
-    """
+    """Return `act(gate) * up` of x = [gate | up], times probabilities [...] by row: [..., 2F] -> [..., F]."""
     gate, up = x.chunk(2, dim=-1)
     if clamp is None:
-        return ACTIVATIONS[name](gate) * up
+        return _weighted(ACTIVATIONS[name](gate) * up, probabilities)
     gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
-    return gate * torch.sigmoid(alpha * gate) * (up + up_offset)
+    return _weighted(gate * torch.sigmoid(alpha * gate) * (up + up_offset), probabilities)
+
+
+def _weighted(y: Tensor, probabilities: Tensor | None) -> Tensor:
+    return y if probabilities is None else (y.float() * probabilities[..., None].float()).to(y.dtype)

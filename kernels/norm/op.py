@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..launch import as_matrix
 from . import reference
 
 __all__ = ["layer_norm", "norm_bwd", "norm_fwd", "rms_norm"]
@@ -36,9 +37,7 @@ def norm_fwd(
     from . import triton
 
     dtype = output_dtype(x, weight, bias, weight_last)
-    y, mean, rstd = triton.norm_fwd(
-        x.reshape(-1, x.shape[-1]), weight, bias, eps, centered, zero_centered, weight_last, dtype
-    )
+    y, mean, rstd = triton.norm_fwd(as_matrix(x), weight, bias, eps, centered, zero_centered, weight_last, dtype)
     lead = x.shape[:-1]
     return y.view(x.shape), mean.view(lead) if centered else mean, rstd.view(lead)
 
@@ -70,10 +69,7 @@ def norm_bwd(
     from . import triton
 
     flags = (centered, zero_centered, weight_last, weight_grad, bias_grad)
-    columns = x.shape[-1]
-    dx, d_weight, d_bias = triton.norm_bwd(
-        dy.reshape(-1, columns), x.reshape(-1, columns), weight, mean.flatten(), rstd.flatten(), *flags
-    )
+    dx, d_weight, d_bias = triton.norm_bwd(as_matrix(dy), as_matrix(x), weight, mean.flatten(), rstd.flatten(), *flags)
     return dx.view(x.shape), d_weight, d_bias
 
 

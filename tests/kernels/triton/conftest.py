@@ -9,7 +9,8 @@ fixture, or call an op that does so lazily: collection must work where triton ha
 `poisoned` fills every `torch.empty` with NaN (255 in bytes), so that an element that a kernel leaves unwritten shows.
 
 `device` corrects the interpreter's rounding of narrow casts (interpreter.py). What it does differently from a GPU, and
-kernels must not rely on: tl.max and tl.min skip NaN; `//` and `/` on tensors follow numpy; float32 sums are in numpy's order.
+kernels must not rely on: tl.max and tl.min skip NaN; `//` and `/` on tensors follow numpy; float32 sums are in numpy's
+order.
 """
 
 from __future__ import annotations

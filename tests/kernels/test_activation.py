@@ -1,0 +1,63 @@
+"""Activations by name: values, probability weighting, and the names that exist."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from te_models.kernels.activation import ACTIVATIONS, activation, gated_activation
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_gated_is_the_activation_times_the_other_half(name: str) -> None:
+    x = torch.randn(5, 12, generator=torch.Generator().manual_seed(0))
+    gate, up = x.chunk(2, -1)
+    assert torch.equal(gated_activation(x, name), activation(gate, name) * up)
+
+
+def test_known_values() -> None:
+    x = torch.tensor([-2.0, 0.0, 3.0])
+    expected = {
+        "silu": [-0.238405844, 0.0, 2.857722380],
+        "gelu": [-0.045500264, 0.0, 2.995950306],
+        "gelu_tanh": [-0.045402306, 0.0, 2.996362607],
+        "relu": [0.0, 0.0, 3.0],
+        "squared_relu": [0.0, 0.0, 9.0],
+    }
+    assert set(expected) == set(ACTIVATIONS)
+    for name, values in expected.items():
+        assert activation(x, name).tolist() == pytest.approx(values, rel=1e-6, abs=1e-7)
+
+
+def test_clamped_gate() -> None:
+    x = torch.tensor([[9.0, -9.0, 1.0, 9.0, -9.0, 0.5]])
+    gate, up = torch.tensor([7.0, -9.0, 1.0]), torch.tensor([7.0, -7.0, 0.5])
+    got = gated_activation(x, clamp=7.0, alpha=1.702, up_offset=1.0)
+    assert torch.allclose(got[0], gate * torch.sigmoid(1.702 * gate) * (up + 1.0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_probabilities_weight_rows(compiled: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 3, 10, generator=generator).requires_grad_()
+    p = torch.rand(4, 3, generator=generator).requires_grad_()
+    for function, plain in ((gated_activation, gated_activation(x, "gelu")), (activation, activation(x, "gelu"))):
+        run = torch.compile(function, fullgraph=True) if compiled else function
+        y = run(x, "gelu", probabilities=p)
+        assert torch.allclose(y, plain * p[..., None], rtol=1e-5, atol=1e-7)
+        y.sum().backward()
+        assert torch.allclose(p.grad, plain.sum(-1), rtol=1e-5, atol=1e-6)
+        p.grad = None
+
+
+def test_weighting_rounds_once_more_and_only_once() -> None:
+    x = torch.randn(9, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    p = torch.rand(9, generator=torch.Generator().manual_seed(1))
+    expected = (gated_activation(x).double() * p.double()[:, None]).to(torch.bfloat16)
+    assert torch.equal(gated_activation(x, probabilities=p), expected)
+
+
+def test_an_unknown_name_is_refused() -> None:
+    for function in (activation, gated_activation):
+        with pytest.raises(ValueError, match="'swish'; allowed: 'silu'"):
+            function(torch.zeros(2, 2), "swish")
