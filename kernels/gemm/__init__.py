@@ -1,6 +1,15 @@
-"""GEMM on quantized operands."""
+"""GEMM on quantized operands, and weight gradients added into a persistent gradient."""
 
 from .accumulate import gemm_wgrad_accumulate_
-from .op import Operand, gemm
+from .op import Operand, explain_gemm, gemm, scaled_gemm, scaled_gemm_accumulate_
+from .operand import ScaledOperand
 
-__all__ = ["Operand", "gemm", "gemm_wgrad_accumulate_"]
+__all__ = [
+    "Operand",
+    "ScaledOperand",
+    "explain_gemm",
+    "gemm",
+    "gemm_wgrad_accumulate_",
+    "scaled_gemm",
+    "scaled_gemm_accumulate_",
+]

@@ -1,5 +1,138 @@
-"""Public scaled GEMM. The exact emulation is what runs: the device's own GEMM on dequantized operands."""
+"""Public GEMM on quantized operands.
 
+`scaled_gemm` multiplies the quantized numbers themselves where the hardware can. On CPU it is the exact emulation, in
+plain torch, which the compiler fuses with the quantization around it; on an accelerator it is one registered op, whose
+rung is chosen, counted and reported at run time (`rungs`). `gemm` multiplies operands that already are dequantized.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import native
+from .choice import choose
+from .operand import ScaledOperand, emulation_dtype
 from .reference import Operand, gemm
+from .rungs import hardware, record
 
-__all__ = ["Operand", "gemm"]
+__all__ = ["Operand", "explain_gemm", "gemm", "scaled_gemm", "scaled_gemm_accumulate_"]
+
+
+def scaled_gemm(
+    left: ScaledOperand,
+    right: ScaledOperand,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    *,
+    split_accumulation: bool = True,
+    strict: bool = False,
+) -> Tensor:
+    """Return `left @ right^T + bias` in `out_dtype`: [M, K] x [N, K] -> [M, N]; bias: [N].
+
+    split_accumulation: sum each 128 values of K in a float32 accumulator of its own (blocks always do); off, tensor
+    cores may keep fewer bits across all of K. strict: ValueError rather than the emulation. Raises ValueError where
+    operands do not fit.
+    """
+    _check(left, right)
+    if left.data.device.type == "cpu":
+        record(choose(left, right, out_dtype, hardware(left.data.device)), strict=strict)
+        return emulate(left, right, out_dtype, bias)
+    return _scaled_gemm(*_flat(left), *_flat(right), out_dtype, bias, split_accumulation, strict)
+
+
+def scaled_gemm_accumulate_(
+    main_grad: Tensor, left: ScaledOperand, right: ScaledOperand, *, accumulate: bool = True, strict: bool = False
+) -> None:
+    """Add `left @ right^T` to main_grad [M, N], or write it there where `accumulate` is False, in its dtype."""
+    product = scaled_gemm(left, right, torch.float32, strict=strict)
+    if product.shape != main_grad.shape:
+        raise ValueError(f"main_grad is {tuple(main_grad.shape)}, but the weight gradient is {tuple(product.shape)}")
+    if accumulate:
+        main_grad.add_(product)
+    else:
+        main_grad.copy_(product)
+
+
+def explain_gemm(left: ScaledOperand, right: ScaledOperand, out_dtype: torch.dtype) -> str:
+    """Say in a sentence which rung `scaled_gemm` takes for such operands, and why not a faster one."""
+    _check(left, right)
+    return str(choose(left, right, out_dtype, hardware(left.data.device)))
+
+
+def emulate(left: ScaledOperand, right: ScaledOperand, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+    """Multiply exactly dequantized operands."""
+    dtype = emulation_dtype(left, right, out_dtype)
+    a, b = left.dequantized(dtype), right.dequantized(dtype)
+    return gemm(a, Operand(b.values.mT, b.scale), out_dtype, bias)
+
+
+def _check(left: ScaledOperand, right: ScaledOperand) -> None:
+    left.check("left")
+    right.check("right")
+    if left.data.dim() != 2 or right.data.dim() != 2:
+        raise ValueError(f"a GEMM takes two matrices, got {left.data.dim()} and {right.data.dim()} dimensions")
+    if left.inner != right.inner:
+        raise ValueError(f"left contracts {left.inner} values and right {right.inner}; both have the same K")
+
+
+_Flat = tuple[Tensor, Tensor, Tensor | None, str, list[int]]
+
+
+def _flat(operand: ScaledOperand) -> _Flat:
+    return operand.data, operand.scale_inv, operand.amax, operand.kind, list(operand.block or ())
+
+
+def _operand(data: Tensor, scale_inv: Tensor, amax: Tensor | None, kind: str, block: list[int]) -> ScaledOperand:
+    return ScaledOperand(data, scale_inv, kind, (block[0], block[1]) if block else None, amax)  # type: ignore[arg-type]
+
+
+@torch.library.custom_op("te_models::scaled_gemm", mutates_args=())
+def _scaled_gemm(
+    left_data: Tensor,
+    left_scale_inv: Tensor,
+    left_amax: Tensor | None,
+    left_kind: str,
+    left_block: list[int],
+    right_data: Tensor,
+    right_scale_inv: Tensor,
+    right_amax: Tensor | None,
+    right_kind: str,
+    right_block: list[int],
+    out_dtype: torch.dtype,
+    bias: Tensor | None,
+    split_accumulation: bool,
+    strict: bool,
+) -> Tensor:
+    left = _operand(left_data, left_scale_inv, left_amax, left_kind, left_block)
+    right = _operand(right_data, right_scale_inv, right_amax, right_kind, right_block)
+    choice = choose(left, right, out_dtype, hardware(left_data.device))
+    record(choice, strict=strict)
+    if choice.rung == "native":
+        return native.scaled_gemm(left, right, out_dtype, bias, split_accumulation)
+    if choice.rung == "triton":
+        from . import triton as kernels
+
+        out = left_data.new_empty((left.outer, right.outer), dtype=out_dtype)
+        return kernels.scaled_gemm(left, right, out, bias, split_accumulation=split_accumulation)
+    return emulate(left, right, out_dtype, bias)
+
+
+@_scaled_gemm.register_fake
+def _(
+    left_data: Tensor,
+    left_scale_inv: Tensor,
+    left_amax: Tensor | None,
+    left_kind: str,
+    left_block: list[int],
+    right_data: Tensor,
+    right_scale_inv: Tensor,
+    right_amax: Tensor | None,
+    right_kind: str,
+    right_block: list[int],
+    out_dtype: torch.dtype,
+    bias: Tensor | None,
+    split_accumulation: bool,
+    strict: bool,
+) -> Tensor:
+    return left_data.new_empty((left_data.shape[0], right_data.shape[0]), dtype=out_dtype)

@@ -1,0 +1,46 @@
+"""Which rung a scaled GEMM takes: the vendor's library, Triton, or the emulation."""
+
+from __future__ import annotations
+
+import torch
+
+from . import native
+from .operand import ScaledOperand
+from .rungs import Choice, Hardware, first_possible
+
+_BLOCK_LENGTH = {"e8m0": 32, "float32": 128, "pow2": 128}
+
+
+def choose(left: ScaledOperand, right: ScaledOperand, out_dtype: torch.dtype, hw: Hardware) -> Choice:
+    """Choose from shapes, formats and hardware alone."""
+    rungs = (
+        ("native", native.reason_against(left, right, out_dtype, hw)),
+        ("triton", against_triton(left, right, hw)),
+    )
+    empty = left.outer == 0 or right.outer == 0 or left.inner == 0
+    return first_possible("scaled_gemm", rungs, fallback=hw.type != "cpu" and not empty)
+
+
+def against_triton(left: ScaledOperand, right: ScaledOperand, hw: Hardware) -> str | None:
+    """Return why the Triton kernels cannot multiply these, None where they can."""
+    if hw.type != "cuda":
+        return f"it needs a CUDA device, this is {hw.type}"
+    if not hw.triton:
+        return "triton is not installed"
+    if hw.capability < (8, 9):
+        return f"FP8 needs compute capability 8.9, this is {hw}"
+    return against_formats(left, right)
+
+
+def against_formats(left: ScaledOperand, right: ScaledOperand) -> str | None:
+    """Return why there is no Triton kernel for two formats, None where there is one."""
+    kinds = {left.kind, right.kind}
+    if "nvfp4" in kinds or not (kinds <= {"float32", "pow2"} or len(kinds) == 1):
+        return f"there is no kernel for {left.kind} by {right.kind}"
+    if left.outer == 0 or right.outer == 0 or left.inner == 0:
+        return "the product is empty"
+    for operand in (left, right):
+        length = _BLOCK_LENGTH.get(operand.kind)
+        if operand.block is not None and (operand.block[1] != length or operand.block[0] not in (1, length)):
+            return f"there is no kernel for {operand.kind} blocks of {operand.block}"
+    return None

@@ -1,0 +1,100 @@
+"""A quantized side of a GEMM: the stored numbers and their scales, as views with the contracted dimension last.
+
+Orientation is in the strides: whatever way a format stores a copy, its view here is [..., outer, K], so that every
+GEMM is `left @ right^T`. fprop takes x and w as they are stored rowwise; dgrad and wgrad take columnwise copies, which
+per-tensor, 128-block and NVFP4 formats store transposed already, and MXFP8 does not (`.mT` turns a view).
+
+    kind          data                              scale_inv, one per block                      block
+    "per_tensor"  FP8 [..., M, K]                   float32 [...]                                 None
+    "float32"     FP8 [..., M, K]                   float32 [..., ceil(M/rows), ceil(K/128)]      (1 or 128, 128)
+    "pow2"        as "float32", and every scale is a power of two
+    "e8m0"        FP8 [..., M, K]                   uint8 exponents, M/rows and K/32 likewise     (1 or 32, 32)
+    "nvfp4"       uint8 [..., M, K/2], two values   E4M3 [..., M, K/16]; amax float32 [...]       (1, 16)
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from .. import quantize as q
+from .reference import Operand
+
+Kind = Literal["per_tensor", "float32", "pow2", "e8m0", "nvfp4"]
+_SCALE_DTYPE = {"per_tensor": torch.float32, "float32": torch.float32, "pow2": torch.float32, "e8m0": torch.uint8}
+_SCALE_DTYPE["nvfp4"] = torch.float8_e4m3fn
+
+
+class ScaledOperand(NamedTuple):
+    """Quantized values of one side, [..., outer, K]; leading dimensions are the members of a grouped weight."""
+
+    data: Tensor
+    scale_inv: Tensor
+    kind: Kind
+    block: tuple[int, int] | None = None
+    amax: Tensor | None = None
+
+    @property
+    def outer(self) -> int:
+        """The dimension that is not contracted: M of the left side, N of the right one."""
+        return self.data.shape[-2]
+
+    @property
+    def inner(self) -> int:
+        """The contracted dimension K."""
+        return self.data.shape[-1] * (2 if self.kind == "nvfp4" else 1)
+
+    @property
+    def mT(self) -> ScaledOperand:  # the name of torch.Tensor.mT
+        """The same numbers with the other dimension contracted, no copy. Packed ones have no such view: ValueError."""
+        if self.kind == "nvfp4":
+            raise ValueError("packed NVFP4 values cannot be transposed; quantize the columnwise copy instead")
+        scale_inv = self.scale_inv if self.block is None else self.scale_inv.mT
+        return ScaledOperand(self.data.mT, scale_inv, self.kind, self.block and (self.block[1], self.block[0]))
+
+    @property
+    def exact_in_bfloat16(self) -> bool:
+        """Whether value * block scale fits bfloat16; per-tensor scales stay out of the values."""
+        return self.kind != "float32"
+
+    def dequantized(self, dtype: torch.dtype) -> Operand:
+        """Return the values in `dtype` and the factor left for the epilogue."""
+        if self.kind == "per_tensor":
+            # by way of float32: the compiler vectorises FP8 -> float32, but not FP8 -> bfloat16
+            return Operand(self.data.float().to(dtype), self.scale_inv)
+        if self.kind == "nvfp4":
+            assert self.amax is not None
+            values = q.decode_blocks(self.data, self.scale_inv, self.inner).to(dtype)
+            return Operand(values, q.global_decode(self.amax))
+        assert self.block is not None
+        return Operand(q.dequantize_blockwise(self.data, self.scale_inv, self.block, dtype), None)
+
+    def check(self, name: str) -> None:
+        """Raise ValueError where fields do not fit each other."""
+        if self.kind not in get_args(Kind):
+            raise ValueError(f"{name}.kind is {self.kind!r}; allowed: {', '.join(map(repr, get_args(Kind)))}")
+        if self.scale_inv.dtype != _SCALE_DTYPE[self.kind]:
+            raise ValueError(f"{name}.scale_inv is {self.scale_inv.dtype}; {self.kind} has {_SCALE_DTYPE[self.kind]}")
+        allowed = (torch.uint8,) if self.kind == "nvfp4" else tuple(q.FP8_MAX)
+        if self.data.dtype not in allowed:
+            raise ValueError(f"{name}.data is {self.data.dtype}; {self.kind} has {' or '.join(map(str, allowed))}")
+        if (self.block is None) != (self.kind == "per_tensor"):
+            raise ValueError(f"{name}.block is {self.block}; only a per-tensor operand has none")
+        if (self.amax is None) != (self.kind != "nvfp4"):
+            raise ValueError(
+                f"{name}.amax is {'missing' if self.amax is None else 'given'}, but its kind is {self.kind}"
+            )
+        if self.block is None:
+            return
+        rows, columns = self.block
+        expected = (*self.data.shape[:-2], -(-self.outer // rows), -(-self.inner // columns))
+        if tuple(self.scale_inv.shape) != expected:
+            raise ValueError(f"{name}.scale_inv is {tuple(self.scale_inv.shape)}, but its blocks are {expected}")
+
+
+def emulation_dtype(left: ScaledOperand, right: ScaledOperand, out_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which both sides' values are exact, float32 where the output wants its precision."""
+    exact = left.exact_in_bfloat16 and right.exact_in_bfloat16
+    return torch.bfloat16 if exact and out_dtype == torch.bfloat16 else torch.float32

@@ -1,0 +1,175 @@
+"""The inner loop that every scaled GEMM kernel shares: one BLOCK_M x BLOCK_N tile of `a @ b^T`, summed over K.
+
+How scales enter (MODE): NONE and PER_TENSOR leave them to the epilogue. BLOCK_128 multiplies the product of each
+128-long K block by both sides' scales and adds it to a float32 accumulator (split accumulation). MICRO multiplies the
+values by their power of two first, which is exact in bfloat16, so it runs where there are no block-scaled tensor cores.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .operand import ScaledOperand
+
+NONE, PER_TENSOR, BLOCK_128, MICRO = 0, 1, 2, 3
+_MODES = {"per_tensor": PER_TENSOR, "float32": BLOCK_128, "pow2": BLOCK_128, "e8m0": MICRO}
+_NONE, _BLOCK_128, _MICRO = tl.constexpr(NONE), tl.constexpr(BLOCK_128), tl.constexpr(MICRO)
+BLOCK_K = 128
+
+
+class Side(NamedTuple):
+    """Kernel arguments of one operand. strides: (member, outer, K) of data and of scales; rows: a block's."""
+
+    data: Tensor
+    scales: Tensor | None
+    strides: tuple[int, int, int]
+    scale_strides: tuple[int, int, int]
+    mode: int
+    rows: int
+
+    @staticmethod
+    def of(operand: ScaledOperand) -> Side:
+        """Describe a quantized operand [outer, K] or [G, outer, K]."""
+        mode = _MODES[operand.kind]
+        rows = 1 if operand.block is None else operand.block[0]
+        if operand.block is None:
+            scale = operand.scale_inv
+            scale_strides = (scale.stride(0) if scale.dim() else 0, 0, 0)
+        else:
+            scale_strides = _strides(operand.scale_inv)
+        return Side(operand.data, operand.scale_inv, _strides(operand.data), scale_strides, mode, rows)
+
+    @staticmethod
+    def plain(data: Tensor) -> Side:
+        """Describe unquantized values."""
+        return Side(data, None, _strides(data), (0, 0, 0), NONE, 1)
+
+
+def _strides(x: Tensor) -> tuple[int, int, int]:
+    return (x.stride(0) if x.dim() == 3 else 0, x.stride(-2), x.stride(-1))
+
+
+def dot_dtype(side: Side) -> tl.dtype | None:
+    """Return the dtype to convert values to before the dot; None where they are multiplied as they are.
+
+    Triton's interpreter multiplies bfloat16 bit patterns as integers, so there it gets float32.
+    """
+    if not side.data.is_cuda:
+        return tl.float32
+    return tl.bfloat16 if side.mode == MICRO else None
+
+
+@triton.jit
+def from_e8m0(byte):
+    """2^(byte - 127) in float32: byte 0 is the subnormal 2^-127, 255 is NaN."""
+    exponent = byte.to(tl.int32)
+    bits = tl.where(exponent == 0, 0x00400000, exponent << 23)
+    return tl.where(exponent == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def descaled(values, scale_ptr, rows, mask, k0, K, s_m, s_k, ROWS: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """values [R, C] times the power of two of their 32-long blocks, float32."""
+    block = k0 // 32 + tl.arange(0, C // 32)
+    inside = mask[:, None] & (block < tl.cdiv(K, 32))[None, :]
+    byte = tl.load(scale_ptr + (rows // ROWS)[:, None] * s_m + block.to(tl.int64)[None, :] * s_k, mask=inside, other=0)
+    values = tl.reshape(values.to(tl.float32), (R, C // 32, 32)) * from_e8m0(byte)[:, :, None]
+    return tl.reshape(values, (R, C))
+
+
+@triton.jit
+def tile(
+    a_ptr,
+    b_ptr,
+    sa_ptr,
+    sb_ptr,
+    rows_a,
+    rows_b,
+    mask_a,
+    mask_b,
+    K,
+    a_m,
+    a_k,
+    b_n,
+    b_k,
+    sa_m,
+    sa_k,
+    sb_n,
+    sb_k,
+    MODE: tl.constexpr,
+    ROWS_A: tl.constexpr,
+    ROWS_B: tl.constexpr,
+    SPLIT: tl.constexpr,
+    DOT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Return float32 [BLOCK_M, BLOCK_N]. rows_a, rows_b: int64 row numbers of the tile, with masks; BLOCK_K is 128."""
+    columns = tl.arange(0, BLOCK_K)
+    a_at = a_ptr + rows_a[:, None] * a_m + columns.to(tl.int64)[None, :] * a_k
+    b_at = b_ptr + rows_b[:, None] * b_n + columns.to(tl.int64)[None, :] * b_k
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for k0 in range(0, K, BLOCK_K):
+        inside = (columns < K - k0)[None, :]
+        a = tl.load(a_at, mask=mask_a[:, None] & inside, other=0.0)
+        b = tl.load(b_at, mask=mask_b[:, None] & inside, other=0.0)
+        if MODE == _MICRO:
+            a = descaled(a, sa_ptr, rows_a, mask_a, k0, K, sa_m, sa_k, ROWS_A, BLOCK_M, BLOCK_K)
+            b = descaled(b, sb_ptr, rows_b, mask_b, k0, K, sb_n, sb_k, ROWS_B, BLOCK_N, BLOCK_K)
+        if DOT is not None:
+            a = a.to(DOT)
+            b = b.to(DOT)
+        if MODE == _BLOCK_128:
+            sa = tl.load(sa_ptr + (rows_a // ROWS_A) * sa_m, mask=mask_a, other=0.0)
+            product = tl.dot(a, tl.trans(b))
+            if ROWS_B % BLOCK_N == 0:
+                # one scale for all of the tile's columns: one multiplication per element less
+                sb = tl.load(sb_ptr + (tl.min(rows_b, 0) // ROWS_B) * sb_n)
+                acc += product * (sa * sb)[:, None]
+            else:
+                sb = tl.load(sb_ptr + (rows_b // ROWS_B) * sb_n, mask=mask_b, other=0.0)
+                acc += product * (sa[:, None] * sb[None, :])
+            sa_ptr += sa_k
+            sb_ptr += sb_k
+        elif SPLIT:
+            acc = tl.dot(a, tl.trans(b), acc, max_num_imprecise_acc=BLOCK_K)
+        else:
+            acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
+        a_at += BLOCK_K * a_k
+        b_at += BLOCK_K * b_k
+    return acc
+
+
+@triton.jit
+def store_tile(acc, out_ptr, rows, columns, mask, o_m, o_n, ACCUMULATE: tl.constexpr):
+    """Write a tile, or add it to what is there: summed in float32, rounded once to the output's dtype."""
+    at = out_ptr + rows[:, None] * o_m + columns[None, :] * o_n
+    if ACCUMULATE:
+        acc += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+class Config(NamedTuple):
+    """Tile sizes and launch options."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def config(mode: int, rows: int, data: Tensor) -> Config:
+    """Choose tiles for about `rows` rows per GEMM: fixed by the shapes, so that two runs agree to the last bit."""
+    if not data.is_cuda:
+        return Config(16, 16, 1, 1)  # the interpreter: small tiles, so that small tests have ragged edges and many
+    wide = data.element_size() > 1 or mode == MICRO
+    if rows <= 16:
+        return Config(16, 128, 4, 3 if wide else 5)
+    if rows <= 64:
+        return Config(64, 128, 4, 3 if wide else 4)
+    return Config(128, 128, 8, 3 if wide else 4)

@@ -1,0 +1,92 @@
+"""Scaled GEMM in Triton: `a @ b^T` of FP8 operands with per-tensor, 128-block or MX scales."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .operand import ScaledOperand
+from .tile import BLOCK_K, PER_TENSOR, Side, config, dot_dtype, store_tile, tile
+
+_PER_TENSOR = tl.constexpr(PER_TENSOR)
+
+
+@triton.jit(do_not_specialize=["M"])
+def scaled_gemm_fwd_kernel(
+    a_ptr,
+    b_ptr,
+    sa_ptr,
+    sb_ptr,
+    bias_ptr,
+    out_ptr,
+    M,
+    N,
+    K,
+    a_m,
+    a_k,
+    b_n,
+    b_k,
+    sa_m,
+    sa_k,
+    sb_n,
+    sb_k,
+    o_m,
+    o_n,
+    MODE: tl.constexpr,
+    ROWS_A: tl.constexpr,
+    ROWS_B: tl.constexpr,
+    SPLIT: tl.constexpr,
+    DOT: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """One tile per program; GROUP_M row tiles share their columns' operand in L2."""
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    group = tl.program_id(0) // (GROUP_M * tiles_n)
+    height = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
+    within = tl.program_id(0) % (GROUP_M * tiles_n)
+    rows = (group * GROUP_M + within % height).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = (within // height).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_m, mask_n = rows < M, columns < N
+    # fmt: off
+    acc = tile(
+        a_ptr, b_ptr, sa_ptr, sb_ptr, rows, columns, mask_m, mask_n, K,
+        a_m, a_k, b_n, b_k, sa_m, sa_k, sb_n, sb_k,
+        MODE, ROWS_A, ROWS_B, SPLIT, DOT, BLOCK_M, BLOCK_N, BLOCK_K,
+    )
+    # fmt: on
+    if MODE == _PER_TENSOR:
+        acc *= tl.load(sa_ptr) * tl.load(sb_ptr)
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + columns, mask=mask_n, other=0.0).to(tl.float32)[None, :]
+    store_tile(acc, out_ptr, rows, columns, mask_m[:, None] & mask_n[None, :], o_m, o_n, ACCUMULATE)
+
+
+def scaled_gemm(
+    left: ScaledOperand,
+    right: ScaledOperand,
+    out: Tensor,
+    bias: Tensor | None = None,
+    *,
+    split_accumulation: bool = True,
+    accumulate: bool = False,
+) -> Tensor:
+    """Write `left @ right^T + bias` into out [M, N], or add it there, and return it."""
+    a, b, (rows, columns) = Side.of(left), Side.of(right), out.shape
+    tiles = config(a.mode, rows, a.data)
+    grid = (triton.cdiv(rows, tiles.block_m) * triton.cdiv(columns, tiles.block_n),)
+    # fmt: off
+    scaled_gemm_fwd_kernel[grid](
+        a.data, b.data, a.scales, b.scales, bias, out, rows, columns, left.inner,
+        *a.strides[1:], *b.strides[1:], *a.scale_strides[1:], *b.scale_strides[1:], *out.stride(),
+        MODE=a.mode, ROWS_A=a.rows, ROWS_B=b.rows, SPLIT=split_accumulation and a.mode == PER_TENSOR,
+        DOT=dot_dtype(a), ACCUMULATE=accumulate,
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=BLOCK_K, GROUP_M=8,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )
+    # fmt: on
+    return out
