@@ -1,6 +1,7 @@
 """Two corrections of Triton 3.6's interpreter, which the tests apply while they use it.
 
-- Casts of float32 to a narrower float truncate, or round in a way of their own, where a GPU rounds to nearest even.
+- Casts of float32 to a narrower float truncate, or round in a way of their own, where a GPU rounds to nearest even;
+  casts back lose subnormals of bfloat16 and infinities of float16 and FP8.
 - `range` over a kernel's argument needs `int()` of a one-element array, which numpy 2.4 refuses.
 """
 
@@ -22,12 +23,17 @@ _convert_float = interpreter._convert_float
 _patch_lang_tensor = interpreter._patch_lang_tensor
 
 
-def _round_to_nearest_even(data: np.ndarray, source, target, rounding_mode) -> np.ndarray:
-    if source != tl.float32 or target not in _ROUNDED:
-        return _convert_float(data, source, target, rounding_mode)
-    dtype, bits, stored = _ROUNDED[target]
-    values = torch.from_numpy(np.ascontiguousarray(data).view(np.float32)).to(dtype)
-    return values.view(bits).numpy().view(stored).reshape(data.shape)
+def _cast_as_torch(data: np.ndarray, source, target, rounding_mode) -> np.ndarray:
+    data = np.ascontiguousarray(data)
+    if source == tl.float32 and target in _ROUNDED:
+        dtype, bits, stored = _ROUNDED[target]
+        values = torch.from_numpy(data.view(np.float32)).to(dtype)
+        return values.view(bits).numpy().view(stored).reshape(data.shape)
+    if target == tl.float32 and source in _ROUNDED:
+        dtype, bits, _ = _ROUNDED[source]
+        signed = np.int16 if bits == torch.int16 else np.uint8
+        return torch.from_numpy(data.view(signed)).view(dtype).float().numpy().reshape(data.shape)
+    return _convert_float(data, source, target, rounding_mode)
 
 
 def _patch_tensor_with_index(tensor, scope) -> None:
@@ -37,5 +43,5 @@ def _patch_tensor_with_index(tensor, scope) -> None:
 
 def correct(monkeypatch: pytest.MonkeyPatch) -> None:
     """Apply both until the end of the test."""
-    monkeypatch.setattr(interpreter, "_convert_float", _round_to_nearest_even)
+    monkeypatch.setattr(interpreter, "_convert_float", _cast_as_torch)
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", _patch_tensor_with_index)
