@@ -62,13 +62,14 @@ def train(config: TrainConfig) -> TrainResult:
     if device == "cuda":
         torch.cuda.set_device(ranks.local_rank)
     try:
-        with _deterministic(config.deterministic):
-            return _run(config, device, ranks)
+        with _deterministic(config.deterministic), contextlib.ExitStack() as opened:
+            return _run(config, device, ranks, opened)
     finally:
         ranks.leave()
 
 
-def _run(config: TrainConfig, device: str, ranks: Ranks) -> TrainResult:
+def _run(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.ExitStack) -> TrainResult:
+    """Do the run. What is entered in `opened` is closed at the end, also when a step raises."""
     # Where to start: from a checkpoint, or from nothing.
     output_dir = Path(config.output_dir)
     checkpoint = find_start(config, output_dir)
@@ -103,8 +104,10 @@ def _run(config: TrainConfig, device: str, ranks: Ranks) -> TrainResult:
 
     # Files and progress: rank 0 only.
     output_dir.mkdir(parents=True, exist_ok=True)
-    metrics = MetricsFile(output_dir / METRICS, keep_steps=step) if ranks.is_main else None
-    progress = _progress_bar(config, step) if ranks.is_main and config.log.progress else None
+    metrics = progress = None
+    if ranks.is_main:
+        metrics = opened.enter_context(MetricsFile(output_dir / METRICS, keep_steps=step))
+        progress = opened.enter_context(_progress_bar(config, step)) if config.log.progress else None
     seed_all(derive_seed(config.seed, "run", ranks.rank))
     if start:
         prefix = f"rng.{ranks.rank}."
@@ -150,13 +153,10 @@ def _run(config: TrainConfig, device: str, ranks: Ranks) -> TrainResult:
             barrier(ranks)
 
     # The result: an ordinary model folder, the metrics, and a picture of them.
-    if metrics:
-        metrics.close()
+    if ranks.is_main:
         export_model(model, output_dir / FINAL, output_dir, config.model.path)
         if config.log.plot:
             plot_loss({output_dir.name: output_dir / METRICS}, output_dir / PLOT)
-    if progress is not None:
-        progress.close()
     barrier(ranks)
     return TrainResult(output_dir / FINAL, output_dir / METRICS, step, loss, validation_loss)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from te_models.checkpoints.atomic import replace_text
 
@@ -17,7 +17,7 @@ from ..extras import require
 
 
 class MetricsFile:
-    """Append-only metrics. `keep_steps` is the number of finished steps that the run continues from."""
+    """Append-only metrics, to be used in a `with`. `keep_steps`: how many steps the run that continues has finished."""
 
     def __init__(self, path: Path, *, keep_steps: int) -> None:
         self.path = path
@@ -30,7 +30,10 @@ class MetricsFile:
         self._file.write(_line(row))
         self._file.flush()
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
 

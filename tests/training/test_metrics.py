@@ -3,27 +3,46 @@
 import json
 from pathlib import Path
 
-from te_models.training import EvaluationConfig, plot_loss, read_metrics, train
+import pytest
+
+from te_models.training import EvaluationConfig, TrainingError, loop, plot_loss, read_metrics, train
 from te_models.training.metrics import MetricsFile
 from tests.training.runs import tiny_run
 
 
 def test_numbers_are_read_back_exactly(tmp_path: Path) -> None:
     row = {"step": 1, "loss": 0.1 + 0.2, "lr": 1e-300}
-    file = MetricsFile(tmp_path / "m.jsonl", keep_steps=0)
-    file.write(row)
-    assert read_metrics(tmp_path / "m.jsonl") == [row]  # before it is closed
-    file.close()
+    with MetricsFile(tmp_path / "m.jsonl", keep_steps=0) as file:
+        file.write(row)
+        assert read_metrics(tmp_path / "m.jsonl") == [row]  # before it is closed
 
 
 def test_resume_drops_later_steps_and_a_line_cut_short(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     rows = [{"step": step, "loss": 1 / step} for step in range(1, 6)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 6, "lo')
-    file = MetricsFile(path, keep_steps=3)
-    file.write({"step": 4, "loss": 0.5})
-    file.close()
+    with MetricsFile(path, keep_steps=3) as file:
+        file.write({"step": 4, "loss": 0.5})
     assert read_metrics(path) == [*rows[:3], {"step": 4, "loss": 0.5}]
+
+
+def test_a_step_that_raises_leaves_closed_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An open file that is collected warns, and warnings are errors here; so the file is looked at, too."""
+    opened: list[MetricsFile] = []
+
+    class Noted(MetricsFile):
+        def __enter__(self) -> MetricsFile:
+            opened.append(self)
+            return super().__enter__()
+
+    def fail(*_: object, **__: object) -> None:
+        raise TrainingError("step 1: the loss is nan")
+
+    monkeypatch.setattr(loop, "MetricsFile", Noted)
+    monkeypatch.setattr(loop, "train_step", fail)
+    with pytest.raises(TrainingError, match="loss is nan"):
+        train(tiny_run(tmp_path))
+    assert [file._file.closed for file in opened] == [True]
 
 
 def test_a_run_writes_what_it_measured_and_a_picture(tmp_path: Path) -> None:
