@@ -30,18 +30,22 @@ def add(verbs: Verbs) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, and print the last metrics."""
+    """Train, and print the last metrics. Of torchrun's processes only rank 0 prints."""
     from ..training.config import load_config
+    from ..training.distributed import is_main_process
 
     overrides = ["--help"] if args.help_keys else args.overrides
     config = load_config(args.config, overrides)
     if args.dry_run:
-        print(config.to_json(), end="")
+        if is_main_process():
+            print(config.to_json(), end="")
         return 0
 
     from ..training import train
 
     result = train(config)
+    if not is_main_process():
+        return 0
     values = {name: str(value) if isinstance(value, Path) else value for name, value in vars(result).items()}
     loss = "" if result.loss is None else f", loss {result.loss:.4f}"
     emit(args, values, f"{result.step} steps{loss}: {result.model_dir}")

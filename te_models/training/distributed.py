@@ -34,6 +34,11 @@ class Ranks:
             dist.destroy_process_group()
 
 
+def is_main_process() -> bool:
+    """Whether this process speaks for the run: torchrun's rank 0, or one that torchrun did not start."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
 def ranks_from_environment(device: str) -> Ranks:
     """Join the process group that torchrun described (RANK, WORLD_SIZE, MASTER_ADDR, ...); one rank without it."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))

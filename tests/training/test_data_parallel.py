@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from te_models.training import TrainConfig, train
-from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_run
+from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_model, tiny_run
 
 SCRIPT = """
 import sys, torch
@@ -24,32 +25,41 @@ train(TrainConfig.from_json(Path(sys.argv[1]).read_text()))
 """
 
 
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
+
+
 def train_on_two_ranks(config: TrainConfig, tmp_path: Path) -> None:
-    """Start two processes with the environment that torchrun gives them."""
     file, script = tmp_path / "config.json", tmp_path / "ranks.py"
     file.write_text(config.to_json())
     script.write_text(SCRIPT)
+    run_on_two_ranks([str(script), str(file)])
+
+
+def run_on_two_ranks(arguments: list[str]) -> list[str]:
+    """Start two Pythons with the environment that torchrun gives them; return what each printed."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(script), str(file)],
+            [sys.executable, *arguments],
             env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
         for rank in range(2)
     ]
+    printed = []
     for rank in ranks:
-        _, errors = rank.communicate(timeout=120)
+        output, errors = rank.communicate(timeout=120)
         assert rank.returncode == 0, errors
+        printed.append(output)
+    return printed
 
 
 def test_two_ranks_equal_one_and_resume(tmp_path: Path) -> None:
-    if not torch.distributed.is_available():
-        pytest.skip("this torch is built without distributed")
     config = tiny_run(tmp_path, "one", moe=False, steps=3)
     assert config.data.gradient_accumulation == 2
     train(config)
@@ -72,3 +82,20 @@ def test_two_ranks_equal_one_and_resume(tmp_path: Path) -> None:
     shutil.copytree(Path(ranks.output_dir) / checkpoint, Path(resumed.output_dir) / checkpoint)
     train_on_two_ranks(resumed, tmp_path)
     assert_same_bits(tensors_under(Path(resumed.output_dir) / "final"), two)
+
+
+def test_the_command_line_reports_once(tmp_path: Path) -> None:
+    config = tiny_run(tmp_path, steps=1)
+    values = [config.output_dir, config.data.path, config.data.text[0]]
+    output_dir, data, text = map(json.dumps, values)
+    file = tmp_path / "train.toml"
+    file.write_text(
+        f"output_dir = {output_dir}\nsteps = 1\ncompile = false\nlog.progress = false\n"
+        f'[data]\npath = {data}\ntext = [{text}]\ntokenizer = "bytes"\nsequence_length = 32\n'
+        f'[precision]\ndtype = "fp32"\n[model]\nconfig_file = {json.dumps(str(tmp_path / "model.json"))}\n'
+    )
+    (tmp_path / "model.json").write_text(tiny_model().to_json())
+    for option in ("--json", "--dry-run"):
+        first, second = run_on_two_ranks(["-m", "te_models", "train", str(file), option])
+        assert json.loads(first)["output_dir" if option == "--dry-run" else "step"]
+        assert second == ""
