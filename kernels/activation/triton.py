@@ -197,7 +197,7 @@ def tile(columns: int) -> tuple[int, int]:
 
 def _limit(clamp: float | None, dtype: torch.dtype) -> float:
     """The clamp as PyTorch applies it: rounded to the values' dtype."""
-    return 0.0 if clamp is None else torch.tensor(clamp, dtype=dtype).item()
+    return 0.0 if clamp is None else torch.tensor(clamp, dtype=dtype, device="cpu").item()
 
 
 def activation_fwd(

@@ -1,51 +1,164 @@
-"""Public permute and unpermute: the reference with its gradients, which autograd would turn into scatter-adds."""
+"""Public permute and unpermute with their gradients, which autograd would turn into scatter-adds.
+
+On CPU the reference runs, eager or fused by Inductor; on an accelerator four registered kernels.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from .reference import Permutation, gather_rows, slot_products, sort_by_expert, spread_slots, sum_slots
+from . import reference
+from .reference import Permutation, row_count
 
 __all__ = ["Permutation", "permute", "sort_by_expert", "unpermute"]
 
 
+@torch.library.custom_op("te_models::sort_by_expert", mutates_args=())
+def sort_by_expert_op(indices: Tensor, num_experts: int, align: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the fields of `Permutation` for indices [T, K] integer; no padding rows is an empty tensor."""
+    from . import triton_sort
+
+    return triton_sort.sort_by_expert(indices, num_experts, align)
+
+
+@sort_by_expert_op.register_fake
+def _(indices, num_experts, align):
+    slots = indices.numel()
+    rows = row_count(slots, num_experts, align)
+    shapes = ((rows,), indices.shape, (num_experts,), (num_experts,), (rows - slots,))
+    return tuple(indices.new_empty(shape, dtype=torch.int64) for shape in shapes)
+
+
+@torch.library.custom_op("te_models::permute_rows", mutates_args=())
+def permute_rows(x: Tensor, row_of_slot: Tensor, padding_rows: Tensor | None) -> Tensor:
+    """Copy each token to its K rows, zeros to the padding rows: [T, H] of any dtype -> [R, H]."""
+    from . import triton
+
+    return triton.permute_rows(x, row_of_slot, padding_rows)
+
+
+@permute_rows.register_fake
+def _(x, row_of_slot, padding_rows):
+    padding = 0 if padding_rows is None else padding_rows.shape[0]
+    return x.new_empty(row_of_slot.shape[0] * row_of_slot.shape[1] + padding, x.shape[1])
+
+
+@torch.library.custom_op("te_models::sum_slots", mutates_args=())
+def sum_slots(y: Tensor, row_of_slot: Tensor, weights: Tensor | None) -> Tensor:
+    """Sum each token's K rows in float32, k = 0 first, times weights [T, K] if given: [R, H] -> [T, H]."""
+    from . import triton
+
+    return triton.sum_slots(y, row_of_slot, weights)
+
+
+@sum_slots.register_fake
+def _(y, row_of_slot, weights):
+    return y.new_empty(row_of_slot.shape[0], y.shape[1])
+
+
+@torch.library.custom_op("te_models::unpermute_bwd", mutates_args=())
+def unpermute_bwd(
+    grad: Tensor, y: Tensor, weights: Tensor, row_of_slot: Tensor, padding_rows: Tensor | None, needs_weights: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of `sum_slots` in y [R, H] and in weights ([T, K] float32, empty unless asked for)."""
+    from . import triton
+
+    return triton.unpermute_bwd(grad, y, weights, row_of_slot, padding_rows, needs_weights)
+
+
+@unpermute_bwd.register_fake
+def _(grad, y, weights, row_of_slot, padding_rows, needs_weights):
+    return y.new_empty(y.shape), grad.new_empty(weights.shape if needs_weights else (0,), dtype=torch.float32)
+
+
+def _spread(x: Tensor, slot_of_row: Tensor, row_of_slot: Tensor, padding_rows: Tensor | None) -> Tensor:
+    if x.device.type == "cuda":
+        return permute_rows(x, row_of_slot, padding_rows)
+    return reference.gather_rows(x, slot_of_row, row_of_slot.shape[1], padding_rows is not None)
+
+
+def _sum(y: Tensor, row_of_slot: Tensor, weights: Tensor | None) -> Tensor:
+    if y.device.type == "cuda":
+        return sum_slots(y, row_of_slot, weights)
+    return reference.sum_slots(y, row_of_slot, weights)
+
+
 class _Permute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, slot_of_row: Tensor, row_of_slot: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, slot_of_row: Tensor, row_of_slot: Tensor, padding_rows: Tensor | None) -> Tensor:
         ctx.save_for_backward(row_of_slot)
-        return gather_rows(x, slot_of_row, row_of_slot.shape[1])
+        return _spread(x, slot_of_row, row_of_slot, padding_rows)
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
-        (grad,) = grads
         (row_of_slot,) = ctx.saved_tensors
-        return sum_slots(grad, row_of_slot, None), None, None
+        return _sum(grads[0], row_of_slot, None), None, None, None
 
 
-class _Unpermute(torch.autograd.Function):
+class _Sum(torch.autograd.Function):
+    """The adjoint of `_Permute`."""
+
     @staticmethod
-    def forward(ctx, y: Tensor, weights: Tensor, slot_of_row: Tensor, row_of_slot: Tensor) -> Tensor:
-        ctx.save_for_backward(y, weights, slot_of_row, row_of_slot)
-        return sum_slots(y, row_of_slot, weights)
+    def forward(ctx, y: Tensor, slot_of_row: Tensor, row_of_slot: Tensor, padding_rows: Tensor | None) -> Tensor:
+        ctx.save_for_backward(slot_of_row, row_of_slot, padding_rows)
+        return _sum(y, row_of_slot, None)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        return _spread(grads[0], *ctx.saved_tensors), None, None, None
+
+
+class _WeightedSum(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, y: Tensor, weights: Tensor, slot_of_row: Tensor, row_of_slot: Tensor, padding_rows: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(y, weights, slot_of_row, row_of_slot, padding_rows)
+        return _sum(y, row_of_slot, weights)
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
         (grad,) = grads
-        y, weights, slot_of_row, row_of_slot = ctx.saved_tensors
-        d_weights = slot_products(grad, y, row_of_slot).to(weights.dtype) if ctx.needs_input_grad[1] else None
-        return spread_slots(grad, slot_of_row, weights), d_weights, None, None
+        y, weights, slot_of_row, row_of_slot, padding_rows = ctx.saved_tensors
+        needs_weights = ctx.needs_input_grad[1]
+        if grad.device.type == "cuda":
+            dy, d_weights = unpermute_bwd(grad, y, weights, row_of_slot, padding_rows, needs_weights)
+        else:
+            dy = reference.spread_slots(grad, slot_of_row, weights, padding_rows is not None)
+            d_weights = reference.slot_products(grad, y, row_of_slot) if needs_weights else None
+        d_weights = d_weights.to(weights.dtype) if needs_weights and d_weights is not None else None
+        return dy, d_weights, None, None, None
+
+
+def sort_by_expert(indices: Tensor, num_experts: int, *, align: int = 1) -> Permutation:
+    """Return the permutation that sorts slots by expert, stably.
+
+    indices: [T, K] integer, entries 0..num_experts-1. align: fill every expert's rows up to a multiple with rows of
+    zeros, as a GEMM over quantized blocks of rows wants; the number of rows then still depends on shapes only.
+    Raises ValueError where align is below 1.
+    """
+    if align < 1:
+        raise ValueError(f"align is {align}; allowed: 1 or more rows")
+    if indices.device.type != "cuda":
+        return reference.sort_by_expert(indices, num_experts, align)
+    *fields, padding_rows = sort_by_expert_op(indices, num_experts, align)
+    return Permutation(*fields, padding_rows if align > 1 else None)
 
 
 def permute(x: Tensor, permutation: Permutation) -> Tensor:
-    """Copy each token's row to its K experts' rows, sorted by expert: [T, H] -> [T*K, H]. Differentiable in x."""
-    return _Permute.apply(x, permutation.slot_of_row, permutation.row_of_slot)
+    """Copy each token's row to its K experts' rows, sorted by expert: [T, H] -> [R, H], padding rows zero.
 
-
-def unpermute(y: Tensor, permutation: Permutation, weights: Tensor) -> Tensor:
-    """Return each token's weighted sum of its K experts' rows: [T*K, H] -> [T, H], in y's dtype.
-
-    weights: [T, K] from `router_topk`. The sum runs in float32, k = 0 first, and is rounded once. Differentiable in
-    y and weights.
+    Any dtype: rows quantized each on its own can be permuted as they are, values and scales alike. Differentiable in x.
     """
-    return _Unpermute.apply(y, weights, permutation.slot_of_row, permutation.row_of_slot)
+    return _Permute.apply(x, permutation.slot_of_row, permutation.row_of_slot, permutation.padding_rows)
+
+
+def unpermute(y: Tensor, permutation: Permutation, weights: Tensor | None) -> Tensor:
+    """Return each token's weighted sum of its K experts' rows: [R, H] -> [T, H], in y's dtype.
+
+    weights: [T, K] from `router_topk`, or None where rows carry their weight already. The sum runs in float32, k = 0
+    first, and is rounded once. Differentiable in y and weights.
+    """
+    order = (permutation.slot_of_row, permutation.row_of_slot, permutation.padding_rows)
+    return _Sum.apply(y, *order) if weights is None else _WeightedSum.apply(y, weights, *order)

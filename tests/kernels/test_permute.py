@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -88,6 +89,62 @@ def test_values_and_gradients_against_matrices() -> None:
             assert ((weights.grad.double() - products).abs() <= hidden * UNIT[torch.float32] * size).all()
 
 
+@settings(deadline=None, max_examples=60)
+@given(sizes, st.sampled_from([2, 3, 16]))
+def test_aligned_experts_start_and_end_at_multiples(size: tuple[int, int, int, int], align: int) -> None:
+    tokens, k, experts, seed = size
+    indices = routed(tokens, k, experts, seed)
+    p, plain = sort_by_expert(indices, experts, align=align), sort_by_expert(indices, experts)
+    counts = plain.tokens_per_expert.tolist()
+    assert p.tokens_per_expert.tolist() == counts
+    assert p.rows_per_expert.tolist() == [-(-c // align) * align for c in counts]
+    expected, begin = [], 0
+    for count, filled in zip(counts, p.rows_per_expert.tolist(), strict=True):
+        slots = plain.slot_of_row[begin : begin + count].tolist()
+        expected += slots + [-1] * (filled - count)
+        begin += count
+    rows = p.slot_of_row.shape[0]
+    assert rows % align == 0 and rows >= len(expected)
+    assert rows <= tokens * k + min(experts, tokens * k) * (align - 1) + align
+    expected += [-1] * (rows - len(expected))
+    assert p.slot_of_row.tolist() == expected
+    assert p.padding_rows is not None
+    assert p.padding_rows.tolist() == [row for row, slot in enumerate(expected) if slot < 0]
+    assert p.slot_of_row[p.row_of_slot.flatten()].tolist() == list(range(tokens * k))
+
+
+def test_padding_rows_are_zero_and_change_nothing() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(13, 6, generator=generator).requires_grad_()
+    weights = torch.rand(13, 2, generator=generator).requires_grad_()
+    results = []
+    for align in (1, 8):
+        p = sort_by_expert(routed(13, 2, 5), 5, align=align)
+        rows = permute(x, p)
+        if p.padding_rows is not None:
+            assert rows[p.padding_rows].abs().max() == 0
+        out = unpermute(rows * rows, p, weights) + unpermute(rows, p, None)
+        results.append([out, *torch.autograd.grad(out.square().sum(), (x, weights))])
+    for plain, padded in zip(*results, strict=True):
+        assert torch.equal(plain, padded)
+
+
+def test_eight_bit_rows_move_as_they_are() -> None:
+    x = torch.randn(6, 5, generator=torch.Generator().manual_seed(0)).to(torch.float8_e4m3fn)
+    for align in (1, 4):
+        p = sort_by_expert(routed(6, 2, 4), 4, align=align)
+        rows = permute(x, p)
+        assert rows.dtype == x.dtype
+        kept = p.slot_of_row >= 0
+        assert torch.equal(rows.float()[kept], x.float()[p.slot_of_row[kept] // 2])
+        assert rows.float()[~kept].abs().sum() == 0
+
+
+def test_an_alignment_below_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="align is 0"):
+        sort_by_expert(routed(3, 1, 4), 4, align=0)
+
+
 def test_an_expert_may_get_all_tokens_or_none() -> None:
     indices = torch.tensor([[2, 0], [2, 0], [2, 0]])
     p = sort_by_expert(indices, 4)
@@ -112,8 +169,9 @@ def test_no_scatter_add_and_no_host_read() -> None:
     x = torch.randn(6, 4).requires_grad_()
     weights = torch.rand(6, 2).requires_grad_()
     with _Names() as names:
-        p = sort_by_expert(routed(6, 2, 4), 4)
-        unpermute(permute(x, p), p, weights).sum().backward()
+        for align in (1, 4):
+            p = sort_by_expert(routed(6, 2, 4), 4, align=align)
+            unpermute(permute(x, p), p, weights).sum().backward()
     assert "aten::sort.stable" in names.seen
     forbidden = ("index_add", "scatter_add", "scatter_reduce", "+", "_local_scalar_dense", "bincount", "nonzero")
     assert not [name for name in names.seen if any(word in name for word in forbidden)]

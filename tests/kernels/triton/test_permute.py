@@ -1,0 +1,156 @@
+"""Permutation kernels: equal to the reference to the last bit, but for the inner products, which are sums."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from te_models.kernels.permute import op, reference
+from te_models.kernels.permute.reference import Permutation
+
+F32 = 2.0**-24
+
+# T, K, E, H, align
+CASES = [
+    (1, 1, 1, 1, 1),
+    (15, 2, 4, 17, 1),
+    (17, 3, 5, 33, 4),
+    (65, 2, 8, 129, 16),
+    (7, 8, 8, 1000, 32),
+    (3, 2, 127, 2049, 1),
+    (0, 2, 4, 8, 16),
+    (5, 2, 4, 0, 1),
+]
+REAL = [(32768, 8, 128, 2048, 1), (8192, 2, 8, 4096, 128), (4097, 6, 64, 1408, 16), (1, 8, 256, 7168, 128)]
+
+
+def routed(tokens: int, topk: int, experts: int, device: torch.device, skewed: bool = False) -> Tensor:
+    """Distinct experts per token, [T, K]; skewed: the first experts get most tokens, some get none."""
+    scores = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(tokens))
+    if skewed:
+        scores = scores + 1.0 / torch.arange(1, experts + 1)
+    return scores.argsort(dim=-1, descending=True)[:, :topk].to(device)
+
+
+def from_op(indices: Tensor, experts: int, align: int) -> Permutation:
+    *fields, padding = op.sort_by_expert_op(indices, experts, align)
+    return Permutation(*fields, padding if align > 1 else None)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("skewed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_sort(device, case, skewed, dtype) -> None:
+    check_sort(device, case, skewed, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", REAL)
+@pytest.mark.parametrize("skewed", [False, True])
+def test_sort_real_sizes(device, case, skewed) -> None:
+    check_sort(device, case, skewed, torch.int64)
+
+
+def check_sort(device, case, skewed, dtype) -> None:
+    tokens, topk, experts, _, align = case
+    indices = routed(tokens, topk, experts, device, skewed).to(dtype)
+    for got, expected in zip(
+        from_op(indices, experts, align), reference.sort_by_expert(indices, experts, align), strict=True
+    ):
+        assert (got is None) == (expected is None)
+        assert got is None or (got.dtype == torch.int64 and torch.equal(got, expected))
+
+
+def test_sort_over_many_chunks(device) -> None:
+    """With 512 experts a chunk holds 16 slots, so 60 tokens make a running sum over 8 chunks."""
+    check_sort(device, (60, 2, 512, 0, 8), True, torch.int64)
+
+
+def test_running_sums_over_several_blocks(device) -> None:
+    from te_models.kernels.permute import triton_sort
+
+    counts = torch.randint(0, 9, (21, 3), generator=torch.Generator().manual_seed(0)).to(torch.int32).to(device)
+    expected = counts.cumsum(0) - counts
+    total = counts.sum(0)
+    tokens = torch.full((3,), -1, device=device)
+    triton_sort.sort_scan_kernel[(3,)](counts, tokens, 21, E=3, B=8)
+    assert torch.equal(counts, expected.to(torch.int32)) and torch.equal(tokens, total)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8], ids=str)
+def test_rows_move_unchanged(device, case, dtype) -> None:
+    check_rows(device, case, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", REAL)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_rows_move_unchanged_real_sizes(device, case, dtype) -> None:
+    check_rows(device, case, dtype)
+
+
+def check_rows(device, case, dtype) -> None:
+    tokens, topk, experts, hidden, align = case
+    p = reference.sort_by_expert(routed(tokens, topk, experts, device), experts, align)
+    x = (torch.randn(hidden, tokens, generator=torch.Generator().manual_seed(1)) * 8).to(device).to(dtype).t()
+    got = op.permute_rows(x, p.row_of_slot, p.padding_rows)
+    expected = reference.gather_rows(x, p.slot_of_row, topk, align > 1)
+    assert got.dtype == dtype and got.shape == expected.shape
+    assert torch.equal(got.view(torch.uint8), expected.contiguous().view(torch.uint8))
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sums_and_their_gradients(device, case, dtype) -> None:
+    check_sums(device, case, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", REAL)
+def test_sums_and_their_gradients_real_sizes(device, case) -> None:
+    check_sums(device, case, torch.bfloat16)
+
+
+def check_sums(device, case, dtype) -> None:
+    tokens, topk, experts, hidden, align = case
+    generator = torch.Generator().manual_seed(hidden)
+    p = reference.sort_by_expert(routed(tokens, topk, experts, device), experts, align)
+    y = torch.randn(p.slot_of_row.shape[0], hidden, generator=generator).to(dtype).to(device)
+    if p.padding_rows is not None:
+        y[p.padding_rows] = float("nan")  # nobody may read them
+    weights = torch.rand(tokens, topk, generator=generator).to(device)
+    for w in (None, weights):
+        assert torch.equal(op.sum_slots(y, p.row_of_slot, w), reference.sum_slots(y, p.row_of_slot, w))
+    grad = torch.randn(tokens, hidden, generator=generator).to(dtype).to(device)
+    dy, d_weights = op.unpermute_bwd(grad, y, weights, p.row_of_slot, p.padding_rows, True)
+    assert torch.equal(dy, reference.spread_slots(grad, p.slot_of_row, weights, align > 1))
+    products = grad.double()[:, None] * y.double()[p.row_of_slot]
+    bound = (4 + hidden) * F32 * products.abs().sum(-1)
+    assert d_weights.dtype == torch.float32
+    assert ((d_weights.double() - products.sum(-1)).abs() <= bound).all()
+    again, none = op.unpermute_bwd(grad, y, weights, p.row_of_slot, p.padding_rows, False)
+    assert torch.equal(dy, again) and none.numel() == 0
+
+
+def test_negative_zeros_keep_their_sign(device) -> None:
+    p = reference.sort_by_expert(torch.tensor([[0, 1]], device=device), 2)
+    y = torch.full((2, 4), -0.0, device=device)
+    assert torch.signbit(op.sum_slots(y, p.row_of_slot, None)).all()
+
+
+@pytest.mark.parametrize("align", [1, 4])
+def test_registration(device, align) -> None:
+    indices = routed(5, 2, 4, device)
+    torch.library.opcheck(op.sort_by_expert_op, (indices, 4, align))
+    p = from_op(indices, 4, align)
+    x, weights = torch.randn(5, 6, device=device), torch.rand(5, 2, device=device)
+    torch.library.opcheck(op.permute_rows, (x, p.row_of_slot, p.padding_rows))
+    rows = op.permute_rows(x, p.row_of_slot, p.padding_rows)
+    torch.library.opcheck(op.sum_slots, (rows, p.row_of_slot, weights))
+    torch.library.opcheck(op.unpermute_bwd, (x, rows, weights, p.row_of_slot, p.padding_rows, True))
+    torch.library.opcheck(op.unpermute_bwd, (x, rows, weights, p.row_of_slot, p.padding_rows, False))
