@@ -13,9 +13,9 @@ from te_models.training import PrecisionConfig
 from te_models.training.step import make_loss_function
 from tests.training.runs import curve, tiny_model, tiny_run
 
-# Dynamo looks at the `.grad` of every input of a graph, and a layer's input is not a leaf. It hides the warning that this
-# gives by replacing `warnings.showwarning` (torch/_subclasses/meta_utils.py, safe_grad), so users never see it; here,
-# where warnings are errors, it is raised before it would be shown.
+# Dynamo looks at the `.grad` of every input of a graph, and a layer's input is not a leaf. It hides the warning that
+# this gives by replacing `warnings.showwarning` (torch/_subclasses/meta_utils.py, safe_grad), so users never see it;
+# here, where warnings are errors, it is raised before it would be shown.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
