@@ -19,7 +19,7 @@ from .dtypes import FLOATS, as_torch_dtype
 from .errors import CheckpointError, shorten
 from .hf_config import choose_family, export_config
 from .naming import ExpertLayout, check_layout
-from .output_folder import write_folder
+from .output_folder import write_conversion
 from .plan import Plan, make_plan
 from .strict_json import dump_object
 from .te_folder import Source, TEFolder
@@ -59,19 +59,16 @@ def import_hf(
             ignorable=ckpt.ignorable,
             one_dtype=True,
         )
-        if not dry_run:
-            ckpt.check_ignored()
-            write_folder(
-                Path(dst),
-                plan,
-                ckpt.store,
-                TEFolder(layout, ckpt.config, source_of(ckpt)).to_bytes(),
-                sidecars_from=ckpt.path,
-                overwrite=overwrite,
-                max_shard_bytes=max_shard_bytes,
-                progress=progress,
-            )
-    return plan
+        return write_conversion(
+            ckpt,
+            Path(dst),
+            plan,
+            TEFolder(layout, ckpt.config, source_of(ckpt)).to_bytes(),
+            overwrite=overwrite,
+            max_shard_bytes=max_shard_bytes,
+            progress=progress,
+            dry_run=dry_run,
+        )
 
 
 def export_hf(
@@ -100,18 +97,16 @@ def export_hf(
         namespace = target.namespace(ckpt.config)
         plan = make_plan(ckpt.tensors, ckpt.namespace, namespace, where=str(src), dtype=as_torch_dtype(dtype))
         config = export_config(ckpt.config, ckpt.source, target, plan)
-        if not dry_run:
-            write_folder(
-                Path(dst),
-                plan,
-                ckpt.store,
-                dump_object(config),
-                sidecars_from=ckpt.path,
-                overwrite=overwrite,
-                max_shard_bytes=max_shard_bytes,
-                progress=progress,
-            )
-    return plan
+        return write_conversion(
+            ckpt,
+            Path(dst),
+            plan,
+            dump_object(config),
+            overwrite=overwrite,
+            max_shard_bytes=max_shard_bytes,
+            progress=progress,
+            dry_run=dry_run,
+        )
 
 
 def relayout(
@@ -132,18 +127,16 @@ def relayout(
         target = te_namespace(ckpt.config, layout, ckpt.formats)
         moved = make_plan(ckpt.tensors, ckpt.namespace, target, where=str(src))
         plan = Plan(moved.outputs, moved.ignored, formats_in_layout(ckpt.config, layout, ckpt.formats))
-        if not dry_run:
-            write_folder(
-                Path(dst),
-                plan,
-                ckpt.store,
-                TEFolder(layout, ckpt.config, ckpt.source).to_bytes(),
-                sidecars_from=ckpt.path,
-                overwrite=overwrite,
-                max_shard_bytes=max_shard_bytes,
-                progress=progress,
-            )
-    return plan
+        return write_conversion(
+            ckpt,
+            Path(dst),
+            plan,
+            TEFolder(layout, ckpt.config, ckpt.source).to_bytes(),
+            overwrite=overwrite,
+            max_shard_bytes=max_shard_bytes,
+            progress=progress,
+            dry_run=dry_run,
+        )
 
 
 def source_of(ckpt: Checkpoint) -> Source | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from .atomic import check_destination, check_space, new_folder
+from .checkpoint import Checkpoint
 from .errors import CheckpointError
 from .manifest import MANIFEST, manifest_bytes
 from .plan import Plan
@@ -57,6 +58,33 @@ def write_folder(
             records[name] = write_small_file(folder / name, path.read_bytes())
         records[CONFIG] = write_small_file(folder / CONFIG, config)
         write_small_file(folder / MANIFEST, manifest_bytes(records))
+
+
+def write_conversion(
+    ckpt: Checkpoint,
+    destination: Path,
+    plan: Plan,
+    config: bytes,
+    *,
+    overwrite: bool,
+    max_shard_bytes: int,
+    progress: Progress | None,
+    dry_run: bool,
+) -> Plan:
+    """Carry out the plan of a conversion of `ckpt`, whose tokenizer files travel along; return the plan."""
+    if not dry_run:
+        ckpt.check_ignored()
+        write_folder(
+            destination,
+            plan,
+            ckpt.store,
+            config,
+            sidecars_from=ckpt.path,
+            overwrite=overwrite,
+            max_shard_bytes=max_shard_bytes,
+            progress=progress,
+        )
+    return plan
 
 
 def _find_sidecars(folder: Path | None) -> dict[str, Path]:

@@ -16,7 +16,7 @@ from .checkpoint import Checkpoint, open_checkpoint
 from .convert import PathLike, refuse_quantized, source_of
 from .dtypes import as_torch_dtype, dtype_name
 from .errors import CheckpointError
-from .output_folder import write_folder
+from .output_folder import write_conversion
 from .parameters import Parameters
 from .plan import Output, Plan, make_plan
 from .quantized_format import describe, field_specs, stored_fields
@@ -68,19 +68,16 @@ def quantize(
                 (dtype,) = spec.dtypes
                 outputs.append(Output(entry, dtype, spec.shape, compute=make.entry(entry)))
         plan = Plan(tuple(outputs), plain.ignored, formats)
-        if not dry_run:
-            ckpt.check_ignored()
-            write_folder(
-                Path(dst),
-                plan,
-                ckpt.store,
-                TEFolder(layout, ckpt.config, source_of(ckpt)).to_bytes(),
-                sidecars_from=ckpt.path,
-                overwrite=overwrite,
-                max_shard_bytes=max_shard_bytes,
-                progress=progress,
-            )
-    return plan
+        return write_conversion(
+            ckpt,
+            Path(dst),
+            plan,
+            TEFolder(layout, ckpt.config, source_of(ckpt)).to_bytes(),
+            overwrite=overwrite,
+            max_shard_bytes=max_shard_bytes,
+            progress=progress,
+            dry_run=dry_run,
+        )
 
 
 def dequantize(
@@ -114,18 +111,16 @@ def dequantize(
             else:
                 outputs.append(by_name[name])
         plan = Plan(tuple(outputs))
-        if not dry_run:
-            write_folder(
-                Path(dst),
-                plan,
-                ckpt.store,
-                TEFolder(layout, ckpt.config, ckpt.source).to_bytes(),
-                sidecars_from=ckpt.path,
-                overwrite=overwrite,
-                max_shard_bytes=max_shard_bytes,
-                progress=progress,
-            )
-    return plan
+        return write_conversion(
+            ckpt,
+            Path(dst),
+            plan,
+            TEFolder(layout, ckpt.config, ckpt.source).to_bytes(),
+            overwrite=overwrite,
+            max_shard_bytes=max_shard_bytes,
+            progress=progress,
+            dry_run=dry_run,
+        )
 
 
 def _plan_plain(ckpt: Checkpoint) -> Plan:

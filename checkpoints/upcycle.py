@@ -24,7 +24,7 @@ from .hf_config import find_family
 from .links import Link, Namespace
 from .move import fill_tensor
 from .naming import ExpertLayout, check_layout, expected_tensors
-from .output_folder import write_folder
+from .output_folder import write_conversion
 from .plan import Output, Plan, make_plan
 from .store import Store
 from .te_folder import Source, TEFolder
@@ -87,19 +87,16 @@ def upcycle(
         source = source_of(ckpt)
         if source is not None:
             source = Source(_moe_family(config), source.config, source.dtype)
-        if not dry_run:
-            ckpt.check_ignored()
-            write_folder(
-                Path(dst),
-                plan,
-                ckpt.store,
-                TEFolder(layout, config, source).to_bytes(),
-                sidecars_from=ckpt.path,
-                overwrite=overwrite,
-                max_shard_bytes=max_shard_bytes,
-                progress=progress,
-            )
-    return plan
+        return write_conversion(
+            ckpt,
+            Path(dst),
+            plan,
+            TEFolder(layout, config, source).to_bytes(),
+            overwrite=overwrite,
+            max_shard_bytes=max_shard_bytes,
+            progress=progress,
+            dry_run=dry_run,
+        )
 
 
 def _moe_config(config: ModelConfig, num_experts: int, topk: int, layers: Sequence[int] | None) -> ModelConfig:
