@@ -31,7 +31,7 @@ def activate(x, NAME: tl.constexpr):
         y = 0.5 * x * (1.0 + tl.erf(x * _SQRT_HALF))
     elif NAME == "gelu_tanh":
         # (1 + tanh u) / 2 is sigmoid(2 u), which does not cancel.
-        y = x * sigmoid(2.0 * _TANH_SCALE * (x + _TANH_CUBIC * x * x * x))
+        y = x * sigmoid((x + x * x * x * _TANH_CUBIC) * (2.0 * _TANH_SCALE))
     elif NAME == "relu":
         y = tl.where(x <= 0, 0.0, x)
     else:
@@ -50,8 +50,8 @@ def slope(x, NAME: tl.constexpr):
     elif NAME == "gelu":
         y = 0.5 * (1.0 + tl.erf(x * _SQRT_HALF)) + x * _INV_SQRT_2PI * tl.exp(-0.5 * x * x)
     elif NAME == "gelu_tanh":
-        s = sigmoid(2.0 * _TANH_SCALE * (x + _TANH_CUBIC * x * x * x))
-        y = s + x * s * (1.0 - s) * (2.0 * _TANH_SCALE) * (1.0 + 3.0 * _TANH_CUBIC * x * x)
+        s = sigmoid((x + x * x * x * _TANH_CUBIC) * (2.0 * _TANH_SCALE))
+        y = s + x * s * (1.0 - s) * (1.0 + x * x * (3.0 * _TANH_CUBIC)) * (2.0 * _TANH_SCALE)
     elif NAME == "relu":
         y = tl.where(x <= 0, 0.0, 1.0)
     else:

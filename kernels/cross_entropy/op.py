@@ -1,12 +1,13 @@
-"""Public cross entropy; `linear_cross_entropy` never holds float32 logits of all tokens.
+"""Public cross entropy; `linear_cross_entropy` never holds float32 logits of all tokens, or no logits of all tokens.
 
-Compiled, the reference already has that property: Inductor fuses the float32 softmax into the loss and its gradient
-into the logits' own buffer, so [T, V] exists once, in the compute dtype. Eager PyTorch would hold four such tensors,
-three of them float32; there a chunked version computes softmax and gradient a few rows at a time, writing the gradient
-over the logits. Both leave the two gradient GEMMs whole. Measured (T 1024, H 576, V 16384, bf16, one thread; the three
-GEMMs alone 158 ms): compiled 181 ms, eager 241 ms against 342 ms for plain eager. Rejected: accumulating the weight
-gradient over token chunks, which adds a pass over [V, H] per chunk (+6 to +25 %), and computing gradients in the
-forward, which needs another one to scale them.
+On CPU and without `chunk_tokens`, [T, V] exists once, in the compute dtype. Compiled, the reference has that property:
+Inductor fuses the float32 softmax into the loss and its gradient into the logits' own buffer. Eager PyTorch would hold
+four such tensors, three of them float32; there softmax and gradient are computed a few rows at a time, the gradient
+written over the logits. Both leave the two gradient GEMMs whole. Measured (T 1024, H 576, V 16384, bf16, one thread;
+the three GEMMs alone 158 ms): compiled 181 ms, eager 241 ms against 342 ms for plain eager.
+
+With `chunk_tokens`, and always on an accelerator, one registered op computes the gradients in the forward: logits of
+a chunk exist for a moment, at the price of a pass over [V, H] per chunk and one more to scale (+6 to +25 % on CPU).
 """
 
 from __future__ import annotations
@@ -14,49 +15,147 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import reference
-from .reference import IGNORE_INDEX, cross_entropy, output_logits, shift_labels
+from . import reference, rows
+from .reference import IGNORE_INDEX, output_logits, shift_labels
 
 __all__ = ["IGNORE_INDEX", "cross_entropy", "linear_cross_entropy", "output_logits", "shift_labels"]
 
-# Float32 elements of one chunk: 4 MiB, which stays in cache (measured: 0.5 to 16 MiB alike, 32 MiB 1.4x slower).
-_CHUNK_ELEMENTS = 1 << 20
+
+@torch.library.custom_op("te_models::cross_entropy_fwd", mutates_args=())
+def cross_entropy_fwd(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each token's loss and logsumexp, float32 [T]. logits: [T, V]; labels: [T], -100 costs nothing.
+
+    Runs in Triton. Differentiable once in logits; a label that is no column gives NaN.
+    """
+    from . import triton
+
+    return triton.cross_entropy_fwd(logits, labels)
 
 
-class _ChunkedLoss(torch.autograd.Function):
+@cross_entropy_fwd.register_fake
+def _(logits, labels):
+    return tuple(logits.new_empty(logits.shape[0], dtype=torch.float32) for _ in range(2))
+
+
+@torch.library.custom_op("te_models::cross_entropy_bwd", mutates_args=())
+def cross_entropy_bwd(logits: Tensor, labels: Tensor, normalizer: Tensor, scale: Tensor) -> Tensor:
+    """Return the gradient in logits [T, V] of the sum of scale [T] times `cross_entropy_fwd`'s losses."""
+    from . import triton
+
+    return triton.cross_entropy_bwd(logits, labels, normalizer, scale)
+
+
+@cross_entropy_bwd.register_fake
+def _(logits, labels, normalizer, scale):
+    return logits.new_empty(logits.shape)
+
+
+def _setup_fwd(ctx, inputs, output) -> None:
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*inputs, output[1])
+
+
+def _backward_fwd(ctx, scale: Tensor, _: Tensor):
+    return cross_entropy_bwd(*ctx.saved_tensors, scale), None
+
+
+cross_entropy_fwd.register_autograd(_backward_fwd, setup_context=_setup_fwd)
+
+
+@torch.library.custom_op("te_models::linear_cross_entropy", mutates_args=())
+def linear_cross_entropy_op(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    multiplier: float,
+    softcap: float | None,
+    chunk_tokens: int,
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the mean loss and the gradients of hidden, weight and bias that are `wanted` (the others empty)."""
+    from .chunked import loss_and_gradients
+
+    return loss_and_gradients(hidden, weight, labels, bias, multiplier, softcap, chunk_tokens, wanted)
+
+
+@linear_cross_entropy_op.register_fake
+def _(hidden, weight, labels, bias, multiplier, softcap, chunk_tokens, wanted):
+    d_hidden = hidden.new_empty(hidden.shape if wanted[0] else (0,))
+    d_weight = weight.new_empty(weight.shape if wanted[1] else (0,))
+    d_bias = (weight if bias is None else bias).new_empty(weight.shape[0] if wanted[2] else 0)
+    d_bias = d_bias.float() if bias is None else d_bias
+    return hidden.new_empty((), dtype=torch.float32), d_hidden, d_weight, d_bias
+
+
+@torch.library.custom_op("te_models::scaled", mutates_args=())
+def scaled(x: Tensor, factor: Tensor) -> Tensor:
+    """Return `x * factor` in x's dtype, the float32 scalar `factor` unrounded. (A device would round it to x's dtype.)"""
+    if x.device.type == "cpu":
+        return x * factor
+    from . import triton
+
+    return triton.scaled(x, factor)
+
+
+@scaled.register_fake
+def _(x, factor):
+    return x.new_empty(x.shape)
+
+
+def _setup_linear(ctx, inputs, output) -> None:
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(*output[1:])
+    ctx.wanted = inputs[-1]
+
+
+def _backward_linear(ctx, grad: Tensor, *_):
+    gradients = [scaled(g, grad) if w else None for g, w in zip(ctx.saved_tensors, ctx.wanted, strict=True)]
+    d_hidden, d_weight, d_bias = gradients
+    return d_hidden, d_weight, None, d_bias, None, None, None, None
+
+
+linear_cross_entropy_op.register_autograd(_backward_linear, setup_context=_setup_linear)
+
+
+class _WholeLoss(torch.autograd.Function):
     """Sum of token losses of [T, V] logits, and its gradient, by a few rows at a time. The backward overwrites them."""
 
     @staticmethod
     def forward(ctx, logits: Tensor, labels: Tensor) -> Tensor:
-        log_normalizer = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
-        for rows in _chunks(logits):
-            torch.logsumexp(logits[rows].float(), dim=-1, out=log_normalizer[rows])
-        valid = labels != IGNORE_INDEX
-        target = logits.gather(1, torch.where(valid, labels, 0)[:, None])[:, 0].float()
-        ctx.save_for_backward(labels, log_normalizer)
+        normalizer = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+        for step in rows.steps(logits):
+            torch.logsumexp(logits[step].float(), dim=-1, out=normalizer[step])
+        target = logits.gather(1, rows.label_columns(labels))[:, 0].float()
+        ctx.save_for_backward(labels, normalizer)
         ctx.logits = logits
-        return torch.where(valid, log_normalizer - target, 0.0).sum()
+        return torch.where(labels != IGNORE_INDEX, normalizer - target, 0.0).sum()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         (grad,) = grads
-        labels, log_normalizer = ctx.saved_tensors
+        labels, normalizer = ctx.saved_tensors
         if ctx.logits is None:
             raise RuntimeError("the loss was differentiated twice; its logits were overwritten by the first backward")
         logits, ctx.logits = ctx.logits, None
         scale = torch.where(labels != IGNORE_INDEX, grad, 0.0)[:, None]
-        one_hot = torch.where(labels != IGNORE_INDEX, labels, 0)[:, None]
+        one_hot = rows.label_columns(labels)
         minus_one = torch.full_like(one_hot, -1, dtype=torch.float32)
-        for rows in _chunks(logits):
-            probabilities = logits[rows].float().sub_(log_normalizer[rows, None]).exp_()
-            logits[rows] = probabilities.scatter_add_(1, one_hot[rows], minus_one[rows]).mul_(scale[rows])
+        for step in rows.steps(logits):
+            probabilities = logits[step].float().sub_(normalizer[step, None]).exp_()
+            logits[step] = probabilities.scatter_add_(1, one_hot[step], minus_one[step]).mul_(scale[step])
         return logits, None
 
 
-def _chunks(logits: Tensor) -> list[slice]:
-    step = max(1, _CHUNK_ELEMENTS // max(1, logits.shape[1]))
-    return [slice(begin, begin + step) for begin in range(0, logits.shape[0], step)]
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean over valid tokens of `logsumexp(logits) - logits[label]`, a float32 scalar; 0 if none is valid.
+
+    logits: [T, V]; labels: [T] int64, -100 where a token does not count.
+    """
+    if logits.device.type == "cuda":
+        return cross_entropy_fwd(logits, labels)[0].sum() / reference.valid_count(labels)
+    return reference.cross_entropy(logits, labels)
 
 
 def linear_cross_entropy(
@@ -67,13 +166,25 @@ def linear_cross_entropy(
     *,
     multiplier: float = 1.0,
     softcap: float | None = None,
+    ignore_index: int = IGNORE_INDEX,
+    chunk_tokens: int | None = None,
 ) -> Tensor:
     """Return the mean cross entropy of the output layer's logits, a float32 scalar; 0 if no label is valid.
 
-    hidden: [T, H]; weight: [V, H]; labels: [T] int64, -100 where a token does not count; bias: [V]; multiplier and
-    softcap as in `output_logits`. Differentiable once in hidden, weight and bias.
+    hidden: [T, H]; weight: [V, H]; labels: [T] int64, ignore_index where a token does not count; bias: [V]; multiplier
+    and softcap as in `output_logits`. chunk_tokens: hold the logits of so many tokens at a time, never of all; gradients
+    are then computed in the forward. None: of all tokens at once, which is faster where memory allows. Differentiable
+    once in hidden, weight and bias. Raises ValueError where chunk_tokens is below 1.
     """
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens is {chunk_tokens}; allowed: 1 or more, or None for all at once")
+    if ignore_index != IGNORE_INDEX:
+        labels = torch.where(labels == ignore_index, IGNORE_INDEX, labels)
+    if chunk_tokens is not None or hidden.device.type == "cuda":
+        wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias)]
+        chunk = torch.sym_max(1, hidden.shape[0]) if chunk_tokens is None else chunk_tokens
+        return linear_cross_entropy_op(hidden, weight, labels, bias, multiplier, softcap, chunk, wanted)[0]
     if torch.compiler.is_compiling():
         return reference.linear_cross_entropy(hidden, weight, labels, bias, multiplier=multiplier, softcap=softcap)
     logits = output_logits(hidden, weight, bias, multiplier=multiplier, softcap=softcap)
-    return _ChunkedLoss.apply(logits, labels) / reference.valid_count(labels)
+    return _WholeLoss.apply(logits, labels) / reference.valid_count(labels)

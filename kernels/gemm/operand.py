@@ -54,6 +54,11 @@ class ScaledOperand(NamedTuple):
         scale_inv = self.scale_inv if self.block is None else self.scale_inv.mT
         return ScaledOperand(self.data.mT, scale_inv, self.kind, self.block and (self.block[1], self.block[0]))
 
+    def member(self, g: int) -> ScaledOperand:
+        """Return one matrix of a grouped operand [G, outer, K]."""
+        amax = None if self.amax is None else self.amax[g]
+        return ScaledOperand(self.data[g], self.scale_inv[g], self.kind, self.block, amax)
+
     @property
     def exact_in_bfloat16(self) -> bool:
         """Whether value * block scale fits bfloat16; per-tensor scales stay out of the values."""
@@ -71,8 +76,8 @@ class ScaledOperand(NamedTuple):
         assert self.block is not None
         return Operand(q.dequantize_blockwise(self.data, self.scale_inv, self.block, dtype), None)
 
-    def check(self, name: str) -> None:
-        """Raise ValueError where fields do not fit each other."""
+    def check(self, name: str, groups: int | None = None) -> None:
+        """Raise ValueError where fields do not fit each other. groups: rows [T, K] have one scale for each of these."""
         if self.kind not in get_args(Kind):
             raise ValueError(f"{name}.kind is {self.kind!r}; allowed: {', '.join(map(repr, get_args(Kind)))}")
         if self.scale_inv.dtype != _SCALE_DTYPE[self.kind]:
@@ -86,6 +91,14 @@ class ScaledOperand(NamedTuple):
             raise ValueError(
                 f"{name}.amax is {'missing' if self.amax is None else 'given'}, but its kind is {self.kind}"
             )
+        if self.kind in ("per_tensor", "nvfp4"):
+            whole = self.scale_inv if self.amax is None else self.amax
+            members = self.data.shape[:-2] if groups is None else (groups,)
+            if whole.shape != members and not (groups is None and whole.numel() == 1):
+                field = "scale_inv" if self.amax is None else "amax"
+                raise ValueError(
+                    f"{name}.{field} is {tuple(whole.shape)}, but there is one per matrix: {tuple(members)}"
+                )
         if self.block is None:
             return
         rows, columns = self.block

@@ -17,8 +17,8 @@ from .operand import ScaledOperand
 
 NONE, PER_TENSOR, BLOCK_128, MICRO = 0, 1, 2, 3
 _MODES = {"per_tensor": PER_TENSOR, "float32": BLOCK_128, "pow2": BLOCK_128, "e8m0": MICRO}
-_NONE, _BLOCK_128, _MICRO = tl.constexpr(NONE), tl.constexpr(BLOCK_128), tl.constexpr(MICRO)
-BLOCK_K = 128
+_BLOCK_128, _MICRO = tl.constexpr(BLOCK_128), tl.constexpr(MICRO)
+GROUP_M = 8
 
 
 class Side(NamedTuple):
@@ -61,6 +61,15 @@ def dot_dtype(side: Side) -> tl.dtype | None:
     if not side.data.is_cuda:
         return tl.float32
     return tl.bfloat16 if side.mode == MICRO else None
+
+
+@triton.jit
+def swizzled(t, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+    """Return (row tile, column tile) number t: GROUP_M row tiles share their columns' operand in L2."""
+    group = t // (GROUP_M * tiles_n)
+    height = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
+    within = t % (GROUP_M * tiles_n)
+    return group * GROUP_M + within % height, within // height
 
 
 @triton.jit
@@ -109,12 +118,13 @@ def tile(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Return float32 [BLOCK_M, BLOCK_N]. rows_a, rows_b: int64 row numbers of the tile, with masks; BLOCK_K is 128."""
+    """Return float32 [BLOCK_M, BLOCK_N]. rows_a, rows_b: the tile's int64 row numbers. 128-blocks take BLOCK_K 128."""
     columns = tl.arange(0, BLOCK_K)
     a_at = a_ptr + rows_a[:, None] * a_m + columns.to(tl.int64)[None, :] * a_k
     b_at = b_ptr + rows_b[:, None] * b_n + columns.to(tl.int64)[None, :] * b_k
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for k0 in range(0, K, BLOCK_K):
+    # at least one round, of nothing but masks: a loop that may run zero times makes the tensor cores work one at a time
+    for k0 in range(0, tl.maximum(K, 1), BLOCK_K):
         inside = (columns < K - k0)[None, :]
         a = tl.load(a_at, mask=mask_a[:, None] & inside, other=0.0)
         b = tl.load(b_at, mask=mask_b[:, None] & inside, other=0.0)
@@ -125,14 +135,14 @@ def tile(
             a = a.to(DOT)
             b = b.to(DOT)
         if MODE == _BLOCK_128:
-            sa = tl.load(sa_ptr + (rows_a // ROWS_A) * sa_m, mask=mask_a, other=0.0)
+            sa = tl.load(sa_ptr + (rows_a // ROWS_A) * sa_m, mask=mask_a & (k0 < K), other=0.0)
             product = tl.dot(a, tl.trans(b))
             if ROWS_B % BLOCK_N == 0:
                 # one scale for all of the tile's columns: one multiplication per element less
-                sb = tl.load(sb_ptr + (tl.min(rows_b, 0) // ROWS_B) * sb_n)
+                sb = tl.load(sb_ptr + (tl.min(rows_b, 0) // ROWS_B) * sb_n, mask=k0 < K, other=0.0)
                 acc += product * (sa * sb)[:, None]
             else:
-                sb = tl.load(sb_ptr + (rows_b // ROWS_B) * sb_n, mask=mask_b, other=0.0)
+                sb = tl.load(sb_ptr + (rows_b // ROWS_B) * sb_n, mask=mask_b & (k0 < K), other=0.0)
                 acc += product * (sa[:, None] * sb[None, :])
             sa_ptr += sa_k
             sb_ptr += sb_k
@@ -157,19 +167,24 @@ def store_tile(acc, out_ptr, rows, columns, mask, o_m, o_n, ACCUMULATE: tl.const
 class Config(NamedTuple):
     """Tile sizes and launch options."""
 
-    block_m: int
-    block_n: int
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_K: int
     num_warps: int
     num_stages: int
 
 
-def config(mode: int, rows: int, data: Tensor) -> Config:
+def config(side: Side, rows: int) -> Config:
     """Choose tiles for about `rows` rows per GEMM: fixed by the shapes, so that two runs agree to the last bit."""
-    if not data.is_cuda:
-        return Config(16, 16, 1, 1)  # the interpreter: small tiles, so that small tests have ragged edges and many
-    wide = data.element_size() > 1 or mode == MICRO
+    if not side.data.is_cuda:
+        # the interpreter: small tiles, so that small tests have many, ragged ones among them
+        return Config(16, 16, 32 if side.mode == NONE else 128, 1, 1)
+    if side.mode == NONE:
+        block_k, stages = (64, 4) if side.data.element_size() == 2 else (32, 3)
+    else:
+        block_k, stages = 128, 3 if side.mode == MICRO else 4
     if rows <= 16:
-        return Config(16, 128, 4, 3 if wide else 5)
+        return Config(16, 128, block_k, 4, stages)
     if rows <= 64:
-        return Config(64, 128, 4, 3 if wide else 4)
-    return Config(128, 128, 8, 3 if wide else 4)
+        return Config(64, 128, block_k, 4, stages)
+    return Config(128, 128, block_k, 8, stages)

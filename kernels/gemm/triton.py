@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .operand import ScaledOperand
-from .tile import BLOCK_K, PER_TENSOR, Side, config, dot_dtype, store_tile, tile
+from .tile import GROUP_M, PER_TENSOR, Side, config, dot_dtype, store_tile, swizzled, tile
 
 _PER_TENSOR = tl.constexpr(PER_TENSOR)
 
@@ -44,13 +44,10 @@ def scaled_gemm_fwd_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    """One tile per program; GROUP_M row tiles share their columns' operand in L2."""
-    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    group = tl.program_id(0) // (GROUP_M * tiles_n)
-    height = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
-    within = tl.program_id(0) % (GROUP_M * tiles_n)
-    rows = (group * GROUP_M + within % height).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = (within // height).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    """One tile per program."""
+    m, n = swizzled(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
+    rows = m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_m, mask_n = rows < M, columns < N
     # fmt: off
     acc = tile(
@@ -77,16 +74,14 @@ def scaled_gemm(
 ) -> Tensor:
     """Write `left @ right^T + bias` into out [M, N], or add it there, and return it."""
     a, b, (rows, columns) = Side.of(left), Side.of(right), out.shape
-    tiles = config(a.mode, rows, a.data)
-    grid = (triton.cdiv(rows, tiles.block_m) * triton.cdiv(columns, tiles.block_n),)
+    tiles = config(a, rows)
+    grid = (triton.cdiv(rows, tiles.BLOCK_M) * triton.cdiv(columns, tiles.BLOCK_N),)
     # fmt: off
     scaled_gemm_fwd_kernel[grid](
         a.data, b.data, a.scales, b.scales, bias, out, rows, columns, left.inner,
         *a.strides[1:], *b.strides[1:], *a.scale_strides[1:], *b.scale_strides[1:], *out.stride(),
         MODE=a.mode, ROWS_A=a.rows, ROWS_B=b.rows, SPLIT=split_accumulation and a.mode == PER_TENSOR,
-        DOT=dot_dtype(a), ACCUMULATE=accumulate,
-        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=BLOCK_K, GROUP_M=8,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        DOT=dot_dtype(a), ACCUMULATE=accumulate, GROUP_M=GROUP_M, **tiles._asdict(),
     )
     # fmt: on
     return out

@@ -1,7 +1,7 @@
 """Registered grouped GEMM: opaque to the compiler, because the row ranges are data; differentiable.
 
-The splits stay a tensor from the router to here, so changing them never recompiles. On an accelerator the device's
-own grouped GEMM runs without a host synchronisation; on CPU reading the splits costs nothing.
+The splits stay a tensor from the router to here, so changing them never recompiles. On an accelerator they are read on
+the device; on CPU reading them costs nothing. `choice` says which implementation runs.
 """
 
 from __future__ import annotations
@@ -9,9 +9,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..gemm.rungs import hardware, record
 from . import reference
+from .choice import choose_plain
 
 _device_grouped_mm = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
+
+
+def explain_grouped_gemm(a: Tensor, b: Tensor) -> str:
+    """Say in a sentence which rung `grouped_gemm` takes for such operands, and why not a faster one."""
+    return str(choose_plain("grouped_gemm", a, b, hardware(a.device)))
 
 
 @torch.library.custom_op("te_models::grouped_gemm", mutates_args=())
@@ -20,10 +27,20 @@ def grouped_gemm(a: Tensor, b: Tensor, m_splits: Tensor, transpose_b: bool = Tru
 
     a: [T, K] with transpose_b, else [T, N]; b: [G, N, K]; m_splits: [G] integer, on a's device, rows per group.
     Returns [T, N] with transpose_b (fprop), else [T, K] (dgrad), in a's dtype with float32 accumulation; rows past
-    the last group are zero. Raises ValueError where the splits exceed the rows.
+    the last group are zero. Raises ValueError where the splits exceed the rows (on CPU; on a device they are cut off,
+    for reading them would make the host wait).
     """
+    choice = choose_plain("grouped_gemm", a, b, hardware(a.device))
+    record(choice, strict=False)
+    if choice.rung == "triton":
+        from . import triton as kernels
+
+        out = a.new_empty(a.shape[0], b.shape[1] if transpose_b else b.shape[2])
+        return kernels.grouped_gemm(
+            kernels.Side.plain(a), kernels.Side.plain(b if transpose_b else b.mT), m_splits, out
+        )
     a, b = a.contiguous(), b.contiguous()
-    if a.device.type == "cpu":
+    if choice.rung == "loop":
         return reference.grouped_gemm(a, b, m_splits, transpose_b)
     offsets = m_splits.cumsum(0).to(torch.int32)
     return _zero_tail(_device_grouped_mm(a, b.transpose(1, 2) if transpose_b else b, offs=offsets), offsets)
@@ -40,8 +57,15 @@ def grouped_gemm_wgrad(dy: Tensor, x: Tensor, m_splits: Tensor) -> Tensor:
 
     dy: [T, N]; x: [T, K]; m_splits: [G] integer. Returns [G, N, K] in dy's dtype; zeros for empty groups.
     """
+    choice = choose_plain("grouped_gemm_wgrad", dy, x, hardware(dy.device))
+    record(choice, strict=False)
+    if choice.rung == "triton":
+        from . import triton as kernels
+
+        out = dy.new_empty(m_splits.shape[0], dy.shape[1], x.shape[1])
+        return kernels.grouped_gemm_wgrad(kernels.Side.plain(dy.t()), kernels.Side.plain(x.t()), m_splits, out)
     dy, x = dy.contiguous(), x.contiguous()
-    if dy.device.type == "cpu":
+    if choice.rung == "loop":
         return reference.grouped_gemm_wgrad(dy, x, m_splits)
     return _device_grouped_mm(dy.t(), x, offs=m_splits.cumsum(0).to(torch.int32))
 

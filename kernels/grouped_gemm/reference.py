@@ -25,6 +25,13 @@ def split_bounds(m_splits: Tensor, rows: int) -> list[tuple[int, int]]:
     return bounds
 
 
+def check_alignment(m_splits: Tensor, align: int) -> None:
+    """Raise ValueError where a split is no multiple of `align` rows."""
+    for size in m_splits.tolist():
+        if size % align:
+            raise ValueError(f"m_splits has {size}, but groups of scaled rows are padded to a multiple of {align}")
+
+
 def grouped_gemm(a: Tensor, b: Tensor, m_splits: Tensor, transpose_b: bool) -> Tensor:
     """Return each group's rows times its matrix.
 

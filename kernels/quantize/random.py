@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .blocks import once
+
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -50,7 +52,8 @@ def random_bits(key: Tensor, stream: int, shape: Sequence[int]) -> Tensor:
     """
     size = math.prod(shape)
     seed, step = key[0], key[1]
-    block = torch.arange((size + 3) // 4, dtype=torch.int64, device=key.device)
+    # a buffer: Inductor's C++ backend multiplies an inlined arange by a constant in 32 bits (torch 2.13)
+    block = once(torch.arange((size + 3) // 4, dtype=torch.int64, device=key.device))
     counter = (block, torch.full_like(step, stream), step & _MASK, (step >> 32) & _MASK)
     words = torch.stack(philox(counter, (seed & _MASK, (seed >> 32) & _MASK)), -1)
     signed = (words ^ 0x80000000) - 0x80000000

@@ -10,7 +10,7 @@ from torch._inductor.utils import run_fw_bw_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from te_models.kernels.cross_entropy import IGNORE_INDEX, cross_entropy, linear_cross_entropy, op, shift_labels
+from te_models.kernels.cross_entropy import IGNORE_INDEX, cross_entropy, linear_cross_entropy, rows, shift_labels
 
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
 
@@ -40,7 +40,7 @@ def exact_loss(x, weight, bias, labels, multiplier, softcap) -> torch.Tensor:
     ("with_bias", "multiplier", "softcap"), [(False, 1.0, None), (True, 1.0, None), (True, 0.5, 3.0)]
 )
 def test_linear_cross_entropy(monkeypatch, with_bias, multiplier, softcap, compiled, dtype) -> None:
-    monkeypatch.setattr(op, "_CHUNK_ELEMENTS", 97 * 10)  # 10 rows a chunk: 63 tokens are 6 chunks and a rest
+    monkeypatch.setattr(rows, "_STEP_ELEMENTS", 97 * 10)  # 10 rows a chunk: 63 tokens are 6 chunks and a rest
     tokens, hidden, vocab = 63, 32, 97
     x, weight, bias, labels = inputs(tokens, hidden, vocab, dtype)
     bias = bias if with_bias else None
@@ -66,7 +66,7 @@ def test_chunks_do_not_change_the_result(monkeypatch) -> None:
     x, weight, _, labels = inputs(50, 16, 31, torch.float32)
     results = []
     for elements in (1, 31 * 7, 1 << 20):
-        monkeypatch.setattr(op, "_CHUNK_ELEMENTS", elements)
+        monkeypatch.setattr(rows, "_STEP_ELEMENTS", elements)
         leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
         loss = linear_cross_entropy(*leaves, labels)
         results.append([loss, *torch.autograd.grad(loss, leaves)])
@@ -136,7 +136,7 @@ class _LargestFloat(TorchDispatchMode):
 
 
 def test_eager_never_holds_float32_logits_of_all_tokens(monkeypatch) -> None:
-    monkeypatch.setattr(op, "_CHUNK_ELEMENTS", 512 * 16)
+    monkeypatch.setattr(rows, "_STEP_ELEMENTS", 512 * 16)
     x, weight, _, labels = inputs(256, 8, 512, torch.bfloat16)
     with _LargestFloat() as largest:
         linear_cross_entropy(x.requires_grad_(), weight.requires_grad_(), labels).backward()

@@ -1,0 +1,71 @@
+"""Which rung a grouped GEMM takes.
+
+Triton, one launch that reads the splits on the device; torch's own grouped GEMM; a loop of GEMMs, which waits for the
+splits to reach the host; the reference or the emulation. On CPU the loop of the reference is the intended way.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..gemm import native
+from ..gemm.choice import against_formats
+from ..gemm.operand import ScaledOperand
+from ..gemm.rungs import Choice, Hardware, first_possible
+
+
+def choose_plain(operation: str, a: Tensor, b: Tensor, hw: Hardware) -> Choice:
+    """Choose for unquantized operands: Triton, torch's grouped GEMM, else the reference's loop of GEMMs."""
+    rungs = (("triton", _against_triton(hw, (8, 0))), ("native", _against_native_plain(a, b, hw)))
+    return first_possible(operation, rungs, last="loop", fallback=hw.type != "cpu")
+
+
+def choose_scaled(
+    operation: str, left: ScaledOperand, right: ScaledOperand, out_dtype: torch.dtype, hw: Hardware
+) -> Choice:
+    """Choose for quantized operands: Triton, torch's grouped GEMM, a loop of scaled GEMMs, else the emulation."""
+    triton = _against_triton(hw, (8, 9)) or against_formats(left, right)
+    rungs = [("triton", triton)]
+    if operation == "scaled_grouped_gemm" and right.data.shape[0]:
+        rungs.append(("native", _against_native_scaled(left, right, out_dtype, hw)))
+        rungs.append(("loop", native.reason_against(_first_rows(left), right.member(0), out_dtype, hw)))
+    empty = left.data.numel() == 0 or right.data.numel() == 0
+    return first_possible(operation, tuple(rungs), fallback=hw.type != "cpu" and not empty)
+
+
+def _against_triton(hw: Hardware, capability: tuple[int, int]) -> str | None:
+    if hw.type != "cuda":
+        return f"it needs a CUDA device, this is {hw.type}"
+    if not hw.triton:
+        return "triton is not installed"
+    return None if hw.capability >= capability else f"it needs compute capability {capability[0]}.{capability[1]}"
+
+
+def _against_native_plain(a: Tensor, b: Tensor, hw: Hardware) -> str | None:
+    if hw.type != "cuda":
+        return f"it needs a CUDA device, this is {hw.type}"
+    if a.dtype != torch.bfloat16 or b.dtype != torch.bfloat16:
+        return f"it multiplies bfloat16, this is {a.dtype}"
+    if a.shape[-1] % 8 or b.shape[-1] % 8:
+        return f"it needs rows of a multiple of 16 bytes, these have {a.shape[-1]} and {b.shape[-1]} elements"
+    return None
+
+
+def _against_native_scaled(
+    left: ScaledOperand, right: ScaledOperand, out_dtype: torch.dtype, hw: Hardware
+) -> str | None:
+    if hw.type != "cuda" or hw.capability[0] != 9:
+        return f"it needs compute capability 9.x, this is {hw}"
+    if {left.kind, right.kind} != {"per_tensor"}:
+        return f"it does not multiply {left.kind} by {right.kind}"
+    if not left.data.dtype == right.data.dtype == torch.float8_e4m3fn or out_dtype != torch.bfloat16:
+        return "it multiplies E4M3 into bfloat16 only"
+    if left.inner % 16 or right.outer % 16:
+        return f"N {right.outer} and K {left.inner} must be multiples of 16"
+    return None
+
+
+def _first_rows(rows: ScaledOperand) -> ScaledOperand:
+    """Stand in for a group's rows, to ask whether a GEMM of a multiple of 16 rows would be possible."""
+    return rows._replace(data=rows.data[: max(rows.outer // 16 * 16, 16)])

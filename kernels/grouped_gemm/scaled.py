@@ -1,0 +1,226 @@
+"""Grouped GEMM on quantized operands: rows times their group's matrix, and weight gradients.
+
+Operands are `ScaledOperand` views with the contracted dimension last: rows [T, K] by weights [G, N, K] for fprop and
+dgrad (which takes the weight's columnwise copy), and columnwise copies [N, T] by [K, T] for wgrad. Per-tensor scales
+and NVFP4 amaxes are one per group, [G]. As with `scaled_gemm`, on CPU the compiler sees plain torch; on an accelerator
+this is one registered op that picks a rung at run time and never reads the splits on the host, but for the loop.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..gemm.op import _flat, _operand
+from ..gemm.operand import ScaledOperand
+from ..gemm.rungs import Choice, hardware, record
+from . import emulation, library
+from .choice import choose_scaled
+from .reference import check_alignment
+
+# Rows that one scale spans in a wgrad operand, and that a device wants groups to begin at a multiple of.
+ROW_ALIGNMENT = {"per_tensor": 16, "e8m0": 32, "float32": 128, "pow2": 128, "nvfp4": 16}
+
+
+def scaled_grouped_gemm(
+    left: ScaledOperand,
+    right: ScaledOperand,
+    m_splits: Tensor,
+    out_dtype: torch.dtype,
+    *,
+    split_accumulation: bool = True,
+    strict: bool = False,
+) -> Tensor:
+    """Return each row's product with its group's matrix, [T, N] in `out_dtype`; zero past the last group.
+
+    left: rows [T, K], blocks of one row; right: [G, N, K]; m_splits: [G] integer, rows per group. split_accumulation,
+    strict: as in `scaled_gemm`. Raises ValueError where operands do not fit, and where splits exceed the rows (on CPU;
+    on a device they are cut off, for reading them would make the host wait).
+    """
+    _check_rows(left, right, m_splits)
+    if left.data.device.type == "cpu":
+        record(_choose("scaled_grouped_gemm", left, right, out_dtype), strict=strict)
+        return emulation.rows(left, right, m_splits, out_dtype)
+    return _rows(*_flat(left), *_flat(right), m_splits, out_dtype, split_accumulation, strict)
+
+
+def scaled_grouped_gemm_wgrad(
+    left: ScaledOperand, right: ScaledOperand, m_splits: Tensor, out_dtype: torch.dtype, *, strict: bool = False
+) -> Tensor:
+    """Return each group's `left @ right^T` over its rows, [G, N, K] in `out_dtype`; zeros for an empty group.
+
+    left: [N, T]; right: [K, T], both scaled along the rows. Every split is a multiple of `ROW_ALIGNMENT` rows, padded
+    with zeros, so that no block spans two groups: ValueError on CPU, unchecked on a device.
+    """
+    shape = (m_splits.shape[0], left.outer, right.outer)
+    if left.data.device.type == "cpu":
+        _check_wgrad(left, right, m_splits, shape)
+        record(_choose("scaled_grouped_gemm_wgrad", left, right, out_dtype), strict=strict)
+        return emulation.wgrad(left, right, m_splits, out_dtype)
+    out = left.data.new_empty(shape, dtype=out_dtype)
+    scaled_grouped_gemm_wgrad_accumulate_(out, left, right, m_splits, accumulate=False, strict=strict)
+    return out
+
+
+def scaled_grouped_gemm_wgrad_accumulate_(
+    main_grad: Tensor,
+    left: ScaledOperand,
+    right: ScaledOperand,
+    m_splits: Tensor,
+    *,
+    accumulate: bool = True,
+    strict: bool = False,
+) -> None:
+    """Add each group's `left @ right^T` over its rows to main_grad [G, N, K], or write it there.
+
+    As `scaled_grouped_gemm_wgrad`; an empty group is left alone when accumulating, zero when writing.
+    """
+    _check_wgrad(left, right, m_splits, tuple(main_grad.shape))
+    if left.data.device.type == "cpu":
+        record(_choose("scaled_grouped_gemm_wgrad", left, right, main_grad.dtype), strict=strict)
+        emulation.wgrad_accumulate_(main_grad, left, right, m_splits, accumulate)
+    else:
+        _wgrad_accumulate_(main_grad, *_flat(left), *_flat(right), m_splits, accumulate, strict)
+
+
+def explain_scaled_grouped_gemm(left: ScaledOperand, right: ScaledOperand, out_dtype: torch.dtype) -> str:
+    """Say in a sentence which rung `scaled_grouped_gemm` takes, or the wgrad where `right` has two dimensions."""
+    name = "scaled_grouped_gemm" if right.data.dim() == 3 else "scaled_grouped_gemm_wgrad"
+    return str(_choose(name, left, right, out_dtype))
+
+
+def _choose(operation: str, left: ScaledOperand, right: ScaledOperand, out_dtype: torch.dtype) -> Choice:
+    return choose_scaled(operation, left, right, out_dtype, hardware(left.data.device))
+
+
+def _check_rows(left: ScaledOperand, right: ScaledOperand, m_splits: Tensor) -> None:
+    groups = m_splits.shape[0]
+    left.check("left", groups)
+    right.check("right", groups)
+    if left.data.dim() != 2 or right.data.dim() != 3 or right.data.shape[0] != groups:
+        shapes = f"{tuple(left.data.shape)} and {tuple(right.data.shape)}"
+        raise ValueError(f"a grouped GEMM of {groups} groups takes rows [T, K] and weights [G, N, K], got {shapes}")
+    if left.inner != right.inner:
+        raise ValueError(f"left contracts {left.inner} values and right {right.inner}; both have the same K")
+    if left.block is not None and left.block[0] != 1:
+        raise ValueError(f"left.block is {left.block}; a block of several rows could span two groups")
+
+
+def _check_wgrad(left: ScaledOperand, right: ScaledOperand, m_splits: Tensor, shape: tuple[int, ...]) -> None:
+    groups = m_splits.shape[0]
+    left.check("left", groups)
+    right.check("right", groups)
+    if left.data.dim() != 2 or right.data.dim() != 2 or left.inner != right.inner:
+        shapes = f"{tuple(left.data.shape)} and {tuple(right.data.shape)}"
+        raise ValueError(f"a grouped weight gradient takes [N, T] and [K, T] with one number of rows T, got {shapes}")
+    if shape != (groups, left.outer, right.outer):
+        raise ValueError(f"main_grad is {shape}, but the weight gradient is {(groups, left.outer, right.outer)}")
+    for name, operand in (("left", left), ("right", right)):
+        if operand.block is not None and operand.block[0] != 1:
+            raise ValueError(f"{name}.block is {operand.block}; a weight gradient takes blocks along the rows only")
+    if m_splits.device.type == "cpu" and not torch.compiler.is_compiling():
+        check_alignment(m_splits, max(ROW_ALIGNMENT[left.kind], ROW_ALIGNMENT[right.kind]))
+
+
+@torch.library.custom_op("te_models::scaled_grouped_gemm", mutates_args=())
+def _rows(
+    left_data: Tensor,
+    left_scale_inv: Tensor,
+    left_amax: Tensor | None,
+    left_kind: str,
+    left_block: list[int],
+    right_data: Tensor,
+    right_scale_inv: Tensor,
+    right_amax: Tensor | None,
+    right_kind: str,
+    right_block: list[int],
+    m_splits: Tensor,
+    out_dtype: torch.dtype,
+    split_accumulation: bool,
+    strict: bool,
+) -> Tensor:
+    left = _operand(left_data, left_scale_inv, left_amax, left_kind, left_block)
+    right = _operand(right_data, right_scale_inv, right_amax, right_kind, right_block)
+    choice = _choose("scaled_grouped_gemm", left, right, out_dtype)
+    record(choice, strict=strict)
+    if choice.rung == "triton":
+        from . import triton as kernels
+
+        out = left_data.new_empty((left.outer, right.outer), dtype=out_dtype)
+        sides = kernels.Side.of(left), kernels.Side.of(right)
+        return kernels.grouped_gemm(*sides, m_splits, out, split_accumulation=split_accumulation)
+    if choice.rung == "native":
+        return library.rows(left, right, m_splits, split_accumulation)
+    if choice.rung == "loop":
+        return library.loop(left, right, m_splits, out_dtype, split_accumulation)
+    return emulation.rows(left, right, m_splits, out_dtype)
+
+
+@_rows.register_fake
+def _(
+    left_data: Tensor,
+    left_scale_inv: Tensor,
+    left_amax: Tensor | None,
+    left_kind: str,
+    left_block: list[int],
+    right_data: Tensor,
+    right_scale_inv: Tensor,
+    right_amax: Tensor | None,
+    right_kind: str,
+    right_block: list[int],
+    m_splits: Tensor,
+    out_dtype: torch.dtype,
+    split_accumulation: bool,
+    strict: bool,
+) -> Tensor:
+    return left_data.new_empty((left_data.shape[0], right_data.shape[1]), dtype=out_dtype)
+
+
+@torch.library.custom_op("te_models::scaled_grouped_gemm_wgrad_accumulate_", mutates_args=("main_grad",))
+def _wgrad_accumulate_(
+    main_grad: Tensor,
+    left_data: Tensor,
+    left_scale_inv: Tensor,
+    left_amax: Tensor | None,
+    left_kind: str,
+    left_block: list[int],
+    right_data: Tensor,
+    right_scale_inv: Tensor,
+    right_amax: Tensor | None,
+    right_kind: str,
+    right_block: list[int],
+    m_splits: Tensor,
+    accumulate: bool,
+    strict: bool,
+) -> None:
+    left = _operand(left_data, left_scale_inv, left_amax, left_kind, left_block)
+    right = _operand(right_data, right_scale_inv, right_amax, right_kind, right_block)
+    choice = _choose("scaled_grouped_gemm_wgrad", left, right, main_grad.dtype)
+    record(choice, strict=strict)
+    if choice.rung == "triton":
+        from . import triton as kernels
+
+        sides = kernels.Side.of(left), kernels.Side.of(right)
+        kernels.grouped_gemm_wgrad(*sides, m_splits, main_grad, accumulate=accumulate)
+    else:
+        emulation.wgrad_accumulate_(main_grad, left, right, m_splits, accumulate)
+
+
+@_wgrad_accumulate_.register_fake
+def _(
+    main_grad: Tensor,
+    left_data: Tensor,
+    left_scale_inv: Tensor,
+    left_amax: Tensor | None,
+    left_kind: str,
+    left_block: list[int],
+    right_data: Tensor,
+    right_scale_inv: Tensor,
+    right_amax: Tensor | None,
+    right_kind: str,
+    right_block: list[int],
+    m_splits: Tensor,
+    accumulate: bool,
+    strict: bool,
+) -> None:
+    return None

@@ -1,0 +1,89 @@
+"""Quantizing rows sorted by group, every group by itself: the definition, in torch, without reading the splits.
+
+T rows, G groups, m_splits [G] integer. Blocks that span rows must not span two groups, and a hardware GEMM that
+contracts over rows wants every group to begin at a multiple of some rows. So copies whose blocks span rows, and
+columnwise copies, are in padded rows: group g begins where the padded groups before it end, its rows are followed by
+zeros up to a multiple of `align`, and P rows, a function of the shapes alone, hold any splits. Copies whose blocks lie
+in one row stay in the T rows that they came in.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .reference import quantize_blockwise, quantize_per_tensor
+
+
+def padded_length(rows: int, groups: int, align: int) -> int:
+    """Return P, the most padded rows that T rows in G groups can need."""
+    return (rows + groups * (align - 1)) // align * align if rows else 0
+
+
+def _group_of(ends: Tensor, length: int) -> Tensor:
+    """Return the group of positions 0..length-1, G past the last: [length]."""
+    return torch.searchsorted(ends, torch.arange(length, device=ends.device), right=True)
+
+
+def pad_rows(x: Tensor, m_splits: Tensor, align: int) -> Tensor:
+    """[T, C] -> [P, C], zeros where there is no row."""
+    splits = m_splits.to(torch.int64)
+    sizes = (splits + align - 1) // align * align
+    ends, padded_ends = splits.cumsum(0), sizes.cumsum(0)
+    slot = torch.arange(padded_length(x.shape[0], splits.shape[0], align), device=x.device)
+    group = _group_of(padded_ends, slot.shape[0]).clamp(max=splits.shape[0] - 1)
+    source = slot - (padded_ends - sizes)[group] + (ends - splits)[group]
+    used = source < ends[group]
+    return torch.where(used[:, None], x[torch.where(used, source, 0)], 0)
+
+
+def grouped_amax(x: Tensor, m_splits: Tensor) -> Tensor:
+    """Return the largest magnitude in each group of rows of x: [T, C] -> [G] float32, 0 for an empty group."""
+    groups = m_splits.shape[0]
+    if x.numel() == 0:
+        return x.new_zeros(groups, dtype=torch.float32)
+    rows = x.abs().amax(1).float()
+    mine = _group_of(m_splits.to(torch.int64).cumsum(0), x.shape[0]) == torch.arange(groups, device=x.device)[:, None]
+    return torch.where(mine, rows, 0.0).amax(1)
+
+
+def quantize_grouped_per_tensor(
+    x: Tensor, m_splits: Tensor, scale: Tensor, fp8_dtype: torch.dtype, *, align: int = 16
+) -> tuple[Tensor, Tensor]:
+    """Quantize each group of rows of x [T, C] with its own scale [G].
+
+    Returns the rowwise copy [T, C], zero past the last group, and the columnwise one in padded rows, [P, C].
+    """
+    if x.numel() == 0:
+        padded = padded_length(x.shape[0], scale.shape[0], align)
+        return x.to(fp8_dtype), x.new_empty((padded, x.shape[1]), dtype=fp8_dtype)
+    group = _group_of(m_splits.to(torch.int64).cumsum(0), x.shape[0])
+    inside, mine = group < scale.shape[0], group.clamp(max=scale.shape[0] - 1)
+    data = quantize_per_tensor(torch.where(inside[:, None], x, 0), scale[mine][:, None], fp8_dtype)
+    # FP8 tensors cannot be indexed everywhere; their bytes can
+    return data, pad_rows(data.view(torch.uint8), m_splits, align).view(fp8_dtype)
+
+
+def quantize_grouped_blockwise(
+    x: Tensor,
+    m_splits: Tensor,
+    block: tuple[int, int],
+    fp8_dtype: torch.dtype,
+    scale_kind: str,
+    *,
+    epsilon: float = 0.0,
+    rowwise: bool = True,
+    columnwise: bool = True,
+) -> list[Tensor]:
+    """Quantize each group of rows of x [T, C] by `block` (rowwise) and by the transposed block (columnwise).
+
+    Returns data and scales of each copy asked for, in this order. A copy whose blocks span several rows is in padded
+    rows, [P, C], aligned to the block; its scales are [P / rows of the block, ...].
+    """
+    copies = [block] if rowwise else []
+    copies += [(block[1], block[0])] if columnwise else []
+    found: list[Tensor] = []
+    for copy in copies:
+        values = x if copy[0] == 1 else pad_rows(x, m_splits, copy[0])
+        found += quantize_blockwise(values, copy, fp8_dtype, scale_kind, epsilon=epsilon)
+    return found

@@ -1,0 +1,130 @@
+"""Linear cross entropy by chunks of tokens: against float64, never with whole logits, one graph for all sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile
+
+from te_models.kernels.cross_entropy import IGNORE_INDEX, linear_cross_entropy, rows
+from tests.kernels.test_cross_entropy import UNIT, exact_loss, inputs
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> None:
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("with_bias", "multiplier", "softcap"), [(False, 1.0, None), (True, 1.0, None), (True, 0.5, 3.0)]
+)
+@pytest.mark.parametrize("chunk_tokens", [1, 20, 1000])
+def test_values_and_gradients(chunk_tokens, with_bias, multiplier, softcap, compiled, dtype) -> None:
+    x, weight, bias, labels = inputs(63, 32, 97, dtype)
+    bias = bias if with_bias else None
+    leaves = [t.clone().requires_grad_() for t in (x, weight, bias) if t is not None]
+    options = {"multiplier": multiplier, "softcap": softcap, "chunk_tokens": chunk_tokens}
+    function = linear_cross_entropy
+    if compiled:
+        function = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
+    loss = function(leaves[0], leaves[1], labels, leaves[2] if with_bias else None, **options)
+    assert loss.dtype == torch.float32
+    (loss / 3).backward()
+    exact = [t.double().requires_grad_() for t in (x, weight, bias) if t is not None]
+    expected = exact_loss(exact[0], exact[1], exact[2] if with_bias else None, labels, multiplier, softcap)
+    (expected / 3).backward()
+    # The logits are O(4) and rounded to dtype twice at most (product, bias).
+    assert abs(loss.item() - expected.item()) <= 2 * 4 * UNIT[dtype]
+    for got, want in zip(leaves, exact, strict=True):
+        assert got.grad.dtype == dtype
+        # Sums of products of rounded factors: errors are random, so they stay below 8 roundings of the largest entry.
+        assert (got.grad.double() - want.grad).abs().max() <= 8 * max(UNIT[dtype], 2**-22) * want.grad.abs().max()
+
+
+def test_equals_torch_in_float64() -> None:
+    x, weight, _, labels = inputs(50, 16, 31, torch.float64)
+    leaves = [x.requires_grad_(), weight.requires_grad_()]
+    for chunk_tokens in (None, 7):
+        got = linear_cross_entropy(*leaves, labels, chunk_tokens=chunk_tokens)
+        expected = F.cross_entropy(F.linear(*leaves), labels)
+        # The softmax runs in float32 whatever the inputs are.
+        assert got.item() == pytest.approx(expected.item(), rel=4 * UNIT[torch.float32])
+        for a, b in zip(torch.autograd.grad(got, leaves), torch.autograd.grad(expected, leaves), strict=True):
+            assert (a - b).abs().max() <= 8 * UNIT[torch.float32] * b.abs().max()
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 4])
+def test_another_ignore_index(chunk_tokens) -> None:
+    x, weight, _, labels = inputs(20, 8, 11, torch.float32)
+    other = torch.where(labels == IGNORE_INDEX, -1, labels)
+    expected = linear_cross_entropy(x, weight, labels, chunk_tokens=chunk_tokens)
+    assert linear_cross_entropy(x, weight, other, ignore_index=-1, chunk_tokens=chunk_tokens) == expected
+
+
+@pytest.mark.parametrize("tokens", [0, 5])
+def test_without_a_valid_label(tokens) -> None:
+    x, weight, _, labels = inputs(tokens, 8, 11, torch.bfloat16, ignored=1.1)
+    leaves = [x.requires_grad_(), weight.requires_grad_()]
+    loss = linear_cross_entropy(*leaves, labels, chunk_tokens=2)
+    assert loss.item() == 0
+    for leaf, gradient in zip(leaves, torch.autograd.grad(loss, leaves), strict=True):
+        assert gradient.shape == leaf.shape and gradient.count_nonzero() == 0
+
+
+def test_only_gradients_that_are_needed_are_computed() -> None:
+    x, weight, bias, labels = inputs(9, 8, 11, torch.float32)
+    expected = linear_cross_entropy(x, weight, labels, bias)
+    for needed in range(8):
+        leaves = [t.clone().requires_grad_(bool(needed >> i & 1)) for i, t in enumerate((x, weight, bias))]
+        loss = linear_cross_entropy(leaves[0], leaves[1], labels, leaves[2], chunk_tokens=4)
+        assert torch.allclose(loss, expected, rtol=1e-6)
+        assert loss.requires_grad == (needed > 0)
+        if needed:
+            loss.backward()
+            assert [t.grad is not None for t in leaves] == [bool(needed >> i & 1) for i in range(3)]
+    with torch.no_grad():
+        assert not linear_cross_entropy(x.requires_grad_(), weight, labels, chunk_tokens=4).requires_grad
+
+
+def test_a_chunk_below_one_is_refused() -> None:
+    x, weight, _, labels = inputs(5, 8, 11, torch.float32)
+    with pytest.raises(ValueError, match="chunk_tokens is 0"):
+        linear_cross_entropy(x, weight, labels, chunk_tokens=0)
+
+
+def largest_allocation(function) -> int:
+    """Bytes that one operator allocates at most while `function` runs."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        function()
+    return max(event.self_cpu_memory_usage for event in profiler.events())
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_logits_are_never_whole(compiled, monkeypatch) -> None:
+    """256 tokens and 4096 words: whole logits would be 2 MiB in bfloat16, the weight's float32 gradient is 128 KiB."""
+    monkeypatch.setattr(rows, "_STEP_ELEMENTS", 4096)
+    x, weight, _, labels = inputs(256, 8, 4096, torch.bfloat16)
+    x.requires_grad_(), weight.requires_grad_()
+    function = linear_cross_entropy
+    if compiled:
+        function = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
+    whole = 256 * 4096 * 2
+    for chunk_tokens, low, high in ((None, whole, 4 * whole), (16, whole // 16, whole // 4)):
+        run = linear_cross_entropy if chunk_tokens is None else function
+        run(x, weight, labels, chunk_tokens=chunk_tokens).backward()  # compile first
+        largest = largest_allocation(lambda: run(x, weight, labels, chunk_tokens=chunk_tokens).backward())  # noqa: B023
+        assert low <= largest < high
+
+
+def test_token_counts_share_one_graph() -> None:
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True, dynamic=True, backend=counter)
+    for tokens in (5, 9, 33):
+        x, weight, _, labels = inputs(tokens, 8, 11, torch.float32)
+        loss = compiled(x.requires_grad_(), weight.requires_grad_(), labels, chunk_tokens=4)
+        loss.backward()
+        assert torch.allclose(loss, linear_cross_entropy(x, weight, labels))
+    assert counter.frame_count == 1

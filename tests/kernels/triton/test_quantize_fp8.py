@@ -1,0 +1,208 @@
+"""FP8 quantization kernels have the bits of the reference: data, scales and amax, every format and both copies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from te_models.kernels.quantize import blocks, grouped, reference, registered
+from tests.kernels.triton.quantize_cases import BLOCKS, E4M3, E5M2, SHAPES, SPLITS, assert_bitwise, hard, special
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def assert_all(got, expected) -> None:
+    for one, other in zip(got, expected, strict=True):
+        assert_bitwise(one, other)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("block, kind", BLOCKS, ids=str)
+def test_blockwise(block, kind, dtype, device) -> None:
+    for seed, shape in enumerate(SHAPES):
+        x = hard(shape, dtype, seed)
+        got = registered.quantize_blockwise_both(x.to(device), list(block), E4M3, kind, 0.0)
+        assert_all(got, reference.quantize_blockwise_both(x, block, E4M3, kind))
+
+
+@pytest.mark.parametrize("block, kind", [*BLOCKS, ((128, 1), "pow2"), ((32, 1), "e8m0")], ids=str)
+def test_one_copy(block, kind, device) -> None:
+    x = hard((40, 140), torch.bfloat16)
+    for fp8_dtype in (E4M3, E5M2):
+        got = registered.quantize_blockwise(x.to(device), list(block), fp8_dtype, kind, 0.0)
+        assert_all(got, reference.quantize_blockwise(x, block, fp8_dtype, kind))
+
+
+@pytest.mark.parametrize("block, kind", BLOCKS, ids=str)
+def test_special_values(block, kind, device) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x = (
+            special((72, 128), torch.float32).clamp(-6e4, 6e4).to(dtype)
+            if dtype == torch.float16
+            else special((72, 128), dtype)
+        )
+        got = registered.quantize_blockwise_both(x.to(device), list(block), E4M3, kind, 0.0)
+        assert_all(got, reference.quantize_blockwise_both(x, block, E4M3, kind))
+
+
+@pytest.mark.parametrize("kind", ["pow2", "float32"])
+def test_epsilon(kind, device) -> None:
+    x = torch.linspace(0, 1e-3, 4 * 128).view(4, 128)
+    got = registered.quantize_blockwise_both(x.to(device), [1, 128], E4M3, kind, 3e-4)
+    assert_all(got, reference.quantize_blockwise_both(x, (1, 128), E4M3, kind, epsilon=3e-4))
+
+
+def test_every_significand_has_the_reference_power_of_two(device) -> None:
+    """The exponent of 448 / amax comes from a comparison of significands, not from a division."""
+    amax = torch.cat([(0x3F800000 + torch.arange(-300, 300)), 0x3FE00000 + torch.arange(-300, 300)]).to(torch.int32)
+    exponents = torch.tensor([-126, -118, 0, 119, 127])
+    x = (amax.view(torch.float32)[None] * 2.0 ** exponents[:, None].float()).flatten()
+    x = torch.cat([x[torch.isfinite(x)], torch.tensor([0.0, 2.0**-149, 2.0**-127, torch.finfo(torch.float32).max])])
+    for fp8_dtype in (E4M3, E5M2):
+        got = registered.quantize_blockwise(x[:, None].to(device), [1, 128], fp8_dtype, "pow2", 0.0)
+        assert_all(got, reference.quantize_blockwise(x[:, None], (1, 128), fp8_dtype, "pow2"))
+
+
+@pytest.mark.parametrize("block, kind", [BLOCKS[0], BLOCKS[2], BLOCKS[4], BLOCKS[5]], ids=str)
+@pytest.mark.parametrize("splits, rows", SPLITS, ids=str)
+def test_grouped_blockwise(splits, rows, block, kind, device) -> None:
+    x, m_splits = hard((rows, 40), torch.bfloat16), torch.tensor(splits)
+    got = registered.quantize_grouped_blockwise(
+        x.to(device), m_splits.to(device), list(block), E4M3, kind, 0.0, True, True
+    )
+    assert_all(got, grouped.quantize_grouped_blockwise(x, m_splits, block, E4M3, kind))
+
+
+def test_grouped_blockwise_makes_the_copy_asked_for(device) -> None:
+    x, m_splits = hard((70, 40), torch.float32), torch.tensor([33, 37], dtype=torch.int32)
+    for rowwise, columnwise in ((True, False), (False, True)):
+        got = registered.quantize_grouped_blockwise(
+            x.to(device), m_splits.to(device), [1, 32], E4M3, "e8m0", 0.0, rowwise, columnwise
+        )
+        flags = {"rowwise": rowwise, "columnwise": columnwise}
+        assert_all(got, grouped.quantize_grouped_blockwise(x, m_splits, (1, 32), E4M3, "e8m0", **flags))
+
+
+@pytest.mark.parametrize("fp8_dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 33), (70, 130), (2, 66, 40), (0, 5)], ids=str)
+def test_per_tensor(shape, fp8_dtype, device) -> None:
+    x = hard(shape, torch.bfloat16)
+    batch = shape[:-2]
+    for scale_shape in ((), (*batch, 1, 1), (*shape[:-1], 1), shape[-1:], shape):
+        scale = torch.rand(scale_shape, generator=torch.Generator().manual_seed(0)) + 0.1
+        expected = reference.quantize_per_tensor(x, scale, fp8_dtype)
+        row, col = registered.quantize_per_tensor_both(x.to(device), scale.to(device), fp8_dtype)
+        assert_all((row, col), (expected, expected))
+        assert col.mT.is_contiguous()
+        values = registered.dequantize_per_tensor(row, scale.to(device), torch.bfloat16)
+        assert_bitwise(values, reference.dequantize_per_tensor(expected, scale, torch.bfloat16))
+
+
+@pytest.mark.parametrize("splits, rows", SPLITS, ids=str)
+def test_grouped_per_tensor(splits, rows, device) -> None:
+    x, m_splits = special((135, 128), torch.float32)[:rows], torch.tensor(splits)
+    amax = registered.grouped_amax(x.to(device), m_splits.to(device))
+    assert_bitwise(amax, grouped.grouped_amax(x, m_splits))
+    scale = torch.rand(len(splits)) + 0.1
+    got = registered.quantize_grouped_per_tensor(x.to(device), m_splits.to(device), scale.to(device), E4M3, 16)
+    assert_all(got, grouped.quantize_grouped_per_tensor(x, m_splits, scale, E4M3))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (70, 130), (2, 66, 40), (3, 2, 5, 7), (1, 1100), (0, 5), (3, 0)], ids=str)
+def test_amax(shape, device) -> None:
+    for dtype in DTYPES:
+        x = hard(shape, dtype)
+        assert_bitwise(registered.amax(x.to(device)), blocks.amax(x))
+    if x.numel():
+        x.view(-1)[-1] = float("nan")
+        assert_bitwise(registered.amax(x.to(device)), blocks.amax(x))
+
+
+@pytest.mark.parametrize("block, kind", [*BLOCKS, ((128, 1), "pow2"), ((32, 1), "e8m0")], ids=str)
+def test_dequantize(block, kind, device) -> None:
+    for shape in ((40, 140), (2, 33, 5)):
+        data, stored = reference.quantize_blockwise(hard(shape, torch.float32), block, E5M2, kind)
+        for dtype in DTYPES:
+            expected = reference.dequantize_blockwise(data, stored, block, dtype)
+            strided = data.mT.contiguous().mT.to(device)
+            for given in (data.to(device), strided):
+                assert_bitwise(registered.dequantize_blockwise(given, stored.to(device), list(block), dtype), expected)
+
+
+@pytest.mark.parametrize("fp8_dtype", [E4M3, E5M2], ids=str)
+def test_every_code_dequantizes(fp8_dtype, device) -> None:
+    data = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(fp8_dtype).view(8, 32)
+    got = registered.dequantize_per_tensor(data.to(device), torch.ones((), device=device), torch.float32)
+    assert_bitwise(got, data.float())
+
+
+def test_every_bfloat16_rounds_alike(device) -> None:
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(256, 256)
+    for fp8_dtype in (E4M3, E5M2):
+        for scale in (torch.ones(()), torch.tensor(1.7)):
+            got = registered.quantize_per_tensor(every.to(device), scale.to(device), fp8_dtype)
+            assert_bitwise(got, reference.quantize_per_tensor(every, scale, fp8_dtype))
+
+
+def test_strided_input(device) -> None:
+    x = hard((40, 66), torch.float32)
+    got = registered.quantize_blockwise(x.to(device).mT, [1, 32], E4M3, "e8m0", 0.0)
+    assert_all(got, reference.quantize_blockwise(x.mT, (1, 32), E4M3, "e8m0"))
+
+
+def test_blocks_that_no_tile_holds_are_refused(device) -> None:
+    with pytest.raises(ValueError, match="allowed on an accelerator: powers of two up to 128"):
+        registered.quantize_blockwise(torch.ones(4, 4, device=device), [1, 256], E4M3, "pow2", 0.0)
+
+
+def test_opcheck(device) -> None:
+    x, m_splits = hard((40, 48), torch.bfloat16).to(device), torch.tensor([7, 0, 33], device=device)
+    one, scale = torch.ones((), device=device), torch.rand(3, device=device)
+    row, row_scale, *_ = registered.quantize_blockwise_both(x, [1, 32], E4M3, "e8m0", 0.0)
+    calls = [
+        (registered.amax, (x,)),
+        (registered.grouped_amax, (x, m_splits)),
+        (registered.quantize_per_tensor, (x, one, E4M3)),
+        (registered.quantize_per_tensor_both, (x, one, E4M3)),
+        (registered.quantize_grouped_per_tensor, (x, m_splits, scale, E4M3, 16)),
+        (registered.dequantize_per_tensor, (row, one, torch.bfloat16)),
+        (registered.quantize_blockwise, (x, [128, 1], E4M3, "pow2", 0.0)),
+        (registered.quantize_blockwise, (x, [1, 32], E4M3, "e8m0", 0.0)),
+        (registered.quantize_blockwise_both, (x, [1, 128], E4M3, "pow2", 0.0)),
+        (registered.quantize_grouped_blockwise, (x, m_splits, [1, 128], E4M3, "pow2", 0.0, True, True)),
+        (registered.dequantize_blockwise, (row, row_scale, [1, 32], torch.bfloat16)),
+    ]
+    for op, arguments in calls:
+        torch.library.opcheck(op, arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block, kind", BLOCKS, ids=str)
+def test_real_sizes(block, kind) -> None:
+    for shape in ((8192, 4096), (4097, 7168), (8, 2048, 1408)):
+        x = torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 3
+        x.view(-1)[::1001] *= 1e-30
+        got = registered.quantize_blockwise_both(x, list(block), E4M3, kind, 0.0)
+        assert_all(got, reference.quantize_blockwise_both(x, block, E4M3, kind))
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_31_bits() -> None:
+    x = torch.zeros(2**20 + 3, 2049, device="cuda", dtype=torch.bfloat16)
+    x[-2:] = torch.randn(2, 2049, device="cuda", dtype=torch.bfloat16)
+    data, scale = registered.quantize_blockwise(x, [1, 128], E4M3, "pow2", 0.0)
+    expected = reference.quantize_blockwise(x[-2:], (1, 128), E4M3, "pow2")
+    assert_all((data[-2:], scale[-2:]), expected)
+    assert torch.equal(registered.amax(x), x[-2:].abs().amax().float())
+
+
+@pytest.mark.gpu
+def test_grouped_real_sizes() -> None:
+    splits = [1000, 0, 129, 4096, 1, 2966]
+    m_splits = torch.tensor(splits, device="cuda")
+    x = torch.randn(sum(splits), 2048, device="cuda", dtype=torch.bfloat16)
+    for block, kind in (((1, 128), "pow2"), ((1, 32), "e8m0")):
+        got = registered.quantize_grouped_blockwise(x, m_splits, list(block), E4M3, kind, 0.0, True, True)
+        assert_all(got, grouped.quantize_grouped_blockwise(x, m_splits, block, E4M3, kind))
