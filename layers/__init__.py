@@ -4,29 +4,95 @@ May import: `te_models.kernels`.
 """
 
 from .attention import DotProductAttention
-from .autocast import autocast, current_recipe, quantized_model_init
+from .autocast import (
+    autocast,
+    collect_statistics,
+    current_recipe,
+    microbatch,
+    quantized_model_init,
+    recompute_contexts,
+)
+from .delayed import Float8Quantizer
+from .delayed_update import update_delayed_scaling
+from .fsdp import share_scales
+from .fused_adamw import FusedAdamW, gradient_of
 from .grouped_linear import GroupedLinear
 from .grouped_tensor import GroupedTensor
 from .layernorm_linear import LayerNormLinear
 from .layernorm_mlp import LayerNormMLP
 from .linear import Linear
 from .norm import LayerNorm, RMSNorm
-from .quantized_tensor import Float8BlockwiseTensor, Float8Tensor, MXFP8Tensor, QuantizedTensor
-from .quantizer import Float8BlockQuantizer, Float8CurrentScalingQuantizer, MXFP8Quantizer, Quantizer
-from .recipe import RECIPES, Float8BlockScaling, Float8CurrentScaling, Format, MXFP8BlockScaling, Recipe, recipe
+from .overrides import PerModuleRecipe, first_last_layers_bf16
+from .quantized_module import (
+    QuantizedModule,
+    load_recipe_state,
+    name_modules,
+    recipe_state,
+    set_rounding_seed,
+)
+from .quantized_storage import (
+    Float8BlockwiseTensorStorage,
+    Float8TensorStorage,
+    HybridTensorStorage,
+    IdentityTensorStorage,
+    MXFP8TensorStorage,
+    NVFP4TensorStorage,
+    QuantizedStorage,
+)
+from .quantized_tensor import (
+    Float8BlockwiseTensor,
+    Float8Tensor,
+    HybridTensor,
+    IdentityTensor,
+    MXFP8Tensor,
+    NVFP4Tensor,
+    QuantizedTensor,
+)
+from .quantizer import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    FP8Quantizer,
+    HybridQuantizer,
+    IdentityQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    Quantizer,
+)
+from .recipe import RECIPES, Format, GemmQuantizers, QuantizerRole, Recipe, recipe
+from .recipes import (
+    CustomRecipe,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
 
 __all__ = [
-    "RECIPES",
+    "CustomRecipe",
+    "DelayedScaling",
     "DotProductAttention",
+    "FP8Quantizer",
     "Float8BlockQuantizer",
     "Float8BlockScaling",
     "Float8BlockwiseTensor",
+    "Float8BlockwiseTensorStorage",
     "Float8CurrentScaling",
     "Float8CurrentScalingQuantizer",
+    "Float8Quantizer",
     "Float8Tensor",
+    "Float8TensorStorage",
     "Format",
+    "FusedAdamW",
+    "GemmQuantizers",
     "GroupedLinear",
     "GroupedTensor",
+    "HybridQuantizer",
+    "HybridTensor",
+    "HybridTensorStorage",
+    "IdentityQuantizer",
+    "IdentityTensor",
+    "IdentityTensorStorage",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
@@ -34,12 +100,33 @@ __all__ = [
     "MXFP8BlockScaling",
     "MXFP8Quantizer",
     "MXFP8Tensor",
+    "MXFP8TensorStorage",
+    "NVFP4BlockScaling",
+    "NVFP4Quantizer",
+    "NVFP4Tensor",
+    "NVFP4TensorStorage",
+    "PerModuleRecipe",
+    "QuantizedModule",
+    "QuantizedStorage",
     "QuantizedTensor",
     "Quantizer",
+    "QuantizerRole",
+    "RECIPES",
     "RMSNorm",
     "Recipe",
     "autocast",
+    "collect_statistics",
     "current_recipe",
+    "first_last_layers_bf16",
+    "gradient_of",
+    "load_recipe_state",
+    "microbatch",
+    "name_modules",
     "quantized_model_init",
     "recipe",
+    "recipe_state",
+    "recompute_contexts",
+    "set_rounding_seed",
+    "share_scales",
+    "update_delayed_scaling",
 ]

@@ -2,25 +2,46 @@
 
 The state is one plain module-level object, not a ContextVar: the compiler traces its attributes, guards on the recipe's
 fields (an equal recipe re-created for the next step costs nothing) and follows regions opened inside a compiled
-function. Both context managers nest and restore what was before.
+function. The context managers nest and restore what was before.
 """
 
 from __future__ import annotations
 
-from typing import Self
+from typing import TYPE_CHECKING, Any, Self
 
-from .recipe import Float8CurrentScaling, Recipe
+import torch
+
+from .recipe import Recipe
+from .recipes import Float8CurrentScaling
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from .quantized_module import QuantizedModule
 
 
 class _State:
-    """What the innermost regions say. None: high precision."""
+    """What the innermost regions say. compute, storage: None is high precision. touched: in a region opened inside a
+    compiled function, the modules that ran under delayed scaling; None elsewhere, where the modules themselves know."""
 
     def __init__(self) -> None:
         self.compute: Recipe | None = None
         self.storage: Recipe | None = None
+        self.preserve_init_val = False
+        self.calibrating = False
+        self.amax_reduction_group: dist.ProcessGroup | None = None
+        self.first_microbatch: bool | None = None
+        self.statistics = False
+        self.depth = 0
+        self.touched: list[QuantizedModule] | None = None
 
 
 _STATE = _State()
+
+
+def state() -> _State:
+    """Return what is in force now; only the context managers write to it."""
+    return _STATE
 
 
 def current_recipe() -> Recipe | None:
@@ -41,34 +62,118 @@ def _checked(enabled: bool, recipe: Recipe | None) -> Recipe | None:
     return Float8CurrentScaling() if recipe is None else recipe
 
 
-class autocast:
-    """Run the layers inside under `recipe` (None: Float8CurrentScaling). `enabled=False` restores high precision.
+class _Region:
+    """A context manager that sets attributes of the state and restores them."""
 
-    The backward pass of a forward run inside uses the same recipe wherever it is called.
-    """
-
-    def __init__(self, enabled: bool = True, recipe: Recipe | None = None) -> None:
-        self._recipe = _checked(enabled, recipe)
+    def __init__(self, **values: Any) -> None:
+        self._values = values
 
     def __enter__(self) -> Self:
-        self._previous = _STATE.compute
-        _STATE.compute = self._recipe
+        self._previous = {name: getattr(_STATE, name) for name in self._values}
+        for name, value in self._values.items():
+            setattr(_STATE, name, value)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        _STATE.compute = self._previous
+        for name, value in self._previous.items():
+            setattr(_STATE, name, value)
+
+
+class autocast:
+    """Run the layers inside under `recipe` (None: Float8CurrentScaling). Transformer Engine: `te.autocast`.
+
+    enabled=False: high precision. calibrating: high-precision layers record amaxes for a later run under
+    DelayedScaling. amax_reduction_group: the process group whose maximum delayed scaling uses (None: all ranks).
+    The backward pass of a forward run inside uses the same recipe wherever it is called. At the exit of the outermost
+    region the scales of DelayedScaling are updated, see `delayed`.
+    """
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        calibrating: bool = False,
+        recipe: Recipe | None = None,
+        amax_reduction_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if isinstance(calibrating, Recipe):
+            raise TypeError("the recipe is a keyword argument: autocast(recipe=...); the second one is calibrating")
+        given = _checked(True, recipe)
+        self._recipe = given if enabled or calibrating else None
+        self._calibrating = calibrating and not enabled
+        self._group = amax_reduction_group
+
+    def __enter__(self) -> Self:
+        s = _STATE
+        self._previous = (s.compute, s.calibrating, s.amax_reduction_group, s.touched)
+        s.compute, s.calibrating = self._recipe, self._calibrating
+        if s.depth == 0:
+            s.amax_reduction_group = self._group
+            s.touched = [] if torch.compiler.is_compiling() else None
+        s.depth += 1
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        s = _STATE
+        s.depth -= 1
+        if s.depth == 0:
+            from .delayed_update import update_delayed_scaling
+
+            update_delayed_scaling(s.touched, s.amax_reduction_group)
+        s.compute, s.calibrating, s.amax_reduction_group, s.touched = self._previous
 
 
 class quantized_model_init:
-    """Store the weights of layers built inside in the weight format of `recipe` (None: Float8CurrentScaling)."""
+    """Store the weights of layers built inside in the weight format of `recipe` (None: Float8CurrentScaling).
 
-    def __init__(self, enabled: bool = True, recipe: Recipe | None = None) -> None:
-        self._recipe = _checked(enabled, recipe)
+    preserve_high_precision_init_val: keep each initial value on the CPU; `parameter.get_high_precision_init_val()`
+    returns it and `clear_high_precision_init_val()` frees it, so that an optimizer's float32 master copy starts from
+    the value before quantization.
+    """
+
+    def __init__(
+        self, enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
+    ) -> None:
+        self._region = _Region(
+            storage=_checked(enabled, recipe), preserve_init_val=enabled and preserve_high_precision_init_val
+        )
 
     def __enter__(self) -> Self:
-        self._previous = _STATE.storage
-        _STATE.storage = self._recipe
+        self._region.__enter__()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        _STATE.storage = self._previous
+        self._region.__exit__(*exc_info)
+
+
+class microbatch(_Region):
+    """Inside, layers whose `is_first_microbatch` is not given take it from here: True quantizes each weight and keeps
+    the result, False uses what was kept, None quantizes without keeping.
+
+    Example:
+        for i, batch in enumerate(micro_batches):
+            with autocast(recipe=...), microbatch(first=i == 0):
+                model(batch, labels=batch).loss.backward()
+    """
+
+    def __init__(self, first: bool | None) -> None:
+        super().__init__(first_microbatch=first)
+
+
+class collect_statistics(_Region):
+    """Inside, layers under a recipe note amax, scale range, underflow and saturation of every quantized operand; read
+    them with `quantization_statistics(model)`."""
+
+    def __init__(self, enabled: bool = True) -> None:
+        super().__init__(statistics=enabled)
+
+
+def recompute_contexts() -> tuple[Any, Any]:
+    """Return contexts for the first run and the recomputation of a region under `torch.utils.checkpoint`.
+
+    The recomputation runs under the recipe and the scales of the first run, wherever backward is called, and records
+    nothing a second time. Pass it as `checkpoint(..., use_reentrant=False, context_fn=recompute_contexts)`.
+    """
+    from .recompute import FirstRun, Recomputation
+
+    first = FirstRun()
+    return first, Recomputation(first)

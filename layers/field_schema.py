@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
-from .quantizer import Fields, Quantizer, Usage
+from .quantizer import Fields, HybridQuantizer, Quantizer, Usage
 
 
 @dataclass(frozen=True)
 class Schema:
-    """The declaration of one format.
+    """The declaration of one format; its parts (data, scale_inv, ...) are the quantizer's `PARTS`.
 
     values_per_entry: how many values an entry of `data` packs along its last dimension; scale_block: matrix entries
     (rows, columns) per stored rowwise scale, where that is not the quantizer's block; columnwise_transposed: whether
@@ -45,29 +45,44 @@ class FieldLayout:
         return -3 - dim if self.transposed else dim
 
 
-def field_layouts(schema: Schema, quantizer: Quantizer) -> tuple[FieldLayout, ...]:
+SCHEMAS: dict[str, Schema] = {
+    "float8": Schema(),
+    "float8_block": Schema(),
+    "mxfp8": Schema(columnwise_transposed=False),
+    "nvfp4": Schema(values_per_entry=2, scale_block=(1, 16)),
+    "identity": Schema(),
+}
+"""Format -> declaration. A hybrid tensor follows the declarations of its two formats."""
+
+
+def field_layouts(quantizer: Quantizer) -> tuple[FieldLayout, ...]:
     """Return the layout of every stored field, in storage order."""
-    layouts = []
-    for name in quantizer.field_names():
-        usage, _, part = name.partition("_")
-        blocks = {"data": (1, schema.values_per_entry), "scale_inv": schema.scale_block or quantizer.block}
-        block = blocks.get(part)
-        if usage == "columnwise" and block is not None:
-            block = (block[1], block[0])
-        transposed = usage == "columnwise" and schema.columnwise_transposed
-        layouts.append(FieldLayout(name, usage, block, transposed))  # type: ignore[arg-type]
+    layouts: list[FieldLayout] = []
+    for usage in quantizer.stored_usages():
+        member = quantizer.member(usage) if isinstance(quantizer, HybridQuantizer) else quantizer
+        # the one copy of a symmetric format lies as a rowwise one, whatever it serves
+        turned = usage == "columnwise" and not member.symmetric
+        schema = SCHEMAS[member.FORMAT]
+        for part in member.PARTS:
+            block = {"data": (1, schema.values_per_entry), "scale_inv": schema.scale_block or member.block}.get(part)
+            if turned and block is not None:
+                block = (block[1], block[0])
+            transposed = turned and schema.columnwise_transposed
+            layouts.append(FieldLayout(f"{usage}_{part}", usage, block, transposed))
     return tuple(layouts)
 
 
-def alignment(schema: Schema, quantizer: Quantizer, dim: int) -> int:
+def alignment(quantizer: Quantizer, dim: int) -> int:
     """Return the multiple at which a matrix may be cut along `dim` (-2 or -1) without cutting a block or a byte.
 
     All blocks are powers of two, so the largest one decides.
     """
-    sizes = [layout.block[dim] for layout in field_layouts(schema, quantizer) if layout.block is not None]
-    if quantizer.block is not None:
-        # a scale may be written once for each row that shares it: the block is larger than what an entry covers
-        sizes += [quantizer.block[dim if usage == "rowwise" else -3 - dim] for usage in quantizer.stored_usages()]
+    sizes = [layout.block[dim] for layout in field_layouts(quantizer) if layout.block is not None]
+    for usage in quantizer.stored_usages():
+        member = quantizer.member(usage) if isinstance(quantizer, HybridQuantizer) else quantizer
+        if member.block is not None:
+            # a scale may be written once for each row that shares it: the block is larger than what an entry covers
+            sizes.append(member.block[-3 - dim if usage == "columnwise" and not member.symmetric else dim])
     return max(sizes)
 
 

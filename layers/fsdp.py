@@ -25,6 +25,15 @@ if TYPE_CHECKING:
     from .quantized_tensor import QuantizedTensor
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a sharded tensor (a DTensor); any other tensor itself."""
+    if not dist.is_available():
+        return tensor
+    from torch.distributed.tensor import DTensor
+
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 def shared_amaxes(quantizer: Quantizer, x: Tensor, group: Any) -> dict[str, Tensor]:
     """Return the amaxes that quantizing x needs, reduced over a process group, by usage."""
     amaxes = quantizer.amaxes(x)

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from .gemm_module import GemmModule
 from .grouped_function import grouped_linear
 from .grouped_tensor import GroupedTensor
 from .module import InitMethod, default_init_method, empty_parameter, stored_weight
 from .quantized_tensor import QuantizedTensor
 
 
-class GroupedLinear(nn.Module):
+class GroupedLinear(GemmModule):
     """`y[g] = x[g] w[g]^T + b[g]` for `num_gemms` groups of rows. Transformer Engine: `te.pytorch.GroupedLinear`.
 
     single_grouped_weight: True holds one parameter `weight` [num_gemms, out, in] (and `bias` [num_gemms, out]);
     False holds `weight0`, `weight1`, ... (and `bias0`, ...), Transformer Engine's per-GEMM layout. Both are layouts of
     the same layer: `load_state_dict` accepts either, quantized or not, without dequantizing. The grouped one is fast;
-    the other is stacked on each call.
+    the other is stacked on each call. The other options: see `GemmModule`; a fused or delayed weight gradient needs the
+    grouped layout.
     """
 
     def __init__(
@@ -28,13 +30,20 @@ class GroupedLinear(nn.Module):
         bias: bool = False,
         *,
         single_grouped_weight: bool = True,
+        fuse_wgrad_accumulation: bool = False,
         init_method: InitMethod | None = None,
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        delay_wgrad_compute: bool = False,
+        name: str = "",
     ) -> None:
-        super().__init__()
         if num_gemms < 1:
             raise ValueError(f"num_gemms is {num_gemms}; allowed: a positive integer")
+        if (fuse_wgrad_accumulation or delay_wgrad_compute) and not single_grouped_weight:
+            raise ValueError(
+                "fuse_wgrad_accumulation and delay_wgrad_compute need single_grouped_weight=True: there is one gradient"
+            )
+        super().__init__(num_gemms, name, fuse_wgrad_accumulation, delay_wgrad_compute, False)
         self.num_gemms = num_gemms
         self.in_features = in_features
         self.out_features = out_features
@@ -51,8 +60,8 @@ class GroupedLinear(nn.Module):
                 if bias:
                     self.register_parameter(f"bias{g}", empty_parameter(out_features, **new))
         self.reset_parameters()
-        for name in self.weight_names():
-            setattr(self, name, stored_weight(getattr(self, name)))
+        for key in self.weight_names():
+            setattr(self, key, stored_weight(getattr(self, key), name))
         self.register_load_state_dict_pre_hook(_accept_either_layout)
 
     def weight_names(self) -> tuple[str, ...]:
@@ -71,9 +80,10 @@ class GroupedLinear(nn.Module):
             else:
                 self.init_method(parameter)
 
-    def forward(self, x: Tensor, m_splits: Tensor | list[int]) -> Tensor:
+    def forward(self, x: Tensor, m_splits: Tensor | list[int], is_first_microbatch: bool | None = None) -> Tensor:
         """x: [T, in_features], rows sorted by group; m_splits: [num_gemms] rows per group, a device tensor (never read
-        on the host) or a list. Returns [T, out_features]; rows past the last group are zero."""
+        on the host) or a list. Returns [T, out_features]; rows past the last group are zero.
+        is_first_microbatch: as for `Linear`."""
         if not isinstance(m_splits, Tensor):
             m_splits = torch.tensor(m_splits, dtype=torch.int64, device=x.device)
         if m_splits.shape != (self.num_gemms,):
@@ -82,7 +92,9 @@ class GroupedLinear(nn.Module):
         if self.use_bias:
             biases = [getattr(self, name) for name in self._names("bias")]
             bias = biases[0] if self.single_grouped_weight else torch.stack(biases)
-        return grouped_linear(x, tuple(getattr(self, name) for name in self.weight_names()), bias, m_splits)
+        weights = tuple(getattr(self, name) for name in self.weight_names())
+        cached = self.cached_weight(weights, is_first_microbatch)
+        return grouped_linear(self, x, weights, bias, m_splits, cached=cached, options=self.gemm_options(weights[0]))
 
     def extra_repr(self) -> str:
         layout = "grouped" if self.single_grouped_weight else "per-GEMM"

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from .gemm_module import GemmModule
 from .linear_function import linear
 from .module import InitMethod, default_init_method, empty_parameter, stored_weight
-from .norm import apply_norm, default_cast_order
+from .norm import PrecedingNorm
 
 
-class LayerNormLinear(nn.Module):
+class LayerNormLinear(PrecedingNorm, GemmModule):
     """`y = norm(x) w^T + b`. Transformer Engine: `te.pytorch.LayerNormLinear`.
 
     Parameters: layer_norm_weight [in] (unless norm_weight is False), layer_norm_bias [in] (with norm_bias, by default
-    for LayerNorm), weight [out, in], bias [out]. cast_order None: each norm's own default.
+    for LayerNorm), weight [out, in], bias [out]. cast_order None: each norm's own default. The other options: see
+    `GemmModule`.
     """
 
     def __init__(
@@ -29,49 +31,38 @@ class LayerNormLinear(nn.Module):
         norm_bias: bool | None = None,
         zero_centered_gamma: bool = False,
         cast_order: str | None = None,
+        fuse_wgrad_accumulation: bool = False,
         init_method: InitMethod | None = None,
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        delay_wgrad_compute: bool = False,
+        name: str = "",
     ) -> None:
-        super().__init__()
+        super().__init__(1, name, fuse_wgrad_accumulation, delay_wgrad_compute, False)
         self.in_features = in_features
         self.out_features = out_features
-        self.eps = eps
-        self.normalization = normalization
-        self.zero_centered_gamma = zero_centered_gamma
-        self.cast_order = cast_order or default_cast_order(normalization)
         self.init_method = init_method or default_init_method
         new = {"params_dtype": params_dtype, "device": device}
-        norm_bias = normalization == "LayerNorm" if norm_bias is None else norm_bias
-        self.layer_norm_weight = empty_parameter(in_features, **new) if norm_weight else None
-        self.layer_norm_bias = empty_parameter(in_features, **new) if norm_bias else None
+        self.add_norm(in_features, normalization, eps, zero_centered_gamma, cast_order, norm_weight, norm_bias, **new)
         self.weight = empty_parameter(out_features, in_features, **new)
         self.bias = empty_parameter(out_features, **new) if bias else None
         self.reset_parameters()
-        self.weight = stored_weight(self.weight)
+        self.weight = stored_weight(self.weight, name)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialise the parameters anew."""
-        if self.layer_norm_weight is not None:
-            self.layer_norm_weight.fill_(0.0 if self.zero_centered_gamma else 1.0)
+        self.reset_norm()
         self.init_method(self.weight)
-        for bias in (self.layer_norm_bias, self.bias):
-            if bias is not None:
-                bias.zero_()
+        if self.bias is not None:
+            self.bias.zero_()
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [..., in_features] -> [..., out_features], in the compute dtype."""
-        normed = apply_norm(
-            self.normalization,
-            x,
-            self.layer_norm_weight,
-            self.layer_norm_bias,
-            self.eps,
-            self.zero_centered_gamma,
-            self.cast_order,
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        """x: [..., in_features] -> [..., out_features], in the compute dtype. is_first_microbatch: as for `Linear`."""
+        cached = self.cached_weight((self.weight,), is_first_microbatch, gemm=0)
+        return linear(
+            self, self.normed(x), self.weight, self.bias, cached=cached, options=self.gemm_options(self.weight)
         )
-        return linear(normed, self.weight, self.bias)
 
     def extra_repr(self) -> str:
         return f"{self.normalization}, {self.in_features}, {self.out_features}, bias={self.bias is not None}"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from te_models.kernels.activation import activation, gated_activation
 
+from .gemm_module import GemmModule
 from .linear_function import linear
 from .module import InitMethod, default_init_method, empty_parameter, stored_weight
-from .norm import apply_norm, default_cast_order
+from .norm import PrecedingNorm
 
 # Transformer Engine's activation names -> (ours, gated)
 MLP_ACTIVATIONS = {
@@ -24,12 +25,14 @@ MLP_ACTIVATIONS = {
 }
 
 
-class LayerNormMLP(nn.Module):
+class LayerNormMLP(PrecedingNorm, GemmModule):
     """`y = act(norm(x) w1^T + b1) w2^T + b2`. Transformer Engine: `te.pytorch.LayerNormMLP`.
 
     activation: a key of MLP_ACTIVATIONS; the *glu ones are gated, fc1 then has 2 * ffn_hidden_size rows [gate | up].
     Parameters: layer_norm_weight, layer_norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias.
     """
+
+    STATISTICS_SLOTS = ("fc1", "fc2")
 
     def __init__(
         self,
@@ -42,60 +45,54 @@ class LayerNormMLP(nn.Module):
         activation: str = "gelu",
         zero_centered_gamma: bool = False,
         cast_order: str | None = None,
+        fuse_wgrad_accumulation: bool = False,
         init_method: InitMethod | None = None,
         output_layer_init_method: InitMethod | None = None,
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        delay_wgrad_compute: bool = False,
+        name: str = "",
     ) -> None:
-        super().__init__()
+        super().__init__(2, name, fuse_wgrad_accumulation, delay_wgrad_compute, False)
         if activation not in MLP_ACTIVATIONS:
             raise ValueError(f"activation is {activation!r}; allowed: {', '.join(map(repr, MLP_ACTIVATIONS))}")
         self.hidden_size = hidden_size
         self.ffn_hidden_size = ffn_hidden_size
-        self.eps = eps
-        self.normalization = normalization
         self.activation = activation
-        self.zero_centered_gamma = zero_centered_gamma
-        self.cast_order = cast_order or default_cast_order(normalization)
         self.init_method = init_method or default_init_method
         self.output_layer_init_method = output_layer_init_method or self.init_method
         new = {"params_dtype": params_dtype, "device": device}
         rows = ffn_hidden_size * (2 if MLP_ACTIVATIONS[activation][1] else 1)
-        self.layer_norm_weight = empty_parameter(hidden_size, **new)
-        self.layer_norm_bias = empty_parameter(hidden_size, **new) if normalization == "LayerNorm" else None
+        self.add_norm(hidden_size, normalization, eps, zero_centered_gamma, cast_order, True, None, **new)
         self.fc1_weight = empty_parameter(rows, hidden_size, **new)
         self.fc1_bias = empty_parameter(rows, **new) if bias else None
         self.fc2_weight = empty_parameter(hidden_size, ffn_hidden_size, **new)
         self.fc2_bias = empty_parameter(hidden_size, **new) if bias else None
         self.reset_parameters()
-        self.fc1_weight = stored_weight(self.fc1_weight)
-        self.fc2_weight = stored_weight(self.fc2_weight)
+        self.fc1_weight = stored_weight(self.fc1_weight, name)
+        self.fc2_weight = stored_weight(self.fc2_weight, name)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialise the parameters anew."""
-        self.layer_norm_weight.fill_(0.0 if self.zero_centered_gamma else 1.0)
+        self.reset_norm()
         self.init_method(self.fc1_weight)
         self.output_layer_init_method(self.fc2_weight)
-        for bias in (self.layer_norm_bias, self.fc1_bias, self.fc2_bias):
+        for bias in (self.fc1_bias, self.fc2_bias):
             if bias is not None:
                 bias.zero_()
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [..., hidden_size] -> [..., hidden_size], in the compute dtype."""
-        normed = apply_norm(
-            self.normalization,
-            x,
-            self.layer_norm_weight,
-            self.layer_norm_bias,
-            self.eps,
-            self.zero_centered_gamma,
-            self.cast_order,
-        )
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        """x: [..., hidden_size] -> [..., hidden_size], in the compute dtype. is_first_microbatch: as for `Linear`."""
         name, gated = MLP_ACTIVATIONS[self.activation]
-        hidden = linear(normed, self.fc1_weight, self.fc1_bias)
+        hidden = self._gemm(self.normed(x), 0, is_first_microbatch)
         hidden = gated_activation(hidden, name) if gated else activation(hidden, name)
-        return linear(hidden, self.fc2_weight, self.fc2_bias)
+        return self._gemm(hidden, 1, is_first_microbatch)
+
+    def _gemm(self, x: Tensor, gemm: int, is_first_microbatch: bool | None) -> Tensor:
+        weight, bias = ((self.fc1_weight, self.fc1_bias), (self.fc2_weight, self.fc2_bias))[gemm]
+        cached = self.cached_weight((weight,), is_first_microbatch, f"weight_cache{gemm}", gemm)
+        return linear(self, x, weight, bias, gemm=gemm, cached=cached, options=self.gemm_options(weight))
 
     def extra_repr(self) -> str:
         return f"{self.normalization}, {self.hidden_size}, {self.ffn_hidden_size}, {self.activation}"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from .autocast import storage_recipe
+from .autocast import state
 
 InitMethod = Callable[[Tensor], object]
 
@@ -29,13 +29,28 @@ def empty_parameter(*shape: int, params_dtype: torch.dtype | None, device: torch
 
 
 @torch.no_grad()
-def stored_weight(weight: nn.Parameter) -> nn.Parameter:
+def stored_weight(weight: nn.Parameter, name: str = "") -> nn.Parameter:
     """Return an initialised weight in the form `quantized_model_init` asks for: itself, or quantized.
 
-    weight: [out, in] or grouped [num_gemms, out, in].
+    weight: [out, in] or grouped [num_gemms, out, in]; name: the layer's qualified name, for per-module rules.
     """
-    recipe = storage_recipe()
+    recipe = state().storage
+    recipe = None if recipe is None else recipe.for_module(name)
     if recipe is None:
         return weight
     quantizer = recipe.weight_quantizer()
-    return nn.Parameter(quantizer.quantize(weight) if weight.dim() == 2 else quantizer.quantize_grouped(weight))
+    parameter = nn.Parameter(quantizer.quantize(weight) if weight.dim() == 2 else quantizer.quantize_grouped(weight))
+    if state().preserve_init_val:
+        _preserve(parameter, weight.detach())
+    return parameter
+
+
+def _preserve(parameter: nn.Parameter, value: Tensor) -> None:
+    """Give the parameter its value before quantization, on the CPU, and the two methods that read and free it."""
+    kept = [value.to("cpu", copy=True)]
+
+    def get_high_precision_init_val() -> Tensor | None:
+        return kept[0] if kept else None
+
+    parameter.get_high_precision_init_val = get_high_precision_init_val  # type: ignore[attr-defined]
+    parameter.clear_high_precision_init_val = kept.clear  # type: ignore[attr-defined]

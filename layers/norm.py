@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -102,19 +104,44 @@ class LayerNorm(_Norm):
         )
 
 
-def apply_norm(
-    normalization: str,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    zero_centered_gamma: bool,
-    cast_order: str,
-) -> Tensor:
-    """Apply "RMSNorm" or "LayerNorm" by name: what the fused modules call with their own parameters."""
-    if normalization == "RMSNorm":
-        return rms_norm(x, weight, eps, zero_centered=zero_centered_gamma, cast_order=cast_order)
-    return layer_norm(x, weight, bias, eps, zero_centered=zero_centered_gamma, cast_order=cast_order)
+class PrecedingNorm(nn.Module):
+    """Mixin of modules that normalise their input with parameters of their own: layer_norm_weight [size] (absent where
+    `weight` is False) and layer_norm_bias [size] (with `bias`, None: for LayerNorm)."""
+
+    def add_norm(
+        self,
+        size: int,
+        normalization: str,
+        eps: float,
+        zero_centered_gamma: bool,
+        cast_order: str | None,
+        weight: bool,
+        bias: bool | None,
+        **new: Any,
+    ) -> None:
+        """Create the parameters. cast_order None: each norm's own default."""
+        self.normalization = normalization
+        self.eps = eps
+        self.zero_centered_gamma = zero_centered_gamma
+        self.cast_order = cast_order or default_cast_order(normalization)
+        bias = normalization == "LayerNorm" if bias is None else bias
+        self.layer_norm_weight = empty_parameter(size, **new) if weight else None
+        self.layer_norm_bias = empty_parameter(size, **new) if bias else None
+
+    @torch.no_grad()
+    def reset_norm(self) -> None:
+        """Start as the plain normalisation: gamma 1, beta 0."""
+        if self.layer_norm_weight is not None:
+            self.layer_norm_weight.fill_(0.0 if self.zero_centered_gamma else 1.0)
+        if self.layer_norm_bias is not None:
+            self.layer_norm_bias.zero_()
+
+    def normed(self, x: Tensor) -> Tensor:
+        """Normalise x: [..., size]."""
+        weight, options = self.layer_norm_weight, {"zero_centered": self.zero_centered_gamma}
+        if self.normalization == "RMSNorm":
+            return rms_norm(x, weight, self.eps, cast_order=self.cast_order, **options)
+        return layer_norm(x, weight, self.layer_norm_bias, self.eps, cast_order=self.cast_order, **options)
 
 
 def default_cast_order(normalization: str) -> str:

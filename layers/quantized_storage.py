@@ -3,14 +3,14 @@ with the tensors of `quantized_tensor`, which wrap the same fields as `torch.Ten
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from te_models.kernels.gemm import Operand
 
-from .field_schema import FieldLayout, Schema, empty_fields, field_layouts
+from .field_schema import FieldLayout, empty_fields, field_layouts
 from .quantizer import Fields, Quantizer, Usage
 
 
@@ -38,19 +38,20 @@ class QuantizedFields:
         return {name: getattr(self, name) for name in self.quantizer.field_names()}
 
     @property
-    def schema(self) -> Schema:
-        """The declaration of the format."""
-        return STORAGE_CLASSES[self.quantizer.FORMAT].SCHEMA
-
-    @property
     def layouts(self) -> tuple[FieldLayout, ...]:
         """The layout of every stored field, in storage order."""
-        return field_layouts(self.schema, self.quantizer)
+        return field_layouts(self.quantizer)
+
+    def decode(self, dtype: torch.dtype) -> Tensor:
+        """Return the values of the matrix in `dtype`, never one of the fields itself."""
+        fields = self.fields
+        values = self.quantizer.dequantize_fields(fields, dtype, self.matrix_shape)
+        return values.clone() if any(values is field for field in fields.values()) else values
 
     def operand(self, usage: Usage, dtype: torch.dtype) -> Operand:
         """Return the matrix as the operand of a GEMM, exactly as stored. ValueError for a view of another shape."""
         self.require_matrix("be the operand of a GEMM")
-        return self.quantizer.operand_of_fields(self.fields, usage, dtype)
+        return self.quantizer.operand_of_fields(self.fields, usage, dtype, self.matrix_shape)
 
     def require_matrix(self, what: str) -> None:
         """Raise ValueError where this is a view of another shape than the matrix that was quantized."""
@@ -70,31 +71,21 @@ class QuantizedFields:
             columnwise=self.quantizer.columnwise if columnwise is None else columnwise,
         )
         before = self.fields
-        after = {name: before[name] for name in quantizer.field_names() if name in before}
-        for usage in sorted({name.partition("_")[0] for name in quantizer.field_names()} - _usages(after)):
-            after |= derived_fields(self, usage)  # type: ignore[arg-type]
+        missing = [name for name in quantizer.field_names() if name not in before]
+        if missing:
+            usage = missing[0].partition("_")[0]
+            raise ValueError(
+                f"this {quantizer.FORMAT} tensor has no {usage} copy, and its other copy does not determine one: their "
+                f"blocks run along different dimensions. Quantize the original values with {usage}=True instead"
+            )
         for name in before:
             delattr(self, name)
-        self._adopt(after, quantizer, self.matrix_shape)
+        self._adopt(before, quantizer, self.matrix_shape)
         return self
 
 
-def _usages(fields: Fields) -> set[str]:
-    return {name.partition("_")[0] for name in fields}
-
-
-def derived_fields(x: QuantizedFields, usage: Usage) -> Fields:
-    """Return the missing fields of `usage`, computed from the other copy without rounding; ValueError otherwise."""
-    raise ValueError(
-        f"this {x.quantizer.FORMAT} tensor has no {usage} copy, and its other copy does not determine one: their "
-        f"blocks run along different dimensions. Quantize the original values with {usage}=True instead"
-    )
-
-
 class QuantizedStorage(QuantizedFields):
-    """Bare fields: what crosses an op boundary or is saved for backward. A leaf class declares each format."""
-
-    SCHEMA: ClassVar[Schema]
+    """Bare fields: what crosses an op boundary or is saved for backward. A leaf class names each format."""
 
     def __init__(self, fields: Fields, quantizer: Quantizer, shape: torch.Size, dtype: torch.dtype) -> None:
         self.shape = torch.Size(shape)
@@ -122,7 +113,7 @@ class QuantizedStorage(QuantizedFields):
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the values in `dtype` (None: the logical dtype). Not differentiable."""
-        return self.quantizer.dequantize_fields(self.fields, dtype or self.dtype)
+        return self.decode(dtype or self.dtype)
 
     def flatten(self) -> tuple[list[Tensor], tuple[Any, ...]]:
         """Return (tensors, meta): the tensors for a schema that knows only tensors, the rest as one constant."""
@@ -143,25 +134,35 @@ class QuantizedStorage(QuantizedFields):
 
 
 class Float8TensorStorage(QuantizedStorage):
-    """FP8 with one scale. Fields: rowwise_data [R, C], rowwise_scale_inv []."""
-
-    SCHEMA = Schema()
+    """FP8 with one scale; fields as `Float8CurrentScalingQuantizer` says."""
 
 
 class Float8BlockwiseTensorStorage(QuantizedStorage):
     """FP8 with a scale per 1x128 or 128x128 block; fields as `Float8BlockQuantizer` says."""
 
-    SCHEMA = Schema()
-
 
 class MXFP8TensorStorage(QuantizedStorage):
     """FP8 with a power-of-two scale byte per 32 values; fields as `MXFP8Quantizer` says."""
 
-    SCHEMA = Schema(columnwise_transposed=False)
+
+class NVFP4TensorStorage(QuantizedStorage):
+    """FP4 with an FP8 scale per 16 values and one amax; fields as `NVFP4Quantizer` says."""
+
+
+class IdentityTensorStorage(QuantizedStorage):
+    """High precision; the field is `rowwise_data`."""
+
+
+class HybridTensorStorage(QuantizedStorage):
+    """A format for each usage; fields as `HybridQuantizer` says."""
 
 
 STORAGE_CLASSES: dict[str, type[QuantizedStorage]] = {
     "float8": Float8TensorStorage,
     "float8_block": Float8BlockwiseTensorStorage,
     "mxfp8": MXFP8TensorStorage,
+    "nvfp4": NVFP4TensorStorage,
+    "identity": IdentityTensorStorage,
+    "hybrid": HybridTensorStorage,
 }
+"""Format -> the class of bare fields."""

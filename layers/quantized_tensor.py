@@ -78,7 +78,7 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
         return _Dequantize.apply(self, dtype or self.dtype)
 
     def _values(self, dtype: torch.dtype) -> Tensor:
-        return self.quantizer.dequantize_fields(self.fields, dtype).view(self.shape)
+        return self.decode(dtype).view(self.shape)
 
     def _quantized_fields(self, x: Tensor) -> Fields:
         """Return the fields that x, of this tensor's shape, quantizes to."""
@@ -152,8 +152,11 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
     def rebuild(cls, inner: Fields, quantizer: Quantizer, shape: torch.Size, dtype: torch.dtype) -> Self:
         """Wrap fields that were read from a file. ValueError where they are not what the quantizer declares."""
         expected = empty_fields(quantizer, shape, "meta")
+        inner = dict(inner)
         for name, spec in expected.items():
             found = inner.get(name)
+            if found is not None and found.dtype is torch.uint8 and spec.dtype.itemsize == 1:
+                found = inner[name] = found.view(spec.dtype)
             if found is None or (found.shape, found.dtype) != (spec.shape, spec.dtype):
                 got = "nothing" if found is None else f"{found.dtype} {tuple(found.shape)}"
                 raise ValueError(f"the field {name} is {got}; expected: {spec.dtype} {tuple(spec.shape)}")
@@ -188,7 +191,7 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle as plain tensors and one JSON string, so that torch.load(weights_only=True) reads it."""
         self.require_matrix("be saved; clone() its base")
-        inner = {name: getattr(self, name) for name in self._inner_names()}
+        inner = {name: _as_bytes(getattr(self, name)) for name in self._inner_names()}
         flags = (self.requires_grad, isinstance(self, nn.Parameter))
         quantizer = json.dumps(self.quantizer.to_dict(), sort_keys=True)
         return rebuild_quantized, (type(self).__name__, quantizer, tuple(self.shape), self.dtype, inner, flags)
@@ -206,6 +209,11 @@ def _unless(noop: Tensor, new: Tensor, old: Tensor) -> Tensor:
     if new.dtype.itemsize > 1:
         return torch.where(skip, old, new)
     return torch.where(skip, old.view(torch.uint8), new.view(torch.uint8)).view(new.dtype)
+
+
+def _as_bytes(field: Tensor) -> Tensor:
+    """Return an eight-bit float as its bytes, which every version of the pickle protocol can hold."""
+    return field.view(torch.uint8) if field.dtype.itemsize == 1 else field
 
 
 class _Dequantize(torch.autograd.Function):
@@ -231,10 +239,25 @@ class MXFP8Tensor(QuantizedTensor):
     """`MXFP8TensorStorage` as a tensor."""
 
 
+class NVFP4Tensor(QuantizedTensor):
+    """`NVFP4TensorStorage` as a tensor."""
+
+
+class IdentityTensor(QuantizedTensor):
+    """`IdentityTensorStorage` as a tensor."""
+
+
+class HybridTensor(QuantizedTensor):
+    """`HybridTensorStorage` as a tensor."""
+
+
 TENSOR_CLASSES: dict[str, type[QuantizedTensor]] = {
     "float8": Float8Tensor,
     "float8_block": Float8BlockwiseTensor,
     "mxfp8": MXFP8Tensor,
+    "nvfp4": NVFP4Tensor,
+    "identity": IdentityTensor,
+    "hybrid": HybridTensor,
 }
 """Format -> the class of one matrix."""
 

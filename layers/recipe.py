@@ -1,9 +1,7 @@
-"""Recipes: frozen values that say which format each operand of fprop, dgrad and wgrad gets.
+"""What every recipe is: a frozen value that says which format each operand of fprop, dgrad and wgrad gets.
 
-Nothing else decides numerics.
-
-Names and defaults follow Transformer Engine's `common.recipe`. Not a recipe's business: where scales live, which
-kernel runs, when weights are cached.
+Nothing else decides numerics. Names and defaults follow Transformer Engine's `common.recipe`. Not a recipe's business:
+where scales live, which kernel runs, when weights are cached. The recipes themselves: `recipes`.
 """
 
 from __future__ import annotations
@@ -12,11 +10,17 @@ import dataclasses
 import enum
 import json
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
 
-from .quantizer import Float8BlockQuantizer, Float8CurrentScalingQuantizer, MXFP8Quantizer, Quantizer
+from .quantizer import Quantizer
+
+BackwardOverride = Literal["high_precision", "dequantized"]
+Role = Literal["input", "weight", "grad_output"]
+"""What a tensor is to a linear layer: x, w or dy."""
+RECIPES: dict[str, type[Recipe]] = {}
+"""Short name -> class."""
 
 
 class Format(enum.Enum):
@@ -25,52 +29,98 @@ class Format(enum.Enum):
     E4M3 = "E4M3"
     HYBRID = "HYBRID"
 
-    @property
-    def forward_dtype(self) -> torch.dtype:
-        """The dtype of inputs and weights."""
-        return torch.float8_e4m3fn
+    def dtype(self, role: Role) -> torch.dtype:
+        """Return the dtype of a tensor of this role."""
+        hybrid_gradient = self is Format.HYBRID and role == "grad_output"
+        return torch.float8_e5m2 if hybrid_gradient else torch.float8_e4m3fn
 
-    @property
-    def backward_dtype(self) -> torch.dtype:
-        """The dtype of output gradients."""
-        return torch.float8_e5m2 if self is Format.HYBRID else torch.float8_e4m3fn
+
+@dataclass(frozen=True)
+class QuantizerRole:
+    """Which tensor a quantizer is for. module: class name such as "Linear"; tensor: "input", "weight" or "grad_output";
+    name: the module's qualified name, "" where it has none."""
+
+    module: str
+    tensor: Role
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class GemmQuantizers:
+    """The quantizers of one module's operands, and what its backward pass does instead of quantizing, if anything."""
+
+    input: Quantizer
+    weight: Quantizer
+    grad_output: Quantizer
+    backward_override: BackwardOverride | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Base of all recipes: value equality, hash, JSON round trip. A subclass names a quantizer for each operand."""
+    """Base of all recipes: value equality, hash, JSON round trip. A subclass names a quantizer for each operand.
+
+    backward_override: None computes dgrad and wgrad from quantized operands. "high_precision" saves the original
+    operands and computes them unquantized; "dequantized" computes them, unquantized too, from what fprop's quantized
+    operands stand for.
+    """
 
     NAME: ClassVar[str]
+    by_name: ClassVar[bool] = False  # whether `for_module` or `quantizers` look at the module's name
 
-    def input_quantizer(self) -> Quantizer:
-        """Return the quantizer of layer inputs x: [rows, in]."""
+    backward_override: BackwardOverride | None = None
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "NAME" in cls.__dict__:
+            RECIPES[cls.NAME] = cls
+
+    def __post_init__(self) -> None:
+        if self.backward_override is not None and self.backward_override not in get_args(BackwardOverride):
+            allowed = ", ".join(map(repr, get_args(BackwardOverride)))
+            raise ValueError(f"backward_override is {self.backward_override!r}; allowed: None, {allowed}")
+        if not self.by_name:
+            # built once and not where they are asked for: inside a compiled region the fields need not be constants
+            quantizers = (self._quantizer("input"), self._quantizer("weight"), self._quantizer("grad_output"))
+            object.__setattr__(self, "_quantizers", GemmQuantizers(*quantizers, self.backward_override))
+
+    def _quantizer(self, role: Role) -> Quantizer:
+        """Return a new quantizer for one role."""
         raise NotImplementedError
 
     def weight_quantizer(self) -> Quantizer:
         """Return the quantizer of weights w: [out, in]."""
-        raise NotImplementedError
+        return self.quantizers("", "").weight
 
-    def grad_output_quantizer(self) -> Quantizer:
-        """Return the quantizer of output gradients dy: [rows, out]."""
-        raise NotImplementedError
+    def for_module(self, name: str) -> Recipe | None:
+        """Return the recipe of the module with this qualified name; None: high precision."""
+        return self
+
+    def quantizers(self, module: str, name: str) -> GemmQuantizers:
+        """Return the quantizers of one module. module: its class name; name: its qualified name."""
+        return self._quantizers  # type: ignore[attr-defined]
 
     def to_dict(self) -> dict[str, Any]:
         """Return {"recipe": name, field: plain JSON value}."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return {"recipe": self.NAME} | {k: v.value if isinstance(v, enum.Enum) else v for k, v in values.items()}
 
+    @classmethod
+    def _from_fields(cls, values: dict[str, Any]) -> Self:
+        """Rebuild from the fields of `to_dict`."""
+        if "fp8_format" in values:
+            values["fp8_format"] = Format(values["fp8_format"])
+        return cls(**values)
+
     @staticmethod
     def from_dict(values: dict[str, Any]) -> Recipe:
         """Rebuild from `to_dict`; an unknown recipe or field raises ValueError by name."""
         values = dict(values)
         cls = _named(values.pop("recipe", None))
-        hints = {f.name for f in dataclasses.fields(cls)}
+        known = {f.name for f in dataclasses.fields(cls)}
         for name in values:
-            if name not in hints:
-                raise ValueError(f"{cls.__name__} has no field {name!r}; its fields are: {', '.join(sorted(hints))}")
-        if "fp8_format" in values:
-            values["fp8_format"] = Format(values["fp8_format"])
-        return cls(**values)
+            if name not in known:
+                raise ValueError(f"{cls.__name__} has no field {name!r}; its fields are: {', '.join(sorted(known))}")
+        return cls._from_fields(values)
 
     def to_json(self) -> str:
         """Return `to_dict` as one line of JSON."""
@@ -86,99 +136,6 @@ class Recipe:
         return dataclasses.replace(self, **changes)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Float8CurrentScaling(Recipe):
-    """Per-tensor scales from the amax of this very tensor. HYBRID by default.
-
-    use_power_2_scales rounds scales down to powers of two; amax_epsilon is a floor for amax.
-    """
-
-    NAME: ClassVar[str] = "current"
-    fp8_format: Format = Format.HYBRID
-    use_power_2_scales: bool = False
-    amax_epsilon: float = 0.0
-
-    def _quantizer(self, dtype: torch.dtype) -> Quantizer:
-        return Float8CurrentScalingQuantizer(
-            fp8_dtype=dtype, force_pow_2_scales=self.use_power_2_scales, amax_epsilon=self.amax_epsilon
-        )
-
-    def input_quantizer(self) -> Quantizer:
-        return self._quantizer(self.fp8_format.forward_dtype)
-
-    def weight_quantizer(self) -> Quantizer:
-        return self._quantizer(self.fp8_format.forward_dtype)
-
-    def grad_output_quantizer(self) -> Quantizer:
-        return self._quantizer(self.fp8_format.backward_dtype)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Float8BlockScaling(Recipe):
-    """DeepSeek-V3's scheme: 1x128 blocks for x and dy, 128x128 for w, E4M3 throughout, power-of-two scales.
-
-    use_f32_scales keeps float32 scales. *_block_scaling_dim: 1 or 2; a product of two 2-D operands is refused.
-    """
-
-    NAME: ClassVar[str] = "block"
-    fp8_format: Format = Format.E4M3
-    use_f32_scales: bool = False
-    x_block_scaling_dim: int = 1
-    w_block_scaling_dim: int = 2
-    grad_block_scaling_dim: int = 1
-    amax_epsilon: float = 0.0
-
-    def __post_init__(self) -> None:
-        dims = {n: getattr(self, f"{n}_block_scaling_dim") for n in ("x", "w", "grad")}
-        for name, dim in dims.items():
-            if dim not in (1, 2):
-                raise ValueError(f"{name}_block_scaling_dim is {dim!r}; allowed: 1, 2")
-        for a, b in (("x", "w"), ("grad", "w"), ("grad", "x")):
-            if dims[a] == dims[b] == 2:
-                raise ValueError(f"{a}_block_scaling_dim and {b}_block_scaling_dim are both 2; allowed: one of the two")
-
-    def _quantizer(self, dtype: torch.dtype, dim: int) -> Quantizer:
-        return Float8BlockQuantizer(
-            fp8_dtype=dtype,
-            block_scaling_dim=dim,
-            force_pow_2_scales=not self.use_f32_scales,
-            amax_epsilon=self.amax_epsilon,
-        )
-
-    def input_quantizer(self) -> Quantizer:
-        return self._quantizer(self.fp8_format.forward_dtype, self.x_block_scaling_dim)
-
-    def weight_quantizer(self) -> Quantizer:
-        return self._quantizer(self.fp8_format.forward_dtype, self.w_block_scaling_dim)
-
-    def grad_output_quantizer(self) -> Quantizer:
-        return self._quantizer(self.fp8_format.backward_dtype, self.grad_block_scaling_dim)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MXFP8BlockScaling(Recipe):
-    """OCP microscaling: 1x32 blocks with a power-of-two scale byte. E4M3 throughout.
-
-    enable_2d_quantization uses 32x32 blocks for weights, whose transpose then has the same numbers.
-    """
-
-    NAME: ClassVar[str] = "mxfp8"
-    fp8_format: Format = Format.E4M3
-    enable_2d_quantization: bool = False
-
-    def input_quantizer(self) -> Quantizer:
-        return MXFP8Quantizer(fp8_dtype=self.fp8_format.forward_dtype)
-
-    def weight_quantizer(self) -> Quantizer:
-        return MXFP8Quantizer(fp8_dtype=self.fp8_format.forward_dtype, two_dimensional=self.enable_2d_quantization)
-
-    def grad_output_quantizer(self) -> Quantizer:
-        return MXFP8Quantizer(fp8_dtype=self.fp8_format.backward_dtype)
-
-
-RECIPES: dict[str, type[Recipe]] = {r.NAME: r for r in (Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling)}
-
-
 def _named(name: object) -> type[Recipe]:
     if name not in RECIPES:
         raise ValueError(f"recipe is {name!r}; allowed: {', '.join(map(repr, RECIPES))}")
@@ -186,5 +143,6 @@ def _named(name: object) -> type[Recipe]:
 
 
 def recipe(name: str, **fields: Any) -> Recipe:
-    """Return a recipe by its short name: "current", "block" or "mxfp8"; fields as for its class."""
+    """Return a recipe by its short name, a key of RECIPES ("delayed", "current", "block", "mxfp8", "nvfp4"); fields as
+    for its class."""
     return _named(name)(**fields)

@@ -28,6 +28,10 @@ class RowGroups:
         group = torch.searchsorted(ends, torch.arange(rows, device=ends.device), right=True)
         return RowGroups(m_splits, ends, group)
 
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (m_splits, ends, group), from which the constructor makes an equal value."""
+        return self.m_splits, self.ends, self.group
+
     @property
     def num_groups(self) -> int:
         """G."""
@@ -69,6 +73,10 @@ class PaddedRows:
     source: Tensor
     used: Tensor
     target: Tensor
+
+    def groups(self) -> RowGroups:
+        """Locate the padded rows; padding past the last group belongs to none."""
+        return RowGroups.of(self.sizes, self.used.shape[0])
 
     def pad(self, x: Tensor) -> Tensor:
         """[T, C] -> [P, C], zeros in unused slots."""

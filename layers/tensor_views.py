@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .field_schema import alignment
+from .field_schema import alignment, field_layouts
 from .quantized_tensor import TENSOR_CLASSES, QuantizedTensor
-from .quantizer import Fields
+from .quantizer import HybridQuantizer, NVFP4Quantizer, Quantizer
 
 
 def alias(x: QuantizedTensor) -> QuantizedTensor:
@@ -57,21 +57,33 @@ def transpose(x: QuantizedTensor, dim0: int, dim1: int) -> QuantizedTensor:
     x.require_matrix("be transposed")
     if dims != {x.dim() - 2, x.dim() - 1}:
         raise ValueError(f"only the last two dimensions of a {type(x).__name__} can be exchanged; got {dim0}, {dim1}")
-    quantizer = x.quantizer.with_usage(rowwise=x.quantizer.columnwise, columnwise=x.quantizer.rowwise)
-    fields: Fields = {}
+    turned = _turned(x.quantizer)
+    if turned is None:
+        raise refused("transpose", x)
+    layouts = {layout.name: layout for layout in field_layouts(turned)}
+    fields = {}
     for layout in x.layouts:
-        field = getattr(x, layout.name)
-        if x.quantizer.symmetric:
-            fields[layout.name] = field if layout.block is None else field.mT
-            continue
         usage, part = layout.name.split("_", 1)
-        other = "columnwise" if usage == "rowwise" else "rowwise"
-        transposed = other == "columnwise" and x.schema.columnwise_transposed
-        # relative to the transposed matrix, a field that was not transposed is
-        keep = layout.block is None or transposed != layout.transposed
-        fields[f"{other}_{part}"] = field if keep else field.mT
-    shape = (*x.shape[:-2], x.shape[-1], x.shape[-2])
-    return x.wrap(fields, quantizer=quantizer, shape=torch.Size(shape))
+        name = layout.name if x.quantizer.symmetric else f"{_OTHER[usage]}_{part}"
+        # relative to the transposed matrix, a field that was not stored transposed is
+        keep = layout.block is None or layout.transposed != layouts[name].transposed
+        fields[name] = getattr(x, layout.name) if keep else getattr(x, layout.name).mT
+    return x.wrap(fields, quantizer=turned, shape=torch.Size((*x.shape[:-2], x.shape[-1], x.shape[-2])))
+
+
+_OTHER = {"rowwise": "columnwise", "columnwise": "rowwise"}
+
+
+def _turned(quantizer: Quantizer) -> Quantizer | None:
+    """Return the quantizer of the transpose, or None where no field of the original could serve it: the copies are
+    made differently (a Hadamard transform, two formats), or the one copy is packed along its rows."""
+    if isinstance(quantizer, HybridQuantizer):
+        return None
+    if isinstance(quantizer, NVFP4Quantizer) and (quantizer.with_rht or quantizer.symmetric):
+        return None
+    if quantizer.symmetric:
+        return quantizer
+    return quantizer.with_usage(rowwise=quantizer.columnwise, columnwise=quantizer.rowwise)
 
 
 def permute(x: QuantizedTensor, dims: Sequence[int]) -> QuantizedTensor:
@@ -95,7 +107,7 @@ def narrow(x: QuantizedTensor, dim: int, start: int, stop: int) -> QuantizedTens
     if dim < x.dim() - 2:  # a batch dimension, which every field has
         return x.wrap({n: f.narrow(dim, start, stop - start) for n, f in x.fields.items()}, shape=shape)
     side = dim - x.dim()  # -2 or -1
-    align = alignment(x.schema, x.quantizer, side)
+    align = alignment(x.quantizer, side)
     for cut in (start, stop):
         if cut % align and cut != size:
             name = "rows" if side == -2 else "columns"

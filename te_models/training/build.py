@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from te_models.layers import QuantizedTensor, quantized_model_init, recipe
+from te_models.layers import quantized_model_init, recipe
 
 from ..config import ConfigError, ModelConfig
 from ..model import GPTModel
@@ -54,14 +54,9 @@ def read_model_config(config: TrainConfig) -> ModelConfig:
 
 
 def build_optimizer(config: TrainConfig, model: torch.nn.Module) -> Optimizer:
-    """Return AdamW for the model; quantized weights, or with `master_weights` all that are not float32, get masters."""
-    wanted = config.optimizer.master_weights
-    coarse = frozenset(
-        name
-        for name, p in model.named_parameters()
-        if isinstance(p, QuantizedTensor) or (wanted and p.dtype is not torch.float32)
-    )
-    return Optimizer(model.named_parameters(), config.optimizer, needs_master=coarse)
+    """Return AdamW for the model; quantized weights, or with `master_weights` all of fewer bits, get masters."""
+    seed = derive_seed(config.seed, "optimizer moments")
+    return Optimizer(model.named_parameters(), config.optimizer, seed=seed, compile=config.compile)
 
 
 def open_data(config: DataConfig, *, vocab_size: int, may_build: bool) -> TokenDataset:

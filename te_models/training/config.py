@@ -70,6 +70,7 @@ class OptimizerConfig(ConfigPart):
 
     `clip_grad_norm` None switches clipping off. `master_weights` keeps a float32 copy of parameters that are stored in
     fewer bits and updates that; quantized weights always have one, because an FP8 weight cannot absorb a small update.
+    `moment_dtype` is how the two running averages are kept; the eight-bit one has a scale per 128 values.
     """
 
     lr: float = 3e-4
@@ -78,6 +79,7 @@ class OptimizerConfig(ConfigPart):
     weight_decay: float = 0.1
     clip_grad_norm: float | None = 1.0
     master_weights: bool = False
+    moment_dtype: Literal["float32", "bfloat16", "float8"] = "float32"
 
     def _validate(self) -> None:
         check(self.lr > 0, "optimizer.lr", self.lr, "a positive number")

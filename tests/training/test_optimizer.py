@@ -79,26 +79,30 @@ def test_bf16_norm_is_accumulated_in_float32() -> None:
 def test_masters_collect_updates_that_bf16_would_lose() -> None:
     """1000 steps of 1e-5 from 1.0: each is far below bf16's spacing of 2^-8 there, their sum is not."""
     end = {}
-    for masters in (frozenset(), frozenset({"w"})):
+    for masters in (False, True):
         parameter = torch.nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))
-        optimizer = Optimizer([("w", parameter)], OptimizerConfig(weight_decay=0.0), needs_master=masters)
+        config = OptimizerConfig(weight_decay=0.0, master_weights=masters)
+        optimizer = Optimizer([("w", parameter)], config)
         for _ in range(1000):
             parameter.grad = torch.ones_like(parameter)
             optimizer.step(1e-5)
-        end[bool(masters)] = float(parameter.detach()[0, 0])
+        end[masters] = float(parameter.detach()[0, 0])
     assert end[False] == 1.0
     assert end[True] == pytest.approx(0.99, abs=2**-8)
 
 
+@pytest.mark.parametrize("moments", ["float32", "bfloat16", "float8"])
 @pytest.mark.parametrize("masters", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_state_round_trip_continues_bitwise(dtype: torch.dtype, masters: bool) -> None:
+def test_state_round_trip_continues_bitwise(dtype: torch.dtype, masters: bool, moments: str) -> None:
+    config = OptimizerConfig(master_weights=masters, moment_dtype=moments)
+
     def fresh() -> tuple[dict[str, torch.nn.Parameter], Optimizer]:
         parameters = make(dtype)
-        wanted = frozenset(parameters) if masters else frozenset()
-        return parameters, Optimizer(parameters.items(), OptimizerConfig(), needs_master=wanted)
+        return parameters, Optimizer(parameters.items(), config, seed=7)
 
     one, optimizer = fresh()
+    assert optimizer.masters.keys() == (one.keys() if masters and dtype is torch.bfloat16 else set())
     for step in range(4):
         set_gradients(one, step)
         optimizer.step(0.1)

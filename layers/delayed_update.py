@@ -1,0 +1,49 @@
+"""The one place where delayed scaling's histories and scales move on."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from .delayed import ROLES, next_history, next_scale, reduce_amaxes
+from .quantized_module import QuantizedModule, live_modules
+from .recipes import DelayedScaling
+
+
+@torch.no_grad()
+def update_delayed_scaling(
+    modules: list[QuantizedModule] | None = None, group: dist.ProcessGroup | None = None
+) -> None:
+    """Update the scales of the modules that run under DelayedScaling from the amaxes recorded since the last update.
+
+    `autocast` calls this at the exit of the outermost region. Calling it after a backward pass, too, changes nothing
+    but when the gradient scales become visible: an amax of 0 says that a tensor was not quantized, and such a role
+    keeps its history and scale. modules: None takes all. group: the ranks to reduce over (None: all ranks); every one
+    of them must hold the same modules.
+    """
+    by_recipe: dict[DelayedScaling, list[QuantizedModule]] = {}
+    for module in live_modules() if modules is None else modules:
+        if module.delayed_recipe is not None:
+            by_recipe.setdefault(module.delayed_recipe, []).append(module)
+    for recipe, together in by_recipe.items():
+        _update(recipe, together, group)
+
+
+def _update(recipe: DelayedScaling, modules: list[QuantizedModule], group: dist.ProcessGroup | None) -> None:
+    amaxes = [m.fp8_amax for m in modules]
+    if recipe.reduce_amax and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
+        amaxes = reduce_amaxes(amaxes, group)
+    sizes = [m.fp8_amax.shape[1] for m in modules]
+    last = torch.cat(amaxes, dim=1)
+    history = torch.cat([m.delayed_history(recipe) for m in modules], dim=2)
+    scale = torch.cat([m.fp8_scale for m in modules], dim=1)
+    limits = [torch.finfo(recipe.fp8_format.dtype(role)).max for role in ROLES]
+    limits = torch.tensor(limits, device=last.device)[:, None]
+    amax_of = torch.cat((last[None], history))
+    scale = next_scale(scale, amax_of, last, limits, recipe.margin, recipe.amax_compute_algo)
+    history = next_history(history, last)
+    parts = zip(modules, history.split(sizes, dim=2), scale.split(sizes, dim=1), strict=True)
+    for module, its_history, its_scale in parts:
+        # new tensors, because a graph between its forward and its backward pass still needs the old ones
+        module.fp8_history, module.fp8_scale = its_history.contiguous(), its_scale.contiguous()
+        module.fp8_amax = torch.zeros_like(module.fp8_amax)

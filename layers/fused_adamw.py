@@ -1,0 +1,234 @@
+"""AdamW (arXiv 1711.05101) for weights stored in few bits: float32 masters, requantization inside the step.
+
+The fused kernel updates the float32 master; the parameter then receives the rounded or requantized copy in place, in
+the very storage that the GEMMs read, and is never dequantized. Moments may be kept in bfloat16 or FP8 (`moments`).
+`torch.optim.AdamW` works on quantized parameters, too, but rounds the weight itself in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_models.kernels.quantize import random_bits
+
+from . import moments
+from .fsdp import local_part
+from .moments import MOMENT_DTYPES, MomentDtype
+from .quantized_tensor import QuantizedTensor
+
+_KEYS = {"float32": ("exp_avg", "exp_avg_sq"), "bfloat16": ("exp_avg", "exp_avg_sq")}
+_KEYS["float8"] = ("exp_avg", "exp_avg_scale_inv", "exp_avg_sq", "exp_avg_sq_scale_inv")
+_CHUNK = 1 << 26  # elements whose float32 working copies exist at one time
+
+
+class FusedAdamW(torch.optim.Optimizer):
+    """AdamW over plain and quantized parameters, sharded by FSDP2 or not.
+
+    lr: a float, or a scalar tensor whose value may change without anything being compiled again. master_weights: keep a
+    float32 master for every parameter of fewer bits; a quantized one always has one, because it cannot absorb a small
+    update. Without a master, the update is computed in float32 and rounded. moment_dtype: "float32", "bfloat16" or
+    "float8"; the last two round stochastically, driven by (seed, step, parameter, element). compile: compile the
+    encoding of such moments (seconds at the first step; on CPU over ten times faster from then on).
+
+    State per parameter: "step", "master", "exp_avg", "exp_avg_sq" (for "float8" also "exp_avg_scale_inv" and
+    "exp_avg_sq_scale_inv"), plain tensors all of them, in float32 unless said otherwise; a state dict resumes bitwise.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        master_weights: bool = False,
+        moment_dtype: MomentDtype = "float32",
+        seed: int = 0,
+        compile: bool = False,
+    ) -> None:
+        if moment_dtype not in MOMENT_DTYPES:
+            raise ValueError(f"moment_dtype is {moment_dtype!r}; allowed: {', '.join(map(repr, MOMENT_DTYPES))}")
+        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+            if not isinstance(value, Tensor) and not value >= 0:
+                raise ValueError(f"{name} is {value}; allowed: zero or a positive number")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas are {betas}; allowed: two numbers in [0, 1)")
+        self.moment_dtype: MomentDtype = moment_dtype
+        self.seed = seed
+        self._encode = torch.compile(_encode_moments, dynamic=True) if compile else _encode_moments
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults | {"master_weights": master_weights})
+
+    @torch.no_grad()
+    def init_state(self) -> None:
+        """Create the state of all parameters now (masters from the present weights) and not at their first update."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad and not self.state[parameter]:
+                    self.state[parameter] = self._new_state(parameter, group)
+
+    def _new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        local = local_part(parameter)
+        state = {"step": torch.zeros((), dtype=torch.float32, device=local.device)}
+        if isinstance(local, QuantizedTensor) or (group["master_weights"] and local.dtype.itemsize < 4):
+            state["master"] = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
+            local_part(state["master"]).copy_(_values(local, torch.float32))
+        if self.moment_dtype == "float8":
+            blocks = -(-local.numel() // moments.BLOCK)
+            for name in ("exp_avg", "exp_avg_sq"):
+                data = torch.zeros(blocks, moments.BLOCK, device=local.device)
+                state[name] = data.to(torch.float8_e4m3fn)
+                state[f"{name}_scale_inv"] = torch.ones(blocks, device=local.device)
+        else:
+            dtype = torch.bfloat16 if self.moment_dtype == "bfloat16" else _working_dtype(local)
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        return state
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update every parameter that has a gradient, in `.grad` or accumulated in `.main_grad`."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        index = 0
+        for group in self.param_groups:
+            work: list[_Update] = []
+            for parameter in group["params"]:
+                index += 1
+                gradient = gradient_of(parameter)
+                if gradient is None:
+                    continue
+                if not self.state[parameter]:
+                    self.state[parameter] = self._new_state(parameter, group)
+                work.append(self._begin(parameter, gradient, index))
+                if sum(update.weight.numel() for update in work) > _CHUNK:
+                    self._finish(work, group)
+                    work = []
+            self._finish(work, group)
+        return loss
+
+    def _begin(self, parameter: Tensor, gradient: Tensor, index: int) -> _Update:
+        local = local_part(parameter)
+        state = {name: local_part(value) for name, value in self.state[parameter].items()}
+        weight = state["master"] if "master" in state else _values(local, _working_dtype(local))
+        if self.moment_dtype == "float8":
+            first = moments.decode_first(state["exp_avg"], state["exp_avg_scale_inv"], weight.shape)
+            second = moments.decode_second(state["exp_avg_sq"], state["exp_avg_sq_scale_inv"], weight.shape)
+        else:
+            first, second = state["exp_avg"].to(weight.dtype), state["exp_avg_sq"].to(weight.dtype)
+        return _Update(local, weight, local_part(gradient).to(weight.dtype), first, second, state, index)
+
+    def _finish(self, work: list[_Update], group: dict[str, Any]) -> None:
+        """Run the fused kernel, then write rounded weights and moments to where they are kept."""
+        by_kind: dict[tuple[torch.device, torch.dtype], list[_Update]] = {}
+        for update in work:
+            by_kind.setdefault((update.weight.device, update.weight.dtype), []).append(update)
+        for updates in by_kind.values():
+            steps = [update.state["step"] for update in updates]
+            torch._foreach_add_(steps, 1)
+            torch._fused_adamw_(
+                [update.weight for update in updates],
+                [update.gradient for update in updates],
+                [update.first for update in updates],
+                [update.second for update in updates],
+                [],
+                steps,
+                amsgrad=False,
+                lr=group["lr"],
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+        for update in work:
+            if update.weight is not update.parameter:
+                update.parameter.copy_(update.weight)
+            if self.moment_dtype != "float32":
+                seed = torch.full_like(update.state["step"], self.seed, dtype=torch.int64)
+                key = torch.stack([seed, update.state["step"].to(torch.int64)])
+                encoded = self._encode(update.first, update.second, key, update.index, self.moment_dtype)
+                for name, value in zip(_KEYS[self.moment_dtype], encoded, strict=True):
+                    update.state[name].copy_(value)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients; a `.main_grad` is a persistent buffer and is zeroed."""
+        super().zero_grad(set_to_none)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                main_grad = getattr(parameter, "main_grad", None)
+                if main_grad is not None:
+                    main_grad.zero_()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore a state dict, every tensor in the dtype it was saved in (torch's own casts to the parameter's).
+
+        ValueError where it was saved with another moment_dtype.
+        """
+        super().load_state_dict(state_dict)
+        saved = [i for group in state_dict["param_groups"] for i in group["params"]]
+        mine = [p for group in self.param_groups for p in group["params"]]
+        for i, parameter in zip(saved, mine, strict=True):
+            if i not in state_dict["state"]:
+                continue
+            entries = state_dict["state"][i]
+            expected = _KEYS[self.moment_dtype]
+            wrong = {name for name in entries if name.startswith("exp_avg")} ^ set(expected)
+            dtype = torch.bfloat16 if self.moment_dtype == "bfloat16" else None
+            if wrong or (dtype is not None) != (entries["exp_avg"].dtype is torch.bfloat16):
+                raise ValueError(
+                    f"the state dict holds moments of dtype {entries['exp_avg'].dtype}, but this optimizer was made "
+                    f"with moment_dtype={self.moment_dtype!r}; make it with the dtype that was saved"
+                )
+            device = parameter.device
+            self.state[parameter] = {name: value.to(device, copy=True) for name, value in entries.items()}
+
+
+@dataclass
+class _Update:
+    """One parameter within a step: where it is stored, and its working copies (or the stored tensors themselves)."""
+
+    parameter: Tensor
+    weight: Tensor
+    gradient: Tensor
+    first: Tensor
+    second: Tensor
+    state: dict[str, Tensor]
+    index: int
+
+
+def _encode_moments(first: Tensor, second: Tensor, key: Tensor, index: int, kind: str) -> tuple[Tensor, ...]:
+    """Return both moments as they are stored. One draw of 32 bits serves the two, 16 bits each."""
+    bits = random_bits(key, index, first.shape)
+    if kind == "bfloat16":
+        return moments.encode_bfloat16(first, bits), moments.encode_bfloat16(second, bits >> 16)
+    return *moments.encode_first(first, bits), *moments.encode_second(second, bits >> 16)
+
+
+def gradient_of(parameter: Tensor) -> Tensor | None:
+    """Return the gradient: `.grad`, or `.main_grad` where layers accumulate weight gradients into that, with whatever
+    else has arrived in `.grad` added to it."""
+    main_grad: Tensor | None = getattr(parameter, "main_grad", None)
+    if main_grad is None:
+        return parameter.grad
+    if parameter.grad is not None:
+        main_grad.add_(parameter.grad)
+        parameter.grad = None
+    return main_grad
+
+
+def _working_dtype(parameter: Tensor) -> torch.dtype:
+    return torch.float64 if parameter.dtype is torch.float64 else torch.float32
+
+
+def _values(local: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the values in `dtype`: the tensor itself where it is plain and of that dtype."""
+    return local.dequantize(dtype) if isinstance(local, QuantizedTensor) else local.to(dtype)

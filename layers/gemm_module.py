@@ -1,0 +1,45 @@
+"""The base of modules with GEMMs whose weight gradients can be fused into a main gradient or computed later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from .linear_function import GemmOptions
+from .quantized_module import QuantizedModule
+from .wgrad import weight_gradient
+
+
+class GemmModule(QuantizedModule):
+    """fuse_wgrad_accumulation: weight gradients are added to `weight.main_grad` in place and `weight.grad` stays None.
+    delay_wgrad_compute: backward leaves weight gradients out until `backward_dw()`. save_original_input: keep the
+    input as it is for wgrad and quantize it in the backward pass, which saves memory where several layers share it.
+    Names and meanings are Transformer Engine's."""
+
+    def __init__(
+        self,
+        num_gemms: int,
+        name: str,
+        fuse_wgrad_accumulation: bool,
+        delay_wgrad_compute: bool,
+        save_original_input: bool,
+    ) -> None:
+        super().__init__(num_gemms, name)
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.save_original_input = save_original_input
+        self._later: list[Callable[[], None]] | None = [] if delay_wgrad_compute else None
+
+    def gemm_options(self, weight: nn.Parameter) -> GemmOptions:
+        """Return how the gradient of `weight` is to be made."""
+        if not self.fuse_wgrad_accumulation and self._later is None:
+            return GemmOptions(self.save_original_input)
+        return GemmOptions(self.save_original_input, weight_gradient(weight, self.fuse_wgrad_accumulation, self._later))
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradients that backward left out, oldest first. Raises RuntimeError without
+        delay_wgrad_compute."""
+        if self._later is None:
+            raise RuntimeError("backward_dw needs a layer built with delay_wgrad_compute=True")
+        while self._later:
+            self._later.pop(0)()

@@ -1,0 +1,132 @@
+"""Value objects for the compiler: classes whose instances are constants that a graph is guarded on and rebuilt from.
+
+A value class is a frozen dataclass of plain fields. Its equality and hash come from the fields; `__fx_repr__` writes an
+instance into the generated code as the class itself plus its fields. torch calls such classes opaque value types (2.13
+and before) or constant custom classes (2.14 and later); `_register` knows both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import importlib
+import math
+import re
+import types
+import typing
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import torch
+
+T = TypeVar("T")
+C = TypeVar("C", bound="type[ValueObject]")
+
+_PLAIN = (bool, int, float, str, type(None), torch.dtype)
+_TORCH_MODULE = "torch._library.opaque_object"
+
+
+class derived(Generic[T]):
+    """A read-only property of a value object, computed from its fields.
+
+    The compiler traces a descriptor written in Python on such an object, but not the built-in `property` (torch 2.13).
+    """
+
+    def __init__(self, function: Callable[[Any], T]) -> None:
+        self._function = function
+        self.__doc__ = function.__doc__
+
+    def __get__(self, instance: Any, owner: type | None = None) -> T:
+        return self._function(instance)
+
+
+class ValueObject:
+    """Base of value classes; a leaf is decorated with `value_class`."""
+
+    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
+        """Return an expression for an equal object, and the globals it needs: classes themselves, not their names.
+
+        TypeError where an attribute is not a plain value, such as a process group or a tensor: live state does not
+        belong in a graph; pass it per call.
+        """
+        names = {"_rebuild_value": rebuild, "torch": torch}
+        return _expression(self, names), names
+
+
+def rebuild(cls: type, **fields: Any) -> Any:
+    """Return an instance of a value class without running `__init__`, whose checks the original has passed."""
+    self = object.__new__(cls)
+    for name, value in fields.items():
+        object.__setattr__(self, name, value)
+    return self
+
+
+def _expression(value: Any, names: dict[str, Any]) -> str:
+    """Return an expression for a plain value or value object; add what it refers to to `names`."""
+    if isinstance(value, ValueObject):
+        declared = {f.name for f in dataclasses.fields(value)}  # type: ignore[arg-type]
+        for name, held in vars(value).items():
+            if name not in declared or not _is_plain(held):
+                raise TypeError(
+                    f"{type(value).__name__}.{name} is a {type(held).__name__}, live state that a graph cannot hold; "
+                    "a value object has declared fields of plain values only, pass the rest per call"
+                )
+        fields = "".join(f", {name}={_expression(held, names)}" for name, held in vars(value).items())
+        return f"_rebuild_value({_class_name(type(value), names)}{fields})"
+    if isinstance(value, enum.Enum):
+        return f"{_class_name(type(value), names)}[{value.name!r}]"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"float({str(value)!r})"
+    return str(value) if isinstance(value, torch.dtype) else repr(value)
+
+
+def _class_name(cls: type, names: dict[str, Any]) -> str:
+    """Return a global name for `cls`: the same in every process for an importable class, distinct for any two."""
+    name = re.sub(r"\W", "_", f"{cls.__module__}_{cls.__qualname__}")
+    if "<locals>" in cls.__qualname__:
+        name += f"_{id(cls)}"
+    names[name] = cls
+    return name
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (*_PLAIN, enum.Enum, ValueObject))
+
+
+def _check_hint(cls: type, name: str, hint: Any) -> None:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        for member in typing.get_args(hint):
+            _check_hint(cls, name, member)
+    elif typing.get_origin(hint) is typing.Literal:
+        return
+    elif not (isinstance(hint, type) and issubclass(hint, (*_PLAIN, enum.Enum, ValueObject))):
+        raise TypeError(
+            f"{cls.__name__}.{name} is annotated {hint}; a value class holds bool, int, float, str, None, torch.dtype, "
+            "enums and value objects only"
+        )
+
+
+def value_class(cls: C) -> C:
+    """Check a frozen dataclass's fields and register it with the compiler. TypeError for a field that is no value."""
+    parameters = getattr(cls, "__dataclass_params__", None)
+    if parameters is None or not parameters.frozen or "__dataclass_params__" not in vars(cls):
+        raise TypeError(f"{cls.__name__} is not a frozen dataclass")
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        _check_hint(cls, field.name, hints[field.name])
+    _register(cls)
+    return cls
+
+
+def _register(cls: type) -> None:
+    """Register with whichever name this torch has. Only a torch without opaque objects is passed over."""
+    try:
+        opaque = importlib.import_module(_TORCH_MODULE)
+    except ModuleNotFoundError as error:
+        if error.name != _TORCH_MODULE:
+            raise
+        return
+    if hasattr(opaque, "register_custom_class"):
+        opaque.register_custom_class(cls, typ="constant")
+    else:
+        opaque.register_opaque_type(cls, typ="value")

@@ -1,0 +1,91 @@
+"""Another recipe, or none, for some modules: patterns on their qualified names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Self
+
+from .quantizer import Quantizer
+from .recipe import GemmQuantizers, Recipe
+
+Choice = Recipe | Literal["bf16"]
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether `name` is `pattern`, in which each * stands for any characters, dots included."""
+    head, *rest = pattern.split("*")
+    if not rest:
+        return name == pattern
+    *middle, tail = rest
+    if not name.startswith(head) or not name.endswith(tail) or len(name) < len(head) + len(tail):
+        return False
+    position, end = len(head), len(name) - len(tail)
+    for part in middle:
+        found = name.find(part, position, end)
+        if found < 0:
+            return False
+        position = found + len(part)
+    return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerModuleRecipe(Recipe):
+    """`default`, except where a rule says otherwise: the first pattern that matches a module's name decides.
+
+    rules: (pattern, recipe or "bf16") pairs, in order; * in a pattern stands for any characters. "bf16" leaves the
+    module in high precision. Names are those of `model.named_modules()`, which `GPTModel` gives its layers; elsewhere
+    call `name_modules(model)`.
+
+    Example:
+        PerModuleRecipe(default=MXFP8BlockScaling(), rules=(("*.linear_proj", "bf16"),))
+    """
+
+    NAME: ClassVar[str] = "per_module"
+    by_name: ClassVar[bool] = True
+    default: Recipe
+    rules: tuple[tuple[str, Choice], ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "rules", tuple((pattern, choice) for pattern, choice in self.rules))
+        for pattern, choice in self.rules:
+            if not isinstance(pattern, str) or any(c in pattern for c in "?[]"):
+                raise ValueError(f"the pattern {pattern!r} is not supported; allowed: names with * for any characters")
+            if not (choice == "bf16" or isinstance(choice, Recipe)):
+                raise ValueError(f"the rule for {pattern!r} names {choice!r}; allowed: a recipe, or 'bf16'")
+        for inner in (self.default, *(choice for _, choice in self.rules)):
+            if isinstance(inner, PerModuleRecipe):
+                raise ValueError("a PerModuleRecipe cannot contain another one; merge their rules")
+        if self.backward_override is not None:
+            raise ValueError("backward_override belongs to the recipes inside a PerModuleRecipe, not to itself")
+
+    def for_module(self, name: str) -> Recipe | None:
+        for pattern, choice in self.rules:
+            if matches(pattern, name):
+                return choice if isinstance(choice, Recipe) else None
+        return self.default
+
+    def weight_quantizer(self) -> Quantizer:
+        return self.default.weight_quantizer()
+
+    def quantizers(self, module: str, name: str) -> GemmQuantizers:
+        raise TypeError("resolve a PerModuleRecipe with for_module(name) first")
+
+    def to_dict(self) -> dict[str, Any]:
+        rules = [[p, c.to_dict() if isinstance(c, Recipe) else c] for p, c in self.rules]
+        return {"recipe": self.NAME, "default": self.default.to_dict(), "rules": rules}
+
+    @classmethod
+    def _from_fields(cls, values: dict[str, Any]) -> Self:
+        values["default"] = Recipe.from_dict(values["default"])
+        rules = values.get("rules", ())
+        values["rules"] = tuple((p, Recipe.from_dict(c) if isinstance(c, dict) else c) for p, c in rules)
+        return cls(**values)
+
+
+def first_last_layers_bf16(recipe: Recipe, num_layers: int, *, first: int = 1, last: int = 1) -> PerModuleRecipe:
+    """Return `recipe` with the first and last transformer layers of a `num_layers` deep model in high precision."""
+    if first < 0 or last < 0 or first + last > num_layers:
+        raise ValueError(f"first={first} and last={last} layers of a model with {num_layers}; allowed: at most all")
+    kept = [*range(first), *range(num_layers - last, num_layers)]
+    return PerModuleRecipe(default=recipe, rules=tuple((f"*layers.{i}.*", "bf16") for i in kept))

@@ -1,0 +1,245 @@
+"""What the layers with GEMMs have in common: which quantizers are in force, and the live state that some need.
+
+State, kept as plain tensors beside the parameters (R = 3 roles input, weight, grad_output; G GEMMs):
+
+    fp8_scale [R, G], fp8_amax [R, G], fp8_history    delayed scaling, see `delayed`
+    fp8_statistics [slots, R, 5]                      see `statistics`
+    fp8_rng_state [2] int64                           (seed, counter) of stochastic rounding, see `rounding_key`
+
+It is tiny and always there, so that a compiled graph finds it in its first call. It never lives on the meta device.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from .autocast import state
+from .delayed import ROLES, STATISTICS, bind
+from .quantized_tensor import QuantizedTensor
+from .quantizer import Quantizer
+from .recipe import GemmQuantizers
+from .recipes import DelayedScaling
+from .recompute import recomputing, scale_for_run
+
+_STATE_NAMES = ("fp8_scale", "fp8_amax", "fp8_history", "fp8_rng_state", "fp8_statistics")
+_ordinals = itertools.count()
+_modules: weakref.WeakValueDictionary[int, QuantizedModule] = weakref.WeakValueDictionary()
+
+
+class LiveState(NamedTuple):
+    """The live tensors of one GEMM: scale and amax [R] or [R, G], statistics [R, 5], key [2]; None where not needed."""
+
+    scale: Tensor | None = None
+    amax: Tensor | None = None
+    statistics: Tensor | None = None
+    key: Tensor | None = None
+
+
+class QuantizedModule(nn.Module):
+    """Base of Linear, GroupedLinear, LayerNormLinear and LayerNormMLP. num_gemms: how many scales each role has; name:
+    the qualified name that per-module rules and custom recipes see (`name_modules` sets it)."""
+
+    STATISTICS_SLOTS: ClassVar[tuple[str, ...]] = ("",)  # GEMMs with statistics of their own, by suffix of the name
+
+    def __init__(self, num_gemms: int = 1, name: str = "") -> None:
+        super().__init__()
+        self.name = name
+        self.delayed_recipe: DelayedScaling | None = None
+        self.fp8_history: Tensor | None = None
+        self.fp8_scale = torch.ones(len(ROLES), num_gemms, device=_real_default_device())
+        self.fp8_amax = torch.zeros_like(self.fp8_scale)
+        slots = len(self.STATISTICS_SLOTS)
+        self.fp8_statistics = torch.zeros(slots, len(ROLES), len(STATISTICS), device=self.fp8_scale.device)
+        self.fp8_rng_state = torch.zeros(2, dtype=torch.int64, device=self.fp8_scale.device)
+        self._register()
+
+    def _register(self) -> None:
+        self._ordinal = next(_ordinals)
+        _modules[self._ordinal] = self
+
+    def __setstate__(self, values: dict[str, Any]) -> None:
+        super().__setstate__(values)
+        self._register()  # copy.deepcopy comes this way, past __init__
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        parameter = next(self.parameters(), None)
+        if parameter is not None and parameter.device.type != "meta":
+            for name in _STATE_NAMES:
+                value = getattr(self, name)
+                if value is not None:
+                    setattr(self, name, value.to(parameter.device))
+        return self
+
+    # --- what is in force ------------------------------------------------------------------------------------------
+
+    def quantizers(self) -> GemmQuantizers | None:
+        """Return this module's quantizers under the recipe in force; None: high precision."""
+        recipe = state().compute
+        if recipe is None:
+            return None
+        if recipe.by_name:
+            recipe = recipe.for_module(self.name)
+            if recipe is None:
+                return None
+        if isinstance(recipe, DelayedScaling):
+            self.delayed_recipe = recipe
+            touched = state().touched
+            if touched is not None and self not in touched:
+                touched.append(self)
+        return recipe.quantizers(type(self).__name__, self.name if recipe.by_name else "")
+
+    def live_state(self, quantizers: GemmQuantizers, gemm: int | None = None) -> LiveState:
+        """Return the live tensors that `quantizers` need. gemm: the one GEMM meant; None: all together."""
+        scale = amax = statistics = key = None
+        if self.delayed_recipe is not None:
+            scale, amax = self.fp8_scale, self.fp8_amax
+            if not torch.compiler.is_compiling():
+                scale = scale_for_run(scale)
+                amax = torch.zeros_like(amax) if recomputing() else amax
+            if gemm is not None:
+                scale, amax = scale[:, gemm], amax[:, gemm]
+        if state().statistics:
+            statistics = self.fp8_statistics[(gemm or 0) % len(self.STATISTICS_SLOTS)]
+        if quantizers.grad_output.needs_key():
+            key = self.fp8_rng_state
+        return LiveState(scale, amax, statistics, key)
+
+    def cached_weight(
+        self,
+        weights: tuple[Tensor, ...],
+        is_first_microbatch: bool | None,
+        slot: str = "weight_cache",
+        gemm: int | None = None,
+    ) -> QuantizedTensor | None:
+        """Return the weights quantized once per step, or None where they are stored quantized or nothing is cached.
+
+        weights: one [out, in] or [G, out, in], or G of [out, in]. is_first_microbatch: True quantizes and keeps,
+        False returns what was kept, None (unless `microbatch` says otherwise) does neither. slot: attribute that keeps.
+        """
+        first = state().first_microbatch if is_first_microbatch is None else is_first_microbatch
+        quantizers = None if first is None or isinstance(weights[0], QuantizedTensor) else self.quantizers()
+        if quantizers is None:
+            return None
+        if not first:
+            cached = getattr(self, slot, None)
+            if cached is None:
+                raise RuntimeError("is_first_microbatch=False, but no earlier call had is_first_microbatch=True")
+            check_format(cached, quantizers.weight)
+            return cached
+        live = self.live_state(quantizers, gemm)
+        quantizer = bind(quantizers.weight, live.scale, live.amax, "weight")
+        with torch.no_grad():
+            if len(weights) == 1 and weights[0].dim() == 2:
+                cached = quantizer.quantize(weights[0])
+            else:
+                cached = quantizer.quantize_grouped(weights[0] if weights[0].dim() == 3 else torch.stack(weights))
+        setattr(self, slot, cached)
+        return cached
+
+    # --- the state of delayed scaling ------------------------------------------------------------------------------
+
+    def delayed_history(self, recipe: DelayedScaling) -> Tensor:
+        """Return the earlier amaxes, [amax_history_len - 1, R, G], cut or filled up with zeros to the length asked."""
+        length, shape = recipe.amax_history_len - 1, self.fp8_amax.shape
+        history = self.fp8_history
+        if history is None:
+            return self.fp8_amax.new_zeros(length, *shape)
+        if history.shape[0] == length:
+            return history
+        return torch.cat((history[:length], history.new_zeros(max(0, length - history.shape[0]), *shape)))
+
+    def recipe_state(self) -> dict[str, Tensor]:
+        """Return the state that a resumed run needs, by attribute name; empty if no recipe with state has run."""
+        names: tuple[str, ...] = ()
+        if self.fp8_history is not None:
+            names += ("fp8_scale", "fp8_amax", "fp8_history")
+        if bool(self.fp8_rng_state.any()):
+            names += ("fp8_rng_state",)
+        return {name: getattr(self, name) for name in names}
+
+    def set_recipe_state(self, values: dict[str, Tensor]) -> None:
+        """Take over what `recipe_state` gave. Names that are absent keep their values. Raises ValueError."""
+        for name, value in values.items():
+            if name not in _STATE_NAMES:
+                raise ValueError(f"{name!r} is not a name of recipe state; allowed: {', '.join(_STATE_NAMES)}")
+            expected = self.fp8_scale if name == "fp8_history" else getattr(self, name)
+            shape = value.shape[1:] if name == "fp8_history" else value.shape
+            if shape != expected.shape:
+                raise ValueError(f"{name} has shape {tuple(value.shape)}; expected {tuple(expected.shape)}")
+            setattr(self, name, value.to(device=expected.device, dtype=expected.dtype, copy=True))
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, value in self.recipe_state().items():
+            destination[prefix + name] = value
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        present = {name: state_dict.pop(prefix + name) for name in _STATE_NAMES if prefix + name in state_dict}
+        try:
+            self.set_recipe_state(present)
+        except ValueError as error:
+            args[-1].append(f"{prefix}{error}")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def check_format(weight: QuantizedTensor, quantizer: Quantizer) -> None:
+    """Raise ValueError where a quantized weight is not in the format that the recipe in force wants."""
+    if weight.quantizer.FORMAT != quantizer.FORMAT:
+        raise ValueError(
+            f"the weight is stored as {weight.quantizer.FORMAT}, but the recipe in force wants {quantizer.FORMAT}; "
+            "allowed: a recipe of the stored format, or autocast(enabled=False)"
+        )
+
+
+def _real_default_device() -> torch.device:
+    device = torch.get_default_device()
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+def live_modules() -> list[QuantizedModule]:
+    """Return the existing modules in the order of their construction."""
+    return [_modules[i] for i in sorted(_modules.keys())]
+
+
+def quantized_modules(model: nn.Module) -> Iterator[tuple[str, QuantizedModule]]:
+    """Yield the layers of a model that recipes apply to, with their qualified names."""
+    return ((name, m) for name, m in model.named_modules() if isinstance(m, QuantizedModule))
+
+
+def name_modules(model: nn.Module) -> None:
+    """Tell every layer its qualified name in `model`, for per-module rules, custom recipes and statistics."""
+    for name, module in quantized_modules(model):
+        module.name = name
+
+
+def set_rounding_seed(model: nn.Module, seed: int) -> None:
+    """Seed stochastic rounding: each layer's stream follows from `seed` and its position in the model, and its counter
+    starts again, so equal seeds give equal runs."""
+    for i, (_, module) in enumerate(quantized_modules(model)):
+        module.fp8_rng_state.copy_(torch.tensor([(seed << 20) + i, 0]))
+
+
+def recipe_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return the live state of a model's recipes, by qualified name: what a resumed run needs besides the weights."""
+    found = {}
+    for name, module in quantized_modules(model):
+        for key, value in module.recipe_state().items():
+            found[f"{name}.{key}" if name else key] = value
+    return found
+
+
+def load_recipe_state(model: nn.Module, values: dict[str, Tensor]) -> None:
+    """Take over what `recipe_state` of an equal model returned. ValueError for a name that the model does not have."""
+    modules = dict(quantized_modules(model))
+    for name, value in values.items():
+        owner, _, key = name.rpartition(".")
+        if owner not in modules:
+            raise ValueError(f"the recipe state names {name}, which is not a layer of this model")
+        modules[owner].set_recipe_state({key: value})

@@ -1,0 +1,209 @@
+"""The base of quantizers: what a format defines, and what follows from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+import torch
+from torch import Tensor
+
+from te_models.kernels.gemm import Operand
+
+from ..opaque import ValueObject, derived
+from ..row_groups import RowGroups
+
+if TYPE_CHECKING:
+    from ..grouped_tensor import GroupedTensor
+    from ..quantized_tensor import QuantizedTensor
+
+Usage = Literal["rowwise", "columnwise"]
+Fields = dict[str, Tensor]
+Parts = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantizer(ValueObject):
+    """Base of all quantizers. rowwise, columnwise: which copies `quantize` makes.
+
+    key, in every method that takes one: int64 [2], (seed, counter), what stochastic rounding draws from; formats that
+    round to nearest ignore it. shape: the matrix's logical [..., rows, columns], which packed fields do not tell.
+    """
+
+    FORMAT: ClassVar[str]
+    PARTS: ClassVar[tuple[str, ...]] = ("data", "scale_inv")
+    """What is stored for a usage; the field of a part is named `{usage}_{part}`."""
+
+    rowwise: bool = True
+    columnwise: bool = True
+
+    def __post_init__(self) -> None:
+        if not (self.rowwise or self.columnwise):
+            raise ValueError("a quantizer needs at least one usage: rowwise or columnwise")
+
+    # --- what a format defines -------------------------------------------------------------------------------------
+
+    @derived
+    def symmetric(self) -> bool:
+        """Whether the transpose has the same numbers, so that one stored copy serves both usages."""
+        raise NotImplementedError
+
+    @derived
+    def block(self) -> tuple[int, int] | None:
+        """The rowwise block (rows, columns); None for one scale per matrix."""
+        raise NotImplementedError
+
+    def _quantize(self, x: Tensor, usage: Usage, key: Tensor | None, amax: Tensor | None = None) -> Parts:
+        """Return the parts of one usage, in storage layout. amax: what `amax_of` gave, or a larger one."""
+        raise NotImplementedError
+
+    def _dequantize(self, parts: Parts, usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None) -> Tensor:
+        """Undo `_quantize`, [..., rows, columns] in the tensor's own orientation."""
+        raise NotImplementedError
+
+    def statistics(self, x: Tensor, key: Tensor | None = None) -> dict[str, Tensor]:
+        """Return what quantizing x rowwise does to it: amax, scale_min, scale_max, underflow and saturation, float32
+        scalars on its device (see `quantization_statistics`)."""
+        raise NotImplementedError
+
+    def amax_of(self, x: Tensor, usage: Usage) -> Tensor | None:
+        """Return the amax [...] that the one scale of a matrix comes from; None in a format without such a scale."""
+        return None
+
+    def needs_key(self) -> bool:
+        """Whether it rounds stochastically and so draws from a key."""
+        return False
+
+    # --- what a format may refine ----------------------------------------------------------------------------------
+
+    def gemm_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which this format's operand values are exact, given the compute dtype."""
+        return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+
+    def operand(self, x: Tensor, usage: Usage, dtype: torch.dtype, key: Tensor | None = None) -> Operand:
+        """Quantize x for one GEMM: an operand in x's orientation, no quantized copy kept."""
+        return self._operand(self._quantize(x, usage, key), usage, dtype, x.shape)
+
+    def rows_operand(
+        self, x: Tensor, usage: Usage, dtype: torch.dtype, rows: RowGroups, key: Tensor | None = None
+    ) -> Operand:
+        """Quantize rows sorted by group, every group by itself: `operand` with a scale [G] or None.
+
+        x: [T, C] as `rows` lays it out; groups begin at multiples of `row_block(usage)`.
+        """
+        return self.operand(x, usage, dtype, key)
+
+    def _operand(self, parts: Parts, usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None) -> Operand:
+        return Operand(self._dequantize(parts, usage, self.gemm_dtype(dtype), shape), None)
+
+    # --- what follows from it --------------------------------------------------------------------------------------
+
+    def stored_usages(self) -> tuple[Usage, ...]:
+        """Return the usages whose fields are stored."""
+        if self.symmetric:
+            return ("rowwise",)
+        return tuple(u for u in ("rowwise", "columnwise") if getattr(self, u))
+
+    def field_names(self) -> tuple[str, ...]:
+        """Return the names of the stored fields, in storage order."""
+        return tuple(f"{usage}_{part}" for usage in self.stored_usages() for part in self.PARTS)
+
+    def _block_of(self, usage: Usage) -> tuple[int, int]:
+        """Return the block of a usage in the tensor's own orientation."""
+        assert self.block is not None, "one scale per matrix has no blocks"
+        rows, columns = self.block
+        return (rows, columns) if usage == "rowwise" else (columns, rows)
+
+    def row_block(self, usage: Usage) -> int:
+        """Return how many rows one scale spans, so that grouped rows are aligned to it; 1 for one scale per matrix."""
+        return 1 if self.block is None else self._block_of(usage)[0]
+
+    def amaxes(self, x: Tensor) -> dict[Usage, Tensor]:
+        """Return `amax_of` x for every stored usage that has one: what parts of one matrix must agree on."""
+        found = {usage: self.amax_of(x, usage) for usage in self.stored_usages()}
+        return {usage: amax for usage, amax in found.items() if amax is not None}
+
+    def quantize_fields(
+        self, x: Tensor, key: Tensor | None = None, amaxes: Mapping[Usage, Tensor] | None = None
+    ) -> Fields:
+        """Quantize x: [..., rows, columns] into the stored fields. amaxes: see `amaxes`; None computes them from x."""
+        fields: Fields = {}
+        for usage in self.stored_usages():
+            fields |= self._named(self._quantize(x, usage, key, (amaxes or {}).get(usage)), usage)
+        return fields
+
+    def _named(self, parts: Parts, usage: Usage) -> Fields:
+        return {f"{usage}_{part}": tensor for part, tensor in zip(self.PARTS, parts, strict=True)}
+
+    def _parts(self, fields: Fields, usage: Usage) -> Parts:
+        return tuple(fields[f"{usage}_{part}"] for part in self.PARTS)
+
+    def dequantize_fields(self, fields: Fields, dtype: torch.dtype, shape: Sequence[int] | None = None) -> Tensor:
+        """Return the values the fields stand for: [..., rows, columns]."""
+        usage = self.stored_usages()[0]
+        return self._dequantize(self._parts(fields, usage), usage, dtype, shape)
+
+    def operand_of_fields(
+        self, fields: Fields, usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None = None
+    ) -> Operand:
+        """Return stored fields as the operand of a GEMM that needs `usage`; ValueError where that copy is missing."""
+        stored = "rowwise" if self.symmetric else usage
+        if stored not in self.stored_usages():
+            raise ValueError(
+                f"this {self.FORMAT} tensor has no {usage} copy, which the GEMM needs; quantize it with {usage}=True"
+            )
+        return self._operand(self._parts(fields, stored), stored, dtype, shape)
+
+    def quantize(self, x: Tensor) -> QuantizedTensor:
+        """Return x: [rows, columns] as a quantized tensor of the same logical shape and dtype."""
+        from ..quantized_tensor import TENSOR_CLASSES
+
+        return TENSOR_CLASSES[self.FORMAT].quantize(x, self)
+
+    __call__ = quantize
+
+    def quantize_grouped(self, x: Tensor) -> GroupedTensor:
+        """Return x: [num_gemms, rows, columns] as one grouped tensor, every member with its own scales."""
+        from ..grouped_tensor import GroupedTensor
+
+        return GroupedTensor.quantize(x, self)
+
+    def with_usage(self, *, rowwise: bool, columnwise: bool) -> Self:
+        """Return a copy that makes other copies."""
+        return dataclasses.replace(self, rowwise=rowwise, columnwise=columnwise)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return {"format": ..., field: plain JSON value}."""
+        return {"format": self.FORMAT} | {f.name: _to_json(getattr(self, f.name)) for f in dataclasses.fields(self)}
+
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> Quantizer:
+        """Rebuild from `to_dict`; unknown formats, fields and dtypes raise ValueError by name."""
+        from . import QUANTIZERS
+
+        values = dict(values)
+        name = values.pop("format", None)
+        if name not in QUANTIZERS:
+            raise ValueError(f"quantized format is {name!r}; allowed: {', '.join(map(repr, QUANTIZERS))}")
+        cls = QUANTIZERS[name]
+        known = {f.name for f in dataclasses.fields(cls)}
+        for field in values:
+            if field not in known:
+                raise ValueError(f"{cls.__name__} has no field {field!r}; its fields are: {', '.join(sorted(known))}")
+        return cls(**{field: cls._from_json(field, value) for field, value in values.items()})
+
+    @classmethod
+    def _from_json(cls, field: str, value: Any) -> Any:
+        """Undo `_to_json` for one field."""
+        return value
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, Quantizer):
+        return value.to_dict()
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return value.value if isinstance(value, enum.Enum) else value

@@ -1,0 +1,127 @@
+"""FP8 with a scale per block: 1x128 and 128x128 blocks, and the microscaling (MX) format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from te_models.kernels import quantize as q
+
+from ..opaque import derived, value_class
+from .base import Fields, Parts, Usage
+from .fp8 import FP8Quantizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class _BlockwiseQuantizer(FP8Quantizer):
+    """What formats with a scale per block share. Columnwise parts are computed in x's orientation, so that reads stay
+    contiguous, and stored as `TRANSPOSED` says."""
+
+    TRANSPOSED: ClassVar[bool]
+
+    @derived
+    def scale_kind(self) -> str:
+        """The kind of the scales, as `quantize_blockwise` names it."""
+        raise NotImplementedError
+
+    @derived
+    def _epsilon(self) -> float:
+        return 0.0
+
+    def _stored(self, parts: Parts, usage: Usage) -> Parts:
+        """Turn x's orientation into that of the storage, or back."""
+        return tuple(part.mT for part in parts) if self.TRANSPOSED and usage == "columnwise" else parts
+
+    def _quantize(self, x: Tensor, usage: Usage, key: Tensor | None, amax: Tensor | None = None) -> Parts:
+        block = self._block_of(usage)
+        return self._stored(
+            q.quantize_blockwise(x, block, self.fp8_dtype, self.scale_kind, epsilon=self._epsilon), usage
+        )
+
+    def quantize_fields(
+        self, x: Tensor, key: Tensor | None = None, amaxes: Mapping[Usage, Tensor] | None = None
+    ) -> Fields:
+        if len(self.stored_usages()) == 1:
+            return super().quantize_fields(x, key)
+        block = self._block_of("rowwise")
+        parts = q.quantize_blockwise_both(x, block, self.fp8_dtype, self.scale_kind, epsilon=self._epsilon)
+        return self._named(parts[:2], "rowwise") | self._named(self._stored(parts[2:], "columnwise"), "columnwise")
+
+    def _dequantize(self, parts: Parts, usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None) -> Tensor:
+        data, scale_inv = self._stored(parts, usage)
+        return q.dequantize_blockwise(data, scale_inv, self._block_of(usage), dtype)
+
+
+@value_class
+@dataclass(frozen=True, kw_only=True)
+class Float8BlockQuantizer(_BlockwiseQuantizer):
+    """Scales per 1x128 (block_scaling_dim 1) or 128x128 (2) block.
+
+    Fields: rowwise data [..., R, C] and scale_inv [..., ceil(R/br), ceil(C/128)]; the columnwise copy of 1-D blocks is
+    stored transposed: data [..., C, R], scale_inv [..., C, ceil(R/128)].
+    """
+
+    FORMAT: ClassVar[str] = "float8_block"
+    BLOCK: ClassVar[int] = 128
+    TRANSPOSED: ClassVar[bool] = True
+
+    block_scaling_dim: int = 2
+    force_pow_2_scales: bool = True
+    amax_epsilon: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block_scaling_dim not in (1, 2):
+            raise ValueError(f"block_scaling_dim is {self.block_scaling_dim!r}; allowed: 1, 2")
+
+    @derived
+    def symmetric(self) -> bool:
+        return self.block_scaling_dim == 2
+
+    @derived
+    def block(self) -> tuple[int, int]:
+        return (self.BLOCK if self.symmetric else 1, self.BLOCK)
+
+    @derived
+    def scale_kind(self) -> str:
+        return "pow2" if self.force_pow_2_scales else "float32"
+
+    @derived
+    def _epsilon(self) -> float:
+        return self.amax_epsilon
+
+    def gemm_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        # a float32 scale times an FP8 value is not exact in bfloat16
+        return super().gemm_dtype(dtype) if self.force_pow_2_scales else torch.float32
+
+
+@value_class
+@dataclass(frozen=True, kw_only=True)
+class MXFP8Quantizer(_BlockwiseQuantizer):
+    """Scale bytes (E8M0) per 1x32 block, or 32x32 when two_dimensional.
+
+    Fields: data [..., R, C], scale_inv uint8 [..., R, ceil(C/32)]; columnwise data is not transposed, its scales are
+    [..., ceil(R/32), C]. two_dimensional: scale_inv [..., ceil(R/32), ceil(C/32)], one copy.
+    """
+
+    FORMAT: ClassVar[str] = "mxfp8"
+    BLOCK: ClassVar[int] = 32
+    TRANSPOSED: ClassVar[bool] = False
+
+    two_dimensional: bool = False
+
+    @derived
+    def symmetric(self) -> bool:
+        return self.two_dimensional
+
+    @derived
+    def block(self) -> tuple[int, int]:
+        return (self.BLOCK if self.two_dimensional else 1, self.BLOCK)
+
+    @derived
+    def scale_kind(self) -> str:
+        return "e8m0"

@@ -1,0 +1,91 @@
+"""FP8 with one float32 scale per matrix, and the base of all FP8 quantizers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from te_models.kernels import quantize as q
+from te_models.kernels.gemm import Operand
+
+from ..opaque import derived, value_class
+from ..row_groups import RowGroups
+from .base import Parts, Quantizer, Usage
+
+
+@dataclass(frozen=True, kw_only=True)
+class FP8Quantizer(Quantizer):
+    """Base of quantizers to FP8. fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2."""
+
+    fp8_dtype: torch.dtype = torch.float8_e4m3fn
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.fp8_dtype not in q.FP8_MAX:
+            raise ValueError(f"fp8_dtype is {self.fp8_dtype}; allowed: {', '.join(map(str, q.FP8_MAX))}")
+
+    def statistics(self, x: Tensor, key: Tensor | None = None) -> dict[str, Tensor]:
+        parts = self._quantize(x, "rowwise", key)
+        values = self._dequantize(parts, "rowwise", torch.float32, x.shape)
+        scale_inv = q.e8m0_to_float(parts[1]) if parts[1].dtype == torch.uint8 else parts[1]
+        return q.quantization_statistics(x, values, scale_inv, self.block, q.FP8_MAX[self.fp8_dtype])
+
+    @classmethod
+    def _from_json(cls, field: str, value: Any) -> Any:
+        if field != "fp8_dtype":
+            return value
+        dtypes = {str(d).removeprefix("torch."): d for d in q.FP8_MAX}
+        if value not in dtypes:
+            raise ValueError(f"fp8_dtype is {value!r}; allowed: {', '.join(map(repr, dtypes))}")
+        return dtypes[value]
+
+
+@value_class
+@dataclass(frozen=True, kw_only=True)
+class Float8CurrentScalingQuantizer(FP8Quantizer):
+    """One float32 scale per matrix, from its own amax. Fields: data [..., R, C], scale_inv [...]."""
+
+    FORMAT: ClassVar[str] = "float8"
+
+    force_pow_2_scales: bool = False
+    amax_epsilon: float = 0.0
+
+    @derived
+    def symmetric(self) -> bool:
+        return True
+
+    @derived
+    def block(self) -> None:
+        return None
+
+    def scale(self, amax: Tensor) -> Tensor:
+        """Return the factor to multiply with before the cast, for amaxes of any shape."""
+        return q.scale_from_amax(amax, self.fp8_dtype, pow2=self.force_pow_2_scales, epsilon=self.amax_epsilon)
+
+    def amax_of(self, x: Tensor, usage: Usage) -> Tensor:
+        return q.amax(x)
+
+    def _quantize(self, x: Tensor, usage: Usage, key: Tensor | None, amax: Tensor | None = None) -> Parts:
+        scale = self.scale(q.amax(x) if amax is None else amax)
+        data = q.quantize_per_tensor(x, scale[..., None, None], self.fp8_dtype)
+        return data, torch.div(torch.ones_like(scale), scale)
+
+    def _dequantize(self, parts: Parts, usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None) -> Tensor:
+        data, scale_inv = parts
+        return q.dequantize_per_tensor(data, scale_inv[..., None, None], dtype)
+
+    def _operand(self, parts: Parts, usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None) -> Operand:
+        data, scale_inv = parts
+        # by way of float32: the compiler vectorises FP8 -> float32, but not FP8 -> bfloat16 (8 times slower on CPU)
+        return Operand(data.float().to(self.gemm_dtype(dtype)), scale_inv)
+
+    def rows_operand(
+        self, x: Tensor, usage: Usage, dtype: torch.dtype, rows: RowGroups, key: Tensor | None = None
+    ) -> Operand:
+        scale = self.scale(rows.amax(x))
+        data = q.quantize_per_tensor(x, rows.per_row(scale)[:, None], self.fp8_dtype)
+        return self._operand((data, torch.div(torch.ones_like(scale), scale)), usage, dtype, x.shape)

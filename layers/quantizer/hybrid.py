@@ -1,0 +1,117 @@
+"""A format of its own for each usage, for example E4M3 in fprop and E5M2 where the tensor meets a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from te_models.kernels.gemm import Operand
+
+from ..opaque import derived, value_class
+from ..row_groups import RowGroups
+from .base import Fields, Quantizer, Usage
+from .identity import IdentityQuantizer
+
+
+@value_class
+@dataclass(frozen=True, kw_only=True)
+class HybridQuantizer(Quantizer):
+    """Rowwise operands come from one quantizer and columnwise ones from another.
+
+    Fields: those of the two under the usage they serve; a symmetric format that serves the columnwise usage stores its
+    one copy, untransposed, as columnwise_*.
+    """
+
+    FORMAT: ClassVar[str] = "hybrid"
+
+    rowwise_quantizer: Quantizer = field(default_factory=IdentityQuantizer)
+    columnwise_quantizer: Quantizer = field(default_factory=IdentityQuantizer)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("rowwise_quantizer", "columnwise_quantizer"):
+            held = getattr(self, name)
+            if not isinstance(held, Quantizer) or isinstance(held, HybridQuantizer):
+                raise ValueError(f"{name} is {held!r}; allowed: a quantizer of one format")
+
+    @derived
+    def symmetric(self) -> bool:
+        return False
+
+    @derived
+    def block(self) -> None:
+        return None
+
+    def member(self, usage: Usage) -> Quantizer:
+        """Return the quantizer of a usage."""
+        return self.rowwise_quantizer if usage == "rowwise" else self.columnwise_quantizer
+
+    def _stored(self, usage: Usage) -> tuple[Quantizer, Usage]:
+        """Return the quantizer of a usage, making that copy only, and the usage it stores it as."""
+        member = self.member(usage).with_usage(rowwise=usage == "rowwise", columnwise=usage == "columnwise")
+        return member, member.stored_usages()[0]
+
+    def needs_key(self) -> bool:
+        return self.rowwise_quantizer.needs_key() or self.columnwise_quantizer.needs_key()
+
+    def row_block(self, usage: Usage) -> int:
+        return self.member(usage).row_block(usage)
+
+    def gemm_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        dtypes = [self.member(usage).gemm_dtype(dtype) for usage in self.stored_usages()]
+        return torch.float32 if torch.float32 in dtypes else dtypes[0]
+
+    def field_names(self) -> tuple[str, ...]:
+        return tuple(f"{usage}_{part}" for usage in self.stored_usages() for part in self.member(usage).PARTS)
+
+    def operand(self, x: Tensor, usage: Usage, dtype: torch.dtype, key: Tensor | None = None) -> Operand:
+        return self.member(usage).operand(x, usage, dtype, key)
+
+    def rows_operand(
+        self, x: Tensor, usage: Usage, dtype: torch.dtype, rows: RowGroups, key: Tensor | None = None
+    ) -> Operand:
+        return self.member(usage).rows_operand(x, usage, dtype, rows, key)
+
+    def amax_of(self, x: Tensor, usage: Usage) -> Tensor | None:
+        return self.member(usage).amax_of(x, self._stored(usage)[1])
+
+    def quantize_fields(
+        self, x: Tensor, key: Tensor | None = None, amaxes: Mapping[Usage, Tensor] | None = None
+    ) -> Fields:
+        fields: Fields = {}
+        for usage in self.stored_usages():
+            member, stored = self._stored(usage)
+            given = {stored: amaxes[usage]} if amaxes and usage in amaxes else None
+            for name, value in member.quantize_fields(x, key, given).items():
+                fields[f"{usage}_{name.partition('_')[2]}"] = value
+        return fields
+
+    def _member_fields(self, fields: Fields, usage: Usage) -> tuple[Quantizer, Fields]:
+        """Return the quantizer of a usage and the fields under the names it gave them."""
+        member, stored = self._stored(usage)
+        return member, {f"{stored}_{part}": fields[f"{usage}_{part}"] for part in member.PARTS}
+
+    def dequantize_fields(self, fields: Fields, dtype: torch.dtype, shape: Sequence[int] | None = None) -> Tensor:
+        member, fields = self._member_fields(fields, self.stored_usages()[0])
+        return member.dequantize_fields(fields, dtype, shape)
+
+    def operand_of_fields(
+        self, fields: Fields, usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None = None
+    ) -> Operand:
+        if usage not in self.stored_usages():
+            raise ValueError(
+                f"this {self.FORMAT} tensor has no {usage} copy, which the GEMM needs; quantize it with {usage}=True"
+            )
+        member, fields = self._member_fields(fields, usage)
+        return member.operand_of_fields(fields, usage, dtype, shape)
+
+    def statistics(self, x: Tensor, key: Tensor | None = None) -> dict[str, Tensor]:
+        return self.rowwise_quantizer.statistics(x, key)
+
+    @classmethod
+    def _from_json(cls, name: str, value: Any) -> Any:
+        return Quantizer.from_dict(value) if name.endswith("_quantizer") else value

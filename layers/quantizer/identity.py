@@ -1,0 +1,48 @@
+"""No quantization: the operand in high precision, for a recipe that leaves some operands alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from te_models.kernels import quantize as q
+from te_models.kernels.gemm import Operand
+
+from ..opaque import derived, value_class
+from .base import Parts, Quantizer, Usage
+
+
+@value_class
+@dataclass(frozen=True, kw_only=True)
+class IdentityQuantizer(Quantizer):
+    """Keep x in its own dtype; as an operand it is in the compute dtype. Fields: rowwise_data [..., R, C]."""
+
+    FORMAT: ClassVar[str] = "identity"
+    PARTS: ClassVar[tuple[str, ...]] = ("data",)
+
+    @derived
+    def symmetric(self) -> bool:
+        return True
+
+    @derived
+    def block(self) -> None:
+        return None
+
+    def operand(self, x: Tensor, usage: Usage, dtype: torch.dtype, key: Tensor | None = None) -> Operand:
+        return Operand(x.to(self.gemm_dtype(dtype)), None)
+
+    def _quantize(self, x: Tensor, usage: Usage, key: Tensor | None, amax: Tensor | None = None) -> Parts:
+        # a field of its own, which later writes to x do not reach
+        return (x.clone(),)
+
+    def _dequantize(self, parts: Parts, usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None) -> Tensor:
+        return parts[0].to(dtype)
+
+    def statistics(self, x: Tensor, key: Tensor | None = None) -> dict[str, Tensor]:
+        one = torch.ones((), device=x.device)
+        amax = q.amax(x).amax() if x.numel() else one * 0
+        return {"amax": amax, "scale_min": one, "scale_max": one, "underflow": one * 0, "saturation": one * 0}

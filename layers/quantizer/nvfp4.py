@@ -1,0 +1,132 @@
+"""NVFP4: E2M1 values, two in a byte, an E4M3 scale per 16 of them and one float32 amax per matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from te_models.kernels import quantize as q
+from te_models.kernels.gemm import Operand
+
+from ..opaque import derived, value_class
+from ..row_groups import RowGroups
+from .base import Parts, Quantizer, Usage
+
+_BLOCK = 16
+_STREAM: dict[Usage, int] = {"rowwise": 0, "columnwise": 1}
+
+
+@value_class
+@dataclass(frozen=True, kw_only=True)
+class NVFP4Quantizer(Quantizer):
+    """1x16 blocks, or 16x16 (with_2d_quantization, whose transpose has the same numbers: one copy is stored).
+
+    with_rht: the columnwise copy is that of the random Hadamard transform along the rows, of the values in bfloat16;
+    its rows are rounded up to a multiple of 16. It cancels against another such operand, and only there.
+    stochastic_rounding: both copies are rounded with random bits from `key`, which must be given then.
+
+    Fields: rowwise data uint8 [..., R, ceil(C/2)], scale_inv float8_e4m3fn [..., R, ceil(C/16)], amax float32 [...];
+    columnwise ones of the transpose, [..., C, ceil(R/2)], [..., C, ceil(R/16)], [...].
+    """
+
+    FORMAT: ClassVar[str] = "nvfp4"
+    PARTS: ClassVar[tuple[str, ...]] = ("data", "scale_inv", "amax")
+
+    with_rht: bool = False
+    stochastic_rounding: bool = False
+    with_2d_quantization: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.with_rht and self.with_2d_quantization:
+            raise ValueError("with_rht and with_2d_quantization are both True; allowed: one of the two")
+
+    @derived
+    def symmetric(self) -> bool:
+        return self.with_2d_quantization
+
+    @derived
+    def block(self) -> tuple[int, int]:
+        return (_BLOCK if self.with_2d_quantization else 1, _BLOCK)
+
+    def needs_key(self) -> bool:
+        return self.stochastic_rounding
+
+    def operand(self, x: Tensor, usage: Usage, dtype: torch.dtype, key: Tensor | None = None) -> Operand:
+        stored: Usage = "rowwise" if self.symmetric else usage
+        x = self._transformed(x, stored)
+        values, amax = q.round_nvfp4(
+            x,
+            self.gemm_dtype(dtype),
+            block=self._block_of(stored),
+            key=self._checked(key),
+            stream=_STREAM[stored],
+        )
+        return Operand(values, q.global_decode(amax))
+
+    def rows_operand(
+        self, x: Tensor, usage: Usage, dtype: torch.dtype, rows: RowGroups, key: Tensor | None = None
+    ) -> Operand:
+        x = self._transformed(x, usage)
+        amax, block = rows.amax(x), self._block_of(usage)
+        values, _ = q.round_nvfp4(
+            x,
+            self.gemm_dtype(dtype),
+            block=block,
+            amax=rows.per_row(amax)[:: block[0], None],
+            key=self._checked(key),
+            stream=_STREAM[usage],
+        )
+        return Operand(values, q.global_decode(amax))
+
+    def _checked(self, key: Tensor | None) -> Tensor | None:
+        if not self.stochastic_rounding:
+            return None
+        if key is None:
+            raise ValueError("stochastic rounding draws from a key; pass key, an int64 tensor (seed, counter)")
+        return key
+
+    def _rotates(self, usage: Usage) -> bool:
+        return self.with_rht and usage == "columnwise"
+
+    def _transformed(self, x: Tensor, usage: Usage) -> Tensor:
+        return q.random_hadamard(x.to(torch.bfloat16), -2) if self._rotates(usage) else x
+
+    def amax_of(self, x: Tensor, usage: Usage) -> Tensor:
+        return q.amax(self._transformed(x, usage))
+
+    def _quantize(self, x: Tensor, usage: Usage, key: Tensor | None, amax: Tensor | None = None) -> Parts:
+        x = self._transformed(x, usage)
+        x = x.mT.contiguous() if usage == "columnwise" else x
+        rows = self.block[0]
+        return q.quantize_nvfp4(x, block_rows=rows, amax=amax, key=self._checked(key), stream=_STREAM[usage])
+
+    def _dequantize(self, parts: Parts, usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None) -> Tensor:
+        """Undo `_quantize` and the transform."""
+        operand = self._operand(parts, usage, torch.float32, shape)
+        assert operand.scale is not None and shape is not None
+        values = operand.values * operand.scale[..., None, None]
+        if self._rotates(usage):
+            values = q.inverse_random_hadamard(values, -2)[..., : shape[-2], :]
+        return values.to(dtype)
+
+    def _operand(self, parts: Parts, usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None) -> Operand:
+        if shape is None:
+            raise ValueError("packed NVFP4 fields do not tell their matrix's shape; pass shape, [..., rows, columns]")
+        packed, scales, amax = parts
+        if usage == "rowwise":
+            values = q.decode_blocks(packed, scales, shape[-1])
+        else:
+            rows = -(-shape[-2] // _BLOCK) * _BLOCK if self._rotates(usage) else shape[-2]
+            values = q.decode_blocks(packed, scales, rows).mT
+        return Operand(values.to(self.gemm_dtype(dtype)), q.global_decode(amax))
+
+    def statistics(self, x: Tensor, key: Tensor | None = None) -> dict[str, Tensor]:
+        parts = self._quantize(x, "rowwise", key)
+        values = self._dequantize(parts, "rowwise", torch.float32, x.shape)
+        scale_inv = parts[1].float() * q.global_decode(parts[2])[..., None, None]
+        return q.quantization_statistics(x, values, scale_inv, (1, _BLOCK), 6.0)

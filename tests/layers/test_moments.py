@@ -1,0 +1,112 @@
+"""Optimizer moments in few bits: exact neighbours, unbiased rounding, running averages that arrive where they must."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from te_models.kernels.quantize import random_bits
+from te_models.layers import moments
+
+E4M3 = sorted({float(v) for v in torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()})
+
+
+def bits_for(seed: int, shape: torch.Size) -> torch.Tensor:
+    return random_bits(torch.tensor([seed, 1]), 0, shape)
+
+
+def test_bfloat16_rounds_to_a_neighbour_with_the_right_probability() -> None:
+    x = torch.tensor([1.0 + 2.0**-9, -3.3, 1e-30, 0.0]).repeat_interleave(20000)
+    rounded = moments.encode_bfloat16(x, bits_for(0, x.shape))
+    truncated = (x.view(torch.int32) & -0x10000).view(torch.float32)
+    step = torch.nextafter(truncated.bfloat16(), truncated.bfloat16() * 2).float() - truncated
+    assert (((rounded.float() - truncated) == 0) | ((rounded.float() - truncated) == step)).all()
+    for part, spacing in zip((rounded.float() - x).view(4, -1), step.abs().view(4, -1), strict=True):
+        assert abs(part.mean()) <= 4 * spacing[0] / math.sqrt(len(part))
+    specials = torch.tensor([float("inf"), float("-inf"), float("nan")])
+    kept = moments.encode_bfloat16(specials, torch.full((3,), -1, dtype=torch.int32)).float()
+    assert torch.equal(kept[:2], specials[:2]) and kept[2].isnan()
+
+
+def test_neighbours_are_the_adjacent_e4m3_numbers() -> None:
+    values = torch.tensor(E4M3)
+    between = torch.cat([values, (values[:-1] + values[1:]) / 2, values[1:] * (1 - 2.0**-20)])
+    below, above = moments._neighbours(between)
+    expected = values[torch.searchsorted(values, between, right=True) - 1]
+    assert torch.equal(below, expected)
+    following = values[torch.searchsorted(values, between, right=True).clamp(max=len(values) - 1)]
+    assert torch.equal(above, following)
+
+
+@pytest.mark.parametrize("size", [1, 127, 128, 129, 1000])
+def test_fp8_shapes_and_errors(size: int) -> None:
+    torch.manual_seed(size)
+    x = torch.randn(size)
+    data, scale_inv = moments.encode_first(x, bits_for(1, x.shape))
+    assert data.shape == (-(-size // 128), 128) and data.dtype is torch.float8_e4m3fn
+    assert scale_inv.shape == (len(data),)
+    error = (moments.decode_first(data, scale_inv, x.shape) - x).abs()
+    floor = scale_inv.repeat_interleave(128)[:size] * 2.0**-9
+    assert (error <= torch.maximum(x.abs() / 8, floor)).all()
+    data, scale_inv = moments.encode_second(x.square(), bits_for(2, x.shape))
+    root = moments.decode_second(data, scale_inv, x.shape).sqrt()
+    floor = scale_inv.repeat_interleave(128)[:size] * 2.0**-9
+    assert ((root - x.abs()).abs() <= torch.maximum(x.abs() / 8, floor)).all()
+    assert (root > 0).all()
+
+
+@pytest.mark.parametrize("size", [75, 1000])
+def test_compiled_encoding_has_the_same_bits(size: int) -> None:
+    """Random bits included: an arange that is multiplied in 32 bits would show here."""
+    torch.manual_seed(size)
+    x = torch.randn(size)
+
+    def encode(x: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        bits = random_bits(key, 3, x.shape)
+        return bits, *moments.encode_first(x, bits), *moments.encode_second(x.square(), bits >> 16)
+
+    key = torch.tensor([5, 6])
+    for eager, compiled in zip(encode(x, key), torch.compile(encode, fullgraph=True)(x, key), strict=True):
+        assert torch.equal(eager.view(torch.uint8), compiled.view(torch.uint8))
+
+
+def test_zero_moments_stay_zero() -> None:
+    zero = torch.zeros(200)
+    for encode, decode in (
+        (moments.encode_first, moments.decode_first),
+        (moments.encode_second, moments.decode_second),
+    ):
+        assert torch.equal(decode(*encode(zero, bits_for(3, zero.shape)), zero.shape), zero)
+
+
+def test_fp8_rounding_is_unbiased_in_the_moment_itself() -> None:
+    torch.manual_seed(0)
+    row = torch.rand(128) + 0.01
+    x = row.repeat(4000)
+    for encode, decode in (
+        (moments.encode_first, moments.decode_first),
+        (moments.encode_second, moments.decode_second),
+    ):
+        mean = decode(*encode(x, bits_for(4, x.shape)), x.shape).view(-1, 128).mean(0)
+        # one rounding is off by less than a quarter of v (an eighth of its root, twice)
+        assert ((mean - row).abs() <= 4 * 0.25 * row / math.sqrt(4000)).all()
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float8"])
+def test_a_running_average_follows_a_change_that_rounding_to_nearest_would_not(kind: str) -> None:
+    """v starts at 1 and its input drops to 0.25: after 3000 steps of beta2 = 0.999 it is 0.25 + 0.75 * 0.999^3000."""
+    v = torch.ones(4096)
+    for step in range(3000):
+        v = 0.999 * v + 0.001 * 0.25
+        bits = random_bits(torch.tensor([5, step]), 0, v.shape)
+        if kind == "bfloat16":
+            v = moments.encode_bfloat16(v, bits).float()
+        else:
+            v = moments.decode_second(*moments.encode_second(v, bits), v.shape)
+    assert v.mean().item() == pytest.approx(0.25 + 0.75 * 0.999**3000, rel=0.03)
+    nearest = torch.ones(1, dtype=torch.bfloat16)
+    for _ in range(3000):
+        nearest = (0.999 * nearest.float() + 0.001 * 0.25).to(torch.bfloat16)
+    assert nearest.item() == 1.0

@@ -1,0 +1,285 @@
+"""Copies, moves, files and state dicts keep the quantized form, its bits and what users have set on a parameter."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from te_models.layers import (
+    Float8BlockQuantizer,
+    GroupedLinear,
+    GroupedTensor,
+    Linear,
+    MXFP8Quantizer,
+    QuantizedTensor,
+    autocast,
+    quantized_model_init,
+    recipe,
+)
+from te_models.layers.quantized_tensor import rebuild_quantized
+from tests.layers.bits import same_bits, weight_quantizers
+
+FORMATS = weight_quantizers()
+
+
+@pytest.fixture(params=[(n, g) for n in FORMATS for g in (False, True)], ids=lambda p: f"{p[0]}-{'grouped' * p[1]}")
+def quantized(request: pytest.FixtureRequest) -> QuantizedTensor:
+    name, grouped = request.param
+    torch.manual_seed(0)
+    return (
+        FORMATS[name].quantize_grouped(torch.randn(3, 40, 72))
+        if grouped
+        else FORMATS[name].quantize(torch.randn(40, 72))
+    )
+
+
+def pointers(x: QuantizedTensor) -> list[int]:
+    return [field.data_ptr() for field in x.fields.values()]
+
+
+# --- copy_ and quantize_ ----------------------------------------------------------------------------------------------
+
+
+def test_plain_takes_quantized(quantized: QuantizedTensor) -> None:
+    plain = torch.empty(quantized.shape, dtype=torch.bfloat16)
+    plain.copy_(quantized)
+    assert type(plain) is torch.Tensor
+    assert torch.equal(plain, quantized.dequantize().bfloat16())
+
+
+def test_quantized_takes_plain(quantized: QuantizedTensor) -> None:
+    x, before = torch.randn(quantized.shape, dtype=torch.bfloat16), pointers(quantized)
+    assert quantized.copy_(x) is quantized
+    assert same_bits(quantized, quantized.quantizer.quantize_fields(x.float()))
+    assert pointers(quantized) == before
+
+
+def test_quantized_takes_its_like_bit_for_bit(quantized: QuantizedTensor) -> None:
+    source = quantized.clone().mul_(3.0)
+    quantized.copy_(source)
+    assert same_bits(quantized, source)
+
+
+def test_quantized_takes_another_format(quantized: QuantizedTensor) -> None:
+    other = Float8BlockQuantizer(block_scaling_dim=1, amax_epsilon=0.25)
+    x = torch.randn(quantized.shape)
+    source = other.quantize(x) if x.dim() == 2 else other.quantize_grouped(x)
+    quantized.copy_(source)
+    assert same_bits(quantized, quantized.quantizer.quantize_fields(source.dequantize(torch.float32)))
+
+
+@pytest.mark.parametrize("flag", [torch.tensor(0), torch.tensor([2.0]), torch.tensor(1, dtype=torch.int32)])
+def test_a_noop_flag_decides_whether_anything_changes(quantized: QuantizedTensor, flag: torch.Tensor) -> None:
+    before, x, places = quantized.clone(), torch.randn(quantized.shape), pointers(quantized)
+    quantized.quantize_(x, noop=flag)
+    assert same_bits(quantized, before if flag.item() else quantized.quantizer.quantize_fields(x))
+    assert pointers(quantized) == places
+
+
+def test_the_noop_flag_is_never_read_on_the_host() -> None:
+    """On the meta device reading a value raises."""
+    meta = MXFP8Quantizer().quantize_grouped(torch.randn(2, 32, 32)).to("meta")
+    meta.quantize_(torch.empty(2, 32, 32, device="meta"), noop=torch.empty((), device="meta"))
+
+
+def test_writing_a_wrong_shape_is_refused(quantized: QuantizedTensor) -> None:
+    with pytest.raises(ValueError, match="cannot quantize shape"):
+        quantized.copy_(torch.ones(7))
+
+
+# --- copies and moves -------------------------------------------------------------------------------------------------
+
+
+def test_clone_detach_and_deepcopy(quantized: QuantizedTensor) -> None:
+    parameter = nn.Parameter(quantized)
+    for new, shared in ((quantized.clone(), False), (quantized.detach(), True), (copy.deepcopy(parameter), False)):
+        assert type(new) is type(quantized)
+        assert same_bits(new, quantized)
+        assert (pointers(new) == pointers(quantized)) == shared
+    copied = copy.deepcopy(nn.ParameterList([parameter, parameter]))
+    assert copied[0] is copied[1] and copied[0].requires_grad
+    copied[0].data.zero_()
+    assert quantized.dequantize().any()
+
+
+def test_empty_like_is_quantized_and_zeros_like_is_what_moments_are_made_of(quantized: QuantizedTensor) -> None:
+    empty = torch.empty_like(quantized)
+    assert type(empty) is type(quantized) and not set(pointers(empty)) & set(pointers(quantized))
+    assert torch.equal(empty.zero_().dequantize(), torch.zeros(quantized.shape))
+    zeros = torch.zeros_like(quantized, memory_format=torch.preserve_format)
+    assert type(zeros) is torch.Tensor and zeros.shape == quantized.shape and not zeros.any()
+    assert type(quantized.new_zeros(quantized.shape)) is type(quantized)
+    assert type(quantized.new_empty(5)) is torch.Tensor
+    assert type(torch.ones_like(quantized)) is torch.Tensor
+
+
+def test_another_dtype_changes_what_is_read_and_no_stored_number(quantized: QuantizedTensor) -> None:
+    for half in (quantized.half(), quantized.to(torch.float16)):
+        assert half.dtype is half.dequantize().dtype is (half + 1).dtype is torch.float16
+        assert same_bits(half, quantized)
+    assert quantized.to(torch.int32).dtype is torch.int32
+
+
+def test_a_device_move_moves_every_field(quantized: QuantizedTensor) -> None:
+    meta = quantized.to("meta")
+    assert type(meta) is type(quantized) and meta.device.type == "meta"
+    assert {field.device.type for field in meta.fields.values()} == {"meta"}
+    back = torch.empty_like(meta, device="cpu")
+    assert type(back) is type(quantized)
+    assert {field.device.type for field in back.fields.values()} == {"cpu"}
+    back.copy_(quantized)
+    assert same_bits(back, quantized)
+
+
+def test_repr_names_the_class(quantized: QuantizedTensor) -> None:
+    assert repr(quantized).startswith(f"{type(quantized).__name__}(shape=")
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_torch_save_is_read_with_weights_only(quantized: QuantizedTensor) -> None:
+    file = io.BytesIO()
+    torch.save({"w": quantized, "p": nn.Parameter(quantized.to(torch.bfloat16)), "plain": torch.ones(2)}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert type(loaded["w"]) is type(quantized) and same_bits(loaded["w"], quantized)
+    assert not loaded["w"].requires_grad and not isinstance(loaded["w"], nn.Parameter)
+    assert isinstance(loaded["p"], nn.Parameter) and loaded["p"].requires_grad
+    assert loaded["p"].dtype is torch.bfloat16 and same_bits(loaded["p"], quantized)
+
+
+def test_pickle_round_trip(quantized: QuantizedTensor) -> None:
+    assert same_bits(pickle.loads(pickle.dumps(quantized)), quantized)
+
+
+def test_a_view_is_not_saved_with_half_of_its_meaning() -> None:
+    view = MXFP8Quantizer().quantize(torch.randn(32, 32)).view(-1)
+    with pytest.raises(ValueError, match="cannot be saved"):
+        torch.save(view, io.BytesIO())
+
+
+def test_files_that_contradict_themselves_are_refused() -> None:
+    x = MXFP8Quantizer().quantize(torch.randn(32, 32))
+    _, (name, quantizer, shape, dtype, fields, flags) = x.__reduce_ex__(2)
+    with pytest.raises(ValueError, match="class 'os.system'"):
+        rebuild_quantized("os.system", quantizer, shape, dtype, fields, flags)
+    with pytest.raises(ValueError, match=r"the field rowwise_data is .*\(32, 32\); expected: .*\(64, 32\)"):
+        rebuild_quantized(name, quantizer, (64, 32), dtype, fields, flags)
+    with pytest.raises(ValueError, match="the field columnwise_data is nothing"):
+        missing = {n: f for n, f in fields.items() if n != "columnwise_data"}
+        rebuild_quantized(name, quantizer, shape, dtype, missing, flags)
+    with pytest.raises(ValueError, match="quantized format is 'evil'"):
+        rebuild_quantized(name, '{"format": "evil"}', shape, dtype, fields, flags)
+
+
+# --- modules ----------------------------------------------------------------------------------------------------------
+
+RECIPES = ["current", "block", "mxfp8"]
+
+
+def build(name: str, grouped: bool) -> nn.Module:
+    with quantized_model_init(recipe=recipe(name)):
+        return GroupedLinear(2, 64, 32) if grouped else Linear(64, 32)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("name", RECIPES)
+def test_module_moves_keep_class_bits_and_attributes(name: str, grouped: bool) -> None:
+    module = build(name, grouped)
+    parameter, before = module.weight, module.weight.clone()
+    parameter.partition_dim = 1
+    for move in (lambda: module.half(), lambda: module.to(torch.bfloat16), lambda: module.float()):
+        move()
+        assert module.weight is parameter and isinstance(parameter, nn.Parameter)
+        assert type(parameter) is type(before) and same_bits(parameter, before)
+        assert parameter.requires_grad and parameter.partition_dim == 1
+    module.to("meta")
+    assert type(module.weight) is type(before) and module.weight.partition_dim == 1
+    assert {field.device.type for field in module.weight.fields.values()} == {"meta"}
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("name", RECIPES)
+def test_meta_init_then_load(name: str, grouped: bool, assign: bool, tmp_path: Path) -> None:
+    source = build(name, grouped)
+    torch.save(source.state_dict(), tmp_path / "state.pt")
+    with torch.device("meta"):
+        module = build(name, grouped)
+    assert isinstance(module.weight, QuantizedTensor) and module.weight.is_meta
+    assert isinstance(module.weight, GroupedTensor) == grouped
+    if not assign:
+        module.to_empty(device="cpu")
+    module.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True), assign=assign)
+    assert type(module.weight) is type(source.weight) and isinstance(module.weight, nn.Parameter)
+    assert same_bits(module.weight, source.weight)
+    assert module.weight.requires_grad
+
+
+def test_meta_init_then_initialise_anew() -> None:
+    with torch.device("meta"):
+        module = build("block", False)
+    module.to_empty(device="cpu").reset_parameters()
+    assert isinstance(module.weight, QuantizedTensor)
+    assert 0.01 < module.weight.dequantize().std() < 0.03
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_plain_values_load_into_quantized_weights_and_back(name: str) -> None:
+    quantized, plain = build(name, False), Linear(64, 32)
+    quantized.load_state_dict(plain.state_dict())
+    assert same_bits(quantized.weight, quantized.weight.quantizer.quantize_fields(plain.weight.detach()))
+    plain.load_state_dict(quantized.state_dict())
+    assert type(plain.weight) is nn.Parameter
+    assert torch.equal(plain.weight, quantized.weight.dequantize())
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("name", RECIPES)
+def test_clipping_and_adamw_in_a_training_step(name: str, grouped: bool) -> None:
+    module = build(name, grouped)
+    before = module.weight.detach().dequantize()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    x = torch.randn(8, 64)
+    with autocast(recipe=recipe(name)):
+        y = module(x, [3, 5]) if grouped else module(x)
+    (100 * y.square().mean()).backward()
+    assert type(module.weight.grad) is torch.Tensor and module.weight.grad.shape == module.weight.shape
+    total = torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+    assert total > 0.5
+    norms = [p.grad.norm() for p in module.parameters()]
+    assert torch.stack(norms).norm().item() == pytest.approx(0.5, rel=1e-3)
+    optimizer.step()
+    moved = (module.weight.detach().dequantize() - before).abs().mean()
+    assert moved > 0.05 and isinstance(module.weight, QuantizedTensor)
+    state = optimizer.state[module.weight]
+    assert type(state["exp_avg"]) is type(state["exp_avg_sq"]) is torch.Tensor
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("name", RECIPES)
+def test_compiled_steps_see_updates_of_the_storage(name: str, grouped: bool) -> None:
+    torch.manual_seed(0)
+    module = build(name, grouped)
+    torch._dynamo.reset()
+    compiled = torch.compile(module, fullgraph=True, dynamic=False)
+    x = torch.randn(8, 64)
+    splits = torch.tensor([3, 5])
+    outputs = []
+    for _ in range(2):
+        with autocast(recipe=recipe(name)):
+            y = compiled(x, splits) if grouped else compiled(x)
+            eager = module(x, splits) if grouped else module(x)
+        torch.testing.assert_close(y, eager, rtol=1e-3, atol=1e-3)
+        outputs.append(y)
+        y.sum().backward()
+        with torch.no_grad():
+            module.weight.mul_(2.0)
+    assert not torch.allclose(outputs[0], outputs[1])
