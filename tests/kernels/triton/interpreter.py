@@ -1,8 +1,10 @@
-"""Two corrections of Triton 3.6's interpreter, which the tests apply while they use it.
+"""Corrections of the interpreter of Triton 3.6 to 3.9, which the tests apply while they use it.
 
 - Casts of float32 to a narrower float truncate, or round in a way of their own, where a GPU rounds to nearest even;
   casts back lose subnormals of bfloat16 and infinities of float16 and FP8.
 - `range` over a kernel's argument needs `int()` of a one-element array, which numpy 2.4 refuses.
+- A comparison keeps the type of what it compared, so a scalar one, spread over a tile, becomes a tile of integers,
+  which loads and stores of 3.9 refuse as a mask.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ _ROUNDED = {
 }
 _convert_float = interpreter._convert_float
 _patch_lang_tensor = interpreter._patch_lang_tensor
+_create_splat = interpreter.InterpreterBuilder.create_splat
 
 
 def _cast_as_torch(data: np.ndarray, source, target, rounding_mode) -> np.ndarray:
@@ -41,7 +44,14 @@ def _patch_tensor_with_index(tensor, scope) -> None:
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
+def _splat_truth(self, block_type, scalar):
+    if scalar.data.dtype == np.bool_:
+        scalar = interpreter.TensorHandle(scalar.data, tl.int1)
+    return _create_splat(self, block_type, scalar)
+
+
 def correct(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Apply both until the end of the test."""
+    """Apply them until the end of the test."""
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_splat", _splat_truth)
     monkeypatch.setattr(interpreter, "_convert_float", _cast_as_torch)
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", _patch_tensor_with_index)
