@@ -6,16 +6,22 @@ import pytest
 import torch
 
 from te_models.kernels.quantize import blocks, grouped, reference, registered
-from tests.kernels.triton.quantize_cases import BLOCKS, E4M3, E5M2, SHAPES, SPLITS, assert_bitwise, hard, special
+from tests.kernels.triton.quantize_cases import (
+    BLOCKS,
+    E4M3,
+    E5M2,
+    SHAPES,
+    SPLITS,
+    assert_all,
+    assert_bitwise,
+    check_op,
+    hard,
+    special,
+)
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 DTYPES = [torch.float32, torch.bfloat16]
-
-
-def assert_all(got, expected) -> None:
-    for one, other in zip(got, expected, strict=True):
-        assert_bitwise(one, other)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -175,7 +181,7 @@ def test_opcheck(device) -> None:
         (registered.dequantize_blockwise, (row, row_scale, [1, 32], torch.bfloat16)),
     ]
     for op, arguments in calls:
-        torch.library.opcheck(op, arguments)
+        check_op(op, arguments)
 
 
 @pytest.mark.gpu
