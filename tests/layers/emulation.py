@@ -1,12 +1,11 @@
-"""An independent emulation of the recipes: float64, integers and tables, written from the specifications.
+"""An independent emulation of the FP8 recipes: integers, float64 and numpy float32, written from the specifications.
 
-Nothing here calls the library or a torch FP8 cast. An FP8 value is found by searching the table of all values of its
-format, so ties and subnormals are right by construction.
+Nothing here calls the library or a torch FP8 cast. A value of a format is found by searching the table of all values
+of that format, so ties and subnormals are right by construction. Scale arithmetic is float32, as specified.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,19 +16,20 @@ BF16_MAX = 3.3895313892515355e38
 
 
 class Format:
-    """One FP8 format: `values[code]` is the magnitude of code 0..n-1 in increasing order."""
+    """One format: `values[code]` is the magnitude of code 0..n-1 in increasing order; the sign is one bit above."""
 
-    def __init__(self, exponent_bits: int, mantissa_bits: int, largest: float, dtype: torch.dtype) -> None:
+    def __init__(self, exponent_bits: int, mantissa_bits: int, largest: float, dtype: torch.dtype | None) -> None:
         bias = 2 ** (exponent_bits - 1) - 1
+        self.sign = 1 << (exponent_bits + mantissa_bits)
         values = []
-        for code in range(128):
+        for code in range(self.sign):
             exponent, mantissa = code >> mantissa_bits, code & (2**mantissa_bits - 1)
             fraction = mantissa / 2**mantissa_bits
             value = fraction * 2.0 ** (1 - bias) if exponent == 0 else (1 + fraction) * 2.0 ** (exponent - bias)
             if value <= largest:
                 values.append(value)
         self.values, self.max, self.dtype = np.array(values), largest, dtype
-        self.nan_code = 0x7F
+        self.nan_code = self.sign - 1
 
     def codes(self, v: np.ndarray) -> np.ndarray:
         """Round to the nearest value, ties to the even code; v must not exceed the largest."""
@@ -40,45 +40,54 @@ class Format:
         nearest = np.where(to_above < to_below, above, below)
         nearest = np.where(to_above == to_below, np.where(above % 2 == 0, above, below), nearest)
         code = np.where(np.isnan(v), self.nan_code, nearest)
-        return (code | (np.signbit(v) << 7)).astype(np.uint8)
+        return (code | np.where(np.signbit(v), self.sign, 0)).astype(np.uint8)
 
     def decode(self, codes: np.ndarray) -> np.ndarray:
-        """The float64 values of codes; the NaN code gives NaN."""
-        magnitude = codes & 0x7F
-        table = np.full(128, np.nan)
+        """The float64 values of codes; the NaN code of an FP8 format gives NaN."""
+        table = np.full(self.sign, np.nan)
         table[: len(self.values)] = self.values
-        if len(self.values) < 127:  # E5M2 has an infinity between its largest value and its NaNs
+        if len(self.values) < self.sign - 1:  # E5M2 has an infinity between its largest value and its NaNs
             table[len(self.values)] = np.inf
-        return np.where(codes & 0x80, -1.0, 1.0) * table[magnitude]
+        return np.where(codes & self.sign, -1.0, 1.0) * table[codes & (self.sign - 1)]
 
 
 E4M3 = Format(4, 3, 448.0, torch.float8_e4m3fn)
 E5M2 = Format(5, 2, 57344.0, torch.float8_e5m2)
 
 
-def scale_of(amax: np.float32, fmt: Format, *, pow2: bool, overflow: float, epsilon: float = 0.0) -> np.float32:
+def block_amax(x: np.ndarray, block: tuple[int, int]) -> np.ndarray:
+    """The largest magnitude of each block in float32, NaN where there is one; the matrix is padded with zeros."""
+    (rows, columns), (br, bc) = x.shape, block
+    padded = np.pad(np.abs(x), ((0, -rows % br), (0, -columns % bc)))
+    return padded.reshape(padded.shape[0] // br, br, -1, bc).max((1, 3)).astype(np.float32)
+
+
+def per_element(values: np.ndarray, block: tuple[int, int], shape: tuple[int, ...]) -> np.ndarray:
+    """Give every element the value of its block."""
+    rows, columns = np.arange(shape[0]) // block[0], np.arange(shape[1]) // block[1]
+    return values[rows[:, None], columns[None, :]]
+
+
+def scale_of(
+    amax: np.ndarray | float, fmt: Format, *, pow2: bool = False, overflow: float = F32_MAX, epsilon: float = 0.0
+) -> np.ndarray:
     """fp8_max / amax in float32, with the exceptional cases of the specification."""
-    amax = np.float32(max(amax, epsilon)) if not math.isnan(amax) else amax
-    if amax == 0 or not math.isfinite(amax):
-        return np.float32(1.0)
-    with np.errstate(over="ignore"):
+    amax = np.asarray(amax, np.float32)
+    amax = np.where(np.isnan(amax), amax, np.maximum(amax, np.float32(epsilon)))
+    with np.errstate(over="ignore", divide="ignore"):
         scale = np.float32(fmt.max) / amax
-    if math.isinf(scale):
-        scale = np.float32(overflow)
-    return np.float32(2.0 ** math.floor(math.log2(float(scale)))) if pow2 else scale
+    scale = np.where(np.isinf(scale), np.float32(overflow), scale)
+    scale = np.where((amax == 0) | ~np.isfinite(amax), np.float32(1), scale)
+    return np.ldexp(np.float32(1), np.frexp(scale)[1] - 1) if pow2 else scale
 
 
-def e8m0_of(amax: np.float32, fmt: Format) -> int:
+def e8m0_of(amax: np.ndarray, fmt: Format) -> np.ndarray:
     """The biased exponent of the power of two at or above amax / fp8_max."""
-    if math.isnan(amax):
-        return 255
-    if math.isinf(amax):
-        return 254
-    value = np.float32(amax) * np.float32(1.0 / fmt.max)
-    if value == 0:
-        return 0
-    mantissa, exponent = math.frexp(float(value))
-    return min(max((exponent - 1 if mantissa == 0.5 else exponent) + 127, 0), 254)
+    value = np.asarray(amax, np.float32) * np.float32(1.0 / fmt.max)
+    mantissa, exponent = np.frexp(np.where(np.isfinite(value), value, 1).astype(np.float64))
+    byte = np.clip(exponent - (mantissa == 0.5) + 127, 0, 254)
+    byte = np.where(value == 0, 0, np.where(np.isinf(value), 254, byte))
+    return np.where(np.isnan(value), 255, byte).astype(np.uint8)
 
 
 @dataclass
@@ -90,41 +99,40 @@ class Quantized:
     values: np.ndarray
 
 
-def cast(x: np.ndarray, scale: np.float32, fmt: Format) -> np.ndarray:
+def cast(x: np.ndarray, scale: np.ndarray | np.float32, fmt: Format) -> np.ndarray:
     """clamp(float32(x) * scale) rounded to the format, as codes."""
     with np.errstate(over="ignore", invalid="ignore"):
         v = (x.astype(np.float32) * scale).astype(np.float64)
     return fmt.codes(np.where(np.isnan(v), v, np.clip(v, -fmt.max, fmt.max)))
 
 
-def quantize(x: np.ndarray, block: tuple[int, int], fmt: Format, kind: str, overflow: float = F32_MAX) -> Quantized:
-    """Quantize a matrix block by block. kind: "float32", "pow2" or "e8m0"."""
-    rows, columns = x.shape
-    br, bc = block
-    grid = (-(-rows // br), -(-columns // bc))
-    codes, values = np.zeros(x.shape, np.uint8), np.zeros(x.shape)
-    stored = np.zeros(grid, np.uint8 if kind == "e8m0" else np.float32)
-    for i in range(grid[0]):
-        for j in range(grid[1]):
-            at = (slice(i * br, (i + 1) * br), slice(j * bc, (j + 1) * bc))
-            amax = np.abs(x[at]).max().astype(np.float32)
-            if kind == "e8m0":
-                byte = e8m0_of(amax, fmt)
-                stored[i, j] = byte
-                scale = np.float32(np.nan) if byte == 255 else np.float32(2.0 ** (127 - byte))
-                inverse = math.nan if byte == 255 else 2.0 ** (byte - 127)
-            else:
-                scale = scale_of(amax, fmt, pow2=kind == "pow2", overflow=overflow)
-                stored[i, j] = np.float32(1.0) / scale
-                inverse = float(stored[i, j])
-            codes[at] = cast(x[at], scale, fmt)
-            values[at] = fmt.decode(codes[at]) * inverse
-    return Quantized(codes, stored, values)
+def quantize(
+    x: np.ndarray,
+    block: tuple[int, int],
+    fmt: Format,
+    kind: str,
+    overflow: float = F32_MAX,
+    epsilon: float = 0.0,
+) -> Quantized:
+    """Quantize the blocks of a matrix. kind: "float32", "pow2" or "e8m0"."""
+    amax = block_amax(x, block)
+    if kind == "e8m0":
+        stored = e8m0_of(amax, fmt)
+        exponent = stored.astype(np.int64) - 127
+        scale = np.where(stored == 255, np.nan, 2.0 ** (-exponent)).astype(np.float32)
+        inverse = np.where(stored == 255, np.nan, 2.0**exponent)
+    else:
+        scale = scale_of(amax, fmt, pow2=kind == "pow2", overflow=overflow, epsilon=epsilon)
+        stored = np.float32(1) / scale
+        inverse = stored.astype(np.float64)
+    codes = cast(x, per_element(scale, block, x.shape), fmt)
+    return Quantized(codes, stored, fmt.decode(codes) * per_element(inverse, block, x.shape))
 
 
-def per_tensor(x: np.ndarray, fmt: Format) -> Quantized:
+def per_tensor(x: np.ndarray, fmt: Format, *, pow2: bool = False, epsilon: float = 0.0) -> Quantized:
     """Quantize with one scale for the whole matrix."""
-    return quantize(x, (max(x.shape[0], 1), max(x.shape[1], 1)), fmt, "float32")
+    block = (max(x.shape[0], 1), max(x.shape[1], 1))
+    return quantize(x, block, fmt, "pow2" if pow2 else "float32", epsilon=epsilon)
 
 
 def operand(recipe: str, role: str, usage: str, x: torch.Tensor) -> np.ndarray:
