@@ -1,0 +1,256 @@
+"""What each of the two processes of test_fsdp does: `python -m tests.layers.fsdp_ranks RESULTS`, started twice.
+
+Every case is a function of this rank. Its outcome, "ok" or a traceback, is written to RESULTS.<rank> as JSON, so that
+one start of two processes serves all tests.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from te_models.layers import (
+    FusedAdamW,
+    GroupedLinear,
+    GroupedTensor,
+    Linear,
+    QuantizedTensor,
+    Quantizer,
+    autocast,
+    recipe,
+    share_scales,
+)
+from tests.layers.bits import same_bits, weight_quantizers
+
+U = 2.0**-24  # unit roundoff of float32
+RANKS, EXPERTS, OUT, IN, TOKENS = 2, 4, 256, 128, 256
+LR, EPS = 0.01, 0.02
+FORMATS = weight_quantizers()
+KINDS = [(name, grouped) for name in FORMATS for grouped in (False, True)]
+RECIPES = ["block", "mxfp8"]
+
+
+def build(quantizer: Quantizer, grouped: bool, seed: int = 0) -> nn.Module:
+    """A layer with a quantized primary weight, the same in every process."""
+    torch.manual_seed(seed)
+    module = GroupedLinear(EXPERTS, IN, OUT) if grouped else Linear(IN, OUT, bias=False)
+    value = torch.randn(module.weight.shape) / 8
+    module.weight = nn.Parameter(quantizer.quantize_grouped(value) if grouped else quantizer.quantize(value))
+    return module
+
+
+def run(module: nn.Module, x: Tensor) -> Tensor:
+    """Apply the layer; the experts take equal shares of the tokens, interleaved so that each rank has them all."""
+    if not isinstance(module, GroupedLinear):
+        return module(x)
+    rows = x.view(-1, EXPERTS, IN).transpose(0, 1).reshape(-1, IN)
+    y = module(rows, torch.full((EXPERTS,), len(x) // EXPERTS))
+    return y.view(EXPERTS, -1, OUT).transpose(0, 1).reshape(-1, OUT)
+
+
+def gathered(module: nn.Module) -> QuantizedTensor:
+    """The weight as FSDP2 gathers it for a forward pass, copied."""
+    assert isinstance(module, FSDPModule)
+    module.unshard()
+    weight = module.weight.detach().clone()
+    module.reshard()
+    return weight
+
+
+def mine(x: Tensor) -> Tensor:
+    """This rank's half of a global batch."""
+    return x.chunk(RANKS)[dist.get_rank()]
+
+
+def shards_are_gathered_bit_for_bit(name: str, grouped: bool, mesh: DeviceMesh) -> None:
+    whole, module = (build(FORMATS[name], grouped) for _ in range(2))
+    sharded = fully_shard(module, mesh=mesh)
+    local = sharded.weight._local_tensor
+    assert isinstance(sharded.weight, DTensor) and isinstance(local, QuantizedTensor)
+    assert isinstance(local, GroupedTensor) == grouped and local.shape[0] == whole.weight.shape[0] // RANKS
+    for _ in range(2):  # the second gather refills the buffers of the first
+        weight = gathered(sharded)
+        assert type(weight) is type(whole.weight) and weight.shape == whole.weight.shape
+        assert weight.quantizer == whole.weight.quantizer
+        assert same_bits(weight, whole.weight)
+    assert torch.equal(weight.dequantize(), whole.weight.dequantize())
+
+
+def a_step_equals_that_of_one_process(name: str, grouped: bool, mesh: DeviceMesh) -> None:
+    """Mean square error, computed in float32 from the quantized weights, and FusedAdamW."""
+    whole, module = (build(FORMATS[name], grouped) for _ in range(2))
+    fully_shard(module, mesh=mesh)
+    torch.manual_seed(1)
+    x, target = torch.randn(TOKENS, IN), torch.randn(TOKENS, OUT)
+    w = whole.weight.detach().dequantize(torch.float64)
+
+    optimizers = [FusedAdamW(m.parameters(), lr=LR, eps=EPS) for m in (whole, module)]
+    (run(whole, x) - target).square().mean().backward()
+    (run(module, mine(x)) - mine(target)).square().mean().backward()
+    assert type(whole.weight.grad) is Tensor
+    gradient = module.weight.grad.full_tensor()
+
+    # |dy| is 2 |y - target| / N, and its error is that of y, a sum over IN; a gradient is a sum over tokens
+    tokens = x.double().view(-1, EXPERTS, IN).transpose(0, 1) if grouped else x.double()
+    size, magnitude = TOKENS * OUT, tokens.abs()
+    goal = target.double().view(-1, EXPERTS, OUT).transpose(0, 1) if grouped else target.double()
+    y = tokens @ w.mT
+    y_error = 2 * (IN + 2) * U * (magnitude @ w.mT.abs())
+    dy, dy_error = 2 * (y - goal).abs() / size, 2 * y_error / size
+    terms = tokens.shape[-2]
+    bound = 2 * (terms + 4) * U * (dy.mT @ magnitude) + dy_error.mT @ magnitude * (1 + 1e-3)
+    error = (gradient - whole.weight.grad).double().abs()
+    assert (error <= bound).all(), f"gradient: {(error / bound).max():.3g} of the bound"
+
+    for optimizer in optimizers:
+        optimizer.step()
+    masters = [optimizer.state[m.weight]["master"] for optimizer, m in zip(optimizers, (whole, module), strict=True)]
+    full = masters[1].full_tensor()
+    # the first update is lr * g / (|g| + eps), whose slope is at most lr / eps; a few float32 roundings beside it
+    bound = LR / EPS * bound + 8 * U * (w.abs() + LR)
+    error = (full - masters[0]).double().abs()
+    assert (error <= bound).all(), f"master: {(error / bound).max():.3g} of the bound"
+    assert (full - w).abs().mean() > LR / 100, "the masters have not moved"
+    assert same_bits(gathered(module), FORMATS[name].quantize_fields(full)), "not the quantization of the masters"
+
+
+def a_recipe_uses_the_gathered_numbers(name: str, grouped: bool, mesh: DeviceMesh) -> None:
+    """Under the recipe, each rank's tokens being whole blocks and the loss linear, operands are the same on one process
+    and on two (but for the power of two that the mean divides by), so that gradients differ by their summation only."""
+    quantizer = recipe(name).weight_quantizer()
+    whole, module = (build(quantizer, grouped) for _ in range(2))
+    fully_shard(module, mesh=mesh)
+    torch.manual_seed(2)
+    tokens = TOKENS * EXPERTS if grouped else TOKENS
+    x, slope = torch.randn(tokens, IN), torch.randn(tokens, OUT)
+    with autocast(recipe=recipe(name)):
+        y = run(whole, x)
+        half = run(module, mine(x))
+        (y * slope).mean().backward()
+        (half * mine(slope)).mean().backward()
+    torch.testing.assert_close(half, mine(y), rtol=2 * IN * U, atol=2 * IN * U * 16)
+    gradient, expected = module.weight.grad.full_tensor(), whole.weight.grad
+    # quantizing changes a magnitude by at most 1/8 with these formats, but for what is tiny within its block
+    magnitude = slope.abs() / slope.numel()
+    if grouped:
+        magnitude = magnitude.view(-1, EXPERTS, OUT).transpose(0, 1)
+        bound = magnitude.mT @ x.abs().view(-1, EXPERTS, IN).transpose(0, 1)
+    else:
+        bound = magnitude.mT @ x.abs()
+    assert ((gradient - expected).abs() <= 2 * tokens * U * 1.3 * bound).all()
+    assert gradient.abs().mean() > 1e-6
+
+
+def torch_adamw_steps_on_shards(name: str, grouped: bool, mesh: DeviceMesh) -> None:
+    whole, module = (build(FORMATS[name], grouped) for _ in range(2))
+    fully_shard(module, mesh=mesh)
+    share_scales(module)
+    before = gathered(module)
+    torch.manual_seed(3)
+    x = torch.randn(TOKENS, IN)
+    run(module, mine(x)).square().mean().backward()
+    whole.weight.grad = module.weight.grad.full_tensor()
+    for m in (module, whole):
+        torch.optim.AdamW(m.parameters(), lr=0.05, foreach=False).step()
+    weight = gathered(module)
+    assert same_bits(weight, whole.weight)
+    assert (weight.dequantize() - before.dequantize()).abs().mean() > 0.01
+
+
+def values_written_into_shards_share_the_scale(name: str, grouped: bool, mesh: DeviceMesh) -> None:
+    module, other = build(FORMATS[name], grouped), build(FORMATS[name], grouped, seed=9)
+    fully_shard(module, mesh=mesh)
+    share_scales(module)
+    value = other.weight.detach().dequantize()
+    value[0] *= 30  # what is largest is in one shard
+    with torch.no_grad():
+        module.weight._local_tensor.copy_(mine(value))
+    assert same_bits(gathered(module), FORMATS[name].quantize_fields(value))
+
+
+def shards_with_scales_of_their_own_are_refused(name: str, grouped: bool, mesh: DeviceMesh) -> None:
+    module = fully_shard(build(FORMATS[name], grouped), mesh=mesh)
+    with torch.no_grad():
+        module.weight._local_tensor.copy_(torch.full((OUT // RANKS, IN), 1.0 + dist.get_rank()))
+    refused(lambda: gathered(module), "have different scales", "share_scales(module)")
+
+
+def cuts_through_blocks_are_refused(mesh: DeviceMesh) -> None:
+    for name, rows in (("float8_block", 128), ("mxfp8", 32), ("nvfp4", 16)):
+        module = Linear(128, rows, bias=False)
+        module.weight = nn.Parameter(FORMATS[name].quantize(torch.randn(rows, 128)))
+        refused(lambda module=module: fully_shard(module, mesh=mesh), "its blocks span")
+
+
+def unequal_shards_are_refused(mesh: DeviceMesh) -> None:
+    module = GroupedLinear(3, 32, 32)
+    module.weight = nn.Parameter(FORMATS["mxfp8"].quantize_grouped(torch.randn(3, 32, 32)))
+    refused(lambda: gathered(fully_shard(module, mesh=mesh)), "must be a multiple of 2")
+
+
+def fewer_bytes_are_sent(mesh: DeviceMesh) -> None:
+    """A gather sends the fields and nothing else: for 128-block weights a byte a value and a scale per block."""
+    local = build(FORMATS["float8_block"], False).weight.detach()[: OUT // RANKS]
+    (sent, _) = local.fsdp_pre_all_gather(mesh, torch.Size((OUT, IN)), (IN, 1), None, None)
+    assert sum(t.numel() * t.itemsize for t in sent) == OUT // RANKS * IN + 4 * (OUT // RANKS // 128) * (IN // 128)
+
+
+def refused(action: Callable[[], object], *words: str) -> None:
+    try:
+        action()
+    except ValueError as error:
+        assert all(word in str(error) for word in words), str(error)
+    else:
+        raise AssertionError(f"no error that says {words}")
+
+
+def cases() -> dict[str, Callable[[DeviceMesh], None]]:
+    """Every case by the name that the tests know it by."""
+    found: dict[str, Callable[[DeviceMesh], None]] = {}
+
+    def add(function: Callable[..., None], *arguments: object) -> None:
+        found["-".join([function.__name__, *map(str, arguments)])] = functools.partial(function, *arguments)
+
+    for name, grouped in KINDS:
+        add(shards_are_gathered_bit_for_bit, name, grouped)
+        add(a_step_equals_that_of_one_process, name, grouped)
+        add(torch_adamw_steps_on_shards, name, grouped)
+        add(values_written_into_shards_share_the_scale, name, grouped)
+    for name in RECIPES:
+        for grouped in (False, True):
+            add(a_recipe_uses_the_gathered_numbers, name, grouped)
+    for name in ("float8", "nvfp4", "nvfp4_1d"):
+        add(shards_with_scales_of_their_own_are_refused, name, False)
+    for function in (cuts_through_blocks_are_refused, unequal_shards_are_refused, fewer_bytes_are_sent):
+        add(function)
+    return found
+
+
+def main(results: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (RANKS,))
+    outcome = {}
+    for name, case in cases().items():
+        try:
+            case(mesh)
+            outcome[name] = "ok"
+        except Exception:
+            outcome[name] = traceback.format_exc()
+    results.with_suffix(f".{dist.get_rank()}").write_text(json.dumps(outcome))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
