@@ -21,8 +21,8 @@ def loss_and_gradients(
     weight: Tensor,
     labels: Tensor,
     bias: Tensor | None,
-    multiplier: float,
-    softcap: float | None,
+    multiplier: Tensor | None,
+    softcap: Tensor | None,
     chunk_tokens: int,
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

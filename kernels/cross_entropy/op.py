@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from . import reference, rows
 from .reference import IGNORE_INDEX, output_logits, shift_labels
@@ -68,12 +69,16 @@ def linear_cross_entropy_op(
     weight: Tensor,
     labels: Tensor,
     bias: Tensor | None,
-    multiplier: float,
-    softcap: float | None,
+    multiplier: Tensor | None,
+    softcap: Tensor | None,
     chunk_tokens: int,
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the mean loss and the gradients of hidden, weight and bias that are `wanted` (the others empty)."""
+    """Return the mean loss and the gradients of hidden, weight and bias that are `wanted` (the others empty).
+
+    multiplier, softcap: float32 scalars on hidden's device. Numbers would be constants of the compiled graph: under
+    dynamic=True the compiler first makes a variable of a float, and compiles again when an op asks for its value.
+    """
     from .chunked import loss_and_gradients
 
     return loss_and_gradients(hidden, weight, labels, bias, multiplier, softcap, chunk_tokens, wanted)
@@ -158,6 +163,11 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return reference.cross_entropy(logits, labels)
 
 
+def _scalar(value: float, device: torch.device) -> Tensor:
+    # By a product: torch.full would ask for the value of what is a variable of the graph under dynamic=True.
+    return torch.ones((), dtype=torch.float32, device=device) * value
+
+
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -183,7 +193,9 @@ def linear_cross_entropy(
     if chunk_tokens is not None or hidden.device.type == "cuda":
         wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias)]
         chunk = torch.sym_max(1, hidden.shape[0]) if chunk_tokens is None else chunk_tokens
-        return linear_cross_entropy_op(hidden, weight, labels, bias, multiplier, softcap, chunk, wanted)[0]
+        factor = None if statically_known_true(multiplier == 1.0) else _scalar(multiplier, hidden.device)
+        cap = None if softcap is None else _scalar(softcap, hidden.device)
+        return linear_cross_entropy_op(hidden, weight, labels, bias, factor, cap, chunk, wanted)[0]
     if torch.compiler.is_compiling():
         return reference.linear_cross_entropy(hidden, weight, labels, bias, multiplier=multiplier, softcap=softcap)
     logits = output_logits(hidden, weight, bias, multiplier=multiplier, softcap=softcap)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 IGNORE_INDEX = -100
 
@@ -25,7 +26,8 @@ def output_logits(
     hidden: [..., H]; weight: [V, H]; bias: [V]. Returns [..., V] in hidden's dtype.
     """
     logits = F.linear(hidden, weight, bias)
-    if multiplier != 1.0:
+    # Under dynamic=True a float is a variable of the graph; to ask for its value would compile everything twice.
+    if not statically_known_true(multiplier == 1.0):
         logits = logits * multiplier
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 

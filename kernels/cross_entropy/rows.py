@@ -29,16 +29,19 @@ def label_columns(labels: Tensor) -> Tensor:
 
 
 def loss_and_gradient_(
-    logits: Tensor, labels: Tensor, scale: Tensor | None, multiplier: float, softcap: float | None
+    logits: Tensor, labels: Tensor, scale: Tensor | None, multiplier: Tensor | None, softcap: Tensor | None
 ) -> Tensor:
     """Return each token's loss, float32 [T]; overwrite logits [T, V] by their gradient.
 
-    scale: float32 scalar, what the gradient of each loss is; None: logits are left alone. Labels of -100 cost nothing.
+    scale: float32 scalar, what the gradient of each loss is; None: logits are left alone. multiplier, softcap: float32
+    scalars or None. Labels of -100 cost nothing.
     """
     loss = logits.new_empty(logits.shape[0], dtype=torch.float32)
     valid, columns = labels != IGNORE_INDEX, label_columns(labels)
     for rows in steps(logits):
-        z = logits[rows].float().mul_(multiplier)
+        z = logits[rows].to(torch.float32, copy=True)
+        if multiplier is not None:
+            z.mul_(multiplier)
         if softcap is not None:
             z = z.div_(softcap).tanh_().mul_(softcap)
         normalizer = torch.logsumexp(z, dim=-1, keepdim=True)
@@ -48,6 +51,7 @@ def loss_and_gradient_(
         slope = None if softcap is None else 1 - (z / softcap).square_()
         gradient = z.sub_(normalizer).exp_()
         gradient.scatter_add_(1, columns[rows], torch.full_like(columns[rows], -1, dtype=torch.float32))
-        gradient.mul_(torch.where(valid[rows], scale * multiplier, 0.0)[:, None])
+        slope_of_logits = scale if multiplier is None else scale * multiplier
+        gradient.mul_(torch.where(valid[rows], slope_of_logits, 0.0)[:, None])
         logits[rows] = gradient if slope is None else gradient.mul_(slope)
     return loss

@@ -22,21 +22,25 @@ def tanh(x):
 
 
 @triton.jit
-def final_logits(z, multiplier, softcap, CAPPED: tl.constexpr):
+def final_logits(z, multiplier_ptr, softcap_ptr):
     """What the softmax sees of the projection's float32 output."""
-    z *= multiplier
-    return softcap * tanh(z / softcap) if CAPPED else z
+    if multiplier_ptr is not None:
+        z *= tl.load(multiplier_ptr)
+    if softcap_ptr is not None:
+        softcap = tl.load(softcap_ptr)
+        z = tanh(z / softcap) * softcap
+    return z
 
 
 @triton.jit
-def log_normalizer(row_ptr, multiplier, softcap, V: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr):
+def log_normalizer(row_ptr, multiplier_ptr, softcap_ptr, V: tl.constexpr, BLOCK: tl.constexpr):
     """logsumexp of one row, in one pass: the sum so far is rescaled whenever the maximum grows. NaN stays."""
     largest = tl.full([], float("-inf"), tl.float32)
     total = tl.zeros([], tl.float32)
     for begin in range(0, V, BLOCK):
         columns = begin + tl.arange(0, BLOCK)
         z = tl.load(row_ptr + columns, mask=columns < V, other=0.0).to(tl.float32)
-        z = tl.where(columns < V, final_logits(z, multiplier, softcap, CAPPED), float("-inf"))
+        z = tl.where(columns < V, final_logits(z, multiplier_ptr, softcap_ptr), float("-inf"))
         new = tl.maximum(largest, tl.max(z, axis=0))
         shift = tl.where(new == float("-inf"), 0.0, new)
         total = total * tl.exp(largest - shift) + tl.sum(tl.exp(z - shift), axis=0)
@@ -45,11 +49,11 @@ def log_normalizer(row_ptr, multiplier, softcap, V: tl.constexpr, CAPPED: tl.con
 
 
 @triton.jit
-def token_loss(row_ptr, label, normalizer, multiplier, softcap, V: tl.constexpr, CAPPED: tl.constexpr):
+def token_loss(row_ptr, label, normalizer, multiplier_ptr, softcap_ptr, V: tl.constexpr):
     """The loss of one token: 0 if it is ignored, NaN if its label is no column."""
     known = (label >= 0) & (label < V)
     target = tl.load(row_ptr + label, mask=known, other=float("nan")).to(tl.float32)
-    return tl.where(label == _IGNORE, 0.0, normalizer - final_logits(target, multiplier, softcap, CAPPED))
+    return tl.where(label == _IGNORE, 0.0, normalizer - final_logits(target, multiplier_ptr, softcap_ptr))
 
 
 @triton.jit
@@ -58,17 +62,16 @@ def cross_entropy_fwd_kernel(
     label_ptr,
     loss_ptr,
     normalizer_ptr,
-    multiplier,
-    softcap,
+    multiplier_ptr,
+    softcap_ptr,
     V: tl.constexpr,
-    CAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + token * V
-    normalizer = log_normalizer(row_ptr, multiplier, softcap, V, CAPPED, BLOCK)
+    normalizer = log_normalizer(row_ptr, multiplier_ptr, softcap_ptr, V, BLOCK)
     label = tl.load(label_ptr + token)
-    tl.store(loss_ptr + token, token_loss(row_ptr, label, normalizer, multiplier, softcap, V, CAPPED))
+    tl.store(loss_ptr + token, token_loss(row_ptr, label, normalizer, multiplier_ptr, softcap_ptr, V))
     if normalizer_ptr is not None:
         tl.store(normalizer_ptr + token, normalizer)
 
@@ -94,26 +97,28 @@ def cross_entropy_grad_kernel(
     label_ptr,
     scale_ptr,
     loss_ptr,
-    multiplier,
-    softcap,
+    multiplier_ptr,
+    softcap_ptr,
     V: tl.constexpr,
-    CAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + token * V
-    normalizer = log_normalizer(row_ptr, multiplier, softcap, V, CAPPED, BLOCK)
+    normalizer = log_normalizer(row_ptr, multiplier_ptr, softcap_ptr, V, BLOCK)
     label, scale = tl.load(label_ptr + token), tl.load(scale_ptr)
-    tl.store(loss_ptr + token, token_loss(row_ptr, label, normalizer, multiplier, softcap, V, CAPPED))
+    tl.store(loss_ptr + token, token_loss(row_ptr, label, normalizer, multiplier_ptr, softcap_ptr, V))
+    if multiplier_ptr is not None:
+        scale *= tl.load(multiplier_ptr)
     # Every thread has read the label's logit before any thread overwrites it.
     tl.debug_barrier()
     for begin in range(0, V, BLOCK):
         columns = begin + tl.arange(0, BLOCK)
         z = tl.load(row_ptr + columns, mask=columns < V, other=0.0).to(tl.float32)
-        z = final_logits(z, multiplier, softcap, CAPPED)
-        grad = (tl.exp(z - normalizer) - tl.where(columns == label, 1.0, 0.0)) * (scale * multiplier)
-        if CAPPED:
-            grad *= 1.0 - (z / softcap) * (z / softcap)
+        z = final_logits(z, multiplier_ptr, softcap_ptr)
+        grad = (tl.exp(z - normalizer) - tl.where(columns == label, 1.0, 0.0)) * scale
+        if softcap_ptr is not None:
+            capped = z / tl.load(softcap_ptr)
+            grad *= 1.0 - capped * capped
         grad = tl.where(label == _IGNORE, 0.0, grad)
         tl.store(row_ptr + columns, grad.to(logits_ptr.dtype.element_ty), mask=columns < V)
 
@@ -139,9 +144,8 @@ def cross_entropy_fwd(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
             labels.contiguous(),
             loss,
             normalizer,
-            1.0,
-            1.0,
-            CAPPED=False,
+            None,
+            None,
             **_options(logits.shape[1]),
         )
     return loss, normalizer
@@ -165,11 +169,12 @@ def cross_entropy_bwd(logits: Tensor, labels: Tensor, normalizer: Tensor, scale:
 
 
 def cross_entropy_grad_(
-    logits: Tensor, labels: Tensor, scale: Tensor | None, multiplier: float, softcap: float | None
+    logits: Tensor, labels: Tensor, scale: Tensor | None, multiplier: Tensor | None, softcap: Tensor | None
 ) -> Tensor:
     """Return each token's loss, float32 [T]; overwrite logits [T, V], as the projection made them, by their gradient.
 
-    scale: float32 scalar, what the gradient of each loss is; None: logits are left alone.
+    scale: float32 scalar, what the gradient of each loss is; None: logits are left alone. multiplier, softcap: float32
+    scalars or None.
     """
     loss = logits.new_empty(logits.shape[0], dtype=torch.float32)
     if logits.shape[0]:
@@ -177,11 +182,8 @@ def cross_entropy_grad_(
         kernel, buffers = cross_entropy_grad_kernel, (scale, loss)
         if scale is None:
             kernel, buffers = cross_entropy_fwd_kernel, (loss, None)
-        cap = 1.0 if softcap is None else softcap
         options = _options(logits.shape[1])
-        kernel[(logits.shape[0],)](
-            logits, labels.contiguous(), *buffers, multiplier, cap, CAPPED=softcap is not None, **options
-        )
+        kernel[(logits.shape[0],)](logits, labels.contiguous(), *buffers, multiplier, softcap, **options)
     return loss
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.profiler import ProfilerActivity, profile
 
 from te_models.kernels.cross_entropy import IGNORE_INDEX, linear_cross_entropy, rows
@@ -119,12 +120,28 @@ def test_logits_are_never_whole(compiled, monkeypatch) -> None:
         assert low <= largest < high
 
 
-def test_token_counts_share_one_graph() -> None:
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(linear_cross_entropy, fullgraph=True, dynamic=True, backend=counter)
+@pytest.mark.parametrize("chunk_tokens", [4, None])
+@pytest.mark.parametrize("marked", [False, True], ids=["dynamic", "mark_dynamic"])
+def test_token_counts_share_one_graph(marked, chunk_tokens) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True, dynamic=None if marked else True, backend=counter)
     for tokens in (5, 9, 33):
         x, weight, _, labels = inputs(tokens, 8, 11, torch.float32)
-        loss = compiled(x.requires_grad_(), weight.requires_grad_(), labels, chunk_tokens=4)
+        if marked:
+            torch._dynamo.mark_dynamic(x, 0)
+            torch._dynamo.mark_dynamic(labels, 0)
+        loss = compiled(x.requires_grad_(), weight.requires_grad_(), labels, chunk_tokens=chunk_tokens)
         loss.backward()
         assert torch.allclose(loss, linear_cross_entropy(x, weight, labels))
+    assert counter.frame_count == 1
+
+
+def test_multipliers_and_caps_share_one_graph() -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True, dynamic=True, backend=counter)
+    x, weight, _, labels = inputs(9, 8, 11, torch.float32)
+    for multiplier, softcap in ((0.5, 3.0), (0.25, 2.5)):
+        options = {"multiplier": multiplier, "softcap": softcap}
+        loss = compiled(x.requires_grad_(), weight, labels, chunk_tokens=4, **options)
+        assert torch.allclose(loss, linear_cross_entropy(x, weight, labels, **options))
     assert counter.frame_count == 1

@@ -81,11 +81,12 @@ def test_in_place(device, shape, dtype, multiplier, softcap) -> None:
     right, gradient, size = exact(z.detach(), labels)
     (gradient,) = torch.autograd.grad(z, leaf, gradient)
     scale = torch.tensor(0.3, device=device)
+    factors = [None if v in (None, 1.0) else torch.tensor(v, device=device) for v in (multiplier, softcap)]
     for function in (triton.cross_entropy_grad_, rows.loss_and_gradient_):  # the device's and the CPU's
         overwritten = logits.clone()
-        check_loss(function(overwritten, labels, None, multiplier, softcap), right, size)
+        check_loss(function(overwritten, labels, None, *factors), right, size)
         assert torch.equal(overwritten, logits)
-        check_loss(function(overwritten, labels, scale, multiplier, softcap), right, size)
+        check_loss(function(overwritten, labels, scale, *factors), right, size)
         check_gradient(overwritten, gradient, scale, size, dtype)
 
 
@@ -130,9 +131,10 @@ def test_registration(device) -> None:
     x, weight, bias, labels = (t.to(device) for t in inputs(5, 6, 7, torch.float32))
     torch.library.opcheck(op.scaled, (x, torch.tensor(0.5, device=device)))
     leaves = (x.requires_grad_(), weight.requires_grad_(), labels, bias.requires_grad_())
+    cap = torch.tensor(3.0, device=device)
     for leaf in (bias, None):
         wanted = [True, True, leaf is not None]
-        torch.library.opcheck(op.linear_cross_entropy_op, (*leaves[:3], leaf, 1.0, 3.0, 2, wanted))
+        torch.library.opcheck(op.linear_cross_entropy_op, (*leaves[:3], leaf, None, cap, 2, wanted))
 
 
 @pytest.mark.gpu
