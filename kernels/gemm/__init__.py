@@ -3,13 +3,16 @@
 from .accumulate import gemm_wgrad_accumulate_
 from .op import Operand, explain_gemm, gemm, scaled_gemm, scaled_gemm_accumulate_
 from .operand import ScaledOperand
+from .rungs import gemm_counts, reset_gemm_counts
 
 __all__ = [
     "Operand",
     "ScaledOperand",
     "explain_gemm",
     "gemm",
+    "gemm_counts",
     "gemm_wgrad_accumulate_",
+    "reset_gemm_counts",
     "scaled_gemm",
     "scaled_gemm_accumulate_",
 ]

@@ -15,6 +15,7 @@ from torch.nn.functional import ScalingType, SwizzleType
 from .. import quantize as q
 from .operand import ScaledOperand
 from .rungs import Hardware
+from .transpose import k_contiguous
 
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -119,7 +120,7 @@ def scaled_gemm(
     left: ScaledOperand, right: ScaledOperand, out_dtype: torch.dtype, bias: Tensor | None, split_accumulation: bool
 ) -> Tensor:
     """Return `left @ right^T + bias`, for operands that `reason_against` has nothing against."""
-    a, b = left.data.contiguous(), right.data.contiguous()
+    a, b = k_contiguous(left.data), k_contiguous(right.data)
     if left.kind == "nvfp4":
         a, b = a.view(torch.float4_e2m1fn_x2), b.view(torch.float4_e2m1fn_x2)
     # only a per-tensor GEMM with a bfloat16 result is known to take a bias of its dtype everywhere

@@ -85,12 +85,18 @@ def record(choice: Choice, *, strict: bool) -> None:
         warnings.warn(str(choice), RuntimeWarning, stacklevel=3)
 
 
-def counts() -> dict[tuple[str, str], int]:
+def record_mixed_product(left: str, right: str) -> None:
+    """Count a product of two formats, of which one is not quantized or cannot be contracted as stored."""
+    reason = f"there is no kernel for {left} by {right}"
+    record(Choice("scaled_gemm", EMULATION, (("native", reason), ("triton", reason)), fallback=True), strict=False)
+
+
+def gemm_counts() -> dict[tuple[str, str], int]:
     """Return how often each (operation, rung) ran; calls inside a compiled CPU graph are not counted."""
     return dict(_counts)
 
 
-def reset() -> None:
+def reset_gemm_counts() -> None:
     """Forget all counts and warnings."""
     _counts.clear()
     _warned.clear()

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .operand import ScaledOperand
+from .transpose import k_contiguous
 
 NONE, PER_TENSOR, BLOCK_128, MICRO = 0, 1, 2, 3
 _MODES = {"per_tensor": PER_TENSOR, "float32": BLOCK_128, "pow2": BLOCK_128, "e8m0": MICRO}
@@ -33,15 +34,17 @@ class Side(NamedTuple):
 
     @staticmethod
     def of(operand: ScaledOperand) -> Side:
-        """Describe a quantized operand [outer, K] or [G, outer, K]."""
+        """Describe a quantized operand [outer, K] or [G, outer, K]; a copy where tensor cores could not read it."""
         mode = _MODES[operand.kind]
+        # MX values are converted to bfloat16, which tensor cores read either way
+        data = operand.data if mode == MICRO else k_contiguous(operand.data)
         rows = 1 if operand.block is None else operand.block[0]
         if operand.block is None:
             scale = operand.scale_inv
             scale_strides = (scale.stride(0) if scale.dim() else 0, 0, 0)
         else:
             scale_strides = _strides(operand.scale_inv)
-        return Side(operand.data, operand.scale_inv, _strides(operand.data), scale_strides, mode, rows)
+        return Side(data, operand.scale_inv, _strides(data), scale_strides, mode, rows)
 
     @staticmethod
     def plain(data: Tensor) -> Side:
@@ -174,8 +177,12 @@ class Config(NamedTuple):
     num_stages: int
 
 
-def config(side: Side, rows: int) -> Config:
-    """Choose tiles for about `rows` rows per GEMM: fixed by the shapes, so that two runs agree to the last bit."""
+def config(side: Side, rows: int, columns: int, *, narrow: bool) -> Config:
+    """Choose tiles for about `rows` x `columns` per GEMM: fixed by the shapes, so that two runs agree to the last bit.
+
+    A wide tile reads less of `a` per product. narrow: not a wide one, because the kernel needs its registers for a
+    second accumulator (split sums, 128-blocks) or for what it adds to; it would spill (test_hopper.py compiles all).
+    """
     if not side.data.is_cuda:
         # the interpreter: small tiles, so that small tests have many, ragged ones among them
         return Config(16, 16, 32 if side.mode == NONE else 128, 1, 1)
@@ -187,4 +194,6 @@ def config(side: Side, rows: int) -> Config:
         return Config(16, 128, block_k, 4, stages)
     if rows <= 64:
         return Config(64, 128, block_k, 4, stages)
-    return Config(128, 128, block_k, 8, stages)
+    half = side.mode == NONE and side.data.element_size() == 2
+    wide = columns >= 256 and not narrow and (half or side.mode == PER_TENSOR)
+    return Config(128, 256 if wide else 128, block_k, 8, stages)

@@ -74,13 +74,14 @@ def scaled_gemm(
 ) -> Tensor:
     """Write `left @ right^T + bias` into out [M, N], or add it there, and return it."""
     a, b, (rows, columns) = Side.of(left), Side.of(right), out.shape
-    tiles = config(a, rows)
+    split = split_accumulation and a.mode == PER_TENSOR
+    tiles = config(a, rows, columns, narrow=split or accumulate)
     grid = (triton.cdiv(rows, tiles.BLOCK_M) * triton.cdiv(columns, tiles.BLOCK_N),)
     # fmt: off
     scaled_gemm_fwd_kernel[grid](
         a.data, b.data, a.scales, b.scales, bias, out, rows, columns, left.inner,
         *a.strides[1:], *b.strides[1:], *a.scale_strides[1:], *b.scale_strides[1:], *out.stride(),
-        MODE=a.mode, ROWS_A=a.rows, ROWS_B=b.rows, SPLIT=split_accumulation and a.mode == PER_TENSOR,
+        MODE=a.mode, ROWS_A=a.rows, ROWS_B=b.rows, SPLIT=split,
         DOT=dot_dtype(a), ACCUMULATE=accumulate, GROUP_M=GROUP_M, **tiles._asdict(),
     )
     # fmt: on

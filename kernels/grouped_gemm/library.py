@@ -9,6 +9,7 @@ from torch.nn.functional import ScalingType
 
 from ..gemm.op import scaled_gemm
 from ..gemm.operand import ScaledOperand
+from ..gemm.transpose import k_contiguous
 from .emulation import per_row
 from .reference import split_bounds
 
@@ -18,8 +19,8 @@ def rows(left: ScaledOperand, right: ScaledOperand, m_splits: Tensor, split_accu
     ends = m_splits.cumsum(0)
     total, members = left.outer, right.data.shape[0]
     y = F.scaled_grouped_mm(
-        left.data.contiguous(),
-        right.data.contiguous().mT,
+        k_contiguous(left.data),
+        k_contiguous(right.data).mT,
         per_row(left.scale_inv, m_splits, total),
         ScalingType.RowWise,
         right.scale_inv[:, None].expand(members, right.outer).contiguous(),

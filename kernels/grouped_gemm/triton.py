@@ -115,14 +115,15 @@ def grouped_gemm(a: Side, b: Side, m_splits: Tensor, out: Tensor, *, split_accum
     if out.numel() == 0:
         return out
     groups = m_splits.shape[0]
-    tiles = config(a, triton.cdiv(rows, max(groups, 1)))
+    split = split_accumulation and a.mode == PER_TENSOR
+    tiles = config(a, triton.cdiv(rows, max(groups, 1)), columns, narrow=split)
     most = (triton.cdiv(rows, tiles.BLOCK_M) + groups) * triton.cdiv(columns, tiles.BLOCK_N)
     programs = min(most, multiprocessors(out.device))
     # fmt: off
     grouped_gemm_fwd_kernel[(programs,)](
         a.data, b.data, a.scales, b.scales, m_splits.contiguous(), out, rows, columns, a.data.shape[-1], groups,
         programs, *a.strides[1:], *b.strides, *a.scale_strides, *b.scale_strides, *out.stride(),
-        MODE=a.mode, ROWS_B=b.rows, SPLIT=split_accumulation and a.mode == PER_TENSOR, DOT=dot_dtype(a),
+        MODE=a.mode, ROWS_B=b.rows, SPLIT=split, DOT=dot_dtype(a),
         GROUP_M=GROUP_M, **tiles._asdict(),
     )
     # fmt: on
@@ -141,7 +142,7 @@ def grouped_gemm_wgrad(
         return out
     groups, rows, columns = out.shape
     total = a.data.shape[-1]
-    tiles = config(a, rows)
+    tiles = config(a, rows, columns, narrow=accumulate or a.mode == PER_TENSOR)
     grid = (groups * triton.cdiv(rows, tiles.BLOCK_M) * triton.cdiv(columns, tiles.BLOCK_N),)
     # fmt: off
     grouped_gemm_wgrad_kernel[grid](

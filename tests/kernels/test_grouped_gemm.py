@@ -160,11 +160,11 @@ def test_rungs_without_triton() -> None:
 
 
 def test_explanations_and_counts() -> None:
-    rungs.reset()
+    rungs.reset_gemm_counts()
     left, right = operands("pow2", [4, 4], 0)
     splits = torch.tensor([4, 4])
     scaled_grouped_gemm(left, right, splits, torch.bfloat16)
-    assert rungs.counts() == {("scaled_grouped_gemm", "emulation"): 1, ("grouped_gemm", "loop"): 1}
+    assert rungs.gemm_counts() == {("scaled_grouped_gemm", "emulation"): 1, ("grouped_gemm", "loop"): 1}
     assert explain_grouped_gemm(torch.ones(2, 2), torch.ones(1, 2, 2)).startswith(
         "grouped_gemm runs as loop; not triton"
     )

@@ -96,18 +96,18 @@ def test_explanation_counts_one_warning_and_strictness() -> None:
         "scaled_gemm runs as emulation; not native: it needs a CUDA device, this is cpu; not triton: it needs a CUDA "
         "device, this is cpu"
     )
-    rungs.reset()
+    rungs.reset_gemm_counts()
     scaled_gemm(left, right, torch.bfloat16)
-    assert rungs.counts() == {("scaled_gemm", "emulation"): 1}
+    assert rungs.gemm_counts() == {("scaled_gemm", "emulation"): 1}
     with pytest.raises(ValueError, match="strict asks for a GEMM on the quantized numbers themselves"):
         scaled_gemm(left, right, torch.bfloat16, strict=True)
     fallback = choose(left, right, torch.bfloat16, H100)
     with pytest.warns(RuntimeWarning, match=r"not native: nvfp4 blocks need compute capability 10\.0"):
         rungs.record(fallback, strict=False)
     rungs.record(fallback, strict=False)  # counted, not told again: a second warning would fail this test
-    assert rungs.counts() == {("scaled_gemm", "emulation"): 3}
-    rungs.reset()
-    assert rungs.counts() == {}
+    assert rungs.gemm_counts() == {("scaled_gemm", "emulation"): 3}
+    rungs.reset_gemm_counts()
+    assert rungs.gemm_counts() == {}
 
 
 def test_operands_that_do_not_fit_are_errors() -> None:

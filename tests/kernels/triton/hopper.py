@@ -6,13 +6,28 @@ happens in a child process without TRITON_INTERPRET, started by the tests as `py
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 SHARED_MEMORY = 232448  # bytes one program can have
+
+
+def can_compile() -> str | None:
+    """Return why this machine cannot compile for CUDA, None where it can."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton has no build for this platform"
+    import triton
+
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    missing = [name for name in ("ptxas", "cuobjdump") if not (tools / name).exists()]
+    return f"this build of triton comes without {' and '.join(missing)}" if missing else None
 
 
 def compile_kernel(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int, stages: int) -> Any:
@@ -33,19 +48,40 @@ def compile_kernel(kernel: Any, types: dict[str, str], constants: dict[str, Any]
 
 
 def summary(compiled: Any) -> dict[str, int]:
-    """Return what tells whether the tensor cores are used asynchronously, and whether the program fits."""
+    """Return what tells whether the tensor cores are used asynchronously, and whether the program fits.
+
+    shared: bytes; wgmma, copies: instructions; wide: loads and stores of 16 bytes that are not copies; in_flight:
+    products that the loop leaves running; stack: bytes per thread that did not fit the registers.
+    """
     ptx = compiled.asm["ptx"]
     return {
         "shared": compiled.metadata.shared,
         "wgmma": ptx.count("wgmma.mma_async"),
+        "in_flight": max(map(int, re.findall(r"wgmma\.wait_group\.sync\.aligned (\d+)", ptx)), default=0),
         "copies": ptx.count("cp.async.c"),
-        "local": ptx.count("ld.local"),
+        "wide": len(re.findall(r"(?:ld|st)\.global\S*\.v4", ptx)),
+        "stack": _stack(compiled.asm["cubin"]),
     }
+
+
+def _stack(cubin: bytes) -> int:
+    """Return the bytes of stack that a thread uses, by the tool that comes with triton."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"STACK:(\d+)", text)
+    assert found is not None, text
+    return int(found[1])
 
 
 def in_child(module: str) -> dict[str, dict[str, int]]:
     """Run `module` as a program that prints {name: summary} as JSON, without the interpreter."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    # triton 3.9 warns where nobody says whether it may fuse a multiplication and an addition
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_DEFAULT_FP_FUSION": "1"}
     run = subprocess.run([sys.executable, "-m", module], env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(run.stdout)

@@ -69,6 +69,22 @@ def test_nan_scale_of_a_microscaled_block_reaches_its_products(device: torch.dev
     assert not y[[0, 1, 2, *range(4, 16)]].isnan().any()
 
 
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("shape", [(1, 1), (200, 130), (2, 130, 257), (3, 0, 5)], ids=str)
+def test_copies_with_the_contracted_dimension_contiguous(shape: tuple[int, ...], device: torch.device) -> None:
+    """Bit for bit, from the transposed view and from one without any contiguous dimension."""
+    from te_models.kernels.gemm.transpose import k_contiguous
+    from te_models.kernels.gemm.triton_transpose import copy_transposed
+
+    stored = torch.randint(256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).to(device)
+    for view in (stored.mT, stored.mT[..., ::2, :][..., ::2]):
+        assert torch.equal(copy_transposed(view, torch.empty_like(view).contiguous()), view)
+        copy = k_contiguous(view.view(E4M3) if view.stride(-2) == 1 else view)
+        assert torch.equal(copy.view(torch.uint8), view)
+        assert copy.numel() == 0 or copy.shape[-1] == 1 or copy.stride(-1) == 1
+    assert k_contiguous(stored).data_ptr() == stored.data_ptr()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "shape", [(4096, 4096, 4096), (8192, 2048, 7168), (1000, 1536, 640), (64, 7168, 2048)], ids=str
