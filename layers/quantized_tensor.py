@@ -106,7 +106,7 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
             plain = x.dequantize(torch.float32) if isinstance(x, QuantizedTensor) else x
             source = self._quantized_fields(plain)
         for name, field in self.fields.items():
-            new = source[name] if noop is None else _unless(noop, source[name].to(field.device), field)
+            new = source[name] if noop is None else unless(noop, source[name].to(field.device), field)
             field.copy_(new)
         return self
 
@@ -203,7 +203,7 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
         )
 
 
-def _unless(noop: Tensor, new: Tensor, old: Tensor) -> Tensor:
+def unless(noop: Tensor, new: Tensor, old: Tensor) -> Tensor:
     """Return `old` where the flag is nonzero, else `new`; by bytes, since torch.where knows no eight-bit floats."""
     skip = noop.reshape(()) != 0
     if new.dtype.itemsize > 1:
