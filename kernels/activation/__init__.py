@@ -1,5 +1,12 @@
-"""Activations of the MLP, plain and gated."""
+"""Activations of the MLP, plain and gated, with the result in high precision or as FP8."""
 
 from .op import ACTIVATIONS, activation, gated_activation
+from .quantized import activation_quantized, gated_activation_quantized
 
-__all__ = ["ACTIVATIONS", "activation", "gated_activation"]
+__all__ = [
+    "ACTIVATIONS",
+    "activation",
+    "activation_quantized",
+    "gated_activation",
+    "gated_activation_quantized",
+]

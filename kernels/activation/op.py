@@ -28,7 +28,7 @@ def activation_fwd(
     """
     from . import triton
 
-    y = triton.activation_fwd(as_matrix(x), _flat(probabilities), name, gated, clamp, alpha, up_offset)
+    y = triton.activation_fwd(as_matrix(x), flat(probabilities), name, gated, clamp, alpha, up_offset)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -52,8 +52,8 @@ def activation_bwd(
     """Return the gradients of x and of the probabilities (float32, empty unless asked for) of `activation_fwd`."""
     from . import triton
 
-    flat = (as_matrix(dy), as_matrix(x), _flat(probabilities))
-    dx, d_probabilities = triton.activation_bwd(*flat, name, gated, clamp, alpha, up_offset, needs_probabilities)
+    matrices = (as_matrix(dy), as_matrix(x), flat(probabilities))
+    dx, d_probabilities = triton.activation_bwd(*matrices, name, gated, clamp, alpha, up_offset, needs_probabilities)
     return dx.view(x.shape), d_probabilities.view(x.shape[:-1]) if needs_probabilities else d_probabilities
 
 
@@ -63,7 +63,7 @@ def _(dy, x, probabilities, name, gated, clamp, alpha, up_offset, needs_probabil
     return x.new_empty(x.shape), x.new_empty(shape, dtype=torch.float32)
 
 
-def _flat(probabilities: Tensor | None) -> Tensor | None:
+def flat(probabilities: Tensor | None) -> Tensor | None:
     return None if probabilities is None else probabilities.reshape(-1)
 
 
@@ -87,7 +87,7 @@ def activation(x: Tensor, name: str, *, probabilities: Tensor | None = None) -> 
 
     x: [..., F]; name: a key of ACTIVATIONS. Raises ValueError for another name.
     """
-    _check(name)
+    check_name(name)
     if x.device.type == "cuda":
         return activation_fwd(x, probabilities, name, False, None, 1.0, 0.0)
     return reference.activation(x, name, probabilities=probabilities)
@@ -108,7 +108,7 @@ def gated_activation(
     `gate * sigmoid(alpha * gate) * (up + up_offset)`. With probabilities [...]: times each row's, in float32, rounded
     again, which lets a mixture weight its rows before the second projection. Raises ValueError for an unknown name.
     """
-    _check(name)
+    check_name(name)
     if x.device.type == "cuda":
         return activation_fwd(x, probabilities, name, True, clamp, alpha, up_offset)
     return reference.gated_activation(
@@ -116,6 +116,6 @@ def gated_activation(
     )
 
 
-def _check(name: str) -> None:
+def check_name(name: str) -> None:
     if name not in ACTIVATIONS:
         raise ValueError(f"the activation is {name!r}; allowed: {', '.join(map(repr, ACTIVATIONS))}")

@@ -195,7 +195,7 @@ def tile(columns: int) -> tuple[int, int]:
     return 2048 // block, block
 
 
-def _limit(clamp: float | None, dtype: torch.dtype) -> float:
+def clamp_limit(clamp: float | None, dtype: torch.dtype) -> float:
     """The clamp as PyTorch applies it: rounded to the values' dtype."""
     return 0.0 if clamp is None else torch.tensor(clamp, dtype=dtype, device="cpu").item()
 
@@ -222,7 +222,7 @@ def activation_fwd(
             rows,
             alpha,
             up_offset,
-            _limit(clamp, x.dtype),
+            clamp_limit(clamp, x.dtype),
             F=columns,
             NAME=name,
             GATED=gated,
@@ -262,7 +262,7 @@ def activation_bwd(
             rows,
             alpha,
             up_offset,
-            _limit(clamp, x.dtype),
+            clamp_limit(clamp, x.dtype),
             F=columns,
             NAME=name,
             GATED=gated,

@@ -95,7 +95,7 @@ def _(hidden, weight, labels, bias, multiplier, softcap, chunk_tokens, wanted):
 
 @torch.library.custom_op("te_models::scaled", mutates_args=())
 def scaled(x: Tensor, factor: Tensor) -> Tensor:
-    """Return `x * factor` in x's dtype, the float32 scalar `factor` unrounded. (A device would round it to x's dtype.)"""
+    """Return `x * factor` in x's dtype, the float32 scalar `factor` unrounded (a device would round it to x's)."""
     if x.device.type == "cpu":
         return x * factor
     from . import triton
@@ -182,8 +182,8 @@ def linear_cross_entropy(
     """Return the mean cross entropy of the output layer's logits, a float32 scalar; 0 if no label is valid.
 
     hidden: [T, H]; weight: [V, H]; labels: [T] int64, ignore_index where a token does not count; bias: [V]; multiplier
-    and softcap as in `output_logits`. chunk_tokens: hold the logits of so many tokens at a time, never of all; gradients
-    are then computed in the forward. None: of all tokens at once, which is faster where memory allows. Differentiable
+    and softcap as in `output_logits`. chunk_tokens: hold the logits of so many tokens at a time, never of all, and
+    compute gradients in the forward. None: of all tokens at once, which is faster where memory allows. Differentiable
     once in hidden, weight and bias. Raises ValueError where chunk_tokens is below 1.
     """
     if chunk_tokens is not None and chunk_tokens < 1:

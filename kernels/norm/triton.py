@@ -87,11 +87,12 @@ def norm_fwd_kernel(
     at = rows[:, None] * H + columns[None, :]
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
     mean, rstd = row_statistics(x, inside, eps, H, CENTERED)
-    x_hat = (x - mean[:, None]) * rstd[:, None]
-    X: tl.constexpr = x_ptr.dtype.element_ty
-    Y: tl.constexpr = y_ptr.dtype.element_ty
-    y = scale_and_round(x_hat, weight_ptr, bias_ptr, columns, X, Y, H, ZERO_CENTERED, WEIGHT_LAST)
-    tl.store(y_ptr + at, y, mask=inside)
+    if y_ptr is not None:
+        x_hat = (x - mean[:, None]) * rstd[:, None]
+        X: tl.constexpr = x_ptr.dtype.element_ty
+        Y: tl.constexpr = y_ptr.dtype.element_ty
+        y = scale_and_round(x_hat, weight_ptr, bias_ptr, columns, X, Y, H, ZERO_CENTERED, WEIGHT_LAST)
+        tl.store(y_ptr + at, y, mask=inside)
     tl.store(rstd_ptr + rows, rstd, mask=rows < num_rows)
     if CENTERED:
         tl.store(mean_ptr + rows, mean, mask=rows < num_rows)
@@ -170,8 +171,14 @@ def tile(columns: int) -> tuple[int, int]:
     """Return (rows, columns) of a program's tile: whole rows, several of them where they are short."""
     if not 0 < columns <= MAX_COLUMNS:
         raise ValueError(f"the norm runs over {columns} columns; allowed on an accelerator: 1 to {MAX_COLUMNS}")
-    block = triton.next_power_of_2(columns)
+    # At least the columns of a block of a quantized result, so that sums have one order whatever the result is.
+    block = max(128, triton.next_power_of_2(columns))
     return max(1, 2048 // block), block
+
+
+def fwd_warps(elements: int) -> int:
+    """Return how many warps hold a tile of so many elements."""
+    return min(max(elements // 512, 4), 32)
 
 
 def norm_fwd(
@@ -182,12 +189,15 @@ def norm_fwd(
     centered: bool,
     zero_centered: bool,
     weight_last: bool,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalise the rows of x [T, H]. Returns y [T, H] in `dtype`, mean [T] (empty unless centered), rstd [T]."""
+    """Normalise the rows of x [T, H]. Returns y [T, H] in `dtype`, mean [T] (empty unless centered), rstd [T].
+
+    dtype None: only the statistics are wanted, and y comes back empty.
+    """
     x = x.contiguous()
     rows, columns = x.shape
-    y = torch.empty_like(x, dtype=dtype)
+    y = x.new_empty(0) if dtype is None else torch.empty_like(x, dtype=dtype)
     rstd = x.new_empty(rows, dtype=torch.float32)
     mean = torch.empty_like(rstd) if centered else rstd.new_empty(0)
     block_r, block_c = tile(columns)
@@ -196,7 +206,7 @@ def norm_fwd(
             x,
             weight,
             bias,
-            y,
+            None if dtype is None else y,
             mean,
             rstd,
             rows,
@@ -207,7 +217,7 @@ def norm_fwd(
             WEIGHT_LAST=weight_last,
             BLOCK_R=block_r,
             BLOCK_C=block_c,
-            num_warps=min(max(block_r * block_c // 512, 4), 32),
+            num_warps=fwd_warps(block_r * block_c),
         )
     return y, mean, rstd
 

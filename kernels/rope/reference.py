@@ -24,17 +24,21 @@ def rope_tables(position_ids: Tensor, frequencies: Tensor, attention_factor: flo
     return angles.cos() * attention_factor, angles.sin() * attention_factor
 
 
+def check(x: Tensor, cos: Tensor, style: str) -> None:
+    """Raise ValueError for a style that does not exist or tables wider than x."""
+    if style not in ("half", "interleaved"):
+        raise ValueError(f"style is {style!r}; allowed: 'half', 'interleaved'")
+    if 2 * cos.shape[-1] > x.shape[-1]:
+        raise ValueError(f"the tables rotate {2 * cos.shape[-1]} channels, but x has {x.shape[-1]}")
+
+
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, style: str = "half") -> Tensor:
     """Rotate the first R channels of x by the tables' angles.
 
     x: [B, S, N, D]; cos, sin: [B or 1, S, R/2] from `rope_tables`; style: "half" or "interleaved". Returns
-    [B, S, N, D] in x's dtype. Raises ValueError for another style or tables wider than x.
+    [B, S, N, D] in x's dtype.
     """
-    if style not in ("half", "interleaved"):
-        raise ValueError(f"style is {style!r}; allowed: 'half', 'interleaved'")
     rotated = 2 * cos.shape[-1]
-    if rotated > x.shape[-1]:
-        raise ValueError(f"the tables rotate {rotated} channels, but x has {x.shape[-1]}")
     cos, sin = cos[:, :, None], sin[:, :, None]
     turning = x[..., :rotated]
     a, b = turning.chunk(2, dim=-1) if style == "half" else turning.unflatten(-1, (-1, 2)).unbind(-1)
