@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .blocks import grid
 from .grouped import padded_length
+from .nvfp4 import BLOCK
 
 
 def empty_copy(x: Tensor, block: tuple[int, int], fp8_dtype: torch.dtype, kind: str, groups: int = 0) -> list[Tensor]:
@@ -30,3 +31,22 @@ def empty_transposed(x: Tensor, fp8_dtype: torch.dtype, rows: int | None = None)
     """Return a copy of x [..., R, C] that lies transposed in memory, not filled; rows: if not R."""
     *batch, own_rows, columns = x.shape
     return x.new_empty((*batch, columns, own_rows if rows is None else rows), dtype=fp8_dtype).mT
+
+
+def nvfp4_slots(rows: int, *, with_rht: bool, groups: int = 0) -> int:
+    """Return how many columns NVFP4's columnwise copy of R rows has."""
+    if groups:
+        return padded_length(rows, groups, BLOCK)
+    return -(-rows // BLOCK) * BLOCK if with_rht else rows
+
+
+def empty_nvfp4(x: Tensor, *, rowwise: bool, columnwise: bool, with_rht: bool, groups: int = 0) -> list[Tensor]:
+    """Return NVFP4's packed codes and scales of each copy of x [..., R, C], not filled; with groups: grouped rows."""
+    *batch, rows, columns = x.shape
+    shapes = [(rows, columns)] if rowwise else []
+    shapes += [(columns, nvfp4_slots(rows, with_rht=with_rht, groups=groups))] if columnwise else []
+    found: list[Tensor] = []
+    for height, width in shapes:
+        found.append(x.new_empty((*batch, height, -(-width // 2)), dtype=torch.uint8))
+        found.append(x.new_empty((*batch, height, -(-width // BLOCK)), dtype=torch.float8_e4m3fn))
+    return found

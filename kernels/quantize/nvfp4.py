@@ -94,7 +94,7 @@ def round_e2m1(v: Tensor, bits: Tensor | None = None) -> Tensor:
     return torch.copysign(multiple * step, v)
 
 
-def _block(block_rows: int) -> tuple[int, int]:
+def block_of(block_rows: int) -> tuple[int, int]:
     if block_rows not in (1, BLOCK):
         raise ValueError(f"block_rows is {block_rows}; allowed: 1, {BLOCK}")
     return block_rows, BLOCK
@@ -109,7 +109,7 @@ def quantize_nvfp4(
     matrices that lie side by side. key, stream: round stochastically with `random_bits(key, stream, x.shape)`; None
     rounds to nearest even. A 16x16 block's scale is written for each of its rows.
     """
-    block = _block(block_rows)
+    block = block_of(block_rows)
     rows, columns = x.shape[-2:]
     amax = blocks.amax(x) if amax is None else amax
     if x.numel() == 0:

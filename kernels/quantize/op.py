@@ -11,8 +11,17 @@ from torch import Tensor
 
 from . import blocks, grouped, reference, registered
 from .blocks import blockwise_amax
-from .hadamard import inverse_random_hadamard, random_hadamard
-from .nvfp4 import decode_blocks, dequantize_nvfp4, global_decode, quantize_nvfp4, round_nvfp4
+from .hadamard import inverse_random_hadamard
+from .nvfp4 import global_decode, round_nvfp4
+from .op_nvfp4 import (
+    decode_blocks,
+    dequantize_nvfp4,
+    quantize_grouped_nvfp4,
+    quantize_nvfp4,
+    quantize_nvfp4_both,
+    quantize_nvfp4_transposed,
+    random_hadamard,
+)
 from .random import random_bits
 from .reference import FP8_MAX, e8m0_to_float, scale_from_amax
 from .statistics import quantization_statistics
@@ -33,8 +42,11 @@ __all__ = [
     "quantize_blockwise",
     "quantize_blockwise_both",
     "quantize_grouped_blockwise",
+    "quantize_grouped_nvfp4",
     "quantize_grouped_per_tensor",
     "quantize_nvfp4",
+    "quantize_nvfp4_both",
+    "quantize_nvfp4_transposed",
     "quantize_per_tensor",
     "quantize_per_tensor_both",
     "random_bits",

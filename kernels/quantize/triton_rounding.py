@@ -170,6 +170,15 @@ def reciprocal(x):
 
 
 @triton.jit
+def nvfp4_global_encode(amax):
+    """`nvfp4._global_encode` for float32 amaxes."""
+    bits = magnitude_bits(amax)
+    encode = tl.div_rn(tl.full(amax.shape, 2688.0, tl.float32), amax)
+    encode = tl.where(encode == float("inf"), 3.4028234663852886e38, encode)
+    return tl.where((bits == 0) | (bits >= 0x7F800000), 1.0, encode)
+
+
+@triton.jit
 def power_of_two(biased):
     """2^(biased - 127) in float32 for an int32 exponent in 0..254; 0 is the subnormal 2^-127."""
     return tl.where(biased == 0, 0x00400000, biased << 23).to(tl.float32, bitcast=True)

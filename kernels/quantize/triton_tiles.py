@@ -40,7 +40,8 @@ def store_tile(ptr, values, first_row, first_column, end_row, end_column, stride
     rows = first_row + tl.arange(0, values.shape[0])
     columns = first_column + tl.arange(0, values.shape[1])
     inside = (rows < end_row)[:, None] & (columns < end_column)[None, :]
-    tl.store(ptr + rows[:, None] * stride_r + columns[None, :] * stride_c, values, mask=inside)
+    at = rows.to(tl.int64)[:, None] * stride_r + columns.to(tl.int64)[None, :] * stride_c
+    tl.store(ptr + at, values, mask=inside)
 
 
 @triton.jit

@@ -14,6 +14,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 # More than one tile of 128 x 128 in either direction, ragged; a batch; one element; nothing.
 SHAPES = [(1, 1), (33, 130), (2, 31, 20), (140, 1), (0, 128), (3, 0)]
+LENGTHS = [1, 15, 16, 17, 31, 32, 33, 127, 128, 129, 1000]
 BLOCKS = [
     ((1, 128), "pow2"),
     ((1, 128), "float32"),
@@ -30,6 +31,13 @@ def hard(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
     """Ordinary values mixed with zeros, subnormals, ties and maxima."""
     size = torch.Size(shape).numel()
     return emulation.hard_values(max(size, 1), seed)[:size].view(shape).to(dtype)
+
+
+def ordinary(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Values within a few powers of two of each other, so that no block's scale is lost to an outlier's; some zeros."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    x = torch.randn(shape, generator=generator) * torch.exp(torch.randn(shape, generator=generator))
+    return torch.where(torch.rand(shape, generator=generator) < 0.05, 0.0, x).to(dtype)
 
 
 def special(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:

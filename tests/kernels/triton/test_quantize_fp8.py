@@ -10,12 +10,14 @@ from tests.kernels.triton.quantize_cases import (
     BLOCKS,
     E4M3,
     E5M2,
+    LENGTHS,
     SHAPES,
     SPLITS,
     assert_all,
     assert_bitwise,
     check_op,
     hard,
+    ordinary,
     special,
 )
 
@@ -31,6 +33,15 @@ def test_blockwise(block, kind, dtype, device) -> None:
         x = hard(shape, dtype, seed)
         got = registered.quantize_blockwise_both(x.to(device), list(block), E4M3, kind, 0.0)
         assert_all(got, reference.quantize_blockwise_both(x, block, E4M3, kind))
+
+
+@pytest.mark.parametrize("block, kind", [BLOCKS[0], BLOCKS[2], BLOCKS[4], BLOCKS[5]], ids=str)
+def test_lengths(block, kind, device) -> None:
+    for length in LENGTHS:
+        for shape in ((2, length), (length, 2)):
+            x = ordinary(shape, torch.bfloat16)
+            got = registered.quantize_blockwise_both(x.to(device), list(block), E4M3, kind, 0.0)
+            assert_all(got, reference.quantize_blockwise_both(x, block, E4M3, kind))
 
 
 @pytest.mark.parametrize("block, kind", [*BLOCKS, ((128, 1), "pow2"), ((32, 1), "e8m0")], ids=str)
