@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from .blocks import once
+
 SIZE = 16
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
@@ -49,8 +51,9 @@ def random_hadamard(x: Tensor, dim: int = -1) -> Tensor:
     """
     if x.dtype != torch.bfloat16:
         raise ValueError(f"the random Hadamard transform takes bfloat16; got {x.dtype}")
-    members = [m.to(torch.bfloat16) for m in _transform(_signed(_groups(x, dim)))]
-    return torch.stack(members, dim).flatten(dim - 1, dim)
+    members = [m.to(torch.bfloat16) for m in _transform(_signed(_groups(once(x), dim)))]
+    # buffers: Inductor drops a rounding to bfloat16 that is between two operations of one kernel (torch 2.13)
+    return once(torch.stack(members, dim).flatten(dim - 1, dim))
 
 
 def inverse_random_hadamard(y: Tensor, dim: int = -1) -> Tensor:

@@ -13,7 +13,7 @@ from te_models.kernels import quantize as q
 
 from ..opaque import derived, value_class
 from .base import Fields, Parts, Usage
-from .fp8 import FP8Quantizer
+from .fp8 import FP8Quantizer, check_epsilon
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +77,7 @@ class Float8BlockQuantizer(_BlockwiseQuantizer):
         super().__post_init__()
         if self.block_scaling_dim not in (1, 2):
             raise ValueError(f"block_scaling_dim is {self.block_scaling_dim!r}; allowed: 1, 2")
+        check_epsilon(self.amax_epsilon)
 
     @derived
     def symmetric(self) -> bool:

@@ -44,6 +44,12 @@ class FP8Quantizer(Quantizer):
         return dtypes[value]
 
 
+def check_epsilon(epsilon: float) -> None:
+    """Raise ValueError for a floor of amax that is none."""
+    if not 0 <= epsilon < float("inf"):
+        raise ValueError(f"amax_epsilon is {epsilon!r}; allowed: a finite number from 0 on")
+
+
 @value_class
 @dataclass(frozen=True, kw_only=True)
 class Float8CurrentScalingQuantizer(FP8Quantizer):
@@ -53,6 +59,10 @@ class Float8CurrentScalingQuantizer(FP8Quantizer):
 
     force_pow_2_scales: bool = False
     amax_epsilon: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_epsilon(self.amax_epsilon)
 
     @derived
     def symmetric(self) -> bool:

@@ -22,8 +22,8 @@ from .identity import IdentityQuantizer
 class HybridQuantizer(Quantizer):
     """Rowwise operands come from one quantizer and columnwise ones from another.
 
-    Fields: those of the two under the usage they serve; a symmetric format that serves the columnwise usage stores its
-    one copy, untransposed, as columnwise_*.
+    Each of the two is held as the value that makes the copy of its usage only. Fields: those of the two under the usage
+    they serve; a symmetric format that serves the columnwise usage stores its one copy, untransposed, as columnwise_*.
     """
 
     FORMAT: ClassVar[str] = "hybrid"
@@ -33,10 +33,14 @@ class HybridQuantizer(Quantizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("rowwise_quantizer", "columnwise_quantizer"):
+        for usage in ("rowwise", "columnwise"):
+            name = f"{usage}_quantizer"
             held = getattr(self, name)
             if not isinstance(held, Quantizer) or isinstance(held, HybridQuantizer):
                 raise ValueError(f"{name} is {held!r}; allowed: a quantizer of one format")
+            # here and not where it is used: a compiled graph cannot make new quantizers
+            held = held.with_usage(rowwise=usage == "rowwise", columnwise=usage == "columnwise")
+            object.__setattr__(self, name, held)
 
     @derived
     def symmetric(self) -> bool:
@@ -51,8 +55,8 @@ class HybridQuantizer(Quantizer):
         return self.rowwise_quantizer if usage == "rowwise" else self.columnwise_quantizer
 
     def _stored(self, usage: Usage) -> tuple[Quantizer, Usage]:
-        """Return the quantizer of a usage, making that copy only, and the usage it stores it as."""
-        member = self.member(usage).with_usage(rowwise=usage == "rowwise", columnwise=usage == "columnwise")
+        """Return the quantizer of a usage and the usage it stores its copy as."""
+        member = self.member(usage)
         return member, member.stored_usages()[0]
 
     def needs_key(self) -> bool:

@@ -1,0 +1,40 @@
+"""Quantizers of every class and option, by a short name."""
+
+from __future__ import annotations
+
+import torch
+
+from te_models.layers.delayed import DelayedScalingQuantizer
+from te_models.layers.quantizer import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    HybridQuantizer,
+    IdentityQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    Quantizer,
+)
+
+E5M2 = torch.float8_e5m2
+
+EXAMPLES: dict[str, Quantizer] = {
+    "tensor": Float8CurrentScalingQuantizer(),
+    "tensor pow2": Float8CurrentScalingQuantizer(fp8_dtype=E5M2, force_pow_2_scales=True, amax_epsilon=0.25),
+    "1x128": Float8BlockQuantizer(block_scaling_dim=1),
+    "128x128 float32": Float8BlockQuantizer(force_pow_2_scales=False, amax_epsilon=1e-3),
+    "1x32": MXFP8Quantizer(),
+    "32x32": MXFP8Quantizer(two_dimensional=True, fp8_dtype=E5M2),
+    "1x16": NVFP4Quantizer(),
+    "1x16 RHT": NVFP4Quantizer(with_rht=True),
+    "16x16": NVFP4Quantizer(with_2d_quantization=True),
+    "identity": IdentityQuantizer(),
+    "hybrid": HybridQuantizer(
+        rowwise_quantizer=MXFP8Quantizer(), columnwise_quantizer=Float8BlockQuantizer(block_scaling_dim=1)
+    ),
+    "hybrid symmetric": HybridQuantizer(
+        rowwise_quantizer=NVFP4Quantizer(with_2d_quantization=True),
+        columnwise_quantizer=Float8CurrentScalingQuantizer(),
+    ),
+}
+STOCHASTIC = NVFP4Quantizer(with_rht=True, stochastic_rounding=True)
+DELAYED = DelayedScalingQuantizer(fp8_dtype=E5M2)

@@ -1,0 +1,83 @@
+"""A compiled function takes a quantizer as a constant: one graph for equal ones, one more for each other value."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+from torch._dynamo.utils import counters
+
+from te_models.layers.quantizer import Fields, MXFP8Quantizer, Quantizer
+from tests.layers.bits import raw
+from tests.layers.quantizer.examples import DELAYED, EXAMPLES, STOCHASTIC
+
+CONSTANTS = EXAMPLES | {"delayed": DELAYED}
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def fields_and_operands(x: Tensor, key: Tensor | None, quantizer: Quantizer) -> tuple[Fields, list[Tensor]]:
+    fields = quantizer.quantize_fields(x, key)
+    operands = [quantizer.operand(x, usage, torch.float32, key) for usage in ("rowwise", "columnwise")]
+    return fields, [t for operand in operands for t in operand if t is not None]
+
+
+def assert_same(got: tuple[Fields, list[Tensor]], expected: tuple[Fields, list[Tensor]]) -> None:
+    assert got[0].keys() == expected[0].keys()
+    for a, b in zip((*got[0].values(), *got[1]), (*expected[0].values(), *expected[1]), strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(raw(a), raw(b))
+
+
+def test_one_graph_per_value() -> None:
+    counter = CompileCounter()
+    compiled = torch.compile(fields_and_operands, backend=counter, fullgraph=True)
+    x = torch.randn(33, 48)
+    for count, quantizer in enumerate(CONSTANTS.values(), start=1):
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * len(CONSTANTS))
+        for equal in (quantizer, copy.deepcopy(quantizer), quantizer):
+            assert_same(compiled(x, None, equal), fields_and_operands(x, None, equal))
+        assert counter.frame_count == count
+
+
+def test_a_quantizer_goes_in_and_out_of_a_graph() -> None:
+    def same(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Quantizer]:
+        return x + len(quantizer.field_names()), quantizer
+
+    counter = CompileCounter()
+    compiled = torch.compile(same, backend=counter, fullgraph=True)
+    for columnwise in (False, True, False):
+        quantizer = MXFP8Quantizer(columnwise=columnwise)
+        y, again = compiled(torch.zeros(1), quantizer)
+        assert y.item() == 2 + 2 * columnwise
+        assert again == quantizer
+    assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("columnwise_stored", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_inductor_rounds_stochastically_to_the_same_bits(columnwise_stored: bool) -> None:
+    """Random bits are a function of key and index, and the key's numbers are no constants of the graph. The transform's
+    rounding to bfloat16 is not optimised away."""
+    quantizer = STOCHASTIC.with_usage(rowwise=not columnwise_stored, columnwise=columnwise_stored)
+    direct = "rowwise" if columnwise_stored else "columnwise"
+
+    def run(x: Tensor, key: Tensor) -> tuple[Fields, list[Tensor]]:
+        values, scale = quantizer.operand(x, direct, torch.bfloat16, key)
+        assert scale is not None
+        return quantizer.quantize_fields(x, key), [values, scale]
+
+    compiled = torch.compile(run, fullgraph=True)
+    counters.clear()
+    x = torch.randn(48, 50, generator=torch.Generator().manual_seed(0))
+    for seed, step in ((1, 2), (-(2**40), 2**33), (7, 0)):
+        key = torch.tensor([seed, step])
+        assert_same(compiled(x, key), run(x, key))
+    assert counters["stats"]["unique_graphs"] == 1
