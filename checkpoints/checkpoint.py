@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Literal, Self
@@ -11,19 +11,19 @@ from typing import Literal, Self
 import torch
 
 from te_models.config import ModelConfig
-from te_models.layers import Recipe
+from te_models.layers import QuantizedTensor
 
 from .errors import CheckpointError
 from .families import FAMILIES, family_of
 from .header import TensorInfo
 from .links import Namespace
 from .load import load_params
-from .naming import ExpertLayout
+from .naming import ExpertLayout, expected_tensors
 from .plan import match_tensors
-from .quantized_format import Description, read_metadata, recipe_of
+from .quantized_format import Description, empty, read_metadata
 from .strict_json import read_object
 from .te_folder import CONFIG, MODEL_TYPE, Source, TEFolder
-from .te_namespace import grouped_formats, te_namespace
+from .te_namespace import formats_in_layout, grouped_formats, te_namespace
 from .tied import check_tied_copies, tied_copies
 from .weight_files import open_weights, plain_file
 
@@ -77,16 +77,16 @@ class Checkpoint:
     def family(self) -> str | None:
         return self.source.family if self.source is not None else None
 
-    @property
-    def recipe(self) -> Recipe | None:
-        """A recipe whose weight format is the stored one; None for a checkpoint in high precision.
+    def empty_quantized(
+        self, layout: ExpertLayout, device: torch.device | str | None = None
+    ) -> Iterator[tuple[str, QuantizedTensor]]:
+        """Yield the name in `layout` and an uninitialised tensor of the stored format for every quantized parameter.
 
-        Build a model under `quantized_model_init(recipe=...)` with it, and `load_into` takes the bits over unchanged.
+        As parameters of a model they take over the stored bits in `load_into`.
         """
-        recipes = {recipe_of(name, meta) for name, meta in self.formats.items()}
-        if len(recipes) > 1:
-            raise CheckpointError(f"{self.path} has weights of several recipes: {', '.join(map(str, recipes))}")
-        return recipes.pop() if recipes else None
+        shapes = expected_tensors(self.config, layout)
+        for name, meta in formats_in_layout(self.config, layout, self.formats).items():
+            yield name, empty(name, shapes[name], meta, device)
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:

@@ -20,17 +20,11 @@ from typing import Any
 import torch
 
 from te_models.layers import (
-    Float8BlockQuantizer,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Float8CurrentScalingQuantizer,
     GroupedTensor,
-    MXFP8BlockScaling,
-    MXFP8Quantizer,
     QuantizedTensor,
     Quantizer,
-    Recipe,
 )
+from te_models.layers.field_schema import empty_fields
 from te_models.layers.quantized_tensor import TENSOR_CLASSES
 
 from .boxes import Shape
@@ -44,8 +38,10 @@ METADATA_KEY = "te_models"
 SUFFIXES = {
     "rowwise_data": "",
     "rowwise_scale_inv": "_scale_inv",
+    "rowwise_amax": "_amax",
     "columnwise_data": "_columnwise",
     "columnwise_scale_inv": "_columnwise_scale_inv",
+    "columnwise_amax": "_columnwise_amax",
 }
 """Field of a quantized tensor -> what its entry's name adds to the parameter's name."""
 
@@ -80,24 +76,6 @@ def quantizer_of(name: str, meta: Description) -> tuple[Quantizer, torch.dtype]:
     return quantizer, _LOGICAL_DTYPES[logical]
 
 
-def recipe_of(name: str, meta: Description) -> Recipe:
-    """Return a recipe whose weights are quantized as described; its other operands have the recipe's defaults."""
-    quantizer, _ = quantizer_of(name, meta)
-    recipe: Recipe
-    match quantizer:
-        case Float8CurrentScalingQuantizer(force_pow_2_scales=pow2, amax_epsilon=epsilon):
-            recipe = Float8CurrentScaling(use_power_2_scales=pow2, amax_epsilon=epsilon)
-        case Float8BlockQuantizer(force_pow_2_scales=pow2, amax_epsilon=epsilon):
-            recipe = Float8BlockScaling(use_f32_scales=not pow2, amax_epsilon=epsilon)
-        case MXFP8Quantizer(two_dimensional=square):
-            recipe = MXFP8BlockScaling(enable_2d_quantization=square)
-        case _:
-            raise CheckpointError(f"no recipe quantizes weights as {name} is: {quantizer}")
-    if recipe.weight_quantizer() != quantizer:
-        raise CheckpointError(f"no recipe quantizes weights as {name} is: {quantizer}")
-    return recipe
-
-
 def field_specs(name: str, shape: Shape, meta: Description) -> dict[str, Stored]:
     """Return suffix -> what the entry must be, for a parameter of this logical shape: [out, in] or [G, out, in]."""
     if len(shape) not in (2, 3):
@@ -127,6 +105,14 @@ def rebuild(name: str, entries: Mapping[str, torch.Tensor], shape: Shape, meta: 
     cls = GroupedTensor if len(shape) == 3 else TENSOR_CLASSES[quantizer.FORMAT]
     fields = {field: entries[name + SUFFIXES[field]] for field in quantizer.field_names()}
     return cls(fields, quantizer, torch.Size(shape), dtype)
+
+
+def empty(name: str, shape: Shape, meta: Description, device: torch.device | str | None) -> QuantizedTensor:
+    """Return an uninitialised quantized tensor of logical shape `shape` as described."""
+    quantizer, dtype = quantizer_of(name, meta)
+    cls = GroupedTensor if len(shape) == 3 else TENSOR_CLASSES[quantizer.FORMAT]
+    target = torch.empty((), device=device).device
+    return cls(empty_fields(quantizer, torch.Size(shape), target), quantizer, torch.Size(shape), dtype)
 
 
 def read_metadata(metadata: Mapping[str, str], where: str) -> dict[str, Description]:

@@ -11,13 +11,15 @@ from .autocast import (
     microbatch,
     quantized_model_init,
     recompute_contexts,
+    storage_recipe,
 )
 from .delayed import Float8Quantizer
 from .delayed_update import update_delayed_scaling
 from .fsdp import share_scales
 from .fused_adamw import FusedAdamW, gradient_of
 from .grouped_linear import GroupedLinear
-from .grouped_tensor import GroupedTensor
+from .grouped_storage import GroupedTensorStorage
+from .grouped_tensor import GroupedRows, GroupedTensor
 from .layernorm_linear import LayerNormLinear
 from .layernorm_mlp import LayerNormMLP
 from .linear import Linear
@@ -67,8 +69,11 @@ from .recipes import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
+from .report import RecipeReport, quantization_statistics, recipe_report
+from .stored_weight import store_weights
 
 __all__ = [
+    "RECIPES",
     "CustomRecipe",
     "DelayedScaling",
     "DotProductAttention",
@@ -86,7 +91,9 @@ __all__ = [
     "FusedAdamW",
     "GemmQuantizers",
     "GroupedLinear",
+    "GroupedRows",
     "GroupedTensor",
+    "GroupedTensorStorage",
     "HybridQuantizer",
     "HybridTensor",
     "HybridTensorStorage",
@@ -111,9 +118,9 @@ __all__ = [
     "QuantizedTensor",
     "Quantizer",
     "QuantizerRole",
-    "RECIPES",
     "RMSNorm",
     "Recipe",
+    "RecipeReport",
     "autocast",
     "collect_statistics",
     "current_recipe",
@@ -122,11 +129,15 @@ __all__ = [
     "load_recipe_state",
     "microbatch",
     "name_modules",
+    "quantization_statistics",
     "quantized_model_init",
     "recipe",
+    "recipe_report",
     "recipe_state",
     "recompute_contexts",
     "set_rounding_seed",
     "share_scales",
+    "storage_recipe",
+    "store_weights",
     "update_delayed_scaling",
 ]

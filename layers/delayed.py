@@ -1,12 +1,14 @@
 """Delayed scaling: quantizers with a live scale, and the update that follows every step.
 
-Per module three roles (input, weight, grad_output) times G GEMMs. Slot 0 of the amax history, `fp8_amax` [3, G],
-collects this step's amaxes; `fp8_history` [length - 1, 3, G] holds the earlier ones, newest first; `fp8_scale` [3, G]
-is what the step uses. All three roles are updated at one point, the exit of the outermost autocast region: the forward
-roles from the region, the gradient role from the backward passes since the last update. As a gradient scale is only
-read in a backward pass, this equals an update after each backward pass, and it is the same eagerly and compiled.
+Per module three roles (input, weight, grad_output) times G GEMMs. Slot 0 of the amax history, `fp8_amax` [2, G] and
+`fp8_grad_amax` [G], collects this step's amaxes; `fp8_history` [length - 1, 3, G] holds the earlier ones, newest first;
+`fp8_scale` [3, G] is what the step uses. All three roles are updated at one point, the exit of the outermost autocast
+region: the forward roles from the region, the gradient role from the backward passes since the last update. As a
+gradient scale is only read in a backward pass, this equals an update after each backward pass, and it is the same
+eagerly and compiled.
 
-The new scales are new tensors: a graph between its forward and its backward pass keeps the ones it began with.
+A new scale is a new tensor: a pass between forward and backward keeps the one it began with. The amaxes are one tensor
+for good, so that backward passes after the exit of their region still write to what the next update reads.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from te_models.kernels import quantize as q
-from te_models.kernels.gemm import Operand
+from te_models.kernels.gemm import Operand, ScaledOperand
 
 from .opaque import value_class
 from .quantizer import Fields, Float8CurrentScalingQuantizer, Quantizer, Usage
@@ -85,6 +87,10 @@ class Float8Quantizer:
         """Quantize x for a GEMM, recording its amax."""
         return self.value.operand_of_fields(self.quantize_fields(x), usage, dtype, x.shape)
 
+    def scaled_operand(self, x: Tensor, usage: Usage, key: Tensor | None = None) -> ScaledOperand | None:
+        """Quantize x for a GEMM that takes quantized numbers, recording its amax."""
+        return self.value.scaled_operand_of_fields(self.quantize_fields(x), usage)
+
     def statistics(self, x: Tensor, key: Tensor | None = None) -> dict[str, Tensor]:
         """Return what quantizing x with this scale does to it, as `Quantizer.statistics`; records nothing."""
         data = q.quantize_per_tensor(x, self.scale[..., None, None], self.fp8_dtype)
@@ -96,11 +102,16 @@ class Float8Quantizer:
         self, x: Tensor, usage: Usage, dtype: torch.dtype, rows: RowGroups, key: Tensor | None = None
     ) -> Operand:
         """Quantize rows sorted by group, [T, C], with a scale per group; scale and amax are [G]."""
+        return self.value.operand_of_fields(self._rows_fields(x, rows), usage, dtype, x.shape)
+
+    def scaled_rows(self, x: Tensor, usage: Usage, rows: RowGroups, key: Tensor | None = None) -> ScaledOperand | None:
+        """Do what `rows_operand` does for a GEMM that takes quantized numbers."""
+        return self.value.scaled_operand_of_fields(self._rows_fields(x, rows), usage)
+
+    def _rows_fields(self, x: Tensor, rows: RowGroups) -> Fields:
         self.record(rows.amax(x))
         data = q.quantize_per_tensor(x, rows.per_row(self.scale)[:, None], self.fp8_dtype)
-        scale_inv = torch.div(torch.ones_like(self.scale), self.scale)
-        fields = {"rowwise_data": data, "rowwise_scale_inv": scale_inv}
-        return self.value.operand_of_fields(fields, usage, dtype, x.shape)
+        return {"rowwise_data": data, "rowwise_scale_inv": torch.div(torch.ones_like(self.scale), self.scale)}
 
     def bound_to_rows(self, rows: RowGroups) -> Float8Quantizer:
         """Return a quantizer with each row's scale, [T], that records nothing."""
@@ -125,16 +136,22 @@ class Float8Quantizer:
         return GroupedTensor(self.quantize_fields(x.detach()), self.value, x.shape, x.dtype)
 
 
-def bind(quantizer: Quantizer, scale: Tensor | None, amax: Tensor | None, role: str) -> Quantizer | Float8Quantizer:
+def bind(
+    quantizer: Quantizer, scale: Tensor | None, amax: Tensor | None, role: str, gemm: int | None = None
+) -> Quantizer | Float8Quantizer:
     """Return the quantizer to use: itself, or under delayed scaling the live one of a role.
 
-    scale, amax: [R, ...]; amax None: record nothing.
+    scale: [3, G]; amax: [2, G] of the forward roles, [G] of the gradient, or None to record nothing; gemm: the one
+    meant, None for all together.
     """
     if not isinstance(quantizer, DelayedScalingQuantizer):
         return quantizer
     assert scale is not None, "a delayed quantizer comes with its module's scales"
     row = ROLES.index(role)
-    return quantizer.bind(scale[row], None if amax is None else amax[row])
+    mine = amax[row] if amax is not None and amax.dim() == 2 else amax
+    if gemm is None:
+        return quantizer.bind(scale[row], mine)
+    return quantizer.bind(scale[row, gemm], None if mine is None else mine[gemm])
 
 
 def next_history(history: Tensor, last: Tensor) -> Tensor:

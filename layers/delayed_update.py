@@ -30,10 +30,10 @@ def update_delayed_scaling(
 
 
 def _update(recipe: DelayedScaling, modules: list[QuantizedModule], group: dist.ProcessGroup | None) -> None:
-    amaxes = [m.fp8_amax for m in modules]
+    amaxes = [torch.cat((m.fp8_amax, m.fp8_grad_amax[None])) for m in modules]
     if recipe.reduce_amax and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
         amaxes = reduce_amaxes(amaxes, group)
-    sizes = [m.fp8_amax.shape[1] for m in modules]
+    sizes = [a.shape[1] for a in amaxes]
     last = torch.cat(amaxes, dim=1)
     history = torch.cat([m.delayed_history(recipe) for m in modules], dim=2)
     scale = torch.cat([m.fp8_scale for m in modules], dim=1)
@@ -44,6 +44,12 @@ def _update(recipe: DelayedScaling, modules: list[QuantizedModule], group: dist.
     history = next_history(history, last)
     parts = zip(modules, history.split(sizes, dim=2), scale.split(sizes, dim=1), strict=True)
     for module, its_history, its_scale in parts:
-        # new tensors, because a graph between its forward and its backward pass still needs the old ones
+        # a new scale, because a backward pass that is still to come needs the old one; the same amax, because that
+        # pass will write to it
         module.fp8_history, module.fp8_scale = its_history.contiguous(), its_scale.contiguous()
-        module.fp8_amax = torch.zeros_like(module.fp8_amax)
+        module.fp8_amax.zero_()
+        if torch.compiler.is_compiling():
+            module.fp8_grad_amax.zero_()
+        else:
+            # a backward pass to come will write here and not read, so autograd need not see that it changed
+            module.fp8_grad_amax.data.zero_()

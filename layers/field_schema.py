@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .quantizer import Fields, HybridQuantizer, Quantizer, Usage
+from .quantizer import Fields, HybridQuantizer, NVFP4Quantizer, Quantizer, Usage
 
 
 @dataclass(frozen=True)
@@ -32,17 +32,27 @@ class Schema:
 class FieldLayout:
     """Where one field lies over the matrix.
 
-    block: matrix (rows, columns) per entry, None for one entry per matrix; transposed: stored as [columns, rows].
+    block: matrix (rows, columns) per entry, None for one entry per matrix; transposed: stored as [columns, rows];
+    row_multiple: the field covers the rows rounded up to a multiple of this.
     """
 
     name: str
     usage: Usage
     block: tuple[int, int] | None
     transposed: bool
+    row_multiple: int = 1
 
     def axis(self, dim: int) -> int:
         """Return the field's own axis (-2 or -1) for the matrix dimension `dim` (-2 or -1)."""
         return -3 - dim if self.transposed else dim
+
+    def entries(self, start: int, stop: int, dim: int) -> tuple[int, int]:
+        """Return (first, count) of the entries for matrix indices start..stop along `dim` (-2 or -1); needs a block."""
+        assert self.block is not None, "one entry per matrix has no position"
+        size = self.block[dim]
+        if dim == -2:
+            stop = start + -(-(stop - start) // self.row_multiple) * self.row_multiple
+        return start // size, -(-stop // size) - start // size
 
 
 SCHEMAS: dict[str, Schema] = {
@@ -68,7 +78,8 @@ def field_layouts(quantizer: Quantizer) -> tuple[FieldLayout, ...]:
             if turned and block is not None:
                 block = (block[1], block[0])
             transposed = turned and schema.columnwise_transposed
-            layouts.append(FieldLayout(f"{usage}_{part}", usage, block, transposed))
+            rotated = isinstance(member, NVFP4Quantizer) and member.with_rht and usage == "columnwise"
+            layouts.append(FieldLayout(f"{usage}_{part}", usage, block, transposed, 16 if rotated else 1))
     return tuple(layouts)
 
 

@@ -12,19 +12,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_models.kernels.gemm import Operand
-from te_models.kernels.grouped_gemm import grouped_gemm, grouped_gemm_wgrad, grouped_gemm_wgrad_accumulate_
+from te_models.kernels.gemm import Operand, ScaledOperand
+from te_models.kernels.grouped_gemm import (
+    grouped_gemm,
+    grouped_gemm_wgrad,
+    grouped_gemm_wgrad_accumulate_,
+    scaled_grouped_gemm,
+    scaled_grouped_gemm_wgrad,
+    scaled_grouped_gemm_wgrad_accumulate_,
+)
 
+from .autocast import state
 from .delayed import bind
-from .kept import AnyQuantizer, note_statistics
-from .linear_function import DEFAULT_OPTIONS, HIGH_PRECISION, GemmOptions, factor, plain_weight
+from .kept import note_statistics
+from .linear_function import (
+    DEFAULT_OPTIONS,
+    HIGH_PRECISION,
+    GemmOptions,
+    largest,
+    plain_weight,
+    scaled_values,
+    weight_side,
+)
 from .module import compute_dtype
 from .quantized_module import QuantizedModule, check_format
 from .quantized_tensor import QuantizedTensor
 from .quantizer import IdentityQuantizer, Quantizer, Usage
 from .recipe import GemmQuantizers
 from .row_groups import PaddedRows, RowGroups
+from .sides import AnyQuantizer, Side, both_plain, factor, plain, quantized_gemms, side_of_fields, turned
 from .wgrad import run_wgrad
+
+MIN_ROW_ALIGNMENT = 16
+"""Rows that grouped GEMMs on an accelerator want groups to begin at a multiple of, where they are contracted."""
 
 
 def grouped_linear(
@@ -47,6 +67,9 @@ def grouped_linear(
     x = x.to(dtype)
     quantizers = module.quantizers()
     rows = RowGroups.of(m_splits, x.shape[0])
+    if state().calibrating:
+        module.calibrate("input", rows.amax(x))
+        module.calibrate("weight", largest(_stacked(weights)))
     if quantizers is None and options.wgrad is None:
         plain = [plain_weight(w, dtype) for w in weights]
         y = grouped_gemm(x, plain[0] if plain[0].dim() == 3 else torch.stack(plain), m_splits)
@@ -73,7 +96,7 @@ class _BiasRows(torch.autograd.Function):
         return grouped_gemm_wgrad(dy, dy.new_ones(dy.shape[0], 1), m_splits).squeeze(-1), None, None, None
 
 
-def _weights_operand(
+def _weights_side(
     weights: tuple[Tensor, ...],
     cached: QuantizedTensor | None,
     quantizer: Quantizer,
@@ -81,43 +104,60 @@ def _weights_operand(
     dtype: torch.dtype,
     scale: Tensor | None,
     amax: Tensor | None,
-) -> Operand:
-    """Return the weights as one operand [G, N, K] with scale [G] or None, stored ones exactly as they are."""
+) -> Side:
+    """Return the weights as one side, [G, N, K] or [G, K, N], stored ones exactly as they are."""
     first = weights[0] if cached is None else cached
-    if not isinstance(first, QuantizedTensor):
+    if first.dim() == 3 or not isinstance(first, QuantizedTensor):
         stacked = first if first.dim() == 3 else torch.stack(weights)
-        return bind(quantizer, scale, amax, "weight").operand(stacked, usage, dtype)
+        return weight_side(stacked, quantizer, usage, dtype, scale, amax)
     check_format(first, quantizer)
-    if first.dim() == 3:
-        return first.operand(usage, dtype)
     names = first.quantizer.field_names()
     fields = {name: torch.stack([w.fields[name] for w in weights]) for name in names}  # type: ignore[attr-defined]
-    return first.quantizer.operand_of_fields(fields, usage, dtype, (len(weights), *first.shape))
+    return side_of_fields(first.quantizer, fields, usage, dtype, (len(weights), *first.shape))
 
 
-def _padding(rows: RowGroups, usage: Usage, *quantizers: AnyQuantizer) -> PaddedRows | None:
+def _rows_side(
+    quantizer: AnyQuantizer, x: Tensor, usage: Usage, dtype: torch.dtype, rows: RowGroups, key: Tensor | None = None
+) -> Side:
+    """Quantize rows sorted by group, x: [T, C], as a side of a grouped GEMM."""
+    if quantized_gemms(x.device):
+        scaled = quantizer.scaled_rows(x, usage, rows, key)
+        if scaled is not None:
+            return scaled
+    return turned(quantizer.rows_operand(x, usage, dtype, rows, key), usage)
+
+
+def _padding(rows: RowGroups, usage: Usage, device: torch.device, *quantizers: AnyQuantizer) -> PaddedRows | None:
     align = max(quantizer.row_block(usage) for quantizer in quantizers)
+    if usage == "columnwise" and quantized_gemms(device):
+        align = max(align, MIN_ROW_ALIGNMENT)
     return None if align == 1 else rows.padded(align)
 
 
-def _forward_gemm(
+def _rows_product(
     x: Tensor,
     quantizer: AnyQuantizer,
-    weight: Operand,
-    transpose: bool,
+    weight: Side,
+    usage: Usage,
     rows: RowGroups,
     dtype: torch.dtype,
     key: Tensor | None = None,
 ) -> Tensor:
-    """fprop (transpose) and dgrad: rows times their group's matrix."""
-    padding = _padding(rows, "rowwise", quantizer)
+    """fprop and dgrad: rows times their group's matrix. usage: of the weight."""
+    padding = _padding(rows, "rowwise", x.device, quantizer)
     if padding is None:
-        left, sizes = quantizer.rows_operand(x, "rowwise", dtype, rows, key), rows.m_splits
+        left, sizes = _rows_side(quantizer, x, "rowwise", dtype, rows, key), rows.m_splits
     else:
-        left, sizes = quantizer.rows_operand(padding.pad(x), "rowwise", dtype, padding.groups(), key), padding.sizes
-    y = grouped_gemm(left.values, weight.values, sizes, transpose)
+        left = _rows_side(quantizer, padding.pad(x), "rowwise", dtype, padding.groups(), key)
+        sizes = padding.sizes
+    if isinstance(left, ScaledOperand) and isinstance(weight, ScaledOperand):
+        y = scaled_grouped_gemm(left, weight, sizes, dtype)
+        return y if padding is None else padding.unpad(y)
+    a, b = both_plain(left, weight, dtype)
+    fprop = usage == "rowwise"
+    y = grouped_gemm(a.values, b.values if fprop else b.values.mT, sizes, fprop)
     y = y if padding is None else padding.unpad(y)
-    scale = factor(left, weight)
+    scale = factor(a, b)
     return (y if scale is None else y.float() * rows.per_row(scale)[:, None]).to(dtype)
 
 
@@ -136,7 +176,9 @@ class _GroupedLinear(torch.autograd.Function):
         main_grad: Tensor | None,
         scale: Tensor | None,
         amax: Tensor | None,
+        grad_amax: Tensor | None,
         statistics: Tensor | None,
+        grad_statistics: Tensor | None,
         key: Tensor | None,
         quantizers: GemmQuantizers,
         options: GemmOptions,
@@ -145,57 +187,57 @@ class _GroupedLinear(torch.autograd.Function):
         x_quantizer = bind(quantizers.input, scale, amax, "input")
         rows = RowGroups(m_splits, ends, group)
         if statistics is not None:
-            note_statistics(statistics, "input", bind(quantizers.input, scale, None, "input"), x, rows=rows)
+            noted = statistics[0]
+            note_statistics(noted[0], bind(quantizers.input, scale, None, "input"), x, rows=rows)
             if cached is None and not isinstance(weights[0], QuantizedTensor):
-                note_statistics(statistics, "weight", bind(quantizers.weight, scale, None, "weight"), _stacked(weights))
-        ctx.save_for_backward(x, m_splits, ends, group, cached, main_grad, scale, amax, statistics, key, *weights)
+                note_statistics(noted[1], bind(quantizers.weight, scale, None, "weight"), _stacked(weights))
+        ctx.save_for_backward(x, m_splits, ends, group, cached, scale, key, *weights)
+        # not saved, as in `_Linear`
+        ctx.main_grad, ctx.grad_amax, ctx.grad_statistics = main_grad, grad_amax, grad_statistics
         ctx.quantizers, ctx.options = quantizers, options
-        weight = _weights_operand(weights, cached, quantizers.weight, "rowwise", x.dtype, scale, amax)
-        return _forward_gemm(x, x_quantizer, weight, True, rows, x.dtype)
+        weight = _weights_side(weights, cached, quantizers.weight, "rowwise", x.dtype, scale, amax)
+        return _rows_product(x, x_quantizer, weight, "rowwise", rows, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, m_splits, ends, group, cached, main_grad, scale, amax, statistics, key, *weights = ctx.saved_tensors
-        weights, quantizers, dtype = tuple(weights), ctx.quantizers, x.dtype
+        x, m_splits, ends, group, cached, scale, key, *weights = ctx.saved_tensors
+        weights, quantizers, dtype, main_grad = tuple(weights), ctx.quantizers, x.dtype, ctx.main_grad
         rows = RowGroups(m_splits, ends, group)
         override = quantizers.backward_override
-        quantizer = IdentityQuantizer() if override else bind(quantizers.grad_output, scale, amax, "grad_output")
-        if statistics is not None and not override:
-            live = bind(quantizers.grad_output, scale, None, "grad_output")
-            note_statistics(statistics, "grad_output", live, dy, key, rows)
+        quantizer = IdentityQuantizer()
+        if not override:
+            quantizer = bind(quantizers.grad_output, scale, ctx.grad_amax, "grad_output")
+            if ctx.grad_statistics is not None:
+                unrecorded = bind(quantizers.grad_output, scale, None, "grad_output")
+                note_statistics(ctx.grad_statistics[0], unrecorded, dy, key, rows)
         dx = None
         if ctx.needs_input_grad[0]:
             if override == "high_precision":
-                weight = Operand(plain_weight(_stacked(weights), dtype), None)
+                weight = turned(Operand(plain_weight(_stacked(weights), dtype), None), "columnwise")
             elif override == "dequantized":
-                weight = _weights_operand(weights, cached, quantizers.weight, "rowwise", dtype, scale, None)
-                weight = Operand(_dequantized(weight, dtype), None)
+                weight = plain(_weights_side(weights, cached, quantizers.weight, "rowwise", dtype, scale, None), dtype)
+                weight = turned(Operand(scaled_values(weight, dtype), None), "columnwise")
             else:
-                weight = _weights_operand(weights, cached, quantizers.weight, "columnwise", dtype, scale, None)
-            dx = _forward_gemm(dy, quantizer, weight, False, rows, dtype, key)
+                weight = _weights_side(weights, cached, quantizers.weight, "columnwise", dtype, scale, None)
+            dx = _rows_product(dy, quantizer, weight, "columnwise", rows, dtype, key)
         dw: tuple[Tensor | None, ...] = (None,) * len(weights)
-        if any(ctx.needs_input_grad[12:]):
+        if any(ctx.needs_input_grad[14:]):
             x_quantizer = IdentityQuantizer() if override else bind(quantizers.input, scale, None, "input")
             if override == "dequantized":
                 x = _dequantized_rows(bind(quantizers.input, scale, None, "input"), x, rows, dtype)
-            left, right, splits = _wgrad_operands(dy, x, quantizer, x_quantizer, rows, dtype, key)
+            left, right, splits = _wgrad_sides(dy, x, quantizer, x_quantizer, rows, dtype, key)
             wgrad, out_dtype = ctx.options.wgrad, weights[0].dtype
 
             def compute() -> Tensor | None:
-                scale = factor(left, right)
                 if main_grad is None:
-                    dw = grouped_gemm_wgrad(left.values, right.values, splits)
-                    return (dw if scale is None else dw.float() * scale[:, None, None]).to(out_dtype)
-                add = not wgrad.overwrite
-                grouped_gemm_wgrad_accumulate_(main_grad, left.values, right.values, splits, add, scale)
+                    return _wgrad_product(left, right, splits, out_dtype)
+                _accumulate_wgrad_(main_grad, left, right, splits, not wgrad.overwrite)
                 return None
 
             grouped = run_wgrad(wgrad, weights[0], compute)
             if grouped is not None:
                 dw = (grouped,) if weights[0].dim() == 3 else grouped.unbind(0)
-        if key is not None:
-            key[1].add_(1)
-        return dx, *(None,) * 11, *dw
+        return dx, *(None,) * 13, *dw
 
 
 def _stacked(weights: tuple[Tensor, ...]) -> Tensor:
@@ -204,16 +246,9 @@ def _stacked(weights: tuple[Tensor, ...]) -> Tensor:
     return torch.stack([w.dequantize() if isinstance(w, QuantizedTensor) else w for w in weights])
 
 
-def _dequantized(operand: Operand, dtype: torch.dtype) -> Tensor:
-    """Return a weight operand's values [G, N, K], its scale [G] applied."""
-    if operand.scale is None:
-        return operand.values.to(dtype)
-    return (operand.values.float() * operand.scale[:, None, None]).to(dtype)
-
-
 def _dequantized_rows(quantizer: AnyQuantizer, x: Tensor, rows: RowGroups, dtype: torch.dtype) -> Tensor:
     """Return what fprop's quantized x stands for."""
-    padding = _padding(rows, "rowwise", quantizer)
+    padding = _padding(rows, "rowwise", x.device, quantizer)
     inside = rows if padding is None else padding.groups()
     operand = quantizer.rows_operand(x if padding is None else padding.pad(x), "rowwise", dtype, inside)
     values = operand.values
@@ -222,7 +257,7 @@ def _dequantized_rows(quantizer: AnyQuantizer, x: Tensor, rows: RowGroups, dtype
     return (values if padding is None else padding.unpad(values)).to(dtype)
 
 
-def _wgrad_operands(
+def _wgrad_sides(
     dy: Tensor,
     x: Tensor,
     dy_quantizer: AnyQuantizer,
@@ -230,10 +265,27 @@ def _wgrad_operands(
     rows: RowGroups,
     dtype: torch.dtype,
     key: Tensor | None,
-) -> tuple[Operand, Operand, Tensor]:
-    """Return dy: [P, N] and x: [P, K] as operands of wgrad, and the rows per group among the P."""
-    padding = _padding(rows, "columnwise", dy_quantizer, x_quantizer)
+) -> tuple[Side, Side, Tensor]:
+    """Return dy: [P, N] and x: [P, K] as sides of wgrad, [N, P] and [K, P], and the rows per group among the P."""
+    padding = _padding(rows, "columnwise", dy.device, dy_quantizer, x_quantizer)
     if padding is not None:
         dy, x, rows = padding.pad(dy), padding.pad(x), padding.groups()
-    left = dy_quantizer.rows_operand(dy, "columnwise", dtype, rows, key)
-    return left, x_quantizer.rows_operand(x, "columnwise", dtype, rows), rows.m_splits
+    left = _rows_side(dy_quantizer, dy, "columnwise", dtype, rows, key)
+    return left, _rows_side(x_quantizer, x, "columnwise", dtype, rows), rows.m_splits
+
+
+def _wgrad_product(left: Side, right: Side, splits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return each group's `left @ right^T` over its rows, [G, N, K]."""
+    if isinstance(left, ScaledOperand) and isinstance(right, ScaledOperand):
+        return scaled_grouped_gemm_wgrad(left, right, splits, dtype)
+    a, b = both_plain(left, right, dtype)
+    dw, scale = grouped_gemm_wgrad(a.values.mT, b.values.mT, splits), factor(a, b)
+    return (dw if scale is None else dw.float() * scale[:, None, None]).to(dtype)
+
+
+def _accumulate_wgrad_(main_grad: Tensor, left: Side, right: Side, splits: Tensor, accumulate: bool) -> None:
+    if isinstance(left, ScaledOperand) and isinstance(right, ScaledOperand):
+        scaled_grouped_gemm_wgrad_accumulate_(main_grad, left, right, splits, accumulate=accumulate)
+        return
+    a, b = both_plain(left, right, torch.bfloat16)
+    grouped_gemm_wgrad_accumulate_(main_grad, a.values.mT, b.values.mT, splits, accumulate, factor(a, b))

@@ -8,8 +8,9 @@ from torch import Tensor
 from .gemm_module import GemmModule
 from .grouped_function import grouped_linear
 from .grouped_tensor import GroupedTensor
-from .module import InitMethod, default_init_method, empty_parameter, stored_weight
+from .module import InitMethod, default_init_method, empty_parameter
 from .quantized_tensor import QuantizedTensor
+from .stored_weight import store_weights_as_asked
 
 
 class GroupedLinear(GemmModule):
@@ -60,8 +61,7 @@ class GroupedLinear(GemmModule):
                 if bias:
                     self.register_parameter(f"bias{g}", empty_parameter(out_features, **new))
         self.reset_parameters()
-        for key in self.weight_names():
-            setattr(self, key, stored_weight(getattr(self, key), name))
+        store_weights_as_asked(self)
         self.register_load_state_dict_pre_hook(_accept_either_layout)
 
     def weight_names(self) -> tuple[str, ...]:

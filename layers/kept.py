@@ -10,12 +10,11 @@ from torch import Tensor
 
 from te_models.kernels.gemm import Operand
 
-from .delayed import ROLES, STATISTICS, Float8Quantizer
-from .quantizer import Quantizer
+from .delayed import STATISTICS, Float8Quantizer
+from .quantizer import Quantizer, Usage
 from .recipe import BackwardOverride
 from .row_groups import RowGroups
-
-AnyQuantizer = Quantizer | Float8Quantizer
+from .sides import AnyQuantizer, Side, quantized_gemms, side, side_of_fields, turned
 
 
 @dataclass(frozen=True)
@@ -31,17 +30,22 @@ class Kept:
     names: tuple[str, ...] = ()
     shape: tuple[int, ...] = ()
 
-    def operand(self, quantizer: AnyQuantizer, tensors: list[Tensor], dtype: torch.dtype) -> Operand:
-        """Return the right operand of wgrad, [T, K]."""
+    def side(self, quantizer: AnyQuantizer, tensors: list[Tensor], dtype: torch.dtype) -> Side:
+        """Return the right side of wgrad, [K, T]."""
         if self.form == "plain":
-            return Operand(tensors[0], None)
+            return turned(Operand(tensors[0], None), "columnwise")
         if self.form == "original":
-            return quantizer.operand(tensors[0], "columnwise", dtype)
+            return side(quantizer, tensors[0], "columnwise", dtype)
         fields = dict(zip(self.names, tensors, strict=True))
-        value = quantizer.value if isinstance(quantizer, Float8Quantizer) else quantizer
+        value = value_of(quantizer)
         if self.form == "dequantized":
-            return Operand(value.dequantize_fields(fields, dtype, self.shape), None)
-        return value.operand_of_fields(fields, "columnwise", dtype, self.shape)
+            return turned(Operand(value.dequantize_fields(fields, dtype, self.shape), None), "columnwise")
+        return side_of_fields(value, fields, "columnwise", dtype, self.shape)
+
+
+def value_of(quantizer: AnyQuantizer) -> Quantizer:
+    """Return the quantizer whose fields this one fills."""
+    return quantizer.value if isinstance(quantizer, Float8Quantizer) else quantizer
 
 
 def keep(
@@ -50,41 +54,50 @@ def keep(
     override: BackwardOverride | None,
     save_original_input: bool,
     needs_wgrad: bool,
-) -> tuple[Operand, Kept, tuple[Tensor, ...]]:
-    """Quantize x: [T, K] for fprop and return (its operand, how to read what is kept, what is kept).
+) -> tuple[Side, Kept, tuple[Tensor, ...]]:
+    """Quantize x: [T, K] for fprop and return (its side, how to read what is kept, what is kept).
 
     Eagerly the quantized copy is kept, a quarter or half of x's memory. In a CPU graph the compiler decides what
     crosses to the backward pass, and deriving both copies from x lets it fuse quantization and dequantization.
     """
     if not needs_wgrad:
-        return quantizer.operand(x, "rowwise", x.dtype), Kept("nothing"), ()
+        return side(quantizer, x, "rowwise", x.dtype), Kept("nothing"), ()
     if override == "high_precision":
-        return quantizer.operand(x, "rowwise", x.dtype), Kept("plain"), (x,)
-    fused = torch.compiler.is_compiling() and x.device.type == "cpu"
+        return side(quantizer, x, "rowwise", x.dtype), Kept("plain"), (x,)
+    fused = torch.compiler.is_compiling() and not quantized_gemms(x.device)
     if override is None and (save_original_input or fused):
-        return quantizer.operand(x, "rowwise", x.dtype), Kept("original"), (x,)
-    value = quantizer.value if isinstance(quantizer, Float8Quantizer) else quantizer
+        return side(quantizer, x, "rowwise", x.dtype), Kept("original"), (x,)
+    value = value_of(quantizer)
     fields = quantizer.quantize_fields(x)
-    left = value.operand_of_fields(fields, "rowwise", x.dtype, x.shape)
+    left = side_of_fields(value, fields, "rowwise", x.dtype, x.shape)
     wanted = "rowwise" if value.symmetric or override is not None else "columnwise"
     kept = {name: field for name, field in fields.items() if name.startswith(wanted)}
     form = "fields" if override is None else "dequantized"
     return left, Kept(form, tuple(kept), tuple(x.shape)), tuple(kept.values())
 
 
+def gradient_sides(
+    quantizer: AnyQuantizer, dy: Tensor, usages: tuple[Usage, ...], dtype: torch.dtype, key: Tensor | None
+) -> dict[Usage, Side]:
+    """Quantize dy: [T, N] for the GEMMs that need it, on an accelerator in one pass."""
+    if len(usages) == 2 and quantized_gemms(dy.device):
+        fields = quantizer.quantize_fields(dy, key)
+        return {usage: side_of_fields(value_of(quantizer), fields, usage, dtype, dy.shape) for usage in usages}
+    return {usage: side(quantizer, dy, usage, dtype, key) for usage in usages}
+
+
 def note_statistics(
-    statistics: Tensor,
-    role: str,
+    noted: Tensor,
     quantizer: AnyQuantizer,
     x: Tensor,
     key: Tensor | None = None,
     rows: RowGroups | None = None,
 ) -> None:
-    """Write the statistics of quantizing x into the role's row of `statistics` [R, 5]. rows: the groups of x, whose
+    """Write the statistics of quantizing x into `noted` [5]. rows: the groups of x, whose
     scales differ under delayed scaling; other formats' statistics are those of x as one matrix."""
     x = x.detach()
     if isinstance(quantizer, Float8Quantizer) and rows is not None:
         found = quantizer.bound_to_rows(rows).statistics(x[:, None, :])
     else:
         found = quantizer.statistics(x, key)
-    statistics[ROLES.index(role)].copy_(torch.stack([found[name].float() for name in STATISTICS]))
+    noted.copy_(torch.stack([found[name].float() for name in STATISTICS]))

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from .gemm_module import GemmModule
 from .linear_function import linear
-from .module import InitMethod, default_init_method, empty_parameter, stored_weight
+from .module import InitMethod, default_init_method, empty_parameter
 from .norm import PrecedingNorm
+from .stored_weight import store_weights_as_asked
 
 
 class LayerNormLinear(PrecedingNorm, GemmModule):
@@ -47,7 +48,7 @@ class LayerNormLinear(PrecedingNorm, GemmModule):
         self.weight = empty_parameter(out_features, in_features, **new)
         self.bias = empty_parameter(out_features, **new) if bias else None
         self.reset_parameters()
-        self.weight = stored_weight(self.weight, name)
+        store_weights_as_asked(self)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -9,8 +9,9 @@ from te_models.kernels.activation import activation, gated_activation
 
 from .gemm_module import GemmModule
 from .linear_function import linear
-from .module import InitMethod, default_init_method, empty_parameter, stored_weight
+from .module import InitMethod, default_init_method, empty_parameter
 from .norm import PrecedingNorm
+from .stored_weight import store_weights_as_asked
 
 # Transformer Engine's activation names -> (ours, gated)
 MLP_ACTIVATIONS = {
@@ -69,8 +70,7 @@ class LayerNormMLP(PrecedingNorm, GemmModule):
         self.fc2_weight = empty_parameter(hidden_size, ffn_hidden_size, **new)
         self.fc2_bias = empty_parameter(hidden_size, **new) if bias else None
         self.reset_parameters()
-        self.fc1_weight = stored_weight(self.fc1_weight, name)
-        self.fc2_weight = stored_weight(self.fc2_weight, name)
+        store_weights_as_asked(self)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -81,6 +81,9 @@ class LayerNormMLP(PrecedingNorm, GemmModule):
         for bias in (self.fc1_bias, self.fc2_bias):
             if bias is not None:
                 bias.zero_()
+
+    def weight_names(self) -> tuple[str, ...]:
+        return ("fc1_weight", "fc2_weight")
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         """x: [..., hidden_size] -> [..., hidden_size], in the compute dtype. is_first_microbatch: as for `Linear`."""

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from .gemm_module import GemmModule
 from .linear_function import linear
-from .module import InitMethod, default_init_method, empty_parameter, stored_weight
+from .module import InitMethod, default_init_method, empty_parameter
+from .stored_weight import store_weights_as_asked
 
 
 class Linear(GemmModule):
@@ -39,7 +40,7 @@ class Linear(GemmModule):
         self.weight = empty_parameter(out_features, in_features, params_dtype=params_dtype, device=device)
         self.bias = empty_parameter(out_features, params_dtype=params_dtype, device=device) if bias else None
         self.reset_parameters()
-        self.weight = stored_weight(self.weight, name)
+        store_weights_as_asked(self)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

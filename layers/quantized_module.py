@@ -1,12 +1,15 @@
 """What the layers with GEMMs have in common: which quantizers are in force, and the live state that some need.
 
-State, kept as plain tensors beside the parameters (R = 3 roles input, weight, grad_output; G GEMMs):
+State, kept as plain tensors beside the parameters (G GEMMs; the 3 roles are input, weight and grad_output):
 
-    fp8_scale [R, G], fp8_amax [R, G], fp8_history    delayed scaling, see `delayed`
-    fp8_statistics [slots, R, 5]                      see `statistics`
-    fp8_rng_state [2] int64                           (seed, counter) of stochastic rounding, see `rounding_key`
+    fp8_scale [3, G], fp8_history [L, 3, G]           delayed scaling, see `delayed`
+    fp8_amax [2, G], fp8_grad_amax [G]                what it has recorded since the last update
+    fp8_statistics [S, 2, 5], fp8_grad_statistics     of S GEMMs apart, see `quantization_statistics`; [S, 5]
+    fp8_rng_state [2] int64                           (seed, counter) of stochastic rounding
 
 It is tiny and always there, so that a compiled graph finds it in its first call. It never lives on the meta device.
+What backward passes write has tensors of its own: those may be written between the forward and the backward pass of
+another call, which the compiler supports for a tensor that no forward pass writes.
 """
 
 from __future__ import annotations
@@ -25,19 +28,23 @@ from .quantized_tensor import QuantizedTensor
 from .quantizer import Quantizer
 from .recipe import GemmQuantizers
 from .recipes import DelayedScaling
-from .recompute import recomputing, scale_for_run
+from .recompute import recomputing, same_as_first_run
 
-_STATE_NAMES = ("fp8_scale", "fp8_amax", "fp8_history", "fp8_rng_state", "fp8_statistics")
+_DELAYED_NAMES = ("fp8_scale", "fp8_amax", "fp8_grad_amax", "fp8_history")
+_SAVED_NAMES = (*_DELAYED_NAMES, "fp8_rng_state")
+_STATE_NAMES = (*_SAVED_NAMES, "fp8_statistics", "fp8_grad_statistics")
 _ordinals = itertools.count()
 _modules: weakref.WeakValueDictionary[int, QuantizedModule] = weakref.WeakValueDictionary()
 
 
 class LiveState(NamedTuple):
-    """The live tensors of one GEMM: scale and amax [R] or [R, G], statistics [R, 5], key [2]; None where not needed."""
+    """A module's live tensors, as the class above lists them, and the key [2] of this pass; None where not needed."""
 
     scale: Tensor | None = None
     amax: Tensor | None = None
+    grad_amax: Tensor | None = None
     statistics: Tensor | None = None
+    grad_statistics: Tensor | None = None
     key: Tensor | None = None
 
 
@@ -50,12 +57,15 @@ class QuantizedModule(nn.Module):
     def __init__(self, num_gemms: int = 1, name: str = "") -> None:
         super().__init__()
         self.name = name
+        self.asked_recipe: str | None = None  # in the last forward pass, for `recipe_report`
+        self.ran_recipe: str | None = None
         self.delayed_recipe: DelayedScaling | None = None
         self.fp8_history: Tensor | None = None
         self.fp8_scale = torch.ones(len(ROLES), num_gemms, device=_real_default_device())
-        self.fp8_amax = torch.zeros_like(self.fp8_scale)
-        slots = len(self.STATISTICS_SLOTS)
-        self.fp8_statistics = torch.zeros(slots, len(ROLES), len(STATISTICS), device=self.fp8_scale.device)
+        self.fp8_amax = torch.zeros_like(self.fp8_scale[:2])
+        self.fp8_grad_amax = torch.zeros_like(self.fp8_scale[0])
+        self.fp8_statistics = self.fp8_scale.new_zeros(len(self.STATISTICS_SLOTS), 2, len(STATISTICS))
+        self.fp8_grad_statistics = self.fp8_scale.new_zeros(len(self.STATISTICS_SLOTS), len(STATISTICS))
         self.fp8_rng_state = torch.zeros(2, dtype=torch.int64, device=self.fp8_scale.device)
         self._register()
 
@@ -77,39 +87,55 @@ class QuantizedModule(nn.Module):
                     setattr(self, name, value.to(parameter.device))
         return self
 
+    def weight_names(self) -> tuple[str, ...]:
+        """Return the names of the weight parameters."""
+        return ("weight",)
+
     # --- what is in force ------------------------------------------------------------------------------------------
 
     def quantizers(self) -> GemmQuantizers | None:
         """Return this module's quantizers under the recipe in force; None: high precision."""
         recipe = state().compute
+        self.asked_recipe, self.ran_recipe = "none" if recipe is None else recipe.NAME, None
+        if recipe is not None and recipe.by_name:
+            recipe = recipe.for_module(self.name)
         if recipe is None:
             return None
-        if recipe.by_name:
-            recipe = recipe.for_module(self.name)
-            if recipe is None:
-                return None
         if isinstance(recipe, DelayedScaling):
             self.delayed_recipe = recipe
             touched = state().touched
             if touched is not None and self not in touched:
                 touched.append(self)
+        if state().calibrating:
+            return None
+        self.ran_recipe = recipe.NAME
         return recipe.quantizers(type(self).__name__, self.name if recipe.by_name else "")
 
-    def live_state(self, quantizers: GemmQuantizers, gemm: int | None = None) -> LiveState:
-        """Return the live tensors that `quantizers` need. gemm: the one GEMM meant; None: all together."""
-        scale = amax = statistics = key = None
+    def calibrate(self, role: str, amax: Tensor, gemm: int | None = None) -> None:
+        """While `autocast(calibrating=True)` is in force under DelayedScaling, record the amax, [] or one per GEMM [G],
+        of a tensor that a layer uses in high precision. gemm: the one meant; None: all."""
+        if state().calibrating and self.delayed_recipe is not None:
+            row = self.fp8_amax[ROLES.index(role)]
+            row = row if gemm is None else row[gemm]
+            row.copy_(torch.fmax(row, amax.float()))
+
+    def live_state(self, quantizers: GemmQuantizers) -> LiveState:
+        """Return the live tensors that a forward pass with `quantizers` needs."""
+        scale = amax = grad_amax = statistics = grad_statistics = key = None
+        again = not torch.compiler.is_compiling() and recomputing()
         if self.delayed_recipe is not None:
-            scale, amax = self.fp8_scale, self.fp8_amax
-            if not torch.compiler.is_compiling():
-                scale = scale_for_run(scale)
-                amax = torch.zeros_like(amax) if recomputing() else amax
-            if gemm is not None:
-                scale, amax = scale[:, gemm], amax[:, gemm]
-        if state().statistics:
-            statistics = self.fp8_statistics[(gemm or 0) % len(self.STATISTICS_SLOTS)]
-        if quantizers.grad_output.needs_key():
-            key = self.fp8_rng_state
-        return LiveState(scale, amax, statistics, key)
+            scale, grad_amax = self.fp8_scale, self.fp8_grad_amax
+            # evaluation uses the scales and leaves no trace in them; nor does a recomputation
+            amax = self.fp8_amax if self.training and not again else None
+        if state().statistics and not again:
+            statistics, grad_statistics = self.fp8_statistics, self.fp8_grad_statistics
+        if quantizers.grad_output.needs_key() and torch.is_grad_enabled():
+            key = self.fp8_rng_state.clone()
+            if not again:
+                self.fp8_rng_state[1].add_(1)
+        if not torch.compiler.is_compiling():
+            scale, key = same_as_first_run(scale, key)
+        return LiveState(scale, amax, grad_amax, statistics, grad_statistics, key)
 
     def cached_weight(
         self,
@@ -133,8 +159,9 @@ class QuantizedModule(nn.Module):
                 raise RuntimeError("is_first_microbatch=False, but no earlier call had is_first_microbatch=True")
             check_format(cached, quantizers.weight)
             return cached
-        live = self.live_state(quantizers, gemm)
-        quantizer = bind(quantizers.weight, live.scale, live.amax, "weight")
+        delayed = self.delayed_recipe is not None
+        scale, amax = (self.fp8_scale, self.fp8_amax if self.training else None) if delayed else (None, None)
+        quantizer = bind(quantizers.weight, scale, amax, "weight", gemm)
         with torch.no_grad():
             if len(weights) == 1 and weights[0].dim() == 2:
                 cached = quantizer.quantize(weights[0])
@@ -147,10 +174,10 @@ class QuantizedModule(nn.Module):
 
     def delayed_history(self, recipe: DelayedScaling) -> Tensor:
         """Return the earlier amaxes, [amax_history_len - 1, R, G], cut or filled up with zeros to the length asked."""
-        length, shape = recipe.amax_history_len - 1, self.fp8_amax.shape
+        length, shape = recipe.amax_history_len - 1, self.fp8_scale.shape
         history = self.fp8_history
         if history is None:
-            return self.fp8_amax.new_zeros(length, *shape)
+            return self.fp8_scale.new_zeros(length, *shape)
         if history.shape[0] == length:
             return history
         return torch.cat((history[:length], history.new_zeros(max(0, length - history.shape[0]), *shape)))
@@ -159,7 +186,7 @@ class QuantizedModule(nn.Module):
         """Return the state that a resumed run needs, by attribute name; empty if no recipe with state has run."""
         names: tuple[str, ...] = ()
         if self.fp8_history is not None:
-            names += ("fp8_scale", "fp8_amax", "fp8_history")
+            names += _DELAYED_NAMES
         if bool(self.fp8_rng_state.any()):
             names += ("fp8_rng_state",)
         return {name: getattr(self, name) for name in names}
@@ -167,8 +194,8 @@ class QuantizedModule(nn.Module):
     def set_recipe_state(self, values: dict[str, Tensor]) -> None:
         """Take over what `recipe_state` gave. Names that are absent keep their values. Raises ValueError."""
         for name, value in values.items():
-            if name not in _STATE_NAMES:
-                raise ValueError(f"{name!r} is not a name of recipe state; allowed: {', '.join(_STATE_NAMES)}")
+            if name not in _SAVED_NAMES:
+                raise ValueError(f"{name!r} is not a name of recipe state; allowed: {', '.join(_SAVED_NAMES)}")
             expected = self.fp8_scale if name == "fp8_history" else getattr(self, name)
             shape = value.shape[1:] if name == "fp8_history" else value.shape
             if shape != expected.shape:
@@ -181,7 +208,7 @@ class QuantizedModule(nn.Module):
             destination[prefix + name] = value
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        present = {name: state_dict.pop(prefix + name) for name in _STATE_NAMES if prefix + name in state_dict}
+        present = {name: state_dict.pop(prefix + name) for name in _SAVED_NAMES if prefix + name in state_dict}
         try:
             self.set_recipe_state(present)
         except ValueError as error:

@@ -141,6 +141,14 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
         """Return a tensor of the same kind whose fields are `function` of these."""
         return self.wrap({n: function(f) for n, f in self.fields.items()}, dtype=dtype or self.dtype)
 
+    def empty_like(self, device: torch.device | str | None, dtype: torch.dtype | None) -> Self:
+        """Return an uninitialised tensor of the same kind and shape. None: as here."""
+        return self.map_fields(lambda field: torch.empty_like(field, device=device), dtype)
+
+    def new_empty_of(self, shape: torch.Size, dtype: torch.dtype, device: torch.device | str) -> Self:
+        """Return an uninitialised tensor of the same kind and another shape."""
+        return type(self).empty(shape, self.quantizer, dtype, device)
+
     def keep_attributes(self, source: QuantizedTensor) -> Self:
         """Take over what users have set on `source` (a parallel attribute, say); returns self."""
         for name, value in source.__dict__.items():
@@ -149,9 +157,14 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
         return self
 
     @classmethod
+    def _expected(cls, inner: Fields, quantizer: Quantizer, shape: torch.Size) -> Fields:
+        """Return what the fields must look like, on the meta device."""
+        return empty_fields(quantizer, shape, "meta")
+
+    @classmethod
     def rebuild(cls, inner: Fields, quantizer: Quantizer, shape: torch.Size, dtype: torch.dtype) -> Self:
         """Wrap fields that were read from a file. ValueError where they are not what the quantizer declares."""
-        expected = empty_fields(quantizer, shape, "meta")
+        expected = cls._expected(inner, quantizer, shape)
         inner = dict(inner)
         for name, spec in expected.items():
             found = inner.get(name)

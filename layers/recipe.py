@@ -88,7 +88,7 @@ class Recipe:
         raise NotImplementedError
 
     def weight_quantizer(self) -> Quantizer:
-        """Return the quantizer of weights w: [out, in]."""
+        """Return the quantizer of weights w: [out, in] of a layer without a name."""
         return self.quantizers("", "").weight
 
     def for_module(self, name: str) -> Recipe | None:

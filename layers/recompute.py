@@ -1,7 +1,7 @@
 """Activation checkpointing under a recipe: the recomputation must repeat the first run exactly.
 
 It runs inside the backward pass, where the recipe's region has been left and delayed scaling has moved on. So the
-first run notes the state and each module's scale, in order, and the recomputation reads them back.
+first run notes the state and each module's scale and key, in order, and the recomputation reads them back.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _NAMES = ("compute", "calibrating", "first_microbatch", "statistics")
 
 
 class FirstRun:
-    """Notes what is in force, and the scales that `scale_for_run` gives out."""
+    """Notes what is in force, and what `same_as_first_run` gives out."""
 
     def __init__(self) -> None:
         self.values = {name: getattr(state(), name) for name in _NAMES}
-        self.scales: list[Tensor] = []
+        self.live: list[tuple[Tensor | None, Tensor | None]] = []
 
     def __enter__(self) -> Self:
         _RUNS.append((self, False))
@@ -42,7 +42,7 @@ class Recomputation:
         for name, value in self.first.values.items():
             setattr(s, name, value)
         s.statistics = False
-        self.replay = iter(self.first.scales)
+        self.replay = iter(self.first.live)
         _RUNS.append((self, True))
         return self
 
@@ -60,12 +60,13 @@ def recomputing() -> bool:
     return bool(_RUNS) and _RUNS[-1][1]
 
 
-def scale_for_run(scale: Tensor) -> Tensor:
-    """Return the scale a delayed-scaling module shall use now: its own, or in a recomputation that of the first run."""
+def same_as_first_run(scale: Tensor | None, key: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return the scale and the rounding key that a module shall use now: the given ones, or in a recomputation those
+    of the first run."""
     if not _RUNS:
-        return scale
+        return scale, key
     run, _ = _RUNS[-1]
     if isinstance(run, Recomputation):
         return next(run.replay)
-    run.scales.append(scale)
-    return scale
+    run.live.append((scale, key))
+    return scale, key

@@ -81,7 +81,7 @@ def _to_copy(x: QuantizedTensor, *, dtype: torch.dtype | None = None, device: An
 
 
 def _empty_like(x: QuantizedTensor, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Tensor:
-    return x.map_fields(lambda field: torch.empty_like(field, device=device), dtype)
+    return x.empty_like(device, dtype)
 
 
 def _new_empty(
@@ -91,7 +91,7 @@ def _new_empty(
     shape, dtype, device = torch.Size(size), dtype or x.dtype, device or x.device
     if len(shape) != len(x.matrix_shape) or not dtype.is_floating_point:
         return torch.empty(shape, dtype=dtype, device=device)
-    return type(x).empty(shape, x.quantizer, dtype, device)
+    return x.new_empty_of(shape, dtype, device)
 
 
 def _new_zeros(x: QuantizedTensor, size: Sequence[int], **kwargs: Any) -> Tensor:

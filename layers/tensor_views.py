@@ -121,8 +121,7 @@ def narrow(x: QuantizedTensor, dim: int, start: int, stop: int) -> QuantizedTens
         if layout.block is None:
             fields[layout.name], shared = field, True
         else:
-            first, last = start // layout.block[side], -(-stop // layout.block[side])
-            fields[layout.name] = field.narrow(layout.axis(side), first, last - first)
+            fields[layout.name] = field.narrow(layout.axis(side), *layout.entries(start, stop, side))
     new = x.wrap(fields, shape=shape)
     new.shares_scale = shared or x.shares_scale
     return new

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from te_models.kernels.gemm import Operand
+from te_models.kernels.gemm import Operand, ScaledOperand
 
 from ..opaque import ValueObject, derived
 from ..row_groups import RowGroups
@@ -99,6 +99,20 @@ class Quantizer(ValueObject):
     def _operand(self, parts: Parts, usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None) -> Operand:
         return Operand(self._dequantize(parts, usage, self.gemm_dtype(dtype), shape), None)
 
+    def _scaled(self, parts: Parts, usage: Usage) -> ScaledOperand | None:
+        """Return the parts of one usage as numbers that a GEMM takes as they are, the dimension that this usage
+        contracts last; None in a format that no GEMM takes."""
+        return None
+
+    def scaled_operand(self, x: Tensor, usage: Usage, key: Tensor | None = None) -> ScaledOperand | None:
+        """Quantize x for one GEMM that takes quantized numbers; None where there is no such form of this usage."""
+        stored: Usage = "rowwise" if self.symmetric else usage
+        return _turned(self._scaled(self._quantize(x, stored, key), stored), stored, usage)
+
+    def scaled_rows(self, x: Tensor, usage: Usage, rows: RowGroups, key: Tensor | None = None) -> ScaledOperand | None:
+        """Quantize rows sorted by group as `rows_operand` does, for a GEMM that takes quantized numbers."""
+        return self.scaled_operand(x, usage, key)
+
     # --- what follows from it --------------------------------------------------------------------------------------
 
     def stored_usages(self) -> tuple[Usage, ...]:
@@ -150,12 +164,21 @@ class Quantizer(ValueObject):
         self, fields: Fields, usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None = None
     ) -> Operand:
         """Return stored fields as the operand of a GEMM that needs `usage`; ValueError where that copy is missing."""
-        stored = "rowwise" if self.symmetric else usage
+        stored = self._stored_for(usage)
+        return self._operand(self._parts(fields, stored), stored, dtype, shape)
+
+    def scaled_operand_of_fields(self, fields: Fields, usage: Usage) -> ScaledOperand | None:
+        """Return stored fields for a GEMM that takes quantized numbers, as `scaled_operand`; ValueError as above."""
+        stored = self._stored_for(usage)
+        return _turned(self._scaled(self._parts(fields, stored), stored), stored, usage)
+
+    def _stored_for(self, usage: Usage) -> Usage:
+        stored: Usage = "rowwise" if self.symmetric else usage
         if stored not in self.stored_usages():
             raise ValueError(
                 f"this {self.FORMAT} tensor has no {usage} copy, which the GEMM needs; quantize it with {usage}=True"
             )
-        return self._operand(self._parts(fields, stored), stored, dtype, shape)
+        return stored
 
     def quantize(self, x: Tensor) -> QuantizedTensor:
         """Return x: [rows, columns] as a quantized tensor of the same logical shape and dtype."""
@@ -207,3 +230,10 @@ def _to_json(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     return value.value if isinstance(value, enum.Enum) else value
+
+
+def _turned(operand: ScaledOperand | None, stored: Usage, usage: Usage) -> ScaledOperand | None:
+    if operand is None or stored == usage:
+        return operand
+    # packed values have no transposed view
+    return None if operand.kind == "nvfp4" else operand.mT

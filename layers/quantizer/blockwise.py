@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from te_models.kernels import quantize as q
+from te_models.kernels.gemm import ScaledOperand
 
 from ..opaque import derived, value_class
 from .base import Fields, Parts, Usage
@@ -54,6 +55,12 @@ class _BlockwiseQuantizer(FP8Quantizer):
     def _dequantize(self, parts: Parts, usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None) -> Tensor:
         data, scale_inv = self._stored(parts, usage)
         return q.dequantize_blockwise(data, scale_inv, self._block_of(usage), dtype)
+
+    def _scaled(self, parts: Parts, usage: Usage) -> ScaledOperand:
+        data, scale_inv = parts
+        if usage == "columnwise" and not self.TRANSPOSED:
+            data, scale_inv = data.mT, scale_inv.mT
+        return ScaledOperand(data, scale_inv, self.scale_kind, self.block)  # type: ignore[arg-type]
 
 
 @value_class

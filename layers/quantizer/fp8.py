@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from te_models.kernels import quantize as q
-from te_models.kernels.gemm import Operand
+from te_models.kernels.gemm import Operand, ScaledOperand
 
 from ..opaque import derived, value_class
 from ..row_groups import RowGroups
@@ -99,3 +99,12 @@ class Float8CurrentScalingQuantizer(FP8Quantizer):
         scale = self.scale(rows.amax(x))
         data = q.quantize_per_tensor(x, rows.per_row(scale)[:, None], self.fp8_dtype)
         return self._operand((data, torch.div(torch.ones_like(scale), scale)), usage, dtype, x.shape)
+
+    def _scaled(self, parts: Parts, usage: Usage) -> ScaledOperand:
+        return ScaledOperand(*parts, "per_tensor")
+
+    def scaled_rows(self, x: Tensor, usage: Usage, rows: RowGroups, key: Tensor | None = None) -> ScaledOperand:
+        scale = self.scale(rows.amax(x))
+        data = q.quantize_per_tensor(x, rows.per_row(scale)[:, None], self.fp8_dtype)
+        operand = ScaledOperand(data, torch.div(torch.ones_like(scale), scale), "per_tensor")
+        return operand if usage == "rowwise" else operand.mT

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from te_models.kernels.gemm import Operand
+from te_models.kernels.gemm import Operand, ScaledOperand
 
 from ..opaque import derived, value_class
 from ..row_groups import RowGroups
@@ -80,6 +80,12 @@ class HybridQuantizer(Quantizer):
     ) -> Operand:
         return self.member(usage).rows_operand(x, usage, dtype, rows, key)
 
+    def scaled_operand(self, x: Tensor, usage: Usage, key: Tensor | None = None) -> ScaledOperand | None:
+        return self.member(usage).scaled_operand(x, usage, key)
+
+    def scaled_rows(self, x: Tensor, usage: Usage, rows: RowGroups, key: Tensor | None = None) -> ScaledOperand | None:
+        return self.member(usage).scaled_rows(x, usage, rows, key)
+
     def amax_of(self, x: Tensor, usage: Usage) -> Tensor | None:
         return self.member(usage).amax_of(x, self._stored(usage)[1])
 
@@ -106,12 +112,12 @@ class HybridQuantizer(Quantizer):
     def operand_of_fields(
         self, fields: Fields, usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None = None
     ) -> Operand:
-        if usage not in self.stored_usages():
-            raise ValueError(
-                f"this {self.FORMAT} tensor has no {usage} copy, which the GEMM needs; quantize it with {usage}=True"
-            )
-        member, fields = self._member_fields(fields, usage)
+        member, fields = self._member_fields(fields, self._stored_for(usage))
         return member.operand_of_fields(fields, usage, dtype, shape)
+
+    def scaled_operand_of_fields(self, fields: Fields, usage: Usage) -> ScaledOperand | None:
+        member, fields = self._member_fields(fields, self._stored_for(usage))
+        return member.scaled_operand_of_fields(fields, usage)
 
     def statistics(self, x: Tensor, key: Tensor | None = None) -> dict[str, Tensor]:
         return self.rowwise_quantizer.statistics(x, key)

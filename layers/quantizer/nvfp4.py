@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from te_models.kernels import quantize as q
-from te_models.kernels.gemm import Operand
+from te_models.kernels.gemm import Operand, ScaledOperand
 
 from ..opaque import derived, value_class
 from ..row_groups import RowGroups
@@ -124,6 +124,13 @@ class NVFP4Quantizer(Quantizer):
             rows = -(-shape[-2] // _BLOCK) * _BLOCK if self._rotates(usage) else shape[-2]
             values = q.decode_blocks(packed, scales, rows).mT
         return Operand(values.to(self.gemm_dtype(dtype)), q.global_decode(amax))
+
+    def _scaled(self, parts: Parts, usage: Usage) -> ScaledOperand:
+        data, scale_inv, amax = parts
+        return ScaledOperand(data, scale_inv, "nvfp4", (1, _BLOCK), amax)
+
+    def scaled_rows(self, x: Tensor, usage: Usage, rows: RowGroups, key: Tensor | None = None) -> None:
+        return None  # no grouped GEMM takes packed values
 
     def statistics(self, x: Tensor, key: Tensor | None = None) -> dict[str, Tensor]:
         parts = self._quantize(x, "rowwise", key)

@@ -5,6 +5,7 @@ B batch, S sequence, L keys (cached ones included), V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from te_models.layers import Recipe, quantized_model_init
+from te_models.layers import Recipe, name_modules, quantized_model_init, storage_recipe, store_weights
 
 from ..config import ModelConfig
 from .build import Build, ExpertLayout
@@ -54,9 +55,16 @@ class GPTModel(nn.Module):
         self.config = config
         self.pretrained_folder: Path | None = None
         self.expert_layout = expert_layout
-        self.embedding = Embedding(config, build)
-        self.decoder = Decoder(config, build)
-        self.output_layer = OutputLayer(config, build)
+        storage = storage_recipe()
+        by_name = storage is not None and storage.by_name
+        # layers learn their names when all are built, and a recipe that chooses by name has to wait for that
+        with quantized_model_init(enabled=False) if by_name else contextlib.nullcontext():
+            self.embedding = Embedding(config, build)
+            self.decoder = Decoder(config, build)
+            self.output_layer = OutputLayer(config, build)
+        name_modules(self)
+        if by_name:
+            store_weights(self, storage)
         self.router_loss_weights = None
         if config.moe is not None:
             self.router_loss_weights = RouterLossWeights(config.moe.aux_loss_coeff, config.moe.z_loss_coeff, device)
@@ -171,13 +179,15 @@ class GPTModel(nn.Module):
         from te_models.checkpoints import open_checkpoint
 
         with open_checkpoint(folder) as checkpoint:
-            stored = checkpoint.recipe if recipe is None else recipe
             target = torch.empty((), device=device).device
-            if stored is None:
+            if recipe is None:
                 model = cls(checkpoint.config, params_dtype=dtype, device="meta", expert_layout=expert_layout)
                 model.to_empty(device=target)
+                for name, value in checkpoint.empty_quantized(expert_layout, target):
+                    owner, _, key = name.rpartition(".")
+                    setattr(model.get_submodule(owner), key, nn.Parameter(value))
             else:
-                with quantized_model_init(recipe=stored):
+                with quantized_model_init(recipe=recipe):
                     model = cls(checkpoint.config, params_dtype=dtype, device=target, expert_layout=expert_layout)
             checkpoint.load_into(dict(model.stored_tensors()))
         model.pretrained_folder = Path(folder)

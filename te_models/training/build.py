@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from te_models.layers import quantized_model_init, recipe
+from te_models.checkpoints import open_checkpoint
+from te_models.layers import quantized_model_init
 
 from ..config import ConfigError, ModelConfig
 from ..model import GPTModel
@@ -15,6 +16,7 @@ from .build_data import build_dataset
 from .config import DataConfig, TrainConfig
 from .data import DataError, TokenDataset, read_meta
 from .optimizer import Optimizer
+from .precision import build_recipe
 from .seeding import derive_seed
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16-mixed": torch.float32}
@@ -31,15 +33,19 @@ def resolve_device(name: str) -> str:
 def build_model(config: TrainConfig, device: str, checkpoint: Path | None) -> GPTModel:
     """Return the model of a checkpoint, of `model.path`, or a random one from the run's seed."""
     precision = config.precision
-    weights = recipe(precision.recipe) if precision.quantized_weights else None
     path = checkpoint / "model" if checkpoint is not None else config.model.path
     dtype, layout = DTYPES[precision.dtype], config.model.expert_layout
     if path is not None:
+        weights = None
+        if precision.quantized_weights:
+            with open_checkpoint(path) as source:
+                weights = build_recipe(precision, source.config.num_layers)
         return GPTModel.from_pretrained(path, dtype=dtype, device=device, recipe=weights, expert_layout=layout)
     torch.manual_seed(derive_seed(config.seed, "initial weights"))
-    init = contextlib.nullcontext() if weights is None else quantized_model_init(enabled=True, recipe=weights)
-    with init:
-        return GPTModel(read_model_config(config), params_dtype=dtype, device=device, expert_layout=layout)
+    model_config = read_model_config(config)
+    weights = build_recipe(precision, model_config.num_layers) if precision.quantized_weights else None
+    with contextlib.nullcontext() if weights is None else quantized_model_init(enabled=True, recipe=weights):
+        return GPTModel(model_config, params_dtype=dtype, device=device, expert_layout=layout)
 
 
 def read_model_config(config: TrainConfig) -> ModelConfig:

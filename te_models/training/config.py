@@ -116,18 +116,39 @@ class ScheduleConfig(ConfigPart):
 class PrecisionConfig(ConfigPart):
     """Number formats. `dtype`: "fp32", "bf16" (parameters and compute), "bf16-mixed" (fp32 parameters, bf16 compute).
 
-    `recipe` is the FP8 recipe of the linear layers; `quantized_weights` stores their weights quantized as well.
+    `recipe` is the recipe of the linear layers and `recipe_options` its fields, as "name=value" with a JSON value
+    ("amax_history_len=16"). `overrides` are "pattern=recipe" or "pattern=bf16" for layers whose name matches (* is
+    anything); the first match wins. `first_layers_bf16` and `last_layers_bf16` leave whole layers at the ends of the
+    decoder in high precision. `quantized_weights` stores the weights quantized as well. `cache_weights` quantizes
+    each weight once per step and not in every micro-batch; compiled, that is one more graph.
     """
 
     dtype: Literal["fp32", "bf16", "bf16-mixed"] = "bf16"
-    recipe: Literal["none", "current", "block", "mxfp8"] = "none"
+    recipe: Literal["none", "delayed", "current", "block", "mxfp8", "nvfp4"] = "none"
+    recipe_options: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
+    first_layers_bf16: int = 0
+    last_layers_bf16: int = 0
     quantized_weights: bool = False
+    cache_weights: bool = False
 
     def _validate(self) -> None:
-        quantized = self.quantized_weights
-        check(
-            not quantized or self.recipe != "none", "precision.quantized_weights", quantized, "false without a recipe"
-        )
+        if self.recipe == "none":
+            for name in ("recipe_options", "overrides", "first_layers_bf16", "last_layers_bf16"):
+                value = getattr(self, name)
+                check(not value, f"precision.{name}", value, "empty without a recipe")
+            for name in ("quantized_weights", "cache_weights"):
+                check(not getattr(self, name), f"precision.{name}", True, "false without a recipe")
+        for name in ("first_layers_bf16", "last_layers_bf16"):
+            check(getattr(self, name) >= 0, f"precision.{name}", getattr(self, name), "zero or a positive integer")
+        for name in ("recipe_options", "overrides"):
+            for text in getattr(self, name):
+                check(
+                    "=" in text,
+                    f"precision.{name}",
+                    text,
+                    "name=value" if name == "recipe_options" else "pattern=recipe",
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,10 +177,16 @@ class EvaluationConfig(ConfigPart):
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig(ConfigPart):
-    """`progress` shows a progress bar (extra `train`), `plot` writes loss.png (extra `plot`)."""
+    """`progress` shows a progress bar (extra `train`), `plot` writes loss.png (extra `plot`). `statistics_every` writes
+    what quantization did to each operand (amax, scale range, underflow, saturation) into the metrics every so many
+    steps, 0: never."""
 
     progress: bool = True
     plot: bool = False
+    statistics_every: int = 0
+
+    def _validate(self) -> None:
+        check(self.statistics_every >= 0, "log.statistics_every", self.statistics_every, "zero or a positive integer")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from te_models.layers import load_recipe_state, quantization_statistics, recipe_state, set_rounding_seed
+
 from ..config import ConfigError
 from ..extras import require
 from .build import build_model, build_optimizer, open_data, resolve_device
@@ -99,8 +101,14 @@ def _run(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Exit
         validation_batches(config, Windows(dataset, S, "validation", fraction, config.seed), ranks) if fraction else []
     )
     loss_function = make_loss_function(
-        model, config.precision, device, compiled=config.compile, scope=config.compile_scope
+        model,
+        config.precision,
+        device,
+        compiled=config.compile,
+        scope=config.compile_scope,
+        statistics=config.log.statistics_every > 0,
     )
+    set_rounding_seed(model, derive_seed(config.seed, "rounding", ranks.rank) >> 20)
 
     # Files and progress: rank 0 only.
     output_dir.mkdir(parents=True, exist_ok=True)
@@ -112,6 +120,8 @@ def _run(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Exit
     if start:
         prefix = f"rng.{ranks.rank}."
         restore_random_state({k.removeprefix(prefix): t for k, t in start.tensors.items() if k.startswith(prefix)})
+        prefix = f"recipe.{ranks.rank}."
+        load_recipe_state(model, {k.removeprefix(prefix): t for k, t in start.tensors.items() if k.startswith(prefix)})
 
     micro_batches_per_step = config.data.gradient_accumulation * ranks.world_size
     tokens_per_step = micro_batches_per_step * B * S
@@ -125,7 +135,15 @@ def _run(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Exit
         first = range(ranks.rank, micro_batches_per_step, ranks.world_size)
         micro_batches = [windows.batch(position + m * B, B).to(device) for m in first]
         lr = lr_at(step, peak=config.optimizer.lr, steps=config.steps, schedule=config.schedule)
-        result = train_step(loss_function, optimizer, micro_batches, lr, step=step + 1, ranks=ranks)
+        result = train_step(
+            loss_function,
+            optimizer,
+            micro_batches,
+            lr,
+            step=step + 1,
+            ranks=ranks,
+            cache_weights=config.precision.cache_weights,
+        )
         step, position, loss = step + 1, position + micro_batches_per_step * B, result.loss
         if device == "cpu":
             return_freed_memory()
@@ -137,6 +155,8 @@ def _run(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Exit
         if validation and _is_due(step, config.evaluation.every, config.steps):
             validation_loss = evaluate_model(model, loss_function, validation, device, ranks)
             row["validation_loss"] = validation_loss
+        if config.log.statistics_every and _is_due(step, config.log.statistics_every, config.steps):
+            row["quantization"] = quantization_statistics(model)
         if metrics:
             metrics.write(row)
         if progress is not None:
@@ -146,6 +166,7 @@ def _run(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Exit
         if _is_due(step, config.checkpoint.every, config.steps) and not checkpoint_dir(output_dir, step).exists():
             tensors = optimizer.state_tensors()
             tensors |= {f"rng.{name}": t for name, t in gather_tensors(random_state(), ranks).items()}
+            tensors |= {f"recipe.{name}": t for name, t in gather_tensors(recipe_state(model), ranks).items()}
             if ranks.is_main:
                 state = TrainingState(step, position, ranks.world_size, config.to_dict(), tensors)
                 keep_last = config.checkpoint.keep_last

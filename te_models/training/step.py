@@ -17,13 +17,14 @@ from typing import Literal
 
 import torch
 
-from te_models.layers import autocast, recipe
+from te_models.layers import Recipe, autocast, collect_statistics, microbatch
 
 from ..compilation import compile_model
 from ..model import GPTModel
 from .config import PrecisionConfig
 from .distributed import Ranks, average_gradients, mean_over_ranks
 from .optimizer import Optimizer
+from .precision import build_recipe
 
 LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
@@ -45,13 +46,16 @@ class StepResult:
 
 
 @contextlib.contextmanager
-def compute_precision(precision: PrecisionConfig, device: str) -> Iterator[None]:
-    """Enter the number formats of the forward pass: torch's autocast for "bf16-mixed", ours for an FP8 recipe."""
+def compute_precision(
+    precision: PrecisionConfig, recipe: Recipe | None, device: str, *, statistics: bool = False
+) -> Iterator[None]:
+    """Enter the number formats of the forward pass: torch's autocast for "bf16-mixed", ours for a recipe."""
     with contextlib.ExitStack() as stack:
         if precision.dtype == "bf16-mixed":
             stack.enter_context(torch.amp.autocast(device, dtype=torch.bfloat16))
-        if precision.recipe != "none":
-            stack.enter_context(autocast(enabled=True, recipe=recipe(precision.recipe)))
+        if recipe is not None:
+            stack.enter_context(autocast(enabled=True, recipe=recipe))
+            stack.enter_context(collect_statistics(statistics))
         yield
 
 
@@ -62,12 +66,14 @@ def make_loss_function(
     *,
     compiled: bool,
     scope: Literal["model", "layers"] = "model",
+    statistics: bool = False,
 ) -> LossFunction:
     """Return `f(input_ids [B, S]) -> (loss to minimise, auxiliary part of it)`, both float32 scalars.
 
     Compiled, it is one graph; with scope "layers", one graph per kind of layer and the rest eager. Anything that would
-    break a graph is an error.
+    break a graph is an error. statistics: note in every call what the recipe does to its operands.
     """
+    recipe = build_recipe(precision, model.config.num_layers)
 
     def loss_function(input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         output = model(input_ids, labels=input_ids, return_logits=False)
@@ -81,7 +87,7 @@ def make_loss_function(
         function = torch.compile(loss_function, fullgraph=True, dynamic=False)
 
     def with_precision(input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        with compute_precision(precision, device):
+        with compute_precision(precision, recipe, device, statistics=statistics):
             return function(input_ids)
 
     return with_precision
@@ -95,15 +101,18 @@ def train_step(
     *,
     step: int,
     ranks: Ranks,
+    cache_weights: bool = False,
 ) -> StepResult:
     """Do one step on this rank's micro-batches `[B, S]`, all of one shape, and return what happened.
 
-    Raises TrainingError, leaving the parameters as they were, if the loss or the gradient is not finite.
+    cache_weights: quantize weights in the first micro-batch only. Raises TrainingError, leaving the parameters as they
+    were, if the loss or the gradient is not finite.
     """
     optimizer.zero_grad()
     total = torch.zeros(2)
-    for input_ids in micro_batches:
-        loss, aux_loss = loss_function(input_ids)
+    for i, input_ids in enumerate(micro_batches):
+        with microbatch(first=i == 0 if cache_weights and len(micro_batches) > 1 else None):
+            loss, aux_loss = loss_function(input_ids)
         (loss / len(micro_batches)).backward()
         total += torch.stack([loss.detach() - aux_loss, aux_loss]).cpu() / len(micro_batches)
     average_gradients(optimizer.parameters.values(), ranks)

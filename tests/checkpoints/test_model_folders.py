@@ -162,7 +162,9 @@ def test_quantized_parameters_round_trip_and_relayout(tmp_path: Path, name: str,
             for n, t in quantized_params(CONFIG, target, name).items()
         }
         with open_checkpoint(tmp_path / folder) as ckpt:
-            assert ckpt.recipe == recipe(name)
+            empty = dict(ckpt.empty_quantized(target))
+            assert all(fresh[n].quantizer == t.quantizer and fresh[n].shape == t.shape for n, t in empty.items())
+            assert {n for n, t in fresh.items() if isinstance(t, QuantizedTensor)} == set(empty)
             ckpt.load_into(fresh)
         for key, tensor in quantized_params(CONFIG, layout, name).items() if target == layout else ():
             if isinstance(tensor, QuantizedTensor):

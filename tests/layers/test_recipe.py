@@ -7,11 +7,15 @@ import torch
 
 from te_models.layers import (
     RECIPES,
+    DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
     Format,
+    IdentityQuantizer,
     Linear,
     MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    PerModuleRecipe,
     QuantizedTensor,
     Recipe,
     autocast,
@@ -24,6 +28,9 @@ EXAMPLES = [
     Float8CurrentScaling(fp8_format=Format.E4M3, amax_epsilon=0.1),
     Float8BlockScaling(use_f32_scales=True, w_block_scaling_dim=1, x_block_scaling_dim=2),
     MXFP8BlockScaling(enable_2d_quantization=True, fp8_format=Format.HYBRID),
+    DelayedScaling(margin=1, amax_history_len=3, amax_compute_algo="most_recent", reduce_amax=False),
+    NVFP4BlockScaling(disable_rht=True, backward_override="dequantized"),
+    PerModuleRecipe(default=MXFP8BlockScaling(), rules=(("*.linear_proj", "bf16"), ("*fc1", Float8BlockScaling()))),
 ]
 
 
@@ -37,9 +44,12 @@ def test_json_round_trip(example: Recipe) -> None:
 
 
 def test_by_name() -> None:
-    assert {name: recipe(name).NAME for name in RECIPES} == {name: name for name in RECIPES}
+    assert set(RECIPES) == {"delayed", "current", "block", "mxfp8", "nvfp4", "custom", "per_module"}
+    values = {"custom": {"qfactory": lambda role: IdentityQuantizer()}, "per_module": {"default": MXFP8BlockScaling()}}
+    for name, cls in RECIPES.items():
+        assert type(recipe(name, **values.get(name, {}))) is cls
     assert recipe("mxfp8", enable_2d_quantization=True) == MXFP8BlockScaling(enable_2d_quantization=True)
-    with pytest.raises(ValueError, match="recipe is 'int8'; allowed: 'current', 'block', 'mxfp8'"):
+    with pytest.raises(ValueError, match="recipe is 'int8'; allowed: 'delayed', 'current', 'block', 'mxfp8'"):
         recipe("int8")
     with pytest.raises(ValueError, match="no field 'speed'"):
         Recipe.from_dict({"recipe": "block", "speed": 1})
@@ -53,10 +63,8 @@ def test_a_product_of_two_dimensional_blocks_is_refused() -> None:
 
 
 def test_hybrid_uses_e5m2_for_gradients_only() -> None:
-    chosen = Float8CurrentScaling()
-    dtypes = [
-        q.fp8_dtype for q in (chosen.input_quantizer(), chosen.weight_quantizer(), chosen.grad_output_quantizer())
-    ]
+    quantizers = Float8CurrentScaling().quantizers("Linear", "")
+    dtypes = [q.fp8_dtype for q in (quantizers.input, quantizers.weight, quantizers.grad_output)]
     assert dtypes == [torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float8_e5m2]
 
 

@@ -1,0 +1,69 @@
+"""What quantization did to a model: which recipe each layer ran under, and the statistics of its operands."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from .delayed import ROLES, STATISTICS
+from .quantized_module import quantized_modules
+
+HIGH_PRECISION_NAME = "bf16"
+
+
+@dataclass(frozen=True)
+class RecipeReport:
+    """asked, ran: layer -> recipe name, for every layer that has run; "bf16" is high precision, "none" no recipe asked.
+
+    They differ where a PerModuleRecipe or a calibration says so, and nowhere else: a layer never leaves its recipe on
+    its own. Which kernels ran is counted by `te_models.kernels.gemm.counts`.
+    """
+
+    asked: dict[str, str]
+    ran: dict[str, str]
+
+    def layers_asked(self) -> Counter[str]:
+        """Return how many layers were asked to run under each recipe."""
+        return Counter(self.asked.values())
+
+    def layers_run(self) -> Counter[str]:
+        """Return how many layers ran under each recipe."""
+        return Counter(self.ran.values())
+
+
+def recipe_report(model: nn.Module) -> RecipeReport:
+    """Return what recipes the layers of a model were asked for and ran under in their last forward pass, eager or
+    compiled."""
+    asked, ran = {}, {}
+    for name, module in quantized_modules(model):
+        if module.asked_recipe is not None:
+            asked[name], ran[name] = module.asked_recipe, module.ran_recipe or HIGH_PRECISION_NAME
+    return RecipeReport(asked, ran)
+
+
+@torch.no_grad()
+def quantization_statistics(model: nn.Module) -> dict[str, dict[str, float]]:
+    """Return what `collect_statistics` noted last, by `layer.role` (`layer.fc1.role` where a layer has several GEMMs).
+
+    Each has amax, scale_min, scale_max, underflow (fraction of nonzero values that became zero) and saturation
+    (fraction that was clamped). Roles are input, weight and grad_output; those never noted are absent. One copy from
+    the device for the whole model.
+    """
+    names, tensors = [], []
+    for name, module in quantized_modules(model):
+        prefix = f"{name}." if name else ""
+        for slot in module.STATISTICS_SLOTS:
+            names += [f"{prefix}{slot}.{role}" if slot else f"{prefix}{role}" for role in ROLES]
+        tensors.append(torch.cat((module.fp8_statistics, module.fp8_grad_statistics[:, None]), 1).flatten(0, 1))
+    if not tensors:
+        return {}
+    rows = torch.cat(tensors).cpu()
+    noted = rows.isfinite().all(1).logical_and((rows[:, 1:3] != 0).any(1)).tolist()
+    return {
+        name: dict(zip(STATISTICS, row, strict=True))
+        for name, row, there in zip(names, rows.tolist(), noted, strict=True)
+        if there
+    }

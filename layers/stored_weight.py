@@ -1,0 +1,60 @@
+"""Weights stored quantized: what `quantized_model_init` does to a layer's parameters."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .autocast import quantized_model_init, state
+from .quantized_module import QuantizedModule, quantized_modules
+from .recipe import Recipe
+
+
+@torch.no_grad()
+def store_weights_as_asked(module: QuantizedModule) -> None:
+    """Replace a layer's initialised weights by what `quantized_model_init` asks for. Layers call it when built.
+
+    Raises ValueError under a PerModuleRecipe where the layer has no name to look up.
+    """
+    recipe = state().storage
+    if recipe is None:
+        return
+    if recipe.by_name and not module.name:
+        raise ValueError(
+            f"{type(recipe).__name__} chooses by name, and this {type(module).__name__} has none: pass name=..., or "
+            "quantize the built model with store_weights(model, recipe)"
+        )
+    its_recipe = recipe.for_module(module.name)
+    if its_recipe is None:
+        return
+    quantizer = its_recipe.quantizers(type(module).__name__, module.name).weight
+    for name in module.weight_names():
+        weight = getattr(module, name)
+        parameter = nn.Parameter(
+            quantizer.quantize(weight) if weight.dim() == 2 else quantizer.quantize_grouped(weight)
+        )
+        if state().preserve_init_val:
+            _preserve(parameter, weight.detach())
+        setattr(module, name, parameter)
+
+
+def store_weights(model: nn.Module, recipe: Recipe, *, preserve_high_precision_init_val: bool = False) -> None:
+    """Store the weights of a model's layers in the weight format of `recipe`, in place.
+
+    For a recipe that chooses by name (PerModuleRecipe, CustomRecipe) call `name_modules(model)` before; a GPTModel has
+    its names. Optimizers made before hold the old parameters.
+    """
+    with quantized_model_init(recipe=recipe, preserve_high_precision_init_val=preserve_high_precision_init_val):
+        for _, module in quantized_modules(model):
+            store_weights_as_asked(module)
+
+
+def _preserve(parameter: nn.Parameter, value: Tensor) -> None:
+    """Give the parameter its value before quantization, on the CPU, and the two methods that read and free it."""
+    kept = [value.to("cpu", copy=True)]
+
+    def get_high_precision_init_val() -> Tensor | None:
+        return kept[0] if kept else None
+
+    parameter.get_high_precision_init_val = get_high_precision_init_val  # type: ignore[attr-defined]
+    parameter.clear_high_precision_init_val = kept.clear  # type: ignore[attr-defined]
