@@ -7,8 +7,8 @@ from torch import Tensor
 
 from . import blocks
 
-_ROUNDING = 1 + 2.0**-22
-"""A block's own amax times its scale may round to just above the largest value; that is no saturation."""
+_ROUNDING = 1 + 2.0**-20
+"""A block's own amax times its scale may come out just above the largest value; that is no saturation."""
 
 
 def quantization_statistics(
@@ -25,11 +25,12 @@ def quantization_statistics(
     amax, one = blocks.amax(x), torch.ones((), device=x.device)
     if x.numel() == 0:
         return {"amax": one * 0, "scale_min": one, "scale_max": one, "underflow": one * 0, "saturation": one * 0}
+    scale = torch.div(torch.ones_like(scale_inv), scale_inv).clamp(max=torch.finfo(torch.float32).max)
     if block is None:
-        per_block, spread = amax, scale_inv[..., None, None]
+        per_block, spread = amax, scale[..., None, None]
     else:
-        per_block, spread = blocks.blockwise_amax(x, block), blocks.per_element(scale_inv, block, *x.shape[-2:])
-    magnitude, scale = x.abs().float(), torch.div(torch.ones_like(scale_inv), scale_inv)
+        per_block, spread = blocks.blockwise_amax(x, block), blocks.per_element(scale, block, *x.shape[-2:])
+    magnitude = x.abs().float()
     used, nonzero = per_block > 0, magnitude > 0
     smallest = torch.where(used, scale, float("inf")).amin()
     return {
@@ -37,5 +38,5 @@ def quantization_statistics(
         "scale_min": torch.where(used.any(), smallest, one),
         "scale_max": torch.where(used.any(), torch.where(used, scale, 0.0).amax(), one),
         "underflow": (nonzero & (values == 0)).float().sum() / nonzero.float().sum().clamp(min=1.0),
-        "saturation": (magnitude > spread * (largest * _ROUNDING)).float().mean(),
+        "saturation": (magnitude * spread > largest * _ROUNDING).float().mean(),
     }
