@@ -67,27 +67,33 @@ def store_copy(
     stream,
     index_row,
     first_row,
-    first_column,
+    first_block,
     end_row,
-    end_column,
     width,
+    packed_width,
+    scale_width,
+    end_column,
+    end_packed,
+    end_scale,
     BLOCK_ROWS: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     ALIGNED: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Quantize and store the tile of a copy of `width` columns at (first_row, first_column), the part before (end_row,
-    end_column). index_row: the tile's first row counted over all matrices, for the random bits."""
+    """Quantize and store the tile of a copy of `width` columns at row first_row, column 16 first_block, the part before
+    (end_row, end_column). index_row: the tile's first row counted over all matrices, for the random bits.
+
+    Positions are counted in blocks and ends are given in each unit: a compiler that sees a multiple of 8, not a
+    division, stores eight bytes at once."""
     A: tl.constexpr = x.shape[0]
     B: tl.constexpr = x.shape[1]
+    first_column = first_block * 16
     random = random_tile(key_ptr, stream, index_row, first_column, width, A, B, ALIGNED) if STOCHASTIC else 0
     codes, scales = nvfp4_codes(x, encode, random, BLOCK_ROWS, STOCHASTIC, NATIVE)
     # past the end there are zeros, but zero times a scale of NaN has a code
     codes = tl.where((first_column + tl.arange(0, B) < end_column)[None, :], codes, 0)
-    packed_width, scale_width = tl.cdiv(width, 2), tl.cdiv(width, 16)
-    end_packed, end_scale = tl.cdiv(end_column, 2), tl.cdiv(end_column, 16)
-    store_tile(packed_ptr, pack(codes), first_row, first_column // 2, end_row, end_packed, packed_width, 1)
-    store_tile(scale_ptr, scales, first_row, first_column // 16, end_row, end_scale, scale_width, 1)
+    store_tile(packed_ptr, pack(codes), first_row, first_block * 8, end_row, end_packed, packed_width, 1)
+    store_tile(scale_ptr, scales, first_row, first_block, end_row, end_scale, scale_width, 1)
 
 
 @triton.jit(do_not_specialize=["size_class", "row_stream", "col_stream"])
@@ -104,6 +110,10 @@ def quantize_nvfp4_kernel(
     rows,
     slots,
     columns,
+    row_width,
+    row_scale_width,
+    col_width,
+    col_scale_width,
     amax_stride_m,
     amax_stride_r,
     amax_stride_c,
@@ -124,32 +134,36 @@ def quantize_nvfp4_kernel(
     TILE_R: tl.constexpr,
     TILE_C: tl.constexpr,
 ):
-    """One tile of x: [B, R, C], or of grouped rows [R, C] where G > 0. slots: the columnwise copy's columns. The
-    rowwise amax is one per matrix or group; PER_BLOCK: one per block. ALIGNED: a copy has a multiple of 4 columns."""
+    """One tile of x: [B, R, C], or of grouped rows [R, C] where G > 0. slots: the columnwise copy's columns; widths:
+    bytes and scales in a row of a copy. The rowwise amax is one per matrix or group; PER_BLOCK: one per block. ALIGNED:
+    a copy has a multiple of 4 columns."""
     program = tl.program_id(0).to(tl.int64)
     column_tiles = tl.cdiv(columns, TILE_C)
-    first_column = program % column_tiles * TILE_C
+    column_block = program % column_tiles * (TILE_C // 16)
+    first_column = column_block * 16
     tile = program // column_tiles
     if G > 0:
         matrix, first_row, end_row, first_slot, end_slot = tile_of_group(
             m_splits_ptr, tile, rows, slots, G, G_BLOCK, TILE_R, 16
         )
         in_matrix = matrix < G
-        index_row, index_column = first_row, first_column
+        index_row, index_column, slot_block = first_row, first_column, first_slot // 16
+        end_packed, end_scale = end_slot // 16 * 8, end_slot // 16
     else:
         row_tiles = tl.cdiv(rows, TILE_R)
         matrix = tile // row_tiles
         first_row = tile % row_tiles * TILE_R
-        end_row, first_slot, end_slot = rows, first_row, slots
+        end_row, slot_block, end_slot = rows, tile % row_tiles * (TILE_R // 16), slots
+        end_packed, end_scale = col_width, col_scale_width
         in_matrix = matrix >= 0
         index_row, index_column = matrix * rows + first_row, matrix * columns + first_column
         x_ptr += matrix * rows * columns
         if ROWWISE:
-            row_packed_ptr += matrix * rows * tl.cdiv(columns, 2)
-            row_scale_ptr += matrix * rows * tl.cdiv(columns, 16)
+            row_packed_ptr += matrix * rows * row_width
+            row_scale_ptr += matrix * rows * row_scale_width
         if COLUMNWISE:
-            col_packed_ptr += matrix * columns * tl.cdiv(slots, 2)
-            col_scale_ptr += matrix * columns * tl.cdiv(slots, 16)
+            col_packed_ptr += matrix * columns * col_width
+            col_scale_ptr += matrix * columns * col_scale_width
     r = first_row + tl.arange(0, TILE_R)
     c = first_column + tl.arange(0, TILE_C)
     inside = (r < end_row)[:, None] & (c < columns)[None, :]
@@ -157,7 +171,7 @@ def quantize_nvfp4_kernel(
     if ROWWISE:
         if PER_BLOCK:
             br = first_row // BLOCK_ROWS + tl.arange(0, TILE_R // BLOCK_ROWS)
-            bc = first_column // 16 + tl.arange(0, TILE_C // 16)
+            bc = column_block + tl.arange(0, TILE_C // 16)
             at = matrix * amax_stride_m + br[:, None] * amax_stride_r + bc[None, :] * amax_stride_c
             has_block = (br * BLOCK_ROWS < rows)[:, None] & (bc * 16 < columns)[None, :]
             encode = nvfp4_global_encode(tl.load(row_amax_ptr + at, mask=has_block, other=0.0))
@@ -172,10 +186,14 @@ def quantize_nvfp4_kernel(
             row_stream,
             index_row,
             first_row,
-            first_column,
+            column_block,
             end_row,
             columns,
+            row_width,
+            row_scale_width,
             columns,
+            row_width,
+            row_scale_width,
             BLOCK_ROWS,
             STOCHASTIC,
             ROW_ALIGNED,
@@ -200,10 +218,14 @@ def quantize_nvfp4_kernel(
             col_stream,
             index_column,
             first_column,
-            first_slot,
+            slot_block,
             columns,
-            end_slot,
             slots,
+            col_width,
+            col_scale_width,
+            end_slot,
+            end_packed,
+            end_scale,
             1,
             STOCHASTIC,
             COL_ALIGNED,
@@ -212,14 +234,15 @@ def quantize_nvfp4_kernel(
 
 
 def _fits(arguments: dict, tile_r: int, tile_c: int) -> bool:
-    # a larger tile of random bits, or of both copies, does not fit in registers
-    return tile_r * tile_c <= 8192
+    # a larger tile, or one whose elements draw four words of random bits each, does not fit in registers
+    aligned = arguments["ROW_ALIGNED"] and arguments["COL_ALIGNED"]
+    return tile_r * tile_c <= (8192 if aligned or not arguments["STOCHASTIC"] else 2048)
 
 
 _kernel = autotuned(
     quantize_nvfp4_kernel,
     _fits,
-    key=("columns", "size_class", "ROWWISE", "COLUMNWISE", "RHT", "STOCHASTIC", "BLOCK_ROWS"),
+    key=("columns", "size_class", "ROWWISE", "COLUMNWISE", "RHT", "STOCHASTIC", "BLOCK_ROWS", "COL_ALIGNED"),
 )
 
 
@@ -276,6 +299,10 @@ def quantize_nvfp4(
         rows,
         slots,
         columns,
+        triton.cdiv(columns, 2),
+        triton.cdiv(columns, BLOCK),
+        triton.cdiv(slots, 2),
+        triton.cdiv(slots, BLOCK),
         *strides,
         *streams,
         size_class(x.numel()),

@@ -65,7 +65,8 @@ def tile_of_group(
     end = tl.where(last, rows, tl.minimum(begin + tl.sum(tl.where(groups == group, splits, 0), axis=0), rows))
     end_slot = slot + tl.sum(tl.where(groups == group, sizes, 0), axis=0)
     end_slot = tl.where(last, padded_rows, tl.minimum(end_slot, padded_rows))
-    return group, begin + within, end, slot + within, end_slot
+    # what the compiler cannot see and wide stores need; tiles hold a multiple of A rows
+    return group, begin + within, end, tl.multiple_of(slot + within, A), tl.multiple_of(end_slot, A)
 
 
 def grouped_tiles(rows: int, groups: int, align: int, tile: int) -> int:
