@@ -19,7 +19,7 @@ class RecipeReport:
     """asked, ran: layer -> recipe name, for every layer that has run; "bf16" is high precision, "none" no recipe asked.
 
     They differ where a PerModuleRecipe or a calibration says so, and nowhere else: a layer never leaves its recipe on
-    its own. Which kernels ran is counted by `te_models.kernels.gemm.counts`.
+    its own. Which kernels ran is counted by `te_models.kernels.gemm.gemm_counts`.
     """
 
     asked: dict[str, str]

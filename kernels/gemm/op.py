@@ -14,7 +14,7 @@ from . import native
 from .choice import choose
 from .operand import ScaledOperand, emulation_dtype
 from .reference import Operand, gemm
-from .rungs import hardware, record
+from .rungs import hardware, in_plain_torch, record
 
 __all__ = ["Operand", "explain_gemm", "gemm", "scaled_gemm", "scaled_gemm_accumulate_"]
 
@@ -35,7 +35,7 @@ def scaled_gemm(
     operands do not fit.
     """
     _check(left, right)
-    if left.data.device.type == "cpu":
+    if in_plain_torch(left.data.device):
         record(choose(left, right, out_dtype, hardware(left.data.device)), strict=strict)
         return emulate(left, right, out_dtype, bias)
     return _scaled_gemm(*_flat(left), *_flat(right), out_dtype, bias, split_accumulation, strict)

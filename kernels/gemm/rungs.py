@@ -44,6 +44,11 @@ def _cuda(device: torch.device) -> Hardware:
     return Hardware("cuda", torch.cuda.get_device_capability(device), triton, (int(major), int(minor)))
 
 
+def in_plain_torch(device: torch.device) -> bool:
+    """Whether scaled GEMMs on this device are plain torch that the compiler sees, rather than registered ops."""
+    return device.type == "cpu"
+
+
 class Choice(NamedTuple):
     """The rung that runs, and those passed over for it with a reason each."""
 

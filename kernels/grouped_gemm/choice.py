@@ -12,7 +12,7 @@ from torch import Tensor
 from ..gemm import native
 from ..gemm.choice import against_formats
 from ..gemm.operand import ScaledOperand
-from ..gemm.rungs import Choice, Hardware, first_possible
+from ..gemm.rungs import Choice, Hardware, first_possible, hardware
 
 
 def choose_plain(operation: str, a: Tensor, b: Tensor, hw: Hardware) -> Choice:
@@ -32,6 +32,23 @@ def choose_scaled(
         rungs.append(("loop", native.reason_against(_first_rows(left), right.member(0), out_dtype, hw)))
     empty = left.data.numel() == 0 or right.data.numel() == 0
     return first_possible(operation, tuple(rungs), fallback=hw.type != "cpu" and not empty)
+
+
+def explain_grouped_gemm(
+    left: Tensor | ScaledOperand, right: Tensor | ScaledOperand, out_dtype: torch.dtype = torch.bfloat16
+) -> str:
+    """Say in a sentence which rung a grouped GEMM of such operands takes, and why not a faster one.
+
+    left, right: as the op takes them, both plain or both quantized; with a right side of two dimensions it is the
+    weight gradient. out_dtype: of a product of quantized operands.
+    """
+    wgrad = "_wgrad" if (right if isinstance(right, Tensor) else right.data).dim() == 2 else ""
+    if isinstance(left, ScaledOperand) and isinstance(right, ScaledOperand):
+        hw = hardware(left.data.device)
+        return str(choose_scaled(f"scaled_grouped_gemm{wgrad}", left, right, out_dtype, hw))
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        return str(choose_plain(f"grouped_gemm{wgrad}", left, right, hardware(left.device)))
+    raise ValueError("one side is quantized and the other is not; a grouped GEMM takes two of a kind")
 
 
 def _against_triton(hw: Hardware, capability: tuple[int, int]) -> str | None:

@@ -16,11 +16,6 @@ from .choice import choose_plain
 _device_grouped_mm = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
 
 
-def explain_grouped_gemm(a: Tensor, b: Tensor) -> str:
-    """Say in a sentence which rung `grouped_gemm` takes for such operands, and why not a faster one."""
-    return str(choose_plain("grouped_gemm", a, b, hardware(a.device)))
-
-
 @torch.library.custom_op("te_models::grouped_gemm", mutates_args=())
 def grouped_gemm(a: Tensor, b: Tensor, m_splits: Tensor, transpose_b: bool = True) -> Tensor:
     """Multiply each group of rows by its own matrix.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..gemm.op import _flat, _operand
 from ..gemm.operand import ScaledOperand
-from ..gemm.rungs import Choice, hardware, record
+from ..gemm.rungs import Choice, hardware, in_plain_torch, record
 from . import emulation, library
 from .choice import choose_scaled
 from .reference import check_alignment
@@ -38,7 +38,7 @@ def scaled_grouped_gemm(
     on a device they are cut off, for reading them would make the host wait).
     """
     _check_rows(left, right, m_splits)
-    if left.data.device.type == "cpu":
+    if in_plain_torch(left.data.device):
         record(_choose("scaled_grouped_gemm", left, right, out_dtype), strict=strict)
         return emulation.rows(left, right, m_splits, out_dtype)
     return _rows(*_flat(left), *_flat(right), m_splits, out_dtype, split_accumulation, strict)
@@ -53,7 +53,7 @@ def scaled_grouped_gemm_wgrad(
     with zeros, so that no block spans two groups: ValueError on CPU, unchecked on a device.
     """
     shape = (m_splits.shape[0], left.outer, right.outer)
-    if left.data.device.type == "cpu":
+    if in_plain_torch(left.data.device):
         _check_wgrad(left, right, m_splits, shape)
         record(_choose("scaled_grouped_gemm_wgrad", left, right, out_dtype), strict=strict)
         return emulation.wgrad(left, right, m_splits, out_dtype)
@@ -76,17 +76,11 @@ def scaled_grouped_gemm_wgrad_accumulate_(
     As `scaled_grouped_gemm_wgrad`; an empty group is left alone when accumulating, zero when writing.
     """
     _check_wgrad(left, right, m_splits, tuple(main_grad.shape))
-    if left.data.device.type == "cpu":
+    if in_plain_torch(left.data.device):
         record(_choose("scaled_grouped_gemm_wgrad", left, right, main_grad.dtype), strict=strict)
         emulation.wgrad_accumulate_(main_grad, left, right, m_splits, accumulate)
     else:
         _wgrad_accumulate_(main_grad, *_flat(left), *_flat(right), m_splits, accumulate, strict)
-
-
-def explain_scaled_grouped_gemm(left: ScaledOperand, right: ScaledOperand, out_dtype: torch.dtype) -> str:
-    """Say in a sentence which rung `scaled_grouped_gemm` takes, or the wgrad where `right` has two dimensions."""
-    name = "scaled_grouped_gemm" if right.data.dim() == 3 else "scaled_grouped_gemm_wgrad"
-    return str(_choose(name, left, right, out_dtype))
 
 
 def _choose(operation: str, left: ScaledOperand, right: ScaledOperand, out_dtype: torch.dtype) -> Choice:

@@ -8,16 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.gpu import grouped, norms, permute
+from bench.gpu import norms, permute
 from te_models.kernels import quantize as q
-from te_models.kernels.gemm.op import _flat
-from te_models.kernels.gemm.rungs import Hardware
-from te_models.kernels.grouped_gemm import op, scaled
 from te_models.kernels.norm.op import norm_fwd
 from te_models.kernels.permute import op as permute_op
 from te_models.kernels.quantize import op_nvfp4, registered
-
-H100 = Hardware("cuda", (9, 0), True, (13, 0))
+from tests.kernels.triton.as_on_a_gpu import gemms_as_on_a_gpu
 
 
 def use_triton(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,10 +27,7 @@ def use_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(permute_op, "_sum", permute_op.sum_slots)
     monkeypatch.setattr(permute, "sort_by_expert", _sort_by_expert)
-    for module in (op, scaled):
-        monkeypatch.setattr(module, "hardware", lambda device: H100)
-    monkeypatch.setattr(grouped, "scaled_grouped_gemm", _rows)
-    monkeypatch.setattr(grouped, "scaled_grouped_gemm_wgrad", _wgrad)
+    gemms_as_on_a_gpu(monkeypatch)
 
 
 def _quantize(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,13 +60,3 @@ def _quantize(monkeypatch: pytest.MonkeyPatch) -> None:
 def _sort_by_expert(indices: Tensor, experts: int) -> Any:
     *fields, _ = permute_op.sort_by_expert_op(indices, experts, 1)
     return permute_op.Permutation(*fields, None)
-
-
-def _rows(left: Any, right: Any, splits: Tensor, dtype: torch.dtype) -> Tensor:
-    return scaled._rows(*_flat(left), *_flat(right), splits, dtype, True, False)
-
-
-def _wgrad(left: Any, right: Any, splits: Tensor, dtype: torch.dtype) -> Tensor:
-    out = torch.empty(splits.shape[0], left.outer, right.outer, dtype=dtype)
-    scaled._wgrad_accumulate_(out, *_flat(left), *_flat(right), splits, False, False)
-    return out

@@ -14,7 +14,6 @@ from te_models.kernels.grouped_gemm import (
     ROW_ALIGNMENT,
     emulation,
     explain_grouped_gemm,
-    explain_scaled_grouped_gemm,
     grouped_gemm,
     grouped_gemm_wgrad,
     library,
@@ -168,8 +167,13 @@ def test_explanations_and_counts() -> None:
     assert explain_grouped_gemm(torch.ones(2, 2), torch.ones(1, 2, 2)).startswith(
         "grouped_gemm runs as loop; not triton"
     )
-    text = explain_scaled_grouped_gemm(left, right, torch.bfloat16)
+    text = explain_grouped_gemm(left, right)
     assert text.startswith("scaled_grouped_gemm runs as emulation; not triton: it needs a CUDA device, this is cpu")
+    text = explain_grouped_gemm(left, left, torch.float32)
+    assert text.startswith("scaled_grouped_gemm_wgrad runs as emulation; not triton")
+    assert explain_grouped_gemm(torch.ones(2, 2), torch.ones(2, 2)).startswith("grouped_gemm_wgrad runs as loop")
+    with pytest.raises(ValueError, match="one side is quantized and the other is not"):
+        explain_grouped_gemm(left, torch.ones(2, 2, 2))
     with pytest.raises(ValueError, match="strict asks for a GEMM on the quantized numbers"):
         scaled_grouped_gemm(left, right, splits, torch.bfloat16, strict=True)
 

@@ -1,0 +1,22 @@
+"""GEMMs on a CPU tensor as they would run on an H100, the Triton kernels under the interpreter."""
+
+from __future__ import annotations
+
+import pytest
+
+from te_models.kernels.gemm import op as dense
+from te_models.kernels.gemm.rungs import Hardware
+from te_models.kernels.grouped_gemm import accumulate, op, scaled
+from te_models.layers import sides
+
+# torch with an older CUDA: 128-blocks then are for Triton, too
+H100 = Hardware("cuda", (9, 0), True, (12, 8))
+
+
+def gemms_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the end of the test. Per-tensor GEMMs whose N and K are multiples of 16 still go to torch, on the CPU."""
+    for module in (dense, accumulate, op, scaled):
+        monkeypatch.setattr(module, "hardware", lambda device: H100)
+    for module in (dense, scaled):
+        monkeypatch.setattr(module, "in_plain_torch", lambda device: False)
+    monkeypatch.setattr(sides, "_DEQUANTIZING_DEVICES", ())
