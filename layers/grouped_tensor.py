@@ -1,4 +1,4 @@
-"""One quantized tensor for all experts: weights of one shape (`GroupedTensor`), or each expert's rows (`GroupedRows`)."""
+"""One quantized tensor for all experts: weights of one shape (`GroupedTensor`), or rows by expert (`GroupedRows`)."""
 
 from __future__ import annotations
 
@@ -173,12 +173,15 @@ class GroupedRows(QuantizedTensor):
 
     # --- copies and the subclass protocol --------------------------------------------------------------------------
 
+    def require_cuttable(self, what: str) -> None:
+        raise ValueError(
+            f"a {type(self).__name__} of shape {tuple(self.shape)} cannot {what}, because only the device knows "
+            "where its groups begin; call members(splits), or dequantize() for its values"
+        )
+
     def wrap(self, fields: Fields, **changes: Any) -> Any:
-        if changes.get("shape", self.shape) != self.shape or "quantizer" in changes:
-            raise ValueError(
-                f"a {type(self).__name__} of shape {tuple(self.shape)} has no such view, because where its groups begin "
-                "is known on the device only; call members(splits), or dequantize() for its values"
-            )
+        if changes.get("shape", self.shape) != self.shape:
+            self.require_cuttable(f"be viewed as {tuple(changes['shape'])}")
         return super().wrap({"m_splits": self.m_splits} | fields, **changes)
 
     def map_fields(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Self:
@@ -210,11 +213,9 @@ def _check_splits(m_splits: Tensor, rows: int) -> None:
     if m_splits.dim() != 1 or m_splits.shape[0] == 0 or m_splits.is_floating_point() or m_splits.dtype is torch.bool:
         kind = f"{m_splits.dtype} of shape {tuple(m_splits.shape)}"
         raise ValueError(f"m_splits is {kind}; allowed: a one-dimensional integer tensor, one entry per group")
-    if type(m_splits) is Tensor and m_splits.device.type == "cpu" and not torch.compiler.is_compiling():
-        if int(m_splits.min()) < 0 or int(m_splits.sum()) > rows:
-            raise ValueError(
-                f"m_splits is {m_splits.tolist()}; allowed: numbers from 0 on that add up to at most {rows}"
-            )
+    readable = type(m_splits) is Tensor and m_splits.device.type == "cpu" and not torch.compiler.is_compiling()
+    if readable and (int(m_splits.min()) < 0 or int(m_splits.sum()) > rows):
+        raise ValueError(f"m_splits is {m_splits.tolist()}; allowed: numbers from 0 on that add up to at most {rows}")
 
 
 CLASSES[GroupedTensor.__name__] = GroupedTensor

@@ -122,6 +122,10 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
         fields = x.fields
         return fields if set(mine.field_names()) <= fields.keys() else None
 
+    def require_cuttable(self, what: str) -> None:
+        """Raise ValueError where no part of this can be a view of it."""
+        self.require_matrix(what)
+
     def to_storage(self) -> QuantizedStorage:
         """Return the bare fields, shared. ValueError for a view of another shape."""
         self.require_matrix("be turned into a storage")

@@ -54,7 +54,7 @@ def transpose(x: QuantizedTensor, dim0: int, dim1: int) -> QuantizedTensor:
     dims = {dim0 % x.dim(), dim1 % x.dim()}
     if len(dims) == 1:
         return alias(x)
-    x.require_matrix("be transposed")
+    x.require_cuttable("be transposed")
     if dims != {x.dim() - 2, x.dim() - 1}:
         raise ValueError(f"only the last two dimensions of a {type(x).__name__} can be exchanged; got {dim0}, {dim1}")
     turned = _turned(x.quantizer)
@@ -102,7 +102,7 @@ def narrow(x: QuantizedTensor, dim: int, start: int, stop: int) -> QuantizedTens
     dim, size = dim % x.dim(), x.shape[dim]
     if (start, stop) == (0, size):
         return alias(x)
-    x.require_matrix("be sliced")
+    x.require_cuttable("be sliced")
     shape = torch.Size((*x.shape[:dim], stop - start, *x.shape[dim + 1 :]))
     if dim < x.dim() - 2:  # a batch dimension, which every field has
         return x.wrap({n: f.narrow(dim, start, stop - start) for n, f in x.fields.items()}, shape=shape)
@@ -140,7 +140,7 @@ def slice_(
 def select(x: QuantizedTensor, dim: int, index: int) -> Any:
     """Return member `index` of a stack, sharing the fields; a row of a matrix is refused."""
     dim = dim % x.dim()
-    x.require_matrix("be indexed")
+    x.require_cuttable("be indexed")
     if dim >= x.dim() - 2:
         raise refused("select", x)
     fields = {name: field.select(dim, index) for name, field in x.fields.items()}

@@ -1,0 +1,274 @@
+"""Rows of groups: each group is what quantizing its rows by themselves gives, and the splits are never read."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from te_models.kernels.grouped_gemm import grouped_gemm
+from te_models.layers import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    GroupedRows,
+    GroupedTensor,
+    GroupedTensorStorage,
+    HybridQuantizer,
+    IdentityQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    QuantizedTensor,
+    Quantizer,
+)
+from te_models.layers.row_groups import RowGroups
+from tests.layers.bits import raw, same_bits
+
+FORMATS: dict[str, Quantizer] = {
+    "float8": Float8CurrentScalingQuantizer(),
+    "float8_e5m2": Float8CurrentScalingQuantizer(fp8_dtype=torch.float8_e5m2, force_pow_2_scales=True),
+    "float8_block_1d": Float8BlockQuantizer(block_scaling_dim=1),
+    "float8_block_f32": Float8BlockQuantizer(block_scaling_dim=1, force_pow_2_scales=False, amax_epsilon=0.25),
+    "float8_block_2d": Float8BlockQuantizer(),
+    "mxfp8": MXFP8Quantizer(),
+    "mxfp8_2d": MXFP8Quantizer(two_dimensional=True),
+    "nvfp4": NVFP4Quantizer(),
+    "nvfp4_rht": NVFP4Quantizer(with_rht=True),
+    "identity": IdentityQuantizer(),
+    "hybrid": HybridQuantizer(rowwise_quantizer=MXFP8Quantizer(), columnwise_quantizer=Float8BlockQuantizer()),
+    "hybrid_fp8": HybridQuantizer(
+        rowwise_quantizer=Float8CurrentScalingQuantizer(), columnwise_quantizer=NVFP4Quantizer(with_rht=True)
+    ),
+}
+# rows per group and rows: ragged, empty groups, rows past the last group, one group only, none
+SPLITS = [([5, 0, 37, 128], 170), ([33, 1, 0, 17], 60), ([64], 64), ([0, 0], 9), ([0, 3], 3)]
+COLUMNS = 150
+
+
+def rows_of(splits: list[int], rows: int, columns: int = COLUMNS) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(sum(splits) + rows)
+    x = torch.randn(rows, columns) * torch.exp(torch.randn(rows, 1))
+    x[sum(splits) :] = float("nan")  # what is past the last group has no part in anything
+    return x, torch.tensor(splits)
+
+
+def make(name: str, splits: list[int] = SPLITS[0][0], rows: int = SPLITS[0][1]) -> GroupedRows:
+    return GroupedRows.quantize_rows(*rows_of(splits, rows), FORMATS[name])
+
+
+def same_rows(a: GroupedRows, b: GroupedRows) -> bool:
+    return type(a) is type(b) and same_bits(a, b) and torch.equal(a.m_splits, b.m_splits)
+
+
+def usages(quantizer: Quantizer) -> list[Quantizer]:
+    only = [quantizer.with_usage(rowwise=r, columnwise=not r) for r in (True, False)]
+    return [quantizer, *only]
+
+
+@pytest.mark.parametrize(("splits", "rows"), SPLITS, ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_group_is_its_rows_quantized_by_themselves(name: str, splits: list[int], rows: int) -> None:
+    x, m_splits = rows_of(splits, rows)
+    for quantizer in usages(FORMATS[name]):
+        grouped = GroupedRows.quantize_rows(x, m_splits, quantizer)
+        assert grouped.shape == x.shape and grouped.num_gemms == len(splits)
+        values, begin = grouped.dequantize(), 0
+        for member, part in zip(grouped.members(), x[: sum(splits)].split(splits), strict=True):
+            assert isinstance(member, QuantizedTensor) and member.shape == part.shape
+            if len(part):
+                assert same_bits(member, quantizer.quantize(part)), (quantizer, part.shape)
+            torch.testing.assert_close(values[begin : begin + len(part)], member.dequantize(), rtol=0, atol=0)
+            for field, own in member.fields.items():
+                assert own.untyped_storage().data_ptr() == grouped.fields[field].untyped_storage().data_ptr()
+            begin += len(part)
+        assert not values[begin:].any()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_splits_are_never_read(name: str) -> None:
+    """On the meta device there is nothing to read."""
+    x, m_splits = rows_of(*SPLITS[0])
+    grouped = GroupedRows.quantize_rows(x.to("meta"), m_splits.to("meta"), FORMATS[name])
+    assert grouped.dequantize().shape == x.shape
+    grouped.quantize_(x.to("meta"), m_splits=m_splits.to("meta"), noop=torch.empty((), device="meta"))
+    expected = make(name)
+    assert {n: (f.shape, f.dtype) for n, f in grouped.fields.items()} == {
+        n: (f.shape, f.dtype) for n, f in expected.fields.items()
+    }
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_are_quantized_in_place_under_new_splits(name: str) -> None:
+    grouped, (x, _) = make(name), rows_of(*SPLITS[0])
+    x = torch.nan_to_num(x) * 2
+    places = [f.data_ptr() for f in (*grouped.fields.values(), grouped.m_splits)]
+    new = torch.tensor([100, 1, 40, 29])
+    before = grouped.clone()
+    grouped.quantize_(x, m_splits=new, noop=torch.tensor(1))
+    assert same_rows(grouped, before)
+    grouped.quantize_(x, m_splits=new, noop=torch.tensor(0))
+    assert same_rows(grouped, GroupedRows.quantize_rows(x, new, FORMATS[name]))
+    grouped.copy_(before)
+    assert same_rows(grouped, before)
+    grouped.mul_(2.0)
+    values = before.dequantize() * 2
+    assert same_rows(grouped, GroupedRows.quantize_rows(values, before.m_splits, FORMATS[name]))
+    assert [f.data_ptr() for f in (*grouped.fields.values(), grouped.m_splits)] == places
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_copies_moves_and_files(name: str) -> None:
+    grouped = make(name)
+    for new in (grouped.clone(), grouped.detach(), copy.deepcopy(grouped), copy.deepcopy(nn.Parameter(grouped))):
+        assert same_rows(new, grouped)
+    assert grouped.detach().rowwise_data.data_ptr() == grouped.rowwise_data.data_ptr()
+    assert grouped.clone().m_splits.data_ptr() != grouped.m_splits.data_ptr()
+    half = grouped.to(torch.bfloat16)
+    assert half.dtype is half.dequantize().dtype is torch.bfloat16 and same_rows(half, grouped)
+    meta = grouped.to("meta")
+    assert {f.device.type for f in (*meta.fields.values(), meta.m_splits)} == {"meta"}
+    empty = torch.empty_like(grouped)
+    assert torch.equal(empty.m_splits, grouped.m_splits) and empty.m_splits is not grouped.m_splits
+    assert not empty.zero_().dequantize().any()
+    zeros = grouped.new_zeros((70, 20))
+    assert type(zeros) is GroupedRows and zeros.num_gemms == grouped.num_gemms and not zeros.m_splits.any()
+    assert type(torch.zeros_like(grouped)) is torch.Tensor
+    file = io.BytesIO()
+    torch.save(grouped, file)
+    file.seek(0)
+    assert same_rows(torch.load(file, weights_only=True), grouped)
+    assert "GroupedRows(shape=(170, 150)" in repr(grouped)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_storages_flatten_and_come_back(name: str) -> None:
+    x, m_splits = rows_of(*SPLITS[0])
+    storage = GroupedTensorStorage.quantize(x, FORMATS[name], m_splits)
+    assert same_bits(make(name), storage.fields) and storage.num_gemms == 4
+    tensors, meta = storage.flatten()
+    again = GroupedTensorStorage.unflatten(tensors, meta)
+    assert again.m_splits is m_splits and all(again.fields[n] is f for n, f in storage.fields.items())
+    assert torch.equal(again.dequantize(), make(name).dequantize())
+    shared = make(name).to_storage()
+    assert type(shared) is GroupedTensorStorage and "GroupedTensorStorage(shape=(170, 150)" in repr(shared)
+    empty = GroupedTensorStorage.empty(x.shape, FORMATS[name], x.dtype, "cpu", groups=4)
+    assert [f.shape for f in empty.fields.values()] == [f.shape for f in storage.fields.values()]
+    stacked = GroupedTensorStorage.quantize(x[:60].view(3, 20, COLUMNS), FORMATS[name])
+    tensor = FORMATS[name].quantize_grouped(x[:60].view(3, 20, COLUMNS))
+    assert same_bits(tensor, stacked.fields) and stacked.num_gemms == 3
+    assert type(tensor.to_storage()) is GroupedTensorStorage
+    assert torch.equal(GroupedTensorStorage.unflatten(*stacked.flatten()).dequantize(), tensor.dequantize())
+    with pytest.raises(ValueError, match="beside m_splits"):
+        GroupedTensorStorage(stacked.fields, FORMATS[name], stacked.shape, x.dtype, m_splits)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "identity"])
+def test_operands_of_grouped_gemms(name: str) -> None:
+    """What a copy stands for, group by group, whichever rows it is in; and fprop from it, against its own values."""
+    splits, _ = SPLITS[0]
+    quantizer, grouped = FORMATS[name], make(name)
+    for usage in ("rowwise", "columnwise"):
+        operand, groups = grouped.operand(usage, torch.float32), grouped.operand_groups(usage)
+        begins = (groups.ends - groups.m_splits).tolist()
+        for i, member in enumerate(grouped.members()):
+            own = member.operand(usage, torch.float32)
+            assert torch.equal(operand.values[begins[i] : begins[i] + splits[i]], own.values[: splits[i]])
+            assert (own.scale is None) == (operand.scale is None)
+            assert own.scale is None or torch.equal(operand.scale[i], own.scale)
+    weights = torch.randn(4, 24, COLUMNS)
+    operand, groups = grouped.operand("rowwise", torch.float32), grouped.operand_groups("rowwise")
+    y = grouped_gemm(operand.values, weights, groups.m_splits)
+    if operand.scale is not None:
+        y = y * groups.per_row(operand.scale)[:, None]
+    begins = (groups.ends - groups.m_splits).tolist()
+    for i, member in enumerate(grouped.members()):
+        expected = member.dequantize() @ weights[i].t() if quantizer.rowwise else None
+        torch.testing.assert_close(y[begins[i] : begins[i] + splits[i]], expected, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4_rht"])
+def test_compiled_functions_take_and_return_rows_of_any_splits(name: str) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+    def double(grouped: GroupedRows) -> tuple[GroupedRows, torch.Tensor]:
+        values = grouped.dequantize()
+        return GroupedRows.quantize_rows(values * 2, grouped.m_splits, grouped.quantizer), values
+
+    compiled = torch.compile(double, fullgraph=True)
+    for splits in ([5, 0, 37, 128], [0, 0, 0, 170], [1, 100, 2, 3]):
+        grouped = make(name, splits, 170)
+        found, values = compiled(grouped)
+        assert torch.equal(values, grouped.dequantize())
+        assert same_rows(found, double(grouped)[0])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_stochastic_rounding_draws_from_its_key() -> None:
+    quantizer = NVFP4Quantizer(stochastic_rounding=True)
+    x, m_splits = rows_of([20, 12], 32)
+    one, two, three = (
+        GroupedRows.quantize_rows(x, m_splits, quantizer, key=torch.tensor([5, counter])) for counter in (0, 0, 1)
+    )
+    assert same_bits(one, two) and not same_bits(one, three)
+    with pytest.raises(ValueError, match="draws from a key"):
+        GroupedRows.quantize_rows(x, m_splits, quantizer)
+
+
+def test_usages_can_be_dropped() -> None:
+    grouped = make("mxfp8")
+    grouped.update_usage(columnwise=False)
+    assert same_rows(grouped, GroupedRows.quantize_rows(*rows_of(*SPLITS[0]), MXFP8Quantizer(columnwise=False)))
+    with pytest.raises(ValueError, match="no columnwise copy"):
+        grouped.operand("columnwise", torch.float32)
+
+
+def test_what_the_layout_does_not_allow_is_refused() -> None:
+    grouped = make("mxfp8")
+    square = GroupedRows.quantize_rows(torch.randn(32, 32), torch.tensor([20, 12]), Float8CurrentScalingQuantizer())
+    views = [lambda: grouped.view(-1), lambda: grouped[:32], lambda: grouped.split(10), lambda: square.t()]
+    views += [lambda: grouped[3], lambda: grouped.transpose(0, 1), lambda: grouped[:, :32]]
+    for view in views:
+        with pytest.raises(ValueError, match="because only the device knows where its groups begin; call members"):
+            view()
+    x, m_splits = rows_of(*SPLITS[0])
+    with pytest.raises(ValueError, match="with_2d_quantization is of weights"):
+        GroupedRows.quantize_rows(x, m_splits, NVFP4Quantizer(with_2d_quantization=True))
+    with pytest.raises(ValueError, match=r"call GroupedRows\.quantize_rows"):
+        GroupedRows.quantize(x, MXFP8Quantizer())
+    for wrong in (m_splits.float(), m_splits[None], m_splits[:0]):
+        with pytest.raises(ValueError, match="allowed: a one-dimensional integer tensor"):
+            GroupedRows.quantize_rows(x, wrong, MXFP8Quantizer())
+    for wrong in ([171, 0], [-1, 3]):
+        with pytest.raises(ValueError, match="that add up to at most 170"):
+            GroupedRows.quantize_rows(x, torch.tensor(wrong), MXFP8Quantizer())
+    with pytest.raises(ValueError, match="one per group"):
+        grouped.members([1, 2])
+    with pytest.raises(ValueError, match="need their splits from the host"):
+        grouped.to("meta").members()
+    with pytest.raises(ValueError, match="cannot quantize shape"):
+        grouped.quantize_(torch.ones(3, 3))
+    with pytest.raises(ValueError, match=r"m_splits has shape \(2,\)"):
+        grouped.quantize_(x, m_splits=torch.tensor([1, 2]))
+    with pytest.raises(ValueError, match="2-D"):
+        GroupedRows.quantize_rows(torch.randn(3), m_splits, MXFP8Quantizer())
+    with pytest.raises(ValueError, match="floating-point"):
+        GroupedRows.quantize_rows(torch.ones(170, 3, dtype=torch.int64), m_splits, MXFP8Quantizer())
+
+
+def test_a_file_with_wrong_splits_is_refused() -> None:
+    from te_models.layers.quantized_tensor import rebuild_quantized
+
+    _, (name, quantizer, shape, dtype, fields, flags) = make("mxfp8").__reduce_ex__(2)
+    for wrong, message in ((torch.tensor([200, 0, 0, 0]), "add up to at most 170"), (None, "m_splits is None")):
+        with pytest.raises(ValueError, match=message):
+            rebuild_quantized(name, quantizer, shape, dtype, fields | {"m_splits": wrong}, flags)
+    assert raw(fields["m_splits"]).numel() == 32
+
+
+def test_a_grouped_weight_is_no_rows_of_groups() -> None:
+    weight = MXFP8Quantizer().quantize_grouped(torch.randn(2, 32, 32))
+    assert isinstance(weight, GroupedTensor) and not isinstance(weight, GroupedRows)
+    assert RowGroups.of(torch.tensor([3, 2]), 6).group.tolist() == [0, 0, 0, 1, 1, 2]
