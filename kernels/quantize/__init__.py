@@ -28,9 +28,11 @@ from .op import (
     round_nvfp4,
     scale_from_amax,
 )
+from .output import QuantizedOutput
 
 __all__ = [
     "FP8_MAX",
+    "QuantizedOutput",
     "amax",
     "blockwise_amax",
     "decode_blocks",

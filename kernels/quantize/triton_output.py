@@ -18,6 +18,21 @@ from .triton_tiles import store_tile
 
 
 @triton.jit
+def store_apart(ptr, values, first_row, first_column, rows, columns):
+    """Store values [R, C], C a multiple of 32, at (first_row, first_column) of a contiguous matrix [rows, columns].
+
+    As three-dimensional values: the compiler gives loads and stores of one shape one layout, and a layout for bytes
+    would change the order of the sums that a norm computes of what it loads, and with it their last bits.
+    """
+    RUN: tl.constexpr = 32
+    R: tl.constexpr = values.shape[0]
+    C: tl.constexpr = values.shape[1]
+    r = (first_row + tl.arange(0, R))[:, None, None]
+    c = first_column + tl.arange(0, C // RUN)[None, :, None] * RUN + tl.arange(0, RUN)[None, None, :]
+    tl.store(ptr + r * columns + c, tl.reshape(values, (R, C // RUN, RUN)), mask=(r < rows) & (c < columns))
+
+
+@triton.jit
 def store_quantized(
     y,
     scale_ptr,
@@ -46,7 +61,7 @@ def store_quantized(
     if BLOCK == 0:
         codes = to_fp8(y * tl.load(scale_ptr), E4M3, NATIVE)
         if row_ptr is not None:
-            store_tile(row_ptr, codes, first_row, first_column, rows, columns, columns, 1)
+            store_apart(row_ptr, codes, first_row, first_column, rows, columns)
         if col_ptr is not None:
             store_tile(col_ptr, codes, first_row, first_column, rows, columns, 1, rows)
         tl.atomic_max(amax_ptr, tl.max(tl.max(magnitude_bits(y), axis=1), axis=0), sem="relaxed")
@@ -56,7 +71,7 @@ def store_quantized(
             codes, stored = quantize_tile(
                 y, epsilon_bits, 1, BLOCK, KIND, E4M3, LARGEST, OVERFLOW, OVERFLOW_EXPONENT, NATIVE
             )
-            store_tile(row_ptr, codes, first_row, first_column, rows, columns, columns, 1)
+            store_apart(row_ptr, codes, first_row, first_column, rows, columns)
             store_tile(row_scale_ptr, stored, first_row, first_column // BLOCK, rows, blocks_across, blocks_across, 1)
         if col_ptr is not None:
             codes, stored = quantize_tile(

@@ -40,18 +40,27 @@ def rope_kernel(
     table = batch * table_stride_b + position * P + pairs
     cos = tl.load(cos_ptr + table, mask=pairs < P, other=0.0)[None, :]
     sin = tl.load(sin_ptr + table, mask=pairs < P, other=0.0)[None, :]
-    first, second = pairs[None, :], pairs[None, :] + P
-    if INTERLEAVED:
-        first, second = 2 * pairs[None, :], 2 * pairs[None, :] + 1
     inside = (heads < N)[:, None] & (pairs < P)[None, :]
-    a = tl.load(x_rows + first, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(x_rows + second, mask=inside, other=0.0).to(tl.float32)
+    # Interleaved pairs are loaded as the run of memory that they are, then taken apart.
+    run = tl.arange(0, 2 * BLOCK_P)[None, :]
+    run_inside = (heads < N)[:, None] & (run < 2 * P)
+    if INTERLEAVED:
+        both = tl.load(x_rows + run, mask=run_inside, other=0.0).to(tl.float32)
+        a, b = tl.split(tl.reshape(both, (BLOCK_N, BLOCK_P, 2)))
+    else:
+        a = tl.load(x_rows + pairs[None, :], mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(x_rows + pairs[None, :] + P, mask=inside, other=0.0).to(tl.float32)
     if INVERSE:
         turned_a, turned_b = a * cos + b * sin, b * cos - a * sin
     else:
         turned_a, turned_b = a * cos - b * sin, b * cos + a * sin
-    tl.store(y_rows + first, turned_a.to(y_ptr.dtype.element_ty), mask=inside)
-    tl.store(y_rows + second, turned_b.to(y_ptr.dtype.element_ty), mask=inside)
+    Y: tl.constexpr = y_ptr.dtype.element_ty
+    if INTERLEAVED:
+        both = tl.reshape(tl.join(turned_a, turned_b), (BLOCK_N, 2 * BLOCK_P))
+        tl.store(y_rows + run, both.to(Y), mask=run_inside)
+    else:
+        tl.store(y_rows + pairs[None, :], turned_a.to(Y), mask=inside)
+        tl.store(y_rows + pairs[None, :] + P, turned_b.to(Y), mask=inside)
     if 2 * P < D:
         rest = 2 * P + tl.arange(0, BLOCK_REST)[None, :]
         inside = (heads < N)[:, None] & (rest < D)

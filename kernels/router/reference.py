@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 
 def _choose(scores: Tensor, k: int) -> Tensor:
@@ -38,6 +39,27 @@ def _within_groups(scores: Tensor, num_groups: int, topk_groups: int, group_scor
     return torch.where(kept[..., None], grouped, -torch.inf).flatten(-2)
 
 
+def check(
+    num_experts: int, topk: int, score: str, num_groups: int | None, topk_groups: int | None, group_score: str
+) -> None:
+    """Raise ValueError for an unknown name or an impossible count; see `router_topk`."""
+    if score not in ("softmax", "sigmoid"):
+        raise ValueError(f"score is {score!r}; allowed: 'softmax', 'sigmoid'")
+    if group_score not in ("max", "top2_sum"):
+        raise ValueError(f"group_score is {group_score!r}; allowed: 'max', 'top2_sum'")
+    if (num_groups is None) != (topk_groups is None):
+        raise ValueError(f"topk_groups is {topk_groups}; allowed: a count with num_groups, None without")
+    available = num_experts
+    if num_groups is not None and topk_groups is not None:
+        if num_groups < 1 or num_experts % num_groups:
+            raise ValueError(f"num_groups is {num_groups}; allowed: a divisor of {num_experts}, the number of experts")
+        if not 0 < topk_groups <= num_groups:
+            raise ValueError(f"topk_groups is {topk_groups}; allowed: 1 to {num_groups}, the number of groups")
+        available = num_experts // num_groups * topk_groups
+    if not 0 < topk <= available:
+        raise ValueError(f"topk is {topk}; allowed: 1 to {available}, the number of experts to choose from")
+
+
 def router_topk(
     logits: Tensor,
     topk: int,
@@ -54,24 +76,9 @@ def router_topk(
 ) -> tuple[Tensor, Tensor]:
     """Choose topk experts per token. Returns (weights [T, K] float32, expert indices [T, K] int64), best first.
 
-    logits: [T, E]. score: "softmax" over all experts, or "sigmoid"; with score_after_topk over the chosen logits only
-    (then softmax weights already sum to 1). expert_bias: [E], added for the choice and not to the weights.
-    normalize: divide the weights by their sum plus normalize_eps. scaling_factor: multiplies the weights.
-    num_groups, topk_groups, group_score: choose among the best groups only, valued by their "max" or "top2_sum".
-    Differentiable in logits through the weights. Raises ValueError for an unknown name or an impossible count.
+    logits: [T, E]; the options: see the public `router_topk`.
     """
-    if score not in ("softmax", "sigmoid"):
-        raise ValueError(f"score is {score!r}; allowed: 'softmax', 'sigmoid'")
-    if group_score not in ("max", "top2_sum"):
-        raise ValueError(f"group_score is {group_score!r}; allowed: 'max', 'top2_sum'")
-    num_experts = logits.shape[-1]
-    if (num_groups is None) != (topk_groups is None):
-        raise ValueError(f"topk_groups is {topk_groups}; allowed: a count with num_groups, None without")
-    available = num_experts
-    if num_groups is not None and topk_groups is not None:
-        available = num_experts // num_groups * topk_groups
-    if not 0 < topk <= available:
-        raise ValueError(f"topk is {topk}; allowed: 1 to {available}, the number of experts to choose from")
+    check(logits.shape[-1], topk, score, num_groups, topk_groups, group_score)
     logits = logits.float()
     scores = logits if score_after_topk else _score(logits, score)
     with torch.no_grad():
@@ -84,7 +91,7 @@ def router_topk(
         weights = _score(weights, score)
     if normalize:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + normalize_eps)
-    if scaling_factor != 1.0:
+    if not statically_known_true(scaling_factor == 1.0):  # a variable of the graph under dynamic=True
         weights = weights * scaling_factor
     return weights, indices
 

@@ -13,8 +13,7 @@ from te_models.kernels.activation import (
 )
 from te_models.kernels.norm import layer_norm, layer_norm_quantized, rms_norm, rms_norm_quantized
 from te_models.kernels.permute import permute, permute_quantized, sort_by_expert
-from te_models.kernels.quantize import amax, quantize_blockwise_both, quantize_per_tensor
-from te_models.kernels.quantize.output import QuantizedOutput
+from te_models.kernels.quantize import QuantizedOutput, amax, quantize_blockwise_both, quantize_per_tensor
 from tests.kernels.triton.quantize_cases import assert_bitwise
 
 BLOCKS = QuantizedOutput(block=32, scale_kind="e8m0", columnwise=True)

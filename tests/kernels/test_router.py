@@ -186,6 +186,8 @@ def test_the_bias_selects_without_entering_weight_or_gradient() -> None:
         ({"topk": 0}, "topk is 0; allowed: 1 to 8"),
         ({"topk": 9}, "topk is 9; allowed: 1 to 8"),
         ({"topk": 3, "num_groups": 4, "topk_groups": 1}, "allowed: 1 to 2"),
+        ({"topk": 1, "num_groups": 3, "topk_groups": 1}, "num_groups is 3; allowed: a divisor of 8"),
+        ({"topk": 1, "num_groups": 4, "topk_groups": 5}, "topk_groups is 5; allowed: 1 to 4"),
         ({"topk": 1, "score": "relu"}, "score is 'relu'"),
         ({"topk": 1, "group_score": "mean"}, "group_score is 'mean'"),
     ],

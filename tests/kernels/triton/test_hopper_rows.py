@@ -1,0 +1,43 @@
+"""The kernels that are no GEMM compiled for compute capability 9.0: they fit, and sums keep their order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.kernels.triton.hopper import SHARED_MEMORY, can_compile, in_child
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, dict[str, Any]]:
+    """Compile all of them once, about 30 seconds the first time."""
+    reason = can_compile()
+    if reason is not None:
+        pytest.skip(reason)
+    return in_child("tests.kernels.triton.hopper_rows")
+
+
+def test_every_program_fits(compiled) -> None:
+    assert len(compiled) > 50
+    assert max(found["shared"] for found in compiled.values()) <= SHARED_MEMORY
+    assert {name: found["stack"] for name, found in compiled.items() if found["stack"]} == {}
+
+
+def test_what_moves_most_moves_wide(compiled) -> None:
+    """16 bytes a load or store, but where a program works on a few numbers of each token."""
+    assert [name for name, found in compiled.items() if not found["wide"] and not name.startswith("sort")] == []
+
+
+@pytest.mark.parametrize("kind", ["rms norm", "layer norm"])
+def test_statistics_are_summed_in_one_order_whatever_the_result_is(compiled, kind) -> None:
+    """Otherwise the quantized result would not be the plain one's, bit for bit."""
+    order = compiled[f"{kind}: norm_fwd_kernel"]["sums"]
+    assert len(order) == (2 if kind == "layer norm" else 1)
+    others = {
+        name: found["sums"]
+        for name, found in compiled.items()
+        if name.startswith(f"{kind}, ") and (name.endswith("norm_fwd_kernel") or ", rows:" in name)
+    }
+    assert len(others) == 6
+    assert others == dict.fromkeys(others, order)
