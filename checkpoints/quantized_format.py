@@ -20,11 +20,12 @@ from typing import Any
 import torch
 
 from te_models.layers import (
+    GroupedRows,
     GroupedTensor,
     QuantizedTensor,
     Quantizer,
 )
-from te_models.layers.field_schema import empty_fields
+from te_models.layers.field_schema import empty_fields, entry_suffix
 from te_models.layers.quantized_tensor import TENSOR_CLASSES
 
 from .boxes import Shape
@@ -36,12 +37,10 @@ from .strict_json import parse_object
 METADATA_KEY = "te_models"
 
 SUFFIXES = {
-    "rowwise_data": "",
-    "rowwise_scale_inv": "_scale_inv",
-    "rowwise_amax": "_amax",
-    "columnwise_data": "_columnwise",
-    "columnwise_scale_inv": "_columnwise_scale_inv",
-    "columnwise_amax": "_columnwise_amax",
+    field: entry_suffix(field)
+    for usage in ("rowwise", "columnwise")
+    for part in ("data", "scale_inv", "amax")
+    for field in (f"{usage}_{part}",)
 }
 """Field of a quantized tensor -> what its entry's name adds to the parameter's name."""
 
@@ -95,7 +94,11 @@ def _field_specs(quantizer: Quantizer, shape: Shape) -> dict[str, Stored]:
 
 
 def stored_fields(name: str, tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
-    """Return entry name -> field of a quantized tensor."""
+    """Return entry name -> field of a quantized weight."""
+    if isinstance(tensor, GroupedRows):
+        raise CheckpointError(
+            f"{name} is a {type(tensor).__name__}; only weights [out, in] and stacks of them are stored"
+        )
     return {name + SUFFIXES[field]: value for field, value in tensor.fields.items()}
 
 
