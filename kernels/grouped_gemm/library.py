@@ -18,7 +18,7 @@ def rows(left: ScaledOperand, right: ScaledOperand, m_splits: Tensor, split_accu
     """Per-tensor E4M3 into bfloat16: torch takes one scale per row and per column, so each group's is repeated."""
     ends = m_splits.cumsum(0)
     total, members = left.outer, right.data.shape[0]
-    y = F.scaled_grouped_mm(
+    y = F.scaled_grouped_mm(  # pyright: ignore[reportAttributeAccessIssue]
         k_contiguous(left.data),
         k_contiguous(right.data).mT,
         per_row(left.scale_inv, m_splits, total),
