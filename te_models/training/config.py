@@ -70,7 +70,9 @@ class OptimizerConfig(ConfigPart):
 
     `clip_grad_norm` None switches clipping off. `master_weights` keeps a float32 copy of parameters that are stored in
     fewer bits and updates that; quantized weights always have one, because an FP8 weight cannot absorb a small update.
-    `moment_dtype` is how the two running averages are kept; the eight-bit one has a scale per 128 values.
+    `moment_dtype` is how the two running averages are kept; the eight-bit one has a scale per 128 values, and the two
+    short ones round stochastically. `skip_nonfinite`: a step whose gradient has an infinity or a NaN changes no weight,
+    moment or master, is marked in the metrics, and training goes on; without it, training stops.
     """
 
     lr: float = 3e-4
@@ -80,6 +82,7 @@ class OptimizerConfig(ConfigPart):
     clip_grad_norm: float | None = 1.0
     master_weights: bool = False
     moment_dtype: Literal["float32", "bfloat16", "float8"] = "float32"
+    skip_nonfinite: bool = False
 
     def _validate(self) -> None:
         check(self.lr > 0, "optimizer.lr", self.lr, "a positive number")

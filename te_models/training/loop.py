@@ -150,7 +150,8 @@ def _run(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Exit
         seconds = time.perf_counter() - step_begun
 
         row: dict[str, Any] = {"step": step, "loss": result.loss, "aux_loss": result.aux_loss, "lr": lr}
-        row |= {"grad_norm": result.grad_norm, "tokens": step * tokens_per_step}
+        row |= {"grad_norm": None if result.skipped else result.grad_norm, "tokens": step * tokens_per_step}
+        row |= {"skipped": True} if result.skipped else {}
         row |= {"tokens_per_second": tokens_per_step / seconds, "seconds": time.perf_counter() - begun}
         if validation and _is_due(step, config.evaluation.every, config.steps):
             validation_loss = evaluate_model(model, loss_function, validation, device, ranks)

@@ -64,10 +64,10 @@ class Optimizer:
         states = {name: self._adamw.state[p] for name, p in self.parameters.items()}
         return {name: state["master"] for name, state in states.items() if "master" in state}
 
-    def step(self, lr: float) -> None:
-        """Update the parameters from their gradients."""
+    def step(self, lr: float, *, noop: torch.Tensor | None = None) -> None:
+        """Update the parameters from their gradients. noop: a scalar tensor; where it is nonzero nothing changes."""
         self.lr.fill_(lr)
-        self._adamw.step()
+        self._adamw.step(noop=noop)
 
     def zero_grad(self) -> None:
         """Drop the gradients."""

@@ -37,12 +37,14 @@ class TrainingError(RuntimeError):
 class StepResult:
     """Numbers of one step, averaged over micro-batches and ranks.
 
-    `loss` is the cross entropy; `aux_loss` what the routers add to it in the loss that is minimised.
+    `loss` is the cross entropy; `aux_loss` what the routers add to it in the loss that is minimised. `skipped`: the
+    gradient norm is not finite and nothing was updated.
     """
 
     loss: float
     aux_loss: float
     grad_norm: float
+    skipped: bool = False
 
 
 @contextlib.contextmanager
@@ -106,7 +108,7 @@ def train_step(
     """Do one step on this rank's micro-batches `[B, S]`, all of one shape, and return what happened.
 
     cache_weights: quantize weights in the first micro-batch only. Raises TrainingError, leaving the parameters as they
-    were, if the loss or the gradient is not finite.
+    were, if the loss is not finite, or the gradient without `optimizer.skip_nonfinite`.
     """
     optimizer.zero_grad()
     total = torch.zeros(2)
@@ -116,14 +118,15 @@ def train_step(
         (loss / len(micro_batches)).backward()
         total += torch.stack([loss.detach() - aux_loss, aux_loss]).cpu() / len(micro_batches)
     average_gradients(optimizer.parameters.values(), ranks)
-    grad_norm = float(optimizer.clip_gradients())
+    norm = optimizer.clip_gradients()
+    grad_norm, skip = float(norm), optimizer.config.skip_nonfinite
     mean_loss, mean_aux = mean_over_ranks(total, ranks).tolist()
-    if not (math.isfinite(mean_loss) and math.isfinite(grad_norm)):
+    if not (math.isfinite(mean_loss) and (skip or math.isfinite(grad_norm))):
         raise TrainingError(
             f"step {step}: the loss is {mean_loss} and the gradient norm {grad_norm}; lower optimizer.lr?"
         )
-    optimizer.step(lr)
-    return StepResult(mean_loss, mean_aux, grad_norm)
+    optimizer.step(lr, noop=~torch.isfinite(norm) if skip else None)
+    return StepResult(mean_loss, mean_aux, grad_norm, skipped=not math.isfinite(grad_norm))
 
 
 @torch.no_grad()

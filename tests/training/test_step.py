@@ -1,14 +1,24 @@
 """One step: accumulation, precision, activation checkpointing, and what happens to a loss that is not finite."""
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
 
 import te_models
-from te_models.training import ModelSource, OptimizerConfig, PrecisionConfig, TrainingError
+from te_models.layers import QuantizedTensor
+from te_models.training import (
+    ModelSource,
+    OptimizerConfig,
+    PrecisionConfig,
+    TrainingError,
+    read_metrics,
+    train,
+)
 from te_models.training.build import build_model, build_optimizer
 from te_models.training.distributed import Ranks
+from te_models.training.optimizer import Optimizer
 from te_models.training.step import make_loss_function, train_step
 from tests.training.runs import assert_same_bits, tiny_model, tiny_run
 
@@ -103,8 +113,6 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("recipe", ["current", "block", "mxfp8"])
 def test_quantized_weights_move_and_stay_quantized(tmp_path: Path, recipe: str) -> None:
-    from te_models.layers import QuantizedTensor
-
     config = tiny_run(
         tmp_path,
         model=ModelSource(config=tiny_model(moe=True)),
@@ -126,3 +134,46 @@ def test_quantized_weights_move_and_stay_quantized(tmp_path: Path, recipe: str) 
         expected = fresh(optimizer.masters[name].detach())
         for field, value in p.fields.items():
             assert torch.equal(value.float(), expected.fields[field].float()), (name, field)
+
+
+@pytest.mark.parametrize("precision", [PrecisionConfig(dtype="bf16", recipe="mxfp8", quantized_weights=True), None])
+def test_an_infinite_gradient_is_skipped_on_request(tmp_path: Path, precision: PrecisionConfig | None) -> None:
+    changes = {} if precision is None else {"precision": precision}
+    optimizer_config = OptimizerConfig(skip_nonfinite=True, moment_dtype="float8")
+    config = tiny_run(tmp_path, optimizer=optimizer_config, **changes)
+    model = build_model(config, "cpu", None)
+    optimizer = build_optimizer(config, model)
+    function = make_loss_function(model.train(), config.precision, "cpu", compiled=False)
+
+    def state() -> dict[str, torch.Tensor]:
+        found = {name: value.clone() for name, value in optimizer.state_tensors().items()}
+        for name, p in model.named_parameters():
+            fields = p.fields if isinstance(p, QuantizedTensor) else {"": p.detach()}
+            found |= {f"{name}.{field}": value.clone() for field, value in fields.items()}
+        return found
+
+    assert not train_step(function, optimizer, batches(1, 2), 1e-3, step=1, ranks=Ranks()).skipped
+    before = state()
+    hook = model.decoder.final_layernorm.weight.register_hook(lambda gradient: gradient * float("inf"))
+    result = train_step(function, optimizer, batches(1, 2), 1e-3, step=2, ranks=Ranks())
+    assert result.skipped and not math.isfinite(result.grad_norm) and math.isfinite(result.loss)
+    assert_same_bits(state(), before)
+    hook.remove()
+    assert not train_step(function, optimizer, batches(1, 2), 1e-3, step=3, ranks=Ranks()).skipped
+    assert any(not torch.equal(value.float(), before[name].float()) for name, value in state().items())
+
+
+def test_a_run_goes_on_after_a_skipped_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_run(tmp_path, steps=3, optimizer=OptimizerConfig(skip_nonfinite=True))
+    real, count = Optimizer.clip_gradients, iter(range(3))
+
+    def clip(self: Optimizer) -> torch.Tensor:
+        if next(count) == 1:
+            next(iter(self.parameters.values())).grad[0] = float("inf")
+        return real(self)
+
+    monkeypatch.setattr(Optimizer, "clip_gradients", clip)
+    assert train(config).step == 3
+    rows = read_metrics(Path(config.output_dir) / "metrics.jsonl")
+    assert [row.get("skipped") for row in rows] == [None, True, None]
+    assert [row["grad_norm"] is None for row in rows] == [False, True, False]
