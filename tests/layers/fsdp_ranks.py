@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from te_models.layers import (
@@ -186,6 +186,32 @@ def shards_with_scales_of_their_own_are_refused(name: str, grouped: bool, mesh: 
     refused(lambda: gathered(module), "have different scales", "share_scales(module)")
 
 
+def state_dicts_load_shard_by_shard(name: str, grouped: bool, mesh: DeviceMesh) -> None:
+    source, target = (fully_shard(build(FORMATS[name], grouped, seed), mesh=mesh) for seed in (4, 5))
+    share_scales(target)
+    state = source.state_dict()
+    assert isinstance(state["weight"], DTensor) and isinstance(state["weight"]._local_tensor, QuantizedTensor)
+    local = target.weight._local_tensor
+    places = [field.data_ptr() for field in local.fields.values()]
+    target.load_state_dict(state)
+    assert same_bits(target.weight._local_tensor, source.weight._local_tensor)
+    assert [field.data_ptr() for field in target.weight._local_tensor.fields.values()] == places
+    assert same_bits(gathered(target), gathered(source))
+
+
+def mixed_precision_changes_no_stored_number(name: str, grouped: bool, mesh: DeviceMesh) -> None:
+    """Compute and gradients in bfloat16: the weight's logical dtype follows, its bytes stay."""
+    whole, module = (build(FORMATS[name], grouped) for _ in range(2))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(module, mesh=mesh, mp_policy=policy)
+    weight = gathered(module)
+    assert weight.dtype is torch.bfloat16 and same_bits(weight, whole.weight)
+    y = run(module, mine(torch.randn(TOKENS, IN)))
+    y.square().mean().backward()
+    assert y.dtype is torch.bfloat16 and module.weight.grad.dtype is torch.float32
+    assert module.weight.grad.full_tensor().abs().sum() > 0
+
+
 def cuts_through_blocks_are_refused(mesh: DeviceMesh) -> None:
     for name, rows in (("float8_block", 128), ("mxfp8", 32), ("nvfp4", 16)):
         module = Linear(128, rows, bias=False)
@@ -227,6 +253,8 @@ def cases() -> dict[str, Callable[[DeviceMesh], None]]:
         add(a_step_equals_that_of_one_process, name, grouped)
         add(torch_adamw_steps_on_shards, name, grouped)
         add(values_written_into_shards_share_the_scale, name, grouped)
+        add(state_dicts_load_shard_by_shard, name, grouped)
+        add(mixed_precision_changes_no_stored_number, name, grouped)
     for name in RECIPES:
         for grouped in (False, True):
             add(a_recipe_uses_the_gathered_numbers, name, grouped)

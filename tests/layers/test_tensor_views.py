@@ -10,6 +10,7 @@ from te_models.layers import (
     Float8CurrentScalingQuantizer,
     GroupedTensor,
     MXFP8Quantizer,
+    NVFP4Quantizer,
     QuantizedTensor,
 )
 from tests.layers.bits import same_bits, weight_quantizers
@@ -117,6 +118,16 @@ def test_slices_between_blocks_share_the_fields(name: str) -> None:
     for found in pieces:
         assert torch.equal(torch.cat([piece.dequantize() for piece in found]), values)
     assert base[:].shape == base.shape and base[128:128].shape == (0, 384)
+
+
+def test_slices_keep_the_rows_that_a_hadamard_transform_was_rounded_up_to() -> None:
+    base = NVFP4Quantizer(with_rht=True).quantize(torch.randn(40, 32))
+    whole = base.operand("columnwise", torch.float32).values
+    for cut in (slice(0, 16), slice(16, 40), slice(32, 40)):
+        part = base[cut]
+        rows = slice(cut.start, -(-cut.stop // 16) * 16)
+        assert torch.equal(part.operand("columnwise", torch.float32).values, whole[rows])
+        assert torch.equal(part.dequantize(), base.dequantize()[cut])
 
 
 @pytest.mark.parametrize(("name", "cut"), [("float8_block", 64), ("mxfp8", 16), ("mxfp8_2d", 48), ("nvfp4", 8)])
