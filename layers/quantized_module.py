@@ -130,9 +130,10 @@ class QuantizedModule(nn.Module):
         if state().statistics and not again:
             statistics, grad_statistics = self.fp8_statistics, self.fp8_grad_statistics
         if quantizers.grad_output.needs_key() and torch.is_grad_enabled():
-            key = self.fp8_rng_state.clone()
+            key = self.fp8_rng_state
             if not again:
-                self.fp8_rng_state[1].add_(1)
+                # a new tensor: a compiled backward pass reads what the graph was given, not a copy made in it
+                self.fp8_rng_state = torch.stack((key[0], key[1] + 1))
         if not torch.compiler.is_compiling():
             scale, key = same_as_first_run(scale, key)
         return LiveState(scale, amax, grad_amax, statistics, grad_statistics, key)

@@ -18,9 +18,8 @@ SIZES = [(1, 16, 16), (17, 130, 33), (129, 64, 96), (33, 1000, 31)]
 def numbers(rows: int, k: int, n: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """x, w and dy whose sums of 16 float32 holds exactly, so that the order within the transform does not matter."""
     generator = torch.Generator().manual_seed(rows * k + n)
-    shapes_and_steps = [((rows, k), 2.0**-12), ((n, k), 2.0**-16), ((rows, n), 2.0**-20)]
     found = []
-    for shape, step in shapes_and_steps:
+    for shape, step in (((rows, k), 2.0**-12), ((n, k), 2.0**-16), ((rows, n), 2.0**-20)):
         values = torch.randn(shape, generator=generator) * (step * 1000)
         found.append(((values / step).round() * step).to(dtype))
     return tuple(found)
@@ -91,8 +90,8 @@ def lengths(columns: np.ndarray, rotated: bool) -> tuple[np.ndarray, np.ndarray]
 
 @pytest.mark.parametrize("outlier", [1.0, 200.0])
 def test_with_and_without_the_transform_the_weight_gradient_is_the_same_but_for_quantization(outlier: float) -> None:
-    """By the Cauchy-Schwarz inequality |q(a) . q(b) - a . b| <= |ea| |b| + |a| |eb| + |ea| |eb|, and the transform, which
-    is orthogonal, keeps a . b and the lengths: so the two differ by no more than the sum of their bounds."""
+    """By the Cauchy-Schwarz inequality |q(a) . q(b) - a . b| <= |ea| |b| + |a| |eb| + |ea| |eb|, and the transform is
+    orthogonal, so it keeps a . b and the lengths: the two differ by no more than the sum of their bounds."""
     x, w, dy = numbers(64, 48, 33, torch.bfloat16)
     x[3] *= outlier
     (_, _, plain), (_, _, rotated) = gradients(WITHOUT, x, w, dy), gradients(WITH, x, w, dy)
