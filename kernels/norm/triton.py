@@ -262,7 +262,7 @@ def norm_bwd(
         num_warps=min(max(block_r * block_c // 256, 4), 32),
     )
     d_weight, d_bias = (
-        x.new_empty(0) if part is None else _column_sum(part, grad)
+        x.new_empty(0) if part is None or grad is None else _column_sum(part, grad)
         for part, grad in zip(partial, (weight_grad, bias_grad), strict=True)
     )
     return dx, d_weight, d_bias

@@ -142,8 +142,8 @@ def sort_by_expert(indices: Tensor, num_experts: int, *, align: int = 1) -> Perm
         raise ValueError(f"align is {align}; allowed: 1 or more rows")
     if indices.device.type != "cuda":
         return reference.sort_by_expert(indices, num_experts, align)
-    *fields, padding_rows = sort_by_expert_op(indices, num_experts, align)
-    return Permutation(*fields, padding_rows if align > 1 else None)
+    slots, rows, tokens, filled, padding_rows = sort_by_expert_op(indices, num_experts, align)
+    return Permutation(slots, rows, tokens, filled, padding_rows if align > 1 else None)
 
 
 def permute(x: Tensor, permutation: Permutation) -> Tensor:

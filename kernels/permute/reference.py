@@ -32,7 +32,8 @@ class Permutation(NamedTuple):
 
 def row_count(slots: int, num_experts: int, align: int) -> int:
     """Return R: enough rows for any distribution of the slots, so that it depends on shapes only."""
-    rows = slots + torch.sym_min(slots, num_experts) * (align - 1)
+    # sym_min is typed as int or float; of two counts it is a count
+    rows: int = slots + torch.sym_min(slots, num_experts) * (align - 1)  # pyright: ignore[reportAssignmentType]
     return (rows + align - 1) // align * align
 
 

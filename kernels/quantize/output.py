@@ -80,7 +80,15 @@ class QuantizedOutput:
         return found
 
 
-def output_of(*arguments: int | torch.dtype | str | float | bool) -> QuantizedOutput:
+def output_of(
+    block: int, fp8_dtype: torch.dtype, scale_kind: str, epsilon: float, rowwise: bool, columnwise: bool
+) -> QuantizedOutput:
     """Return the inverse of `QuantizedOutput.arguments`."""
-    names = [field.name for field in dataclasses.fields(QuantizedOutput)]
-    return QuantizedOutput(**dict(zip(names, arguments, strict=True)))
+    return QuantizedOutput(
+        block=block,
+        fp8_dtype=fp8_dtype,
+        scale_kind=scale_kind,
+        epsilon=epsilon,
+        rowwise=rowwise,
+        columnwise=columnwise,
+    )

@@ -220,8 +220,9 @@ def router_topk_fwd(
     weights = logits.new_empty(tokens, topk, dtype=torch.float32)
     indices = logits.new_empty(tokens, topk, dtype=torch.int64)
     if tokens:
-        limited = groups is not None and topk_groups is not None
-        count = groups if limited else 1
+        count, best = 1, 0
+        if groups is not None and topk_groups is not None:
+            count, best = groups, topk_groups
         block_g, block_s = (triton.next_power_of_2(n) for n in (count, experts // count))
         block_t = _tokens_of_tile(block_g * block_s)
         router_topk_fwd_kernel[(triton.cdiv(tokens, block_t),)](
@@ -235,7 +236,7 @@ def router_topk_fwd(
             E=experts,
             K=topk,
             G=count,
-            TOPK_GROUPS=topk_groups if limited else 0,
+            TOPK_GROUPS=best,
             TOP2_SUM=top2_sum,
             SIGMOID=sigmoid,
             AFTER=after,

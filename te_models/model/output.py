@@ -37,7 +37,14 @@ class OutputLayer(nn.Module):
     """The vocabulary projection. weight: [V, H], absent when shared with the embedding; bias: [V].
 
     Not a `te_models.layers.Linear`: it stays in high precision under every recipe, and its GEMM belongs to the loss.
+
+    loss_chunk_tokens: set it to compute a loss without logits from so many tokens' logits at a time, at most. Memory
+    then no longer grows with tokens x vocabulary, which is worth it for thousands of tokens: 8192 tokens, H 576, V
+    49152, bfloat16, one CPU thread, chunks of 512: 223 MB instead of 822 compiled, 369 instead of 861 eager; the loss
+    takes 1.2 to 1.3 times as long. None: all tokens at once.
     """
+
+    loss_chunk_tokens: int | None = None
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
@@ -70,8 +77,10 @@ class OutputLayer(nn.Module):
         x = x.to(dtype)
         targets = None if labels is None else shift_labels(labels).flatten()
         if not return_logits:
-            loss = None if targets is None else linear_cross_entropy(x.flatten(0, 1), weight, targets, bias, **scaled)
-            return None, loss
+            if targets is None:
+                return None, None
+            chunk = self.loss_chunk_tokens
+            return None, linear_cross_entropy(x.flatten(0, 1), weight, targets, bias, chunk_tokens=chunk, **scaled)
         logits = output_logits(x, weight, bias, **scaled)
         return logits, None if targets is None else cross_entropy(logits.flatten(0, 1), targets)
 
