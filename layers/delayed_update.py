@@ -7,7 +7,8 @@ import torch.distributed as dist
 
 from .delayed import ROLES, next_history, next_scale, reduce_amaxes
 from .quantized_module import QuantizedModule, live_modules
-from .recipes import DelayedScaling
+from .recipe import Format
+from .recipes import DelayedRule
 
 
 @torch.no_grad()
@@ -21,26 +22,28 @@ def update_delayed_scaling(
     keeps its history and scale. modules: None takes all. group: the ranks to reduce over (None: all ranks); every one
     of them must hold the same modules.
     """
-    by_recipe: dict[DelayedScaling, list[QuantizedModule]] = {}
+    by_rule: dict[DelayedRule, list[QuantizedModule]] = {}
     for module in live_modules() if modules is None else modules:
-        if module.delayed_recipe is not None:
-            by_recipe.setdefault(module.delayed_recipe, []).append(module)
-    for recipe, together in by_recipe.items():
-        _update(recipe, together, group)
+        if module.delayed_rule is not None:
+            by_rule.setdefault(module.delayed_rule, []).append(module)
+    for rule, together in by_rule.items():
+        _update(rule, together, group)
 
 
-def _update(recipe: DelayedScaling, modules: list[QuantizedModule], group: dist.ProcessGroup | None) -> None:
+def _update(rule: DelayedRule, modules: list[QuantizedModule], group: dist.ProcessGroup | None) -> None:
     amaxes = [torch.cat((m.fp8_amax, m.fp8_grad_amax[None])) for m in modules]
-    if recipe.reduce_amax and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
+    history_len, margin, algorithm, reduce_amax, hybrid = rule
+    if reduce_amax and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
         amaxes = reduce_amaxes(amaxes, group)
     sizes = [a.shape[1] for a in amaxes]
     last = torch.cat(amaxes, dim=1)
-    history = torch.cat([m.delayed_history(recipe) for m in modules], dim=2)
+    history = torch.cat([m.delayed_history(history_len - 1) for m in modules], dim=2)
     scale = torch.cat([m.fp8_scale for m in modules], dim=1)
-    limits = [torch.finfo(recipe.fp8_format.dtype(role)).max for role in ROLES]
+    fp8_format = Format.HYBRID if hybrid else Format.E4M3
+    limits = [torch.finfo(fp8_format.dtype(role)).max for role in ROLES]
     limits = torch.tensor(limits, device=last.device)[:, None]
     amax_of = torch.cat((last[None], history))
-    scale = next_scale(scale, amax_of, last, limits, recipe.margin, recipe.amax_compute_algo)
+    scale = next_scale(scale, amax_of, last, limits, margin, algorithm)
     history = next_history(history, last)
     parts = zip(modules, history.split(sizes, dim=2), scale.split(sizes, dim=1), strict=True)
     for module, its_history, its_scale in parts:

@@ -27,7 +27,7 @@ from .delayed import ROLES, STATISTICS, bind
 from .quantized_tensor import QuantizedTensor
 from .quantizer import Quantizer
 from .recipe import GemmQuantizers
-from .recipes import DelayedScaling
+from .recipes import DelayedRule, DelayedScaling
 from .recompute import recomputing, same_as_first_run
 
 _DELAYED_NAMES = ("fp8_scale", "fp8_amax", "fp8_grad_amax", "fp8_history")
@@ -59,7 +59,7 @@ class QuantizedModule(nn.Module):
         self.name = name
         self.asked_recipe: str | None = None  # in the last forward pass, for `recipe_report`
         self.ran_recipe: str | None = None
-        self.delayed_recipe: DelayedScaling | None = None
+        self.delayed_rule: DelayedRule | None = None
         self.fp8_history: Tensor | None = None
         self.fp8_scale = torch.ones(len(ROLES), num_gemms, device=_real_default_device())
         self.fp8_amax = torch.zeros_like(self.fp8_scale[:2])
@@ -102,7 +102,7 @@ class QuantizedModule(nn.Module):
         if recipe is None:
             return None
         if isinstance(recipe, DelayedScaling):
-            self.delayed_recipe = recipe
+            self.delayed_rule = recipe.rule()
             touched = state().touched
             if touched is not None and self not in touched:
                 touched.append(self)
@@ -114,7 +114,7 @@ class QuantizedModule(nn.Module):
     def calibrate(self, role: str, amax: Tensor, gemm: int | None = None) -> None:
         """While `autocast(calibrating=True)` is in force under DelayedScaling, record the amax, [] or one per GEMM [G],
         of a tensor that a layer uses in high precision. gemm: the one meant; None: all."""
-        if state().calibrating and self.delayed_recipe is not None:
+        if state().calibrating and self.delayed_rule is not None:
             row = self.fp8_amax[ROLES.index(role)]
             row = row if gemm is None else row[gemm]
             row.copy_(torch.fmax(row, amax.float()))
@@ -123,7 +123,7 @@ class QuantizedModule(nn.Module):
         """Return the live tensors that a forward pass with `quantizers` needs."""
         scale = amax = grad_amax = statistics = grad_statistics = key = None
         again = not torch.compiler.is_compiling() and recomputing()
-        if self.delayed_recipe is not None:
+        if self.delayed_rule is not None:
             scale, grad_amax = self.fp8_scale, self.fp8_grad_amax
             # evaluation uses the scales and leaves no trace in them; nor does a recomputation
             amax = self.fp8_amax if self.training and not again else None
@@ -160,7 +160,7 @@ class QuantizedModule(nn.Module):
                 raise RuntimeError("is_first_microbatch=False, but no earlier call had is_first_microbatch=True")
             check_format(cached, quantizers.weight)
             return cached
-        delayed = self.delayed_recipe is not None
+        delayed = self.delayed_rule is not None
         scale, amax = (self.fp8_scale, self.fp8_amax if self.training else None) if delayed else (None, None)
         quantizer = bind(quantizers.weight, scale, amax, "weight", gemm)
         with torch.no_grad():
@@ -173,9 +173,9 @@ class QuantizedModule(nn.Module):
 
     # --- the state of delayed scaling ------------------------------------------------------------------------------
 
-    def delayed_history(self, recipe: DelayedScaling) -> Tensor:
-        """Return the earlier amaxes, [amax_history_len - 1, R, G], cut or filled up with zeros to the length asked."""
-        length, shape = recipe.amax_history_len - 1, self.fp8_scale.shape
+    def delayed_history(self, length: int) -> Tensor:
+        """Return the earlier amaxes, [length, 3, G], cut or filled up with zeros to the length asked."""
+        shape = self.fp8_scale.shape
         history = self.fp8_history
         if history is None:
             return self.fp8_scale.new_zeros(length, *shape)

@@ -14,6 +14,7 @@ from .quantizer import Float8BlockQuantizer, Float8CurrentScalingQuantizer, MXFP
 from .recipe import Format, GemmQuantizers, QuantizerRole, Recipe, Role
 
 AmaxAlgorithm = Literal["max", "most_recent"] | Callable[[Tensor], Tensor]
+DelayedRule = tuple[int, int, AmaxAlgorithm, bool, bool]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,12 @@ class DelayedScaling(Recipe):
 
     def _quantizer(self, role: Role) -> Quantizer:
         return DelayedScalingQuantizer(fp8_dtype=self.fp8_format.dtype(role))
+
+    def rule(self) -> DelayedRule:
+        """Return what updates depend on: (history length, margin, algorithm, reduce_amax, whether HYBRID). A tuple and
+        not this value, because a module that runs in a compiled region keeps it there."""
+        hybrid = self.fp8_format is Format.HYBRID
+        return (self.amax_history_len, self.margin, self.amax_compute_algo, self.reduce_amax, hybrid)
 
     def to_dict(self) -> dict[str, Any]:
         if callable(self.amax_compute_algo):

@@ -1,0 +1,303 @@
+"""Delayed scaling step by step: against a plain emulation, eager against compiled, across a resume, under patterns of
+forward and backward passes, in evaluation, calibration and recomputation."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from te_models.layers import (
+    DelayedScaling,
+    GroupedLinear,
+    LayerNormMLP,
+    Linear,
+    MXFP8BlockScaling,
+    autocast,
+    load_recipe_state,
+    recipe_state,
+    recompute_contexts,
+)
+
+MAX = {"input": 448.0, "weight": 448.0, "grad_output": 57344.0}
+
+
+class Emulation:
+    """The history and scale of one role in Python floats, as the definition says: roll, reduce, divide."""
+
+    def __init__(self, fp8_max: float, recipe: DelayedScaling) -> None:
+        self.fp8_max, self.recipe, self.scale = fp8_max, recipe, 1.0
+        self.history = [0.0] * recipe.amax_history_len
+
+    def update(self, amax: float) -> None:
+        if amax == 0:
+            return
+        self.history = [amax, *self.history[:-1]]
+        chosen = max(self.history) if self.recipe.amax_compute_algo == "max" else amax
+        if math.isfinite(chosen) and chosen > 0:
+            quotient = torch.tensor(self.fp8_max * 2.0**-self.recipe.margin) / torch.tensor(chosen)
+            self.scale = min(float(quotient), torch.finfo(torch.float32).max)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        DelayedScaling(amax_history_len=3),
+        DelayedScaling(amax_history_len=1, margin=2),
+        DelayedScaling(amax_history_len=4, amax_compute_algo="most_recent"),
+    ],
+    ids=["max", "margin", "most_recent"],
+)
+def test_histories_and_scales_follow_the_definition(recipe: DelayedScaling) -> None:
+    torch.manual_seed(0)
+    layer = Linear(32, 16, bias=False, params_dtype=torch.bfloat16)
+    emulated = {role: Emulation(value, recipe) for role, value in MAX.items()}
+    pending = 0.0
+    # sizes that fall again, so that the maximum leaves the history; an infinity and a zero gradient on the way
+    for size in (1.0, 8.0, 0.5, 0.25, 0.125, float("inf"), 2.0, 1.0):
+        x = torch.randn(8, 32, dtype=torch.bfloat16)
+        x[0, 0] = size * 4
+        with autocast(recipe=recipe):
+            y = layer(x)
+        emulated["input"].update(float(x.abs().max()))
+        emulated["weight"].update(float(layer.weight.detach().abs().max()))
+        emulated["grad_output"].update(pending)
+        dy = torch.randn_like(y) * (0.0 if size == 0.5 else size if math.isfinite(size) else 1.0)
+        y.backward(dy)
+        pending = float(dy.abs().max())
+        for row, role in enumerate(MAX):
+            assert float(layer.fp8_scale[row, 0]) == emulated[role].scale, (size, role)
+            assert layer.fp8_history[:, row, 0].tolist() == emulated[role].history[:-1], (size, role)
+    assert emulated["input"].scale != 1 and emulated["grad_output"].scale != 1
+
+
+def test_an_algorithm_may_be_a_function_of_the_history() -> None:
+    recipe = DelayedScaling(amax_history_len=3, amax_compute_algo=lambda history: history.mean(0))
+    layer = Linear(16, 16, bias=False)
+    for size in (1.0, 3.0):
+        with autocast(recipe=recipe):
+            layer(torch.full((2, 16), size))
+    assert float(layer.fp8_scale[0, 0]) == float(torch.tensor(448.0) / torch.tensor(4.0 / 3.0))
+    with pytest.raises(TypeError, match="no JSON form"):
+        recipe.to_json()
+
+
+class MLP(nn.Module):
+    """Two layers with an activation that is exact in every order of operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = Linear(48, 64, bias=False), Linear(64, 48, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+RECIPE = DelayedScaling(amax_history_len=8)
+
+
+def train(model: MLP, run, steps: range, seen: list[Tensor]) -> None:
+    """Do SGD steps, noting output, histories and scales of each."""
+    for step in steps:
+        x = torch.randn(16, 48, generator=torch.Generator().manual_seed(step)) * (1 + step % 7)
+        with autocast(recipe=RECIPE):
+            y = run(x)
+        (y - x).square().mean().backward()
+        seen += [
+            y.detach(),
+            *(t.clone() for layer in (model.up, model.down) for t in (layer.fp8_scale, layer.fp8_history)),
+        ]
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.05 * parameter.grad
+                parameter.grad = None
+
+
+def test_fifty_compiled_steps_with_a_resume_equal_eager_ones(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = MLP()
+    resumed_from = copy.deepcopy(model)
+    eager: list[Tensor] = []
+    train(model, model, range(50), eager)
+
+    torch._dynamo.reset()
+    compiled: list[Tensor] = []
+    first = resumed_from
+    train(first, torch.compile(first, fullgraph=True), range(23), compiled)
+    save_file({k: v.contiguous() for k, v in first.state_dict().items()}, tmp_path / "state.safetensors")
+    torch._dynamo.reset()
+    second = MLP()
+    second.load_state_dict(load_file(tmp_path / "state.safetensors"))
+    train(second, torch.compile(second, fullgraph=True), range(23, 50), compiled)
+
+    assert len(eager) == len(compiled) == 250
+    for i, (a, b) in enumerate(zip(eager, compiled, strict=True)):
+        torch.testing.assert_close(b, a, rtol=0, atol=0, msg=lambda text, i=i: f"step {i // 5}: {text}")
+    assert len({float(s[0, 0]) for s in eager[1::5]}) > 10, "the scales of the test hardly move"
+
+
+def passes(pattern: str, layer: Linear, run) -> list[Tensor]:
+    torch.manual_seed(1)
+    seen: list[Tensor] = []
+    for _ in range(3):
+        inputs, outputs = [torch.randn(8, 32) * (i + 1) for i in range(2)], []
+        if pattern == "one region, then both backward passes":
+            with autocast(recipe=RECIPE):
+                outputs = [run(x) for x in inputs]
+        else:
+            for x in inputs:
+                with autocast(recipe=RECIPE):
+                    outputs.append(run(x))
+                if pattern == "forward, backward":
+                    outputs.pop().square().sum().backward()
+        for y in outputs:
+            y.square().sum().backward()
+        seen += [layer.fp8_scale.clone(), layer.fp8_history.clone(), layer.fp8_grad_amax.clone()]
+    return [*seen, layer.weight.grad]
+
+
+@pytest.mark.parametrize(
+    "pattern", ["forward, backward", "two regions, then both backward passes", "one region, then both backward passes"]
+)
+def test_gradient_amaxes_count_whenever_backward_runs(pattern: str) -> None:
+    results = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        layer = Linear(32, 16, bias=False)
+        results.append(passes(pattern, layer, torch.compile(layer, fullgraph=True) if compiled else layer))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(b, a, rtol=0, atol=0)
+    history = results[0][-3]
+    assert float(history[0, 2, 0]) > 0, "no gradient amax reached the history"
+
+
+def test_the_larger_of_two_micro_batches_counts() -> None:
+    layer = Linear(16, 8, bias=False)
+    with autocast(recipe=RECIPE):
+        y = layer(torch.ones(2, 16)), layer(torch.full((2, 16), 5.0))
+    y[1].backward(torch.full((2, 8), 3.0))
+    y[0].backward(torch.full((2, 8), 2.0))
+    assert float(layer.fp8_grad_amax) == 3.0
+    assert float(layer.fp8_history[0, 0, 0]) == 5.0
+
+
+def test_the_backward_pass_uses_the_scale_its_forward_pass_saw() -> None:
+    layer, x = Linear(16, 8, bias=False), torch.randn(4, 16)
+    with autocast(recipe=RECIPE):
+        y = layer(x)
+    used = torch.ones(())  # the first step's scale; the region's exit has moved on since
+    assert float(layer.fp8_scale[0, 0]) != 1
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    quantized = [(t * used).to(d).float() for t, d in ((dy, torch.float8_e5m2), (x, torch.float8_e4m3fn))]
+    torch.testing.assert_close(layer.weight.grad, quantized[0].t() @ quantized[1], rtol=0, atol=0)
+
+
+def test_evaluation_leaves_no_trace() -> None:
+    layer = Linear(16, 8, bias=False)
+    with autocast(recipe=RECIPE):
+        layer(torch.ones(2, 16))
+    before = recipe_state(layer)
+    layer.eval()
+    with torch.no_grad(), autocast(recipe=RECIPE):
+        layer(torch.full((2, 16), 100.0))
+    after = recipe_state(layer)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_calibration_runs_in_high_precision_and_sets_scales(grouped: bool) -> None:
+    layer = GroupedLinear(2, 16, 8) if grouped else Linear(16, 8, bias=False)
+    layer.eval()
+    x = torch.cat((torch.full((3, 16), 2.0), torch.full((4, 16), 7.0)))
+    arguments = (x, torch.tensor([3, 4])) if grouped else (x,)
+    with torch.no_grad():
+        plain = layer(*arguments)
+        with autocast(enabled=False, calibrating=True, recipe=RECIPE):
+            calibrated = layer(*arguments)
+    assert torch.equal(plain, calibrated)
+    weight = layer.weight.detach().abs()
+    expected = torch.stack(
+        [torch.tensor([2.0, 7.0]) if grouped else torch.tensor([7.0]), weight.amax((-2, -1)).view(-1)]
+    )
+    assert torch.equal(layer.fp8_scale[:2], 448.0 / expected)
+    with autocast(enabled=False, calibrating=True, recipe=MXFP8BlockScaling()):
+        assert torch.equal(layer(*arguments), plain)
+
+
+def test_recomputation_repeats_the_first_run() -> None:
+    results = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        layer = LayerNormMLP(32, 48, activation="swiglu")
+        for step in range(3):
+            x = torch.randn(8, 32, generator=torch.Generator().manual_seed(step)).requires_grad_()
+            with autocast(recipe=RECIPE):
+                if recompute:
+                    y = checkpoint(layer, x, use_reentrant=False, context_fn=recompute_contexts)
+                else:
+                    y = layer(x)
+            y.square().sum().backward()
+        results.append([y.detach(), x.grad, layer.fp8_scale, layer.fp8_history, *(p.grad for p in layer.parameters())])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(b, a, rtol=0, atol=0)
+
+
+def test_a_region_inside_a_compiled_function() -> None:
+    results = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        layer = Linear(32, 16, bias=False)
+
+        def step(x: Tensor, layer: Linear = layer) -> Tensor:
+            with autocast(recipe=DelayedScaling(amax_history_len=4)):
+                return layer(x).square().sum()
+
+        run = torch.compile(step, fullgraph=True) if compiled else step
+        for i in range(4):
+            run(torch.randn(8, 32, generator=torch.Generator().manual_seed(i)) * (i + 1)).backward()
+        results.append([layer.fp8_scale, layer.fp8_history, layer.weight.grad])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(b, a, rtol=0, atol=0)
+
+
+def test_state_moves_by_name_and_refuses_what_does_not_fit() -> None:
+    source, target = MLP(), MLP()
+    with autocast(recipe=RECIPE):
+        source(torch.randn(4, 48)).sum().backward()
+    state = recipe_state(source)
+    assert set(state) == {f"{n}.fp8_{k}" for n in ("up", "down") for k in ("scale", "amax", "grad_amax", "history")}
+    load_recipe_state(target, state)
+    assert all(torch.equal(value, recipe_state(target)[name]) for name, value in state.items())
+    with pytest.raises(ValueError, match="left.fp8_scale, which is not a layer"):
+        load_recipe_state(target, {"left.fp8_scale": state["up.fp8_scale"]})
+    with pytest.raises(ValueError, match=r"fp8_scale has shape \(3, 2\); expected \(3, 1\)"):
+        load_recipe_state(target, {"up.fp8_scale": torch.ones(3, 2)})
+
+
+def test_a_state_dict_loads_under_another_recipe_or_none() -> None:
+    source = MLP()
+    with autocast(recipe=RECIPE):
+        source(torch.randn(4, 48)).sum().backward()
+    state = source.state_dict()
+    target = MLP()
+    target.load_state_dict(state)  # strict: the recipe's state is expected where there is some
+    x = torch.randn(4, 48)
+    with autocast(recipe=MXFP8BlockScaling()):
+        assert torch.equal(target(x), source(x))
+    assert torch.equal(target.up.fp8_scale, source.up.fp8_scale), "another recipe has touched the state"
+    plain = MLP()
+    target.load_state_dict(plain.state_dict())  # a state without: weights change, histories stay
+    assert torch.equal(target.up.fp8_scale, source.up.fp8_scale)
+    longer = DelayedScaling(amax_history_len=20)
+    with autocast(recipe=longer):
+        target(x)
+    assert target.up.fp8_history.shape == (19, 3, 1)
