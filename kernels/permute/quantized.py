@@ -45,10 +45,16 @@ def permute_quantized(
 ) -> list[Tensor]:
     """Return `permute(x, permutation)` as FP8: what `output.define` returns of the rows [R, H], padding rows zero.
 
-    x: [T, H]; scale: float32 scalar, where the output has one for all. Columnwise blocks do not span two experts if
-    the permutation was made with `align` a multiple of the block. Raises ValueError where the scale does not fit.
+    x: [T, H]; scale: float32 scalar, where the output has one for all. For columnwise blocks the permutation must be
+    made with `align` a multiple of the block, else they span two experts. Raises ValueError where it was made without,
+    or the scale does not fit.
     """
     output.check_scale(scale)
+    if output.block and output.columnwise and permutation.padding_rows is None:
+        raise ValueError(
+            f"columnwise blocks of {output.block} rows would span two experts; "
+            f"allowed: a permutation by sort_by_expert(..., align={output.block})"
+        )
     topk = permutation.row_of_slot.shape[1]
     if x.device.type == "cuda":
         return permute_quantized_op(x, permutation.slot_of_row, topk, scale, *output.arguments())
