@@ -1,0 +1,66 @@
+"""Delayed scaling on two real processes: amaxes are reduced over the group, eagerly and compiled alike."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Tensor]]:
+    """What each rank found."""
+    results = tmp_path_factory.mktemp("delayed") / "results"
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.layers.delayed_ranks", str(results)],
+            cwd=Path(__file__).parents[2],
+            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process in processes:
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors
+    return [load_file(results.with_suffix(f".{rank}")) for rank in range(2)]
+
+
+def test_compiled_steps_equal_eager_ones_on_each_rank(ranks: list[dict[str, Tensor]]) -> None:
+    for found in ranks:
+        for key in ("outputs", "scales", "histories"):
+            torch.testing.assert_close(found[f"compiled/{key}"], found[f"eager/{key}"], rtol=0, atol=0)
+
+
+def test_the_ranks_agree_on_the_larger_amax(ranks: list[dict[str, Tensor]]) -> None:
+    first, second = ranks
+    for key in ("scales", "histories"):
+        assert torch.equal(first[f"eager/{key}"], second[f"eager/{key}"])
+    largest = torch.maximum(first["eager/amaxes"], second["eager/amaxes"])
+    assert not torch.equal(largest, first["eager/amaxes"]) and not torch.equal(largest, second["eager/amaxes"])
+    newest = first["eager/histories"][:, 0, :, 0]
+    assert torch.equal(newest[:, :2], largest[:, :2])
+    # the gradient of a step is seen by the next one's update
+    assert torch.equal(newest[1:, 2], largest[:-1, 2])
+
+
+@pytest.mark.parametrize("case", ["own group", "no reduction"])
+def test_ranks_outside_the_group_do_not_count(case: str, ranks: list[dict[str, Tensor]]) -> None:
+    for found in ranks:
+        newest = found[f"{case}/histories"][:, 0, :, 0]
+        assert torch.equal(newest[:, :2], found[f"{case}/amaxes"][:, :2])
+    assert not torch.equal(ranks[0][f"{case}/scales"], ranks[1][f"{case}/scales"])
