@@ -19,77 +19,81 @@ _ROW_BLOCK = {NONE: 1, PER_TENSOR: 16, BLOCK_128: 128, MICRO: 32}
 
 
 # fmt: off
+@triton.jit
+def group_sizes(splits_ptr, groups, G):
+    """Return the rows of groups numbered by a vector, int64; 0 from G on, and for a negative entry."""
+    return tl.maximum(tl.load(splits_ptr + groups, mask=groups < G, other=0).to(tl.int64), 0)
+
+
 @triton.jit(do_not_specialize=["T", "G", "PROGRAMS"])
 def grouped_gemm_fwd_kernel(
     a_ptr, b_ptr, sa_ptr, sb_ptr, splits_ptr, out_ptr, T, N, K, G, PROGRAMS,
     a_m, a_k, b_g, b_n, b_k, sa_g, sa_m, sa_k, sb_g, sb_n, sb_k, o_m, o_n,
     MODE: tl.constexpr, ROWS_B: tl.constexpr, SPLIT: tl.constexpr, DOT: tl.constexpr, GROUP_M: tl.constexpr,
+    GROUPS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
     """out[rows of g] = a[rows of g] @ b[g]^T, zero past the last group.
 
-    Tiles are numbered through all groups; each program walks the groups and takes every PROGRAMS-th tile.
+    Tiles are numbered through all groups and then through the rows past them, as if those were group G, whose K is 0;
+    each program takes every PROGRAMS-th tile. GROUPS: a power of two above G.
     """
     tiles_n = tl.cdiv(N, BLOCK_N)
-    t = tl.program_id(0)
-    first = 0
-    begin = 0
-    for g in range(G):
-        end = tl.minimum(begin + tl.maximum(tl.load(splits_ptr + g).to(tl.int32), 0), T)
-        tiles_m = tl.cdiv(end - begin, BLOCK_M)
-        while t < first + tiles_m * tiles_n:
-            m, n = swizzled(t - first, tiles_m, tiles_n, GROUP_M)
-            rows = begin + m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-            columns = n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-            mask_m, mask_n = rows < end, columns < N
-            acc = tile(
-                a_ptr, b_ptr, sa_ptr, sb_ptr, rows, columns, mask_m, mask_n, K,
-                a_m, a_k, b_n, b_k, sa_m, sa_k, sb_n, sb_k,
-                MODE, 1, ROWS_B, SPLIT, DOT, BLOCK_M, BLOCK_N, BLOCK_K,
-            )
-            if MODE == _PER_TENSOR:
-                acc *= tl.load(sa_ptr) * tl.load(sb_ptr)
-            store_tile(acc, out_ptr, rows, columns, mask_m[:, None] & mask_n[None, :], o_m, o_n, False)
-            t += PROGRAMS
-        first += tiles_m * tiles_n
-        begin = end
-        # steps rather than multiples of g: those could need more than 32 bits
-        b_ptr += b_g
-        if MODE == _PER_TENSOR:
-            sa_ptr += sa_g
-        if sb_ptr is not None:
-            sb_ptr += sb_g
-    tiles_m = tl.cdiv(T - begin, BLOCK_M)
-    while t < first + tiles_m * tiles_n:
-        m, n = swizzled(t - first, tiles_m, tiles_n, GROUP_M)
+    groups = tl.arange(0, GROUPS)
+    sizes = tl.where(groups == G, T, group_sizes(splits_ptr, groups, G))
+    # what is kept through the tiles is two numbers per group; all else is derived, for registers are short
+    ends = tl.minimum(tl.cumsum(sizes, 0), T).to(tl.int32)
+    begins = tl.minimum(tl.cumsum(sizes, 0) - sizes, T).to(tl.int32)
+    tile_ends = tl.cumsum(tl.cdiv(ends - begins, BLOCK_M), 0) * tiles_n
+    for t in range(tl.program_id(0), tl.max(tile_ends, 0), PROGRAMS):
+        before = tile_ends <= t
+        g = tl.sum(before.to(tl.int32), 0)
+        first = tl.max(tl.where(before, tile_ends, 0), 0)
+        begin = tl.max(tl.where(before, ends, 0), 0)
+        end = tl.max(tl.where(groups <= g, ends, 0), 0)
+        m, n = swizzled(t - first, tl.cdiv(end - begin, BLOCK_M), tiles_n, GROUP_M)
         rows = begin + m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-        mask = (rows < T)[:, None] & (columns < N)[None, :]
-        store_tile(tl.zeros([BLOCK_M, BLOCK_N], tl.float32), out_ptr, rows, columns, mask, o_m, o_n, False)
-        t += PROGRAMS
+        mask_m, mask_n = rows < end, columns < N
+        member = g.to(tl.int64)
+        sb_of_group = sb_ptr
+        if sb_ptr is not None:
+            sb_of_group = sb_ptr + member * sb_g
+        acc = tile(
+            a_ptr, b_ptr + member * b_g, sa_ptr, sb_of_group, rows, columns, mask_m, mask_n, tl.where(g < G, K, 0),
+            a_m, a_k, b_n, b_k, sa_m, sa_k, sb_n, sb_k,
+            MODE, 1, ROWS_B, SPLIT, DOT, BLOCK_M, BLOCK_N, BLOCK_K,
+        )
+        if MODE == _PER_TENSOR:
+            acc *= tl.load(sa_ptr + member * sa_g, mask=g < G, other=0.0)
+            acc *= tl.load(sb_of_group, mask=g < G, other=0.0)
+        store_tile(acc, out_ptr, rows, columns, mask_m[:, None] & mask_n[None, :], o_m, o_n, False)
 
 
 @triton.jit(do_not_specialize=["T", "G"])
 def grouped_gemm_wgrad_kernel(
-    a_ptr, b_ptr, sa_ptr, sb_ptr, factor_ptr, splits_ptr, out_ptr, T, N, K, G,
+    a_ptr, b_ptr, sa_ptr, sb_ptr, factor_ptr, ends_ptr, out_ptr, T, N, K, G,
     a_n, a_t, b_k, b_t, sa_g, sa_n, sa_t, sb_g, sb_k, sb_t, o_g, o_n, o_k,
     MODE: tl.constexpr, SPLIT: tl.constexpr, DOT: tl.constexpr, ACCUMULATE: tl.constexpr, GROUP_M: tl.constexpr,
     ROW_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
-    """out[g] (+)= factor[g] * a[:, rows of g] @ b[:, rows of g]^T, for a [N, T] and b [K, T]; one tile per program."""
+    """out[g] (+)= factor[g] * a[:, rows of g] @ b[:, rows of g]^T, for a [N, T] and b [K, T]; one tile per program.
+
+    ends: running sum of the splits. A sum computed here would not be in uniform registers, nor would the pointers that
+    it moves, and accumulators would be spilled.
+    """
     tiles_n, tiles_k = tl.cdiv(N, BLOCK_M), tl.cdiv(K, BLOCK_N)
     g = tl.program_id(0) // (tiles_n * tiles_k)
     m, n = swizzled(tl.program_id(0) % (tiles_n * tiles_k), tiles_n, tiles_k, GROUP_M)
     rows = m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_m, mask_n = rows < N, columns < K
-    begin = 0
-    for i in range(g):
-        begin += tl.maximum(tl.load(splits_ptr + i).to(tl.int32), 0)
+    begin = tl.minimum(tl.maximum(tl.load(ends_ptr + g - 1, mask=g > 0, other=0), 0), T).to(tl.int32)
+    end = tl.minimum(tl.maximum(tl.load(ends_ptr + g), 0), T).to(tl.int32)
     # rounding changes nothing for splits that are multiples, and tells the compiler that it may read 16 bytes at once
-    begin = tl.minimum(begin, T) // ROW_BLOCK * ROW_BLOCK
-    size = tl.minimum(tl.maximum(tl.load(splits_ptr + g).to(tl.int32), 0), T - begin) // ROW_BLOCK * ROW_BLOCK
+    begin = begin // ROW_BLOCK * ROW_BLOCK
+    size = tl.maximum(end - begin, 0) // ROW_BLOCK * ROW_BLOCK
     begin = begin.to(tl.int64)
     if MODE != _PER_TENSOR and sa_ptr is not None:
         sa_ptr += begin // ROW_BLOCK * sa_t
@@ -126,7 +130,7 @@ def grouped_gemm(a: Side, b: Side, m_splits: Tensor, out: Tensor, *, split_accum
         a.data, b.data, a.scales, b.scales, m_splits.contiguous(), out, rows, columns, a.data.shape[-1], groups,
         programs, *a.strides[1:], *b.strides, *a.scale_strides, *b.scale_strides, *out.stride(),
         MODE=a.mode, ROWS_B=b.rows, SPLIT=split, DOT=dot_dtype(a),
-        GROUP_M=GROUP_M, **tiles._asdict(),
+        GROUP_M=GROUP_M, GROUPS=triton.next_power_of_2(groups + 1), **tiles._asdict(),
     )
     # fmt: on
     return out
@@ -148,7 +152,7 @@ def grouped_gemm_wgrad(
     grid = (groups * triton.cdiv(rows, tiles.BLOCK_M) * triton.cdiv(columns, tiles.BLOCK_N),)
     # fmt: off
     grouped_gemm_wgrad_kernel[grid](
-        a.data, b.data, a.scales, b.scales, factor, m_splits.contiguous(), out, total, rows, columns, groups,
+        a.data, b.data, a.scales, b.scales, factor, m_splits.cumsum(0), out, total, rows, columns, groups,
         *a.strides[1:], *b.strides[1:], *a.scale_strides, *b.scale_strides, *out.stride(),
         MODE=a.mode, SPLIT=a.mode == PER_TENSOR, DOT=dot_dtype(a), ACCUMULATE=accumulate, GROUP_M=GROUP_M,
         ROW_BLOCK=_ROW_BLOCK[a.mode], **tiles._asdict(),

@@ -36,9 +36,10 @@ def launch(kernel: Any, name: str, rows: int, split: bool, out: str, units: tupl
     accumulates = more.get("ACCUMULATE", False)
     tiles = tile.config(side(mode), rows, 4096, narrow=accumulates or (split and mode == tile.PER_TENSOR))
     types = dict.fromkeys(kernel.arg_names, "i32") | {"a_ptr": values, "b_ptr": values, "out_ptr": out}
-    types |= {"splits_ptr": "*i64"} | ({} if scales is None else {"sa_ptr": scales, "sb_ptr": scales})
+    types |= {"splits_ptr": "*i64", "ends_ptr": "*i64"}
+    types |= {} if scales is None else {"sa_ptr": scales, "sb_ptr": scales}
     constants = {"MODE": mode, "SPLIT": split and mode == tile.PER_TENSOR, "DOT": tile.dot_dtype(side(mode))}
-    constants |= {"GROUP_M": tile.GROUP_M, "ROWS_A": 1, "ROWS_B": blocks, "ACCUMULATE": False}
+    constants |= {"GROUP_M": tile.GROUP_M, "GROUPS": 128, "ROWS_A": 1, "ROWS_B": blocks, "ACCUMULATE": False}
     constants |= {"ROW_BLOCK": grouped._ROW_BLOCK[mode], "bias_ptr": None, "factor_ptr": None} | tiles._asdict() | more
     constants |= dict.fromkeys(units, 1) | ({"sa_ptr": None, "sb_ptr": None} if scales is None else {})
     constants = {key: value for key, value in constants.items() if key in kernel.arg_names}

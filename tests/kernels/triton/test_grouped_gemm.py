@@ -12,8 +12,16 @@ from te_models.kernels.gemm import ScaledOperand
 from te_models.kernels.grouped_gemm import ROW_ALIGNMENT
 from tests.kernels.scaled_cases import E5M2, UNIT, assert_within, exact, normal, quantized
 
-# rows past the last group; empty groups first, last, in the middle, all; one group; all rows in one; ragged
-SPLITS = [([5, 0, 20, 3], 4), ([0, 0], 3), ([0, 0], 0), ([0, 33, 0], 0), ([17], 0), ([1, 16, 16, 1], 2)]
+# rows past the last group; empty groups first, last, in the middle, all; one group; all rows in one; ragged; many
+SPLITS = [
+    ([5, 0, 20, 3], 4),
+    ([0, 0], 3),
+    ([0, 0], 0),
+    ([0, 33, 0], 0),
+    ([17], 0),
+    ([1, 16, 16, 1], 2),
+    ([0, 2, 1] * 6, 5),
+]
 FORMATS = {
     "per_tensor": (("per_tensor", None), ("per_tensor", None)),
     "pow2": (("pow2", (1, 128)), ("pow2", (128, 128))),

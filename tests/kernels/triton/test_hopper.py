@@ -23,8 +23,8 @@ def test_shared_memory_fits(compiled: Summaries) -> None:
 
 
 def test_sums_stay_in_registers(compiled: Summaries) -> None:
-    """A few spilled addresses cost nothing; a spilled accumulator would be 128 bytes and more in every iteration."""
-    assert {name: found["stack"] for name, found in compiled.items() if found["stack"] > 64} == {}
+    """A few spilled addresses cost little; an accumulator is 256 bytes per thread."""
+    assert {name: found["stack"] for name, found in compiled.items() if found["stack"] > 96} == {}
 
 
 def test_tensor_cores_run_asynchronously(compiled: Summaries) -> None:
