@@ -146,3 +146,19 @@ def test_groups_of_rows_are_quantized_by_themselves(name: str, usage) -> None:
         if size and alone.scale is not None and together.scale is not None:
             assert together.scale[group] == alone.scale
         begin += size
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("shape", [(0, 48), (33, 0), (0, 0)], ids=str)
+def test_a_matrix_without_elements(name: str, shape: tuple[int, int]) -> None:
+    quantizer, x = EXAMPLES[name], torch.empty(shape)
+    fields = quantizer.quantize_fields(x)
+    assert tuple(fields) == quantizer.field_names()
+    assert quantizer.dequantize_fields(fields, torch.bfloat16, shape).shape == shape
+    for usage in ("rowwise", "columnwise"):
+        rows = -(-shape[0] // 16) * 16 if "RHT" in name and usage == "columnwise" else shape[0]
+        for operand in (
+            quantizer.operand(x, usage, torch.float32),
+            quantizer.operand_of_fields(fields, usage, torch.float32, shape),
+        ):
+            assert operand.values.shape == (rows, shape[1])

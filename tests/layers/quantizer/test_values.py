@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from te_models.kernels.quantize import quantize_nvfp4, random_hadamard
 from te_models.layers.delayed import Float8Quantizer
 from te_models.layers.opaque import ValueObject, value_class
 from te_models.layers.quantizer import (
@@ -120,6 +121,8 @@ X = torch.ones(16, 16)
         (lambda: STOCHASTIC.quantize_fields(X), "stochastic rounding draws from a key; pass key, an int64 tensor"),
         (lambda: STOCHASTIC.operand(X, "rowwise", torch.float32), "stochastic rounding draws from a key"),
         (lambda: STOCHASTIC.statistics(X), "stochastic rounding draws from a key"),
+        (lambda: random_hadamard(X), "the random Hadamard transform takes bfloat16; got torch.float32"),
+        (lambda: quantize_nvfp4(X, block_rows=4), "block_rows is 4; allowed: 1, 16"),
         (
             lambda: NVFP4Quantizer().dequantize_fields(NVFP4Quantizer().quantize_fields(X), torch.float32),
             "packed NVFP4 fields do not tell their matrix's shape; pass shape",
