@@ -38,9 +38,9 @@ class OutputLayer(nn.Module):
 
     Not a `te_models.layers.Linear`: it stays in high precision under every recipe, and its GEMM belongs to the loss.
 
-    loss_chunk_tokens: set it to compute a loss without logits from the logits of so many tokens at a time. Memory then no
-    longer grows with tokens x vocabulary: 8192 tokens, H 576, V 49152 in bfloat16 on CPU by 512 take 223 MB instead of
-    844, and about a fifth more time. None: all tokens at once, as good up to some 2000 tokens.
+    loss_chunk_tokens: set it to compute a loss without logits from the logits of so many tokens at a time. Memory then
+    no longer grows with tokens x vocabulary: 8192 tokens, H 576, V 49152 in bfloat16 on CPU by 512 take 223 MB instead
+    of 844, and about a fifth more time. None: all tokens at once, as good up to some 2000 tokens.
     """
 
     loss_chunk_tokens: int | None = None
