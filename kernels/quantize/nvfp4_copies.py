@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .blocks import once
 from .grouped import grouped_amax, pad_rows, padded_length
 from .hadamard import random_hadamard
 from .nvfp4 import BLOCK, quantize_nvfp4
@@ -19,6 +20,11 @@ from .nvfp4 import BLOCK, quantize_nvfp4
 def transformed(x: Tensor, with_rht: bool) -> Tensor:
     """Return what the columnwise copy is made of, in x's orientation."""
     return random_hadamard(x.to(torch.bfloat16), -2) if with_rht else x
+
+
+def _transposed(x: Tensor) -> Tensor:
+    """Return the transpose, lying so in memory: a buffer, or the compiler reads x across its rows in every loop."""
+    return once(x.mT.contiguous())
 
 
 def quantize_nvfp4_transposed(
@@ -33,7 +39,7 @@ def quantize_nvfp4_transposed(
 
     amax: [...], that of the transformed matrices, if known.
     """
-    return quantize_nvfp4(transformed(x, with_rht).mT.contiguous(), amax=amax, key=key, stream=stream)
+    return quantize_nvfp4(_transposed(transformed(x, with_rht)), amax=amax, key=key, stream=stream)
 
 
 def quantize_nvfp4_both(
@@ -88,5 +94,5 @@ def quantize_grouped_nvfp4(
         padded = transformed(padded, with_rht)
         amax = grouped_amax(padded, sizes)
         own = _of_group(amax, sizes // BLOCK, padded_length(rows, groups, BLOCK) // BLOCK)[None]
-        found += [*quantize_nvfp4(padded.mT.contiguous(), amax=own, key=key, stream=streams[1])[:2], amax]
+        found += [*quantize_nvfp4(_transposed(padded), amax=own, key=key, stream=streams[1])[:2], amax]
     return found
