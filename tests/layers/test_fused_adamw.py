@@ -266,6 +266,28 @@ def test_a_classifier_converges_as_with_float32_weights(kind: str) -> None:
     assert accuracy[True] >= accuracy[False] - (0.1 if name == "nvfp4" else 0.05)
 
 
+def test_moments_are_rounded_anew_by_seed_step_and_parameter() -> None:
+    """Equal values, so that a difference in what is stored is one of random bits."""
+
+    def stored(seed: int) -> list[torch.Tensor]:
+        parameters = [nn.Parameter(torch.ones(256)) for _ in range(2)]
+        optimizer = FusedAdamW(parameters, lr=0.0, betas=(0.5, 0.5), moment_dtype="bfloat16", seed=seed)
+        optimizer.init_state()
+        found = []
+        for _ in range(2):
+            for parameter in parameters:
+                parameter.grad = torch.full((256,), 1.001)
+                optimizer.state[parameter]["exp_avg"].fill_(1.0)
+            optimizer.step()
+            found += [optimizer.state[p]["exp_avg"] == 1.0 for p in parameters]
+        return found
+
+    again = stored(0)
+    assert all(torch.equal(a, b) for a, b in zip(stored(0), again, strict=True))
+    for other in (again[1], again[2], stored(1)[0]):  # another parameter, another step, another seed
+        assert not torch.equal(again[0], other)
+
+
 def test_main_grad_is_used_and_zeroed() -> None:
     one, two = (nn.Parameter(torch.ones(4, 4)) for _ in range(2))
     one.grad = torch.full((4, 4), 3.0)

@@ -66,6 +66,15 @@ def test_quantized_takes_its_like_bit_for_bit(quantized: QuantizedTensor) -> Non
     assert same_bits(quantized, source)
 
 
+@pytest.mark.parametrize("name", ["float8_block_1d", "mxfp8", "nvfp4_1d"])
+def test_quantized_takes_its_like_with_fewer_copies(name: str) -> None:
+    """The copy that the source lacks is made from the values of the one it has."""
+    target, source = (FORMATS[name].quantize(torch.randn(40, 72)) for _ in range(2))
+    source.update_usage(columnwise=False)
+    target.copy_(source)
+    assert same_bits(target, FORMATS[name].quantize_fields(source.dequantize(torch.float32)))
+
+
 def test_quantized_takes_another_format(quantized: QuantizedTensor) -> None:
     other = Float8BlockQuantizer(block_scaling_dim=1, amax_epsilon=0.25)
     x = torch.randn(quantized.shape)
