@@ -137,8 +137,12 @@ class Quantizer(ValueObject):
 
     def amaxes(self, x: Tensor) -> dict[Usage, Tensor]:
         """Return `amax_of` x for every stored usage that has one: what parts of one matrix must agree on."""
-        found = {usage: self.amax_of(x, usage) for usage in self.stored_usages()}
-        return {usage: amax for usage, amax in found.items() if amax is not None}
+        found: dict[Usage, Tensor] = {}
+        for usage in self.stored_usages():
+            amax = self.amax_of(x, usage)
+            if amax is not None:
+                found[usage] = amax
+        return found
 
     def quantize_fields(
         self, x: Tensor, key: Tensor | None = None, amaxes: Mapping[Usage, Tensor] | None = None

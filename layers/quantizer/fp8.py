@@ -101,7 +101,8 @@ class Float8CurrentScalingQuantizer(FP8Quantizer):
         return self._operand((data, torch.div(torch.ones_like(scale), scale)), usage, dtype, x.shape)
 
     def _scaled(self, parts: Parts, usage: Usage) -> ScaledOperand:
-        return ScaledOperand(*parts, "per_tensor")
+        data, scale_inv = parts
+        return ScaledOperand(data, scale_inv, "per_tensor")
 
     def scaled_rows(self, x: Tensor, usage: Usage, rows: RowGroups, key: Tensor | None = None) -> ScaledOperand:
         scale = self.scale(rows.amax(x))

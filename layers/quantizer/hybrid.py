@@ -95,7 +95,7 @@ class HybridQuantizer(Quantizer):
         fields: Fields = {}
         for usage in self.stored_usages():
             member, stored = self._stored(usage)
-            given = {stored: amaxes[usage]} if amaxes and usage in amaxes else None
+            given: dict[Usage, Tensor] | None = {stored: amaxes[usage]} if amaxes and usage in amaxes else None
             for name, value in member.quantize_fields(x, key, given).items():
                 fields[f"{usage}_{name.partition('_')[2]}"] = value
         return fields
