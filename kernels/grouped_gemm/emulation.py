@@ -33,7 +33,7 @@ def wgrad_accumulate_(
     main_grad: Tensor, left: ScaledOperand, right: ScaledOperand, m_splits: Tensor, accumulate: bool
 ) -> None:
     """[N, T] x [K, T] into [G, N, K]."""
-    dtype = emulation_dtype(left, right, torch.bfloat16)
+    dtype = emulation_dtype(left, right, main_grad.dtype)
     a, b = left.dequantized(dtype), right.dequantized(dtype)
     grouped_gemm_wgrad_accumulate_(main_grad, a.values.mT, b.values.mT, m_splits, accumulate, _factor(a, b))
 

@@ -277,7 +277,7 @@ def test_state_moves_by_name_and_refuses_what_does_not_fit() -> None:
     assert set(state) == {f"{n}.fp8_{k}" for n in ("up", "down") for k in ("scale", "amax", "grad_amax", "history")}
     load_recipe_state(target, state)
     assert all(torch.equal(value, recipe_state(target)[name]) for name, value in state.items())
-    with pytest.raises(ValueError, match="left.fp8_scale, which is not a layer"):
+    with pytest.raises(ValueError, match=r"left\.fp8_scale, which is not a layer"):
         load_recipe_state(target, {"left.fp8_scale": state["up.fp8_scale"]})
     with pytest.raises(ValueError, match=r"fp8_scale has shape \(3, 2\); expected \(3, 1\)"):
         load_recipe_state(target, {"up.fp8_scale": torch.ones(3, 2)})

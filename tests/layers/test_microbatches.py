@@ -1,0 +1,212 @@
+"""Weights quantized once per step, weight gradients accumulated in place or computed later, inputs kept as they are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from te_models.kernels import quantize as q
+from te_models.layers import (
+    GroupedLinear,
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    autocast,
+    microbatch,
+    quantized_model_init,
+    recipe,
+)
+
+RECIPES = ["delayed", "current", "block", "mxfp8", "nvfp4"]
+BUILD = {
+    "linear": lambda **options: Linear(64, 48, bias=False, **options),
+    "layernorm_linear": lambda **options: LayerNormLinear(64, 48, **options),
+    "layernorm_mlp": lambda **options: LayerNormMLP(64, 48, activation="swiglu", **options),
+    "grouped": lambda **options: GroupedLinear(3, 64, 48, **options),
+}
+
+
+def call(layer: nn.Module, x: Tensor, *rest: object) -> Tensor:
+    splits = (torch.tensor([7, 0, 9]),) if isinstance(layer, GroupedLinear) else ()
+    return layer(x, *splits, *rest)
+
+
+def batches() -> list[Tensor]:
+    return [torch.randn(16, 64, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+
+
+def steps(layer: nn.Module, how: str) -> list[Tensor]:
+    """Accumulate gradients over three micro-batches."""
+    outputs = []
+    for i, x in enumerate(batches()):
+        first = None if how == "none" else i == 0
+        with autocast(recipe=layer.chosen), microbatch(first if how == "region" else None):
+            y = call(layer, x, first) if how == "argument" else call(layer, x)
+        y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape))
+        outputs.append(y.detach())
+    return [*outputs, *(p.grad for p in layer.parameters())]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("kind", BUILD)
+def test_cached_weights_change_nothing(kind: str, name: str) -> None:
+    results = []
+    for how in ("none", "argument", "region"):
+        torch.manual_seed(0)
+        layer = BUILD[kind]()
+        # delayed: the scale of one micro-batch is that of the next, as the history is long and nothing changes
+        layer.chosen = recipe(name)
+        if name == "delayed":
+            with autocast(recipe=layer.chosen):
+                call(layer, batches()[0] * 3)
+        results.append(steps(layer, how))
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            torch.testing.assert_close(b, a, rtol=0, atol=0)
+
+
+def test_later_micro_batches_do_not_quantize_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Linear(64, 48, bias=False)
+    layer.chosen = recipe("current")
+    shapes: list[tuple[int, ...]] = []
+    original = q.quantize_per_tensor
+    monkeypatch.setattr(
+        q, "quantize_per_tensor", lambda x, *rest: (shapes.append(tuple(x.shape)), original(x, *rest))[1]
+    )
+    counts = []
+    for how in ("none", "argument"):
+        shapes.clear()
+        steps(layer, how)
+        counts.append(shapes.count((48, 64)))
+    assert counts[1] == 1 and counts[0] > 2, counts
+
+
+def test_a_later_micro_batch_needs_a_first() -> None:
+    with autocast(recipe=recipe("mxfp8")), pytest.raises(RuntimeError, match="no earlier call had"):
+        Linear(8, 8)(torch.randn(2, 8), is_first_microbatch=False)
+
+
+def test_a_cache_of_another_recipe_is_refused() -> None:
+    layer = Linear(32, 32)
+    with autocast(recipe=recipe("mxfp8")):
+        layer(torch.randn(2, 32), is_first_microbatch=True)
+    with autocast(recipe=recipe("block")), pytest.raises(ValueError, match="stored as mxfp8, but the recipe in force"):
+        layer(torch.randn(2, 32), is_first_microbatch=False)
+
+
+@pytest.mark.parametrize("name", [None, *RECIPES])
+@pytest.mark.parametrize("kind", BUILD)
+def test_fused_accumulation_adds_into_main_grad(kind: str, name: str | None) -> None:
+    results = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        layer = BUILD[kind](fuse_wgrad_accumulation=fused)
+        for key in layer.weight_names() if fused else ():
+            getattr(layer, key).main_grad = torch.full_like(getattr(layer, key), 0.5).detach()
+        for x in batches():
+            with autocast(enabled=name is not None, recipe=name and recipe(name)):
+                y = call(layer, x)
+            y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape))
+        weights = [getattr(layer, key) for key in layer.weight_names()]
+        if fused:
+            assert all(w.grad is None for w in weights)
+        results.append([w.main_grad - 0.5 if fused else w.grad for w in weights])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-4 * float(a.abs().max()))
+
+
+def test_overwriting_needs_no_zeroing() -> None:
+    layer = Linear(64, 48, bias=False, fuse_wgrad_accumulation=True)
+    layer.weight.main_grad = torch.full((48, 64), float("nan"))
+    layer.weight.overwrite_main_grad = True
+    x, dy = torch.randn(16, 64), torch.randn(16, 48)
+    layer(x).backward(dy)
+    torch.testing.assert_close(layer.weight.main_grad, dy.t() @ x)
+
+
+def test_accumulation_needs_a_place_of_the_right_shape() -> None:
+    layer = Linear(64, 48, fuse_wgrad_accumulation=True)
+    with pytest.raises(ValueError, match=r"needs weight.main_grad, a tensor of the weight's shape; it has none"):
+        layer(torch.randn(2, 64))
+    layer.weight.main_grad = torch.zeros(64, 48)
+    with pytest.raises(ValueError, match=r"has shape \(64, 48\); expected \(48, 64\)"):
+        layer(torch.randn(2, 64))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_fused_accumulation_compiles(compiled: bool) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layer = Linear(64, 48, bias=False, fuse_wgrad_accumulation=True)
+    layer.weight.main_grad = torch.zeros(48, 64)
+    run = torch.compile(layer, fullgraph=True) if compiled else layer
+    expected = torch.zeros(48, 64)
+    for x in batches():
+        y = run(x)
+        dy = torch.linspace(-1, 1, y.numel()).view(y.shape)
+        y.backward(dy)
+        expected += dy.t() @ x
+    torch.testing.assert_close(layer.weight.main_grad, expected)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kind", BUILD)
+def test_delayed_weight_gradients_are_the_same_later(kind: str, fused: bool) -> None:
+    results = []
+    for later in (False, True):
+        torch.manual_seed(0)
+        layer = BUILD[kind](delay_wgrad_compute=later, fuse_wgrad_accumulation=fused)
+        weights = [getattr(layer, key) for key in layer.weight_names()]
+        for w in weights if fused else ():
+            w.main_grad = torch.zeros_like(w).detach()
+        for x in batches():
+            with autocast(recipe=recipe("mxfp8")):
+                y = call(layer, x)
+            y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape))
+        if later:
+            assert all(w.grad is None for w in weights) and not (fused and any(w.main_grad.any() for w in weights))
+            layer.backward_dw()
+        results.append([w.main_grad if fused else w.grad for w in weights])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(b, a, rtol=0, atol=0)
+
+
+def test_backward_dw_needs_the_option() -> None:
+    with pytest.raises(RuntimeError, match="needs a layer built with delay_wgrad_compute=True"):
+        Linear(8, 8).backward_dw()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_saving_the_original_input_changes_memory_and_no_number(name: str) -> None:
+    results, kept = [], []
+    for save in (False, True):
+        torch.manual_seed(0)
+        layer = Linear(256, 64, bias=False, save_original_input=save)
+        x = torch.randn(128, 256).requires_grad_()
+        dtypes: list[torch.dtype] = []
+
+        def pack(tensor: Tensor, seen: list[torch.dtype] = dtypes) -> Tensor:
+            if tensor.numel() >= 128 * 128:
+                seen.append(tensor.dtype)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), autocast(recipe=recipe(name)):
+            y = layer(x)
+        y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape))
+        results.append([y.detach(), x.grad, layer.weight.grad])
+        kept.append(dtypes)
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(b, a, rtol=0, atol=0)
+    assert kept[0].count(torch.float32) + 1 == kept[1].count(torch.float32), kept
+
+
+def test_the_value_before_quantization_can_be_kept() -> None:
+    torch.manual_seed(0)
+    plain = Linear(32, 32)
+    torch.manual_seed(0)
+    with quantized_model_init(recipe=recipe("mxfp8"), preserve_high_precision_init_val=True):
+        layer = Linear(32, 32)
+    assert torch.equal(layer.weight.get_high_precision_init_val(), plain.weight)
+    layer.weight.clear_high_precision_init_val()
+    assert layer.weight.get_high_precision_init_val() is None

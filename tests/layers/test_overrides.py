@@ -1,0 +1,169 @@
+"""Recipes by layer name, custom recipes, and what a layer says it ran under."""
+
+from __future__ import annotations
+
+import fnmatch
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from te_models.layers import (
+    CustomRecipe,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScalingQuantizer,
+    Float8Tensor,
+    HybridQuantizer,
+    IdentityQuantizer,
+    Linear,
+    MXFP8BlockScaling,
+    MXFP8Quantizer,
+    MXFP8Tensor,
+    PerModuleRecipe,
+    QuantizedTensor,
+    QuantizerRole,
+    autocast,
+    first_last_layers_bf16,
+    name_modules,
+    quantized_model_init,
+    recipe_report,
+    store_weights,
+)
+from te_models.layers.overrides import matches
+from te_models.model import GPTModel
+from tests.te_models.configs import VOCAB, tiny
+
+MIXED = PerModuleRecipe(
+    default=MXFP8BlockScaling(),
+    rules=(("*.layers.0.*", "bf16"), ("*linear_proj", Float8BlockScaling()), ("*proj", "bf16")),
+)
+
+
+@given(st.text("ab.*", max_size=6), st.text("ab.", max_size=8))
+def test_patterns_match_as_globs_with_stars_only(pattern: str, name: str) -> None:
+    assert matches(pattern, name) == fnmatch.fnmatchcase(name, pattern)
+
+
+def test_the_first_matching_rule_decides() -> None:
+    assert MIXED.for_module("decoder.layers.0.attention.linear_proj") is None
+    assert MIXED.for_module("decoder.layers.1.attention.linear_proj") == Float8BlockScaling()
+    assert MIXED.for_module("decoder.layers.1.mlp.linear_fc1") == MXFP8BlockScaling()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_model_runs_and_reports_each_layer_as_asked(compiled: bool) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = GPTModel(tiny(), params_dtype=torch.bfloat16)
+    ids = torch.randint(0, VOCAB, (1, 16))
+
+    def loss(ids: torch.Tensor) -> torch.Tensor:
+        return model(ids, labels=ids, return_logits=False).loss
+
+    function = torch.compile(loss, fullgraph=True) if compiled else loss
+    assert recipe_report(model).asked == {}
+    with autocast(recipe=MIXED):
+        function(ids).backward()
+    report = recipe_report(model)
+    assert set(report.asked.values()) == {"per_module"}
+    ran = {name: recipe for name, recipe in report.ran.items() if ".layers.1." in name}
+    assert {recipe for name, recipe in ran.items() if name.endswith("linear_proj")} == {"block"}
+    assert {recipe for name, recipe in ran.items() if not name.endswith("linear_proj")} == {"mxfp8"}
+    assert {recipe for name, recipe in report.ran.items() if ".layers.0." in name} == {"bf16"}
+    assert report.layers_asked() == {"per_module": 8}
+    assert report.layers_run() == {"bf16": 4, "mxfp8": 3, "block": 1}
+    function(ids)
+    assert recipe_report(model).layers_asked() == {"none": 8}
+
+
+def test_a_layer_named_bf16_computes_as_without_a_recipe() -> None:
+    torch.manual_seed(0)
+    layers = nn.ModuleDict({"kept": Linear(64, 32, bias=False), "other": Linear(64, 32, bias=False)})
+    name_modules(layers)
+    x = torch.randn(4, 64)
+    with autocast(recipe=PerModuleRecipe(default=MXFP8BlockScaling(), rules=(("kept", "bf16"),))):
+        kept, other = layers["kept"](x), layers["other"](x)
+    assert torch.equal(kept, layers["kept"](x))
+    assert not torch.equal(other, layers["other"](x))
+
+
+def test_ends_of_the_decoder_in_high_precision() -> None:
+    chosen = first_last_layers_bf16(MXFP8BlockScaling(), 12, first=1, last=2)
+    names = [f"decoder.layers.{i}.mlp.linear_fc1" for i in range(12)]
+    assert [i for i, name in enumerate(names) if chosen.for_module(name) is None] == [0, 10, 11]
+    with pytest.raises(ValueError, match="first=2 and last=1 layers of a model with 2"):
+        first_last_layers_bf16(MXFP8BlockScaling(), 2, first=2)
+
+
+def test_weights_are_stored_as_the_names_say() -> None:
+    with quantized_model_init(recipe=MIXED):
+        model = GPTModel(tiny())
+    kinds = {name: type(module.weight.data) for name, module in model.named_modules() if isinstance(module, Linear)}
+    assert not issubclass(kinds["decoder.layers.0.mlp.linear_fc2"], QuantizedTensor)
+    assert kinds["decoder.layers.1.mlp.linear_fc2"] is MXFP8Tensor
+    with (
+        quantized_model_init(recipe=MIXED),
+        pytest.raises(ValueError, match="chooses by name, and this Linear has none"),
+    ):
+        Linear(8, 8)
+    layer = Linear(32, 32, name="a.proj")
+    store_weights(layer, PerModuleRecipe(default=DelayedScaling()))
+    assert isinstance(layer.weight.data, Float8Tensor)
+
+
+def test_unusable_rules_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"the pattern 'layers\.\[01\]' is not supported"):
+        PerModuleRecipe(default=MXFP8BlockScaling(), rules=(("layers.[01]", "bf16"),))
+    with pytest.raises(ValueError, match="the rule for 'a' names 'fp16'; allowed: a recipe, or 'bf16'"):
+        PerModuleRecipe(default=MXFP8BlockScaling(), rules=(("a", "fp16"),))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="cannot contain another one"):
+        PerModuleRecipe(default=MIXED)
+
+
+def by_role(role: QuantizerRole):
+    if role.tensor == "grad_output":
+        return HybridQuantizer(
+            rowwise_quantizer=Float8CurrentScalingQuantizer(fp8_dtype=torch.float8_e5m2),
+            columnwise_quantizer=MXFP8Quantizer(),
+        )
+    return IdentityQuantizer() if role.tensor == "weight" else MXFP8Quantizer()
+
+
+def test_a_custom_recipe_gives_each_operand_its_format() -> None:
+    torch.manual_seed(0)
+    layer = Linear(64, 32, bias=False, name="here")
+    x, dy = torch.randn(32, 64, requires_grad=True), torch.randn(32, 32)
+    seen: list[QuantizerRole] = []
+
+    def factory(role: QuantizerRole):
+        seen.append(role)
+        return by_role(role)
+
+    with autocast(recipe=CustomRecipe(qfactory=factory)):
+        y = layer(x)
+    y.backward(dy)
+    assert seen == [QuantizerRole("Linear", tensor, "here") for tensor in ("input", "weight", "grad_output")]
+
+    def through(quantizer, tensor: torch.Tensor, usage: str) -> torch.Tensor:
+        operand = quantizer.operand(tensor, usage, torch.float32)
+        return operand.values if operand.scale is None else operand.values * operand.scale
+
+    w, plain = layer.weight.detach(), x.detach()
+    torch.testing.assert_close(y.detach(), through(MXFP8Quantizer(), plain, "rowwise") @ w.t())
+    e5m2 = Float8CurrentScalingQuantizer(fp8_dtype=torch.float8_e5m2)
+    torch.testing.assert_close(x.grad, through(e5m2, dy, "rowwise") @ w)
+    expected = through(MXFP8Quantizer(), dy, "columnwise").t() @ through(MXFP8Quantizer(), plain, "columnwise")
+    torch.testing.assert_close(layer.weight.grad, expected)
+
+
+def test_a_factory_must_return_quantizers() -> None:
+    with (
+        autocast(recipe=CustomRecipe(qfactory=lambda role: "mxfp8")),
+        pytest.raises(TypeError, match="returned 'mxfp8'"),
+    ):
+        Linear(8, 8)(torch.randn(2, 8))
+    with pytest.raises(TypeError, match="no JSON form"):
+        CustomRecipe(qfactory=by_role).to_json()
