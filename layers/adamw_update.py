@@ -39,13 +39,13 @@ def update_(work: list[Update], group: dict[str, Any], noop: Tensor | None) -> N
     for (device, _), updates in by_kind.items():
         found_inf = None if noop is None else (noop.reshape(()) != 0).to(device, torch.float32)
         steps = [update.state["step"] for update in updates]
-        torch._foreach_add_(steps, 1 if found_inf is None else 1 - found_inf)
+        torch._foreach_add_(steps, 1 if found_inf is None else 1 - found_inf)  # type: ignore[attr-defined]
         if torch.compiler.is_compiling():
             # the fused kernel on lists cannot be functionalized (torch 2.13)
             for update in updates:
                 _formula_(update, group, found_inf)
             continue
-        torch._fused_adamw_(
+        torch._fused_adamw_(  # type: ignore[attr-defined]
             [update.weight for update in updates],
             [update.gradient for update in updates],
             [update.first for update in updates],

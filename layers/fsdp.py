@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .quantizer import Quantizer
+from .quantizer import Quantizer, Usage
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -34,7 +34,7 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def shared_amaxes(quantizer: Quantizer, x: Tensor, group: Any) -> dict[str, Tensor]:
+def shared_amaxes(quantizer: Quantizer, x: Tensor, group: Any) -> dict[Usage, Tensor]:
     """Return the amaxes that quantizing x needs, reduced over a process group, by usage."""
     amaxes = quantizer.amaxes(x)
     for amax in amaxes.values():

@@ -21,8 +21,11 @@ from .fsdp import local_part
 from .moments import MOMENT_DTYPES, MomentDtype
 from .quantized_tensor import QuantizedTensor, unless
 
-_KEYS = {"float32": ("exp_avg", "exp_avg_sq"), "bfloat16": ("exp_avg", "exp_avg_sq")}
-_KEYS["float8"] = ("exp_avg", "exp_avg_scale_inv", "exp_avg_sq", "exp_avg_sq_scale_inv")
+_KEYS: dict[str, tuple[str, ...]] = {
+    "float32": ("exp_avg", "exp_avg_sq"),
+    "bfloat16": ("exp_avg", "exp_avg_sq"),
+    "float8": ("exp_avg", "exp_avg_scale_inv", "exp_avg_sq", "exp_avg_sq_scale_inv"),
+}
 _SHAPES = 64  # of weights that a requantization is compiled for; more run eagerly
 _CHUNK = 1 << 26  # elements whose float32 working copies exist at one time
 

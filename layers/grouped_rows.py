@@ -40,7 +40,7 @@ def row_alignment(quantizer: Quantizer, usage: Usage) -> int:
 
 def quantize_rows(quantizer: Quantizer, x: Tensor, m_splits: Tensor, key: Tensor | None = None) -> Fields:
     """Quantize x: [T, C] group by group into the stored fields. m_splits: [G] integer. key: see `Quantizer`."""
-    flags = {usage: usage in quantizer.stored_usages() for usage in ("rowwise", "columnwise")}
+    rowwise, columnwise = (usage in quantizer.stored_usages() for usage in ("rowwise", "columnwise"))
     match quantizer:
         case HybridQuantizer():
             fields: Fields = {}
@@ -59,7 +59,14 @@ def quantize_rows(quantizer: Quantizer, x: Tensor, m_splits: Tensor, key: Tensor
         case Float8BlockQuantizer() | MXFP8Quantizer():
             epsilon = quantizer.amax_epsilon if isinstance(quantizer, Float8BlockQuantizer) else 0.0  # MX has none
             parts = q.quantize_grouped_blockwise(
-                x, m_splits, quantizer.block, quantizer.fp8_dtype, quantizer.scale_kind, epsilon=epsilon, **flags
+                x,
+                m_splits,
+                quantizer.block,
+                quantizer.fp8_dtype,
+                quantizer.scale_kind,
+                epsilon=epsilon,
+                rowwise=rowwise,
+                columnwise=columnwise,
             )
             layouts = field_layouts(quantizer)
             return {f.name: part.mT if f.transposed else part for f, part in zip(layouts, parts, strict=True)}
@@ -67,7 +74,9 @@ def quantize_rows(quantizer: Quantizer, x: Tensor, m_splits: Tensor, key: Tensor
             key = key if quantizer.needs_key() else None
             if quantizer.needs_key() and key is None:
                 raise ValueError("stochastic rounding draws from a key; pass key, an int64 tensor (seed, counter)")
-            parts = q.quantize_grouped_nvfp4(x, m_splits, with_rht=quantizer.with_rht, key=key, **flags)
+            parts = q.quantize_grouped_nvfp4(
+                x, m_splits, with_rht=quantizer.with_rht, key=key, rowwise=rowwise, columnwise=columnwise
+            )
             return dict(zip(quantizer.field_names(), parts, strict=True))
     raise ValueError(
         f"rows of groups cannot be quantized by {quantizer}; for NVFP4, with_2d_quantization is of weights"
@@ -98,7 +107,8 @@ def dequantize_rows(
         case IdentityQuantizer():
             return torch.where((rows.group < rows.num_groups)[:, None], parts[0], 0).to(dtype)
         case Float8CurrentScalingQuantizer():
-            return dequantize_grouped(*parts, m_splits, shape[0], None, dtype)
+            data, scale_inv = parts
+            return dequantize_grouped(data, scale_inv, m_splits, shape[0], None, dtype)
         case Float8BlockQuantizer() | MXFP8Quantizer():
             turned = usage == "columnwise" and field_layouts(quantizer)[0].transposed
             data, scale_inv = (part.mT if turned else part for part in parts)

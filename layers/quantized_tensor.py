@@ -157,7 +157,7 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
         """Take over what users have set on `source` (a parallel attribute, say); returns self."""
         for name, value in source.__dict__.items():
             if name != "_is_param":
-                self.__dict__.setdefault(name, value)
+                vars(self).setdefault(name, value)
         return self
 
     @classmethod
@@ -294,7 +294,8 @@ def rebuild_quantized(
     value = Quantizer.from_dict(json.loads(quantizer))
     tensor = CLASSES[name].rebuild(inner, value, torch.Size(shape), dtype)
     requires_grad, is_parameter = flags
-    return nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
+    made: Any = nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
+    return made
 
 
 torch.serialization.add_safe_globals([rebuild_quantized])

@@ -88,10 +88,10 @@ def _new_empty(
     x: QuantizedTensor, size: Sequence[int], *, dtype: torch.dtype | None = None, device: Any = None, **kwargs: Any
 ) -> Tensor:
     """Quantized for a size of the matrix's rank, plain otherwise."""
-    shape, dtype, device = torch.Size(size), dtype or x.dtype, device or x.device
-    if len(shape) != len(x.matrix_shape) or not dtype.is_floating_point:
-        return torch.empty(shape, dtype=dtype, device=device)
-    return x.new_empty_of(shape, dtype, device)
+    shape, wanted, device = torch.Size(size), dtype or x.dtype, device or x.device
+    if len(shape) != len(x.matrix_shape) or not wanted.is_floating_point:
+        return torch.empty(shape, dtype=wanted, device=device)
+    return x.new_empty_of(shape, wanted, device)
 
 
 def _new_zeros(x: QuantizedTensor, size: Sequence[int], **kwargs: Any) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import infer_size
 
 from .field_schema import alignment, field_layouts
 from .quantized_tensor import TENSOR_CLASSES, QuantizedTensor
@@ -25,7 +26,7 @@ def alias(x: QuantizedTensor) -> QuantizedTensor:
 
 def view(x: QuantizedTensor, size: Sequence[int]) -> QuantizedTensor:
     """Return x in another shape of as many elements."""
-    shape = torch.Size(torch._prims_common.infer_size(tuple(size), x.numel()))
+    shape = torch.Size(infer_size(tuple(size), x.numel()))
     if shape == x.shape:
         return alias(x)
     if x.matrix_shape.numel() != x.numel():
