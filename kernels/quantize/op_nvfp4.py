@@ -45,9 +45,9 @@ def quantize_nvfp4(
     if not on_accelerator(x):
         return nvfp4.quantize_nvfp4(x, block_rows=block_rows, amax=amax, key=key, stream=stream)
     nvfp4.block_of(block_rows)
-    amax = registered.amax(x) if amax is None else amax
-    packed, scales = registered_nvfp4.quantize_nvfp4(x, amax, None, None, key, stream, 0, block_rows, False)
-    return packed, scales, amax
+    known: Tensor = registered.amax(x) if amax is None else amax
+    packed, scales = registered_nvfp4.quantize_nvfp4(x, known, None, None, key, stream, 0, block_rows, False)
+    return packed, scales, known
 
 
 def quantize_nvfp4_transposed(

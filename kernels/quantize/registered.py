@@ -112,8 +112,9 @@ def quantize_blockwise(
     _check(block)
     upright = block[0] > block[1]
     wide = (min(block), max(block))
-    flags = {"rowwise": not upright, "columnwise": upright}
-    data, scales = triton_blockwise.quantize_blockwise(x, wide, fp8_dtype, scale_kind, epsilon, **flags)
+    data, scales = triton_blockwise.quantize_blockwise(
+        x, wide, fp8_dtype, scale_kind, epsilon, rowwise=not upright, columnwise=upright
+    )
     return data, scales
 
 

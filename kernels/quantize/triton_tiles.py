@@ -7,6 +7,7 @@ from typing import Any
 
 import triton
 import triton.language as tl
+from triton import knobs
 
 # The first holds every block. A tile of 32 to 128 elements per thread has enough loads in flight for the memory of a
 # Hopper GPU with several programs per multiprocessor; which is best depends on the copies made, so it is measured.
@@ -24,7 +25,7 @@ def autotuned(kernel: Any, fits: Callable[[dict[str, Any], int, int], bool], key
         arguments = named | kwargs
         return [c for c in configs if fits(arguments, c.kwargs["TILE_R"], c.kwargs["TILE_C"])]
 
-    if triton.knobs.runtime.interpret:
+    if knobs.runtime.interpret:
         configs = configs[:1]
     return triton.autotune(configs, key=list(key), prune_configs_by={"early_config_prune": prune})(kernel)
 
