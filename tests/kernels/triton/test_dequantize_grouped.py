@@ -7,6 +7,7 @@ import torch
 
 from te_models.kernels import quantize as q
 from te_models.kernels.quantize.dequantize_grouped import definition, dequantize_grouped
+from tests.kernels.triton.hopper import SHARED_MEMORY, can_compile, in_child
 from tests.kernels.triton.quantize_cases import BLOCKS, E4M3, E5M2, SPLITS, assert_bitwise, ordinary
 
 COPIES = [(block, kind) for block, kind in BLOCKS] + [((c, r), kind) for (r, c), kind in BLOCKS if r != c]
@@ -34,7 +35,9 @@ def test_definition_is_each_group_by_itself(
     assert found.shape == x.shape and not found[begin:].any()
 
 
-def run(rows: int, splits: list[int], block: tuple[int, int] | None, kind: str, columns: int, device: torch.device) -> None:
+def run(
+    rows: int, splits: list[int], block: tuple[int, int] | None, kind: str, columns: int, device: torch.device
+) -> None:
     from te_models.kernels.quantize import triton_grouped
 
     x, m_splits = ordinary((rows, columns), torch.float32), torch.tensor(splits)
@@ -58,6 +61,14 @@ def test_kernel_equals_definition(
     splits: list[int], rows: int, block: tuple[int, int] | None, kind: str, device: torch.device, poisoned: None
 ) -> None:
     run(rows, splits, block, kind, 200, device)
+
+
+def test_kernel_compiles_for_a_gpu_with_wide_accesses_and_no_spills() -> None:
+    reason = can_compile()
+    if reason is not None:
+        pytest.skip(reason)
+    for name, found in in_child("tests.kernels.triton.hopper_grouped").items():
+        assert found["stack"] == 0 and found["wide"] > 0 and found["shared"] <= SHARED_MEMORY, (name, found)
 
 
 @pytest.mark.gpu
