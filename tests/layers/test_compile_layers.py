@@ -15,9 +15,10 @@ from te_models.layers import (
     autocast,
     quantized_model_init,
     recipe,
+    set_rounding_seed,
 )
 
-NAMES = [None, "current", "block", "mxfp8"]
+NAMES = [None, "delayed", "current", "block", "mxfp8", "nvfp4"]
 FAST = {("linear", False), ("linear", True), ("grouped", False)}
 """(kind, weights stored quantized) that run on every change; the rest of the matrix is slow."""
 
@@ -38,6 +39,9 @@ def graphs() -> int:
 def step(layer: torch.nn.Module, run, name: str | None, *args) -> list[torch.Tensor]:
     """Return output, input gradient and parameter gradients of one forward and backward under a fresh recipe object."""
     layer.zero_grad()
+    # the same random bits and delayed scales in every call
+    set_rounding_seed(layer, 1)
+    layer.fp8_scale = torch.full_like(layer.fp8_scale, 8.0)
     x = args[0].detach().requires_grad_()
     fresh = None if name is None else Recipe.from_json(recipe(name).to_json())
     with autocast(enabled=name is not None, recipe=fresh):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
 from te_models.layers import (
+    DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
     GroupedLinear,
@@ -16,33 +16,32 @@ from te_models.layers import (
     LayerNormMLP,
     Linear,
     MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Recipe,
     autocast,
     quantized_model_init,
     recipe,
 )
 from tests.layers import emulation as em
+from tests.layers.emulation_gemm import UNIT, assert_within
 
 RECIPES = ["current", "block", "mxfp8"]
-UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
+ALL = [
+    DelayedScaling(),
+    Float8CurrentScaling(),
+    Float8BlockScaling(),
+    MXFP8BlockScaling(),
+    # random bits depend on where a row stands among all rows
+    NVFP4BlockScaling(disable_stochastic_rounding=True),
+]
+
+
+def named(value: object) -> str | None:
+    return value.NAME if isinstance(value, Recipe) else None
+
+
 SIZES = [(1, 16, 16), (17, 130, 33), (127, 64, 96), (129, 256, 128), (33, 1000, 31)]
 """rows, in, out: odd ones included; padding to blocks is the layer's business."""
-
-
-def product(left: np.ndarray, right: np.ndarray, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Return left @ right in float64 and the bound on a float32-accumulated product rounded to dtype.
-
-    Accumulating K terms in any order errs by at most K units of float32 on |left| @ |right|. The result is rounded
-    to dtype once by the GEMM and once more by the epilogue that multiplies with scales.
-    """
-    exact, magnitude = left @ right, np.abs(left) @ np.abs(right)
-    accumulation = (left.shape[1] + 4) * UNIT[torch.float32] * magnitude
-    return exact, accumulation + 2.01 * UNIT[dtype] * (np.abs(exact) + accumulation) + 1e-37
-
-
-def assert_within(got: torch.Tensor, left: np.ndarray, right: np.ndarray) -> None:
-    exact, bound = product(left, right, got.dtype)
-    error = np.abs(got.detach().double().numpy() - exact)
-    assert (error <= bound).all(), f"error exceeds its bound by {np.max(error / bound):.3g}x"
 
 
 def data(rows: int, k: int, n: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -103,16 +102,16 @@ def test_grouped_linear_quantizes_every_group_by_itself(name: str, grouped: bool
         assert_within(grads[g], left.T, right)
 
 
-@pytest.mark.parametrize("name", [None, *RECIPES], ids=str)
-@pytest.mark.parametrize("splits", [[0, 0, 0], [7, 0, 0], [0, 0, 7], [1, 1, 5]], ids=str)
-def test_grouped_linear_equals_a_linear_per_group(name: str | None, splits: list[int]) -> None:
+@pytest.mark.parametrize("chosen", [None, *ALL], ids=named)
+@pytest.mark.parametrize("splits", [[0, 0, 0], [7, 0, 0], [0, 0, 7], [1, 1, 5], [16, 33, 17]], ids=str)
+def test_grouped_linear_equals_a_linear_per_group(chosen: Recipe | None, splits: list[int]) -> None:
     rows = sum(splits)
     layer = GroupedLinear(3, 64, 32, bias=True)
     with torch.no_grad():
         layer.bias.normal_()
     x = torch.randn(rows, 64, requires_grad=True)
     dy = torch.randn(rows, 32)
-    with autocast(enabled=name is not None, recipe=name and recipe(name)):
+    with autocast(enabled=chosen is not None, recipe=chosen):
         y = layer(x, splits)
     y.backward(dy)
     begin = 0
@@ -122,7 +121,7 @@ def test_grouped_linear_equals_a_linear_per_group(name: str | None, splits: list
             single.weight.copy_(layer.weight[g])
             single.bias.copy_(layer.bias[g])
         part = x[begin : begin + size].detach().requires_grad_()
-        with autocast(enabled=name is not None, recipe=name and recipe(name)):
+        with autocast(enabled=chosen is not None, recipe=chosen):
             expected = single(part)
         expected.backward(dy[begin : begin + size])
         torch.testing.assert_close(y[begin : begin + size], expected, rtol=1e-5, atol=1e-6)
@@ -136,9 +135,9 @@ def test_rows_past_the_last_group_are_zero_and_get_no_gradient() -> None:
     layer = GroupedLinear(2, 32, 16, bias=True)
     with torch.no_grad():
         layer.bias.fill_(1.0)
-    for name in (None, *RECIPES):
+    for chosen in (None, *ALL, NVFP4BlockScaling()):
         x = torch.randn(9, 32, requires_grad=True)
-        with autocast(enabled=name is not None, recipe=name and recipe(name)):
+        with autocast(enabled=chosen is not None, recipe=chosen):
             y = layer(x, torch.tensor([3, 2]))
         y.sum().backward()
         assert torch.count_nonzero(y[5:]) == 0
@@ -159,8 +158,13 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 @pytest.mark.parametrize(
     "chosen, expected",
-    [(Float8CurrentScaling(), 0.038), (Float8BlockScaling(), 0.038), (MXFP8BlockScaling(), 0.038)],
-    ids=lambda v: getattr(v, "NAME", None),
+    [
+        (Float8CurrentScaling(), 0.038),
+        (Float8BlockScaling(), 0.038),
+        (MXFP8BlockScaling(), 0.038),
+        (NVFP4BlockScaling(), 0.146),  # 0.095 of 1x16 blocks and 0.111 of 16x16 ones
+    ],
+    ids=named,
 )
 def test_quantization_error_has_the_published_size(chosen, expected: float) -> None:
     torch.manual_seed(0)
@@ -181,8 +185,8 @@ def test_float32_block_scales_multiply_in_float32() -> None:
     assert_within(y, left, right.T)
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_fused_modules_equal_their_parts(name: str) -> None:
+@pytest.mark.parametrize("chosen", ALL, ids=named)
+def test_fused_modules_equal_their_parts(chosen: Recipe) -> None:
     torch.manual_seed(0)
     x = torch.randn(6, 64)
     fused = LayerNormLinear(64, 32, normalization="RMSNorm")
@@ -192,7 +196,7 @@ def test_fused_modules_equal_their_parts(name: str) -> None:
     fc1, fc2 = Linear(64, 192), Linear(96, 64)
     fc1.load_state_dict({"weight": mlp.fc1_weight, "bias": mlp.fc1_bias})
     fc2.load_state_dict({"weight": mlp.fc2_weight, "bias": mlp.fc2_bias})
-    with autocast(recipe=recipe(name)):
+    with autocast(recipe=chosen):
         assert torch.equal(fused(x), plain(torch.nn.functional.rms_norm(x, (64,), eps=1e-5)))
         gate, up = fc1(torch.nn.functional.layer_norm(x, (64,))).chunk(2, -1)
         assert torch.equal(mlp(x), fc2(torch.nn.functional.silu(gate) * up))
@@ -217,7 +221,7 @@ def test_stored_format_must_be_the_recipes() -> None:
             layer(torch.randn(4, 64), *rest)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", ["delayed", *RECIPES, "nvfp4"])
 @pytest.mark.parametrize("grouped", [False, True])
 def test_without_autocast_quantized_weights_compute_and_train_in_high_precision(name: str, grouped: bool) -> None:
     with quantized_model_init(recipe=recipe(name)):
