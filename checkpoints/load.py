@@ -38,9 +38,9 @@ def load_params(
             param.copy_(value if isinstance(param, QuantizedTensor) else value.dequantize(param.dtype))
         elif isinstance(param, GroupedTensor):
             for member, member_name in zip(param.members(), stored.members(name), strict=True):
-                member.copy_(per_gemm().plain(member_name))
+                member.copy_(per_gemm().entry(member_name))
         elif isinstance(param, QuantizedTensor):
-            param.copy_(stored.plain(name))
+            param.copy_(stored.entry(name))
         else:
             stored.fill(name, param)
 

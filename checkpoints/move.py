@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from .boxes import Box, Shape, count, extents, flat_interval, slices
+from .boxes import Box, Shape, count, extents, flat_interval, shift, slices
 from .buffers import Buffer, Ring
 from .dtypes import bits_of, torch_dtype
 from .links import Piece
@@ -43,6 +43,17 @@ def _narrow(box: Box, d: int, begin: int, end: int) -> Box:
     return (*box[:d], box[d].part(begin, end), *box[d + 1 :])
 
 
+def cut_pieces(pieces: Sequence[Piece], d: int, begin: int, end: int) -> Iterator[Piece]:
+    """Yield the parts of `pieces` that fill indices begin .. end - 1 of output dimension d, placed from index 0 on."""
+    for piece in pieces:
+        r, axis = piece.box[d], piece.axes[d]
+        first, last = (min(r.size, max(0, -(-(edge - r.start) // r.step))) for edge in (begin, end))
+        if first < last:
+            box = shift(_narrow(piece.box, d, first, last), d, -begin)
+            source_box = piece.source_box if axis is None else _narrow(piece.source_box, axis, first, last)
+            yield Piece(piece.source, source_box, box, piece.axes)
+
+
 def fill_tensor(store: Store, pieces: Sequence[Piece], out: torch.Tensor, limit: int = 1 << 20) -> None:
     """Copy all pieces into `out`, converting to its dtype and device, `limit` elements at a time."""
     for whole in pieces:
@@ -53,7 +64,8 @@ def fill_tensor(store: Store, pieces: Sequence[Piece], out: torch.Tensor, limit:
 def stream(store: Store, output: Output, ring: Ring) -> Iterator[tuple[Buffer, int]]:
     """Yield the output's bytes in order as (buffer, byte count); the buffer is valid until the ring comes round."""
     if output.compute is not None:
-        yield from _stream_tensor(output.compute(), ring)
+        for part in output.compute():
+            yield from _stream_tensor(part, ring)
         return
     ordered = _in_order(output.pieces, output.shape)
     if ordered is None:

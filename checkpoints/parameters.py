@@ -10,7 +10,7 @@ from te_models.config import ModelConfig
 from te_models.layers import QuantizedTensor
 
 from .links import Namespace, compose
-from .move import fill_tensor
+from .move import cut_pieces, fill_tensor
 from .naming import ExpertLayout, expected_tensors
 from .quantized_format import SUFFIXES, rebuild
 from .store import Store
@@ -36,25 +36,31 @@ class Parameters:
         """Copy a high-precision parameter into a plain tensor, part by part."""
         fill_tensor(self.store, self._pieces[name], out)
 
-    def plain(self, name: str) -> torch.Tensor:
-        """Return a high-precision parameter in its stored dtype."""
-        return self._entry(name)
+    def part(self, entry: str, axis: int, begin: int, end: int) -> torch.Tensor:
+        """Return indices begin .. end - 1 of a stored entry along `axis`, in its stored dtype."""
+        shape = list(self._target.stored[entry].shape)
+        axis %= len(shape)
+        shape[axis] = end - begin
+        out = torch.empty(shape, dtype=self.dtype(entry))
+        fill_tensor(self.store, list(cut_pieces(self._pieces[entry], axis, begin, end)), out)
+        return out
+
+    def entry(self, entry: str) -> torch.Tensor:
+        """Return a stored entry in its stored dtype."""
+        out = torch.empty(self._target.stored[entry].shape, dtype=self.dtype(entry))
+        self.fill(entry, out)
+        return out
 
     def quantized(self, name: str) -> QuantizedTensor:
         """Return a quantized parameter, exactly as stored."""
         names = (name + suffix for suffix in SUFFIXES.values())
-        entries = {entry: self._entry(entry) for entry in names if entry in self._pieces}
+        entries = {entry: self.entry(entry) for entry in names if entry in self._pieces}
         return rebuild(name, entries, self.shapes[name], self.formats[name])
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the stored dtype of a high-precision parameter."""
+        """Return the stored dtype of an entry."""
         return self.store.view(self._pieces[name][0].source).dtype
 
     def members(self, name: str) -> Iterator[str]:
         """List the per-GEMM names of a grouped parameter."""
         return (f"{name}{g}" for g in range(self.shapes[name][0]))
-
-    def _entry(self, entry: str) -> torch.Tensor:
-        out = torch.empty(self._target.stored[entry].shape, dtype=self.dtype(entry))
-        self.fill(entry, out)
-        return out

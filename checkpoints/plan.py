@@ -26,13 +26,14 @@ from .quantized_format import Description
 
 @dataclass(frozen=True)
 class Output:
-    """One tensor to write: moved from pieces of source tensors, or computed by `compute` when its turn comes."""
+    """One tensor to write: moved from pieces of source tensors, or computed when its turn comes by `compute`, which
+    returns it in parts along its first dimension."""
 
     name: str
     dtype: str
     shape: Shape
     pieces: tuple[Piece, ...] = ()
-    compute: Callable[[], torch.Tensor] | None = field(default=None, compare=False)
+    compute: Callable[[], Iterable[torch.Tensor]] | None = field(default=None, compare=False)
 
     @property
     def nbytes(self) -> int:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
-from te_models.layers import GroupedTensor, QuantizedTensor, Recipe
+from te_models.layers import Recipe
 from te_models.layers import recipe as recipe_by_name
+from te_models.layers.field_schema import empty_fields
 from te_models.layers.quantizer import Quantizer
 
+from .bands import Rows, dequantize_bands, quantize_into
 from .boxes import Shape
 from .checkpoint import Checkpoint, open_checkpoint
 from .convert import PathLike, refuse_quantized, source_of
@@ -19,7 +22,7 @@ from .errors import CheckpointError
 from .output_folder import write_conversion
 from .parameters import Parameters
 from .plan import Output, Plan, make_plan
-from .quantized_format import describe, field_specs, stored_fields
+from .quantized_format import SUFFIXES, describe, field_specs, quantizer_of
 from .te_folder import TEFolder
 from .te_namespace import formats_in_layout, te_namespace
 from .writer import MAX_SHARD_BYTES, Progress
@@ -44,7 +47,7 @@ def quantize(
 
     recipe: a recipe or its name ("current", "block", "mxfp8"); its weight quantizer decides format and scales. The
     result is what quantizing the loaded weights gives, bit for bit; every expert has its own scales in both layouts.
-    Memory is that of one output tensor and the quantizer's float32 working copies of one matrix.
+    Memory is that of one usage's fields of one parameter and the quantizer's working copies of a few rows.
     """
     chosen = recipe_by_name(recipe) if isinstance(recipe, str) else recipe
     quantizer = chosen.weight_quantizer()
@@ -62,11 +65,15 @@ def quantize(
                 continue
             meta = describe(quantizer, params.dtype(output.name))
             formats[output.name] = meta
-            make = _Fields(output.name, output.shape, quantizer, params, members)
+            makers = {
+                suffix: make.entry(field)
+                for make in (_Fields(output.name, output.shape, q, params, members) for q in _by_usage(quantizer))
+                for field, suffix in make.suffixes()
+            }
             for suffix, spec in field_specs(output.name, output.shape, meta).items():
                 entry = output.name + suffix
                 (dtype,) = spec.dtypes
-                outputs.append(Output(entry, dtype, spec.shape, compute=make.entry(entry)))
+                outputs.append(Output(entry, dtype, spec.shape, compute=makers[suffix]))
         plan = Plan(tuple(outputs), plain.ignored, formats)
         return write_conversion(
             ckpt,
@@ -90,7 +97,10 @@ def dequantize(
     progress: Progress | None = None,
     dry_run: bool = False,
 ) -> Plan:
-    """Write a folder of ours in which quantized weights are stored as values, in `dtype` or their logical dtype."""
+    """Write a folder of ours in which quantized weights are stored as values, in `dtype` or their logical dtype.
+
+    Memory is that of the working copies of a few rows.
+    """
     wanted = as_torch_dtype(dtype)
     with open_checkpoint(src) as ckpt:
         if not ckpt.formats or ckpt.layout is None:
@@ -100,13 +110,14 @@ def dequantize(
             ckpt.tensors, ckpt.namespace, te_namespace(ckpt.config, layout, ckpt.formats), where=str(src), dtype=wanted
         )
         params = Parameters(ckpt.store, ckpt.namespace, ckpt.config, ckpt.formats, layout)
+        members = Parameters(ckpt.store, ckpt.namespace, ckpt.config, ckpt.formats, "per-gemm")
         formats = formats_in_layout(ckpt.config, layout, ckpt.formats)
         by_name = {output.name: output for output in moved.outputs}
         outputs = []
         for name, shape in params.shapes.items():
             if name in formats:
                 logical = wanted or getattr(torch, formats[name]["logical_dtype"])
-                compute = _dequantized(params, name, logical)
+                compute = _dequantized(params, members, name, logical)
                 outputs.append(Output(name, dtype_name(logical), shape, compute=compute))
             else:
                 outputs.append(by_name[name])
@@ -128,17 +139,36 @@ def _plan_plain(ckpt: Checkpoint) -> Plan:
     return make_plan(ckpt.tensors, ckpt.namespace, target, where=str(ckpt.path), ignorable=ckpt.ignorable)
 
 
-def _dequantized(params: Parameters, name: str, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
-    def compute() -> torch.Tensor:
-        tensor = params.quantized(name)
-        if not isinstance(tensor, GroupedTensor):
-            return tensor.dequantize(dtype)
-        out = torch.empty(tensor.shape, dtype=dtype)
-        for g, member in enumerate(tensor.members()):
-            out[g] = member.dequantize(dtype)
-        return out
+def _matrices(params: Parameters, members: Parameters, name: str) -> tuple[Parameters, list[str]]:
+    """Return where to read the matrices of a parameter, which have their own scales, and their names there."""
+    return (params, [name]) if len(params.shapes[name]) == 2 else (members, list(params.members(name)))
+
+
+def _dequantized(
+    params: Parameters, members: Parameters, name: str, dtype: torch.dtype
+) -> Callable[[], Iterator[torch.Tensor]]:
+    """Return the function that computes the values of one parameter, band after band."""
+
+    def compute() -> Iterator[torch.Tensor]:
+        quantizer, _ = quantizer_of(name, params.formats[name])
+        source, names = _matrices(params, members, name)
+        for matrix in names:
+
+            def read(field: str, axis: int, part: Rows | None, matrix: str = matrix) -> torch.Tensor:
+                entry = matrix + SUFFIXES[field]
+                return source.entry(entry) if part is None else source.part(entry, axis, *part)
+
+            yield from dequantize_bands(quantizer, params.shapes[name][-2:], dtype, read)
 
     return compute
+
+
+def _by_usage(quantizer: Quantizer) -> list[Quantizer]:
+    """Return quantizers that make the stored copies one by one."""
+    usages = quantizer.stored_usages()
+    if len(usages) == 1:
+        return [quantizer]
+    return [quantizer.with_usage(rowwise=u == "rowwise", columnwise=u == "columnwise") for u in usages]
 
 
 class _Fields:
@@ -149,26 +179,25 @@ class _Fields:
         self._params, self._members = params, members
         self._ready: dict[str, torch.Tensor] = {}
 
-    def entry(self, entry: str) -> Callable[[], torch.Tensor]:
-        """Return the function that computes the entry of that name; each may be called once."""
+    def suffixes(self) -> Iterator[tuple[str, str]]:
+        """List the fields, each with what its entry's name adds to the parameter's."""
+        return ((field, SUFFIXES[field]) for field in self._quantizer.field_names())
 
-        def compute() -> torch.Tensor:
+    def entry(self, field: str) -> Callable[[], list[torch.Tensor]]:
+        """Return the function that computes one field; each may be called once."""
+
+        def compute() -> list[torch.Tensor]:
             if not self._ready:
-                self._ready = stored_fields(self._name, self._quantize())
-            return self._ready.pop(entry)
+                self._ready = self._quantize()
+            return [self._ready.pop(field)]
 
         return compute
 
-    def _quantize(self) -> QuantizedTensor:
-        if len(self._shape) == 2:
-            return self._quantizer.quantize(self._params.plain(self._name))
-        fields = {
-            field: torch.empty(spec.shape, dtype=spec.dtype)
-            for field, spec in self._quantizer.quantize_fields(torch.empty(self._shape, device="meta")).items()
-        }
-        dtype = self._params.dtype(self._name)
-        grouped = GroupedTensor(fields, self._quantizer, torch.Size(self._shape), dtype)
-        for member, name in zip(grouped.members(), self._params.members(self._name), strict=True):
-            # one matrix at a time: each has its own scales, so this is what quantizing the whole stack gives
-            member.copy_(self._members.plain(name))
-        return grouped
+    def _quantize(self) -> dict[str, torch.Tensor]:
+        fields = empty_fields(self._quantizer, torch.Size(self._shape), "cpu")
+        source, names = _matrices(self._params, self._members, self._name)
+        for g, matrix in enumerate(names):
+            # each matrix has its own scales, so this is what quantizing the whole stack gives
+            own = fields if len(self._shape) == 2 else {field: value[g] for field, value in fields.items()}
+            quantize_into(own, self._quantizer, self._shape[-2:], functools.partial(source.part, matrix, 0))
+        return fields

@@ -163,18 +163,18 @@ def _generator(name: str, seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
 
 
-def _normal(name: str, shape: Shape, dtype: torch.dtype, std: float, seed: int) -> Callable[[], torch.Tensor]:
-    return lambda: (torch.randn(shape, generator=_generator(name, seed)) * std).to(dtype)
+def _normal(name: str, shape: Shape, dtype: torch.dtype, std: float, seed: int) -> Callable[[], list[torch.Tensor]]:
+    return lambda: [(torch.randn(shape, generator=_generator(name, seed)) * std).to(dtype)]
 
 
-def _noisy(store: Store, output: Output, std: float, seed: int) -> Callable[[], torch.Tensor]:
-    def compute() -> torch.Tensor:
+def _noisy(store: Store, output: Output, std: float, seed: int) -> Callable[[], list[torch.Tensor]]:
+    def compute() -> list[torch.Tensor]:
         out = torch.empty(output.shape, dtype=torch_dtype(output.dtype))
         fill_tensor(store, output.pieces, out)
         matrices = out if out.dim() == 3 else out[None]
         generator = _generator(output.name, seed)
         for matrix in matrices:
             matrix.copy_(matrix.float() + torch.randn(matrix.shape, generator=generator) * std)
-        return out
+        return [out]
 
     return compute

@@ -12,7 +12,13 @@ import sys
 import threading
 from pathlib import Path
 
+import torch
+
 import te_models.checkpoints as checkpoints
+from te_models.layers import MXFP8Quantizer
+
+# torch loads its formulas for the meta device (40 MiB) when the first of them is asked for
+MXFP8Quantizer().quantize_fields(torch.empty(1, 1, device="meta"))
 
 
 def anonymous() -> int:

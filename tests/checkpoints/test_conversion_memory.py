@@ -1,4 +1,4 @@
-"""Memory of conversions: far below the model, for models ten times larger than their largest tensor."""
+"""Memory of conversions: that of parts of tensors, for models ten times larger than their largest tensor."""
 
 from __future__ import annotations
 
@@ -88,3 +88,40 @@ def test_import_and_export_stay_below_the_largest_tensor(tmp_path: Path, model: 
         assert peak < 64 << 20, f"{verb} took {peak >> 20} MiB, although it streams parts of tensors"
         if destination != "ours":
             shutil.rmtree(tmp_path / destination)
+
+
+QUANTIZED: dict[str, Any] = {
+    "dense": {
+        "model_type": "llama",
+        "vocab_size": 1024,
+        "hidden_size": 2048,
+        "intermediate_size": 16384,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+    },
+    "moe": {
+        "model_type": "mixtral",
+        "vocab_size": 1024,
+        "hidden_size": 2048,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+    },
+}
+"""Models with large matrices: 128 MiB (dense, both halves of the gated MLP) and 4 times 32 MiB in bfloat16."""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="anonymous memory is read from Linux's /proc")
+@pytest.mark.parametrize(("model", "recipe"), [("dense", "mxfp8"), ("moe", "block")])
+def test_quantize_and_dequantize_stay_below_the_largest_tensor(tmp_path: Path, model: str, recipe: str) -> None:
+    """Quantizing holds one copy of one parameter, in fewer bits than the parameter; the way back a few rows."""
+    make_sparse_folder(tmp_path / "hf", QUANTIZED[model])
+    largest = 128 << 20
+    peak = peak_of("quantize", tmp_path / "hf", tmp_path / "quantized", recipe=recipe)
+    assert peak < largest, f"quantize took {peak >> 20} MiB"
+    peak = peak_of("dequantize", tmp_path / "quantized", tmp_path / "back")
+    assert largest_and_total(tmp_path / "back")[0] == largest
+    assert peak < 64 << 20, f"dequantize took {peak >> 20} MiB, although it streams parts of tensors"

@@ -1,0 +1,68 @@
+"""Bands of rows: quantized and dequantized piece by piece, the numbers are those of the whole matrix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from te_models.checkpoints import bands, dequantize, import_hf, quantize
+from te_models.layers import Float8CurrentScalingQuantizer, HybridQuantizer, MXFP8Quantizer, Quantizer
+from te_models.layers import recipe as recipe_by_name
+from te_models.layers.field_schema import empty_fields
+from tests.checkpoints.hf_cases import HFFolder
+
+NAMES = ("delayed", "current", "block", "mxfp8", "nvfp4")
+QUANTIZERS: dict[str, Quantizer] = {name: recipe_by_name(name).weight_quantizer() for name in NAMES} | {
+    "mxfp8 columnwise": MXFP8Quantizer(rowwise=False),
+    "block 1-D": recipe_by_name("block", w_block_scaling_dim=1).weight_quantizer(),
+    "hybrid": HybridQuantizer(rowwise_quantizer=Float8CurrentScalingQuantizer(), columnwise_quantizer=MXFP8Quantizer()),
+}
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("shape", [(1, 40), (127, 16), (300, 48), (513, 33)])
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_bands_are_parts_of_the_whole(monkeypatch: pytest.MonkeyPatch, name: str, shape: tuple[int, int]) -> None:
+    quantizer = QUANTIZERS[name]
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    x[-1, -1] = 300.0  # the largest value is in the last band
+    whole = quantizer.quantize_fields(x)
+    values = quantizer.dequantize_fields(whole, torch.float32, shape)
+
+    monkeypatch.setattr(bands, "BAND_ELEMENTS", 1)
+    parts = bands.bands(quantizer, shape)
+    assert [r for part in parts for r in range(*part)] == list(range(shape[0]))
+    assert len(parts) > 1 or shape[0] < 300
+    fields = empty_fields(quantizer, torch.Size(shape), "cpu")
+    for field in fields.values():
+        bits(field).fill_(0x7F)
+    bands.quantize_into(fields, quantizer, shape, lambda begin, end: x[begin:end])
+    assert fields.keys() == whole.keys()
+    for field, value in whole.items():
+        assert torch.equal(bits(fields[field]), bits(value)), field
+
+    def read(field: str, axis: int, part: tuple[int, int] | None) -> torch.Tensor:
+        return whole[field] if part is None else whole[field].narrow(axis, part[0], part[1] - part[0])
+
+    found = torch.cat(list(bands.dequantize_bands(quantizer, shape, torch.float32, read)))
+    assert torch.equal(bits(found), bits(values))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_folders_do_not_depend_on_the_bands(
+    monkeypatch: pytest.MonkeyPatch, hf_folder: HFFolder, tmp_path: Path, name: str
+) -> None:
+    """A grouped-query model, whose q, k and v rows are interleaved in the source, and experts."""
+    import_hf(hf_folder("mixtral"), tmp_path / "ours")
+    for what, elements in (("wide", 1 << 30), ("narrow", 1)):
+        monkeypatch.setattr(bands, "BAND_ELEMENTS", elements)
+        quantize(tmp_path / "ours", tmp_path / f"{what}-q", name)
+        dequantize(tmp_path / f"{what}-q", tmp_path / f"{what}-d")
+    for kind in ("q", "d"):
+        wide, narrow = (tmp_path / f"{what}-{kind}" / "model.safetensors" for what in ("wide", "narrow"))
+        assert wide.read_bytes() == narrow.read_bytes()
