@@ -163,7 +163,7 @@ class _Linear(torch.autograd.Function):
             if ctx.grad_statistics is not None:
                 noted = ctx.grad_statistics[gemm % ctx.grad_statistics.shape[0]]
                 note_statistics(noted, bind(quantizers.grad_output, scale, None, "grad_output", gemm), dy, key)
-        usages = tuple(u for u, needed in zip(_USAGES, ctx.needs_input_grad, strict=False) if needed)
+        usages: tuple[Usage, ...] = tuple(u for u, needed in zip(_USAGES, ctx.needs_input_grad, strict=False) if needed)
         dy_sides = gradient_sides(quantizer, dy, usages, dtype, key)
         dx = dw = db = None
         if ctx.needs_input_grad[0]:

@@ -1,7 +1,6 @@
 """Scaled GEMM in Triton: `a @ b^T` of FP8 operands with per-tensor, 128-block or MX scales."""
 
 # A kernel takes plain values for its constexpr parameters, and options of the launch; triton's types know neither.
-# pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 
 import triton

@@ -1,7 +1,6 @@
 """A copy between a matrix and its transpose, of bytes."""
 
 # A kernel takes plain values for its constexpr parameters, and options of the launch; triton's types know neither.
-# pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 
 import triton

@@ -4,7 +4,6 @@ T rows sorted by group, G groups, [N, K] matrices. Splits that add up to more th
 """
 
 # A kernel takes plain values for its constexpr parameters, and options of the launch; triton's types know neither.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
 from __future__ import annotations
 
 import triton

@@ -81,7 +81,7 @@ def quantize_blockwise(
     "e8m0". Infinities saturate; a NaN stays in its element ("e8m0": makes its block NaN).
     """
     if x.numel() == 0:
-        shape = (*x.shape[:-2], *grid(*x.shape[-2:], block))
+        shape = (*x.shape[:-2], *grid(x.shape[-2], x.shape[-1], block))
         return x.to(fp8_dtype), x.new_empty(shape, dtype=torch.uint8 if scale_kind == "e8m0" else torch.float32)
     amax = once(blockwise_amax(x, block))
     if scale_kind == "e8m0":

@@ -8,7 +8,6 @@ group a program serves is found on the device, from m_splits (see `grouped`).
 """
 
 # A kernel takes plain values for its constexpr parameters, which choose its branches; triton's types know neither.
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
 import math

@@ -2,7 +2,6 @@
 the amaxes that NVFP4's two copies need before they can be made, in one pass."""
 
 # A kernel takes plain values for its constexpr parameters, which choose its branches; triton's types know neither.
-# pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 
 import torch

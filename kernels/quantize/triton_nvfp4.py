@@ -5,7 +5,6 @@ The columnwise copy is made of the transposed tile, so one device function makes
 """
 
 # A kernel takes plain values for its constexpr parameters, which choose its branches; triton's types know neither.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportAssignmentType=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import torch

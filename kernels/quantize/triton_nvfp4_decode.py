@@ -1,7 +1,6 @@
 """NVFP4 back to numbers."""
 
 # A kernel takes plain values for its constexpr parameters, which choose its branches; triton's types know neither.
-# pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 
 import torch

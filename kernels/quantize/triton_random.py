@@ -1,7 +1,6 @@
 """The bits of `random.random_bits`, inside kernels."""
 
 # A kernel takes plain values for its constexpr parameters, which choose its branches; triton's types know neither.
-# pyright: reportArgumentType=false, reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
 import triton

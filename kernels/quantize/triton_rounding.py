@@ -7,7 +7,6 @@ compiler may fuse the two into one rounding.
 """
 
 # A kernel takes plain values for its constexpr parameters, which choose its branches; triton's types know neither.
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportOperatorIssue=false
 from __future__ import annotations
 
 import torch

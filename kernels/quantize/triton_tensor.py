@@ -1,7 +1,6 @@
 """Per-tensor FP8: amax, the cast with a given scale (both copies in one pass); dequantization of every FP8 format."""
 
 # A kernel takes plain values for its constexpr parameters, which choose its branches; triton's types know neither.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportAssignmentType=false
 from __future__ import annotations
 
 import torch

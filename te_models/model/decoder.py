@@ -5,6 +5,8 @@ B batch, S sequence, L keys, H hidden, E experts.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -56,7 +58,7 @@ class Decoder(nn.Module):
             token_mask = attention_mask[:, -x.shape[1] :]
         recompute = self.activation_checkpointing and torch.is_grad_enabled() and cache is None
         # in a graph the compiler recomputes what it traced: no state is looked up a second time
-        contexts = {} if torch.compiler.is_compiling() else {"context_fn": recompute_contexts}
+        contexts: dict[str, Any] = {} if torch.compiler.is_compiling() else {"context_fn": recompute_contexts}
         routed: list[RouterOutput] = []
         for i, layer in enumerate(self.layers):
             table = self.rotary_of_layer[i]

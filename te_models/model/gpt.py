@@ -56,7 +56,7 @@ class GPTModel(nn.Module):
         self.pretrained_folder: Path | None = None
         self.expert_layout = expert_layout
         storage = storage_recipe()
-        by_name = storage is not None and storage.by_name
+        by_name = storage if storage is not None and storage.by_name else None
         # layers learn their names when all are built, and a recipe that chooses by name has to wait for that
         with quantized_model_init(enabled=False) if by_name else contextlib.nullcontext():
             self.embedding = Embedding(config, build)
@@ -64,7 +64,7 @@ class GPTModel(nn.Module):
             self.output_layer = OutputLayer(config, build)
         name_modules(self)
         if by_name:
-            store_weights(self, storage)
+            store_weights(self, by_name)
         self.router_loss_weights = None
         if config.moe is not None:
             self.router_loss_weights = RouterLossWeights(config.moe.aux_loss_coeff, config.moe.z_loss_coeff, device)
