@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from .linear_function import GemmOptions
+from .dense_gemms import GemmOptions
 from .quantized_module import QuantizedModule
 from .wgrad import weight_gradient
 

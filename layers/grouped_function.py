@@ -1,7 +1,7 @@
 """One GEMM per group of rows, in high precision or under a recipe: the implementation behind GroupedLinear.
 
 T rows sorted by group, G groups (GEMMs), K in, N out. The three GEMMs and the usage of each operand are those of
-`linear_function`; what is new is that every group is quantized by itself: per-tensor scales are one per group, and
+`dense_gemms`; what is new is that every group is quantized by itself: per-tensor scales are one per group, and
 blocks that span rows stay inside their group (see `row_groups`).
 """
 
@@ -24,16 +24,9 @@ from te_models.kernels.grouped_gemm import (
 
 from .autocast import state
 from .delayed import bind
+from .dense_gemms import DEFAULT_OPTIONS, HIGH_PRECISION, GemmOptions, plain_weight, scaled_values, weight_side
 from .kept import note_statistics
-from .linear_function import (
-    DEFAULT_OPTIONS,
-    HIGH_PRECISION,
-    GemmOptions,
-    largest,
-    plain_weight,
-    scaled_values,
-    weight_side,
-)
+from .linear_function import largest
 from .module import compute_dtype
 from .quantized_module import QuantizedModule, check_format
 from .quantized_tensor import QuantizedTensor

@@ -11,6 +11,7 @@ from torch import Tensor
 from te_models.kernels.gemm import Operand
 
 from .delayed import STATISTICS, Float8Quantizer
+from .quantized_storage import QuantizedStorage
 from .quantizer import Quantizer, Usage
 from .recipe import BackwardOverride
 from .row_groups import RowGroups
@@ -50,30 +51,42 @@ def value_of(quantizer: AnyQuantizer) -> Quantizer:
 
 def keep(
     quantizer: AnyQuantizer,
-    x: Tensor,
+    x: Tensor | QuantizedStorage,
+    dtype: torch.dtype,
     override: BackwardOverride | None,
     save_original_input: bool,
     needs_wgrad: bool,
 ) -> tuple[Side, Kept, tuple[Tensor, ...]]:
     """Quantize x: [T, K] for fprop and return (its side, how to read what is kept, what is kept).
 
+    dtype: of the GEMMs and of x. x may come quantized, by this quantizer's value: then its fields are what is kept.
+
     Eagerly the quantized copy is kept, a quarter or half of x's memory. In a CPU graph the compiler decides what
     crosses to the backward pass, and deriving both copies from x lets it fuse quantization and dequantization.
     """
-    if not needs_wgrad:
-        return side(quantizer, x, "rowwise", x.dtype), Kept("nothing"), ()
-    if override == "high_precision":
-        return side(quantizer, x, "rowwise", x.dtype), Kept("plain"), (x,)
-    fused = torch.compiler.is_compiling() and not quantized_gemms(x.device)
-    if override is None and (save_original_input or fused):
-        return side(quantizer, x, "rowwise", x.dtype), Kept("original"), (x,)
     value = value_of(quantizer)
-    fields = quantizer.quantize_fields(x)
-    left = side_of_fields(value, fields, "rowwise", x.dtype, x.shape)
+    if isinstance(x, QuantizedStorage):
+        fields, value = x.fields, x.quantizer
+    elif not needs_wgrad:
+        return side(quantizer, x, "rowwise", dtype), Kept("nothing"), ()
+    elif override == "high_precision":
+        return side(quantizer, x, "rowwise", dtype), Kept("plain"), (x,)
+    elif override is None and (save_original_input or in_cpu_graph(x.device)):
+        return side(quantizer, x, "rowwise", dtype), Kept("original"), (x,)
+    else:
+        fields = quantizer.quantize_fields(x)
+    left = side_of_fields(value, fields, "rowwise", dtype, x.shape)
+    if not needs_wgrad:
+        return left, Kept("nothing"), ()
     wanted = "rowwise" if value.symmetric or override is not None else "columnwise"
     kept = {name: field for name, field in fields.items() if name.startswith(wanted)}
     form = "fields" if override is None else "dequantized"
     return left, Kept(form, tuple(kept), tuple(x.shape)), tuple(kept.values())
+
+
+def in_cpu_graph(device: torch.device) -> bool:
+    """Whether the compiler is at work for a device whose GEMMs take dequantized values, which it fuses."""
+    return torch.compiler.is_compiling() and not quantized_gemms(device)
 
 
 def gradient_sides(
