@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
-BENCHMARKS = ("train_step", "import_throughput", "quantize")
+BENCHMARKS = ("train_step", "recipe_step", "import_throughput", "quantize")
 
 
 def main(names: list[str]) -> int:
