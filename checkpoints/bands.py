@@ -44,12 +44,12 @@ def quantize_into(
             amaxes = {usage: torch.maximum(amax, found[usage]) for usage, amax in amaxes.items()}
     layouts = field_layouts(quantizer)
     for band in parts:
-        found = quantizer.quantize_fields(read(*band), amaxes=amaxes)
+        stored = quantizer.quantize_fields(read(*band), amaxes=amaxes)
         for layout in layouts:
             part = field_rows(layout, band)
             out = fields[layout.name]
             target = out if part is None else out.narrow(layout.axis(-2), part[0], part[1] - part[0])
-            target.copy_(found[layout.name])
+            target.copy_(stored[layout.name])
 
 
 def dequantize_bands(
