@@ -1,4 +1,4 @@
-"""The picture of the two training runs: the loss of each step, and the mean of each reading of the same batches."""
+"""The picture of the two training runs: the loss of each step, and means of several steps."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 from ..extras import require
 
 
-def plot_curves(losses: dict[str, list[float]], epoch: int, out: Path) -> None:
-    """Write a PNG with one colour per run; `epoch` is the number of steps in one reading of the batches.
+def plot_curves(losses: dict[str, list[float]], steps: int, out: Path) -> None:
+    """Write a PNG with one colour per run; a mean is of `steps` steps.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -18,12 +18,12 @@ def plot_curves(losses: dict[str, list[float]], epoch: int, out: Path) -> None:
     axes = figure.subplots()
     for label, values in losses.items():
         (line,) = axes.plot(range(1, len(values) + 1), values, ".-", linewidth=0.7, alpha=0.5)
-        for begin in range(0, len(values), epoch):
-            part = values[begin : begin + epoch]
+        for begin in range(0, len(values), steps):
+            part = values[begin : begin + steps]
             ends = (begin + 0.5, begin + len(part) + 0.5)
-            name = f"{label}: steps, and mean of each epoch" if begin == 0 else None
+            name = f"{label}: steps, and means of {steps}" if begin == 0 else None
             axes.plot(ends, [statistics.fmean(part)] * 2, color=line.get_color(), linewidth=2.5, label=name)
-    axes.set_xlabel(f"step ({epoch} batches in an epoch)")
+    axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per token)")
     axes.grid(alpha=0.3)
     axes.legend()

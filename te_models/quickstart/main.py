@@ -27,7 +27,7 @@ def run_quickstart(
     Args:
         out: A new folder, or one that an earlier quickstart wrote (it is replaced).
         offline_tiny: Train a small model and its tokenizer here instead of using SmolLM2-135M.
-        epochs: How often each training run reads its batches, at least 2.
+        epochs: How often each training run reads its batches.
         recipe: The FP8 recipe to train with: "current", "block" or "mxfp8".
 
     Raises:

@@ -17,22 +17,23 @@ class Sizes:
     """How much of everything, chosen so that the whole ends within ten minutes on two cores, in 6 GiB.
 
     The compared text is `windows` held-out files of `length` tokens each. `most_perplexity` is what a sane model stays
-    below there. Training reads `train_batches` batches `epochs` times: in so few steps the difference between two
-    batches hides what the model learns, the difference between two readings of the same batches shows it.
-    `most_held_out` times the perplexity before is what held-out text may reach after: the trained model gets better
-    there; the tiny one, which has just read the whole library, may get a little worse by reading a few pages over and
-    over.
+    below there. Training reads `train_batches` batches `epochs` times, `windows_per_file` windows from each text file;
+    its loss on the last `compared` batches is compared with that of the untrained model on the very same batches, so
+    that the difference between batches does not hide what is learned; it must be below `most_loss` times as much. The
+    tiny model reads each batch once: read over and over, a few pages make a model of that size worse on other text.
     """
 
     windows: int
     length: int
     most_perplexity: float
     train_batches: int
+    windows_per_file: int
     epochs: int
+    compared: int
     train_length: int
     train_batch: int
     learning_rate: float
-    most_held_out: float
+    most_loss: float
     new_tokens: int = 40
     experts: int = 4
     topk: int = 2
@@ -43,22 +44,26 @@ REAL = Sizes(
     length=256,
     most_perplexity=30.0,
     train_batches=8,
+    windows_per_file=1,
     epochs=3,
+    compared=8,
     train_length=256,
     train_batch=1,
     learning_rate=1e-4,
-    most_held_out=1.0,
+    most_loss=0.97,
 )
 TINY = Sizes(
-    windows=4,
+    windows=8,
     length=128,
     most_perplexity=300.0,
-    train_batches=8,
-    epochs=4,
+    train_batches=64,
+    windows_per_file=4,
+    epochs=1,
+    compared=16,
     train_length=128,
-    train_batch=4,
-    learning_rate=3e-4,
-    most_held_out=1.15,
+    train_batch=8,
+    learning_rate=1e-3,
+    most_loss=0.99,
 )
 
 

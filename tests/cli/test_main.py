@@ -162,7 +162,7 @@ def test_usage_errors_exit_with_2(words: list[str], says: str, capsys: pytest.Ca
         ["train", "missing.toml"],
         ["generate", "missing", "--prompt", "x"],
         ["generate", "missing", "--prompt-file", "missing.txt"],
-        ["quickstart", "--epochs", "1"],
+        ["quickstart", "--epochs", "0"],
     ],
     ids=" ".join,
 )

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from te_models.cli.main import main
+from te_models.quickstart import train_step
 from te_models.quickstart.compare import load_theirs, stored
+from te_models.quickstart.report import Check, Report
+from te_models.quickstart.run import TINY, Run
+from te_models.quickstart.text import library_files, windows_of
 
 STEPS = {"0 prepare", "1 import", "2 quantize", "3 experts", "4 train", "5 export"}
 
@@ -48,10 +55,47 @@ def check_output(out: Path, layers: int) -> dict:
 def test_the_offline_quickstart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     assert main(["quickstart", "--offline-tiny", "--out", str(out)]) == 0
-    check_output(out, layers=4)
+    numbers = check_output(out, layers=4)["numbers"]
     text = capsys.readouterr().out
     assert "all 20 checks passed" in text
     assert "greedy text by te_models (KV cache) and by transformers" in text
+    for name in ("bf16", "mxfp8"):
+        assert numbers[f"perplexity_after_{name}"] < numbers["perplexity_before_training"]
+
+    # Training that damages the model is noticed: the same step again, with fifty times the learning rate.
+    failed = {
+        check.what for check in train_again(out, tmp_path, learning_rate=50 * TINY.learning_rate) if not check.passed
+    }
+    for name in ("bf16", "mxfp8"):
+        assert any(what.startswith(f"{name}: perplexity on held-out text") for what in failed)
+        assert any(what.startswith(f"{name}: mean loss on the last") for what in failed)
+
+
+def train_again(out: Path, tmp_path: Path, **changes: float) -> list[Check]:
+    """Run the training step of a finished quickstart once more with other sizes, and return its checks."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out / "hf-moe")
+    sizes = replace(TINY, **changes)
+    training_files, held_out = library_files()
+    windows = windows_of(tokenizer, held_out, sizes.windows, sizes.length)
+    scratch, again = tmp_path / "scratch", tmp_path / "again"
+    scratch.mkdir()
+    shutil.copytree(out / "moe", again / "moe")
+    report = Report(verbose=False)
+    report.begin("4 train")
+    train_step.run(
+        Run(
+            out=again,
+            scratch=scratch,
+            hf=out,
+            sizes=sizes,
+            recipe="mxfp8",
+            tokenizer=tokenizer,
+            windows=windows,
+            training_files=training_files,
+            report=report,
+        )
+    )
+    return report.checks
 
 
 @pytest.mark.real
