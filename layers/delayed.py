@@ -75,7 +75,7 @@ class Float8Quantizer:
     def record(self, amax: Tensor) -> None:
         """Raise the recorded amax to `amax`. NaN is ignored."""
         if self.amax is not None:
-            self.amax.copy_(torch.fmax(self.amax, amax.float()))
+            raise_(self.amax, amax)
 
     def quantize_fields(self, x: Tensor, key: Tensor | None = None) -> Fields:
         """Quantize x: [..., R, C], one scale per matrix, recording amaxes. key: unused, nothing is stochastic."""
@@ -117,6 +117,16 @@ class Float8Quantizer:
         """Return a quantizer with each row's scale, [T], that records nothing."""
         return Float8Quantizer(rows.per_row(self.scale), None, self.fp8_dtype)
 
+    def output(self) -> q.QuantizedOutput:
+        """Return how another operation makes these fields as its last step, with `scale`."""
+        return q.QuantizedOutput(fp8_dtype=self.fp8_dtype)
+
+    def fields_of_output(self, copies: Sequence[Tensor]) -> Fields:
+        """Return what an operation made, as fields, recording the amax."""
+        data, amax = copies
+        self.record(amax)
+        return {"rowwise_data": data, "rowwise_scale_inv": torch.div(torch.ones_like(self.scale), self.scale)}
+
     def row_block(self, usage: Usage) -> int:
         """Return how many rows one scale spans, for alignment: any number will do."""
         return 1
@@ -134,6 +144,11 @@ class Float8Quantizer:
         from .grouped_tensor import GroupedTensor
 
         return GroupedTensor(self.quantize_fields(x.detach()), self.value, x.shape, x.dtype)
+
+
+def raise_(recorded: Tensor, amax: Tensor) -> None:
+    """Raise recorded amaxes to `amax`, in place. NaN is ignored."""
+    recorded.copy_(torch.fmax(recorded, amax.float()))
 
 
 def bind(

@@ -108,7 +108,7 @@ def dense_gradients(
         if live.grad_statistics is not None:
             noted = live.grad_statistics[gemm % live.grad_statistics.shape[0]]
             note_statistics(noted, bind(quantizers.grad_output, scale, None, "grad_output", gemm), dy, key)
-    usages = tuple(u for u, needed in zip(_USAGES, needs, strict=True) if needed)
+    usages: tuple[Usage, ...] = tuple(u for u, needed in zip(_USAGES, needs, strict=True) if needed)
     dy_sides = gradient_sides(quantizer, dy, usages, dtype, key)
     dx = dw = None
     if needs[0]:
@@ -129,7 +129,7 @@ def dense_gradients(
         def compute() -> Tensor | None:
             if main_grad is None:
                 return product(left, right, weight.dtype)
-            accumulate_product_(main_grad, left, right, accumulate=not wgrad.overwrite)
+            accumulate_product_(main_grad, left, right, accumulate=not (wgrad and wgrad.overwrite))
             return None
 
         dw = run_wgrad(wgrad, weight, compute)

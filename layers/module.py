@@ -15,10 +15,14 @@ def default_init_method(weight: Tensor) -> Tensor:
     return nn.init.normal_(weight, mean=0.0, std=0.023)
 
 
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """Return the dtype that an enabled `torch.amp.autocast` of this device asks for, or None."""
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
 def compute_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype a GEMM on x runs in: that of an enabled `torch.amp.autocast`, else x's own."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    return autocast_dtype(x.device.type) or x.dtype
 
 
 def empty_parameter(*shape: int, params_dtype: torch.dtype | None, device: torch.device | str | None) -> nn.Parameter:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from .autocast import state
-from .delayed import ROLES, STATISTICS, bind
+from .delayed import ROLES, STATISTICS, bind, raise_
 from .quantized_tensor import QuantizedTensor
 from .quantizer import Quantizer
 from .recipe import GemmQuantizers
@@ -116,8 +116,7 @@ class QuantizedModule(nn.Module):
         of a tensor that a layer uses in high precision. gemm: the one meant; None: all."""
         if state().calibrating and self.delayed_rule is not None:
             row = self.fp8_amax[ROLES.index(role)]
-            row = row if gemm is None else row[gemm]
-            row.copy_(torch.fmax(row, amax.float()))
+            raise_(row if gemm is None else row[gemm], amax)
 
     def live_state(self, quantizers: GemmQuantizers) -> LiveState:
         """Return the live tensors that a forward pass with `quantizers` needs."""

@@ -1,10 +1,12 @@
 """Activations of the MLP, plain and gated, with the result in high precision or as FP8."""
 
 from .op import ACTIVATIONS, activation, gated_activation
+from .passes import Activation
 from .quantized import activation_quantized, gated_activation_quantized
 
 __all__ = [
     "ACTIVATIONS",
+    "Activation",
     "activation",
     "activation_quantized",
     "gated_activation",

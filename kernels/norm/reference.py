@@ -56,3 +56,9 @@ def layer_norm(
     x_hat = torch.nn.functional.layer_norm(x.float(), x.shape[-1:], None, None, eps)
     y = _scale_and_round(x_hat, weight, zero_centered, cast_order, x.dtype)
     return y if bias is None else y + bias
+
+
+def l2_norm(x: Tensor, eps: float) -> Tensor:
+    """Return `x / sqrt(sum(x^2) + eps)` over the last dimension, in x's dtype; statistics in float32. x: [..., H]."""
+    x_f = x.float()
+    return (x_f * torch.rsqrt(x_f.square().sum(-1, keepdim=True) + eps)).to(x.dtype)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from te_models.kernels.gemm import Operand, ScaledOperand
+from te_models.kernels.quantize import QuantizedOutput
 
 from ..opaque import ValueObject, derived
 from ..row_groups import RowGroups
@@ -112,6 +113,15 @@ class Quantizer(ValueObject):
     def scaled_rows(self, x: Tensor, usage: Usage, rows: RowGroups, key: Tensor | None = None) -> ScaledOperand | None:
         """Quantize rows sorted by group as `rows_operand` does, for a GEMM that takes quantized numbers."""
         return self.scaled_operand(x, usage, key)
+
+    def output(self) -> QuantizedOutput | None:
+        """Return how another operation makes this format's fields of its result [T, C] as its last step; None in a
+        format that has to see the whole result first."""
+        return None
+
+    def fields_of_output(self, copies: Sequence[Tensor]) -> Fields:
+        """Return what an operation made as `output` says, as fields."""
+        raise NotImplementedError
 
     # --- what follows from it --------------------------------------------------------------------------------------
 

@@ -52,6 +52,25 @@ class _BlockwiseQuantizer(FP8Quantizer):
         parts = q.quantize_blockwise_both(x, block, self.fp8_dtype, self.scale_kind, epsilon=self._epsilon)
         return self._named(parts[:2], "rowwise") | self._named(self._stored(parts[2:], "columnwise"), "columnwise")
 
+    def output(self) -> q.QuantizedOutput | None:
+        rows, columns = self._block_of("rowwise")
+        if rows > 1:
+            return None
+        return q.QuantizedOutput(
+            block=columns,
+            fp8_dtype=self.fp8_dtype,
+            scale_kind=self.scale_kind,
+            epsilon=self._epsilon,
+            rowwise=self.rowwise,
+            columnwise=self.columnwise,
+        )
+
+    def fields_of_output(self, copies: Sequence[Tensor]) -> Fields:
+        fields: Fields = {}
+        for i, usage in enumerate(self.stored_usages()):
+            fields |= self._named(self._stored(tuple(copies[2 * i : 2 * i + 2]), usage), usage)
+        return fields
+
     def _dequantize(self, parts: Parts, usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None) -> Tensor:
         data, scale_inv = self._stored(parts, usage)
         return q.dequantize_blockwise(data, scale_inv, self._block_of(usage), dtype)

@@ -1,0 +1,91 @@
+"""Operations without parameters that work element by element, or only on the shape."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..call import Computed, Gradients, Input, OperationCall, OperationContext
+from ..operation import BasicOperation
+
+
+class Identity(BasicOperation):
+    """`y = x`, quantized or not."""
+
+    TAKES_QUANTIZED = True
+
+    def op_forward_compute(self, x: Input, call: OperationCall) -> Computed:
+        return Computed(x)
+
+    def op_forward_save_ctx(self, ctx: OperationContext, x: Input, computed: Computed, call: OperationCall) -> None:
+        """Nothing is needed."""
+
+    def op_backward(self, ctx: OperationContext, dy: Tensor, extra_gradients: tuple[Tensor, ...]) -> Gradients:
+        return Gradients(dy)
+
+
+class ConstantScale(BasicOperation):
+    """`y = scale x`, rounded once."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def op_forward_compute(self, x: Tensor, call: OperationCall) -> Computed:
+        return Computed(x * self.scale)
+
+    def op_forward_save_ctx(self, ctx: OperationContext, x: Tensor, computed: Computed, call: OperationCall) -> None:
+        ctx.constants = self.scale
+
+    def op_backward(self, ctx: OperationContext, dy: Tensor, extra_gradients: tuple[Tensor, ...]) -> Gradients:
+        return Gradients(dy * ctx.constants)
+
+    def extra_repr(self) -> str:
+        return f"{self.scale}"
+
+
+class Dropout(BasicOperation):
+    """Zero each element with probability p in training, and divide the others by 1 - p."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        if not 0 <= p < 1:
+            raise ValueError(f"p is {p!r}; allowed: a number from 0 on, below 1")
+        self.p = p
+
+    def op_forward_compute(self, x: Tensor, call: OperationCall) -> Computed:
+        if not self.training or self.p == 0:
+            return Computed(x, (None,))
+        mask = torch.rand_like(x, dtype=torch.float32) >= self.p
+        return Computed(x * mask / (1 - self.p), (mask,))
+
+    def op_forward_save_ctx(self, ctx: OperationContext, x: Tensor, computed: Computed, call: OperationCall) -> None:
+        ctx.save_for_backward(*computed.saved)
+        ctx.constants = 1 - self.p
+
+    def op_backward(self, ctx: OperationContext, dy: Tensor, extra_gradients: tuple[Tensor, ...]) -> Gradients:
+        (mask,) = ctx.saved
+        return Gradients(dy if mask is None else dy * mask / ctx.constants)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
+
+
+class Reshape(BasicOperation):
+    """`y = x.reshape(shape)`; one entry may be -1."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.shape = shape
+
+    def op_forward_compute(self, x: Tensor, call: OperationCall) -> Computed:
+        return Computed(x.reshape(self.shape))
+
+    def op_forward_save_ctx(self, ctx: OperationContext, x: Tensor, computed: Computed, call: OperationCall) -> None:
+        ctx.constants = x.shape
+
+    def op_backward(self, ctx: OperationContext, dy: Tensor, extra_gradients: tuple[Tensor, ...]) -> Gradients:
+        return Gradients(dy.reshape(ctx.constants))
+
+    def extra_repr(self) -> str:
+        return ", ".join(map(str, self.shape))

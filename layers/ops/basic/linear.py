@@ -1,0 +1,151 @@
+"""The dense GEMM without a bias."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...autocast import state
+from ...delayed import ROLES, raise_
+from ...dense_gemms import HIGH_PRECISION, How, dense_fprop, dense_gradients
+from ...gemm_module import GemmModule
+from ...kept import Kept
+from ...linear_function import largest
+from ...module import InitMethod, autocast_dtype, default_init_method, empty_parameter
+from ...quantized_module import LiveState
+from ...quantized_storage import QuantizedStorage
+from ...quantized_tensor import QuantizedTensor
+from ...sides import AnyQuantizer
+from ...stored_weight import store_weights_as_asked
+from ..call import Computed, Gradients, Input, OperationArguments, OperationCall, OperationContext, QuantizedRows
+from ..handover import input_quantizer
+from ..operation import BasicOperation
+
+
+class LinearConstants(NamedTuple):
+    """What a linear operation computes with. dtype: of its GEMMs where `torch.amp.autocast` decides, else None."""
+
+    how: How
+    dtype: torch.dtype | None
+
+
+class LinearNotes(NamedTuple):
+    """How the backward pass reads what was kept. dtype: of the GEMMs; x_dtype, x_shape: of the input."""
+
+    how: How
+    kept: Kept
+    dtype: torch.dtype
+    x_dtype: torch.dtype
+    x_shape: torch.Size
+
+
+class BasicLinear(GemmModule, BasicOperation):
+    """`y = x w^T`, quantized under `autocast`. Transformer Engine: `te.ops.BasicLinear`.
+
+    weight: [out_features, in_features]. Takes quantized inputs. The options: see `Linear` and `GemmModule`.
+    """
+
+    TAKES_QUANTIZED = True
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        fuse_wgrad_accumulation: bool = False,
+        init_method: InitMethod | None = None,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
+        name: str = "",
+    ) -> None:
+        super().__init__(1, name, fuse_wgrad_accumulation, delay_wgrad_compute, save_original_input)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.init_method = init_method or default_init_method
+        self.weight = empty_parameter(out_features, in_features, params_dtype=params_dtype, device=device)
+        self.reset_parameters()
+        store_weights_as_asked(self)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initialise the weight anew."""
+        self.init_method(self.weight)
+
+    def fuser_arguments(self, device_type: str) -> OperationArguments:
+        cached = self.cached_weight((self.weight,), None, gemm=0)
+        quantizers, options = self.quantizers(), self.gemm_options(self.weight)
+        weight: Tensor = self.weight
+        recorded = None
+        if state().calibrating and self.delayed_rule is not None:
+            self.calibrate("weight", largest(weight), 0)
+            recorded = self.fp8_amax[ROLES.index("input"), 0]
+        if quantizers is None:
+            quantizers = HIGH_PRECISION
+            if isinstance(weight, QuantizedTensor):
+                weight = weight.dequantize()
+        main_grad = None if options.wgrad is None else options.wgrad.main_grad
+        tensors = (cached, main_grad, recorded, *self.live_state(quantizers))
+        return OperationArguments(
+            (weight,), tensors, LinearConstants(How(quantizers, options), autocast_dtype(device_type))
+        )
+
+    def input_quantizer(self, call: OperationCall) -> AnyQuantizer | None:
+        (weight,), (_, _, _, *live) = call.parameters, call.tensors
+        return input_quantizer(call.constants.how, LiveState(*live), call.needs.parameters[0], weight.device)
+
+    def op_forward_compute(self, x: Input, call: OperationCall) -> Computed:
+        return self.compute_with_bias(x, None, call)
+
+    def compute_with_bias(self, x: Input, bias: Tensor | None, call: OperationCall) -> Computed:
+        """Return the forward pass with a bias [out_features] in the epilogue of the GEMM."""
+        (weight,), (cached, _, recorded, *live) = call.parameters, call.tensors
+        how = call.constants.how
+        dtype = call.constants.dtype or x.dtype
+        rows: Tensor | QuantizedStorage
+        if isinstance(x, QuantizedRows) and x.storage.quantizer.FORMAT != how.quantizers.input.FORMAT:
+            x = x.dequantize()
+        if isinstance(x, QuantizedRows):
+            rows = x.storage
+        else:
+            rows = x.to(dtype).reshape(-1, x.shape[-1])
+            if recorded is not None:
+                raise_(recorded, largest(rows))
+        y, kept, tensors = dense_fprop(
+            rows, weight, bias, cached, LiveState(*live), how, dtype, needs_wgrad=call.needs.parameters[0]
+        )
+        notes = LinearNotes(how, kept, dtype, x.dtype, x.shape)
+        return Computed(y.view(*x.shape[:-1], y.shape[-1]), tensors, notes=notes)
+
+    def op_forward_save_ctx(self, ctx: OperationContext, x: Input, computed: Computed, call: OperationCall) -> None:
+        (weight,), (cached, main_grad, _, *tensors) = call.parameters, call.tensors
+        live = LiveState(*tensors)
+        ctx.save_for_backward(weight, cached, live.scale, live.key, *computed.saved)
+        ctx.save_live(main_grad, live.grad_amax, live.grad_statistics)
+        ctx.constants = computed.notes
+
+    def op_backward(self, ctx: OperationContext, dy: Tensor, extra_gradients: tuple[Tensor, ...]) -> Gradients:
+        weight, cached, scale, key, *tensors = ctx.saved
+        main_grad, grad_amax, grad_statistics = ctx.live
+        notes: LinearNotes = ctx.constants
+        live = LiveState(scale, None, grad_amax, None, grad_statistics, key)
+        rows = dy.to(notes.dtype).reshape(-1, dy.shape[-1])
+        dx, dw = dense_gradients(
+            rows,
+            weight,
+            cached,
+            main_grad,
+            live,
+            notes.how,
+            notes.kept,
+            tensors,
+            notes.dtype,
+            (ctx.needs.input, ctx.needs.parameters[0]),
+        )
+        return Gradients(None if dx is None else dx.to(notes.x_dtype).view(notes.x_shape), (dw,))
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}"

@@ -1,0 +1,90 @@
+"""Norms."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from te_models.kernels.derivative import gradients_of
+from te_models.kernels.norm import Norm, l2_norm
+
+from ...module import autocast_dtype
+from ...norm import LayerNorm as LayerNormModule
+from ...norm import RMSNorm as RMSNormModule
+from ..call import Computed, Gradients, Input, OperationArguments, OperationCall, OperationContext
+from ..handover import fused_output, handed_over
+from ..operation import BasicOperation
+
+
+class NormConstants(NamedTuple):
+    """Which norm, and the dtype that `torch.amp.autocast` makes the next GEMM compute in."""
+
+    norm: Norm
+    dtype: torch.dtype | None
+
+
+class _NormOperation(BasicOperation):
+    """What LayerNorm and RMSNorm share: parameters and options are those of the module each inherits from.
+
+    Where the next operation is a GEMM under a recipe, the result is handed over quantized.
+    """
+
+    def fuser_arguments(self, device_type: str) -> OperationArguments:
+        centered = isinstance(self, LayerNormModule)
+        norm = Norm(centered, self.eps, self.zero_centered_gamma, self.cast_order)  # type: ignore[arg-type]
+        return OperationArguments((self.weight, self.bias), constants=NormConstants(norm, autocast_dtype(device_type)))  # type: ignore[arg-type]
+
+    def op_forward_compute(self, x: Tensor, call: OperationCall) -> Computed:
+        (weight, bias), (norm, gemm_dtype) = call.parameters, call.constants
+        dtype = norm.output_dtype(x, weight, bias)
+        fused = fused_output(call.next_input, dtype, gemm_dtype or dtype)
+        y: Input
+        if fused is None or call.next_input is None:
+            y, statistics = norm.forward(x, weight, bias)
+        else:
+            copies, statistics = norm.forward_quantized(x, weight, bias, *fused)
+            y = handed_over(call.next_input, copies, x.shape, dtype)
+        return Computed(y, (x, weight, bias, *statistics), notes=norm)
+
+    def op_forward_save_ctx(self, ctx: OperationContext, x: Tensor, computed: Computed, call: OperationCall) -> None:
+        ctx.save_for_backward(*computed.saved)
+        ctx.constants = computed.notes
+
+    def op_backward(self, ctx: OperationContext, dy: Tensor, extra_gradients: tuple[Tensor, ...]) -> Gradients:
+        x, weight, bias, *statistics = ctx.saved
+        dx, dw, db = ctx.constants.backward(dy, x, weight, bias, tuple(statistics), ctx.needs.parameters)
+        return Gradients(dx, (dw, db))
+
+
+class LayerNorm(_NormOperation, LayerNormModule):
+    """Layer norm; arguments: see `te_models.layers.LayerNorm`. Transformer Engine: `te.ops.LayerNorm`."""
+
+
+class RMSNorm(_NormOperation, RMSNormModule):
+    """Root mean square norm; arguments: see `te_models.layers.RMSNorm`. Transformer Engine: `te.ops.RMSNorm`."""
+
+
+class L2Norm(BasicOperation):
+    """`x / sqrt(sum(x^2) + eps)` over the last dimension, without parameters. Transformer Engine: `te.ops.L2Norm`."""
+
+    def __init__(self, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def op_forward_compute(self, x: Tensor, call: OperationCall) -> Computed:
+        return Computed(l2_norm(x, self.eps), (x,))
+
+    def op_forward_save_ctx(self, ctx: OperationContext, x: Tensor, computed: Computed, call: OperationCall) -> None:
+        ctx.save_for_backward(*computed.saved)
+        ctx.constants = self.eps
+
+    def op_backward(self, ctx: OperationContext, dy: Tensor, extra_gradients: tuple[Tensor, ...]) -> Gradients:
+        (x,) = ctx.saved
+        eps = ctx.constants
+        (dx,) = gradients_of(lambda x: l2_norm(x, eps), (x,), dy)
+        return Gradients(dx)
+
+    def extra_repr(self) -> str:
+        return f"eps={self.eps}"

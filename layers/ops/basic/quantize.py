@@ -1,0 +1,47 @@
+"""Quantization as an operation."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ...delayed import bind
+from ...dense_gemms import HIGH_PRECISION
+from ...kept import value_of
+from ...quantized_module import LiveState, QuantizedModule
+from ...quantized_storage import STORAGE_CLASSES
+from ..call import Computed, Gradients, Input, OperationArguments, OperationCall, OperationContext, QuantizedRows
+from ..operation import BasicOperation
+
+
+class Quantize(QuantizedModule, BasicOperation):
+    """Quantize [..., C] as the input of a GEMM under the recipe in force; without one, do nothing.
+
+    The next operation takes the quantized data if it can; at the end of a group the result is a quantized tensor, which
+    has to be a matrix. The gradient passes unchanged.
+    """
+
+    TAKES_QUANTIZED = True
+
+    def weight_names(self) -> tuple[str, ...]:
+        return ()
+
+    def fuser_arguments(self, device_type: str) -> OperationArguments:
+        quantizers = self.quantizers()
+        live = self.live_state(quantizers or HIGH_PRECISION)
+        return OperationArguments((), tuple(live), None if quantizers is None else quantizers.input)
+
+    def op_forward_compute(self, x: Input, call: OperationCall) -> Computed:
+        if call.constants is None or isinstance(x, QuantizedRows):
+            return Computed(x)
+        live = LiveState(*call.tensors)
+        quantizer = bind(call.constants, live.scale, live.amax, "input", 0)
+        value = value_of(quantizer)
+        rows = x.reshape(-1, x.shape[-1])
+        storage = STORAGE_CLASSES[value.FORMAT](quantizer.quantize_fields(rows), value, rows.shape, x.dtype)
+        return Computed(QuantizedRows(storage, x.shape))
+
+    def op_forward_save_ctx(self, ctx: OperationContext, x: Input, computed: Computed, call: OperationCall) -> None:
+        """Nothing is needed."""
+
+    def op_backward(self, ctx: OperationContext, dy: Tensor, extra_gradients: tuple[Tensor, ...]) -> Gradients:
+        return Gradients(dy)

@@ -1,0 +1,97 @@
+"""Fusions around the dense GEMM."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..basic import ActivationOperation, AddExtraInput, BasicLinear, Bias, ConstantScale, MakeExtraOutput
+from ..call import Computed, Gradients, Input, OperationCall, OperationContext
+from ..operation import BasicOperation, FusedOperation
+
+
+def begins_with(operations: Sequence[BasicOperation], *kinds: type[BasicOperation]) -> bool:
+    """Whether the first operations are of these kinds."""
+    return len(operations) >= len(kinds) and all(isinstance(o, k) for o, k in zip(operations, kinds, strict=False))
+
+
+class _ForwardLinear(FusedOperation):
+    """What forward fusions share: a linear operation, perhaps with its bias in the GEMM's epilogue, and others."""
+
+    def fuser_forward_compute(self, x: Input, calls: Sequence[OperationCall]) -> tuple[Computed, ...]:
+        linear, first = self.operations[0], calls[0]
+        assert isinstance(linear, BasicLinear), "a fusion begins as it matched"
+        biased = isinstance(self.operations[1], Bias)
+        found = [linear.compute_with_bias(x, calls[1].parameters[0] if biased else None, first)]
+        if biased:
+            found.append(Computed(found[0].output))
+        for operation, call in list(zip(self.operations, calls, strict=True))[len(found) :]:
+            found.append(self._then(operation, found[-1].output, call))
+        return tuple(found)
+
+    def _then(self, operation: BasicOperation, y: Any, call: OperationCall) -> Computed:
+        """Run an operation on the output of the GEMM, in place where that is possible."""
+        if isinstance(operation, AddExtraInput):
+            (extra,) = call.extra_inputs
+            return Computed(y.add_(extra.to(y.dtype)))
+        if isinstance(operation, ConstantScale):
+            return Computed(y.mul_(operation.scale))
+        return operation.op_forward_compute(y, call)
+
+    def fuser_forward_save_ctx(
+        self,
+        contexts: Sequence[OperationContext],
+        x: Input,
+        computed: Sequence[Computed],
+        calls: Sequence[OperationCall],
+    ) -> None:
+        for operation, context, result, call in zip(self.operations, contexts, computed, calls, strict=True):
+            if call.needs.any():
+                operation.op_forward_save_ctx(context, x, result, call)
+                x = result.output
+
+
+class ForwardLinearBiasActivation(_ForwardLinear):
+    """GEMM with the bias in its epilogue, then an activation if one follows, which may hand over quantized data."""
+
+    @classmethod
+    def matches(cls, operations: Sequence[BasicOperation]) -> int:
+        if begins_with(operations, BasicLinear, Bias, ActivationOperation):
+            return 3
+        return 2 if begins_with(operations, BasicLinear, Bias) else 0
+
+
+class ForwardLinearBiasAdd(_ForwardLinear):
+    """GEMM with the bias, if one follows, in its epilogue; then an extra input is added in place."""
+
+    @classmethod
+    def matches(cls, operations: Sequence[BasicOperation]) -> int:
+        if begins_with(operations, BasicLinear, Bias, AddExtraInput):
+            return 3
+        return 2 if begins_with(operations, BasicLinear, AddExtraInput) else 0
+
+
+class ForwardLinearScaleAdd(_ForwardLinear):
+    """GEMM; its result is scaled, and an extra input added, in place."""
+
+    @classmethod
+    def matches(cls, operations: Sequence[BasicOperation]) -> int:
+        return 3 if begins_with(operations, BasicLinear, ConstantScale, AddExtraInput) else 0
+
+
+class BackwardLinearAdd(FusedOperation):
+    """Where an input is used twice, its other gradient is added to dgrad in place."""
+
+    @classmethod
+    def matches(cls, operations: Sequence[BasicOperation]) -> int:
+        return 2 if begins_with(operations, MakeExtraOutput, BasicLinear) else 0
+
+    def fuser_backward(
+        self, contexts: Sequence[OperationContext], dy: Tensor, extra_gradients: Sequence[tuple[Tensor, ...]]
+    ) -> tuple[Gradients, ...]:
+        mine = self.operations[1].op_backward(contexts[1], dy, extra_gradients[1])
+        if mine.input is None:
+            return Gradients(None), mine
+        return Gradients(mine.input.add_(extra_gradients[0][0])), mine

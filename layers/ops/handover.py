@@ -1,0 +1,59 @@
+"""Handing quantized data from one operation to the next, and deciding where that is done.
+
+The numbers are those of the plain result, rounded to its dtype and then quantized, so a handover changes no bit. Where
+a kernel makes the result and quantizes it in one pass, the plain result never reaches memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from te_models.kernels.quantize import QuantizedOutput
+
+from ..autocast import state
+from ..delayed import bind
+from ..dense_gemms import How
+from ..kept import in_cpu_graph, value_of
+from ..quantized_module import LiveState
+from ..quantized_storage import STORAGE_CLASSES
+from ..sides import AnyQuantizer
+from .call import QuantizedRows
+
+
+def input_quantizer(how: How, live: LiveState, needs_wgrad: bool, device: torch.device) -> AnyQuantizer | None:
+    """Return the quantizer that may quantize a GEMM's input in its place; None where the input is wanted as it is: for
+    an unquantized backward pass, for statistics, or because the compiler fuses it anyway."""
+    quantizers, options, gemm = how
+    override = quantizers.backward_override
+    if override == "high_precision" or live.statistics is not None or state().calibrating or in_cpu_graph(device):
+        return None
+    if needs_wgrad and options.save_original_input and override is None:
+        return None
+    quantizer = bind(quantizers.input, live.scale, live.amax, "input", gemm)
+    if quantizer is quantizers.input:
+        return quantizers.input.with_usage(rowwise=True, columnwise=needs_wgrad and override is None)
+    return quantizer
+
+
+def fused_output(
+    quantizer: AnyQuantizer | None, dtype: torch.dtype, wanted: torch.dtype
+) -> tuple[QuantizedOutput, Tensor | None] | None:
+    """Return (what an operation has to make, with which scale) for the next one; None: a plain result.
+
+    dtype: of the plain result; wanted: what the next one computes in. A rounding in between cannot be fused.
+    """
+    output = None if quantizer is None or dtype != wanted else quantizer.output()
+    return None if output is None else (output, getattr(quantizer, "scale", None))
+
+
+def handed_over(
+    quantizer: AnyQuantizer, copies: Sequence[Tensor], shape: torch.Size, dtype: torch.dtype
+) -> QuantizedRows:
+    """Return what an operation made for `fused_output`, as the next one's input. shape, dtype: of the plain result."""
+    value = value_of(quantizer)
+    matrix = torch.Size((shape[:-1].numel(), shape[-1]))
+    storage = STORAGE_CLASSES[value.FORMAT](quantizer.fields_of_output(copies), value, matrix, dtype)
+    return QuantizedRows(storage, shape)

@@ -1,0 +1,144 @@
+"""The classes of fusible operations, and the rules that a subclass is checked against when it is defined.
+
+A forward pass is either one method, or two: `compute`, which is pure, and `save_ctx`, which only decides what the
+backward pass gets. With two the fuser can compute without saving, which is what inference and recomputation do, and
+the compiler runs the second once, on fake tensors. It may rely on the input, the call and what compute returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from ..sides import AnyQuantizer
+from .call import Computed, Gradients, Input, OperationArguments, OperationCall, OperationContext
+
+
+def _check_forward(cls: type, prefix: str) -> None:
+    """Raise TypeError unless the class defines one forward method, or both halves, or (inheriting) none.
+
+    A class that defines one form in its own body does not inherit the other one.
+    """
+    names = (f"{prefix}_forward", f"{prefix}_forward_compute", f"{prefix}_forward_save_ctx")
+    whole, compute, save = (name in cls.__dict__ for name in names)
+    if compute != save:
+        has, lacks = (names[1], names[2]) if compute else (names[2], names[1])
+        raise TypeError(f"{cls.__name__} defines {has} without {lacks}; allowed: both, or {names[0]} alone")
+    if whole and compute:
+        raise TypeError(f"{cls.__name__} defines {names[0]} and {names[1]}; allowed: one of the two forms")
+    if whole or compute:
+        cls.SPLIT_FORWARD = compute  # type: ignore[attr-defined]
+
+
+class FusibleOperation(nn.Module):
+    """Base of basic operations and of modules that consist of them."""
+
+    def basic_operations(self) -> tuple[BasicOperation, ...]:
+        """Return the basic operations that this stands for, in order."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, *extra_inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Run this operation alone; see `Sequential`."""
+        from .fuser import OperationFuser
+
+        return OperationFuser((self,))(x, *extra_inputs)
+
+
+class BasicOperation(FusibleOperation):
+    """One differentiable step.
+
+    A subclass defines `op_forward_compute` and `op_forward_save_ctx`, or `op_forward`; and `op_backward`.
+    NUM_EXTRA_INPUTS, NUM_EXTRA_OUTPUTS: tensors besides the input and the output. TAKES_QUANTIZED: whether the input
+    may be QuantizedRows; otherwise it is dequantized before. SPLIT_FORWARD: which form of forward pass it has.
+    """
+
+    SPLIT_FORWARD: ClassVar[bool]
+    NUM_EXTRA_INPUTS: ClassVar[int] = 0
+    NUM_EXTRA_OUTPUTS: ClassVar[int] = 0
+    TAKES_QUANTIZED: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        _check_forward(cls, "op")
+
+    def basic_operations(self) -> tuple[BasicOperation, ...]:
+        return (self,)
+
+    def fuser_arguments(self, device_type: str) -> OperationArguments:
+        """Look up parameters, live state and the recipe in force. device_type: of the group's input."""
+        return OperationArguments()
+
+    def input_quantizer(self, call: OperationCall) -> AnyQuantizer | None:
+        """Return the quantizer that the operation before may apply to its result; None: it shall not."""
+        return None
+
+    def op_forward(self, ctx: OperationContext, x: Input, call: OperationCall) -> Computed:
+        """Compute and fill ctx, in one step."""
+        raise NotImplementedError
+
+    def op_forward_compute(self, x: Input, call: OperationCall) -> Computed:
+        """Compute, without side effects besides recording in live tensors."""
+        raise NotImplementedError
+
+    def op_forward_save_ctx(self, ctx: OperationContext, x: Input, computed: Computed, call: OperationCall) -> None:
+        """Fill ctx with what `op_backward` needs."""
+        raise NotImplementedError
+
+    def op_backward(self, ctx: OperationContext, dy: Tensor, extra_gradients: tuple[Tensor, ...]) -> Gradients:
+        """Return the gradients. dy: of the output; extra_gradients: of the extra outputs."""
+        raise NotImplementedError
+
+
+class FusedOperation:
+    """Several basic operations in one step, in the forward pass, the backward pass or both.
+
+    A subclass says with `matches` where it fits, and defines `fuser_forward_compute` and `fuser_forward_save_ctx`, or
+    `fuser_forward`, to fuse the forward pass; `fuser_backward` to fuse the backward pass. Each basic operation has the
+    context that it would have had alone, so the two passes are fused independently. No module: it owns nothing.
+    """
+
+    FORWARD: ClassVar[bool] = False
+    BACKWARD: ClassVar[bool] = False
+    SPLIT_FORWARD: ClassVar[bool]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        _check_forward(cls, "fuser")
+        cls.FORWARD = cls.FORWARD or "SPLIT_FORWARD" in cls.__dict__
+        cls.BACKWARD = cls.BACKWARD or "fuser_backward" in cls.__dict__
+
+    def __init__(self, operations: Sequence[BasicOperation]) -> None:
+        self.operations = tuple(operations)
+
+    @classmethod
+    def matches(cls, operations: Sequence[BasicOperation]) -> int:
+        """Return how many of the operations, from the first on, this fuses; 0 for none."""
+        raise NotImplementedError
+
+    def fuser_forward(
+        self, contexts: Sequence[OperationContext], x: Input, calls: Sequence[OperationCall]
+    ) -> tuple[Computed, ...]:
+        """Compute and fill the contexts, in one step. Returns what each basic operation would have."""
+        raise NotImplementedError
+
+    def fuser_forward_compute(self, x: Input, calls: Sequence[OperationCall]) -> tuple[Computed, ...]:
+        """Return what each basic operation would have; only the last output has to be real."""
+        raise NotImplementedError
+
+    def fuser_forward_save_ctx(
+        self,
+        contexts: Sequence[OperationContext],
+        x: Input,
+        computed: Sequence[Computed],
+        calls: Sequence[OperationCall],
+    ) -> None:
+        """Fill the contexts of the basic operations."""
+        raise NotImplementedError
+
+    def fuser_backward(
+        self, contexts: Sequence[OperationContext], dy: Tensor, extra_gradients: Sequence[tuple[Tensor, ...]]
+    ) -> tuple[Gradients, ...]:
+        """Return the gradients of each basic operation, in order; only the first one's input gradient has to be."""
+        raise NotImplementedError

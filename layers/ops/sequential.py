@@ -1,0 +1,79 @@
+"""A chain of modules in which neighbouring fusible operations run as one group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..autocast import recompute_contexts
+from .fuser import OperationFuser
+from .operation import FusibleOperation
+
+Group = OperationFuser | nn.Module
+
+
+class Sequential(nn.Sequential):
+    """Run modules one after the other and fuse neighbouring operations. Transformer Engine: `te.ops.Sequential`.
+
+    Extra inputs and outputs are those of the operations, in order; a module that is no operation takes and returns one
+    tensor. recompute: keep only the inputs for the backward pass and run forward again in it (activation
+    checkpointing); it repeats the first run exactly, also under a recipe.
+    """
+
+    def __init__(self, *modules: nn.Module, recompute: bool = False) -> None:
+        super().__init__(*modules)
+        self.recompute = recompute
+        self._grouped: tuple[nn.Module, ...] = ()
+        self._groups: tuple[Group, ...] = ()
+        self.groups()
+
+    def groups(self) -> tuple[Group, ...]:
+        """Return the modules as they run: an OperationFuser for neighbouring operations, others as they are."""
+        modules = tuple(self)
+        if len(modules) != len(self._grouped) or any(a is not b for a, b in zip(modules, self._grouped, strict=True)):
+            groups: list[Group] = []
+            run: list[FusibleOperation] = []
+            for module in modules:
+                if isinstance(module, FusibleOperation):
+                    run.append(module)
+                    continue
+                if run:
+                    groups.append(OperationFuser(run))
+                run = []
+                groups.append(module)
+            if run:
+                groups.append(OperationFuser(run))
+            self._grouped, self._groups = modules, tuple(groups)
+        return self._groups
+
+    def forward(self, input: Tensor, *extra_inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Return the output, or (output, *extra outputs). ValueError for another number of extra inputs."""
+        expected = sum(group.num_extra_inputs for group in self.groups() if isinstance(group, OperationFuser))
+        if len(extra_inputs) != expected:
+            raise ValueError(f"{len(extra_inputs)} extra inputs were given; the operations take {expected}")
+        if not (self.recompute and torch.is_grad_enabled()):
+            return self._run(input, *extra_inputs)
+        # in a graph the compiler recomputes what it traced: no state is looked up a second time
+        contexts: dict[str, Any] = {} if torch.compiler.is_compiling() else {"context_fn": recompute_contexts}
+        return checkpoint(self._run, input, *extra_inputs, use_reentrant=False, **contexts)
+
+    def _run(self, x: Tensor, *extra_inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+        extra_outputs: list[Tensor] = []
+        at = 0
+        for group in self.groups():
+            if not isinstance(group, OperationFuser):
+                x = group(x)
+                continue
+            end = at + group.num_extra_inputs
+            result = group(x, *extra_inputs[at:end])
+            at = end
+            if group.num_extra_outputs:
+                x, *found = result
+                extra_outputs += found
+            else:
+                assert isinstance(result, Tensor), "a group without extra outputs returns a tensor"
+                x = result
+        return (x, *extra_outputs) if extra_outputs else x

@@ -1,0 +1,81 @@
+"""What a class of operations must define, and that both forms of a forward pass run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from te_models.layers import ops
+
+
+def method(*args):
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize("base, prefix", [(ops.BasicOperation, "op"), (ops.FusedOperation, "fuser")])
+@pytest.mark.parametrize(
+    "names", [["_forward_compute"], ["_forward_save_ctx"], ["_forward", "_forward_compute", "_forward_save_ctx"]]
+)
+def test_half_defined_split_ops_are_refused_at_class_definition(base: type, prefix: str, names: list[str]) -> None:
+    with pytest.raises(TypeError, match=rf"Mine defines {prefix}_forward\w* (without|and) {prefix}_forward"):
+        type("Mine", (base,), {prefix + name: method for name in names})
+
+
+@pytest.mark.parametrize("base, prefix", [(ops.BasicOperation, "op"), (ops.FusedOperation, "fuser")])
+def test_an_override_in_one_form_does_not_inherit_the_other(base: type, prefix: str) -> None:
+    halves = {f"{prefix}_forward_compute": method, f"{prefix}_forward_save_ctx": method}
+    split = type("Split", (base,), halves)
+    whole = type("Whole", (split,), {f"{prefix}_forward": method})
+    again = type("Again", (whole,), halves)
+    untouched = type("Untouched", (whole,), {})
+    assert [c.SPLIT_FORWARD for c in (split, whole, again, untouched)] == [True, False, True, False]
+
+
+class Cube(ops.BasicOperation):
+    """In the form of one method."""
+
+    def op_forward(self, ctx, x, call):
+        ctx.save_for_backward(x)
+        return ops.Computed(x**3)
+
+    def op_backward(self, ctx, dy, extra_gradients):
+        (x,) = ctx.saved
+        return ops.Gradients(3 * x**2 * dy)
+
+
+class SplitCube(ops.BasicOperation):
+    """The same in two."""
+
+    saves = 0
+
+    def op_forward_compute(self, x, call):
+        return ops.Computed(x**3, (x,))
+
+    def op_forward_save_ctx(self, ctx, x, computed, call):
+        self.saves += 1
+        ctx.save_for_backward(*computed.saved)
+
+    def op_backward(self, ctx, dy, extra_gradients):
+        (x,) = ctx.saved
+        return ops.Gradients(3 * x**2 * dy)
+
+
+@pytest.mark.parametrize("kind", [Cube, SplitCube])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_both_forms_run_and_differentiate(kind: type, compiled: bool) -> None:
+    torch._dynamo.reset()
+    model = ops.Sequential(kind(), ops.ConstantScale(2.0), kind())
+    run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+    x = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    run(x).sum().backward()
+    torch.testing.assert_close(x.grad, 72 * x.detach() ** 8)
+
+
+def test_nothing_is_saved_where_nothing_goes_backward() -> None:
+    cube = SplitCube()
+    with torch.no_grad():
+        cube(torch.ones(2, requires_grad=True))
+    cube(torch.ones(2))
+    assert cube.saves == 0
+    cube(torch.ones(2, requires_grad=True))
+    assert cube.saves == 1
