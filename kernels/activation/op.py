@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from torch import Tensor
 
 from ..launch import as_matrix
+from ..registry import Output, absent, gradient_of, like, operation
 from . import reference
 from .reference import ACTIVATIONS
 
 __all__ = ["ACTIVATIONS", "activation", "activation_bwd", "activation_fwd", "gated_activation"]
 
 
-@torch.library.custom_op("te_models::activation_fwd", mutates_args=())
+@operation("activation_fwd", lambda x, gated: like(x, (*x.shape[:-1], x.shape[-1] // 2 if gated else x.shape[-1])))
 def activation_fwd(
     x: Tensor,
     probabilities: Tensor | None,
@@ -32,12 +35,11 @@ def activation_fwd(
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
-@activation_fwd.register_fake
-def _(x, probabilities, name, gated, clamp, alpha, up_offset):
-    return x.new_empty(*x.shape[:-1], x.shape[-1] // 2 if gated else x.shape[-1])
+def _gradients(x: Tensor, needs_probabilities: bool) -> tuple[Output, Output]:
+    return like(x), like(x, x.shape[:-1], torch.float32) if needs_probabilities else absent(x, torch.float32)
 
 
-@torch.library.custom_op("te_models::activation_bwd", mutates_args=())
+@operation("activation_bwd", _gradients)
 def activation_bwd(
     dy: Tensor,
     x: Tensor,
@@ -57,29 +59,19 @@ def activation_bwd(
     return dx.view(x.shape), d_probabilities.view(x.shape[:-1]) if needs_probabilities else d_probabilities
 
 
-@activation_bwd.register_fake
-def _(dy, x, probabilities, name, gated, clamp, alpha, up_offset, needs_probabilities):
-    shape = x.shape[:-1] if needs_probabilities else (0,)
-    return x.new_empty(x.shape), x.new_empty(shape, dtype=torch.float32)
-
-
 def flat(probabilities: Tensor | None) -> Tensor | None:
     return None if probabilities is None else probabilities.reshape(-1)
 
 
-def _setup(ctx, inputs, output) -> None:
-    x, probabilities, *ctx.options = inputs
-    ctx.save_for_backward(x, probabilities)
+_OPTIONS = ("name", "gated", "clamp", "alpha", "up_offset")
 
 
-def _backward(ctx, dy: Tensor):
-    x, probabilities = ctx.saved_tensors
-    dx, d_probabilities = activation_bwd(dy, x, probabilities, *ctx.options, ctx.needs_input_grad[1])
-    d_probabilities = d_probabilities.to(probabilities.dtype) if ctx.needs_input_grad[1] else None
-    return dx, d_probabilities, None, None, None, None, None
-
-
-activation_fwd.register_autograd(_backward, setup_context=_setup)
+@gradient_of(activation_fwd, saves=("x", "probabilities", *_OPTIONS))
+def _backward(saved: SimpleNamespace, needs: set[str], dy: Tensor) -> dict[str, Tensor]:
+    options = (getattr(saved, name) for name in _OPTIONS)
+    wanted = "probabilities" in needs
+    dx, d_probabilities = activation_bwd(dy, saved.x, saved.probabilities, *options, wanted)
+    return {"x": dx, "probabilities": d_probabilities.to(saved.probabilities.dtype)} if wanted else {"x": dx}
 
 
 def activation(x: Tensor, name: str, *, probabilities: Tensor | None = None) -> Tensor:

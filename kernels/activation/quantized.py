@@ -5,18 +5,22 @@ Not differentiable, FP8 having no gradients: who uses the result keeps x and cal
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ..launch import as_matrix
-from ..quantize.output import QuantizedOutput, output_of
+from ..quantize.output import QuantizedOutput
+from ..registry import Output, flatten, matrix_like, operation
 from . import reference
 from .op import check_name, flat
 
 __all__ = ["activation_quantized", "activation_quantized_op", "gated_activation_quantized"]
 
 
-@torch.library.custom_op("te_models::activation_quantized", mutates_args=())
+def _copies(x: Tensor, gated: bool, output: QuantizedOutput) -> list[Output]:
+    return output.results(matrix_like(x, x.shape[-1] // 2 if gated else None))
+
+
+@operation("activation_quantized", _copies)
 def activation_quantized_op(
     x: Tensor,
     probabilities: Tensor | None,
@@ -26,24 +30,13 @@ def activation_quantized_op(
     alpha: float,
     up_offset: float,
     scale: Tensor | None,
-    block: int,
-    fp8_dtype: torch.dtype,
-    scale_kind: str,
-    epsilon: float,
-    rowwise: bool,
-    columnwise: bool,
+    output: QuantizedOutput,
 ) -> list[Tensor]:
     """Return what `QuantizedOutput.define` says of the result of `activation_fwd` as a matrix [T, F]."""
     from . import triton_quantized
 
-    output = output_of(block, fp8_dtype, scale_kind, epsilon, rowwise, columnwise)
     options = (name, gated, clamp, alpha, up_offset)
     return triton_quantized.activation_quantized(as_matrix(x), flat(probabilities), *options, scale, output)
-
-
-@activation_quantized_op.register_fake
-def _(x, probabilities, name, gated, clamp, alpha, up_offset, scale, *output):
-    return output_of(*output).empty(as_matrix(x)[:, : x.shape[-1] // 2 if gated else x.shape[-1]])
 
 
 def activation_quantized(
@@ -62,7 +55,7 @@ def activation_quantized(
     check_name(name)
     output.check_scale(scale)
     if x.device.type == "cuda":
-        return activation_quantized_op(x, probabilities, name, False, None, 1.0, 0.0, scale, *output.arguments())
+        return activation_quantized_op(x, probabilities, name, False, None, 1.0, 0.0, scale, *flatten(output))
     return output.define(as_matrix(reference.activation(x, name, probabilities=probabilities)), scale)
 
 
@@ -82,6 +75,6 @@ def gated_activation_quantized(
     output.check_scale(scale)
     if x.device.type == "cuda":
         options = (name, True, clamp, alpha, up_offset)
-        return activation_quantized_op(x, probabilities, *options, scale, *output.arguments())
+        return activation_quantized_op(x, probabilities, *options, scale, *flatten(output))
     options = {"clamp": clamp, "alpha": alpha, "up_offset": up_offset, "probabilities": probabilities}
     return output.define(as_matrix(reference.gated_activation(x, name, **options)), scale)

@@ -12,17 +12,25 @@ a chunk exist for a moment, at the price of a pass over [V, H] per chunk and one
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from ..registry import Output, absent, gradient_of, like, operation
 from . import reference, rows
 from .reference import IGNORE_INDEX, output_logits, shift_labels
 
 __all__ = ["IGNORE_INDEX", "cross_entropy", "linear_cross_entropy", "output_logits", "shift_labels"]
 
 
-@torch.library.custom_op("te_models::cross_entropy_fwd", mutates_args=())
+def _losses(logits: Tensor) -> tuple[Output, Output]:
+    per_token = like(logits, logits.shape[:1], torch.float32)
+    return per_token, per_token
+
+
+@operation("cross_entropy_fwd", _losses)
 def cross_entropy_fwd(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return each token's loss and logsumexp, float32 [T]. logits: [T, V]; labels: [T], -100 costs nothing.
 
@@ -33,12 +41,7 @@ def cross_entropy_fwd(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return triton.cross_entropy_fwd(logits, labels)
 
 
-@cross_entropy_fwd.register_fake
-def _(logits, labels):
-    return tuple(logits.new_empty(logits.shape[0], dtype=torch.float32) for _ in range(2))
-
-
-@torch.library.custom_op("te_models::cross_entropy_bwd", mutates_args=())
+@operation("cross_entropy_bwd", lambda logits: like(logits))
 def cross_entropy_bwd(logits: Tensor, labels: Tensor, normalizer: Tensor, scale: Tensor) -> Tensor:
     """Return the gradient in logits [T, V] of the sum of scale [T] times `cross_entropy_fwd`'s losses."""
     from . import triton
@@ -46,24 +49,22 @@ def cross_entropy_bwd(logits: Tensor, labels: Tensor, normalizer: Tensor, scale:
     return triton.cross_entropy_bwd(logits, labels, normalizer, scale)
 
 
-@cross_entropy_bwd.register_fake
-def _(logits, labels, normalizer, scale):
-    return logits.new_empty(logits.shape)
+@gradient_of(cross_entropy_fwd, saves=("logits", "labels"), saves_results=(1,), constant=(1,))
+def _backward_fwd(saved: SimpleNamespace, needs: set[str], scale: Tensor) -> dict[str, Tensor]:
+    return {"logits": cross_entropy_bwd(saved.logits, saved.labels, *saved.results, scale)}
 
 
-def _setup_fwd(ctx, inputs, output) -> None:
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(*inputs, output[1])
+def _loss_and_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool]) -> tuple[Output, ...]:
+    bias_dtype = torch.float32 if bias is None else bias.dtype
+    return (
+        like(hidden, (), torch.float32),
+        like(hidden) if wanted[0] else absent(hidden),
+        like(weight) if wanted[1] else absent(weight),
+        like(weight, weight.shape[:1], bias_dtype) if wanted[2] else absent(weight, bias_dtype),
+    )
 
 
-def _backward_fwd(ctx, scale: Tensor, _: Tensor):
-    return cross_entropy_bwd(*ctx.saved_tensors, scale), None
-
-
-cross_entropy_fwd.register_autograd(_backward_fwd, setup_context=_setup_fwd)
-
-
-@torch.library.custom_op("te_models::linear_cross_entropy", mutates_args=())
+@operation("linear_cross_entropy", _loss_and_gradients)
 def linear_cross_entropy_op(
     hidden: Tensor,
     weight: Tensor,
@@ -84,16 +85,7 @@ def linear_cross_entropy_op(
     return loss_and_gradients(hidden, weight, labels, bias, multiplier, softcap, chunk_tokens, wanted)
 
 
-@linear_cross_entropy_op.register_fake
-def _(hidden, weight, labels, bias, multiplier, softcap, chunk_tokens, wanted):
-    d_hidden = hidden.new_empty(hidden.shape if wanted[0] else (0,))
-    d_weight = weight.new_empty(weight.shape if wanted[1] else (0,))
-    d_bias = (weight if bias is None else bias).new_empty(weight.shape[0] if wanted[2] else 0)
-    d_bias = d_bias.float() if bias is None else d_bias
-    return hidden.new_empty((), dtype=torch.float32), d_hidden, d_weight, d_bias
-
-
-@torch.library.custom_op("te_models::scaled", mutates_args=())
+@operation("scaled", lambda x: like(x))
 def scaled(x: Tensor, factor: Tensor) -> Tensor:
     """Return `x * factor` in x's dtype, the float32 scalar `factor` unrounded (a device would round it to x's)."""
     if x.device.type == "cpu":
@@ -103,24 +95,10 @@ def scaled(x: Tensor, factor: Tensor) -> Tensor:
     return triton.scaled(x, factor)
 
 
-@scaled.register_fake
-def _(x, factor):
-    return x.new_empty(x.shape)
-
-
-def _setup_linear(ctx, inputs, output) -> None:
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(*output[1:])
-    ctx.wanted = inputs[-1]
-
-
-def _backward_linear(ctx, grad: Tensor, *_):
-    gradients = [scaled(g, grad) if w else None for g, w in zip(ctx.saved_tensors, ctx.wanted, strict=True)]
-    d_hidden, d_weight, d_bias = gradients
-    return d_hidden, d_weight, None, d_bias, None, None, None, None
-
-
-linear_cross_entropy_op.register_autograd(_backward_linear, setup_context=_setup_linear)
+@gradient_of(linear_cross_entropy_op, saves=("wanted",), saves_results=(1, 2, 3), constant=(1, 2, 3))
+def _backward_linear(saved: SimpleNamespace, needs: set[str], grad: Tensor) -> dict[str, Tensor]:
+    names = ("hidden", "weight", "bias")
+    return {n: scaled(g, grad) for n, g, w in zip(names, saved.results, saved.wanted, strict=True) if w}
 
 
 class _WholeLoss(torch.autograd.Function):

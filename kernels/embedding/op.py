@@ -11,23 +11,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..registry import like, operation
 from . import reference
 
 __all__ = ["embedding", "embedding_backward"]
 
 
-@torch.library.custom_op("te_models::embedding_backward", mutates_args=())
+@operation("embedding_backward", lambda grad, num_rows: like(grad, (num_rows, grad.shape[1])))
 def embedding_backward(grad: Tensor, ids: Tensor, num_rows: int) -> Tensor:
     """Return the table's gradient: grad [T, H], ids [T] int64 -> [num_rows, H] in grad's dtype, float32 sums."""
     if grad.device.type == "cpu":
         return reference.embedding_backward(grad, ids, num_rows)
     # The device's own sorts the ids without telling the host how many there are, and adds in float32.
     return torch.ops.aten.embedding_dense_backward(grad, ids, num_rows, -1, False)
-
-
-@embedding_backward.register_fake
-def _(grad: Tensor, ids: Tensor, num_rows: int) -> Tensor:
-    return grad.new_empty(num_rows, grad.shape[1])
 
 
 class _Embedding(torch.autograd.Function):

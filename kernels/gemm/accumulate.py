@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..registry import operation
 from . import reference
 
 
@@ -22,7 +23,7 @@ def check_main_grad(main_grad: Tensor, dy: Tensor, x: Tensor, shape: tuple[int, 
         raise ValueError(f"main_grad is {main_grad.dtype}; allowed: torch.float32, torch.bfloat16")
 
 
-@torch.library.custom_op("te_models::gemm_wgrad_accumulate_", mutates_args=("main_grad",))
+@operation("gemm_wgrad_accumulate_", lambda: None, mutates=("main_grad",))
 def gemm_wgrad_accumulate_(
     main_grad: Tensor, dy: Tensor, x: Tensor, accumulate: bool = True, scale: Tensor | None = None
 ) -> None:
@@ -34,8 +35,3 @@ def gemm_wgrad_accumulate_(
     """
     check_main_grad(main_grad, dy, x, (dy.shape[1], x.shape[1]))
     reference.accumulate_product(main_grad, dy.t(), x, accumulate, scale)
-
-
-@gemm_wgrad_accumulate_.register_fake
-def _(main_grad: Tensor, dy: Tensor, x: Tensor, accumulate: bool = True, scale: Tensor | None = None) -> None:
-    return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..registry import Output, flatten, like, operation
 from . import native
 from .choice import choose
 from .operand import ScaledOperand, emulation_dtype
@@ -38,7 +39,7 @@ def scaled_gemm(
     if in_plain_torch(left.data.device):
         record(choose(left, right, out_dtype, hardware(left.data.device)), strict=strict)
         return emulate(left, right, out_dtype, bias)
-    return _scaled_gemm(*_flat(left), *_flat(right), out_dtype, bias, split_accumulation, strict)
+    return _scaled_gemm(*flatten(left), *flatten(right), out_dtype, bias, split_accumulation, strict)
 
 
 def scaled_gemm_accumulate_(
@@ -76,63 +77,26 @@ def _check(left: ScaledOperand, right: ScaledOperand) -> None:
         raise ValueError(f"left contracts {left.inner} values and right {right.inner}; both have the same K")
 
 
-_Flat = tuple[Tensor, Tensor, Tensor | None, str, list[int]]
+def _product(left: ScaledOperand, right: ScaledOperand, out_dtype: torch.dtype) -> Output:
+    return like(left.data, (left.outer, right.outer), out_dtype)
 
 
-def _flat(operand: ScaledOperand) -> _Flat:
-    return operand.data, operand.scale_inv, operand.amax, operand.kind, list(operand.block or ())
-
-
-def _operand(data: Tensor, scale_inv: Tensor, amax: Tensor | None, kind: str, block: list[int]) -> ScaledOperand:
-    return ScaledOperand(data, scale_inv, kind, (block[0], block[1]) if block else None, amax)  # type: ignore[arg-type]
-
-
-@torch.library.custom_op("te_models::scaled_gemm", mutates_args=())
+@operation("scaled_gemm", _product)
 def _scaled_gemm(
-    left_data: Tensor,
-    left_scale_inv: Tensor,
-    left_amax: Tensor | None,
-    left_kind: str,
-    left_block: list[int],
-    right_data: Tensor,
-    right_scale_inv: Tensor,
-    right_amax: Tensor | None,
-    right_kind: str,
-    right_block: list[int],
+    left: ScaledOperand,
+    right: ScaledOperand,
     out_dtype: torch.dtype,
     bias: Tensor | None,
     split_accumulation: bool,
     strict: bool,
 ) -> Tensor:
-    left = _operand(left_data, left_scale_inv, left_amax, left_kind, left_block)
-    right = _operand(right_data, right_scale_inv, right_amax, right_kind, right_block)
-    choice = choose(left, right, out_dtype, hardware(left_data.device))
+    choice = choose(left, right, out_dtype, hardware(left.data.device))
     record(choice, strict=strict)
     if choice.rung == "native":
         return native.scaled_gemm(left, right, out_dtype, bias, split_accumulation)
     if choice.rung == "triton":
         from . import triton as kernels
 
-        out = left_data.new_empty((left.outer, right.outer), dtype=out_dtype)
+        out = left.data.new_empty((left.outer, right.outer), dtype=out_dtype)
         return kernels.scaled_gemm(left, right, out, bias, split_accumulation=split_accumulation)
     return emulate(left, right, out_dtype, bias)
-
-
-@_scaled_gemm.register_fake
-def _(
-    left_data: Tensor,
-    left_scale_inv: Tensor,
-    left_amax: Tensor | None,
-    left_kind: str,
-    left_block: list[int],
-    right_data: Tensor,
-    right_scale_inv: Tensor,
-    right_amax: Tensor | None,
-    right_kind: str,
-    right_block: list[int],
-    out_dtype: torch.dtype,
-    bias: Tensor | None,
-    split_accumulation: bool,
-    strict: bool,
-) -> Tensor:
-    return left_data.new_empty((left_data.shape[0], right_data.shape[0]), dtype=out_dtype)

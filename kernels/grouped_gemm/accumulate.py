@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ..gemm.accumulate import check_main_grad
 from ..gemm.rungs import hardware, record
+from ..registry import operation
 from . import reference
 from .choice import choose_plain
 
 
-@torch.library.custom_op("te_models::grouped_gemm_wgrad_accumulate_", mutates_args=("main_grad",))
+@operation("grouped_gemm_wgrad_accumulate_", lambda: None, mutates=("main_grad",))
 def grouped_gemm_wgrad_accumulate_(
     main_grad: Tensor, dy: Tensor, x: Tensor, m_splits: Tensor, accumulate: bool = True, scale: Tensor | None = None
 ) -> None:
@@ -33,15 +33,3 @@ def grouped_gemm_wgrad_accumulate_(
         return
     record(choice._replace(rung="loop"), strict=False)
     reference.grouped_gemm_wgrad_accumulate(main_grad, dy, x, m_splits, accumulate, scale)
-
-
-@grouped_gemm_wgrad_accumulate_.register_fake
-def _(
-    main_grad: Tensor,
-    dy: Tensor,
-    x: Tensor,
-    m_splits: Tensor,
-    accumulate: bool = True,
-    scale: Tensor | None = None,
-) -> None:
-    return None

@@ -6,17 +6,20 @@ the device; on CPU reading them costs nothing. `choice` says which implementatio
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from torch import Tensor
 
 from ..gemm.rungs import hardware, record
+from ..registry import gradient_of, like, operation
 from . import reference
 from .choice import choose_plain
 
 _device_grouped_mm = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
 
 
-@torch.library.custom_op("te_models::grouped_gemm", mutates_args=())
+@operation("grouped_gemm", lambda a, b, transpose_b: like(a, (a.shape[0], b.shape[1] if transpose_b else b.shape[2])))
 def grouped_gemm(a: Tensor, b: Tensor, m_splits: Tensor, transpose_b: bool = True) -> Tensor:
     """Multiply each group of rows by its own matrix.
 
@@ -41,12 +44,7 @@ def grouped_gemm(a: Tensor, b: Tensor, m_splits: Tensor, transpose_b: bool = Tru
     return _zero_tail(_device_grouped_mm(a, b.transpose(1, 2) if transpose_b else b, offs=offsets), offsets)
 
 
-@grouped_gemm.register_fake
-def _(a: Tensor, b: Tensor, m_splits: Tensor, transpose_b: bool = True) -> Tensor:
-    return a.new_empty(a.shape[0], b.shape[1] if transpose_b else b.shape[2])
-
-
-@torch.library.custom_op("te_models::grouped_gemm_wgrad", mutates_args=())
+@operation("grouped_gemm_wgrad", lambda dy, x, m_splits: like(dy, (m_splits.shape[0], dy.shape[1], x.shape[1])))
 def grouped_gemm_wgrad(dy: Tensor, x: Tensor, m_splits: Tensor) -> Tensor:
     """Return each group's weight gradient `dy[g]^T @ x[g]`.
 
@@ -65,43 +63,28 @@ def grouped_gemm_wgrad(dy: Tensor, x: Tensor, m_splits: Tensor) -> Tensor:
     return _device_grouped_mm(dy.t(), x, offs=m_splits.cumsum(0).to(torch.int32))
 
 
-@grouped_gemm_wgrad.register_fake
-def _(dy: Tensor, x: Tensor, m_splits: Tensor) -> Tensor:
-    return dy.new_empty(m_splits.shape[0], dy.shape[1], x.shape[1])
-
-
 def _zero_tail(y: Tensor, offsets: Tensor) -> Tensor:
     """The device's grouped GEMM leaves rows past the last group unwritten."""
     rows = torch.arange(y.shape[0], device=y.device)
     return torch.where((rows < offsets[-1])[:, None], y, 0)
 
 
-def _setup_gemm(ctx, inputs, output) -> None:
-    a, b, m_splits, transpose_b = inputs
-    ctx.save_for_backward(a, b, m_splits)
-    ctx.transpose_b = transpose_b
+@gradient_of(grouped_gemm, saves=("a", "b", "m_splits", "transpose_b"))
+def _backward_gemm(saved: SimpleNamespace, needs: set[str], dy: Tensor) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    if "a" in needs:
+        found["a"] = grouped_gemm(dy, saved.b, saved.m_splits, not saved.transpose_b)
+    if "b" in needs:
+        left, right = (dy, saved.a) if saved.transpose_b else (saved.a, dy)
+        found["b"] = grouped_gemm_wgrad(left, right, saved.m_splits)
+    return found
 
 
-def _backward_gemm(ctx, dy: Tensor):
-    a, b, m_splits = ctx.saved_tensors
-    da = grouped_gemm(dy, b, m_splits, not ctx.transpose_b) if ctx.needs_input_grad[0] else None
-    db = None
-    if ctx.needs_input_grad[1]:
-        left, right = (dy, a) if ctx.transpose_b else (a, dy)
-        db = grouped_gemm_wgrad(left, right, m_splits)
-    return da, db, None, None
-
-
-def _setup_wgrad(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _backward_wgrad(ctx, dw: Tensor):
-    dy, x, m_splits = ctx.saved_tensors
-    d_dy = grouped_gemm(x, dw, m_splits, True) if ctx.needs_input_grad[0] else None
-    d_x = grouped_gemm(dy, dw, m_splits, False) if ctx.needs_input_grad[1] else None
-    return d_dy, d_x, None
-
-
-grouped_gemm.register_autograd(_backward_gemm, setup_context=_setup_gemm)
-grouped_gemm_wgrad.register_autograd(_backward_wgrad, setup_context=_setup_wgrad)
+@gradient_of(grouped_gemm_wgrad, saves=("dy", "x", "m_splits"))
+def _backward_wgrad(saved: SimpleNamespace, needs: set[str], dw: Tensor) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    if "dy" in needs:
+        found["dy"] = grouped_gemm(saved.x, dw, saved.m_splits, True)
+    if "x" in needs:
+        found["x"] = grouped_gemm(saved.dy, dw, saved.m_splits, False)
+    return found

@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..gemm.op import _flat, _operand
 from ..gemm.operand import ScaledOperand
 from ..gemm.rungs import Choice, hardware, in_plain_torch, record
+from ..registry import Output, flatten, like, operation
 from . import emulation, library
 from .choice import choose_scaled
 from .reference import check_alignment
@@ -41,7 +41,7 @@ def scaled_grouped_gemm(
     if in_plain_torch(left.data.device):
         record(_choose("scaled_grouped_gemm", left, right, out_dtype), strict=strict)
         return emulation.rows(left, right, m_splits, out_dtype)
-    return _rows(*_flat(left), *_flat(right), m_splits, out_dtype, split_accumulation, strict)
+    return _rows(*flatten(left), *flatten(right), m_splits, out_dtype, split_accumulation, strict)
 
 
 def scaled_grouped_gemm_wgrad(
@@ -80,7 +80,7 @@ def scaled_grouped_gemm_wgrad_accumulate_(
         record(_choose("scaled_grouped_gemm_wgrad", left, right, main_grad.dtype), strict=strict)
         emulation.wgrad_accumulate_(main_grad, left, right, m_splits, accumulate)
     else:
-        _wgrad_accumulate_(main_grad, *_flat(left), *_flat(right), m_splits, accumulate, strict)
+        _wgrad_accumulate_(main_grad, *flatten(left), *flatten(right), m_splits, accumulate, strict)
 
 
 def _choose(operation: str, left: ScaledOperand, right: ScaledOperand, out_dtype: torch.dtype) -> Choice:
@@ -116,31 +116,25 @@ def _check_wgrad(left: ScaledOperand, right: ScaledOperand, m_splits: Tensor, sh
         check_alignment(m_splits, max(ROW_ALIGNMENT[left.kind], ROW_ALIGNMENT[right.kind]))
 
 
-@torch.library.custom_op("te_models::scaled_grouped_gemm", mutates_args=())
+def _products(left: ScaledOperand, right: ScaledOperand, out_dtype: torch.dtype) -> Output:
+    return like(left.data, (left.outer, right.outer), out_dtype)
+
+
+@operation("scaled_grouped_gemm", _products)
 def _rows(
-    left_data: Tensor,
-    left_scale_inv: Tensor,
-    left_amax: Tensor | None,
-    left_kind: str,
-    left_block: list[int],
-    right_data: Tensor,
-    right_scale_inv: Tensor,
-    right_amax: Tensor | None,
-    right_kind: str,
-    right_block: list[int],
+    left: ScaledOperand,
+    right: ScaledOperand,
     m_splits: Tensor,
     out_dtype: torch.dtype,
     split_accumulation: bool,
     strict: bool,
 ) -> Tensor:
-    left = _operand(left_data, left_scale_inv, left_amax, left_kind, left_block)
-    right = _operand(right_data, right_scale_inv, right_amax, right_kind, right_block)
     choice = _choose("scaled_grouped_gemm", left, right, out_dtype)
     record(choice, strict=strict)
     if choice.rung == "triton":
         from . import triton as kernels
 
-        out = left_data.new_empty((left.outer, right.outer), dtype=out_dtype)
+        out = left.data.new_empty((left.outer, right.outer), dtype=out_dtype)
         sides = kernels.Side.of(left), kernels.Side.of(right)
         return kernels.grouped_gemm(*sides, m_splits, out, split_accumulation=split_accumulation)
     if choice.rung == "native":
@@ -150,45 +144,15 @@ def _rows(
     return emulation.rows(left, right, m_splits, out_dtype)
 
 
-@_rows.register_fake
-def _(
-    left_data: Tensor,
-    left_scale_inv: Tensor,
-    left_amax: Tensor | None,
-    left_kind: str,
-    left_block: list[int],
-    right_data: Tensor,
-    right_scale_inv: Tensor,
-    right_amax: Tensor | None,
-    right_kind: str,
-    right_block: list[int],
-    m_splits: Tensor,
-    out_dtype: torch.dtype,
-    split_accumulation: bool,
-    strict: bool,
-) -> Tensor:
-    return left_data.new_empty((left_data.shape[0], right_data.shape[1]), dtype=out_dtype)
-
-
-@torch.library.custom_op("te_models::scaled_grouped_gemm_wgrad_accumulate_", mutates_args=("main_grad",))
+@operation("scaled_grouped_gemm_wgrad_accumulate_", lambda: None, mutates=("main_grad",))
 def _wgrad_accumulate_(
     main_grad: Tensor,
-    left_data: Tensor,
-    left_scale_inv: Tensor,
-    left_amax: Tensor | None,
-    left_kind: str,
-    left_block: list[int],
-    right_data: Tensor,
-    right_scale_inv: Tensor,
-    right_amax: Tensor | None,
-    right_kind: str,
-    right_block: list[int],
+    left: ScaledOperand,
+    right: ScaledOperand,
     m_splits: Tensor,
     accumulate: bool,
     strict: bool,
 ) -> None:
-    left = _operand(left_data, left_scale_inv, left_amax, left_kind, left_block)
-    right = _operand(right_data, right_scale_inv, right_amax, right_kind, right_block)
     choice = _choose("scaled_grouped_gemm_wgrad", left, right, main_grad.dtype)
     record(choice, strict=strict)
     if choice.rung == "triton":
@@ -198,23 +162,3 @@ def _wgrad_accumulate_(
         kernels.grouped_gemm_wgrad(*sides, m_splits, main_grad, accumulate=accumulate)
     else:
         emulation.wgrad_accumulate_(main_grad, left, right, m_splits, accumulate)
-
-
-@_wgrad_accumulate_.register_fake
-def _(
-    main_grad: Tensor,
-    left_data: Tensor,
-    left_scale_inv: Tensor,
-    left_amax: Tensor | None,
-    left_kind: str,
-    left_block: list[int],
-    right_data: Tensor,
-    right_scale_inv: Tensor,
-    right_amax: Tensor | None,
-    right_kind: str,
-    right_block: list[int],
-    m_splits: Tensor,
-    accumulate: bool,
-    strict: bool,
-) -> None:
-    return None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from torch import Tensor
 
 from ..launch import as_matrix
+from ..registry import Output, absent, gradient_of, like, operation
 from . import reference
 
 __all__ = ["layer_norm", "norm_bwd", "norm_fwd", "rms_norm"]
@@ -19,7 +22,19 @@ def output_dtype(x: Tensor, weight: Tensor | None, bias: Tensor | None, weight_l
     return dtype
 
 
-@torch.library.custom_op("te_models::norm_fwd", mutates_args=())
+def statistics(x: Tensor, centered: bool) -> tuple[Output, Output]:
+    """Describe the mean (absent unless centered) and the reciprocal deviation of rows x [..., H]."""
+    rstd = like(x, x.shape[:-1], torch.float32)
+    return rstd if centered else absent(x, torch.float32), rstd
+
+
+def _results(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, centered: bool, weight_last: bool
+) -> tuple[Output, ...]:
+    return like(x, dtype=output_dtype(x, weight, bias, weight_last)), *statistics(x, centered)
+
+
+@operation("norm_fwd", _results)
 def norm_fwd(
     x: Tensor,
     weight: Tensor | None,
@@ -42,14 +57,16 @@ def norm_fwd(
     return y.view(x.shape), mean.view(lead) if centered else mean, rstd.view(lead)
 
 
-@norm_fwd.register_fake
-def _(x, weight, bias, eps, centered, zero_centered, weight_last):
-    y = x.new_empty(x.shape, dtype=output_dtype(x, weight, bias, weight_last))
-    rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
-    return y, torch.empty_like(rstd) if centered else rstd.new_empty(0), rstd
+def _gradients(
+    x: Tensor, weight_grad: torch.dtype | None, bias_grad: torch.dtype | None
+) -> tuple[Output, Output, Output]:
+    def parameter(dtype: torch.dtype | None) -> Output:
+        return absent(x) if dtype is None else like(x, x.shape[-1:], dtype)
+
+    return like(x), parameter(weight_grad), parameter(bias_grad)
 
 
-@torch.library.custom_op("te_models::norm_bwd", mutates_args=())
+@operation("norm_bwd", _gradients)
 def norm_bwd(
     dy: Tensor,
     x: Tensor,
@@ -73,41 +90,18 @@ def norm_bwd(
     return dx.view(x.shape), d_weight, d_bias
 
 
-@norm_bwd.register_fake
-def _(dy, x, weight, mean, rstd, centered, zero_centered, weight_last, weight_grad, bias_grad):
-    def parameter(dtype: torch.dtype | None) -> Tensor:
-        return x.new_empty(0) if dtype is None else x.new_empty(x.shape[-1], dtype=dtype)
-
-    return x.new_empty(x.shape), parameter(weight_grad), parameter(bias_grad)
-
-
-def _setup(ctx, inputs, output) -> None:
-    x, weight, bias, _, ctx.centered, ctx.zero_centered, ctx.weight_last = inputs
-    _, mean, rstd = output
-    ctx.mark_non_differentiable(mean, rstd)
-    ctx.save_for_backward(x, weight, mean, rstd)
-    ctx.bias_dtype = None if bias is None else bias.dtype
-
-
-def _backward(ctx, dy: Tensor, *_):
-    x, weight, mean, rstd = ctx.saved_tensors
-    _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-    dx, d_weight, d_bias = norm_bwd(
-        dy,
-        x,
-        weight,
-        mean,
-        rstd,
-        ctx.centered,
-        ctx.zero_centered,
-        ctx.weight_last,
-        weight.dtype if needs_weight else None,
-        ctx.bias_dtype if needs_bias else None,
-    )
-    return dx, d_weight if needs_weight else None, d_bias if needs_bias else None, None, None, None, None
-
-
-norm_fwd.register_autograd(_backward, setup_context=_setup)
+@gradient_of(
+    norm_fwd,
+    saves=("x", "weight", "bias.dtype", "centered", "zero_centered", "weight_last"),
+    saves_results=(1, 2),
+    constant=(1, 2),
+)
+def _backward(saved: SimpleNamespace, needs: set[str], dy: Tensor) -> dict[str, Tensor]:
+    x, weight = saved.x, saved.weight
+    wanted = (weight.dtype if "weight" in needs else None, saved.bias_dtype if "bias" in needs else None)
+    flags = (saved.centered, saved.zero_centered, saved.weight_last)
+    gradients = zip(("x", "weight", "bias"), norm_bwd(dy, x, weight, *saved.results, *flags, *wanted), strict=True)
+    return {name: gradient for name, gradient in gradients if name == "x" or name in needs}
 
 
 def rms_norm(

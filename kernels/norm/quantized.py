@@ -10,13 +10,19 @@ import torch
 from torch import Tensor
 
 from ..launch import as_matrix
-from ..quantize.output import QuantizedOutput, output_of
+from ..quantize.output import QuantizedOutput
+from ..registry import Output, flatten, matrix_like, operation
 from . import op, reference
 
 __all__ = ["layer_norm_quantized", "norm_quantized", "rms_norm_quantized"]
 
 
-@torch.library.custom_op("te_models::norm_quantized", mutates_args=())
+def _results(x: Tensor, centered: bool, output: QuantizedOutput) -> list[Output]:
+    copies = output.results(matrix_like(x))
+    return [*copies, *op.statistics(x, centered)]
+
+
+@operation("norm_quantized", _results)
 def norm_quantized(
     x: Tensor,
     weight: Tensor | None,
@@ -26,27 +32,15 @@ def norm_quantized(
     zero_centered: bool,
     weight_last: bool,
     scale: Tensor | None,
-    block: int,
-    fp8_dtype: torch.dtype,
-    scale_kind: str,
-    epsilon: float,
-    rowwise: bool,
-    columnwise: bool,
+    output: QuantizedOutput,
 ) -> list[Tensor]:
     """Return what `QuantizedOutput.define` says of `norm_fwd`'s y as a matrix; then its mean and rstd."""
     from . import triton_quantized
 
-    output = output_of(block, fp8_dtype, scale_kind, epsilon, rowwise, columnwise)
     flags = (centered, zero_centered, weight_last, op.output_dtype(x, weight, bias, weight_last))
     copies, mean, rstd = triton_quantized.norm_quantized(as_matrix(x), weight, bias, eps, *flags, scale, output)
     lead = x.shape[:-1]
     return [*copies, mean.view(lead) if centered else mean, rstd.view(lead)]
-
-
-@norm_quantized.register_fake
-def _(x, weight, bias, eps, centered, zero_centered, weight_last, scale, *output):
-    rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
-    return [*output_of(*output).empty(as_matrix(x)), torch.empty_like(rstd) if centered else rstd.new_empty(0), rstd]
 
 
 def rms_norm_quantized(
@@ -67,7 +61,7 @@ def rms_norm_quantized(
     output.check_scale(scale)
     if x.device.type == "cuda":
         flags = (False, zero_centered, cast_order == "weight_last")
-        *copies, _, rstd = norm_quantized(x, weight, None, eps, *flags, scale, *output.arguments())
+        *copies, _, rstd = norm_quantized(x, weight, None, eps, *flags, scale, *flatten(output))
         return [*copies, rstd]
     y = reference.rms_norm(x, weight, eps, zero_centered=zero_centered, cast_order=cast_order)
     rstd = torch.rsqrt(x.float().square().mean(-1) + eps)
@@ -89,7 +83,7 @@ def layer_norm_quantized(
     output.check_scale(scale)
     if x.device.type == "cuda":
         flags = (True, zero_centered, cast_order == "weight_last")
-        return norm_quantized(x, weight, bias, eps, *flags, scale, *output.arguments())
+        return norm_quantized(x, weight, bias, eps, *flags, scale, *flatten(output))
     y = reference.layer_norm(x, weight, bias, eps, zero_centered=zero_centered, cast_order=cast_order)
     variance, mean = torch.var_mean(x.float(), -1, correction=0)
     return [*output.define(as_matrix(y), scale), mean, torch.rsqrt(variance + eps)]

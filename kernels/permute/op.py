@@ -8,13 +8,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..registry import Output, absent, like, operation
 from . import reference
 from .reference import Permutation, row_count
 
 __all__ = ["Permutation", "permute", "sort_by_expert", "unpermute"]
 
 
-@torch.library.custom_op("te_models::sort_by_expert", mutates_args=())
+def _permutation(indices: Tensor, num_experts: int, align: int) -> tuple[Output, ...]:
+    slots = indices.numel()
+    rows = row_count(slots, num_experts, align)
+    shapes = ((rows,), indices.shape, (num_experts,), (num_experts,), (rows - slots,))
+    return tuple(like(indices, shape, torch.int64) for shape in shapes)
+
+
+@operation("sort_by_expert", _permutation)
 def sort_by_expert_op(indices: Tensor, num_experts: int, align: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the fields of `Permutation` for indices [T, K] integer; no padding rows is an empty tensor."""
     from . import triton_sort
@@ -22,15 +30,12 @@ def sort_by_expert_op(indices: Tensor, num_experts: int, align: int) -> tuple[Te
     return triton_sort.sort_by_expert(indices, num_experts, align)
 
 
-@sort_by_expert_op.register_fake
-def _(indices, num_experts, align):
-    slots = indices.numel()
-    rows = row_count(slots, num_experts, align)
-    shapes = ((rows,), indices.shape, (num_experts,), (num_experts,), (rows - slots,))
-    return tuple(indices.new_empty(shape, dtype=torch.int64) for shape in shapes)
+def _rows(x: Tensor, row_of_slot: Tensor, padding_rows: Tensor | None) -> Output:
+    padding = 0 if padding_rows is None else padding_rows.shape[0]
+    return like(x, (row_of_slot.shape[0] * row_of_slot.shape[1] + padding, x.shape[1]))
 
 
-@torch.library.custom_op("te_models::permute_rows", mutates_args=())
+@operation("permute_rows", _rows)
 def permute_rows(x: Tensor, row_of_slot: Tensor, padding_rows: Tensor | None) -> Tensor:
     """Copy each token to its K rows, zeros to the padding rows: [T, H] of any dtype -> [R, H]."""
     from . import triton
@@ -38,13 +43,7 @@ def permute_rows(x: Tensor, row_of_slot: Tensor, padding_rows: Tensor | None) ->
     return triton.permute_rows(x, row_of_slot, padding_rows)
 
 
-@permute_rows.register_fake
-def _(x, row_of_slot, padding_rows):
-    padding = 0 if padding_rows is None else padding_rows.shape[0]
-    return x.new_empty(row_of_slot.shape[0] * row_of_slot.shape[1] + padding, x.shape[1])
-
-
-@torch.library.custom_op("te_models::sum_slots", mutates_args=())
+@operation("sum_slots", lambda y, row_of_slot: like(y, (row_of_slot.shape[0], y.shape[1])))
 def sum_slots(y: Tensor, row_of_slot: Tensor, weights: Tensor | None) -> Tensor:
     """Sum each token's K rows in float32, k = 0 first, times weights [T, K] if given: [R, H] -> [T, H]."""
     from . import triton
@@ -52,12 +51,11 @@ def sum_slots(y: Tensor, row_of_slot: Tensor, weights: Tensor | None) -> Tensor:
     return triton.sum_slots(y, row_of_slot, weights)
 
 
-@sum_slots.register_fake
-def _(y, row_of_slot, weights):
-    return y.new_empty(row_of_slot.shape[0], y.shape[1])
+def _gradients(y: Tensor, weights: Tensor, needs_weights: bool) -> tuple[Output, Output]:
+    return like(y), like(weights, dtype=torch.float32) if needs_weights else absent(y, torch.float32)
 
 
-@torch.library.custom_op("te_models::unpermute_bwd", mutates_args=())
+@operation("unpermute_bwd", _gradients)
 def unpermute_bwd(
     grad: Tensor, y: Tensor, weights: Tensor, row_of_slot: Tensor, padding_rows: Tensor | None, needs_weights: bool
 ) -> tuple[Tensor, Tensor]:
@@ -65,11 +63,6 @@ def unpermute_bwd(
     from . import triton
 
     return triton.unpermute_bwd(grad, y, weights, row_of_slot, padding_rows, needs_weights)
-
-
-@unpermute_bwd.register_fake
-def _(grad, y, weights, row_of_slot, padding_rows, needs_weights):
-    return y.new_empty(y.shape), grad.new_empty(weights.shape if needs_weights else (0,), dtype=torch.float32)
 
 
 def _spread(x: Tensor, slot_of_row: Tensor, row_of_slot: Tensor, padding_rows: Tensor | None) -> Tensor:

@@ -5,39 +5,30 @@ Not differentiable, FP8 having no gradients: the gradient in x is `unpermute(gra
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from ..quantize.output import QuantizedOutput, output_of
+from ..quantize.output import QuantizedOutput
+from ..registry import flatten, like, operation
 from . import reference
 from .reference import Permutation
 
 __all__ = ["permute_quantized", "permute_quantized_op"]
 
 
-@torch.library.custom_op("te_models::permute_quantized", mutates_args=())
+@operation(
+    "permute_quantized", lambda x, slot_of_row, output: output.results(like(x, (slot_of_row.shape[0], x.shape[1])))
+)
 def permute_quantized_op(
     x: Tensor,
     slot_of_row: Tensor,
     topk: int,
     scale: Tensor | None,
-    block: int,
-    fp8_dtype: torch.dtype,
-    scale_kind: str,
-    epsilon: float,
-    rowwise: bool,
-    columnwise: bool,
+    output: QuantizedOutput,
 ) -> list[Tensor]:
     """Return what `QuantizedOutput.define` says of the rows [R, H] that the tokens x [T, H] are copied to."""
     from . import triton_quantized
 
-    output = output_of(block, fp8_dtype, scale_kind, epsilon, rowwise, columnwise)
     return triton_quantized.permute_quantized(x, slot_of_row, topk, scale, output)
-
-
-@permute_quantized_op.register_fake
-def _(x, slot_of_row, topk, scale, *output):
-    return output_of(*output).empty(x.new_empty(slot_of_row.shape[0], x.shape[1]))
 
 
 def permute_quantized(
@@ -57,6 +48,6 @@ def permute_quantized(
         )
     topk = permutation.row_of_slot.shape[1]
     if x.device.type == "cuda":
-        return permute_quantized_op(x, permutation.slot_of_row, topk, scale, *output.arguments())
+        return permute_quantized_op(x, permutation.slot_of_row, topk, scale, *flatten(output))
     rows = reference.gather_rows(x, permutation.slot_of_row, topk, permutation.padding_rows is not None)
     return output.define(rows, scale)

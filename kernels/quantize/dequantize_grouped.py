@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..registry import like, operation
 from . import reference
 
 
@@ -56,15 +57,10 @@ def dequantize_grouped(
     return _registered(data, stored, m_splits, rows, list(block or ()), dtype)
 
 
-@torch.library.custom_op("te_models::dequantize_grouped", mutates_args=())
+@operation("dequantize_grouped", lambda data, rows, dtype: like(data, (rows, data.shape[1]), dtype))
 def _registered(
-    data: Tensor, stored: Tensor, m_splits: Tensor, rows: int, block: list[int], dtype: torch.dtype
+    data: Tensor, stored: Tensor, m_splits: Tensor, rows: int, block: tuple[int, int] | None, dtype: torch.dtype
 ) -> Tensor:
     from . import triton_grouped
 
-    return triton_grouped.dequantize(data, stored, m_splits, rows, (block[0], block[1]) if block else None, dtype)
-
-
-@_registered.register_fake
-def _(data, stored, m_splits, rows, block, dtype):
-    return data.new_empty((rows, data.shape[1]), dtype=dtype)
+    return triton_grouped.dequantize(data, stored, m_splits, rows, block, dtype)

@@ -1,17 +1,23 @@
-"""How the copies of a matrix lie in memory."""
+"""How the copies of a matrix lie in memory: descriptions, from which kernels and the compiler allocate alike.
+
+x, whose copies they are: a tensor, or the description of one.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from ..registry import Output, like
 from .blocks import grid
 from .grouped import padded_length
 from .nvfp4 import BLOCK
 
 
-def empty_copy(x: Tensor, block: tuple[int, int], fp8_dtype: torch.dtype, kind: str, groups: int = 0) -> list[Tensor]:
-    """Return data and scales of x [..., R, C] by `block`, not filled, in x's orientation.
+def copy_by_blocks(
+    x: Tensor | Output, block: tuple[int, int], fp8_dtype: torch.dtype, kind: str, groups: int = 0
+) -> list[Output]:
+    """Describe data and scales of x [..., R, C] by `block`, in x's orientation.
 
     With groups: grouped rows, padded where blocks span rows. The columnwise data of 128-blocks lies transposed in
     memory, which is how FP8 GEMMs read it and how it is stored; that of MXFP8 does not.
@@ -19,18 +25,15 @@ def empty_copy(x: Tensor, block: tuple[int, int], fp8_dtype: torch.dtype, kind: 
     *batch, rows, columns = x.shape
     if groups and block[0] > 1:
         rows = padded_length(rows, groups, block[0])
-    if block[0] > block[1] and kind != "e8m0":
-        data = x.new_empty((*batch, columns, rows), dtype=fp8_dtype).mT
-    else:
-        data = x.new_empty((*batch, rows, columns), dtype=fp8_dtype)
-    dtype = torch.uint8 if kind == "e8m0" else torch.float32
-    return [data, x.new_empty((*batch, *grid(rows, columns, block)), dtype=dtype)]
+    transposed = block[0] > block[1] and kind != "e8m0"
+    scales = like(x, (*batch, *grid(rows, columns, block)), torch.uint8 if kind == "e8m0" else torch.float32)
+    return [like(x, (*batch, rows, columns), fp8_dtype, transposed=transposed), scales]
 
 
-def empty_transposed(x: Tensor, fp8_dtype: torch.dtype, rows: int | None = None) -> Tensor:
-    """Return a copy of x [..., R, C] that lies transposed in memory, not filled; rows: if not R."""
+def transposed_copy(x: Tensor | Output, fp8_dtype: torch.dtype, rows: int | None = None) -> Output:
+    """Describe a copy of x [..., R, C] that lies transposed in memory; rows: if not R."""
     *batch, own_rows, columns = x.shape
-    return x.new_empty((*batch, columns, own_rows if rows is None else rows), dtype=fp8_dtype).mT
+    return like(x, (*batch, own_rows if rows is None else rows, columns), fp8_dtype, transposed=True)
 
 
 def nvfp4_slots(rows: int, *, with_rht: bool, groups: int = 0) -> int:
@@ -40,13 +43,15 @@ def nvfp4_slots(rows: int, *, with_rht: bool, groups: int = 0) -> int:
     return -(-rows // BLOCK) * BLOCK if with_rht else rows
 
 
-def empty_nvfp4(x: Tensor, *, rowwise: bool, columnwise: bool, with_rht: bool, groups: int = 0) -> list[Tensor]:
-    """Return NVFP4's packed codes and scales of each copy of x [..., R, C], not filled; with groups: grouped rows."""
+def nvfp4_copies(
+    x: Tensor | Output, *, rowwise: bool, columnwise: bool, with_rht: bool, groups: int = 0
+) -> list[Output]:
+    """Describe NVFP4's packed codes and scales of each copy of x [..., R, C]; with groups: grouped rows."""
     *batch, rows, columns = x.shape
     shapes = [(rows, columns)] if rowwise else []
     shapes += [(columns, nvfp4_slots(rows, with_rht=with_rht, groups=groups))] if columnwise else []
-    found: list[Tensor] = []
+    found: list[Output] = []
     for height, width in shapes:
-        found.append(x.new_empty((*batch, height, -(-width // 2)), dtype=torch.uint8))
-        found.append(x.new_empty((*batch, height, -(-width // BLOCK)), dtype=torch.float8_e4m3fn))
+        found.append(like(x, (*batch, height, -(-width // 2)), torch.uint8))
+        found.append(like(x, (*batch, height, -(-width // BLOCK)), torch.float8_e4m3fn))
     return found

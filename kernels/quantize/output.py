@@ -12,10 +12,9 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from ..registry import Output, like
 from . import blocks, layout, reference
 from .reference import FP8_MAX
-
-Arguments = tuple[int, torch.dtype, str, float, bool, bool]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,10 +42,6 @@ class QuantizedOutput:
         if not (self.rowwise or self.columnwise):
             raise ValueError("rowwise and columnwise are False; allowed: one of them, or both")
 
-    def arguments(self) -> Arguments:
-        """Return the fields as registered ops take them."""
-        return self.block, self.fp8_dtype, self.scale_kind, self.epsilon, self.rowwise, self.columnwise
-
     def check_scale(self, scale: Tensor | None) -> None:
         """Raise ValueError unless there is a scale where, and only where, one is used."""
         if (scale is None) == (self.block == 0):
@@ -67,28 +62,14 @@ class QuantizedOutput:
                 found += reference.quantize_blockwise(y, block, self.fp8_dtype, self.scale_kind, epsilon=self.epsilon)
         return found
 
-    def empty(self, y: Tensor) -> list[Tensor]:
-        """Allocate what `define` returns, as it lies on an accelerator. y: its shape and device count."""
+    def results(self, y: Tensor | Output) -> list[Output]:
+        """Describe what `define` returns, as it lies on an accelerator. y: its shape and device count."""
         if self.block == 0:
-            row = [y.new_empty(y.shape, dtype=self.fp8_dtype)] if self.rowwise else []
-            col = [layout.empty_transposed(y, self.fp8_dtype)] if self.columnwise else []
-            return [*row, *col, y.new_empty((), dtype=torch.float32)]
-        found: list[Tensor] = []
+            row = [like(y, dtype=self.fp8_dtype)] if self.rowwise else []
+            col = [layout.transposed_copy(y, self.fp8_dtype)] if self.columnwise else []
+            return [*row, *col, like(y, (), torch.float32)]
+        found: list[Output] = []
         for wanted, block in ((self.rowwise, (1, self.block)), (self.columnwise, (self.block, 1))):
             if wanted:
-                found += layout.empty_copy(y, block, self.fp8_dtype, self.scale_kind)
+                found += layout.copy_by_blocks(y, block, self.fp8_dtype, self.scale_kind)
         return found
-
-
-def output_of(
-    block: int, fp8_dtype: torch.dtype, scale_kind: str, epsilon: float, rowwise: bool, columnwise: bool
-) -> QuantizedOutput:
-    """Return the inverse of `QuantizedOutput.arguments`."""
-    return QuantizedOutput(
-        block=block,
-        fp8_dtype=fp8_dtype,
-        scale_kind=scale_kind,
-        epsilon=epsilon,
-        rowwise=rowwise,
-        columnwise=columnwise,
-    )

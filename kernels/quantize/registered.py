@@ -1,4 +1,4 @@
-"""The Triton kernels as registered ops, opaque to the compiler, each with a fake; `op` calls them on an accelerator.
+"""The Triton kernels as registered operations, opaque to the compiler; `op` calls them on an accelerator.
 
 Their arguments and results are those of the references. Columnwise FP8 data that GEMMs read transposed comes back in
 the input's orientation, lying transposed in memory (see `layout`).
@@ -9,16 +9,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..registry import Output, like, operation
 from . import layout
 from .grouped import padded_length
 
 
-def _check(block: list[int]) -> None:
+def _check(block: tuple[int, int]) -> None:
     if any(size not in (1, 2, 4, 8, 16, 32, 64, 128) for size in block):
-        raise ValueError(f"block is {tuple(block)}; allowed on an accelerator: powers of two up to 128")
+        raise ValueError(f"block is {block}; allowed on an accelerator: powers of two up to 128")
 
 
-@torch.library.custom_op("te_models::amax", mutates_args=())
+@operation("amax", lambda x: like(x, x.shape[:-2], torch.float32))
 def amax(x: Tensor) -> Tensor:
     """See `blocks.amax`."""
     from . import triton_tensor
@@ -26,12 +27,7 @@ def amax(x: Tensor) -> Tensor:
     return triton_tensor.amax(x)
 
 
-@amax.register_fake
-def _(x):
-    return x.new_empty(x.shape[:-2], dtype=torch.float32)
-
-
-@torch.library.custom_op("te_models::grouped_amax", mutates_args=())
+@operation("grouped_amax", lambda x, m_splits: like(x, m_splits.shape, torch.float32))
 def grouped_amax(x: Tensor, m_splits: Tensor) -> Tensor:
     """See `grouped.grouped_amax`."""
     from . import triton_tensor
@@ -39,12 +35,7 @@ def grouped_amax(x: Tensor, m_splits: Tensor) -> Tensor:
     return triton_tensor.amax(x, m_splits)
 
 
-@grouped_amax.register_fake
-def _(x, m_splits):
-    return x.new_empty(m_splits.shape, dtype=torch.float32)
-
-
-@torch.library.custom_op("te_models::quantize_per_tensor", mutates_args=())
+@operation("quantize_per_tensor", lambda x, fp8_dtype: like(x, dtype=fp8_dtype))
 def quantize_per_tensor(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -> Tensor:
     """See `reference.quantize_per_tensor`."""
     from . import triton_tensor
@@ -52,12 +43,11 @@ def quantize_per_tensor(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -> Ten
     return triton_tensor.quantize_per_tensor(x, scale, fp8_dtype)[0]
 
 
-@quantize_per_tensor.register_fake
-def _(x, scale, fp8_dtype):
-    return x.new_empty(x.shape, dtype=fp8_dtype)
+def _both_copies(x: Tensor, fp8_dtype: torch.dtype) -> tuple[Output, Output]:
+    return like(x, dtype=fp8_dtype), layout.transposed_copy(x, fp8_dtype)
 
 
-@torch.library.custom_op("te_models::quantize_per_tensor_both", mutates_args=())
+@operation("quantize_per_tensor_both", _both_copies)
 def quantize_per_tensor_both(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """See `reference.quantize_per_tensor`; the second copy lies transposed in memory."""
     from . import triton_tensor
@@ -66,12 +56,12 @@ def quantize_per_tensor_both(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -
     return row, col
 
 
-@quantize_per_tensor_both.register_fake
-def _(x, scale, fp8_dtype):
-    return x.new_empty(x.shape, dtype=fp8_dtype), layout.empty_transposed(x, fp8_dtype)
+def _grouped_copies(x: Tensor, m_splits: Tensor, fp8_dtype: torch.dtype, align: int) -> tuple[Output, Output]:
+    padded = padded_length(x.shape[0], m_splits.shape[0], align)
+    return like(x, dtype=fp8_dtype), layout.transposed_copy(x, fp8_dtype, padded)
 
 
-@torch.library.custom_op("te_models::quantize_grouped_per_tensor", mutates_args=())
+@operation("quantize_grouped_per_tensor", _grouped_copies)
 def quantize_grouped_per_tensor(
     x: Tensor, m_splits: Tensor, scale: Tensor, fp8_dtype: torch.dtype, align: int
 ) -> tuple[Tensor, Tensor]:
@@ -83,13 +73,7 @@ def quantize_grouped_per_tensor(
     return row, col
 
 
-@quantize_grouped_per_tensor.register_fake
-def _(x, m_splits, scale, fp8_dtype, align):
-    padded = padded_length(x.shape[0], m_splits.shape[0], align)
-    return x.new_empty(x.shape, dtype=fp8_dtype), layout.empty_transposed(x, fp8_dtype, padded)
-
-
-@torch.library.custom_op("te_models::dequantize_per_tensor", mutates_args=())
+@operation("dequantize_per_tensor", lambda data, dtype: like(data, dtype=dtype))
 def dequantize_per_tensor(data: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
     """See `reference.dequantize_per_tensor`."""
     from . import triton_tensor
@@ -97,14 +81,13 @@ def dequantize_per_tensor(data: Tensor, scale_inv: Tensor, dtype: torch.dtype) -
     return triton_tensor.dequantize(data, scale_inv, None, dtype)
 
 
-@dequantize_per_tensor.register_fake
-def _(data, scale_inv, dtype):
-    return data.new_empty(data.shape, dtype=dtype)
+def _copy_by_blocks(x: Tensor, block: tuple[int, int], fp8_dtype: torch.dtype, scale_kind: str) -> tuple[Output, ...]:
+    return tuple(layout.copy_by_blocks(x, block, fp8_dtype, scale_kind))
 
 
-@torch.library.custom_op("te_models::quantize_blockwise", mutates_args=())
+@operation("quantize_blockwise", _copy_by_blocks)
 def quantize_blockwise(
-    x: Tensor, block: list[int], fp8_dtype: torch.dtype, scale_kind: str, epsilon: float
+    x: Tensor, block: tuple[int, int], fp8_dtype: torch.dtype, scale_kind: str, epsilon: float
 ) -> tuple[Tensor, Tensor]:
     """See `reference.quantize_blockwise`."""
     from . import triton_blockwise
@@ -118,39 +101,45 @@ def quantize_blockwise(
     return data, scales
 
 
-@quantize_blockwise.register_fake
-def _(x, block, fp8_dtype, scale_kind, epsilon):
-    data, scales = layout.empty_copy(x, (block[0], block[1]), fp8_dtype, scale_kind)
-    return data, scales
+def _both_by_blocks(x: Tensor, block: tuple[int, int], fp8_dtype: torch.dtype, scale_kind: str) -> tuple[Output, ...]:
+    sides = (block, (block[1], block[0]))
+    return tuple(output for side in sides for output in layout.copy_by_blocks(x, side, fp8_dtype, scale_kind))
 
 
-@torch.library.custom_op("te_models::quantize_blockwise_both", mutates_args=())
+@operation("quantize_blockwise_both", _both_by_blocks)
 def quantize_blockwise_both(
-    x: Tensor, block: list[int], fp8_dtype: torch.dtype, scale_kind: str, epsilon: float
+    x: Tensor, block: tuple[int, int], fp8_dtype: torch.dtype, scale_kind: str, epsilon: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `reference.quantize_blockwise_both`. block: not more rows than columns."""
     from . import triton_blockwise
 
     _check(block)
-    wide = (block[0], block[1])
     row, row_scale, col, col_scale = triton_blockwise.quantize_blockwise(
-        x, wide, fp8_dtype, scale_kind, epsilon, columnwise=True
+        x, block, fp8_dtype, scale_kind, epsilon, columnwise=True
     )
     return row, row_scale, col, col_scale
 
 
-@quantize_blockwise_both.register_fake
-def _(x, block, fp8_dtype, scale_kind, epsilon):
-    row, row_scale = layout.empty_copy(x, (block[0], block[1]), fp8_dtype, scale_kind)
-    col, col_scale = layout.empty_copy(x, (block[1], block[0]), fp8_dtype, scale_kind)
-    return row, row_scale, col, col_scale
+def _grouped_by_blocks(
+    x: Tensor,
+    m_splits: Tensor,
+    block: tuple[int, int],
+    fp8_dtype: torch.dtype,
+    scale_kind: str,
+    rowwise: bool,
+    columnwise: bool,
+) -> list[Output]:
+    sides = [(block, rowwise), ((block[1], block[0]), columnwise)]
+    groups = m_splits.shape[0]
+    wanted = [layout.copy_by_blocks(x, side, fp8_dtype, scale_kind, groups) for side, made in sides if made]
+    return [output for copies in wanted for output in copies]
 
 
-@torch.library.custom_op("te_models::quantize_grouped_blockwise", mutates_args=())
+@operation("quantize_grouped_blockwise", _grouped_by_blocks)
 def quantize_grouped_blockwise(
     x: Tensor,
     m_splits: Tensor,
-    block: list[int],
+    block: tuple[int, int],
     fp8_dtype: torch.dtype,
     scale_kind: str,
     epsilon: float,
@@ -162,26 +151,13 @@ def quantize_grouped_blockwise(
 
     _check(block)
     flags = {"rowwise": rowwise, "columnwise": columnwise, "m_splits": m_splits}
-    return triton_blockwise.quantize_blockwise(x, (block[0], block[1]), fp8_dtype, scale_kind, epsilon, **flags)
+    return triton_blockwise.quantize_blockwise(x, block, fp8_dtype, scale_kind, epsilon, **flags)
 
 
-@quantize_grouped_blockwise.register_fake
-def _(x, m_splits, block, fp8_dtype, scale_kind, epsilon, rowwise, columnwise):
-    groups = m_splits.shape[0]
-    row = layout.empty_copy(x, (block[0], block[1]), fp8_dtype, scale_kind, groups) if rowwise else []
-    col = layout.empty_copy(x, (block[1], block[0]), fp8_dtype, scale_kind, groups) if columnwise else []
-    return row + col
-
-
-@torch.library.custom_op("te_models::dequantize_blockwise", mutates_args=())
-def dequantize_blockwise(data: Tensor, stored: Tensor, block: list[int], dtype: torch.dtype) -> Tensor:
+@operation("dequantize_blockwise", lambda data, dtype: like(data, dtype=dtype))
+def dequantize_blockwise(data: Tensor, stored: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """See `reference.dequantize_blockwise`."""
     from . import triton_tensor
 
     _check(block)
-    return triton_tensor.dequantize(data, stored, (block[0], block[1]), dtype)
-
-
-@dequantize_blockwise.register_fake
-def _(data, stored, block, dtype):
-    return data.new_empty(data.shape, dtype=dtype)
+    return triton_tensor.dequantize(data, stored, block, dtype)

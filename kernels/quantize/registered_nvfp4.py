@@ -1,15 +1,22 @@
-"""NVFP4's Triton kernels as registered ops, opaque to the compiler, each with a fake; `op_nvfp4` calls them."""
+"""NVFP4's Triton kernels as registered operations, opaque to the compiler; `op_nvfp4` calls them."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from ..registry import Output, like, operation
 from . import layout
 from .hadamard import SIZE
 
 
-@torch.library.custom_op("te_models::random_hadamard", mutates_args=())
+def _transformed(x: Tensor, dim: int) -> Output:
+    shape = list(x.shape)
+    shape[dim] = -(-shape[dim] // SIZE) * SIZE
+    return like(x, shape)
+
+
+@operation("random_hadamard", _transformed)
 def random_hadamard(x: Tensor, dim: int) -> Tensor:
     """See `hadamard.random_hadamard`."""
     from . import triton_hadamard
@@ -17,14 +24,12 @@ def random_hadamard(x: Tensor, dim: int) -> Tensor:
     return triton_hadamard.random_hadamard(x, dim)
 
 
-@random_hadamard.register_fake
-def _(x, dim):
-    shape = list(x.shape)
-    shape[dim] = -(-shape[dim] // SIZE) * SIZE
-    return x.new_empty(shape)
+def _amaxes(x: Tensor, m_splits: Tensor | None) -> tuple[Output, Output]:
+    amax = like(x, x.shape[:-2] if m_splits is None else m_splits.shape, torch.float32)
+    return amax, amax
 
 
-@torch.library.custom_op("te_models::nvfp4_amaxes", mutates_args=())
+@operation("nvfp4_amaxes", _amaxes)
 def nvfp4_amaxes(x: Tensor, m_splits: Tensor | None) -> tuple[Tensor, Tensor]:
     """See `triton_hadamard.nvfp4_amaxes`."""
     from . import triton_hadamard
@@ -32,13 +37,15 @@ def nvfp4_amaxes(x: Tensor, m_splits: Tensor | None) -> tuple[Tensor, Tensor]:
     return triton_hadamard.nvfp4_amaxes(x, m_splits)
 
 
-@nvfp4_amaxes.register_fake
-def _(x, m_splits):
-    shape = x.shape[:-2] if m_splits is None else m_splits.shape
-    return x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.float32)
+def _copies(
+    x: Tensor, row_amax: Tensor | None, col_amax: Tensor | None, m_splits: Tensor | None, with_rht: bool
+) -> list[Output]:
+    wanted = {"rowwise": row_amax is not None, "columnwise": col_amax is not None}
+    groups = 0 if m_splits is None else m_splits.shape[0]
+    return layout.nvfp4_copies(x, **wanted, with_rht=with_rht, groups=groups)
 
 
-@torch.library.custom_op("te_models::quantize_nvfp4", mutates_args=())
+@operation("quantize_nvfp4", _copies)
 def quantize_nvfp4(
     x: Tensor,
     row_amax: Tensor | None,
@@ -57,21 +64,9 @@ def quantize_nvfp4(
     return triton_nvfp4.quantize_nvfp4(x, row_amax, col_amax, streams=(row_stream, col_stream), **flags)
 
 
-@quantize_nvfp4.register_fake
-def _(x, row_amax, col_amax, m_splits, key, row_stream, col_stream, block_rows, with_rht):
-    wanted = {"rowwise": row_amax is not None, "columnwise": col_amax is not None}
-    groups = 0 if m_splits is None else m_splits.shape[0]
-    return layout.empty_nvfp4(x, **wanted, with_rht=with_rht, groups=groups)
-
-
-@torch.library.custom_op("te_models::dequantize_nvfp4", mutates_args=())
+@operation("dequantize_nvfp4", lambda packed, columns, dtype: like(packed, (*packed.shape[:-1], columns), dtype))
 def dequantize_nvfp4(packed: Tensor, scales: Tensor, amax: Tensor | None, columns: int, dtype: torch.dtype) -> Tensor:
     """See `triton_nvfp4_decode.dequantize_nvfp4`."""
     from . import triton_nvfp4_decode
 
     return triton_nvfp4_decode.dequantize_nvfp4(packed, scales, amax, columns, dtype)
-
-
-@dequantize_nvfp4.register_fake
-def _(packed, scales, amax, columns, dtype):
-    return packed.new_empty((*packed.shape[:-1], columns), dtype=dtype)

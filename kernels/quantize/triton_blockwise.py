@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .grouped import padded_length
-from .layout import empty_copy
+from .layout import copy_by_blocks
 from .reference import FP8_MAX
 from .triton_rounding import (
     e8m0_of_amax,
@@ -177,8 +177,9 @@ def quantize_blockwise(
     groups = 0 if m_splits is None else m_splits.shape[0]
     align = max(block)
     padded = padded_length(rows, groups, align) if groups else rows
-    row = empty_copy(x, block, fp8_dtype, kind, groups) if rowwise else []
-    col = empty_copy(x, (block[1], block[0]), fp8_dtype, kind, groups) if columnwise else []
+    row = [c.empty() for c in copy_by_blocks(x, block, fp8_dtype, kind, groups)] if rowwise else []
+    upright = (block[1], block[0])
+    col = [c.empty() for c in copy_by_blocks(x, upright, fp8_dtype, kind, groups)] if columnwise else []
     if x.numel() == 0:
         return row + col
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .layout import empty_nvfp4, nvfp4_slots
+from .layout import nvfp4_copies, nvfp4_slots
 from .nvfp4 import BLOCK
 from .triton_hadamard import hadamard
 from .triton_random import random_tile
@@ -267,7 +267,8 @@ def quantize_nvfp4(
     *batch, rows, columns = x.shape
     groups = 0 if m_splits is None else m_splits.shape[0]
     rowwise, columnwise = row_amax is not None, col_amax is not None
-    out = empty_nvfp4(x, rowwise=rowwise, columnwise=columnwise, with_rht=with_rht, groups=groups)
+    copies = nvfp4_copies(x, rowwise=rowwise, columnwise=columnwise, with_rht=with_rht, groups=groups)
+    out = [copy.empty() for copy in copies]
     if x.numel() == 0:
         return out
     pointers = [t.view(torch.uint8) for t in out]

@@ -96,7 +96,7 @@ class Destination:
 
     def __init__(self, output: QuantizedOutput, y: Tensor, scale: Tensor | None, dtype: torch.dtype) -> None:
         """y: has the shape [T, H] and the device of the result; dtype: what the result is rounded to first."""
-        self.tensors = output.empty(y)
+        self.tensors = [result.empty() for result in output.results(y)]
         if output.block == 0:
             self.tensors[-1].zero_()
         self.output, self.scale, self.dtype = output, scale, dtype

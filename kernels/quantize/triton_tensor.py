@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .grouped import padded_length
-from .layout import empty_transposed
+from .layout import transposed_copy
 from .triton_rounding import from_e8m0, from_fp8, magnitude_bits, native_fp8, to_fp8
 from .triton_tiles import grouped_tiles, store_tile, tile_of_group
 
@@ -214,7 +214,7 @@ def quantize_per_tensor(
     groups = 0 if m_splits is None else m_splits.shape[0]
     padded = padded_length(rows, groups, align) if groups else rows
     row = [torch.empty_like(x, dtype=fp8_dtype)] if rowwise else []
-    col = [empty_transposed(x, fp8_dtype, padded)] if columnwise else []
+    col = [transposed_copy(x, fp8_dtype, padded).empty()] if columnwise else []
     if x.numel() == 0:
         return row + col
     scales = scale if groups else _as_3d(scale.expand(x.shape))

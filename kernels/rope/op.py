@@ -5,9 +5,12 @@ The tables are the reference's everywhere: they are made once per step and share
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from torch import Tensor
 
+from ..registry import gradient_of, like, operation
 from . import reference
 from .frequencies import rope_frequencies
 from .reference import rope_tables
@@ -15,7 +18,7 @@ from .reference import rope_tables
 __all__ = ["apply_rope", "rope", "rope_frequencies", "rope_tables"]
 
 
-@torch.library.custom_op("te_models::rope", mutates_args=())
+@operation("rope", lambda x: like(x))
 def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> Tensor:
     """Rotate x [B, S, N, D] by the angles of cos, sin, float32 [B or 1, S, R/2]; inverse: by their negatives.
 
@@ -26,21 +29,9 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) 
     return triton.rope(x, cos, sin, interleaved, inverse)
 
 
-@rope.register_fake
-def _(x, cos, sin, interleaved, inverse):
-    return x.new_empty(x.shape)
-
-
-def _setup(ctx, inputs, output) -> None:
-    _, cos, sin, ctx.interleaved, ctx.inverse = inputs
-    ctx.save_for_backward(cos, sin)
-
-
-def _backward(ctx, grad: Tensor):
-    return rope(grad, *ctx.saved_tensors, ctx.interleaved, not ctx.inverse), None, None, None, None
-
-
-rope.register_autograd(_backward, setup_context=_setup)
+@gradient_of(rope, saves=("cos", "sin", "interleaved", "inverse"))
+def _backward(saved: SimpleNamespace, needs: set[str], grad: Tensor) -> dict[str, Tensor]:
+    return {"x": rope(grad, saved.cos, saved.sin, saved.interleaved, not saved.inverse)}
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, style: str = "half") -> Tensor:

@@ -7,9 +7,12 @@ two equal scores wins.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from torch import Tensor
 
+from ..registry import Output, gradient_of, like, operation
 from . import reference
 from .reference import load_balancing_loss, router_probabilities, router_z_loss
 
@@ -23,7 +26,12 @@ __all__ = [
 ]
 
 
-@torch.library.custom_op("te_models::router_topk", mutates_args=())
+def _choice(logits: Tensor, topk: int) -> tuple[Output, Output]:
+    shape = (logits.shape[0], topk)
+    return like(logits, shape, torch.float32), like(logits, shape, torch.int64)
+
+
+@operation("router_topk", _choice)
 def router_topk_fwd(
     logits: Tensor,
     expert_bias: Tensor | None,
@@ -47,13 +55,7 @@ def router_topk_fwd(
     return triton.router_topk_fwd(logits, expert_bias, topk, *options)
 
 
-@router_topk_fwd.register_fake
-def _(logits, expert_bias, topk, *options):
-    shape = (logits.shape[0], topk)
-    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int64)
-
-
-@torch.library.custom_op("te_models::router_topk_bwd", mutates_args=())
+@operation("router_topk_bwd", lambda logits: like(logits))
 def router_topk_bwd(
     grad: Tensor,
     logits: Tensor,
@@ -71,23 +73,13 @@ def router_topk_bwd(
     return triton.router_topk_bwd(grad, logits, indices, *options)
 
 
-@router_topk_bwd.register_fake
-def _(grad, logits, indices, *options):
-    return logits.new_empty(logits.shape)
+_OPTIONS = ("sigmoid", "score_after_topk", "normalize", "normalize_eps", "scaling_factor")
 
 
-def _setup(ctx, inputs, output) -> None:
-    logits, _, _, *options, _, _, _ = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(logits, output[1])
-    ctx.options = options
-
-
-def _backward(ctx, grad: Tensor, _: Tensor):
-    return router_topk_bwd(grad, *ctx.saved_tensors, *ctx.options), *(None,) * 10
-
-
-router_topk_fwd.register_autograd(_backward, setup_context=_setup)
+@gradient_of(router_topk_fwd, saves=("logits", *_OPTIONS), saves_results=(1,), constant=(1,))
+def _backward(saved: SimpleNamespace, needs: set[str], grad: Tensor) -> dict[str, Tensor]:
+    options = (getattr(saved, name) for name in _OPTIONS)
+    return {"logits": router_topk_bwd(grad, saved.logits, *saved.results, *options)}
 
 
 def router_topk(

@@ -8,7 +8,6 @@ import torch._dynamo.testing
 from torch import Tensor
 
 from te_models.kernels.gemm import ScaledOperand, rungs
-from te_models.kernels.gemm.op import _flat
 from te_models.kernels.gemm.rungs import Hardware
 from te_models.kernels.grouped_gemm import (
     ROW_ALIGNMENT,
@@ -23,6 +22,7 @@ from te_models.kernels.grouped_gemm import (
     scaled_grouped_gemm_wgrad_accumulate_,
 )
 from te_models.kernels.grouped_gemm.choice import choose_plain, choose_scaled
+from te_models.kernels.registry import flatten
 from tests.kernels.scaled_cases import assert_within, exact, normal, quantized
 from tests.kernels.triton.test_grouped_gemm import FORMATS, SPLITS, check_wgrad, exact_rows, quantized_rows, ranges
 
@@ -57,13 +57,6 @@ def test_second_derivatives() -> None:
     splits = torch.tensor([4, 1])
     assert torch.autograd.gradgradcheck(lambda a, b: grouped_gemm(a, b, splits), (a, b))
     assert torch.autograd.gradcheck(lambda dy, a: grouped_gemm_wgrad(dy, a, splits), (dy, a))
-
-
-def test_registration_of_plain_operations() -> None:
-    a, b, splits = normal(6, 8, seed=6), normal(2, 4, 8, seed=7), torch.tensor([4, 1])
-    torch.library.opcheck(grouped_gemm, (a, b, splits))
-    torch.library.opcheck(grouped_gemm, (normal(6, 4, seed=8), b, splits, False))
-    torch.library.opcheck(grouped_gemm_wgrad, (normal(6, 4, seed=9), a, splits))
 
 
 def test_splits_that_do_not_fit_are_errors() -> None:
@@ -202,20 +195,16 @@ def test_rows_find_their_group_without_reading_the_splits() -> None:
 
 
 @pytest.mark.parametrize("formats", FORMATS)
-def test_registration_of_quantized_operations(formats: str) -> None:
-    # the other check, that inputs stay as they are, cannot compare FP8
-    checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+def test_the_operations_are_the_functions(formats: str) -> None:
     left, right = operands(formats, [4, 4], 1)
     splits = torch.tensor([4, 4])
-    arguments = (*_flat(left), *_flat(right), splits, torch.bfloat16, True, False)
-    torch.library.opcheck(scaled._rows, arguments, test_utils=checks)
+    arguments = (*flatten(left), *flatten(right), splits, torch.bfloat16, True, False)
     assert torch.equal(scaled._rows(*arguments), scaled_grouped_gemm(left, right, splits, torch.bfloat16))
     (kind, block), _ = FORMATS[formats]
     size = ROW_ALIGNMENT[kind]
     side = quantized_rows(normal(2 * size, 6, seed=1), [size, size], kind, block, dim=0)
     splits = torch.tensor([size, size])
-    arguments = (torch.zeros(2, 6, 6), *_flat(side), *_flat(side), splits, True, False)
-    torch.library.opcheck(scaled._wgrad_accumulate_, arguments, test_utils=checks)
+    arguments = (torch.zeros(2, 6, 6), *flatten(side), *flatten(side), splits, True, False)
     scaled._wgrad_accumulate_(*arguments)
     expected = torch.zeros(2, 6, 6)
     scaled_grouped_gemm_wgrad_accumulate_(expected, side, side, splits)

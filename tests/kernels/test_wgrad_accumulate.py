@@ -76,13 +76,6 @@ def test_wrong_shapes_and_dtypes_are_errors() -> None:
         grouped_gemm_wgrad_accumulate_(torch.zeros(3, 2), dy, x, torch.tensor([4]))
 
 
-def test_registration() -> None:
-    dy, x = normal(6, 4, seed=1), normal(6, 5, seed=2)
-    torch.library.opcheck(gemm_wgrad_accumulate_, (torch.zeros(4, 5), dy, x, True, torch.tensor(2.0)))
-    splits = torch.tensor([2, 0, 4])
-    torch.library.opcheck(grouped_gemm_wgrad_accumulate_, (torch.zeros(3, 4, 5), dy, x, splits, False))
-
-
 class _Linear(torch.autograd.Function):
     """y = x w^T whose backward adds the weight gradient to main_grad and returns none."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,14 +65,3 @@ def assert_all(got: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
     """`assert_bitwise`, tensor by tensor."""
     for one, other in zip(got, expected, strict=True):
         assert_bitwise(one, other)
-
-
-def check_op(op: Any, arguments: tuple[Any, ...]) -> None:
-    """Run opcheck; its check that inputs stay as they are cannot compare FP8, so that is done here for all ops."""
-    given = [a for a in arguments if isinstance(a, Tensor)]
-    before = [a.clone() for a in given]
-    checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    if all(a.element_size() > 1 or a.dtype == torch.uint8 for a in given):
-        checks = ("test_schema", *checks)
-    torch.library.opcheck(op, arguments, test_utils=checks)
-    assert_all(given, before)

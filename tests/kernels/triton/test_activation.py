@@ -117,13 +117,3 @@ def test_leading_dimensions_strides_and_autograd(device) -> None:
     ours, theirs = (torch.autograd.grad(y, (x, probabilities), dy) for y in (got, expected))
     for a, b in zip(ours, theirs, strict=True):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("option", [OPTIONS[0], OPTIONS[1], OPTIONS[-1]])
-@pytest.mark.parametrize("weighted", [False, True])
-def test_registration(device, option, weighted) -> None:
-    x, dy, probabilities = inputs(3, 6, option[1], weighted, torch.float32, device)
-    leaves = (x.requires_grad_(), None if probabilities is None else probabilities.requires_grad_())
-    torch.library.opcheck(op.activation_fwd, (*leaves, *option))
-    detached = (dy, *(None if t is None else t.detach() for t in leaves))
-    torch.library.opcheck(op.activation_bwd, (*detached, *option, weighted))

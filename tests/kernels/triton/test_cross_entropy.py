@@ -121,22 +121,6 @@ def test_scaling_keeps_the_factor_unrounded(device) -> None:
     assert torch.equal(triton.scaled(x, factor), (x.float() * factor).bfloat16())
 
 
-def test_registration(device) -> None:
-    logits, labels = case((3, 7), torch.float32, device)
-    torch.library.opcheck(op.cross_entropy_fwd, (logits.requires_grad_(), labels))
-    with torch.no_grad():
-        _, normalizer = op.cross_entropy_fwd(logits, labels)
-    scale = torch.ones(3, device=device)
-    torch.library.opcheck(op.cross_entropy_bwd, (logits.detach(), labels, normalizer, scale))
-    x, weight, bias, labels = (t.to(device) for t in inputs(5, 6, 7, torch.float32))
-    torch.library.opcheck(op.scaled, (x, torch.tensor(0.5, device=device)))
-    leaves = (x.requires_grad_(), weight.requires_grad_(), labels, bias.requires_grad_())
-    cap = torch.tensor(3.0, device=device)
-    for leaf in (bias, None):
-        wanted = [True, True, leaf is not None]
-        torch.library.opcheck(op.linear_cross_entropy_op, (*leaves[:3], leaf, None, cap, 2, wanted))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("chunk_tokens", [None, 1000])
 def test_linear_cross_entropy_real_size(device, chunk_tokens) -> None:

@@ -174,16 +174,6 @@ def test_gradients_through_autograd(device) -> None:
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("option", [OPTIONS[1], OPTIONS[5], OPTIONS[8]])
-def test_registration(device, option) -> None:
-    x, weight, bias = inputs(3, 20, torch.bfloat16, torch.float32, option[3], option[4], device)
-    leaves = [None if t is None else t.requires_grad_() for t in (x, weight, bias)]
-    torch.library.opcheck(op.norm_fwd, (*leaves, EPS, *flags(option)))
-    with torch.no_grad():
-        y, mean, rstd = op.norm_fwd(*leaves, EPS, *flags(option))
-        torch.library.opcheck(op.norm_bwd, (y, x, weight, mean, rstd, *flags(option), torch.float32, None))
-
-
 def test_a_row_too_long_is_refused(device) -> None:
     with pytest.raises(ValueError, match="65537 columns"):
         op.norm_fwd(torch.zeros(1, 65537, device=device), None, None, EPS, False, False, True)

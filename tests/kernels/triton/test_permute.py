@@ -141,16 +141,3 @@ def test_negative_zeros_keep_their_sign(device) -> None:
     p = reference.sort_by_expert(torch.tensor([[0, 1]], device=device), 2)
     y = torch.full((2, 4), -0.0, device=device)
     assert torch.signbit(op.sum_slots(y, p.row_of_slot, None)).all()
-
-
-@pytest.mark.parametrize("align", [1, 4])
-def test_registration(device, align) -> None:
-    indices = routed(5, 2, 4, device)
-    torch.library.opcheck(op.sort_by_expert_op, (indices, 4, align))
-    p = from_op(indices, 4, align)
-    x, weights = torch.randn(5, 6, device=device), torch.rand(5, 2, device=device)
-    torch.library.opcheck(op.permute_rows, (x, p.row_of_slot, p.padding_rows))
-    rows = op.permute_rows(x, p.row_of_slot, p.padding_rows)
-    torch.library.opcheck(op.sum_slots, (rows, p.row_of_slot, weights))
-    torch.library.opcheck(op.unpermute_bwd, (x, rows, weights, p.row_of_slot, p.padding_rows, True))
-    torch.library.opcheck(op.unpermute_bwd, (x, rows, weights, p.row_of_slot, p.padding_rows, False))

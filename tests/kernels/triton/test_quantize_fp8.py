@@ -15,7 +15,6 @@ from tests.kernels.triton.quantize_cases import (
     SPLITS,
     assert_all,
     assert_bitwise,
-    check_op,
     hard,
     ordinary,
     special,
@@ -172,27 +171,6 @@ def test_strided_input(device) -> None:
 def test_blocks_that_no_tile_holds_are_refused(device) -> None:
     with pytest.raises(ValueError, match="allowed on an accelerator: powers of two up to 128"):
         registered.quantize_blockwise(torch.ones(4, 4, device=device), [1, 256], E4M3, "pow2", 0.0)
-
-
-def test_opcheck(device) -> None:
-    x, m_splits = hard((40, 48), torch.bfloat16).to(device), torch.tensor([7, 0, 33], device=device)
-    one, scale = torch.ones((), device=device), torch.rand(3, device=device)
-    row, row_scale, *_ = registered.quantize_blockwise_both(x, [1, 32], E4M3, "e8m0", 0.0)
-    calls = [
-        (registered.amax, (x,)),
-        (registered.grouped_amax, (x, m_splits)),
-        (registered.quantize_per_tensor, (x, one, E4M3)),
-        (registered.quantize_per_tensor_both, (x, one, E4M3)),
-        (registered.quantize_grouped_per_tensor, (x, m_splits, scale, E4M3, 16)),
-        (registered.dequantize_per_tensor, (row, one, torch.bfloat16)),
-        (registered.quantize_blockwise, (x, [128, 1], E4M3, "pow2", 0.0)),
-        (registered.quantize_blockwise, (x, [1, 32], E4M3, "e8m0", 0.0)),
-        (registered.quantize_blockwise_both, (x, [1, 128], E4M3, "pow2", 0.0)),
-        (registered.quantize_grouped_blockwise, (x, m_splits, [1, 128], E4M3, "pow2", 0.0, True, True)),
-        (registered.dequantize_blockwise, (row, row_scale, [1, 32], torch.bfloat16)),
-    ]
-    for op, arguments in calls:
-        check_op(op, arguments)
 
 
 @pytest.mark.gpu

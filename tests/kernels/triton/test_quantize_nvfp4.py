@@ -6,14 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from te_models.kernels.quantize import hadamard, nvfp4, nvfp4_copies, op_nvfp4, registered_nvfp4
+from te_models.kernels.quantize import hadamard, nvfp4, nvfp4_copies, op_nvfp4
 from te_models.kernels.quantize.random import random_bits
 from tests.kernels.triton.quantize_cases import (
     LENGTHS,
     SPLITS,
     assert_all,
     assert_bitwise,
-    check_op,
     hard,
     ordinary,
     special,
@@ -183,26 +182,6 @@ def test_every_code_and_scale_decodes(device) -> None:
 def test_wrong_block_is_refused(device) -> None:
     with pytest.raises(ValueError, match="block_rows is 2; allowed: 1, 16"):
         op_nvfp4.quantize_nvfp4(torch.ones(4, 16, device=device), block_rows=2)
-
-
-def test_opcheck(device) -> None:
-    x, m_splits = hard((40, 48), BF16).to(device), torch.tensor([7, 0, 33], device=device)
-    key, one, three = key_on(device), torch.ones((), device=device), torch.rand(3, device=device)
-    packed, scales, amax = op_nvfp4.quantize_nvfp4(x)
-    r = registered_nvfp4
-    calls = [
-        (r.random_hadamard, (x[:, :20], -1)),
-        (r.random_hadamard, (x, -2)),
-        (r.nvfp4_amaxes, (x, None)),
-        (r.nvfp4_amaxes, (x, m_splits)),
-        (r.quantize_nvfp4, (x, one, None, None, None, 0, 1, 16, False)),
-        (r.quantize_nvfp4, (x, one, one, None, key, 0, 1, 1, True)),
-        (r.quantize_nvfp4, (x, three, three, m_splits, None, 0, 1, 1, False)),
-        (r.dequantize_nvfp4, (packed, scales, amax, 48, BF16)),
-        (r.dequantize_nvfp4, (packed, scales, None, 48, torch.float32)),
-    ]
-    for op, arguments in calls:
-        check_op(op, arguments)
 
 
 @pytest.mark.gpu

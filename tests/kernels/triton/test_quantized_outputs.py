@@ -12,6 +12,7 @@ from te_models.kernels.norm import quantized as norm
 from te_models.kernels.permute import quantized as permute
 from te_models.kernels.permute import reference as permute_reference
 from te_models.kernels.quantize.output import QuantizedOutput
+from te_models.kernels.registry import flatten
 from tests.kernels.triton.quantize_cases import assert_bitwise, hard
 
 E5M2 = torch.float8_e5m2
@@ -61,7 +62,7 @@ def check_norm(device, shape, dtype, option, output) -> None:
     bias = torch.randn(shape[1], generator=generator).to(dtype).to(device) if has_bias else None
     flags = (EPS, centered, zero_centered, weight_last)
     scale = scale_for(output, device)
-    *copies, mean, rstd = norm.norm_quantized(x, weight, bias, *flags, scale, *output.arguments())
+    *copies, mean, rstd = norm.norm_quantized(x, weight, bias, *flags, scale, *flatten(output))
     y, plain_mean, plain_rstd = norm_op.norm_fwd(x, weight, bias, *flags)
     compare(copies, y, scale, output)
     assert_bitwise(mean, plain_mean)
@@ -72,7 +73,7 @@ def check_activation(device, shape, dtype, option, weighted, output) -> None:
     x = hard((shape[0], shape[1] * (2 if option[1] else 1)), dtype).clamp(-1e4, 1e4).to(device)
     weights = torch.rand(shape[0], generator=torch.Generator().manual_seed(0)).to(device) if weighted else None
     scale = scale_for(output, device)
-    got = activation.activation_quantized_op(x, weights, *option, scale, *output.arguments())
+    got = activation.activation_quantized_op(x, weights, *option, scale, *flatten(output))
     compare(got, activation_op.activation_fwd(x, weights, *option), scale, output)
 
 
@@ -81,7 +82,7 @@ def check_permute(device, case, dtype, output) -> None:
     scores = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(tokens))
     p = permute_reference.sort_by_expert(scores.argsort(dim=-1)[:, :topk].to(device), experts, align)
     x, scale = hard((tokens, hidden), dtype).to(device), scale_for(output, device)
-    got = permute.permute_quantized_op(x, p.slot_of_row, topk, scale, *output.arguments())
+    got = permute.permute_quantized_op(x, p.slot_of_row, topk, scale, *flatten(output))
     compare(got, permute_reference.gather_rows(x, p.slot_of_row, topk, align > 1), scale, output)
 
 
@@ -127,15 +128,3 @@ def test_real_sizes(device, output) -> None:
         check_norm(device, shape, torch.bfloat16, NORMS[0], output)
         check_activation(device, shape, torch.bfloat16, ACTIVATIONS[0], True, output)
     check_permute(device, (8192, 8, 128, 2048, 128), torch.bfloat16, output)
-
-
-@pytest.mark.parametrize("output", [OUTPUTS[1], OUTPUTS[4], OUTPUTS[8]], ids=names)
-def test_registration(device, output) -> None:
-    x, weight = hard((6, 40), torch.bfloat16).view(2, 3, 40).to(device), torch.ones(40, device=device)
-    scale, arguments = scale_for(output, device), output.arguments()
-    for centered in (False, True):
-        torch.library.opcheck(norm.norm_quantized, (x, weight, None, EPS, centered, False, True, scale, *arguments))
-    p = torch.rand(2, 3, device=device)
-    torch.library.opcheck(activation.activation_quantized_op, (x, p, "silu", True, None, 1.0, 0.0, scale, *arguments))
-    slots = torch.tensor([3, -1, 0, 5, 1, 4, 2, -1], device=device)
-    torch.library.opcheck(permute.permute_quantized_op, (x[0], slots, 2, scale, *arguments))

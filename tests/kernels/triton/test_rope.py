@@ -76,13 +76,6 @@ def test_the_inverse_turns_back(device) -> None:
     assert torch.allclose(back, x, atol=1e-5)
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_registration(device, interleaved) -> None:
-    x, _, cos, sin = inputs((2, 3, 2, 10, 8, 1), torch.float32, device)
-    torch.library.opcheck(op.rope, (x.requires_grad_(), cos, sin, interleaved, False))
-    torch.library.opcheck(op.rope, (x.detach().transpose(1, 2), cos[:, :2], sin[:, :2], interleaved, True))
-
-
 @pytest.mark.gpu
 def test_tables_that_want_a_gradient_are_refused(device) -> None:
     x, _, cos, sin = inputs((1, 2, 1, 8, 8, 1), torch.float32, device)

@@ -136,14 +136,3 @@ def test_strides(device) -> None:
     strided = logits.t().contiguous().t()
     for got, expected in zip(run(strided, bias, COUNTS[4], scores), run(logits, bias, COUNTS[4], scores), strict=True):
         assert torch.equal(got, expected)
-
-
-@pytest.mark.parametrize("counts", [COUNTS[2], COUNTS[4]], ids=str)
-def test_registration(device, counts) -> None:
-    logits, bias = inputs(5, counts, (False, False, True), torch.float32, device)
-    flags = (False, False, True, 1e-20, 2.5)
-    arguments = (logits.requires_grad_(), bias, counts[1], *flags, *counts[2:4], counts[4] == "top2_sum")
-    torch.library.opcheck(op.router_topk_fwd, arguments)
-    with torch.no_grad():
-        weights, indices = op.router_topk_fwd(*arguments)
-        torch.library.opcheck(op.router_topk_bwd, (weights, logits, indices, *flags))

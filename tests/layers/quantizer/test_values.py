@@ -148,24 +148,6 @@ class WithGroup(IdentityQuantizer):
     group: dist.ProcessGroup | None = None
 
 
-def test_live_state_is_no_constant_of_a_graph() -> None:
-    group = dist.ProcessGroup(dist.HashStore(), 0, 1)
-    for held in (group, torch.ones(3)):
-        quantizer = MXFP8Quantizer()
-        object.__setattr__(quantizer, "two_dimensional", held)
-        with pytest.raises(TypeError, match=rf"two_dimensional is a {type(held).__name__}, live state"):
-            quantizer.__fx_repr__()
-        undeclared = MXFP8Quantizer()
-        object.__setattr__(undeclared, "group", held)
-        with pytest.raises(TypeError, match=r"MXFP8Quantizer\.group is a"):
-            undeclared.__fx_repr__()
-    inside = HybridQuantizer(rowwise_quantizer=WithGroup(group=group))
-    with pytest.raises(TypeError, match=r"WithGroup\.group is a ProcessGroup"):
-        inside.__fx_repr__()
-    with pytest.raises(TypeError, match="holds live tensors"):
-        Float8Quantizer(torch.ones(()), None, torch.float8_e4m3fn).__fx_repr__()
-
-
 def test_a_value_class_holds_values_only() -> None:
     with pytest.raises(TypeError, match=r"WithGroup\.group is annotated .*ProcessGroup"):
         value_class(WithGroup)

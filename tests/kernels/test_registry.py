@@ -1,0 +1,170 @@
+"""The registry: schemas derived from annotations, arguments flat and back, gradients, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from types import SimpleNamespace
+from typing import Literal, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from te_models.kernels.registry import absent, flatten, gradient_of, like, operation, registered, registration
+
+
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the operations of these tests out of the list of ours."""
+    monkeypatch.setattr(registration, "_REGISTERED", {})
+
+
+class Mode(enum.Enum):
+    ADD = 1
+    MULTIPLY = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    factor: float = 1.0
+    mode: Mode = Mode.ADD
+    kind: Literal["up", "down"] = "up"
+
+
+class Pair(NamedTuple):
+    """Tensors between constants, and an object in an object."""
+
+    block: tuple[int, int] | None
+    data: Tensor
+    options: Options
+    scale: Tensor | None = None
+
+
+def schema_of(op) -> str:
+    return str(op._opoverload._schema)
+
+
+def test_objects_become_their_fields_and_objects_again() -> None:
+    seen: list[tuple[Pair, Pair, Options]] = []
+
+    @operation("test_objects", lambda left, right: like(left.data, (left.data.shape[0], right.data.shape[0])))
+    def op(left: Pair, right: Pair, options: Options, sizes: tuple[int, ...], flag: bool = True) -> Tensor:
+        seen.append((left, right, options))
+        return left.data @ right.data.t() * len(sizes) * flag
+
+    pairs = [
+        f"Tensor {s}_data, Tensor? {s}_scale, SymInt[] {s}_block, float {s}_options_factor, " for s in ("left", "right")
+    ]
+    rest = [f"str {s}_options_mode, str {s}_options_kind, " for s in ("left", "right")]
+    own = "float factor, str mode, str kind, SymInt[] sizes, bool flag"
+    assert schema_of(op) == f"te_models::test_objects({pairs[0]}{rest[0]}{pairs[1]}{rest[1]}{own}=True) -> Tensor"
+
+    left = Pair(None, torch.ones(3, 4), Options(factor=2.0, mode=Mode.MULTIPLY), torch.ones(3))
+    right = Pair((1, 32), torch.ones(5, 4), Options(kind="down"))
+    y = op(*flatten(left), *flatten(right), *flatten(Options()), [1, 2])
+    assert torch.equal(y, torch.full((3, 5), 8.0))
+    assert seen[0][0]._replace(data=None, scale=None) == left._replace(data=None, scale=None)
+    assert seen[0][1]._replace(data=None) == right._replace(data=None)
+    assert seen[0][2] == Options()
+
+
+def test_a_compiled_function_flattens_objects_without_a_break() -> None:
+    @operation("test_compiled", lambda pair: like(pair.data))
+    def op(pair: Pair) -> Tensor:
+        return pair.data * pair.options.factor
+
+    def function(x: Tensor, options: Options) -> Tensor:
+        return op(*flatten(Pair((1, 2), x + 1, options))) * 2
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in (3, 7, 12):
+        x = torch.randn(rows, 4)
+        assert torch.equal(compiled(x, Options(factor=3.0)), function(x, Options(factor=3.0)))
+
+
+def test_a_process_group_goes_by_its_name() -> None:
+    @operation("test_group", lambda x: like(x))
+    def op(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return x * group.size()
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        assert torch.equal(op(torch.ones(2), group.group_name), torch.ones(2))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_gradients_by_name() -> None:
+    kept: list[SimpleNamespace] = []
+
+    @operation("test_gradient", lambda x, weight: (like(x), absent(x), like(x)))
+    def op(x: Tensor, weight: Tensor, bias: Tensor | None, power: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+        return x * weight, x.new_empty(0), x * 2
+
+    @gradient_of(op, saves=("weight", "bias.dtype", "power"), saves_results=(2,), constant=(1, 2))
+    def _(saved: SimpleNamespace, needs: set[str], dy: Tensor) -> dict[str, Tensor]:
+        kept.append(saved)
+        return {"x": dy * saved.weight} | ({"weight": dy * saved.results[0] / 2} if "weight" in needs else {})
+
+    x, weight = torch.tensor([1.0, 2.0], requires_grad=True), torch.tensor([3.0, 5.0], requires_grad=True)
+    y, nothing, twice = op(x, weight, torch.ones(2, dtype=torch.bfloat16))
+    assert y.requires_grad and not nothing.requires_grad and not twice.requires_grad
+    y.sum().backward()
+    assert torch.equal(x.grad, weight.detach()) and torch.equal(weight.grad, x.detach())
+    assert (kept[0].bias_dtype, kept[0].power) == (torch.bfloat16, 1)
+    y = op(x, weight.detach(), None, 3)[0]
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], weight.detach())
+    assert (kept[1].bias_dtype, kept[1].power) == (None, 3)
+
+
+def test_descriptions_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(TypeError, match="test_unknown has no parameter z to describe its results by"):
+
+        @operation("test_unknown", lambda z: like(z))
+        def _(x: Tensor) -> Tensor: ...
+
+    with pytest.raises(TypeError, match="test_unknown has no parameter y"):
+
+        @operation("test_unknown", lambda: None, mutates=("y",))
+        def _(x: Tensor) -> None: ...
+
+    with pytest.raises(TypeError, match=r"f\.x is annotated .*dict.*; an operation takes tensors, numbers"):
+
+        @operation("test_unknown", lambda: None)
+        def f(x: dict[str, Tensor]) -> None: ...
+
+    with pytest.raises(TypeError, match=r"f\.x: a parameter of an operation is positional, and annotated"):
+
+        @operation("test_unknown", lambda: None)
+        def f(*, x: Tensor) -> None: ...
+
+    with pytest.raises(TypeError, match="two arguments of the schema have one name: factor, factor, mode, kind"):
+
+        @operation("test_unknown", lambda: None)
+        def f(factor: float, options: Options) -> None: ...
+
+    with pytest.raises(TypeError, match="Changing is a dataclass that may change"):
+
+        @operation("test_unknown", lambda: None)
+        def f(x: Changing) -> None: ...
+
+    @operation("test_known", lambda x: like(x))
+    def known(x: Tensor) -> Tensor:
+        return x.clone()
+
+    with pytest.raises(TypeError, match="test_known has no argument y to save"):
+        gradient_of(known, saves=("y",))(lambda saved, needs, dy: {})
+    gradient_of(known)(lambda saved, needs, dy: {"y": dy})
+    with pytest.raises(TypeError, match="test_known has no argument y"):
+        known(torch.ones(2, requires_grad=True)).sum().backward()
+    assert registered().keys() == {"test_known"}
+
+
+@dataclasses.dataclass
+class Changing:
+    x: int = 0

@@ -1,0 +1,225 @@
+"""Arguments to call every registered operation with: each usage, option and dtype that changes what it returns.
+
+Made of the inputs of each operation's own tests. Sizes are distinct, ragged and above 1, so that a result with two
+sizes swapped, or a size taken for a constant, shows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_models.kernels.gemm import ScaledOperand
+from te_models.kernels.quantize import registered_nvfp4
+from te_models.kernels.registry import flatten
+from tests.kernels import scaled_cases
+from tests.kernels.triton import (
+    test_activation,
+    test_cross_entropy,
+    test_norm,
+    test_permute,
+    test_quantized_outputs,
+    test_rope,
+    test_router,
+)
+from tests.kernels.triton.quantize_cases import BLOCKS, E4M3, E5M2, ordinary
+from tests.kernels.triton.test_grouped_gemm import FORMATS, quantized_rows
+
+Arguments = tuple[Any, ...]
+F32, BF16 = torch.float32, torch.bfloat16
+EPS = 1e-5
+
+
+def norms(device: torch.device) -> Iterator[tuple[str, Arguments]]:
+    for option, dtype in itertools.product(test_norm.OPTIONS, (F32, BF16)):
+        x, weight, bias = test_norm.inputs(6, 20, dtype, F32, option[3], option[4], device)
+        flags = option[:3]
+        # a batch of rows that does not lie contiguously
+        x = x.view(2, 3, 20).transpose(0, 1)
+        yield "norm_fwd", (x, weight, bias, EPS, *flags)
+        mean = torch.rand(3, 2, device=device) if option[0] else torch.empty(0, device=device)
+        for weight_grad, bias_grad in ((None, None), (F32, None), (BF16, F32)):
+            statistics = (mean, torch.rand(3, 2, device=device))
+            yield "norm_bwd", (x, x, weight, *statistics, *flags, weight_grad, bias_grad)
+
+
+def quantized_outputs(device: torch.device) -> Iterator[tuple[str, Arguments]]:
+    x, weight = ordinary((2, 33, 40), BF16).to(device), torch.ones(40, device=device)
+    p = torch.rand(2, 33, device=device)
+    slots = torch.tensor([3, -1, 0, 5, 1, 4, 2, -1], device=device)
+    for output in test_quantized_outputs.OUTPUTS:
+        tail = (test_quantized_outputs.scale_for(output, device), *flatten(output))
+        for centered in (False, True):
+            yield "norm_quantized", (x, weight, None, EPS, centered, False, True, *tail)
+        for gated, weights in ((False, None), (True, p)):
+            yield "activation_quantized", (x, weights, "silu", gated, None, 1.0, 0.0, *tail)
+        yield "permute_quantized", (x[0], slots, 2, *tail)
+
+
+def activations(device: torch.device) -> Iterator[tuple[str, Arguments]]:
+    options = (test_activation.OPTIONS[0], test_activation.OPTIONS[1], test_activation.OPTIONS[-1])
+    for option, weighted, dtype in itertools.product(options, (False, True), (F32, BF16)):
+        x, dy, p = test_activation.inputs(6, 10, option[1], weighted, dtype, device)
+        x, dy, p = x.view(2, 3, -1), dy.view(2, 3, -1), None if p is None else p.view(2, 3)
+        yield "activation_fwd", (x, p, *option)
+        for wanted in {False, weighted}:
+            yield "activation_bwd", (dy, x, p, *option, wanted)
+
+
+def ropes(device: torch.device) -> Iterator[tuple[str, Arguments]]:
+    x, _, cos, sin = test_rope.inputs((2, 3, 2, 10, 8, 1), F32, device)
+    for interleaved, inverse, dtype in itertools.product((False, True), (False, True), (F32, BF16)):
+        yield "rope", (x.to(dtype), cos, sin, interleaved, inverse)
+    yield "rope", (x.transpose(1, 2), cos[:, :2], sin[:, :2], False, True)
+
+
+def routers(device: torch.device) -> Iterator[tuple[str, Arguments]]:
+    for counts, sigmoid, dtype in itertools.product(test_router.COUNTS[2:5:2], (False, True), (F32, BF16)):
+        logits, bias = test_router.inputs(5, counts, (False, False, sigmoid), dtype, device)
+        flags = (sigmoid, False, True, 1e-20, 2.5)
+        yield "router_topk", (logits, bias, counts[1], *flags, *counts[2:4], counts[4] == "top2_sum")
+        indices = torch.arange(counts[1], device=device).repeat(5, 1)
+        yield "router_topk_bwd", (torch.rand(5, counts[1], device=device), logits, indices, *flags)
+
+
+def permutations(device: torch.device) -> Iterator[tuple[str, Arguments]]:
+    for align, dtype in itertools.product((1, 4), (F32, BF16)):
+        indices = test_permute.routed(5, 2, 4, device)
+        yield "sort_by_expert", (indices.int() if dtype == BF16 else indices, 4, align)
+        p = test_permute.from_op(indices, 4, align)
+        x, weights = torch.randn(5, 6, device=device).to(dtype), torch.rand(5, 2, device=device)
+        yield "permute_rows", (x, p.row_of_slot, p.padding_rows)
+        rows = torch.randn(p.slot_of_row.shape[0], 6, device=device).to(dtype)
+        for optional in (None, weights):
+            yield "sum_slots", (rows, p.row_of_slot, optional)
+        for wanted in (False, True):
+            yield "unpermute_bwd", (x, rows, weights, p.row_of_slot, p.padding_rows, wanted)
+
+
+def losses(device: torch.device) -> Iterator[tuple[str, Arguments]]:
+    for dtype in (F32, BF16):
+        logits, labels = test_cross_entropy.case((3, 7), dtype, device)
+        yield "cross_entropy_fwd", (logits, labels)
+        yield "cross_entropy_bwd", (logits, labels, torch.rand(3, device=device), torch.ones(3, device=device))
+        hidden, weight, bias, labels = (t.to(device) for t in test_cross_entropy.inputs(5, 6, 7, dtype))
+        factor = torch.tensor(0.5, device=device)
+        yield "scaled", (hidden, factor)
+        for own, option, wanted in itertools.product((bias, None), (factor, None), range(8)):
+            flags = [bool(wanted & 1), bool(wanted & 2), bool(wanted & 4) and own is not None]
+            yield "linear_cross_entropy", (hidden, weight, labels, own, option, option, 2, flags)
+
+
+def fp8(device: torch.device) -> Iterator[tuple[str, Arguments]]:
+    m_splits, one = torch.tensor([7, 0, 26], device=device), torch.ones((), device=device)
+    matrices = ordinary((40, 48), BF16).to(device), ordinary((2, 33, 20), F32).to(device)
+    for x, dtype in itertools.product(matrices, (E4M3, E5M2)):
+        yield "amax", (x,)
+        yield "quantize_per_tensor", (x, one, dtype)
+        yield "quantize_per_tensor_both", (x, one, dtype)
+        yield "dequantize_per_tensor", (x.to(dtype), one, x.dtype)
+        for block, kind in BLOCKS:
+            for side in {block, (block[1], block[0])}:
+                yield "quantize_blockwise", (x, list(side), dtype, kind, 0.0)
+            yield "quantize_blockwise_both", (x, list(block), dtype, kind, 0.0)
+            scales = [-(-size // length) for size, length in zip(x.shape[-2:], block, strict=True)]
+            stored = torch.ones(*x.shape[:-2], *scales, device=device)
+            stored = stored.to(torch.uint8) if kind == "e8m0" else stored
+            yield "dequantize_blockwise", (x.to(dtype), stored, list(block), x.dtype)
+    x = matrices[0]
+    yield "grouped_amax", (x, m_splits)
+    for align in (1, 16):
+        yield "quantize_grouped_per_tensor", (x, m_splits, torch.rand(3, device=device), E4M3, align)
+    for (block, kind), usage in itertools.product(BLOCKS, ((True, False), (False, True), (True, True))):
+        yield "quantize_grouped_blockwise", (x, m_splits, list(block), E4M3, kind, 0.0, *usage)
+    yield "dequantize_grouped", (x.to(E4M3), torch.rand(3, device=device), m_splits, 40, [], BF16)
+    yield "dequantize_grouped", (x.to(E4M3), torch.rand(40, 1, device=device), m_splits, 40, [1, 128], F32)
+    padded = torch.zeros(40 + 3 * 31 - (40 + 3 * 31) % 32, 48, device=device)
+    scales = torch.zeros(padded.shape[0] // 32, 48, dtype=torch.uint8, device=device)
+    yield "dequantize_grouped", (padded.to(E4M3), scales, m_splits, 40, [32, 1], BF16)
+
+
+def nvfp4(device: torch.device) -> Iterator[tuple[str, Arguments]]:
+    m_splits, key = torch.tensor([7, 0, 26], device=device), torch.tensor([3, 5], device=device)
+    for x, dim in itertools.product((ordinary((40, 52), BF16), ordinary((2, 33, 20), BF16)), (-1, -2)):
+        yield "random_hadamard", (x.to(device), dim)
+    matrices = ordinary((40, 48), BF16).to(device), ordinary((2, 33, 20), BF16).to(device)
+    for x in matrices:
+        yield "nvfp4_amaxes", (x, None)
+        amax = torch.ones(x.shape[:-2], device=device)
+        for row, col in ((amax, None), (None, amax), (amax, amax)):
+            for random, rht in itertools.product((None, key), (False, True)):
+                yield "quantize_nvfp4", (x, row, col, None, random, 0, 1, 1, rht)
+            yield "quantize_nvfp4", (x, row, col, None, None, 0, 1, 16, False)
+        packed, scales = registered_nvfp4.quantize_nvfp4(x, amax, None, None, None, 0, 1, 1, False)
+        for known, dtype in ((amax, F32), (None, BF16)):
+            yield "dequantize_nvfp4", (packed, scales, known, x.shape[-1], dtype)
+    x, amax = matrices[0], torch.ones(3, device=device)
+    yield "nvfp4_amaxes", (x, m_splits)
+    for row, col in ((amax, None), (None, amax), (amax, amax)):
+        for rht in (False, True):
+            yield "quantize_nvfp4", (x, row, col, m_splits, None, 0, 1, 1, rht)
+
+
+def gemms(device: torch.device) -> Iterator[tuple[str, Arguments]]:
+    normal = scaled_cases.normal
+    sides = scaled_cases.SIDES | {"nvfp4": (("nvfp4", None), ("nvfp4", None))}
+    for formats, (dtype, with_bias) in itertools.product(sides.values(), ((F32, False), (BF16, True))):
+        left = scaled_cases.quantized(normal(6, 64, seed=1, device=device), *formats[0])
+        right = scaled_cases.quantized(normal(5, 64, seed=2, device=device), *formats[1])
+        bias = normal(5, seed=6, device=device) if with_bias else None
+        yield "scaled_gemm", (*flatten(left), *flatten(right), dtype, bias, True, False)
+    for grad, accumulate, scale in itertools.product((F32, BF16), (True, False), (None, torch.tensor(2.0))):
+        dy, x = normal(6, 4, seed=1, device=device), normal(6, 5, seed=2, device=device)
+        scale = None if scale is None else scale.to(device)
+        yield "gemm_wgrad_accumulate_", (torch.zeros(4, 5, dtype=grad, device=device), dy, x, accumulate, scale)
+        groups = None if scale is None else scale.repeat(3)
+        splits, grads = torch.tensor([2, 0, 4], device=device), torch.zeros(3, 4, 5, dtype=grad, device=device)
+        yield "grouped_gemm_wgrad_accumulate_", (grads, dy, x, splits, accumulate, groups)
+
+
+def grouped_gemms(device: torch.device) -> Iterator[tuple[str, Arguments]]:
+    normal = scaled_cases.normal
+    splits = torch.tensor([4, 1], device=device)
+    for dtype in (F32, BF16):
+        a, dy = normal(6, 8, seed=6, dtype=dtype, device=device), normal(6, 4, seed=8, dtype=dtype, device=device)
+        b = normal(2, 4, 8, seed=7, dtype=dtype, device=device)
+        yield "grouped_gemm", (a, b, splits)
+        yield "grouped_gemm", (dy, b, splits, False)
+        yield "grouped_gemm_wgrad", (dy, a, splits)
+    for (rows, weights), dtype in itertools.product(FORMATS.values(), (F32, BF16)):
+        left = _moved(quantized_rows(normal(5, 150, seed=1), [4, 1], *rows, dim=1), device)
+        right = _moved(scaled_cases.quantized(normal(2, 21, 150, seed=2), *weights), device)
+        yield "scaled_grouped_gemm", (*flatten(left), *flatten(right), splits, dtype, True, False)
+        side = _moved(quantized_rows(normal(256, 6, seed=1), [128, 128], *rows, dim=0), device)
+        grads, whole = torch.zeros(2, 6, 6, dtype=dtype, device=device), torch.tensor([128, 128], device=device)
+        yield "scaled_grouped_gemm_wgrad_accumulate_", (grads, *flatten(side), *flatten(side), whole, True, False)
+
+
+def embeddings(device: torch.device) -> Iterator[tuple[str, Arguments]]:
+    ids = torch.tensor([0, 2, 2, 1, 0, 4], device=device)
+    for dtype in (F32, BF16):
+        yield "embedding_backward", (torch.randn(6, 4, device=device).to(dtype), ids, 5)
+
+
+def _moved(operand: ScaledOperand, device: torch.device) -> ScaledOperand:
+    return ScaledOperand(*(t.to(device) if isinstance(t, Tensor) else t for t in operand))
+
+
+FAMILIES: list[Callable[[torch.device], Iterator[tuple[str, Arguments]]]] = [
+    norms,
+    quantized_outputs,
+    activations,
+    ropes,
+    routers,
+    permutations,
+    losses,
+    fp8,
+    nvfp4,
+    gemms,
+    grouped_gemms,
+    embeddings,
+]
