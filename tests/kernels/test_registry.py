@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import importlib
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal, NamedTuple
 
@@ -163,6 +166,28 @@ def test_descriptions_that_do_not_fit_are_refused() -> None:
     with pytest.raises(TypeError, match="test_known has no argument y"):
         known(torch.ones(2, requires_grad=True)).sum().backward()
     assert registered().keys() == {"test_known"}
+
+
+def test_the_example_of_the_documentation_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = Path(__file__).parents[2] / "docs" / "operations.md"
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    (tmp_path / "documented_operation.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    example = importlib.import_module("documented_operation")
+    assert schema_of(example.scaled_product) == (
+        "te_models::scaled_product(Tensor values, Tensor scale, bool transposed, Tensor y) -> Tensor"
+    )
+    values, scale, y = torch.randn(4, 3), torch.rand(3), torch.randn(4, 2, requires_grad=True)
+    left = example.Scaled(values, scale, True)
+    expected = scale[:, None] * (values.t() @ y)
+    dy = torch.randn(3, 2)
+    torch._dynamo.reset()
+    for function in (example.apply, torch.compile(example.apply, fullgraph=True, dynamic=True, backend="aot_eager")):
+        got = function(left, y)
+        torch.testing.assert_close(got, expected)
+        torch.testing.assert_close(
+            torch.autograd.grad(got, y, dy), torch.autograd.grad(expected, y, dy, retain_graph=True)
+        )
 
 
 @dataclasses.dataclass

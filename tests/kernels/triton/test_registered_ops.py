@@ -48,6 +48,10 @@ def description(t: Tensor) -> tuple[Any, ...]:
     return t.dtype, sizes(t.shape), sizes(t.stride()), t.device
 
 
+SIZES = {"rows", "columns", "num_rows", "chunk_tokens"}
+"""Integer arguments that callers take from shapes, so that they may be symbols, too."""
+
+
 def on_fakes(entry: Registered, arguments: Arguments, *, symbolic: bool) -> Any:
     """Run an operation on fake tensors; symbolic: every size is a symbol, but 0 and 1, for which graphs are special."""
     symbols = ShapeEnv()
@@ -59,8 +63,13 @@ def on_fakes(entry: Registered, arguments: Arguments, *, symbolic: bool) -> Any:
         sizes = [DimDynamic.DYNAMIC if size > 1 else DimDynamic.STATIC for size in t.shape]
         return mode.from_tensor(t, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
 
+    names = [argument.name for argument in entry.op._opoverload._schema.arguments]
+    given = list(with_tensors(fake, arguments))
+    for at, name in enumerate(names[: len(given)]):
+        if symbolic and name in SIZES:
+            given[at] = fake(torch.empty(given[at])).shape[0]
     with mode:
-        result = entry.op(*with_tensors(fake, arguments))
+        result = entry.op(*given)
     assert not any(value.is_number for value in symbols.replacements.values()), "a size was taken for a constant"
     return result
 
