@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .gemm_module import GemmModule
 from .grouped_function import grouped_linear
@@ -68,6 +68,9 @@ class GroupedLinear(GemmModule):
         """Return the names of the weight parameters: ("weight",), or one per GEMM."""
         return self._names("weight")
 
+    def weight_caches(self) -> list[tuple[tuple[Tensor, ...], str, int | None]]:
+        return [(tuple(getattr(self, name) for name in self.weight_names()), "weight_cache", None)]
+
     def _names(self, kind: str) -> tuple[str, ...]:
         return (kind,) if self.single_grouped_weight else tuple(f"{kind}{g}" for g in range(self.num_gemms))
 
@@ -86,15 +89,23 @@ class GroupedLinear(GemmModule):
         is_first_microbatch: as for `Linear`."""
         if not isinstance(m_splits, Tensor):
             m_splits = torch.tensor(m_splits, dtype=torch.int64, device=x.device)
-        if m_splits.shape != (self.num_gemms,):
-            raise ValueError(f"m_splits has shape {tuple(m_splits.shape)}; allowed: ({self.num_gemms},), one per GEMM")
+        self.check_splits(m_splits)
+        weights, biases = self.members()
         bias = None
-        if self.use_bias:
-            biases = [getattr(self, name) for name in self._names("bias")]
+        if biases:
             bias = biases[0] if self.single_grouped_weight else torch.stack(biases)
-        weights = tuple(getattr(self, name) for name in self.weight_names())
         cached = self.cached_weight(weights, is_first_microbatch)
         return grouped_linear(self, x, weights, bias, m_splits, cached=cached, options=self.gemm_options(weights[0]))
+
+    def members(self) -> tuple[tuple[nn.Parameter, ...], tuple[nn.Parameter, ...]]:
+        """Return the weights and the biases: one each in the grouped layout, else one per GEMM; no biases if unused."""
+        names = self._names("bias") if self.use_bias else ()
+        return tuple(getattr(self, n) for n in self.weight_names()), tuple(getattr(self, n) for n in names)
+
+    def check_splits(self, m_splits: Tensor) -> None:
+        """Raise ValueError unless there is one number of rows per GEMM."""
+        if m_splits.shape != (self.num_gemms,):
+            raise ValueError(f"m_splits has shape {tuple(m_splits.shape)}; allowed: ({self.num_gemms},), one per GEMM")
 
     def extra_repr(self) -> str:
         layout = "grouped" if self.single_grouped_weight else "per-GEMM"

@@ -137,6 +137,20 @@ class FusedOperation:
         """Fill the contexts of the basic operations."""
         raise NotImplementedError
 
+    def save_each(
+        self,
+        contexts: Sequence[OperationContext],
+        x: Input,
+        computed: Sequence[Computed],
+        calls: Sequence[OperationCall],
+    ) -> None:
+        """Let each basic operation fill its own context: a `fuser_forward_save_ctx` for fusions that compute as their
+        parts do."""
+        for operation, context, result, call in zip(self.operations, contexts, computed, calls, strict=True):
+            if call.needs.any():
+                operation.op_forward_save_ctx(context, x, result, call)
+            x = result.output
+
     def fuser_backward(
         self, contexts: Sequence[OperationContext], dy: Tensor, extra_gradients: Sequence[tuple[Tensor, ...]]
     ) -> tuple[Gradients, ...]:

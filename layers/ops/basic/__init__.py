@@ -15,8 +15,10 @@ from .activation import (
     SwiGLU,
 )
 from .bias import Bias
+from .collectives import AllGather, AllReduce, ReduceScatter
 from .elementwise import ConstantScale, Dropout, Identity, Reshape
 from .extra import AddExtraInput, MakeExtraOutput
+from .grouped_linear import GroupedLinear
 from .linear import BasicLinear
 from .norm import L2Norm, LayerNorm, RMSNorm
 from .quantize import Quantize
@@ -26,11 +28,14 @@ __all__ = [
     "GELU",
     "ActivationOperation",
     "AddExtraInput",
+    "AllGather",
+    "AllReduce",
     "BasicLinear",
     "Bias",
     "ClampedSwiGLU",
     "ConstantScale",
     "Dropout",
+    "GroupedLinear",
     "Identity",
     "L2Norm",
     "LayerNorm",
@@ -39,6 +44,7 @@ __all__ = [
     "RMSNorm",
     "ReGLU",
     "ReLU",
+    "ReduceScatter",
     "Reshape",
     "SReLU",
     "ScaledGEGLU",

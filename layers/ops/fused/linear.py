@@ -47,10 +47,7 @@ class _ForwardLinear(FusedOperation):
         computed: Sequence[Computed],
         calls: Sequence[OperationCall],
     ) -> None:
-        for operation, context, result, call in zip(self.operations, contexts, computed, calls, strict=True):
-            if call.needs.any():
-                operation.op_forward_save_ctx(context, x, result, call)
-                x = result.output
+        self.save_each(contexts, x, computed, calls)
 
 
 class ForwardLinearBiasActivation(_ForwardLinear):

@@ -1,0 +1,110 @@
+"""One GEMM per group of rows."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...autocast import state
+from ...delayed import ROLES, raise_
+from ...dense_gemms import HIGH_PRECISION, GemmOptions
+from ...grouped_gemms import bias_rows_gradient, grouped_fprop, grouped_gradients, stacked
+from ...grouped_linear import GroupedLinear as GroupedLinearModule
+from ...linear_function import largest
+from ...module import autocast_dtype
+from ...quantized_module import LiveState
+from ...quantized_tensor import QuantizedTensor
+from ...recipe import GemmQuantizers
+from ...row_groups import RowGroups
+from ..call import Computed, Gradients, OperationArguments, OperationCall, OperationContext
+from ..operation import BasicOperation
+
+
+class GroupedConstants(NamedTuple):
+    """What a grouped linear operation computes with. weights: how many of the parameters are weights; the others are
+    biases; dtype: of the GEMMs where `torch.amp.autocast` decides, else None."""
+
+    quantizers: GemmQuantizers
+    options: GemmOptions
+    weights: int
+    dtype: torch.dtype | None
+
+
+class GroupedLinear(BasicOperation, GroupedLinearModule):
+    """`y[g] = x[g] w[g]^T + b[g]`; arguments: see `te_models.layers.GroupedLinear`. Extra input: m_splits [num_gemms],
+    the rows per group, a tensor. Transformer Engine: `te.ops.GroupedLinear`."""
+
+    NUM_EXTRA_INPUTS = 1
+
+    def fuser_arguments(self, device_type: str) -> OperationArguments:
+        weights: tuple[Tensor, ...]
+        weights, biases = self.members()
+        cached = self.cached_weight(weights, None)
+        quantizers, options = self.quantizers(), self.gemm_options(weights[0])
+        recorded = None
+        if state().calibrating and self.delayed_rule is not None:
+            self.calibrate("weight", largest(stacked(weights)))
+            recorded = self.fp8_amax[ROLES.index("input")]
+        if quantizers is None:
+            quantizers = HIGH_PRECISION
+            weights = tuple(w.dequantize() if isinstance(w, QuantizedTensor) else w for w in weights)
+        main_grad = None if options.wgrad is None else options.wgrad.main_grad
+        constants = GroupedConstants(quantizers, options, len(weights), autocast_dtype(device_type))
+        tensors = (cached, main_grad, recorded, *self.live_state(quantizers))
+        return OperationArguments((*weights, *biases), tensors, constants)
+
+    def op_forward_compute(self, x: Tensor, call: OperationCall) -> Computed:
+        return self.compute_rows(x, self.rows_of(x, call), call)
+
+    def rows_of(self, x: Tensor, call: OperationCall) -> RowGroups:
+        """Locate the rows of x by the splits. ValueError where there is not one per GEMM."""
+        self.check_splits(call.extra_inputs[0])
+        return RowGroups.of(call.extra_inputs[0], x.shape[0])
+
+    def compute_rows(self, x: Tensor, rows: RowGroups, call: OperationCall) -> Computed:
+        """Return the forward pass over rows that are located already."""
+        cached, _, recorded, *tensors = call.tensors
+        constants: GroupedConstants = call.constants
+        weights, biases = call.parameters[: constants.weights], call.parameters[constants.weights :]
+        matrix = x.to(constants.dtype or x.dtype)
+        if recorded is not None:
+            raise_(recorded, rows.amax(matrix))
+        y = grouped_fprop(matrix, weights, cached, rows, LiveState(*tensors), constants.quantizers)
+        if biases:
+            bias = biases[0] if biases[0].dim() == 2 else torch.stack(biases)
+            y = y + rows.per_row(bias.to(y.dtype))
+        return Computed(y, (matrix, *rows.tensors()))
+
+    def op_forward_save_ctx(self, ctx: OperationContext, x: Tensor, computed: Computed, call: OperationCall) -> None:
+        cached, main_grad, _, *tensors = call.tensors
+        live = LiveState(*tensors)
+        weights = call.parameters[: call.constants.weights]
+        ctx.save_for_backward(*computed.saved, cached, live.scale, live.key, *weights)
+        ctx.save_live(main_grad, live.grad_amax, live.grad_statistics)
+        biases = call.parameters[call.constants.weights :]
+        ctx.constants = (call.constants, x.dtype, biases[0].dtype if biases else None)
+
+    def op_backward(self, ctx: OperationContext, dy: Tensor, extra_gradients: tuple[Tensor, ...]) -> Gradients:
+        x, m_splits, ends, group, cached, scale, key, *weights = ctx.saved
+        main_grad, grad_amax, grad_statistics = ctx.live
+        constants, x_dtype, bias_dtype = ctx.constants
+        dy = dy.to(x.dtype)
+        dx, dw = grouped_gradients(
+            dy,
+            x,
+            tuple(weights),
+            cached,
+            main_grad,
+            RowGroups(m_splits, ends, group),
+            LiveState(scale, None, grad_amax, None, grad_statistics, key),
+            constants.quantizers,
+            constants.options,
+            (ctx.needs.input, any(ctx.needs.parameters[: constants.weights])),
+        )
+        db: tuple[Tensor | None, ...] = (None,) * (len(ctx.needs.parameters) - constants.weights)
+        if any(ctx.needs.parameters[constants.weights :]):
+            grouped = bias_rows_gradient(dy, m_splits).to(bias_dtype)
+            db = (grouped,) if constants.weights == 1 and weights[0].dim() == 3 else grouped.unbind(0)
+        return Gradients(None if dx is None else dx.to(x_dtype), (*dw, *db), (None,))

@@ -1,0 +1,40 @@
+"""The experts' MLP as one forward step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..basic import ActivationOperation, GroupedLinear, ScaledGLU
+from ..call import Computed, Input, OperationCall, OperationContext
+from ..operation import BasicOperation, FusedOperation
+
+
+class ForwardGroupedMLP(FusedOperation):
+    """Grouped linear, activation, grouped linear: the rows are located once where both take the same splits."""
+
+    @classmethod
+    def matches(cls, operations: Sequence[BasicOperation]) -> int:
+        if len(operations) < 3 or not isinstance(operations[1], ActivationOperation | ScaledGLU):
+            return 0
+        return 3 if isinstance(operations[0], GroupedLinear) and isinstance(operations[2], GroupedLinear) else 0
+
+    def fuser_forward_compute(self, x: Input, calls: Sequence[OperationCall]) -> tuple[Computed, ...]:
+        first, between, last = self.operations
+        assert isinstance(first, GroupedLinear) and isinstance(last, GroupedLinear), "a fusion is made as it matched"
+        assert not isinstance(x, tuple), "grouped rows come unquantized"
+        rows = first.rows_of(x, calls[0])
+        up = first.compute_rows(x, rows, calls[0])
+        hidden = between.op_forward_compute(up.output, calls[1])
+        assert not isinstance(hidden.output, tuple), "grouped rows are quantized by group, after the activation"
+        if calls[0].extra_inputs[0] is not calls[2].extra_inputs[0]:
+            rows = last.rows_of(hidden.output, calls[2])
+        return up, hidden, last.compute_rows(hidden.output, rows, calls[2])
+
+    def fuser_forward_save_ctx(
+        self,
+        contexts: Sequence[OperationContext],
+        x: Input,
+        computed: Sequence[Computed],
+        calls: Sequence[OperationCall],
+    ) -> None:
+        self.save_each(contexts, x, computed, calls)

@@ -1,0 +1,41 @@
+"""What each of the two processes of test_collectives does: `python -m tests.layers.ops.collective_ranks RESULTS`.
+
+Each rank runs every collective, eagerly and compiled, and writes inputs, outputs and gradients to RESULTS.<rank>.
+"""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from te_models.layers import ops
+
+KINDS = {"gather": ops.AllGather, "scatter": ops.ReduceScatter, "reduce": ops.AllReduce}
+
+
+def main(results: str) -> None:
+    """Run every case on this rank."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    torch.manual_seed(dist.get_rank())
+    found = {}
+    for name, kind in KINDS.items():
+        model = ops.Sequential(ops.ConstantScale(2.0), kind(), ops.ConstantScale(3.0))
+        x = torch.randn(4, 3, requires_grad=True)
+        for mode, run in (("eager", model), ("compiled", torch.compile(model, fullgraph=True, backend="aot_eager"))):
+            x.grad = None
+            y = run(x)
+            if mode == "eager":
+                dy = torch.randn(y.shape)
+            y.backward(dy)
+            found |= {f"{name}/{mode}/{key}": t.detach().clone() for key, t in (("y", y), ("dx", x.grad))}
+        found |= {f"{name}/x": x.detach(), f"{name}/dy": dy}
+    save_file(found, f"{results}.{dist.get_rank()}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
