@@ -100,10 +100,11 @@ class NVFP4Quantizer(Quantizer):
         return q.amax(self._transformed(x, usage))
 
     def _quantize(self, x: Tensor, usage: Usage, key: Tensor | None, amax: Tensor | None = None) -> Parts:
-        x = self._transformed(x, usage)
+        key, stream = self._checked(key), _STREAM[usage]
+        if usage == "columnwise" and not self.with_2d_quantization:
+            return q.quantize_nvfp4_transposed(x, with_rht=self.with_rht, amax=amax, key=key, stream=stream)
         x = x.mT.contiguous() if usage == "columnwise" else x
-        rows = self.block[0]
-        return q.quantize_nvfp4(x, block_rows=rows, amax=amax, key=self._checked(key), stream=_STREAM[usage])
+        return q.quantize_nvfp4(x, block_rows=self.block[0], amax=amax, key=key, stream=stream)
 
     def _dequantize(self, parts: Parts, usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None) -> Tensor:
         """Undo `_quantize` and the transform."""

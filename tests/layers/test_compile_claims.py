@@ -76,8 +76,13 @@ def test_process_group_on_a_quantizer_refused() -> None:
         Float8Quantizer(torch.ones(()), None, torch.float8_e4m3fn).__fx_repr__()
 
 
-@pytest.mark.parametrize("name", weight_quantizers())
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+# in every run by Inductor: the one with two copies that its C++ backend could not compile together
+_BY_INDUCTOR = [
+    pytest.param(n, "inductor", marks=() if n == "nvfp4_1d" else pytest.mark.slow) for n in weight_quantizers()
+]
+
+
+@pytest.mark.parametrize(("name", "backend"), [*((name, "aot_eager") for name in weight_quantizers()), *_BY_INDUCTOR])
 def test_fp8_output_keeps_its_quantizer_through_the_compiled_path(name: str, backend: str) -> None:
     """A quantized tensor that a graph makes comes out with the quantizer that made it, and can be used as such."""
     quantizer = weight_quantizers()[name]
