@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..quantized_storage import QuantizedStorage
+from ..quantized_storage import STORAGE_CLASSES, QuantizedStorage
 from ..quantized_tensor import TENSOR_CLASSES, QuantizedTensor
 from ..sides import AnyQuantizer
 
@@ -38,7 +38,11 @@ Input = Tensor | QuantizedRows
 
 def taken(x: Tensor) -> Input:
     """Return what a group is given, a quantized matrix as its bare fields."""
-    return QuantizedRows(x.to_storage(), x.shape) if isinstance(x, QuantizedTensor) else x
+    if not isinstance(x, QuantizedTensor):
+        return x
+    x.require_matrix("be the input of an operation")
+    storage = STORAGE_CLASSES[x.quantizer.FORMAT](x.fields, x.quantizer, x.shape, x.dtype)
+    return QuantizedRows(storage, x.shape)
 
 
 def handed_out(x: Input) -> Tensor:

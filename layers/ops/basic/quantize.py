@@ -17,7 +17,9 @@ class Quantize(QuantizedModule, BasicOperation):
     """Quantize [..., C] as the input of a GEMM under the recipe in force; without one, do nothing.
 
     The next operation takes the quantized data if it can; at the end of a group the result is a quantized tensor, which
-    has to be a matrix. The gradient passes unchanged.
+    has to be a matrix. The gradient passes unchanged. Under `torch.compile` let the operation that uses
+    the data follow in the same `Sequential`: a quantized tensor can enter or leave a graph, but its gradient cannot,
+    and the compiler does not see the quantizer of one that was made between two groups of the same graph.
     """
 
     TAKES_QUANTIZED = True
