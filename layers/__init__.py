@@ -27,6 +27,7 @@ from .norm import LayerNorm, RMSNorm
 from .overrides import PerModuleRecipe, first_last_layers_bf16
 from .quantized_module import (
     QuantizedModule,
+    cache_weights,
     load_recipe_state,
     name_modules,
     recipe_state,
@@ -122,6 +123,7 @@ __all__ = [
     "Recipe",
     "RecipeReport",
     "autocast",
+    "cache_weights",
     "collect_statistics",
     "current_recipe",
     "first_last_layers_bf16",

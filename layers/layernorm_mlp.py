@@ -85,6 +85,9 @@ class LayerNormMLP(PrecedingNorm, GemmModule):
     def weight_names(self) -> tuple[str, ...]:
         return ("fc1_weight", "fc2_weight")
 
+    def weight_caches(self) -> list[tuple[tuple[Tensor, ...], str, int | None]]:
+        return [((self.fc1_weight,), "weight_cache0", 0), ((self.fc2_weight,), "weight_cache1", 1)]
+
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         """x: [..., hidden_size] -> [..., hidden_size], in the compute dtype. is_first_microbatch: as for `Linear`."""
         name, gated = MLP_ACTIVATIONS[self.activation]

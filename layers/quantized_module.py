@@ -153,6 +153,11 @@ class QuantizedModule(nn.Module):
         quantizers = None if first is None or isinstance(weights[0], QuantizedTensor) else self.quantizers()
         if quantizers is None:
             return None
+        if first and torch.compiler.is_compiling():
+            raise RuntimeError(
+                "a compiled graph cannot keep a quantized weight: call cache_weights(model) before the step's first "
+                "micro-batch, and run all of them with is_first_microbatch=False or microbatch(first=False)"
+            )
         if not first:
             cached = getattr(self, slot, None)
             if cached is None:
@@ -169,6 +174,10 @@ class QuantizedModule(nn.Module):
                 cached = quantizer.quantize_grouped(weights[0] if weights[0].dim() == 3 else torch.stack(weights))
         setattr(self, slot, cached)
         return cached
+
+    def weight_caches(self) -> list[tuple[tuple[Tensor, ...], str, int | None]]:
+        """Return the arguments weights, slot and gemm of `cached_weight` for every GEMM."""
+        return [((getattr(self, name),), "weight_cache", 0) for name in self.weight_names()]
 
     # --- the state of delayed scaling ------------------------------------------------------------------------------
 
@@ -244,6 +253,14 @@ def name_modules(model: nn.Module) -> None:
     """Tell every layer its qualified name in `model`, for per-module rules, custom recipes and statistics."""
     for name, module in quantized_modules(model):
         module.name = name
+
+
+def cache_weights(model: nn.Module) -> None:
+    """Quantize every weight once, under the recipe in force, for micro-batches that run, compiled or not, under
+    `microbatch(first=False)`. Call it inside `autocast`, again after each optimizer step."""
+    for _, module in quantized_modules(model):
+        for weights, slot, gemm in module.weight_caches():
+            module.cached_weight(weights, True, slot, gemm)
 
 
 def set_rounding_seed(model: nn.Module, seed: int) -> None:

@@ -123,7 +123,7 @@ class PrecisionConfig(ConfigPart):
     ("amax_history_len=16"). `overrides` are "pattern=recipe" or "pattern=bf16" for layers whose name matches (* is
     anything); the first match wins. `first_layers_bf16` and `last_layers_bf16` leave whole layers at the ends of the
     decoder in high precision. `quantized_weights` stores the weights quantized as well. `cache_weights` quantizes
-    each weight once per step and not in every micro-batch; compiled, that is one more graph.
+    each weight once per step and not in every micro-batch.
     """
 
     dtype: Literal["fp32", "bf16", "bf16-mixed"] = "bf16"

@@ -37,7 +37,7 @@ from .memory import return_freed_memory
 from .metrics import MetricsFile, plot_loss
 from .schedule import lr_at
 from .seeding import derive_seed, random_state, restore_random_state, seed_all
-from .step import LossFunction, evaluate, make_loss_function, train_step
+from .step import LossFunction, evaluate, make_loss_function, make_weight_cache, train_step
 
 METRICS, PLOT, FINAL = "metrics.jsonl", "loss.png", "final"
 
@@ -108,6 +108,7 @@ def _run(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Exit
         scope=config.compile_scope,
         statistics=config.log.statistics_every > 0,
     )
+    quantize_weights = make_weight_cache(model, config.precision, device)
     set_rounding_seed(model, derive_seed(config.seed, "rounding", ranks.rank) >> 20)
 
     # Files and progress: rank 0 only.
@@ -142,7 +143,7 @@ def _run(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Exit
             lr,
             step=step + 1,
             ranks=ranks,
-            cache_weights=config.precision.cache_weights,
+            before=quantize_weights,
         )
         step, position, loss = step + 1, position + micro_batches_per_step * B, result.loss
         if device == "cpu":

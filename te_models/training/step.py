@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from te_models.layers import Recipe, autocast, collect_statistics, microbatch
+from te_models.layers import Recipe, autocast, cache_weights, collect_statistics, microbatch
 
 from ..compilation import compile_model
 from ..model import GPTModel
@@ -95,6 +95,20 @@ def make_loss_function(
     return with_precision
 
 
+def make_weight_cache(model: GPTModel, precision: PrecisionConfig, device: str) -> Callable[[], None] | None:
+    """Return a function to call before a step's micro-batches, which quantizes every weight for all of them; None
+    where `precision.cache_weights` is off. Then they run under `microbatch(first=False)`."""
+    if not precision.cache_weights:
+        return None
+    recipe = build_recipe(precision, model.config.num_layers)
+
+    def quantize_weights() -> None:
+        with compute_precision(precision, recipe, device):
+            cache_weights(model)
+
+    return quantize_weights
+
+
 def train_step(
     loss_function: LossFunction,
     optimizer: Optimizer,
@@ -103,17 +117,19 @@ def train_step(
     *,
     step: int,
     ranks: Ranks,
-    cache_weights: bool = False,
+    before: Callable[[], None] | None = None,
 ) -> StepResult:
     """Do one step on this rank's micro-batches `[B, S]`, all of one shape, and return what happened.
 
-    cache_weights: quantize weights in the first micro-batch only. Raises TrainingError, leaving the parameters as they
+    before: see `make_weight_cache`. Raises TrainingError, leaving the parameters as they
     were, if the loss is not finite, or the gradient without `optimizer.skip_nonfinite`.
     """
     optimizer.zero_grad()
     total = torch.zeros(2)
-    for i, input_ids in enumerate(micro_batches):
-        with microbatch(first=i == 0 if cache_weights and len(micro_batches) > 1 else None):
+    if before is not None:
+        before()
+    for input_ids in micro_batches:
+        with microbatch(first=None if before is None else False):
             loss, aux_loss = loss_function(input_ids)
         (loss / len(micro_batches)).backward()
         total += torch.stack([loss.detach() - aux_loss, aux_loss]).cpu() / len(micro_batches)

@@ -13,6 +13,7 @@ from te_models.layers import (
     LayerNormMLP,
     Linear,
     autocast,
+    cache_weights,
     microbatch,
     quantized_model_init,
     recipe,
@@ -80,6 +81,40 @@ def test_later_micro_batches_do_not_quantize_the_weight(monkeypatch: pytest.Monk
         steps(layer, how)
         counts.append(shapes.count((48, 64)))
     assert counts[1] == 1 and counts[0] > 2, counts
+
+
+@pytest.mark.parametrize("name", ["delayed", "mxfp8"])
+@pytest.mark.parametrize("kind", BUILD)
+def test_compiled_micro_batches_share_weights_quantized_before(kind: str, name: str) -> None:
+    results = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        layer = BUILD[kind]()
+        run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+        outputs = []
+        for _ in range(2):
+            with autocast(recipe=recipe(name)):
+                cache_weights(layer)
+            for x in batches():
+                with autocast(recipe=recipe(name)), microbatch(first=False):
+                    y = run(x, torch.tensor([7, 0, 9])) if kind == "grouped" else run(x)
+                y.square().sum().backward()
+                outputs.append(y.detach())
+            with torch.no_grad():
+                for parameter in layer.parameters():
+                    parameter.mul_(1.5)
+        results.append([*outputs, *(p.grad for p in layer.parameters())])
+        assert not torch.equal(outputs[0], outputs[3]), "the second step has not quantized the new weights"
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(b, a, rtol=0, atol=0)
+
+
+def test_a_compiled_graph_cannot_keep_a_weight() -> None:
+    torch._dynamo.reset()
+    layer = Linear(64, 48)
+    with autocast(recipe=recipe("mxfp8")), pytest.raises(Exception, match=r"call cache_weights\(model\)"):
+        torch.compile(layer, fullgraph=True, backend="aot_eager")(torch.randn(4, 64), is_first_microbatch=True)
 
 
 def test_a_later_micro_batch_needs_a_first() -> None:
