@@ -1,0 +1,97 @@
+"""Recipes in training: their state survives a resume bit for bit, layers are chosen by name, statistics are written."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from te_models.config import ConfigError
+from te_models.layers import DelayedScaling, Float8BlockScaling, MXFP8BlockScaling, PerModuleRecipe
+from te_models.training import LogConfig, PrecisionConfig, latest_checkpoint, list_checkpoints, read_metrics, train
+from te_models.training.checkpoint import load_state
+from te_models.training.precision import build_recipe
+from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_run
+
+
+@pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
+@pytest.mark.parametrize("name", ["delayed", "nvfp4"])
+def test_a_resumed_run_continues_bit_for_bit(name: str, moe: bool, tmp_path: Path) -> None:
+    precision = PrecisionConfig(dtype="fp32", recipe=name, cache_weights=True)
+    whole = tiny_run(tmp_path, "whole", moe=moe, steps=4, precision=precision)
+    train(whole)
+    halves = whole.replace(output_dir=str(tmp_path / "halves"))
+    shutil.copytree(whole.output_dir, halves.output_dir)
+    for later in list_checkpoints(Path(halves.output_dir))[1:]:
+        shutil.rmtree(later)
+    shutil.rmtree(Path(halves.output_dir) / "final")
+    assert latest_checkpoint(Path(halves.output_dir)).name.endswith("2")
+    train(halves)
+    assert curve(halves) == curve(whole)
+    one, two = Path(whole.output_dir), Path(halves.output_dir)
+    assert_same_bits(tensors_under(two / "final"), tensors_under(one / "final"))
+    assert_same_bits(tensors_under(latest_checkpoint(two)), tensors_under(latest_checkpoint(one)))
+    state = load_state(latest_checkpoint(two)).tensors
+    kept = {key.rpartition(".")[2] for key in state if key.startswith("recipe.0.")}
+    assert kept >= ({"fp8_scale", "fp8_history"} if name == "delayed" else {"fp8_rng_state"})
+
+
+def test_losses_depend_on_the_rounding_seed_and_on_nothing_else(tmp_path: Path) -> None:
+    precision = PrecisionConfig(dtype="fp32", recipe="nvfp4")
+    runs = [tiny_run(tmp_path, f"run{i}", steps=2, precision=precision) for i in range(2)]
+    for run in runs:
+        train(run)
+    assert curve(runs[0]) == curve(runs[1])
+
+
+def test_statistics_reach_the_metrics(tmp_path: Path) -> None:
+    config = tiny_run(
+        tmp_path,
+        steps=3,
+        precision=PrecisionConfig(dtype="fp32", recipe="mxfp8", overrides=("*.linear_proj=bf16",)),
+        log=LogConfig(progress=False, statistics_every=2),
+    )
+    train(config)
+    rows = read_metrics(Path(config.output_dir) / "metrics.jsonl")
+    assert ["quantization" in row for row in rows] == [False, True, True]
+    found = rows[1]["quantization"]
+    layers = {"self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2"}
+    names = {key.split(".", 3)[3].rpartition(".")[0] for key in found}
+    assert names == layers, "linear_proj runs in high precision and is not quantized"
+    assert {key.rpartition(".")[2] for key in found} == {"input", "weight", "grad_output"}
+    assert all(values["amax"] > 0 and values["saturation"] <= 1 for values in found.values())
+
+
+def test_the_configuration_becomes_a_recipe() -> None:
+    assert build_recipe(PrecisionConfig(), 4) is None
+    options = PrecisionConfig(recipe="delayed", recipe_options=("amax_history_len=16", "fp8_format=E4M3"))
+    recipe = build_recipe(options, 4)
+    assert isinstance(recipe, DelayedScaling)
+    assert (recipe.amax_history_len, recipe.fp8_format.value) == (16, "E4M3")
+    chosen = build_recipe(
+        PrecisionConfig(recipe="mxfp8", overrides=("*.experts.*=block",), first_layers_bf16=1, last_layers_bf16=1), 4
+    )
+    assert isinstance(chosen, PerModuleRecipe)
+    assert chosen.for_module("decoder.layers.1.mlp.experts.linear_fc1") == Float8BlockScaling()
+    assert chosen.for_module("decoder.layers.1.mlp.linear_fc1") == MXFP8BlockScaling()
+    assert chosen.for_module("decoder.layers.3.mlp.linear_fc1") is None
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"overrides": ("*=bf16",)}, "precision.overrides is .* allowed: empty without a recipe"),
+        ({"cache_weights": True}, "precision.cache_weights is True; allowed: false without a recipe"),
+        ({"recipe": "mxfp8", "overrides": ("*.fc1",)}, "allowed: pattern=recipe"),
+        (
+            {"recipe": "mxfp8", "overrides": ("*.fc1=int8",)},
+            r"allowed after the last '=': 'bf16' or the name of a recipe",
+        ),
+        ({"recipe": "mxfp8", "recipe_options": ("speed=1",)}, "precision.recipe_options: .* has no field 'speed'"),
+        ({"recipe": "mxfp8", "first_layers_bf16": 3, "last_layers_bf16": 2}, "is 5; allowed: at most the 4 layers"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_by_name(changes: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_recipe(PrecisionConfig(**changes), 4)
