@@ -14,6 +14,7 @@ import torch
 
 from te_models.layers import Quantizer
 from te_models.layers.field_schema import FieldLayout, alignment, field_layouts
+from te_models.layers.quantizer import Usage
 
 from .boxes import Shape
 
@@ -37,11 +38,11 @@ def quantize_into(
 ) -> None:
     """Fill the stored fields of a matrix [rows, columns]; `read(begin, end)` returns those rows of it."""
     parts = bands(quantizer, shape)
-    amaxes = quantizer.amaxes(read(*parts[0]))
+    amaxes: dict[Usage, torch.Tensor] = quantizer.amaxes(read(*parts[0]))
     if amaxes:
         for band in parts[1:]:
             found = quantizer.amaxes(read(*band))
-            amaxes = {usage: torch.maximum(amax, found[usage]) for usage, amax in amaxes.items()}
+            amaxes |= {usage: torch.maximum(amaxes[usage], amax) for usage, amax in found.items()}
     layouts = field_layouts(quantizer)
     for band in parts:
         stored = quantizer.quantize_fields(read(*band), amaxes=amaxes)
