@@ -45,7 +45,7 @@ def quantize(
 ) -> Plan:
     """Write a folder of ours in which the weights of linear layers are stored quantized.
 
-    recipe: a recipe or its name ("current", "block", "mxfp8"); its weight quantizer decides format and scales. The
+    recipe: a recipe or its name (a key of RECIPES); its weight quantizer decides format and scales. The
     result is what quantizing the loaded weights gives, bit for bit; every expert has its own scales in both layouts.
     Memory is that of one usage's fields of one parameter and the quantizer's working copies of a few rows.
     """

@@ -145,4 +145,12 @@ def _named(name: object) -> type[Recipe]:
 def recipe(name: str, **fields: Any) -> Recipe:
     """Return a recipe by its short name, a key of RECIPES ("delayed", "current", "block", "mxfp8", "nvfp4"); fields as
     for its class."""
-    return _named(name)(**fields)
+    cls = _named(name)
+    missing = [
+        f.name
+        for f in dataclasses.fields(cls)
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING and f.name not in fields
+    ]
+    if missing:
+        raise ValueError(f"the recipe {name!r} needs {', '.join(missing)}; use {cls.__name__}({missing[0]}=...)")
+    return cls(**fields)

@@ -3,7 +3,7 @@
 from .accumulate import gemm_wgrad_accumulate_
 from .op import Operand, explain_gemm, gemm, scaled_gemm, scaled_gemm_accumulate_
 from .operand import ScaledOperand
-from .rungs import gemm_counts, reset_gemm_counts
+from .rungs import gemm_counts, reset_gemm_counts, strict_gemms
 
 __all__ = [
     "Operand",
@@ -15,4 +15,5 @@ __all__ = [
     "reset_gemm_counts",
     "scaled_gemm",
     "scaled_gemm_accumulate_",
+    "strict_gemms",
 ]

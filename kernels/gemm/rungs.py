@@ -7,10 +7,12 @@ per reason, is counted, and is an error where the caller is strict.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -76,11 +78,12 @@ def first_possible(
 
 _counts: Counter[tuple[str, str]] = Counter()
 _warned: set[str] = set()
+_strict = False
 
 
 def record(choice: Choice, *, strict: bool) -> None:
     """Count a choice. A last rung raises ValueError when strict; where it is a fallback it warns once per reason."""
-    if strict and choice.rung == EMULATION:
+    if (strict and choice.rung == EMULATION) or (_strict and choice.fallback):
         raise ValueError(f"{choice}; strict asks for a GEMM on the quantized numbers themselves")
     if torch.compiler.is_compiling():
         return  # a graph is traced once and runs often, so a count would be wrong
@@ -88,6 +91,18 @@ def record(choice: Choice, *, strict: bool) -> None:
     if choice.fallback and str(choice) not in _warned:
         _warned.add(str(choice))
         warnings.warn(str(choice), RuntimeWarning, stacklevel=3)
+
+
+@contextlib.contextmanager
+def strict_gemms(enabled: bool = True) -> Iterator[None]:
+    """Inside, a GEMM on an accelerator that would fall back raises ValueError instead of warning once. It counts what runs
+    inside, so enclose the backward pass as well."""
+    global _strict
+    before, _strict = _strict, enabled
+    try:
+        yield
+    finally:
+        _strict = before
 
 
 def record_mixed_product(left: str, right: str) -> None:

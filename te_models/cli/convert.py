@@ -67,7 +67,7 @@ def add(verbs: Verbs) -> None:
         "scales the rows and the columns separately and keeps both.",
         "te-models quantize ./moe ./moe-fp8 --recipe mxfp8",
     )
-    parser.add_argument("--recipe", required=True, help="current, block or mxfp8")
+    parser.add_argument("--recipe", required=True, help="delayed, current, block, mxfp8 or nvfp4")
 
     parser = _converter(
         verbs,

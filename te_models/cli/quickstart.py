@@ -31,7 +31,10 @@ def add(verbs: Verbs) -> None:
     parser.add_argument("--out", default="quickstart-out", metavar="DIR", help="where results go (./quickstart-out)")
     parser.add_argument("--epochs", type=int, metavar="N", help="how often training reads its batches")
     parser.add_argument(
-        "--recipe", default="mxfp8", choices=("current", "block", "mxfp8"), help="the FP8 recipe (mxfp8)"
+        "--recipe",
+        default="mxfp8",
+        choices=("delayed", "current", "block", "mxfp8"),
+        help="the FP8 recipe (mxfp8)",
     )
 
 

@@ -51,6 +51,8 @@ def test_by_name() -> None:
     assert recipe("mxfp8", enable_2d_quantization=True) == MXFP8BlockScaling(enable_2d_quantization=True)
     with pytest.raises(ValueError, match="recipe is 'int8'; allowed: 'delayed', 'current', 'block', 'mxfp8'"):
         recipe("int8")
+    with pytest.raises(ValueError, match="the recipe 'custom' needs qfactory; use CustomRecipe"):
+        recipe("custom")
     with pytest.raises(ValueError, match="no field 'speed'"):
         Recipe.from_dict({"recipe": "block", "speed": 1})
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from te_models.kernels.gemm import gemm_counts, reset_gemm_counts
+from te_models.kernels.gemm import gemm_counts, reset_gemm_counts, strict_gemms
 from te_models.layers import (
     CustomRecipe,
     GroupedLinear,
@@ -99,3 +99,13 @@ def test_a_product_of_one_quantized_side_is_counted_and_warned_about(monkeypatch
     with pytest.warns(RuntimeWarning, match="there is no kernel for e8m0 by high precision"):
         run("linear", CustomRecipe(qfactory=factory), torch.float32, stored=False)
     assert gemm_counts()["scaled_gemm", "emulation"] == 6
+
+
+def test_strict_raises_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sides, "_DEQUANTIZING_DEVICES", ())
+    with strict_gemms():
+        run("linear", recipe("mxfp8"), torch.float32, stored=False)
+        with pytest.raises(ValueError, match=r"there is no kernel for .* strict asks for"):
+            run("linear", recipe("nvfp4"), torch.float32, stored=False)
+    with pytest.warns(RuntimeWarning, match="there is no kernel for"):
+        run("linear", recipe("nvfp4"), torch.float32, stored=False)
