@@ -95,8 +95,8 @@ def record(choice: Choice, *, strict: bool) -> None:
 
 @contextlib.contextmanager
 def strict_gemms(enabled: bool = True) -> Iterator[None]:
-    """Inside, a GEMM on an accelerator that would fall back raises ValueError instead of warning once. It counts what runs
-    inside, so enclose the backward pass as well."""
+    """Inside, a GEMM on an accelerator that would fall back raises ValueError instead of warning once. What runs
+    inside counts, so enclose the backward pass as well."""
     global _strict
     before, _strict = _strict, enabled
     try:
