@@ -24,9 +24,8 @@ from . import blocks
 from .random import random_bits, unit_interval
 
 BLOCK = 16
-E2M1_MAX = 6.0
-E4M3_MAX = 448.0
-_FLOAT32_MAX = torch.finfo(torch.float32).max
+# Literals 6.0 (largest E2M1) and 448.0 (largest E4M3) below: under dynamic=True a stored float becomes an input of the
+# graph, which a second autograd function in it cannot take (torch 2.13).
 
 
 def global_decode(amax: Tensor) -> Tensor:
@@ -36,8 +35,8 @@ def global_decode(amax: Tensor) -> Tensor:
 
 
 def _global_encode(amax: Tensor) -> Tensor:
-    encode = torch.div(torch.full_like(amax, E4M3_MAX * E2M1_MAX), amax)
-    encode = torch.where(encode == float("inf"), _FLOAT32_MAX, encode)
+    encode = torch.div(torch.full_like(amax, 448.0 * 6.0), amax)
+    encode = torch.where(encode == float("inf"), torch.finfo(torch.float32).max, encode)
     return torch.where((amax == 0) | ~torch.isfinite(amax), 1.0, encode)
 
 
@@ -51,10 +50,10 @@ def _block_scales(x: Tensor, block: tuple[int, int], amax: Tensor) -> tuple[Tens
     encode = _over_blocks(_global_encode(amax), x)
     decode = torch.div(torch.ones_like(encode), encode)
     block_amax = blocks.once(blocks.blockwise_amax(x, block))
-    wanted = (block_amax * (encode * (1.0 / E2M1_MAX))).clamp(-E4M3_MAX, E4M3_MAX)
+    wanted = (block_amax * (encode * (1.0 / 6.0))).clamp(-448.0, 448.0)
     scales = blocks.once(wanted.to(torch.float8_e4m3fn))
     divisor = scales.float() * decode
-    return scales, torch.div(torch.ones_like(divisor), divisor).clamp(max=_FLOAT32_MAX)
+    return scales, torch.div(torch.ones_like(divisor), divisor).clamp(max=torch.finfo(torch.float32).max)
 
 
 def _rounded(v: Tensor, bits: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -119,7 +118,7 @@ def quantize_nvfp4(
     scales, factor = _block_scales(x, block, amax)
     scaled = x.float() * blocks.per_element(blocks.once(factor), block, rows, columns)
     bits = None if key is None else random_bits(key, stream, x.shape)
-    codes = encode_e2m1(scaled.clamp(-E2M1_MAX, E2M1_MAX), bits)
+    codes = encode_e2m1(scaled.clamp(-6.0, 6.0), bits)
     # FP8 tensors cannot be indexed everywhere; their bytes can
     scales = blocks.repeat(scales.view(torch.uint8), -2, block_rows, rows).view(torch.float8_e4m3fn)
     return pack(codes), scales.contiguous(), amax
@@ -178,5 +177,5 @@ def round_nvfp4(
         across = block[1] == BLOCK
         bits = random_bits(key, stream, x.shape if across else x.mT.shape)
         bits = bits if across else bits.mT
-    values = round_e2m1(scaled.clamp(-E2M1_MAX, E2M1_MAX), bits)
+    values = round_e2m1(scaled.clamp(-6.0, 6.0), bits)
     return (values * blocks.per_element(blocks.once(scales.float()), block, rows, columns)).to(dtype), amax
