@@ -146,11 +146,14 @@ def recipe(name: str, **fields: Any) -> Recipe:
     """Return a recipe by its short name, a key of RECIPES ("delayed", "current", "block", "mxfp8", "nvfp4"); fields as
     for its class."""
     cls = _named(name)
-    missing = [
-        f.name
-        for f in dataclasses.fields(cls)
-        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING and f.name not in fields
-    ]
-    if missing:
-        raise ValueError(f"the recipe {name!r} needs {', '.join(missing)}; use {cls.__name__}({missing[0]}=...)")
-    return cls(**fields)
+    try:  # the fields are looked at only where this fails: the compiler traces the call, but not dataclasses.fields
+        return cls(**fields)
+    except TypeError:
+        missing = [
+            f.name
+            for f in dataclasses.fields(cls)
+            if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING and f.name not in fields
+        ]
+        if not missing:
+            raise
+    raise ValueError(f"the recipe {name!r} needs {', '.join(missing)}; use {cls.__name__}({missing[0]}=...)")
