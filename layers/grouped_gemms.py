@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from te_models.kernels.gemm import Operand, ScaledOperand
+from te_models.kernels.gemm import Operand, ScaledOperand, epilogue_scale
 from te_models.kernels.grouped_gemm import (
     grouped_gemm,
     grouped_gemm_wgrad,
@@ -28,7 +28,7 @@ from .quantized_tensor import QuantizedTensor
 from .quantizer import IdentityQuantizer, Quantizer, Usage
 from .recipe import GemmQuantizers
 from .row_groups import PaddedRows, RowGroups
-from .sides import AnyQuantizer, Side, both_plain, factor, plain, quantized_gemms, side_of_fields, turned
+from .sides import AnyQuantizer, Side, both_plain, plain, quantized_gemms, side_of_fields, turned
 from .wgrad import run_wgrad
 
 MIN_ROW_ALIGNMENT = 16
@@ -179,7 +179,7 @@ def _rows_product(
     fprop = usage == "rowwise"
     y = grouped_gemm(a.values, b.values if fprop else b.values.mT, sizes, fprop)
     y = y if padding is None else padding.unpad(y)
-    scale = factor(a, b)
+    scale = epilogue_scale(a, b)
     return (y if scale is None else y.float() * rows.per_row(scale)[:, None]).to(dtype)
 
 
@@ -223,7 +223,7 @@ def _wgrad_product(left: Side, right: Side, splits: Tensor, dtype: torch.dtype) 
     if isinstance(left, ScaledOperand) and isinstance(right, ScaledOperand):
         return scaled_grouped_gemm_wgrad(left, right, splits, dtype)
     a, b = both_plain(left, right, dtype)
-    dw, scale = grouped_gemm_wgrad(a.values.mT, b.values.mT, splits), factor(a, b)
+    dw, scale = grouped_gemm_wgrad(a.values.mT, b.values.mT, splits), epilogue_scale(a, b)
     return (dw if scale is None else dw.float() * scale[:, None, None]).to(dtype)
 
 
@@ -232,4 +232,4 @@ def _accumulate_wgrad_(main_grad: Tensor, left: Side, right: Side, splits: Tenso
         scaled_grouped_gemm_wgrad_accumulate_(main_grad, left, right, splits, accumulate=accumulate)
         return
     a, b = both_plain(left, right, torch.bfloat16)
-    grouped_gemm_wgrad_accumulate_(main_grad, a.values.mT, b.values.mT, splits, accumulate, factor(a, b))
+    grouped_gemm_wgrad_accumulate_(main_grad, a.values.mT, b.values.mT, splits, accumulate, epilogue_scale(a, b))

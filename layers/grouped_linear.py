@@ -68,8 +68,8 @@ class GroupedLinear(GemmModule):
         """Return the names of the weight parameters: ("weight",), or one per GEMM."""
         return self._names("weight")
 
-    def weight_caches(self) -> list[tuple[tuple[Tensor, ...], str, int | None]]:
-        return [(tuple(getattr(self, name) for name in self.weight_names()), "weight_cache", None)]
+    def gemm_weights(self) -> list[tuple[tuple[Tensor, ...], int | None]]:
+        return [(tuple(getattr(self, name) for name in self.weight_names()), None)]
 
     def _names(self, kind: str) -> tuple[str, ...]:
         return (kind,) if self.single_grouped_weight else tuple(f"{kind}{g}" for g in range(self.num_gemms))

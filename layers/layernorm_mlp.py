@@ -85,9 +85,6 @@ class LayerNormMLP(PrecedingNorm, GemmModule):
     def weight_names(self) -> tuple[str, ...]:
         return ("fc1_weight", "fc2_weight")
 
-    def weight_caches(self) -> list[tuple[tuple[Tensor, ...], str, int | None]]:
-        return [((self.fc1_weight,), "weight_cache0", 0), ((self.fc2_weight,), "weight_cache1", 1)]
-
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         """x: [..., hidden_size] -> [..., hidden_size], in the compute dtype. is_first_microbatch: as for `Linear`."""
         name, gated = MLP_ACTIVATIONS[self.activation]
@@ -97,7 +94,7 @@ class LayerNormMLP(PrecedingNorm, GemmModule):
 
     def _gemm(self, x: Tensor, gemm: int, is_first_microbatch: bool | None) -> Tensor:
         weight, bias = ((self.fc1_weight, self.fc1_bias), (self.fc2_weight, self.fc2_bias))[gemm]
-        cached = self.cached_weight((weight,), is_first_microbatch, f"weight_cache{gemm}", gemm)
+        cached = self.cached_weight((weight,), is_first_microbatch, gemm)
         return linear(self, x, weight, bias, gemm=gemm, cached=cached, options=self.gemm_options(weight))
 
     def extra_repr(self) -> str:

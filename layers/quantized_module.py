@@ -141,14 +141,15 @@ class QuantizedModule(nn.Module):
         self,
         weights: tuple[Tensor, ...],
         is_first_microbatch: bool | None,
-        slot: str = "weight_cache",
         gemm: int | None = None,
     ) -> QuantizedTensor | None:
         """Return the weights quantized once per step, or None where they are stored quantized or nothing is cached.
 
         weights: one [out, in] or [G, out, in], or G of [out, in]. is_first_microbatch: True quantizes and keeps,
-        False returns what was kept, None (unless `microbatch` says otherwise) does neither. slot: attribute that keeps.
+        False returns what was kept, None (unless `microbatch` says otherwise) does neither. gemm: the
+        one meant, None for all together; each keeps its own.
         """
+        slot = "weight_cache" if gemm is None else f"weight_cache{gemm}"
         first = state().first_microbatch if is_first_microbatch is None else is_first_microbatch
         quantizers = None if first is None or isinstance(weights[0], QuantizedTensor) else self.quantizers()
         if quantizers is None:
@@ -175,9 +176,9 @@ class QuantizedModule(nn.Module):
         setattr(self, slot, cached)
         return cached
 
-    def weight_caches(self) -> list[tuple[tuple[Tensor, ...], str, int | None]]:
-        """Return the arguments weights, slot and gemm of `cached_weight` for every GEMM."""
-        return [((getattr(self, name),), "weight_cache", 0) for name in self.weight_names()]
+    def gemm_weights(self) -> list[tuple[tuple[Tensor, ...], int | None]]:
+        """Return the weights of every GEMM and its number, as `cached_weight` takes them."""
+        return [((getattr(self, name),), gemm) for gemm, name in enumerate(self.weight_names())]
 
     # --- the state of delayed scaling ------------------------------------------------------------------------------
 
@@ -259,8 +260,8 @@ def cache_weights(model: nn.Module) -> None:
     """Quantize every weight once, under the recipe in force, for micro-batches that run, compiled or not, under
     `microbatch(first=False)`. Call it inside `autocast`, again after each optimizer step."""
     for _, module in quantized_modules(model):
-        for weights, slot, gemm in module.weight_caches():
-            module.cached_weight(weights, True, slot, gemm)
+        for weights, gemm in module.gemm_weights():
+            module.cached_weight(weights, True, gemm)
 
 
 def set_rounding_seed(model: nn.Module, seed: int) -> None:

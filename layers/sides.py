@@ -15,6 +15,7 @@ from torch import Tensor
 from te_models.kernels.gemm import (
     Operand,
     ScaledOperand,
+    epilogue_scale,
     gemm,
     gemm_wgrad_accumulate_,
     scaled_gemm,
@@ -99,11 +100,4 @@ def accumulate_product_(main_grad: Tensor, left: Side, right: Side, *, accumulat
         scaled_gemm_accumulate_(main_grad, left, right, accumulate=accumulate)
     else:
         a, b = both_plain(left, right, torch.bfloat16)
-        gemm_wgrad_accumulate_(main_grad, a.values.mT, b.values.mT, accumulate, factor(a, b))
-
-
-def factor(left: Operand, right: Operand) -> Tensor | None:
-    """Return the scale that two operands leave for the epilogue of their product."""
-    if left.scale is None or right.scale is None:
-        return left.scale if right.scale is None else right.scale
-    return left.scale * right.scale
+        gemm_wgrad_accumulate_(main_grad, a.values.mT, b.values.mT, accumulate, epilogue_scale(a, b))

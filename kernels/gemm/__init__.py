@@ -3,11 +3,13 @@
 from .accumulate import gemm_wgrad_accumulate_
 from .op import Operand, explain_gemm, gemm, scaled_gemm, scaled_gemm_accumulate_
 from .operand import ScaledOperand
+from .reference import epilogue_scale
 from .rungs import gemm_counts, reset_gemm_counts, strict_gemms
 
 __all__ = [
     "Operand",
     "ScaledOperand",
+    "epilogue_scale",
     "explain_gemm",
     "gemm",
     "gemm_counts",

@@ -25,16 +25,22 @@ class Operand(NamedTuple):
     scale: Tensor | None
 
 
+def epilogue_scale(left: Operand, right: Operand) -> Tensor | None:
+    """Return the factor that two operands leave for the epilogue of their product."""
+    if left.scale is None or right.scale is None:
+        return left.scale if right.scale is None else right.scale
+    return left.scale * right.scale
+
+
 def gemm(left: Operand, right: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
     """Return `left @ right + bias` in `dtype`: [M, K] x [K, N] -> [M, N]; bias: [N].
 
     Both operands have one dtype: bfloat16, or float32 (where values with float32 block scales are exact).
     """
     product = torch.mm(left.values, right.values)
-    scales = [s for s in (left.scale, right.scale) if s is not None]
-    if scales:
-        factor = scales[0] if len(scales) == 1 else scales[0] * scales[1]
-        product = product.float() * factor
+    scale = epilogue_scale(left, right)
+    if scale is not None:
+        product = product.float() * scale
     if bias is not None:
         product = product + bias
     return product.to(dtype)

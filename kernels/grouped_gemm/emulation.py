@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..gemm.operand import ScaledOperand, emulation_dtype
-from ..gemm.reference import Operand
+from ..gemm.reference import epilogue_scale
 from .accumulate import grouped_gemm_wgrad_accumulate_
 from .op import grouped_gemm, grouped_gemm_wgrad
 
@@ -16,7 +16,7 @@ def rows(left: ScaledOperand, right: ScaledOperand, m_splits: Tensor, out_dtype:
     dtype = emulation_dtype(left, right, out_dtype)
     a, b = left.dequantized(dtype), right.dequantized(dtype)
     y = grouped_gemm(a.values, b.values, m_splits)
-    factor = _factor(a, b)
+    factor = epilogue_scale(a, b)
     return (y if factor is None else y.float() * per_row(factor, m_splits, y.shape[0])[:, None]).to(out_dtype)
 
 
@@ -25,7 +25,7 @@ def wgrad(left: ScaledOperand, right: ScaledOperand, m_splits: Tensor, out_dtype
     dtype = emulation_dtype(left, right, out_dtype)
     a, b = left.dequantized(dtype), right.dequantized(dtype)
     dw = grouped_gemm_wgrad(a.values.mT, b.values.mT, m_splits)
-    factor = _factor(a, b)
+    factor = epilogue_scale(a, b)
     return (dw if factor is None else dw.float() * factor[:, None, None]).to(out_dtype)
 
 
@@ -35,13 +35,7 @@ def wgrad_accumulate_(
     """[N, T] x [K, T] into [G, N, K]."""
     dtype = emulation_dtype(left, right, main_grad.dtype)
     a, b = left.dequantized(dtype), right.dequantized(dtype)
-    grouped_gemm_wgrad_accumulate_(main_grad, a.values.mT, b.values.mT, m_splits, accumulate, _factor(a, b))
-
-
-def _factor(a: Operand, b: Operand) -> Tensor | None:
-    if a.scale is None or b.scale is None:
-        return a.scale if b.scale is None else b.scale
-    return a.scale * b.scale
+    grouped_gemm_wgrad_accumulate_(main_grad, a.values.mT, b.values.mT, m_splits, accumulate, epilogue_scale(a, b))
 
 
 def per_row(values: Tensor, m_splits: Tensor, rows: int) -> Tensor:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+
+from tests.two_ranks import run_on_two_ranks
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
 
@@ -20,23 +16,7 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="th
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Tensor]]:
     """What each rank found."""
     results = tmp_path_factory.mktemp("delayed") / "results"
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.layers.delayed_ranks", str(results)],
-            cwd=Path(__file__).parents[2],
-            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for process in processes:
-        _, errors = process.communicate(timeout=300)
-        assert process.returncode == 0, errors
+    run_on_two_ranks(["-m", "tests.layers.delayed_ranks", str(results)], timeout=300)
     return [load_file(results.with_suffix(f".{rank}")) for rank in range(2)]
 
 

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +11,7 @@ import torch
 
 from te_models.training import TrainConfig, train
 from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_model, tiny_run
+from tests.two_ranks import run_on_two_ranks
 
 SCRIPT = """
 import sys, torch
@@ -32,31 +29,7 @@ def train_on_two_ranks(config: TrainConfig, tmp_path: Path) -> None:
     file, script = tmp_path / "config.json", tmp_path / "ranks.py"
     file.write_text(config.to_json())
     script.write_text(SCRIPT)
-    run_on_two_ranks([str(script), str(file)])
-
-
-def run_on_two_ranks(arguments: list[str]) -> list[str]:
-    """Start two Pythons with the environment that torchrun gives them; return what each printed."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, *arguments],
-            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    printed = []
-    for rank in ranks:
-        output, errors = rank.communicate(timeout=120)
-        assert rank.returncode == 0, errors
-        printed.append(output)
-    return printed
+    run_on_two_ranks([str(script), str(file)], timeout=120)
 
 
 def test_two_ranks_equal_one_and_resume(tmp_path: Path) -> None:
@@ -96,6 +69,6 @@ def test_the_command_line_reports_once(tmp_path: Path) -> None:
     )
     (tmp_path / "model.json").write_text(tiny_model().to_json())
     for option in ("--json", "--dry-run"):
-        first, second = run_on_two_ranks(["-m", "te_models", "train", str(file), option])
+        first, second = run_on_two_ranks(["-m", "te_models", "train", str(file), option], timeout=120)
         assert json.loads(first)["output_dir" if option == "--dry-run" else "step"]
         assert second == ""
