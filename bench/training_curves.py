@@ -67,7 +67,7 @@ def losses_of(name: str, windows: Windows) -> list[float]:
     model = GPTModel(CONFIG, params_dtype=torch.float32).train()
     set_rounding_seed(model, SEED)
     precision = PrecisionConfig(dtype="bf16-mixed")
-    loss_function = make_loss_function(model, precision, "cpu", compiled=True, scope="layers")
+    loss_function = make_loss_function(model, precision, "cpu", compiled=True, mode="block")
     optimizer = Optimizer(model.named_parameters(), OptimizerConfig(lr=LR))
     region = contextlib.nullcontext() if name == "bf16" else autocast(enabled=True, recipe=recipe(name))
 

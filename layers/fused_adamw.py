@@ -27,7 +27,7 @@ _KEYS: dict[str, tuple[str, ...]] = {
     "float8": ("exp_avg", "exp_avg_scale_inv", "exp_avg_sq", "exp_avg_sq_scale_inv"),
 }
 _SHAPES = 64  # of weights that a requantization is compiled for; more run eagerly
-_CHUNK = 1 << 26  # elements whose float32 working copies exist at one time
+_CHUNK = 1 << 24  # elements whose float32 working copies exist at one time, or one larger parameter
 
 
 class FusedAdamW(torch.optim.Optimizer):
@@ -123,10 +123,10 @@ class FusedAdamW(torch.optim.Optimizer):
                     continue
                 if not self.state[parameter]:
                     self.state[parameter] = self._new_state(parameter, group)
-                work.append(self._begin(parameter, gradient, index))
-                if sum(update.weight.numel() for update in work) > _CHUNK:
+                if work and sum(update.weight.numel() for update in work) + local_part(parameter).numel() > _CHUNK:
                     self._finish(work, group, noop)
                     work = []
+                work.append(self._begin(parameter, gradient, index))
             self._finish(work, group, noop)
         return loss
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from .gemm_module import GemmModule
@@ -11,16 +12,18 @@ from .grouped_tensor import GroupedTensor
 from .module import InitMethod, default_init_method, empty_parameter
 from .quantized_tensor import QuantizedTensor
 from .stored_weight import store_weights_as_asked
+from .tensor_parallel import ParallelMode, TensorParallelModule, check_parallel_mode
 
 
-class GroupedLinear(GemmModule):
+class GroupedLinear(TensorParallelModule, GemmModule):
     """`y[g] = x[g] w[g]^T + b[g]` for `num_gemms` groups of rows. Transformer Engine: `te.pytorch.GroupedLinear`.
 
     single_grouped_weight: True holds one parameter `weight` [num_gemms, out, in] (and `bias` [num_gemms, out]);
     False holds `weight0`, `weight1`, ... (and `bias0`, ...), Transformer Engine's per-GEMM layout. Both are layouts of
     the same layer: `load_state_dict` accepts either, quantized or not, without dequantizing. The grouped one is fast;
-    the other is stacked on each call. The other options: see `GemmModule`; a fused or delayed weight gradient needs the
-    grouped layout.
+    the other is stacked on each call. parallel_mode: as for `Linear`, for every member alike; the layer does not itself
+    communicate: gather before a column layer, sum after a row layer (which therefore has no bias), once for all groups.
+    The other options: see `GemmModule`; a fused or delayed weight gradient needs the grouped layout.
     """
 
     def __init__(
@@ -32,8 +35,11 @@ class GroupedLinear(GemmModule):
         *,
         single_grouped_weight: bool = True,
         fuse_wgrad_accumulation: bool = False,
+        tp_group: dist.ProcessGroup | None = None,
+        tp_size: int = 1,
         init_method: InitMethod | None = None,
         params_dtype: torch.dtype | None = None,
+        parallel_mode: ParallelMode | None = None,
         device: torch.device | str | None = None,
         delay_wgrad_compute: bool = False,
         name: str = "",
@@ -45,6 +51,15 @@ class GroupedLinear(GemmModule):
                 "fuse_wgrad_accumulation and delay_wgrad_compute need single_grouped_weight=True: there is one gradient"
             )
         super().__init__(num_gemms, name, fuse_wgrad_accumulation, delay_wgrad_compute, False)
+        check_parallel_mode(parallel_mode)
+        self.set_parallel(tp_group, tp_size, False)
+        self.parallel_mode = parallel_mode if self.tp_size > 1 else None
+        if self.parallel_mode == "column":
+            out_features = self.part(out_features, "out_features")
+        elif self.parallel_mode == "row":
+            if bias:
+                raise ValueError("a row-parallel GroupedLinear has no bias: it belongs after the sum over ranks")
+            in_features = self.part(in_features, "in_features")
         self.num_gemms = num_gemms
         self.in_features = in_features
         self.out_features = out_features
@@ -62,6 +77,9 @@ class GroupedLinear(GemmModule):
                     self.register_parameter(f"bias{g}", empty_parameter(out_features, **new))
         self.reset_parameters()
         store_weights_as_asked(self)
+        if self.parallel_mode is not None:
+            for name, parameter in self.named_parameters():
+                self.mark_part(parameter, self._split_dim(name))
         self.register_load_state_dict_pre_hook(_accept_either_layout)
 
     def weight_names(self) -> tuple[str, ...]:
@@ -80,8 +98,15 @@ class GroupedLinear(GemmModule):
         for name, parameter in self.named_parameters():
             if name.startswith("bias"):
                 parameter.zero_()
-            else:
+            elif self.parallel_mode is None:
                 self.init_method(parameter)
+            else:
+                self.fill_part(parameter, self.init_method, self._split_dim(name))
+
+    def _split_dim(self, name: str) -> int:
+        """Return along which dimension of the named parameter the ranks' parts lie: where members are stacked, one more
+        than for a matrix."""
+        return int(self.single_grouped_weight) + (self.parallel_mode == "row" and not name.startswith("bias"))
 
     def forward(self, x: Tensor, m_splits: Tensor | list[int], is_first_microbatch: bool | None = None) -> Tensor:
         """x: [T, in_features], rows sorted by group; m_splits: [num_gemms] rows per group, a device tensor (never read

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .gemm_module import GemmModule
@@ -10,14 +13,16 @@ from .linear_function import linear
 from .module import InitMethod, default_init_method, empty_parameter
 from .norm import PrecedingNorm
 from .stored_weight import store_weights_as_asked
+from .tensor_parallel import TensorParallelModule
 
 
-class LayerNormLinear(PrecedingNorm, GemmModule):
+class LayerNormLinear(TensorParallelModule, PrecedingNorm, GemmModule):
     """`y = norm(x) w^T + b`. Transformer Engine: `te.pytorch.LayerNormLinear`.
 
     Parameters: layer_norm_weight [in] (unless norm_weight is False), layer_norm_bias [in] (with norm_bias, by default
-    for LayerNorm), weight [out, in], bias [out]. cast_order None: each norm's own default. The other options: see
-    `GemmModule`.
+    for LayerNorm), weight [out, in], bias [out]. cast_order None: each norm's own default. parallel_mode "column" and
+    its companions: as for `Linear`; under sequence parallelism each rank normalises its own rows. The other options:
+    see `GemmModule`.
     """
 
     def __init__(
@@ -32,14 +37,24 @@ class LayerNormLinear(PrecedingNorm, GemmModule):
         norm_bias: bool | None = None,
         zero_centered_gamma: bool = False,
         cast_order: str | None = None,
+        sequence_parallel: bool = False,
         fuse_wgrad_accumulation: bool = False,
+        tp_group: dist.ProcessGroup | None = None,
+        tp_size: int = 1,
         init_method: InitMethod | None = None,
         params_dtype: torch.dtype | None = None,
+        parallel_mode: Literal["column"] | None = None,
         device: torch.device | str | None = None,
         delay_wgrad_compute: bool = False,
         name: str = "",
     ) -> None:
         super().__init__(1, name, fuse_wgrad_accumulation, delay_wgrad_compute, False)
+        if parallel_mode not in (None, "column"):
+            raise ValueError(f"parallel_mode is {parallel_mode!r}; allowed: None, 'column' (a norm needs whole rows)")
+        self.set_parallel(tp_group, tp_size, sequence_parallel)
+        self.parallel_mode = parallel_mode if self.tp_size > 1 else None
+        if self.parallel_mode is not None:
+            out_features = self.part(out_features, "out_features")
         self.in_features = in_features
         self.out_features = out_features
         self.init_method = init_method or default_init_method
@@ -49,21 +64,26 @@ class LayerNormLinear(PrecedingNorm, GemmModule):
         self.bias = empty_parameter(out_features, **new) if bias else None
         self.reset_parameters()
         store_weights_as_asked(self)
+        if self.parallel_mode is not None:
+            self.mark_part(self.weight, 0)
+            self.mark_part(self.bias, 0)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialise the parameters anew."""
         self.reset_norm()
-        self.init_method(self.weight)
+        if self.parallel_mode is None:
+            self.init_method(self.weight)
+        else:
+            self.fill_part(self.weight, self.init_method, 0)
         if self.bias is not None:
             self.bias.zero_()
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         """x: [..., in_features] -> [..., out_features], in the compute dtype. is_first_microbatch: as for `Linear`."""
         cached = self.cached_weight((self.weight,), is_first_microbatch, gemm=0)
-        return linear(
-            self, self.normed(x), self.weight, self.bias, cached=cached, options=self.gemm_options(self.weight)
-        )
+        x = self.normed(x) if self.parallel_mode is None else self.whole_rows(self.normed(x, self.for_own_rows))
+        return linear(self, x, self.weight, self.bias, cached=cached, options=self.gemm_options(self.weight))
 
     def extra_repr(self) -> str:
         return f"{self.normalization}, {self.in_features}, {self.out_features}, bias={self.bias is not None}"

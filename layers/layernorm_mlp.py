@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from te_models.kernels.activation import activation, gated_activation
 
@@ -12,6 +13,7 @@ from .linear_function import linear
 from .module import InitMethod, default_init_method, empty_parameter
 from .norm import PrecedingNorm
 from .stored_weight import store_weights_as_asked
+from .tensor_parallel import TensorParallelModule
 
 # Transformer Engine's activation names -> (ours, gated)
 MLP_ACTIVATIONS = {
@@ -26,11 +28,13 @@ MLP_ACTIVATIONS = {
 }
 
 
-class LayerNormMLP(PrecedingNorm, GemmModule):
+class LayerNormMLP(TensorParallelModule, PrecedingNorm, GemmModule):
     """`y = act(norm(x) w1^T + b1) w2^T + b2`. Transformer Engine: `te.pytorch.LayerNormMLP`.
 
     activation: a key of MLP_ACTIVATIONS; the *glu ones are gated, fc1 then has 2 * ffn_hidden_size rows [gate | up].
-    Parameters: layer_norm_weight, layer_norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias.
+    Parameters: layer_norm_weight, layer_norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias. set_parallel_mode: split
+    fc1 by column and fc2 by row over the ranks of tp_group, see `tensor_parallel`; of a gated fc1 each rank has its
+    part of the gate rows and of the up rows (partition_stride 2).
     """
 
     STATISTICS_SLOTS = ("fc1", "fc2")
@@ -46,10 +50,14 @@ class LayerNormMLP(PrecedingNorm, GemmModule):
         activation: str = "gelu",
         zero_centered_gamma: bool = False,
         cast_order: str | None = None,
+        sequence_parallel: bool = False,
         fuse_wgrad_accumulation: bool = False,
+        tp_group: dist.ProcessGroup | None = None,
+        tp_size: int = 1,
         init_method: InitMethod | None = None,
         output_layer_init_method: InitMethod | None = None,
         params_dtype: torch.dtype | None = None,
+        set_parallel_mode: bool = False,
         device: torch.device | str | None = None,
         delay_wgrad_compute: bool = False,
         name: str = "",
@@ -57,13 +65,18 @@ class LayerNormMLP(PrecedingNorm, GemmModule):
         super().__init__(2, name, fuse_wgrad_accumulation, delay_wgrad_compute, False)
         if activation not in MLP_ACTIVATIONS:
             raise ValueError(f"activation is {activation!r}; allowed: {', '.join(map(repr, MLP_ACTIVATIONS))}")
+        self.set_parallel(tp_group, tp_size, sequence_parallel)
+        self.set_parallel_mode = set_parallel_mode and self.tp_size > 1
+        if self.set_parallel_mode:
+            ffn_hidden_size = self.part(ffn_hidden_size, "ffn_hidden_size")
         self.hidden_size = hidden_size
         self.ffn_hidden_size = ffn_hidden_size
         self.activation = activation
         self.init_method = init_method or default_init_method
         self.output_layer_init_method = output_layer_init_method or self.init_method
         new = {"params_dtype": params_dtype, "device": device}
-        rows = ffn_hidden_size * (2 if MLP_ACTIVATIONS[activation][1] else 1)
+        blocks = 2 if MLP_ACTIVATIONS[activation][1] else 1
+        rows = ffn_hidden_size * blocks
         self.add_norm(hidden_size, normalization, eps, zero_centered_gamma, cast_order, True, None, **new)
         self.fc1_weight = empty_parameter(rows, hidden_size, **new)
         self.fc1_bias = empty_parameter(rows, **new) if bias else None
@@ -71,13 +84,21 @@ class LayerNormMLP(PrecedingNorm, GemmModule):
         self.fc2_bias = empty_parameter(hidden_size, **new) if bias else None
         self.reset_parameters()
         store_weights_as_asked(self)
+        if self.set_parallel_mode:
+            self.mark_part(self.fc1_weight, 0, blocks)
+            self.mark_part(self.fc1_bias, 0, blocks)
+            self.mark_part(self.fc2_weight, 1)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialise the parameters anew."""
         self.reset_norm()
-        self.init_method(self.fc1_weight)
-        self.output_layer_init_method(self.fc2_weight)
+        if self.set_parallel_mode:
+            self.fill_part(self.fc1_weight, self.init_method, 0, 2 if MLP_ACTIVATIONS[self.activation][1] else 1)
+            self.fill_part(self.fc2_weight, self.output_layer_init_method, 1)
+        else:
+            self.init_method(self.fc1_weight)
+            self.output_layer_init_method(self.fc2_weight)
         for bias in (self.fc1_bias, self.fc2_bias):
             if bias is not None:
                 bias.zero_()
@@ -88,12 +109,16 @@ class LayerNormMLP(PrecedingNorm, GemmModule):
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         """x: [..., hidden_size] -> [..., hidden_size], in the compute dtype. is_first_microbatch: as for `Linear`."""
         name, gated = MLP_ACTIVATIONS[self.activation]
-        hidden = self._gemm(self.normed(x), 0, is_first_microbatch)
+        split = self.set_parallel_mode
+        x = self.whole_rows(self.normed(x, self.for_own_rows)) if split else self.normed(x)
+        hidden = self._gemm(x, 0, self.fc1_weight, self.fc1_bias, is_first_microbatch)
         hidden = gated_activation(hidden, name) if gated else activation(hidden, name)
-        return self._gemm(hidden, 1, is_first_microbatch)
+        y = self._gemm(hidden, 1, self.fc2_weight, None if split else self.fc2_bias, is_first_microbatch)
+        return self.summed(y, self.fc2_bias) if split else y
 
-    def _gemm(self, x: Tensor, gemm: int, is_first_microbatch: bool | None) -> Tensor:
-        weight, bias = ((self.fc1_weight, self.fc1_bias), (self.fc2_weight, self.fc2_bias))[gemm]
+    def _gemm(
+        self, x: Tensor, gemm: int, weight: nn.Parameter, bias: nn.Parameter | None, is_first_microbatch: bool | None
+    ) -> Tensor:
         cached = self.cached_weight((weight,), is_first_microbatch, gemm)
         return linear(self, x, weight, bias, gemm=gemm, cached=cached, options=self.gemm_options(weight))
 

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .gemm_module import GemmModule
 from .linear_function import linear
 from .module import InitMethod, default_init_method, empty_parameter
 from .stored_weight import store_weights_as_asked
+from .tensor_parallel import ParallelMode, TensorParallelModule, check_parallel_mode
 
 
-class Linear(GemmModule):
+class Linear(TensorParallelModule, GemmModule):
     """`y = x w^T + b`, quantized under `autocast`. Transformer Engine: `te.pytorch.Linear`.
 
     weight: [out_features, in_features]; bias: [out_features]. params_dtype: dtype of the parameters (None: torch's
-    default); init_method: fills the weight in place (None: N(0, 0.023^2)); the bias starts at zero. The other options:
-    see `GemmModule`; name: see `QuantizedModule`.
+    default); init_method: fills the weight in place (None: N(0, 0.023^2)); the bias starts at zero. parallel_mode: how
+    the weight is split over the ranks of tp_group, see `tensor_parallel`; in_features and out_features are the unsplit
+    sizes, the attributes of that name this rank's. The other options: see `GemmModule`; name: see `QuantizedModule`.
     """
 
     def __init__(
@@ -25,15 +28,26 @@ class Linear(GemmModule):
         out_features: int,
         bias: bool = True,
         *,
+        sequence_parallel: bool = False,
         fuse_wgrad_accumulation: bool = False,
+        tp_group: dist.ProcessGroup | None = None,
+        tp_size: int = 1,
         init_method: InitMethod | None = None,
         params_dtype: torch.dtype | None = None,
+        parallel_mode: ParallelMode | None = None,
         device: torch.device | str | None = None,
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
         name: str = "",
     ) -> None:
         super().__init__(1, name, fuse_wgrad_accumulation, delay_wgrad_compute, save_original_input)
+        check_parallel_mode(parallel_mode)
+        self.set_parallel(tp_group, tp_size, sequence_parallel)
+        self.parallel_mode = parallel_mode if self.tp_size > 1 else None
+        if self.parallel_mode == "column":
+            out_features = self.part(out_features, "out_features")
+        elif self.parallel_mode == "row":
+            in_features = self.part(in_features, "in_features")
         self.in_features = in_features
         self.out_features = out_features
         self.init_method = init_method or default_init_method
@@ -41,11 +55,18 @@ class Linear(GemmModule):
         self.bias = empty_parameter(out_features, params_dtype=params_dtype, device=device) if bias else None
         self.reset_parameters()
         store_weights_as_asked(self)
+        if self.parallel_mode is not None:
+            self.mark_part(self.weight, 0 if self.parallel_mode == "column" else 1)
+        if self.parallel_mode == "column":
+            self.mark_part(self.bias, 0)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialise the parameters anew."""
-        self.init_method(self.weight)
+        if self.parallel_mode is None:
+            self.init_method(self.weight)
+        else:
+            self.fill_part(self.weight, self.init_method, 0 if self.parallel_mode == "column" else 1)
         if self.bias is not None:
             self.bias.zero_()
 
@@ -53,7 +74,11 @@ class Linear(GemmModule):
         """x: [..., in_features] -> [..., out_features], in the compute dtype. is_first_microbatch: True quantizes the
         weight and keeps the result, False uses what was kept, None quantizes without keeping."""
         cached = self.cached_weight((self.weight,), is_first_microbatch, gemm=0)
-        return linear(self, x, self.weight, self.bias, cached=cached, options=self.gemm_options(self.weight))
+        options, row = self.gemm_options(self.weight), self.parallel_mode == "row"
+        if self.parallel_mode == "column":
+            x = self.whole_rows(x)
+        y = linear(self, x, self.weight, None if row else self.bias, cached=cached, options=options)
+        return self.summed(y, self.bias) if row else y
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -136,12 +137,15 @@ class PrecedingNorm(nn.Module):
         if self.layer_norm_bias is not None:
             self.layer_norm_bias.zero_()
 
-    def normed(self, x: Tensor) -> Tensor:
-        """Normalise x: [..., size]."""
-        weight, options = self.layer_norm_weight, {"zero_centered": self.zero_centered_gamma}
+    def normed(self, x: Tensor, on_parameters: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Normalise x: [..., size]. on_parameters: applied to each parameter before use."""
+        weight, bias = self.layer_norm_weight, self.layer_norm_bias
+        if on_parameters is not None:
+            weight, bias = (p if p is None else on_parameters(p) for p in (weight, bias))
+        options = {"zero_centered": self.zero_centered_gamma, "cast_order": self.cast_order}
         if self.normalization == "RMSNorm":
-            return rms_norm(x, weight, self.eps, cast_order=self.cast_order, **options)
-        return layer_norm(x, weight, self.layer_norm_bias, self.eps, cast_order=self.cast_order, **options)
+            return rms_norm(x, weight, self.eps, **options)
+        return layer_norm(x, weight, bias, self.eps, **options)
 
 
 def default_cast_order(normalization: str) -> str:

@@ -9,25 +9,45 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 import torch
+import torch.distributed as dist
 
+from .compile_ranks import DEFAULT_TIMEOUT_S, synchronized
 from .model import GPTModel
 
-Scope = Literal["model", "layers"]
+Mode = Literal["whole", "block"]
 
 
 def compile_model(
-    model: GPTModel, *, scope: Scope = "model", dynamic: bool | None = None, backend: str = "inductor"
+    model: GPTModel,
+    mode: Mode = "whole",
+    *,
+    dynamic: bool | None = None,
+    backend: str = "inductor",
+    timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> GPTModel:
     """Compile `model` in place and return it; parameter names do not change.
 
-    scope "model" makes one graph of a whole call: the fastest steps, and a compile time that grows with the number of
-    layers. "layers" compiles one layer, which all equal layers share: compile time of one layer, the rest is eager.
+    mode "whole" makes one graph of a whole call: the fastest steps, and a compile time that grows with the number of
+    layers. "block" compiles one transformer layer, which all equal layers share, and the output layer: the compile
+    time of a few layers whatever the depth; embedding and final norm stay eager.
     dynamic: None compiles for the first shape and once more, for all shapes, when it changes; True for all shapes at
     once; False anew for each shape. Always fullgraph: what cannot be one graph is an error, not a slow path.
+
+    With several ranks in the default process group every rank must call this, and must call the model equally often:
+    ranks then compile together and for the same shapes (`compile_ranks`), except with dynamic=False, where a shape is
+    each rank's own. timeout_s: how long a rank waits for the others before it names those that are missing.
     """
-    if scope not in get_args(Scope):
-        raise ValueError(f"scope is {scope!r}; allowed: {', '.join(map(repr, get_args(Scope)))}")
-    modules: list[torch.nn.Module] = [model] if scope == "model" else list(model.decoder.layers)
+    if mode not in get_args(Mode):
+        raise ValueError(f"mode is {mode!r}; allowed: {', '.join(map(repr, get_args(Mode)))}")
+    whole = mode == "whole"
+    modules: list[torch.nn.Module] = [model] if whole else [*model.decoder.layers, model.output_layer]
+    together = synchronized(timeout_s) if dynamic is not False and _several_ranks() else None
     for module in modules:
         module.compile(fullgraph=True, dynamic=dynamic, backend=backend)
+        if together is not None:
+            module._compiled_call_impl = together(module._compiled_call_impl)  # type: ignore[arg-type]
     return model
+
+
+def _several_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

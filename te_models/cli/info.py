@@ -26,18 +26,26 @@ PACKAGES = (
 
 def add(verbs: Verbs) -> None:
     """Add the verb."""
-    verb(
+    parser = verb(
         verbs,
         "info",
         run,
-        "versions, devices, recipes, families and extras",
-        "Show versions, devices, number formats, model families and which extras are installed.",
-        "te-models info --json",
+        "versions, devices, recipes, families and extras; what the compiler makes of a model",
+        "Show versions, devices, number formats, model families and which extras are installed; or, with\n"
+        "--compile-report, which graphs torch.compile makes of a model, where they break, and what is\n"
+        "compiled again and why.",
+        "te-models info --compile-report ./moe --recipe mxfp8",
     )
+    parser.add_argument("--compile-report", metavar="DIR", help="a model folder to compile")
+    parser.add_argument("--recipe", metavar="NAME", help="with --compile-report: compile under this recipe")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what there is."""
+    """Print what there is; 1 if a compile report has breaks."""
+    if args.compile_report:
+        return _compile_report(args)
+    if args.recipe:
+        raise ValueError("--recipe needs --compile-report DIR")
     result = collect()
     sections = [
         table([("python", result["python"]), *((n, v or "-") for n, v in result["versions"].items())], "  "),
@@ -65,6 +73,28 @@ def collect() -> dict[str, Any]:
         "families": _families(),
         "extras": {name: installed(name) for name in EXTRAS},
     }
+
+
+def _compile_report(args: argparse.Namespace) -> int:
+    from functools import partial
+
+    from te_models.layers import recipe
+
+    from ..compile_report import compile_report
+    from ..model import GPTModel
+
+    if args.recipe:
+        recipe(args.recipe)  # an unknown name is refused before the model is read
+    model = GPTModel.from_pretrained(args.compile_report)
+    report = compile_report(model, partial(recipe, args.recipe) if args.recipe else None)
+    lines = [
+        table([("call", "shape", "graphs"), *((c["call"], str(c["shape"]), str(c["graphs"])) for c in report["calls"])])
+    ]
+    lines += [f"compiled again, {call['call']}: {why}" for call in report["calls"] for why in call["reasons"]]
+    lines += [f"break, {count} times: {why}" for why, count in report["breaks"].items()]
+    lines.append(f"{report['graphs']} graphs, {sum(report['breaks'].values())} breaks")
+    emit(args, report, "\n".join(lines))
+    return 1 if report["breaks"] else 0
 
 
 def _version(package: str) -> str | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import register_dataclass
 
 from te_models.kernels.cross_entropy import cross_entropy, linear_cross_entropy, output_logits, shift_labels
 from te_models.layers.module import compute_dtype
@@ -31,6 +32,10 @@ class ModelOutput:
     load_balancing_loss: Tensor | None = None
     z_loss: Tensor | None = None
     tokens_per_expert: Tensor | None = None
+
+
+# torch.export flattens what a program returns
+register_dataclass(ModelOutput, serialized_type_name="te_models.ModelOutput")
 
 
 class OutputLayer(nn.Module):

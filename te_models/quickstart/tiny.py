@@ -54,7 +54,7 @@ def tiny_folder(scratch: Path, files: list[Path], steps: int = 300) -> Path:
                 "optimizer": {"lr": 3e-3},
                 "schedule": {"kind": "cosine", "warmup_steps": 20},
                 "precision": {"dtype": "bf16-mixed"},
-                "compile_scope": "layers",
+                "compile_mode": "block",
                 "log": {"progress": False},
             }
         )

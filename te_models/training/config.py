@@ -198,8 +198,8 @@ class TrainConfig(ConfigPart):
 
     With `resume` the run continues from the newest complete checkpoint in `output_dir`; without it, a used `output_dir`
     is refused. `deterministic` asks torch for reproducible kernels only, so that two runs are equal bit for bit.
-    `compile_scope` "model" makes one graph of the whole loss: the fastest steps, and a compile time that grows with the
-    number of layers. "layers" compiles one layer, which all equal layers share: the choice for short runs.
+    `compile_mode` "whole" makes one graph of the whole loss: the fastest steps, and a compile time that grows with the
+    number of layers. "block" compiles one layer, which all equal layers share: the choice for short runs.
     """
 
     output_dir: str
@@ -207,7 +207,7 @@ class TrainConfig(ConfigPart):
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     compile: bool = True
-    compile_scope: Literal["model", "layers"] = "model"
+    compile_mode: Literal["whole", "block"] = "whole"
     resume: bool = True
     deterministic: bool = True
     model: ModelSource

@@ -105,7 +105,7 @@ def _run(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Exit
         config.precision,
         device,
         compiled=config.compile,
-        scope=config.compile_scope,
+        mode=config.compile_mode,
         statistics=config.log.statistics_every > 0,
     )
     quantize_weights = make_weight_cache(model, config.precision, device)

@@ -13,13 +13,12 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from te_models.layers import Recipe, autocast, cache_weights, collect_statistics, microbatch
 
-from ..compilation import compile_model
+from ..compilation import Mode, compile_model
 from ..model import GPTModel
 from .config import PrecisionConfig
 from .distributed import Ranks, average_gradients, mean_over_ranks
@@ -67,13 +66,13 @@ def make_loss_function(
     device: str,
     *,
     compiled: bool,
-    scope: Literal["model", "layers"] = "model",
+    mode: Mode = "whole",
     statistics: bool = False,
 ) -> LossFunction:
     """Return `f(input_ids [B, S]) -> (loss to minimise, auxiliary part of it)`, both float32 scalars.
 
-    Compiled, it is one graph; with scope "layers", one graph per kind of layer and the rest eager. Anything that would
-    break a graph is an error. statistics: note in every call what the recipe does to its operands.
+    Compiled, it is one graph; with mode "block", one graph per kind of layer, one of the output layer, the rest eager.
+    What would break a graph is an error. statistics: note in every call what the recipe does to its operands.
     """
     recipe = build_recipe(precision, model.config.num_layers)
 
@@ -83,8 +82,8 @@ def make_loss_function(
         return output.loss, aux_loss.detach()
 
     function = loss_function
-    if compiled and scope == "layers":
-        compile_model(model, scope="layers", dynamic=False)
+    if compiled and mode == "block":
+        compile_model(model, "block", dynamic=False)
     elif compiled:
         function = torch.compile(loss_function, fullgraph=True, dynamic=False)
 

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.two_ranks import run_on_two_ranks
+from tests.ranks import run_on_ranks
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="th
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Tensor]]:
     """What each rank found."""
     results = tmp_path_factory.mktemp("delayed") / "results"
-    run_on_two_ranks(["-m", "tests.layers.delayed_ranks", str(results)], timeout=300)
+    run_on_ranks(["-m", "tests.layers.delayed_ranks", str(results)], timeout=300)
     return [load_file(results.with_suffix(f".{rank}")) for rank in range(2)]
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from tests.two_ranks import run_on_two_ranks
+from tests.ranks import run_on_ranks
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
 
@@ -23,7 +23,7 @@ else:
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """What every case came to, on either rank."""
     results = tmp_path_factory.mktemp("fsdp") / "results"
-    run_on_two_ranks(["-m", "tests.layers.fsdp_ranks", str(results)], timeout=300)
+    run_on_ranks(["-m", "tests.layers.fsdp_ranks", str(results)], timeout=300)
     return [json.loads(results.with_suffix(f".{rank}").read_text()) for rank in range(2)]
 
 

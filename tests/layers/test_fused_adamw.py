@@ -343,3 +343,23 @@ def test_wrong_arguments_are_named() -> None:
     other = FusedAdamW([nn.Parameter(torch.ones(2))], moment_dtype="bfloat16")
     with pytest.raises(ValueError, match="moment_dtype='bfloat16'"):
         other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def test_working_copies_of_few_parameters_exist_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step's float32 copies are bounded, whatever the size of the model."""
+    parameters = [torch.nn.Parameter(torch.ones(size, dtype=torch.bfloat16)) for size in (40, 30, 50, 120, 10, 60)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = FusedAdamW(parameters, lr=0.1, moment_dtype="bfloat16")
+    together = []
+    finish = optimizer._finish
+
+    def noted(work: list, *rest: object) -> None:
+        together.append([update.weight.numel() for update in work])
+        finish(work, *rest)
+
+    monkeypatch.setattr("te_models.layers.fused_adamw._CHUNK", 100)
+    monkeypatch.setattr(optimizer, "_finish", noted)
+    optimizer.step()
+    assert together == [[40, 30], [50], [120], [10, 60]]
+    assert all((parameter != 1).all() for parameter in parameters)

@@ -42,6 +42,12 @@ def tiny_moe(router: RouterConfig | None = None, **changes: Any) -> ModelConfig:
     return tiny(moe=MoEConfig(**{**fields, **changes}, router=router or RouterConfig()))
 
 
+def one_layer(config: ModelConfig, **changes: Any) -> ModelConfig:
+    """The same with one layer."""
+    moe = None if config.moe is None else config.moe.replace(layers=None)
+    return config.replace(num_layers=1, layer_types=None, moe=moe, **changes)
+
+
 VARIANTS: dict[str, ModelConfig] = {
     "dense": tiny(),
     "post": tiny(block="post"),

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 
 from te_models import GPTModel, RouterConfig, compile_model
 from te_models.layers import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, autocast
-from tests.te_models.configs import VARIANTS, tiny_moe, token_ids
+from tests.te_models.configs import VARIANTS, one_layer, tiny_moe, token_ids
 
 
 @pytest.fixture(autouse=True)
@@ -24,13 +24,10 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def build(name: str, *, one_layer: bool = False, **options) -> GPTModel:
+def build(name: str, *, shallow: bool = False, **options) -> GPTModel:
     config = VARIANTS[name]
-    if one_layer:
-        moe = None if config.moe is None else config.moe.replace(layers=None)
-        config = config.replace(num_layers=1, layer_types=None, moe=moe)
     torch.manual_seed(0)
-    return GPTModel(config, **options)
+    return GPTModel(one_layer(config) if shallow else config, **options)
 
 
 def loss_and_gradients(model: GPTModel, function: Callable, ids: Tensor, **options) -> list[Tensor]:
@@ -76,7 +73,7 @@ def test_every_variant_is_one_graph(name: str, backend: str) -> None:
 @pytest.mark.parametrize("name", ["qk_head", "moe"])
 def test_inductor_agrees_with_eager(name: str) -> None:
     """One layer, dynamic at once: a cold C++ compiler takes seconds for each kernel."""
-    model = build(name, one_layer=True)
+    model = build(name, shallow=True)
     compiled = torch.compile(model, fullgraph=True, dynamic=True)
     for length in (9, 17):
         ids = token_ids(2, length)
@@ -84,7 +81,7 @@ def test_inductor_agrees_with_eager(name: str) -> None:
 
 
 def test_inductor_in_bfloat16_is_as_exact_as_eager() -> None:
-    model = build("dense", one_layer=True, params_dtype=torch.bfloat16)
+    model = build("dense", shallow=True, params_dtype=torch.bfloat16)
     twin = copy.deepcopy(model).float()
     ids = token_ids(4, 17)
     exact = twin(ids, labels=ids).loss.item()
@@ -109,7 +106,7 @@ def test_inductor_in_bfloat16_is_as_exact_as_eager() -> None:
 def test_token_counts_do_not_recompile(name: str, backend: str) -> None:
     """The first shape compiles, the second compiles for all shapes, and that is all: batch, length, beyond the trained
     length, experts without tokens."""
-    model = build(name, one_layer=True)
+    model = build(name, shallow=True)
     counter = count(backend)
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     lengths = [(2, 9), (3, 17), (5, 33), (2, 12), (7, 5), (2, 3), (3, 64), *([(2, 90)] if "rope" in name else [])]
@@ -213,7 +210,7 @@ def test_switching_between_training_and_evaluation() -> None:
 @pytest.mark.parametrize("name", ["dense", "moe"])
 def test_fp8_recipes_are_one_graph(name: str, recipe: type) -> None:
     """Recipes of equal value, created anew for each step, share the graph."""
-    model = build(name, one_layer=True, params_dtype=torch.bfloat16)
+    model = build(name, shallow=True, params_dtype=torch.bfloat16)
     ids = token_ids(2, 9)
     counter = count()
     compiled = torch.compile(model, fullgraph=True, backend=counter)
@@ -240,20 +237,20 @@ def test_torch_autocast_is_one_graph() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # from inside the compiler
-@pytest.mark.parametrize("scope", ["model", "layers"])
-def test_compile_model(scope: str) -> None:
+@pytest.mark.parametrize("mode", ["whole", "block"])
+def test_compile_model(mode: str) -> None:
     model = build("moe")
     names = [key for key, _ in model.named_parameters()]
     ids = token_ids(2, 9)
     expected = loss_and_gradients(model, model, ids)
     counter = count()
-    assert compile_model(model, scope=scope, backend=counter) is model
+    assert compile_model(model, mode, backend=counter) is model
     assert_close(loss_and_gradients(model, model, ids), expected)
-    assert counter.frame_count == 1  # with "layers": one graph that both layers share
+    assert counter.frame_count == (1 if mode == "whole" else 2)  # one that both layers share, and the output layer's
     assert [key for key, _ in model.named_parameters()] == names
     assert not counters["graph_break"]
 
 
-def test_compile_model_refuses_an_unknown_scope() -> None:
-    with pytest.raises(ValueError, match="scope is 'block'; allowed: 'model', 'layers'"):
-        compile_model(build("dense"), scope="block")
+def test_compile_model_refuses_an_unknown_mode() -> None:
+    with pytest.raises(ValueError, match="mode is 'layers'; allowed: 'whole', 'block'"):
+        compile_model(build("dense"), "layers")

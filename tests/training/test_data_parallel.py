@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from te_models.training import TrainConfig, train
+from tests.ranks import run_on_ranks
 from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_model, tiny_run
-from tests.two_ranks import run_on_two_ranks
 
 SCRIPT = """
 import sys, torch
@@ -29,7 +29,7 @@ def train_on_two_ranks(config: TrainConfig, tmp_path: Path) -> None:
     file, script = tmp_path / "config.json", tmp_path / "ranks.py"
     file.write_text(config.to_json())
     script.write_text(SCRIPT)
-    run_on_two_ranks([str(script), str(file)], timeout=120)
+    run_on_ranks([str(script), str(file)], timeout=120)
 
 
 def test_two_ranks_equal_one_and_resume(tmp_path: Path) -> None:
@@ -69,6 +69,6 @@ def test_the_command_line_reports_once(tmp_path: Path) -> None:
     )
     (tmp_path / "model.json").write_text(tiny_model().to_json())
     for option in ("--json", "--dry-run"):
-        first, second = run_on_two_ranks(["-m", "te_models", "train", str(file), option], timeout=120)
+        first, second = run_on_ranks(["-m", "te_models", "train", str(file), option], timeout=120)
         assert json.loads(first)["output_dir" if option == "--dry-run" else "step"]
         assert second == ""

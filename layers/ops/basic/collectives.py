@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
+from ...collectives import all_gather, all_reduce, reduce_scatter
 from ..call import Computed, Gradients, OperationCall, OperationContext
 from ..operation import BasicOperation
 
@@ -23,10 +23,10 @@ class _Collective(BasicOperation):
         self.group = group
 
     def _gather(self, x: Tensor) -> Tensor:
-        return _done(functional.all_gather_tensor(x.contiguous(), 0, self._group()))
+        return all_gather(x, self._group())
 
     def _scatter(self, x: Tensor) -> Tensor:
-        return _done(functional.reduce_scatter_tensor(x.contiguous(), "sum", 0, self._group()))
+        return reduce_scatter(x, self._group())
 
     def _group(self) -> Any:
         return dist.group.WORLD if self.group is None else self.group
@@ -40,11 +40,6 @@ class _Collective(BasicOperation):
 
     def op_forward_save_ctx(self, ctx: OperationContext, x: Tensor, computed: Computed, call: OperationCall) -> None:
         """Nothing is needed."""
-
-
-def _done(x: Tensor) -> Tensor:
-    """Return the tensor that a collective fills, when it has."""
-    return functional.wait_tensor(x)
 
 
 class AllGather(_Collective):
@@ -71,7 +66,7 @@ class AllReduce(_Collective):
     """The sum over ranks, on every rank. Every rank goes on with the same values, so the gradient passes unchanged."""
 
     def collect(self, x: Tensor) -> Tensor:
-        return _done(functional.all_reduce(x.contiguous(), "sum", self._group()))
+        return all_reduce(x, self._group())
 
     def op_backward(self, ctx: OperationContext, dy: Tensor, extra_gradients: tuple[Tensor, ...]) -> Gradients:
         return Gradients(dy)

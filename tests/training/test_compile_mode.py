@@ -1,4 +1,4 @@
-"""`compile_scope = "layers"`: one graph that all equal layers share, the same numbers as eager."""
+"""`compile_mode = "block"`: one graph that all equal layers share, the same numbers as eager."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def test_layers_share_one_graph_and_compute_what_eager_does(recipe: str, monkeyp
     counter = CompileCounterWithBackend("aot_eager")
     plain = compilation.compile_model
     monkeypatch.setattr(
-        "te_models.training.step.compile_model", lambda model, **options: plain(model, **options, backend=counter)
+        "te_models.training.step.compile_model",
+        lambda model, mode, **options: plain(model, mode, **options, backend=counter),
     )
     torch.manual_seed(0)
     models = [GPTModel(tiny_model(moe=True, layers=4), params_dtype=torch.float32) for _ in range(2)]
@@ -38,22 +39,22 @@ def test_layers_share_one_graph_and_compute_what_eager_does(recipe: str, monkeyp
     precision = PrecisionConfig(dtype="fp32", recipe=recipe)
     losses = []
     for model, compiled in zip(models, (False, True), strict=True):
-        function = make_loss_function(model.train(), precision, "cpu", compiled=compiled, scope="layers")
+        function = make_loss_function(model.train(), precision, "cpu", compiled=compiled, mode="block")
         loss, _ = function(ids)
         loss.backward()
         losses.append(loss.detach())
-    assert counter.frame_count == 1
+    assert counter.frame_count == 2  # and the output layer's
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
     for (name, eager), compiled in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         torch.testing.assert_close(compiled.grad, eager.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_a_run_accepts_the_scope(tmp_path: Path) -> None:
+def test_a_run_accepts_the_mode(tmp_path: Path) -> None:
     """Really compiled: the losses are those of the eager run."""
     from te_models.training import train
 
     eager, layers = tiny_run(tmp_path, "eager", steps=2), tiny_run(tmp_path, "layers", steps=2, compile=True)
-    layers = layers.replace(compile_scope="layers")
+    layers = layers.replace(compile_mode="block")
     train(eager)
     train(layers)
     for a, b in zip(curve(eager), curve(layers), strict=True):

@@ -1,0 +1,170 @@
+"""What compiling costs and gives: overhead of one call, compiled step against eager step, cold compile time by depth.
+
+    python -m bench.compile [calls|cold|steps ...]   these parts only: prints, writes nothing
+
+calls   microseconds of a tiny Linear beyond torch.nn.Linear's, eager and compiled.
+cold    seconds until the first train step is done, in a new process with empty caches, at 4 and 32 layers, in block
+        and (at 4) whole mode; the fastest of the repetitions.
+steps   compiled against eager train step, dense and MoE, in bf16 and under each recipe, with the number of graphs that
+        the steps needed and how often one had to be compiled again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._dynamo.utils import counters
+
+from bench.common import interleave, ratio, versions, write_result
+from bench.shapes import Shape
+from bench.steps import our_step
+from te_models.layers import Linear
+
+TARGETS = {"eager_extra_us": 40.0, "compiled_extra_us": 5.0, "cold_32_over_4": 1.5}
+STEP_SHAPES = (
+    Shape("llama-512", hidden=512, layers=1, ffn=1408, batch=2, sequence=256),
+    Shape("mixtral-512", hidden=512, layers=1, ffn=768, experts=8, batch=2, sequence=256),
+)
+STEP_RECIPES = ("bf16", "delayed", "current", "block", "mxfp8", "nvfp4")
+CALLS = 2000
+
+_COLD = """
+import json, sys, time
+import torch
+torch.set_num_threads(1)
+from te_models import GPTModel, compile_model
+folder, mode = sys.argv[1:]
+model = GPTModel.from_pretrained(folder, dtype=torch.bfloat16).train()
+compile_model(model, mode, dynamic=False)
+ids = torch.randint(model.config.vocab_size, (2, 64))
+seconds = []
+for _ in range(2):
+    begun = time.perf_counter()
+    model(ids, labels=ids, return_logits=False).loss.backward()
+    seconds.append(time.perf_counter() - begun)
+print(json.dumps(seconds))
+"""
+
+
+def calls() -> dict[str, Any]:
+    """Compare single calls, which at this size are nothing but overhead."""
+    ours, theirs = Linear(64, 64).bfloat16(), torch.nn.Linear(64, 64).bfloat16()
+    x = torch.randn(8, 64, dtype=torch.bfloat16)
+    kinds = {"nn": theirs, "ours": ours}
+    sides = {f"{name} eager": module for name, module in kinds.items()}
+    sides |= {f"{name} compiled": torch.compile(module, fullgraph=True) for name, module in kinds.items()}
+    found = {}
+    with torch.no_grad():
+        forward = {name: _repeat(lambda run=run: run(x)) for name, run in sides.items()}
+        found["forward"] = _extra(interleave(forward, rounds=7))
+    x = x.requires_grad_()
+    both = {name: _repeat(lambda run=run: run(x).sum().backward()) for name, run in sides.items()}
+    found["forward_and_backward"] = _extra(interleave(both, rounds=7))
+    print(json.dumps(found, indent=2), flush=True)
+    return found
+
+
+def _repeat(run: Callable[[], object]) -> Callable[[], None]:
+    def many() -> None:
+        for _ in range(CALLS):
+            run()
+
+    return many
+
+
+def _extra(samples: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return microseconds per call, fastest round, and what ours takes beyond the other."""
+    us = {name: round(1e6 * min(s.cpu) / CALLS, 2) for name, s in samples.items()}
+    found: dict[str, dict[str, Any]] = {}
+    for kind in ("eager", "compiled"):
+        extra, target = round(us[f"ours {kind}"] - us[f"nn {kind}"], 2), TARGETS[f"{kind}_extra_us"]
+        found[kind] = {"us": us[f"ours {kind}"], "nn_us": us[f"nn {kind}"], "extra_us": extra, "met": extra <= target}
+    return found
+
+
+def cold(repetitions: int = 2) -> dict[str, Any]:
+    """Time the first step of new processes that find empty caches."""
+    found: dict[str, Any] = {}
+    for mode, layers in (("block", 4), ("block", 32), ("whole", 4)):
+        runs = [_cold_run(mode, layers) for _ in range(repetitions if mode == "block" else 1)]
+        # less what the same step takes once compiled: depth makes that longer, too
+        found[f"{mode}-{layers}"] = {
+            "first_step_s": [round(first, 2) for first, _ in runs],
+            "compile_s": round(min(first - second for first, second in runs), 2),
+        }
+        print(f"{mode} mode, {layers} layers: {found[f'{mode}-{layers}']}", flush=True)
+    slower = round(found["block-32"]["compile_s"] / found["block-4"]["compile_s"], 3)
+    return found | {"cold_32_over_4": slower, "met": slower <= TARGETS["cold_32_over_4"]}
+
+
+def _cold_run(mode: str, layers: int) -> list[float]:
+    shape = Shape("cold", hidden=256, layers=layers, ffn=704, batch=2, sequence=64)
+    with tempfile.TemporaryDirectory() as scratch:
+        shape.write_random_model(Path(scratch) / "model")
+        environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": f"{scratch}/caches", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-c", _COLD, f"{scratch}/model", mode]
+        done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def steps(rounds: int = 5) -> dict[str, Any]:
+    """Compare compiled with eager steps, one recipe at a time."""
+    found: dict[str, Any] = {}
+    for shape in STEP_SHAPES:
+        with tempfile.TemporaryDirectory() as scratch:
+            folder, ids = Path(scratch), shape.input_ids()
+            shape.write_random_model(folder)
+            for name in STEP_RECIPES:
+                torch._dynamo.reset()
+                counters.clear()
+                sides = {
+                    kind: our_step(folder, ids, compiled=kind == "compiled", recipe=name)
+                    for kind in ("compiled", "eager")
+                }
+                begun = time.perf_counter()
+                sides["compiled"]()
+                seconds = time.perf_counter() - begun
+                samples = interleave(sides, rounds=rounds, warmup=1)
+                case = {
+                    "eager_over_compiled": ratio(samples["eager"].cpu, samples["compiled"].cpu),
+                    "compiled_ms": round(1e3 * statistics.median(samples["compiled"].cpu), 1),
+                    "compile_s": round(seconds, 1),
+                    "graphs": counters["stats"]["unique_graphs"],
+                    "recompiles": sum(counters["recompiles"].values()),
+                    "graph_breaks": sum(counters["graph_break"].values()),
+                }
+                found[f"{shape.name} {name}"] = case
+                print(f"{shape.name} {name}: {case}", flush=True)
+    return found
+
+
+PARTS = {"calls": calls, "cold": cold, "steps": steps}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", help=", ".join(PARTS))
+    parts = parser.parse_args().parts
+    for name in parts:
+        if name not in PARTS:
+            parser.error(f"there is no part {name!r}; allowed: {', '.join(PARTS)}")
+    torch.set_num_threads(1)
+    found = {name: PARTS[name]() for name in parts or PARTS}
+    if len(found) == len(PARTS):
+        payload = {"versions": versions("torch"), "targets": TARGETS, **found}
+        print(f"written to {write_result('compile', payload)}")
+
+
+if __name__ == "__main__":
+    main()

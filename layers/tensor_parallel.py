@@ -1,0 +1,148 @@
+"""Tensor parallelism: the weights of a layer split over the ranks of a group, and what the ranks tell each other.
+
+    column  each rank has some rows of the weight [out / ranks, in] and gives its part of the output features
+    row     each rank has some columns [out, in / ranks], takes its part of the input features, and the sum over ranks
+            is the output
+
+One of each in a row, as in attention and MLP, needs one sum over ranks in the forward pass and one in the backward
+pass. With sequence parallelism the activations between such pairs are split over the ranks along their first
+dimension: the input of a column layer is gathered, the output of a row layer is summed and scattered. What every rank
+holds in full but applies to its own rows only, norm weights and row biases, gets a gradient summed over the ranks.
+(arXiv 1909.08053; 2205.05198.)
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .collectives import all_gather, all_reduce, reduce_scatter
+from .module import InitMethod
+
+ParallelMode = Literal["column", "row"]
+
+
+class TensorParallelModule(nn.Module):
+    """Mixin of layers whose weights may be split. Attributes as in Transformer Engine; `tp_group` is kept by name, so
+    that the layer can be copied and saved. Parameters that are split carry Megatron's `tensor_model_parallel`,
+    `partition_dim` and `partition_stride`."""
+
+    def set_parallel(self, tp_group: dist.ProcessGroup | None, tp_size: int, sequence_parallel: bool) -> None:
+        """Take over the arguments of a constructor. tp_group None: the default group where tp_size is its size.
+
+        Raises ValueError where they contradict each other.
+        """
+        self.tp_size, self.tp_rank, self.tp_group_name = 1, 0, ""
+        if tp_group is not None or tp_size > 1:
+            self.set_tensor_parallel_group(tp_group)
+        if self.tp_size != tp_size and tp_size != 1:
+            raise ValueError(f"tp_size is {tp_size}, but tp_group has {self.tp_size} ranks; leave tp_size out")
+        self.sequence_parallel = sequence_parallel and self.tp_size > 1
+
+    def set_tensor_parallel_group(self, tp_group: dist.ProcessGroup | None) -> None:
+        """Use this group, None for the default one. After construction: only a group of the same size."""
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ValueError(
+                "tensor parallelism needs a process group: call torch.distributed.init_process_group first"
+            )
+        group = dist.group.WORLD if tp_group is None else tp_group
+        assert group is not None
+        size = dist.get_world_size(group)
+        if self.tp_size not in (1, size):
+            raise ValueError(f"tp_group has {size} ranks, but the weights are split over {self.tp_size}")
+        self.tp_size, self.tp_rank, self.tp_group_name = size, dist.get_rank(group), group.group_name
+
+    @property
+    def tp_group(self) -> dist.ProcessGroup | None:
+        """The process group; None if the layer is not split."""
+        if self.tp_size == 1:
+            return None
+        from torch.distributed.distributed_c10d import _resolve_process_group
+
+        return _resolve_process_group(self.tp_group_name)  # type: ignore[arg-type]
+
+    def part(self, features: int, name: str, stride: int = 1) -> int:
+        """Return this rank's share of `features`. stride: how many equal blocks are each split."""
+        if features % (self.tp_size * stride):
+            each = f", {stride} blocks of {features // stride}" if stride > 1 else ""
+            raise ValueError(f"{name} is {features}{each}, which {self.tp_size} ranks cannot share equally")
+        return features // self.tp_size
+
+    def fill_part(self, parameter: Tensor, init_method: InitMethod, dim: int, stride: int = 1) -> None:
+        """Fill a split parameter with this rank's part of what `init_method` gives the whole: with one seed on all
+        ranks the split layer is the unsplit one. stride: as for `part`, blocks along `dim`."""
+        if self.tp_size == 1:
+            init_method(parameter)
+            return
+        shape = list(parameter.shape)
+        shape[dim] *= self.tp_size
+        whole = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+        init_method(whole)
+        parameter.copy_(part_of(whole, dim, self.tp_rank, self.tp_size, stride))
+
+    def mark_part(self, parameter: nn.Parameter | None, dim: int, stride: int = 1) -> None:
+        """Note on a parameter how it is split."""
+        if parameter is not None and self.tp_size > 1:
+            marks: dict[str, Any] = {"tensor_model_parallel": True, "partition_dim": dim, "partition_stride": stride}
+            for name, value in marks.items():
+                setattr(parameter, name, value)
+
+    def whole_rows(self, x: Tensor) -> Tensor:
+        """Return the input of a column layer: all rows, [ranks T, ...] of [T, ...] under sequence parallelism."""
+        if self.tp_size == 1:
+            return x
+        return _collective(x, "gather" if self.sequence_parallel else "same", self)
+
+    def summed(self, y: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the output of a row layer from this rank's product: summed over ranks, this rank's rows of it under
+        sequence parallelism, plus the bias."""
+        if self.tp_size > 1:
+            y = _collective(y, "scatter" if self.sequence_parallel else "sum", self)
+        return y if bias is None else y + self.for_own_rows(bias).to(y.dtype)
+
+    def for_own_rows(self, parameter: Tensor) -> Tensor:
+        """Return a parameter that every rank has in full; applied to its own rows only, its gradient is summed."""
+        return _collective(parameter, "same", self) if self.sequence_parallel else parameter
+
+
+def part_of(whole: Tensor, dim: int, rank: int, ranks: int, stride: int = 1) -> Tensor:
+    """Return one rank's part of a parameter along `dim`, of each of `stride` equal blocks."""
+    blocks = whole.chunk(stride, dim)
+    return torch.cat([block.chunk(ranks, dim)[rank] for block in blocks], dim)
+
+
+def check_parallel_mode(parallel_mode: str | None) -> None:
+    """Raise ValueError for an unknown one."""
+    if parallel_mode not in (None, "column", "row"):
+        raise ValueError(f"parallel_mode is {parallel_mode!r}; allowed: None, 'column', 'row'")
+
+
+_BACKWARD = {"gather": "scatter", "scatter": "gather", "sum": "same", "same": "sum"}
+
+
+def _collective(x: Tensor, kind: str, module: TensorParallelModule) -> Tensor:
+    return _Collective.apply(x, kind, module.tp_group_name)
+
+
+def _run(x: Tensor, kind: str, group: str) -> Tensor:
+    if kind == "same":
+        return x.view_as(x)
+    collective = {"gather": all_gather, "scatter": reduce_scatter, "sum": all_reduce}[kind]
+    return collective(x, group)
+
+
+class _Collective(torch.autograd.Function):
+    """gather: [T, ...] of each rank -> [ranks T, ...]; scatter: [ranks T, ...] -> this rank's rows of the sum; sum: the
+    sum over ranks; same: x, whose gradient is summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kind: str, group: str) -> Tensor:
+        ctx.kind, ctx.group = _BACKWARD[kind], group
+        return _run(x, kind, group)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return _run(dy, ctx.kind, ctx.group), None, None

@@ -1,0 +1,179 @@
+"""What each of the two processes of test_tensor_parallel does: `python -m tests.layers.tensor_parallel_ranks RESULTS`.
+
+Every case builds the same layers twice from one seed, whole and split, runs both on the same rows, and compares outputs
+and all gradients. Its outcome, "ok" or a traceback, is written to RESULTS.<rank> as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from te_models.layers import (
+    GroupedLinear,
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    autocast,
+    quantized_model_init,
+    recipe,
+)
+from te_models.layers.tensor_parallel import part_of
+
+RANKS, ROWS, HIDDEN, FFN, EXPERTS = 2, 64, 128, 256, 3
+RECIPES = (None, "current", "mxfp8", "delayed")
+
+
+class Attentionish(nn.Module):
+    """A column layer and a row layer with elementwise work between them, as in attention."""
+
+    def __init__(self, normed: bool, **split: object) -> None:
+        super().__init__()
+        column = split and {"parallel_mode": "column"}
+        kind = LayerNormLinear if normed else Linear
+        self.first = kind(HIDDEN, FFN, **split, **column)
+        self.second = Linear(FFN, HIDDEN, **split, **(split and {"parallel_mode": "row"}))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+KINDS: dict[str, Callable[..., nn.Module]] = {
+    "pair": lambda **split: Attentionish(False, **split),
+    "normed_pair": lambda **split: Attentionish(True, **split),
+    "mlp": lambda **split: LayerNormMLP(HIDDEN, FFN, **split, **(split and {"set_parallel_mode": True})),
+    "gated_mlp": lambda **split: LayerNormMLP(
+        HIDDEN, FFN, normalization="RMSNorm", activation="swiglu", **split, **(split and {"set_parallel_mode": True})
+    ),
+}
+
+
+def build(kind: str, **split: object) -> nn.Module:
+    """The layers, with values that a wrong sum or order would show in."""
+    torch.manual_seed(1)
+    module = KINDS[kind](**split)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if parameter.dim() == 1:  # norms and biases start as constants
+                dim, ranks = getattr(parameter, "partition_dim", None), dist.get_world_size()
+                whole = parameter.numel() * (1 if dim is None else ranks)
+                values = torch.rand(whole, generator=generator) + ("norm" in name)
+                stride = getattr(parameter, "partition_stride", 1)
+                parameter.copy_(values if dim is None else part_of(values, dim, dist.get_rank(), ranks, stride))
+    return module
+
+
+def close(a: Tensor, b: Tensor, bound: float) -> None:
+    """Largest difference against the largest entry."""
+    error = (a - b).abs().max() / b.abs().max()
+    assert error <= bound, f"relative error {error:.2e}, allowed {bound:.2e}"
+
+
+def split_layers_are_the_whole_ones(kind: str, sequence_parallel: bool, name: str | None, compiled: bool) -> None:
+    rank = dist.get_rank()
+    group = dist.new_group([0, 1])
+    whole, split = build(kind), build(kind, tp_group=group, tp_size=RANKS, sequence_parallel=sequence_parallel)
+    run = torch.compile(split, fullgraph=True, backend="aot_eager") if compiled else split
+    torch.manual_seed(3)
+    x, dy = torch.randn(ROWS, HIDDEN), torch.randn(ROWS, HIDDEN)
+    mine = (lambda t: t.chunk(RANKS)[rank]) if sequence_parallel else (lambda t: t)
+    inputs = x.clone().requires_grad_(), mine(x).clone().requires_grad_()
+    # scaling by blocks of 32 is that of the parts; one scale per tensor is not, and differs by a step of E4M3 or E5M2
+    bound = {None: 2e-6, "mxfp8": 2e-2}.get(name, 0.3)
+    options = {"enabled": name is not None} | ({} if name is None else {"recipe": recipe(name)})
+    if name == "delayed":
+        options["amax_reduction_group"] = group
+    for _ in range(2):
+        for parameter in (*whole.parameters(), *split.parameters(), *inputs):
+            parameter.grad = None
+        with autocast(**options):
+            y = whole(inputs[0])
+        with autocast(**options):
+            z = run(inputs[1])
+        y.backward(dy)
+        z.backward(mine(dy))
+    close(z, mine(y), bound)
+    close(inputs[1].grad, mine(inputs[0].grad), bound)
+    for (key, full), part in zip(whole.named_parameters(), split.parameters(), strict=True):
+        expected = full.grad
+        if hasattr(part, "partition_dim"):
+            expected = part_of(expected, part.partition_dim, rank, RANKS, part.partition_stride)
+            if name is None:
+                values = part_of(full.detach(), part.partition_dim, rank, RANKS, part.partition_stride)
+                assert torch.equal(part, values), f"{key} does not start as the whole one's part"
+        try:
+            close(part.grad, expected, bound)
+        except AssertionError as error:
+            raise AssertionError(f"gradient of {key}: {error}") from None
+
+
+def grouped_members_are_split(grouped: bool) -> None:
+    rank, group = dist.get_rank(), dist.new_group([0, 1])
+    layout = {"single_grouped_weight": grouped}
+    torch.manual_seed(1)
+    whole = [GroupedLinear(EXPERTS, HIDDEN, FFN, **layout), GroupedLinear(EXPERTS, FFN, HIDDEN, **layout)]
+    torch.manual_seed(1)
+    column = GroupedLinear(EXPERTS, HIDDEN, FFN, tp_group=group, parallel_mode="column", **layout)
+    row = GroupedLinear(EXPERTS, FFN, HIDDEN, tp_group=group, parallel_mode="row", **layout)
+    dims = {True: (1, 2), False: (0, 1)}[grouped]
+    for layer, part, dim in zip(whole, (column, row), dims, strict=True):
+        for full, mine in zip(layer.parameters(), part.parameters(), strict=True):
+            assert mine.partition_dim == dim
+            assert torch.equal(mine, part_of(full, dim, rank, RANKS))
+    x, splits = torch.randn(ROWS, HIDDEN), torch.tensor([30, 0, 34])
+    y = row(column(x, splits), splits)
+    dist.all_reduce(y)
+    close(y, whole[1](whole[0](x, splits), splits), 2e-6)
+
+
+def quantized_weights_are_marked() -> None:
+    with quantized_model_init(recipe=recipe("mxfp8")):
+        layer = Linear(HIDDEN, FFN, tp_size=RANKS, parallel_mode="column")
+    assert layer.weight.shape == (FFN // RANKS, HIDDEN) and layer.weight.partition_dim == 0
+    assert layer.tp_group is dist.group.WORLD
+
+
+CASES: dict[str, Callable[[], None]] = {
+    f"{kind}-{'sequence' if sequence else 'plain'}-{name}-{'compiled' if compiled else 'eager'}": (
+        lambda kind=kind, sequence=sequence, name=name, compiled=compiled: split_layers_are_the_whole_ones(
+            kind, sequence, name, compiled
+        )
+    )
+    for kind in KINDS
+    for sequence in (False, True)
+    for name in RECIPES
+    for compiled in (False, True)
+    if not compiled or kind in ("normed_pair", "gated_mlp")
+}
+CASES |= {
+    "grouped_members_are_split-grouped": lambda: grouped_members_are_split(True),
+    "grouped_members_are_split-per_gemm": lambda: grouped_members_are_split(False),
+    "quantized_weights_are_marked": quantized_weights_are_marked,
+}
+
+
+def main(results: str) -> None:
+    """Run every case on this rank."""
+    dist.init_process_group("gloo")
+    outcomes = {}
+    for name, case in CASES.items():
+        torch._dynamo.reset()
+        try:
+            case()
+            outcomes[name] = "ok"
+        except Exception:  # reported per case by the test that reads this
+            outcomes[name] = traceback.format_exc()
+    Path(f"{results}.{dist.get_rank()}").write_text(json.dumps(outcomes))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

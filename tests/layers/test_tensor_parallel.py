@@ -1,0 +1,47 @@
+"""Layers split over two ranks are the whole layers: outputs, all gradients, eager and compiled."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from te_models.layers import GroupedLinear, LayerNormLinear, Linear
+from tests.ranks import run_on_ranks
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
+
+if torch.distributed.is_available():
+    from tests.layers.tensor_parallel_ranks import CASES
+else:
+    CASES = {"none": None}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """What every case came to, on either rank."""
+    results = tmp_path_factory.mktemp("tensor_parallel") / "results"
+    run_on_ranks(["-m", "tests.layers.tensor_parallel_ranks", str(results)], timeout=400)
+    return [json.loads(results.with_suffix(f".{rank}").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks(case: str, outcomes: list[dict[str, str]]) -> None:
+    assert [outcome[case] for outcome in outcomes] == ["ok", "ok"]
+
+
+def test_what_cannot_be_split_is_refused() -> None:
+    with pytest.raises(ValueError, match="parallel_mode is 'both'; allowed: None, 'column', 'row'"):
+        Linear(4, 4, parallel_mode="both")
+    with pytest.raises(ValueError, match="parallel_mode is 'row'; allowed: None, 'column'"):
+        LayerNormLinear(4, 4, parallel_mode="row")
+    with pytest.raises(ValueError, match="init_process_group"):
+        Linear(4, 4, tp_size=2, parallel_mode="column")
+
+
+def test_one_rank_is_not_split() -> None:
+    """The arguments may stay in place when there is one rank."""
+    layer = GroupedLinear(2, 4, 6, bias=True, parallel_mode="column", tp_size=1)
+    assert layer.weight.shape == (2, 6, 4) and not hasattr(layer.weight, "partition_dim")
+    assert layer.tp_group is None

@@ -1,0 +1,75 @@
+"""torch.export of whole models: batch and sequence stay dynamic, also in the saved program."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from te_models import GPTModel, ModelOutput
+from te_models.layers import autocast, quantized_model_init, recipe
+from tests.te_models.configs import VARIANTS, token_ids
+
+SHAPES = ((1, 5), (3, 20), (2, 64))
+SLOW = (("dense", False), ("moe", True))
+
+
+def build(name: str, **options: object) -> GPTModel:
+    torch.manual_seed(0)
+    return GPTModel(VARIANTS[name], **options).eval()
+
+
+def export(model: GPTModel, strict: bool = False) -> torch.export.ExportedProgram:
+    batch, sequence = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("sequence", min=2, max=64)
+    shapes = {"input_ids": {0: batch, 1: sequence}, "labels": {0: batch, 1: sequence}}
+    ids = token_ids(2, 9)
+    return torch.export.export(model, (ids,), {"labels": ids}, dynamic_shapes=shapes, strict=strict)
+
+
+@pytest.mark.parametrize(
+    ("name", "strict"),
+    [("dense", True), ("moe", False), *(pytest.param(n, s, marks=pytest.mark.slow) for n, s in SLOW)],
+)
+def test_batch_and_sequence_are_dynamic(name: str, strict: bool, tmp_path: Path) -> None:
+    model = build(name)
+    program = export(model, strict)
+    torch.export.save(program, tmp_path / "model.pt2")
+    for run in (program.module(), torch.export.load(tmp_path / "model.pt2").module()):
+        for batch, length in SHAPES:
+            ids = token_ids(batch, length)
+            got, expected = run(ids, labels=ids), model(ids, labels=ids)
+            assert isinstance(got, ModelOutput)
+            torch.testing.assert_close(got.logits, expected.logits, rtol=0, atol=1e-5)
+            torch.testing.assert_close(got.loss, expected.loss, rtol=1e-5, atol=0)
+            if name == "moe":
+                assert torch.equal(got.tokens_per_expert, expected.tokens_per_expert)
+
+
+FAST = {("current", False), ("mxfp8", True)}
+"""(recipe, weights stored quantized) that run on every change; the rest is slow."""
+
+
+@pytest.mark.parametrize(
+    ("name", "stored"),
+    [
+        pytest.param(name, stored, marks=() if (name, stored) in FAST else pytest.mark.slow)
+        for name in ("current", "block", "mxfp8", "nvfp4")
+        for stored in (False, True)
+    ],
+)
+def test_recipes_are_part_of_the_program(name: str, stored: bool) -> None:
+    with quantized_model_init(enabled=stored, recipe=recipe(name) if stored else None):
+        model = build("moe")
+    with torch.no_grad(), autocast(recipe=recipe(name)):
+        program = export(model)
+        for batch, length in SHAPES:
+            ids = token_ids(batch, length)
+            expected = model(ids, labels=ids)
+            got = program.module()(ids, labels=ids)
+            assert (got.logits - expected.logits).norm() <= 0.02 * expected.logits.norm()
+    ids = token_ids(2, 9)
+    plain = model(ids, labels=ids).loss
+    with torch.no_grad():
+        exported = program.module()(ids, labels=ids).loss  # outside of the region: the recipe is in the program
+    assert stored or exported != plain
