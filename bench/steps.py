@@ -15,18 +15,35 @@ from te_models.training.step import make_loss_function
 Step = Callable[[], torch.Tensor]
 
 
-def our_step(folder: Path, input_ids: torch.Tensor, *, compiled: bool, recipe: str = "bf16") -> Step:
-    """Return a function that trains our model one step and returns the loss. recipe: a name, or "bf16" for none."""
+def torch_adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Return torch's fused AdamW, whose moments have the parameter's dtype; matrices decay."""
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95), fused=True)
+
+
+def our_step(
+    folder: Path, input_ids: torch.Tensor, *, compiled: bool, recipe: str = "bf16", with_torch_adamw: bool = False
+) -> Step:
+    """Return a function that trains our model one step and returns the loss. recipe: a name, or "bf16" for none.
+
+    with_torch_adamw: use `torch_adamw`, as a peer does, and not our own optimizer, whose moments are float32.
+    """
     model = te_models.GPTModel.from_pretrained(folder, dtype=torch.bfloat16).train()
     precision = PrecisionConfig.from_dict({"dtype": "bf16", "recipe": "none" if recipe == "bf16" else recipe})
     loss_function = make_loss_function(model, precision, "cpu", compiled=compiled)
-    optimizer = Optimizer(model.named_parameters(), OptimizerConfig())
+    ours = None if with_torch_adamw else Optimizer(model.named_parameters(), OptimizerConfig())
+    optimizer = ours or torch_adamw(model)
 
     def step() -> torch.Tensor:
         optimizer.zero_grad()
         loss, _ = loss_function(input_ids)
         loss.backward()
-        optimizer.step(1e-4)
+        if ours is None:
+            optimizer.step()
+        else:
+            ours.step(1e-4)
         return loss.detach()
 
     return step

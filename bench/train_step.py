@@ -1,7 +1,7 @@
 """The train step (forward, backward, AdamW) against transformers'.
 
-Both libraries load the same weights from one folder and train on the same batch with the same fused AdamW, in bf16
-with SDPA. Nothing is timed unless their losses agree, before and after three steps. transformers is run eagerly and
+Both libraries load the same weights from one folder and train on the same batch with the same AdamW (torch's
+fused one), in bf16 with SDPA. Nothing is timed unless their losses agree, before and after three steps. transformers is run eagerly and
 compiled (with fullgraph where it can), its experts in each implementation that it offers on a CPU; the ratio is
 against its best.
 
@@ -20,7 +20,7 @@ import torch
 
 from bench.common import Samples, fastest, interleave, ratio, versions, write_result
 from bench.shapes import DENSE, MOE, Shape
-from bench.steps import Step, our_step
+from bench.steps import Step, our_step, torch_adamw
 
 # Relative. A bf16 logit is exact to 2^-9 and the mean over tokens averages that; two updates, and tokens that rounding
 # sends to another expert, move the runs apart a little more.
@@ -50,10 +50,7 @@ def peer_step(folder: Path, input_ids: torch.Tensor, *, compiled: bool, experts:
             known = r"Dynamo detected a call to a `functools\.lru_cache`-wrapped function at 'moe\.py:\d+'"
             warnings.filterwarnings("ignore", known, UserWarning)
             function(input_ids)
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95), fused=True)
+    optimizer = torch_adamw(model)
 
     def step() -> torch.Tensor:
         optimizer.zero_grad(set_to_none=True)
@@ -83,7 +80,8 @@ def against_peers(shape: Shape, rounds: int) -> dict[str, Any]:
         shape.write_random_model(folder)
         ids = shape.input_ids()
         sides = {
-            f"te_models {kind}": our_step(folder, ids, compiled=kind == "compiled") for kind in ("compiled", "eager")
+            f"te_models {kind}": our_step(folder, ids, compiled=kind == "compiled", with_torch_adamw=True)
+            for kind in ("compiled", "eager")
         }
         for kind, experts in PEERS_MOE if shape.experts else PEERS_DENSE:
             name = f"transformers {kind}" + (f", experts {experts}" if experts else "")

@@ -9,22 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .adamw_pieces import Piece
+
 
 @dataclass
 class Update:
-    """One parameter within a step: where it is stored, and its working copies (or the stored tensors themselves).
+    """A piece of a parameter within a step: where it is stored, and its working copies (or the stored tensors themselves).
 
-    parameter: this rank's part; weight, gradient, first, second: of one dtype and the parameter's shape; state: its
-    optimizer state, of which "step" is advanced; index: its place among all parameters, from 1.
+    weight, gradient, first, second: of one dtype and the piece's shape.
     """
 
-    parameter: Tensor
+    piece: Piece
     weight: Tensor
     gradient: Tensor
     first: Tensor
     second: Tensor
-    state: dict[str, Tensor]
-    index: int
 
 
 def update_(work: list[Update], group: dict[str, Any], noop: Tensor | None) -> None:
@@ -38,8 +37,9 @@ def update_(work: list[Update], group: dict[str, Any], noop: Tensor | None) -> N
         by_kind.setdefault((update.weight.device, update.weight.dtype), []).append(update)
     for (device, _), updates in by_kind.items():
         found_inf = None if noop is None else (noop.reshape(()) != 0).to(device, torch.float32)
-        steps = [update.state["step"] for update in updates]
-        torch._foreach_add_(steps, 1 if found_inf is None else 1 - found_inf)  # type: ignore[attr-defined]
+        leading = [update.piece.state["step"] for update in updates if update.piece.leads]
+        if leading:
+            torch._foreach_add_(leading, 1 if found_inf is None else 1 - found_inf)  # type: ignore[attr-defined]
         if torch.compiler.is_compiling():
             # the fused kernel on lists cannot be functionalized (torch 2.13)
             for update in updates:
@@ -51,7 +51,7 @@ def update_(work: list[Update], group: dict[str, Any], noop: Tensor | None) -> N
             [update.first for update in updates],
             [update.second for update in updates],
             [],
-            steps,
+            [update.piece.state["step"] for update in updates],
             amsgrad=False,
             lr=group["lr"],
             beta1=group["betas"][0],
@@ -66,7 +66,7 @@ def update_(work: list[Update], group: dict[str, Any], noop: Tensor | None) -> N
 def _formula_(update: Update, group: dict[str, Any], found_inf: Tensor | None) -> None:
     """Do what the fused kernel does; the results differ from its by roundings."""
     lr, (beta1, beta2), g = group["lr"], group["betas"], update.gradient
-    t = update.state["step"].double()
+    t = update.piece.state["step"].double()
     first_correction = (1 - torch.pow(beta1, t)).to(g.dtype)
     second_correction = (1 - torch.pow(beta2, t)).sqrt().to(g.dtype)
     first = update.first + (1 - beta1) * (g - update.first)

@@ -60,9 +60,9 @@ class TensorParallelModule(nn.Module):
         """The process group; None if the layer is not split."""
         if self.tp_size == 1:
             return None
-        from torch.distributed.distributed_c10d import _resolve_process_group
+        from torch.distributed import distributed_c10d
 
-        return _resolve_process_group(self.tp_group_name)  # type: ignore[arg-type]
+        return distributed_c10d._resolve_process_group(self.tp_group_name)  # type: ignore[arg-type]
 
     def part(self, features: int, name: str, stride: int = 1) -> int:
         """Return this rank's share of `features`. stride: how many equal blocks are each split."""

@@ -358,8 +358,25 @@ def test_working_copies_of_few_parameters_exist_at_a_time(monkeypatch: pytest.Mo
         together.append([update.weight.numel() for update in work])
         finish(work, *rest)
 
-    monkeypatch.setattr("te_models.layers.fused_adamw._CHUNK", 100)
+    monkeypatch.setattr("te_models.layers.fused_adamw._CHUNK", {"cpu": 100})
     monkeypatch.setattr(optimizer, "_finish", noted)
     optimizer.step()
-    assert together == [[40, 30], [50], [120], [10, 60]]
+    assert together == [[40, 30], [50], [100], [20, 10, 60]]
+    assert [state["step"].item() for state in optimizer.state.values()] == [1] * 6
     assert all((parameter != 1).all() for parameter in parameters)
+
+
+@pytest.mark.parametrize("master", [False, True])
+def test_a_parameter_in_pieces_is_updated_as_a_whole_one(master: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for chunk in (1 << 20, 64):
+        monkeypatch.setattr("te_models.layers.fused_adamw._CHUNK", {"cpu": chunk})
+        torch.manual_seed(0)
+        parameter = torch.nn.Parameter(torch.randn(30, 11, dtype=torch.bfloat16))
+        optimizer = FusedAdamW([parameter], lr=0.1, weight_decay=0.3, master_weights=master)
+        for _ in range(3):
+            parameter.grad = torch.randn(30, 11, dtype=torch.bfloat16)
+            optimizer.step()
+        results.append([parameter.detach(), *optimizer.state[parameter].values()])
+    for whole, pieces in zip(*results, strict=True):
+        assert torch.equal(whole, pieces)
