@@ -1,9 +1,9 @@
 """The train step (forward, backward, AdamW) against transformers'.
 
-Both libraries load the same weights from one folder and train on the same batch with the same AdamW (torch's
-fused one), in bf16 with SDPA. Nothing is timed unless their losses agree, before and after three steps. transformers is run eagerly and
-compiled (with fullgraph where it can), its experts in each implementation that it offers on a CPU; the ratio is
-against its best.
+Both libraries load the same weights from one folder and train on the same batch with the same AdamW (torch's fused
+one), in bf16 with SDPA. Nothing is timed unless their losses agree, before and after three steps. transformers is run
+eagerly and compiled (with fullgraph where it can), its experts in each implementation that it offers on a CPU; the
+ratio is against its best.
 
     python -m bench.train_step
 """

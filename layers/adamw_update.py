@@ -14,7 +14,7 @@ from .adamw_pieces import Piece
 
 @dataclass
 class Update:
-    """A piece of a parameter within a step: where it is stored, and its working copies (or the stored tensors themselves).
+    """A piece of a parameter within a step: where it is stored, and its working copies (or the stored tensors).
 
     weight, gradient, first, second: of one dtype and the piece's shape.
     """
