@@ -24,7 +24,8 @@ class ModelSource(ConfigPart):
 
     `path` is a trained folder (ours or Hugging Face's). The other two are a random initialisation: the TOML table
     [model.config], or a JSON file of a ModelConfig. `activation_checkpointing` keeps only each layer's input for the
-    backward pass and computes the rest again.
+    backward pass and computes the rest again. `loss_chunk_tokens` computes the loss from the logits of so many tokens at
+    a time, which bounds its memory; None: from those of all tokens.
     """
 
     path: str | None = None
@@ -32,10 +33,13 @@ class ModelSource(ConfigPart):
     config_file: str | None = None
     expert_layout: Literal["grouped", "per-gemm"] = "grouped"
     activation_checkpointing: bool = False
+    loss_chunk_tokens: int | None = None
 
     def _validate(self) -> None:
         given = [name for name in ("path", "config", "config_file") if getattr(self, name) is not None]
         check(len(given) == 1, "model", " and ".join(given) or "empty", "one of path, config and config_file")
+        chunk = self.loss_chunk_tokens
+        check(chunk is None or chunk > 0, "model.loss_chunk_tokens", chunk, "a positive integer or null")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -83,6 +83,7 @@ def _run(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Exit
     # Model, optimizer, data.
     model = build_model(config, device, checkpoint)
     model.activation_checkpointing = config.model.activation_checkpointing
+    model.output_layer.loss_chunk_tokens = config.model.loss_chunk_tokens
     optimizer = build_optimizer(config, model)
     if start:
         optimizer.load_state_tensors(start.tensors)
