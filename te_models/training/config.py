@@ -24,8 +24,8 @@ class ModelSource(ConfigPart):
 
     `path` is a trained folder (ours or Hugging Face's). The other two are a random initialisation: the TOML table
     [model.config], or a JSON file of a ModelConfig. `activation_checkpointing` keeps only each layer's input for the
-    backward pass and computes the rest again. `loss_chunk_tokens` computes the loss from the logits of so many tokens at
-    a time, which bounds its memory; None: from those of all tokens.
+    backward pass and computes the rest again. `loss_chunk_tokens` computes the loss from the logits of so many tokens
+    at a time, which bounds its memory; None: from those of all tokens.
     """
 
     path: str | None = None
