@@ -30,5 +30,5 @@ def test_a_run_in_chunks_is_the_run_without(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_no_tokens_at_a_time_are_refused() -> None:
-    with pytest.raises(ConfigError, match="model.loss_chunk_tokens is 0; allowed: a positive integer or null"):
+    with pytest.raises(ConfigError, match="loss_chunk_tokens is 0; allowed: a positive integer or null"):
         ModelSource(config=tiny_model(), loss_chunk_tokens=0)
