@@ -103,7 +103,7 @@ class Checkpoint:
         """How the folder stores the model."""
         if self.layout is not None:
             return te_namespace(self.config, self.layout, self.formats)
-        return FAMILIES[self.family or ""].namespace(self.config)
+        return FAMILIES[self.family or ""].namespace(self.config, self.tensors)
 
     @property
     def ignorable(self) -> tuple[str, ...]:
@@ -114,7 +114,7 @@ class Checkpoint:
 
     @cached_property
     def _tied_copies(self) -> Mapping[str, str]:
-        return tied_copies(self.config, self.tensors) if self.kind == "hf" else {}
+        return tied_copies(self.config, self.tensors, FAMILIES[self.family or ""]) if self.kind == "hf" else {}
 
     def check_ignored(self) -> None:
         """Check that tensors which are left out because they repeat another one really do (this reads them)."""

@@ -1,7 +1,8 @@
 """The names and shapes of a model's parameters, as `GPTModel` registers them and our files store them.
 
 Legend: H hidden, V vocabulary, P positions, N query heads, G key/value heads, D head dim, F dense ffn, E experts,
-I expert ffn. Every gated first projection holds its gate rows, then its up rows; `linear_qkv` holds q, then k, then v.
+I expert ffn. Every gated first projection holds its gate rows, then its up rows; `linear_qkv` holds q, then k, then v;
+`linear_qkv_down` (latent attention) q or its latent, then the latent of k and v, then the rotated part of k.
 """
 
 from __future__ import annotations
@@ -57,17 +58,15 @@ def head_sizes(config: ModelConfig) -> tuple[int, int, int]:
 
 
 def _tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
-    if config.attention.mla is not None or config.attention.sinks:
-        raise CheckpointError("the checkpoint format has no names yet for attention.mla and attention.sinks")
-    if config.block == "parallel_shared_norm":
-        raise CheckpointError("the checkpoint format has no names yet for block 'parallel_shared_norm'")
     H, V, emb = config.hidden_size, config.vocab_size, config.embedding
     yield "embedding.word_embeddings.weight", (V, H)
     if emb.position_embedding_type == "learned_absolute":
         yield "embedding.position_embeddings.weight", (config.max_position_embeddings, H)
     for i in range(config.num_layers):
         p = f"decoder.layers.{i}."
-        yield from _attention(config, p)
+        if config.block == "parallel_shared_norm":
+            yield from _norm(config, f"{p}input_layernorm.", "")
+        yield from (_attention if config.attention.mla is None else _latent_attention)(config, p)
         if config.block == "sandwich" or config.block == "post":
             yield from _norm(config, f"{p}post_self_attn_layernorm.", "")
         yield from _experts(config, p) if config.is_moe_layer(i) else _dense(config, p)
@@ -78,6 +77,11 @@ def _tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
         yield "output_layer.weight", (V, H)
     if emb.output_bias:
         yield "output_layer.bias", (V,)
+
+
+def _normed(config: ModelConfig) -> bool:
+    """Whether the first projection of a sublayer has a norm of its own before it."""
+    return config.block not in ("post", "parallel_shared_norm")
 
 
 def _norm(config: ModelConfig, owner: str, prefix: str) -> Iterator[tuple[str, Shape]]:
@@ -92,7 +96,7 @@ def _attention(config: ModelConfig, p: str) -> Iterator[tuple[str, Shape]]:
     N, G, D = head_sizes(config)
     Dv = a.v_head_dim or D
     rows = (N + G) * D + G * Dv
-    if config.block != "post":
+    if _normed(config):
         yield from _norm(config, f"{p}self_attention.linear_qkv.", "layer_norm_")
     yield f"{p}self_attention.linear_qkv.weight", (rows, H)
     if a.add_qkv_bias:
@@ -100,15 +104,38 @@ def _attention(config: ModelConfig, p: str) -> Iterator[tuple[str, Shape]]:
     if a.qk_layernorm in ("head", "full"):
         yield f"{p}self_attention.q_layernorm.weight", (D if a.qk_layernorm == "head" else N * D,)
         yield f"{p}self_attention.k_layernorm.weight", (D if a.qk_layernorm == "head" else G * D,)
+    if a.sinks:
+        yield f"{p}self_attention.core_attention.softmax_offset", (N,)
     yield f"{p}self_attention.linear_proj.weight", (H, N * Dv)
     if a.add_output_bias:
         yield f"{p}self_attention.linear_proj.bias", (H,)
 
 
+def _latent_attention(config: ModelConfig, p: str) -> Iterator[tuple[str, Shape]]:
+    a, H = config.attention, config.hidden_size
+    mla, N = a.mla, a.num_attention_heads
+    assert mla is not None, "called for latent attention only"
+    ours, qk = f"{p}self_attention.", mla.qk_head_dim + mla.qk_pos_emb_head_dim
+    rows = (mla.q_lora_rank or N * qk) + mla.kv_lora_rank + mla.qk_pos_emb_head_dim
+    if _normed(config):
+        yield from _norm(config, f"{ours}linear_qkv_down.", "layer_norm_")
+    yield f"{ours}linear_qkv_down.weight", (rows, H)
+    if a.add_qkv_bias:
+        yield f"{ours}linear_qkv_down.bias", (rows,)
+    if mla.q_lora_rank is not None:
+        yield f"{ours}linear_q_up.layer_norm_weight", (mla.q_lora_rank,)
+        yield f"{ours}linear_q_up.weight", (N * qk, mla.q_lora_rank)
+    yield f"{ours}linear_kv_up.layer_norm_weight", (mla.kv_lora_rank,)
+    yield f"{ours}linear_kv_up.weight", (N * (mla.qk_head_dim + mla.v_head_dim), mla.kv_lora_rank)
+    yield f"{ours}linear_proj.weight", (H, N * mla.v_head_dim)
+    if a.add_output_bias:
+        yield f"{ours}linear_proj.bias", (H,)
+
+
 def _dense(config: ModelConfig, p: str) -> Iterator[tuple[str, Shape]]:
     m, H = config.mlp, config.hidden_size
     rows = m.ffn_hidden_size * (2 if m.gated else 1)
-    if config.block != "post":
+    if _normed(config):
         yield from _norm(config, f"{p}mlp.linear_fc1.", "layer_norm_")
     yield f"{p}mlp.linear_fc1.weight", (rows, H)
     if m.bias:
@@ -122,7 +149,7 @@ def _experts(config: ModelConfig, p: str) -> Iterator[tuple[str, Shape]]:
     moe, H = config.moe, config.hidden_size
     assert moe is not None, "called for MoE layers only"
     E, I, gates = moe.num_moe_experts, moe.moe_ffn_hidden_size, 2 if config.mlp.gated else 1
-    if config.block != "post":
+    if _normed(config):
         yield from _norm(config, f"{p}pre_mlp_layernorm.", "")
     yield f"{p}mlp.router.weight", (E, H)
     if moe.router.linear_bias:

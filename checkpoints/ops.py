@@ -7,6 +7,8 @@ A weight map says `canonical name -> expression`, and an expression says where t
     one tensor per expert       Stack(At("...experts.0.w2.weight"), At("...experts.1.w2.weight"), ...)
     stored as [in, out]         Transpose(At("...c_attn.weight"))
     stored as g0 u0 g1 u1 ...   Deinterleaved("...gate_up_proj_bias", parts=2, dim=1)
+    some rows of a tensor       Rows("...query_key_value.weight", begin=64, total=192)
+    with a dimension in front   Unsqueezed("...e_score_correction_bias")
 
 Expressions are values without a direction: `place` lists which part of the canonical tensor is which part of which
 stored tensor, and reading the list from either side is import or export. Shapes follow from the canonical tensor and
@@ -128,3 +130,27 @@ class Deinterleaved:
             box = (*whole[:d], Range(number * size, (number + 1) * size), *whole[d + 1 :])
             strided = (*whole[:d], Range(number, number + n, self.parts), *whole[d + 1 :])
             yield Placed(box, self.name, strided, shape, tuple(range(len(shape))))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows `begin` and following of a stored tensor of `total` rows; other expressions account for its other rows."""
+
+    name: str
+    begin: int
+    total: int
+
+    def place(self, shape: Shape) -> Iterator[Placed]:
+        whole, stored_shape = full(shape), (self.total, *shape[1:])
+        yield Placed(whole, self.name, shift(whole, 0, self.begin), stored_shape, tuple(range(len(shape))))
+
+
+@dataclass(frozen=True)
+class Unsqueezed:
+    """The whole tensor, stored with an additional first dimension of size 1."""
+
+    name: str
+
+    def place(self, shape: Shape) -> Iterator[Placed]:
+        stored_shape = (1, *shape)
+        yield Placed(full(shape), self.name, full(stored_shape), stored_shape, (None, *range(len(shape))))

@@ -161,7 +161,9 @@ def _renamed(
 
 
 def _check_one_dtype(tensors: Mapping[str, TensorInfo], expected: Mapping[str, Stored], where: str) -> None:
-    weights = {name: tensors[name] for name, stored in expected.items() if stored.dtypes == FLOATS}
+    weights = {
+        name: tensors[name] for name, stored in expected.items() if stored.dtypes == FLOATS and stored.convertible
+    }
     sizes: Counter[str] = Counter()
     for info in weights.values():
         sizes[info.dtype] += math.prod(info.shape)

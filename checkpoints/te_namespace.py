@@ -26,7 +26,7 @@ def te_namespace(config: ModelConfig, layout: ExpertLayout, formats: Formats | N
     stacks: dict[str, int] = {}
     formats = formats or {}
     for name, shape in expected_tensors(config).items():
-        fields = field_specs(name, shape, formats[name]) if name in formats else {"": Stored(shape)}
+        fields = field_specs(name, shape, formats[name]) if name in formats else {"": _plain(name, shape)}
         for suffix, spec in fields.items():
             canonical[name + suffix] = spec.shape
             stored[name + suffix] = spec
@@ -37,6 +37,11 @@ def te_namespace(config: ModelConfig, layout: ExpertLayout, formats: Formats | N
         return namespace
     split = split_stacks(namespace, stacks)
     return Namespace(canonical, {name: split.stored[name] for name in _order(config, split)}, split.links)
+
+
+def _plain(name: str, shape: Shape) -> Stored:
+    """A router's selection bias compares scores that differ by less than bfloat16 resolves: it keeps its dtype."""
+    return Stored(shape, convertible=not name.endswith(".router.expert_bias"))
 
 
 def _order(config: ModelConfig, namespace: Namespace) -> list[str]:

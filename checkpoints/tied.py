@@ -14,17 +14,17 @@ from te_models.config import ModelConfig
 
 from .buffers import CHUNK_BYTES
 from .errors import CheckpointError
+from .families import Family
 from .header import TensorInfo
 from .store import FileStore
 
-_COPIES = {"lm_head.weight": "model.embed_tokens.weight"}
 
-
-def tied_copies(config: ModelConfig, tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
+def tied_copies(config: ModelConfig, tensors: Mapping[str, TensorInfo], family: Family) -> dict[str, str]:
     """Return copy -> original for the stored tensors that may only repeat another one."""
     if not config.embedding.share_embeddings_and_output_weights:
         return {}
-    return {copy: original for copy, original in _COPIES.items() if copy in tensors and original in tensors}
+    pairs = ((f"{n.output}.weight", f"{n.embedding}.weight") for n in (family.names, *family.other_names))
+    return {copy: original for copy, original in pairs if copy in tensors and original in tensors}
 
 
 def check_tied_copies(store: FileStore, copies: Mapping[str, str]) -> None:

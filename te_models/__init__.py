@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         NormConfig,
         RopeConfig,
         RouterConfig,
+        TemperatureConfig,
     )
     from .generation import generate, stream
     from .model import GPTModel, KVCache, ModelOutput, MoELayer, TransformerLayer
@@ -43,6 +44,7 @@ _HOME = {
         "NormConfig",
         "RopeConfig",
         "RouterConfig",
+        "TemperatureConfig",
     ),
     "generation": ("generate", "stream"),
     "model": ("GPTModel", "KVCache", "MoELayer", "ModelOutput", "TransformerLayer"),
@@ -64,6 +66,7 @@ __all__ = [
     "NormConfig",
     "RopeConfig",
     "RouterConfig",
+    "TemperatureConfig",
     "TransformerLayer",
     "compile_model",
     "generate",

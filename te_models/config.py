@@ -150,8 +150,23 @@ class MLAConfig(ConfigPart):
     latent_norm_epsilon: float = 1e-6
 
     def _validate(self) -> None:
+        check(self.q_lora_rank is None or self.q_lora_rank > 0, "mla.q_lora_rank", self.q_lora_rank, "positive or null")
         for name in ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"):
             check(getattr(self, name) > 0, f"mla.{name}", getattr(self, name), "a positive integer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TemperatureConfig(ConfigPart):
+    """Queries times `1 + attn_scale * log(1 + floor((position + position_offset) / floor_scale))`, so that attention
+    stays sharp over long contexts (arXiv 2501.19399). Llama 4 does so in its "nope" layers, Ministral 3 in all."""
+
+    floor_scale: float
+    attn_scale: float
+    position_offset: int = 0
+    layers: Literal["nope", "all"] = "all"
+
+    def _validate(self) -> None:
+        check(self.floor_scale > 0, "temperature.floor_scale", self.floor_scale, "a positive number")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +175,9 @@ class AttentionConfig(ConfigPart):
 
     `window_size` counts visible positions, the query's own included, in "sliding" layers; `chunk_size` likewise in
     "chunked" ones. `softmax_scale` None means 1/sqrt(head dim). `softcap` is tanh soft-capping of the scores.
-    `temperature_tuning` is (floor_scale, attn_scale) of Llama 4's query scaling in "nope" layers.
+    `qk_layernorm`: an RMSNorm of each "head" of q and k, of all of them together ("full"), or of each head without
+    weight ("l2", only in layers with a position encoding); `clip_qkv` clamps q, k and v behind it. With `mla`,
+    `kv_channels` and `v_head_dim` follow from it.
     """
 
     num_attention_heads: int
@@ -178,7 +195,7 @@ class AttentionConfig(ConfigPart):
     clip_qkv: float | None = None
     window_size: int | None = None
     chunk_size: int | None = None
-    temperature_tuning: tuple[float, ...] | None = None
+    temperature_tuning: TemperatureConfig | None = None
     attention_dropout: float = 0.0
     mla: MLAConfig | None = None
 
@@ -195,13 +212,13 @@ class AttentionConfig(ConfigPart):
         for name in ("softmax_scale", "softcap", "clip_qkv"):
             value = getattr(self, name)
             check(value is None or value > 0, f"attention.{name}", value, "a positive number or null")
-        tuning = self.temperature_tuning
-        check(
-            tuning is None or len(tuning) == 2,
-            "attention.temperature_tuning",
-            tuning,
-            "null or [floor_scale, attn_scale]",
-        )
+        if self.mla is not None:
+            object.__setattr__(self, "kv_channels", self.mla.qk_head_dim + self.mla.qk_pos_emb_head_dim)
+            object.__setattr__(self, "v_head_dim", self.mla.v_head_dim)
+            plain = self.qk_layernorm == "none" and groups == heads and not self.sinks and self.clip_qkv is None
+            check(plain, "attention.mla", self.mla, "null with grouped queries, qk_layernorm, sinks or clip_qkv")
+            biased = self.add_qkv_bias and self.mla.q_lora_rank is None
+            check(not biased, "attention.add_qkv_bias", True, "false where mla.q_lora_rank is null")
         check(0 <= self.attention_dropout < 1, "attention.attention_dropout", self.attention_dropout, "0 <= p < 1")
 
 
@@ -461,6 +478,13 @@ class ModelConfig(ConfigPart):
     def is_moe_layer(self, layer: int) -> bool:
         """Whether layer number `layer` (from 0) has experts."""
         return self.moe is not None and layer in (self.moe.layers or ())
+
+    @property
+    def rope_channels(self) -> int:
+        """Channels per head that `rope.rotary_percent` counts: all of them, with `attention.mla` the rotated part."""
+        mla = self.attention.mla
+        assert self.attention.kv_channels is not None, "filled in by validation"
+        return self.attention.kv_channels if mla is None else mla.qk_pos_emb_head_dim
 
     def rope_of(self, layer: int) -> RopeConfig | None:
         """The rotary embedding of layer number `layer`; None where the layer has no position encoding."""

@@ -7,15 +7,94 @@ plan: its keys and shapes differ from what its configuration implies.
 from __future__ import annotations
 
 from ..errors import CheckpointError
+from .cohere2 import COHERE2
+from .deepseek_v2 import DEEPSEEK_V2
+from .deepseek_v3 import DEEPSEEK_V3, KIMI_K2
+from .dots1 import DOTS1
+from .ernie4_5_moe import ERNIE4_5_MOE
+from .exaone_moe import EXAONE_MOE
 from .family import Family
+from .flex_olmo import FLEX_OLMO
+from .gemma import GEMMA
+from .gemma2 import GEMMA2
+from .gemma3 import GEMMA3_TEXT
+from .glm4 import GLM4
+from .glm4_moe import GLM4_MOE
+from .glm4_moe_lite import GLM4_MOE_LITE
+from .gpt2 import GPT2
+from .gpt_neox import GPT_NEOX
+from .gpt_oss import GPT_OSS
+from .granite import GRANITE
+from .granitemoe import GRANITEMOE, GRANITEMOESHARED
+from .hunyuan_v1_moe import HUNYUAN_V1_MOE
+from .hy_v3 import HY_V3
 from .llama import LLAMA
+from .llama4 import LLAMA4_TEXT
+from .minimax_m2 import MINIMAX_M2
+from .ministral3 import MINISTRAL3
 from .mistral import MISTRAL
 from .mixtral import MIXTRAL
+from .nemotron import NEMOTRON
+from .olmo import OLMO
+from .olmo2 import OLMO2
+from .olmo3 import OLMO3
+from .olmoe import OLMOE
+from .phi import PHI
+from .phi3 import PHI3
 from .qwen2 import QWEN2
+from .qwen2_moe import QWEN2_MOE
 from .qwen3 import QWEN3
 from .qwen3_moe import QWEN3_MOE
+from .seed_oss import SEED_OSS
+from .smollm3 import SMOLLM3
+from .starcoder2 import STARCODER2
 
-FAMILIES: dict[str, Family] = {f.model_type: f for f in (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE)}
+_KNOWN = (
+    # A model that was never in a Hugging Face folder is exported as the first that can express it.
+    LLAMA,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    MIXTRAL,
+    QWEN3_MOE,
+    GEMMA,
+    GEMMA2,
+    GEMMA3_TEXT,
+    PHI3,
+    PHI,
+    OLMO,
+    OLMO2,
+    OLMO3,
+    GLM4,
+    GRANITE,
+    SMOLLM3,
+    STARCODER2,
+    NEMOTRON,
+    COHERE2,
+    SEED_OSS,
+    GPT2,
+    GPT_NEOX,
+    MINISTRAL3,
+    QWEN2_MOE,
+    OLMOE,
+    GRANITEMOE,
+    GRANITEMOESHARED,
+    GPT_OSS,
+    GLM4_MOE,
+    DOTS1,
+    ERNIE4_5_MOE,
+    HUNYUAN_V1_MOE,
+    MINIMAX_M2,
+    FLEX_OLMO,
+    EXAONE_MOE,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    KIMI_K2,
+    GLM4_MOE_LITE,
+    LLAMA4_TEXT,
+    HY_V3,
+)
+FAMILIES: dict[str, Family] = {f.model_type: f for f in _KNOWN}
 
 __all__ = ["FAMILIES", "Family", "family_of"]
 

@@ -1,19 +1,15 @@
-"""Entries and weight maps that most decoder families share."""
+"""Configuration entries that most decoder families share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from te_models.config import ModelConfig
 
 from ..errors import CheckpointError
-from ..naming import head_sizes
-from ..ops import At, Concat, Layout, Stack
-from .fields import REQUIRED, Choice, Entry, Field, Values, read_typed
-
-Weights = Iterator[tuple[str, Layout]]
+from .fields import REQUIRED, Choice, Entry, Field, Fixed, Spread, Values, read_typed
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -26,24 +22,48 @@ ACTIVATIONS = {
 }
 
 
+ATTENTION_BIAS = Spread("attention_bias", ("attention.add_qkv_bias", "attention.add_output_bias"))
+"""`attention_bias`: one flag for the q, k, v and output projections."""
+
+
 def decoder_fields(
-    *, max_positions: int, norm_eps: float = 1e-6, kv_heads: int | None = None, head_dim: int | None = None
+    *,
+    max_positions: int,
+    norm_eps: float = 1e-6,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    tied: bool = False,
+    activation: str = "silu",
+    activation_name: str = "hidden_act",
+    norm_name: str = "rms_norm_eps",
+    init_std: float = 0.02,
+    dropout: float = 0.0,
 ) -> tuple[Entry, ...]:
-    """Return the fields of an RMSNorm decoder with grouped-query attention; the arguments are the class's defaults."""
+    """Return the fields of a decoder with grouped-query attention; the arguments are the class's names and defaults."""
     return (
         Field("vocab_size", "vocab_size", int),
         Field("hidden_size", "hidden_size", int),
         Field("num_hidden_layers", "num_layers", int),
         Field("num_attention_heads", "attention.num_attention_heads", int),
         Field("max_position_embeddings", "max_position_embeddings", int, max_positions),
-        Field("rms_norm_eps", "norm.layernorm_epsilon", float, norm_eps),
+        Field(norm_name, "norm.layernorm_epsilon", float, norm_eps),
         Field("intermediate_size", "mlp.ffn_hidden_size", int),
-        Field("tie_word_embeddings", "embedding.share_embeddings_and_output_weights", bool, False),
-        Field("attention_dropout", "attention.attention_dropout", float, 0.0),
-        Field("initializer_range", "init_method_std", float, 0.02),
-        Choice("hidden_act", "mlp.activation", ACTIVATIONS, "silu"),
+        Field("tie_word_embeddings", "embedding.share_embeddings_and_output_weights", bool, tied),
+        Field("attention_dropout", "attention.attention_dropout", float, dropout),
+        Field("initializer_range", "init_method_std", float, init_std),
+        Choice(activation_name, "mlp.activation", ACTIVATIONS, activation),
         KeyValueHeads(kv_heads),
         HeadDim(head_dim),
+    )
+
+
+def layer_norm(*, bias: bool, weight: bool = True) -> tuple[Entry, ...]:
+    """Return what makes the norm a LayerNorm instead of an RMSNorm."""
+    return (
+        Fixed("norm.normalization", "LayerNorm"),
+        Fixed("norm.cast_order", "weight_first"),
+        Fixed("norm.has_weight", weight),
+        Fixed("norm.bias", bias),
     )
 
 
@@ -84,83 +104,3 @@ class HeadDim:
 
     def write(self, config: ModelConfig) -> Values:
         return {"head_dim": config.attention.kv_channels}
-
-
-@dataclass(frozen=True)
-class RouterLoss:
-    """`router_aux_loss_coef` counts only with `output_router_logits`, as in transformers' loss."""
-
-    names: tuple[str, ...] = ("router_aux_loss_coef", "output_router_logits")
-
-    def read(self, hf: Mapping[str, Any]) -> Values:
-        used = read_typed(hf, "output_router_logits", bool, False)
-        coefficient = read_typed(hf, "router_aux_loss_coef", float, 0.001)
-        return {"moe.aux_loss_coeff": coefficient if used else 0.0}
-
-    def write(self, config: ModelConfig) -> Values:
-        coefficient = config.moe.aux_loss_coeff if config.moe is not None else 0.0
-        return (
-            {"output_router_logits": True, "router_aux_loss_coef": coefficient}
-            if coefficient
-            else {"output_router_logits": False}
-        )
-
-
-def stem(config: ModelConfig) -> Weights:
-    """Embedding, final norm, output layer."""
-    yield "embedding.word_embeddings.weight", At("model.embed_tokens.weight")
-    yield "decoder.final_layernorm.weight", At("model.norm.weight")
-    if not config.embedding.share_embeddings_and_output_weights:
-        yield "output_layer.weight", At("lm_head.weight")
-
-
-def attention(config: ModelConfig, i: int) -> Weights:
-    """Pre-norm attention with separate q, k, v projections; biases and per-head norms as the configuration says."""
-    a, ours, theirs = config.attention, f"decoder.layers.{i}.self_attention", f"model.layers.{i}.self_attn"
-    heads, groups, size = head_sizes(config)
-    yield f"{ours}.linear_qkv.layer_norm_weight", At(f"model.layers.{i}.input_layernorm.weight")
-    for kind in ("weight", "bias") if a.add_qkv_bias else ("weight",):
-        parts = (
-            (At(f"{theirs}.{p}_proj.{kind}"), rows)
-            for p, rows in (("q", heads * size), ("k", groups * size), ("v", groups * size))
-        )
-        yield f"{ours}.linear_qkv.{kind}", Concat(*parts)
-    yield f"{ours}.linear_proj.weight", At(f"{theirs}.o_proj.weight")
-    if a.add_output_bias:
-        yield f"{ours}.linear_proj.bias", At(f"{theirs}.o_proj.bias")
-    if a.qk_layernorm == "head":
-        yield f"{ours}.q_layernorm.weight", At(f"{theirs}.q_norm.weight")
-        yield f"{ours}.k_layernorm.weight", At(f"{theirs}.k_norm.weight")
-
-
-def gated_mlp(config: ModelConfig, i: int) -> Weights:
-    """A dense MLP with gate, up and down projections, and its norm."""
-    ours, theirs, rows = f"decoder.layers.{i}.mlp", f"model.layers.{i}.mlp", config.mlp.ffn_hidden_size
-    yield f"{ours}.linear_fc1.layer_norm_weight", At(f"model.layers.{i}.post_attention_layernorm.weight")
-    for kind in ("weight", "bias") if config.mlp.bias else ("weight",):
-        yield (
-            f"{ours}.linear_fc1.{kind}",
-            Concat((At(f"{theirs}.gate_proj.{kind}"), rows), (At(f"{theirs}.up_proj.{kind}"), rows)),
-        )
-        yield f"{ours}.linear_fc2.{kind}", At(f"{theirs}.down_proj.{kind}")
-
-
-def experts(config: ModelConfig, i: int, block: str, gate: str, up: str, down: str) -> Weights:
-    """A router and one set of tensors per expert, under `model.layers.{i}.{block}`, with the given projection names."""
-    moe = config.moe
-    assert moe is not None, "called for MoE layers only"
-    ours, theirs, rows = f"decoder.layers.{i}.mlp", f"model.layers.{i}.{block}", moe.moe_ffn_hidden_size
-    yield f"decoder.layers.{i}.pre_mlp_layernorm.weight", At(f"model.layers.{i}.post_attention_layernorm.weight")
-    yield f"{ours}.router.weight", At(f"{theirs}.gate.weight")
-    names = [f"{theirs}.experts.{e}" for e in range(moe.num_moe_experts)]
-    pairs = (Concat((At(f"{n}.{gate}.weight"), rows), (At(f"{n}.{up}.weight"), rows)) for n in names)
-    yield f"{ours}.experts.linear_fc1.weight", Stack(*pairs)
-    yield f"{ours}.experts.linear_fc2.weight", Stack(*(At(f"{n}.{down}.weight") for n in names))
-
-
-def dense_decoder(config: ModelConfig) -> Weights:
-    """The weight map of a dense decoder with the names that llama introduced."""
-    yield from stem(config)
-    for i in range(config.num_layers):
-        yield from attention(config, i)
-        yield from gated_mlp(config, i)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import fnmatch
+import itertools
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +14,8 @@ from ..errors import CheckpointError, shorten
 from ..limits import check_counts
 from ..links import Link, Namespace, Stored
 from ..naming import expected_tensors
-from ..ops import Layout
 from .fields import Entry, Values, get_path, shorten_value
-
-WeightMap = Callable[[ModelConfig], Iterable[tuple[str, Layout]]]
+from .names import COMMON, Names
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     # Fields of some family that change the mathematics -> the values with which they do not. A family that has the
@@ -24,7 +24,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention_chunk_size": (None,),
     "attention_multiplier": (None,),
     "attn_logit_softcapping": (None,),
+    "add_cross_attention": (None, False),
     "alibi": (None, False),
+    "attention_out_bias": (None, False),
     "clip_qkv": (None,),
     "embedding_multiplier": (None, 1),
     "final_logit_softcapping": (None,),
@@ -41,6 +43,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "no_rope_layers": (None,),
     "num_experts": (None, 0),
     "num_local_experts": (None, 0),
+    "num_shared_experts": (None, 0),
     "parallel_attn": (None, False),
     "q_lora_rank": (None,),
     "qk_layernorm": (None, False),
@@ -55,12 +58,19 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "shared_expert_intermediate_size": (None, 0),
     "sliding_window": (None,),
     "swiglu_limit": (None,),
+    "scale_attn_by_inverse_layer_idx": (None, False),
+    "scale_attn_weights": (None, True),
+    "shared_intermediate_size": (None, 0),
+    "use_bias": (None, False),
+    "use_bidirectional_attention": (None, False),
     "use_mrope": (None, False),
     "use_parallel_residual": (None, False),
     "use_qk_norm": (None, False),
     "use_sliding_window": (None, False),
     "v_head_dim": (None,),
 }
+
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 _TRAINING_ONLY = (
     "hidden_dropout",
@@ -79,20 +89,24 @@ class Family:
         model_type: the `model_type` of its config.json; also the family's name.
         architecture: the transformers class, written to `architectures`.
         fields: the configuration map.
-        weights: for a configuration, canonical parameter name -> where its parts are stored.
+        names: the weight map; an export writes it.
+        other_names: further forms in which its files exist; which one a folder has is told by its tensors' names.
         ignorable: patterns of tensors that files may carry and the model does not use (recomputable buffers).
+        keeps_dtype: patterns of parameters that files hold in a precision of their own.
     """
 
     model_type: str
     architecture: str
     fields: tuple[Entry, ...]
-    weights: WeightMap
+    names: Names = COMMON
+    other_names: tuple[Names, ...] = ()
     ignorable: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
+    keeps_dtype: tuple[str, ...] = ("*.router.expert_bias",)
 
     def read_config(self, hf: Mapping[str, Any]) -> ModelConfig:
         """Translate config.json; a flag that changes the mathematics and cannot be expressed raises CheckpointError."""
-        for experts in ("num_experts", "num_local_experts"):
-            check_counts(hf.get("num_hidden_layers"), hf.get(experts))
+        for layers, experts in itertools.product(("num_hidden_layers", "n_layer"), _EXPERT_COUNTS):
+            check_counts(hf.get(layers), hf.get(experts))
         known = {name for entry in self.fields for name in entry.names}
         for name, neutral in _NEUTRAL.items():
             if name in hf and name not in known and not any(hf[name] == value for value in neutral):
@@ -124,16 +138,21 @@ class Family:
                 raise CheckpointError(f"{reason} {path} = {shorten_value(get_path(config, path))}")
         return hf
 
-    def namespace(self, config: ModelConfig) -> Namespace:
-        """Return how this family's files store the model."""
+    def namespace(self, config: ModelConfig, found: Collection[str] = ()) -> Namespace:
+        """Return how this family's files store the model; of several forms the one with most of the `found` names."""
+        forms = [self._namespace(config, names) for names in (self.names, *self.other_names)]
+        return max(forms, key=lambda form: sum(name in form.stored for name in found))
+
+    def _namespace(self, config: ModelConfig, names: Names) -> Namespace:
         canonical = expected_tensors(config)
         stored: dict[str, Stored] = {}
         links: list[Link] = []
-        for name, layout in self.weights(config):
+        for name, layout in names.weights(config):
             if name not in canonical:
                 raise CheckpointError(f"the family {self.model_type!r} has {name}, which this model does not have")
+            convertible = not any(fnmatch.fnmatchcase(name, pattern) for pattern in self.keeps_dtype)
             for p in layout.place(canonical[name]):
-                stored[p.stored] = Stored(p.stored_shape)
+                stored[p.stored] = Stored(p.stored_shape, convertible=convertible)
                 links.append(Link(name, p.box, p.stored, p.stored_box, p.axes))
         absent = set(canonical) - {link.name for link in links}
         if absent:

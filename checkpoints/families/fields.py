@@ -8,8 +8,8 @@ entry, because files of older releases leave it out.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from te_models.config import ModelConfig
@@ -97,6 +97,26 @@ class Field:
 
 
 @dataclass(frozen=True)
+class Nullable:
+    """A number that may be null, which is not the same as absent: then it has the class's `default`."""
+
+    hf: str
+    path: str
+    default: float | None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.hf,)
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        value = hf.get(self.hf, self.default)
+        return {self.path: None if value is None else read_typed(hf, self.hf, float, self.default)}
+
+    def write(self, config: ModelConfig) -> Values:
+        return {self.hf: get_path(config, self.path)}
+
+
+@dataclass(frozen=True)
 class Fixed:
     """A property that every model of the family has and config.json does not mention."""
 
@@ -113,7 +133,7 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Choice:
-    """A field whose values have other names; the first name of a value is the one written."""
+    """A field whose values have other names; of several names of a value the default or the first is written."""
 
     hf: str
     path: str
@@ -134,67 +154,100 @@ class Choice:
 
     def write(self, config: ModelConfig) -> Values:
         inverse = {ours: theirs for theirs, ours in reversed(self.values.items())}
+        inverse[self.values[self.default]] = self.default
         return {self.hf: inverse.get(get_path(config, self.path))}
 
 
 @dataclass(frozen=True)
-class AllLayersWindow:
-    """`sliding_window` (Mistral): every layer sees that many positions; null means full attention."""
+class Spread:
+    """A field that sets several paths to the same value."""
 
-    default: int | None
-    enabled_by: str | None = None
-    names: tuple[str, ...] = field(default=("sliding_window", "use_sliding_window"))
+    hf: str
+    paths: tuple[str, ...]
+    default: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.hf,)
 
     def read(self, hf: Mapping[str, Any]) -> Values:
-        if self.enabled_by is not None and not read_typed(hf, self.enabled_by, bool, False):
-            return {}
-        window = hf.get("sliding_window", self.default)
-        if window is None:
-            return {}
-        return {"attention.window_size": read_typed(hf, "sliding_window", int, self.default)}
+        return dict.fromkeys(self.paths, read_typed(hf, self.hf, bool, self.default))
 
     def write(self, config: ModelConfig) -> Values:
-        window = config.attention.window_size
-        return {"sliding_window": window} | ({self.enabled_by: window is not None} if self.enabled_by else {})
-
-
-_LAYER_TYPES = {"full_attention": "full", "sliding_attention": "sliding"}
+        return {self.hf: get_path(config, self.paths[0])}
 
 
 @dataclass(frozen=True)
-class PerLayerWindow:
-    """Qwen's window: used when `use_sliding_window`, in the layers that `layer_types` or `max_window_layers` say."""
+class OneOf:
+    """A field that releases name differently; where several are present they must agree. The first is written."""
 
-    default: int = 4096
-    default_full_layers: int = 28
-    names: tuple[str, ...] = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
+    names: tuple[str, ...]
+    path: str
+    kind: type
+    default: Any = REQUIRED
 
     def read(self, hf: Mapping[str, Any]) -> Values:
-        used = read_typed(hf, "use_sliding_window", bool, False) and hf.get("sliding_window", self.default) is not None
-        window = read_typed(hf, "sliding_window", int, self.default) if used else None
-        types = read_typed(hf, "layer_types", list, None)
-        if types is None:
-            full_layers = read_typed(hf, "max_window_layers", int, self.default_full_layers)
-            layers = read_typed(hf, "num_hidden_layers", int, REQUIRED)
-            kinds = ["sliding" if used and i >= full_layers else "full" for i in range(layers)]
-        else:
-            unknown = [t for t in types if not isinstance(t, str) or t not in _LAYER_TYPES]
-            if unknown:
-                raise CheckpointError(
-                    f"config.json has the layer type {shorten_value(unknown[0])}; supported: {', '.join(_LAYER_TYPES)}"
-                )
-            kinds = [_LAYER_TYPES[t] for t in types]
-        if "sliding" in kinds and window is None:
-            raise CheckpointError("config.json has sliding_attention layers, but use_sliding_window is not true")
-        return {"layer_types": kinds} | ({} if window is None else {"attention.window_size": window})
+        found = {name: read_typed(hf, name, self.kind, REQUIRED) for name in self.names if name in hf}
+        if len(set(found.values())) > 1:
+            raise CheckpointError("config.json has " + " and ".join(f"{n} = {hf[n]}" for n in found))
+        value = next(iter(found.values())) if found else read_typed({}, self.names[0], self.kind, self.default)
+        return {self.path: value}
 
     def write(self, config: ModelConfig) -> Values:
-        inverse = {ours: theirs for theirs, ours in _LAYER_TYPES.items()}
-        kinds = config.layer_types or ()
-        window = config.attention.window_size
-        return {
-            "use_sliding_window": window is not None,
-            "sliding_window": window,
-            "max_window_layers": next((i for i, kind in enumerate(kinds) if kind == "sliding"), config.num_layers),
-            "layer_types": [inverse.get(kind, kind) for kind in kinds],
-        }
+        return {self.names[0]: get_path(config, self.path)}
+
+
+@dataclass(frozen=True)
+class Only:
+    """A field whose other values would change the model: absent or `value`, which is written."""
+
+    hf: str
+    value: Any
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.hf,)
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        value = hf.get(self.hf, self.value)
+        if value != self.value or type(value) is not type(self.value):
+            raise CheckpointError(f"config.json has {self.hf} = {shorten_value(value)}; supported: {self.value!r}")
+        return {}
+
+    def write(self, config: ModelConfig) -> Values:
+        return {self.hf: self.value}
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A number that ModelConfig keeps as another one: `to_ours` of it, and `to_theirs` of that.
+
+    Division and square roots do not always invert exactly; a whole number that gives the same value is preferred, and
+    written as an integer if `whole`, because transformers' class allows nothing else.
+    """
+
+    hf: str
+    path: str
+    default: float
+    to_ours: Callable[[float], float]
+    to_theirs: Callable[[float], float]
+    whole: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.hf,)
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        value = read_typed(hf, self.hf, float, self.default)
+        if not value > 0:
+            raise CheckpointError(f"config.json has {self.hf} = {value}; allowed: a positive number")
+        return {self.path: self.to_ours(value)}
+
+    def write(self, config: ModelConfig) -> Values:
+        ours = get_path(config, self.path)
+        if not ours:
+            return {}
+        theirs = self.to_theirs(ours)
+        near = [float(round(theirs)), theirs, math.nextafter(theirs, 0), math.nextafter(theirs, math.inf)]
+        value = next((x for x in near if x > 0 and self.to_ours(x) == ours), theirs)
+        return {self.hf: int(value) if self.whole and value.is_integer() else value}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from .common import decoder_fields, dense_decoder
+from .common import decoder_fields
 from .family import Family
-from .fields import AllLayersWindow
+from .layer_fields import AllLayersWindow
 from .rope import Rope
 
 MISTRAL = Family(
     model_type="mistral",
     architecture="MistralForCausalLM",
     fields=(*decoder_fields(max_positions=131072, kv_heads=8), AllLayersWindow(default=4096), Rope()),
-    weights=dense_decoder,
 )

@@ -2,37 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
-
-from te_models.config import ModelConfig
-
-from .common import RouterLoss, Weights, attention, decoder_fields, experts, stem
+from .common import decoder_fields
 from .family import Family
-from .fields import REQUIRED, AllLayersWindow, Field, Values, read_typed
+from .fields import Field
+from .layer_fields import AllLayersWindow
+from .moe_fields import ExpertSize, RouterLoss
+from .names import Fused, Names, PerExpert
 from .rope import Rope
 
-
-@dataclass(frozen=True)
-class ExpertSize:
-    """`intermediate_size` is the experts' width; there is no dense MLP."""
-
-    names: tuple[str, ...] = ("intermediate_size",)
-
-    def read(self, hf: Mapping[str, Any]) -> Values:
-        return {"moe.moe_ffn_hidden_size": read_typed(hf, "intermediate_size", int, REQUIRED)}
-
-    def write(self, config: ModelConfig) -> Values:
-        return {}
-
-
-def weights(config: ModelConfig) -> Weights:
-    yield from stem(config)
-    for i in range(config.num_layers):
-        yield from attention(config, i)
-        yield from experts(config, i, "block_sparse_moe", gate="w1", up="w3", down="w2")
-
+W1_W3_W2 = PerExpert(*(f"block_sparse_moe.experts.{{e}}.{name}" for name in ("w1", "w3", "w2")))
+"""Mixtral's names for gate, up and down."""
 
 MIXTRAL = Family(
     model_type="mixtral",
@@ -46,5 +25,6 @@ MIXTRAL = Family(
         AllLayersWindow(default=None),
         Rope(theta=1e6),
     ),
-    weights=weights,
+    names=Names(router="block_sparse_moe.gate", experts=W1_W3_W2),
+    other_names=(Names(experts=Fused()),),
 )

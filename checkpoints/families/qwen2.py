@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from .common import decoder_fields, dense_decoder
+from .common import decoder_fields
 from .family import Family
-from .fields import Fixed, PerLayerWindow
+from .fields import Fixed
+from .layer_fields import PerLayerWindow
 from .rope import Rope
 
 QWEN2 = Family(
@@ -16,5 +17,4 @@ QWEN2 = Family(
         PerLayerWindow(),
         Rope(),
     ),
-    weights=dense_decoder,
 )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from .common import decoder_fields, dense_decoder
+from .common import ATTENTION_BIAS, decoder_fields
 from .family import Family
-from .fields import Fixed, PerLayerWindow
-from .llama import AttentionBias
+from .fields import Fixed
+from .layer_fields import PerLayerWindow
 from .rope import Rope
 
 QWEN3 = Family(
@@ -14,9 +14,8 @@ QWEN3 = Family(
     fields=(
         *decoder_fields(max_positions=32768, kv_heads=32, head_dim=128),
         Fixed("attention.qk_layernorm", "head"),
-        AttentionBias(),
+        ATTENTION_BIAS,
         PerLayerWindow(),
         Rope(),
     ),
-    weights=dense_decoder,
 )

@@ -6,6 +6,8 @@ Dv value channels.
 
 from __future__ import annotations
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from te_models.kernels.rope import apply_rope
@@ -35,11 +37,13 @@ class SelfAttention(nn.Module):
         self.norm_after_rope = a.qk_layernorm_after_rope
         rope = config.rope_of(layer)
         self.rope_style = "half" if rope is None else rope.style
+        self.chunk_size = a.chunk_size if config.layer_type(layer) == "chunked" else None
+        self.epsilon = config.norm.layernorm_epsilon
         self.q_size, self.k_size = self.num_heads * self.head_dim, self.num_groups * self.head_dim
         self.v_size = self.num_groups * self.v_head_dim
         rows = self.q_size + self.k_size + self.v_size
         self.linear_qkv = make_input_linear(config, rows, a.add_qkv_bias, build, normed=normed)
-        if self.norm_kind != "none":
+        if self.norm_kind in ("head", "full"):
             full = self.norm_kind == "full"
             norm = config.norm.replace(has_weight=True, bias=False)
             self.q_layernorm = make_norm(norm, self.q_size if full else self.head_dim, build)
@@ -69,25 +73,31 @@ class SelfAttention(nn.Module):
         rotary: Rotary | None = None,
         hidden_keys: Tensor | None = None,
         cache: LayerCache | None = None,
+        query_scale: Tensor | None = None,
     ) -> Tensor:
         """x: [B, S, H] -> [B, S, H]. rotary: tables of the positions; None: no rotation. hidden_keys: [B, 1, 1, L]
-        bool, True where a key is padding. cache: takes this call's keys and values, gives all."""
+        bool, True where a key is padding. cache: takes this call's keys and values, gives all. query_scale: [B or 1, S,
+        1, 1] float32, what the queries are multiplied by."""
         qkv = self.linear_qkv(x)
-        if self.clip_qkv is not None:
-            qkv = qkv.clamp(-self.clip_qkv, self.clip_qkv)
         q, k = self._queries_and_keys(qkv, rotary)
-        v = qkv[..., self.q_size + self.k_size :].unflatten(-1, (self.num_groups, self.v_head_dim))
+        if query_scale is not None:
+            q = q * query_scale.to(q.dtype)
+        v = self._clipped(qkv[..., self.q_size + self.k_size :]).unflatten(-1, (self.num_groups, self.v_head_dim))
         if cache is not None:
             k, v = cache.update(k, v)
             if hidden_keys is not None:
                 hidden_keys = hidden_keys[..., hidden_keys.shape[-1] - k.shape[1] :]
+        if self.chunk_size is not None:
+            hidden_keys = other_chunks(q.shape[1], k.shape[1], self.chunk_size, hidden_keys, q.device)
         return self.linear_proj(self.core_attention(q, k, v, hidden_keys))
 
     def _queries_and_keys(self, qkv: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
-        if self.norm_kind == "none":
+        if self.norm_kind in ("none", "l2"):
             # One rotation of q and k side by side: half the kernels of two.
-            qk = qkv[..., : self.q_size + self.k_size].unflatten(-1, (-1, self.head_dim))
+            qk = self._clipped(qkv[..., : self.q_size + self.k_size]).unflatten(-1, (-1, self.head_dim))
             qk = self._rotated(qk, rotary)
+            if self.norm_kind == "l2" and rotary is not None:
+                qk = F.rms_norm(qk.float(), (self.head_dim,), eps=self.epsilon).to(qk.dtype)
             return qk[:, :, : self.num_heads], qk[:, :, self.num_heads :]
         q, k = qkv[..., : self.q_size], qkv[..., self.q_size : self.q_size + self.k_size]
         if self.norm_after_rope:
@@ -99,8 +109,24 @@ class SelfAttention(nn.Module):
     def _normed(self, t: Tensor, norm: nn.Module) -> Tensor:
         """[B, S, heads * D] -> [B, S, heads, D], each head normalised on its own or all heads together."""
         if self.norm_kind == "full":
-            return norm(t).unflatten(-1, (-1, self.head_dim))
-        return norm(t.unflatten(-1, (-1, self.head_dim)))
+            return self._clipped(norm(t)).unflatten(-1, (-1, self.head_dim))
+        return self._clipped(norm(t.unflatten(-1, (-1, self.head_dim))))
+
+    def _clipped(self, t: Tensor) -> Tensor:
+        return t if self.clip_qkv is None else t.clamp(-self.clip_qkv, self.clip_qkv)
 
     def _rotated(self, t: Tensor, rotary: Rotary | None) -> Tensor:
         return t if rotary is None else apply_rope(t, *rotary, self.rope_style)
+
+
+def other_chunks(queries: int, keys: int, size: int, hidden_keys: Tensor | None, device: torch.device) -> Tensor:
+    """Return what chunked attention hides, broadcastable to [B, 1, S, L] bool: keys outside the query's own chunk, and
+    what `hidden_keys` [B, 1, 1, L] hides already. Chunks of `size` positions count from the first key that is no
+    padding; the queries are the last positions."""
+    position = torch.arange(keys, device=device)
+    if hidden_keys is None:
+        chunk = (position // size)[None, None]
+        return chunk[..., None, :] != chunk[..., keys - queries :, None]
+    begin = hidden_keys.long().cumprod(dim=-1).sum(dim=-1, keepdim=True)
+    chunk = torch.div(position - begin, size, rounding_mode="floor")
+    return hidden_keys | (chunk != chunk[..., keys - queries :].transpose(2, 3))

@@ -1,7 +1,8 @@
 """The key-value cache of generation: one preallocated pair of tensors per layer.
 
 Layout [B, max_length, G, D], the layout attention computes in, so a step writes its own rows and copies nothing else.
-Sliding-window layers keep all positions too, but hand out only those that the window can reach.
+Sliding-window layers keep all positions too, but hand out only those that the window can reach. Latent attention keeps
+its latent and its shared key part instead of keys and values, with G = 1.
 """
 
 from __future__ import annotations
@@ -53,15 +54,16 @@ class KVCache:
             raise ValueError(f"a cache of {batch_size} sequences of {max_length} tokens; allowed: at least 1 of each")
         a = config.attention
         channels = a.kv_channels or config.hidden_size // a.num_attention_heads
-        groups = a.num_query_groups or a.num_attention_heads
+        sizes, groups = (channels, a.v_head_dim or channels), a.num_query_groups or a.num_attention_heads
+        if a.mla is not None:
+            sizes, groups = (a.mla.kv_lora_rank, a.mla.qk_pos_emb_head_dim), 1
         self.batch_size = batch_size
         self.max_length = max_length
         self.length = 0
         self.layers: list[LayerCache] = []
         for kind in config.layer_types or ():
             key, value = (
-                torch.zeros(batch_size, max_length, groups, size, dtype=dtype, device=device)
-                for size in (channels, a.v_head_dim or channels)
+                torch.zeros(batch_size, max_length, groups, size, dtype=dtype, device=device) for size in sizes
             )
             self.layers.append(LayerCache(key, value, a.window_size if kind == "sliding" else None))
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from te_models.layers import recompute_contexts
 
-from ..config import ModelConfig, RopeConfig
+from ..config import ModelConfig, RopeConfig, TemperatureConfig
 from .build import Build, make_norm
 from .cache import KVCache
 from .layer import TransformerLayer
@@ -39,9 +39,13 @@ class Decoder(nn.Module):
             if rope is not None and rope not in ropes:
                 ropes.append(rope)
             self.rotary_of_layer.append(None if rope is None else ropes.index(rope))
-        head_dim = config.attention.kv_channels or config.hidden_size // config.attention.num_attention_heads
+        self.temperature = config.attention.temperature_tuning
+        self.tuned_layers = [
+            self.temperature is not None and (self.temperature.layers == "all" or config.layer_type(i) == "nope")
+            for i in range(config.num_layers)
+        ]
         self.rotary_embeddings = nn.ModuleList(
-            RotaryEmbedding(rope, head_dim, config.max_position_embeddings, build.device) for rope in ropes
+            RotaryEmbedding(rope, config.rope_channels, config.max_position_embeddings, build.device) for rope in ropes
         )
 
     def forward(
@@ -52,6 +56,7 @@ class Decoder(nn.Module):
         Returns ([B, S, H] after the final norm, what each MoE layer's router decided).
         """
         tables = [rotary(position_ids) for rotary in self.rotary_embeddings]
+        query_scale = None if self.temperature is None else temperature_of(position_ids, self.temperature)
         hidden_keys = token_mask = None
         if attention_mask is not None:
             hidden_keys = ~attention_mask[:, None, None, :]
@@ -63,7 +68,13 @@ class Decoder(nn.Module):
         for i, layer in enumerate(self.layers):
             table = self.rotary_of_layer[i]
             rotary: Rotary | None = None if table is None else tables[table]
-            arguments = (rotary, hidden_keys, token_mask, None if cache is None else cache.layers[i])
+            arguments = (
+                rotary,
+                hidden_keys,
+                token_mask,
+                None if cache is None else cache.layers[i],
+                query_scale if self.tuned_layers[i] else None,
+            )
             if recompute:
                 x, decided = checkpoint(layer, x, *arguments, use_reentrant=False, **contexts)
             else:
@@ -71,3 +82,9 @@ class Decoder(nn.Module):
             if decided is not None:
                 routed.append(decided)
         return self.final_layernorm(x), routed
+
+
+def temperature_of(position_ids: Tensor, temperature: TemperatureConfig) -> Tensor:
+    """position_ids: [B or 1, S] -> what queries are multiplied by, float32 [B or 1, S, 1, 1]."""
+    steps = torch.floor((position_ids + temperature.position_offset).float() / temperature.floor_scale)
+    return (torch.log1p(steps) * temperature.attn_scale + 1.0)[..., None, None]

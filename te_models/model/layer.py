@@ -12,6 +12,7 @@ from ..config import ModelConfig
 from .attention import SelfAttention
 from .build import Build, make_norm
 from .cache import LayerCache
+from .latent_attention import LatentAttention
 from .mlp import MLP
 from .moe import MoELayer, RouterOutput
 from .rotary import Rotary
@@ -43,7 +44,8 @@ class TransformerLayer(nn.Module):
         normed = config.block != "post" and not shared
         after = config.block in ("post", "sandwich")
         self.input_layernorm = make_norm(config.norm, config.hidden_size, build) if shared else None
-        self.self_attention = SelfAttention(config, layer, build, normed=normed)
+        attention = SelfAttention if config.attention.mla is None else LatentAttention
+        self.self_attention = attention(config, layer, build, normed=normed)
         self.post_self_attn_layernorm = make_norm(config.norm, config.hidden_size, build) if after else None
         separate = normed and self.is_moe
         self.pre_mlp_layernorm = make_norm(config.norm, config.hidden_size, build) if separate else None
@@ -60,15 +62,16 @@ class TransformerLayer(nn.Module):
         hidden_keys: Tensor | None = None,
         token_mask: Tensor | None = None,
         cache: LayerCache | None = None,
+        query_scale: Tensor | None = None,
     ) -> tuple[Tensor, RouterOutput | None]:
         """x: [B, S, H] -> ([B, S, H], what the router decided; None in a dense layer). Arguments as for
         `SelfAttention` and `MoELayer`."""
         if self.block in ("parallel", "parallel_shared_norm"):
             normed = x if self.input_layernorm is None else self.input_layernorm(x)
-            attended = self.self_attention(normed, rotary, hidden_keys, cache)
+            attended = self.self_attention(normed, rotary, hidden_keys, cache, query_scale)
             y, routed = self._mlp(normed, token_mask)
             return self._add(x, attended + y), routed
-        attended = self.self_attention(x, rotary, hidden_keys, cache)
+        attended = self.self_attention(x, rotary, hidden_keys, cache, query_scale)
         if self.post_self_attn_layernorm is not None:
             attended = self.post_self_attn_layernorm(attended)
         x = self._add(x, attended)

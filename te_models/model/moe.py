@@ -138,7 +138,11 @@ class MoELayer(nn.Module):
             group_score=r.group_score,
         )
         order = sort_by_expert(indices, moe.num_moe_experts)
-        y = unpermute(self.experts(permute(tokens, order), order.tokens_per_expert), order, weights).view(x.shape)
+        rows = permute(tokens, order)
+        if r.apply_on_input:
+            rows = rows * weights.flatten()[order.slot_of_row][:, None].to(rows.dtype)
+            weights = torch.ones_like(weights)
+        y = unpermute(self.experts(rows, order.tokens_per_expert), order, weights).view(x.shape)
         if self.shared_experts is not None:
             y = y + self.shared_experts(x)
         mask = None if token_mask is None else token_mask.flatten()

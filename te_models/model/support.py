@@ -9,18 +9,13 @@ def unsupported(config: ModelConfig) -> list[tuple[str, object]]:
     """Return the fields (name, value) of `config` that ask for something the model does not implement."""
     a, m = config.attention, config.mlp
     asked = {
-        "attention.mla": (a.mla is not None, a.mla),
-        "attention.qk_layernorm": (a.qk_layernorm == "l2", a.qk_layernorm),
         "attention.output_gate": (a.output_gate, a.output_gate),
-        "attention.temperature_tuning": (a.temperature_tuning is not None, a.temperature_tuning),
-        "layer_types": ("chunked" in (config.layer_types or ()), config.layer_types),
+        "layer_types": (a.mla is not None and "chunked" in (config.layer_types or ()), config.layer_types),
         # Only the clamped activation reads these two; elsewhere they would be ignored silently.
         "mlp.alpha": (m.clamp is None and m.alpha != 1.0, m.alpha),
         "mlp.up_offset": (m.clamp is None and m.up_offset != 0.0, m.up_offset),
         "mlp.clamp": (m.clamp is not None and not m.gated, m.clamp),
     }
-    if config.moe is not None:
-        asked["moe.router.apply_on_input"] = (config.moe.router.apply_on_input, True)
     return [(name, value) for name, (is_asked, value) in asked.items() if is_asked]
 
 

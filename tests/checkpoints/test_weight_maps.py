@@ -15,7 +15,7 @@ from te_models.checkpoints.boxes import Box, Range, count, flat_interval, full, 
 from te_models.checkpoints.buffers import Ring
 from te_models.checkpoints.links import Link, Namespace, Stored, compose, identity_namespace, split_stacks
 from te_models.checkpoints.move import fill_tensor, split_piece, stream
-from te_models.checkpoints.ops import At, Concat, Deinterleaved, Layout, Stack, Transpose
+from te_models.checkpoints.ops import At, Concat, Deinterleaved, Layout, Rows, Stack, Transpose, Unsqueezed
 from te_models.checkpoints.plan import Output, make_plan
 from te_models.checkpoints.store import MemoryStore
 
@@ -44,6 +44,11 @@ EXPRESSIONS: dict[str, tuple[tuple[int, ...], Layout]] = {
     "interleaved bias": ((E, 2 * I), Deinterleaved("b", 2, 1)),
     "interleaved, transposed, fused": ((E, 2 * I, H), Transpose(Deinterleaved("w", 2, 2))),
     "interleaved rows": ((2 * I, H), Deinterleaved("w", 2, 0)),
+    "rows in turn": (
+        (2 * I, H),
+        Concat(*((Rows("w", begin, 2 * I), 2) for begin in (0, 4, 2, 6))),
+    ),
+    "one more dimension": ((E,), Unsqueezed("w")),
 }
 
 
@@ -72,6 +77,10 @@ def by_hand(name: str, w: torch.Tensor) -> dict[str, torch.Tensor]:
             return {"w": torch.stack([w[:, :I], w[:, I:]], dim=2).flatten(1, 2).transpose(1, 2)}
         case "interleaved rows":
             return {"w": torch.stack([w[:I], w[I:]], dim=1).flatten(0, 1)}
+        case "rows in turn":
+            return {"w": torch.cat([w[:2], w[4:6], w[2:4], w[6:]])}
+        case "one more dimension":
+            return {"w": w[None]}
     raise AssertionError(name)
 
 

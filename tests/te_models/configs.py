@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 from te_models import (
     AttentionConfig,
     EmbeddingConfig,
+    MLAConfig,
     MLPConfig,
     ModelConfig,
     MoEConfig,
     NormConfig,
     RopeConfig,
     RouterConfig,
+    TemperatureConfig,
 )
 
 VOCAB = 61
@@ -47,6 +49,8 @@ def one_layer(config: ModelConfig, **changes: Any) -> ModelConfig:
     moe = None if config.moe is None else config.moe.replace(layers=None)
     return config.replace(num_layers=1, layer_types=None, moe=moe, **changes)
 
+
+LATENT: dict[str, int] = {"kv_lora_rank": 10, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 6}
 
 VARIANTS: dict[str, ModelConfig] = {
     "dense": tiny(),
@@ -97,6 +101,24 @@ VARIANTS: dict[str, ModelConfig] = {
     "moe_shared": tiny_moe(shared_expert_intermediate_size=40, shared_expert_gate=True, layers=(1,)),
     "moe_biases": tiny_moe(RouterConfig(linear_bias=True, score_after_topk=True), bias=True),
     "moe_sandwich": tiny_moe().replace(block="sandwich"),
+    "latent": tiny(attention=AttentionConfig(num_attention_heads=4, mla=MLAConfig(q_lora_rank=12, **LATENT))),
+    "latent_plain_q_interleaved": tiny(
+        attention=AttentionConfig(num_attention_heads=4, mla=MLAConfig(**LATENT), add_output_bias=True),
+        rope=RopeConfig(style="interleaved"),
+    ),
+    "chunked_l2_temperature": tiny(
+        attention=AttentionConfig(
+            num_attention_heads=4,
+            num_query_groups=2,
+            qk_layernorm="l2",
+            chunk_size=3,
+            temperature_tuning=TemperatureConfig(floor_scale=2, attn_scale=0.5, position_offset=1, layers="nope"),
+        ),
+        layer_types=("chunked", "nope"),
+    ),
+    "moe_on_input": tiny_moe(
+        RouterConfig(score="sigmoid", score_after_topk=True, normalize=False, apply_on_input=True)
+    ),
     "moe_parallel": tiny_moe().replace(block="parallel"),
 }
 
@@ -120,7 +142,7 @@ def model_configs(draw: st.DrawFn) -> ModelConfig:
         softmax_scale=draw(st.none() | number),
         softcap=draw(st.none() | number),
         window_size=draw(st.none() | st.integers(1, 9)),
-        temperature_tuning=draw(st.none() | st.tuples(number, number)),
+        temperature_tuning=draw(st.none() | st.builds(TemperatureConfig, floor_scale=number, attn_scale=number)),
         attention_dropout=draw(st.floats(0, 0.9)),
     )
     rope = draw(

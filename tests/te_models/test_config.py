@@ -19,6 +19,7 @@ from te_models import (
     NormConfig,
     RopeConfig,
     RouterConfig,
+    TemperatureConfig,
 )
 from tests.te_models.configs import VARIANTS, model_configs, tiny, tiny_moe
 
@@ -89,6 +90,10 @@ def test_lists_become_tuples_and_integers_become_floats() -> None:
         (lambda: AttentionConfig(num_attention_heads=4, num_query_groups=3), "attention.num_query_groups is 3"),
         (lambda: AttentionConfig(num_attention_heads=4, softcap=0), "attention.softcap is 0.0"),
         (lambda: AttentionConfig(num_attention_heads=4, temperature_tuning=(1.0,)), "temperature_tuning"),
+        (lambda: TemperatureConfig(floor_scale=0, attn_scale=1), "temperature.floor_scale is 0.0"),
+        (lambda: AttentionConfig(num_attention_heads=4, mla=MLAConfig(), sinks=True), "attention.mla is MLAConfig"),
+        (lambda: AttentionConfig(num_attention_heads=4, mla=MLAConfig(), add_qkv_bias=True), "add_qkv_bias is True"),
+        (lambda: MLAConfig(q_lora_rank=0), "mla.q_lora_rank is 0"),
         (lambda: AttentionConfig(num_attention_heads=4, attention_dropout=1.0), "attention_dropout is 1.0"),
         (lambda: MLAConfig(kv_lora_rank=0), "mla.kv_lora_rank is 0"),
         (lambda: NormConfig(layernorm_epsilon=0), "norm.layernorm_epsilon is 0.0"),

@@ -10,13 +10,10 @@ import pytest
 import torch
 
 import te_models
-from te_models import AttentionConfig, ConfigError, GPTModel, MLAConfig, MLPConfig, RouterConfig, TransformerLayer
+from te_models import AttentionConfig, ConfigError, GPTModel, MLAConfig, MLPConfig, TransformerLayer
 from te_models.checkpoints import expected_tensors
 from te_models.layers import Float8CurrentScaling, MXFP8BlockScaling, QuantizedTensor, autocast, quantized_model_init
 from tests.te_models.configs import VARIANTS, tiny, tiny_moe, token_ids
-
-# Variants whose parameters the checkpoint format has no names for yet.
-UNNAMED = ("sinks_clip", "parallel_shared_norm")
 
 
 def build(config, seed: int = 0, **options) -> GPTModel:
@@ -58,7 +55,7 @@ def test_a_position_sees_only_its_past(name: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["grouped", "per-gemm"])
-@pytest.mark.parametrize("name", [n for n in VARIANTS if n not in UNNAMED])
+@pytest.mark.parametrize("name", VARIANTS)
 def test_names_and_shapes_are_those_of_the_files(name: str, layout: str) -> None:
     model = GPTModel(VARIANTS[name], device="meta", expert_layout=layout)
     got = {key: tuple(tensor.shape) for key, tensor in model.stored_tensors()}
@@ -234,21 +231,17 @@ def test_fp8_recipes_run_the_whole_model(name: str, recipe) -> None:
 @pytest.mark.parametrize(
     ("config", "field"),
     [
-        (tiny(attention=AttentionConfig(num_attention_heads=4, mla=MLAConfig())), "attention.mla"),
-        (tiny(attention=AttentionConfig(num_attention_heads=4, qk_layernorm="l2")), "attention.qk_layernorm is 'l2'"),
         (tiny(attention=AttentionConfig(num_attention_heads=4, output_gate=True)), "attention.output_gate is True"),
         (
-            tiny(attention=AttentionConfig(num_attention_heads=4, temperature_tuning=(1.0, 2.0))),
-            "attention.temperature_tuning",
-        ),
-        (
-            tiny(attention=AttentionConfig(num_attention_heads=4, chunk_size=4), layer_types=("full", "chunked")),
+            tiny(
+                attention=AttentionConfig(num_attention_heads=4, chunk_size=4, mla=MLAConfig()),
+                layer_types=("full", "chunked"),
+            ),
             "layer_types",
         ),
         (tiny(mlp=MLPConfig(ffn_hidden_size=4, alpha=1.7)), "mlp.alpha is 1.7"),
         (tiny(mlp=MLPConfig(ffn_hidden_size=4, up_offset=1.0)), "mlp.up_offset is 1.0"),
         (tiny(mlp=MLPConfig(ffn_hidden_size=4, gated=False, clamp=1.0)), "mlp.clamp is 1.0"),
-        (tiny_moe(RouterConfig(apply_on_input=True)), "moe.router.apply_on_input is True"),
     ],
 )
 def test_what_is_not_implemented_is_refused(config, field: str) -> None:

@@ -1,0 +1,27 @@
+"""cohere2: attention and MLP side by side behind one LayerNorm; three of four layers have a window and rotate in pairs,
+the others see everything and have no position encoding (arXiv 2504.00698)."""
+
+from __future__ import annotations
+
+from .common import ATTENTION_BIAS, decoder_fields, layer_norm
+from .family import Family
+from .fields import Field, Fixed
+from .layer_fields import LayerPattern
+from .names import Names
+from .rope import Rope
+
+COHERE2 = Family(
+    model_type="cohere2",
+    architecture="Cohere2ForCausalLM",
+    fields=(
+        *decoder_fields(max_positions=8192, norm_eps=1e-5, norm_name="layer_norm_eps", tied=True),
+        *layer_norm(bias=False),
+        Fixed("block", "parallel_shared_norm"),
+        ATTENTION_BIAS,
+        Field("logit_scale", "embedding.logits_multiplier", float, 0.0625),
+        LayerPattern(window=4096, period=4, unrotated=True),
+        Fixed("rope.style", "interleaved"),
+        Rope(),
+    ),
+    names=Names(norms=("input_layernorm", None, None, None)),
+)

@@ -1,0 +1,65 @@
+"""deepseek_v2: latent attention, softmax router with groups ranked by their best expert (arXiv 2405.04434)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from te_models.config import ModelConfig
+
+from .common import ATTENTION_BIAS, HeadDim, KeyValueHeads, decoder_fields
+from .family import Family
+from .fields import Field, Fixed, OneOf, Only, Values, get_path, read_typed
+from .latent import latent_fields
+from .layer_fields import FirstDense, check_names
+from .moe_fields import Groups, SharedExperts
+from .names import COMMON, Fused
+from .rope import Rope
+
+
+@dataclass(frozen=True)
+class TopKMethod:
+    """`topk_method`: "greedy", or "group_limited_greedy" with `n_group` and `topk_group`."""
+
+    names: tuple[str, ...] = ("topk_method", "n_group", "topk_group")
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        methods = ("greedy", "group_limited_greedy")
+        (method,) = check_names([read_typed(hf, "topk_method", str, "greedy")], "topk_method", methods)
+        return {} if method == "greedy" else Groups(None, None).read(hf)
+
+    def write(self, config: ModelConfig) -> Values:
+        if get_path(config, "moe.router.num_groups") is None:
+            return {"topk_method": "greedy", "n_group": None, "topk_group": None}
+        return {"topk_method": "group_limited_greedy", **Groups().write(config)}
+
+
+def latent_decoder(**defaults: Any) -> tuple:
+    """Return the fields of a decoder with latent attention: every head has keys of its own."""
+    return tuple(e for e in decoder_fields(**defaults) if not isinstance(e, (HeadDim, KeyValueHeads)))
+
+
+DEEPSEEK_V2 = Family(
+    model_type="deepseek_v2",
+    architecture="DeepseekV2ForCausalLM",
+    fields=(
+        *latent_decoder(max_positions=2048),
+        *latent_fields(query_rank=1536, rope=Rope()),
+        ATTENTION_BIAS,
+        Field("mlp_bias", "mlp.bias", bool, False),
+        Fixed("rope.style", "interleaved"),
+        OneOf(("n_routed_experts", "num_experts", "num_local_experts"), "moe.num_moe_experts", int, 64),
+        Field("num_experts_per_tok", "moe.moe_router_topk", int),
+        Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 1407),
+        SharedExperts("n_shared_experts", 2, default_size=1407),
+        FirstDense(0),
+        Only("scoring_func", "softmax"),
+        Fixed("moe.router.normalize", False),
+        Fixed("moe.router.dtype", "float32"),
+        Fixed("moe.router.group_score", "max"),
+        Field("routed_scaling_factor", "moe.router.scaling_factor", float, 1.0),
+        TopKMethod(),
+    ),
+    other_names=(replace(COMMON, experts=Fused()),),
+)

@@ -1,0 +1,58 @@
+"""deepseek_v3: latent attention, sigmoid router with a bias for the choice (arXiv 2412.19437). kimi_k2 is the same
+architecture under another name; Moonlight is published as deepseek_v3."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from te_models.config import ModelConfig
+
+from .common import ATTENTION_BIAS
+from .deepseek_v2 import latent_decoder
+from .family import Family
+from .fields import Field, OneOf, Only, Values, read_typed
+from .glm4_moe import SIGMOID_NAMES
+from .latent import latent_fields
+from .layer_fields import FirstDense
+from .moe_fields import Groups, SharedExperts, sigmoid_router
+from .names import Fused
+from .rope import Rope
+
+
+@dataclass(frozen=True)
+class RopeInterleave:
+    """`rope_interleave`: neighbouring channels are rotated, or those half a head apart."""
+
+    names: tuple[str, ...] = ("rope_interleave",)
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        return {"rope.style": "interleaved" if read_typed(hf, "rope_interleave", bool, True) else "half"}
+
+    def write(self, config: ModelConfig) -> Values:
+        return {"rope_interleave": config.rope.style == "interleaved"}
+
+
+DEEPSEEK_V3 = Family(
+    model_type="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    fields=(
+        *latent_decoder(max_positions=4096),
+        *latent_fields(query_rank=1536, rope=Rope()),
+        ATTENTION_BIAS,
+        RopeInterleave(),
+        OneOf(("n_routed_experts", "num_local_experts", "num_experts"), "moe.num_moe_experts", int, 256),
+        Field("num_experts_per_tok", "moe.moe_router_topk", int, 8),
+        Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 2048),
+        SharedExperts("n_shared_experts", 1, default_size=2048),
+        FirstDense(3),
+        Only("scoring_func", "sigmoid"),
+        Only("topk_method", "noaux_tc"),
+        *sigmoid_router(default_scale=2.5),
+        Groups(8, 4),
+    ),
+    names=SIGMOID_NAMES,
+    other_names=(replace(SIGMOID_NAMES, experts=Fused()),),
+)
+KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2")

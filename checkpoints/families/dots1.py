@@ -1,0 +1,35 @@
+"""dots1: qwen3's attention, DeepSeek-V3's router, shared experts (arXiv 2506.05767)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .common import ATTENTION_BIAS, decoder_fields
+from .family import Family
+from .fields import Field, Fixed, OneOf
+from .glm4_moe import SIGMOID_NAMES
+from .layer_fields import FirstDense, WindowedFrom
+from .moe_fields import Groups, SharedExperts, sigmoid_router
+from .names import Fused
+from .rope import Rope
+
+DOTS1 = Family(
+    model_type="dots1",
+    architecture="Dots1ForCausalLM",
+    fields=(
+        *decoder_fields(max_positions=2048, kv_heads=32),
+        ATTENTION_BIAS,
+        Fixed("attention.qk_layernorm", "head"),
+        OneOf(("n_routed_experts", "num_local_experts", "num_experts"), "moe.num_moe_experts", int),
+        Field("num_experts_per_tok", "moe.moe_router_topk", int),
+        Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 1408),
+        SharedExperts("n_shared_experts", None, default_size=1408),
+        FirstDense(0),
+        *sigmoid_router(normalize=False),
+        Groups(),
+        WindowedFrom(window=4096, first=62),
+        Rope(),
+    ),
+    names=SIGMOID_NAMES,
+    other_names=(replace(SIGMOID_NAMES, experts=Fused()),),
+)

@@ -1,0 +1,84 @@
+"""ernie4_5_moe: rotation in pairs, a softmax router whose bias is added behind the softmax, shared experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from te_models.config import ModelConfig
+
+from ..errors import CheckpointError
+from .common import decoder_fields
+from .family import Family
+from .fields import REQUIRED, Field, Fixed, OneOf, Only, Values, get_path, read_typed
+from .moe_fields import RouterLoss, SharedExperts
+from .names import Fused, Names
+from .rope import Rope
+
+
+@dataclass(frozen=True)
+class LayerRange:
+    """Every `moe_layer_interval`-th layer from `moe_layer_start_index` to `moe_layer_end_index` has experts."""
+
+    names: tuple[str, ...] = ("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval")
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        start, end, interval = (read_typed(hf, name, int, default) for name, default in zip(self.names, (1, -1, 1)))
+        layers = read_typed(hf, "num_hidden_layers", int, REQUIRED)
+        if interval < 1:
+            raise CheckpointError(f"config.json has moe_layer_interval = {interval}")
+        last = layers - 1 if end == -1 else min(end, layers - 1)
+        return {"moe.layers": [i for i in range(max(start, 0), last + 1) if (i + 1) % interval == 0]}
+
+    def write(self, config: ModelConfig) -> Values:
+        layers = [i for i in range(config.num_layers) if config.is_moe_layer(i)] or [config.num_layers]
+        interval = layers[1] - layers[0] if len(layers) > 1 else 1
+        return {
+            "moe_layer_start_index": layers[0],
+            "moe_layer_end_index": layers[-1],
+            "moe_layer_interval": interval,
+        }
+
+
+@dataclass(frozen=True)
+class SmallestSum:
+    """`moe_norm_min`: the sum of the k probabilities is at least this, which is the same as adding it where it is so
+    small that it vanishes beside any sum of softmax probabilities in float32."""
+
+    names: tuple[str, ...] = ("moe_norm_min",)
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        value = read_typed(hf, "moe_norm_min", float, 1e-12)
+        if not 0 <= value <= 1e-9:
+            raise CheckpointError(f"config.json has moe_norm_min = {value}; supported: 0 to 1e-9")
+        return {"moe.router.normalize_eps": value}
+
+    def write(self, config: ModelConfig) -> Values:
+        return {"moe_norm_min": get_path(config, "moe.router.normalize_eps")}
+
+
+_FORM = Names(selection_bias="mlp.moe_statics.e_score_correction_bias", selection_bias_unsqueezed=True)
+
+ERNIE4_5_MOE = Family(
+    model_type="ernie4_5_moe",
+    architecture="Ernie4_5_MoeForCausalLM",
+    fields=(
+        *decoder_fields(max_positions=131072, norm_eps=1e-5, kv_heads=4, tied=True),
+        Only("use_bias", False),
+        OneOf(("moe_num_experts", "num_experts", "num_local_experts"), "moe.num_moe_experts", int, 64),
+        OneOf(("moe_k", "num_experts_per_tok"), "moe.moe_router_topk", int, 6),
+        Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 1536),
+        SharedExperts("moe_num_shared_experts", 2, default_size=1536),
+        LayerRange(),
+        Fixed("moe.router.expert_bias", True),
+        Fixed("moe.router.dtype", "float32"),
+        SmallestSum(),
+        RouterLoss(),
+        Fixed("rope.style", "interleaved"),
+        Rope(theta=5e5),
+    ),
+    names=_FORM,
+    other_names=(replace(_FORM, experts=Fused(), selection_bias="mlp.gate.moe_statics.e_score_correction_bias"),),
+    keeps_dtype=("*.router.expert_bias", "*.router.weight"),
+)

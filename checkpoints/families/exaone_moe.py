@@ -1,0 +1,35 @@
+"""exaone_moe: windowed layers rotate and full ones do not, DeepSeek-V3's router, shared experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .common import decoder_fields
+from .family import Family
+from .fields import Field, Fixed, OneOf
+from .layer_fields import LayerKinds, LayerPattern
+from .moe_fields import Groups, SharedExperts, sigmoid_router
+from .names import Fused, Names
+from .rope import Rope
+
+_FORM = Names(selection_bias="mlp.e_score_correction_bias")
+
+EXAONE_MOE = Family(
+    model_type="exaone_moe",
+    architecture="ExaoneMoeForCausalLM",
+    fields=(
+        *decoder_fields(max_positions=2048, norm_eps=1e-5, kv_heads=32),
+        Fixed("attention.qk_layernorm", "head"),
+        OneOf(("num_experts", "num_local_experts"), "moe.num_moe_experts", int, 64),
+        Field("num_experts_per_tok", "moe.moe_router_topk", int, 8),
+        Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 1024),
+        SharedExperts("num_shared_experts", 1, default_size=1024),
+        LayerKinds(),
+        *sigmoid_router(default_scale=2.5),
+        Groups(),
+        LayerPattern(window=4096, period=4, unrotated=True),
+        Rope(),
+    ),
+    names=_FORM,
+    other_names=(replace(_FORM, experts=Fused(), selection_bias="mlp.gate.e_score_correction_bias"),),
+)

@@ -1,0 +1,28 @@
+"""flex_olmo: olmo2's block with experts in every layer (arXiv 2507.07024)."""
+
+from __future__ import annotations
+
+from .common import decoder_fields
+from .family import Family
+from .fields import Field, OneOf
+from .moe_fields import ExpertSize, RouterLoss
+from .names import POST, Fused, Names
+from .olmo2 import OLMO2_COMMON
+from .rope import Rope
+
+FLEX_OLMO = Family(
+    model_type="flex_olmo",
+    architecture="FlexOlmoForCausalLM",
+    fields=(
+        *decoder_fields(max_positions=4096),
+        *OLMO2_COMMON,
+        ExpertSize(),
+        OneOf(("num_experts", "num_local_experts"), "moe.num_moe_experts", int, 7),
+        Field("num_experts_per_tok", "moe.moe_router_topk", int, 5),
+        Field("norm_topk_prob", "moe.router.normalize", bool, False),
+        RouterLoss(0.01),
+        Rope(theta=5e5),
+    ),
+    names=Names(norms=POST),
+    other_names=(Names(norms=POST, experts=Fused()),),
+)

@@ -1,0 +1,40 @@
+"""gemma2: gemma with norms around each sublayer, soft-capping, a window in every other layer (arXiv 2408.00118)."""
+
+from __future__ import annotations
+
+from .common import decoder_fields
+from .family import Family
+from .fields import Converted, Fixed, Nullable
+from .gemma import GEMMA_COMMON
+from .layer_fields import LayerPattern
+from .names import SANDWICH, Names
+from .rope import Rope
+
+GEMMA2_COMMON = (
+    *GEMMA_COMMON,
+    Fixed("block", "sandwich"),
+    Converted(
+        "query_pre_attn_scalar", "attention.softmax_scale", 256.0, lambda x: x**-0.5, lambda x: x**-2, whole=True
+    ),
+)
+
+GEMMA2 = Family(
+    model_type="gemma2",
+    architecture="Gemma2ForCausalLM",
+    fields=(
+        *decoder_fields(
+            max_positions=8192,
+            kv_heads=4,
+            head_dim=256,
+            tied=True,
+            activation="gelu_pytorch_tanh",
+            activation_name="hidden_activation",
+        ),
+        *GEMMA2_COMMON,
+        LayerPattern(window=4096, period=2),
+        Nullable("attn_logit_softcapping", "attention.softcap", 50.0),
+        Nullable("final_logit_softcapping", "embedding.logits_softcap", 30.0),
+        Rope(),
+    ),
+    names=Names(norms=SANDWICH),
+)

@@ -1,0 +1,34 @@
+"""gemma3_text: gemma2 with norms of q and k instead of soft-capping, two rotary bases, 5 of 6 layers windowed
+(arXiv 2503.19786)."""
+
+from __future__ import annotations
+
+from .common import decoder_fields
+from .family import Family
+from .fields import Fixed, Nullable
+from .gemma2 import GEMMA2_COMMON
+from .layer_fields import LayerPattern
+from .names import SANDWICH, Names
+from .rope import RopePerLayerType
+
+GEMMA3_TEXT = Family(
+    model_type="gemma3_text",
+    architecture="Gemma3ForCausalLM",
+    fields=(
+        *decoder_fields(
+            max_positions=131072,
+            kv_heads=4,
+            head_dim=256,
+            tied=True,
+            activation="gelu_pytorch_tanh",
+            activation_name="hidden_activation",
+        ),
+        *GEMMA2_COMMON,
+        Fixed("attention.qk_layernorm", "head"),
+        LayerPattern(window=4096, period=6),
+        Nullable("attn_logit_softcapping", "attention.softcap", None),
+        Nullable("final_logit_softcapping", "embedding.logits_softcap", None),
+        RopePerLayerType(theta=1e6, sliding_theta=1e4, local="rope_local_base_freq"),
+    ),
+    names=Names(norms=SANDWICH),
+)

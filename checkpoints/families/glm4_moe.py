@@ -1,0 +1,53 @@
+"""glm4_moe: grouped-query attention with partial rotation, DeepSeek-V3's router, shared experts (arXiv 2508.06471)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from te_models.config import ModelConfig
+
+from .common import decoder_fields
+from .family import Family
+from .fields import Field, OneOf, Values, read_typed
+from .layer_fields import FirstDense
+from .moe_fields import Groups, SharedExperts, sigmoid_router
+from .names import Fused, Names
+from .rope import Rope
+
+
+@dataclass(frozen=True)
+class UseQKNorm:
+    """`use_qk_norm`: a norm of each head of q and k."""
+
+    names: tuple[str, ...] = ("use_qk_norm",)
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        return {"attention.qk_layernorm": "head" if read_typed(hf, "use_qk_norm", bool, False) else "none"}
+
+    def write(self, config: ModelConfig) -> Values:
+        return {"use_qk_norm": config.attention.qk_layernorm == "head"}
+
+
+SIGMOID_NAMES = Names(selection_bias="mlp.gate.e_score_correction_bias")
+
+GLM4_MOE = Family(
+    model_type="glm4_moe",
+    architecture="Glm4MoeForCausalLM",
+    fields=(
+        *decoder_fields(max_positions=131072, norm_eps=1e-5, kv_heads=8),
+        Field("attention_bias", "attention.add_qkv_bias", bool, False),
+        UseQKNorm(),
+        OneOf(("n_routed_experts", "num_local_experts", "num_experts"), "moe.num_moe_experts", int, 128),
+        Field("num_experts_per_tok", "moe.moe_router_topk", int, 8),
+        Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 1408),
+        SharedExperts("n_shared_experts", 1, default_size=1408),
+        FirstDense(1),
+        *sigmoid_router(),
+        Groups(),
+        Rope(partial=0.5),
+    ),
+    names=SIGMOID_NAMES,
+    other_names=(replace(SIGMOID_NAMES, experts=Fused()),),
+)

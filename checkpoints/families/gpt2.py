@@ -1,0 +1,71 @@
+"""gpt2: learned positions, LayerNorm, biases everywhere, linear weights stored [in, out] (Radford et al., 2019)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from te_models.config import ModelConfig
+
+from .common import ACTIVATIONS, layer_norm
+from .family import Family
+from .fields import REQUIRED, Choice, Field, Fixed, OneOf, Values, read_typed
+from .names import Names
+
+
+@dataclass(frozen=True)
+class InnerSize:
+    """`n_inner`: null means four times the hidden size."""
+
+    names: tuple[str, ...] = ("n_inner",)
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        hidden = read_typed(hf, "n_embd" if "n_embd" in hf else "hidden_size", int, REQUIRED)
+        return {"mlp.ffn_hidden_size": read_typed(hf, "n_inner", int, None) or 4 * hidden}
+
+    def write(self, config: ModelConfig) -> Values:
+        size = config.mlp.ffn_hidden_size
+        return {"n_inner": None if size == 4 * config.hidden_size else size}
+
+
+_FORM = Names(
+    embedding="transformer.wte",
+    positions="transformer.wpe",
+    final_norm="transformer.ln_f",
+    layer="transformer.h.{i}",
+    norms=("ln_1", None, "ln_2", None),
+    qkv=("attn.c_attn",),
+    proj="attn.c_proj",
+    fc1=("mlp.c_fc",),
+    fc2="mlp.c_proj",
+    transposed=True,
+)
+
+GPT2 = Family(
+    model_type="gpt2",
+    architecture="GPT2LMHeadModel",
+    fields=(
+        Field("vocab_size", "vocab_size", int),
+        OneOf(("n_embd", "hidden_size"), "hidden_size", int),
+        OneOf(("n_layer", "num_hidden_layers"), "num_layers", int),
+        OneOf(("n_head", "num_attention_heads"), "attention.num_attention_heads", int),
+        OneOf(("n_positions", "max_position_embeddings"), "max_position_embeddings", int, 1024),
+        InnerSize(),
+        Choice("activation_function", "mlp.activation", ACTIVATIONS, "gelu_new"),
+        Field("layer_norm_epsilon", "norm.layernorm_epsilon", float, 1e-5),
+        Field("tie_word_embeddings", "embedding.share_embeddings_and_output_weights", bool, True),
+        Field("attn_pdrop", "attention.attention_dropout", float, 0.1),
+        Field("resid_pdrop", "hidden_dropout", float, 0.1),
+        Field("initializer_range", "init_method_std", float, 0.02),
+        *layer_norm(bias=True),
+        Fixed("mlp.gated", False),
+        Fixed("mlp.bias", True),
+        Fixed("attention.add_qkv_bias", True),
+        Fixed("attention.add_output_bias", True),
+        Fixed("embedding.position_embedding_type", "learned_absolute"),
+    ),
+    names=_FORM,
+    other_names=(replace(_FORM, embedding="wte", positions="wpe", final_norm="ln_f", layer="h.{i}"),),
+    ignorable=("*.attn.bias", "*.attn.masked_bias"),
+)

@@ -1,0 +1,84 @@
+"""gpt_neox: attention and MLP side by side with a LayerNorm each, a quarter of each head rotated (arXiv 2204.06745)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from te_models.config import ModelConfig
+
+from .common import ATTENTION_BIAS, decoder_fields, layer_norm
+from .family import Family
+from .fields import Field, Fixed, Values, read_typed
+from .names import Names
+from .rope import Rope
+
+
+@dataclass(frozen=True)
+class ParallelResidual:
+    """`use_parallel_residual`: attention and MLP side by side, or one after the other."""
+
+    names: tuple[str, ...] = ("use_parallel_residual",)
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        return {"block": "parallel" if read_typed(hf, "use_parallel_residual", bool, True) else "pre"}
+
+    def write(self, config: ModelConfig) -> Values:
+        return {"use_parallel_residual": config.block == "parallel"}
+
+
+_ROPE = Rope(partial=0.25)
+
+
+@dataclass(frozen=True)
+class NeoXRope:
+    """The rotary embedding, whose base and fraction older files call `rotary_emb_base` and `rotary_pct`."""
+
+    rope: Rope = _ROPE
+    names: tuple[str, ...] = (*Rope.names, "rotary_emb_base", "rotary_pct")
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        older = {"rope_theta": hf.get("rotary_emb_base"), "partial_rotary_factor": hf.get("rotary_pct")}
+        return self.rope.read({k: v for k, v in older.items() if v is not None} | dict(hf))
+
+    def write(self, config: ModelConfig) -> Values:
+        return self.rope.write(config)
+
+
+_FORM = Names(
+    embedding="gpt_neox.embed_in",
+    final_norm="gpt_neox.final_layer_norm",
+    output="embed_out",
+    layer="gpt_neox.layers.{i}",
+    qkv=("attention.query_key_value",),
+    heads_in_turn=True,
+    proj="attention.dense",
+    fc1=("mlp.dense_h_to_4h",),
+    fc2="mlp.dense_4h_to_h",
+)
+_NOT_IN_CLASS = ({"head_dim"}, {"num_key_value_heads"})
+
+GPT_NEOX = Family(
+    model_type="gpt_neox",
+    architecture="GPTNeoXForCausalLM",
+    fields=(
+        *(
+            entry
+            for entry in decoder_fields(
+                max_positions=2048, norm_eps=1e-5, norm_name="layer_norm_eps", activation="gelu"
+            )
+            if set(entry.names) not in _NOT_IN_CLASS
+        ),
+        *layer_norm(bias=True),
+        replace(ATTENTION_BIAS, default=True),
+        Field("hidden_dropout", "hidden_dropout", float, 0.0),
+        Fixed("mlp.gated", False),
+        Fixed("mlp.bias", True),
+        ParallelResidual(),
+        NeoXRope(),
+    ),
+    names=_FORM,
+    other_names=(replace(_FORM, output="lm_head"),),
+    ignorable=("*.attention.bias", "*.attention.masked_bias", "*.rotary_emb.inv_freq"),
+)

@@ -1,0 +1,74 @@
+"""gpt_oss: sinks, a window in every other layer, clamped SwiGLU, biases everywhere (arXiv 2508.10925).
+
+Its experts are stored [E, in, out], gate and up columns in turn. The MXFP4 form of the published files is not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from te_models.config import ModelConfig
+
+from .common import ATTENTION_BIAS, decoder_fields
+from .family import Family
+from .fields import Field, Fixed, Only, Values
+from .layer_fields import LayerPattern
+from .moe_fields import ExpertSize, RouterLoss
+from .names import Fused, Names
+from .rope import Rope
+
+_DEFAULT_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+_ROPE = Rope(theta=150000.0)
+
+
+@dataclass(frozen=True)
+class YarnByDefault:
+    """The rotary embedding, which is extended by yarn where the file says nothing."""
+
+    rope: Rope = _ROPE
+    names: tuple[str, ...] = Rope.names
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        values = hf.get("rope_scaling") or hf.get("rope_parameters") or _DEFAULT_ROPE
+        return self.rope.read({**hf, "rope_scaling": values})
+
+    def write(self, config: ModelConfig) -> Values:
+        return self.rope.write(config)
+
+
+GPT_OSS = Family(
+    model_type="gpt_oss",
+    architecture="GptOssForCausalLM",
+    fields=(
+        *decoder_fields(max_positions=131072, norm_eps=1e-5, kv_heads=8, head_dim=64),
+        ExpertSize(),
+        replace(ATTENTION_BIAS, default=True),
+        Fixed("attention.sinks", True),
+        Fixed("norm.cast_order", "weight_first"),
+        Fixed("mlp.clamp", 7.0),
+        Fixed("mlp.alpha", 1.702),
+        Fixed("mlp.up_offset", 1.0),
+        Only("swiglu_limit", 7.0),
+        Field("num_local_experts", "moe.num_moe_experts", int, 128),
+        Field("num_experts_per_tok", "moe.moe_router_topk", int, 4),
+        Fixed("moe.bias", True),
+        Fixed("moe.router.linear_bias", True),
+        Fixed("moe.router.score_after_topk", True),
+        Fixed("moe.router.normalize", False),
+        RouterLoss(),
+        LayerPattern(window=128, period=2),
+        YarnByDefault(),
+    ),
+    names=Names(router="mlp.router", experts=Fused(transposed=True, interleaved=True)),
+)

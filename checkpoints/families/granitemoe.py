@@ -1,0 +1,67 @@
+"""granitemoe and granitemoeshared: granite with experts in every layer, the second one with a shared expert
+(arXiv 2408.13359)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from te_models.config import ModelConfig
+
+from .family import Family
+from .fields import Field, Fixed, Values, get_path, read_typed
+from .granite import GRANITE_COMMON
+from .moe_fields import ExpertSize, RouterLoss
+from .names import Fused, Names
+
+
+@dataclass(frozen=True)
+class SharedSize:
+    """`shared_intermediate_size`: 0 means no shared expert."""
+
+    names: tuple[str, ...] = ("shared_intermediate_size",)
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        size = read_typed(hf, "shared_intermediate_size", int, 0)
+        return {"moe.shared_expert_intermediate_size": size} if size else {}
+
+    def write(self, config: ModelConfig) -> Values:
+        return {"shared_intermediate_size": get_path(config, "moe.shared_expert_intermediate_size") or 0}
+
+
+_FORM = Names(
+    router="block_sparse_moe.router.layer",
+    experts=Fused("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
+    shared_fc1=("shared_mlp.input_linear",),
+    shared_fc2="shared_mlp.output_linear",
+)
+_IN_MEMORY = replace(
+    _FORM,
+    router="block_sparse_moe.router",
+    experts=Fused("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"),
+)
+_FIELDS = (
+    *GRANITE_COMMON,
+    ExpertSize(),
+    Field("num_local_experts", "moe.num_moe_experts", int, 8),
+    Field("num_experts_per_tok", "moe.moe_router_topk", int, 2),
+    Fixed("moe.router.score_after_topk", True),
+    Fixed("moe.router.normalize", False),
+    RouterLoss(),
+)
+
+GRANITEMOE = Family(
+    model_type="granitemoe",
+    architecture="GraniteMoeForCausalLM",
+    fields=_FIELDS,
+    names=_FORM,
+    other_names=(_IN_MEMORY,),
+)
+GRANITEMOESHARED = Family(
+    model_type="granitemoeshared",
+    architecture="GraniteMoeSharedForCausalLM",
+    fields=(*_FIELDS, SharedSize()),
+    names=_FORM,
+    other_names=(_IN_MEMORY,),
+)

@@ -1,0 +1,56 @@
+"""hunyuan_v1_moe: norms of q and k behind the rotation, dynamic rotary base, a shared expert (arXiv 2411.02265)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from te_models.config import ModelConfig
+
+from .common import ATTENTION_BIAS, decoder_fields
+from .family import Family
+from .fields import REQUIRED, Fixed, OneOf, Values, read_typed
+from .names import Fused, Names
+from .rope import Rope
+
+
+@dataclass(frozen=True)
+class OneSize:
+    """`intermediate_size` is the width of every expert and of the shared one."""
+
+    names: tuple[str, ...] = ("intermediate_size",)
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        size = read_typed(hf, "intermediate_size", int, REQUIRED)
+        return {"moe.moe_ffn_hidden_size": size, "moe.shared_expert_intermediate_size": size}
+
+    def write(self, config: ModelConfig) -> Values:
+        return {}
+
+
+_FORM = Names(
+    qk_norms=("self_attn.query_layernorm", "self_attn.key_layernorm"),
+    router="mlp.gate.wg",
+    shared_fc1=("mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj"),
+    shared_fc2="mlp.shared_mlp.down_proj",
+)
+
+HUNYUAN_V1_MOE = Family(
+    model_type="hunyuan_v1_moe",
+    architecture="HunYuanMoEV1ForCausalLM",
+    fields=(
+        *decoder_fields(max_positions=2048, norm_eps=1e-5),
+        OneSize(),
+        ATTENTION_BIAS,
+        Fixed("attention.qk_layernorm", "head"),
+        Fixed("attention.qk_layernorm_after_rope", True),
+        OneOf(("num_experts", "num_local_experts"), "moe.num_moe_experts", int, 1),
+        OneOf(("moe_topk", "num_experts_per_tok"), "moe.moe_router_topk", int, 1),
+        Fixed("moe.router.dtype", "float32"),
+        Rope(alpha=True, extra=("beta_fast", "beta_slow", "mscale", "mscale_all_dim")),
+    ),
+    names=_FORM,
+    other_names=(replace(_FORM, experts=Fused()),),
+    keeps_dtype=("*.router.weight",),
+)

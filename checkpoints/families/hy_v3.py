@@ -1,0 +1,43 @@
+"""hy_v3: qwen3's attention, a sigmoid router with a bias for the choice, shared experts."""
+
+from __future__ import annotations
+
+from .common import ATTENTION_BIAS, decoder_fields
+from .family import Family
+from .fields import Field, Fixed, OneOf
+from .layer_fields import LayerKinds
+from .moe_fields import SharedExperts
+from .names import Fused, Names
+from .rope import Rope
+
+_FORM = Names(
+    router="mlp.router.gate",
+    selection_bias="mlp.expert_bias",
+    shared_fc1=("mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj"),
+    shared_fc2="mlp.shared_mlp.down_proj",
+)
+_IN_MEMORY = Names(selection_bias="mlp.e_score_correction_bias", experts=Fused())
+
+HY_V3 = Family(
+    model_type="hy_v3",
+    architecture="HYV3ForCausalLM",
+    fields=(
+        *decoder_fields(max_positions=131072, norm_eps=1e-5, kv_heads=8, head_dim=128, init_std=0.006),
+        Fixed("attention.qk_layernorm", "head"),
+        ATTENTION_BIAS,
+        Field("mlp_bias", "mlp.bias", bool, False),
+        OneOf(("num_experts", "num_local_experts"), "moe.num_moe_experts", int, 192),
+        Field("num_experts_per_tok", "moe.moe_router_topk", int, 8),
+        Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 1536),
+        SharedExperts("num_shared_experts", 1, default_size=1536),
+        LayerKinds(),
+        Fixed("moe.router.score", "sigmoid"),
+        Fixed("moe.router.expert_bias", True),
+        Fixed("moe.router.normalize_eps", 1e-20),
+        Fixed("moe.router.dtype", "float32"),
+        Field("router_scaling_factor", "moe.router.scaling_factor", float, 2.826),
+        Rope(theta=11158840.0),
+    ),
+    names=_FORM,
+    other_names=(_IN_MEMORY,),
+)

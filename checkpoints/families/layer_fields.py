@@ -1,0 +1,249 @@
+"""Entries that say what each layer is: its attention window, whether it rotates, whether it has experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from te_models.config import LayerType, ModelConfig
+
+from ..errors import CheckpointError
+from .fields import REQUIRED, Values, read_typed, shorten_value
+
+
+def check_names(values: list[Any], what: str, allowed: Iterable[str]) -> list[str]:
+    """Return `values` if each is one of `allowed`, else raise CheckpointError naming the first other one."""
+    names = list(allowed)
+    for value in values:
+        if value not in names:
+            raise CheckpointError(f"config.json has the {what} {shorten_value(value)}; supported: {', '.join(names)}")
+    return values
+
+
+@dataclass(frozen=True)
+class AllLayersWindow:
+    """`sliding_window` (Mistral): every layer sees that many positions; null means full attention."""
+
+    default: int | None
+    enabled_by: str | None = None
+    names: tuple[str, ...] = field(default=("sliding_window", "use_sliding_window"))
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        if self.enabled_by is not None and not read_typed(hf, self.enabled_by, bool, False):
+            return {}
+        window = hf.get("sliding_window", self.default)
+        if window is None:
+            return {}
+        return {"attention.window_size": read_typed(hf, "sliding_window", int, self.default)}
+
+    def write(self, config: ModelConfig) -> Values:
+        window = config.attention.window_size
+        return {"sliding_window": window} | ({self.enabled_by: window is not None} if self.enabled_by else {})
+
+
+_LAYER_TYPES = {"full_attention": "full", "sliding_attention": "sliding"}
+
+
+@dataclass(frozen=True)
+class PerLayerWindow:
+    """Qwen's window: used when `use_sliding_window`, in the layers that `layer_types` or `max_window_layers` say.
+
+    Without `layer_types` those from number `max_window_layers` on; `alternating`: every other one before it.
+    """
+
+    default: int = 4096
+    default_full_layers: int = 28
+    alternating: bool = False
+    names: tuple[str, ...] = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        used = read_typed(hf, "use_sliding_window", bool, False) and hf.get("sliding_window", self.default) is not None
+        window = read_typed(hf, "sliding_window", int, self.default) if used else None
+        types = read_typed(hf, "layer_types", list, None)
+        if types is None:
+            full_layers = read_typed(hf, "max_window_layers", int, self.default_full_layers)
+            layers = read_typed(hf, "num_hidden_layers", int, REQUIRED)
+            windowed = range(0, min(full_layers, layers), 2) if self.alternating else range(max(full_layers, 0), layers)
+            kinds = ["sliding" if used and i in windowed else "full" for i in range(layers)]
+        else:
+            kinds = [_LAYER_TYPES[t] for t in check_names(types, "layer type", _LAYER_TYPES)]
+        if "sliding" in kinds and window is None:
+            raise CheckpointError("config.json has sliding_attention layers, but use_sliding_window is not true")
+        return {"layer_types": kinds} | ({} if window is None else {"attention.window_size": window})
+
+    def write(self, config: ModelConfig) -> Values:
+        inverse = {ours: theirs for theirs, ours in _LAYER_TYPES.items()}
+        kinds = config.layer_types or ()
+        window = config.attention.window_size
+        full_layers = next((i for i, kind in enumerate(kinds) if kind == "sliding"), config.num_layers)
+        return {
+            "use_sliding_window": window is not None,
+            "sliding_window": window,
+            "max_window_layers": config.num_layers if self.alternating else full_layers,
+            "layer_types": [inverse.get(kind, kind) for kind in kinds],
+        }
+
+
+@dataclass(frozen=True)
+class WindowedFrom:
+    """`layer_types`; without them layers from number `max_window_layers` on have the window, if there is one."""
+
+    window: int
+    first: int
+    names: tuple[str, ...] = ("sliding_window", "max_window_layers", "layer_types")
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        pattern = LayerPattern(self.window, 1)
+        if hf.get("layer_types") is None and hf.get("sliding_window", self.window) is not None:
+            first = read_typed(hf, "max_window_layers", int, self.first)
+            layers = range(read_typed(hf, "num_hidden_layers", int, REQUIRED))
+            hf = {**hf, "layer_types": ["sliding_attention" if i >= first else "full_attention" for i in layers]}
+        return pattern.read({**hf, "sliding_window_pattern": 1})
+
+    def write(self, config: ModelConfig) -> Values:
+        return LayerPattern(self.window, 1).write(config)
+
+
+@dataclass(frozen=True)
+class LayerPattern:
+    """`layer_types`; without them every `period`-th layer is full, the others have the window.
+
+    unrotated: full layers have no position encoding (as long as there is a window).
+    """
+
+    window: int | None
+    period: int
+    unrotated: bool = False
+    names: tuple[str, ...] = ("sliding_window", "layer_types", "sliding_window_pattern")
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        window = hf.get("sliding_window", self.window)
+        if window is not None:
+            window = read_typed(hf, "sliding_window", int, self.window)
+        types = read_typed(hf, "layer_types", list, None)
+        if types is None:
+            period = hf.get("sliding_window_pattern", self.period)
+            if not isinstance(period, int) or isinstance(period, bool) or period < 1:
+                raise CheckpointError(f"config.json has sliding_window_pattern = {shorten_value(period)}")
+            layers = range(1, read_typed(hf, "num_hidden_layers", int, REQUIRED) + 1)
+            types = ["sliding_attention" if window is not None and i % period else "full_attention" for i in layers]
+        full: LayerType = "nope" if self.unrotated and window is not None else "full"
+        kinds = [
+            "sliding" if t == "sliding_attention" else full for t in check_names(types, "layer type", _LAYER_TYPES)
+        ]
+        if "sliding" in kinds and window is None:
+            raise CheckpointError("config.json has sliding_attention layers, but sliding_window is null")
+        return {"layer_types": kinds} | ({} if window is None else {"attention.window_size": window})
+
+    def write(self, config: ModelConfig) -> Values:
+        sliding = (kind == "sliding" for kind in config.layer_types or ())
+        return {
+            "sliding_window": config.attention.window_size,
+            "layer_types": ["sliding_attention" if s else "full_attention" for s in sliding],
+        }
+
+
+@dataclass(frozen=True)
+class UnrotatedLayers:
+    """`no_rope_layers` holds 0 for layers without position encoding; else every `no_rope_layer_interval`-th is one."""
+
+    names: tuple[str, ...] = (
+        "no_rope_layers",
+        "no_rope_layer_interval",
+        "layer_types",
+        "sliding_window",
+        "use_sliding_window",
+    )
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        if read_typed(hf, "use_sliding_window", bool, False):
+            raise CheckpointError("config.json has use_sliding_window = True, which this family cannot express")
+        for kind in read_typed(hf, "layer_types", list, None) or []:
+            check_names([kind], "layer type", ["full_attention"])
+        return {"layer_types": ["full" if rotates else "nope" for rotates in read_rotating(hf)]}
+
+    def write(self, config: ModelConfig) -> Values:
+        kinds = config.layer_types or ()
+        return {
+            "no_rope_layers": [0 if kind == "nope" else 1 for kind in kinds],
+            "layer_types": ["full_attention" if kind in ("full", "nope") else kind for kind in kinds],
+            "use_sliding_window": False,
+            "sliding_window": None,
+        }
+
+
+def read_rotating(hf: Mapping[str, Any]) -> list[Any]:
+    """Return, for each layer, whether it rotates: `no_rope_layers` or what `no_rope_layer_interval` implies."""
+    rotating = read_typed(hf, "no_rope_layers", list, None)
+    if rotating:
+        if any(type(r) is not int or r not in (0, 1) for r in rotating):
+            raise CheckpointError(
+                f"config.json has no_rope_layers = {shorten_value(rotating)}; allowed: zeros and ones"
+            )
+        return rotating
+    interval = read_typed(hf, "no_rope_layer_interval", int, 4)
+    if interval < 1:
+        raise CheckpointError(f"config.json has no_rope_layer_interval = {interval}")
+    return [int(i % interval != 0) for i in range(1, read_typed(hf, "num_hidden_layers", int, REQUIRED) + 1)]
+
+
+@dataclass(frozen=True)
+class SparseLayers:
+    """A layer has experts if its number from 1 is a multiple of `decoder_sparse_step` and not in `mlp_only_layers`."""
+
+    names: tuple[str, ...] = ("decoder_sparse_step", "mlp_only_layers")
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        step = read_typed(hf, "decoder_sparse_step", int, 1)
+        dense = read_typed(hf, "mlp_only_layers", list, None) or []
+        layers = read_typed(hf, "num_hidden_layers", int, REQUIRED)
+        if step < 1:
+            raise CheckpointError(f"config.json has decoder_sparse_step = {step}")
+        return {"moe.layers": [i for i in range(layers) if (i + 1) % step == 0 and i not in dense]}
+
+    def write(self, config: ModelConfig) -> Values:
+        return {
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [i for i in range(config.num_layers) if not config.is_moe_layer(i)],
+        }
+
+
+@dataclass(frozen=True)
+class FirstDense:
+    """`first_k_dense_replace`: so many layers come before the first with experts."""
+
+    default: int
+    names: tuple[str, ...] = ("first_k_dense_replace",)
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        dense = read_typed(hf, "first_k_dense_replace", int, self.default)
+        return {"moe.layers": list(range(max(dense, 0), read_typed(hf, "num_hidden_layers", int, REQUIRED)))}
+
+    def write(self, config: ModelConfig) -> Values:
+        return {"first_k_dense_replace": leading_dense(config)}
+
+
+@dataclass(frozen=True)
+class LayerKinds:
+    """`mlp_layer_types`, "dense" or "sparse" for each layer; without it, all but the first ones are sparse."""
+
+    names: tuple[str, ...] = ("mlp_layer_types", "first_k_dense_replace")
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        kinds = read_typed(hf, "mlp_layer_types", list, None)
+        if kinds is None:
+            return FirstDense(1).read(hf)
+        return {"moe.layers": [i for i, kind in enumerate(check_names(kinds, "MLP kind", _MLPS)) if kind == "sparse"]}
+
+    def write(self, config: ModelConfig) -> Values:
+        kinds = ["sparse" if config.is_moe_layer(i) else "dense" for i in range(config.num_layers)]
+        return {"mlp_layer_types": kinds, "first_k_dense_replace": leading_dense(config)}
+
+
+_MLPS = ("dense", "sparse")
+
+
+def leading_dense(config: ModelConfig) -> int:
+    """Return how many layers come before the first with experts."""
+    return next((i for i in range(config.num_layers) if config.is_moe_layer(i)), config.num_layers)

@@ -1,0 +1,175 @@
+"""llama4_text: chunked attention with L2 norms of q and k, every fourth layer without position encoding, experts that
+take their input times a sigmoid, beside a shared expert."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from te_models.config import ModelConfig
+
+from ..errors import CheckpointError
+from .common import ATTENTION_BIAS, decoder_fields
+from .family import Family
+from .fields import REQUIRED, Field, Fixed, Values, get_path, read_typed
+from .layer_fields import check_names, read_rotating
+from .moe_fields import RouterLoss
+from .names import Fused, Names
+from .rope import Rope
+
+_KINDS = ("chunked_attention", "full_attention")
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Which layers rotate, `no_rope_layers`, and which see only their chunk, `layer_types`: by default the same."""
+
+    names: tuple[str, ...] = ("no_rope_layers", "no_rope_layer_interval", "layer_types", "attention_chunk_size")
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        rotating = read_rotating(hf)
+        kinds = read_typed(hf, "layer_types", list, None)
+        if kinds is None:
+            kinds = [_KINDS[0] if rotates else _KINDS[1] for rotates in rotating]
+        pairs = list(zip(rotating, check_names(kinds, "layer type", _KINDS)))
+        if (0, _KINDS[0]) in pairs:
+            raise CheckpointError(
+                "config.json has chunked_attention in a layer that does not rotate, which is not supported"
+            )
+        result: Values = {
+            "layer_types": ["nope" if not rotates else kind.removesuffix("_attention") for rotates, kind in pairs]
+        }
+        size = hf.get("attention_chunk_size", 8192)
+        return (
+            result
+            if size is None
+            else result | {"attention.chunk_size": read_typed(hf, "attention_chunk_size", int, 8192)}
+        )
+
+    def write(self, config: ModelConfig) -> Values:
+        kinds = config.layer_types or ()
+        return {
+            "no_rope_layers": [0 if kind == "nope" else 1 for kind in kinds],
+            "layer_types": [_KINDS[0] if kind == "chunked" else _KINDS[1] for kind in kinds],
+            "attention_chunk_size": config.attention.chunk_size,
+        }
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """`attn_temperature_tuning`: queries of layers without position encoding grow with the logarithm of position."""
+
+    names: tuple[str, ...] = ("attn_temperature_tuning", "floor_scale", "attn_scale")
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        if not read_typed(hf, "attn_temperature_tuning", bool, True):
+            return {}
+        at = "attention.temperature_tuning"
+        return {
+            f"{at}.floor_scale": read_typed(hf, "floor_scale", float, 8192.0),
+            f"{at}.attn_scale": read_typed(hf, "attn_scale", float, 0.1),
+            f"{at}.position_offset": 1,
+            f"{at}.layers": "nope",
+        }
+
+    def write(self, config: ModelConfig) -> Values:
+        tuning = config.attention.temperature_tuning
+        if tuning is None:
+            return {"attn_temperature_tuning": False}
+        scale = tuning.floor_scale
+        return {
+            "attn_temperature_tuning": True,
+            "floor_scale": int(scale) if scale.is_integer() else scale,
+            "attn_scale": tuning.attn_scale,
+        }
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """`intermediate_size` is the width of the experts and of the shared one, `intermediate_size_mlp` that of dense
+    layers."""
+
+    names: tuple[str, ...] = ("intermediate_size", "intermediate_size_mlp")
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        size = read_typed(hf, "intermediate_size", int, REQUIRED)
+        return {
+            "moe.moe_ffn_hidden_size": size,
+            "moe.shared_expert_intermediate_size": size,
+            "mlp.ffn_hidden_size": read_typed(hf, "intermediate_size_mlp", int, 16384),
+        }
+
+    def write(self, config: ModelConfig) -> Values:
+        return {
+            "intermediate_size": get_path(config, "moe.moe_ffn_hidden_size"),
+            "intermediate_size_mlp": config.mlp.ffn_hidden_size,
+        }
+
+
+@dataclass(frozen=True)
+class MoELayers:
+    """`moe_layers`; without it every `interleave_moe_layer_step`-th layer has experts."""
+
+    names: tuple[str, ...] = ("moe_layers", "interleave_moe_layer_step")
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        layers = read_typed(hf, "moe_layers", list, None)
+        if layers is not None:
+            return {"moe.layers": layers}
+        step = read_typed(hf, "interleave_moe_layer_step", int, 1)
+        if step < 1:
+            raise CheckpointError(f"config.json has interleave_moe_layer_step = {step}")
+        return {"moe.layers": list(range(step - 1, read_typed(hf, "num_hidden_layers", int, REQUIRED), step))}
+
+    def write(self, config: ModelConfig) -> Values:
+        return {"moe_layers": [i for i in range(config.num_layers) if config.is_moe_layer(i)]}
+
+
+@dataclass(frozen=True)
+class UseQKNorm:
+    """`use_qk_norm`: norms of q and k without weight, in layers that rotate, behind the rotation."""
+
+    names: tuple[str, ...] = ("use_qk_norm",)
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        return {"attention.qk_layernorm": "l2" if read_typed(hf, "use_qk_norm", bool, True) else "none"}
+
+    def write(self, config: ModelConfig) -> Values:
+        return {"use_qk_norm": config.attention.qk_layernorm == "l2"}
+
+
+LLAMA4_TEXT = Family(
+    model_type="llama4_text",
+    architecture="Llama4ForCausalLM",
+    fields=(
+        *(
+            e
+            for e in decoder_fields(max_positions=131072, norm_eps=1e-5, kv_heads=8, head_dim=128)
+            if e.names != ("intermediate_size",)
+        ),
+        Sizes(),
+        ATTENTION_BIAS,
+        UseQKNorm(),
+        Layers(),
+        Tuning(),
+        MoELayers(),
+        Field("num_local_experts", "moe.num_moe_experts", int, 16),
+        Field("num_experts_per_tok", "moe.moe_router_topk", int, 1),
+        Fixed("moe.router.score", "sigmoid"),
+        Fixed("moe.router.score_after_topk", True),
+        Fixed("moe.router.normalize", False),
+        Fixed("moe.router.apply_on_input", True),
+        RouterLoss(),
+        Fixed("rope.style", "interleaved"),
+        Rope(theta=5e5),
+    ),
+    names=Names(
+        fc1=("feed_forward.gate_proj", "feed_forward.up_proj"),
+        fc2="feed_forward.down_proj",
+        router="feed_forward.router",
+        experts=Fused("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj", transposed=True),
+        shared_fc1=("feed_forward.shared_expert.gate_proj", "feed_forward.shared_expert.up_proj"),
+        shared_fc2="feed_forward.shared_expert.down_proj",
+    ),
+)

@@ -1,0 +1,64 @@
+"""minimax_m2: norms over all of q and of k, half of each head rotated, a sigmoid router with a bias.
+
+Published files say `rotary_dim`, which transformers 5.17 ignores: it rotates the whole head, and is wrong there. Here
+`rotary_dim` divided by the head size is the rotated fraction; `partial_rotary_factor` in `rope_parameters` wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from te_models.config import ModelConfig
+
+from .common import decoder_fields
+from .family import Family
+from .fields import Field, Fixed, OneOf, Values, read_typed
+from .mixtral import W1_W3_W2
+from .moe_fields import ExpertSize, RouterLoss
+from .names import Fused, Names
+from .rope import Rope
+
+_ROPE = Rope(theta=5e6, partial=1.0)
+
+
+@dataclass(frozen=True)
+class RotaryDim:
+    """The rotary embedding, whose rotated fraction published files give as `rotary_dim` channels."""
+
+    rope: Rope = _ROPE
+    names: tuple[str, ...] = (*Rope.names, "rotary_dim")
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        channels = read_typed(hf, "rotary_dim", int, None)
+        if channels is None or hf.get("partial_rotary_factor") is not None:
+            return self.rope.read(hf)
+        head = read_typed(hf, "head_dim", int, None) or 128
+        return self.rope.read({**hf, "partial_rotary_factor": channels / head})
+
+    def write(self, config: ModelConfig) -> Values:
+        return self.rope.write(config)
+
+
+_FORM = Names(
+    router="block_sparse_moe.gate", selection_bias="block_sparse_moe.e_score_correction_bias", experts=W1_W3_W2
+)
+
+MINIMAX_M2 = Family(
+    model_type="minimax_m2",
+    architecture="MiniMaxM2ForCausalLM",
+    fields=(
+        *decoder_fields(max_positions=196608, kv_heads=8, head_dim=128),
+        ExpertSize(),
+        Fixed("attention.qk_layernorm", "full"),
+        OneOf(("num_local_experts", "num_experts"), "moe.num_moe_experts", int, 256),
+        Field("num_experts_per_tok", "moe.moe_router_topk", int, 8),
+        Fixed("moe.router.score", "sigmoid"),
+        Fixed("moe.router.expert_bias", True),
+        RouterLoss(),
+        RotaryDim(),
+    ),
+    names=_FORM,
+    other_names=(replace(_FORM, router="mlp.gate", selection_bias="mlp.e_score_correction_bias", experts=Fused()),),
+)

@@ -1,0 +1,65 @@
+"""ministral3: mistral with yarn and queries scaled by the logarithm of their position."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from te_models.config import ModelConfig
+
+from .common import decoder_fields
+from .family import Family
+from .fields import REQUIRED, Values, read_typed
+from .layer_fields import AllLayersWindow
+from .rope import Rope
+
+_DEFAULT = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
+
+_ROPE = Rope(extra=("llama_4_scaling_beta", "max_position_embeddings"))
+
+
+@dataclass(frozen=True)
+class ScaledQueries:
+    """`rope_parameters`, which also hold `llama_4_scaling_beta` and the length by which positions are divided."""
+
+    rope: Rope = _ROPE
+    names: tuple[str, ...] = Rope.names
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        values = hf.get("rope_scaling") or hf.get("rope_parameters") or _DEFAULT
+        result = self.rope.read({**hf, "rope_scaling": values})
+        result["attention.temperature_tuning.attn_scale"] = read_typed(values, "llama_4_scaling_beta", float, REQUIRED)
+        length = read_typed(values, "original_max_position_embeddings", float, REQUIRED)
+        return result | {"attention.temperature_tuning.floor_scale": length}
+
+    def write(self, config: ModelConfig) -> Values:
+        values, tuning = self.rope.rope_values(config.rope), config.attention.temperature_tuning
+        if tuning is not None:
+            values |= {
+                "llama_4_scaling_beta": tuning.attn_scale,
+                "original_max_position_embeddings": int(tuning.floor_scale),
+            }
+        return {"rope_parameters": values}
+
+
+MINISTRAL3 = Family(
+    model_type="ministral3",
+    architecture="Ministral3ForCausalLM",
+    fields=(
+        *decoder_fields(max_positions=262144, norm_eps=1e-5, kv_heads=8, head_dim=128),
+        AllLayersWindow(default=None),
+        ScaledQueries(),
+    ),
+)

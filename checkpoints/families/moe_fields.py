@@ -1,0 +1,109 @@
+"""Entries of mixtures of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from te_models.config import ModelConfig
+
+from .fields import REQUIRED, Entry, Field, Fixed, Values, read_typed
+
+
+@dataclass(frozen=True)
+class RouterLoss:
+    """`router_aux_loss_coef` counts only with `output_router_logits`, as in transformers' loss."""
+
+    default: float = 0.001
+    names: tuple[str, ...] = ("router_aux_loss_coef", "output_router_logits")
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        used = read_typed(hf, "output_router_logits", bool, False)
+        coefficient = read_typed(hf, "router_aux_loss_coef", float, self.default)
+        return {"moe.aux_loss_coeff": coefficient if used else 0.0}
+
+    def write(self, config: ModelConfig) -> Values:
+        coefficient = config.moe.aux_loss_coeff if config.moe is not None else 0.0
+        return (
+            {"output_router_logits": True, "router_aux_loss_coef": coefficient}
+            if coefficient
+            else {"output_router_logits": False}
+        )
+
+
+@dataclass(frozen=True)
+class ExpertSize:
+    """`intermediate_size` is the experts' width; there is no dense MLP, or one of the same width."""
+
+    names: tuple[str, ...] = ("intermediate_size",)
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        return {"moe.moe_ffn_hidden_size": read_typed(hf, "intermediate_size", int, REQUIRED)}
+
+    def write(self, config: ModelConfig) -> Values:
+        return {}
+
+
+@dataclass(frozen=True)
+class SharedExperts:
+    """The number of shared experts, which are one MLP so many times as wide as one of the others; 0 or null: none."""
+
+    hf: str
+    default: int | None
+    size: str = "moe_intermediate_size"
+    default_size: int = REQUIRED
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.hf,)
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        if hf.get(self.hf, self.default) is None:
+            return {}
+        number = read_typed(hf, self.hf, int, self.default)
+        size = read_typed(hf, self.size, int, self.default_size)
+        return {"moe.shared_expert_intermediate_size": number * size} if number else {}
+
+    def write(self, config: ModelConfig) -> Values:
+        moe = config.moe
+        return {self.hf: (moe.shared_expert_intermediate_size or 0) // moe.moe_ffn_hidden_size if moe else 0}
+
+
+@dataclass(frozen=True)
+class Groups:
+    """`n_group` and `topk_group`: choose among the experts of the best groups; one group, or null, is no choice."""
+
+    default: int | None = 1
+    default_topk: int | None = 1
+    names: tuple[str, ...] = ("n_group", "topk_group")
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        defaults = dict(zip(self.names, (self.default, self.default_topk)))
+        groups, topk = (
+            None if hf.get(name, default) is None else read_typed(hf, name, int, default)
+            for name, default in defaults.items()
+        )
+        if groups in (None, 1) and topk in (None, 1):
+            return {}
+        return {"moe.router.num_groups": groups, "moe.router.topk_groups": topk}
+
+    def write(self, config: ModelConfig) -> Values:
+        router = config.moe.router if config.moe is not None else None
+        if router is None or router.num_groups is None:
+            return {"n_group": 1, "topk_group": 1}
+        return {"n_group": router.num_groups, "topk_group": router.topk_groups}
+
+
+def sigmoid_router(
+    *, scale: str = "routed_scaling_factor", default_scale: float = 1.0, normalize: bool = True
+) -> tuple[Entry, ...]:
+    """Return the entries of DeepSeek-V3's router: sigmoid scores, a bias for the choice, groups, a scale."""
+    return (
+        Fixed("moe.router.score", "sigmoid"),
+        Fixed("moe.router.expert_bias", True),
+        Fixed("moe.router.normalize_eps", 1e-20),
+        Fixed("moe.router.dtype", "float32"),
+        Field("norm_topk_prob", "moe.router.normalize", bool, normalize),
+        Field(scale, "moe.router.scaling_factor", float, default_scale),
+    )

@@ -1,0 +1,24 @@
+"""nemotron: LayerNorm with 1 + weight, squared ReLU without gate, half of each head rotated (arXiv 2402.16819)."""
+
+from __future__ import annotations
+
+from .common import ATTENTION_BIAS, decoder_fields, layer_norm
+from .family import Family
+from .fields import Field, Fixed
+from .names import Names
+from .rope import Rope
+
+NEMOTRON = Family(
+    model_type="nemotron",
+    architecture="NemotronForCausalLM",
+    fields=(
+        *decoder_fields(max_positions=4096, norm_eps=1e-5, norm_name="norm_eps", activation="relu2", init_std=0.0134),
+        *layer_norm(bias=True),
+        Fixed("norm.layernorm_zero_centered_gamma", True),
+        Fixed("mlp.gated", False),
+        ATTENTION_BIAS,
+        Field("mlp_bias", "mlp.bias", bool, False),
+        Rope(partial=0.5),
+    ),
+    names=Names(fc1=("mlp.up_proj",)),
+)

@@ -1,0 +1,21 @@
+"""olmo: LayerNorm without parameters, optional clipping of q, k and v (arXiv 2402.00838)."""
+
+from __future__ import annotations
+
+from .common import ATTENTION_BIAS, decoder_fields, layer_norm
+from .family import Family
+from .fields import Fixed, Nullable
+from .rope import Rope
+
+OLMO = Family(
+    model_type="olmo",
+    architecture="OlmoForCausalLM",
+    fields=(
+        *(entry for entry in decoder_fields(max_positions=2048) if entry.names != ("rms_norm_eps",)),
+        *layer_norm(bias=False, weight=False),
+        Fixed("norm.layernorm_epsilon", 1e-5),
+        ATTENTION_BIAS,
+        Nullable("clip_qkv", "attention.clip_qkv", None),
+        Rope(),
+    ),
+)

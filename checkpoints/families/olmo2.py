@@ -1,0 +1,23 @@
+"""olmo2: norms after the sublayers only, and over all of q and of k (arXiv 2501.00656)."""
+
+from __future__ import annotations
+
+from .common import ATTENTION_BIAS, decoder_fields
+from .family import Family
+from .fields import Fixed
+from .names import POST, Names
+from .rope import Rope
+
+OLMO2_COMMON = (
+    Fixed("block", "post"),
+    Fixed("norm.cast_order", "weight_first"),
+    Fixed("attention.qk_layernorm", "full"),
+    ATTENTION_BIAS,
+)
+
+OLMO2 = Family(
+    model_type="olmo2",
+    architecture="Olmo2ForCausalLM",
+    fields=(*decoder_fields(max_positions=2048, norm_eps=1e-5), *OLMO2_COMMON, Rope()),
+    names=Names(norms=POST),
+)

@@ -1,0 +1,22 @@
+"""olmo3: olmo2 with a window in three of four layers and a rotary embedding for each kind (arXiv 2512.13961)."""
+
+from __future__ import annotations
+
+from .common import decoder_fields
+from .family import Family
+from .layer_fields import LayerPattern
+from .names import POST, Names
+from .olmo2 import OLMO2_COMMON
+from .rope import RopePerLayerType
+
+OLMO3 = Family(
+    model_type="olmo3",
+    architecture="Olmo3ForCausalLM",
+    fields=(
+        *decoder_fields(max_positions=2048, norm_eps=1e-5),
+        *OLMO2_COMMON,
+        LayerPattern(window=4096, period=4),
+        RopePerLayerType(theta=5e5, sliding_theta=5e5),
+    ),
+    names=Names(norms=POST),
+)

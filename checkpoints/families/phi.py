@@ -1,0 +1,33 @@
+"""phi: attention and MLP side by side behind one LayerNorm, biases everywhere, partial rotation (arXiv 2306.11644)."""
+
+from __future__ import annotations
+
+from .common import decoder_fields, layer_norm
+from .family import Family
+from .fields import Field, Fixed
+from .names import Names
+from .rope import Rope
+
+PHI = Family(
+    model_type="phi",
+    architecture="PhiForCausalLM",
+    fields=(
+        *decoder_fields(max_positions=2048, norm_eps=1e-5, norm_name="layer_norm_eps", activation="gelu_new"),
+        *layer_norm(bias=True),
+        Field("resid_pdrop", "hidden_dropout", float, 0.0),
+        Fixed("block", "parallel_shared_norm"),
+        Fixed("mlp.gated", False),
+        Fixed("mlp.bias", True),
+        Fixed("attention.add_qkv_bias", True),
+        Fixed("attention.add_output_bias", True),
+        Fixed("embedding.output_bias", True),
+        Rope(partial=0.5),
+    ),
+    names=Names(
+        final_norm="model.final_layernorm",
+        norms=("input_layernorm", None, None, None),
+        proj="self_attn.dense",
+        fc1=("mlp.fc1",),
+        fc2="mlp.fc2",
+    ),
+)

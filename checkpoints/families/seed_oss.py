@@ -1,0 +1,21 @@
+"""seed_oss: llama with biases of q, k and v, and one of the output on request."""
+
+from __future__ import annotations
+
+from .common import decoder_fields
+from .family import Family
+from .fields import Field
+from .rope import Rope
+
+SEED_OSS = Family(
+    model_type="seed_oss",
+    architecture="SeedOssForCausalLM",
+    fields=(
+        *decoder_fields(max_positions=524288, kv_heads=8, head_dim=128, dropout=0.1),
+        Field("attention_bias", "attention.add_qkv_bias", bool, True),
+        Field("attention_out_bias", "attention.add_output_bias", bool, False),
+        Field("mlp_bias", "mlp.bias", bool, False),
+        Field("residual_dropout", "hidden_dropout", float, 0.1),
+        Rope(),
+    ),
+)

@@ -1,0 +1,21 @@
+"""smollm3: llama without position encoding in every fourth layer."""
+
+from __future__ import annotations
+
+from .common import ATTENTION_BIAS, decoder_fields
+from .family import Family
+from .fields import Field
+from .layer_fields import UnrotatedLayers
+from .rope import Rope
+
+SMOLLM3 = Family(
+    model_type="smollm3",
+    architecture="SmolLM3ForCausalLM",
+    fields=(
+        *decoder_fields(max_positions=32768, kv_heads=4, tied=True),
+        ATTENTION_BIAS,
+        Field("mlp_bias", "mlp.bias", bool, False),
+        UnrotatedLayers(),
+        Rope(theta=2e6),
+    ),
+)

@@ -1,0 +1,33 @@
+"""starcoder2: LayerNorm, plain GELU MLP, biases, a window in every layer (arXiv 2402.19173)."""
+
+from __future__ import annotations
+
+from .common import decoder_fields, layer_norm
+from .family import Family
+from .fields import Field, Fixed, Spread
+from .layer_fields import AllLayersWindow
+from .names import Names
+from .rope import Rope
+
+STARCODER2 = Family(
+    model_type="starcoder2",
+    architecture="Starcoder2ForCausalLM",
+    fields=(
+        *decoder_fields(
+            max_positions=4096,
+            norm_eps=1e-5,
+            norm_name="norm_epsilon",
+            kv_heads=2,
+            tied=True,
+            activation="gelu_pytorch_tanh",
+            init_std=0.018042,
+        ),
+        *layer_norm(bias=True),
+        Fixed("mlp.gated", False),
+        Spread("use_bias", ("attention.add_qkv_bias", "attention.add_output_bias", "mlp.bias"), True),
+        Field("residual_dropout", "hidden_dropout", float, 0.0),
+        AllLayersWindow(default=None),
+        Rope(),
+    ),
+    names=Names(fc1=("mlp.c_fc",), fc2="mlp.c_proj"),
+)

@@ -1,0 +1,100 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values from a small shared latent.
+
+B batch, S sequence, L keys (cached ones included), H hidden, N heads, C latent of k and v, Q latent of q, D channels
+without position, R rotated channels, Dv value channels.
+
+Each head's key is [D from the latent | R shared by all heads, rotated]. The cache holds the latent and the shared part,
+C + R numbers per position for all heads together, and the heads' keys and values are computed from it anew.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from te_models.kernels.rope import apply_rope
+from te_models.layers import DotProductAttention, LayerNormLinear, Linear
+
+from ..config import ModelConfig
+from .build import Build, init_method, make_input_linear, output_init_method
+from .cache import LayerCache
+from .rotary import Rotary
+
+
+class LatentAttention(nn.Module):
+    """The attention sublayer, without residual connection. `linear_qkv_down` holds the rows of q, or of its latent with
+    `mla.q_lora_rank`, then of the latent of k and v, then of the rotated key part."""
+
+    def __init__(self, config: ModelConfig, layer: int, build: Build, *, normed: bool) -> None:
+        super().__init__()
+        a, mla = config.attention, config.attention.mla
+        assert mla is not None
+        self.mla = mla
+        rope = config.rope_of(layer)
+        self.rope_style = "half" if rope is None else rope.style
+        heads = a.num_attention_heads
+        q_size = heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim)
+        self.sizes = [mla.q_lora_rank or q_size, mla.kv_lora_rank, mla.qk_pos_emb_head_dim]
+        self.linear_qkv_down = make_input_linear(config, sum(self.sizes), a.add_qkv_bias, build, normed=normed)
+        self.linear_q_up = None if mla.q_lora_rank is None else self._up(config, mla.q_lora_rank, q_size, build)
+        self.linear_kv_up = self._up(config, mla.kv_lora_rank, heads * (mla.qk_head_dim + mla.v_head_dim), build)
+        self.core_attention = DotProductAttention(
+            heads,
+            mla.qk_head_dim + mla.qk_pos_emb_head_dim,
+            None,
+            a.attention_dropout,
+            window_size=a.window_size if config.layer_type(layer) == "sliding" else None,
+            softmax_scale=a.softmax_scale,
+            softcap=a.softcap,
+            **build.new,
+        )
+        self.linear_proj = Linear(
+            heads * mla.v_head_dim,
+            config.hidden_size,
+            a.add_output_bias,
+            init_method=output_init_method(config),
+            **build.new,
+        )
+
+    def _up(self, config: ModelConfig, latent: int, rows: int, build: Build) -> LayerNormLinear:
+        return LayerNormLinear(
+            latent,
+            rows,
+            self.mla.latent_norm_epsilon,
+            False,
+            normalization="RMSNorm",
+            cast_order=config.norm.cast_order,
+            init_method=init_method(config),
+            **build.new,
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        rotary: Rotary | None = None,
+        hidden_keys: Tensor | None = None,
+        cache: LayerCache | None = None,
+        query_scale: Tensor | None = None,
+    ) -> Tensor:
+        """x: [B, S, H] -> [B, S, H]. Arguments as for `SelfAttention`."""
+        mla = self.mla
+        q, latent, shared = self.linear_qkv_down(x).split(self.sizes, dim=-1)
+        if self.linear_q_up is not None:
+            q = self.linear_q_up(q)
+        q = q.unflatten(-1, (self.core_attention.num_attention_heads, -1))
+        plain, turned = q.split([mla.qk_head_dim, mla.qk_pos_emb_head_dim], dim=-1)
+        q = torch.cat((plain, self._rotated(turned, rotary)), dim=-1)
+        if query_scale is not None:
+            q = q * query_scale.to(q.dtype)
+        latent, shared = latent[:, :, None], self._rotated(shared[:, :, None], rotary)
+        if cache is not None:
+            latent, shared = cache.update(latent, shared)
+            if hidden_keys is not None:
+                hidden_keys = hidden_keys[..., hidden_keys.shape[-1] - latent.shape[1] :]
+        kv = self.linear_kv_up(latent[:, :, 0]).unflatten(-1, (q.shape[2], -1))
+        plain, v = kv.split([mla.qk_head_dim, mla.v_head_dim], dim=-1)
+        k = torch.cat((plain, shared.expand(-1, -1, q.shape[2], -1)), dim=-1)
+        return self.linear_proj(self.core_attention(q, k, v, hidden_keys))
+
+    def _rotated(self, t: Tensor, rotary: Rotary | None) -> Tensor:
+        return t if rotary is None else apply_rope(t, *rotary, self.rope_style)
