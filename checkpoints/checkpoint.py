@@ -58,7 +58,8 @@ class Checkpoint:
             family = family_of(values.get("model_type"))
             self.config: ModelConfig = family.read_config(values)
             self.store = open_weights(path)
-            self.source: Source | None = Source(family.model_type, values, None)
+            form = family.form_of(self.config, self.tensors)
+            self.source: Source | None = Source(family.model_type, values, None, form)
         try:
             self._check()
         except BaseException:
@@ -103,7 +104,7 @@ class Checkpoint:
         """How the folder stores the model."""
         if self.layout is not None:
             return te_namespace(self.config, self.layout, self.formats)
-        return FAMILIES[self.family or ""].namespace(self.config, self.tensors)
+        return FAMILIES[self.family or ""].namespace(self.config, self.source and self.source.form)
 
     @property
     def ignorable(self) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ All share these arguments:
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -76,6 +77,7 @@ def export_hf(
     dst: PathLike,
     *,
     family: str | None = None,
+    form: str | None = None,
     dtype: torch.dtype | str | None = None,
     overwrite: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -86,6 +88,7 @@ def export_hf(
 
     Arguments:
         family: the family to write; None means the one that the model came from, or the first that can express it.
+        form: which of the family's forms to write; None means the one that the model came from, or the published one.
         dtype: convert the weights to it; None keeps the bits.
     """
     with open_checkpoint(src) as ckpt:
@@ -94,7 +97,9 @@ def export_hf(
         refuse_quantized(ckpt, "exported")
         target = choose_family(ckpt.config, ckpt.source, family)
         target.write_config(ckpt.config)  # raises if the family cannot express the model
-        namespace = target.namespace(ckpt.config)
+        if form is None and ckpt.source is not None and ckpt.source.family == target.model_type:
+            form = ckpt.source.form
+        namespace = target.namespace(ckpt.config, form)
         plan = make_plan(ckpt.tensors, ckpt.namespace, namespace, where=str(src), dtype=as_torch_dtype(dtype))
         config = export_config(ckpt.config, ckpt.source, target, plan)
         return write_conversion(
@@ -143,7 +148,7 @@ def source_of(ckpt: Checkpoint) -> Source | None:
     """Return what a folder made from this checkpoint records about its origin."""
     if ckpt.kind == "te_models" or ckpt.source is None:
         return ckpt.source
-    return Source(ckpt.source.family, ckpt.source.config, main_dtype(ckpt))
+    return replace(ckpt.source, dtype=main_dtype(ckpt))
 
 
 def refuse_quantized(ckpt: Checkpoint, verb: str) -> None:

@@ -2,7 +2,8 @@
 
     {"model_type": "te_models", "format_version": 1, "expert_layout": "grouped",
      "config": {... ModelConfig ...},
-     "source": {"family": "llama", "config": {... the Hugging Face config.json, verbatim ...}, "dtype": "BF16"}}
+     "source": {"family": "llama", "config": {... the Hugging Face config.json, verbatim ...}, "dtype": "BF16",
+                "form": "published"}}
 
 `source` is what lets an export restore every Hugging Face field, also those that mean nothing to us; it is null for a
 model that was never a Hugging Face one.
@@ -27,11 +28,13 @@ MODEL_TYPE = "te_models"
 
 @dataclass(frozen=True)
 class Source:
-    """The Hugging Face checkpoint that a model comes from: family name, its config.json, the dtype of its files."""
+    """The Hugging Face checkpoint that a model comes from: family name, its config.json, the dtype of its files, and
+    which of the family's forms they have (None: the published one)."""
 
     family: str | None
     config: Mapping[str, Any]
     dtype: str | None
+    form: str | None = None
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class TEFolder:
             "family": self.source.family,
             "config": dict(self.source.config),
             "dtype": self.source.dtype,
+            "form": self.source.form,
         }
         return dump_object(
             {
@@ -83,7 +87,7 @@ def _read_source(values: Any) -> Source | None:
         return None
     if not isinstance(values, dict) or not isinstance(values.get("config"), dict):
         raise CheckpointError(f"{CONFIG} has a 'source' that is neither null nor an object with a 'config'")
-    family, dtype = values.get("family"), values.get("dtype")
-    if not all(value is None or isinstance(value, str) for value in (family, dtype)):
-        raise CheckpointError(f"{CONFIG} has a 'source' whose family or dtype is not a string")
-    return Source(family, values["config"], dtype)
+    family, dtype, form = (values.get(name) for name in ("family", "dtype", "form"))
+    if not all(value is None or isinstance(value, str) for value in (family, dtype, form)):
+        raise CheckpointError(f"{CONFIG} has a 'source' whose family, dtype or form is not a string")
+    return Source(family, values["config"], dtype, form)

@@ -61,5 +61,5 @@ DEEPSEEK_V2 = Family(
         Field("routed_scaling_factor", "moe.router.scaling_factor", float, 1.0),
         TopKMethod(),
     ),
-    other_names=(replace(COMMON, experts=Fused()),),
+    other_names=(replace(COMMON, form="fused", experts=Fused()),),
 )

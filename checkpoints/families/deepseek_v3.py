@@ -53,6 +53,6 @@ DEEPSEEK_V3 = Family(
         Groups(8, 4),
     ),
     names=SIGMOID_NAMES,
-    other_names=(replace(SIGMOID_NAMES, experts=Fused()),),
+    other_names=(replace(SIGMOID_NAMES, form="fused", experts=Fused()),),
 )
 KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2")

@@ -31,5 +31,5 @@ DOTS1 = Family(
         Rope(),
     ),
     names=SIGMOID_NAMES,
-    other_names=(replace(SIGMOID_NAMES, experts=Fused()),),
+    other_names=(replace(SIGMOID_NAMES, form="fused", experts=Fused()),),
 )

@@ -79,6 +79,8 @@ ERNIE4_5_MOE = Family(
         Rope(theta=5e5),
     ),
     names=_FORM,
-    other_names=(replace(_FORM, experts=Fused(), selection_bias="mlp.gate.moe_statics.e_score_correction_bias"),),
+    other_names=(
+        replace(_FORM, form="fused", experts=Fused(), selection_bias="mlp.gate.moe_statics.e_score_correction_bias"),
+    ),
     keeps_dtype=("*.router.expert_bias", "*.router.weight"),
 )

@@ -31,5 +31,5 @@ EXAONE_MOE = Family(
         Rope(),
     ),
     names=_FORM,
-    other_names=(replace(_FORM, experts=Fused(), selection_bias="mlp.gate.e_score_correction_bias"),),
+    other_names=(replace(_FORM, form="fused", experts=Fused(), selection_bias="mlp.gate.e_score_correction_bias"),),
 )

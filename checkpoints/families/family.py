@@ -138,10 +138,24 @@ class Family:
                 raise CheckpointError(f"{reason} {path} = {shorten_value(get_path(config, path))}")
         return hf
 
-    def namespace(self, config: ModelConfig, found: Collection[str] = ()) -> Namespace:
-        """Return how this family's files store the model; of several forms the one with most of the `found` names."""
-        forms = [self._namespace(config, names) for names in (self.names, *self.other_names)]
-        return max(forms, key=lambda form: sum(name in form.stored for name in found))
+    @property
+    def forms(self) -> dict[str, Names]:
+        """The forms in which files of this family exist, by name; the first is the published one."""
+        return {names.form: names for names in (self.names, *self.other_names)}
+
+    def form_of(self, config: ModelConfig, found: Collection[str]) -> str:
+        """Return the form that has most of the tensor names in `found`."""
+        if not self.other_names:
+            return self.names.form
+        namespaces = {form: self.namespace(config, form).stored for form in self.forms}
+        return max(namespaces, key=lambda form: sum(name in namespaces[form] for name in found))
+
+    def namespace(self, config: ModelConfig, form: str | None = None) -> Namespace:
+        """Return how files of this family store the model; None means the published form."""
+        forms = self.forms
+        if form is not None and form not in forms:
+            raise CheckpointError(f"the family {self.model_type!r} has no form {form!r}; its forms: {', '.join(forms)}")
+        return self._namespace(config, self.names if form is None else forms[form])
 
     def _namespace(self, config: ModelConfig, names: Names) -> Namespace:
         canonical = expected_tensors(config)

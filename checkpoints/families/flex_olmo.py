@@ -24,5 +24,5 @@ FLEX_OLMO = Family(
         Rope(theta=5e5),
     ),
     names=Names(norms=POST),
-    other_names=(Names(norms=POST, experts=Fused()),),
+    other_names=(Names(form="fused", norms=POST, experts=Fused()),),
 )

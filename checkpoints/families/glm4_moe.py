@@ -49,5 +49,5 @@ GLM4_MOE = Family(
         Rope(partial=0.5),
     ),
     names=SIGMOID_NAMES,
-    other_names=(replace(SIGMOID_NAMES, experts=Fused()),),
+    other_names=(replace(SIGMOID_NAMES, form="fused", experts=Fused()),),
 )

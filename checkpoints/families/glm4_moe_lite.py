@@ -33,5 +33,5 @@ GLM4_MOE_LITE = Family(
         Groups(),
     ),
     names=SIGMOID_NAMES,
-    other_names=(replace(SIGMOID_NAMES, experts=Fused()),),
+    other_names=(replace(SIGMOID_NAMES, form="fused", experts=Fused()),),
 )

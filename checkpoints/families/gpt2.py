@@ -66,6 +66,8 @@ GPT2 = Family(
         Fixed("embedding.position_embedding_type", "learned_absolute"),
     ),
     names=_FORM,
-    other_names=(replace(_FORM, embedding="wte", positions="wpe", final_norm="ln_f", layer="h.{i}"),),
+    other_names=(
+        replace(_FORM, form="without-prefix", embedding="wte", positions="wpe", final_norm="ln_f", layer="h.{i}"),
+    ),
     ignorable=("*.attn.bias", "*.attn.masked_bias"),
 )

@@ -79,6 +79,6 @@ GPT_NEOX = Family(
         NeoXRope(),
     ),
     names=_FORM,
-    other_names=(replace(_FORM, output="lm_head"),),
+    other_names=(replace(_FORM, form="lm_head", output="lm_head"),),
     ignorable=("*.attention.bias", "*.attention.masked_bias", "*.rotary_emb.inv_freq"),
 )

@@ -38,6 +38,7 @@ _FORM = Names(
 )
 _IN_MEMORY = replace(
     _FORM,
+    form="fused",
     router="block_sparse_moe.router",
     experts=Fused("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"),
 )

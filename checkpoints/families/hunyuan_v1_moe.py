@@ -51,6 +51,6 @@ HUNYUAN_V1_MOE = Family(
         Rope(alpha=True, extra=("beta_fast", "beta_slow", "mscale", "mscale_all_dim")),
     ),
     names=_FORM,
-    other_names=(replace(_FORM, experts=Fused()),),
+    other_names=(replace(_FORM, form="fused", experts=Fused()),),
     keeps_dtype=("*.router.weight",),
 )

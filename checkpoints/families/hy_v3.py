@@ -16,7 +16,7 @@ _FORM = Names(
     shared_fc1=("mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj"),
     shared_fc2="mlp.shared_mlp.down_proj",
 )
-_IN_MEMORY = Names(selection_bias="mlp.e_score_correction_bias", experts=Fused())
+_IN_MEMORY = Names(form="fused", selection_bias="mlp.e_score_correction_bias", experts=Fused())
 
 HY_V3 = Family(
     model_type="hy_v3",

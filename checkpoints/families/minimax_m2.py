@@ -60,5 +60,7 @@ MINIMAX_M2 = Family(
         RotaryDim(),
     ),
     names=_FORM,
-    other_names=(replace(_FORM, router="mlp.gate", selection_bias="mlp.e_score_correction_bias", experts=Fused()),),
+    other_names=(
+        replace(_FORM, form="fused", router="mlp.gate", selection_bias="mlp.e_score_correction_bias", experts=Fused()),
+    ),
 )

@@ -26,5 +26,5 @@ MIXTRAL = Family(
         Rope(theta=1e6),
     ),
     names=Names(router="block_sparse_moe.gate", experts=W1_W3_W2),
-    other_names=(Names(experts=Fused()),),
+    other_names=(Names(form="fused", experts=Fused()),),
 )

@@ -76,6 +76,7 @@ class Names:
     """How one kind of file stores a decoder. The defaults are the names that llama and qwen3_moe introduced.
 
     Arguments:
+        form: what this kind of file is called; "published" is what transformers writes.
         norms: before attention, after it, before the MLP, after it; None where the family has none.
         qkv, fc1, shared_fc1: the projections that ours holds one after the other; one name: fused in that order.
         heads_in_turn: the fused projection holds q, k and v of the first head, then of the second, and so on.
@@ -84,6 +85,7 @@ class Names:
         selection_bias_unsqueezed: it is stored as [1, E].
     """
 
+    form: str = "published"
     embedding: str = "model.embed_tokens"
     positions: str = "model.embed_positions"
     final_norm: str = "model.norm"

@@ -24,5 +24,5 @@ OLMOE = Family(
         RouterLoss(0.01),
         Rope(),
     ),
-    other_names=(Names(experts=Fused()),),
+    other_names=(Names(form="fused", experts=Fused()),),
 )

@@ -35,5 +35,5 @@ QWEN2_MOE = Family(
         Rope(),
     ),
     names=_FORM,
-    other_names=(replace(_FORM, experts=Fused()),),
+    other_names=(replace(_FORM, form="fused", experts=Fused()),),
 )

@@ -26,5 +26,5 @@ QWEN3_MOE = Family(
         AllLayersWindow(default=4096, enabled_by="use_sliding_window"),
         Rope(),
     ),
-    other_names=(Names(experts=Fused()),),
+    other_names=(Names(form="fused", experts=Fused()),),
 )

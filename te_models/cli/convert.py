@@ -42,6 +42,7 @@ def add(verbs: Verbs) -> None:
         "te-models export ./moe ./moe-hf --family mixtral",
     )
     parser.add_argument("--family", help="architecture to write (default: the one that fits the configuration)")
+    parser.add_argument("--form", help="kind of file to write, e.g. fused experts (default: that of the original)")
     parser.add_argument("--dtype", choices=DTYPES, help="convert the weights (default: keep)")
 
     parser = _converter(
@@ -130,7 +131,7 @@ def run_export(args: argparse.Namespace) -> int:
     """Our folder to a Hugging Face one."""
     from te_models.checkpoints import export_hf
 
-    return _convert(args, export_hf, family=args.family, dtype=_dtype(args))
+    return _convert(args, export_hf, family=args.family, form=args.form, dtype=_dtype(args))
 
 
 def run_relayout(args: argparse.Namespace) -> int:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+import te_models.model.moe
 from te_models import GPTModel
-from te_models.checkpoints import FAMILIES, export_hf, import_hf
-from tests.checkpoints.family_cases import CASES, make
+from te_models.checkpoints import FAMILIES, CheckpointError, export_hf, import_hf, open_checkpoint
+from te_models.kernels.permute import sort_by_expert
+from tests.checkpoints.family_cases import CASES, DENSE, make
 from tests.checkpoints.hf_cases import assert_same_bits, stored, transformers
 
 BOUND = 1e-5
@@ -46,6 +50,114 @@ def test_weights_config_and_logits(tmp_path: Path, case: str) -> None:
         expected, got = theirs(tokens(length)).logits, ours(tokens(length)).logits
         assert expected.std() > 0.02
         assert (got - expected).abs().max() <= BOUND * expected.abs().max()
+
+
+FIRST_CASES = {family: case for case, (family, _) in reversed(CASES.items())}
+"""Family -> its first case."""
+
+
+@pytest.mark.parametrize("family", FIRST_CASES)
+def test_wrong_tensors_are_named(tmp_path: Path, family: str) -> None:
+    source = save(make(FIRST_CASES[family]), tmp_path / "hf")
+    file = next(source.glob("*.safetensors"))
+    tensors = load_file(file)
+    matrices = [name for name, tensor in tensors.items() if tensor.dim() > 1]
+    for name in (matrices[0], matrices[len(matrices) // 2], matrices[-1]):
+        t = tensors[name]
+        for changed, message in (
+            ({k: v for k, v in tensors.items() if k != name}, f"missing: .*{re.escape(name)}"),
+            ({**tensors, f"{name}_scale": t.clone()}, f"not part of this model: '{re.escape(name)}_scale'"),
+            ({**tensors, name: t[..., :-1].contiguous()}, rf"'{re.escape(name)}' has shape .* is expected"),
+            ({**tensors, name: t.mT.contiguous()}, rf"'{re.escape(name)}' has shape .* is expected"),
+        ):
+            if changed.get(name) is not None and t.shape == changed[name].shape and len(changed) == len(tensors):
+                continue  # a square matrix: its transpose cannot be told from it, which is why orientation is declared
+            save_file(changed, file, metadata={"format": "pt"})
+            with pytest.raises(CheckpointError, match=message):
+                open_checkpoint(source)
+
+
+@pytest.mark.parametrize(
+    "family", [f for f in FIRST_CASES if FAMILIES[f].other_names and f not in ("gpt2", "gpt_neox")]
+)
+def test_fused_sharded_and_per_expert_files_are_the_same_model(tmp_path: Path, family: str) -> None:
+    """transformers writes the form it holds in memory on request; the same bits come out of it, and go back into it."""
+    theirs = make(FIRST_CASES[family])
+    published = save(theirs, tmp_path / "published", max_shard_size="40KB")
+    fused = save(theirs, tmp_path / "fused", save_original_format=False)
+    assert len(list(published.glob("*.safetensors"))) > 1
+    assert stored(published).keys() != stored(fused).keys()
+    for form, folder in (("published", published), ("fused", fused)):
+        import_hf(folder, tmp_path / f"{form}-ours", layout="per-gemm")
+        export_hf(tmp_path / f"{form}-ours", tmp_path / f"{form}-back")
+        assert_same_bits(stored(folder), stored(tmp_path / f"{form}-back"))
+    assert_same_bits(stored(tmp_path / "published-ours"), stored(tmp_path / "fused-ours"))
+    export_hf(tmp_path / "published-ours", tmp_path / "other", form="fused")
+    assert_same_bits(stored(fused), stored(tmp_path / "other"))
+    with pytest.raises(CheckpointError, match="has no form 'split'; its forms: published, fused"):
+        export_hf(tmp_path / "published-ours", tmp_path / "none", form="split")
+
+
+@pytest.mark.parametrize(
+    ("family", "form", "names"),
+    [
+        ("gpt2", "without-prefix", {"transformer.": ""}),
+        ("gpt_neox", "lm_head", {"embed_out": "lm_head"}),
+    ],
+)
+def test_other_names_on_the_hub(tmp_path: Path, family: str, form: str, names: dict[str, str]) -> None:
+    """Published files with other names, and with buffers that nobody needs."""
+    source = save(make(FIRST_CASES[family]), tmp_path / "hf")
+    import_hf(source, tmp_path / "ours")
+    tensors = stored(source)
+    for old, new in names.items():
+        tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
+    buffer = {"gpt2": "h.0.attn.bias", "gpt_neox": "gpt_neox.layers.0.attention.masked_bias"}[family]
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub/config.json").write_bytes((source / "config.json").read_bytes())
+    save_file({**tensors, buffer: torch.ones(1)}, tmp_path / "hub/model.safetensors", metadata={"format": "pt"})
+    plan = import_hf(tmp_path / "hub", tmp_path / "hub-ours")
+    assert plan.ignored == (buffer,)
+    assert_same_bits(stored(tmp_path / "ours"), stored(tmp_path / "hub-ours"))
+    export_hf(tmp_path / "hub-ours", tmp_path / "back")
+    assert_same_bits(stored(tmp_path / "back"), tensors)
+    export_hf(tmp_path / "ours", tmp_path / "asked", form=form)
+    assert_same_bits(stored(tmp_path / "asked"), tensors)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in DENSE])
+@torch.no_grad()
+def test_routing_is_identical(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of 10,000 tokens goes to the same experts, in every layer."""
+    theirs = make(case)
+    ours = GPTModel.from_pretrained(save(theirs, tmp_path)).eval()
+    expected: list[torch.Tensor] = []
+    got: list[torch.Tensor] = []
+    assert ours.config.moe is not None
+    k = ours.config.moe.moe_router_topk
+
+    def routed(module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        # Routers return (logits, weights, indices) in some order; Llama 4's one the scores of all experts.
+        parts = output if isinstance(output, tuple) else (output,)
+        chosen = [part for part in parts if part.dtype == torch.int64]
+        expected.append((chosen[0] if chosen else parts[0].topk(k).indices).sort(dim=-1).values)
+
+    routers = [m for m in theirs.modules() if type(m).__name__.endswith(("Router", "Gate"))]
+    assert len(routers) == len(ours.config.moe.layers or ())
+    for router in routers:
+        router.register_forward_hook(routed)
+
+    def sort(indices: torch.Tensor, experts: int) -> Any:
+        got.append(indices.sort(dim=-1).values)
+        return sort_by_expert(indices, experts)
+
+    monkeypatch.setattr(te_models.model.moe, "sort_by_expert", sort)
+    ids = torch.randint(3, 61, (200, 50), generator=torch.Generator().manual_seed(0))
+    theirs(ids)
+    ours(ids)
+    assert len(got) == len(expected) == len(routers)
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a, b.view_as(a)) and a.unique().numel() > k
 
 
 def check_config(original: dict[str, Any]) -> None:
