@@ -12,8 +12,9 @@ from .common import ATTENTION_BIAS, HeadDim, KeyValueHeads, decoder_fields
 from .family import Family
 from .fields import Field, Fixed, OneOf, Only, Values, get_path, read_typed
 from .latent import latent_fields
-from .layer_fields import FirstDense, check_names
+from .layer_fields import check_names
 from .moe_fields import Groups, SharedExperts
+from .moe_layers import FirstDense
 from .names import COMMON, Fused
 from .rope import Rope
 
@@ -55,6 +56,7 @@ DEEPSEEK_V2 = Family(
         SharedExperts("n_shared_experts", 2, default_size=1407),
         FirstDense(0),
         Only("scoring_func", "softmax"),
+        Only("norm_topk_prob", False),
         Fixed("moe.router.normalize", False),
         Fixed("moe.router.dtype", "float32"),
         Fixed("moe.router.group_score", "max"),

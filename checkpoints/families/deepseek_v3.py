@@ -15,8 +15,8 @@ from .family import Family
 from .fields import Field, OneOf, Only, Values, read_typed
 from .glm4_moe import SIGMOID_NAMES
 from .latent import latent_fields
-from .layer_fields import FirstDense
 from .moe_fields import Groups, SharedExperts, sigmoid_router
+from .moe_layers import FirstDense
 from .names import Fused
 from .rope import Rope
 

@@ -8,8 +8,9 @@ from .common import ATTENTION_BIAS, decoder_fields
 from .family import Family
 from .fields import Field, Fixed, OneOf
 from .glm4_moe import SIGMOID_NAMES
-from .layer_fields import FirstDense, WindowedFrom
+from .layer_fields import WindowedFrom
 from .moe_fields import Groups, SharedExperts, sigmoid_router
+from .moe_layers import FirstDense
 from .names import Fused
 from .rope import Rope
 

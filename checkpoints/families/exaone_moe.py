@@ -7,8 +7,9 @@ from dataclasses import replace
 from .common import decoder_fields
 from .family import Family
 from .fields import Field, Fixed, OneOf
-from .layer_fields import LayerKinds, LayerPattern
+from .layer_fields import LayerPattern
 from .moe_fields import Groups, SharedExperts, sigmoid_router
+from .moe_layers import LayerKinds
 from .names import Fused, Names
 from .rope import Rope
 

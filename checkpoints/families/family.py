@@ -37,6 +37,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logit_scale": (None, 1),
     "logits_scaling": (None, 1),
     "mlp_bias": (None, False),
+    "moe_layer_freq": (None, 1),
     "n_group": (None, 1),
     "n_routed_experts": (None, 0),
     "n_shared_experts": (None, 0),

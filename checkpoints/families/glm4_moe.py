@@ -11,8 +11,8 @@ from te_models.config import ModelConfig
 from .common import decoder_fields
 from .family import Family
 from .fields import Field, OneOf, Values, read_typed
-from .layer_fields import FirstDense
 from .moe_fields import Groups, SharedExperts, sigmoid_router
+from .moe_layers import FirstDense
 from .names import Fused, Names
 from .rope import Rope
 

@@ -11,8 +11,8 @@ from .family import Family
 from .fields import Field, OneOf
 from .glm4_moe import SIGMOID_NAMES
 from .latent import latent_fields
-from .layer_fields import LayerKinds
 from .moe_fields import Groups, SharedExperts, sigmoid_router
+from .moe_layers import LayerKinds
 from .names import Fused
 from .rope import Rope
 

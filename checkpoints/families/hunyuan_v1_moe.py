@@ -8,9 +8,10 @@ from typing import Any
 
 from te_models.config import ModelConfig
 
+from ..errors import CheckpointError
 from .common import ATTENTION_BIAS, decoder_fields
 from .family import Family
-from .fields import REQUIRED, Fixed, OneOf, Values, read_typed
+from .fields import REQUIRED, Fixed, OneOf, Values, get_path, read_typed, shorten_value
 from .names import Fused, Names
 from .rope import Rope
 
@@ -29,6 +30,34 @@ class OneSize:
         return {}
 
 
+@dataclass(frozen=True)
+class SameInAllLayers:
+    """A number, or a list with one for each layer, which must be equal: published files have such lists."""
+
+    hf: str
+    path: str
+    other: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.hf, self.other)
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        single = {name: _single(name, hf[name]) for name in self.names if name in hf}
+        return OneOf(self.names, self.path, int, 1).read(single)
+
+    def write(self, config: ModelConfig) -> Values:
+        return {self.hf: get_path(config, self.path)}
+
+
+def _single(name: str, value: Any) -> Any:
+    if not isinstance(value, list) or not value:
+        return value
+    if any(other != value[0] for other in value):
+        raise CheckpointError(f"config.json has {name} = {shorten_value(value)}; layers that differ are not supported")
+    return value[0]
+
+
 _FORM = Names(
     qk_norms=("self_attn.query_layernorm", "self_attn.key_layernorm"),
     router="mlp.gate.wg",
@@ -45,8 +74,8 @@ HUNYUAN_V1_MOE = Family(
         ATTENTION_BIAS,
         Fixed("attention.qk_layernorm", "head"),
         Fixed("attention.qk_layernorm_after_rope", True),
-        OneOf(("num_experts", "num_local_experts"), "moe.num_moe_experts", int, 1),
-        OneOf(("moe_topk", "num_experts_per_tok"), "moe.moe_router_topk", int, 1),
+        SameInAllLayers("num_experts", "moe.num_moe_experts", "num_local_experts"),
+        SameInAllLayers("moe_topk", "moe.moe_router_topk", "num_experts_per_tok"),
         Fixed("moe.router.dtype", "float32"),
         Rope(alpha=True, extra=("beta_fast", "beta_slow", "mscale", "mscale_all_dim")),
     ),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from .common import ATTENTION_BIAS, decoder_fields
 from .family import Family
 from .fields import Field, Fixed, OneOf
-from .layer_fields import LayerKinds
 from .moe_fields import SharedExperts
+from .moe_layers import LayerKinds
 from .names import Fused, Names
 from .rope import Rope
 

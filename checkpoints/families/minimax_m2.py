@@ -14,7 +14,7 @@ from te_models.config import ModelConfig
 
 from .common import decoder_fields
 from .family import Family
-from .fields import Field, Fixed, OneOf, Values, read_typed
+from .fields import Field, Fixed, OneOf, Only, Values, read_typed
 from .mixtral import W1_W3_W2
 from .moe_fields import ExpertSize, RouterLoss
 from .names import Fused, Names
@@ -56,6 +56,9 @@ MINIMAX_M2 = Family(
         Field("num_experts_per_tok", "moe.moe_router_topk", int, 8),
         Fixed("moe.router.score", "sigmoid"),
         Fixed("moe.router.expert_bias", True),
+        Only("use_qk_norm", True),
+        Only("scoring_func", "sigmoid"),
+        Only("use_routing_bias", True),
         RouterLoss(),
         RotaryDim(),
     ),

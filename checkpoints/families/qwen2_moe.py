@@ -7,8 +7,9 @@ from dataclasses import replace
 from .common import decoder_fields
 from .family import Family
 from .fields import Field, Fixed, OneOf
-from .layer_fields import PerLayerWindow, SparseLayers
+from .layer_fields import PerLayerWindow
 from .moe_fields import RouterLoss
+from .moe_layers import SparseLayers
 from .names import Fused, Names
 from .rope import Rope
 

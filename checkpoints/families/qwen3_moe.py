@@ -5,8 +5,9 @@ from __future__ import annotations
 from .common import ATTENTION_BIAS, decoder_fields
 from .family import Family
 from .fields import Field, Fixed, OneOf
-from .layer_fields import AllLayersWindow, SparseLayers
+from .layer_fields import AllLayersWindow
 from .moe_fields import RouterLoss
+from .moe_layers import SparseLayers
 from .names import Fused, Names
 from .rope import Rope
 

@@ -265,7 +265,7 @@ TE_DEFECTS: dict[str, tuple[Edit, str]] = {
     "unhashable layout": (edit_config(expert_layout=["grouped"]), "expert layout is"),
     "no config": (edit_config(config="DROP"), "no 'config' object"),
     "unknown config field": (edit_config(config={"flux": 1}), "ModelConfig has no field 'flux'"),
-    "bad source": (edit_config(source={"family": 3, "config": {}}), "family or dtype is not a string"),
+    "bad source": (edit_config(source={"family": 3, "config": {}}), "family, dtype or form is not a string"),
     "source is a list": (edit_config(source=[]), "neither null nor an object"),
     "unknown tensor": (edit_tensors(lambda t: t.update(x=torch.ones(1))), "not part of this model: 'x'"),
     "missing tensor": (edit_tensors(lambda t: t.pop("decoder.final_layernorm.weight")), "missing: 'decoder.final"),
