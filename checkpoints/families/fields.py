@@ -247,7 +247,10 @@ class Converted:
         ours = get_path(config, self.path)
         if not ours:
             return {}
-        theirs = self.to_theirs(ours)
-        near = [float(round(theirs)), theirs, math.nextafter(theirs, 0), math.nextafter(theirs, math.inf)]
-        value = next((x for x in near if x > 0 and self.to_ours(x) == ours), theirs)
+        try:
+            theirs = self.to_theirs(ours)
+            near = [float(round(theirs)), theirs, math.nextafter(theirs, 0), math.nextafter(theirs, math.inf)]
+            value = next((x for x in near if x > 0 and self.to_ours(x) == ours), theirs)
+        except OverflowError:  # no such number: the comparison with what is read back names the field
+            return {}
         return {self.hf: int(value) if self.whole and value.is_integer() else value}

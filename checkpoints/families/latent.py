@@ -66,7 +66,7 @@ class YarnScores:
         if result["rope.scaling"] == "yarn" and mscale and factor:
             sizes = zip(("qk_nope_head_dim", "qk_rope_head_dim"), (self.nope, self.rope_dim))
             channels = sum(read_typed(hf, name, int, default) for name, default in sizes)
-            if channels <= 0 or factor <= 0:
+            if not 0 < channels < 1 << 31 or factor <= 0:
                 raise CheckpointError(f"config.json has {channels} channels per head and a rope factor of {factor}")
             stretch = 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
             result["attention.softmax_scale"] = channels**-0.5 * stretch * stretch

@@ -32,6 +32,8 @@ class Layers:
         kinds = read_typed(hf, "layer_types", list, None)
         if kinds is None:
             kinds = [_KINDS[0] if rotates else _KINDS[1] for rotates in rotating]
+        if len(kinds) != len(rotating):
+            raise CheckpointError(f"config.json has {len(kinds)} layer_types and {len(rotating)} no_rope_layers")
         pairs = list(zip(rotating, check_names(kinds, "layer type", _KINDS)))
         if (0, _KINDS[0]) in pairs:
             raise CheckpointError(

@@ -12,9 +12,10 @@ from typing import Any
 
 from te_models.config import ModelConfig
 
+from ..errors import CheckpointError
 from .common import decoder_fields
 from .family import Family
-from .fields import Field, Fixed, OneOf, Only, Values, read_typed
+from .fields import Field, Fixed, OneOf, Only, Values, read_typed, shorten_value
 from .mixtral import W1_W3_W2
 from .moe_fields import ExpertSize, RouterLoss
 from .names import Fused, Names
@@ -35,6 +36,10 @@ class RotaryDim:
         if channels is None or hf.get("partial_rotary_factor") is not None:
             return self.rope.read(hf)
         head = read_typed(hf, "head_dim", int, None) or 128
+        if not 0 < channels <= head:
+            raise CheckpointError(
+                f"config.json has rotary_dim = {shorten_value(channels)} of {shorten_value(head)} channels"
+            )
         return self.rope.read({**hf, "partial_rotary_factor": channels / head})
 
     def write(self, config: ModelConfig) -> Values:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import te_models.model.moe
-from te_models import GPTModel
+from te_models import GPTModel, KVCache
 from te_models.checkpoints import FAMILIES, CheckpointError, export_hf, import_hf, open_checkpoint
 from te_models.kernels.permute import sort_by_expert
 from tests.checkpoints.family_cases import CASES, DENSE, make
@@ -49,7 +49,30 @@ def test_weights_config_and_logits(tmp_path: Path, case: str) -> None:
     for length in (1, 5, 41):
         expected, got = theirs(tokens(length)).logits, ours(tokens(length)).logits
         assert expected.std() > 0.02
-        assert (got - expected).abs().max() <= BOUND * expected.abs().max()
+        assert_close(got, expected)
+    if ours.config.rope.scaling not in ("dynamic", "longrope"):  # those rotate by the length of each call
+        cache = KVCache(ours.config, batch_size=2, max_length=41)
+        steps = [ours(part, cache=cache).logits for part in tokens(41).split([20, 1, 20], dim=1)]
+        assert_close(torch.cat(steps, dim=1), expected)
+
+
+def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    assert (got - expected).abs().max() <= BOUND * expected.abs().max()
+
+
+@pytest.mark.parametrize("case", ["llama4", "deepseek_v3", "gpt_oss", "cohere2", "gemma3", "phi"])
+@torch.no_grad()
+def test_padding(tmp_path: Path, case: str) -> None:
+    """Left and right padding, which moves the chunks of chunked attention."""
+    theirs = make(case)
+    ours = GPTModel.from_pretrained(save(theirs, tmp_path)).eval()
+    ids, mask = tokens(23), torch.ones(2, 23, dtype=torch.int64)
+    mask[0, :4] = 0
+    mask[1, 18:] = 0
+    kept = mask.bool()
+    got = ours(ids, attention_mask=mask).logits
+    assert got.isfinite().all()
+    assert_close(got[kept], theirs(ids, attention_mask=mask).logits[kept])
 
 
 FIRST_CASES = {family: case for case, (family, _) in reversed(CASES.items())}
