@@ -175,9 +175,12 @@ class RopePerLayerType:
 
 def _read_original_length(hf: Mapping[str, Any], values: Values, result: Values, default: int | None) -> None:
     """Fill the length before extension (a field outside wins) and an absent factor, which the lengths imply."""
-    longest = read_typed(hf, "max_position_embeddings", int, REQUIRED)
     original = read_typed(hf, "original_max_position_embeddings", int, default)
-    original = original or read_typed(values, "original_max_position_embeddings", int, longest)
+    original = original or read_typed(values, "original_max_position_embeddings", int, None)
+    longest = read_typed(hf, "max_position_embeddings", int, None)
+    original = longest if original is None else original
+    if original is None or (result["factor"] is None and longest is None):
+        raise CheckpointError("config.json has no 'max_position_embeddings'")
     if original <= 0:
         raise CheckpointError(f"config.json has original_max_position_embeddings = {original}")
     result["original_max_position_embeddings"] = original
