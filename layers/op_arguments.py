@@ -94,11 +94,16 @@ def _taker(hint: Any, members: tuple[type, ...]) -> Callable[[Any], Sequence[Any
             return [], None, None, (), None
         if not isinstance(value, QuantizedFields):
             return [value], PLAIN, None, (), None
-        storage = value.to_storage() if isinstance(value, QuantizedTensor) else value
-        tensors, (quantizer, shape, dtype) = storage.flatten()
-        return tensors, type(value).__name__, quantizer, shape, dtype
+        return tensors_of(value), type(value).__name__, value.quantizer, value.shape, value.dtype
 
     return take
+
+
+def tensors_of(value: QuantizedFields) -> list[Tensor]:
+    """Return what `flatten` of a storage gives, of a tensor, too. ValueError for a view of another shape."""
+    value.require_matrix("be an argument of an operation")
+    splits = value.m_splits if isinstance(value, (GroupedRows, GroupedTensorStorage)) else None
+    return [*value.fields.values(), *([] if splits is None else [splits])]
 
 
 def _made(parts: Sequence[Any]) -> Any:

@@ -13,7 +13,7 @@ from te_models.kernels.registry import Result
 
 from .grouped_storage import GroupedTensorStorage
 from .grouped_tensor import GroupedRows, GroupedTensor
-from .op_arguments import Live, tensor_of
+from .op_arguments import Live, tensor_of, tensors_of
 from .quantized_storage import QuantizedFields, QuantizedStorage
 from .quantized_tensor import TENSOR_CLASSES, QuantizedTensor
 from .quantizer import Quantizer
@@ -56,8 +56,7 @@ class Quantized(Result):
             raise RuntimeError(f"an operation returned a {type(value).__name__} where a {kind} is described")
         if value.quantizer != self.value:
             raise RuntimeError(f"an operation returned {value.quantizer} where {self.value} is described")
-        storage = value.to_storage() if isinstance(value, QuantizedTensor) else value
-        return storage.flatten()[0]
+        return tensors_of(value)
 
     def make(self, tensors: Sequence[Tensor]) -> Any:
         shape, value = torch.Size(self.shape), self.value

@@ -42,6 +42,8 @@ def differentiable(forward: CustomOpDef, backward: CustomOpDef, *, gradients: Se
         raise TypeError(f"{ahead.name} has no parameter {', '.join(sorted(set(gradients) - set(own)))}")
     places = tuple(own.index(name) for name in gradients)
 
+    kept_ones = [(p, _to_save(p, back.mutates)) for p in back.parameters if p.name not in (incoming, NEEDS)]
+
     def step(values: dict[str, Any], needs: list[bool]) -> Any:
         values = {**values, NEEDS: needs}
         return run_forward(**{name: values[name] for name in taken})
@@ -54,9 +56,8 @@ def differentiable(forward: CustomOpDef, backward: CustomOpDef, *, gradients: Se
             values.update(zip(fields, found, strict=True))
             saved: list[Tensor] = []
             ctx.kept = []
-            for parameter in back.parameters:
-                if parameter.name not in (incoming, NEEDS):
-                    ctx.kept.append(_keep(parameter, values[parameter.name], back.mutates, saved))
+            for parameter, holds in kept_ones:
+                ctx.kept.append(_keep(parameter.leaves(values[parameter.name]), holds, saved))
             ctx.save_for_backward(*saved)
             return found[0]
 
@@ -98,13 +99,17 @@ def _fields_of(entry: Registered) -> tuple[str, ...]:
     return returned._fields
 
 
-def _keep(parameter: Parameter, value: Any, written: Sequence[str], saved: list[Tensor]) -> list[tuple[int, Any]]:
-    """Move a value's tensors to `saved` and return, leaf by leaf, (how many they were, -1 for no tensor; the rest)."""
-    names = dict(zip(parameter.order, parameter.slots, strict=True))
+def _to_save(parameter: Parameter, written: Sequence[str]) -> tuple[bool, ...]:
+    """Return of each leaf whether it is for autograd to save: tensors that the backward pass does not write to."""
+    by_leaf = sorted(zip(parameter.order, parameter.slots, strict=True))
+    return tuple(slot.holds_tensor and slot.name not in written for _, slot in by_leaf)
+
+
+def _keep(leaves: Sequence[Any], to_save: Sequence[bool], saved: list[Tensor]) -> list[tuple[int, Any]]:
+    """Move a value's tensors to `saved` and return, leaf by leaf, (how many they were, -1 for none; the rest)."""
     kept: list[tuple[int, Any]] = []
-    for at, leaf in enumerate(parameter.leaves(value)):
-        slot = names[at]
-        if leaf is None or not slot.holds_tensor or slot.name in written:
+    for leaf, saves in zip(leaves, to_save, strict=True):
+        if leaf is None or not saves:
             kept.append((-1, leaf))
         elif isinstance(leaf, Tensor):
             saved.append(leaf)

@@ -18,7 +18,7 @@ class Kind(NamedTuple):
 
     parts: name -> annotation; the part named "" keeps the name of the parameter. take: of a value, its parts in that
     order; make: undoes it. mutated: the parts that every operation which takes such a value writes to. prefixed: parts
-    are named `<parameter>_<part>`; else by the part alone, unless two parameters are of this kind.
+    are named `<parameter>_<part>`; else by the part alone, unless two parameters are of this kind or one has its name.
     """
 
     parts: Mapping[str, Any]

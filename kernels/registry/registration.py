@@ -17,7 +17,7 @@ from torch._library.custom_ops import CustomOpDef
 
 from .arguments import Parameter, parameters_of, values_of
 from .output import Output
-from .results import allocate_results, flatten_results, make_results
+from .results import allocate_results, filled_up, flatten_results, make_results
 from .slots import Slot
 
 
@@ -25,7 +25,7 @@ class Registered(NamedTuple):
     """An operation: what is called, its parameters, its results and what these depend on, and what it writes to.
 
     returns: the implementation's annotation; whole: whether it is more than a schema can say, which then has a list of
-    tensors for it.
+    tensors for it; places: so many tensors instead, if not 0.
     """
 
     name: str
@@ -36,6 +36,7 @@ class Registered(NamedTuple):
     mutates: tuple[str, ...]
     returns: Any
     whole: bool
+    places: int
 
     def described(self, values: Mapping[str, Any]) -> Any:
         """Return the description of the results for these values of the parameters."""
@@ -49,7 +50,7 @@ class Registered(NamedTuple):
         """Allocate the results, not filled: the implementation on fake tensors."""
         described = self.describe(*flat)
         if self.whole:
-            return allocate_results(described)
+            return filled_up(allocate_results(described), self.places)
         if described is None or isinstance(described, Output):
             return described.empty() if described is not None else None
         return type(described)(output.empty() for output in described)
@@ -64,14 +65,16 @@ def registered() -> dict[str, Registered]:
 
 
 def operation(
-    name: str, results: Callable[..., Any], *, mutates: Iterable[str] = ()
+    name: str, results: Callable[..., Any], *, mutates: Iterable[str] = (), places: int = 8
 ) -> Callable[[Callable], CustomOpDef]:
     """Register the decorated implementation as `torch.ops.te_models.<name>`.
 
     results: describes what is returned (see `results`); its parameters are names of the implementation's. mutates:
     parameters, all of whose tensors are written to, or single arguments of the schema. What is returned is called with
     the arguments of the schema, objects as `flatten` gives their fields; `caller` makes of it a function of whole
-    values. TypeError where an annotation fits no schema or a name is unknown.
+    values. places: of how many tensors results that fit no schema consist at most, in an operation that writes to
+    arguments: the compiler wants each one named then. TypeError where an annotation fits no schema or a name is
+    unknown.
     """
 
     def register(function: Callable) -> CustomOpDef:
@@ -88,9 +91,10 @@ def operation(
         )
         returns = typing.get_type_hints(function).get("return")
         whole = not _fits_a_schema(returns)
-        flat = _flat(function, parameters, results if whole else None, depends_on)
+        own_places = places if whole and written else 0
+        flat = _flat(function, parameters, results if whole else None, depends_on, own_places)
         op = torch.library.custom_op(f"te_models::{name}", flat, mutates_args=written)
-        entry = Registered(name, op, parameters, results, depends_on, written, returns, whole)
+        entry = Registered(name, op, parameters, results, depends_on, written, returns, whole, own_places)
         op.register_fake(entry.fake)
         _REGISTERED[name] = entry
         return op
@@ -133,6 +137,7 @@ def _flat(
     parameters: tuple[Parameter, ...],
     results: Callable[..., Any] | None,
     depends_on: tuple[str, ...],
+    places: int,
 ) -> Callable:
     """Return the implementation as a function of the schema's arguments. results: None where they fit a schema."""
     if results is None and all(isinstance(p.layout, Slot) and p.layout.decode is None for p in parameters):
@@ -143,7 +148,8 @@ def _flat(
         found = function(**values)
         if results is None:
             return found
-        return flatten_results(results(**{name: values[name] for name in depends_on}), found, values)
+        described = results(**{name: values[name] for name in depends_on})
+        return filled_up(flatten_results(described, found, values), places)
 
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     signature = [
@@ -151,7 +157,10 @@ def _flat(
         for parameter in parameters
         for slot in parameter.slots
     ]
-    returned = typing.get_type_hints(function)["return"] if results is None else list[Tensor]
+    if results is None:
+        returned = typing.get_type_hints(function)["return"]
+    else:
+        returned = tuple[(Tensor,) * places] if places else list[Tensor]  # type: ignore[misc]
     returned = None if returned is type(None) else returned  # which infer_schema does not know
     implementation.__signature__ = inspect.Signature(signature, return_annotation=returned)  # type: ignore[attr-defined]
     implementation.__doc__, implementation.__name__ = function.__doc__, function.__name__

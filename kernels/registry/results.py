@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .output import Alias, Result
@@ -46,6 +47,16 @@ def allocate_results(described: Any) -> list[Tensor]:
     if isinstance(described, (tuple, list)):
         return [tensor for inner in described for tensor in allocate_results(inner)]
     return described.allocate() if isinstance(described, Result) else []
+
+
+def filled_up(tensors: list[Tensor], places: int) -> list[Tensor] | tuple[Tensor, ...]:
+    """Return the tensors and, up to a number of places, ones without elements; places 0: the list as it is."""
+    if not places:
+        return tensors
+    if len(tensors) > places:
+        raise RuntimeError(f"an operation returned {len(tensors)} tensors; register it with places={len(tensors)}")
+    device = tensors[0].device if tensors else None
+    return (*tensors, *(torch.empty(0, device=device) for _ in range(places - len(tensors))))
 
 
 def make_results(described: Any, tensors: Sequence[Tensor], arguments: Mapping[str, Any]) -> Any:

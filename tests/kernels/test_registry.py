@@ -146,10 +146,10 @@ def test_descriptions_that_do_not_fit_are_refused() -> None:
         @operation("test_unknown", lambda: None)
         def f(*, x: Tensor) -> None: ...
 
-    with pytest.raises(TypeError, match="two arguments of the schema have one name: factor, factor, mode, kind"):
+    with pytest.raises(TypeError, match="two arguments of the schema have one name: options_factor, options_factor,"):
 
         @operation("test_unknown", lambda: None)
-        def f(factor: float, options: Options) -> None: ...
+        def f(options_factor: float, options: Options, other: Options) -> None: ...
 
     with pytest.raises(TypeError, match="Changing is a dataclass that may change"):
 
