@@ -34,7 +34,7 @@ def with_usages(quantizer: Quantizer, rowwise: bool, columnwise: bool) -> Quanti
 
 @functools.lru_cache(maxsize=1024)
 def quantizer_of(text: str) -> Quantizer:
-    """Undo `text_of`. ValueError for a class that this process has not imported."""
+    """Undo `text_of`. ValueError where this process has imported no class, or more than one, of the name."""
     return _value(json.loads(text), Quantizer)
 
 
@@ -67,9 +67,7 @@ def _value(plain: Any, hint: Any) -> Any:
 
 
 def _name(cls: type) -> str:
-    """Return a class's name: the same in every process for an importable class, distinct for any two."""
-    name = f"{cls.__module__}.{cls.__qualname__}"
-    return f"{name}@{id(cls)}" if "<locals>" in name else name
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _class_of(name: str) -> type:
@@ -78,10 +76,11 @@ def _class_of(name: str) -> type:
             yield inner
             yield from below(inner)
 
-    for cls in below(ValueObject):
-        if _name(cls) == name:
-            return cls
-    raise ValueError(f"a quantizer of class {name} is named, which is not imported here; import its module first")
+    found = {cls for cls in below(ValueObject) if _name(cls) == name}
+    if len(found) != 1:
+        why = "and more than one has that name" if found else "which is not imported here; import its module first"
+        raise ValueError(f"a quantizer of class {name} is named, {why}")
+    return found.pop()
 
 
 @value_class

@@ -101,7 +101,9 @@ def parameters_of(function: Callable) -> tuple[Parameter, ...]:
             continue
         if parameter.default is not parameter.empty:
             raise TypeError(f"{owner}.{name}: an object has no default in a schema")
-        prefixed = layout.kind.prefixed or annotations.count(hint) > 1 or not signature.keys().isdisjoint(layout.kind.parts)
+        prefixed = (
+            layout.kind.prefixed or annotations.count(hint) > 1 or not signature.keys().isdisjoint(layout.kind.parts)
+        )
         slots = list(_slots(layout, name if prefixed else ""))
         order = tuple(sorted(range(len(slots)), key=lambda i: not slots[i].holds_tensor))
         found.append(Parameter(name, tuple(slots[i] for i in order), layout, order, parameter.default))

@@ -40,8 +40,7 @@ def differentiable(forward: CustomOpDef, backward: CustomOpDef, *, gradients: Se
     own += [p.name for p in back.parameters if p.name not in (*own, *fields, incoming, NEEDS)]
     if not set(gradients) <= set(own):
         raise TypeError(f"{ahead.name} has no parameter {', '.join(sorted(set(gradients) - set(own)))}")
-    places = tuple(own.index(name) for name in gradients)
-
+    wanted = tuple(own.index(name) for name in gradients)
     kept_ones = [(p, _to_save(p, back.mutates)) for p in back.parameters if p.name not in (incoming, NEEDS)]
 
     def step(values: dict[str, Any], needs: list[bool]) -> Any:
@@ -52,7 +51,7 @@ def differentiable(forward: CustomOpDef, backward: CustomOpDef, *, gradients: Se
         @staticmethod
         def forward(ctx: Any, *given: Any) -> Any:
             values = dict(zip(own, given, strict=True))
-            found = step(values, [ctx.needs_input_grad[i] for i in places])
+            found = step(values, [ctx.needs_input_grad[i] for i in wanted])
             values.update(zip(fields, found, strict=True))
             saved: list[Tensor] = []
             ctx.kept = []
@@ -63,7 +62,7 @@ def differentiable(forward: CustomOpDef, backward: CustomOpDef, *, gradients: Se
 
         @staticmethod
         def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-            needs = [ctx.needs_input_grad[i] for i in places]
+            needs = [ctx.needs_input_grad[i] for i in wanted]
             saved, kept = ctx.saved_tensors, list(ctx.kept)
             flat: list[Any] = []
             values: dict[str, Any] = {}
@@ -79,14 +78,14 @@ def differentiable(forward: CustomOpDef, backward: CustomOpDef, *, gradients: Se
                 values[parameter.name] = parameter.of_leaves(leaves)
             found = back.op(*flat)
             found = make_results(back.described(values), found, values) if back.whole else found
-            by_place = dict(zip(places, found, strict=True))
-            return tuple(by_place.get(i) for i in range(len(own)))
+            by_index = dict(zip(wanted, found, strict=True))
+            return tuple(by_index.get(i) for i in range(len(own)))
 
     Run.__name__ = Run.__qualname__ = f"{ahead.name}_function"
 
     def call(**values: Any) -> Any:
         if not torch.is_grad_enabled():
-            return step(values, [False] * len(places))[0]
+            return step(values, [False] * len(wanted))[0]
         return Run.apply(*(values[name] for name in own))
 
     return call

@@ -116,6 +116,8 @@ def caller(op: CustomOpDef) -> Callable[..., Any]:
 
     def call(*args: Any, **keywords: Any) -> Any:
         values = {**defaults, **dict(zip(names, args, strict=False)), **keywords}
+        if len(values) != len(names):
+            raise TypeError(f"{entry.name} takes {', '.join(names)}; it was given {', '.join(values)}")
         flat: list[Any] = []
         for parameter in entry.parameters:
             flat += parameter.flat(values[parameter.name])

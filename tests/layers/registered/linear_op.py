@@ -2,7 +2,7 @@
 
 The example and the test of what the registry can describe: quantized weights and caches among the arguments, live
 state that is written to, what is kept of x as a quantized storage or as an alias of x, gradients that may be absent.
-The library itself registers kernels and not layers: see `bench/boundary.py` and docs/operations.md for why.
+The library itself registers kernels and not layers: docs/operations.md says why.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from te_models.layers import QuantizedStorage, QuantizedTensor
 from te_models.layers.dense_gemms import DEFAULT_OPTIONS, GemmOptions, How, bias_gradient, dense_fprop, dense_gradients
 from te_models.layers.kept import Kept
 from te_models.layers.module import compute_dtype
-from te_models.layers.op_results import Quantized, quantized_like
+from te_models.layers.op_results import QuantizedResult, quantized_like
 from te_models.layers.quantized_module import LiveState, QuantizedModule
 from te_models.layers.quantizer_text import with_usages
 from te_models.layers.recipe import GemmQuantizers
@@ -65,9 +65,9 @@ def linear_forward(
     """x: [T, K] in the compute dtype; weight: [N, K]; the rest as in `dense_fprop`."""
     live = LiveState(scale, amax, None, statistics)
     how = How(quantizers, GemmOptions(save_original_input), gemm)
-    y, kept, tensors = dense_fprop(x, weight, bias, cached, live, how, x.dtype, needs[1])
+    y, _, tensors = dense_fprop(x, weight, bias, cached, live, how, x.dtype, needs[1])
     described = _kept(x, quantizers, save_original_input, needs)
-    if isinstance(described, Quantized):
+    if isinstance(described, QuantizedResult):
         return Forward(y, described.make(tensors))
     return Forward(y, tensors[0] if tensors else None)
 
