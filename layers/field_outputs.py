@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from te_models.kernels.quantize.grouped import padded_length
 from te_models.kernels.registry import Output
@@ -53,7 +54,8 @@ def _traits(
     quantizer: Quantizer, dtype: torch.dtype, device: torch.device, grouped: bool
 ) -> tuple[tuple[torch.dtype, bool], ...]:
     """Return dtype and whether the last two dimensions lie swapped, of each field, as the device's kernels make it."""
-    with FakeTensorMode():
+    # whatever traces this asks for an answer and is not to see how it was found
+    with _disable_current_modes(), FakeTensorMode():
         key = torch.empty(2, dtype=torch.int64, device=device)
         if grouped:
             m_splits = torch.empty(_GROUPS, dtype=torch.int64, device=device)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_models.kernels.registry import Result
+from te_models.kernels.registry import Output, Result
 
 from .field_outputs import field_outputs
 from .grouped_storage import GroupedTensorStorage
@@ -45,10 +45,12 @@ class QuantizedResult(Result):
     def count(self) -> int:
         return len(self.value.field_names())
 
-    def allocate(self) -> list[Tensor]:
+    def _outputs(self) -> list[Output]:
         groups = None if self.m_splits is None else self.m_splits.shape[0]
-        described = field_outputs(self.value, self.shape, self.dtype, self.device, groups)
-        return [output.empty() for output in described]
+        return field_outputs(self.value, self.shape, self.dtype, self.device, groups)
+
+    def allocate(self) -> list[Tensor]:
+        return [output.empty() for output in self._outputs()]
 
     def take(self, value: Any) -> list[Tensor]:
         if not isinstance(value, QuantizedFields) or isinstance(value, QuantizedTensor) is not self.as_tensor:
@@ -58,7 +60,9 @@ class QuantizedResult(Result):
             raise RuntimeError(f"an operation returned {value!r} where {self.value} and {self.shape} are described")
         if getattr(value, "m_splits", None) is not self.m_splits:
             raise RuntimeError("an operation returned rows of other splits than the argument that is described")
-        return list(value.fields.values())
+        # a quantizer's element-wise operations keep the strides of what it quantizes; a description does not know them
+        fields = zip(self._outputs(), value.fields.values(), strict=True)
+        return [f.mT.contiguous().mT if output.transposed else f.contiguous() for output, f in fields]
 
     def make(self, tensors: Sequence[Tensor]) -> Any:
         shape, value = torch.Size(self.shape), self.value

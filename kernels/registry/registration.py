@@ -89,6 +89,8 @@ def operation(
             for slot in p.slots
             if slot.mutated or slot.name in mutates or (p.name in mutates and slot.holds_tensor)
         )
+        if written and any(s.name == "mode" for p in parameters for s in p.slots):
+            raise TypeError(f"{name} writes to arguments, and the compiler has a 'mode' of its own then: rename it")
         returns = typing.get_type_hints(function).get("return")
         whole = not _fits_a_schema(returns)
         own_places = places if whole and written else 0

@@ -169,6 +169,11 @@ def test_descriptions_that_do_not_fit_are_refused() -> None:
         @operation("test_unknown", lambda: None)
         def f(options_factor: float, options: Options, other: Options) -> None: ...
 
+    with pytest.raises(TypeError, match="test_unknown writes to arguments, and the compiler has a 'mode' of its own"):
+
+        @operation("test_unknown", lambda: None, mutates=("x",))
+        def f(x: Tensor, mode: str) -> None: ...
+
     with pytest.raises(TypeError, match="Changing is a dataclass that may change"):
 
         @operation("test_unknown", lambda: None)
@@ -283,23 +288,27 @@ class Product(NamedTuple):
     half: Tensor | None
 
 
+class Factor(NamedTuple):
+    value: float
+
+
 def pair_of_operations() -> tuple[Any, Any]:
     """y = x w, with half of x kept; backward counts its calls."""
 
     @operation("test_product", lambda x, w, needs: Product(like(x), like(x) if needs[1] else None))  # type: ignore[arg-type]
-    def forward(x: Tensor, w: Tensor, options: Options, needs: list[bool]) -> Product:
-        return Product(x * w * options.factor, x / 2 if needs[1] else None)
+    def forward(x: Tensor, w: Tensor, factor: Factor, needs: list[bool]) -> Product:
+        return Product(x * w * factor.value, x / 2 if needs[1] else None)
 
     def gradients(dy: Tensor, needs: list[bool]) -> tuple[Output | None, ...]:
         return tuple(like(dy) if needed else None for needed in needs)
 
     @operation("test_product_backward", gradients, mutates=("calls",), places=2)
     def backward(
-        dy: Tensor, w: Tensor, half: Tensor | None, options: Options, calls: Tensor, twice: bool, needs: list[bool]
+        dy: Tensor, w: Tensor, half: Tensor | None, factor: Factor, calls: Tensor, twice: bool, needs: list[bool]
     ) -> tuple[Tensor | None, ...]:
         calls += 2 if twice else 1
-        dx = dy * w * options.factor if needs[0] else None
-        return dx, dy * half * 2 * options.factor if half is not None else None
+        dx = dy * w * factor.value if needs[0] else None
+        return dx, dy * half * 2 * factor.value if half is not None else None
 
     return forward, backward
 
@@ -309,7 +318,7 @@ def test_two_operations_are_one_differentiable_function(compiled: bool) -> None:
     product = differentiable(*pair_of_operations(), gradients=("x", "w"))
 
     def function(x: Tensor, w: Tensor, calls: Tensor, factor: float) -> Tensor:
-        return product(x=x, w=w, options=Options(factor=factor), calls=calls, twice=True)
+        return product(x=x, w=w, factor=Factor(factor), calls=calls, twice=True)
 
     torch._dynamo.reset()
     run = torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function
@@ -332,7 +341,7 @@ def test_two_operations_are_one_differentiable_function(compiled: bool) -> None:
 def test_a_saved_tensor_that_was_changed_is_found() -> None:
     product = differentiable(*pair_of_operations(), gradients=("x", "w"))
     x, w = torch.randn(3, requires_grad=True), torch.randn(3)
-    y = product(x=x, w=w, options=Options(), calls=torch.zeros(()), twice=False)
+    y = product(x=x, w=w, factor=Factor(2.0), calls=torch.zeros(()), twice=False)
     w.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()

@@ -45,7 +45,7 @@ def quantize_op(x: Tensor, m_splits: Tensor | None, quantizer: Live, key: Tensor
         value = described.make(tensors) if as_tensor else cls.unflatten(tensors, (described.value, x.shape, x.dtype))
     if isinstance(value, QuantizedTensor) and not as_tensor:
         value = value.to_storage()
-    return Stored(value, value.dequantize())
+    return Stored(value, value.dequantize().contiguous())
 
 
 quantize = caller(quantize_op)

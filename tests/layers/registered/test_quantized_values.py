@@ -64,9 +64,10 @@ def flat(op: Any, *values: Any) -> tuple[Any, ...]:
 
 
 def cases(quantizer: Quantizer) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """A matrix, a stack, and rows by group where the format has them."""
+    """A matrix, one that lies transposed, a stack, and rows by group where the format has them."""
     torch.manual_seed(0)
     yield torch.randn(33, 48, dtype=torch.bfloat16), None
+    yield torch.randn(48, 33).t(), None
     yield torch.randn(3, 33, 20), None
     if not (isinstance(quantizer, NVFP4Quantizer) and quantizer.with_2d_quantization) and quantizer.FORMAT != "hybrid":
         yield torch.randn(40, 48), torch.tensor([7, 0, 26])
