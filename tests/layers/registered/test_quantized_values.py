@@ -41,7 +41,9 @@ from tests.layers.quantizer.examples import DELAYED, EXAMPLES, STOCHASTIC
 from tests.layers.registered import quantize_op as ops
 
 ALL = EXAMPLES | {"stochastic": STOCHASTIC, "delayed": DELAYED}
-USAGES = [(True, True), (True, False), (False, True)]
+USAGES = [(True, True), *(pytest.param(usage, marks=pytest.mark.slow) for usage in ((True, False), (False, True)))]
+FEW = ("tensor", "1x32", "1x16 RHT", "hybrid", "delayed")
+MOST = [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in (*EXAMPLES, "delayed")]
 KEY = torch.tensor([3, 5])
 
 
@@ -113,7 +115,7 @@ def test_opcheck(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", [*EXAMPLES, "delayed"])
+@pytest.mark.parametrize("name", MOST)
 def test_results_keep_their_quantizer_through_the_compiled_path(name: str) -> None:
     """And equal ones, made anew, recompile nothing."""
     quantizer, counter = ALL[name], CompileCounter()
@@ -197,9 +199,9 @@ def test_an_alias_is_the_very_object(stored: bool, compiled: bool) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", MOST)
 def test_a_cache_is_written_into_where_the_schema_says_so(name: str, compiled: bool) -> None:
-    quantizer, weight = EXAMPLES[name], torch.randn(32, 48)
+    quantizer, weight = ALL[name], torch.randn(32, 48)
     assert "Tensor(a0!)[] cache" in str(ops.fill_cache_op._opoverload._schema)
     cache = quantizer.quantize(torch.zeros(32, 48)).to_storage()
 
@@ -247,6 +249,7 @@ def test_a_text_rebuilds_its_quantizer(quantizer: Quantizer) -> None:
     assert str(id(quantizer)) not in text and " object at " not in text
 
 
+@pytest.mark.slow
 def test_a_text_is_the_same_in_another_process() -> None:
     code = (
         "from te_models.layers.quantizer_text import text_of; from te_models.layers import NVFP4Quantizer as Q;"
