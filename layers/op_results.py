@@ -78,6 +78,6 @@ class QuantizedResult(Result):
         return made
 
 
-def quantized_like(x: Tensor | Result, quantizer: Live, **options: Any) -> QuantizedResult:
+def quantized_like(x: Tensor | Output, quantizer: Live, **options: Any) -> QuantizedResult:
     """Describe x quantized: its shape and device, its dtype as the logical one. options: see `QuantizedResult`."""
     return QuantizedResult(x.shape, x.dtype, x.device, quantizer, **options)

@@ -64,7 +64,7 @@ def _object(hint: Any) -> Kind | None:
     if not isinstance(hint, type):
         return None
     if issubclass(hint, tuple) and hasattr(hint, "_fields"):
-        names: Sequence[str] = hint._fields
+        names: Sequence[str] = hint._fields  # type: ignore[attr-defined]
     elif dataclasses.is_dataclass(hint):
         if not hint.__dataclass_params__.frozen:  # type: ignore[attr-defined]
             raise TypeError(f"{hint.__name__} is a dataclass that may change; an operation takes frozen ones")
