@@ -24,6 +24,7 @@ from .layernorm_linear import LayerNormLinear
 from .layernorm_mlp import LayerNormMLP
 from .linear import Linear
 from .norm import LayerNorm, RMSNorm
+from .op_results import QuantizedResult, quantized_like
 from .overrides import PerModuleRecipe, first_last_layers_bf16
 from .quantized_module import (
     QuantizedModule,
@@ -115,6 +116,7 @@ __all__ = [
     "NVFP4TensorStorage",
     "PerModuleRecipe",
     "QuantizedModule",
+    "QuantizedResult",
     "QuantizedStorage",
     "QuantizedTensor",
     "Quantizer",
@@ -132,6 +134,7 @@ __all__ = [
     "microbatch",
     "name_modules",
     "quantization_statistics",
+    "quantized_like",
     "quantized_model_init",
     "recipe",
     "recipe_report",

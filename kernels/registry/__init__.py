@@ -1,12 +1,33 @@
 """Registered operations from one description each: arguments by their annotations, results by one function of them.
 
 What torch needs to know of an operation - its schema, what it returns on fake tensors, what autograd keeps - is derived
-from that description and never written by hand. `operation` registers; `registered` lists what is.
+from that description and never written by hand. `operation` registers; `registered` lists what is; `caller` and
+`differentiable` make functions of whole values of it. Other folders make their types known with `add_kind` and describe
+results of their own as a `Result`.
 """
 
 from .arguments import flatten
+from .boundary import differentiable
 from .gradient import gradient_of
-from .output import Output, absent, like, matrix_like
-from .registration import Registered, operation, registered
+from .kinds import Encoded, Kind, add_kind
+from .output import Alias, Output, Result, absent, like, matrix_like
+from .registration import Registered, caller, operation, registered
 
-__all__ = ["Output", "Registered", "absent", "flatten", "gradient_of", "like", "matrix_like", "operation", "registered"]
+__all__ = [
+    "Alias",
+    "Encoded",
+    "Kind",
+    "Output",
+    "Registered",
+    "Result",
+    "absent",
+    "add_kind",
+    "caller",
+    "differentiable",
+    "flatten",
+    "gradient_of",
+    "like",
+    "matrix_like",
+    "operation",
+    "registered",
+]

@@ -1,47 +1,70 @@
 """Parameters of registered operations, laid out flat as their schema takes them.
 
-A NamedTuple or a frozen dataclass (a quantized operand, a group of options, a value quantizer, one inside the other)
-becomes its fields one by one, tensors first. They keep their names; where an operation takes two objects of a class
-they are `<parameter>_<field>`. Everything else is one argument (see `slots`).
+A value of a kind (see `kinds`: a quantized operand, a group of options, one inside the other) becomes its parts one by
+one, tensors first. Everything else is one argument (see `slots`).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from .kinds import Encoded, Kind, kind_of
 from .slots import Slot, slot_of
 
-_SLOTS: dict[type, tuple[Slot, ...]] = {}
-"""How the fields of each argument object that an operation takes are laid out."""
+
+class Branch(NamedTuple):
+    """A value of several arguments: its kind, and how each of its parts is laid out."""
+
+    kind: Kind
+    parts: tuple[Slot | Branch, ...]
 
 
-class Plan(NamedTuple):
-    """How an object is made of flat values: per field the place of its value, or the plan of an object inside."""
-
-    cls: type
-    fields: tuple[tuple[str, int | Plan], ...]
-
-    def build(self, flat: Sequence[Any]) -> Any:
-        """Return the object."""
-        return self.cls(**{n: flat[at] if isinstance(at, int) else at.build(flat) for n, at in self.fields})
+Layout = Slot | Branch
+_OBJECTS: dict[type, Parameter] = {}
+"""How each class of argument objects that an operation takes is laid out."""
 
 
 class Parameter(NamedTuple):
-    """One parameter of an implementation: its slots, and the plan of the object that they are fields of, if any."""
+    """One parameter of an implementation. slots: its arguments as the schema has them; order: of these, the position
+    in the layout, which goes through the value part by part.
+
+    The leaves of a value are its smallest parts in that order, not encoded yet.
+    """
 
     name: str
     slots: tuple[Slot, ...]
-    plan: Plan | None
+    layout: Layout
+    order: tuple[int, ...]
     default: Any
 
+    def leaves(self, value: Any) -> list[Any]:
+        """Return the leaves of a value."""
+        found: list[Any] = []
+        _append(self.layout, value, found)
+        return found
+
+    def of_leaves(self, leaves: Sequence[Any]) -> Any:
+        """Return the value of its leaves."""
+        return _made(self.layout, leaves, 0)[0]
+
+    def encoded(self, leaves: Sequence[Any]) -> list[Any]:
+        """Return the schema's arguments for these leaves."""
+        slots = zip(self.slots, self.order, strict=True)
+        return [leaves[at] if slot.encode is None else slot.encode(leaves[at]) for slot, at in slots]
+
+    def flat(self, value: Any) -> list[Any]:
+        """Return the schema's arguments for a value."""
+        return self.encoded(self.leaves(value))
+
     def value(self, flat: Sequence[Any]) -> Any:
-        """Return the parameter's value, of those of its slots."""
-        decoded = [v if s.decode is None else s.decode(v) for s, v in zip(self.slots, flat, strict=True)]
-        return decoded[0] if self.plan is None else self.plan.build(decoded)
+        """Return the value, of the schema's arguments."""
+        leaves: list[Any] = [None] * len(flat)
+        for slot, at, given in zip(self.slots, self.order, flat, strict=True):
+            leaves[at] = given if slot.decode is None else slot.decode(given)
+        return self.of_leaves(leaves)
 
     @property
     def flat_default(self) -> Any:
@@ -65,22 +88,27 @@ def parameters_of(function: Callable) -> tuple[Parameter, ...]:
     """Lay out a function's parameters. TypeError for an annotation that no schema can hold, or a repeated name."""
     hints = typing.get_type_hints(function)
     signature = inspect.signature(function).parameters
-    objects = [hints.get(name) for name in signature]
+    annotations = [hints.get(name) for name in signature]
     owner = function.__name__
     found: list[Parameter] = []
     for name, parameter in signature.items():
         if name not in hints or parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
             raise TypeError(f"{owner}.{name}: a parameter of an operation is positional, and annotated")
         hint = hints[name]
-        if not _is_object(hint):
-            found.append(Parameter(name, (slot_of(hint, name, owner),), None, parameter.default))
+        layout = _layout(hint, name, owner)
+        if isinstance(layout, Slot):
+            found.append(Parameter(name, (layout,), layout, (0,), parameter.default))
             continue
         if parameter.default is not parameter.empty:
             raise TypeError(f"{owner}.{name}: an object has no default in a schema")
-        _SLOTS[hint] = _slots(hint)
-        prefix = f"{name}_" if objects.count(hint) > 1 else ""
-        slots = tuple(slot._replace(name=prefix + slot.name) for slot in _SLOTS[hint])
-        found.append(Parameter(name, slots, _plan(hint, [slot.path for slot in slots]), parameter.default))
+        prefixed = (
+            layout.kind.prefixed or annotations.count(hint) > 1 or not signature.keys().isdisjoint(layout.kind.parts)
+        )
+        slots = list(_slots(layout, name if prefixed else ""))
+        order = tuple(sorted(range(len(slots)), key=lambda i: not slots[i].holds_tensor))
+        found.append(Parameter(name, tuple(slots[i] for i in order), layout, order, parameter.default))
+        if isinstance(hint, type):
+            _OBJECTS[hint] = found[-1]
     names = [slot.name for parameter in found for slot in parameter.slots]
     if len(set(names)) < len(names):
         raise TypeError(f"{owner}: two arguments of the schema have one name: {', '.join(names)}")
@@ -89,43 +117,43 @@ def parameters_of(function: Callable) -> tuple[Parameter, ...]:
 
 def flatten(value: Any) -> list[Any]:
     """Return an argument object's fields as a schema takes them. KeyError for a class that no operation takes."""
-    flat: list[Any] = []
-    for slot in _SLOTS[type(value)]:
-        held = value
-        for name in slot.path:
-            held = getattr(held, name)
-        flat.append(held if slot.encode is None else slot.encode(held))
-    return flat
+    return _OBJECTS[type(value)].flat(value)
 
 
-def _is_object(hint: Any) -> bool:
-    if not isinstance(hint, type):
-        return False
-    if dataclasses.is_dataclass(hint):
-        if not hint.__dataclass_params__.frozen:  # type: ignore[attr-defined]
-            raise TypeError(f"{hint.__name__} is a dataclass that may change; an operation takes frozen ones")
-        return True
-    return issubclass(hint, tuple) and hasattr(hint, "_fields")
+def _layout(hint: Any, name: str, owner: str) -> Layout:
+    kind = kind_of(hint)
+    if kind is None:
+        return slot_of(hint, name, owner)
+    if isinstance(kind, Encoded):
+        return Slot(name, *kind)
+    inside = hint.__name__ if isinstance(hint, type) else f"{owner}.{name}"
+    return Branch(kind, tuple(_layout(part, own, inside) for own, part in kind.parts.items()))
 
 
-def _fields(cls: type) -> dict[str, Any]:
-    hints = typing.get_type_hints(cls)
-    names = cls._fields if issubclass(cls, tuple) else [f.name for f in dataclasses.fields(cls)]  # type: ignore[attr-defined]
-    return {name: hints[name] for name in names}
+def _slots(layout: Branch, name: str) -> Iterator[Slot]:
+    """Yield the slots of a layout part by part, under the names they have in the schema."""
+    for own, part in zip(layout.kind.parts, layout.parts, strict=True):
+        full = "_".join(filter(None, (name, own)))
+        if isinstance(part, Slot):
+            yield part._replace(name=full, mutated=own in layout.kind.mutated)
+        else:
+            yield from _slots(part, full)
 
 
-def _slots(cls: type) -> tuple[Slot, ...]:
-    found: list[Slot] = []
-    for name, hint in _fields(cls).items():
-        inner = _slots(hint) if _is_object(hint) else (slot_of(hint, name, cls.__name__),)
-        for slot in inner:
-            found.append(slot._replace(name=f"{name}_{slot.name}" if slot.path else name, path=(name, *slot.path)))
-    return tuple(sorted(found, key=lambda slot: not slot.holds_tensor))
+def _append(layout: Layout, value: Any, leaves: list[Any]) -> None:
+    if isinstance(layout, Slot):
+        leaves.append(value)
+    else:
+        for part, held in zip(layout.parts, layout.kind.take(value), strict=True):
+            _append(part, held, leaves)
 
 
-def _plan(cls: type, paths: list[tuple[str, ...]], inside: tuple[str, ...] = ()) -> Plan:
-    found: list[tuple[str, int | Plan]] = []
-    for name, hint in _fields(cls).items():
-        path = (*inside, name)
-        found.append((name, paths.index(path) if path in paths else _plan(hint, paths, path)))
-    return Plan(cls, tuple(found))
+def _made(layout: Layout, leaves: Sequence[Any], at: int) -> tuple[Any, int]:
+    """Return the value whose leaves begin at a position, and where those of the next one begin."""
+    if isinstance(layout, Slot):
+        return leaves[at], at + 1
+    parts = []
+    for part in layout.parts:
+        value, at = _made(part, leaves, at)
+        parts.append(value)
+    return layout.kind.make(parts), at

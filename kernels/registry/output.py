@@ -1,18 +1,42 @@
-"""The description of a tensor that an operation returns: enough to allocate it, on a device as on fake tensors."""
+"""The description of one result of an operation: enough to allocate it, on a device as on fake tensors.
+
+`Result` is open: a folder above this one describes results of its own, such as quantized ones.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
+class Result:
+    """Base of descriptions: a value of one or more new tensors. None of them is a view of an argument or another."""
+
+    def count(self) -> int:
+        """Return how many tensors the value consists of."""
+        raise NotImplementedError
+
+    def allocate(self) -> list[Tensor]:
+        """Allocate these tensors, not filled."""
+        raise NotImplementedError
+
+    def take(self, value: Any) -> list[Tensor]:
+        """Return the tensors of a value that an implementation returned."""
+        raise NotImplementedError
+
+    def make(self, tensors: Sequence[Tensor]) -> Any:
+        """Return the value of its tensors: what was returned, with all that is not in the tensors."""
+        raise NotImplementedError
+
+
 @dataclasses.dataclass(frozen=True)
-class Output:
-    """A new tensor; never a view of an argument or of another result, which an operation may not return.
+class Output(Result):
+    """A new tensor.
 
     shape: sizes may be symbolic; transposed: the last two dimensions lie swapped in memory, else it is contiguous.
     """
@@ -28,6 +52,28 @@ class Output:
             return torch.empty(tuple(self.shape), dtype=self.dtype, device=self.device)
         *batch, rows, columns = self.shape
         return torch.empty((*batch, columns, rows), dtype=self.dtype, device=self.device).mT
+
+    def count(self) -> int:
+        return 1
+
+    def allocate(self) -> list[Tensor]:
+        return [self.empty()]
+
+    def take(self, value: Any) -> list[Tensor]:
+        return [value]
+
+    def make(self, tensors: Sequence[Tensor]) -> Tensor:
+        return tensors[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Alias:
+    """A result that is no new value: the argument of this name, or the earlier result at this position.
+
+    A schema cannot return it, so it is left out there and put back by the caller.
+    """
+
+    of: str | int
 
 
 def like(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -17,31 +17,43 @@ from torch._library.custom_ops import CustomOpDef
 
 from .arguments import Parameter, parameters_of, values_of
 from .output import Output
-
-Results = Output | Sequence[Output] | None
+from .results import allocate_results, filled_up, flatten_results, make_results
+from .slots import Slot
 
 
 class Registered(NamedTuple):
-    """An operation: what is called, its parameters, its results and what these depend on, and what it writes to."""
+    """An operation: what is called, its parameters, its results and what these depend on, and what it writes to.
+
+    returns: the implementation's annotation; whole: whether it is more than a schema can say, which then has a list of
+    tensors for it; places: so many tensors instead, if not 0.
+    """
 
     name: str
     op: CustomOpDef
     parameters: tuple[Parameter, ...]
-    results: Callable[..., Results]
+    results: Callable[..., Any]
     depends_on: tuple[str, ...]
     mutates: tuple[str, ...]
+    returns: Any
+    whole: bool
+    places: int
 
-    def describe(self, *flat: Any) -> Results:
-        """Return the description of the results for arguments as in the schema; trailing defaults may be missing."""
-        values = values_of(self.parameters, flat)
+    def described(self, values: Mapping[str, Any]) -> Any:
+        """Return the description of the results for these values of the parameters."""
         return self.results(**{name: values[name] for name in self.depends_on})
+
+    def describe(self, *flat: Any) -> Any:
+        """Return the description of the results for arguments as in the schema; trailing defaults may be missing."""
+        return self.described(values_of(self.parameters, flat))
 
     def fake(self, *flat: Any) -> Any:
         """Allocate the results, not filled: the implementation on fake tensors."""
         described = self.describe(*flat)
+        if self.whole:
+            return filled_up(allocate_results(described), self.places)
         if described is None or isinstance(described, Output):
             return described.empty() if described is not None else None
-        return type(described)(output.empty() for output in described)  # type: ignore[call-arg]
+        return type(described)(output.empty() for output in described)
 
 
 _REGISTERED: dict[str, Registered] = {}
@@ -53,22 +65,38 @@ def registered() -> dict[str, Registered]:
 
 
 def operation(
-    name: str, results: Callable[..., Results], *, mutates: Iterable[str] = ()
+    name: str, results: Callable[..., Any], *, mutates: Iterable[str] = (), places: int = 8
 ) -> Callable[[Callable], CustomOpDef]:
     """Register the decorated implementation as `torch.ops.te_models.<name>`.
 
-    results: describes what is returned, one `Output`, a tuple or a list of them as the implementation's annotation has
-    it, or None; its parameters are names of the implementation's. What is returned is called with the arguments of the
-    schema: objects as `flatten` gives their fields. TypeError where an annotation fits no schema or a name is unknown.
+    results: describes what is returned (see `results`); its parameters are names of the implementation's. mutates:
+    parameters, all of whose tensors are written to, or single arguments of the schema. What is returned is called with
+    the arguments of the schema, objects as `flatten` gives their fields; `caller` makes of it a function of whole
+    values. places: of how many tensors results that fit no schema consist at most, in an operation that writes to
+    arguments: the compiler wants each one named then. TypeError where an annotation fits no schema or a name is
+    unknown.
     """
 
     def register(function: Callable) -> CustomOpDef:
         parameters, depends_on = parameters_of(function), tuple(inspect.signature(results).parameters)
-        unknown = {*depends_on, *mutates} - {p.name for p in parameters}
+        unknown = {*depends_on} - {p.name for p in parameters}
+        unknown |= {*mutates} - {p.name for p in parameters} - {s.name for p in parameters for s in p.slots}
         if unknown:
             raise TypeError(f"{name} has no parameter {', '.join(sorted(unknown))} to describe its results by")
-        op = torch.library.custom_op(f"te_models::{name}", _flat(function, parameters), mutates_args=tuple(mutates))
-        entry = Registered(name, op, parameters, results, depends_on, tuple(mutates))
+        written = tuple(
+            slot.name
+            for p in parameters
+            for slot in p.slots
+            if slot.mutated or slot.name in mutates or (p.name in mutates and slot.holds_tensor)
+        )
+        if written and any(s.name == "mode" for p in parameters for s in p.slots):
+            raise TypeError(f"{name} writes to arguments, and the compiler has a 'mode' of its own then: rename it")
+        returns = typing.get_type_hints(function).get("return")
+        whole = not _fits_a_schema(returns)
+        own_places = places if whole and written else 0
+        flat = _flat(function, parameters, results if whole else None, depends_on, own_places)
+        op = torch.library.custom_op(f"te_models::{name}", flat, mutates_args=written)
+        entry = Registered(name, op, parameters, results, depends_on, written, returns, whole, own_places)
         op.register_fake(entry.fake)
         _REGISTERED[name] = entry
         return op
@@ -76,13 +104,56 @@ def operation(
     return register
 
 
-def _flat(function: Callable, parameters: tuple[Parameter, ...]) -> Callable:
-    """Return the implementation as a function of the schema's arguments."""
-    if all(p.plan is None and p.slots[0].decode is None for p in parameters):
+def entry_of(op: CustomOpDef) -> Registered:
+    """Return what is known of an operation."""
+    return _REGISTERED[op._name]
+
+
+def caller(op: CustomOpDef) -> Callable[..., Any]:
+    """Return the operation as a function of what its implementation takes and returns: arguments flat and results whole
+    again, eager and compiled. A result that is an alias is the very object that was passed."""
+    entry = entry_of(op)
+    names = tuple(p.name for p in entry.parameters)
+    defaults = {p.name: p.default for p in entry.parameters if p.default is not inspect.Parameter.empty}
+
+    def call(*args: Any, **keywords: Any) -> Any:
+        values = {**defaults, **dict(zip(names, args, strict=False)), **keywords}
+        if len(values) != len(names):
+            raise TypeError(f"{entry.name} takes {', '.join(names)}; it was given {', '.join(values)}")
+        flat: list[Any] = []
+        for parameter in entry.parameters:
+            flat += parameter.flat(values[parameter.name])
+        found = op(*flat)
+        return make_results(entry.described(values), found, values) if entry.whole else found
+
+    return call
+
+
+def _fits_a_schema(returned: Any) -> bool:
+    """Whether a schema can say what is returned: a tensor, a tuple of some or a list of any number, or nothing."""
+    if typing.get_origin(returned) is tuple:
+        return set(typing.get_args(returned)) == {Tensor}
+    return returned in (Tensor, list[Tensor], None, type(None))
+
+
+def _flat(
+    function: Callable,
+    parameters: tuple[Parameter, ...],
+    results: Callable[..., Any] | None,
+    depends_on: tuple[str, ...],
+    places: int,
+) -> Callable:
+    """Return the implementation as a function of the schema's arguments. results: None where they fit a schema."""
+    if results is None and all(isinstance(p.layout, Slot) and p.layout.decode is None for p in parameters):
         return function
 
-    def implementation(*flat: Any) -> Tensor | tuple[Tensor, ...] | list[Tensor] | None:
-        return function(**values_of(parameters, flat))
+    def implementation(*flat: Any) -> Any:
+        values = values_of(parameters, flat)
+        found = function(**values)
+        if results is None:
+            return found
+        described = results(**{name: values[name] for name in depends_on})
+        return filled_up(flatten_results(described, found, values), places)
 
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     signature = [
@@ -90,7 +161,10 @@ def _flat(function: Callable, parameters: tuple[Parameter, ...]) -> Callable:
         for parameter in parameters
         for slot in parameter.slots
     ]
-    returned = typing.get_type_hints(function)["return"]
+    if results is None:
+        returned = typing.get_type_hints(function)["return"]
+    else:
+        returned = tuple[(Tensor,) * places] if places else list[Tensor]  # type: ignore[misc]
     returned = None if returned is type(None) else returned  # which infer_schema does not know
     implementation.__signature__ = inspect.Signature(signature, return_annotation=returned)  # type: ignore[attr-defined]
     implementation.__doc__, implementation.__name__ = function.__doc__, function.__name__

@@ -1,8 +1,10 @@
-"""How a value of one annotated type becomes an argument of a schema, and back.
+"""How a value of one annotated type becomes one argument of a schema, and back.
 
-as it is             Tensor, bool, int, float, str, torch.dtype, each also `| None`; list[int], list[bool]
+as it is             Tensor, bool, int, float, str, torch.dtype, each also `| None`; list[Tensor], list[int], list[bool]
 as another type      tuple[int, ...] of any length, or None: list[int], empty for None; Literal of strings: str;
                      enum: its name; process group: its name, looked up where the operation runs
+
+Types of several arguments: see `kinds`.
 """
 
 from __future__ import annotations
@@ -17,45 +19,52 @@ import torch
 from torch import Tensor
 
 _SCALARS: tuple[Any, ...] = (bool, int, float, str, torch.dtype, Tensor)
-_AS_IT_IS = {*_SCALARS, *(t | None for t in _SCALARS), list[int], list[bool]}
+_AS_IT_IS = {*_SCALARS, *(t | None for t in _SCALARS), list[Tensor], list[int], list[bool]}
 
 
 class Slot(NamedTuple):
     """One argument of a schema: its name, type, and how a value gets there and back; None: as it is.
 
-    path: the attributes that lead to the value from the object that it is a field of; empty where it is no field.
+    mutated: whether an operation that takes it writes to it, whatever it says itself.
     """
 
     name: str
     annotation: Any
     encode: Callable[[Any], Any] | None = None
     decode: Callable[[Any], Any] | None = None
-    path: tuple[str, ...] = ()
+    mutated: bool = False
 
     @property
     def holds_tensor(self) -> bool:
-        """Whether it is a tensor, or None in place of one."""
-        return self.annotation in (Tensor, Tensor | None)
+        """Whether it is a tensor, a list of them, or None in place of one."""
+        return self.annotation in (Tensor, Tensor | None, list[Tensor])
 
 
 def slot_of(hint: Any, name: str, owner: str) -> Slot:
     """Return the slot of a value annotated `hint`. TypeError where no schema can hold it."""
     if hint in _AS_IT_IS:
         return Slot(name, hint)
-    if typing.get_origin(hint) is Literal and all(isinstance(value, str) for value in typing.get_args(hint)):
-        return Slot(name, str)
-    members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    sizes = [m for m in members if typing.get_origin(m) is tuple and set(typing.get_args(m)) <= {int, Ellipsis}]
-    if len(sizes) == 1 and set(members) <= {sizes[0], type(None)}:
-        return Slot(name, list[int], _list_of, _tuple_or_none if type(None) in members else tuple)
+    members = typing.get_args(hint) if isinstance(hint, types.UnionType) or _is_union(hint) else (hint,)
+    optional = type(None) in members
+    rest = [m for m in members if m is not type(None)]
+    if len(rest) == 1:
+        (only,) = rest
+        if typing.get_origin(only) is Literal and all(isinstance(value, str) for value in typing.get_args(only)):
+            return Slot(name, str | None if optional else str)
+        if typing.get_origin(only) is tuple and set(typing.get_args(only)) <= {int, Ellipsis}:
+            return Slot(name, list[int], _list_of, _tuple_or_none if optional else tuple)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return Slot(name, str, _name_of, hint.__getitem__)
     if torch.distributed.is_available() and hint is torch.distributed.ProcessGroup:
         return Slot(name, str, _group_name, _group)
     raise TypeError(
         f"{owner}.{name} is annotated {hint}; an operation takes tensors, numbers, strings, dtypes, enums, process "
-        "groups, tuples of sizes, and NamedTuples or frozen dataclasses of these"
+        "groups, tuples of sizes, NamedTuples or frozen dataclasses of these, and types made known with `add_kind`"
     )
+
+
+def _is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) is typing.Union  # what `Literal[...] | None` is
 
 
 def _list_of(value: tuple[int, ...] | None) -> list[int]:

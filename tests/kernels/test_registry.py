@@ -8,20 +8,38 @@ import importlib
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from te_models.kernels.registry import absent, flatten, gradient_of, like, operation, registered, registration
+from te_models.kernels.registry import (
+    Alias,
+    Encoded,
+    Kind,
+    Output,
+    absent,
+    add_kind,
+    caller,
+    differentiable,
+    flatten,
+    gradient_of,
+    kinds,
+    like,
+    operation,
+    registered,
+    registration,
+)
+from te_models.layers import MXFP8Quantizer
 
 
 @pytest.fixture(autouse=True)
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the operations of these tests out of the list of ours."""
+    """Keep the operations and types of these tests out of the list of ours."""
     monkeypatch.setattr(registration, "_REGISTERED", {})
+    monkeypatch.setattr(kinds, "_FINDERS", list(kinds._FINDERS))
 
 
 class Mode(enum.Enum):
@@ -146,10 +164,15 @@ def test_descriptions_that_do_not_fit_are_refused() -> None:
         @operation("test_unknown", lambda: None)
         def f(*, x: Tensor) -> None: ...
 
-    with pytest.raises(TypeError, match="two arguments of the schema have one name: factor, factor, mode, kind"):
+    with pytest.raises(TypeError, match="two arguments of the schema have one name: options_factor, options_factor,"):
 
         @operation("test_unknown", lambda: None)
-        def f(factor: float, options: Options) -> None: ...
+        def f(options_factor: float, options: Options, other: Options) -> None: ...
+
+    with pytest.raises(TypeError, match="test_unknown writes to arguments, and the compiler has a 'mode' of its own"):
+
+        @operation("test_unknown", lambda: None, mutates=("x",))
+        def f(x: Tensor, mode: str) -> None: ...
 
     with pytest.raises(TypeError, match="Changing is a dataclass that may change"):
 
@@ -168,10 +191,166 @@ def test_descriptions_that_do_not_fit_are_refused() -> None:
     assert registered().keys() == {"test_known"}
 
 
+class Interval:
+    """A class that the registry does not know by itself."""
+
+    def __init__(self, low: Tensor, high: Tensor | None, unit: complex) -> None:
+        self.low, self.high, self.unit = low, high, unit
+
+
+def know_intervals() -> None:
+    @add_kind
+    def _(hint: Any) -> Kind | Encoded | None:
+        if hint is complex:
+            return Encoded(str, str, complex)
+        if hint is not Interval:
+            return None
+        parts = {"": Tensor, "high": Tensor | None, "unit": complex}
+        return Kind(parts, lambda i: (i.low, i.high, i.unit), lambda p: Interval(*p), mutated=("high",))
+
+
+def test_a_type_that_is_made_known() -> None:
+    with pytest.raises(TypeError, match=r"op\.interval is annotated .*Interval.*; an operation takes tensors, numbers"):
+
+        @operation("test_interval", lambda x: like(x))
+        def op(x: Tensor, interval: Interval) -> Tensor: ...
+
+    know_intervals()
+
+    @operation("test_interval", lambda x: like(x))
+    def op(x: Tensor, interval: Interval) -> Tensor:
+        if interval.high is not None:
+            interval.high.add_(1)
+        return (x + interval.low) * interval.unit.real
+
+    schema = "(Tensor x, Tensor interval, Tensor(a2!)? interval_high, str interval_unit) -> Tensor"
+    assert schema_of(op) == f"te_models::test_interval{schema}"
+
+    def run(x: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        return caller(op)(x, Interval(low, high, 3 + 1j)), caller(op)(x, interval=Interval(low, None, 2j))
+
+    x, low, high = torch.ones(2), torch.ones(2), torch.zeros(2)
+    for function, count in ((run, 1), (torch.compile(run, fullgraph=True, backend="aot_eager"), 2)):
+        first, second = function(x, low, high)
+        assert torch.equal(first, torch.full((2,), 6.0)) and torch.equal(second, torch.zeros(2))
+        assert torch.equal(high, torch.full((2,), float(count)))
+
+
+def test_the_type_added_last_is_asked_first() -> None:
+    """A frozen dataclass need not be its fields."""
+
+    @add_kind
+    def _(hint: Any) -> Encoded | None:
+        return Encoded(str, lambda o: o.kind, lambda kind: Options(kind=kind)) if hint is Options else None
+
+    @operation("test_encoded", lambda x: like(x))
+    def op(x: Tensor, options: Options) -> Tensor:
+        return x * (2 if options == Options(kind="down") else 3)
+
+    assert schema_of(op) == "te_models::test_encoded(Tensor x, str options) -> Tensor"
+    assert caller(op)(torch.ones(()), Options(kind="down")) == 2
+
+
+class Halves(NamedTuple):
+    """Results within results, one of them absent."""
+
+    whole: Tensor
+    halves: tuple[Tensor, Tensor | None]
+    again: Tensor
+    same: Tensor
+
+
+def test_results_that_no_schema_can_say() -> None:
+    def results(x: Tensor, both: bool) -> Halves:
+        return Halves(like(x), (like(x), like(x, dtype=torch.float64) if both else None), Alias("x"), Alias(0))  # type: ignore[arg-type]
+
+    @operation("test_halves", results)
+    def op(x: Tensor, both: bool) -> Halves:
+        whole = x + 1
+        return Halves(whole, (x / 2, x.double() / 2 if both else None), x, whole)
+
+    assert schema_of(op) == "te_models::test_halves(Tensor x, bool both) -> Tensor[]"
+    call = caller(op)
+    for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=True)):
+        for rows, both in ((3, True), (4, False)):
+            x = torch.randn(rows)
+            found = function(x, both)
+            assert isinstance(found, Halves) and found.again is x and found.same is found.whole
+            assert torch.equal(found.whole, x + 1) and torch.equal(found.halves[0], x / 2)
+            assert (found.halves[1] is None) is not both
+    assert len(op(torch.ones(2), True)) == 3 and len(op(torch.ones(2), False)) == 2
+
+
+class Product(NamedTuple):
+    """y, and what backward needs of x."""
+
+    y: Tensor
+    half: Tensor | None
+
+
+class Factor(NamedTuple):
+    value: float
+
+
+def pair_of_operations() -> tuple[Any, Any]:
+    """y = x w, with half of x kept; backward counts its calls."""
+
+    @operation("test_product", lambda x, w, needs: Product(like(x), like(x) if needs[1] else None))  # type: ignore[arg-type]
+    def forward(x: Tensor, w: Tensor, factor: Factor, needs: list[bool]) -> Product:
+        return Product(x * w * factor.value, x / 2 if needs[1] else None)
+
+    def gradients(dy: Tensor, needs: list[bool]) -> tuple[Output | None, ...]:
+        return tuple(like(dy) if needed else None for needed in needs)
+
+    @operation("test_product_backward", gradients, mutates=("calls",), places=2)
+    def backward(
+        dy: Tensor, w: Tensor, half: Tensor | None, factor: Factor, calls: Tensor, twice: bool, needs: list[bool]
+    ) -> tuple[Tensor | None, ...]:
+        calls += 2 if twice else 1
+        dx = dy * w * factor.value if needs[0] else None
+        return dx, dy * half * 2 * factor.value if half is not None else None
+
+    return forward, backward
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_two_operations_are_one_differentiable_function(compiled: bool) -> None:
+    product = differentiable(*pair_of_operations(), gradients=("x", "w"))
+
+    def function(x: Tensor, w: Tensor, calls: Tensor, factor: float) -> Tensor:
+        return product(x=x, w=w, factor=Factor(factor), calls=calls, twice=True)
+
+    torch._dynamo.reset()
+    run = torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function
+    calls = torch.zeros(())
+    for needs_x, needs_w in ((True, True), (True, False), (False, True)):
+        x, w = torch.randn(3, requires_grad=needs_x), torch.randn(3, requires_grad=needs_w)
+        y = run(x, w, calls, 4.0)
+        assert torch.equal(y, x * w * 4)
+        # another pass in between has written to what backward writes to: no reason to refuse
+        calls.add_(10)
+        y.backward(torch.ones(3))
+        assert (x.grad is None) is not needs_x and (w.grad is None) is not needs_w
+        assert x.grad is None or torch.equal(x.grad, w.detach() * 4)
+        assert w.grad is None or torch.equal(w.grad, x.detach() * 4)
+    assert calls == 36
+    with torch.no_grad():
+        assert not run(x, w, calls, 4.0).requires_grad
+
+
+def test_a_saved_tensor_that_was_changed_is_found() -> None:
+    product = differentiable(*pair_of_operations(), gradients=("x", "w"))
+    x, w = torch.randn(3, requires_grad=True), torch.randn(3)
+    y = product(x=x, w=w, factor=Factor(2.0), calls=torch.zeros(()), twice=False)
+    w.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 def test_the_example_of_the_documentation_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = Path(__file__).parents[2] / "docs" / "operations.md"
-    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    (tmp_path / "documented_operation.py").write_text(code)
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    (tmp_path / "documented_operation.py").write_text("\n\n".join(blocks))
     monkeypatch.syspath_prepend(tmp_path)
     example = importlib.import_module("documented_operation")
     assert schema_of(example.scaled_product) == (
@@ -188,6 +367,12 @@ def test_the_example_of_the_documentation_runs(tmp_path: Path, monkeypatch: pyte
         torch.testing.assert_close(
             torch.autograd.grad(got, y, dy), torch.autograd.grad(expected, y, dy, retain_graph=True)
         )
+
+    quantizer, weight = MXFP8Quantizer(), torch.randn(4, 32)
+    stored = quantizer.quantize(weight)
+    for store in (example.store, torch.compile(example.store, fullgraph=True, backend="aot_eager")):
+        assert store(stored, quantizer) is stored
+        assert torch.equal(store(weight, quantizer).dequantize(), stored.dequantize())
 
 
 @dataclasses.dataclass

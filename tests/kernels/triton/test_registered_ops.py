@@ -4,95 +4,26 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
-from torch.utils._pytree import tree_leaves, tree_map, tree_structure
 
 from te_models import kernels
 from te_models.kernels.registry import Registered, like, operation, registered, registration
-from tests.kernels.triton.op_samples import FAMILIES, Arguments
-from tests.kernels.triton.quantize_cases import assert_bitwise
+from tests.kernels.described import Arguments, check_description, tensors
+from tests.kernels.triton.op_samples import FAMILIES
 
 
 def everything() -> dict[str, Registered]:
-    """Import every module that may register an operation; return all that are."""
+    """Import every module that may register an operation; return all that are, but for those of other tests."""
     for module in pkgutil.walk_packages(kernels.__path__, "te_models.kernels."):
         if not module.name.rpartition(".")[2].startswith("triton"):
             importlib.import_module(module.name)
-    return registered()
+    return {name: entry for name, entry in registered().items() if not name.startswith("test_")}
 
 
 OPERATIONS = everything()
-
-
-def tensors(values: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-
-
-def with_tensors(function: Callable[[Tensor], Tensor], arguments: Arguments) -> Arguments:
-    return tree_map(lambda a: function(a) if isinstance(a, Tensor) else a, arguments)
-
-
-def description(t: Tensor) -> tuple[Any, ...]:
-    """What a caller sees of a result; a symbol counts as the size that it was made from."""
-
-    def sizes(values: Sequence[int | torch.SymInt]) -> tuple[int, ...]:
-        return tuple(v.node.hint if isinstance(v, torch.SymInt) else v for v in values)
-
-    return t.dtype, sizes(t.shape), sizes(t.stride()), t.device
-
-
-SIZES = {"rows", "columns", "num_rows", "chunk_tokens"}
-"""Integer arguments that callers take from shapes, so that they may be symbols, too."""
-
-
-def on_fakes(entry: Registered, arguments: Arguments, *, symbolic: bool) -> Any:
-    """Run an operation on fake tensors; symbolic: every size is a symbol, but 0 and 1, for which graphs are special."""
-    symbols = ShapeEnv()
-    mode = FakeTensorMode(shape_env=symbols if symbolic else None)
-
-    def fake(t: Tensor) -> Tensor:
-        if not symbolic:
-            return mode.from_tensor(t)
-        sizes = [DimDynamic.DYNAMIC if size > 1 else DimDynamic.STATIC for size in t.shape]
-        return mode.from_tensor(t, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
-
-    names = [argument.name for argument in entry.op._opoverload._schema.arguments]
-    given = list(with_tensors(fake, arguments))
-    for at, name in enumerate(names[: len(given)]):
-        if symbolic and name in SIZES:
-            given[at] = fake(torch.empty(given[at])).shape[0]
-    with mode:
-        result = entry.op(*given)
-    assert not any(value.is_number for value in symbols.replacements.values()), "a size was taken for a constant"
-    return result
-
-
-def memory(values: list[Tensor]) -> list[int]:
-    return [t.untyped_storage().data_ptr() for t in values if t.numel()]
-
-
-def check_description(entry: Registered, arguments: Arguments) -> None:
-    given = with_tensors(Tensor.clone, arguments)
-    result = entry.op(*given)
-    real = tensors(result)
-    for symbolic in (False, True):
-        fake = on_fakes(entry, arguments, symbolic=symbolic)
-        assert tree_structure(fake) == tree_structure(result)
-        assert [description(t) for t in tensors(fake)] == [description(t) for t in real]
-    own = memory(real)
-    assert len(set(own)) == len(own), "a result is a view of another one"
-    assert not set(own) & set(memory(tensors(given))), "a result is a view of an argument"
-    names = [argument.name for argument in entry.op._opoverload._schema.arguments]
-    for name, now, before in zip(names, given, arguments, strict=False):
-        if isinstance(now, Tensor) and name not in entry.mutates:
-            assert_bitwise(now, before)
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
