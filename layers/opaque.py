@@ -23,7 +23,6 @@ T = TypeVar("T")
 C = TypeVar("C", bound="type[ValueObject]")
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
-_TORCH_MODULE = "torch._library.opaque_object"
 
 
 class derived(Generic[T]):
@@ -119,13 +118,14 @@ def value_class(cls: C) -> C:
 
 
 def _register(cls: type) -> None:
-    """Register with whichever name this torch has. Only a torch without opaque objects is passed over."""
-    try:
-        opaque = importlib.import_module(_TORCH_MODULE)
-    except ModuleNotFoundError as error:
-        if error.name != _TORCH_MODULE:
-            raise
+    """Register with whichever name this torch has; torch 2.11 is passed over.
+
+    2.11 knows opaque values, but hides their attributes and methods from the code that it traces. What is not
+    registered it traces field by field, and guards on the fields that a graph read: the same graphs.
+    """
+    if torch.__version__ < "2.12":
         return
+    opaque = importlib.import_module("torch._library.opaque_object")
     if hasattr(opaque, "register_custom_class"):
         opaque.register_custom_class(cls, typ="constant")
     else:
