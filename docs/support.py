@@ -46,16 +46,22 @@ def environment(part: str) -> Row:
     return {**versions, "device": device, "part": part}
 
 
-def counts(junit: str) -> dict[str, int]:
-    """Passed, failed and skipped tests of pytest's JUnit report; an error around a test counts as failed."""
-    found = {"passed": 0, "failed": 0, "skipped": 0}
-    for suite in ElementTree.fromstring(junit).iter("testsuite"):
-        total, skipped = int(suite.attrib["tests"]), int(suite.attrib["skipped"])
-        failed = int(suite.attrib["failures"]) + int(suite.attrib["errors"])
-        found["failed"] += failed
-        found["skipped"] += skipped
-        found["passed"] += total - failed - skipped
-    return found
+def counts(*reports: str) -> dict[str, int]:
+    """Passed, failed and skipped tests of pytest's JUnit reports, oldest first: a test's latest outcome counts.
+
+    An error before or after a test counts as a failure of it.
+    """
+    latest: dict[tuple[str, str], str] = {}
+    for report in reports:
+        found: dict[tuple[str, str], str] = {}
+        for case in ElementTree.fromstring(report).iter("testcase"):
+            test = case.attrib["classname"], case.attrib["name"]
+            children = {child.tag for child in case}
+            outcome = "failed" if children & {"failure", "error"} else "skipped" if "skipped" in children else "passed"
+            found[test] = "failed" if "failed" in (outcome, found.get(test)) else outcome
+        latest |= found
+    outcomes = list(latest.values())
+    return {outcome: outcomes.count(outcome) for outcome in ("passed", "failed", "skipped")}
 
 
 def with_row(rows: list[Row], row: Row) -> list[Row]:
@@ -80,23 +86,40 @@ def recorded() -> list[Row]:
     return json.loads(ROWS.read_text(encoding="utf-8")) if ROWS.exists() else []
 
 
+def run(paths: list[str], workers: int) -> tuple[int, str]:
+    """Run the tests; return pytest's exit code and its JUnit report, empty where not all tests were run."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        command = [sys.executable, "-m", "pytest", "-n", str(workers), "--dist", "worksteal", "-m", TESTS]
+        command += [f"--junitxml={report}", *paths]
+        variables = os.environ | {"OMP_NUM_THREADS": "1"}
+        code = subprocess.run(command, cwd=ROWS.parents[1], env=variables, check=False).returncode
+        return code, report.read_text(encoding="utf-8") if code in FINISHED else ""
+
+
 def main() -> int:
     """Run, record, and return pytest's exit code."""
     parser = argparse.ArgumentParser(description="Run the tests of `make test` here and record the result.")
     parser.add_argument("paths", nargs="*", help="run and record this part only, such as tests/kernels")
     parser.add_argument("--workers", type=int, default=2, help="processes that run tests (default: 2)")
+    parser.add_argument(
+        "--report",
+        action="append",
+        type=Path,
+        help="read a report that pytest --junitxml wrote in this environment instead of running; may be repeated, "
+        "oldest first: a test that ran again counts with its latest outcome",
+    )
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        junit = Path(folder, "junit.xml")
-        variables = os.environ | {"OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "pytest", "-n", str(options.workers), "--dist", "worksteal", "-m", TESTS]
-        command += [f"--junitxml={junit}", *options.paths]
-        code = subprocess.run(command, cwd=ROWS.parents[1], env=variables, check=False).returncode
-        if code not in FINISHED:
+    if options.report:
+        code, reports = 0, [path.read_text(encoding="utf-8") for path in options.report]
+    else:
+        code, report = run(options.paths, options.workers)
+        if not report:
             print(f"not recorded: pytest ended with exit code {code} before all tests had run", file=sys.stderr)
             return code
-        found = counts(junit.read_text(encoding="utf-8"))
-    row = {**environment(" ".join(options.paths) or "all"), **found, "date": f"{datetime.date.today()}"}
+        reports = [report]
+    versions = environment(" ".join(options.paths) or "all")
+    row = {**versions, **counts(*reports), "date": f"{datetime.date.today()}"}
     ROWS.write_text(json.dumps(with_row(recorded(), row), indent=1) + "\n", encoding="utf-8")
     print(f"recorded in {ROWS.name}; `make docs` rewrites the table of the README")
     return code

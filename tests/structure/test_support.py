@@ -11,19 +11,27 @@ from packaging.version import Version
 from docs.support import COLUMNS, TESTS, counts, environment, recorded, table, with_row
 from tests.structure.tree import ROOT, pyproject
 
-JUNIT = """<testsuites>
-<testsuite tests="10" failures="1" errors="2" skipped="3" />
-<testsuite tests="5" failures="0" errors="0" skipped="0" />
-</testsuites>"""
+REPORT = """<testsuites><testsuite>
+<testcase classname="a" name="passes" />
+<testcase classname="a" name="skips"><skipped /></testcase>
+<testcase classname="a" name="fails"><failure /></testcase>
+<testcase classname="a" name="ends badly" />
+<testcase classname="a" name="ends badly"><error /></testcase>
+</testsuite></testsuites>"""
+AGAIN = """<testsuites><testsuite>
+<testcase classname="a" name="fails" />
+<testcase classname="b" name="passes" />
+</testsuite></testsuites>"""
 
 
 def row(**changed: str | int) -> dict:
     versions = {"python": "3.12.1", "torch": "2.11.0+cu130", "triton": "3.6.0", "transformers": "5.17.0"}
-    return {**versions, "device": "CPU", "part": "all", **counts(JUNIT), "date": "2026-11-21", **changed}
+    return {**versions, "device": "CPU", "part": "all", **counts(REPORT), "date": "2026-11-21", **changed}
 
 
-def test_every_test_of_a_report_is_counted_once() -> None:
-    assert counts(JUNIT) == {"passed": 9, "failed": 3, "skipped": 3}
+def test_every_test_counts_once_with_its_latest_outcome() -> None:
+    assert counts(REPORT) == {"passed": 1, "failed": 2, "skipped": 1}
+    assert counts(REPORT, AGAIN) == {"passed": 3, "failed": 1, "skipped": 1}
 
 
 def test_a_run_replaces_the_row_of_its_environment_only() -> None:
@@ -31,7 +39,7 @@ def test_a_run_replaces_the_row_of_its_environment_only() -> None:
     for other in ({"torch": "2.9.1"}, {"part": "tests/kernels"}, {"device": "a GPU"}, {"python": "3.11.7"}):
         rows = with_row(rows, row(**other))
     assert len(rows) == 5
-    again = with_row(rows, row(failed=0, passed=12, date="2026-11-22"))
+    again = with_row(rows, row(failed=0, passed=3, date="2026-11-22"))
     assert len(again) == 5
     assert [(r["torch"], r["python"]) for r in again[:2]] == [("2.9.1", "3.12.1"), ("2.11.0+cu130", "3.11.7")]
     assert [r["failed"] for r in again].count(0) == 1
@@ -40,7 +48,7 @@ def test_a_run_replaces_the_row_of_its_environment_only() -> None:
 def test_the_table_has_every_column() -> None:
     header, _, line = table([row()]).splitlines()
     assert [cell.strip() for cell in header.strip("|").split("|")] == list(COLUMNS)
-    assert line == "| 3.12.1 | 2.11.0+cu130 | 3.6.0 | 5.17.0 | CPU | all | 9 | 3 | 3 | 2026-11-21 |"
+    assert line == "| 3.12.1 | 2.11.0+cu130 | 3.6.0 | 5.17.0 | CPU | all | 1 | 2 | 1 | 2026-11-21 |"
 
 
 def test_the_environment_is_this_one() -> None:
