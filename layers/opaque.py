@@ -1,8 +1,8 @@
 """Value objects for the compiler: classes whose instances are constants that a graph is guarded on and rebuilt from.
 
 A value class is a frozen dataclass of plain fields. Its equality and hash come from the fields; `__fx_repr__` writes an
-instance into the generated code as the class itself plus its fields. torch calls such classes opaque value types (2.13
-and before) or constant custom classes (2.14 and later); `_register` knows both.
+instance into the generated code as the class itself plus its fields. torch calls such classes opaque value types (2.12
+and 2.13) or constant custom classes (2.14 and later); `_register` knows both, and that 2.11 has neither.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import torch
+
+from te_models.kernels.torch_versions import TORCH_2_11
 
 T = TypeVar("T")
 C = TypeVar("C", bound="type[ValueObject]")
@@ -123,7 +125,7 @@ def _register(cls: type) -> None:
     2.11 knows opaque values, but hides their attributes and methods from the code that it traces. What is not
     registered it traces field by field, and guards on the fields that a graph read: the same graphs.
     """
-    if torch.__version__ < "2.12":
+    if TORCH_2_11:
         return
     opaque = importlib.import_module("torch._library.opaque_object")
     if hasattr(opaque, "register_custom_class"):
