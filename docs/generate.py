@@ -1,7 +1,8 @@
 """Rewrites the generated parts of the documentation: `make docs`.
 
 A generated part stands between `<!-- begin NAME -->` and `<!-- end NAME -->`; what is around it is written by hand. The
-parts are the help of every verb (docs/cli.md) and the tree of packages (README.md). A test fails when one is stale.
+parts are the help of every verb (docs/cli.md), and the tree of packages and the table of tested versions (README.md). A
+test fails when one is stale.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import ast
 import os
 import re
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -65,17 +67,30 @@ def package_tree() -> str:
     return "```text\n" + "\n".join(f"{name:<{width}}{text}".rstrip() for name, text in lines) + "\n```"
 
 
+def support_table() -> str:
+    """The environments in which the tests ran."""
+    from docs.support import recorded, table
+
+    return table(recorded())
+
+
 def pages() -> dict[Path, str]:
     """Each page with generated parts: its text as it should be."""
-    parts = {"docs/cli.md": ("cli-help", cli_help), "README.md": ("package-tree", package_tree)}
-    return {
-        ROOT / page: fill((ROOT / page).read_text(encoding="utf-8"), name, body())
-        for page, (name, body) in parts.items()
-    }
+    parts = [
+        ("docs/cli.md", "cli-help", cli_help),
+        ("README.md", "support", support_table),
+        ("README.md", "package-tree", package_tree),
+    ]
+    found: dict[Path, str] = {}
+    for page, name, body in parts:
+        text = found.get(ROOT / page) or (ROOT / page).read_text(encoding="utf-8")
+        found[ROOT / page] = fill(text, name, body())
+    return found
 
 
 def main() -> None:
     """Rewrite the pages that are stale and name them."""
+    sys.path.insert(0, str(ROOT))  # run as a script, this finds its own folder there
     for page, text in pages().items():
         if page.read_text(encoding="utf-8") != text:
             page.write_text(text, encoding="utf-8")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from te_models.kernels.grouped_gemm import grouped_gemm
+from te_models.kernels.torch_versions import own_result
 
 from .autocast import state
 from .dense_gemms import DEFAULT_OPTIONS, HIGH_PRECISION, GemmOptions, plain_weight
@@ -99,7 +100,7 @@ class _GroupedLinear(torch.autograd.Function):
         # not saved, as in `_Linear`
         ctx.main_grad, ctx.grad_amax, ctx.grad_statistics = main_grad, grad_amax, grad_statistics
         ctx.quantizers, ctx.options = quantizers, options
-        return grouped_fprop(x, weights, cached, RowGroups(m_splits, ends, group), live, quantizers)
+        return own_result(grouped_fprop(x, weights, cached, RowGroups(m_splits, ends, group), live, quantizers))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

@@ -1,8 +1,8 @@
 """Value objects for the compiler: classes whose instances are constants that a graph is guarded on and rebuilt from.
 
 A value class is a frozen dataclass of plain fields. Its equality and hash come from the fields; `__fx_repr__` writes an
-instance into the generated code as the class itself plus its fields. torch calls such classes opaque value types (2.13
-and before) or constant custom classes (2.14 and later); `_register` knows both.
+instance into the generated code as the class itself plus its fields. torch calls such classes opaque value types (2.12
+and 2.13) or constant custom classes (2.14 and later); `_register` knows both, and that 2.11 has neither.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from te_models.kernels.torch_versions import TORCH_2_11
+
 T = TypeVar("T")
 C = TypeVar("C", bound="type[ValueObject]")
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
-_TORCH_MODULE = "torch._library.opaque_object"
 
 
 class derived(Generic[T]):
@@ -119,13 +120,14 @@ def value_class(cls: C) -> C:
 
 
 def _register(cls: type) -> None:
-    """Register with whichever name this torch has. Only a torch without opaque objects is passed over."""
-    try:
-        opaque = importlib.import_module(_TORCH_MODULE)
-    except ModuleNotFoundError as error:
-        if error.name != _TORCH_MODULE:
-            raise
+    """Register with whichever name this torch has; torch 2.11 is passed over.
+
+    2.11 knows opaque values, but hides their attributes and methods from the code that it traces. What is not
+    registered it traces field by field, and guards on the fields that a graph read: the same graphs.
+    """
+    if TORCH_2_11:
         return
+    opaque = importlib.import_module("torch._library.opaque_object")
     if hasattr(opaque, "register_custom_class"):
         opaque.register_custom_class(cls, typ="constant")
     else:

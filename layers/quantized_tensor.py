@@ -16,6 +16,8 @@ from typing import Any, ClassVar, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
+from te_models.kernels.torch_versions import own_result
+
 from .field_schema import empty_fields
 from .fsdp import GathersQuantized, shared_amaxes
 from .quantized_storage import STORAGE_CLASSES, QuantizedFields, QuantizedStorage
@@ -237,7 +239,7 @@ class _Dequantize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: QuantizedTensor, dtype: torch.dtype) -> Tensor:
         ctx.dtype = x.dtype
-        return x._values(dtype)
+        return own_result(x._values(dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..registry import Output, absent, like, operation
+from ..torch_versions import own_result
 from . import reference
 from .reference import Permutation, row_count
 
@@ -95,7 +96,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y: Tensor, slot_of_row: Tensor, row_of_slot: Tensor, padding_rows: Tensor | None) -> Tensor:
         ctx.save_for_backward(slot_of_row, row_of_slot, padding_rows)
-        return _sum(y, row_of_slot, None)
+        return own_result(_sum(y, row_of_slot, None))
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
@@ -108,7 +109,7 @@ class _WeightedSum(torch.autograd.Function):
         ctx, y: Tensor, weights: Tensor, slot_of_row: Tensor, row_of_slot: Tensor, padding_rows: Tensor | None
     ) -> Tensor:
         ctx.save_for_backward(y, weights, slot_of_row, row_of_slot, padding_rows)
-        return _sum(y, row_of_slot, weights)
+        return own_result(_sum(y, row_of_slot, weights))
 
     @staticmethod
     def backward(ctx, *grads: Tensor):

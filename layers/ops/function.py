@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from te_models.kernels.torch_versions import own_result
+
 from .call import Computed, Input, Needs, OperationCall, OperationContext, QuantizedRows, handed_out, taken
 from .operation import BasicOperation, FusedOperation
 
@@ -107,7 +109,7 @@ class GroupFunction(torch.autograd.Function):
         # autograd wants results that are not each other
         given = [t for t in (x, *tensors) if t is not None]
         results: list[Tensor] = []
-        for result in (handed_out(y), *extra_outputs):
+        for result in (handed_out(own_result(y) if isinstance(y, Tensor) else y), *extra_outputs):
             results.append(result.clone() if any(result is other for other in (*results, *given)) else result)
         return tuple(results)
 

@@ -98,7 +98,7 @@ def test_a_chunk_below_one_is_refused() -> None:
 
 def largest_allocation(function) -> int:
     """Bytes that one operator allocates at most while `function` runs."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         function()
     return max(event.self_cpu_memory_usage for event in profiler.events())
 

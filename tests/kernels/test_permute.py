@@ -177,6 +177,25 @@ def test_no_scatter_add_and_no_host_read() -> None:
     assert not [name for name in names.seen if any(word in name for word in forbidden)]
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_gradients_are_those_of_eager(dtype: torch.dtype, weighted: bool) -> None:
+    """torch 2.11 loses the gradient where the sum's last step, the cast to the rows' dtype, does nothing."""
+    order = sort_by_expert(torch.tensor([[0, 2], [1, 2], [3, 0]]), 4)
+    grad = torch.randn(3, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+    def gradients(function) -> list[torch.Tensor]:
+        y = torch.ones(6, 5, dtype=dtype, requires_grad=True)
+        weights = torch.full((3, 2), 0.5, requires_grad=True) if weighted else None
+        function(y, order, weights).backward(grad)
+        return [y.grad] if weights is None else [y.grad, weights.grad]
+
+    compiled = torch.compile(unpermute, fullgraph=True, backend="aot_eager")
+    for got, expected in zip(gradients(compiled), gradients(unpermute), strict=True):
+        assert expected.any()
+        assert torch.equal(got, expected)
+
+
 def test_two_runs_and_compiled_agree() -> None:
     """Each on its own: between two fused functions the compiler keeps float32 where eager rounds."""
 
