@@ -96,7 +96,9 @@ class QuantizedModule(nn.Module):
     def quantizers(self) -> GemmQuantizers | None:
         """Return this module's quantizers under the recipe in force; None: high precision."""
         recipe = state().compute
-        self._note_recipe("none" if recipe is None else recipe.NAME, None)
+        noting = not torch.compiler.is_exporting()  # an exported program has no side effects
+        if noting:
+            self.asked_recipe, self.ran_recipe = "none" if recipe is None else recipe.NAME, None
         if recipe is not None and recipe.by_name:
             recipe = recipe.for_module(self.name)
         if recipe is None:
@@ -108,12 +110,9 @@ class QuantizedModule(nn.Module):
                 touched.append(self)
         if state().calibrating:
             return None
-        self._note_recipe(recipe.NAME, recipe.NAME)
+        if noting:
+            self.ran_recipe = recipe.NAME
         return recipe.quantizers(type(self).__name__, self.name if recipe.by_name else "")
-
-    def _note_recipe(self, asked: str, ran: str | None) -> None:
-        if not torch.compiler.is_exporting():  # an exported program has no side effects
-            self.asked_recipe, self.ran_recipe = asked, ran
 
     def calibrate(self, role: str, amax: Tensor, gemm: int | None = None) -> None:
         """While `autocast(calibrating=True)` is in force under DelayedScaling, record the amax, [] or one per GEMM [G],
