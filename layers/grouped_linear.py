@@ -12,7 +12,7 @@ from .grouped_tensor import GroupedTensor
 from .module import InitMethod, default_init_method, empty_parameter
 from .quantized_tensor import QuantizedTensor
 from .stored_weight import store_weights_as_asked
-from .tensor_parallel import ParallelMode, TensorParallelModule, check_parallel_mode
+from .tensor_parallel import ParallelMode, TensorParallelModule
 
 
 class GroupedLinear(TensorParallelModule, GemmModule):
@@ -51,15 +51,11 @@ class GroupedLinear(TensorParallelModule, GemmModule):
                 "fuse_wgrad_accumulation and delay_wgrad_compute need single_grouped_weight=True: there is one gradient"
             )
         super().__init__(num_gemms, name, fuse_wgrad_accumulation, delay_wgrad_compute, False)
-        check_parallel_mode(parallel_mode)
-        self.set_parallel(tp_group, tp_size, False)
-        self.parallel_mode = parallel_mode if self.tp_size > 1 else None
-        if self.parallel_mode == "column":
-            out_features = self.part(out_features, "out_features")
-        elif self.parallel_mode == "row":
-            if bias:
-                raise ValueError("a row-parallel GroupedLinear has no bias: it belongs after the sum over ranks")
-            in_features = self.part(in_features, "in_features")
+        in_features, out_features = self.split_features(
+            parallel_mode, in_features, out_features, tp_group=tp_group, tp_size=tp_size
+        )
+        if bias and self.parallel_mode == "row":
+            raise ValueError("a row-parallel GroupedLinear has no bias: it belongs after the sum over ranks")
         self.num_gemms = num_gemms
         self.in_features = in_features
         self.out_features = out_features
@@ -77,9 +73,8 @@ class GroupedLinear(TensorParallelModule, GemmModule):
                     self.register_parameter(f"bias{g}", empty_parameter(out_features, **new))
         self.reset_parameters()
         store_weights_as_asked(self)
-        if self.parallel_mode is not None:
-            for name, parameter in self.named_parameters():
-                self.mark_part(parameter, self._split_dim(name))
+        for name, parameter in self.named_parameters():
+            self.mark_part(parameter, self._member_dim(name))
         self.register_load_state_dict_pre_hook(_accept_either_layout)
 
     def weight_names(self) -> tuple[str, ...]:
@@ -98,15 +93,13 @@ class GroupedLinear(TensorParallelModule, GemmModule):
         for name, parameter in self.named_parameters():
             if name.startswith("bias"):
                 parameter.zero_()
-            elif self.parallel_mode is None:
-                self.init_method(parameter)
             else:
-                self.fill_part(parameter, self.init_method, self._split_dim(name))
+                self.fill_part(parameter, self.init_method, self._member_dim(name))
 
-    def _split_dim(self, name: str) -> int:
-        """Return along which dimension of the named parameter the ranks' parts lie: where members are stacked, one more
-        than for a matrix."""
-        return int(self.single_grouped_weight) + (self.parallel_mode == "row" and not name.startswith("bias"))
+    def _member_dim(self, name: str) -> int | None:
+        """Return `split_dim` of the named parameter: where members are stacked, one more than of a member."""
+        dim = self.split_dim(bias=name.startswith("bias"))
+        return None if dim is None else dim + self.single_grouped_weight
 
     def forward(self, x: Tensor, m_splits: Tensor | list[int], is_first_microbatch: bool | None = None) -> Tensor:
         """x: [T, in_features], rows sorted by group; m_splits: [num_gemms] rows per group, a device tensor (never read

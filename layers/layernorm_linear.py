@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -51,10 +51,8 @@ class LayerNormLinear(TensorParallelModule, PrecedingNorm, GemmModule):
         super().__init__(1, name, fuse_wgrad_accumulation, delay_wgrad_compute, False)
         if parallel_mode not in (None, "column"):
             raise ValueError(f"parallel_mode is {parallel_mode!r}; allowed: None, 'column' (a norm needs whole rows)")
-        self.set_parallel(tp_group, tp_size, sequence_parallel)
-        self.parallel_mode = parallel_mode if self.tp_size > 1 else None
-        if self.parallel_mode is not None:
-            out_features = self.part(out_features, "out_features")
+        ranks: dict[str, Any] = {"tp_group": tp_group, "tp_size": tp_size, "sequence_parallel": sequence_parallel}
+        in_features, out_features = self.split_features(parallel_mode, in_features, out_features, **ranks)
         self.in_features = in_features
         self.out_features = out_features
         self.init_method = init_method or default_init_method
@@ -64,18 +62,14 @@ class LayerNormLinear(TensorParallelModule, PrecedingNorm, GemmModule):
         self.bias = empty_parameter(out_features, **new) if bias else None
         self.reset_parameters()
         store_weights_as_asked(self)
-        if self.parallel_mode is not None:
-            self.mark_part(self.weight, 0)
-            self.mark_part(self.bias, 0)
+        self.mark_part(self.weight, self.split_dim())
+        self.mark_part(self.bias, self.split_dim(bias=True))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialise the parameters anew."""
         self.reset_norm()
-        if self.parallel_mode is None:
-            self.init_method(self.weight)
-        else:
-            self.fill_part(self.weight, self.init_method, 0)
+        self.fill_part(self.weight, self.init_method, self.split_dim())
         if self.bias is not None:
             self.bias.zero_()
 

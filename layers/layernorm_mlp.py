@@ -75,8 +75,8 @@ class LayerNormMLP(TensorParallelModule, PrecedingNorm, GemmModule):
         self.init_method = init_method or default_init_method
         self.output_layer_init_method = output_layer_init_method or self.init_method
         new = {"params_dtype": params_dtype, "device": device}
-        blocks = 2 if MLP_ACTIVATIONS[activation][1] else 1
-        rows = ffn_hidden_size * blocks
+        self._blocks = 2 if MLP_ACTIVATIONS[activation][1] else 1  # of fc1's rows: the gate's and the others, or one
+        rows = ffn_hidden_size * self._blocks
         self.add_norm(hidden_size, normalization, eps, zero_centered_gamma, cast_order, True, None, **new)
         self.fc1_weight = empty_parameter(rows, hidden_size, **new)
         self.fc1_bias = empty_parameter(rows, **new) if bias else None
@@ -84,24 +84,24 @@ class LayerNormMLP(TensorParallelModule, PrecedingNorm, GemmModule):
         self.fc2_bias = empty_parameter(hidden_size, **new) if bias else None
         self.reset_parameters()
         store_weights_as_asked(self)
-        if self.set_parallel_mode:
-            self.mark_part(self.fc1_weight, 0, blocks)
-            self.mark_part(self.fc1_bias, 0, blocks)
-            self.mark_part(self.fc2_weight, 1)
+        fc1_dim, fc2_dim = self._split_dims()
+        self.mark_part(self.fc1_weight, fc1_dim, self._blocks)
+        self.mark_part(self.fc1_bias, fc1_dim, self._blocks)
+        self.mark_part(self.fc2_weight, fc2_dim)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialise the parameters anew."""
         self.reset_norm()
-        if self.set_parallel_mode:
-            self.fill_part(self.fc1_weight, self.init_method, 0, 2 if MLP_ACTIVATIONS[self.activation][1] else 1)
-            self.fill_part(self.fc2_weight, self.output_layer_init_method, 1)
-        else:
-            self.init_method(self.fc1_weight)
-            self.output_layer_init_method(self.fc2_weight)
+        fc1_dim, fc2_dim = self._split_dims()
+        self.fill_part(self.fc1_weight, self.init_method, fc1_dim, self._blocks)
+        self.fill_part(self.fc2_weight, self.output_layer_init_method, fc2_dim)
         for bias in (self.fc1_bias, self.fc2_bias):
             if bias is not None:
                 bias.zero_()
+
+    def _split_dims(self) -> tuple[int | None, int | None]:
+        return (0, 1) if self.set_parallel_mode else (None, None)
 
     def weight_names(self) -> tuple[str, ...]:
         return ("fc1_weight", "fc2_weight")

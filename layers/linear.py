@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -10,7 +12,7 @@ from .gemm_module import GemmModule
 from .linear_function import linear
 from .module import InitMethod, default_init_method, empty_parameter
 from .stored_weight import store_weights_as_asked
-from .tensor_parallel import ParallelMode, TensorParallelModule, check_parallel_mode
+from .tensor_parallel import ParallelMode, TensorParallelModule
 
 
 class Linear(TensorParallelModule, GemmModule):
@@ -41,13 +43,8 @@ class Linear(TensorParallelModule, GemmModule):
         name: str = "",
     ) -> None:
         super().__init__(1, name, fuse_wgrad_accumulation, delay_wgrad_compute, save_original_input)
-        check_parallel_mode(parallel_mode)
-        self.set_parallel(tp_group, tp_size, sequence_parallel)
-        self.parallel_mode = parallel_mode if self.tp_size > 1 else None
-        if self.parallel_mode == "column":
-            out_features = self.part(out_features, "out_features")
-        elif self.parallel_mode == "row":
-            in_features = self.part(in_features, "in_features")
+        ranks: dict[str, Any] = {"tp_group": tp_group, "tp_size": tp_size, "sequence_parallel": sequence_parallel}
+        in_features, out_features = self.split_features(parallel_mode, in_features, out_features, **ranks)
         self.in_features = in_features
         self.out_features = out_features
         self.init_method = init_method or default_init_method
@@ -55,18 +52,13 @@ class Linear(TensorParallelModule, GemmModule):
         self.bias = empty_parameter(out_features, params_dtype=params_dtype, device=device) if bias else None
         self.reset_parameters()
         store_weights_as_asked(self)
-        if self.parallel_mode is not None:
-            self.mark_part(self.weight, 0 if self.parallel_mode == "column" else 1)
-        if self.parallel_mode == "column":
-            self.mark_part(self.bias, 0)
+        self.mark_part(self.weight, self.split_dim())
+        self.mark_part(self.bias, self.split_dim(bias=True))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialise the parameters anew."""
-        if self.parallel_mode is None:
-            self.init_method(self.weight)
-        else:
-            self.fill_part(self.weight, self.init_method, 0 if self.parallel_mode == "column" else 1)
+        self.fill_part(self.weight, self.init_method, self.split_dim())
         if self.bias is not None:
             self.bias.zero_()
 

@@ -23,12 +23,15 @@ from .collectives import all_gather, all_reduce, reduce_scatter
 from .module import InitMethod
 
 ParallelMode = Literal["column", "row"]
+_WEIGHT_DIM = {"column": 0, "row": 1}
 
 
 class TensorParallelModule(nn.Module):
     """Mixin of layers whose weights may be split. Attributes as in Transformer Engine; `tp_group` is kept by name, so
     that the layer can be copied and saved. Parameters that are split carry Megatron's `tensor_model_parallel`,
     `partition_dim` and `partition_stride`."""
+
+    parallel_mode: str | None
 
     def set_parallel(self, tp_group: dist.ProcessGroup | None, tp_size: int, sequence_parallel: bool) -> None:
         """Take over the arguments of a constructor. tp_group None: the default group where tp_size is its size.
@@ -64,17 +67,48 @@ class TensorParallelModule(nn.Module):
 
         return distributed_c10d._resolve_process_group(self.tp_group_name)  # type: ignore[arg-type]
 
-    def part(self, features: int, name: str, stride: int = 1) -> int:
-        """Return this rank's share of `features`. stride: how many equal blocks are each split."""
-        if features % (self.tp_size * stride):
-            each = f", {stride} blocks of {features // stride}" if stride > 1 else ""
-            raise ValueError(f"{name} is {features}{each}, which {self.tp_size} ranks cannot share equally")
+    def split_features(
+        self,
+        parallel_mode: str | None,
+        in_features: int,
+        out_features: int,
+        *,
+        tp_group: dist.ProcessGroup | None,
+        tp_size: int,
+        sequence_parallel: bool = False,
+    ) -> tuple[int, int]:
+        """Take over the arguments of a layer with one weight, and return this rank's in and out features.
+
+        Sets `parallel_mode`, to None where there is one rank. ValueError for an unknown one.
+        """
+        if parallel_mode not in (None, *_WEIGHT_DIM):
+            raise ValueError(f"parallel_mode is {parallel_mode!r}; allowed: None, 'column', 'row'")
+        self.set_parallel(tp_group, tp_size, sequence_parallel)
+        self.parallel_mode = parallel_mode if self.tp_size > 1 else None
+        if self.parallel_mode == "column":
+            out_features = self.part(out_features, "out_features")
+        elif self.parallel_mode == "row":
+            in_features = self.part(in_features, "in_features")
+        return in_features, out_features
+
+    def split_dim(self, *, bias: bool = False) -> int | None:
+        """Return the dimension along which the weight [out, in], or the bias [out], is split; None: not split."""
+        if self.parallel_mode is None or (bias and self.parallel_mode == "row"):
+            return None
+        return _WEIGHT_DIM[self.parallel_mode]
+
+    def part(self, features: int, name: str) -> int:
+        """Return this rank's share of `features`."""
+        if features % self.tp_size:
+            raise ValueError(f"{name} is {features}, which {self.tp_size} ranks cannot share equally")
         return features // self.tp_size
 
-    def fill_part(self, parameter: Tensor, init_method: InitMethod, dim: int, stride: int = 1) -> None:
-        """Fill a split parameter with this rank's part of what `init_method` gives the whole: with one seed on all
-        ranks the split layer is the unsplit one. stride: as for `part`, blocks along `dim`."""
-        if self.tp_size == 1:
+    def fill_part(self, parameter: Tensor, init_method: InitMethod, dim: int | None, stride: int = 1) -> None:
+        """Fill a parameter, split along `dim`, with this rank's part of what `init_method` gives the whole.
+
+        With one seed on all ranks the split layer is the unsplit one. dim None: not split; stride: how many equal
+        blocks are split."""
+        if dim is None:
             init_method(parameter)
             return
         shape = list(parameter.shape)
@@ -83,9 +117,9 @@ class TensorParallelModule(nn.Module):
         init_method(whole)
         parameter.copy_(part_of(whole, dim, self.tp_rank, self.tp_size, stride))
 
-    def mark_part(self, parameter: nn.Parameter | None, dim: int, stride: int = 1) -> None:
-        """Note on a parameter how it is split."""
-        if parameter is not None and self.tp_size > 1:
+    def mark_part(self, parameter: nn.Parameter | None, dim: int | None, stride: int = 1) -> None:
+        """Note on a parameter how it is split, if it is."""
+        if parameter is not None and dim is not None:
             marks: dict[str, Any] = {"tensor_model_parallel": True, "partition_dim": dim, "partition_stride": stride}
             for name, value in marks.items():
                 setattr(parameter, name, value)
@@ -112,12 +146,6 @@ def part_of(whole: Tensor, dim: int, rank: int, ranks: int, stride: int = 1) -> 
     """Return one rank's part of a parameter along `dim`, of each of `stride` equal blocks."""
     blocks = whole.chunk(stride, dim)
     return torch.cat([block.chunk(ranks, dim)[rank] for block in blocks], dim)
-
-
-def check_parallel_mode(parallel_mode: str | None) -> None:
-    """Raise ValueError for an unknown one."""
-    if parallel_mode not in (None, "column", "row"):
-        raise ValueError(f"parallel_mode is {parallel_mode!r}; allowed: None, 'column', 'row'")
 
 
 _BACKWARD = {"gather": "scatter", "scatter": "gather", "sum": "same", "same": "sum"}

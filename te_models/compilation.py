@@ -11,7 +11,6 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 
-from .compile_ranks import DEFAULT_TIMEOUT_S, synchronized
 from .model import GPTModel
 
 Mode = Literal["whole", "block"]
@@ -23,7 +22,7 @@ def compile_model(
     *,
     dynamic: bool | None = None,
     backend: str = "inductor",
-    timeout_s: float = DEFAULT_TIMEOUT_S,
+    timeout_s: float = 1800.0,
 ) -> GPTModel:
     """Compile `model` in place and return it; parameter names do not change.
 
@@ -41,10 +40,13 @@ def compile_model(
         raise ValueError(f"mode is {mode!r}; allowed: {', '.join(map(repr, get_args(Mode)))}")
     whole = mode == "whole"
     modules: list[torch.nn.Module] = [model] if whole else [*model.decoder.layers, model.output_layer]
-    together = synchronized(timeout_s) if dynamic is not False and _several_ranks() else None
     for module in modules:
         module.compile(fullgraph=True, dynamic=dynamic, backend=backend)
-        if together is not None:
+    if dynamic is not False and _several_ranks():
+        from .compile_ranks import synchronized  # imports the compiler, which start-up need not
+
+        together = synchronized(timeout_s)
+        for module in modules:
             module._compiled_call_impl = together(module._compiled_call_impl)  # type: ignore[arg-type]
     return model
 

@@ -26,7 +26,6 @@ from torch._C._dynamo.eval_frame import set_guard_complete_hook
 from torch._dynamo import config
 from torch._dynamo.device_interface import CpuInterface
 
-DEFAULT_TIMEOUT_S = 1800.0
 _GRACE_S = 5.0
 """How long a rank that gave up waits for others that gave up, too."""
 

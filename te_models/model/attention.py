@@ -7,14 +7,14 @@ Dv value channels.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from te_models.kernels.norm import rms_norm
 from te_models.kernels.rope import apply_rope
-from te_models.layers import DotProductAttention, Linear
+from te_models.layers import DotProductAttention
 
 from ..config import ModelConfig
-from .build import Build, make_input_linear, make_norm, output_init_method
+from .build import Build, make_input_linear, make_norm, make_output_linear
 from .cache import LayerCache
 from .rotary import Rotary
 
@@ -59,13 +59,7 @@ class SelfAttention(nn.Module):
             softmax_type="learnable" if a.sinks else "vanilla",
             **build.new,
         )
-        self.linear_proj = Linear(
-            self.num_heads * self.v_head_dim,
-            config.hidden_size,
-            a.add_output_bias,
-            init_method=output_init_method(config),
-            **build.new,
-        )
+        self.linear_proj = make_output_linear(config, self.num_heads * self.v_head_dim, a.add_output_bias, build)
 
     def forward(
         self,
@@ -97,7 +91,7 @@ class SelfAttention(nn.Module):
             qk = self._clipped(qkv[..., : self.q_size + self.k_size]).unflatten(-1, (-1, self.head_dim))
             qk = self._rotated(qk, rotary)
             if self.norm_kind == "l2" and rotary is not None:
-                qk = F.rms_norm(qk.float(), (self.head_dim,), eps=self.epsilon).to(qk.dtype)
+                qk = rms_norm(qk, None, self.epsilon)
             return qk[:, :, : self.num_heads], qk[:, :, self.num_heads :]
         q, k = qkv[..., : self.q_size], qkv[..., self.q_size : self.q_size + self.k_size]
         if self.norm_after_rope:

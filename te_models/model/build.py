@@ -78,6 +78,11 @@ def make_norm(norm: NormConfig, size: int, build: Build) -> RMSNorm | LayerNorm:
     return LayerNorm(size, norm.layernorm_epsilon, bias=norm.bias, **shared)
 
 
+def make_output_linear(config: ModelConfig, in_features: int, bias: bool, build: Build) -> Linear:
+    """Return the last projection of a sublayer, which writes to the residual stream."""
+    return Linear(in_features, config.hidden_size, bias, init_method=output_init_method(config), **build.new)
+
+
 def make_input_linear(config: ModelConfig, out_features: int, bias: bool, build: Build, *, normed: bool) -> nn.Module:
     """Return the first projection of a sublayer, with the norm before it as one module when `normed`."""
     start = init_method(config)

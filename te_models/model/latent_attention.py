@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from te_models.kernels.rope import apply_rope
-from te_models.layers import DotProductAttention, LayerNormLinear, Linear
+from te_models.layers import DotProductAttention, LayerNormLinear
 
 from ..config import ModelConfig
-from .build import Build, init_method, make_input_linear, output_init_method
+from .build import Build, init_method, make_input_linear, make_output_linear
 from .cache import LayerCache
 from .rotary import Rotary
 
@@ -48,13 +48,7 @@ class LatentAttention(nn.Module):
             softcap=a.softcap,
             **build.new,
         )
-        self.linear_proj = Linear(
-            heads * mla.v_head_dim,
-            config.hidden_size,
-            a.add_output_bias,
-            init_method=output_init_method(config),
-            **build.new,
-        )
+        self.linear_proj = make_output_linear(config, heads * mla.v_head_dim, a.add_output_bias, build)
 
     def _up(self, config: ModelConfig, latent: int, rows: int, build: Build) -> LayerNormLinear:
         return LayerNormLinear(

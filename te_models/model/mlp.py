@@ -10,11 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from te_models.kernels.activation import activation, gated_activation
-from te_models.layers import Linear
 from te_models.layers.module import compute_dtype
 
 from ..config import MLPConfig, ModelConfig
-from .build import Build, init_method, make_input_linear, output_init_method
+from .build import Build, init_method, make_input_linear, make_output_linear
 
 
 def activate(x: Tensor, mlp: MLPConfig) -> Tensor:
@@ -32,9 +31,7 @@ class MLP(nn.Module):
         self.mlp = config.mlp
         rows = ffn_hidden_size * (2 if config.mlp.gated else 1)
         self.linear_fc1 = make_input_linear(config, rows, bias, build, normed=normed)
-        self.linear_fc2 = Linear(
-            ffn_hidden_size, config.hidden_size, bias, init_method=output_init_method(config), **build.new
-        )
+        self.linear_fc2 = make_output_linear(config, ffn_hidden_size, bias, build)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., H] -> [..., H]."""
@@ -54,7 +51,7 @@ class SharedExperts(nn.Module):
         self.gate_weight = build.parameter(1, config.hidden_size) if config.moe.shared_expert_gate else None
         self.reset_parameters()
         self.linear_fc1 = make_input_linear(config, width * (2 if config.mlp.gated else 1), False, build, normed=False)
-        self.linear_fc2 = Linear(width, config.hidden_size, False, init_method=output_init_method(config), **build.new)
+        self.linear_fc2 = make_output_linear(config, width, False, build)
 
     def reset_parameters(self) -> None:
         """Initialise the gate anew; the projections have their own."""

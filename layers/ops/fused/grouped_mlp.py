@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..basic import ActivationOperation, GroupedLinear, ScaledGLU
-from ..call import Computed, Input, OperationCall, OperationContext
+from ..call import Computed, Input, OperationCall
 from ..operation import BasicOperation, FusedOperation
 
 
@@ -30,11 +30,4 @@ class ForwardGroupedMLP(FusedOperation):
             rows = last.rows_of(hidden.output, calls[2])
         return up, hidden, last.compute_rows(hidden.output, rows, calls[2])
 
-    def fuser_forward_save_ctx(
-        self,
-        contexts: Sequence[OperationContext],
-        x: Input,
-        computed: Sequence[Computed],
-        calls: Sequence[OperationCall],
-    ) -> None:
-        self.save_each(contexts, x, computed, calls)
+    fuser_forward_save_ctx = FusedOperation.save_each

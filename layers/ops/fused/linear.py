@@ -40,14 +40,7 @@ class _ForwardLinear(FusedOperation):
             return Computed(y.mul_(operation.scale))
         return operation.op_forward_compute(y, call)
 
-    def fuser_forward_save_ctx(
-        self,
-        contexts: Sequence[OperationContext],
-        x: Input,
-        computed: Sequence[Computed],
-        calls: Sequence[OperationCall],
-    ) -> None:
-        self.save_each(contexts, x, computed, calls)
+    fuser_forward_save_ctx = FusedOperation.save_each
 
 
 class ForwardLinearBiasActivation(_ForwardLinear):
