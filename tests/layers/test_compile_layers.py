@@ -11,14 +11,13 @@ from te_models.layers import (
     LayerNormLinear,
     LayerNormMLP,
     Linear,
-    Recipe,
     autocast,
     quantized_model_init,
     recipe,
     set_rounding_seed,
 )
+from tests.layers.matrix_recipes import NAMES, build_stored, fresh
 
-NAMES = [None, "delayed", "current", "block", "mxfp8", "nvfp4"]
 FAST = {("linear", False), ("linear", True), ("grouped", False)}
 """(kind, weights stored quantized) that run on every change; the rest of the matrix is slow."""
 
@@ -43,8 +42,7 @@ def step(layer: torch.nn.Module, run, name: str | None, *args) -> list[torch.Ten
     set_rounding_seed(layer, 1)
     layer.fp8_scale = torch.full_like(layer.fp8_scale, 8.0)
     x = args[0].detach().requires_grad_()
-    fresh = None if name is None else Recipe.from_json(recipe(name).to_json())
-    with autocast(enabled=name is not None, recipe=fresh):
+    with autocast(enabled=name is not None, recipe=fresh(name)):
         y = run(x, *args[1:])
     y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape).to(y.dtype))
     return [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
@@ -89,8 +87,7 @@ def test_one_graph_for_all_shapes_splits_and_equal_recipes(kind: str, name: str 
         name, run_under = "mxfp8", None
     else:
         run_under = name
-    with quantized_model_init(enabled=stored, recipe=name and recipe(name)):
-        layer = build(kind)
+    layer = build_stored(lambda: build(kind), name) if stored else build(kind)
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
     seen = []
     for rows in (40, 33, 64):

@@ -11,18 +11,11 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from te_models import GPTModel, ModelConfig, MoELayer, TransformerLayer
-from te_models.layers import (
-    DotProductAttention,
-    Recipe,
-    autocast,
-    quantized_model_init,
-    recipe,
-    set_rounding_seed,
-)
+from te_models.layers import DotProductAttention, autocast, set_rounding_seed
 from te_models.layers.quantized_module import quantized_modules
+from tests.layers.matrix_recipes import NAMES, build_stored, fresh
 from tests.te_models.configs import one_layer, tiny, tiny_moe, token_ids
 
-NAMES = [None, "delayed", "current", "block", "mxfp8", "nvfp4"]
 KINDS = ("attention", "transformer_layer", "moe_layer", "gpt_dense", "gpt_moe")
 FAST = {
     ("transformer_layer", "mxfp8", True, True),
@@ -97,8 +90,7 @@ def step(kind: str, module: nn.Module, run: Callable, name: str | None, tokens: 
     set_rounding_seed(module, 1)
     for _, layer in quantized_modules(module):
         layer.fp8_scale = torch.full_like(layer.fp8_scale, 4.0)
-    fresh = None if name is None else Recipe.from_json(recipe(name).to_json())
-    with torch.set_grad_enabled(train), autocast(enabled=name is not None, recipe=fresh):
+    with torch.set_grad_enabled(train), autocast(enabled=name is not None, recipe=fresh(name)):
         y, x = call(kind, run, tokens, seed=tokens)
     if not train:
         return [y]
@@ -108,8 +100,7 @@ def step(kind: str, module: nn.Module, run: Callable, name: str | None, tokens: 
 
 @pytest.mark.parametrize(("kind", "name", "stored", "train"), MATRIX)
 def test_one_graph_whatever_changes(kind: str, name: str | None, stored: bool, train: bool) -> None:
-    with quantized_model_init(enabled=stored, recipe=recipe(name) if stored else None):
-        module = build(kind)
+    module = build_stored(lambda: build(kind), name) if stored else build(kind)
     compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
     for index, tokens in enumerate((20, 17, 31)):
         if kind == "gpt_moe":
