@@ -48,6 +48,17 @@ class LiveState(NamedTuple):
     key: Tensor | None = None
 
 
+class RecipeUse:
+    """The recipes' names of a module's last forward pass, for `recipe_report`: the one asked for and the one that ran.
+
+    An object of its own because every call writes it, and setting an attribute of a module costs a microsecond.
+    """
+
+    def __init__(self) -> None:
+        self.asked: str | None = None  # None: there was no forward pass yet
+        self.ran: str | None = None
+
+
 class QuantizedModule(nn.Module):
     """Base of Linear, GroupedLinear, LayerNormLinear and LayerNormMLP. num_gemms: how many scales each role has; name:
     the qualified name that per-module rules and custom recipes see (`name_modules` sets it)."""
@@ -57,8 +68,7 @@ class QuantizedModule(nn.Module):
     def __init__(self, num_gemms: int = 1, name: str = "") -> None:
         super().__init__()
         self.name = name
-        self.asked_recipe: str | None = None  # in the last forward pass, for `recipe_report`
-        self.ran_recipe: str | None = None
+        self.recipe_use = RecipeUse()
         self.delayed_rule: DelayedRule | None = None
         self.fp8_history: Tensor | None = None
         self.fp8_scale = torch.ones(len(ROLES), num_gemms, device=_real_default_device())
@@ -98,7 +108,7 @@ class QuantizedModule(nn.Module):
         recipe = state().compute
         noting = not torch.compiler.is_exporting()  # an exported program has no side effects
         if noting:
-            self.asked_recipe, self.ran_recipe = "none" if recipe is None else recipe.NAME, None
+            self.recipe_use.asked, self.recipe_use.ran = "none" if recipe is None else recipe.NAME, None
         if recipe is not None and recipe.by_name:
             recipe = recipe.for_module(self.name)
         if recipe is None:
@@ -111,7 +121,7 @@ class QuantizedModule(nn.Module):
         if state().calibrating:
             return None
         if noting:
-            self.ran_recipe = recipe.NAME
+            self.recipe_use.ran = recipe.NAME
         return recipe.quantizers(type(self).__name__, self.name if recipe.by_name else "")
 
     def calibrate(self, role: str, amax: Tensor, gemm: int | None = None) -> None:

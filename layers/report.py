@@ -39,8 +39,9 @@ def recipe_report(model: nn.Module) -> RecipeReport:
     compiled."""
     asked, ran = {}, {}
     for name, module in quantized_modules(model):
-        if module.asked_recipe is not None:
-            asked[name], ran[name] = module.asked_recipe, module.ran_recipe or HIGH_PRECISION_NAME
+        use = module.recipe_use
+        if use.asked is not None:
+            asked[name], ran[name] = use.asked, use.ran or HIGH_PRECISION_NAME
     return RecipeReport(asked, ran)
 
 
