@@ -9,6 +9,7 @@ to step without a host synchronisation and without recompiling.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import NamedTuple, Self
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from te_models.kernels.permute import permute, sort_by_expert, unpermute
 from te_models.kernels.router import load_balancing_loss, router_probabilities, router_topk, router_z_loss
 from te_models.layers import GroupedLinear
-from te_models.layers.module import compute_dtype
+from te_models.layers.module import autocast_dtype, compute_dtype
 
 from ..config import ModelConfig
 from .build import Build, init_method, output_init_method
@@ -72,7 +73,9 @@ class Router(nn.Module):
         """x: [T, H] -> logits [T, E], in float32 if the configuration says so, else in the compute dtype."""
         dtype = torch.float32 if self.config.dtype == "float32" else compute_dtype(x)
         bias = None if self.bias is None else self.bias.to(dtype)
-        with torch.amp.autocast(x.device.type, enabled=False):
+        # Only where there is an autocast to leave: the compiler's cache does not take graphs with a region in them.
+        exact = torch.amp.autocast(x.device.type, enabled=False) if autocast_dtype(x.device.type) else nullcontext()
+        with exact:
             return F.linear(x.to(dtype), self.weight.to(dtype), bias)
 
 
