@@ -11,20 +11,17 @@ from torch import Tensor
 from .fsdp import local_part
 from .quantized_tensor import QuantizedTensor
 
-_STREAMS = 1 << 20
-"""Parameters that are told apart by the low bits of a piece's index."""
-
 
 @dataclass
 class Piece:
-    """A parameter, or a flat view of a part of it. parameter, gradient, state: this rank's, views alike; "step" of the
-    state is shared by all pieces, and the one that `leads` advances it. index: tells its random bits from others'."""
+    """A parameter, or a flat view of a part of it, from element `begin`. parameter, gradient, state: this rank's, views
+    alike; "step" of the state is shared, and the piece that begins at 0 advances it. index: the parameter's place."""
 
     parameter: Tensor
     gradient: Tensor
     state: dict[str, Tensor]
     index: int
-    leads: bool = True
+    begin: int = 0
 
 
 def pieces(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], index: int, limit: int) -> Iterator[Piece]:
@@ -41,12 +38,12 @@ def pieces(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], index:
     if size <= limit or not alike or torch.compiler.is_compiling():
         yield whole
         return
-    for number, begin in enumerate(range(0, size, limit)):
+    for begin in range(0, size, limit):
         cut = slice(begin, begin + limit)
         yield Piece(
             whole.parameter.view(-1)[cut],
             whole.gradient.view(-1)[cut],
             {"step": whole.state["step"]} | {k: v.view(-1)[cut] for k, v in parts.items()},
-            (index + number * _STREAMS) % 2**31,
-            leads=number == 0,
+            index,
+            begin,
         )

@@ -37,7 +37,7 @@ def update_(work: list[Update], group: dict[str, Any], noop: Tensor | None) -> N
         by_kind.setdefault((update.weight.device, update.weight.dtype), []).append(update)
     for (device, _), updates in by_kind.items():
         found_inf = None if noop is None else (noop.reshape(()) != 0).to(device, torch.float32)
-        leading = [update.piece.state["step"] for update in updates if update.piece.leads]
+        leading = [update.piece.state["step"] for update in updates if update.piece.begin == 0]
         if leading:
             torch._foreach_add_(leading, 1 if found_inf is None else 1 - found_inf)  # type: ignore[attr-defined]
         if torch.compiler.is_compiling():

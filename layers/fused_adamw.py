@@ -13,21 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_models.kernels.quantize import random_bits
-
-from . import moments
+from .adamw_moments import MOMENT_KEYS, MomentStore, working_dtype
 from .adamw_pieces import Piece, pieces
 from .adamw_update import Update, update_
+from .compiled_by_shape import compiled_by_shape
 from .fsdp import local_part
-from .moments import MOMENT_DTYPES, MomentDtype
+from .moments import MomentDtype
 from .quantized_tensor import QuantizedTensor, unless
 
-_KEYS: dict[str, tuple[str, ...]] = {
-    "float32": ("exp_avg", "exp_avg_sq"),
-    "bfloat16": ("exp_avg", "exp_avg_sq"),
-    "float8": ("exp_avg", "exp_avg_scale_inv", "exp_avg_sq", "exp_avg_sq_scale_inv"),
-}
-_SHAPES = 64  # of weights that a requantization is compiled for; more run eagerly
 _CHUNK = {"cpu": 1 << 19}  # elements whose working copies exist at one time, or one parameter that cannot be split
 _CHUNK_ELSEWHERE = 1 << 24
 # On CPU copies of a few megabytes are reused by malloc and stay in cache: 20 M bfloat16 parameters take 18 ms, with
@@ -42,7 +35,7 @@ class FusedAdamW(torch.optim.Optimizer):
     update. Without a master, the update is computed in float32 and rounded. moment_dtype: "float32", "bfloat16" or
     "float8"; the last two round stochastically, driven by (seed, step, parameter, element). compile: compile the
     encoding of such moments and the requantization of weights, with the same bits: on CPU seconds at the first step
-    (once per shape of quantized weight), and 5 to 10 times less for them from then on.
+    (once per shape), and 4 to 10 times less for them from then on.
 
     `step` can be compiled whole, too (`torch.compile(optimizer.step, fullgraph=True)`, after `init_state`): update,
     rounding and requantization of a weight are then fused, and differ from the eager step by float32 roundings.
@@ -64,17 +57,13 @@ class FusedAdamW(torch.optim.Optimizer):
         seed: int = 0,
         compile: bool = False,
     ) -> None:
-        if moment_dtype not in MOMENT_DTYPES:
-            raise ValueError(f"moment_dtype is {moment_dtype!r}; allowed: {', '.join(map(repr, MOMENT_DTYPES))}")
+        self._moments = MomentStore(moment_dtype, seed, compile)
         for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
             if not isinstance(value, Tensor) and not value >= 0:
                 raise ValueError(f"{name} is {value}; allowed: zero or a positive number")
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"betas are {betas}; allowed: two numbers in [0, 1)")
-        self.moment_dtype: MomentDtype = moment_dtype
-        self.seed = seed
-        self._encode = torch.compile(_encode_moments, dynamic=True) if compile else _encode_moments
-        self._requantize = _compiled_requantize() if compile else _requantize
+        self._requantize = compiled_by_shape(_requantize) if compile else _requantize
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults | {"master_weights": master_weights})
 
@@ -92,16 +81,7 @@ class FusedAdamW(torch.optim.Optimizer):
         if isinstance(local, QuantizedTensor) or (group["master_weights"] and local.dtype.itemsize < 4):
             state["master"] = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
             local_part(state["master"]).copy_(_values(local, torch.float32))
-        if self.moment_dtype == "float8":
-            blocks = -(-local.numel() // moments.BLOCK)
-            for name in ("exp_avg", "exp_avg_sq"):
-                data = torch.zeros(blocks, moments.BLOCK, device=local.device)
-                state[name] = data.to(torch.float8_e4m3fn)
-                state[f"{name}_scale_inv"] = torch.ones(blocks, device=local.device)
-        else:
-            dtype = torch.bfloat16 if self.moment_dtype == "bfloat16" else _working_dtype(local)
-            for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        state |= self._moments.zeros(parameter, local)
         return state
 
     @torch.no_grad()
@@ -138,12 +118,8 @@ class FusedAdamW(torch.optim.Optimizer):
 
     def _begin(self, piece: Piece) -> Update:
         local, state = piece.parameter, piece.state
-        weight = state["master"] if "master" in state else _values(local, _working_dtype(local))
-        if self.moment_dtype == "float8":
-            first = moments.decode_first(state["exp_avg"], state["exp_avg_scale_inv"], weight.shape)
-            second = moments.decode_second(state["exp_avg_sq"], state["exp_avg_sq_scale_inv"], weight.shape)
-        else:
-            first, second = state["exp_avg"].to(weight.dtype), state["exp_avg_sq"].to(weight.dtype)
+        weight = state["master"] if "master" in state else _values(local, working_dtype(local))
+        first, second = self._moments.read(state, weight)
         return Update(piece, weight, piece.gradient.to(weight.dtype), first, second)
 
     def _finish(self, work: list[Update], group: dict[str, Any], noop: Tensor | None) -> None:
@@ -156,12 +132,8 @@ class FusedAdamW(torch.optim.Optimizer):
                 (self._requantize if alone else _requantize)(update.piece.parameter, update.weight, noop)
             elif update.weight is not update.piece.parameter:
                 _write(update.piece.parameter, update.weight, noop)
-            if self.moment_dtype != "float32":
-                seed = torch.full_like(update.piece.state["step"], self.seed, dtype=torch.int64)
-                key = torch.stack([seed, update.piece.state["step"].to(torch.int64)])
-                encoded = self._encode(update.first, update.second, key, update.piece.index, self.moment_dtype)
-                for name, value in zip(_KEYS[self.moment_dtype], encoded, strict=True):
-                    _write(update.piece.state[name], value, noop)
+            for name, value in self._moments.rounded(update).items():
+                _write(update.piece.state[name], value, noop)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients; a `.main_grad` is a persistent buffer and is zeroed."""
@@ -184,13 +156,13 @@ class FusedAdamW(torch.optim.Optimizer):
             if i not in state_dict["state"]:
                 continue
             entries = state_dict["state"][i]
-            expected = _KEYS[self.moment_dtype]
+            expected = MOMENT_KEYS[self._moments.dtype]
             wrong = {name for name in entries if name.startswith("exp_avg")} ^ set(expected)
-            dtype = torch.bfloat16 if self.moment_dtype == "bfloat16" else None
+            dtype = torch.bfloat16 if self._moments.dtype == "bfloat16" else None
             if wrong or (dtype is not None) != (entries["exp_avg"].dtype is torch.bfloat16):
                 raise ValueError(
                     f"the state dict holds moments of dtype {entries['exp_avg'].dtype}, but this optimizer was made "
-                    f"with moment_dtype={self.moment_dtype!r}; make it with the dtype that was saved"
+                    f"with moment_dtype={self._moments.dtype!r}; make it with the dtype that was saved"
                 )
             device = parameter.device
             self.state[parameter] = {name: value.to(device, copy=True) for name, value in entries.items()}
@@ -204,28 +176,6 @@ def _requantize(parameter: QuantizedTensor, weight: Tensor, noop: Tensor | None)
     parameter.quantize_(weight, noop=noop)
 
 
-def _compiled_requantize() -> Callable[[QuantizedTensor, Tensor, Tensor | None], None]:
-    """Return `_requantize` compiled, once per shape: with symbolic shapes it runs four times slower on CPU."""
-    compiled = torch.compile(_requantize, dynamic=False)
-
-    def run(parameter: QuantizedTensor, weight: Tensor, noop: Tensor | None) -> None:
-        if torch.compiler.is_compiling():
-            return _requantize(parameter, weight, noop)
-        # a model has more shapes of weights than the compiler expects of one function
-        with torch._dynamo.config.patch(recompile_limit=_SHAPES):
-            return compiled(parameter, weight, noop)
-
-    return run
-
-
-def _encode_moments(first: Tensor, second: Tensor, key: Tensor, index: int, kind: str) -> tuple[Tensor, ...]:
-    """Return both moments as they are stored. One draw of 32 bits serves the two, 16 bits each."""
-    bits = random_bits(key, index, first.shape)
-    if kind == "bfloat16":
-        return moments.encode_bfloat16(first, bits), moments.encode_bfloat16(second, bits >> 16)
-    return *moments.encode_first(first, bits), *moments.encode_second(second, bits >> 16)
-
-
 def gradient_of(parameter: Tensor) -> Tensor | None:
     """Return the gradient: `.grad`, or `.main_grad` where layers accumulate weight gradients into that, with whatever
     else has arrived in `.grad` added to it."""
@@ -236,10 +186,6 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
         main_grad.add_(parameter.grad)
         parameter.grad = None
     return main_grad
-
-
-def _working_dtype(parameter: Tensor) -> torch.dtype:
-    return torch.float64 if parameter.dtype is torch.float64 else torch.float32
 
 
 def _values(local: Tensor, dtype: torch.dtype) -> Tensor:

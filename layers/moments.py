@@ -26,11 +26,19 @@ _FP8 = torch.float8_e4m3fn
 _MIN_EXPONENT, _MANTISSA_BITS, _MAX = -6, 3, 448.0
 
 
+def round_words(raw: Tensor, bits: Tensor) -> Tensor:
+    """Round float32 numbers stochastically to ones that bfloat16 holds; both as their int32 words.
+
+    bits: int32, the low 16 of which are used. Infinities and NaN stay. Words in and out, because Inductor's C++ backend
+    (torch 2.13) casts bits one element at a time, which takes several times as long as the rounding.
+    """
+    finite = (raw & 0x7FFFFFFF) < 0x7F800000
+    return torch.where(finite, (raw + (bits & 0xFFFF)) & -0x10000, raw)
+
+
 def encode_bfloat16(x: Tensor, bits: Tensor) -> Tensor:
     """Round float32 x stochastically to bfloat16. bits: int32, the low 16 of which are used."""
-    raw = x.view(torch.int32)
-    rounded = (raw + (bits & 0xFFFF)) & -0x10000
-    return torch.where(torch.isfinite(x), rounded, raw).view(torch.float32).to(torch.bfloat16)
+    return round_words(x.view(torch.int32), bits).view(torch.float32).to(torch.bfloat16)
 
 
 def _to_blocks(x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from . import blocks, grouped, reference, registered
 from .blocks import blockwise_amax
 from .hadamard import inverse_random_hadamard
+from .hashed import hash_key, hashed_bits
 from .nvfp4 import global_decode, round_nvfp4
 from .op_nvfp4 import (
     decode_blocks,
@@ -37,6 +38,8 @@ __all__ = [
     "e8m0_to_float",
     "global_decode",
     "grouped_amax",
+    "hash_key",
+    "hashed_bits",
     "inverse_random_hadamard",
     "quantization_statistics",
     "quantize_blockwise",

@@ -7,14 +7,19 @@ import math
 import pytest
 import torch
 
-from te_models.kernels.quantize import random_bits
+from te_models.kernels.quantize import hash_key, hashed_bits
 from te_models.layers import moments
 
 E4M3 = sorted({float(v) for v in torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()})
 
 
 def bits_for(seed: int, shape: torch.Size) -> torch.Tensor:
-    return random_bits(torch.tensor([seed, 1]), 0, shape)
+    return draw(seed, 1, shape)
+
+
+def draw(seed: int, step: int, shape: torch.Size) -> torch.Tensor:
+    zero = torch.zeros((), dtype=torch.int32)
+    return hashed_bits(hash_key(seed, 1), zero + step, zero, shape)
 
 
 def test_bfloat16_rounds_to_a_neighbour_with_the_right_probability() -> None:
@@ -59,16 +64,16 @@ def test_fp8_shapes_and_errors(size: int) -> None:
 
 @pytest.mark.parametrize("size", [75, 1000])
 def test_compiled_encoding_has_the_same_bits(size: int) -> None:
-    """Random bits included: an arange that is multiplied in 32 bits would show here."""
+    """Random bits included."""
     torch.manual_seed(size)
     x = torch.randn(size)
 
-    def encode(x: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        bits = random_bits(key, 3, x.shape)
+    def encode(x: torch.Tensor, key: torch.Tensor, zero: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        bits = hashed_bits(key, zero, zero, x.shape)
         return bits, *moments.encode_first(x, bits), *moments.encode_second(x.square(), bits >> 16)
 
-    key = torch.tensor([5, 6])
-    for eager, compiled in zip(encode(x, key), torch.compile(encode, fullgraph=True)(x, key), strict=True):
+    arguments = (x, hash_key(5, 6), torch.zeros((), dtype=torch.int32))
+    for eager, compiled in zip(encode(*arguments), torch.compile(encode, fullgraph=True)(*arguments), strict=True):
         assert torch.equal(eager.view(torch.uint8), compiled.view(torch.uint8))
 
 
@@ -110,7 +115,7 @@ def test_a_running_average_follows_a_change_that_rounding_to_nearest_would_not(k
     v = torch.ones(4096)
     for step in range(3000):
         v = 0.999 * v + 0.001 * 0.25
-        bits = random_bits(torch.tensor([5, step]), 0, v.shape)
+        bits = draw(5, step, v.shape)
         if kind == "bfloat16":
             v = moments.encode_bfloat16(v, bits).float()
         else:
