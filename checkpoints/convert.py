@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from .carried import names_in_export, our_names
 from .checkpoint import Checkpoint, open_checkpoint
 from .dtypes import FLOATS, as_torch_dtype
 from .errors import CheckpointError, shorten
@@ -57,7 +58,8 @@ def import_hf(
             te_namespace(ckpt.config, layout),
             where=str(src),
             dtype=as_torch_dtype(dtype),
-            ignorable=ckpt.ignorable,
+            unused=ckpt.unused,
+            carried=our_names(ckpt.carried),
             one_dtype=True,
         )
         return write_conversion(
@@ -100,7 +102,16 @@ def export_hf(
         if form is None and ckpt.source is not None and ckpt.source.family == target.model_type:
             form = ckpt.source.form
         namespace = target.namespace(ckpt.config, form)
-        plan = make_plan(ckpt.tensors, ckpt.namespace, namespace, where=str(src), dtype=as_torch_dtype(dtype))
+        hf = ckpt.source.config if ckpt.source is not None else {}
+        plan = make_plan(
+            ckpt.tensors,
+            ckpt.namespace,
+            namespace,
+            where=str(src),
+            dtype=as_torch_dtype(dtype),
+            unused=ckpt.unused,
+            carried=names_in_export(ckpt.carried, hf, target, namespace.stored),
+        )
         config = export_config(ckpt.config, ckpt.source, target, plan)
         return write_conversion(
             ckpt,
@@ -130,8 +141,9 @@ def relayout(
         if ckpt.kind != "te_models":
             raise CheckpointError(f"{src} is a Hugging Face folder; import it, with the layout that you want")
         target = te_namespace(ckpt.config, layout, ckpt.formats)
-        moved = make_plan(ckpt.tensors, ckpt.namespace, target, where=str(src))
-        plan = Plan(moved.outputs, moved.ignored, formats_in_layout(ckpt.config, layout, ckpt.formats))
+        kept = our_names(ckpt.carried)
+        moved = make_plan(ckpt.tensors, ckpt.namespace, target, where=str(src), unused=ckpt.unused, carried=kept)
+        plan = replace(moved, formats=formats_in_layout(ckpt.config, layout, ckpt.formats))
         return write_conversion(
             ckpt,
             Path(dst),

@@ -68,8 +68,8 @@ def export_config(config: ModelConfig, source: Source | None, family: Family, pl
 
 
 def weight_dtype(plan: Plan) -> str:
-    """Return the dtype that most bytes of a plan have."""
+    """Return the dtype that most bytes of a model's weights have in a plan."""
     sizes: dict[str, int] = {}
-    for output in plan.outputs:
+    for output in (o for o in plan.outputs if o.name not in plan.carried):
         sizes[output.dtype] = sizes.get(output.dtype, 0) + output.nbytes
     return max(sizes, key=lambda name: sizes[name])
