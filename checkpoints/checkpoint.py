@@ -17,6 +17,7 @@ from .carried import carried_tensors
 from .errors import CheckpointError
 from .families import FAMILIES, family_of
 from .header import TensorInfo
+from .hub import local_folder
 from .links import Namespace
 from .load import load_params
 from .naming import ExpertLayout, expected_tensors
@@ -152,5 +153,8 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Open a checkpoint folder; reads config.json and headers and checks that they fit each other, no tensor data."""
-    return Checkpoint(Path(path))
+    """Open a checkpoint folder, or download the model of a hub id (`org/name`, `org/name@revision`) and open that.
+
+    Reads config.json and headers and checks that they fit each other, no tensor data.
+    """
+    return Checkpoint(local_folder(path))

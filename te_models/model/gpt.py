@@ -18,7 +18,7 @@ from te_models.layers import Recipe, name_modules, quantized_model_init, storage
 
 from ..config import ModelConfig
 from .build import Build, ExpertLayout
-from .cache import KVCache
+from .cache import Memory
 from .decoder import Decoder
 from .embedding import Embedding
 from .output import ModelOutput, OutputLayer, RouterLossWeights
@@ -99,7 +99,7 @@ class GPTModel(nn.Module):
         *,
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        cache: KVCache | None = None,
+        cache: Memory | None = None,
         return_logits: bool = True,
         last_logits_only: bool = False,
     ) -> ModelOutput:
@@ -169,7 +169,7 @@ class GPTModel(nn.Module):
         recipe: Recipe | None = None,
         expert_layout: ExpertLayout = "grouped",
     ) -> Self:
-        """Load a folder written by `save_pretrained`, or a Hugging Face model folder.
+        """Load a folder written by `save_pretrained`, or a Hugging Face model folder or hub id (`org/name@revision`).
 
         dtype: of the parameters (None: torch's default). recipe: store the linear layers' weights in its quantized
         format; None keeps what the folder has, weights stored quantized bit for bit (`te-models dequantize` makes a
@@ -190,7 +190,7 @@ class GPTModel(nn.Module):
                 with quantized_model_init(recipe=recipe):
                     model = cls(checkpoint.config, params_dtype=dtype, device=target, expert_layout=expert_layout)
             checkpoint.load_into(dict(model.stored_tensors()))
-        model.pretrained_folder = Path(folder)
+        model.pretrained_folder = checkpoint.path
         return model
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
