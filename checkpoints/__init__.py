@@ -10,6 +10,7 @@ model (`load.py`) or a new folder (`writer.py`, `atomic.py`).
 
 from .checkpoint import Checkpoint, open_checkpoint
 from .convert import export_hf, import_hf, relayout
+from .converter import AutoConverter
 from .errors import CheckpointError
 from .families import FAMILIES
 from .inspection import Inspection, inspect
@@ -23,6 +24,7 @@ from .verify import VerifyReport, verify
 
 __all__ = [
     "FAMILIES",
+    "AutoConverter",
     "Checkpoint",
     "CheckpointError",
     "ExpertLayout",

@@ -19,7 +19,7 @@ from .carried import names_in_export, our_names
 from .checkpoint import Checkpoint, open_checkpoint
 from .dtypes import FLOATS, as_torch_dtype
 from .errors import CheckpointError, shorten
-from .hf_config import choose_family, export_config
+from .hf_config import choose_family, export_config, weight_dtype
 from .naming import ExpertLayout, check_layout
 from .output_folder import write_conversion
 from .plan import Plan, make_plan
@@ -112,7 +112,7 @@ def export_hf(
             unused=ckpt.unused,
             carried=names_in_export(ckpt.carried, hf, target, namespace.stored),
         )
-        config = export_config(ckpt.config, ckpt.source, target, plan)
+        config = export_config(ckpt.config, ckpt.source, target, weight_dtype(plan))
         return write_conversion(
             ckpt,
             Path(dst),

@@ -22,7 +22,7 @@ from .output_folder import write_folder
 from .plan import Plan, make_plan
 from .quantized_format import Description, describe, stored_fields
 from .store import JoinedStore, MemoryStore, Store
-from .te_folder import TEFolder
+from .te_folder import Source, TEFolder
 from .te_namespace import grouped_formats, te_namespace
 from .writer import MAX_SHARD_BYTES, Progress
 
@@ -34,6 +34,7 @@ def save_model(
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     source_dir: PathLike | None = None,
+    source: Source | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Plan:
@@ -43,6 +44,7 @@ def save_model(
         params: every parameter by name, in grouped or per-GEMM layout, on any device; quantized ones stay quantized.
         source_dir: a folder (of either kind) that the model came from: its tokenizer files, its Hugging Face
             configuration and the tensors that the model does not use travel along, so that an export restores them.
+        source: the Hugging Face configuration to record where there is no source_dir.
     """
     layout = layout_of(params, config, "the names of the parameters to save")
     check_shapes(params, expected_tensors(config, layout))
@@ -72,7 +74,7 @@ def save_model(
             Path(out_dir),
             plan,
             joined,
-            TEFolder(layout, config, source_of(origin) if origin is not None else None).to_bytes(),
+            TEFolder(layout, config, source_of(origin) if origin is not None else source).to_bytes(),
             sidecars_from=origin.path if origin is not None else None,
             overwrite=overwrite,
             max_shard_bytes=max_shard_bytes,
