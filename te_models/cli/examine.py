@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
+from typing import Any
 
 from .parser import Verbs, emit, table, verb
 from .progress import byte_progress
@@ -28,11 +30,22 @@ def add(verbs: Verbs) -> None:
         run_verify,
         "whether two folders hold the same model",
         "Compare two model folders bit for bit, whatever their kind and layout. Exit code 0 if they\n"
-        "hold the same model, 1 if not.",
-        "te-models verify ./SmolLM2-135M ./smollm2",
+        "hold the same model, 1 if not.\n\n"
+        "With --logits, compute instead: transformers runs A, a Hugging Face folder, and te_models runs\n"
+        "B. Shows the divergence of next-token distributions, how often both put the same token first,\n"
+        "and the first layer whose output differs by more than the tolerance. Exit code 0 if the logits\n"
+        "are within the tolerance, 1 if not.",
+        "te-models verify --logits ./SmolLM2-135M ./smollm2",
     )
     parser.add_argument("a", metavar="A", help="a model folder")
     parser.add_argument("b", metavar="B", help="a model folder")
+    parser.add_argument("--logits", action="store_true", help="compare what the models compute")
+    parser.add_argument("--tokens", type=int, metavar="N", help="with --logits: how many tokens (256)")
+    parser.add_argument("--text", metavar="FILE", help="with --logits: a UTF-8 file to read (random tokens)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="with --logits: to compute in (float32)")
+    parser.add_argument(
+        "--tolerance", type=float, metavar="X", help="with --logits: part of the largest logit (1e-4; bfloat16: 0.05)"
+    )
 
 
 def run_inspect(args: argparse.Namespace) -> int:
@@ -50,9 +63,30 @@ def run_inspect(args: argparse.Namespace) -> int:
 
 def run_verify(args: argparse.Namespace) -> int:
     """Print the comparison; 1 if the models differ."""
+    options = {name: getattr(args, name) for name in ("tokens", "text", "dtype", "tolerance")}
+    given = {name: value for name, value in options.items() if value is not None}
+    if args.logits:
+        return _compare_logits(args, given)
+    if given:
+        raise ValueError(f"--{next(iter(given))} needs --logits")
+
     from te_models.checkpoints import verify
 
     with byte_progress("verify") as progress:
         report = verify(args.a, args.b, progress=progress)
     emit(args, report.to_dict(), str(report))
     return 0 if report.equal else 1
+
+
+def _compare_logits(args: argparse.Namespace, options: dict[str, Any]) -> int:
+    import torch
+
+    from ..agreement import compare_logits
+
+    if "text" in options:
+        options["text"] = Path(options["text"]).read_text(encoding="utf-8")
+    if "dtype" in options:
+        options["dtype"] = getattr(torch, options["dtype"])
+    report = compare_logits(args.a, args.b, **options)
+    emit(args, report.to_dict(), str(report))
+    return 0 if report.agree else 1
