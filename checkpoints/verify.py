@@ -72,7 +72,7 @@ def verify(a: PathLike, b: PathLike, *, progress: Progress | None = None) -> Ver
         total = sum(outputs_a[name].nbytes for name in common)
         rings = Ring(), Ring()
         for name in common:
-            _compare(report, left, outputs_a[name], right, outputs_b[name], rings)
+            compare_bits(report, left, outputs_a[name], right, outputs_b[name], rings)
             report.tensors += 1
             report.bytes += outputs_a[name].nbytes
             if progress is not None:
@@ -95,7 +95,7 @@ def _format(ckpt: Checkpoint, name: str) -> str:
     return str(ckpt.formats[name]["quantizer"]) if name in ckpt.formats else "not quantized"
 
 
-def _compare(
+def compare_bits(
     report: VerifyReport, left: Checkpoint, a: Output, right: Checkpoint, b: Output, rings: tuple[Ring, Ring]
 ) -> None:
     if (a.shape, a.dtype) != (b.shape, b.dtype):

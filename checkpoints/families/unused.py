@@ -14,7 +14,7 @@ from typing import Any
 
 from .fields import REQUIRED, read_typed
 
-_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")
+COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")
 _LAYER = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,8})\.")
 
 
@@ -39,7 +39,7 @@ class Unused:
         if match is None:
             return False
         layers = read_typed(hf, "num_hidden_layers", int, REQUIRED)
-        said = next((count for count in _COUNTS if hf.get(count) is not None), _COUNTS[0])
+        said = next((count for count in COUNTS if hf.get(count) is not None), COUNTS[0])
         behind = 1 if hf.get(said) is None else read_typed(hf, said, int, 1)
         return layers <= int(match[1]) < layers + behind
 

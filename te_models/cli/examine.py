@@ -1,4 +1,4 @@
-"""The verbs that read model folders and change nothing: inspect, verify."""
+"""The verbs that read model folders and change nothing: inspect, verify, diff."""
 
 from __future__ import annotations
 
@@ -47,6 +47,21 @@ def add(verbs: Verbs) -> None:
         "--tolerance", type=float, metavar="X", help="with --logits: part of the largest logit (1e-4; bfloat16: 0.05)"
     )
 
+    parser = verb(
+        verbs,
+        "diff",
+        run_diff,
+        "how two models differ",
+        "Show in which fields of the configuration two model folders differ, which parameters only one\n"
+        "has, and by how much values differ: the largest difference, and the root mean square of the\n"
+        "differences relative to A's values. Parameters come in the order of the latter. Exit code 0 if\n"
+        "nothing differs, 1 otherwise.",
+        "te-models diff ./smollm2 ./trained",
+    )
+    parser.add_argument("a", metavar="A", help="a model folder")
+    parser.add_argument("b", metavar="B", help="a model folder")
+    parser.add_argument("--all", action="store_true", help="show every parameter that differs (the first 20)")
+
 
 def run_inspect(args: argparse.Namespace) -> int:
     """Print what the headers say."""
@@ -75,6 +90,25 @@ def run_verify(args: argparse.Namespace) -> int:
     with byte_progress("verify") as progress:
         report = verify(args.a, args.b, progress=progress)
     emit(args, report.to_dict(), str(report))
+    return 0 if report.equal else 1
+
+
+def run_diff(args: argparse.Namespace) -> int:
+    """Print the differences; 1 if there are any."""
+    from te_models.checkpoints import diff
+
+    with byte_progress("diff") as progress:
+        report = diff(args.a, args.b, progress=progress)
+    lines = [f"config: {path}: {a} and {b}" for path, (a, b) in report.config.items()] + report.notes
+    shown = report.tensors if args.all else report.tensors[:20]
+    if shown:
+        rows = [("parameter", "differing", "largest", "relative")]
+        rows += [(t.name, f"{t.differing} of {t.elements}", f"{t.largest:.3g}", f"{t.relative:.3g}") for t in shown]
+        lines.append(table(rows))
+    hidden = len(report.tensors) - len(shown)
+    lines += [f"... and {hidden} more parameters (--all shows them)"] if hidden else []
+    lines.append(f"{report.equal_tensors} parameters have equal values, {len(report.tensors)} differ")
+    emit(args, report.to_dict(), "\n".join(lines))
     return 0 if report.equal else 1
 
 

@@ -265,3 +265,13 @@ def test_converters_say_what_they_keep_and_leave_out(
     assert "kept 1 tensors that the model does not use" in capsys.readouterr().out
     assert main(["upcycle", str(tmp_path / "ours"), str(tmp_path / "moe"), "--experts", "2", "--topk", "1"]) == 0
     assert f"left out carried.{name}" in capsys.readouterr().out
+
+
+def test_toy_keeps_the_first_layers(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["toy", str(hf), str(tmp_path / "toy"), "--layers", "1"]) == 0
+    assert "tensors" in capsys.readouterr().out
+    part, whole = load_file(tmp_path / "toy/model.safetensors"), load_file(hf / "model.safetensors")
+    assert part.keys() == {name for name in whole if ".layers.1." not in name}
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in part.items())
+    assert main(["toy", str(hf), str(tmp_path / "x"), "--experts", "2"]) == 2
+    assert "experts is 2; allowed: 1 to 0" in capsys.readouterr().err
