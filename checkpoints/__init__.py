@@ -10,6 +10,8 @@ model (`load.py`) or a new folder (`writer.py`, `atomic.py`).
 
 from .checkpoint import Checkpoint, open_checkpoint
 from .convert import export_hf, import_hf, relayout
+from .converter import AutoConverter
+from .difference import DiffReport, diff
 from .errors import CheckpointError
 from .families import FAMILIES
 from .inspection import Inspection, inspect
@@ -18,19 +20,23 @@ from .naming import ExpertLayout, expected_tensors
 from .plan import Plan
 from .quantize import dequantize, quantize
 from .save import save_model
+from .toy import toy
 from .upcycle import upcycle
 from .verify import VerifyReport, verify
 
 __all__ = [
     "FAMILIES",
+    "AutoConverter",
     "Checkpoint",
     "CheckpointError",
+    "DiffReport",
     "ExpertLayout",
     "Inspection",
     "Plan",
     "VerifyReport",
     "check_manifest",
     "dequantize",
+    "diff",
     "expected_tensors",
     "export_hf",
     "import_hf",
@@ -39,6 +45,7 @@ __all__ = [
     "quantize",
     "relayout",
     "save_model",
+    "toy",
     "upcycle",
     "verify",
 ]

@@ -13,9 +13,11 @@ import torch
 from te_models.config import ModelConfig
 from te_models.layers import QuantizedTensor
 
+from .carried import carried_tensors
 from .errors import CheckpointError
 from .families import FAMILIES, family_of
 from .header import TensorInfo
+from .hub import local_folder
 from .links import Namespace
 from .load import load_params
 from .naming import ExpertLayout, expected_tensors
@@ -72,7 +74,7 @@ class Checkpoint:
             for file, metadata in self.store.metadata.items():
                 stored.update(read_metadata(metadata, file))
             self.formats = grouped_formats(self.config, self.layout, stored)
-        match_tensors(self.tensors, self.namespace.stored, where=str(self.path), ignorable=self.ignorable)
+        match_tensors(self.tensors, self.namespace.stored, where=str(self.path), unused=self.unused)
 
     @property
     def family(self) -> str | None:
@@ -106,12 +108,17 @@ class Checkpoint:
             return te_namespace(self.config, self.layout, self.formats)
         return FAMILIES[self.family or ""].namespace(self.config, self.source and self.source.form)
 
-    @property
-    def ignorable(self) -> tuple[str, ...]:
-        """Patterns of tensors that the folder may hold and that a conversion leaves out."""
-        if self.layout is not None:
-            return ()
-        return (*FAMILIES[self.family or ""].ignorable, *self._tied_copies)
+    @cached_property
+    def carried(self) -> Mapping[str, str]:
+        """Stored tensors that the model does not use and conversions keep -> their names in Hugging Face files."""
+        extra = [name for name in self.tensors if name not in self.namespace.stored]
+        hf = self.source.config if self.source is not None else {}
+        return carried_tensors(extra, self.family, hf, in_our_folder=self.layout is not None)
+
+    @cached_property
+    def unused(self) -> frozenset[str]:
+        """Stored tensors that the model does not use: carried ones, and copies of the embedding."""
+        return frozenset((*self.carried, *self._tied_copies))
 
     @cached_property
     def _tied_copies(self) -> Mapping[str, str]:
@@ -146,5 +153,8 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Open a checkpoint folder; reads config.json and headers and checks that they fit each other, no tensor data."""
-    return Checkpoint(Path(path))
+    """Open a checkpoint folder, or download the model of a hub id (`org/name`, `org/name@revision`) and open that.
+
+    Reads config.json and headers and checks that they fit each other, no tensor data.
+    """
+    return Checkpoint(local_folder(path))

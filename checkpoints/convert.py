@@ -15,10 +15,11 @@ from pathlib import Path
 
 import torch
 
+from .carried import names_in_export, our_names
 from .checkpoint import Checkpoint, open_checkpoint
 from .dtypes import FLOATS, as_torch_dtype
 from .errors import CheckpointError, shorten
-from .hf_config import choose_family, export_config
+from .hf_config import choose_family, export_config, weight_dtype
 from .naming import ExpertLayout, check_layout
 from .output_folder import write_conversion
 from .plan import Plan, make_plan
@@ -57,7 +58,8 @@ def import_hf(
             te_namespace(ckpt.config, layout),
             where=str(src),
             dtype=as_torch_dtype(dtype),
-            ignorable=ckpt.ignorable,
+            unused=ckpt.unused,
+            carried=our_names(ckpt.carried),
             one_dtype=True,
         )
         return write_conversion(
@@ -100,8 +102,17 @@ def export_hf(
         if form is None and ckpt.source is not None and ckpt.source.family == target.model_type:
             form = ckpt.source.form
         namespace = target.namespace(ckpt.config, form)
-        plan = make_plan(ckpt.tensors, ckpt.namespace, namespace, where=str(src), dtype=as_torch_dtype(dtype))
-        config = export_config(ckpt.config, ckpt.source, target, plan)
+        hf = ckpt.source.config if ckpt.source is not None else {}
+        plan = make_plan(
+            ckpt.tensors,
+            ckpt.namespace,
+            namespace,
+            where=str(src),
+            dtype=as_torch_dtype(dtype),
+            unused=ckpt.unused,
+            carried=names_in_export(ckpt.carried, hf, target, namespace.stored),
+        )
+        config = export_config(ckpt.config, ckpt.source, target, weight_dtype(plan))
         return write_conversion(
             ckpt,
             Path(dst),
@@ -130,8 +141,9 @@ def relayout(
         if ckpt.kind != "te_models":
             raise CheckpointError(f"{src} is a Hugging Face folder; import it, with the layout that you want")
         target = te_namespace(ckpt.config, layout, ckpt.formats)
-        moved = make_plan(ckpt.tensors, ckpt.namespace, target, where=str(src))
-        plan = Plan(moved.outputs, moved.ignored, formats_in_layout(ckpt.config, layout, ckpt.formats))
+        kept = our_names(ckpt.carried)
+        moved = make_plan(ckpt.tensors, ckpt.namespace, target, where=str(src), unused=ckpt.unused, carried=kept)
+        plan = replace(moved, formats=formats_in_layout(ckpt.config, layout, ckpt.formats))
         return write_conversion(
             ckpt,
             Path(dst),

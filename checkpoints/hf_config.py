@@ -46,9 +46,8 @@ def find_family(config: ModelConfig) -> Family:
     raise CheckpointError(f"no family can store this model: {'; '.join(reasons)}")
 
 
-def export_config(config: ModelConfig, source: Source | None, family: Family, plan: Plan) -> dict[str, Any]:
-    """Return config.json for a model exported as `family`."""
-    stored_dtype = weight_dtype(plan)
+def export_config(config: ModelConfig, source: Source | None, family: Family, stored_dtype: str) -> dict[str, Any]:
+    """Return config.json for a model exported as `family`; stored_dtype: that of most of its weights."""
     original: dict[str, Any] = {}
     if source is not None:
         same_family = source.config.get("model_type") == family.model_type
@@ -68,8 +67,8 @@ def export_config(config: ModelConfig, source: Source | None, family: Family, pl
 
 
 def weight_dtype(plan: Plan) -> str:
-    """Return the dtype that most bytes of a plan have."""
+    """Return the dtype that most bytes of a model's weights have in a plan."""
     sizes: dict[str, int] = {}
-    for output in plan.outputs:
+    for output in (o for o in plan.outputs if o.name not in plan.carried):
         sizes[output.dtype] = sizes.get(output.dtype, 0) + output.nbytes
     return max(sizes, key=lambda name: sizes[name])

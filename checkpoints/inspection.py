@@ -14,7 +14,8 @@ from .naming import expected_tensors, is_expert_stack
 
 @dataclass(frozen=True)
 class Inspection:
-    """A folder's content. `parameters` counts logical weights, `active_parameters` those that one token uses."""
+    """A folder's content. `parameters` counts logical weights, `active_parameters` those that one token uses;
+    `carried_bytes` are those of tensors that the model does not use and conversions keep."""
 
     path: str
     kind: str
@@ -22,6 +23,7 @@ class Inspection:
     layout: str | None
     files: dict[str, int]
     total_bytes: int
+    carried_bytes: int
     parameters: int
     active_parameters: int
     dtypes: dict[str, int]
@@ -52,6 +54,8 @@ class Inspection:
         ]
         if self.layout is not None:
             lines.append(f"  experts     {self.layout} layout")
+        if self.carried_bytes:
+            lines.append(f"  carried     {self.carried_bytes / 1e6:.1f} MB that the model does not use")
         if self.formats:
             lines.append(f"  quantized   {', '.join(f'{name}: {n} parameters' for name, n in self.formats.items())}")
         return "\n".join(lines)
@@ -75,6 +79,7 @@ def inspect(path: PathLike) -> Inspection:
             layout=ckpt.layout,
             files=dict(sorted(sizes.items())),
             total_bytes=sum(sizes.values()),
+            carried_bytes=sum(ckpt.tensors[name].nbytes for name in ckpt.carried),
             parameters=total,
             active_parameters=total - idle,
             dtypes=dict(Counter(info.dtype for info in ckpt.tensors.values())),

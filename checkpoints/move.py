@@ -88,7 +88,7 @@ def _in_order(pieces: Sequence[Piece], shape: Shape) -> list[Piece] | None:
 def _stream_piece(store: Store, piece: Piece, dtype: str, ring: Ring) -> Iterator[tuple[Buffer, int]]:
     info = store.tensors[piece.source]
     interval = flat_interval(piece.source_box, info.shape)
-    if interval is not None and info.dtype == dtype and not piece.permutes and store.can_read_bytes():
+    if interval is not None and info.dtype == dtype and not piece.permutes and store.can_read_bytes(piece.source):
         begin, end = (edge * (bits_of(dtype) or 0) // 8 for edge in interval)
         for position in range(begin, end, ring.nbytes):
             buffer, n = ring.next(), min(ring.nbytes, end - position)

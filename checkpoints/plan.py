@@ -7,16 +7,15 @@ first byte is written.
 
 from __future__ import annotations
 
-import fnmatch
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from .boxes import Shape
+from .boxes import Shape, full
 from .dtypes import FLOATS, dtype_name
 from .errors import CheckpointError, shorten
 from .header import TensorInfo, byte_count
@@ -42,11 +41,13 @@ class Output:
 
 @dataclass(frozen=True)
 class Plan:
-    """Outputs in order, the source tensors that are left out on purpose, and the formats of quantized outputs."""
+    """Outputs in order, source tensors that are left out on purpose, the formats of quantized outputs, and the names of
+    those outputs that are no part of the model but travel along."""
 
     outputs: tuple[Output, ...]
     ignored: tuple[str, ...] = ()
     formats: Mapping[str, Description] = field(default_factory=dict)
+    carried: tuple[str, ...] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -60,6 +61,7 @@ class Plan:
             "bytes": self.total_bytes,
             "dtypes": dict(Counter(output.dtype for output in self.outputs)),
             "ignored": list(self.ignored),
+            "carried": list(self.carried),
             "outputs": [
                 {
                     "name": o.name,
@@ -77,7 +79,7 @@ class Plan:
             sources = o["from"] if isinstance(o["from"], str) else shorten(o["from"], 3)
             lines.append(f"  {o['name']}  {o['dtype']} {o['shape']}  <-  {sources}")
         if self.ignored:
-            lines.append(f"  ignored: {', '.join(self.ignored)}")
+            lines.append(f"  left out: {', '.join(self.ignored)}")
         return "\n".join(lines)
 
 
@@ -88,7 +90,8 @@ def make_plan(
     *,
     where: str,
     dtype: torch.dtype | None = None,
-    ignorable: Iterable[str] = (),
+    unused: Collection[str] = (),
+    carried: Mapping[str, str] | None = None,
     one_dtype: bool = False,
 ) -> Plan:
     """Plan the conversion of `tensors`, stored as `source` says, to the tensors of `target`.
@@ -96,10 +99,12 @@ def make_plan(
     Arguments:
         where: names the source folder in errors.
         dtype: convert weights to it; None keeps every tensor's dtype.
-        ignorable: name patterns (`*` wildcards) of source tensors that may be present and are left out.
+        unused: source tensors that are no part of the model; those that are not carried are left out.
+        carried: those of them that are copied byte for byte, with the names of the copies.
         one_dtype: require that all weights have the same floating dtype unless `dtype` is given.
     """
-    ignored = match_tensors(tensors, source.stored, where=where, ignorable=ignorable)
+    match_tensors(tensors, source.stored, where=where, unused=unused)
+    carried = carried or {}
     source.check()
     target.check()
     if one_dtype and dtype is None:
@@ -116,18 +121,23 @@ def make_plan(
                 f"{where}: {name} would be joined from different dtypes, {parts}; choose one with dtype"
             )
         outputs.append(Output(name, found.pop(), stored.shape, tuple(pieces)))
-    return Plan(tuple(outputs), tuple(ignored))
+    outputs += [copy_of(tensors[name], name, copy) for name, copy in carried.items()]
+    ignored = tuple(name for name in tensors if name in unused and name not in carried)
+    return Plan(tuple(outputs), ignored, carried=tuple(carried.values()))
+
+
+def copy_of(info: TensorInfo, name: str, copy: str) -> Output:
+    """Return the output named `copy` that has the bytes of the source tensor `name`, whatever its dtype."""
+    piece = Piece(name, full(info.shape), full(info.shape), tuple(range(len(info.shape))))
+    return Output(copy, info.dtype, info.shape, (piece,))
 
 
 def match_tensors(
-    tensors: Mapping[str, TensorInfo], expected: Mapping[str, Stored], *, where: str, ignorable: Iterable[str] = ()
-) -> list[str]:
-    """Check that a checkpoint has exactly the expected tensors; return those that declared patterns ignore."""
+    tensors: Mapping[str, TensorInfo], expected: Mapping[str, Stored], *, where: str, unused: Collection[str] = ()
+) -> None:
+    """Check that a checkpoint has exactly the expected tensors, and `unused` ones."""
     missing = [name for name in expected if name not in tensors]
-    extra = [name for name in tensors if name not in expected]
-    patterns = tuple(ignorable)
-    ignored = [name for name in extra if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
-    extra = [name for name in extra if name not in set(ignored)]
+    extra = [name for name in tensors if name not in expected and name not in unused]
     problems = []
     renamed = _renamed(missing, extra, tensors, expected)
     if renamed:
@@ -148,7 +158,6 @@ def match_tensors(
     if problems:
         more = f"; and {len(problems) - 4} more problems" if len(problems) > 4 else ""
         raise CheckpointError(f"the tensors of {where} do not fit its configuration: {'; '.join(problems[:4])}{more}")
-    return ignored
 
 
 def _renamed(

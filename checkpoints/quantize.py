@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from te_models.layers.quantizer import Quantizer
 
 from .bands import Rows, dequantize_bands, quantize_into
 from .boxes import Shape
+from .carried import our_names
 from .checkpoint import Checkpoint, open_checkpoint
 from .convert import PathLike, refuse_quantized, source_of
 from .dtypes import as_torch_dtype, dtype_name
@@ -60,7 +62,7 @@ def quantize(
         params = Parameters(ckpt.store, ckpt.namespace, ckpt.config, {}, layout)
         members = Parameters(ckpt.store, ckpt.namespace, ckpt.config, {}, "per-gemm")
         for output in plain.outputs:
-            if not is_linear_weight(output.name):
+            if output.name in plain.carried or not is_linear_weight(output.name):
                 outputs.append(output)
                 continue
             meta = describe(quantizer, params.dtype(output.name))
@@ -74,7 +76,7 @@ def quantize(
                 entry = output.name + suffix
                 (dtype,) = spec.dtypes
                 outputs.append(Output(entry, dtype, spec.shape, compute=makers[suffix]))
-        plan = Plan(tuple(outputs), plain.ignored, formats)
+        plan = replace(plain, outputs=tuple(outputs), formats=formats)
         return write_conversion(
             ckpt,
             Path(dst),
@@ -107,7 +109,13 @@ def dequantize(
             raise CheckpointError(f"{src} has no quantized weights")
         layout = ckpt.layout
         moved = make_plan(
-            ckpt.tensors, ckpt.namespace, te_namespace(ckpt.config, layout, ckpt.formats), where=str(src), dtype=wanted
+            ckpt.tensors,
+            ckpt.namespace,
+            te_namespace(ckpt.config, layout, ckpt.formats),
+            where=str(src),
+            dtype=wanted,
+            unused=ckpt.unused,
+            carried=our_names(ckpt.carried),
         )
         params = Parameters(ckpt.store, ckpt.namespace, ckpt.config, ckpt.formats, layout)
         members = Parameters(ckpt.store, ckpt.namespace, ckpt.config, ckpt.formats, "per-gemm")
@@ -121,7 +129,8 @@ def dequantize(
                 outputs.append(Output(name, dtype_name(logical), shape, compute=compute))
             else:
                 outputs.append(by_name[name])
-        plan = Plan(tuple(outputs))
+        outputs += [by_name[name] for name in moved.carried]
+        plan = replace(moved, outputs=tuple(outputs))
         return write_conversion(
             ckpt,
             Path(dst),
@@ -136,7 +145,8 @@ def dequantize(
 
 def _plan_plain(ckpt: Checkpoint) -> Plan:
     target = te_namespace(ckpt.config, ckpt.layout or "grouped")
-    return make_plan(ckpt.tensors, ckpt.namespace, target, where=str(ckpt.path), ignorable=ckpt.ignorable)
+    kept = our_names(ckpt.carried)
+    return make_plan(ckpt.tensors, ckpt.namespace, target, where=str(ckpt.path), unused=ckpt.unused, carried=kept)
 
 
 def _matrices(params: Parameters, members: Parameters, name: str) -> tuple[Parameters, list[str]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,6 +12,7 @@ import torch
 from te_models.config import ModelConfig
 from te_models.layers import QuantizedTensor
 
+from .carried import our_names
 from .checkpoint import open_checkpoint
 from .convert import PathLike, source_of
 from .errors import CheckpointError
@@ -18,8 +21,8 @@ from .naming import expected_tensors
 from .output_folder import write_folder
 from .plan import Plan, make_plan
 from .quantized_format import Description, describe, stored_fields
-from .store import MemoryStore
-from .te_folder import TEFolder
+from .store import JoinedStore, MemoryStore, Store
+from .te_folder import Source, TEFolder
 from .te_namespace import grouped_formats, te_namespace
 from .writer import MAX_SHARD_BYTES, Progress
 
@@ -31,6 +34,7 @@ def save_model(
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     source_dir: PathLike | None = None,
+    source: Source | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Plan:
@@ -38,8 +42,9 @@ def save_model(
 
     Arguments:
         params: every parameter by name, in grouped or per-GEMM layout, on any device; quantized ones stay quantized.
-        source_dir: a folder (of either kind) that the model came from: its tokenizer files and its Hugging Face
-            configuration travel along, so that an export restores them.
+        source_dir: a folder (of either kind) that the model came from: its tokenizer files, its Hugging Face
+            configuration and the tensors that the model does not use travel along, so that an export restores them.
+        source: the Hugging Face configuration to record where there is no source_dir.
     """
     layout = layout_of(params, config, "the names of the parameters to save")
     check_shapes(params, expected_tensors(config, layout))
@@ -53,24 +58,26 @@ def save_model(
             raise CheckpointError(f"{name} has dtype {param.dtype}; parameters are floating-point or quantized")
         else:
             entries[name] = param
-    store = MemoryStore(entries)
     formats = grouped_formats(config, layout, stored_formats)
     namespace = te_namespace(config, layout, formats)
-    moved = make_plan(store.tensors, namespace, namespace, where="the model")
-    plan = Plan(moved.outputs, formats=stored_formats)
-    source, sidecars = None, None
-    if source_dir is not None:
-        sidecars = Path(source_dir)
-        with open_checkpoint(sidecars) as ckpt:
-            source = source_of(ckpt)
-    write_folder(
-        Path(out_dir),
-        plan,
-        store,
-        TEFolder(layout, config, source).to_bytes(),
-        sidecars_from=sidecars,
-        overwrite=overwrite,
-        max_shard_bytes=max_shard_bytes,
-        progress=progress,
-    )
+    store = MemoryStore(entries)
+    owners: dict[str, Store] = dict.fromkeys(entries, store)
+    with contextlib.ExitStack() as opened:
+        origin = None if source_dir is None else opened.enter_context(open_checkpoint(source_dir))
+        kept = our_names(origin.carried) if origin is not None else {}
+        if origin is not None:
+            owners.update(dict.fromkeys(kept, origin.store))
+        joined = JoinedStore(owners)
+        moved = make_plan(joined.tensors, namespace, namespace, where="the model", unused=kept, carried=kept)
+        plan = replace(moved, formats=stored_formats)
+        write_folder(
+            Path(out_dir),
+            plan,
+            joined,
+            TEFolder(layout, config, source_of(origin) if origin is not None else source).to_bytes(),
+            sidecars_from=origin.path if origin is not None else None,
+            overwrite=overwrite,
+            max_shard_bytes=max_shard_bytes,
+            progress=progress,
+        )
     return plan

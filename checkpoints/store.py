@@ -33,8 +33,8 @@ class Store(Protocol):
         """Return the tensor; callers read parts of it and never write."""
         ...
 
-    def can_read_bytes(self) -> bool:
-        """Whether `read_into` works: tensors are byte ranges of files."""
+    def can_read_bytes(self, name: str) -> bool:
+        """Whether `read_into` works: the tensor is a byte range of a file."""
         ...
 
     def read_into(self, name: str, begin: int, buffer: memoryview) -> None:
@@ -97,7 +97,7 @@ class FileStore:
             raw = raw.clone()  # legal in the format, unusable as a typed view; our writer and the library's align data
         return raw.view(dtype).view(info.shape)
 
-    def can_read_bytes(self) -> bool:
+    def can_read_bytes(self, name: str) -> bool:
         return True
 
     def read_into(self, name: str, begin: int, buffer: memoryview) -> None:
@@ -128,8 +128,26 @@ class MemoryStore:
     def view(self, name: str) -> torch.Tensor:
         return self._values[name]
 
-    def can_read_bytes(self) -> bool:
+    def can_read_bytes(self, name: str) -> bool:
         return False
 
     def read_into(self, name: str, begin: int, buffer: memoryview) -> None:
         raise NotImplementedError("tensors in memory are read through view")
+
+
+class JoinedStore:
+    """Tensors of several stores as one."""
+
+    def __init__(self, owners: Mapping[str, Store]) -> None:
+        """owners: tensor name -> the store that has it."""
+        self._owners = owners
+        self.tensors = {name: store.tensors[name] for name, store in owners.items()}
+
+    def view(self, name: str) -> torch.Tensor:
+        return self._owners[name].view(name)
+
+    def can_read_bytes(self, name: str) -> bool:
+        return self._owners[name].can_read_bytes(name)
+
+    def read_into(self, name: str, begin: int, buffer: memoryview) -> None:
+        self._owners[name].read_into(name, begin, buffer)

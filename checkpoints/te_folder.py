@@ -47,21 +47,22 @@ class TEFolder:
 
     def to_bytes(self) -> bytes:
         """Return the file's content."""
+        return dump_object(self.to_dict() | {"model_type": MODEL_TYPE})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields of the file, model_type aside, as JSON values."""
         source = self.source and {
             "family": self.source.family,
             "config": dict(self.source.config),
             "dtype": self.source.dtype,
             "form": self.source.form,
         }
-        return dump_object(
-            {
-                "model_type": MODEL_TYPE,
-                "format_version": 1,
-                "expert_layout": self.layout,
-                "config": self.config.to_dict(),
-                "source": source,
-            }
-        )
+        return {
+            "format_version": 1,
+            "expert_layout": self.layout,
+            "config": self.config.to_dict(),
+            "source": source,
+        }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TEFolder:

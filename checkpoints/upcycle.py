@@ -69,7 +69,7 @@ def upcycle(
             _with_experts(ckpt.namespace, config),
             _without(target, routers),
             where=str(src),
-            ignorable=ckpt.ignorable,
+            unused=ckpt.unused,
         )
         dtype = torch_dtype(main_dtype(ckpt) or "F32")
         by_name = {output.name: output for output in plan.outputs}

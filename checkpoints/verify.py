@@ -9,13 +9,14 @@ from typing import Any
 import torch
 
 from .buffers import Ring
+from .carried import our_names
 from .checkpoint import Checkpoint, open_checkpoint
 from .convert import PathLike
 from .dtypes import bits_of, torch_dtype
 from .families.family import differing_fields
 from .links import compose, identity_namespace
 from .move import stream
-from .plan import Output
+from .plan import Output, copy_of
 from .quantized_format import SUFFIXES
 from .writer import Progress
 
@@ -48,7 +49,8 @@ class VerifyReport:
 
 
 def verify(a: PathLike, b: PathLike, *, progress: Progress | None = None) -> VerifyReport:
-    """Compare two folders of either kind: model configuration, then every parameter, as in the grouped layout.
+    """Compare two folders of either kind: model configuration, then every parameter, as in the grouped layout, and the
+    tensors that travel along unused.
 
     Quantized parameters are compared as stored (data and scales). Two Hugging Face folders of different files but equal
     content are equal; so are a Hugging Face folder and its import in either layout.
@@ -70,7 +72,7 @@ def verify(a: PathLike, b: PathLike, *, progress: Progress | None = None) -> Ver
         total = sum(outputs_a[name].nbytes for name in common)
         rings = Ring(), Ring()
         for name in common:
-            _compare(report, left, outputs_a[name], right, outputs_b[name], rings)
+            compare_bits(report, left, outputs_a[name], right, outputs_b[name], rings)
             report.tensors += 1
             report.bytes += outputs_a[name].nbytes
             if progress is not None:
@@ -84,6 +86,8 @@ def _canonical_outputs(ckpt: Checkpoint) -> dict[str, Output]:
     for name, pieces in compose(ckpt.namespace, target).items():
         dtypes = sorted({ckpt.tensors[piece.source].dtype for piece in pieces})
         outputs[name] = Output(name, dtypes[0], target.canonical[name], tuple(pieces))
+    for name, copy in our_names(ckpt.carried).items():
+        outputs[copy] = copy_of(ckpt.tensors[name], name, copy)
     return outputs
 
 
@@ -91,7 +95,7 @@ def _format(ckpt: Checkpoint, name: str) -> str:
     return str(ckpt.formats[name]["quantizer"]) if name in ckpt.formats else "not quantized"
 
 
-def _compare(
+def compare_bits(
     report: VerifyReport, left: Checkpoint, a: Output, right: Checkpoint, b: Output, rings: tuple[Ring, Ring]
 ) -> None:
     if (a.shape, a.dtype) != (b.shape, b.dtype):
@@ -101,6 +105,9 @@ def _compare(
     for x, y in _aligned(stream(left.store, a, rings[0]), stream(right.store, b, rings[1])):
         if not torch.equal(x, y):
             width = (bits_of(a.dtype) or 8) // 8
+            if width == 0:
+                report.add(f"{a.name}: byte {position + int((x != y).nonzero()[0])} differs")
+                return
             element = int((x != y).nonzero()[0]) // width * width
             values = [part[element : element + width].clone().view(torch_dtype(a.dtype)).item() for part in (x, y)]
             index = [int(i) for i in torch.unravel_index(torch.tensor((position + element) // width), a.shape)]

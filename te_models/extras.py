@@ -14,7 +14,8 @@ import importlib.util
 from types import ModuleType
 
 EXTRAS: dict[str, tuple[str, ...]] = {
-    "hf": ("transformers", "tokenizers"),
+    "hf": ("transformers", "tokenizers", "huggingface_hub"),
+    "trainer": ("accelerate",),
     "gpu": ("triton",),
     "train": ("tqdm", "tyro"),
     "plot": ("matplotlib",),

@@ -19,6 +19,7 @@ from .moe_fields import Groups, SharedExperts, sigmoid_router
 from .moe_layers import FirstDense
 from .names import Fused
 from .rope import Rope
+from .unused import LAYERS_BEHIND
 
 
 @dataclass(frozen=True)
@@ -54,5 +55,6 @@ DEEPSEEK_V3 = Family(
     ),
     names=SIGMOID_NAMES,
     other_names=(replace(SIGMOID_NAMES, form="fused", experts=Fused()),),
+    unused=LAYERS_BEHIND,
 )
 KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2")

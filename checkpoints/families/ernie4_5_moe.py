@@ -15,6 +15,7 @@ from .fields import REQUIRED, Field, Fixed, OneOf, Only, Values, get_path, read_
 from .moe_fields import RouterLoss, SharedExperts
 from .names import Fused, Names
 from .rope import Rope
+from .unused import Unused
 
 
 @dataclass(frozen=True)
@@ -83,4 +84,5 @@ ERNIE4_5_MOE = Family(
         replace(_FORM, form="fused", experts=Fused(), selection_bias="mlp.gate.moe_statics.e_score_correction_bias"),
     ),
     keeps_dtype=("*.router.expert_bias", "*.router.weight"),
+    unused=Unused(("*.rotary_emb.inv_freq", "model.mtp_*", "mtp_*")),
 )

@@ -12,6 +12,7 @@ from .moe_fields import Groups, SharedExperts, sigmoid_router
 from .moe_layers import LayerKinds
 from .names import Fused, Names
 from .rope import Rope
+from .unused import Unused
 
 _FORM = Names(selection_bias="mlp.e_score_correction_bias")
 
@@ -33,4 +34,5 @@ EXAONE_MOE = Family(
     ),
     names=_FORM,
     other_names=(replace(_FORM, form="fused", experts=Fused(), selection_bias="mlp.gate.e_score_correction_bias"),),
+    unused=Unused(("*.rotary_emb.inv_freq", "mtp.*")),
 )

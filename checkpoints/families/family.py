@@ -16,6 +16,7 @@ from ..links import Link, Namespace, Stored
 from ..naming import expected_tensors
 from .fields import Entry, Values, get_path, shorten_value
 from .names import COMMON, Names
+from .unused import CONSTANTS, Unused
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     # Fields of some family that change the mathematics -> the values with which they do not. A family that has the
@@ -92,7 +93,7 @@ class Family:
         fields: the configuration map.
         names: the weight map; an export writes it.
         other_names: further forms in which its files exist; which one a folder has is told by its tensors' names.
-        ignorable: patterns of tensors that files may carry and the model does not use (recomputable buffers).
+        unused: tensors that files may hold and the model does not use; an import keeps them for the export.
         keeps_dtype: patterns of parameters that files hold in a precision of their own.
     """
 
@@ -101,7 +102,7 @@ class Family:
     fields: tuple[Entry, ...]
     names: Names = COMMON
     other_names: tuple[Names, ...] = ()
-    ignorable: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
+    unused: Unused = CONSTANTS
     keeps_dtype: tuple[str, ...] = ("*.router.expert_bias",)
 
     def read_config(self, hf: Mapping[str, Any]) -> ModelConfig:

@@ -15,6 +15,7 @@ from .moe_fields import Groups, SharedExperts, sigmoid_router
 from .moe_layers import FirstDense
 from .names import Fused, Names
 from .rope import Rope
+from .unused import LAYERS_BEHIND
 
 
 @dataclass(frozen=True)
@@ -50,4 +51,5 @@ GLM4_MOE = Family(
     ),
     names=SIGMOID_NAMES,
     other_names=(replace(SIGMOID_NAMES, form="fused", experts=Fused()),),
+    unused=LAYERS_BEHIND,
 )

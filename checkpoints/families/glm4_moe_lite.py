@@ -15,6 +15,7 @@ from .moe_fields import Groups, SharedExperts, sigmoid_router
 from .moe_layers import LayerKinds
 from .names import Fused
 from .rope import Rope
+from .unused import LAYERS_BEHIND
 
 GLM4_MOE_LITE = Family(
     model_type="glm4_moe_lite",
@@ -34,4 +35,5 @@ GLM4_MOE_LITE = Family(
     ),
     names=SIGMOID_NAMES,
     other_names=(replace(SIGMOID_NAMES, form="fused", experts=Fused()),),
+    unused=LAYERS_BEHIND,
 )

@@ -12,6 +12,7 @@ from .common import ACTIVATIONS, layer_norm
 from .family import Family
 from .fields import REQUIRED, Choice, Field, Fixed, OneOf, Values, read_typed
 from .names import Names
+from .unused import Unused
 
 
 @dataclass(frozen=True)
@@ -69,5 +70,5 @@ GPT2 = Family(
     other_names=(
         replace(_FORM, form="without-prefix", embedding="wte", positions="wpe", final_norm="ln_f", layer="h.{i}"),
     ),
-    ignorable=("*.attn.bias", "*.attn.masked_bias"),
+    unused=Unused(("*.attn.bias", "*.attn.masked_bias")),
 )

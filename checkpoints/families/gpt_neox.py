@@ -13,6 +13,7 @@ from .family import Family
 from .fields import Field, Fixed, Values, read_typed
 from .names import Names
 from .rope import Rope
+from .unused import Unused
 
 
 @dataclass(frozen=True)
@@ -80,5 +81,5 @@ GPT_NEOX = Family(
     ),
     names=_FORM,
     other_names=(replace(_FORM, form="lm_head", output="lm_head"),),
-    ignorable=("*.attention.bias", "*.attention.masked_bias", "*.rotary_emb.inv_freq"),
+    unused=Unused(("*.attention.bias", "*.attention.masked_bias", "*.rotary_emb.inv_freq")),
 )

@@ -9,6 +9,7 @@ from .moe_fields import SharedExperts
 from .moe_layers import LayerKinds
 from .names import Fused, Names
 from .rope import Rope
+from .unused import LAYERS_BEHIND
 
 _FORM = Names(
     router="mlp.router.gate",
@@ -40,4 +41,5 @@ HY_V3 = Family(
     ),
     names=_FORM,
     other_names=(_IN_MEMORY,),
+    unused=LAYERS_BEHIND,
 )

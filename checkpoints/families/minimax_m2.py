@@ -20,6 +20,7 @@ from .mixtral import W1_W3_W2
 from .moe_fields import ExpertSize, RouterLoss
 from .names import Fused, Names
 from .rope import Rope
+from .unused import LAYERS_BEHIND
 
 _ROPE = Rope(theta=5e6, partial=1.0)
 
@@ -71,4 +72,5 @@ MINIMAX_M2 = Family(
     other_names=(
         replace(_FORM, form="fused", router="mlp.gate", selection_bias="mlp.e_score_correction_bias", experts=Fused()),
     ),
+    unused=LAYERS_BEHIND,
 )

@@ -1,4 +1,4 @@
-"""The verbs that turn one model folder into another: import, export, relayout, quantize, dequantize, upcycle."""
+"""The verbs that turn one model folder into another: import, export, relayout, quantize, dequantize, upcycle, toy."""
 
 from __future__ import annotations
 
@@ -102,6 +102,19 @@ def add(verbs: Verbs) -> None:
         "--layout", choices=LAYOUTS, default="grouped", help="experts as one tensor, or one each (grouped)"
     )
 
+    parser = _converter(
+        verbs,
+        "toy",
+        run_toy,
+        ("HF_DIR", "OUT"),
+        "a few layers and experts of a model, for tests",
+        "Write a Hugging Face folder with the first layers of another and their first experts, byte for\n"
+        "byte: a small model with the real names, dtypes, forms and values.",
+        "te-models toy ./Qwen3-30B-A3B ./toy --layers 2 --experts 4",
+    )
+    parser.add_argument("--layers", type=int, default=2, metavar="N", help="layers to keep (2)")
+    parser.add_argument("--experts", type=int, metavar="E", help="experts to keep in each layer (default: all)")
+
 
 def _converter(
     verbs: Verbs,
@@ -164,6 +177,13 @@ def run_upcycle(args: argparse.Namespace) -> int:
     return _convert(args, upcycle, num_experts=args.experts, topk=args.topk, **options)
 
 
+def run_toy(args: argparse.Namespace) -> int:
+    """A small part of a Hugging Face folder."""
+    from te_models.checkpoints import toy
+
+    return _convert(args, toy, layers=args.layers, experts=args.experts)
+
+
 def _dtype(args: argparse.Namespace) -> Any:
     import torch
 
@@ -185,7 +205,12 @@ def _convert(args: argparse.Namespace, function: Callable[..., Any], **options: 
         "plan": plan.to_dict(),
     }
     did = "would write" if args.dry_run else f"in {result['seconds']:.1f} s wrote"
-    emit(args, result, f"{did} {out}: {len(plan.outputs)} tensors, {plan.total_bytes / 2**20:.1f} MiB")
+    text = f"{did} {out}: {len(plan.outputs)} tensors, {plan.total_bytes / 2**20:.1f} MiB"
+    if plan.carried:
+        text += f"\nkept {len(plan.carried)} tensors that the model does not use"
+    if plan.ignored:
+        text += f"\nleft out {', '.join(plan.ignored[:4])}" + (" ..." if len(plan.ignored) > 4 else "")
+    emit(args, result, text)
     return 0
 
 

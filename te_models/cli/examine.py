@@ -1,8 +1,10 @@
-"""The verbs that read model folders and change nothing: inspect, verify."""
+"""The verbs that read model folders and change nothing: inspect, verify, diff."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
+from typing import Any
 
 from .parser import Verbs, emit, table, verb
 from .progress import byte_progress
@@ -28,11 +30,37 @@ def add(verbs: Verbs) -> None:
         run_verify,
         "whether two folders hold the same model",
         "Compare two model folders bit for bit, whatever their kind and layout. Exit code 0 if they\n"
-        "hold the same model, 1 if not.",
-        "te-models verify ./SmolLM2-135M ./smollm2",
+        "hold the same model, 1 if not.\n\n"
+        "With --logits, compute instead: transformers runs A, a Hugging Face folder, and te_models runs\n"
+        "B. Shows the divergence of next-token distributions, how often both put the same token first,\n"
+        "and the first layer whose output differs by more than the tolerance. Exit code 0 if the logits\n"
+        "are within the tolerance, 1 if not.",
+        "te-models verify --logits ./SmolLM2-135M ./smollm2",
     )
     parser.add_argument("a", metavar="A", help="a model folder")
     parser.add_argument("b", metavar="B", help="a model folder")
+    parser.add_argument("--logits", action="store_true", help="compare what the models compute")
+    parser.add_argument("--tokens", type=int, metavar="N", help="with --logits: how many tokens (256)")
+    parser.add_argument("--text", metavar="FILE", help="with --logits: a UTF-8 file to read (random tokens)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="with --logits: to compute in (float32)")
+    parser.add_argument(
+        "--tolerance", type=float, metavar="X", help="with --logits: part of the largest logit (1e-4; bfloat16: 0.05)"
+    )
+
+    parser = verb(
+        verbs,
+        "diff",
+        run_diff,
+        "how two models differ",
+        "Show in which fields of the configuration two model folders differ, which parameters only one\n"
+        "has, and by how much values differ: the largest difference, and the root mean square of the\n"
+        "differences relative to A's values. Parameters come in the order of the latter. Exit code 0 if\n"
+        "nothing differs, 1 otherwise.",
+        "te-models diff ./smollm2 ./trained",
+    )
+    parser.add_argument("a", metavar="A", help="a model folder")
+    parser.add_argument("b", metavar="B", help="a model folder")
+    parser.add_argument("--all", action="store_true", help="show every parameter that differs (the first 20)")
 
 
 def run_inspect(args: argparse.Namespace) -> int:
@@ -50,9 +78,49 @@ def run_inspect(args: argparse.Namespace) -> int:
 
 def run_verify(args: argparse.Namespace) -> int:
     """Print the comparison; 1 if the models differ."""
+    options = {name: getattr(args, name) for name in ("tokens", "text", "dtype", "tolerance")}
+    given = {name: value for name, value in options.items() if value is not None}
+    if args.logits:
+        return _compare_logits(args, given)
+    if given:
+        raise ValueError(f"--{next(iter(given))} needs --logits")
+
     from te_models.checkpoints import verify
 
     with byte_progress("verify") as progress:
         report = verify(args.a, args.b, progress=progress)
     emit(args, report.to_dict(), str(report))
     return 0 if report.equal else 1
+
+
+def run_diff(args: argparse.Namespace) -> int:
+    """Print the differences; 1 if there are any."""
+    from te_models.checkpoints import diff
+
+    with byte_progress("diff") as progress:
+        report = diff(args.a, args.b, progress=progress)
+    lines = [f"config: {path}: {a} and {b}" for path, (a, b) in report.config.items()] + report.notes
+    shown = report.tensors if args.all else report.tensors[:20]
+    if shown:
+        rows = [("parameter", "differing", "largest", "relative")]
+        rows += [(t.name, f"{t.differing} of {t.elements}", f"{t.largest:.3g}", f"{t.relative:.3g}") for t in shown]
+        lines.append(table(rows))
+    hidden = len(report.tensors) - len(shown)
+    lines += [f"... and {hidden} more parameters (--all shows them)"] if hidden else []
+    lines.append(f"{report.equal_tensors} parameters have equal values, {len(report.tensors)} differ")
+    emit(args, report.to_dict(), "\n".join(lines))
+    return 0 if report.equal else 1
+
+
+def _compare_logits(args: argparse.Namespace, options: dict[str, Any]) -> int:
+    import torch
+
+    from ..agreement import compare_logits
+
+    if "text" in options:
+        options["text"] = Path(options["text"]).read_text(encoding="utf-8")
+    if "dtype" in options:
+        options["dtype"] = getattr(torch, options["dtype"])
+    report = compare_logits(args.a, args.b, **options)
+    emit(args, report.to_dict(), str(report))
+    return 0 if report.agree else 1

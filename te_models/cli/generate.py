@@ -45,7 +45,10 @@ def run(args: argparse.Namespace) -> int:
     """Print the prompt and its continuation."""
     if args.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens is {args.max_new_tokens}; allowed: 1 or more")
-    tokenizer, eos = _tokenizer(Path(args.tokenizer or args.model))
+    from te_models.checkpoints.hub import local_folder
+
+    folder = local_folder(args.model)
+    tokenizer, eos = _tokenizer(local_folder(args.tokenizer) if args.tokenizer else folder)
     prompt = _prompt(args)
     prompt_ids = tokenizer.encode(prompt, add_special_tokens=False).ids
     if not prompt_ids:
@@ -55,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
     from .. import GPTModel, stream
 
-    model = GPTModel.from_pretrained(args.model, dtype=getattr(torch, args.dtype), device=args.device)
+    model = GPTModel.from_pretrained(folder, dtype=getattr(torch, args.dtype), device=args.device)
     room = model.config.max_position_embeddings - len(prompt_ids)
     if args.max_new_tokens > room:
         raise ValueError(

@@ -16,6 +16,8 @@ PACKAGES = (
     "safetensors",
     "transformers",
     "tokenizers",
+    "huggingface_hub",
+    "accelerate",
     "triton",
     "tyro",
     "tqdm",

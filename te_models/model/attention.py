@@ -15,7 +15,7 @@ from te_models.layers import DotProductAttention
 
 from ..config import ModelConfig
 from .build import Build, make_input_linear, make_norm, make_output_linear
-from .cache import LayerCache
+from .cache import LayerMemory
 from .rotary import Rotary
 
 
@@ -66,7 +66,7 @@ class SelfAttention(nn.Module):
         x: Tensor,
         rotary: Rotary | None = None,
         hidden_keys: Tensor | None = None,
-        cache: LayerCache | None = None,
+        cache: LayerMemory | None = None,
         query_scale: Tensor | None = None,
     ) -> Tensor:
         """x: [B, S, H] -> [B, S, H]. rotary: tables of the positions; None: no rotation. hidden_keys: [B, 1, 1, L]

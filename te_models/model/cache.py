@@ -7,10 +7,40 @@ its latent and its shared key part instead of keys and values, with G = 1.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 from ..config import ModelConfig
+
+
+class LayerMemory(Protocol):
+    """What a layer needs of a cache."""
+
+    def update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """See `LayerCache.update`."""
+        ...
+
+
+class Memory(Protocol):
+    """What a model needs of a cache: `KVCache`, or another one that grows."""
+
+    length: int
+
+    @property
+    def layers(self) -> Sequence[LayerMemory]:
+        """One per layer of the model."""
+        ...
+
+    def check_room(self, batch_size: int, tokens: int) -> None:
+        """See `KVCache.check_room`."""
+        ...
+
+    def advance(self, tokens: int) -> None:
+        """See `KVCache.advance`."""
+        ...
 
 
 class LayerCache:

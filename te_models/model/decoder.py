@@ -15,7 +15,7 @@ from te_models.layers import recompute_contexts
 
 from ..config import ModelConfig, RopeConfig, TemperatureConfig
 from .build import Build, make_norm
-from .cache import KVCache
+from .cache import Memory
 from .layer import TransformerLayer
 from .moe import RouterOutput
 from .rotary import Rotary, RotaryEmbedding
@@ -49,7 +49,7 @@ class Decoder(nn.Module):
         )
 
     def forward(
-        self, x: Tensor, position_ids: Tensor, attention_mask: Tensor | None = None, cache: KVCache | None = None
+        self, x: Tensor, position_ids: Tensor, attention_mask: Tensor | None = None, cache: Memory | None = None
     ) -> tuple[Tensor, list[RouterOutput]]:
         """x: [B, S, H]; position_ids: [B or 1, S]; attention_mask: [B, L] bool, False where a key is padding.
 

@@ -9,7 +9,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +18,17 @@ from te_models.layers import Recipe, name_modules, quantized_model_init, storage
 
 from ..config import ModelConfig
 from .build import Build, ExpertLayout
-from .cache import KVCache
+from .cache import Memory
 from .decoder import Decoder
 from .embedding import Embedding
+from .in_memory import converter_of, fill_from_hf, to_hf
 from .output import ModelOutput, OutputLayer, RouterLossWeights
 from .support import check_supported
+
+if TYPE_CHECKING:
+    import transformers
+
+    from te_models.checkpoints.te_folder import Source
 
 
 class GPTModel(nn.Module):
@@ -54,6 +60,7 @@ class GPTModel(nn.Module):
         build = Build(params_dtype=params_dtype, device=device, expert_layout=expert_layout)
         self.config = config
         self.pretrained_folder: Path | None = None
+        self.origin: Source | None = None
         self.expert_layout = expert_layout
         storage = storage_recipe()
         by_name = storage if storage is not None and storage.by_name else None
@@ -99,7 +106,7 @@ class GPTModel(nn.Module):
         *,
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        cache: KVCache | None = None,
+        cache: Memory | None = None,
         return_logits: bool = True,
         last_logits_only: bool = False,
     ) -> ModelOutput:
@@ -169,7 +176,7 @@ class GPTModel(nn.Module):
         recipe: Recipe | None = None,
         expert_layout: ExpertLayout = "grouped",
     ) -> Self:
-        """Load a folder written by `save_pretrained`, or a Hugging Face model folder.
+        """Load a folder written by `save_pretrained`, or a Hugging Face model folder or hub id (`org/name@revision`).
 
         dtype: of the parameters (None: torch's default). recipe: store the linear layers' weights in its quantized
         format; None keeps what the folder has, weights stored quantized bit for bit (`te-models dequantize` makes a
@@ -177,6 +184,7 @@ class GPTModel(nn.Module):
         ConfigError.
         """
         from te_models.checkpoints import open_checkpoint
+        from te_models.checkpoints.convert import source_of
 
         with open_checkpoint(folder) as checkpoint:
             target = torch.empty((), device=device).device
@@ -190,8 +198,39 @@ class GPTModel(nn.Module):
                 with quantized_model_init(recipe=recipe):
                     model = cls(checkpoint.config, params_dtype=dtype, device=target, expert_layout=expert_layout)
             checkpoint.load_into(dict(model.stored_tensors()))
-        model.pretrained_folder = Path(folder)
+            model.origin = source_of(checkpoint)
+        model.pretrained_folder = checkpoint.path
         return model
+
+    @classmethod
+    def from_hf(
+        cls,
+        model: transformers.PreTrainedModel | str | os.PathLike[str],
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        expert_layout: ExpertLayout = "grouped",
+    ) -> Self:
+        """Copy a transformers model in memory; a folder or hub id is what `from_pretrained` takes, and goes there.
+
+        Arguments as for `from_pretrained`. Raises CheckpointError if its family is not supported.
+        """
+        if isinstance(model, str | os.PathLike):
+            return cls.from_pretrained(model, dtype=dtype, device=device, expert_layout=expert_layout)
+        converter = converter_of(model)
+        ours = cls(converter.config, params_dtype=dtype, device="meta", expert_layout=expert_layout)
+        ours.to_empty(device=torch.empty((), device=device).device)
+        fill_from_hf(ours, model)
+        ours.origin = converter.source
+        return ours
+
+    def to_hf(self, family: str | None = None) -> transformers.PreTrainedModel:
+        """Return a transformers model with copies of these weights, in the same dtype and on the same device.
+
+        family: None means the one that this model came from, or the first that can express it. Raises CheckpointError
+        if it cannot, and for quantized weights.
+        """
+        return to_hf(self, family)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write parameters and configuration as safetensors and JSON; `from_pretrained` restores them bit for bit.
@@ -203,4 +242,5 @@ class GPTModel(nn.Module):
         source = self.pretrained_folder
         with torch.no_grad():
             tensors = dict(self.stored_tensors())
-            save_model(tensors, self.config, folder, source_dir=source if source and source.is_dir() else None)
+            source = source if source and source.is_dir() else None
+            save_model(tensors, self.config, folder, source_dir=source, source=self.origin)

@@ -17,7 +17,7 @@ from te_models.layers import DotProductAttention, LayerNormLinear
 
 from ..config import ModelConfig
 from .build import Build, init_method, make_input_linear, make_output_linear
-from .cache import LayerCache
+from .cache import LayerMemory
 from .rotary import Rotary
 
 
@@ -67,7 +67,7 @@ class LatentAttention(nn.Module):
         x: Tensor,
         rotary: Rotary | None = None,
         hidden_keys: Tensor | None = None,
-        cache: LayerCache | None = None,
+        cache: LayerMemory | None = None,
         query_scale: Tensor | None = None,
     ) -> Tensor:
         """x: [B, S, H] -> [B, S, H]. Arguments as for `SelfAttention`."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..config import ModelConfig
 from .attention import SelfAttention
 from .build import Build, make_norm
-from .cache import LayerCache
+from .cache import LayerMemory
 from .latent_attention import LatentAttention
 from .mlp import MLP
 from .moe import MoELayer, RouterOutput
@@ -61,7 +61,7 @@ class TransformerLayer(nn.Module):
         rotary: Rotary | None = None,
         hidden_keys: Tensor | None = None,
         token_mask: Tensor | None = None,
-        cache: LayerCache | None = None,
+        cache: LayerMemory | None = None,
         query_scale: Tensor | None = None,
     ) -> tuple[Tensor, RouterOutput | None]:
         """x: [B, S, H] -> ([B, S, H], what the router decided; None in a dense layer). Arguments as for

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from .. import GPTModel
-from ..extras import require
+from ..agreement import load_theirs
 from ..training.memory import return_freed_memory
 
 
@@ -35,25 +35,9 @@ def ours(folder: Path, windows: torch.Tensor, dtype: torch.dtype) -> torch.Tenso
     return values
 
 
-def load_theirs(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
-    """Load a folder with transformers, from the disk only."""
-    transformers = require("transformers", "hf", feature="the comparison")
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).eval()
-
-
-def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
-    """The largest difference divided by the largest reference magnitude."""
-    return ((value - reference).abs().max() / reference.abs().max()).item()
-
-
 def perplexity(logits_BSV: torch.Tensor, windows: torch.Tensor) -> float:
     """exp of the mean negative log likelihood of each next token."""
     return F.cross_entropy(logits_BSV[:, :-1].flatten(0, 1), windows[:, 1:].flatten()).exp().item()
-
-
-def agreement(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The fraction of positions where both put the same token first."""
-    return (a.argmax(-1) == b.argmax(-1)).float().mean().item()
 
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:

@@ -10,7 +10,8 @@ from te_models.checkpoints import open_checkpoint, quantize, relayout, upcycle
 from te_models.layers import recipe as recipe_by_name
 
 from .. import GPTModel
-from .compare import differing, file_bytes, ours, perplexity, relative_error, same_bits, stored
+from ..agreement import relative_error
+from .compare import differing, file_bytes, ours, perplexity, same_bits, stored
 from .run import Run
 
 

@@ -9,7 +9,8 @@ import torch
 from te_models.checkpoints import export_hf
 
 from .. import GPTModel, generate
-from .compare import load_theirs, logits, relative_error
+from ..agreement import load_theirs, relative_error
+from .compare import logits
 from .run import Run
 
 PROMPT = '''def read_lines(path):

@@ -6,7 +6,8 @@ import torch
 
 from te_models.checkpoints import export_hf, import_hf
 
-from .compare import agreement, differing, ours, perplexity, relative_error, stored, theirs
+from ..agreement import agreement, relative_error
+from .compare import differing, ours, perplexity, stored, theirs
 from .run import Run
 
 

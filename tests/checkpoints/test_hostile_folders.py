@@ -308,14 +308,6 @@ def test_pickles_are_not_loaded(hf_folder: HFFolder, tmp_path: Path) -> None:
     assert not (tmp_path / "exploded").exists()
 
 
-def test_recomputable_buffers_are_ignored_and_listed(hf_folder: HFFolder, tmp_path: Path) -> None:
-    folder = hf_folder("llama")
-    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    edit_tensors(lambda t: t.update({name: torch.ones(4)}))(folder)
-    plan = import_hf(folder, tmp_path / "ours")
-    assert plan.ignored == (name,) and plan.to_dict()["ignored"] == [name]
-
-
 def test_a_true_copy_of_the_tied_embedding_is_ignored(hf_folder: HFFolder, tmp_path: Path) -> None:
     folder = hf_folder("qwen2-tied")
     assert "lm_head.weight" not in stored(folder)

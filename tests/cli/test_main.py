@@ -24,6 +24,8 @@ VERBS = (
     "upcycle",
     "inspect",
     "verify",
+    "diff",
+    "toy",
     "train",
     "generate",
     "quickstart",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from te_models.cli.main import main
 from te_models.layers import recipe
@@ -250,3 +251,27 @@ def test_train_names_a_wrong_key(tmp_path: Path, capsys: pytest.CaptureFixture[s
     (tmp_path / "train.toml").write_text('output_dir = "x"\nstepz = 3\n')
     assert main(["train", str(tmp_path / "train.toml")]) == 2
     assert "'stepz'" in capsys.readouterr().err
+
+
+def test_converters_say_what_they_keep_and_leave_out(
+    hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "hf"
+    shutil.copytree(hf, source)
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    tensors = {**load_file(source / "model.safetensors"), name: torch.ones(8)}
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    assert main(["import", str(source), str(tmp_path / "ours")]) == 0
+    assert "kept 1 tensors that the model does not use" in capsys.readouterr().out
+    assert main(["upcycle", str(tmp_path / "ours"), str(tmp_path / "moe"), "--experts", "2", "--topk", "1"]) == 0
+    assert f"left out carried.{name}" in capsys.readouterr().out
+
+
+def test_toy_keeps_the_first_layers(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["toy", str(hf), str(tmp_path / "toy"), "--layers", "1"]) == 0
+    assert "tensors" in capsys.readouterr().out
+    part, whole = load_file(tmp_path / "toy/model.safetensors"), load_file(hf / "model.safetensors")
+    assert part.keys() == {name for name in whole if ".layers.1." not in name}
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in part.items())
+    assert main(["toy", str(hf), str(tmp_path / "x"), "--experts", "2"]) == 2
+    assert "experts is 2; allowed: 1 to 0" in capsys.readouterr().err

@@ -13,9 +13,10 @@ import pytest
 import torch
 import transformers
 
+from te_models.agreement import load_theirs
 from te_models.cli.main import main
 from te_models.quickstart import train_step
-from te_models.quickstart.compare import load_theirs, stored
+from te_models.quickstart.compare import stored
 from te_models.quickstart.report import Check, Report
 from te_models.quickstart.run import TINY, Run
 from te_models.quickstart.text import library_files, windows_of

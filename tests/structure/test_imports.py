@@ -74,11 +74,17 @@ def problems(module: str, source: str) -> list[str]:
         elif leaf and folder != "te_models":
             if item.relative:
                 found.append(f"{where} relatively, across folders")
+        elif _in(item.target, "te_models.hf") and item.at_import_time and not _in(module, "te_models.hf"):
+            found.append(f"{where} when it is imported, but it needs transformers")
         elif rank(folder_of(item.target)) > rank(folder):
             found.append(f"{where}, but {folder}/ may not import {folder_of(item.target)}/")
         elif item.relative != (folder_of(item.target) == folder):
             found.append(f"{where}: relative imports inside a folder, absolute ones across folders")
     return found
+
+
+def _in(module: str, package: str) -> bool:
+    return module == package or module.startswith(f"{package}.")
 
 
 @pytest.mark.parametrize("module", modules())
@@ -100,6 +106,7 @@ def test_imports(module: str) -> None:
         ("te_models.kernels.norm.op", "def f():\n    import transformers", "only torch and triton"),
         ("te_models.model", "import transformers", "move it into the function"),
         ("te_models.model", "try:\n    import tqdm\nexcept ImportError:\n    pass", "move it into the function"),
+        ("te_models.cli.main", "from ..hf import TEConfig", "it needs transformers"),
         ("te_models.config", "from . import extras", "it is a leaf"),
         ("te_models.checkpoints.plan", "from ..config import ModelConfig", "relatively, across folders"),
     ],

@@ -118,7 +118,7 @@ def _plain_environment() -> dict[str, str]:
 def test_every_module_imports_with_the_core_dependencies_only(clean_python: Path, tmp_path: Path) -> None:
     script = """
 import importlib, pkgutil, sys
-import te_models
+import te_models, te_models.extras
 for absent in ("transformers", "triton", "tokenizers", "tqdm", "tyro", "matplotlib", "gguf", "pytest"):
     assert importlib.util.find_spec(absent) is None, absent
 assert te_models.__file__.startswith(sys.prefix), te_models.__file__
@@ -130,6 +130,10 @@ for name in names:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
         assert error.name == "triton" and name.startswith("te_models.kernels."), f"{name}: {error}"
+    except te_models.extras.MissingExtraError as error:
+        assert error.name == "transformers" and name == "te_models.hf", f"{name}: {error}"
+        assert str(error) == "te_models.hf needs the package 'transformers': pip install 'te_models[hf]'", error
+        print("te_models.hf said so", file=sys.stderr)
 print(len(names))
 """
     run = subprocess.run(
@@ -137,7 +141,9 @@ print(len(names))
         cwd=tmp_path, env=_plain_environment(), capture_output=True, text=True,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
-    assert int(run.stdout) == len(modules())
+    assert run.stderr == "te_models.hf said so\n"
+    inside_hf = sum(name.startswith("te_models.hf.") and not name.endswith(".__init__") for name in modules())
+    assert int(run.stdout) == len(modules()) - inside_hf
 
 
 def test_the_command_runs_with_the_core_dependencies_only(clean_python: Path, tmp_path: Path) -> None:

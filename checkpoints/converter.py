@@ -1,0 +1,131 @@
+"""`AutoConverter`: the maps of one model, for state dicts in memory and for the configuration."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+
+from te_models.config import ModelConfig
+from te_models.layers import QuantizedTensor
+
+from .checkpoint import open_checkpoint
+from .convert import PathLike, source_of
+from .dtypes import as_torch_dtype, dtype_name
+from .errors import CheckpointError, shorten
+from .families import Family, family_of
+from .hf_config import choose_family, export_config
+from .load import layout_of
+from .naming import ExpertLayout, check_layout
+from .state_dicts import convert_tensors
+from .store import MemoryStore
+from .te_folder import Source
+from .te_namespace import te_namespace
+from .tied import tied_copies
+
+
+class AutoConverter:
+    """Converts between the names and shapes of a Hugging Face family and ours; nothing is read or written.
+
+    Attributes:
+        config: the model.
+        family: the Hugging Face family.
+        source: the Hugging Face configuration that the model comes from; None for a model that was never one.
+
+    Example:
+        converter = AutoConverter.from_pretrained("SmolLM2-135M")
+        ours = converter.from_hf(hf_model.state_dict())
+        theirs = converter.to_hf(gpt_model.state_dict())
+    """
+
+    def __init__(self, config: ModelConfig, family: Family, source: Source | None = None) -> None:
+        self.config = config
+        self.family = family
+        self.source = source
+
+    @classmethod
+    def from_pretrained(cls, folder: PathLike, *, family: str | None = None) -> Self:
+        """Return the converter of a folder of either kind, or of a hub id. family: instead of the recorded one."""
+        with open_checkpoint(folder) as checkpoint:
+            source = source_of(checkpoint)
+            return cls(checkpoint.config, choose_family(checkpoint.config, source, family), source)
+
+    @classmethod
+    def from_config(cls, config: ModelConfig | Mapping[str, Any], *, family: str | None = None) -> Self:
+        """Return the converter of a model of ours, or of the content of a Hugging Face config.json.
+
+        family: of a model of ours; None means the first that can express it.
+        """
+        if isinstance(config, ModelConfig):
+            chosen = choose_family(config, None, family)
+            chosen.write_config(config)  # raises if the family cannot express the model
+            return cls(config, chosen)
+        found = family_of(config.get("model_type"))
+        if family not in (None, found.model_type):
+            raise CheckpointError(f"the configuration is of the family {found.model_type!r}, not {family!r}")
+        return cls(found.read_config(config), found, Source(found.model_type, dict(config), None))
+
+    def from_hf(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        layout: ExpertLayout = "grouped",
+        dtype: torch.dtype | str | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Return our tensors from a Hugging Face model's, in any form in which they exist, in memory or in files.
+
+        dtype: convert the weights to it; None keeps them. What needs no rearrangement shares memory with `tensors`.
+        Tensors that the family's files may hold and the model does not use are left out.
+        Raises CheckpointError where the tensors are not exactly those of the model.
+        """
+        form = self.family.form_of(self.config, tensors)
+        namespace = self.family.namespace(self.config, form)
+        hf = self.source.config if self.source is not None else {}
+        unused = [n for n in tensors if n not in namespace.stored and self.family.unused.holds(n, hf)]
+        copies = tied_copies(self.config, MemoryStore(tensors).tensors, self.family)
+        for copy, original in copies.items():
+            if not torch.equal(tensors[copy], tensors[original]):
+                raise CheckpointError(f"tie_word_embeddings is true, but {copy!r} differs from {original!r}")
+        return convert_tensors(
+            tensors,
+            namespace,
+            te_namespace(self.config, check_layout(layout)),
+            where="the state dict",
+            dtype=as_torch_dtype(dtype),
+            unused={*unused, *copies},
+        )
+
+    def to_hf(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        form: str | None = None,
+        dtype: torch.dtype | str | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Return a Hugging Face model's tensors from ours, which may be in either layout.
+
+        form: which of the family's forms; None means that of the files that the model came from, or the published one.
+        Otherwise as `from_hf`. Quantized tensors are refused.
+        """
+        layout = layout_of(tensors, self.config, "the names of the state dict")
+        quantized = [name for name, tensor in tensors.items() if isinstance(tensor, QuantizedTensor)]
+        if quantized:
+            raise CheckpointError(f"the state dict has quantized tensors ({shorten(quantized, 2)}); dequantize them")
+        if form is None and self.source is not None and self.source.family == self.family.model_type:
+            form = self.source.form
+        return convert_tensors(
+            tensors,
+            te_namespace(self.config, layout),
+            self.family.namespace(self.config, form),
+            where="the state dict",
+            dtype=as_torch_dtype(dtype),
+        )
+
+    def hf_config(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Return the content of config.json for a model with these tensors, of which it takes the dtype."""
+        sizes: Counter[torch.dtype] = Counter()
+        for tensor in tensors.values():
+            sizes[tensor.dtype] += tensor.numel()
+        return export_config(self.config, self.source, self.family, dtype_name(sizes.most_common(1)[0][0]))

@@ -1,0 +1,48 @@
+"""Tensors that files of a family may hold and the model does not use.
+
+Two kinds: constants that can be computed again, and the parts that predict further tokens (multi-token prediction,
+MTP). Anything else that a model does not use is an error.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .fields import REQUIRED, read_typed
+
+COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")
+_LAYER = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,8})\.")
+
+
+@dataclass(frozen=True)
+class Unused:
+    """Which tensors these are.
+
+    Arguments:
+        patterns: of their names, with `*` wildcards.
+        layers_behind: also all of `model.layers.{i}` for the layers behind the last one of the model, as many as
+            config.json says under one of the names that families have for it, 1 where it says nothing.
+    """
+
+    patterns: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
+    layers_behind: bool = False
+
+    def holds(self, name: str, hf: Mapping[str, Any]) -> bool:
+        """Whether a tensor of this name is one, in a folder whose config.json is `hf`."""
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.patterns):
+            return True
+        match = _LAYER.match(name) if self.layers_behind else None
+        if match is None:
+            return False
+        layers = read_typed(hf, "num_hidden_layers", int, REQUIRED)
+        said = next((count for count in COUNTS if hf.get(count) is not None), COUNTS[0])
+        behind = 1 if hf.get(said) is None else read_typed(hf, said, int, 1)
+        return layers <= int(match[1]) < layers + behind
+
+
+CONSTANTS = Unused()
+LAYERS_BEHIND = Unused(layers_behind=True)

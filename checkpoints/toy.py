@@ -1,0 +1,133 @@
+"""A small model out of a large one: some of its layers and experts, byte for byte, for tests of real files.
+
+Tensors keep their names, dtypes, form and the rows that stay; config.json changes only where it counts layers and
+experts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from te_models.config import ConfigError, ModelConfig
+
+from .boxes import full, intersect, tiles
+from .checkpoint import Checkpoint, open_checkpoint
+from .convert import PathLike, main_dtype
+from .errors import CheckpointError, shorten
+from .families import FAMILIES, Family
+from .families.unused import COUNTS
+from .hf_config import export_config
+from .links import Link, Namespace, compose
+from .output_folder import write_conversion
+from .plan import Output, Plan
+from .strict_json import dump_object
+from .writer import MAX_SHARD_BYTES, Progress
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+
+
+def toy(
+    src: PathLike,
+    dst: PathLike,
+    *,
+    layers: int = 2,
+    experts: int | None = None,
+    overwrite: bool = False,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Progress | None = None,
+    dry_run: bool = False,
+) -> Plan:
+    """Write the Hugging Face folder `dst` with the first `layers` layers of `src` and their first `experts` experts.
+
+    If none of the first layers of a mixture has experts, the last of them is the first layer that has. A token uses as
+    many experts as before, or all that are left; groups of experts that no longer come out even are dropped. Tensors
+    that the model does not use are left out.
+    """
+    with open_checkpoint(src) as ckpt:
+        if ckpt.kind != "hf":
+            raise CheckpointError(f"{src} is a te_models folder; toy takes a Hugging Face folder")
+        family = FAMILIES[ckpt.family or ""]
+        chosen = _choose_layers(ckpt.config, layers)
+        config = _small_config(ckpt.config, chosen, experts)
+        plan = _plan(ckpt, family, config, chosen)
+        return write_conversion(
+            ckpt,
+            Path(dst),
+            plan,
+            dump_object(_hf_config(ckpt, family, config)),
+            overwrite=overwrite,
+            max_shard_bytes=max_shard_bytes,
+            progress=progress,
+            dry_run=dry_run,
+        )
+
+
+def _choose_layers(config: ModelConfig, number: int) -> list[int]:
+    if not 1 <= number <= config.num_layers:
+        raise CheckpointError(f"layers is {number}; allowed: 1 to {config.num_layers}, what the model has")
+    chosen = list(range(number))
+    if config.moe is not None and config.moe.layers and config.moe.layers[0] >= number:
+        chosen[-1] = config.moe.layers[0]
+    return chosen
+
+
+def _small_config(config: ModelConfig, chosen: Sequence[int], experts: int | None) -> ModelConfig:
+    values = config.to_dict()
+    values["num_layers"] = len(chosen)
+    values["layer_types"] = [config.layer_type(i) for i in chosen]
+    moe = values["moe"]
+    if experts is not None:
+        have = 0 if config.moe is None else config.moe.num_moe_experts
+        if not 1 <= experts <= have:
+            raise CheckpointError(f"experts is {experts}; allowed: 1 to {have}, what the model has")
+        moe["num_moe_experts"] = experts
+        moe["moe_router_topk"] = min(experts, moe["moe_router_topk"])
+    if moe is not None:
+        moe["layers"] = [place for place, i in enumerate(chosen) if config.is_moe_layer(i)]
+    try:
+        return ModelConfig.from_dict(values)
+    except ConfigError as error:
+        if moe is None or moe["router"]["num_groups"] is None:
+            raise CheckpointError(f"this part of the model is none: {error}") from None
+    moe["router"] |= {"num_groups": None, "topk_groups": None}
+    return ModelConfig.from_dict(values)
+
+
+def _plan(ckpt: Checkpoint, family: Family, config: ModelConfig, chosen: Sequence[int]) -> Plan:
+    target = family.namespace(config, ckpt.source.form if ckpt.source is not None else None)
+    target.check()
+    pieces = compose(Namespace(target.canonical, {}, _kept(ckpt.namespace, target, chosen)), target)
+    outputs = []
+    for name, parts in pieces.items():
+        shape = target.stored[name].shape
+        dtypes = {ckpt.tensors[part.source].dtype for part in parts}
+        if len(dtypes) != 1 or not tiles([part.box for part in parts], shape):
+            raise CheckpointError(f"{name} cannot be cut out of {shorten({part.source for part in parts})}")
+        outputs.append(Output(name, dtypes.pop(), shape, tuple(parts)))
+    return Plan(tuple(outputs), tuple(name for name in ckpt.tensors if name in ckpt.unused))
+
+
+def _kept(large: Namespace, small: Namespace, chosen: Sequence[int]) -> tuple[Link, ...]:
+    """Return the links of the large model's files to the canonical tensors of the small one."""
+    links = []
+    for link in large.links:
+        match, name = _LAYER.fullmatch(link.name), link.name
+        if match is not None:
+            if int(match[1]) not in chosen:
+                continue
+            name = f"decoder.layers.{chosen.index(int(match[1]))}.{match[2]}"
+        part = intersect(link.box, full(small.canonical[name]))
+        if part is not None:
+            links.append(Link(name, part, link.stored, link.stored_part(part), link.axes))
+    return tuple(links)
+
+
+def _hf_config(ckpt: Checkpoint, family: Family, config: ModelConfig) -> dict[str, Any]:
+    assert ckpt.source is not None, "a Hugging Face folder has one"
+    dtype = main_dtype(ckpt) or "F32"
+    values = export_config(config, replace(ckpt.source, dtype=dtype), family, dtype)
+    return values | {name: 0 for name in COUNTS if values.get(name)}

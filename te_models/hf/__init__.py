@@ -1,0 +1,17 @@
+"""Our models inside transformers: `TEModelForCausalLM`, for `generate`, `Trainer`, `pipeline` and the Auto classes.
+
+Importing this package registers it: then `AutoConfig`, `AutoModelForCausalLM` and `pipeline` take folders of ours.
+May import: transformers, which the extra `hf` brings; nothing else in te_models imports this package when it is
+imported itself.
+"""
+
+from __future__ import annotations
+
+from .cache import TransformersCache
+from .config import TEConfig
+from .model import TEModelForCausalLM
+from .registration import register
+
+__all__ = ["TEConfig", "TEModelForCausalLM", "TransformersCache", "register"]
+
+register()

@@ -1,0 +1,59 @@
+"""transformers' key-value caches behind the interface that our layers use.
+
+transformers keeps [B, G, L, D], ours works on [B, L, G, D]: both are views of each other. So beams, contrastive and
+assisted generation, offloading and whatever else works on transformers' caches works here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ..config import ModelConfig
+
+if TYPE_CHECKING:
+    import transformers
+
+
+class TransformersLayer:
+    """One layer of a transformers cache."""
+
+    def __init__(self, past: transformers.Cache, layer: int, length: int, window: int | None) -> None:
+        self.past = past
+        self.layer = layer
+        self.length = length
+        self.window = window
+
+    def update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """As `LayerCache.update`: store [B, S, G, D] and [B, S, G, Dv], return all that the queries can see."""
+        keys, values = self.past.update(key.transpose(1, 2), value.transpose(1, 2), self.layer)
+        first = 0 if self.window is None else max(0, self.length - (self.window - 1))
+        return keys[:, :, first:].transpose(1, 2), values[:, :, first:].transpose(1, 2)
+
+
+class TransformersCache:
+    """A transformers cache for one call of a `GPTModel`.
+
+    Raises ValueError for a cache of fixed size: its unused positions would have to be hidden by masks of its own.
+    """
+
+    def __init__(self, past: transformers.Cache, config: ModelConfig) -> None:
+        if past.is_compileable:
+            raise ValueError(
+                f"{type(past).__name__} has a fixed size; allowed: caches that grow, as cache_implementation='dynamic'"
+            )
+        self.past = past
+        self.length = int(past.get_seq_length())
+        window = config.attention.window_size
+        self.layers = [
+            TransformersLayer(past, i, self.length, window if kind == "sliding" else None)
+            for i, kind in enumerate(config.layer_types or ())
+        ]
+
+    def check_room(self, batch_size: int, tokens: int) -> None:
+        """There always is: the cache grows, and refuses another batch size itself."""
+
+    def advance(self, tokens: int) -> None:
+        """The cache has counted the positions when they were stored."""
+        self.length += tokens

@@ -1,0 +1,88 @@
+"""config.json of our folders as transformers sees it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from te_models.checkpoints import Checkpoint
+from te_models.checkpoints.convert import source_of
+from te_models.checkpoints.te_folder import MODEL_TYPE, TEFolder
+
+from ..config import ModelConfig
+from ..extras import require
+
+if TYPE_CHECKING:
+    import transformers
+else:
+    transformers = require("transformers", "hf", feature="te_models.hf")
+
+
+class TEConfig(transformers.PreTrainedConfig):
+    """The fields of `TEFolder`, and the names under which transformers looks for sizes.
+
+    config: a `ModelConfig` as a dictionary. source: the Hugging Face checkpoint that the model comes from; the special
+    tokens are taken from there where they are not given.
+
+    Example:
+        TEConfig(config=ModelConfig(...).to_dict())
+    """
+
+    model_type: ClassVar[str] = MODEL_TYPE
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "aux_loss"]
+
+    format_version: int = 1
+    expert_layout: str = "grouped"
+    config: dict[str, Any] | None = None
+    source: dict[str, Any] | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        origin = (self.source or {}).get("config") or {}
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            if getattr(self, name) is None:
+                setattr(self, name, origin.get(name))
+        super().__post_init__(**kwargs)
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> TEConfig:
+        """Return the configuration of an open folder, ours or Hugging Face's."""
+        folder = TEFolder(checkpoint.layout or "grouped", checkpoint.config, source_of(checkpoint))
+        return cls(**folder.to_dict())
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """The model. Raises CheckpointError if the fields do not describe one."""
+        return TEFolder.from_dict(vars(self)).config
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding."""
+        return self._model["vocab_size"]
+
+    @property
+    def hidden_size(self) -> int:
+        """Channels of the residual stream."""
+        return self._model["hidden_size"]
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """Layers, each with keys and values in the cache."""
+        return self._model["num_layers"]
+
+    @property
+    def num_attention_heads(self) -> int:
+        """Query heads."""
+        return self._model["attention"]["num_attention_heads"]
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """Positions for which the model was made."""
+        return self._model["max_position_embeddings"]
+
+    @property
+    def _model(self) -> dict[str, Any]:
+        if self.config is None:
+            raise AttributeError("this TEConfig describes no model: its config is None")
+        return self.config

@@ -1,0 +1,74 @@
+"""Load a folder for `TEModelForCausalLM.from_pretrained`: what transformers' options mean here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from te_models.checkpoints import open_checkpoint
+from te_models.checkpoints.convert import main_dtype
+from te_models.checkpoints.dtypes import as_torch_dtype, torch_dtype
+from te_models.checkpoints.hub import local_folder
+from te_models.layers import Recipe
+
+from ..extras import require
+from ..model import GPTModel
+from .config import TEConfig
+
+if TYPE_CHECKING:
+    import transformers
+else:
+    transformers = require("transformers", "hf", feature="te_models.hf")
+
+_WITHOUT_MEANING = {
+    # What transformers' own callers pass along, with the values that ask for nothing.
+    "adapter_kwargs": (None, {}),
+    "trust_remote_code": (None, False),
+    "use_safetensors": (None, True),
+    "low_cpu_mem_usage": (None, True, False),
+    "attn_implementation": (None, "sdpa"),
+    "_from_auto": (None, True, False),
+    "_from_pipeline": (None, "text-generation"),
+}
+_HUB = ("revision", "cache_dir", "token", "local_files_only", "force_download")
+
+
+def load(
+    name: str | os.PathLike[str],
+    *,
+    config: TEConfig | None,
+    dtype: torch.dtype | str | None,
+    device_map: torch.device | str | None,
+    recipe: Recipe | None,
+    expert_layout: str | None,
+    options: Mapping[str, Any],
+) -> tuple[GPTModel, TEConfig, transformers.GenerationConfig | None]:
+    """Return the model, its configuration, and the folder's generation_config.json."""
+    hub = {option: value for option, value in options.items() if option in _HUB and value is not None}
+    for option, value in options.items():
+        if option in _HUB or option == "_commit_hash":
+            continue
+        if value not in _WITHOUT_MEANING.get(option, (None,)):
+            raise ValueError(f"{option} is {value!r}, which TEModelForCausalLM.from_pretrained cannot honour")
+    if isinstance(device_map, str) and device_map in ("auto", "balanced", "sequential"):
+        raise ValueError(f"device_map is {device_map!r}; allowed: one device, as 'cuda:0', or None")
+    folder = local_folder(name, **hub)
+    with open_checkpoint(folder) as checkpoint:
+        found = TEConfig.of(checkpoint)
+        if config is not None and config.model_config != checkpoint.config:
+            raise ValueError(f"config does not describe the model in {name}; change the folder, or leave config out")
+        if dtype is None or dtype == "auto":
+            wanted = torch_dtype(main_dtype(checkpoint) or "F32")
+        else:
+            wanted = as_torch_dtype(dtype)
+    layout: Any = expert_layout or found.expert_layout
+    found.expert_layout, found.dtype = layout, wanted
+    found.name_or_path = str(name)
+    gpt = GPTModel.from_pretrained(folder, dtype=wanted, device=device_map, recipe=recipe, expert_layout=layout)
+    generation = None
+    if (folder / "generation_config.json").is_file():
+        generation = transformers.GenerationConfig.from_pretrained(folder)
+    return gpt, found, generation

@@ -1,0 +1,193 @@
+"""`TEModelForCausalLM`: a `GPTModel` with the face of a transformers model.
+
+B batch, S sequence, L keys (cached ones included), V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from te_models.layers import Recipe, autocast
+
+from ..extras import require
+from ..model import GPTModel
+from .cache import TransformersCache
+from .config import TEConfig
+from .loading import load
+from .saving import save
+
+if TYPE_CHECKING:
+    import transformers
+    from transformers import modeling_outputs
+else:
+    transformers = require("transformers", "hf", feature="te_models.hf")
+    modeling_outputs = transformers.modeling_outputs
+
+
+class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMixin):
+    """Computes with our layers, and works where transformers expects a model of its own.
+
+    gpt: the `GPTModel`. Its parts are this module's, so that parameters have the same names in both, and in files.
+    recipe: the FP8 recipe under which `forward` runs; None leaves the surrounding `autocast` in force.
+
+    The loss is the mean over the labels of one call, router losses included; `Trainer` averages it over micro-batches.
+
+    Example:
+        model = TEModelForCausalLM.from_pretrained("SmolLM2-135M")
+        model.recipe = MXFP8BlockScaling()
+        transformers.Trainer(model, args, train_dataset=data).train()
+    """
+
+    config_class = TEConfig
+    base_model_prefix = ""
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    accepts_loss_kwargs = False
+    _supports_sdpa = True
+
+    gpt: GPTModel
+
+    def __init__(self, config: TEConfig, *, gpt: GPTModel | None = None) -> None:
+        """config: what to build, from random values; gpt: a model to use instead, which must be the configured one."""
+        super().__init__(config)
+        model = GPTModel(config.model_config, expert_layout=config.expert_layout) if gpt is None else gpt  # type: ignore[arg-type]
+        object.__setattr__(self, "gpt", model)  # not as a submodule: parameters would have two names
+        for name, part in model.named_children():
+            self.add_module(name, part)
+        self.recipe: Recipe | None = None
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: transformers.Cache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        return_dict: bool | None = None,
+    ) -> modeling_outputs.CausalLMOutputWithPast | modeling_outputs.MoeCausalLMOutputWithPast | tuple[Any, ...]:
+        """Return logits, the loss of `labels`, and the cache.
+
+        input_ids: [B, S]. attention_mask: [B, L], 0 where a token is padding. position_ids: [B or 1, S].
+        past_key_values: extended by this call; with use_cache and without one, a new one. labels: [B, S], usually
+        input_ids, -100 does not count: position s is scored on labels[s + 1]. logits_to_keep: of how many last
+        positions, or of which; 0 is all. Mixtures also return the router losses as `aux_loss`.
+        """
+        if input_ids is None:
+            raise ValueError("input_ids is None; this model takes token ids only, no embeddings")
+        if attention_mask is not None and attention_mask.dim() != 2:
+            raise ValueError(f"attention_mask has shape {tuple(attention_mask.shape)}; allowed: [batch, keys]")
+        if past_key_values is None and use_cache:
+            past_key_values = transformers.DynamicCache(config=self.config)
+        cache = None if past_key_values is None else TransformersCache(past_key_values, self.gpt.config)
+        last_only = labels is None and isinstance(logits_to_keep, int) and logits_to_keep == 1
+        with autocast(recipe=self.recipe) if self.recipe is not None else contextlib.nullcontext():
+            output = self.gpt(
+                input_ids,
+                labels,
+                position_ids=position_ids,
+                attention_mask=attention_mask,
+                cache=cache,
+                last_logits_only=last_only,
+            )
+        logits = output.logits
+        if isinstance(logits_to_keep, Tensor):
+            logits = logits[:, logits_to_keep]
+        elif logits_to_keep:
+            logits = logits[:, -logits_to_keep:]
+        values: dict[str, Any] = {"loss": output.loss, "logits": logits, "past_key_values": past_key_values}
+        if self.gpt.config.moe is None:
+            result = modeling_outputs.CausalLMOutputWithPast(**values)
+        else:
+            result = modeling_outputs.MoeCausalLMOutputWithPast(**values, aux_loss=output.aux_loss)
+        return result.to_tuple() if return_dict is False else result
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike[str],
+        *,
+        config: TEConfig | None = None,
+        dtype: torch.dtype | str | None = None,
+        device_map: torch.device | str | None = None,
+        recipe: Recipe | None = None,
+        expert_layout: str | None = None,
+        **options: Any,
+    ) -> Self:
+        """Load a folder of ours, or of a Hugging Face family; weights stored quantized stay so.
+
+        Arguments:
+            config: as transformers' Auto classes pass it; it must describe the model of the folder.
+            dtype: of the parameters; None and "auto" mean that of the files.
+            device_map: the one device to load to.
+            recipe: store the linear layers' weights in its quantized format.
+            expert_layout: "grouped" or "per-gemm"; None means that of the folder.
+            options: of transformers' own from_pretrained: those that choose a download are used, those that mean
+                nothing here must be at their defaults.
+
+        Raises ValueError for an option that cannot be honoured, CheckpointError for a folder that is not right.
+        """
+        gpt, folder_config, generation = load(
+            pretrained_model_name_or_path,
+            config=config,
+            dtype=options.pop("torch_dtype", None) if dtype is None else dtype,
+            device_map=device_map,
+            recipe=recipe,
+            expert_layout=expert_layout,
+            options=options,
+        )
+        model = cls(folder_config, gpt=gpt)
+        if generation is not None:
+            model.generation_config = generation
+        return model.eval()
+
+    def save_pretrained(  # type: ignore[override]
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        state_dict: dict[str, Tensor] | None = None,
+        max_shard_size: int | str = "5GB",
+        **options: Any,
+    ) -> None:
+        """Write a folder of ours, which `from_pretrained` here, `GPTModel.from_pretrained` and, once this package is
+        imported, `AutoModelForCausalLM.from_pretrained` read. Other files of an existing folder stay.
+
+        Arguments:
+            is_main_process: False writes nothing.
+            state_dict: use these tensors instead of the model's.
+            max_shard_size: bytes per file, or a text such as "2GB".
+        """
+        if is_main_process:
+            save(self, Path(save_directory), state_dict, max_shard_size, options)
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the embedding."""
+        return self.gpt.embedding.word_embeddings
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
+        """Raise ValueError: the vocabulary is part of the configuration."""
+        raise ValueError(f"the vocabulary of {self.gpt.config.vocab_size} tokens cannot be resized")
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Any = None, **kwargs: Any) -> None:
+        """Recompute each layer in the backward pass; there is one way to do it, and no arguments."""
+        self.gpt.activation_checkpointing = True
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Keep activations."""
+        self.gpt.activation_checkpointing = False
+
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        """Whether layers are recomputed in the backward pass."""
+        return self.gpt.activation_checkpointing
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Do nothing: our modules are initialised when they are made."""

@@ -1,0 +1,20 @@
+"""Tell transformers' Auto classes about our folders."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..extras import require
+from .config import TEConfig
+from .model import TEModelForCausalLM
+
+if TYPE_CHECKING:
+    import transformers
+else:
+    transformers = require("transformers", "hf", feature="te_models.hf")
+
+
+def register() -> None:
+    """Register configuration and model; a second call changes nothing."""
+    transformers.AutoConfig.register(TEConfig.model_type, TEConfig, exist_ok=True)
+    transformers.AutoModelForCausalLM.register(TEConfig, TEModelForCausalLM, exist_ok=True)

@@ -1,0 +1,90 @@
+"""Save a `TEModelForCausalLM` into a folder that may exist and hold other things, as transformers' tools expect."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from te_models.checkpoints import save_model
+from te_models.checkpoints.manifest import MANIFEST, manifest_bytes, read_manifest
+from te_models.checkpoints.strict_json import read_object
+from te_models.checkpoints.te_folder import CONFIG, MODEL_TYPE
+from te_models.checkpoints.writer import write_small_file
+
+if TYPE_CHECKING:
+    from .model import TEModelForCausalLM
+
+_GENERATION = "generation_config.json"
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+_WITHOUT_MEANING = ("save_peft_format", "save_original_format", "safe_serialization")
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def save(
+    model: TEModelForCausalLM,
+    folder: Path,
+    state_dict: Mapping[str, Tensor] | None,
+    max_shard_size: int | str,
+    options: Mapping[str, Any],
+) -> None:
+    """Write the model's files beside whatever else the folder holds; files of a model saved there before go.
+
+    They are written to a temporary folder inside `folder` first, so that a full disk leaves the old model.
+    """
+    for name, value in options.items():
+        if value not in (None, False) and name not in _WITHOUT_MEANING:
+            raise ValueError(f"{name} is {value!r}, which TEModelForCausalLM.save_pretrained cannot honour")
+    if (folder / CONFIG).is_file():
+        kind = read_object(folder / CONFIG).get("model_type")
+        if kind != MODEL_TYPE:
+            raise ValueError(f"{folder} holds a model of type {kind!r}; choose another folder")
+    tensors = dict(model.gpt.stored_tensors())
+    if state_dict is not None:
+        tensors = {name: state_dict[name] for name in tensors}
+    origin = model.gpt.pretrained_folder
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=".saving-", dir=folder))
+    try:
+        written = temporary / "model"
+        save_model(
+            tensors,
+            model.gpt.config,
+            written,
+            source_dir=origin if origin is not None and origin.is_dir() else None,
+            max_shard_bytes=shard_bytes(max_shard_size),
+        )
+        if model.generation_config is not None:
+            model.generation_config.save_pretrained(written)
+        _narrow_manifest(written)
+        new = [path.name for path in written.iterdir()]
+        for old in folder.iterdir():
+            if _WEIGHTS.fullmatch(old.name) and old.name not in new:
+                old.unlink()
+        for name in sorted(new, key=lambda name: name in (CONFIG, MANIFEST)):
+            (written / name).replace(folder / name)
+    finally:
+        shutil.rmtree(temporary)
+
+
+def _narrow_manifest(folder: Path) -> None:
+    """List what transformers' tools do not write again themselves: a tokenizer is usually saved after the model."""
+    records = {n: r for n, r in read_manifest(folder).items() if n == CONFIG or _WEIGHTS.fullmatch(n)}
+    if (folder / _GENERATION).is_file():
+        records[_GENERATION] = write_small_file(folder / _GENERATION, (folder / _GENERATION).read_bytes())
+    write_small_file(folder / MANIFEST, manifest_bytes(records))
+
+
+def shard_bytes(size: int | str) -> int:
+    """Return a number of bytes given as such or as text ("5GB"); raises ValueError for anything else."""
+    if isinstance(size, int):
+        return size
+    match = re.fullmatch(r"(\d+)\s*([KMG]I?B)?", size.upper())
+    if match is None:
+        raise ValueError(f"max_shard_size is {size!r}; allowed: bytes, or a text such as '500MB' or '5GB'")
+    return int(match[1]) * _UNITS[match[2] or ""]

@@ -1,0 +1,61 @@
+"""A `GPTModel` from a transformers model in memory, and back; `GPTModel.from_hf` and `to_hf`.
+
+transformers holds some families in another form than it writes (experts fused into one tensor, other names): the names
+of the state dict tell the form.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..extras import require
+
+if TYPE_CHECKING:
+    import transformers
+
+    from .gpt import GPTModel
+
+
+def converter_of(model: transformers.PreTrainedModel) -> Any:
+    """Return the `AutoConverter` of a transformers model."""
+    from te_models.checkpoints import AutoConverter
+
+    return AutoConverter.from_config(json.loads(model.config.to_json_string()))
+
+
+@torch.no_grad()
+def fill_from_hf(gpt: GPTModel, model: transformers.PreTrainedModel) -> None:
+    """Copy a transformers model's weights into a `GPTModel` of the same configuration."""
+    given = converter_of(model).from_hf(model.state_dict(), layout=gpt.expert_layout)
+    for name, tensor in gpt.stored_tensors():
+        tensor.copy_(given[name])
+
+
+def to_hf(gpt: GPTModel, family: str | None) -> transformers.PreTrainedModel:
+    """Return a transformers model with a `GPTModel`'s weights, in its dtype and on its device."""
+    from te_models.checkpoints import AutoConverter, CheckpointError
+    from te_models.checkpoints.hf_config import choose_family
+
+    transformers = require("transformers", "hf", feature="to_hf")
+    chosen = choose_family(gpt.config, gpt.origin, family)
+    chosen.write_config(gpt.config)  # raises if the family cannot express the model
+    converter = AutoConverter(gpt.config, chosen, gpt.origin)
+    tensors = dict(gpt.stored_tensors())
+    values = converter.hf_config(tensors)
+    config = transformers.AutoConfig.for_model(**values)
+    dtype = getattr(torch, values.get("dtype") or values["torch_dtype"])
+    with torch.device(next(iter(tensors.values())).device):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    names = model.state_dict()
+    result = model.load_state_dict(converter.to_hf(tensors, form=chosen.form_of(gpt.config, names)), strict=False)
+    loaded = {t.data_ptr() for name, t in names.items() if name not in result.missing_keys}
+    missing = [name for name in result.missing_keys if names[name].data_ptr() not in loaded]  # not only a tied copy
+    if missing or result.unexpected_keys:
+        raise CheckpointError(
+            f"transformers' {type(model).__name__} has other tensors than the family {chosen.model_type!r}: "
+            f"{', '.join((*missing, *result.unexpected_keys))}"
+        )
+    return model.eval()

@@ -1,0 +1,96 @@
+"""diff: what differs, and by how much."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from te_models.checkpoints import diff, import_hf, quantize, relayout
+from te_models.cli.main import main
+from tests.checkpoints.hf_cases import HFFolder
+
+NAME = "decoder.layers.0.mlp.linear_fc2.weight"
+
+
+def change(folder: Path, name: str, tensor: torch.Tensor | None) -> torch.Tensor:
+    """Replace (None: remove) a tensor of a folder; return the old one."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    old = tensors.pop(name, torch.empty(0))
+    save_file(tensors if tensor is None else {**tensors, name: tensor}, file, metadata={"format": "pt"})
+    return old
+
+
+def test_the_same_model_in_other_layouts_and_kinds(hf_folder: HFFolder, tmp_path: Path) -> None:
+    source = hf_folder("qwen3_moe")
+    import_hf(source, tmp_path / "ours")
+    relayout(tmp_path / "ours", tmp_path / "per-gemm", "per-gemm")
+    for a, b in ((source, tmp_path / "ours"), (tmp_path / "per-gemm", tmp_path / "ours")):
+        report = diff(a, b)
+        assert report.equal and report.equal_tensors > 10 and not report.tensors
+
+
+def test_differences_are_measured(hf_folder: HFFolder, tmp_path: Path) -> None:
+    source = hf_folder("llama", dtype=torch.float32)
+    import_hf(source, tmp_path / "ours")
+    theirs = "model.layers.0.mlp.down_proj.weight"
+    old = change(source, theirs, None)
+    new = old.clone()
+    new[3, 5] += 0.25
+    new[7, 1] -= 1.5
+    change(source, theirs, new)
+    (found,) = diff(source, tmp_path / "ours").tensors
+    assert (found.name, found.differing, found.elements) == (NAME, 2, old.numel())
+    assert found.largest == pytest.approx(1.5, rel=1e-5)
+    assert found.relative == pytest.approx(((new - old).norm() / new.norm()).item(), rel=1e-5)
+    new[0, 0] = math.nan
+    change(source, theirs, new)
+    (found,) = diff(source, tmp_path / "ours").tensors
+    assert found.differing == 3 and math.isnan(found.largest) and math.isnan(found.relative)
+    assert diff(source, source).equal, "NaN equals itself"
+    json.dumps(diff(source, tmp_path / "ours").to_dict(), allow_nan=False)
+
+
+def test_the_largest_difference_comes_first(hf_folder: HFFolder, tmp_path: Path) -> None:
+    source = hf_folder("llama")
+    import_hf(source, tmp_path / "ours")
+    quantize(source, tmp_path / "fp8", "current")
+    report = diff(tmp_path / "ours", tmp_path / "fp8")
+    relative = [t.relative for t in report.tensors]
+    assert relative == sorted(relative, reverse=True) and 0 < relative[-1] <= relative[0] < 0.05
+    assert len(report.tensors) == 8 and f"{NAME}: bfloat16 and float8" in report.notes
+
+
+def test_configuration_and_tensors_of_one_side(hf_folder: HFFolder, tmp_path: Path) -> None:
+    tied, plain = hf_folder("qwen2-tied"), hf_folder("qwen3")
+    report = diff(tied, plain)
+    assert report.config["embedding.share_embeddings_and_output_weights"] == (True, False)
+    assert f"output_layer.weight: only in {plain}" in report.notes
+    assert any(": [64, 32] and [128, 32]" in note or "linear_qkv.weight: [" in note for note in report.notes)
+    buffer = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    change(tied, buffer, torch.ones(3))
+    import_hf(tied, tmp_path / "ours")
+    assert diff(tied, tmp_path / "ours").equal
+    change(tmp_path / "ours", f"carried.{buffer}", torch.tensor([1.0, 2.0, 1.0]))
+    assert diff(tied, tmp_path / "ours").notes == [f"carried.{buffer}[1]: 1.0 and 2.0"]
+    change(tmp_path / "ours", f"carried.{buffer}", None)
+    assert diff(tied, tmp_path / "ours").notes == [f"carried.{buffer}: only in {tied}"]
+
+
+def test_the_verb(hf_folder: HFFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = hf_folder("llama")
+    quantize(source, tmp_path / "fp8", "mxfp8")
+    assert main(["diff", str(source), str(source)]) == 0
+    assert capsys.readouterr().out == "15 parameters have equal values, 0 differ\n"
+    assert main(["diff", str(source), str(tmp_path / "fp8"), "--json"]) == 1
+    result = json.loads(capsys.readouterr().out)
+    assert result["equal"] is False and result["equal_tensors"] == 7 and len(result["tensors"]) == 8
+    assert main(["diff", str(source), str(tmp_path / "fp8")]) == 1
+    out = capsys.readouterr().out
+    assert "parameter" in out and NAME in out and out.endswith("7 parameters have equal values, 8 differ\n")
+    assert main(["diff", str(source), str(tmp_path / "absent")]) == 2

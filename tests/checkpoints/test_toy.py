@@ -1,0 +1,112 @@
+"""toy: rows of the original, byte for byte, and a model that transformers loads."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from te_models import GPTModel
+from te_models.checkpoints import CheckpointError, import_hf, inspect, toy
+from tests.checkpoints.family_cases import CASES, make
+from tests.checkpoints.hf_cases import HFFolder, stored, transformers
+
+
+def save(case: str, folder: Path, **options: bool) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        make(case, dtype=torch.bfloat16).save_pretrained(folder, **options)
+    return folder
+
+
+def is_subset(part: torch.Tensor, whole: torch.Tensor, *, first: bool) -> bool:
+    """Whether `part` is `whole`, or its first rows."""
+    rows = whole[tuple(slice(n) for n in part.shape)] if first else whole
+    return part.dtype == whole.dtype and part.shape == rows.shape and torch.equal(part, rows)
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_every_family(tmp_path: Path, case: str) -> None:
+    """One layer, or the two up to the first one with experts, and two experts."""
+    source = save(case, tmp_path / "hf")
+    whole = inspect(source).config
+    moe = whole["moe"] if whole["moe"] and whole["moe"]["layers"] else None
+    number = 1 if moe is None or moe["layers"][0] == 0 else 2
+    plan = toy(source, tmp_path / "toy", layers=number, experts=None if moe is None else 2)
+    assert plan.ignored == ()
+    parts, originals = stored(tmp_path / "toy"), stored(source)
+    assert len(parts) < len(originals) or number == whole["num_layers"]
+    for name, part in parts.items():
+        assert is_subset(part, originals[name], first=moe is not None), name
+    small = inspect(tmp_path / "toy").config
+    assert small["num_layers"] == number and small["hidden_size"] == whole["hidden_size"]
+    if moe is not None:
+        assert small["moe"]["num_moe_experts"] == 2
+        assert any(p.shape != originals[n].shape or "experts" in n for n, p in parts.items())
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "toy", dtype=torch.float32, attn_implementation="eager"
+    )
+    ids = torch.arange(3, 20)[None]
+    ours = GPTModel.from_pretrained(tmp_path / "toy", dtype=torch.float32).eval()
+    expected = theirs(ids).logits
+    assert (ours(ids).logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("case", ["qwen2_moe", "deepseek_v3", "exaone_moe"])
+def test_the_fused_form_is_kept(tmp_path: Path, case: str) -> None:
+    source = save(case, tmp_path / "hf", save_original_format=False)
+    toy(source, tmp_path / "toy", layers=2, experts=3)
+    fused = [name for name in stored(tmp_path / "toy") if name.endswith("experts.gate_up_proj")]
+    assert fused and all(stored(tmp_path / "toy")[name].shape[0] == 3 for name in fused)
+
+
+def test_layers_are_the_first_ones_and_one_with_experts(hf_folder: HFFolder, tmp_path: Path) -> None:
+    source = save("deepseek_v3", tmp_path / "hf")  # layer 0 is dense
+    assert inspect(source).config["moe"]["layers"] == [1]
+    toy(source, tmp_path / "toy", layers=1)
+    assert inspect(tmp_path / "toy").config["moe"]["layers"] == [0]
+    original, part = stored(source), stored(tmp_path / "toy")
+    name = "self_attn.o_proj.weight"
+    assert torch.equal(part[f"model.layers.0.{name}"], original[f"model.layers.1.{name}"])
+    dense = hf_folder("llama")
+    toy(dense, tmp_path / "one", layers=1)
+    parts, whole = stored(tmp_path / "one"), stored(dense)
+    assert parts.keys() == {name for name in whole if ".layers.1." not in name}
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in parts.items())
+    before, after = (json.loads((f / "config.json").read_text()) for f in (dense, tmp_path / "one"))
+    assert after["num_hidden_layers"] == 1
+    assert {k for k in before if before[k] != after.get(k)} <= {"num_hidden_layers", "layer_types"}
+    assert (tmp_path / "one/tokenizer.json").is_file()
+
+
+def test_what_predicts_further_tokens_is_left_out(tmp_path: Path) -> None:
+    source = save("glm4_moe", tmp_path / "hf")
+    file = source / "model.safetensors"
+    save_file({**load_file(file), "model.layers.2.norm.weight": torch.ones(3)}, file, metadata={"format": "pt"})
+    assert toy(source, tmp_path / "toy", layers=1, experts=4).ignored == ("model.layers.2.norm.weight",)
+    values = json.loads((tmp_path / "toy/config.json").read_text())
+    assert not values.get("num_nextn_predict_layers") and not values.get("num_mtp_layers")
+
+
+def test_what_is_not_there_is_refused(hf_folder: HFFolder, tmp_path: Path) -> None:
+    source = hf_folder("qwen3_moe")
+    for options, message in (
+        ({"layers": 3}, "layers is 3; allowed: 1 to 2, what the model has"),
+        ({"layers": 0}, "layers is 0"),
+        ({"experts": 5}, "experts is 5; allowed: 1 to 4, what the model has"),
+        ({"experts": 0}, "experts is 0"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            toy(source, tmp_path / "toy", **options)
+    with pytest.raises(CheckpointError, match="allowed: 1 to 0"):
+        toy(hf_folder("llama"), tmp_path / "toy", experts=1)
+    import_hf(source, tmp_path / "ours")
+    with pytest.raises(CheckpointError, match="toy takes a Hugging Face folder"):
+        toy(tmp_path / "ours", tmp_path / "toy")
+    assert not (tmp_path / "toy").exists()
+    assert len(toy(source, tmp_path / "toy", dry_run=True).outputs) > 10 and not (tmp_path / "toy").exists()

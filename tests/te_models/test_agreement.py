@@ -1,0 +1,101 @@
+"""compare_logits: agreement of the same weights, and a changed layer found."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from te_models.agreement import compare_logits, kl_divergence
+from te_models.checkpoints import import_hf, quantize
+from te_models.cli.main import main
+from tests.checkpoints.family_cases import CASES, make
+from tests.te_models.hf_models import hf_model
+
+
+def save(case: str, folder: Path) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        (make(case) if case in CASES else hf_model(case)).save_pretrained(folder)
+    return folder
+
+
+def test_kl_divergence_is_that_of_torch() -> None:
+    p, q = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(0)).unbind()
+    p_distribution, q_distribution = (
+        torch.distributions.Categorical(logits=p),
+        torch.distributions.Categorical(logits=q),
+    )
+    expected = torch.distributions.kl_divergence(p_distribution, q_distribution)
+    torch.testing.assert_close(kl_divergence(p, q).float(), expected)
+    assert torch.equal(kl_divergence(p, p), torch.zeros(5, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3_moe", "gemma3", "gpt2", "deepseek_v3", "gpt_oss", "cohere2", "glm4"])
+def test_the_same_model_agrees_in_every_layer(tmp_path: Path, case: str) -> None:
+    source = save(case, tmp_path / "hf")
+    import_hf(source, tmp_path / "ours")
+    report = compare_logits(source, tmp_path / "ours", tokens=50)
+    assert report.agree and report.first_divergence is None and report.argmax_agreement == 1.0
+    assert 0 <= report.kl_mean <= report.kl_max < 1e-6
+    assert next(iter(report.stages)) == "embedding" and list(report.stages)[-1] == "final norm"
+    assert max(report.stages.values()) < 1e-4
+
+
+def test_the_first_layer_that_differs_is_named(tmp_path: Path) -> None:
+    source = save("llama", tmp_path / "hf")  # three layers
+    file, name = tmp_path / "hf/model.safetensors", "model.layers.1.mlp.down_proj.weight"
+    import_hf(source, tmp_path / "ours")
+    tensors = load_file(file)
+    tensors[name][0] *= 1.5
+    save_file(tensors, file, metadata={"format": "pt"})
+    report = compare_logits(source, tmp_path / "ours", tokens=70)
+    assert report.first_divergence == "layer 1" and not report.agree
+    assert report.tokens == 70 and report.kl_max >= report.kl_mean > 1e-4
+    assert report.stages["layer 0"] < 1e-5 < report.stages["layer 1"]
+    assert compare_logits(source, tmp_path / "ours", tolerance=10.0).agree
+
+
+def test_quantized_weights_are_close_and_not_equal(tmp_path: Path) -> None:
+    source = save("llama", tmp_path / "hf")
+    quantize(source, tmp_path / "fp8", "block")
+    report = compare_logits(source, tmp_path / "fp8")
+    assert not report.agree and report.relative_error < 0.3 and report.argmax_agreement > 0.5
+
+
+def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = save("llama", tmp_path / "hf")
+    import_hf(source, tmp_path / "ours")
+    pair = [str(source), str(tmp_path / "ours")]
+    assert main(["verify", "--logits", *pair, "--tokens", "20", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["agree"] is True and result["tokens"] == 20 and result["dtype"] == "float32"
+    assert main(["verify", "--logits", *pair, "--dtype", "bfloat16", "--tolerance", "1e-9"]) == 1
+    assert capsys.readouterr().out.startswith("differ: 256 tokens in bfloat16\n")
+    assert main(["verify", *pair, "--tokens", "5"]) == 2
+    assert "--tokens needs --logits" in capsys.readouterr().err
+    assert main(["verify", *pair, "--logits", "--tokens", "0"]) == 2
+    assert "tokens is 0; allowed: 1 or more" in capsys.readouterr().err
+    other = save("qwen2", tmp_path / "qwen2")
+    assert main(["verify", "--logits", str(other), str(tmp_path / "ours")]) == 1
+
+
+def test_a_text_is_read_with_the_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import tokenizers
+    import transformers
+
+    source = save("llama", tmp_path / "hf")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 3, "b": 4, "?": 5}, unk_token="?"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(source)
+    (tmp_path / "text").write_text("a b b a")
+    (tmp_path / "empty").write_text("")
+    folders = [str(source), str(source)]
+    assert main(["verify", "--logits", *folders, "--text", str(tmp_path / "text"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == 4
+    assert main(["verify", "--logits", *folders, "--text", str(tmp_path / "empty")]) == 2
+    assert "the text has no tokens" in capsys.readouterr().err

@@ -1,0 +1,137 @@
+"""State dicts and transformers models in memory: the same numbers as by way of files, for every family."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from te_models import GPTModel, ModelConfig
+from te_models.checkpoints import AutoConverter, CheckpointError, export_hf, quantize
+from te_models.config import AttentionConfig, MLPConfig
+from tests.checkpoints.family_cases import CASES, make
+from tests.checkpoints.hf_cases import assert_same_bits, stored, transformers
+from tests.te_models.hf_models import CASES as FIRST_CASES
+from tests.te_models.hf_models import hf_model
+
+
+def model_of(case: str) -> transformers.PreTrainedModel:
+    return make(case) if case in CASES else hf_model(case)
+
+
+def save(model: transformers.PreTrainedModel, folder: Path) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.save_pretrained(folder)
+    return folder
+
+
+def tensors_of(model: GPTModel) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach() for name, tensor in model.stored_tensors()}
+
+
+@pytest.mark.parametrize("case", [*CASES, *FIRST_CASES])
+@torch.no_grad()
+def test_there_and_back_for_every_family(tmp_path: Path, case: str) -> None:
+    theirs = model_of(case)
+    source = save(theirs, tmp_path / "hf")
+    ours, files = GPTModel.from_hf(theirs), GPTModel.from_pretrained(source)
+    assert ours.config == files.config
+    assert_same_bits(tensors_of(ours), tensors_of(files))
+    back = ours.to_hf()
+    assert type(back) is type(theirs)
+    assert_same_bits(back.state_dict(), theirs.state_dict())
+    ids = torch.arange(3, 20)[None]
+    back.config._attn_implementation = theirs.config._attn_implementation
+    torch.testing.assert_close(back(ids).logits, theirs(ids).logits, rtol=1e-4, atol=1e-4)
+    converter = AutoConverter.from_pretrained(source)
+    assert_same_bits(converter.to_hf(converter.from_hf(stored(source), layout="per-gemm")), stored(source))
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3_moe", "gemma3"])
+def test_a_model_from_memory_is_saved_with_its_family(tmp_path: Path, case: str) -> None:
+    theirs = model_of(case).to(torch.bfloat16)
+    GPTModel.from_hf(theirs, dtype=torch.bfloat16).save_pretrained(tmp_path / "ours")
+    export_hf(tmp_path / "ours", tmp_path / "back")
+    assert_same_bits(stored(tmp_path / "back"), stored(save(theirs, tmp_path / "hf")))
+    ours, original = (json.loads((tmp_path / f / "config.json").read_text()) for f in ("back", "hf"))
+    assert ours["model_type"] == original["model_type"] and ours["dtype"] == "bfloat16"
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert_same_bits(loaded.state_dict(), theirs.state_dict())
+
+
+def test_tensors_are_shared_where_nothing_moves_and_copied_where_it_does() -> None:
+    theirs = model_of("llama")
+    converter = AutoConverter.from_config(json.loads(theirs.config.to_json_string()))
+    ours = converter.from_hf(theirs.state_dict())
+    hf = theirs.state_dict()
+    assert ours["output_layer.weight"].data_ptr() == hf["lm_head.weight"].data_ptr()
+    qkv = ours["decoder.layers.0.self_attention.linear_qkv.weight"]
+    assert torch.equal(qkv[:32], hf["model.layers.0.self_attn.q_proj.weight"])
+    back = converter.to_hf(ours)
+    q = back["model.layers.0.self_attn.q_proj.weight"]
+    assert q.untyped_storage().data_ptr() == qkv.untyped_storage().data_ptr(), "rows of ours, as a view"
+    half = converter.from_hf(hf, dtype="bfloat16")
+    assert {t.dtype for t in half.values()} == {torch.bfloat16}
+    model = GPTModel.from_hf(theirs)
+    assert model.output_layer.weight is not None
+    assert model.output_layer.weight.data_ptr() != hf["lm_head.weight"].data_ptr(), "a model has its own"
+
+
+def test_a_model_of_ours_becomes_the_family_that_fits_or_is_asked_for() -> None:
+    config = ModelConfig(
+        vocab_size=61,
+        hidden_size=32,
+        num_layers=2,
+        max_position_embeddings=64,
+        attention=AttentionConfig(num_attention_heads=4),
+        mlp=MLPConfig(ffn_hidden_size=40),
+    )
+    ours = GPTModel(config, params_dtype=torch.bfloat16)
+    assert ours.to_hf().config.model_type == "llama" and ours.to_hf().dtype == torch.bfloat16
+    theirs = ours.to_hf("mistral")
+    assert theirs.config.model_type == "mistral"
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(ours.eval()(ids).logits, theirs(ids).logits, rtol=0.05, atol=0.02)
+    with pytest.raises(CheckpointError, match="cannot express"):
+        ours.to_hf("qwen3")
+    with pytest.raises(CheckpointError, match="'unknown' is not supported"):
+        AutoConverter.from_config(config, family="unknown")
+    assert AutoConverter.from_config(config).family.model_type == "llama"
+
+
+def test_wrong_state_dicts_are_refused(tmp_path: Path) -> None:
+    theirs = model_of("llama-tied-head_dim")
+    hf = json.loads(theirs.config.to_json_string())
+    converter, tensors = AutoConverter.from_config(hf), theirs.state_dict()
+    assert "lm_head.weight" in tensors
+    ours = converter.from_hf(tensors)
+    assert converter.from_hf({n: t for n, t in tensors.items() if n != "lm_head.weight"}).keys() == ours.keys()
+    with pytest.raises(CheckpointError, match=r"'lm_head.weight' differs from 'model.embed_tokens.weight'"):
+        converter.from_hf({**tensors, "lm_head.weight": tensors["lm_head.weight"] + 1})
+    name = "model.layers.1.mlp.up_proj.weight"
+    with pytest.raises(CheckpointError, match=f"the state dict do not fit .* missing: '{name}'"):
+        converter.from_hf({n: t for n, t in tensors.items() if n != name})
+    with pytest.raises(CheckpointError, match="not part of this model: 'x'"):
+        converter.from_hf({**tensors, "x": torch.ones(1)})
+    with pytest.raises(CheckpointError, match="has shape"):
+        converter.from_hf({**tensors, name: tensors[name].T})
+    with pytest.raises(CheckpointError, match="the names of the state dict are not those of the configuration"):
+        converter.to_hf(tensors)
+    with pytest.raises(CheckpointError, match="is of the family 'llama', not 'qwen2'"):
+        AutoConverter.from_config(hf, family="qwen2")
+    source = save(model_of("llama"), tmp_path / "hf")
+    quantize(source, tmp_path / "fp8", "current")
+    with pytest.raises(CheckpointError, match=r"has quantized tensors .* dequantize them"):
+        GPTModel.from_pretrained(tmp_path / "fp8").to_hf()
+
+
+def test_unused_tensors_in_memory_are_left_out() -> None:
+    theirs = make("exaone_moe")
+    converter = AutoConverter.from_config(json.loads(theirs.config.to_json_string()))
+    tensors = {**theirs.state_dict(), "mtp.norm.weight": torch.ones(3)}
+    assert converter.from_hf(tensors).keys() == converter.from_hf(theirs.state_dict()).keys()

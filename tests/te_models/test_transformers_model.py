@@ -1,0 +1,227 @@
+"""TEModelForCausalLM against transformers' own models: logits, generation, the Auto classes, pipeline, saving."""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="TEModelForCausalLM is a transformers model")
+import transformers
+
+from te_models import GPTModel
+from te_models.checkpoints import check_manifest, import_hf, quantize, verify
+from te_models.hf import TEConfig, TEModelForCausalLM
+from te_models.layers import Float8CurrentScaling, MXFP8BlockScaling, QuantizedTensor, autocast
+from tests.checkpoints.family_cases import CASES, make
+from tests.te_models.hf_models import hf_model
+
+FAMILIES = ("llama", "mistral-window", "qwen3_moe", "deepseek_v3", "gpt_oss", "gemma3", "gpt2", "llama4")
+VOCABULARY = 61
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Any:
+    """Return a function: family case -> (transformers' model, ours from its folder, the folder)."""
+
+    def load(case: str) -> tuple[Any, TEModelForCausalLM, Path]:
+        theirs = make(case) if case in CASES else hf_model(case)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            theirs.save_pretrained(tmp_path / case)
+        return theirs, TEModelForCausalLM.from_pretrained(tmp_path / case), tmp_path / case
+
+    return load
+
+
+def prompt(batch: int = 2, length: int = 11) -> torch.Tensor:
+    return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(length))
+
+
+def padded(ids: torch.Tensor, pads: int) -> dict[str, torch.Tensor]:
+    """Left padding in the first row."""
+    mask = torch.ones_like(ids)
+    mask[0, :pads] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+@torch.no_grad()
+def test_generate_gives_the_tokens_of_transformers(pair: Any, case: str) -> None:
+    theirs, ours, _ = pair(case)
+    settings = {"max_new_tokens": 14, "eos_token_id": None, "pad_token_id": 0}
+    for options in (
+        {"do_sample": False},
+        {"do_sample": False, "use_cache": False},
+        {"do_sample": True, "top_k": 20, "temperature": 1.3},
+        {"do_sample": False, "num_beams": 3},
+    ):
+        for inputs in ({"input_ids": prompt()}, padded(prompt(), 4)):
+            results = []
+            for model in (theirs, ours):
+                torch.manual_seed(5)
+                results.append(model.generate(**inputs, **settings, **options))
+            assert torch.equal(*results), options
+            assert results[0].shape == (2, 25)
+
+
+@torch.no_grad()
+def test_logits_loss_and_outputs(pair: Any) -> None:
+    theirs, ours, _ = pair("llama")
+    ids = prompt()
+    expected, got = theirs(ids, labels=ids), ours(ids, labels=ids)
+    torch.testing.assert_close(got.logits, expected.logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(got.loss, expected.loss, rtol=1e-5, atol=0)
+    torch.testing.assert_close(ours(ids, logits_to_keep=1).logits, got.logits[:, -1:], rtol=1e-5, atol=1e-6)
+    assert torch.equal(ours(ids, logits_to_keep=3).logits, got.logits[:, -3:])
+    assert torch.equal(ours(ids, logits_to_keep=torch.tensor([0, 4])).logits, got.logits[:, [0, 4]])
+    loss, logits = ours(ids, labels=ids, return_dict=False)
+    assert torch.equal(loss, got.loss) and torch.equal(logits, got.logits)
+    cached = ours(ids[:, :7], use_cache=True)
+    assert cached.past_key_values.get_seq_length() == 7
+    rest = ours(ids[:, 7:], past_key_values=cached.past_key_values).logits
+    torch.testing.assert_close(rest, got.logits[:, 7:], rtol=1e-4, atol=1e-5)
+    assert ours(ids).past_key_values is None
+
+
+@torch.no_grad()
+def test_mixtures_return_their_router_loss(pair: Any) -> None:
+    theirs, ours, _ = pair("qwen3_moe")
+    assert theirs(prompt()).aux_loss is None
+    output = ours(prompt(), labels=prompt())
+    assert isinstance(output, transformers.modeling_outputs.MoeCausalLMOutputWithPast)
+    assert output.aux_loss is not None and output.aux_loss.shape == ()
+
+
+def test_parameters_are_those_of_the_gpt_model(pair: Any) -> None:
+    _, ours, _ = pair("qwen3_moe")
+    assert ours.state_dict().keys() == ours.gpt.state_dict().keys()
+    assert [n for n, _ in ours.named_parameters()] == [n for n, _ in ours.gpt.named_parameters()]
+    ours.to(torch.float64)
+    assert {p.dtype for p in ours.gpt.parameters()} == {torch.float64} and ours.dtype == torch.float64
+    twin = copy.deepcopy(ours)
+    assert next(twin.parameters()) is next(twin.gpt.parameters()) is not next(ours.parameters())
+    assert ours.get_input_embeddings().weight is ours.gpt.embedding.word_embeddings.weight
+    assert not ours.gpt.decoder.training and ours.train().gpt.decoder.training
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", ["llama", "qwen3_moe", "hy_v3"])
+def test_saving_and_every_way_of_loading(pair: Any, tmp_path: Path, case: str) -> None:
+    _, ours, source = pair(case)
+    ours.generation_config.update(max_length=33, eos_token_id=[2, 5])
+    ours.save_pretrained(tmp_path / "saved", max_shard_size="20KB")
+    assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 1
+    check_manifest(tmp_path / "saved")
+    assert verify(source, tmp_path / "saved").equal
+    expected = ours(prompt()).logits
+    for loaded in (
+        TEModelForCausalLM.from_pretrained(tmp_path / "saved"),
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved"),
+    ):
+        assert type(loaded) is TEModelForCausalLM and not loaded.training
+        assert torch.equal(loaded(prompt()).logits, expected)
+        assert (loaded.generation_config.max_length, loaded.generation_config.eos_token_id) == (33, [2, 5])
+        assert type(loaded.config) is TEConfig and loaded.config.vocab_size == ours.gpt.config.vocab_size
+    assert torch.equal(GPTModel.from_pretrained(tmp_path / "saved").eval()(prompt()).logits, expected)
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "saved")
+    assert config.model_config == ours.gpt.config
+    again = TEConfig.from_dict(json.loads(config.to_json_string()))
+    assert again.model_config == ours.gpt.config
+    fresh = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    assert type(fresh) is TEModelForCausalLM and fresh.dtype == torch.bfloat16
+    half = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.bfloat16)
+    assert half.dtype == torch.bfloat16 and half.config.dtype == torch.bfloat16
+
+
+def test_saving_into_a_folder_keeps_what_is_not_the_model(pair: Any, tmp_path: Path) -> None:
+    _, ours, source = pair("llama")
+    folder = tmp_path / "saved"
+    ours.save_pretrained(folder, max_shard_size="20KB")
+    (folder / "checkpoint-5").mkdir()
+    (folder / "notes.txt").write_text("mine")
+    ours.save_pretrained(folder)
+    names = {path.name for path in folder.iterdir()}
+    expected = {"model.safetensors", "config.json", "generation_config.json", "manifest.json"}
+    assert names == expected | {"checkpoint-5", "notes.txt"}
+    check_manifest(folder)
+    ours.save_pretrained(tmp_path / "nothing", is_main_process=False)
+    assert not (tmp_path / "nothing").exists()
+    changed = {name: torch.zeros_like(t) for name, t in ours.state_dict().items()}
+    ours.save_pretrained(folder, state_dict=changed)
+    assert not any(p.any() for p in TEModelForCausalLM.from_pretrained(folder).parameters())
+    with pytest.raises(ValueError, match="holds a model of type 'llama'; choose another folder"):
+        ours.save_pretrained(source)
+    for size, message in (("many", "max_shard_size is 'many'"), ("5XB", "max_shard_size is '5XB'")):
+        with pytest.raises(ValueError, match=message):
+            ours.save_pretrained(folder, max_shard_size=size)
+    with pytest.raises(ValueError, match=r"push_to_hub is True, which .* cannot honour"):
+        ours.save_pretrained(folder, push_to_hub=True)
+    assert verify(folder, folder).equal
+
+
+@torch.no_grad()
+def test_quantized_folders_stay_quantized(pair: Any, tmp_path: Path) -> None:
+    _, _, source = pair("llama")
+    quantize(source, tmp_path / "fp8", "current")
+    ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "fp8")
+    assert any(isinstance(p, QuantizedTensor) for p in ours.parameters())
+    ours.save_pretrained(tmp_path / "again")
+    assert verify(tmp_path / "fp8", tmp_path / "again").equal
+    stored = TEModelForCausalLM.from_pretrained(source, recipe=Float8CurrentScaling())
+    assert torch.equal(stored(prompt()).logits, ours(prompt()).logits)
+
+
+@torch.no_grad()
+def test_a_recipe_is_what_autocast_does(pair: Any) -> None:
+    _, ours, _ = pair("llama")
+    ids = prompt(2, 16)
+    plain = ours(ids).logits
+    with autocast(recipe=MXFP8BlockScaling()):
+        expected = ours(ids).logits
+    ours.recipe = MXFP8BlockScaling()
+    assert torch.equal(ours(ids).logits, expected) and not torch.equal(expected, plain)
+
+
+def test_recomputing_layers_gives_the_same_gradients(pair: Any) -> None:
+    _, ours, _ = pair("llama")
+    ours.train()
+    gradients = []
+    for enable in (False, True):
+        ours.zero_grad()
+        (ours.gradient_checkpointing_enable if enable else ours.gradient_checkpointing_disable)()
+        assert ours.is_gradient_checkpointing is ours.gpt.activation_checkpointing is enable
+        ours(prompt(), labels=prompt()).loss.backward()
+        gradients.append([p.grad.clone() for p in ours.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_what_cannot_be_honoured_is_refused(pair: Any, tmp_path: Path) -> None:
+    _, ours, source = pair("llama")
+    with pytest.raises(ValueError, match="input_ids is None"):
+        ours(attention_mask=torch.ones(1, 3))
+    with pytest.raises(ValueError, match=r"attention_mask has shape \(1, 1, 3, 3\)"):
+        ours(prompt(1, 3), attention_mask=torch.ones(1, 1, 3, 3))
+    with pytest.raises(ValueError, match="cannot be resized"):
+        ours.resize_token_embeddings(99)
+    with pytest.raises(ValueError, match="StaticCache has a fixed size; allowed: caches that grow"):
+        ours.generate(prompt(), max_new_tokens=3, cache_implementation="static")
+    for options, message in (
+        ({"quantization_config": {"bits": 4}}, "quantization_config is .* cannot honour"),
+        ({"device_map": "auto"}, "device_map is 'auto'; allowed: one device"),
+        ({"attn_implementation": "flash_attention_2"}, "attn_implementation is 'flash_attention_2'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            TEModelForCausalLM.from_pretrained(source, **options)
+    import_hf(source, tmp_path / "ours")
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "ours")
+    config.config["vocab_size"] += 1
+    with pytest.raises(ValueError, match="config does not describe the model"):
+        TEModelForCausalLM.from_pretrained(tmp_path / "ours", config=config)
+    with pytest.raises(AttributeError, match="describes no model"):
+        TEConfig().vocab_size  # noqa: B018

@@ -1,0 +1,144 @@
+"""transformers' Trainer and pipeline with TEModelForCausalLM."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="TEModelForCausalLM is a transformers model")
+import transformers
+
+from te_models import GPTModel
+from te_models.checkpoints import verify
+from te_models.hf import TEModelForCausalLM
+from te_models.layers import MXFP8BlockScaling
+
+SENTENCES = ["a b c d e f g h", "b c d e f g h a", "c d e f g h a b"] * 8
+
+
+@pytest.fixture
+def tokenizer() -> Any:
+    import tokenizers
+
+    words = {"<pad>": 0, "<end>": 1, "<unknown>": 2, **{w: i + 3 for i, w in enumerate("abcdefgh")}}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unknown>"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=model, pad_token="<pad>", eos_token="<end>", unk_token="<unknown>"
+    )
+
+
+@pytest.fixture(params=["llama", "qwen3_moe"])
+def theirs(request: pytest.FixtureRequest, tokenizer: Any) -> Any:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config = transformers.AutoConfig.for_model(
+        request.param,
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=32,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+        **(experts if request.param == "qwen3_moe" else {}),
+    )
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def save(model: Any, folder: Path) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.save_pretrained(folder)
+    return folder
+
+
+def trainer(model: Any, tokenizer: Any, folder: Path, **options: Any) -> transformers.Trainer:
+    pytest.importorskip("accelerate", reason="transformers' Trainer needs it: pip install 'te_models[trainer]'")
+    settings: dict[str, Any] = {
+        "max_steps": 12,
+        "learning_rate": 5e-3,
+        "lr_scheduler_type": "constant",
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "logging_steps": 1,
+        "save_steps": 6,
+        "seed": 1,
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+    arguments = transformers.TrainingArguments(str(folder), **(settings | options))
+    return transformers.Trainer(
+        model,
+        arguments,
+        train_dataset=[dict(tokenizer(sentence)) for sentence in SENTENCES],
+        eval_dataset=[dict(tokenizer(sentence)) for sentence in SENTENCES[:4]],
+        data_collator=transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False),
+        processing_class=tokenizer,
+    )
+
+
+def losses(run: transformers.Trainer) -> list[float]:
+    return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+
+
+def test_trainer_learns_as_with_transformers_own_model(theirs: Any, tokenizer: Any, tmp_path: Path) -> None:
+    """The same data, optimizer and initial weights: the same losses, dense and with experts."""
+    ours = TEModelForCausalLM.from_pretrained(save(theirs, tmp_path / "hf"))
+    run, reference = trainer(ours, tokenizer, tmp_path / "a"), trainer(theirs, tokenizer, tmp_path / "b")
+    run.train()
+    reference.model_accepts_loss_kwargs = False  # the mean over micro-batches, as ours
+    reference.train()
+    assert losses(run) == pytest.approx(losses(reference), rel=2e-3)
+    assert losses(run)[-1] < 0.6 * losses(run)[0]
+    assert run.evaluate()["eval_loss"] == pytest.approx(reference.evaluate()["eval_loss"], rel=5e-3)
+
+
+def test_trainer_resumes_and_its_checkpoints_are_model_folders(theirs: Any, tokenizer: Any, tmp_path: Path) -> None:
+    source = save(theirs, tmp_path / "hf")
+    whole = trainer(TEModelForCausalLM.from_pretrained(source), tokenizer, tmp_path / "out")
+    whole.train()
+    whole.save_model()
+    resumed = trainer(TEModelForCausalLM.from_pretrained(source), tokenizer, tmp_path / "out")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-6"))
+    assert losses(resumed)[-6:] == pytest.approx(losses(whole)[-6:], rel=1e-6)
+    assert (tmp_path / "out/checkpoint-12/optimizer.pt").is_file() and (tmp_path / "out/checkpoint-6").is_dir()
+    assert verify(tmp_path / "out", tmp_path / "out/checkpoint-12").equal
+    folder = tmp_path / "out"
+    loaded = GPTModel.from_pretrained(folder)
+    assert all(torch.equal(p, q) for p, q in zip(loaded.parameters(), whole.model.parameters(), strict=True))
+    assert transformers.AutoTokenizer.from_pretrained(folder)("a b").input_ids == [3, 4]
+
+
+def test_trainer_under_a_recipe_with_layers_recomputed(theirs: Any, tokenizer: Any, tmp_path: Path) -> None:
+    ours = TEModelForCausalLM.from_pretrained(save(theirs, tmp_path / "hf"), dtype=torch.float32)
+    ours.recipe = MXFP8BlockScaling()
+    run = trainer(ours, tokenizer, tmp_path / "out", gradient_checkpointing=True, save_strategy="no")
+    run.train()
+    assert ours.is_gradient_checkpointing
+    assert losses(run)[-1] < 0.6 * losses(run)[0]
+
+
+def test_pipeline(theirs: Any, tokenizer: Any, tmp_path: Path) -> None:
+    folder = save(theirs, tmp_path / "hf")
+    tokenizer.save_pretrained(folder)
+    TEModelForCausalLM.from_pretrained(folder).save_pretrained(tmp_path / "ours")
+    tokenizer.save_pretrained(tmp_path / "ours")
+    prompts = ["a b c", "d e f g h"]
+    results = []
+    for name in (folder, tmp_path / "ours"):
+        generator = transformers.pipeline("text-generation", model=str(name), device="cpu")
+        settings = transformers.GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=1, pad_token_id=0)
+        results.append(generator(prompts, generation_config=settings, batch_size=2))
+    assert isinstance(generator.model, TEModelForCausalLM)
+    assert results[0] == results[1]
+    assert any(len(result[0]["generated_text"]) > len(text) for result, text in zip(results[0], prompts, strict=True))
