@@ -25,7 +25,7 @@ from typing import Any
 from bench.common import ratio, versions, write_result
 from te_models.checkpoints import FAMILIES, export_hf, import_hf, verify
 from te_models.checkpoints.plan import Output, Plan
-from te_models.checkpoints.writer import header_bytes, split_shards
+from te_models.checkpoints.shards import header_bytes, split_shards
 
 DENSE: dict[str, Any] = {
     "model_type": "llama",

@@ -17,13 +17,12 @@ class Buffer:
         self._memory = bytearray(nbytes)
         self.bytes = memoryview(self._memory)
         self.tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self.pending: Future[None] | None = None
+        self.pending: list[Future[None]] = []
 
     def wait(self) -> None:
         """Wait until nobody reads the buffer any more."""
-        if self.pending is not None:
-            self.pending.result()
-            self.pending = None
+        while self.pending:
+            self.pending.pop().result()
 
 
 class Ring:

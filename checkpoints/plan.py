@@ -27,13 +27,17 @@ from .quantized_format import Description
 @dataclass(frozen=True)
 class Output:
     """One tensor to write: moved from pieces of source tensors, or computed when its turn comes by `compute`, which
-    returns it in parts along its first dimension."""
+    returns it in parts along its first dimension.
+
+    variant: what decides a computed tensor besides the source files, the configuration and the formats (a seed).
+    """
 
     name: str
     dtype: str
     shape: Shape
     pieces: tuple[Piece, ...] = ()
     compute: Callable[[], Iterable[torch.Tensor]] | None = field(default=None, compare=False)
+    variant: str = ""
 
     @property
     def nbytes(self) -> int:

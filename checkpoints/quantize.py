@@ -19,13 +19,14 @@ from .checkpoint import Checkpoint, open_checkpoint
 from .convert import PathLike, refuse_quantized, source_of
 from .dtypes import as_torch_dtype, dtype_name
 from .errors import CheckpointError
+from .meter import Progress
 from .output_folder import write_conversion
 from .parameters import Parameters
 from .plan import Output, Plan, make_plan
 from .quantized_format import SUFFIXES, describe, field_specs, quantizer_of
+from .shards import MAX_SHARD_BYTES
 from .te_folder import TEFolder
 from .te_namespace import formats_in_layout, te_namespace
-from .writer import MAX_SHARD_BYTES, Progress
 
 
 def is_linear_weight(name: str) -> bool:

@@ -64,6 +64,11 @@ class FileStore:
                     raise CheckpointError(f"tensor {name!r} is in two files, {self.file_of[name]} and {file}")
                 self.tensors[name], self.file_of[name] = info, file
 
+    def state(self) -> dict[str, tuple[int, int, int]]:
+        """Return each file's size and times of change (ns), by which a later run knows that it is the same file."""
+        found = {file: path.stat() for file, path in sorted(self._paths.items())}
+        return {file: (info.st_size, info.st_mtime_ns, info.st_ctime_ns) for file, info in found.items()}
+
     def __enter__(self) -> Self:
         return self
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from .parser import Verbs, emit, table, verb
 from .progress import byte_progress
@@ -26,13 +27,14 @@ def add(verbs: Verbs) -> None:
         verbs,
         "verify",
         run_verify,
-        "whether two folders hold the same model",
+        "whether two folders hold the same model, or one is intact",
         "Compare two model folders bit for bit, whatever their kind and layout. Exit code 0 if they\n"
-        "hold the same model, 1 if not.",
+        "hold the same model, 1 if not. With one folder: whether its files and tensors still have the\n"
+        "SHA-256 that its manifest.json says.",
         "te-models verify ./SmolLM2-135M ./smollm2",
     )
     parser.add_argument("a", metavar="A", help="a model folder")
-    parser.add_argument("b", metavar="B", help="a model folder")
+    parser.add_argument("b", metavar="B", nargs="?", help="a model folder (default: check A against its manifest)")
 
 
 def run_inspect(args: argparse.Namespace) -> int:
@@ -49,10 +51,27 @@ def run_inspect(args: argparse.Namespace) -> int:
 
 
 def run_verify(args: argparse.Namespace) -> int:
-    """Print the comparison; 1 if the models differ."""
+    """Print the comparison, or the check of one folder; 1 if the models differ or the folder was changed."""
+    if args.b is None:
+        return _check_one(args)
     from te_models.checkpoints import verify
 
     with byte_progress("verify") as progress:
         report = verify(args.a, args.b, progress=progress)
     emit(args, report.to_dict(), str(report))
     return 0 if report.equal else 1
+
+
+def _check_one(args: argparse.Namespace) -> int:
+    from te_models.checkpoints import CheckpointError, check_manifest
+    from te_models.checkpoints.manifest import read_manifest
+
+    files, problem = len(read_manifest(Path(args.a))), None
+    try:
+        with byte_progress("verify") as progress:
+            check_manifest(args.a, progress=progress)
+    except CheckpointError as error:
+        problem = str(error)
+    text = f"{args.a}: {problem or f'{files} files are as manifest.json says'}"
+    emit(args, {"intact": problem is None, "files": files, "problem": problem}, text)
+    return 0 if problem is None else 1

@@ -15,7 +15,7 @@ import pytest
 
 from te_models.checkpoints import FAMILIES, inspect
 from te_models.checkpoints.plan import Output, Plan
-from te_models.checkpoints.writer import header_bytes, split_shards
+from te_models.checkpoints.shards import header_bytes, split_shards
 
 CHILD = Path(__file__).with_name("memory_child.py")
 MODELS: dict[str, dict[str, Any]] = {
