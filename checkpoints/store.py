@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,7 +44,10 @@ class Store(Protocol):
 
 
 class FileStore:
-    """The tensors of safetensors files, opened when first needed, closed by `close` or a with statement."""
+    """The tensors of safetensors files, opened when first needed, closed by `close` or a with statement.
+
+    Several threads may read at the same time.
+    """
 
     def __init__(self, paths: Mapping[str, Path]) -> None:
         """Read the headers of `paths` (file name -> path)."""
@@ -55,6 +59,7 @@ class FileStore:
         self._fds: dict[str, int] = {}
         weakref.finalize(self, _close_all, self._fds)
         self._maps: dict[str, torch.Tensor] = {}
+        self._opening = threading.Lock()
         for file, path in paths.items():
             header = read_header(path, file)
             self._data_start[file] = header.data_start
@@ -81,9 +86,10 @@ class FileStore:
         _close_all(self._fds)
 
     def _fd(self, file: str) -> int:
-        if file not in self._fds:
-            self._fds[file] = os.open(self._paths[file], os.O_RDONLY | os.O_CLOEXEC)
-        return self._fds[file]
+        with self._opening:
+            if file not in self._fds:
+                self._fds[file] = os.open(self._paths[file], os.O_RDONLY | os.O_CLOEXEC)
+            return self._fds[file]
 
     def view(self, name: str) -> torch.Tensor:
         info, file = self.tensors[name], self.file_of[name]

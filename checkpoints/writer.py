@@ -29,7 +29,7 @@ from .threads import cores, run_all
 from .weight_files import INDEX
 
 MAX_FILES_AT_ONCE = 4
-"""Each file at work has buffers of 16 MiB."""
+"""Each file at work has buffers of 8 MiB."""
 
 _WRITE_BYTES = 32 << 10
 """Bytes per write call. Larger ones make Linux (6.18, ext4) look for large contiguous pages for its cache, which took
