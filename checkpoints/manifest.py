@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .errors import CheckpointError, shorten
+from .errors import CheckpointError, quote, shorten
 from .hashing import FileRecord, Lane, record_of
 from .strict_json import dump_object, read_object
 from .weight_files import plain_file
@@ -44,10 +44,10 @@ def to_dict(record: FileRecord) -> dict[str, Any]:
 def from_dict(name: str, entry: Any) -> FileRecord:
     """Return the record of a file from JSON values; anything else raises CheckpointError."""
     if not isinstance(entry, dict) or not isinstance(entry.get("sha256"), str) or type(entry.get("bytes")) is not int:
-        raise CheckpointError(f"{MANIFEST} describes {name!r} by something other than sha256 and bytes")
+        raise CheckpointError(f"{MANIFEST} describes {quote(name)} by something other than sha256 and bytes")
     tensors = entry.get("tensors", {})
     if not isinstance(tensors, dict) or not all(isinstance(digest, str) for digest in tensors.values()):
-        raise CheckpointError(f"{MANIFEST} does not map the tensors of {name!r} to their sha256")
+        raise CheckpointError(f"{MANIFEST} does not map the tensors of {quote(name)} to their sha256")
     return FileRecord(entry["sha256"], entry["bytes"], tensors)
 
 

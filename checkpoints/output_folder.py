@@ -83,6 +83,7 @@ def write_conversion(
     """Carry out the plan of a conversion of `ckpt`, whose tokenizer files travel along; return the plan."""
     if not dry_run:
         ckpt.check_ignored()
+        ckpt.check_scales()
         write_folder(
             destination,
             plan,

@@ -16,6 +16,9 @@ from .weight_files import SINGLE
 
 MAX_SHARD_BYTES = 5_000_000_000
 
+MAX_SHARD_TENSORS = 10_000
+"""Keeps a file's header, descriptions of quantized parameters included, far below what a reader accepts."""
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -32,7 +35,7 @@ class Shard:
 
 
 def split_shards(plan: Plan, max_shard_bytes: int) -> list[Shard]:
-    """Distribute outputs over files of at most `max_shard_bytes` of data each, in plan order.
+    """Distribute outputs over files of at most `max_shard_bytes` of data (and MAX_SHARD_TENSORS) each, in plan order.
 
     A single larger output gets a file of its own, and the entries of one quantized parameter stay together.
     """
@@ -42,7 +45,8 @@ def split_shards(plan: Plan, max_shard_bytes: int) -> list[Shard]:
     size = 0
     for unit in _units(plan):
         nbytes = sum(output.nbytes for output in unit)
-        if groups[-1] and size + nbytes > max_shard_bytes:
+        full = size + nbytes > max_shard_bytes or len(groups[-1]) + len(unit) > MAX_SHARD_TENSORS
+        if groups[-1] and full:
             groups.append([])
             size = 0
         groups[-1] += unit

@@ -18,7 +18,7 @@ from typing import Protocol, Self
 import torch
 
 from .dtypes import bits_of, dtype_name, torch_dtype
-from .errors import CheckpointError
+from .errors import CheckpointError, quote
 from .header import TensorInfo, read_header
 
 
@@ -66,7 +66,7 @@ class FileStore:
             self.metadata[file] = header.metadata
             for name, info in header.tensors.items():
                 if name in self.file_of:
-                    raise CheckpointError(f"tensor {name!r} is in two files, {self.file_of[name]} and {file}")
+                    raise CheckpointError(f"tensor {quote(name)} is in two files, {self.file_of[name]} and {file}")
                 self.tensors[name], self.file_of[name] = info, file
 
     def state(self) -> dict[str, tuple[int, int, int]]:

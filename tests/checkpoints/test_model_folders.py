@@ -371,3 +371,22 @@ def test_inspect(hf_folder: HFFolder, tmp_path: Path) -> None:
     values = json.loads(json.dumps(found.to_dict(tensors=True)))
     assert values["tensors"]["decoder.final_layernorm.weight"] == {"dtype": "BF16", "shape": [32]}
     assert "4 experts, top 2" in str(found) and "float8_block: 8 parameters" in str(found)
+
+
+def test_weight_files_without_an_index(hf_folder: HFFolder, tmp_path: Path) -> None:
+    """Numbered shards, files of any name, or one file: the headers say which tensors they hold."""
+    whole, folder = hf_folder("llama"), tmp_path / "hf"
+    hf_folder("mixtral", max_shard_size="20KB").rename(folder)
+    import_hf(folder, tmp_path / "reference")
+    (folder / "model.safetensors.index.json").unlink()
+    import_hf(folder, tmp_path / "numbered")
+    for number, file in enumerate(sorted(folder.glob("*.safetensors"))):
+        file.rename(folder / f"part {number}.safetensors")
+    assert number > 3
+    import_hf(folder, tmp_path / "named")
+    for name in ("numbered", "named"):
+        assert_same_bits(stored(tmp_path / name), stored(tmp_path / "reference"))
+    (whole / "model.safetensors").rename(whole / "weights.safetensors")
+    import_hf(whole, tmp_path / "one")
+    export_hf(tmp_path / "one", tmp_path / "back")
+    assert_same_bits(stored(whole), stored(tmp_path / "back"))
