@@ -17,6 +17,7 @@ from .manifest import check_manifest
 from .naming import ExpertLayout, expected_tensors
 from .plan import Plan
 from .quantize import dequantize, quantize
+from .reshard import reshard
 from .save import save_model
 from .upcycle import upcycle
 from .verify import VerifyReport, verify
@@ -38,6 +39,7 @@ __all__ = [
     "open_checkpoint",
     "quantize",
     "relayout",
+    "reshard",
     "save_model",
     "upcycle",
     "verify",

@@ -46,11 +46,15 @@ class Output:
 
 @dataclass(frozen=True)
 class Plan:
-    """Outputs in order, the source tensors that are left out on purpose, and the formats of quantized outputs."""
+    """Outputs in order, the source tensors that are left out on purpose, and the formats of quantized outputs.
+
+    metadata: entries of every file's header besides these formats.
+    """
 
     outputs: tuple[Output, ...]
     ignored: tuple[str, ...] = ()
     formats: Mapping[str, Description] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def total_bytes(self) -> int:

@@ -59,7 +59,8 @@ def split_shards(plan: Plan, max_shard_bytes: int) -> list[Shard]:
     shards = []
     for name, group in zip(names, groups):
         present = {output.name for output in group}
-        metadata = write_metadata({n: plan.formats[n] for n in plan.formats if n in present})
+        described = write_metadata({n: plan.formats[n] for n in plan.formats if n in present})
+        metadata = described | dict(plan.metadata)
         shards.append(Shard(name, tuple(sorted(group, key=_alignment)), metadata))
     return shards
 
