@@ -12,7 +12,7 @@ from .meter import Progress
 from .plan import Plan
 from .resume import Journal, job_of
 from .shards import MAX_SHARD_BYTES, split_shards
-from .store import Store
+from .store import FileStore, Store
 from .te_folder import CONFIG
 from .weight_files import plain_file
 from .writer import write_small_file, write_weights
@@ -47,19 +47,21 @@ def write_folder(
     config: bytes,
     *,
     sidecars_from: Path | None,
+    files: FileStore | None = None,
     overwrite: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Progress | None = None,
 ) -> None:
     """Carry out a plan. The destination appears complete or not at all, and an existing one stays until then.
 
-    What a killed run of the same plan over the same source files has finished is kept.
+    files: what the store reads. What a killed run of the same plan over the same files has finished is kept; None: the
+        tensors are not in files, and nothing is kept.
     """
     check_destination(destination, overwrite=overwrite)
     sidecars = _find_sidecars(sidecars_from)
     shards = split_shards(plan, max_shard_bytes)
     check_space(destination, plan.total_bytes)
-    job = job_of(shards, store, config)
+    job = None if files is None else job_of(shards, files, config)
     with new_folder(destination, overwrite=overwrite, job=job) as folder:
         journal = None if job is None else Journal(folder.parent / "finished")
         records = write_weights(folder, shards, store, journal=journal, progress=progress)
@@ -90,6 +92,7 @@ def write_conversion(
             ckpt.store,
             config,
             sidecars_from=ckpt.path,
+            files=ckpt.store,
             overwrite=overwrite,
             max_shard_bytes=max_shard_bytes,
             progress=progress,

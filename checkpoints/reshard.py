@@ -61,6 +61,7 @@ def reshard(
                 store,
                 config.read_bytes(),
                 sidecars_from=folder,
+                files=store,
                 overwrite=overwrite,
                 max_shard_bytes=max_shard_bytes,
                 progress=progress,

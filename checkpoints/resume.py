@@ -24,7 +24,7 @@ from .hashing import FileRecord, Lane, record_of
 from .manifest import from_dict, to_dict
 from .meter import Meter
 from .shards import Shard
-from .store import FileStore, Store
+from .store import FileStore
 from .strict_json import dump_object, read_object
 from .threads import run_all
 
@@ -34,14 +34,12 @@ _BYTES_OF_A_PLAN = 1
 log = logging.getLogger(__name__)
 
 
-def job_of(shards: Sequence[Shard], store: Store, config: bytes) -> str | None:
-    """Return the digest of everything that decides the bytes of a result; None where the source is not files.
+def job_of(shards: Sequence[Shard], files: FileStore, config: bytes) -> str:
+    """Return the digest of everything that decides the bytes of a result.
 
     A source file counts as the same while its name, size and times of change are; its headers are in the plan.
     """
-    if not isinstance(store, FileStore):
-        return None
-    digest = hashlib.sha256(json.dumps([_BYTES_OF_A_PLAN, store.state()]).encode() + config)
+    digest = hashlib.sha256(json.dumps([_BYTES_OF_A_PLAN, files.state()]).encode() + config)
     for shard in shards:
         digest.update(json.dumps([shard.file, dict(shard.metadata)]).encode())
         for o in shard.outputs:
