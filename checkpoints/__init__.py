@@ -19,6 +19,7 @@ from .manifest import check_manifest
 from .naming import ExpertLayout, expected_tensors
 from .plan import Plan
 from .quantize import dequantize, quantize
+from .reshard import reshard
 from .save import save_model
 from .toy import toy
 from .upcycle import upcycle
@@ -44,6 +45,7 @@ __all__ = [
     "open_checkpoint",
     "quantize",
     "relayout",
+    "reshard",
     "save_model",
     "toy",
     "upcycle",

@@ -1,9 +1,11 @@
 """Folders and files that appear under their final name complete, or not at all.
 
-A new folder is written beside its destination under a temporary name, flushed to the disk with everything in it, and
+A new folder is put together in a working folder beside its destination, flushed to the disk with everything in it, and
 renamed. An existing one is replaced only when that is asked for, by exchanging the two names in one system call where
 the kernel has it (`renameat2(RENAME_EXCHANGE)`, Linux), so that at every moment the name leads to one complete folder,
-old or new. A killed run leaves only its temporary folder; the next run to the same destination removes it.
+old or new. A killed run leaves its working folder, `.NAME.partial`; the next run to the same destination goes on from
+it if it is the same job, and otherwise removes it. The working folder is locked while a run uses it, so two runs to one
+destination cannot disturb each other: the second is refused.
 """
 
 from __future__ import annotations
@@ -11,9 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
-import glob
 import os
-import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,27 +23,36 @@ from .errors import CheckpointError
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
+_CONTENT, _JOB, _OLD = "content", "job", "old"
+"""What a working folder holds: the result, what it is a result of, and the folder that it replaces."""
+
 
 @contextlib.contextmanager
-def new_folder(destination: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Yield a temporary folder; rename it to `destination` when the block ends, remove it when the block fails."""
+def new_folder(destination: Path, *, overwrite: bool, job: str | None = None) -> Iterator[Path]:
+    """Yield an empty folder; rename it to `destination` when the block ends, remove it when the block fails.
+
+    job: says what is being made. Where a killed run of the same job left its folder, that one is yielded, as it was
+    left; whatever else the block keeps beside it (in `folder.parent`) is there too.
+    """
     check_destination(destination, overwrite=overwrite)
     made = _make_parents(destination.parent)
     try:
-        _remove_abandoned(destination)
-        temporary = destination.parent / f".{destination.name}.{secrets.token_hex(4)}.partial"
-        temporary.mkdir()
-    except OSError as error:
+        working, lock = _lock_working_folder(destination)
+    except BaseException:
         _remove_empty(made)
-        raise CheckpointError(f"cannot write in {destination.parent}: {error.strerror}") from None
-    lock = os.open(temporary, os.O_RDONLY)
+        raise
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # tells other runs that the folder is in use; released when the process dies
-        yield temporary
-        _flush_tree(temporary)
-        _publish(temporary, destination, overwrite=overwrite)
+        _restore(working, destination)
+        check_destination(destination, overwrite=overwrite)
+        content = _prepare(working, job)
+        yield content
+        _flush_tree(content)
+        (working / _JOB).unlink(missing_ok=True)  # what lies there after the exchange of names is not this job's
+        _publish(content, destination, overwrite=overwrite)
+        shutil.rmtree(working)
+        flush(destination.parent)
     except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(working, ignore_errors=True)
         _remove_empty(made)
         if isinstance(error, OSError):
             raise CheckpointError(f"writing {destination} failed: {error.strerror or error}") from error
@@ -63,10 +72,11 @@ def check_destination(destination: Path, *, overwrite: bool) -> None:
 
 
 def check_space(destination: Path, nbytes: int) -> None:
-    """Raise CheckpointError if the disk of `destination` cannot hold `nbytes` more."""
+    """Raise CheckpointError if the disk of `destination` cannot hold `nbytes` more, less what a killed run left."""
     existing = next(p for p in (destination, *destination.parents) if p.exists())
     free = shutil.disk_usage(existing).free
-    if free < nbytes:
+    left = sum(path.lstat().st_blocks * 512 for path in _working_folder(destination).rglob("*"))
+    if free + left < nbytes:
         raise CheckpointError(f"{destination} needs {nbytes / 1e9:.2f} GB and its disk has {free / 1e9:.2f} GB free")
 
 
@@ -88,6 +98,67 @@ def flush(path: Path) -> None:
         os.close(fd)
 
 
+def _working_folder(destination: Path) -> Path:
+    return destination.parent / f".{destination.name}.partial"
+
+
+def _lock_working_folder(destination: Path) -> tuple[Path, int]:
+    """Return the working folder and its lock, which the system releases when the process ends, however it does."""
+    working = _working_folder(destination)
+    while True:
+        try:
+            working.mkdir(mode=0o700, exist_ok=True)
+            lock = os.open(working, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            if destination.parent.is_dir():
+                continue  # another run finished and removed it between the two calls
+            raise CheckpointError(f"cannot write in {destination.parent}: it was removed") from None
+        except OSError as error:
+            raise CheckpointError(f"cannot write in {destination.parent}: {error.strerror}") from None
+        try:
+            if os.fstat(lock).st_uid != os.geteuid():
+                raise CheckpointError(f"{working} belongs to another user; choose another destination")
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if working.exists() and os.path.samestat(os.fstat(lock), working.lstat()):
+                return working, lock
+        except BlockingIOError:
+            os.close(lock)
+            raise CheckpointError(f"another process is writing {destination}; wait for it") from None
+        except BaseException:
+            os.close(lock)
+            raise
+        os.close(lock)  # another run finished between the two calls, and the lock is on its removed folder
+
+
+def _restore(working: Path, destination: Path) -> None:
+    """Put back the folder that a run wanted to replace when it was killed, where names cannot be exchanged."""
+    if (working / _OLD).is_dir() and not destination.exists():
+        (working / _OLD).rename(destination)
+
+
+def _prepare(working: Path, job: str | None) -> Path:
+    """Empty the working folder unless it is of the same job; return the folder in it that becomes the result."""
+    content, note = working / _CONTENT, working / _JOB
+    same = job is not None and content.is_dir() and not content.is_symlink() and _read(note) == job
+    if not same:
+        for path in working.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        content.mkdir()
+        if job is not None:
+            note.write_text(job)
+    return content
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except (OSError, ValueError):
+        return None
+
+
 def _flush_tree(folder: Path) -> None:
     for root, _, names in os.walk(folder, topdown=False):
         for name in names:
@@ -95,19 +166,20 @@ def _flush_tree(folder: Path) -> None:
         flush(Path(root))
 
 
-def _publish(temporary: Path, destination: Path, *, overwrite: bool) -> None:
+def _publish(content: Path, destination: Path, *, overwrite: bool) -> None:
+    """Give the folder its final name; what had that name before is then in the working folder."""
     if destination.exists() and any(destination.iterdir()):
         if not overwrite:  # it appeared while we wrote
             raise CheckpointError(f"{destination} exists; choose another destination or pass overwrite")
-        if not _exchange(temporary, destination):
-            old = temporary.with_suffix(".old")
-            destination.rename(old)
-            temporary.rename(destination)
-            temporary = old
-        flush(destination.parent)
-        shutil.rmtree(temporary)
+        if not _exchange(content, destination):
+            destination.rename(content.with_name(_OLD))
+            try:
+                content.rename(destination)
+            except OSError:
+                content.with_name(_OLD).rename(destination)
+                raise
     else:
-        temporary.rename(destination)
+        content.rename(destination)
     flush(destination.parent)
 
 
@@ -118,19 +190,6 @@ def _exchange(a: Path, b: Path) -> bool:
     except (OSError, AttributeError):
         return False
     return renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0
-
-
-def _remove_abandoned(destination: Path) -> None:
-    for path in destination.parent.glob(f".{glob.escape(destination.name)}.????????.partial"):
-        lock = os.open(path, os.O_RDONLY)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            continue  # another run is writing it now
-        else:
-            shutil.rmtree(path, ignore_errors=True)
-        finally:
-            os.close(lock)
 
 
 def _make_parents(folder: Path) -> list[Path]:

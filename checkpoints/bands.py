@@ -8,7 +8,8 @@ would pad rows.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 
@@ -20,6 +21,9 @@ from .boxes import Shape
 
 BAND_ELEMENTS = 1 << 18
 """Elements of a band; a matrix that is too wide for it has bands of one block of rows."""
+
+Map = Callable[[Callable[..., Any], Iterable[Any]], Iterable[Any]]
+"""What the built-in `map` and the one of a thread pool do."""
 
 Rows = tuple[int, int]
 """Begin and end, a part of the rows of a matrix or of one dimension of a field."""
@@ -34,23 +38,33 @@ def bands(quantizer: Quantizer, shape: Shape) -> list[Rows]:
 
 
 def quantize_into(
-    fields: dict[str, torch.Tensor], quantizer: Quantizer, shape: Shape, read: Callable[[int, int], torch.Tensor]
+    fields: dict[str, torch.Tensor],
+    quantizer: Quantizer,
+    shape: Shape,
+    read: Callable[[int, int], torch.Tensor],
+    run: Map = map,
 ) -> None:
-    """Fill the stored fields of a matrix [rows, columns]; `read(begin, end)` returns those rows of it."""
+    """Fill the stored fields of a matrix [rows, columns]; `read(begin, end)` returns those rows of it.
+
+    run: applies a function to every band; the bands may be done in any order and at the same time.
+    """
     parts = bands(quantizer, shape)
     amaxes: dict[Usage, torch.Tensor] = quantizer.amaxes(read(*parts[0]))
     if amaxes:
-        for band in parts[1:]:
-            found = quantizer.amaxes(read(*band))
+        for found in run(lambda band: quantizer.amaxes(read(*band)), parts[1:]):
             amaxes |= {usage: torch.maximum(amaxes[usage], amax) for usage, amax in found.items()}
     layouts = field_layouts(quantizer)
-    for band in parts:
+
+    def fill(band: Rows) -> None:
         stored = quantizer.quantize_fields(read(*band), amaxes=amaxes)
         for layout in layouts:
             part = field_rows(layout, band)
             out = fields[layout.name]
             target = out if part is None else out.narrow(layout.axis(-2), part[0], part[1] - part[0])
             target.copy_(stored[layout.name])
+
+    for _ in run(fill, parts):
+        pass
 
 
 def dequantize_bands(

@@ -6,8 +6,8 @@ from concurrent.futures import Future
 
 import torch
 
-CHUNK_BYTES = 4 << 20
-"""Large enough that per-chunk Python costs nothing, small enough that three of them fit a processor's cache share."""
+CHUNK_BYTES = 1 << 20
+"""Large enough that per-chunk Python costs nothing, small enough that a chunk is in the cache when it is hashed."""
 
 
 class Buffer:
@@ -17,19 +17,18 @@ class Buffer:
         self._memory = bytearray(nbytes)
         self.bytes = memoryview(self._memory)
         self.tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self.pending: Future[None] | None = None
+        self.pending: list[Future[None]] = []
 
     def wait(self) -> None:
         """Wait until nobody reads the buffer any more."""
-        if self.pending is not None:
-            self.pending.result()
-            self.pending = None
+        while self.pending:
+            self.pending.pop().result()
 
 
 class Ring:
     """Buffers handed out in turn; one that is still being read is waited for."""
 
-    def __init__(self, buffers: int = 4, nbytes: int = CHUNK_BYTES) -> None:
+    def __init__(self, buffers: int = 8, nbytes: int = CHUNK_BYTES) -> None:
         self.nbytes = nbytes
         self._buffers = [Buffer(nbytes) for _ in range(buffers)]
         self._turn = 0

@@ -22,7 +22,8 @@ from .links import Namespace
 from .load import load_params
 from .naming import ExpertLayout, expected_tensors
 from .plan import match_tensors
-from .quantized_format import Description, empty, read_metadata
+from .quantized_format import SUFFIXES, Description, empty, read_metadata
+from .scales import check_scales
 from .strict_json import read_object
 from .te_folder import CONFIG, MODEL_TYPE, Source, TEFolder
 from .te_namespace import formats_in_layout, grouped_formats, te_namespace
@@ -128,6 +129,13 @@ class Checkpoint:
         """Check that tensors which are left out because they repeat another one really do (this reads them)."""
         check_tied_copies(self.store, self._tied_copies)
 
+    def check_scales(self) -> None:
+        """Check that the scales of quantized parameters are finite numbers (this reads them)."""
+        if self.layout is not None and self.formats:
+            suffixes = [suffix for field, suffix in SUFFIXES.items() if not field.endswith("_data")]
+            names = (n + s for n in formats_in_layout(self.config, self.layout, self.formats) for s in suffixes)
+            check_scales(self.store, (name for name in names if name in self.tensors))
+
     def __enter__(self) -> Self:
         return self
 
@@ -149,6 +157,7 @@ class Checkpoint:
             CheckpointError: names or shapes are not exactly those of the model, or a tensor cannot be converted.
         """
         self.check_ignored()
+        self.check_scales()
         load_params(self.store, self.namespace, self.config, self.formats, params)
 
 

@@ -20,13 +20,14 @@ from .checkpoint import Checkpoint, open_checkpoint
 from .dtypes import FLOATS, as_torch_dtype
 from .errors import CheckpointError, shorten
 from .hf_config import choose_family, export_config, weight_dtype
+from .meter import Progress
 from .naming import ExpertLayout, check_layout
 from .output_folder import write_conversion
 from .plan import Plan, make_plan
+from .shards import MAX_SHARD_BYTES
 from .strict_json import dump_object
 from .te_folder import Source, TEFolder
 from .te_namespace import formats_in_layout, te_namespace
-from .writer import MAX_SHARD_BYTES, Progress
 
 PathLike = str | os.PathLike[str]
 

@@ -14,11 +14,11 @@ from .carried import our_names
 from .checkpoint import Checkpoint, open_checkpoint
 from .convert import PathLike
 from .families.family import differing_fields
+from .meter import Progress
 from .naming import expected_tensors
 from .parameters import Parameters
 from .plan import copy_of
 from .verify import VerifyReport, compare_bits
-from .writer import Progress
 
 _PART = 1 << 20
 """Elements that are compared at a time."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -69,10 +70,7 @@ def stream(store: Store, output: Output, ring: Ring) -> Iterator[tuple[Buffer, i
         return
     ordered = _in_order(output.pieces, output.shape)
     if ordered is None:
-        # Strided output (interleaved rows): put together in memory, one output tensor at most.
-        whole = torch.empty(output.shape, dtype=torch_dtype(output.dtype))
-        fill_tensor(store, output.pieces, whole)
-        yield from _stream_tensor(whole, ring)
+        yield from _stream_blocks(store, output, ring)
         return
     for piece in ordered:
         yield from _stream_piece(store, piece, output.dtype, ring)
@@ -101,6 +99,32 @@ def _stream_piece(store: Store, piece: Piece, dtype: str, ring: Ring) -> Iterato
         out = buffer.tensor[:n].view(torch_dtype(dtype)).view(extents(part.box))
         out.copy_(read_piece(store, part))
         yield buffer, n
+
+
+def _stream_blocks(store: Store, output: Output, ring: Ring) -> Iterator[tuple[Buffer, int]]:
+    """Stream an output whose pieces interleave, put together a block at a time."""
+    dtype = torch_dtype(output.dtype)
+    for pieces, shape in split_output(output.pieces, output.shape, ring.nbytes // dtype.itemsize):
+        buffer, n = ring.next(), math.prod(shape) * dtype.itemsize
+        fill_tensor(store, pieces, buffer.tensor[:n].view(dtype).view(shape))
+        yield buffer, n
+
+
+def split_output(
+    pieces: Sequence[Piece], shape: Shape, limit: int, d: int = 0
+) -> Iterator[tuple[Sequence[Piece], Shape]]:
+    """Cut an output from dimension `d` on into blocks of at most `limit` elements that follow one another in memory.
+
+    Each comes as its pieces, placed in a tensor of the shape that comes with them.
+    """
+    if math.prod(shape) <= limit:
+        yield pieces, shape
+        return
+    rows = limit // math.prod(shape[d + 1 :])
+    for begin in range(0, shape[d], max(1, rows)):
+        end = min(shape[d], begin + max(1, rows))
+        part = (*shape[:d], end - begin, *shape[d + 1 :])
+        yield from split_output(list(cut_pieces(pieces, d, begin, end)), part, limit, d + 1)
 
 
 def _stream_tensor(tensor: torch.Tensor, ring: Ring) -> Iterator[tuple[Buffer, int]]:

@@ -8,11 +8,14 @@ from .atomic import check_destination, check_space, new_folder
 from .checkpoint import Checkpoint
 from .errors import CheckpointError
 from .manifest import MANIFEST, manifest_bytes
+from .meter import Progress
 from .plan import Plan
-from .store import Store
+from .resume import Journal, job_of
+from .shards import MAX_SHARD_BYTES, split_shards
+from .store import FileStore, Store
 from .te_folder import CONFIG
 from .weight_files import plain_file
-from .writer import MAX_SHARD_BYTES, Progress, write_small_file, write_weights
+from .writer import write_small_file, write_weights
 
 SIDECARS = (
     "added_tokens.json",
@@ -44,16 +47,24 @@ def write_folder(
     config: bytes,
     *,
     sidecars_from: Path | None,
+    files: FileStore | None = None,
     overwrite: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Progress | None = None,
 ) -> None:
-    """Carry out a plan. The destination appears complete or not at all, and an existing one stays until then."""
+    """Carry out a plan. The destination appears complete or not at all, and an existing one stays until then.
+
+    files: what the store reads. What a killed run of the same plan over the same files has finished is kept; None: the
+        tensors are not in files, and nothing is kept.
+    """
     check_destination(destination, overwrite=overwrite)
     sidecars = _find_sidecars(sidecars_from)
+    shards = split_shards(plan, max_shard_bytes)
     check_space(destination, plan.total_bytes)
-    with new_folder(destination, overwrite=overwrite) as folder:
-        records = write_weights(folder, plan, store, max_shard_bytes=max_shard_bytes, progress=progress)
+    job = None if files is None else job_of(shards, files, config)
+    with new_folder(destination, overwrite=overwrite, job=job) as folder:
+        journal = None if job is None else Journal(folder.parent / "finished")
+        records = write_weights(folder, shards, store, journal=journal, progress=progress)
         for name, path in sidecars.items():
             records[name] = write_small_file(folder / name, path.read_bytes())
         records[CONFIG] = write_small_file(folder / CONFIG, config)
@@ -74,12 +85,14 @@ def write_conversion(
     """Carry out the plan of a conversion of `ckpt`, whose tokenizer files travel along; return the plan."""
     if not dry_run:
         ckpt.check_ignored()
+        ckpt.check_scales()
         write_folder(
             destination,
             plan,
             ckpt.store,
             config,
             sidecars_from=ckpt.path,
+            files=ckpt.store,
             overwrite=overwrite,
             max_shard_bytes=max_shard_bytes,
             progress=progress,

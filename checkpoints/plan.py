@@ -26,13 +26,17 @@ from .quantized_format import Description
 @dataclass(frozen=True)
 class Output:
     """One tensor to write: moved from pieces of source tensors, or computed when its turn comes by `compute`, which
-    returns it in parts along its first dimension."""
+    returns it in parts along its first dimension.
+
+    variant: what decides a computed tensor besides the source files, the configuration and the formats (a seed).
+    """
 
     name: str
     dtype: str
     shape: Shape
     pieces: tuple[Piece, ...] = ()
     compute: Callable[[], Iterable[torch.Tensor]] | None = field(default=None, compare=False)
+    variant: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -42,12 +46,16 @@ class Output:
 @dataclass(frozen=True)
 class Plan:
     """Outputs in order, source tensors that are left out on purpose, the formats of quantized outputs, and the names of
-    those outputs that are no part of the model but travel along."""
+    those outputs that are no part of the model but travel along.
+
+    metadata: entries of every file's header besides these formats.
+    """
 
     outputs: tuple[Output, ...]
     ignored: tuple[str, ...] = ()
     formats: Mapping[str, Description] = field(default_factory=dict)
     carried: tuple[str, ...] = ()
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def total_bytes(self) -> int:

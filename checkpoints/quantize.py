@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,20 +15,25 @@ from te_models.layers import recipe as recipe_by_name
 from te_models.layers.field_schema import empty_fields
 from te_models.layers.quantizer import Quantizer
 
-from .bands import Rows, dequantize_bands, quantize_into
+from .bands import BAND_ELEMENTS, Map, Rows, dequantize_bands, quantize_into
 from .boxes import Shape
 from .carried import our_names
 from .checkpoint import Checkpoint, open_checkpoint
 from .convert import PathLike, refuse_quantized, source_of
 from .dtypes import as_torch_dtype, dtype_name
 from .errors import CheckpointError
+from .meter import Progress
 from .output_folder import write_conversion
 from .parameters import Parameters
 from .plan import Output, Plan, make_plan
 from .quantized_format import SUFFIXES, describe, field_specs, quantizer_of
+from .shards import MAX_SHARD_BYTES
 from .te_folder import TEFolder
 from .te_namespace import formats_in_layout, te_namespace
-from .writer import MAX_SHARD_BYTES, Progress
+from .threads import cores, worker_threads
+
+MAX_THREADS = 8
+"""Threads that quantize one parameter; each has working copies of a band of rows."""
 
 
 def is_linear_weight(name: str) -> bool:
@@ -206,8 +212,22 @@ class _Fields:
     def _quantize(self) -> dict[str, torch.Tensor]:
         fields = empty_fields(self._quantizer, torch.Size(self._shape), "cpu")
         source, names = _matrices(self._params, self._members, self._name)
-        for g, matrix in enumerate(names):
-            # each matrix has its own scales, so this is what quantizing the whole stack gives
-            own = fields if len(self._shape) == 2 else {field: value[g] for field, value in fields.items()}
-            quantize_into(own, self._quantizer, self._shape[-2:], functools.partial(source.part, matrix, 0))
+        # each matrix has its own scales, so this is what quantizing the whole stack gives
+        parts = [fields] if len(self._shape) == 2 else [{f: v[g] for f, v in fields.items()} for g in range(len(names))]
+
+        def fill(matrix: str, own: dict[str, torch.Tensor], run: Map = map) -> None:
+            quantize_into(own, self._quantizer, self._shape[-2:], functools.partial(source.part, matrix, 0), run)
+
+        threads = min(cores(), MAX_THREADS, math.prod(self._shape) // (2 * BAND_ELEMENTS))
+        if threads < 2:
+            for matrix, own in zip(names, parts):
+                fill(matrix, own)
+            return fields
+        with worker_threads(threads) as pool:
+            if len(names) < threads:  # few matrices, each with bands enough for all
+                for matrix, own in zip(names, parts):
+                    fill(matrix, own, pool.map)
+            else:
+                for _ in pool.map(fill, names, parts):
+                    pass
         return fields

@@ -17,14 +17,15 @@ from .checkpoint import open_checkpoint
 from .convert import PathLike, source_of
 from .errors import CheckpointError
 from .load import check_shapes, layout_of
+from .meter import Progress
 from .naming import expected_tensors
 from .output_folder import write_folder
 from .plan import Plan, make_plan
 from .quantized_format import Description, describe, stored_fields
+from .shards import MAX_SHARD_BYTES
 from .store import JoinedStore, MemoryStore, Store
 from .te_folder import Source, TEFolder
 from .te_namespace import grouped_formats, te_namespace
-from .writer import MAX_SHARD_BYTES, Progress
 
 
 def save_model(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Protocol, Self
 import torch
 
 from .dtypes import bits_of, dtype_name, torch_dtype
-from .errors import CheckpointError
+from .errors import CheckpointError, quote
 from .header import TensorInfo, read_header
 
 
@@ -43,7 +44,10 @@ class Store(Protocol):
 
 
 class FileStore:
-    """The tensors of safetensors files, opened when first needed, closed by `close` or a with statement."""
+    """The tensors of safetensors files, opened when first needed, closed by `close` or a with statement.
+
+    Several threads may read at the same time.
+    """
 
     def __init__(self, paths: Mapping[str, Path]) -> None:
         """Read the headers of `paths` (file name -> path)."""
@@ -55,14 +59,20 @@ class FileStore:
         self._fds: dict[str, int] = {}
         weakref.finalize(self, _close_all, self._fds)
         self._maps: dict[str, torch.Tensor] = {}
+        self._opening = threading.Lock()
         for file, path in paths.items():
             header = read_header(path, file)
             self._data_start[file] = header.data_start
             self.metadata[file] = header.metadata
             for name, info in header.tensors.items():
                 if name in self.file_of:
-                    raise CheckpointError(f"tensor {name!r} is in two files, {self.file_of[name]} and {file}")
+                    raise CheckpointError(f"tensor {quote(name)} is in two files, {self.file_of[name]} and {file}")
                 self.tensors[name], self.file_of[name] = info, file
+
+    def state(self) -> dict[str, tuple[int, int, int]]:
+        """Return each file's size and times of change (ns), by which a later run knows that it is the same file."""
+        found = {file: path.stat() for file, path in sorted(self._paths.items())}
+        return {file: (info.st_size, info.st_mtime_ns, info.st_ctime_ns) for file, info in found.items()}
 
     def __enter__(self) -> Self:
         return self
@@ -76,9 +86,10 @@ class FileStore:
         _close_all(self._fds)
 
     def _fd(self, file: str) -> int:
-        if file not in self._fds:
-            self._fds[file] = os.open(self._paths[file], os.O_RDONLY | os.O_CLOEXEC)
-        return self._fds[file]
+        with self._opening:
+            if file not in self._fds:
+                self._fds[file] = os.open(self._paths[file], os.O_RDONLY | os.O_CLOEXEC)
+            return self._fds[file]
 
     def view(self, name: str) -> torch.Tensor:
         info, file = self.tensors[name], self.file_of[name]

@@ -12,13 +12,19 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from .errors import CheckpointError
+from .errors import CheckpointError, quote
 
 MAX_JSON_BYTES = 64 << 20
+
+MAX_VALUES = 400_000
+"""Numbers, strings, lists and objects in one text, counted before it is parsed: as Python objects they take up to 350
+bytes each and microseconds to make. A mixture of 384 experts in 60 layers, with scales, has 140,000 tensors."""
 
 
 def parse_object(data: bytes, where: str) -> dict[str, Any]:
     """Parse one JSON object from UTF-8 bytes; `where` names the file in the error."""
+    if sum(data.count(mark) for mark in (b",", b"[", b"{")) > MAX_VALUES:
+        raise CheckpointError(f"{where} holds more than the {MAX_VALUES} values allowed for a checkpoint's JSON")
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -29,7 +35,7 @@ def parse_object(data: bytes, where: str) -> dict[str, Any]:
         if len(values) != len(pairs):
             seen: set[str] = set()
             twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-            raise CheckpointError(f"{where} has the key {twice!r} twice in one object")
+            raise CheckpointError(f"{where} has the key {quote(twice)} twice in one object")
         return values
 
     def no_constant(name: str) -> Any:

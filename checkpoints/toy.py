@@ -22,10 +22,11 @@ from .families import FAMILIES, Family
 from .families.unused import COUNTS
 from .hf_config import export_config
 from .links import Link, Namespace, compose
+from .meter import Progress
 from .output_folder import write_conversion
 from .plan import Output, Plan
+from .shards import MAX_SHARD_BYTES
 from .strict_json import dump_object
-from .writer import MAX_SHARD_BYTES, Progress
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 

@@ -22,14 +22,15 @@ from .dtypes import dtype_name, torch_dtype
 from .errors import CheckpointError
 from .hf_config import find_family
 from .links import Link, Namespace
+from .meter import Progress
 from .move import fill_tensor
 from .naming import ExpertLayout, check_layout, expected_tensors
 from .output_folder import write_conversion
 from .plan import Output, Plan, make_plan
+from .shards import MAX_SHARD_BYTES
 from .store import Store
 from .te_folder import Source, TEFolder
 from .te_namespace import te_namespace
-from .writer import MAX_SHARD_BYTES, Progress
 
 _MLP = re.compile(r"decoder\.layers\.(\d+)\.mlp\.(linear_fc[12])\.(.+)")
 _ROUTER_STD = 0.02
@@ -77,10 +78,11 @@ def upcycle(
         for name, shape in expected_tensors(config, layout).items():
             if name in routers:
                 compute = _normal(name, shape, dtype, _ROUTER_STD, seed)
-                outputs.append(Output(name, dtype_name(dtype), shape, compute=compute))
+                outputs.append(Output(name, dtype_name(dtype), shape, compute=compute, variant=f"seed {seed}"))
             elif noise_std and ".mlp.experts." in name and ".weight" in name:
                 compute = _noisy(ckpt.store, by_name[name], noise_std, seed)
-                outputs.append(Output(name, by_name[name].dtype, shape, compute=compute))
+                variant = f"seed {seed}, noise {noise_std}"
+                outputs.append(Output(name, by_name[name].dtype, shape, compute=compute, variant=variant))
             else:
                 outputs.append(by_name[name])
         plan = Plan(tuple(outputs), plan.ignored)

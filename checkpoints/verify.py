@@ -15,10 +15,10 @@ from .convert import PathLike
 from .dtypes import bits_of, torch_dtype
 from .families.family import differing_fields
 from .links import compose, identity_namespace
+from .meter import Progress
 from .move import stream
 from .plan import Output, copy_of
 from .quantized_format import SUFFIXES
-from .writer import Progress
 
 MAX_DIFFERENCES = 20
 

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import re
 import stat
 from collections.abc import Iterable
 from pathlib import Path
 
-from .errors import CheckpointError, shorten
+from .errors import CheckpointError, quote, shorten
 from .store import FileStore
 from .strict_json import read_object
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_NUMBERED = re.compile(r"(.*?)(\d{1,9})(-of-\d{1,9})(.*)")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 def open_weights(folder: Path) -> FileStore:
-    """Open the weights of a folder: `model.safetensors`, or the shards that `model.safetensors.index.json` names."""
+    """Open the weights of a folder: `model.safetensors`, the shards that `model.safetensors.index.json` names, or where
+    there is neither, all its `*.safetensors` files, whose headers say the same as an index would."""
     if (folder / INDEX).exists() or (folder / INDEX).is_symlink():
         if (folder / SINGLE).exists():
             raise CheckpointError(f"{folder} holds both {SINGLE} and {INDEX}; remove the one that is out of date")
         return _open_sharded(folder)
     if (folder / SINGLE).exists() or (folder / SINGLE).is_symlink():
         return FileStore({SINGLE: plain_file(folder, SINGLE)})
+    files = sorted(p.name for p in folder.glob("*.safetensors"))
+    if files:
+        _check_numbers(folder, files)
+        return FileStore({name: plain_file(folder, name) for name in files})
     pickles = sorted(p.name for pattern in _PICKLES for p in folder.glob(pattern))
     if pickles:
         raise CheckpointError(
@@ -30,7 +37,23 @@ def open_weights(folder: Path) -> FileStore:
             "read here; ask for a safetensors release, or load it with torch.load(..., weights_only=True) and save it "
             "again with safetensors.torch.save_file"
         )
-    raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}")
+    raise CheckpointError(f"{folder} has no weights: neither {SINGLE}, nor {INDEX}, nor other *.safetensors files")
+
+
+def _check_numbers(folder: Path, files: list[str]) -> None:
+    """Raise CheckpointError where the names of numbered shards say that some are missing."""
+    for name in files:
+        numbered = _NUMBERED.fullmatch(name)
+        if numbered is not None:
+            before, total, after = numbered[1], numbered[3], numbered[4]
+            count = int(total.removeprefix("-of-"))
+            if count > len(files):
+                raise CheckpointError(f"{folder} has {len(files)} weight files, and {name!r} is one of {count}")
+            names = (f"{before}{number:0{len(numbered[2])}d}{total}{after}" for number in range(1, count + 1))
+            missing = [name for name in names if name not in files]
+            if missing:
+                raise CheckpointError(f"{folder} lacks the weight files {shorten(missing)}")
+            return
 
 
 def _open_sharded(folder: Path) -> FileStore:
@@ -40,13 +63,13 @@ def _open_sharded(folder: Path) -> FileStore:
         raise CheckpointError(f"{INDEX} has no weight_map from tensor names to file names")
     for name, file in weight_map.items():
         if not isinstance(file, str):
-            raise CheckpointError(f"{INDEX} maps {name!r} to something that is not a file name")
+            raise CheckpointError(f"{INDEX} maps {quote(name)} to something that is not a file name")
     files = sorted(set(weight_map.values()))
     store = FileStore({file: plain_file(folder, file, INDEX) for file in files})
     try:
         for name, file in weight_map.items():
             if store.file_of.get(name) != file:
-                raise CheckpointError(f"{INDEX} says that {file} holds {name!r}, and it does not")
+                raise CheckpointError(f"{INDEX} says that {file} holds {quote(name)}, and it does not")
         unlisted = [name for name in store.tensors if name not in weight_map]
         if unlisted:
             raise CheckpointError(f"the shards hold tensors that {INDEX} does not list: {shorten(unlisted)}")
@@ -62,7 +85,7 @@ def plain_file(folder: Path, name: str, named_by: str | None = None) -> Path:
     A symbolic link must end in the folder itself, or in the `blobs` folder of a Hugging Face hub cache when the folder
     is a `snapshots/<revision>` of that cache, which is how the hub client stores every download.
     """
-    source = f"{named_by} names the file {name!r}, which" if named_by else f"{name} of {folder}"
+    source = f"{named_by} names the file {quote(name)}, which" if named_by else f"{name} of {folder}"
     if name in ("", ".", "..") or any(c in name for c in "/\\\0") or not name.isprintable():
         raise CheckpointError(f"{source} is not a plain file name inside the folder")
     path = folder / name

@@ -2,31 +2,34 @@
 
 The safetensors library writes a file in one call from tensors that are all in memory. A conversion knows every size
 before it has any data, so it can write the header at once and then let the data pass through, whatever the total.
+
+Several files are written at once, each through buffers and threads of its own (a `Lane`), with the same bytes whatever
+their number. Files with computed tensors take turns: one computes at a time, so memory stays that of one tensor.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+import threading
+from collections.abc import Sequence
+from concurrent.futures import wait
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Self
 
-from .buffers import Buffer, Ring
-from .dtypes import bits_of
-from .errors import CheckpointError
-from .manifest import FileRecord
+from .buffers import Buffer
+from .hashing import Digests, FileRecord, Lane
+from .meter import Meter, Progress
 from .move import stream
-from .plan import Output, Plan
-from .quantized_format import write_metadata
+from .resume import Journal
+from .shards import Shard, header_bytes, index_bytes
 from .store import Store
-from .strict_json import dump_object
-from .weight_files import INDEX, SINGLE
+from .threads import cores, run_all
+from .weight_files import INDEX
 
-MAX_SHARD_BYTES = 5_000_000_000
+MAX_FILES_AT_ONCE = 4
+"""Each file at work has buffers of 8 MiB."""
 
 _WRITE_BYTES = 32 << 10
 """Bytes per write call. Larger ones make Linux (6.18, ext4) look for large contiguous pages for its cache, which took
@@ -35,106 +38,48 @@ up to eight times the processor time of the whole copy (0.5 s/GiB at 32 KiB; 1 t
 _FLUSH_BYTES = 128 << 20
 """Bytes after which a thread starts flushing, so that the disk works while data is still moving."""
 
-Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in total) as data is written."""
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One file of a plan."""
-
-    file: str
-    outputs: tuple[Output, ...]
-    metadata: Mapping[str, str]
-
-
-def split_shards(plan: Plan, max_shard_bytes: int) -> list[Shard]:
-    """Distribute outputs over files of at most `max_shard_bytes` of data each, in plan order.
-
-    A single larger output gets a file of its own, and the entries of one quantized parameter stay together.
-    """
-    if max_shard_bytes < 1:
-        raise CheckpointError(f"max_shard_bytes is {max_shard_bytes}; allowed: a positive number")
-    groups: list[list[Output]] = [[]]
-    size = 0
-    for unit in _units(plan):
-        nbytes = sum(output.nbytes for output in unit)
-        if groups[-1] and size + nbytes > max_shard_bytes:
-            groups.append([])
-            size = 0
-        groups[-1] += unit
-        size += nbytes
-    names = (
-        [SINGLE]
-        if len(groups) == 1
-        else [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
-    )
-    shards = []
-    for name, group in zip(names, groups):
-        present = {output.name for output in group}
-        metadata = write_metadata({n: plan.formats[n] for n in plan.formats if n in present})
-        shards.append(Shard(name, tuple(sorted(group, key=_alignment)), metadata))
-    return shards
-
-
-def _units(plan: Plan) -> Iterable[list[Output]]:
-    """Outputs one by one, but all entries of a quantized parameter (consecutive, its name first) as one unit."""
-    unit: list[Output] = []
-    owner: str | None = None
-    for output in plan.outputs:
-        if unit and not (owner is not None and output.name.startswith(owner) and output.name not in plan.formats):
-            yield unit
-            unit = []
-        if not unit:
-            owner = output.name if output.name in plan.formats else None
-        unit.append(output)
-    if unit:
-        yield unit
-
-
-def _alignment(output: Output) -> int:
-    """Sort key: plan order, but sizes that would misalign what follows go last, widest dtype first."""
-    return 0 if output.nbytes % 8 == 0 else 64 // (bits_of(output.dtype) or 8)
-
-
-def header_bytes(shard: Shard) -> bytes:
-    """Return the file's header, length prefix included, padded so that the data starts at a multiple of 8."""
-    entries: dict[str, Any] = {"__metadata__": dict(shard.metadata)}
-    position = 0
-    for output in shard.outputs:
-        offsets = [position, position + output.nbytes]
-        entries[output.name] = {"dtype": output.dtype, "shape": list(output.shape), "data_offsets": offsets}
-        position += output.nbytes
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
 
 def write_weights(
-    folder: Path, plan: Plan, store: Store, *, max_shard_bytes: int = MAX_SHARD_BYTES, progress: Progress | None = None
+    folder: Path,
+    shards: Sequence[Shard],
+    store: Store,
+    *,
+    journal: Journal | None = None,
+    progress: Progress | None = None,
+    files_at_once: int | None = None,
 ) -> dict[str, FileRecord]:
-    """Write all outputs of the plan, and an index where there is more than one file; return file name -> record."""
-    shards = split_shards(plan, max_shard_bytes)
-    records: dict[str, FileRecord] = {}
-    total, done, ring = plan.total_bytes, 0, Ring()
-    # One thread hashes a buffer (hashlib releases the interpreter lock), another waits for the disk, while this one
-    # reads and writes the next buffer.
-    with ThreadPoolExecutor(max_workers=1) as hasher, ThreadPoolExecutor(max_workers=1) as flusher:
-        for shard in shards:
-            with HashedFile(folder / shard.file, hasher, flusher) as file:
-                file.write(header_bytes(shard))
+    """Write all files, and an index where there is more than one; return file name -> record.
+
+    Arguments:
+        journal: of an earlier run that was killed; files that it finished are checked and kept.
+        files_at_once: default: as many as there are processor cores, at most MAX_FILES_AT_ONCE.
+    """
+    at_once = files_at_once or min(cores(), MAX_FILES_AT_ONCE)
+    meter = Meter(sum(shard.nbytes for shard in shards), progress)
+    records = journal.keep(folder, shards, meter, at_once) if journal is not None else {}
+    computing = threading.Lock()
+
+    def write(shard: Shard) -> FileRecord:
+        computed = any(output.compute is not None for output in shard.outputs)
+        with computing if computed else nullcontext(), Lane() as lane:
+            with HashedFile(folder / shard.file, lane) as file:
+                file.write_header(header_bytes(shard))
                 for output in shard.outputs:
-                    for buffer, nbytes in stream(store, output, ring):
+                    for buffer, nbytes in stream(store, output, lane.ring):
                         file.write_buffer(buffer, nbytes)
-                        done += nbytes
-                        if progress is not None:
-                            progress(done, total)
-            records[shard.file] = file.record()
+                        meter.add(nbytes)
+                    file.digests.end_tensor(output.name)
+            record = file.record()
+        if journal is not None:
+            journal.add(shard, record)
+        return record
+
+    left = [shard for shard in shards if shard.file not in records]
+    written = run_all(write, left, at_once, meter.stop)
+    records |= {shard.file: record for shard, record in zip(left, written)}
     if len(shards) > 1:
-        weight_map = {output.name: shard.file for shard in shards for output in shard.outputs}
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        records[INDEX] = write_small_file(folder / INDEX, dump_object(index))
-    return records
+        records[INDEX] = write_small_file(folder / INDEX, index_bytes(shards))
+    return {name: records[name] for name in (*(shard.file for shard in shards), INDEX) if name in records}
 
 
 def write_small_file(path: Path, data: bytes) -> FileRecord:
@@ -144,15 +89,15 @@ def write_small_file(path: Path, data: bytes) -> FileRecord:
 
 
 class HashedFile:
-    """A file being written, hashed (SHA-256) and flushed to the disk by two other threads meanwhile."""
+    """A file being written, hashed (as a whole and tensor by tensor) and flushed to the disk by threads meanwhile."""
 
-    def __init__(self, path: Path, hasher: ThreadPoolExecutor, flusher: ThreadPoolExecutor) -> None:
+    def __init__(self, path: Path, lane: Lane) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        self._hasher, self._flusher = hasher, flusher
-        self._digest, self._size = hashlib.sha256(), 0
-        self._flushed, self._flush = 0, flusher.submit(lambda: None)
+        self.digests = Digests(lane)
+        self._disk, self._size = lane.disk, 0
+        self._flushed, self._flush = 0, self._disk.submit(lambda: None)
 
-    def __enter__(self) -> HashedFile:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -164,19 +109,19 @@ class HashedFile:
         finally:
             os.close(self._fd)
 
-    def write(self, data: bytes | memoryview) -> None:
-        """Write and hash on this thread."""
-        self._digest.update(data)
+    def write_header(self, data: bytes) -> None:
+        """Write bytes that belong to no tensor."""
+        self.digests.add_header(data)
         self._write(data)
 
     def write_buffer(self, buffer: Buffer, nbytes: int) -> None:
         """Write the first bytes of a buffer, and hash them while this thread goes on."""
         data = buffer.bytes[:nbytes]
-        buffer.pending = self._hasher.submit(self._digest.update, data)
+        self.digests.add(buffer, data)
         self._write(data)
         if self._size - self._flushed >= _FLUSH_BYTES and self._flush.done():
             self._flush.result()  # a disk error is reported once, so it must not be lost here
-            self._flush, self._flushed = self._flusher.submit(os.fsync, self._fd), self._size
+            self._flush, self._flushed = self._disk.submit(os.fsync, self._fd), self._size
 
     def _write(self, data: bytes | memoryview) -> None:
         view = memoryview(data)
@@ -186,5 +131,5 @@ class HashedFile:
             view = view[written:]
 
     def record(self) -> FileRecord:
-        """Return the digest and size; waits for the hashing thread."""
-        return FileRecord(self._hasher.submit(self._digest.hexdigest).result(), self._size)
+        """Return the digests and the size; waits for the hashing threads."""
+        return self.digests.record(self._size)

@@ -1,8 +1,9 @@
-"""The verbs that turn one model folder into another: import, export, relayout, quantize, dequantize, upcycle, toy."""
+"""The verbs that make one folder of another: import, export, relayout, reshard, quantize, dequantize, upcycle, toy."""
 
 from __future__ import annotations
 
 import argparse
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -56,6 +57,17 @@ def add(verbs: Verbs) -> None:
         "te-models relayout ./moe ./moe-per-gemm --layout per-gemm",
     )
     parser.add_argument("--layout", choices=LAYOUTS, required=True, help="the layout to write")
+
+    _converter(
+        verbs,
+        "reshard",
+        run_reshard,
+        ("IN", "OUT"),
+        "the same tensors in files of another size",
+        "Split the weight files of a model folder of either kind, or merge them: the same tensors, bit\n"
+        "for bit, in as few files of --max-shard-size as hold them.",
+        "te-models reshard ./moe ./moe-one-file --max-shard-size 1TB",
+    )
 
     parser = _converter(
         verbs,
@@ -128,9 +140,24 @@ def _converter(
     parser = verb(verbs, name, run, summary, description, example)
     parser.add_argument("source", metavar=folders[0], help="the folder to read")
     parser.add_argument("out", metavar=folders[1], help="the folder to write")
-    parser.add_argument("--dry-run", action="store_true", help="plan and check everything, write nothing")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan, write nothing")
     parser.add_argument("--force", action="store_true", help="replace an existing model folder at the output")
+    parser.add_argument(
+        "--max-shard-size", metavar="SIZE", type=parse_size, default="5GB", help="of a weight file, e.g. 500MB (5GB)"
+    )
     return parser
+
+
+def parse_size(text: str) -> int:
+    """Return a number of bytes: `5GB` (10^9), `5GiB` (2^30), or plain digits."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmgt]?)(i?)b?", text.strip().lower())
+    if match is None or (match[3] and not match[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write for example 5GB, 500MB or 2GiB")
+    base = 1024 if match[3] else 1000
+    size = int(float(match[1]) * base ** " kmgt".index(match[2] or " "))
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive size")
+    return size
 
 
 def run_import(args: argparse.Namespace) -> int:
@@ -152,6 +179,13 @@ def run_relayout(args: argparse.Namespace) -> int:
     from te_models.checkpoints import relayout
 
     return _convert(args, relayout, layout=args.layout)
+
+
+def run_reshard(args: argparse.Namespace) -> int:
+    """The same tensors in other files."""
+    from te_models.checkpoints import reshard
+
+    return _convert(args, reshard)
 
 
 def run_quantize(args: argparse.Namespace) -> int:
@@ -195,7 +229,8 @@ def _convert(args: argparse.Namespace, function: Callable[..., Any], **options: 
     out, start = Path(args.out), time.perf_counter()
     _check_replaceable(out, force=args.force)
     with byte_progress(args.verb) as progress:
-        plan = function(args.source, out, overwrite=args.force, dry_run=args.dry_run, progress=progress, **options)
+        options |= {"overwrite": args.force, "dry_run": args.dry_run, "max_shard_bytes": args.max_shard_size}
+        plan = function(args.source, out, progress=progress, **options)
     result = {
         "verb": args.verb,
         "source": args.source,
@@ -204,7 +239,7 @@ def _convert(args: argparse.Namespace, function: Callable[..., Any], **options: 
         "seconds": round(time.perf_counter() - start, 3),
         "plan": plan.to_dict(),
     }
-    did = "would write" if args.dry_run else f"in {result['seconds']:.1f} s wrote"
+    did = f"{plan}\nwould write" if args.dry_run else f"in {result['seconds']:.1f} s wrote"
     text = f"{did} {out}: {len(plan.outputs)} tensors, {plan.total_bytes / 2**20:.1f} MiB"
     if plan.carried:
         text += f"\nkept {len(plan.carried)} tensors that the model does not use"

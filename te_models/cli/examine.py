@@ -28,9 +28,10 @@ def add(verbs: Verbs) -> None:
         verbs,
         "verify",
         run_verify,
-        "whether two folders hold the same model",
+        "whether two folders hold the same model, or one is intact",
         "Compare two model folders bit for bit, whatever their kind and layout. Exit code 0 if they\n"
-        "hold the same model, 1 if not.\n\n"
+        "hold the same model, 1 if not. With one folder: whether its files and tensors still have the\n"
+        "SHA-256 that its manifest.json says.\n\n"
         "With --logits, compute instead: transformers runs A, a Hugging Face folder, and te_models runs\n"
         "B. Shows the divergence of next-token distributions, how often both put the same token first,\n"
         "and the first layer whose output differs by more than the tolerance. Exit code 0 if the logits\n"
@@ -38,7 +39,7 @@ def add(verbs: Verbs) -> None:
         "te-models verify --logits ./SmolLM2-135M ./smollm2",
     )
     parser.add_argument("a", metavar="A", help="a model folder")
-    parser.add_argument("b", metavar="B", help="a model folder")
+    parser.add_argument("b", metavar="B", nargs="?", help="a model folder (default: check A against its manifest)")
     parser.add_argument("--logits", action="store_true", help="compare what the models compute")
     parser.add_argument("--tokens", type=int, metavar="N", help="with --logits: how many tokens (256)")
     parser.add_argument("--text", metavar="FILE", help="with --logits: a UTF-8 file to read (random tokens)")
@@ -77,13 +78,17 @@ def run_inspect(args: argparse.Namespace) -> int:
 
 
 def run_verify(args: argparse.Namespace) -> int:
-    """Print the comparison; 1 if the models differ."""
+    """Print the comparison, or the check of one folder; 1 if the models differ or the folder was changed."""
     options = {name: getattr(args, name) for name in ("tokens", "text", "dtype", "tolerance")}
     given = {name: value for name, value in options.items() if value is not None}
     if args.logits:
+        if args.b is None:
+            raise ValueError("--logits compares two folders; only one is given")
         return _compare_logits(args, given)
     if given:
         raise ValueError(f"--{next(iter(given))} needs --logits")
+    if args.b is None:
+        return _check_one(args)
 
     from te_models.checkpoints import verify
 
@@ -124,3 +129,18 @@ def _compare_logits(args: argparse.Namespace, options: dict[str, Any]) -> int:
     report = compare_logits(args.a, args.b, **options)
     emit(args, report.to_dict(), str(report))
     return 0 if report.agree else 1
+
+
+def _check_one(args: argparse.Namespace) -> int:
+    from te_models.checkpoints import CheckpointError, check_manifest
+    from te_models.checkpoints.manifest import read_manifest
+
+    files, problem = len(read_manifest(Path(args.a))), None
+    try:
+        with byte_progress("verify") as progress:
+            check_manifest(args.a, progress=progress)
+    except CheckpointError as error:
+        problem = str(error)
+    text = f"{args.a}: {problem or f'{files} files are as manifest.json says'}"
+    emit(args, {"intact": problem is None, "files": files, "problem": problem}, text)
+    return 0 if problem is None else 1

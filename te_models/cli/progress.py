@@ -1,26 +1,44 @@
-"""The progress bar of long work: on standard error, and only where a person is watching."""
+"""The progress line of long work: on standard error, and only where a person is watching."""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from ..extras import installed, require
+SECONDS_BETWEEN = 0.1
 
 
 @contextmanager
 def byte_progress(title: str) -> Iterator[Callable[[int, int], None]]:
-    """Yield `report(done_bytes, total_bytes)`. Without a terminal, or without tqdm (extra `train`), it does nothing."""
-    if not sys.stderr.isatty() or not installed("train"):
+    """Yield `report(done_bytes, total_bytes)`; without a terminal it does nothing."""
+    if not sys.stderr.isatty():
         yield lambda done, total: None
         return
-    bar: Any = require("tqdm", "train").tqdm(desc=title, unit="B", unit_scale=True, unit_divisor=1024, file=sys.stderr)
+    begin, shown = time.monotonic(), 0.0
 
     def report(done: int, total: int) -> None:
-        bar.total = total
-        bar.update(done - bar.n)
+        nonlocal shown
+        now = time.monotonic()
+        if now - shown >= SECONDS_BETWEEN or done == total:
+            shown = now
+            # the cursor goes back to the start of the line, so that whatever is printed next replaces it
+            print(f"{title}: {progress_text(done, total, now - begin)}\x1b[K\r", end="", file=sys.stderr, flush=True)
 
-    with bar:
+    try:
         yield report
+    finally:
+        print("\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def progress_text(done: int, total: int, seconds: float) -> str:
+    """Say how much is done, how fast, when the rest will be: "1.20 of 4.80 GB, 25%, 312 MB/s, 0:12 left"."""
+    share = done / total if total else 1.0
+    rate = done / seconds if seconds > 0 else 0.0
+    text = f"{done / 1e9:.2f} of {total / 1e9:.2f} GB, {int(100 * share)}%, {rate / 1e6:.0f} MB/s"
+    if not rate:
+        return text
+    left = round((total - done) / rate)
+    clock = f"{left // 60}:{left % 60:02d}" if left < 3600 else f"{left // 3600}:{left // 60 % 60:02d}:{left % 60:02d}"
+    return f"{text}, {clock} left"

@@ -15,7 +15,7 @@ import pytest
 
 from te_models.checkpoints import FAMILIES, inspect
 from te_models.checkpoints.plan import Output, Plan
-from te_models.checkpoints.writer import header_bytes, split_shards
+from te_models.checkpoints.shards import header_bytes, split_shards
 
 CHILD = Path(__file__).with_name("memory_child.py")
 MODELS: dict[str, dict[str, Any]] = {
@@ -125,3 +125,57 @@ def test_quantize_and_dequantize_stay_below_the_largest_tensor(tmp_path: Path, m
     peak = peak_of("dequantize", tmp_path / "quantized", tmp_path / "back")
     assert largest_and_total(tmp_path / "back")[0] == largest
     assert peak < 64 << 20, f"dequantize took {peak >> 20} MiB, although it streams parts of tensors"
+
+
+LARGE: dict[str, dict[str, Any]] = {
+    "dense": {
+        "model_type": "llama",
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 10,
+        "num_attention_heads": 32,
+    },
+    "moe": {
+        "model_type": "mixtral",
+        "vocab_size": 32000,
+        "hidden_size": 2048,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 10,
+        "num_attention_heads": 16,
+        "num_local_experts": 8,
+    },
+}
+"""Models of more than 4 GiB."""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="anonymous memory is read from Linux's /proc")
+@pytest.mark.parametrize("model", LARGE)
+def test_four_gib_stay_below_the_largest_tensor_and_128_mib(tmp_path: Path, model: str) -> None:
+    """In files of 1 GB, so that several are written at once. Needs 10 GB of disk."""
+    needed = 10 << 30
+    if shutil.disk_usage(tmp_path).free < needed:
+        pytest.skip(f"{needed >> 30} GiB of disk are needed")
+    make_sparse_folder(tmp_path / "hf", LARGE[model])
+    steps = [
+        ("import_hf", "hf", "ours", {}),
+        ("export_hf", "ours", "back", {}),
+        ("quantize", "hf", "mxfp8", {"recipe": "mxfp8"}),
+        ("dequantize", "mxfp8", "values", {}),
+        ("quantize", "hf", "block", {"recipe": "block"}),
+        ("reshard", "block", "other", {}),
+    ]
+    failed = []
+    for verb, source, destination, options in steps:
+        peak = peak_of(verb, tmp_path / source, tmp_path / destination, max_shard_bytes=10**9, **options)
+        largest, total = largest_and_total(tmp_path / destination)
+        assert total > (4 << 30) or options.get("recipe") == "block" or source == "block"
+        print(f"{model} {verb} {options}: {peak >> 20} MiB; largest tensor {largest >> 20}, in all {total >> 20}")
+        if peak > largest + (128 << 20):
+            failed.append((verb, options, peak >> 20, largest >> 20))
+        if source != "hf":
+            shutil.rmtree(tmp_path / source)
+        if destination in ("back", "values", "other"):
+            shutil.rmtree(tmp_path / destination)
+    assert not failed

@@ -92,16 +92,15 @@ def hf_folder_copy(hf_folder: HFFolder, tmp_path: Path) -> Path:
     return tmp_path / "fresh"
 
 
-def test_two_runs_to_one_destination_do_not_remove_each_other_s_work(tmp_path: Path) -> None:
-    with new_folder(tmp_path / "out", overwrite=False) as first:
+def test_a_second_run_to_one_destination_is_refused(hf_folder: HFFolder, tmp_path: Path) -> None:
+    source = hf_folder("llama")
+    with new_folder(tmp_path / "ours", overwrite=False) as first:
         (first / "a").write_text("1")
-        with new_folder(tmp_path / "out", overwrite=True) as second:
-            assert first.exists() and second != first
-            (second / "b").write_text("2")
-        with pytest.raises(CheckpointError, match="exists"):
-            atomic.check_destination(tmp_path / "out", overwrite=False)
-        (tmp_path / "out/b").unlink()  # let the outer run find an empty folder
-    assert [p.name for p in tmp_path.rglob("*")] == ["out", "a"]
+        with pytest.raises(CheckpointError, match=r"another process is writing .*ours; wait for it"):
+            import_hf(source, tmp_path / "ours")
+        assert (first / "a").read_text() == "1"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf-llama", "ours"]
+    assert [p.name for p in (tmp_path / "ours").iterdir()] == ["a"]
 
 
 def test_a_destination_that_appears_meanwhile_is_kept(tmp_path: Path) -> None:

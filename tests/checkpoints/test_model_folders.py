@@ -373,19 +373,20 @@ def test_inspect(hf_folder: HFFolder, tmp_path: Path) -> None:
     assert "4 experts, top 2" in str(found) and "float8_block: 8 parameters" in str(found)
 
 
-def test_manifest_notices_changes(hf_folder: HFFolder, tmp_path: Path) -> None:
-    import_hf(hf_folder("llama"), tmp_path / "ours")
-    assert check_manifest(tmp_path / "ours") == 4
-    file = tmp_path / "ours/model.safetensors"
-    raw = bytearray(file.read_bytes())
-    raw[-1] ^= 1
-    file.write_bytes(raw)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors does not have the SHA-256"):
-        check_manifest(tmp_path / "ours")
-    file.write_bytes(raw[:-1])
-    with pytest.raises(CheckpointError, match=r"model.safetensors has \d+ bytes and manifest.json says"):
-        check_manifest(tmp_path / "ours")
-    manifest = tmp_path / "ours/manifest.json"
-    manifest.write_text(manifest.read_text().replace("model.safetensors", "../secret"))
-    with pytest.raises(CheckpointError, match="not a plain file name"):
-        check_manifest(tmp_path / "ours")
+def test_weight_files_without_an_index(hf_folder: HFFolder, tmp_path: Path) -> None:
+    """Numbered shards, files of any name, or one file: the headers say which tensors they hold."""
+    whole, folder = hf_folder("llama"), tmp_path / "hf"
+    hf_folder("mixtral", max_shard_size="20KB").rename(folder)
+    import_hf(folder, tmp_path / "reference")
+    (folder / "model.safetensors.index.json").unlink()
+    import_hf(folder, tmp_path / "numbered")
+    for number, file in enumerate(sorted(folder.glob("*.safetensors"))):
+        file.rename(folder / f"part {number}.safetensors")
+    assert number > 3
+    import_hf(folder, tmp_path / "named")
+    for name in ("numbered", "named"):
+        assert_same_bits(stored(tmp_path / name), stored(tmp_path / "reference"))
+    (whole / "model.safetensors").rename(whole / "weights.safetensors")
+    import_hf(whole, tmp_path / "one")
+    export_hf(tmp_path / "one", tmp_path / "back")
+    assert_same_bits(stored(whole), stored(tmp_path / "back"))

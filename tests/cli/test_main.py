@@ -21,6 +21,7 @@ VERBS = (
     "relayout",
     "quantize",
     "dequantize",
+    "reshard",
     "upcycle",
     "inspect",
     "verify",
@@ -72,10 +73,10 @@ print([n for n in sys.modules if n.split(".")[0] in ("torch", "numpy", "tyro", "
     assert run.stdout.splitlines()[-1] == "[]"
 
 
-@pytest.mark.parametrize("verb", ["import", "export", "relayout", "quantize", "dequantize", "upcycle"])
+@pytest.mark.parametrize("verb", ["import", "export", "relayout", "reshard", "quantize", "dequantize", "upcycle"])
 def test_converters_have_dry_run_and_force(verb: str) -> None:
     options = {option for action in sub_parsers()[verb]._actions for option in action.option_strings}
-    assert {"--dry-run", "--force"} <= options
+    assert {"--dry-run", "--force", "--max-shard-size"} <= options
 
 
 def test_python_m_is_the_same_program() -> None:

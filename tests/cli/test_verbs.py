@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from te_models.cli.convert import parse_size
 from te_models.cli.main import main
 from te_models.layers import recipe
 
@@ -165,6 +166,30 @@ def test_dry_run_writes_nothing(model: Path, tmp_path: Path, capsys: pytest.Capt
         assert result["dry_run"] is True
         assert result["plan"]["tensors"] > 0
         assert list(tmp_path.iterdir()) == []
+    assert main(["export", str(model), str(tmp_path / "out"), "--dry-run"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("21 tensors, ") and printed[-1].startswith("would write ")
+    qkv = "'decoder.layers.1.self_attention.linear_qkv.weight'"
+    assert f"  model.layers.1.self_attn.k_proj.weight  BF16 [32, 64]  <-  {qkv}" in printed
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_reshard_splits_and_merges(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_json(capsys, "reshard", model, tmp_path / "many", "--max-shard-size", "50kB")
+    assert len(list((tmp_path / "many").glob("model-*-of-*.safetensors"))) > 2
+    run_json(capsys, "reshard", tmp_path / "many", tmp_path / "one", "--max-shard-size", "1TB")
+    for file in model.iterdir():
+        assert (tmp_path / "one" / file.name).read_bytes() == file.read_bytes()
+    assert run_json(capsys, "verify", tmp_path / "many", tmp_path / "one")["equal"] is True
+
+
+def test_sizes_of_shards(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"5GB": 5 * 10**9, "500mb": 5 * 10**8, "2GiB": 2**31, "1.5 kB": 1500, "17": 17, "1T": 10**12}
+    assert {text: parse_size(text) for text in sizes} == sizes
+    for wrong in ("", "5PB", "-1", "5i", "0", "1e9"):
+        with pytest.raises(SystemExit):
+            main(["reshard", str(model), str(tmp_path / "out"), f"--max-shard-size={wrong}"])
+        assert "size" in capsys.readouterr().err
 
 
 def test_force_replaces_a_model_folder_and_nothing_else(

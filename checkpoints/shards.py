@@ -1,0 +1,105 @@
+"""Which tensor goes into which file, and the headers of those files: all decided before any data moves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .dtypes import bits_of
+from .errors import CheckpointError
+from .plan import Output, Plan
+from .quantized_format import write_metadata
+from .strict_json import dump_object
+from .weight_files import SINGLE
+
+MAX_SHARD_BYTES = 5_000_000_000
+
+MAX_SHARD_TENSORS = 10_000
+"""Keeps a file's header, descriptions of quantized parameters included, far below what a reader accepts."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of a plan."""
+
+    file: str
+    outputs: tuple[Output, ...]
+    metadata: Mapping[str, str]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensor data."""
+        return sum(output.nbytes for output in self.outputs)
+
+
+def split_shards(plan: Plan, max_shard_bytes: int) -> list[Shard]:
+    """Distribute outputs over files of at most `max_shard_bytes` of data (and MAX_SHARD_TENSORS) each, in plan order.
+
+    A single larger output gets a file of its own, and the entries of one quantized parameter stay together.
+    """
+    if max_shard_bytes < 1:
+        raise CheckpointError(f"max_shard_bytes is {max_shard_bytes}; allowed: a positive number")
+    groups: list[list[Output]] = [[]]
+    size = 0
+    for unit in _units(plan):
+        nbytes = sum(output.nbytes for output in unit)
+        full = size + nbytes > max_shard_bytes or len(groups[-1]) + len(unit) > MAX_SHARD_TENSORS
+        if groups[-1] and full:
+            groups.append([])
+            size = 0
+        groups[-1] += unit
+        size += nbytes
+    names = (
+        [SINGLE]
+        if len(groups) == 1
+        else [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
+    )
+    shards = []
+    for name, group in zip(names, groups):
+        present = {output.name for output in group}
+        described = write_metadata({n: plan.formats[n] for n in plan.formats if n in present})
+        metadata = described | dict(plan.metadata)
+        shards.append(Shard(name, tuple(sorted(group, key=_alignment)), metadata))
+    return shards
+
+
+def _units(plan: Plan) -> Iterable[list[Output]]:
+    """Outputs one by one, but all entries of a quantized parameter (consecutive, its name first) as one unit."""
+    unit: list[Output] = []
+    owner: str | None = None
+    for output in plan.outputs:
+        if unit and not (owner is not None and output.name.startswith(owner) and output.name not in plan.formats):
+            yield unit
+            unit = []
+        if not unit:
+            owner = output.name if output.name in plan.formats else None
+        unit.append(output)
+    if unit:
+        yield unit
+
+
+def _alignment(output: Output) -> int:
+    """Sort key: plan order, but sizes that would misalign what follows go last, widest dtype first."""
+    return 0 if output.nbytes % 8 == 0 else 64 // (bits_of(output.dtype) or 8)
+
+
+def header_bytes(shard: Shard) -> bytes:
+    """Return the file's header, length prefix included, padded so that the data starts at a multiple of 8."""
+    entries: dict[str, Any] = {"__metadata__": dict(shard.metadata)}
+    position = 0
+    for output in shard.outputs:
+        offsets = [position, position + output.nbytes]
+        entries[output.name] = {"dtype": output.dtype, "shape": list(output.shape), "data_offsets": offsets}
+        position += output.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def index_bytes(shards: Sequence[Shard]) -> bytes:
+    """Return the content of the index that says which file holds which tensor."""
+    weight_map = {output.name: shard.file for shard in shards for output in shard.outputs}
+    total = sum(shard.nbytes for shard in shards)
+    return dump_object({"metadata": {"total_size": total}, "weight_map": weight_map})

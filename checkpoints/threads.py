@@ -1,0 +1,62 @@
+"""Threads for moving and computing data: each does its own torch work alone.
+
+torch spreads one operation over all cores and waits for the slowest, which on a machine with other work is a thread
+that is not running. A conversion has many independent parts, so here a thread takes a part and nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def cores() -> int:
+    """Return how many processor cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def worker_threads(count: int) -> Iterator[ThreadPoolExecutor]:
+    """Yield `count` running threads on which a torch operation uses one thread."""
+    before, ready = torch.get_num_threads(), threading.Barrier(count)
+
+    def start() -> None:
+        torch.get_num_threads()  # a thread's first use of torch copies the setting, so that has to come before
+        torch.set_num_threads(1)  # of this thread, and of threads that use torch for the first time from now on
+        ready.wait()
+
+    with ThreadPoolExecutor(count) as pool:
+        wait([pool.submit(start) for _ in range(count)])
+        torch.set_num_threads(before)
+        yield pool
+
+
+def run_all(function: Callable[[T], R], items: Sequence[T], count: int, stop: threading.Event) -> list[R]:
+    """Return `function` of every item, computed by up to `count` threads; on an error set `stop` and raise the error.
+
+    With one thread or one item it is the calling thread that does the work.
+    """
+    count = min(count, len(items))
+    if count < 2:
+        return [function(item) for item in items]
+    with worker_threads(count) as pool:
+        futures = [pool.submit(function, item) for item in items]
+        try:
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+            return [future.result() for future in futures]
+        except BaseException:
+            stop.set()
+            for future in futures:
+                future.cancel()
+            raise

@@ -1,0 +1,115 @@
+"""manifest.json: digests that other tools reproduce, and what `check_manifest` says about a folder that was changed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from te_models.checkpoints import CheckpointError, check_manifest, import_hf, quantize, relayout
+from te_models.checkpoints.header import read_header
+from te_models.checkpoints.manifest import read_manifest
+from te_models.cli.main import main
+from tests.checkpoints.hf_cases import HFFolder
+
+
+def test_digests_are_those_of_other_tools(hf_folder: HFFolder, tmp_path: Path) -> None:
+    """Whatever wrote the tensor: byte ranges, joined and converted parts, bands, computed fields, several files."""
+    source = hf_folder("mixtral")
+    import_hf(source, tmp_path / "plain", max_shard_bytes=20_000)
+    import_hf(source, tmp_path / "float", dtype="float32")
+    relayout(tmp_path / "plain", tmp_path / "split", "per-gemm")
+    quantize(source, tmp_path / "fp8", "mxfp8", max_shard_bytes=30_000)
+    for name in ("plain", "float", "split", "fp8"):
+        folder = tmp_path / name
+        records = read_manifest(folder)
+        assert {p.name for p in folder.iterdir()} == {*records, "manifest.json"}
+        tensors = 0
+        for file, record in records.items():
+            data = (folder / file).read_bytes()
+            assert (record.size, record.sha256) == (len(data), hashlib.sha256(data).hexdigest())
+            if file.endswith(".safetensors"):
+                expected = {
+                    name: hashlib.sha256(tensor.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
+                    for name, tensor in load_file(folder / file).items()
+                }
+                assert record.tensors == expected
+                tensors += len(expected)
+            else:
+                assert record.tensors == {}
+        assert tensors > 10
+        assert check_manifest(folder) == len(records)
+
+
+def test_a_tensor_has_the_same_digest_in_any_file(hf_folder: HFFolder, tmp_path: Path) -> None:
+    source = hf_folder("llama")
+    found = []
+    for number, size in enumerate((10**9, 20_000)):
+        import_hf(source, tmp_path / str(number), max_shard_bytes=size)
+        records = read_manifest(tmp_path / str(number)).values()
+        found.append({name: digest for record in records for name, digest in record.tensors.items()})
+    assert found[0] == found[1]
+
+
+def test_a_changed_file_is_named_with_its_tensor(hf_folder: HFFolder, tmp_path: Path) -> None:
+    import_hf(hf_folder("llama"), tmp_path / "ours")
+    folder = tmp_path / "ours"
+    assert check_manifest(folder) == 4
+    file = folder / "model.safetensors"
+    good = file.read_bytes()
+    header = read_header(file)
+    name = "decoder.layers.1.self_attention.linear_qkv.weight"
+    raw = bytearray(good)
+    raw[header.data_start + header.tensors[name].stop - 1] ^= 1
+    file.write_bytes(raw)
+    with pytest.raises(
+        CheckpointError, match=rf"model\.safetensors does not have the SHA-256 .*; tensor '{name}' was changed"
+    ):
+        check_manifest(folder)
+    file.write_bytes(good[:-1])
+    with pytest.raises(CheckpointError, match=r"model.safetensors has \d+ bytes and manifest.json says"):
+        check_manifest(folder)
+    file.write_bytes(good.replace(b'"pt"', b'"pq"'))
+    with pytest.raises(CheckpointError, match="its header was changed or damaged"):
+        check_manifest(folder)
+    file.write_bytes(good)
+    (folder / "tokenizer.json").write_text('{"version": "2.0"}')
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json does not have the SHA-256"):
+        check_manifest(folder)
+
+
+def test_a_changed_manifest_is_refused(hf_folder: HFFolder, tmp_path: Path) -> None:
+    import_hf(hf_folder("llama"), tmp_path / "ours")
+    manifest = tmp_path / "ours/manifest.json"
+    good = manifest.read_text()
+    entry = json.loads(good)["files"]["model.safetensors"]
+    name, digest = next(iter(entry["tensors"].items()))
+    for old, new, message in (
+        ("model.safetensors", "../secret", "not a plain file name"),
+        (digest, "0" * 64, f"tensor '{name}' was changed"),
+        (f'"{digest}"', "7", "does not map the tensors of 'model.safetensors'"),
+        (f'"sha256": "{entry["sha256"]}"', '"sha256": 1', "by something other than sha256 and bytes"),
+    ):
+        assert old in good
+        manifest.write_text(good.replace(old, new))
+        with pytest.raises(CheckpointError, match=message):
+            check_manifest(tmp_path / "ours")
+
+
+def test_verify_of_one_folder_checks_its_manifest(
+    hf_folder: HFFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import_hf(hf_folder("llama"), tmp_path / "ours")
+    assert main(["verify", str(tmp_path / "ours")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/ours: 4 files are as manifest.json says\n"
+    (tmp_path / "ours/tokenizer.json").write_text('{"version": "2.0"}')
+    assert main(["verify", str(tmp_path / "ours"), "--json"]) == 1
+    result = json.loads(capsys.readouterr().out)
+    assert result["intact"] is False and "tokenizer.json does not have the SHA-256" in result["problem"]
+    (tmp_path / "ours/manifest.json").unlink()
+    assert main(["verify", str(tmp_path / "ours")]) == 2
+    assert "manifest.json of" in capsys.readouterr().err

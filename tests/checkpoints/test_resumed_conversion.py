@@ -1,0 +1,215 @@
+"""A killed conversion goes on where it stopped and gives what an undisturbed one does; another job starts afresh."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from te_models.checkpoints import import_hf, quantize, upcycle
+from te_models.checkpoints.writer import HashedFile
+from tests.checkpoints.hf_cases import HFFolder
+
+CHILD = Path(__file__).with_name("resume_child.py")
+SHARD_BYTES = 20_000
+
+
+@pytest.mark.parametrize("count", [6, pytest.param(100, marks=pytest.mark.slow)])
+def test_sigkill_at_random_moments(hf_folder: HFFolder, tmp_path: Path, count: int) -> None:
+    source = hf_folder("mixtral")
+    (tmp_path / "work").mkdir()
+    command = [sys.executable, str(CHILD), str(source), str(tmp_path / "work"), str(count), "20261121"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert result.returncode == 0, result.stderr
+    reports = json.loads(result.stdout)
+    assert len(reports) == count
+    for report in reports:
+        assert report["complete"] if report["appeared"] else report["killed"], report
+        assert report["equal"] and not report["left"], report
+    continued = [r for r in reports if r["continued"]]
+    assert all(r["continued"].startswith("continuing an interrupted run: ") for r in continued)
+    if count == 100:
+        assert len(continued) > 20, "the moments were spread over the run"
+
+
+Convert = Callable[[Path, Path], Any]
+
+
+def interrupted(convert: Convert, source: Path, out: Path, files: int) -> Path:
+    """Fork, convert, die by SIGKILL in the file after the first `files`; return the working folder."""
+    pid = os.fork()
+    if pid == 0:
+        real, begun = HashedFile.write_header, 0
+
+        def write_header(self: HashedFile, data: bytes) -> None:
+            nonlocal begun
+            begun += 1
+            if begun > files:
+                time.sleep(0.2)  # lets a file that another thread writes become complete
+                os.kill(os.getpid(), 9)
+            real(self, data)
+
+        HashedFile.write_header = write_header
+        try:
+            convert(source, out)
+        finally:
+            os._exit(1)
+    assert os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+    assert not out.exists()
+    return out.parent / f".{out.name}.partial"
+
+
+def do_import(source: Path, out: Path, **options: Any) -> None:
+    import_hf(source, out, max_shard_bytes=SHARD_BYTES, **options)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def notes(caplog: pytest.LogCaptureFixture) -> list[str]:
+    found = [r.getMessage() for r in caplog.records if r.name == "te_models.checkpoints.resume"]
+    caplog.clear()
+    return found
+
+
+def test_finished_files_are_kept_and_counted(
+    hf_folder: HFFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, out = hf_folder("mixtral"), tmp_path / "out"
+    do_import(source, tmp_path / "reference")
+    working = interrupted(do_import, source, out, files=3)
+    finished = {p.stem: (working / "content" / p.stem).stat() for p in (working / "finished").iterdir()}
+    assert len(finished) == 3
+    seen: list[tuple[int, int]] = []
+    do_import(source, out, progress=lambda done, total: seen.append((done, total)))
+    (note,) = notes(caplog)
+    shards = len(list(out.glob("*.safetensors")))
+    assert note.startswith(f"continuing an interrupted run: 3 of {shards} files (")
+    assert content(out) == content(tmp_path / "reference")
+    for name, before in finished.items():
+        after = (out / name).stat()
+        assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns), "written again"
+    assert seen[-1][0] == seen[-1][1] and [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert not working.exists()
+
+
+def test_a_damaged_finished_file_is_written_again(
+    hf_folder: HFFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, out = hf_folder("mixtral"), tmp_path / "out"
+    do_import(source, tmp_path / "reference")
+    working = interrupted(do_import, source, out, files=4)
+    files = sorted(p.stem for p in (working / "finished").iterdir())
+    assert len(files) == 4
+    raw = bytearray((working / "content" / files[0]).read_bytes())
+    raw[-1] ^= 1
+    (working / "content" / files[0]).write_bytes(raw)
+    os.truncate(working / "content" / files[1], 10)
+    (working / "finished" / f"{files[2]}.json").write_text('{"sha256": "')
+    do_import(source, out)
+    (note,) = notes(caplog)
+    assert note.startswith("continuing an interrupted run: 1 of ")
+    assert content(out) == content(tmp_path / "reference")
+
+
+def touch(source: Path) -> None:
+    file = source / "model.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+
+
+OTHER_JOBS: dict[str, tuple[Callable[[Path], object], dict[str, Any]]] = {
+    "changed source": (touch, {}),
+    "other dtype": (lambda source: None, {"dtype": "float32"}),
+    "other layout": (lambda source: None, {"layout": "per-gemm"}),
+    "other sharding": (lambda source: None, {"max_shard_bytes": 50_000}),
+    "other configuration": (lambda source: (source / "config.json").write_text(_other_config(source)), {}),
+}
+
+
+def _other_config(source: Path) -> str:
+    return json.dumps(json.loads((source / "config.json").read_text()) | {"rms_norm_eps": 1e-3})
+
+
+@pytest.mark.parametrize("case", OTHER_JOBS)
+def test_another_job_starts_afresh(
+    hf_folder: HFFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str
+) -> None:
+    source, out = hf_folder("mixtral"), tmp_path / "out"
+    interrupted(do_import, source, out, files=3)
+    change, options = OTHER_JOBS[case]
+    change(source)
+    options = {"max_shard_bytes": SHARD_BYTES} | options
+    import_hf(source, out, **options)
+    assert not notes(caplog)
+    import_hf(source, tmp_path / "reference", **options)
+    assert content(out) == content(tmp_path / "reference")
+
+
+def test_computed_tensors_are_of_the_same_job_only_with_the_same_numbers(
+    hf_folder: HFFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, out = hf_folder("llama"), tmp_path / "out"
+
+    def with_seed(seed: int, noise: float) -> Convert:
+        options = {"noise_std": noise, "seed": seed, "max_shard_bytes": SHARD_BYTES}
+        return lambda source, out: upcycle(source, out, 4, 2, **options)
+
+    for seed, noise in ((1, 0.1), (0, 0.2)):
+        interrupted(with_seed(0, 0.1), source, out, files=3)
+        with_seed(seed, noise)(source, out)
+        assert not notes(caplog)
+        out.rename(tmp_path / f"{seed}")
+    for first, second in (("current", "block"), ("block", "current")):
+        interrupted(lambda s, o: quantize(s, o, first, max_shard_bytes=8_000), source, out, files=2)  # noqa: B023
+        quantize(source, out, second, max_shard_bytes=8_000)
+        assert not notes(caplog)
+        out.rename(tmp_path / second)
+    interrupted(with_seed(0, 0.1), source, out, files=3)
+    with_seed(0, 0.1)(source, out)
+    assert len(notes(caplog)) == 1
+
+
+def test_the_note_is_printed(hf_folder: HFFolder, tmp_path: Path) -> None:
+    """Where nobody configured logging, as on the command line, it goes to standard error."""
+    source, out = hf_folder("mixtral"), tmp_path / "out"
+    interrupted(do_import, source, out, files=3)
+    code = (
+        "import sys; from te_models.checkpoints import import_hf; "
+        f"import_hf(sys.argv[1], sys.argv[2], max_shard_bytes={SHARD_BYTES})"
+    )
+    result = subprocess.run([sys.executable, "-c", code, source, out], capture_output=True, text=True, check=True)
+    assert result.stderr.startswith("continuing an interrupted run: 3 of ") and result.stderr.count("\n") == 1
+
+
+def test_an_ordinary_run_says_nothing(hf_folder: HFFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        do_import(hf_folder("mixtral"), tmp_path / "out")
+    assert not notes(caplog)
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3, 8])
+def test_the_bytes_do_not_depend_on_the_number_of_files_at_once(
+    hf_folder: HFFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    source = hf_folder("mixtral")
+    do_import(source, tmp_path / "reference")
+    monkeypatch.setattr("te_models.checkpoints.writer.cores", lambda: at_once)
+    monkeypatch.setattr("te_models.checkpoints.writer.MAX_FILES_AT_ONCE", 8)
+    do_import(source, tmp_path / "out")
+    assert content(tmp_path / "out") == content(tmp_path / "reference")
+    quantize(source, tmp_path / "fp8", "mxfp8", max_shard_bytes=SHARD_BYTES)
+    monkeypatch.undo()
+    quantize(source, tmp_path / "fp8-reference", "mxfp8", max_shard_bytes=SHARD_BYTES)
+    assert content(tmp_path / "fp8") == content(tmp_path / "fp8-reference")
