@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal, Self
@@ -16,6 +17,8 @@ from te_models.layers import QuantizedTensor
 from .carried import carried_tensors
 from .errors import CheckpointError
 from .families import FAMILIES, family_of
+from .formats import Declaration, declared, without_quantization
+from .formats.source import QuantizedFiles, open_quantized
 from .header import TensorInfo
 from .hub import local_folder
 from .links import Namespace
@@ -24,6 +27,7 @@ from .naming import ExpertLayout, expected_tensors
 from .plan import match_tensors
 from .quantized_format import SUFFIXES, Description, empty, read_metadata
 from .scales import check_scales
+from .store import Store
 from .strict_json import read_object
 from .te_folder import CONFIG, MODEL_TYPE, Source, TEFolder
 from .te_namespace import formats_in_layout, grouped_formats, te_namespace
@@ -42,10 +46,13 @@ class Checkpoint:
         layout: the expert layout of our files; None for a Hugging Face folder.
         source: the Hugging Face configuration that it is of, or comes from.
         formats: grouped-layout names of quantized parameters -> their format descriptions.
-        store: the tensors as stored.
+        files: the tensors as stored.
+        store: the tensors as they are read: those of `files`; of a quantized Hugging Face folder, fields of our
+            storage where they take over its numbers exactly, and values elsewhere.
+        quantized: what a Hugging Face folder declares about quantization, and where; None: it is not quantized.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, storage: str | None = None) -> None:
         if not path.is_dir():
             raise CheckpointError(f"{path} is not a folder")
         values = read_object(plain_file(path, CONFIG), f"{path}/{CONFIG}")
@@ -56,25 +63,35 @@ class Checkpoint:
         if self.kind == "te_models":
             folder = TEFolder.from_dict(values)
             self.config, self.layout, self.source = folder.config, folder.layout, folder.source
-            self.store = open_weights(path)
+            declaration = None
         else:
             family = family_of(values.get("model_type"))
-            self.config: ModelConfig = family.read_config(values)
-            self.store = open_weights(path)
-            form = family.form_of(self.config, self.tensors)
-            self.source: Source | None = Source(family.model_type, values, None, form)
+            declaration = declared(values, path)
+            self.config: ModelConfig = family.read_config(without_quantization(values))
+            self.source: Source | None = Source(family.model_type, values, None)
+        self.files = open_weights(path)
+        self.store: Store = self.files
+        self.quantized: QuantizedFiles | None = None
         try:
-            self._check()
+            self._check(declaration, storage)
         except BaseException:
             self.close()
             raise
 
-    def _check(self) -> None:
+    def _check(self, declaration: Declaration | None, storage: str | None) -> None:
         if self.layout is not None:
             stored: dict[str, Description] = {}
-            for file, metadata in self.store.metadata.items():
+            for file, metadata in self.files.metadata.items():
                 stored.update(read_metadata(metadata, file))
             self.formats = grouped_formats(self.config, self.layout, stored)
+        elif self.source is not None:
+            family = FAMILIES[self.family or ""]
+            form = family.form_of(self.config, self.files.tensors)
+            self.source = replace(self.source, form=form)
+            if declaration is not None:
+                plain = family.namespace(self.config, form)
+                self.quantized = open_quantized(self.files, plain, declaration, storage=storage, where=str(self.path))
+                self.store, self.formats = self.quantized.store, self.quantized.found.formats
         match_tensors(self.tensors, self.namespace.stored, where=str(self.path), unused=self.unused)
 
     @property
@@ -94,19 +111,21 @@ class Checkpoint:
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Dtype and shape of every stored tensor."""
+        """Dtype and shape of every tensor of `store`."""
         return self.store.tensors
 
     @property
     def names(self) -> list[str]:
         """Names of the stored tensors."""
-        return list(self.store.tensors)
+        return list(self.files.tensors)
 
     @cached_property
     def namespace(self) -> Namespace:
         """How the folder stores the model."""
         if self.layout is not None:
             return te_namespace(self.config, self.layout, self.formats)
+        if self.quantized is not None:
+            return self.quantized.found.namespace
         return FAMILIES[self.family or ""].namespace(self.config, self.source and self.source.form)
 
     @cached_property
@@ -123,18 +142,20 @@ class Checkpoint:
 
     @cached_property
     def _tied_copies(self) -> Mapping[str, str]:
-        return tied_copies(self.config, self.tensors, FAMILIES[self.family or ""]) if self.kind == "hf" else {}
+        return tied_copies(self.config, self.files.tensors, FAMILIES[self.family or ""]) if self.kind == "hf" else {}
 
     def check_ignored(self) -> None:
         """Check that tensors which are left out because they repeat another one really do (this reads them)."""
-        check_tied_copies(self.store, self._tied_copies)
+        check_tied_copies(self.files, self._tied_copies)
 
     def check_scales(self) -> None:
-        """Check that the scales of quantized parameters are finite numbers (this reads them)."""
+        """Check that the scales of quantized parameters are such numbers (this reads them)."""
+        if self.quantized is not None:
+            self.quantized.check_scales()
         if self.layout is not None and self.formats:
             suffixes = [suffix for field, suffix in SUFFIXES.items() if not field.endswith("_data")]
             names = (n + s for n in formats_in_layout(self.config, self.layout, self.formats) for s in suffixes)
-            check_scales(self.store, (name for name in names if name in self.tensors))
+            check_scales(self.files, (name for name in names if name in self.tensors))
 
     def __enter__(self) -> Self:
         return self
@@ -144,7 +165,7 @@ class Checkpoint:
 
     def close(self) -> None:
         """Close the files."""
-        self.store.close()
+        self.files.close()
 
     def load_into(self, params: Mapping[str, torch.Tensor]) -> None:
         """Fill a model's tensors from the files, converting to their layout, dtype, device and quantized format.
@@ -161,9 +182,11 @@ class Checkpoint:
         load_params(self.store, self.namespace, self.config, self.formats, params)
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+def open_checkpoint(path: str | os.PathLike[str], *, storage: str | None = None) -> Checkpoint:
     """Open a checkpoint folder, or download the model of a hub id (`org/name`, `org/name@revision`) and open that.
 
-    Reads config.json and headers and checks that they fit each other, no tensor data.
+    Reads config.json and headers and checks that they fit each other, no tensor data (but the scales of matrices that
+    have one for all of their numbers). storage: which of our forms a quantized Hugging Face folder is read as, or
+    "values"; None: the first that its format has.
     """
-    return Checkpoint(local_folder(path))
+    return Checkpoint(local_folder(path), storage)

@@ -10,6 +10,7 @@ All share these arguments:
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,12 @@ from .carried import names_in_export, our_names
 from .checkpoint import Checkpoint, open_checkpoint
 from .dtypes import FLOATS, as_torch_dtype
 from .errors import CheckpointError, shorten
+from .export_quantized import plan_quantized_export
+from .formats import SEPARATE
+from .formats.details import details_of
+from .formats.source import VALUES
 from .hf_config import choose_family, export_config, weight_dtype
+from .import_quantized import plan_quantized_import
 from .meter import Progress
 from .naming import ExpertLayout, check_layout
 from .output_folder import write_conversion
@@ -38,31 +44,50 @@ def import_hf(
     *,
     dtype: torch.dtype | str | None = None,
     layout: ExpertLayout = "grouped",
+    storage: str | None = None,
+    allow_requantize: bool = False,
+    dequantize: bool = False,
     overwrite: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Progress | None = None,
     dry_run: bool = False,
 ) -> Plan:
-    """Convert a Hugging Face folder to ours.
+    """Convert a Hugging Face folder to ours. Quantized weights stay quantized, number for number.
 
     Arguments:
         dtype: convert the weights to it; None keeps the bits.
         layout: expert layout of the result.
+        storage: the form in which quantized weights are stored, where their format has several exact ones ("mxfp8" for
+            128x128 blocks whose scales are powers of two); None: the format's own.
+        allow_requantize: quantize anew what cannot be taken over exactly, and add the columnwise copies that training
+            needs to formats that scale along rows only.
+        dequantize: store the values of quantized weights.
     """
     check_layout(layout)
-    with open_checkpoint(src) as ckpt:
+    with ExitStack() as stack:
+        ckpt = stack.enter_context(open_checkpoint(src, storage=VALUES if dequantize else storage))
         if ckpt.kind != "hf":
             raise CheckpointError(f"{src} is already a te_models folder; relayout changes its expert layout")
-        plan = make_plan(
-            ckpt.tensors,
-            ckpt.namespace,
-            te_namespace(ckpt.config, layout),
-            where=str(src),
-            dtype=as_torch_dtype(dtype),
-            unused=ckpt.unused,
-            carried=our_names(ckpt.carried),
-            one_dtype=True,
-        )
+        wanted = as_torch_dtype(dtype)
+        if ckpt.quantized is not None:
+            if dequantize and (allow_requantize or storage is not None):
+                raise CheckpointError("dequantized weights are stored as values: choose no storage and no requantizing")
+            ckpt.check_scales()
+            values = stack.enter_context(open_checkpoint(src, storage=VALUES)) if allow_requantize else None
+            plan = plan_quantized_import(ckpt, values, layout, wanted, dequantize=dequantize)
+        elif dequantize or allow_requantize or storage is not None:
+            raise CheckpointError(f"{src} declares no quantization, so there is nothing to dequantize or to requantize")
+        else:
+            plan = make_plan(
+                ckpt.tensors,
+                ckpt.namespace,
+                te_namespace(ckpt.config, layout),
+                where=str(src),
+                dtype=wanted,
+                unused=ckpt.unused,
+                carried=our_names(ckpt.carried),
+                one_dtype=True,
+            )
         return write_conversion(
             ckpt,
             Path(dst),
@@ -81,44 +106,60 @@ def export_hf(
     *,
     family: str | None = None,
     form: str | None = None,
+    format: str | None = None,
     dtype: torch.dtype | str | None = None,
     overwrite: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Progress | None = None,
     dry_run: bool = False,
 ) -> Plan:
-    """Convert a folder of ours to Hugging Face's form; transformers loads the result.
+    """Convert a folder of ours to Hugging Face's form; transformers loads the result. Quantized weights stay quantized.
 
     Arguments:
         family: the family to write; None means the one that the model came from, or the first that can express it.
         form: which of the family's forms to write; None means the one that the model came from, or the published one.
+        format: the format of quantized weights, a key of `formats.WRITABLE`; None: the one that they came from, or the
+            first that holds them.
         dtype: convert the weights to it; None keeps the bits.
     """
     with open_checkpoint(src) as ckpt:
         if ckpt.kind != "te_models":
             raise CheckpointError(f"{src} is already a Hugging Face folder")
-        refuse_quantized(ckpt, "exported")
+        if format is not None and not ckpt.formats:
+            raise CheckpointError(f"{src} has no quantized weights to write as {format}; quantize it first")
         target = choose_family(ckpt.config, ckpt.source, family)
         target.write_config(ckpt.config)  # raises if the family cannot express the model
         if form is None and ckpt.source is not None and ckpt.source.family == target.model_type:
             form = ckpt.source.form
         namespace = target.namespace(ckpt.config, form)
         hf = ckpt.source.config if ckpt.source is not None else {}
-        plan = make_plan(
-            ckpt.tensors,
-            ckpt.namespace,
-            namespace,
-            where=str(src),
-            dtype=as_torch_dtype(dtype),
-            unused=ckpt.unused,
-            carried=names_in_export(ckpt.carried, hf, target, namespace.stored),
-        )
-        config = export_config(ckpt.config, ckpt.source, target, weight_dtype(plan))
+        carried = names_in_export(ckpt.carried, hf, target, namespace.stored)
+        wanted, extra = as_torch_dtype(dtype), {}
+        if ckpt.formats:
+            export = plan_quantized_export(ckpt, namespace, format, wanted, carried)
+            plan = export.plan
+            config = export_config(ckpt.config, ckpt.source, target, weight_dtype(export.plain))
+            if export.config is not None:
+                config = config | {"quantization_config": dict(export.config)}
+            if export.separate is not None:
+                extra[SEPARATE] = dump_object(dict(export.separate))
+        else:
+            plan = make_plan(
+                ckpt.tensors,
+                ckpt.namespace,
+                namespace,
+                where=str(src),
+                dtype=wanted,
+                unused=ckpt.unused,
+                carried=carried,
+            )
+            config = export_config(ckpt.config, ckpt.source, target, weight_dtype(plan))
         return write_conversion(
             ckpt,
             Path(dst),
             plan,
             dump_object(config),
+            extra=extra,
             overwrite=overwrite,
             max_shard_bytes=max_shard_bytes,
             progress=progress,
@@ -161,7 +202,8 @@ def source_of(ckpt: Checkpoint) -> Source | None:
     """Return what a folder made from this checkpoint records about its origin."""
     if ckpt.kind == "te_models" or ckpt.source is None:
         return ckpt.source
-    return replace(ckpt.source, dtype=main_dtype(ckpt))
+    details = details_of(ckpt.quantized) if ckpt.quantized is not None and ckpt.formats else None
+    return replace(ckpt.source, dtype=main_dtype(ckpt), quantization=details)
 
 
 def refuse_quantized(ckpt: Checkpoint, verb: str) -> None:

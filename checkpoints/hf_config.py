@@ -52,6 +52,7 @@ def export_config(config: ModelConfig, source: Source | None, family: Family, st
     if source is not None:
         same_family = source.config.get("model_type") == family.model_type
         original = {k: v for k, v in source.config.items() if same_family or k in _NEUTRAL_FIELDS}
+        original.pop("quantization_config", None)  # what it says is true of the original's files only
     if not original:
         original = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     values = original

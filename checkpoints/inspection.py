@@ -70,8 +70,8 @@ def inspect(path: PathLike) -> Inspection:
         moe = ckpt.config.moe
         idle = in_experts * (moe.num_moe_experts - moe.moe_router_topk) // moe.num_moe_experts if moe else 0
         sizes: Counter[str] = Counter()
-        for name, info in ckpt.tensors.items():
-            sizes[ckpt.store.file_of[name]] += info.nbytes
+        for name, info in ckpt.files.tensors.items():
+            sizes[ckpt.files.file_of[name]] += info.nbytes
         return Inspection(
             path=str(path),
             kind=ckpt.kind,
@@ -82,8 +82,8 @@ def inspect(path: PathLike) -> Inspection:
             carried_bytes=sum(ckpt.tensors[name].nbytes for name in ckpt.carried),
             parameters=total,
             active_parameters=total - idle,
-            dtypes=dict(Counter(info.dtype for info in ckpt.tensors.values())),
+            dtypes=dict(Counter(info.dtype for info in ckpt.files.tensors.values())),
             formats=dict(Counter(str(meta["format"]) for meta in ckpt.formats.values())),
             config=ckpt.config.to_dict(),
-            tensors={name: (info.dtype, info.shape) for name, info in ckpt.tensors.items()},
+            tensors={name: (info.dtype, info.shape) for name, info in ckpt.files.tensors.items()},
         )

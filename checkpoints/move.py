@@ -16,8 +16,8 @@ from .store import Store
 
 
 def read_piece(store: Store, piece: Piece) -> torch.Tensor:
-    """Return a view of the piece's source elements, shaped like its place in the output; no data is copied."""
-    part = store.view(piece.source)[slices(piece.source_box)]
+    """Return the piece's source elements, shaped like its place in the output; of files and memory, a view."""
+    part = store.read(piece.source, piece.source_box)
     kept = [axis for axis in piece.axes if axis is not None]
     dropped = [d for d in range(part.dim()) if d not in kept]
     return part.permute((*kept, *dropped)).reshape(extents(piece.box))

@@ -50,6 +50,11 @@ def is_expert_stack(name: str) -> bool:
     return ".mlp.experts." in name
 
 
+def is_linear_weight(name: str) -> bool:
+    """Whether a parameter is the weight of a linear layer that runs under a recipe (a router is not)."""
+    return ".linear_" in name and name.rpartition(".")[2].startswith("weight")
+
+
 def head_sizes(config: ModelConfig) -> tuple[int, int, int]:
     """Return (N, G, D): query heads, key/value heads, head dimension."""
     a = config.attention

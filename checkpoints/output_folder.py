@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from .atomic import check_destination, check_space, new_folder
 from .checkpoint import Checkpoint
+from .conversion_report import REPORT
 from .errors import CheckpointError
 from .manifest import MANIFEST, manifest_bytes
 from .meter import Progress
@@ -48,6 +50,7 @@ def write_folder(
     *,
     sidecars_from: Path | None,
     files: FileStore | None = None,
+    extra: Mapping[str, bytes] | None = None,
     overwrite: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Progress | None = None,
@@ -55,7 +58,7 @@ def write_folder(
     """Carry out a plan. The destination appears complete or not at all, and an existing one stays until then.
 
     files: what the store reads. What a killed run of the same plan over the same files has finished is kept; None: the
-        tensors are not in files, and nothing is kept.
+        tensors are not in files, and nothing is kept. extra: further small files, name -> content.
     """
     check_destination(destination, overwrite=overwrite)
     sidecars = _find_sidecars(sidecars_from)
@@ -67,6 +70,10 @@ def write_folder(
         records = write_weights(folder, shards, store, journal=journal, progress=progress)
         for name, path in sidecars.items():
             records[name] = write_small_file(folder / name, path.read_bytes())
+        if plan.report is not None:
+            records[REPORT] = write_small_file(folder / REPORT, plan.report.to_bytes())
+        for name, data in (extra or {}).items():
+            records[name] = write_small_file(folder / name, data)
         records[CONFIG] = write_small_file(folder / CONFIG, config)
         write_small_file(folder / MANIFEST, manifest_bytes(records))
 
@@ -77,6 +84,7 @@ def write_conversion(
     plan: Plan,
     config: bytes,
     *,
+    extra: Mapping[str, bytes] | None = None,
     overwrite: bool,
     max_shard_bytes: int,
     progress: Progress | None,
@@ -92,7 +100,8 @@ def write_conversion(
             ckpt.store,
             config,
             sidecars_from=ckpt.path,
-            files=ckpt.store,
+            files=ckpt.files,
+            extra=extra,
             overwrite=overwrite,
             max_shard_bytes=max_shard_bytes,
             progress=progress,

@@ -9,6 +9,7 @@ import torch
 from te_models.config import ModelConfig
 from te_models.layers import QuantizedTensor
 
+from .dtypes import torch_dtype
 from .links import Namespace, compose
 from .move import cut_pieces, fill_tensor
 from .naming import ExpertLayout, expected_tensors
@@ -59,7 +60,7 @@ class Parameters:
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the stored dtype of an entry."""
-        return self.store.view(self._pieces[name][0].source).dtype
+        return torch_dtype(self.store.tensors[self._pieces[name][0].source].dtype)
 
     def members(self, name: str) -> Iterator[str]:
         """List the per-GEMM names of a grouped parameter."""

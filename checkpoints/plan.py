@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from .boxes import Shape, full
+from .conversion_report import ConversionReport
 from .dtypes import FLOATS, dtype_name
 from .errors import CheckpointError, shorten
 from .header import TensorInfo, byte_count
@@ -48,7 +49,7 @@ class Plan:
     """Outputs in order, source tensors that are left out on purpose, the formats of quantized outputs, and the names of
     those outputs that are no part of the model but travel along.
 
-    metadata: entries of every file's header besides these formats.
+    metadata: entries of every file's header besides these formats. report: what the conversion does to numbers.
     """
 
     outputs: tuple[Output, ...]
@@ -56,6 +57,7 @@ class Plan:
     formats: Mapping[str, Description] = field(default_factory=dict)
     carried: tuple[str, ...] = ()
     metadata: Mapping[str, str] = field(default_factory=dict)
+    report: ConversionReport | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -70,6 +72,7 @@ class Plan:
             "dtypes": dict(Counter(output.dtype for output in self.outputs)),
             "ignored": list(self.ignored),
             "carried": list(self.carried),
+            "classes": None if self.report is None else self.report.to_dict(),
             "outputs": [
                 {
                     "name": o.name,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,33 +10,23 @@ import torch
 
 from te_models.layers import Recipe
 from te_models.layers import recipe as recipe_by_name
-from te_models.layers.field_schema import empty_fields
-from te_models.layers.quantizer import Quantizer
 
-from .bands import BAND_ELEMENTS, Map, Rows, dequantize_bands, quantize_into
-from .boxes import Shape
+from .bands import Rows, dequantize_bands
 from .carried import our_names
 from .checkpoint import Checkpoint, open_checkpoint
 from .convert import PathLike, refuse_quantized, source_of
 from .dtypes import as_torch_dtype, dtype_name
 from .errors import CheckpointError
 from .meter import Progress
+from .naming import is_linear_weight
 from .output_folder import write_conversion
 from .parameters import Parameters
 from .plan import Output, Plan, make_plan
-from .quantized_format import SUFFIXES, describe, field_specs, quantizer_of
+from .quantized_format import SUFFIXES, describe, quantizer_of
+from .quantized_outputs import matrices, quantized_outputs
 from .shards import MAX_SHARD_BYTES
 from .te_folder import TEFolder
 from .te_namespace import formats_in_layout, te_namespace
-from .threads import cores, worker_threads
-
-MAX_THREADS = 8
-"""Threads that quantize one parameter; each has working copies of a band of rows."""
-
-
-def is_linear_weight(name: str) -> bool:
-    """Whether a parameter is the weight of a linear layer that runs under a recipe (a router is not)."""
-    return ".linear_" in name and name.rpartition(".")[2].startswith("weight")
 
 
 def quantize(
@@ -71,17 +59,8 @@ def quantize(
             if output.name in plain.carried or not is_linear_weight(output.name):
                 outputs.append(output)
                 continue
-            meta = describe(quantizer, params.dtype(output.name))
-            formats[output.name] = meta
-            makers = {
-                suffix: make.entry(field)
-                for make in (_Fields(output.name, output.shape, q, params, members) for q in _by_usage(quantizer))
-                for field, suffix in make.suffixes()
-            }
-            for suffix, spec in field_specs(output.name, output.shape, meta).items():
-                entry = output.name + suffix
-                (dtype,) = spec.dtypes
-                outputs.append(Output(entry, dtype, spec.shape, compute=makers[suffix]))
+            formats[output.name] = describe(quantizer, params.dtype(output.name))
+            outputs += quantized_outputs(output.name, output.shape, formats[output.name], params, members)
         plan = replace(plain, outputs=tuple(outputs), formats=formats)
         return write_conversion(
             ckpt,
@@ -141,7 +120,7 @@ def dequantize(
             ckpt,
             Path(dst),
             plan,
-            TEFolder(layout, ckpt.config, ckpt.source).to_bytes(),
+            TEFolder(layout, ckpt.config, ckpt.source and replace(ckpt.source, quantization=None)).to_bytes(),
             overwrite=overwrite,
             max_shard_bytes=max_shard_bytes,
             progress=progress,
@@ -155,11 +134,6 @@ def _plan_plain(ckpt: Checkpoint) -> Plan:
     return make_plan(ckpt.tensors, ckpt.namespace, target, where=str(ckpt.path), unused=ckpt.unused, carried=kept)
 
 
-def _matrices(params: Parameters, members: Parameters, name: str) -> tuple[Parameters, list[str]]:
-    """Return where to read the matrices of a parameter, which have their own scales, and their names there."""
-    return (params, [name]) if len(params.shapes[name]) == 2 else (members, list(params.members(name)))
-
-
 def _dequantized(
     params: Parameters, members: Parameters, name: str, dtype: torch.dtype
 ) -> Callable[[], Iterator[torch.Tensor]]:
@@ -167,7 +141,7 @@ def _dequantized(
 
     def compute() -> Iterator[torch.Tensor]:
         quantizer, _ = quantizer_of(name, params.formats[name])
-        source, names = _matrices(params, members, name)
+        source, names = matrices(params, members, name)
         for matrix in names:
 
             def read(field: str, axis: int, part: Rows | None, matrix: str = matrix) -> torch.Tensor:
@@ -177,57 +151,3 @@ def _dequantized(
             yield from dequantize_bands(quantizer, params.shapes[name][-2:], dtype, read)
 
     return compute
-
-
-def _by_usage(quantizer: Quantizer) -> list[Quantizer]:
-    """Return quantizers that make the stored copies one by one."""
-    usages = quantizer.stored_usages()
-    if len(usages) == 1:
-        return [quantizer]
-    return [quantizer.with_usage(rowwise=u == "rowwise", columnwise=u == "columnwise") for u in usages]
-
-
-class _Fields:
-    """The fields of one parameter, quantized when the first is written and dropped when the last one has been."""
-
-    def __init__(self, name: str, shape: Shape, quantizer: Quantizer, params: Parameters, members: Parameters) -> None:
-        self._name, self._shape, self._quantizer = name, shape, quantizer
-        self._params, self._members = params, members
-        self._ready: dict[str, torch.Tensor] = {}
-
-    def suffixes(self) -> Iterator[tuple[str, str]]:
-        """List the fields, each with what its entry's name adds to the parameter's."""
-        return ((field, SUFFIXES[field]) for field in self._quantizer.field_names())
-
-    def entry(self, field: str) -> Callable[[], list[torch.Tensor]]:
-        """Return the function that computes one field; each may be called once."""
-
-        def compute() -> list[torch.Tensor]:
-            if not self._ready:
-                self._ready = self._quantize()
-            return [self._ready.pop(field)]
-
-        return compute
-
-    def _quantize(self) -> dict[str, torch.Tensor]:
-        fields = empty_fields(self._quantizer, torch.Size(self._shape), "cpu")
-        source, names = _matrices(self._params, self._members, self._name)
-        # each matrix has its own scales, so this is what quantizing the whole stack gives
-        parts = [fields] if len(self._shape) == 2 else [{f: v[g] for f, v in fields.items()} for g in range(len(names))]
-
-        def fill(matrix: str, own: dict[str, torch.Tensor], run: Map = map) -> None:
-            quantize_into(own, self._quantizer, self._shape[-2:], functools.partial(source.part, matrix, 0), run)
-
-        threads = min(cores(), MAX_THREADS, math.prod(self._shape) // (2 * BAND_ELEMENTS))
-        if threads < 2:
-            for matrix, own in zip(names, parts):
-                fill(matrix, own)
-            return fields
-        with worker_threads(threads) as pool:
-            if len(names) < threads:  # few matrices, each with bands enough for all
-                for matrix, own in zip(names, parts):
-                    fill(matrix, own, pool.map)
-            else:
-                for _ in pool.map(fill, names, parts):
-                    pass
-        return fields

@@ -7,13 +7,13 @@ from collections.abc import Iterable
 import torch
 
 from .errors import CheckpointError
-from .store import Store
+from .store import FileStore
 
 _PART = 1 << 18
 _E8M0_NAN = 255
 
 
-def check_scales(store: Store, names: Iterable[str]) -> None:
+def check_scales(store: FileStore, names: Iterable[str]) -> None:
     """Raise CheckpointError naming the first of these stored scales that holds a NaN or an infinity.
 
     Scales stored as bytes are exponents (E8M0), in which 255 is NaN.

@@ -1,8 +1,8 @@
 """Where tensors come from: weight files on disk, or tensors in memory, behind one small interface.
 
-A store gives the dtype and shape of every tensor without reading data, `view(name)` for strided or converting access (a
-memory map for files: reading touches the page cache, not anonymous memory), and `read_into` for the common case of a
-contiguous byte range, which goes straight from the file into the writer's buffer.
+A store gives the dtype and shape of every tensor without reading data, `read(name, box)` for strided or converting
+access (a memory map for files: reading touches the page cache, not anonymous memory), and `read_into` for the common
+case of a contiguous byte range, which goes straight from the file into the writer's buffer.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Protocol, Self
 
 import torch
 
+from .boxes import Box, slices
 from .dtypes import bits_of, dtype_name, torch_dtype
 from .errors import CheckpointError, quote
 from .header import TensorInfo, read_header
@@ -30,8 +31,8 @@ class Store(Protocol):
         """Dtype and shape of every tensor."""
         ...
 
-    def view(self, name: str) -> torch.Tensor:
-        """Return the tensor; callers read parts of it and never write."""
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """Return a region of the tensor; callers never write to it."""
         ...
 
     def can_read_bytes(self, name: str) -> bool:
@@ -91,7 +92,11 @@ class FileStore:
                 self._fds[file] = os.open(self._paths[file], os.O_RDONLY | os.O_CLOEXEC)
             return self._fds[file]
 
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        return self.view(name)[slices(box)]
+
     def view(self, name: str) -> torch.Tensor:
+        """Return the tensor, a part of a memory map; callers read parts of it and never write."""
         info, file = self.tensors[name], self.file_of[name]
         if bits_of(info.dtype) != 8 * torch_dtype(info.dtype).itemsize:
             raise CheckpointError(f"tensor {name!r} has the packed dtype {info.dtype}, which can only be copied whole")
@@ -136,14 +141,18 @@ class MemoryStore:
             for name, t in self._values.items()
         }
 
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        return self._values[name][slices(box)]
+
     def view(self, name: str) -> torch.Tensor:
+        """Return the tensor itself; callers never write to it."""
         return self._values[name]
 
     def can_read_bytes(self, name: str) -> bool:
         return False
 
     def read_into(self, name: str, begin: int, buffer: memoryview) -> None:
-        raise NotImplementedError("tensors in memory are read through view")
+        raise NotImplementedError("tensors in memory have no byte ranges")
 
 
 class JoinedStore:
@@ -154,8 +163,8 @@ class JoinedStore:
         self._owners = owners
         self.tensors = {name: store.tensors[name] for name, store in owners.items()}
 
-    def view(self, name: str) -> torch.Tensor:
-        return self._owners[name].view(name)
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        return self._owners[name].read(name, box)
 
     def can_read_bytes(self, name: str) -> bool:
         return self._owners[name].can_read_bytes(name)

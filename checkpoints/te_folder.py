@@ -18,6 +18,7 @@ from typing import Any
 from te_models.config import ConfigError, ModelConfig
 
 from .errors import CheckpointError
+from .formats.details import check_details
 from .limits import check_counts
 from .naming import ExpertLayout, check_layout
 from .strict_json import dump_object
@@ -29,12 +30,17 @@ MODEL_TYPE = "te_models"
 @dataclass(frozen=True)
 class Source:
     """The Hugging Face checkpoint that a model comes from: family name, its config.json, the dtype of its files, and
-    which of the family's forms they have (None: the published one)."""
+    which of the family's forms they have (None: the published one).
+
+    quantization: of weights that are stored as its files quantized them, what config.json does not say; see
+    `formats.details`.
+    """
 
     family: str | None
     config: Mapping[str, Any]
     dtype: str | None
     form: str | None = None
+    quantization: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -51,12 +57,12 @@ class TEFolder:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields of the file, model_type aside, as JSON values."""
-        source = self.source and {
-            "family": self.source.family,
-            "config": dict(self.source.config),
-            "dtype": self.source.dtype,
-            "form": self.source.form,
-        }
+        source: dict[str, Any] | None = None
+        if self.source is not None:
+            source = {name: getattr(self.source, name) for name in ("family", "dtype", "form")}
+            source["config"] = dict(self.source.config)
+            if self.source.quantization is not None:
+                source["quantization"] = dict(self.source.quantization)
         return {
             "format_version": 1,
             "expert_layout": self.layout,
@@ -91,4 +97,6 @@ def _read_source(values: Any) -> Source | None:
     family, dtype, form = (values.get(name) for name in ("family", "dtype", "form"))
     if not all(value is None or isinstance(value, str) for value in (family, dtype, form)):
         raise CheckpointError(f"{CONFIG} has a 'source' whose family, dtype or form is not a string")
-    return Source(family, values["config"], dtype, form)
+    quantization = values.get("quantization")
+    quantization = None if quantization is None else check_details(quantization)
+    return Source(family, values["config"], dtype, form, quantization)

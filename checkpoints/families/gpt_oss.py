@@ -1,6 +1,7 @@
 """gpt_oss: sinks, a window in every other layer, clamped SwiGLU, biases everywhere (arXiv 2508.10925).
 
-Its experts are stored [E, in, out], gate and up columns in turn. The MXFP4 form of the published files is not read.
+Its experts are stored [E, in, out], gate and up columns in turn; as MXFP4, the form of the published files,
+[E, out, in] with gate and up rows in turn.
 """
 
 from __future__ import annotations

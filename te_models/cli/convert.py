@@ -25,13 +25,19 @@ def add(verbs: Verbs) -> None:
         ("HF_DIR", "OUT"),
         "Hugging Face folder to te_models folder",
         "Read a Hugging Face model folder and write it with te_models' parameter names. Every tensor\n"
-        "must be expected and present; anything else is an error and nothing is written.",
+        "must be expected and present; anything else is an error and nothing is written. Quantized\n"
+        "weights stay quantized, number for number; what cannot is refused, or as the options say.",
         "te-models import ./SmolLM2-135M ./smollm2",
     )
     parser.add_argument(
         "--layout", choices=LAYOUTS, default="grouped", help="experts as one tensor, or one each (grouped)"
     )
     parser.add_argument("--dtype", choices=DTYPES, help="convert the weights (default: keep)")
+    parser.add_argument("--storage", help="exact form of quantized weights, e.g. mxfp8 (default: the format's own)")
+    parser.add_argument(
+        "--allow-requantize", action="store_true", help="quantize anew what no exact form holds, and columnwise copies"
+    )
+    parser.add_argument("--dequantize", action="store_true", help="store the values of quantized weights")
 
     parser = _converter(
         verbs,
@@ -39,10 +45,11 @@ def add(verbs: Verbs) -> None:
         run_export,
         ("DIR", "HF_OUT"),
         "te_models folder to Hugging Face folder",
-        "Write a folder that transformers loads with from_pretrained.",
+        "Write a folder that transformers loads with from_pretrained. Quantized weights stay quantized.",
         "te-models export ./moe ./moe-hf --family mixtral",
     )
     parser.add_argument("--family", help="architecture to write (default: the one that fits the configuration)")
+    parser.add_argument("--format", help="format of quantized weights, e.g. fp8 (default: that of the original)")
     parser.add_argument("--form", help="kind of file to write, e.g. fused experts (default: that of the original)")
     parser.add_argument("--dtype", choices=DTYPES, help="convert the weights (default: keep)")
 
@@ -164,14 +171,16 @@ def run_import(args: argparse.Namespace) -> int:
     """Hugging Face folder to ours."""
     from te_models.checkpoints import import_hf
 
-    return _convert(args, import_hf, dtype=_dtype(args), layout=args.layout)
+    options = {"storage": args.storage, "allow_requantize": args.allow_requantize, "dequantize": args.dequantize}
+    return _convert(args, import_hf, dtype=_dtype(args), layout=args.layout, **options)
 
 
 def run_export(args: argparse.Namespace) -> int:
     """Our folder to a Hugging Face one."""
     from te_models.checkpoints import export_hf
 
-    return _convert(args, export_hf, family=args.family, form=args.form, dtype=_dtype(args))
+    options = {"family": args.family, "form": args.form, "format": args.format}
+    return _convert(args, export_hf, dtype=_dtype(args), **options)
 
 
 def run_relayout(args: argparse.Namespace) -> int:
@@ -245,7 +254,7 @@ def _convert(args: argparse.Namespace, function: Callable[..., Any], **options: 
         text += f"\nkept {len(plan.carried)} tensors that the model does not use"
     if plan.ignored:
         text += f"\nleft out {', '.join(plan.ignored[:4])}" + (" ..." if len(plan.ignored) > 4 else "")
-    emit(args, result, text)
+    emit(args, result, text if plan.report is None else f"{text}\n{plan.report}")
     return 0
 
 

@@ -159,7 +159,11 @@ HF_DEFECTS: dict[str, tuple[Edit, str]] = {
     "zero heads": (edit_config(num_attention_heads=0, head_dim=None), "num_attention_heads = 0"),
     "negative size": (edit_config(vocab_size=-61), "vocab_size is -61"),
     "billion layers": (edit_config(num_hidden_layers=10**9), "claims 1000000000 layers"),
-    "quantized": (edit_config(quantization_config={"quant_method": "fp8"}), "quantization_config = .* cannot express"),
+    "quantized": (edit_config(quantization_config={"quant_method": "awq"}), "quantization by 'awq'; supported: fp8,"),
+    "quantized by name only": (
+        edit_config(quantization_config={"quant_method": "fp8"}),
+        "declares the format fp8 and has no tensor in it",
+    ),
     "soft-capping": (edit_config(final_logit_softcapping=30.0), "final_logit_softcapping = 30.0"),
     "window in llama": (edit_config(sliding_window=4096), "sliding_window = 4096"),
     "unknown activation": (edit_config(hidden_act="xielu"), "hidden_act = 'xielu'; supported: silu"),

@@ -23,7 +23,7 @@ from te_models.checkpoints import (
     upcycle,
     verify,
 )
-from te_models.checkpoints.quantize import is_linear_weight
+from te_models.checkpoints.naming import is_linear_weight
 from te_models.config import AttentionConfig, MLPConfig, ModelConfig, MoEConfig
 from te_models.layers import GroupedTensor, QuantizedTensor, recipe
 from tests.checkpoints.hf_cases import CASES, HFFolder, assert_same_bits, stored
@@ -186,7 +186,7 @@ def test_the_entries_of_a_quantized_parameter_are_named_as_documented(tmp_path: 
             f"{p}_columnwise": ("F8_E4M3", (72, 32)),
             f"{p}_columnwise_scale_inv": ("U8", (3, 32)),
         }
-        values = json.loads(ckpt.store.metadata["model.safetensors"]["te_models"])
+        values = json.loads(ckpt.files.metadata["model.safetensors"]["te_models"])
         assert values["version"] == 1
         assert values["tensors"][p]["format"] == "mxfp8" and values["tensors"][p]["logical_dtype"] == "bfloat16"
         for info in ckpt.tensors.values():
@@ -235,8 +235,11 @@ def params_config(folder: Path) -> ModelConfig:
 def test_quantized_folders_are_not_exported_quantized_or_upcycled_silently(hf_folder: HFFolder, tmp_path: Path) -> None:
     import_hf(hf_folder("llama"), tmp_path / "ours")
     quantize(tmp_path / "ours", tmp_path / "q", recipe("block"))
+    with pytest.raises(
+        CheckpointError, match=r"cannot be written as fp8: .* blocks of 128 rows; dequantize the folder"
+    ):
+        export_hf(tmp_path / "q", tmp_path / "x")
     for action in (
-        lambda: export_hf(tmp_path / "q", tmp_path / "x"),
         lambda: quantize(tmp_path / "q", tmp_path / "x", "mxfp8"),
         lambda: upcycle(tmp_path / "q", tmp_path / "x", 2, 1),
     ):

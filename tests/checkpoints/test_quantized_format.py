@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from te_models.checkpoints import CheckpointError, open_checkpoint, relayout, save_model
 from te_models.checkpoints.dtypes import dtype_name
-from te_models.checkpoints.quantize import is_linear_weight
+from te_models.checkpoints.naming import is_linear_weight
 from te_models.checkpoints.quantized_format import (
     describe,
     field_specs,

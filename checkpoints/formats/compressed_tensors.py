@@ -1,0 +1,104 @@
+"""compressed-tensors, the files of vLLM's tools: `quant_method` "compressed-tensors" and its `format`.
+
+nvfp4-pack-quantized    X.weight_packed U8 [M, K/2]    X.weight_scale F8_E4M3 [M, K/16]
+                        X.weight_global_scale F32 [1]            value = e2m1 * scale / global_scale
+mxfp4-pack-quantized    X.weight_packed U8 [M, K/2]    X.weight_scale U8 [M, K/32]
+mxfp8-quantized         X.weight F8_E4M3 [M, K]        X.weight_scale U8 [M, K/32]
+float-quantized         X.weight F8_E4M3 [M, K]        X.weight_scale BF16 or F32, by `strategy`: "tensor" [1],
+                                                       "channel" [M, 1], "block" [M/128, K/128]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from te_models.layers.quantizer import NVFP4Quantizer
+
+from ..errors import CheckpointError
+from .fields import one_of, section
+from .format import FLOAT_SCALES, WHOLE, Part, WeightFormat
+from .fp8_block import BLOCK, blocks_128
+from .modelopt import per_tensor, takes_nvfp4
+from .mx import mxfp4_format, mxfp8_format
+
+_ACTIVATIONS = ("input_scale", "input_global_scale", "k_scale", "v_scale", "output_scale")
+
+NVFP4 = WeightFormat(
+    name="nvfp4-pack-quantized",
+    element="e2m1",
+    parts=(
+        Part("data", "_packed", ("U8",), "elements", (1, 2)),
+        Part("scale_inv", "_scale", ("F8_E4M3",), "scale", (1, 16)),
+        Part("amax", "_global_scale", ("F32",), "divisor", None, one=True),
+    ),
+    storages={"nvfp4": NVFP4Quantizer(columnwise=False)},
+    takes=takes_nvfp4,
+    activations=_ACTIVATIONS,
+    columns=16,
+)
+MXFP4 = mxfp4_format("mxfp4-pack-quantized", "_packed", "_scale", grouped=False)
+MXFP8 = mxfp8_format("mxfp8-quantized", "_scale")
+TENSOR = per_tensor("float-quantized", _ACTIVATIONS)
+BLOCKS = blocks_128(name="float-quantized", scale_suffix="_scale", pow2=False, activations=_ACTIVATIONS)
+CHANNEL = WeightFormat(
+    name="float-quantized",
+    element="e4m3",
+    parts=(
+        Part("data", "", ("F8_E4M3",), "elements", (1, 1)),
+        Part("scale_inv", "_scale", FLOAT_SCALES, "scale", (1, WHOLE)),
+    ),
+    activations=_ACTIVATIONS,
+)
+_FORMATS = {f.name: f for f in (NVFP4, MXFP4, MXFP8)}
+_STRATEGIES = {"tensor": TENSOR, "channel": CHANNEL, "block": BLOCKS}
+_WEIGHTS: dict[str, dict[str, Any]] = {
+    "nvfp4-pack-quantized": {"num_bits": 4, "group_size": 16, "strategy": "tensor_group"},
+    "mxfp4-pack-quantized": {"num_bits": 4, "group_size": 32, "strategy": "group"},
+    "mxfp8-quantized": {"num_bits": 8, "group_size": 32, "strategy": "group"},
+}
+
+
+def read(config: Mapping[str, Any]) -> WeightFormat:
+    """Return the format that `quantization_config` declares; all of its groups must have the same one."""
+    name = one_of(config, "format", (*_FORMATS, "float-quantized"), None)
+    if name != "float-quantized":
+        return _FORMATS[name]
+    found: dict[str, WeightFormat] = {}
+    for group in section(config, "config_groups").values():
+        weights = section(group if isinstance(group, dict) else {}, "weights")
+        one_of(weights, "num_bits", (8,), None)
+        one_of(weights, "type", ("float",), None)
+        strategy = one_of(weights, "strategy", tuple(_STRATEGIES), None)
+        if strategy == "block" and weights.get("block_structure") != list(BLOCK):
+            raise CheckpointError(
+                f"the quantization configuration has block_structure = {weights.get('block_structure')}; supported: "
+                f"{list(BLOCK)}"
+            )
+        found[strategy] = _STRATEGIES[strategy]
+    if len(found) != 1:
+        raise CheckpointError(
+            f"the quantization configuration has groups with the strategies {', '.join(sorted(found)) or 'none'}; "
+            "supported: one strategy for all"
+        )
+    return next(iter(found.values()))
+
+
+def write(weight_format: WeightFormat, plain: list[str]) -> dict[str, Any]:
+    """Return `quantization_config` for a model whose linear modules `plain` are not quantized."""
+    weights: dict[str, Any] = {"type": "float", "symmetric": True, "dynamic": False}
+    if weight_format.name == "float-quantized":
+        strategy = next(s for s, f in _STRATEGIES.items() if f == weight_format)
+        weights |= {"num_bits": 8, "strategy": strategy}
+        if strategy == "block":
+            weights["block_structure"] = list(BLOCK)
+    else:
+        weights |= _WEIGHTS[weight_format.name]
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": weight_format.name,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": plain,
+    }

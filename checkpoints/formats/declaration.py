@@ -1,0 +1,117 @@
+"""Which format a folder declares, by name; and the declaration that an export writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from te_models.layers.quantizer import Quantizer
+
+from ..errors import CheckpointError
+from ..families.fields import shorten_value
+from ..strict_json import read_object
+from ..weight_files import plain_file
+from . import compressed_tensors, fp8_block, modelopt, mx
+from .format import Declaration, WeightFormat
+
+SEPARATE = "hf_quant_config.json"
+_READERS: dict[str, Callable[[Mapping[str, Any]], WeightFormat]] = {
+    "fp8": fp8_block.read,
+    "mxfp8": mx.read_mxfp8,
+    "mxfp4": mx.read_mxfp4,
+    "modelopt": modelopt.read,
+    "compressed-tensors": compressed_tensors.read,
+}
+
+WRITABLE: dict[str, tuple[WeightFormat, ...]] = {
+    "fp8": (fp8_block.read({"scale_fmt": "ue8m0"}), fp8_block.read({})),
+    "mxfp8": (mx.read_mxfp8({}),),
+    "mxfp4": (mx.read_mxfp4({}),),
+    "modelopt-fp8": (modelopt.FP8,),
+    "modelopt-nvfp4": (modelopt.NVFP4,),
+    "nvfp4-pack-quantized": (compressed_tensors.NVFP4,),
+    "mxfp4-pack-quantized": (compressed_tensors.MXFP4,),
+    "mxfp8-quantized": (compressed_tensors.MXFP8,),
+    "float-quantized": (compressed_tensors.TENSOR, compressed_tensors.BLOCKS),
+}
+"""Names that `te-models export --format` takes; the first format that takes the stored form is written."""
+
+
+def declared(values: Mapping[str, Any], folder: Path) -> Declaration | None:
+    """Return what config.json (`values`) and hf_quant_config.json of a folder declare; None: nothing is quantized."""
+    config, separate = values.get("quantization_config"), None
+    path = folder / SEPARATE
+    if path.exists() or path.is_symlink():
+        separate = read_object(plain_file(folder, SEPARATE), f"{folder}/{SEPARATE}")
+    return parse(config, separate)
+
+
+def without_quantization(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json without what it says about quantization: the model's own fields."""
+    return {name: value for name, value in values.items() if name != "quantization_config"}
+
+
+def parse(config: object, separate: Mapping[str, Any] | None) -> Declaration | None:
+    """Return the declaration that these make; see `Declaration`."""
+    found: WeightFormat | None = None
+    if config is not None:
+        method = config.get("quant_method") if isinstance(config, dict) else None
+        if not isinstance(config, dict) or not isinstance(method, str) or method not in _READERS:
+            raise CheckpointError(
+                f"config.json declares quantization by {shorten_value(method)}; supported: {', '.join(_READERS)}"
+            )
+        found = _READERS[method](config)
+    if separate is not None:
+        quantization = separate.get("quantization")
+        if not isinstance(quantization, dict):
+            raise CheckpointError(f"{SEPARATE} has no 'quantization' object")
+        other = modelopt.read(quantization)
+        if found is not None and found.name != other.name:
+            raise CheckpointError(f"config.json declares the format {found.name!r} and {SEPARATE} {other.name!r}")
+        found = other
+    return None if found is None else Declaration(found, config if isinstance(config, dict) else None, separate)
+
+
+def format_named(name: str, quantizers: set[Quantizer]) -> WeightFormat:
+    """Return the format called `name` that takes all these forms of ours."""
+    if name not in WRITABLE:
+        raise CheckpointError(f"the format is {name!r}; allowed: {', '.join(WRITABLE)}")
+    for candidate in WRITABLE[name]:
+        if all(candidate.takes(quantizer) for quantizer in quantizers):
+            return candidate
+    stored = ", ".join(sorted({quantizer.FORMAT for quantizer in quantizers}))
+    raise CheckpointError(
+        f"weights stored as {stored} cannot be written as {name}; {fitting(quantizers)}, or dequantize the folder first"
+    )
+
+
+def format_fitting(quantizers: set[Quantizer]) -> WeightFormat:
+    """Return the first format that takes all these forms of ours."""
+    for formats in WRITABLE.values():
+        for candidate in formats:
+            if all(map(candidate.takes, quantizers)):
+                return candidate
+    stored = ", ".join(sorted({quantizer.FORMAT for quantizer in quantizers}))
+    raise CheckpointError(
+        f"no format of Hugging Face files takes weights stored as {stored}; dequantize the folder first"
+    )
+
+
+def fitting(quantizers: set[Quantizer]) -> str:
+    """Return, in words, which formats take all these forms."""
+    names = [name for name, formats in WRITABLE.items() if any(all(map(f.takes, quantizers)) for f in formats)]
+    return f"choose {' or '.join(names)}" if names else "no format takes all of them"
+
+
+def hf_config_of(weight_format: WeightFormat, plain: list[str]) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """Return (`quantization_config` of config.json, hf_quant_config.json) for a model whose linear modules `plain` are
+    not quantized."""
+    name = weight_format.name
+    if name == "fp8":
+        return fp8_block.write(plain, pow2=fp8_block.has_power_of_two_scales(weight_format)), None
+    if name in ("mxfp4", "mxfp8"):
+        return mx.write(name, plain), None
+    if name.startswith("modelopt-"):
+        return None, modelopt.write(name.removeprefix("modelopt-").upper(), plain)
+    return compressed_tensors.write(weight_format, plain), None

@@ -1,0 +1,118 @@
+"""What a quantized format of Hugging Face files is: which tensors a weight [..., out, in] is stored as.
+
+    fp8                 X.weight F8_E4M3 [M, K]          X.weight_scale_inv F32 [M/128, K/128]
+    mxfp4               X_blocks U8 [.., M, K/32, 16]    X_scales U8 [.., M, K/32]
+
+Every format is one declaration of this kind in a file of its own. How it is read, written, checked and reported follows
+from the declaration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from te_models.layers.quantizer import FP8Quantizer, Quantizer
+
+from ..boxes import Shape
+
+Element = Literal["e4m3", "e2m1"]
+Meaning = Literal["elements", "scale", "factor", "divisor"]
+FLOAT_SCALES = ("F32", "BF16", "F16")
+BYTE_SCALES = ("U8", "F8_E8M0")
+WHOLE = 1 << 62
+"""As the columns of a block: all of the matrix's."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the tensors of a quantized weight.
+
+    Arguments:
+        field: the part of a quantized tensor that it becomes: "data", "scale_inv" or "amax".
+        suffix: what its name adds to the weight's.
+        dtypes: what it may be in files; the first is written where nothing else is known.
+        meaning: elements; the scale of a block; or one float32 per matrix that values are multiplied with (factor) or
+            divided by (divisor).
+        block: rows and columns of the weight per entry; None: one entry per matrix, in shape [] or [1].
+        grouped: the last dimension is cut into groups of this many bytes, [..., K/32, 16].
+        one: one entry per matrix is written in shape [1].
+    """
+
+    field: str
+    suffix: str
+    dtypes: tuple[str, ...]
+    meaning: Meaning
+    block: tuple[int, int] | None
+    grouped: int | None = None
+    one: bool = False
+
+    def shapes(self, weight: Shape) -> tuple[Shape, ...]:
+        """Return the shapes that it may have in files for a weight of this shape."""
+        if self.block is None:
+            return (weight[:-2], (*weight[:-2], 1))
+        shape = over_blocks(weight, self.block)
+        return ((*shape[:-1], -(-shape[-1] // self.grouped), self.grouped),) if self.grouped else (shape,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightFormat:
+    """A format.
+
+    Arguments:
+        name: what users call it; `te-models export --format` takes it.
+        element: what the numbers are, before scales.
+        parts: the tensors of a weight, data first.
+        storages: the forms of ours that hold it exactly, by the name that `te-models import --storage` takes; the first
+            is the default. Empty: there is none.
+        takes: whether a form of ours can be written in it, wherever its numbers come from.
+        activations: names of tensors beside a weight that scale activations: kept, and given back by an export.
+        columns: the weight's columns must be a multiple of this.
+    """
+
+    name: str
+    element: Element
+    parts: tuple[Part, ...]
+    storages: Mapping[str, Quantizer] = field(default_factory=dict)
+    takes: Callable[[Quantizer], bool] = lambda quantizer: False
+    activations: tuple[str, ...] = ()
+    columns: int = 1
+
+    @property
+    def data(self) -> Part:
+        """The part with the elements."""
+        return self.parts[0]
+
+    @property
+    def scales(self) -> tuple[Part, ...]:
+        """The other parts."""
+        return self.parts[1:]
+
+    def part(self, field: str) -> Part:
+        """Return the part that becomes this field."""
+        return next(part for part in self.parts if part.field == field)
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """What a folder says about its quantization: the format, and the JSON that says so.
+
+    config: `quantization_config` of config.json, None where it is not there; separate: hf_quant_config.json.
+    """
+
+    format: WeightFormat
+    config: Mapping[str, Any] | None
+    separate: Mapping[str, Any] | None = None
+
+
+def is_e4m3(quantizer: Quantizer) -> bool:
+    """Whether a form's numbers are E4M3."""
+    return isinstance(quantizer, FP8Quantizer) and quantizer.fp8_dtype == torch.float8_e4m3fn
+
+
+def over_blocks(shape: Shape, block: tuple[int, int]) -> Shape:
+    """Return how many blocks a matrix [..., rows, columns] has."""
+    return (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))

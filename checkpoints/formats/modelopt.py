@@ -1,0 +1,80 @@
+"""NVIDIA ModelOpt: hf_quant_config.json, or `quant_method` "modelopt" in config.json.
+
+    FP8      X.weight F8_E4M3 [M, K]    X.weight_scale F32 []                   value = weight * scale
+    NVFP4    X.weight U8 [M, K/2]       X.weight_scale F8_E4M3 [M, K/16]        value = e2m1 * scale * scale_2
+             X.weight_scale_2 F32 []
+
+`X.input_scale` and the scales of the key-value cache belong to activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from te_models.layers.quantizer import Float8CurrentScalingQuantizer, NVFP4Quantizer, Quantizer
+
+from ..errors import CheckpointError
+from ..families.fields import shorten_value
+from .fields import one_of
+from .format import FLOAT_SCALES, Part, WeightFormat, is_e4m3
+
+_ACTIVATIONS = ("input_scale", "k_scale", "v_scale", "output_scale")
+
+
+def per_tensor(name: str, activations: tuple[str, ...]) -> WeightFormat:
+    """Return the format of E4M3 with one scale per matrix."""
+    return WeightFormat(
+        name=name,
+        element="e4m3",
+        parts=(
+            Part("data", "", ("F8_E4M3",), "elements", (1, 1)),
+            Part("scale_inv", "_scale", FLOAT_SCALES, "scale", None),
+        ),
+        storages={"float8": Float8CurrentScalingQuantizer()},
+        takes=lambda q: q.FORMAT == "float8" and is_e4m3(q),
+        activations=activations,
+    )
+
+
+def takes_nvfp4(quantizer: Quantizer) -> bool:
+    """Whether a form of ours has NVFP4's rowwise copy."""
+    return isinstance(quantizer, NVFP4Quantizer) and (quantizer.rowwise or quantizer.symmetric)
+
+
+NVFP4 = WeightFormat(
+    name="modelopt-nvfp4",
+    element="e2m1",
+    parts=(
+        Part("data", "", ("U8",), "elements", (1, 2)),
+        Part("scale_inv", "_scale", ("F8_E4M3",), "scale", (1, 16)),
+        Part("amax", "_scale_2", ("F32",), "factor", None),
+    ),
+    storages={"nvfp4": NVFP4Quantizer(columnwise=False)},
+    takes=takes_nvfp4,
+    activations=_ACTIVATIONS,
+    columns=16,
+)
+FP8 = per_tensor("modelopt-fp8", _ACTIVATIONS)
+_ALGORITHMS = {"FP8": FP8, "NVFP4": NVFP4}
+
+
+def read(config: Mapping[str, Any]) -> WeightFormat:
+    """Return the format that `quantization_config`, or `quantization` of hf_quant_config.json, declares."""
+    algorithm = config.get("quant_algo")
+    if not isinstance(algorithm, str) or algorithm not in _ALGORITHMS:
+        raise CheckpointError(
+            f"the ModelOpt configuration has quant_algo = {shorten_value(algorithm)}; supported: "
+            f"{', '.join(_ALGORITHMS)}"
+        )
+    if algorithm == "NVFP4":
+        one_of(config, "group_size", (16,), 16)
+    return _ALGORITHMS[algorithm]
+
+
+def write(algorithm: str, plain: list[str]) -> dict[str, Any]:
+    """Return hf_quant_config.json for a model whose linear modules `plain` are not quantized."""
+    quantization: dict[str, Any] = {"quant_algo": algorithm, "kv_cache_quant_algo": None, "exclude_modules": plain}
+    if algorithm == "NVFP4":
+        quantization["group_size"] = 16
+    return {"producer": {"name": "te_models", "version": "0.1.0"}, "quantization": quantization}

@@ -1,0 +1,98 @@
+"""How quantized files write numbers: elements and scales to float32 values, or to the fields of our storage, and back.
+
+A function here maps the entries that a file has for a part of a matrix to what they stand for; which entries those are
+is `views`' business. E2M1 comes two in a byte, the even element in the low half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from te_models.kernels.quantize import e8m0_to_float, global_decode
+
+from ..errors import CheckpointError
+
+_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+_E4M3_OF_E2M1 = _E2M1.to(torch.float8_e4m3fn).view(torch.uint8)
+_NO_CODE = 255
+_E2M1_OF_E4M3 = torch.full((256,), _NO_CODE, dtype=torch.uint8)
+_E2M1_OF_E4M3[_E4M3_OF_E2M1.long()] = torch.arange(16, dtype=torch.uint8)
+NVFP4_RANGE = 448.0 * 6.0
+"""amax / factor of an NVFP4 matrix: the largest E4M3 scale times the largest E2M1 value."""
+
+
+def e2m1_to_float(codes: Tensor) -> Tensor:
+    """Return the values of codes 0..15 (uint8)."""
+    return _E2M1[codes.int()]
+
+
+def e2m1_to_e4m3(codes: Tensor) -> Tensor:
+    """Return codes 0..15 (uint8) as E4M3, which has all of their values."""
+    return _E4M3_OF_E2M1[codes.int()].view(torch.float8_e4m3fn)
+
+
+def e4m3_to_packed(data: Tensor, name: str) -> Tensor:
+    """Return E4M3 [..., C] as packed E2M1 codes [..., C / 2]; a value that E2M1 does not have is an error."""
+    codes = _E2M1_OF_E4M3[data.view(torch.uint8).int()]
+    if (codes == _NO_CODE).any():
+        raise CheckpointError(
+            f"{name} has values that four bits do not hold, so it cannot be written as MXFP4; choose mxfp8-quantized"
+        )
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def scale_to_float(stored: Tensor) -> Tensor:
+    """Return scales as float32, whatever a file stores them as; a byte is a power of two."""
+    if stored.dtype == torch.float8_e8m0fnu:
+        stored = stored.view(torch.uint8)
+    return e8m0_to_float(stored) if stored.dtype == torch.uint8 else stored.float()
+
+
+def is_power_of_two(scales: Tensor) -> Tensor:
+    """Whether each float32 scale is a power of two that a scale byte can be: 2^-127 .. 2^127."""
+    mantissa, exponent = torch.frexp(scales)
+    return (mantissa == 0.5) & (exponent >= -126) & (exponent <= 128)
+
+
+def power_of_two_to_e8m0(scales: Tensor) -> Tensor:
+    """Return the scale bytes of powers of two."""
+    return (torch.frexp(scales).exponent + 126).to(torch.uint8)
+
+
+def amax_of_factor(factor: Tensor) -> Tensor:
+    """Return the amax that stands for a factor: float32 of any shape.
+
+    Our decoding multiplies with 1 / (2688 / amax): the amax is one for which that is the factor, if there is one, and
+    gives a neighbour of it otherwise (float32 division does not reach every number).
+    """
+    return _closest(factor * NVFP4_RANGE, lambda amax: amax / NVFP4_RANGE == factor, factor)
+
+
+def factor_of_amax(amax: Tensor) -> Tensor:
+    """Undo `amax_of_factor`, for factors that come from such a division; a matrix of zeros has the factor 1."""
+    return torch.where(amax == 0, 1.0, amax / NVFP4_RANGE)
+
+
+def amax_of_divisor(divisor: Tensor) -> Tensor:
+    """Return the amax that stands for a divisor, as `amax_of_factor` does for its inverse."""
+    whole = torch.full_like(divisor, NVFP4_RANGE)
+    return _closest(whole / divisor, lambda amax: whole / amax == divisor, 1 / divisor)
+
+
+def divisor_of_amax(amax: Tensor) -> Tensor:
+    """Undo `amax_of_divisor`, for divisors that come from such a division; a matrix of zeros has the divisor 1."""
+    return torch.where(amax == 0, 1.0, torch.full_like(amax, NVFP4_RANGE) / amax)
+
+
+def _closest(guess: Tensor, restores: Callable[[Tensor], Tensor], factor: Tensor) -> Tensor:
+    """Return a neighbour of `guess` that decodes as `factor`, and the one that `restores` the stored number if there
+    are several; the latter or the guess where there is none."""
+    best, rank = guess, torch.zeros_like(guess)
+    for step in (0, 1, -1, 2, -2, 3, -3):
+        amax = (guess.contiguous().view(torch.int32) + step).view(torch.float32)
+        own = (global_decode(amax) == factor).float() * 2 + restores(amax).float()
+        best, rank = torch.where(own > rank, amax, best), torch.maximum(own, rank)
+    return best

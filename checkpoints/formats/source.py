@@ -1,0 +1,211 @@
+"""A folder of quantized files, opened: its tensors as fields of our storage where that is exact, else as values."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from te_models.layers.quantizer import Quantizer
+
+from ..dtypes import FLOATS, torch_dtype
+from ..errors import CheckpointError
+from ..links import Namespace, Stored
+from ..naming import is_linear_weight
+from ..plan import match_tensors
+from ..store import FileStore
+from . import numbers
+from .encode import number_amax, number_error
+from .format import Declaration, Part, WeightFormat
+from .namespace import FieldNamespace, field_namespace, upright
+from .views import View, ViewStore, field_view, value_view
+
+VALUES = "values"
+"""As a storage: no fields, the plain values of everything."""
+_NOT_LINEAR = "only the weights of linear layers are stored quantized"
+
+
+@dataclass(frozen=True)
+class QuantizedFiles:
+    """The files of a folder that declares a format.
+
+    store: their tensors as fields and values; found: how these store the model. weights: the names of quantized
+    weights. activations: tensors that scale activations, which no conversion computes with. quantizer: the form of the
+    fields; None: there are none.
+    """
+
+    declaration: Declaration
+    files: FileStore
+    store: ViewStore
+    found: FieldNamespace
+    weights: tuple[str, ...]
+    activations: tuple[str, ...]
+    quantizer: Quantizer | None
+    dtype: torch.dtype
+
+    @property
+    def format(self) -> WeightFormat:
+        """The declared format."""
+        return self.declaration.format
+
+    def check_scales(self) -> None:
+        """Read all scales, once, and raise CheckpointError for one that no quantization gives: NaN, infinite, negative.
+
+        Scales that are promised, or have to be, powers of two are checked for that as well.
+        """
+        _ = self._checked
+
+    @cached_property
+    def _checked(self) -> bool:
+        pow2 = self.quantizer is not None and (
+            self.quantizer.FORMAT == "mxfp8" or getattr(self.quantizer, "force_pow_2_scales", False)
+        )
+        for weight in self.weights:
+            for part in self.format.scales:
+                _check_scale(self.files, weight + part.suffix, part, pow2=pow2)
+        return True
+
+    def factor_error(self) -> float:
+        """Return the largest relative error of one number per matrix that our storage keeps as an amax."""
+        worst = 0.0
+        for part in self.format.scales:
+            for weight in self.weights if part.meaning in ("factor", "divisor") else ():
+                number = self.files.view(weight + part.suffix).float()
+                worst = max(worst, number_error(part, number_amax(part, number), number))
+        return worst
+
+
+def open_quantized(
+    files: FileStore,
+    plain: Namespace,
+    declaration: Declaration,
+    *,
+    storage: str | None,
+    where: str,
+) -> QuantizedFiles:
+    """Read the headers of quantized files, whose plain form a family stores as `plain` says.
+
+    storage: a key of the format's `storages`, None for its first, VALUES for none.
+    """
+    weight_format = declaration.format
+    weights = quantized_weights(plain, files, weight_format)
+    if not weights:
+        raise CheckpointError(f"{where} declares the format {weight_format.name} and has no tensor in it")
+    plain = upright(plain, weights)
+    activations = _activations(files, weights, weight_format)
+    _match(files, plain, weights, weight_format, where)
+    quantizer = _storage(weight_format, storage)
+    name = main_float(files, (n for n in plain.stored if n not in weights), plain)
+    dtype = torch_dtype(name)
+    parameters = {link.name for link in plain.links if link.stored in weights}
+    wanted = {p: quantizer for p in parameters if quantizer is not None and is_linear_weight(p)}
+
+    def same(a: str, b: str) -> bool:
+        return torch.equal(files.view(a).flatten().float(), files.view(b).flatten().float())
+
+    found = field_namespace(plain, weights, weight_format, wanted, dtype, same)
+    if quantizer is not None:
+        found.inexact |= dict.fromkeys(sorted(parameters - {*wanted}), _NOT_LINEAR)
+    elif storage is None:
+        found.inexact |= dict.fromkeys(sorted(parameters), "no form of ours has such scales")
+    views: dict[str, View] = {}
+    hidden = {*activations, *(weight + part.suffix for weight in weights for part in weight_format.parts)}
+    for weight in weights:
+        if quantizer is not None and weight + weight_format.data.suffix in found.fields:
+            for part in weight_format.parts:
+                part_name = weight + part.suffix
+                if part_name in found.fields:
+                    hidden.discard(part_name)
+                    view = field_view(files, weight, weight_format, part, quantizer, found.fields[part_name])
+                    if view is not None:
+                        views[part_name] = view
+        else:
+            views[weight] = value_view(files, weight, weight_format, plain.stored[weight].shape, name)
+    return QuantizedFiles(
+        declaration, files, ViewStore(files, views, hidden), found, tuple(weights), activations, quantizer, dtype
+    )
+
+
+def _storage(weight_format: WeightFormat, storage: str | None) -> Quantizer | None:
+    if storage == VALUES:
+        return None
+    if storage is None:
+        return next(iter(weight_format.storages.values()), None)
+    if storage not in weight_format.storages:
+        allowed = ", ".join(weight_format.storages) or "none"
+        raise CheckpointError(f"{weight_format.name} cannot be stored as {storage!r}; allowed: {allowed}")
+    return weight_format.storages[storage]
+
+
+def quantized_weights(plain: Namespace, files: FileStore, weight_format: WeightFormat) -> list[str]:
+    """Return which stored weights of a plain namespace the files hold in the format: those with a part of theirs."""
+    tensors = files.tensors
+    return [
+        name
+        for name, stored in plain.stored.items()
+        if len(stored.shape) >= 2
+        and (
+            any(part.suffix and name + part.suffix in tensors for part in weight_format.parts)
+            or (name in tensors and not weight_format.data.suffix and tensors[name].dtype in weight_format.data.dtypes)
+        )
+    ]
+
+
+def _activations(files: FileStore, weights: list[str], weight_format: WeightFormat) -> tuple[str, ...]:
+    names = (f"{w.removesuffix('.weight')}.{kind}" for w in weights for kind in weight_format.activations)
+    return tuple(name for name in names if name in files.tensors)
+
+
+def _match(
+    files: FileStore,
+    plain: Namespace,
+    weights: list[str],
+    weight_format: WeightFormat,
+    where: str,
+) -> None:
+    """Check that the files have every tensor of the model and of every weight's parts, each as it must be."""
+    quantized = set(weights)
+    expected: dict[str, Stored] = {}
+    for name, stored in plain.stored.items():
+        if name not in quantized:
+            expected[name] = stored
+            continue
+        if stored.shape[-1] % weight_format.columns:
+            raise CheckpointError(
+                f"{name!r} has {stored.shape[-1]} columns, which {weight_format.name} cannot have; allowed: a multiple "
+                f"of {weight_format.columns}"
+            )
+        for part in weight_format.parts:
+            allowed, found = part.shapes(stored.shape), files.tensors.get(name + part.suffix)
+            shape = found.shape if found is not None and found.shape in allowed else allowed[0]
+            expected[name + part.suffix] = Stored(shape, frozenset(part.dtypes), convertible=False)
+    strangers = files.tensors.keys() - expected.keys()  # the model's own check sees them later
+    match_tensors(files.tensors, expected, where=where, unused=strangers)
+
+
+def main_float(files: FileStore, names: Iterable[str], plain: Namespace) -> str:
+    """Return the dtype that most bytes of these plain tensors have; bfloat16 where there are none."""
+    sizes: Counter[str] = Counter()
+    for name in names:
+        info = files.tensors.get(name)
+        if info is not None and info.dtype in FLOATS and plain.stored[name].convertible:
+            sizes[info.dtype] += info.nbytes
+    return sizes.most_common(1)[0][0] if sizes else "BF16"
+
+
+def _check_scale(files: FileStore, name: str, part: Part, *, pow2: bool) -> None:
+    stored = files.view(name)
+    step = max(1, (1 << 22) // max(1, stored[:1].numel() if stored.dim() else 1))
+    for begin in range(0, stored.shape[0] if stored.dim() else 1, step):
+        scales = numbers.scale_to_float(stored[begin : begin + step] if stored.dim() else stored)
+        if not torch.isfinite(scales).all():
+            raise CheckpointError(f"{name!r} has a scale that is NaN or infinite, so its weight has no values")
+        if (scales < 0).any() or (part.meaning in ("factor", "divisor") and (scales == 0).any()):
+            raise CheckpointError(f"{name!r} has a scale that is zero or negative, so its weight has no values")
+        if pow2 and part.meaning == "scale" and not numbers.is_power_of_two(scales).all():
+            raise CheckpointError(
+                f"{name!r} has a scale that is not a power of two, as its format promises or its storage needs"
+            )

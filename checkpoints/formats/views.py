@@ -1,0 +1,144 @@
+"""The tensors of quantized files seen as fields of our storage, or as plain values: read a region at a time.
+
+A view has the dtype and shape of what it stands for and computes only what is asked of it, so that a conversion moves a
+quantized checkpoint with the memory of a few regions. Where file and field are the same bytes there is no view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from te_models.layers.field_schema import field_layouts
+from te_models.layers.quantizer import Quantizer
+
+from ..boxes import Box, Shape, slices
+from ..dtypes import torch_dtype
+from ..header import TensorInfo, byte_count
+from ..links import Stored
+from ..store import FileStore
+from . import numbers
+from .format import Part, WeightFormat
+
+Block = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor that is computed from others: `read(box)` returns a region of it."""
+
+    dtype: str
+    shape: Shape
+    read: Callable[[Box], Tensor]
+
+
+class ViewStore:
+    """A store of views, and of the tensors of files that are not hidden."""
+
+    def __init__(self, files: FileStore, views: Mapping[str, View], hidden: Collection[str]) -> None:
+        self._files, self._views = files, dict(views)
+        self.tensors: dict[str, TensorInfo] = {n: info for n, info in files.tensors.items() if n not in hidden}
+        for name, view in views.items():
+            self.tensors[name] = TensorInfo(view.dtype, view.shape, 0, byte_count(view.dtype, view.shape))
+
+    def read(self, name: str, box: Box) -> Tensor:
+        if name not in self._views:
+            return self._files.read(name, box)
+        return self._views[name].read(box)
+
+    def can_read_bytes(self, name: str) -> bool:
+        return name not in self._views
+
+    def read_into(self, name: str, begin: int, buffer: memoryview) -> None:
+        self._files.read_into(name, begin, buffer)
+
+
+def field_blocks(quantizer: Quantizer) -> dict[str, Block | None]:
+    """Return which block of the matrix an entry of each field covers, by part: "data", "scale_inv", "amax"."""
+    layouts = field_layouts(quantizer)
+    return {layout.name.removeprefix("rowwise_"): layout.block for layout in layouts if layout.usage == "rowwise"}
+
+
+def field_view(
+    files: FileStore, weight: str, weight_format: WeightFormat, part: Part, quantizer: Quantizer, field: Stored
+) -> View | None:
+    """Return one part of a quantized weight as the field that it becomes; None where it is that field already."""
+    name, (dtype,) = weight + part.suffix, field.dtypes
+    convert = _conversion(files, name, weight_format, part, dtype)
+    block = field_blocks(quantizer)[part.field]
+    info = files.tensors[name]
+    if convert is None and (info.dtype, info.shape) == (dtype, field.shape) and block == part.block:
+        return None
+
+    def read(box: Box) -> Tensor:
+        found = region(files, name, part, weight_format.element, box, block)
+        return found.to(torch_dtype(dtype)) if convert is None else convert(found)
+
+    return View(dtype, field.shape, read)
+
+
+def _conversion(
+    files: FileStore, name: str, weight_format: WeightFormat, part: Part, dtype: str
+) -> Callable[[Tensor], Tensor] | None:
+    """Return what turns the file's numbers into the field's; None: they are the same numbers."""
+    if part.meaning == "factor":
+        return numbers.amax_of_factor
+    if part.meaning == "divisor":
+        return numbers.amax_of_divisor
+    if part.meaning == "elements":
+        return numbers.e2m1_to_e4m3 if weight_format.element == "e2m1" and dtype == "F8_E4M3" else None
+    if dtype == "U8" and files.tensors[name].dtype == "F8_E8M0":
+        return lambda scales: scales.view(torch.uint8)
+    if dtype == "U8" and files.tensors[name].dtype != "U8":
+        return lambda scales: numbers.power_of_two_to_e8m0(scales.float())
+    return None
+
+
+def value_view(files: FileStore, weight: str, weight_format: WeightFormat, shape: Shape, dtype: str) -> View:
+    """Return the values [..., out, in] that a quantized weight stands for: float32 products, rounded to `dtype`."""
+
+    def read(box: Box) -> Tensor:
+        values = elements(files, weight, weight_format, box)
+        for part in weight_format.scales:
+            scale = numbers.scale_to_float(region(files, weight + part.suffix, part, None, box, (1, 1)))
+            values = values / scale if part.meaning == "divisor" else values * scale
+        return values.to(torch_dtype(dtype))
+
+    return View(dtype, shape, read)
+
+
+def elements(files: FileStore, weight: str, weight_format: WeightFormat, box: Box) -> Tensor:
+    """Return a region of a weight before scales, float32."""
+    found = region(files, weight + weight_format.data.suffix, weight_format.data, weight_format.element, box, (1, 1))
+    return numbers.e2m1_to_float(found) if weight_format.element == "e2m1" else found.float()
+
+
+def region(files: FileStore, name: str, part: Part, element: str | None, box: Box, block: Block | None) -> Tensor:
+    """Return a file's entries for a region whose own entries cover `block` of the matrix (None: one per matrix).
+
+    A coarser entry is repeated. Packed codes are unpacked where the region has a value per entry; one entry per matrix
+    gets two dimensions of size 1 where the region has some.
+    """
+    stored = files.view(name)
+    if part.block is None:
+        lead = box if block is None else box[:-2]
+        found = stored.reshape(stored.shape[: len(lead)])[slices(lead)]
+        return found if block is None else found[..., None, None]
+    assert block is not None, "a field with one entry per matrix comes from a part that has one"
+    if part.grouped is not None:
+        stored = stored.flatten(-2)
+    if block == part.block:
+        return stored[slices(box)]
+    packed = element == "e2m1" and block == (1, 1)
+    rows, columns = (torch.arange(*r) * size // theirs for r, size, theirs in zip(box[-2:], block, part.block))
+    stored = stored[slices(box[:-2])]
+    stored = stored[..., int(rows[0]) : int(rows[-1]) + 1, int(columns[0]) : int(columns[-1]) + 1]
+    # eight-bit floats cannot be indexed everywhere; their bytes can
+    plain = stored.view(torch.uint8) if stored.dtype.itemsize == 1 else stored
+    found = plain.index_select(-2, rows - rows[0]).index_select(-1, columns - columns[0])
+    if packed:
+        return (found >> (4 * (torch.arange(*box[-1]) % 2)).to(torch.uint8)) & 15
+    return found.view(stored.dtype)

@@ -1,0 +1,134 @@
+"""The fields of a parameter that a conversion quantizes, as outputs of its plan."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+
+from te_models.layers.field_schema import empty_fields
+from te_models.layers.quantizer import Quantizer
+
+from .bands import BAND_ELEMENTS, Map, Rows, bands, dequantize_bands, quantize_into
+from .boxes import Shape
+from .conversion_report import Measure
+from .parameters import Parameters
+from .plan import Output
+from .quantized_format import SUFFIXES, Description, field_specs, quantizer_of
+from .threads import cores, worker_threads
+
+MAX_THREADS = 8
+"""Threads that quantize one parameter; each has working copies of a band of rows."""
+
+
+def quantized_outputs(
+    name: str,
+    shape: Shape,
+    meta: Description,
+    params: Parameters,
+    members: Parameters,
+    measure: Measure | None = None,
+) -> list[Output]:
+    """Return the outputs that hold a parameter quantized as described.
+
+    params, members: where its values are read, in the plan's layout and in the per-GEMM one. measure: gets the largest
+    error of each matrix and usage.
+    """
+    quantizer = quantizer_of(name, meta)[0]
+    makers: dict[str, Callable[[], list[torch.Tensor]]] = {}
+    for q in _by_usage(quantizer):
+        fields = _Fields(name, shape, q, params, members, measure)
+        makers |= {suffix: fields.entry(field) for field, suffix in fields.suffixes()}
+    outputs = []
+    for suffix, spec in field_specs(name, shape, meta).items():
+        (dtype,) = spec.dtypes
+        outputs.append(Output(name + suffix, dtype, spec.shape, compute=makers[suffix]))
+    return outputs
+
+
+def matrices(params: Parameters, members: Parameters, name: str) -> tuple[Parameters, list[str]]:
+    """Return where to read the matrices of a parameter, which have their own scales, and their names there."""
+    return (params, [name]) if len(params.shapes[name]) == 2 else (members, list(params.members(name)))
+
+
+def _by_usage(quantizer: Quantizer) -> list[Quantizer]:
+    """Return quantizers that make the stored copies one by one."""
+    usages = quantizer.stored_usages()
+    if len(usages) == 1:
+        return [quantizer]
+    return [quantizer.with_usage(rowwise=u == "rowwise", columnwise=u == "columnwise") for u in usages]
+
+
+class _Fields:
+    """The fields of one parameter, quantized when the first is written and dropped when the last one has been."""
+
+    def __init__(
+        self,
+        name: str,
+        shape: Shape,
+        quantizer: Quantizer,
+        params: Parameters,
+        members: Parameters,
+        measure: Measure | None,
+    ) -> None:
+        self._name, self._shape, self._quantizer = name, shape, quantizer
+        self._params, self._members, self._measure = params, members, measure
+        self._ready: dict[str, torch.Tensor] = {}
+
+    def suffixes(self) -> Iterator[tuple[str, str]]:
+        """List the fields, each with what its entry's name adds to the parameter's."""
+        return ((field, SUFFIXES[field]) for field in self._quantizer.field_names())
+
+    def entry(self, field: str) -> Callable[[], list[torch.Tensor]]:
+        """Return the function that computes one field; each may be called once."""
+
+        def compute() -> list[torch.Tensor]:
+            if not self._ready:
+                self._ready = self._quantize()
+            return [self._ready.pop(field)]
+
+        return compute
+
+    def _quantize(self) -> dict[str, torch.Tensor]:
+        fields = empty_fields(self._quantizer, torch.Size(self._shape), "cpu")
+        source, names = matrices(self._params, self._members, self._name)
+        # each matrix has its own scales, so this is what quantizing the whole stack gives
+        parts = [fields] if len(self._shape) == 2 else [{f: v[g] for f, v in fields.items()} for g in range(len(names))]
+
+        def fill(matrix: str, own: dict[str, torch.Tensor], run: Map = map) -> None:
+            read = functools.partial(source.part, matrix, 0)
+            quantize_into(own, self._quantizer, self._shape[-2:], read, run)
+            if self._measure is not None:
+                self._measure(quantization_error(own, self._quantizer, self._shape[-2:], read))
+
+        threads = min(cores(), MAX_THREADS, math.prod(self._shape) // (2 * BAND_ELEMENTS))
+        if threads < 2:
+            for matrix, own in zip(names, parts):
+                fill(matrix, own)
+            return fields
+        with worker_threads(threads) as pool:
+            if len(names) < threads:  # few matrices, each with bands enough for all
+                for matrix, own in zip(names, parts):
+                    fill(matrix, own, pool.map)
+            else:
+                for _ in pool.map(fill, names, parts):
+                    pass
+        return fields
+
+
+def quantization_error(
+    fields: dict[str, torch.Tensor], quantizer: Quantizer, shape: Shape, read: Callable[[int, int], torch.Tensor]
+) -> float:
+    """Return the largest difference between a matrix [rows, columns] and what its fields stand for."""
+
+    def part(field: str, axis: int, rows: Rows | None) -> torch.Tensor:
+        return fields[field] if rows is None else fields[field].narrow(axis, rows[0], rows[1] - rows[0])
+
+    worst = 0.0
+    values = dequantize_bands(quantizer, shape, torch.float32, part)
+    for (begin, end), value in zip(bands(quantizer, shape), values, strict=True):
+        difference = (value - read(begin, end).float()).abs()
+        worst = max(worst, float(difference.max()) if difference.numel() else 0.0)
+    return worst

@@ -1,0 +1,332 @@
+"""Quantized Hugging Face folders, made and decoded plainly: tables and loops over blocks, float64, no te_models.
+
+A folder starts as a tiny model that transformers saved. The weights that a case chooses get random codes and random
+scales, so every code occurs; what they stand for is computed here and saved as a plain folder, the reference.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from tests.checkpoints.hf_cases import stored, transformers
+
+Tensors = dict[str, torch.Tensor]
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 64,
+}
+_MOE = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+_LATENT = {
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
+    "head_dim": 64,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("Qwen3Config", {}),
+    "qwen3_moe": ("Qwen3MoeConfig", _MOE),
+    "qwen3_moe-ragged": ("Qwen3MoeConfig", _MOE | {"moe_intermediate_size": 96}),
+    "deepseek_v3": ("DeepseekV3Config", _LATENT),
+    "gpt_oss": ("GptOssConfig", {"num_local_experts": 3, "num_experts_per_tok": 2, "intermediate_size": 96}),
+}
+
+
+def e4m3_table() -> list[float]:
+    """Return the value of every E4M3 code: sign, four bits of exponent (bias 7), three of mantissa; 0x7f is NaN."""
+    values = []
+    for code in range(256):
+        exponent, mantissa = (code >> 3) & 15, code & 7
+        value = mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+        value = float("nan") if code & 127 == 127 else value
+        values.append(-value if code > 127 else value)
+    return values
+
+
+E4M3 = torch.tensor(e4m3_table(), dtype=torch.float64)
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+
+
+def decode_fp8(codes: torch.Tensor) -> torch.Tensor:
+    """Return the values of E4M3 numbers in float64."""
+    return E4M3[codes.view(torch.uint8).long()]
+
+
+def decode_fp4(packed: torch.Tensor) -> torch.Tensor:
+    """Return the values [..., 2 n] of bytes [..., n], the even one from the low half, in float64."""
+    values = torch.empty(*packed.shape[:-1], 2 * packed.shape[-1], dtype=torch.float64)
+    values[..., 0::2], values[..., 1::2] = E2M1[(packed & 15).long()], E2M1[(packed >> 4).long()]
+    return values
+
+
+def spread(scales: torch.Tensor, block: tuple[int, int], shape: tuple[int, ...]) -> torch.Tensor:
+    """Return the scale of every element of [..., rows, columns], by a loop over blocks, in float64."""
+    full = torch.empty(shape, dtype=torch.float64)
+    for i in range(scales.shape[-2]):
+        for j in range(scales.shape[-1]):
+            rows, columns = slice(i * block[0], (i + 1) * block[0]), slice(j * block[1], (j + 1) * block[1])
+            full[..., rows, columns] = scales[..., i, j, None, None].double()
+    return full
+
+
+def random_fp8(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Return random E4M3 numbers, every one but NaN."""
+    codes = torch.randint(0, 254, shape, generator=generator)
+    return torch.where(codes > 126, codes + 1, codes).to(torch.uint8).view(torch.float8_e4m3fn)
+
+
+def random_bytes(shape: tuple[int, ...], generator: torch.Generator, low: int = 0, high: int = 256) -> torch.Tensor:
+    """Return random bytes low .. high - 1."""
+    return torch.randint(low, high, shape, generator=generator).to(torch.uint8)
+
+
+Encoder = Callable[[str, torch.Tensor, torch.Generator], tuple[Tensors, torch.Tensor]]
+"""(name, the plain weight, generator) -> the tensors stored instead, and the values [..., out, in] in float64."""
+
+
+def fp8_block(scale_dtype: torch.dtype = torch.float32, pow2: bool = False, suffix: str = "_scale_inv") -> Encoder:
+    """Return what makes 128x128 blocks."""
+
+    def encode(name: str, weight: torch.Tensor, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+        data = random_fp8(tuple(weight.shape), generator)
+        grid = tuple(-(-n // 128) for n in weight.shape)
+        scales = torch.rand(grid, generator=generator) * 4e-4 + 1e-4
+        if pow2:
+            scales = 2.0 ** torch.randint(-14, -10, grid, generator=generator).float()
+        scales = scales.to(scale_dtype)
+        values = decode_fp8(data) * spread(scales, (128, 128), tuple(weight.shape))
+        return {name: data, name + suffix: scales}, values
+
+    return encode
+
+
+def shared(name: str) -> torch.Generator:
+    """Return a generator that is the same for projections that a model joins: q, k, v and gate, up."""
+    key = name
+    for joined in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa")):
+        for part in joined:
+            key = key.replace(f".{part}.", f".{joined[0]}.")
+    return torch.Generator().manual_seed(zlib.crc32(key.encode()))
+
+
+def module_of(name: str) -> str:
+    """Return the module of a weight."""
+    return name.removesuffix(".weight")
+
+
+def mxfp4_blocks(name: str, weight: torch.Tensor, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+    """gpt-oss: the plain weight is [E, in, out], blocks are [E, out, in / 32, 16]."""
+    experts, columns, rows = weight.shape
+    packed = random_bytes((experts, rows, columns // 2), generator)
+    scales = random_bytes((experts, rows, columns // 32), generator, 100, 123)
+    values = decode_fp4(packed) * spread(2.0 ** (scales.double() - 127), (1, 32), (experts, rows, columns))
+    blocks = packed.view(experts, rows, columns // 32, 16)
+    return {f"{name}_blocks": blocks, f"{name}_scales": scales}, values.mT
+
+
+def per_tensor(one: bool, dtype: torch.dtype = torch.float32) -> Encoder:
+    """Return what makes FP8 with one scale, of shape [1] or []."""
+
+    def encode(name: str, weight: torch.Tensor, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+        data = random_fp8(tuple(weight.shape), generator)
+        scale = (torch.rand((1,) if one else (), generator=shared(name)) * 4e-4 + 1e-4).to(dtype)
+        tensors = {name: data, f"{name}_scale": scale, f"{module_of(name)}.input_scale": scale * 7}
+        return tensors, decode_fp8(data) * scale.double()
+
+    return encode
+
+
+def per_channel(name: str, weight: torch.Tensor, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+    """FP8 with a bfloat16 scale per row."""
+    data = random_fp8(tuple(weight.shape), generator)
+    scale = (torch.rand((weight.shape[0], 1), generator=generator) * 4e-4 + 1e-4).bfloat16()
+    return {name: data, f"{name}_scale": scale}, decode_fp8(data) * scale.double()
+
+
+def nvfp4(data: str, whole: str, divides: bool, activation: str) -> Encoder:
+    """Return what makes NVFP4: names of data and of the one number per matrix, which multiplies or divides."""
+
+    def encode(name: str, weight: torch.Tensor, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+        rows, columns = weight.shape
+        packed = random_bytes((rows, columns // 2), generator)
+        scales = random_bytes((rows, columns // 16), generator, 0, 127).view(torch.float8_e4m3fn)
+        amax = torch.rand((1,) if divides else (), generator=shared(name)) + 0.5
+        number = 2688 / amax if divides else amax / 2688
+        factor = 1 / number.double() if divides else number.double()
+        values = decode_fp4(packed) * spread(decode_fp8(scales), (1, 16), (rows, columns)) * factor
+        tensors = {name + data: packed, f"{name}_scale": scales, name + whole: number}
+        return tensors | {f"{module_of(name)}.{activation}": number * 3}, values
+
+    return encode
+
+
+def mxfp8(suffix: str, dtype: torch.dtype = torch.uint8) -> Encoder:
+    """Return what makes E4M3 with a scale byte per 32."""
+
+    def encode(name: str, weight: torch.Tensor, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+        rows, columns = weight.shape
+        data = random_fp8((rows, columns), generator)
+        scales = random_bytes((rows, columns // 32), generator, 112, 116)
+        values = decode_fp8(data) * spread(2.0 ** (scales.double() - 127), (1, 32), (rows, columns))
+        return {name: data, name + suffix: scales.view(dtype)}, values
+
+    return encode
+
+
+def mxfp4_packed(name: str, weight: torch.Tensor, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+    """compressed-tensors: [out, in / 2] and a scale byte per 32."""
+    rows, columns = weight.shape
+    packed = random_bytes((rows, columns // 2), generator)
+    scales = random_bytes((rows, columns // 32), generator, 118, 123)
+    values = decode_fp4(packed) * spread(2.0 ** (scales.double() - 127), (1, 32), (rows, columns))
+    return {f"{name}_packed": packed, f"{name}_scale": scales}, values
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of folder: the model, which stored weights are quantized, how, and what the folder says about it."""
+
+    model: str
+    encode: Encoder
+    config: dict[str, Any] | None = None
+    separate: dict[str, Any] | None = None
+    chosen: Callable[[str], bool] = field(default=lambda name: name.endswith("_proj.weight") or ".kv_a_proj" in name)
+
+
+FP8_CONFIG: dict[str, Any] = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
+
+
+def compressed(form: str, **weights: Any) -> dict[str, Any]:
+    """Return what compressed-tensors writes to config.json."""
+    group = {
+        "targets": ["Linear"],
+        "weights": {"type": "float", "symmetric": True} | weights,
+        "input_activations": None,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+def modelopt(algorithm: str, **fields: Any) -> dict[str, Any]:
+    """Return what ModelOpt writes to hf_quant_config.json."""
+    quantization = {"quant_algo": algorithm, "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]} | fields
+    return {"producer": {"name": "modelopt", "version": "0.29.0"}, "quantization": quantization}
+
+
+_NVFP4_OPT = nvfp4("", "_scale_2", False, "input_scale")
+_NVFP4_CT = nvfp4("_packed", "_global_scale", True, "input_global_scale")
+CASES: dict[str, Case] = {
+    "fp8-dense": Case("qwen3", fp8_block(), FP8_CONFIG),
+    "fp8-bf16-scales": Case("qwen3", fp8_block(torch.bfloat16), FP8_CONFIG),
+    "fp8-ue8m0": Case("qwen3_moe", fp8_block(pow2=True), FP8_CONFIG | {"scale_fmt": "ue8m0"}),
+    "fp8-moe": Case("qwen3_moe", fp8_block(), FP8_CONFIG),
+    "fp8-latent": Case("deepseek_v3", fp8_block(), FP8_CONFIG),
+    "mxfp4-gpt-oss": Case(
+        "gpt_oss",
+        mxfp4_blocks,
+        {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+        chosen=lambda name: name.endswith(("experts.gate_up_proj", "experts.down_proj")),
+    ),
+    "mxfp8": Case("qwen3", mxfp8("_scale_inv"), {"quant_method": "mxfp8"}),
+    "modelopt-fp8": Case("qwen3_moe", per_tensor(False), separate=modelopt("FP8")),
+    "modelopt-fp8-in-config": Case("qwen3", per_tensor(False), {"quant_method": "modelopt", "quant_algo": "FP8"}),
+    "modelopt-nvfp4": Case("qwen3_moe", _NVFP4_OPT, separate=modelopt("NVFP4", group_size=16)),
+    "modelopt-nvfp4-latent": Case("deepseek_v3", _NVFP4_OPT, separate=modelopt("NVFP4", group_size=16)),
+    "nvfp4-pack-quantized": Case("qwen3_moe", _NVFP4_CT, compressed("nvfp4-pack-quantized", num_bits=4)),
+    "mxfp8-quantized": Case("qwen3_moe-ragged", mxfp8("_scale"), compressed("mxfp8-quantized", num_bits=8)),
+    "mxfp8-quantized-e8m0": Case(
+        "qwen3", mxfp8("_scale", torch.float8_e8m0fnu), compressed("mxfp8-quantized", num_bits=8)
+    ),
+    "mxfp4-pack-quantized": Case("qwen3_moe", mxfp4_packed, compressed("mxfp4-pack-quantized", num_bits=4)),
+    "float-quantized-tensor": Case(
+        "qwen3", per_tensor(True), compressed("float-quantized", num_bits=8, strategy="tensor")
+    ),
+    "float-quantized-block": Case(
+        "qwen3_moe",
+        fp8_block(suffix="_scale"),
+        compressed("float-quantized", num_bits=8, strategy="block", block_structure=[128, 128]),
+    ),
+}
+"""Folders that are taken over number for number."""
+
+CHANNEL = Case("qwen3_moe", per_channel, compressed("float-quantized", num_bits=8, strategy="channel"))
+
+
+def make(case: Case, root: Path, dtype: torch.dtype = torch.bfloat16) -> tuple[Path, Path]:
+    """Return (the quantized folder, the plain folder with the values it stands for)."""
+    config_class, options = MODELS[case.model]
+    config = getattr(transformers, config_class)(**(_SIZES | options))
+    generator = torch.Generator().manual_seed(11)
+    quantized, reference = root / "quantized", root / "reference"
+    torch.manual_seed(5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model.save_pretrained(reference)
+    shutil.copytree(reference, quantized)
+    files: Tensors = {}
+    plain: Tensors = {}
+    for name, tensor in stored(reference).items():
+        if not case.chosen(name):
+            files[name] = plain[name] = tensor
+            continue
+        replaced, values = case.encode(name, tensor, generator)
+        files |= replaced
+        plain[name] = values.float().to(dtype)
+    save_file({n: t.contiguous() for n, t in files.items()}, quantized / "model.safetensors", metadata={"format": "pt"})
+    save_file({n: t.contiguous() for n, t in plain.items()}, reference / "model.safetensors", metadata={"format": "pt"})
+    if case.config is not None:
+        edit_config(quantized, quantization_config=case.config)
+    if case.separate is not None:
+        (quantized / "hf_quant_config.json").write_text(json.dumps(case.separate))
+    return quantized, reference
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Change fields of config.json."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def logits(folder: Path) -> torch.Tensor:
+    """Return what transformers computes from a plain folder, in float32."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        return model(torch.arange(20)[None] % 61).logits

@@ -1,0 +1,108 @@
+"""FP8 in 128x128 blocks: taken over number for number, dequantized, or refused in one sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from te_models import GPTModel
+from te_models.checkpoints import CheckpointError, dequantize, import_hf, inspect, open_checkpoint, verify
+from tests.checkpoints.hf_cases import stored
+from tests.checkpoints.quantized_cases import FP8_CONFIG, Case, fp8_block, logits, make
+
+POW2 = FP8_CONFIG | {"scale_fmt": "ue8m0"}
+MODELS = ("qwen3", "qwen3_moe", "deepseek_v3")
+
+
+@pytest.mark.parametrize("layout", ["grouped", "per-gemm"])
+@pytest.mark.parametrize("model", MODELS)
+def test_the_numbers_of_the_files_are_taken_over(tmp_path: Path, model: str, layout: str) -> None:
+    source, reference = make(Case(model, fp8_block(), FP8_CONFIG), tmp_path)
+    plan = import_hf(source, tmp_path / "ours", layout=layout)
+    assert plan.report is not None and all(line.kind == "exact" for line in plan.report.lines.values())
+    assert sorted(p for o in plan.outputs for p in {piece.source for piece in o.pieces}) == sorted(stored(source))
+    ours, theirs = stored(tmp_path / "ours"), stored(source)
+    p, q = "decoder.layers.1.", "model.layers.1."
+    for suffix in ("", "_scale_inv"):
+        down = f"{q}mlp.experts.1.down_proj.weight" if model != "qwen3" else f"{q}mlp.down_proj.weight"
+        name = f"{p}mlp.linear_fc2.weight" if model == "qwen3" else f"{p}mlp.experts.linear_fc2.weight"
+        found = ours[f"{name}{suffix}"] if layout == "grouped" or model == "qwen3" else ours[f"{name}1{suffix}"]
+        found = found[1] if found.dim() == 3 else found
+        assert torch.equal(found.view(torch.uint8), theirs[down + suffix].view(torch.uint8))
+    assert verify(source, tmp_path / "ours").equal
+    dequantize(tmp_path / "ours", tmp_path / "values")
+    report = verify(tmp_path / "values", reference)
+    assert report.equal, str(report)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_dequantized_on_import_they_are_the_reference_s_values(tmp_path: Path, model: str) -> None:
+    source, reference = make(Case(model, fp8_block(), FP8_CONFIG), tmp_path, torch.float32)
+    plan = import_hf(source, tmp_path / "values", dequantize=True)
+    assert plan.report is not None and {line.kind for line in plan.report.lines.values()} == {"exact", "dequantized"}
+    report = verify(tmp_path / "values", reference)
+    assert report.equal, str(report)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_logits_are_those_of_transformers_on_the_decoded_weights(tmp_path: Path, model: str) -> None:
+    source, reference = make(Case(model, fp8_block(), FP8_CONFIG), tmp_path, torch.float32)
+    import_hf(source, tmp_path / "ours")
+    expected = logits(reference)
+    tokens = torch.arange(20)[None] % 61
+    for folder in (source, tmp_path / "ours"):
+        model_ = GPTModel.from_pretrained(folder, device="cpu")
+        with torch.no_grad():
+            found = model_(tokens).logits.float()
+        assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("model", ["qwen3_moe", "qwen3_moe-ragged"])
+def test_power_of_two_scales_also_fit_mxfp8(tmp_path: Path, model: str) -> None:
+    source, reference = make(Case(model, fp8_block(pow2=True), POW2), tmp_path)
+    plan = import_hf(source, tmp_path / "ours", storage="mxfp8")
+    assert plan.report is not None
+    assert {line.kind for line in plan.report.lines.values()} == {"exact", "re-encoded exact"}
+    assert inspect(tmp_path / "ours").formats == {"mxfp8": 8}
+    dequantize(tmp_path / "ours", tmp_path / "values")
+    assert verify(tmp_path / "values", reference).equal
+
+
+def test_bfloat16_scales_become_float32(tmp_path: Path) -> None:
+    source, reference = make(Case("qwen3", fp8_block(torch.bfloat16), FP8_CONFIG), tmp_path)
+    plan = import_hf(source, tmp_path / "ours")
+    assert plan.report is not None and "fp8 -> float8_block: re-encoded exact" in str(plan.report)
+    dequantize(tmp_path / "ours", tmp_path / "values")
+    assert verify(tmp_path / "values", reference).equal
+
+
+def test_cut_blocks_are_refused_or_requantized_as_asked(tmp_path: Path) -> None:
+    source, reference = make(Case("qwen3_moe-ragged", fp8_block(), FP8_CONFIG), tmp_path)
+    with pytest.raises(
+        CheckpointError, match=r"fills rows 0 to 96 .* cuts blocks of 128 .* --allow-requantize"
+    ) as caught:
+        import_hf(source, tmp_path / "new" / "ours")
+    assert "--dequantize" in str(caught.value) and not (tmp_path / "new").exists()
+    with open_checkpoint(source) as ckpt:
+        assert "decoder.layers.0.mlp.experts.linear_fc2.weight" in ckpt.formats
+        assert "decoder.layers.0.mlp.experts.linear_fc1.weight" not in ckpt.formats
+    plan = import_hf(source, tmp_path / "ours", allow_requantize=True)
+    assert plan.report is not None
+    (line,) = (line for line in plan.report.lines.values() if line.kind == "requantized")
+    assert (line.tensors, line.count) == ("mlp.experts.linear_fc1.weight", 2)
+    dequantize(tmp_path / "ours", tmp_path / "values")
+    import_hf(reference, tmp_path / "reference-ours")
+    worst = {}
+    for folder, exact in (("values", False), ("reference-ours", True)):
+        worst[exact] = stored(tmp_path / folder)
+    for name, value in worst[True].items():
+        error = float((value.float() - worst[False][name].float()).abs().max())
+        assert line.max_error is not None
+        assert error <= (1.01 * line.max_error + 1e-3 if "experts.linear_fc1" in name else 0.0), name
+    written = json.loads((tmp_path / "ours/conversion.json").read_text())
+    assert written["classes"] == plan.to_dict()["classes"] == plan.report.to_dict()
+    import_hf(source, tmp_path / "values-too", dequantize=True)
+    assert verify(tmp_path / "values-too", reference).equal
