@@ -65,9 +65,12 @@ def write_folder(
     shards = split_shards(plan, max_shard_bytes)
     check_space(destination, plan.total_bytes)
     job = None if files is None else job_of(shards, files, config)
+    before = None if files is None else files.state()
     with new_folder(destination, overwrite=overwrite, job=job) as folder:
         journal = None if job is None else Journal(folder.parent / "finished")
         records = write_weights(folder, shards, store, journal=journal, progress=progress)
+        if files is not None and files.state() != before:
+            raise CheckpointError("the source files changed while they were read; convert them again")
         for name, path in sidecars.items():
             records[name] = write_small_file(folder / name, path.read_bytes())
         if plan.report is not None:

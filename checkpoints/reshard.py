@@ -8,6 +8,7 @@ from pathlib import Path
 from .boxes import full
 from .convert import PathLike
 from .errors import CheckpointError, shorten
+from .hub import local_folder
 from .links import Piece
 from .meter import Progress
 from .output_folder import write_folder
@@ -34,7 +35,7 @@ def reshard(
     Works on any folder with a config.json and safetensors files, of a family that is known or not. Where one file is
     enough there is one, without an index; the configuration and the tokenizer files travel along unchanged.
     """
-    folder = Path(src)
+    folder = local_folder(src)
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder")
     config = plain_file(folder, CONFIG)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from te_models.checkpoints import import_hf, quantize, upcycle
+from te_models.checkpoints import CheckpointError, import_hf, quantize, upcycle
 from te_models.checkpoints.writer import HashedFile
 from tests.checkpoints.hf_cases import HFFolder
 
@@ -179,6 +179,19 @@ def test_computed_tensors_are_of_the_same_job_only_with_the_same_numbers(
     interrupted(with_seed(0, 0.1), source, out, files=3)
     with_seed(0, 0.1)(source, out)
     assert len(notes(caplog)) == 1
+
+
+def test_a_source_that_changes_meanwhile_is_noticed(hf_folder: HFFolder, tmp_path: Path) -> None:
+    source, out = hf_folder("llama"), tmp_path / "out"
+    before = sorted(tmp_path.rglob("*"))
+
+    def progress(done: int, total: int) -> None:
+        if done == total:
+            touch(source)
+
+    with pytest.raises(CheckpointError, match="the source files changed while they were read"):
+        import_hf(source, out, progress=progress)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_the_note_is_printed(hf_folder: HFFolder, tmp_path: Path) -> None:
