@@ -1,7 +1,7 @@
 """Rounding to FP8 numbers without making FP8: quantization and dequantization at once, for operands on CPU.
 
-The same numbers, bit for bit, as the cast there and back. It is float32 arithmetic alone, which compilers vectorise: 8 M
-elements take 2.4 ms instead of 3.9 (E4M3) and 14.9 ms (E5M2, whose casts Inductor's C++ backend does one by one).
+The same numbers, bit for bit, as the cast there and back. It is float32 arithmetic alone, which compilers vectorise:
+8 M elements take 2.4 ms instead of 3.9 (E4M3) and 14.9 ms (E5M2, whose casts Inductor's C++ backend does one by one).
 """
 
 from __future__ import annotations
