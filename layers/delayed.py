@@ -85,7 +85,8 @@ class Float8Quantizer:
 
     def operand(self, x: Tensor, usage: Usage, dtype: torch.dtype, key: Tensor | None = None) -> Operand:
         """Quantize x for a GEMM, recording its amax."""
-        return self.value.operand_of_fields(self.quantize_fields(x), usage, dtype, x.shape)
+        self.record(q.amax(x))
+        return self.value.rounded(x, self.scale, self.scale[..., None, None], dtype)
 
     def scaled_operand(self, x: Tensor, usage: Usage, key: Tensor | None = None) -> ScaledOperand | None:
         """Quantize x for a GEMM that takes quantized numbers, recording its amax."""
@@ -102,7 +103,8 @@ class Float8Quantizer:
         self, x: Tensor, usage: Usage, dtype: torch.dtype, rows: RowGroups, key: Tensor | None = None
     ) -> Operand:
         """Quantize rows sorted by group, [T, C], with a scale per group; scale and amax are [G]."""
-        return self.value.operand_of_fields(self._rows_fields(x, rows), usage, dtype, x.shape)
+        self.record(rows.amax(x))
+        return self.value.rounded(x, self.scale, rows.per_row(self.scale)[:, None], dtype)
 
     def scaled_rows(self, x: Tensor, usage: Usage, rows: RowGroups, key: Tensor | None = None) -> ScaledOperand | None:
         """Do what `rows_operand` does for a GEMM that takes quantized numbers."""

@@ -27,7 +27,9 @@ from .op import (
     quantize_per_tensor_both,
     random_bits,
     random_hadamard,
+    round_blockwise,
     round_nvfp4,
+    round_per_tensor,
     scale_from_amax,
 )
 from .output import QuantizedOutput
@@ -60,6 +62,8 @@ __all__ = [
     "quantize_per_tensor_both",
     "random_bits",
     "random_hadamard",
+    "round_blockwise",
     "round_nvfp4",
+    "round_per_tensor",
     "scale_from_amax",
 ]

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from ..torch_versions import saturating_cast
 from . import blocks
 from .random import random_bits, unit_interval
 
@@ -50,8 +51,7 @@ def _block_scales(x: Tensor, block: tuple[int, int], amax: Tensor) -> tuple[Tens
     encode = _over_blocks(_global_encode(amax), x)
     decode = torch.div(torch.ones_like(encode), encode)
     block_amax = blocks.once(blocks.blockwise_amax(x, block))
-    wanted = (block_amax * (encode * (1.0 / 6.0))).clamp(-448.0, 448.0)
-    scales = blocks.once(wanted.to(torch.float8_e4m3fn))
+    scales = blocks.once(saturating_cast(block_amax * (encode * (1.0 / 6.0)), torch.float8_e4m3fn))
     divisor = scales.float() * decode
     return scales, torch.div(torch.ones_like(divisor), divisor).clamp(max=torch.finfo(torch.float32).max)
 

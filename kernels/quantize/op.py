@@ -25,6 +25,7 @@ from .op_nvfp4 import (
 )
 from .random import random_bits
 from .reference import FP8_MAX, e8m0_to_float, scale_from_amax
+from .rounding import round_blockwise, round_per_tensor
 from .statistics import quantization_statistics
 
 __all__ = [
@@ -54,7 +55,9 @@ __all__ = [
     "quantize_per_tensor_both",
     "random_bits",
     "random_hadamard",
+    "round_blockwise",
     "round_nvfp4",
+    "round_per_tensor",
     "scale_from_amax",
 ]
 

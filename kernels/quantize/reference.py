@@ -1,4 +1,4 @@
-"""The definition of FP8 quantization: float32 scale arithmetic, round to nearest even, clamp before every cast.
+"""The definition of FP8 quantization: float32 scale arithmetic, round to nearest even, saturate.
 
 Formats: E4M3 (finite, max 448) and E5M2 (max 57344), arXiv 2209.05433. Scale kinds of a block:
 "float32" fp8_max / amax; "pow2" the same rounded down to a power of two (DeepSeek-V3, arXiv 2412.19437);
@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..torch_versions import saturating_cast
 from .blocks import blockwise_amax, grid, once, per_element
 
 FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
@@ -72,6 +73,19 @@ def _e8m0_inverse(byte: Tensor) -> Tensor:
     return torch.where(byte == 255, float("nan"), _power_of_two(254 - byte.to(torch.int32).clamp(max=254)))
 
 
+def block_scales(
+    x: Tensor, block: tuple[int, int], fp8_dtype: torch.dtype, scale_kind: str, *, epsilon: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Return what to multiply each block of x with before the cast, float32, and what is stored of it."""
+    amax = once(blockwise_amax(x, block))
+    if scale_kind == "e8m0":
+        stored = once(e8m0_from_amax(amax, fp8_dtype))
+        return once(_e8m0_inverse(stored)), stored
+    overflow = torch.finfo(x.dtype).max
+    scale = scale_from_amax(amax, fp8_dtype, pow2=scale_kind == "pow2", epsilon=epsilon, overflow=overflow)
+    return once(scale), once(torch.div(torch.ones_like(scale), scale))
+
+
 def quantize_blockwise(
     x: Tensor, block: tuple[int, int], fp8_dtype: torch.dtype, scale_kind: str, *, epsilon: float = 0.0
 ) -> tuple[Tensor, Tensor]:
@@ -83,15 +97,8 @@ def quantize_blockwise(
     if x.numel() == 0:
         shape = (*x.shape[:-2], *grid(x.shape[-2], x.shape[-1], block))
         return x.to(fp8_dtype), x.new_empty(shape, dtype=torch.uint8 if scale_kind == "e8m0" else torch.float32)
-    amax = once(blockwise_amax(x, block))
-    if scale_kind == "e8m0":
-        stored = once(e8m0_from_amax(amax, fp8_dtype))
-        scale = _e8m0_inverse(stored)
-    else:
-        overflow = torch.finfo(x.dtype).max
-        scale = scale_from_amax(amax, fp8_dtype, pow2=scale_kind == "pow2", epsilon=epsilon, overflow=overflow)
-        stored = once(torch.div(torch.ones_like(scale), scale))
-    return quantize_per_tensor(x, per_element(once(scale), block, *x.shape[-2:]), fp8_dtype), stored
+    scale, stored = block_scales(x, block, fp8_dtype, scale_kind, epsilon=epsilon)
+    return quantize_per_tensor(x, per_element(scale, block, *x.shape[-2:]), fp8_dtype), stored
 
 
 def quantize_blockwise_both(
@@ -116,8 +123,7 @@ def dequantize_blockwise(data: Tensor, stored: Tensor, block: tuple[int, int], d
 
 def quantize_per_tensor(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -> Tensor:
     """Return clamp(x * scale) as FP8. scale: float32, broadcastable to x. A NaN stays, infinities saturate."""
-    limit = torch.finfo(fp8_dtype).max
-    return (x.float() * scale).clamp(-limit, limit).to(fp8_dtype)
+    return saturating_cast(x.float() * scale, fp8_dtype)
 
 
 def dequantize_per_tensor(data: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from te_models.kernels import quantize as q
-from te_models.kernels.gemm import ScaledOperand
+from te_models.kernels.gemm import Operand, ScaledOperand
 
 from ..opaque import derived, value_class
 from .base import Fields, Parts, Usage
@@ -42,6 +42,11 @@ class _BlockwiseQuantizer(FP8Quantizer):
         return self._stored(
             q.quantize_blockwise(x, block, self.fp8_dtype, self.scale_kind, epsilon=self._epsilon), usage
         )
+
+    def operand(self, x: Tensor, usage: Usage, dtype: torch.dtype, key: Tensor | None = None) -> Operand:
+        block, dtype = self._block_of(usage), self.gemm_dtype(dtype)
+        values = q.round_blockwise(x, block, self.fp8_dtype, self.scale_kind, dtype, epsilon=self._epsilon)
+        return Operand(values, None)
 
     def quantize_fields(
         self, x: Tensor, key: Tensor | None = None, amaxes: Mapping[Usage, Tensor] | None = None

@@ -88,6 +88,16 @@ class Float8CurrentScalingQuantizer(FP8Quantizer):
         data, scale_inv = parts
         return q.dequantize_per_tensor(data, scale_inv[..., None, None], dtype)
 
+    def rounded(self, x: Tensor, scale: Tensor, per_row: Tensor, dtype: torch.dtype) -> Operand:
+        """Return x as the operand it is with these scales, no quantized copy made. scale: one per matrix or group, what
+        is left for the epilogue; per_row: the same, broadcastable to x."""
+        values = q.round_per_tensor(x, per_row, self.fp8_dtype).to(self.gemm_dtype(dtype))
+        return Operand(values, torch.div(torch.ones_like(scale), scale))
+
+    def operand(self, x: Tensor, usage: Usage, dtype: torch.dtype, key: Tensor | None = None) -> Operand:
+        scale = self.scale(q.amax(x))
+        return self.rounded(x, scale, scale[..., None, None], dtype)
+
     def _operand(self, parts: Parts, usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None) -> Operand:
         data, scale_inv = parts
         # by way of float32: the compiler vectorises FP8 -> float32, but not FP8 -> bfloat16 (8 times slower on CPU)
@@ -97,8 +107,7 @@ class Float8CurrentScalingQuantizer(FP8Quantizer):
         self, x: Tensor, usage: Usage, dtype: torch.dtype, rows: RowGroups, key: Tensor | None = None
     ) -> Operand:
         scale = self.scale(rows.amax(x))
-        data = q.quantize_per_tensor(x, rows.per_row(scale)[:, None], self.fp8_dtype)
-        return self._operand((data, torch.div(torch.ones_like(scale), scale)), usage, dtype, x.shape)
+        return self.rounded(x, scale, rows.per_row(scale)[:, None], dtype)
 
     def _scaled(self, parts: Parts, usage: Usage) -> ScaledOperand:
         data, scale_inv = parts

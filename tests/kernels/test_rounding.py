@@ -1,0 +1,90 @@
+"""FP8 rounding by float32 arithmetic, and casts that saturate: the numbers of a clamped cast, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from te_models.kernels.quantize import (
+    FP8_MAX,
+    dequantize_blockwise,
+    quantize_blockwise,
+    quantize_per_tensor,
+    round_blockwise,
+    round_per_tensor,
+)
+from te_models.kernels.quantize.rounding import round_fp8
+from te_models.kernels.torch_versions import saturating_cast
+
+FORMATS = list(FP8_MAX)
+
+
+def words() -> torch.Tensor:
+    """Float32 numbers of every exponent and sign: each top 13 bits with low bits at, next to and between ties."""
+    top = torch.arange(1 << 13, dtype=torch.int64)[:, None] << 19
+    low = torch.tensor([0, 1, 2, 3, *(k << 16 for k in range(1, 8)), (1 << 18) - 1, (1 << 18) + 1, (1 << 19) - 1])
+    noise = torch.randint(1 << 19, (16,), generator=torch.Generator().manual_seed(0))
+    return (top + torch.cat([low, noise])).to(torch.int32).view(torch.float32).flatten()
+
+
+def expected(v: torch.Tensor, fp8_dtype: torch.dtype) -> torch.Tensor:
+    """The nearest number of the format, ties to the even code, infinities saturated: by comparing, not by casting."""
+    codes = torch.arange(127 if fp8_dtype is torch.float8_e4m3fn else 124, dtype=torch.uint8)
+    numbers = codes.view(fp8_dtype).double()
+    middles = (numbers[1:] + numbers[:-1]) / 2
+    magnitude = v.abs().double()
+    at = torch.searchsorted(middles, magnitude)  # the count of middles below the magnitude
+    tie = (at < len(middles)) & (middles[at.clamp(max=len(middles) - 1)] == magnitude)
+    found = numbers[at + (tie & (at % 2 == 1))].float()
+    return torch.where(v.isnan(), v, torch.copysign(found, v))
+
+
+def assert_same(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    nan = wanted.isnan()
+    assert torch.equal(found.isnan(), nan)
+    assert torch.equal(found[~nan].view(torch.int32), wanted[~nan].view(torch.int32))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("fp8_dtype", FORMATS)
+def test_rounding_is_to_the_nearest_number(fp8_dtype: torch.dtype, compiled: bool) -> None:
+    v = words()
+    assert v.isnan().any() and v.isinf().any() and (v == 0).any()
+    function = torch.compile(round_fp8, fullgraph=True) if compiled else round_fp8
+    assert_same(function(v, fp8_dtype), expected(v, fp8_dtype))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("fp8_dtype", FORMATS)
+def test_the_cast_saturates(fp8_dtype: torch.dtype, compiled: bool) -> None:
+    v = words()[: 1 + 32 * 100_000]  # a tail past the last vector
+    function = torch.compile(saturating_cast, fullgraph=True) if compiled else saturating_cast
+    assert_same(function(v, fp8_dtype).float(), expected(v, fp8_dtype))
+
+
+@pytest.mark.parametrize("kind", ["float32", "pow2", "e8m0"])
+@pytest.mark.parametrize("fp8_dtype", FORMATS)
+def test_blocks_round_as_they_are_quantized(fp8_dtype: torch.dtype, kind: str) -> None:
+    """By blocks of all shapes, ragged, with a NaN and an infinity: eager and compiled."""
+    torch._dynamo.reset()
+    x = torch.randn(70, 75, generator=torch.Generator().manual_seed(1)).bfloat16()
+    x[:, 40] *= 1e-6
+    x[3, 5], x[50, 70], x[0, 0] = float("nan"), float("-inf"), -0.0
+    cases = [((1, 32), torch.bfloat16), ((32, 1), torch.float32), ((32, 32), torch.bfloat16)]
+
+    def rounded(x: torch.Tensor) -> list[torch.Tensor]:
+        return [round_blockwise(x, block, fp8_dtype, kind, dtype) for block, dtype in cases]
+
+    compiled = torch.compile(rounded, fullgraph=True)(x)
+    for (block, dtype), eager, other in zip(cases, rounded(x), compiled, strict=True):
+        wanted = dequantize_blockwise(*quantize_blockwise(x, block, fp8_dtype, kind), block, dtype).float()
+        assert_same(eager.float(), wanted)
+        assert_same(other.float(), wanted)
+    assert rounded(x[:0])[0].shape == (0, 75)
+
+
+@pytest.mark.parametrize("fp8_dtype", FORMATS)
+def test_a_tensor_rounds_as_it_is_quantized(fp8_dtype: torch.dtype) -> None:
+    x = torch.randn(64, 80, generator=torch.Generator().manual_seed(2)).bfloat16()
+    scale = torch.tensor(123.4)
+    assert_same(round_per_tensor(x, scale, fp8_dtype), quantize_per_tensor(x, scale, fp8_dtype).float())
