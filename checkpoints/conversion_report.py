@@ -8,6 +8,8 @@ A class is a parameter without the number of its layer, in one source and one ta
     requantized          quantized anew from the values (max error)
     dequantized          values in high precision
     converted            values in another dtype
+    quantized            by `quantize`, as its recipe says
+    computed             made by the conversion: routers, noise
 """
 
 from __future__ import annotations
@@ -19,15 +21,16 @@ from typing import Any, Literal
 
 from .strict_json import dump_object
 
-Kind = Literal["exact", "re-encoded exact", "re-encoded", "requantized", "dequantized", "converted"]
+Kind = Literal[
+    "exact", "re-encoded exact", "re-encoded", "requantized", "dequantized", "converted", "quantized", "computed"
+]
 REPORT = "conversion.json"
-_LAYER = re.compile(r"^decoder\.layers\.\d+\.")
-_MEMBER = re.compile(r"(?<=\.weight)\d+$")
+_NUMBER = re.compile(r"\.\d+(?=\.)|(?<=\.weight)\d+|(?<=\.bias)\d+")
 
 
 def class_of(name: str) -> str:
-    """Return a parameter's name without the numbers of its layer and its expert."""
-    return _MEMBER.sub("", _LAYER.sub("", name))
+    """Return a tensor's name without the numbers of its layer and its expert."""
+    return _NUMBER.sub("", name).removeprefix("decoder.layers.")
 
 
 @dataclass

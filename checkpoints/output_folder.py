@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from .atomic import check_destination, check_space, new_folder
@@ -11,6 +12,7 @@ from .conversion_report import REPORT
 from .errors import CheckpointError
 from .manifest import MANIFEST, manifest_bytes
 from .meter import Progress
+from .moved_report import moved_report
 from .plan import Plan
 from .resume import Journal, job_of
 from .shards import MAX_SHARD_BYTES, split_shards
@@ -93,7 +95,9 @@ def write_conversion(
     progress: Progress | None,
     dry_run: bool,
 ) -> Plan:
-    """Carry out the plan of a conversion of `ckpt`, whose tokenizer files travel along; return the plan."""
+    """Carry out the plan of a conversion of `ckpt`, whose tokenizer files travel along; return it with its report."""
+    if plan.report is None:
+        plan = replace(plan, report=moved_report(plan, ckpt.tensors))
     if not dry_run:
         ckpt.check_ignored()
         ckpt.check_scales()

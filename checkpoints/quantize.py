@@ -18,6 +18,7 @@ from .convert import PathLike, refuse_quantized, source_of
 from .dtypes import as_torch_dtype, dtype_name
 from .errors import CheckpointError
 from .meter import Progress
+from .moved_report import moved_report
 from .naming import is_linear_weight
 from .output_folder import write_conversion
 from .parameters import Parameters
@@ -62,6 +63,7 @@ def quantize(
             formats[output.name] = describe(quantizer, params.dtype(output.name))
             outputs += quantized_outputs(output.name, output.shape, formats[output.name], params, members)
         plan = replace(plain, outputs=tuple(outputs), formats=formats)
+        plan = replace(plan, report=moved_report(plan, ckpt.tensors, "quantized"))
         return write_conversion(
             ckpt,
             Path(dst),
@@ -90,6 +92,8 @@ def dequantize(
     """
     wanted = as_torch_dtype(dtype)
     with open_checkpoint(src) as ckpt:
+        if ckpt.quantized is not None:
+            raise CheckpointError(f"{src} is a Hugging Face folder; import it with dequantize, which gives its values")
         if not ckpt.formats or ckpt.layout is None:
             raise CheckpointError(f"{src} has no quantized weights")
         layout = ckpt.layout
@@ -116,6 +120,7 @@ def dequantize(
                 outputs.append(by_name[name])
         outputs += [by_name[name] for name in moved.carried]
         plan = replace(moved, outputs=tuple(outputs))
+        plan = replace(plan, report=moved_report(plan, ckpt.tensors, "dequantized"))
         return write_conversion(
             ckpt,
             Path(dst),

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .boxes import full
+from .conversion_report import REPORT
 from .convert import PathLike
 from .errors import CheckpointError, shorten
+from .formats import SEPARATE
 from .hub import local_folder
 from .links import Piece
 from .meter import Progress
@@ -63,11 +65,18 @@ def reshard(
                 config.read_bytes(),
                 sidecars_from=folder,
                 files=store,
+                extra=_about_weights(folder),
                 overwrite=overwrite,
                 max_shard_bytes=max_shard_bytes,
                 progress=progress,
             )
         return plan
+
+
+def _about_weights(folder: Path) -> dict[str, bytes]:
+    """Return the small files that say how the weights are quantized, and how they came to be."""
+    found = (name for name in (SEPARATE, REPORT) if (folder / name).exists() or (folder / name).is_symlink())
+    return {name: plain_file(folder, name).read_bytes() for name in found}
 
 
 def _in_order(store: FileStore, formats: dict[str, Description]) -> Iterator[str]:

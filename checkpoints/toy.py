@@ -20,6 +20,7 @@ from .convert import PathLike, main_dtype
 from .errors import CheckpointError, shorten
 from .families import FAMILIES, Family
 from .families.unused import COUNTS
+from .formats.source import VALUES
 from .hf_config import export_config
 from .links import Link, Namespace, compose
 from .meter import Progress
@@ -46,9 +47,9 @@ def toy(
 
     If none of the first layers of a mixture has experts, the last of them is the first layer that has. A token uses as
     many experts as before, or all that are left; groups of experts that no longer come out even are dropped. Tensors
-    that the model does not use are left out.
+    that the model does not use are left out, and quantized weights become values.
     """
-    with open_checkpoint(src) as ckpt:
+    with open_checkpoint(src, storage=VALUES) as ckpt:
         if ckpt.kind != "hf":
             raise CheckpointError(f"{src} is a te_models folder; toy takes a Hugging Face folder")
         family = FAMILIES[ckpt.family or ""]

@@ -248,13 +248,15 @@ def _convert(args: argparse.Namespace, function: Callable[..., Any], **options: 
         "seconds": round(time.perf_counter() - start, 3),
         "plan": plan.to_dict(),
     }
-    did = f"{plan}\nwould write" if args.dry_run else f"in {result['seconds']:.1f} s wrote"
+    did = "would write" if args.dry_run else f"in {result['seconds']:.1f} s wrote"
     text = f"{did} {out}: {len(plan.outputs)} tensors, {plan.total_bytes / 2**20:.1f} MiB"
     if plan.carried:
         text += f"\nkept {len(plan.carried)} tensors that the model does not use"
     if plan.ignored:
         text += f"\nleft out {', '.join(plan.ignored[:4])}" + (" ..." if len(plan.ignored) > 4 else "")
-    emit(args, result, text if plan.report is None else f"{text}\n{plan.report}")
+    about = [str(plan)] if args.dry_run else []
+    about += [] if plan.report is None else [str(plan.report)]
+    emit(args, result, "\n".join([*about, text]))
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import warnings
 from pathlib import Path
 
@@ -11,7 +12,18 @@ import pytest
 import torch
 
 from te_models import GPTModel
-from te_models.checkpoints import check_manifest, dequantize, export_hf, import_hf, inspect, relayout, verify
+from te_models.checkpoints import (
+    check_manifest,
+    dequantize,
+    export_hf,
+    import_hf,
+    inspect,
+    quantize,
+    relayout,
+    reshard,
+    toy,
+    verify,
+)
 from te_models.layers.quantizer import Quantizer
 from tests.checkpoints.hf_cases import assert_same_bits, stored, transformers
 from tests.checkpoints.quantized_cases import CASES, CHANNEL, logits, make
@@ -136,3 +148,46 @@ def test_a_scale_per_row_has_no_exact_form_but_may_be_requantized(tmp_path: Path
     requantized = [line for line in plan.report.lines.values() if line.kind == "requantized"]
     assert len(requantized) == 4 and all(line.max_error for line in requantized)
     assert inspect(tmp_path / "ours").formats == {"float8": 8}
+
+
+def test_a_toy_of_a_quantized_folder_has_values(tmp_path: Path) -> None:
+    source, reference = make(CASES["mxfp4-gpt-oss"], tmp_path)
+    toy(source, tmp_path / "toy", layers=1, experts=2)
+    toy(reference, tmp_path / "expected", layers=1, experts=2)
+    assert_same_bits(stored(tmp_path / "expected"), stored(tmp_path / "toy"))
+    assert "quantization_config" not in json.loads((tmp_path / "toy/config.json").read_text())
+
+
+def test_resharding_keeps_the_declaration(tmp_path: Path) -> None:
+    source, _ = make(CASES["modelopt-nvfp4"], tmp_path)
+    reshard(source, tmp_path / "many", max_shard_bytes=200_000)
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
+    assert (tmp_path / "many/hf_quant_config.json").read_bytes() == (source / "hf_quant_config.json").read_bytes()
+    assert verify(source, tmp_path / "many").equal
+
+
+@pytest.mark.parametrize("layout", ["grouped", "per-gemm"])
+def test_every_conversion_reports_each_class_once(tmp_path: Path, layout: str) -> None:
+    _, reference = make(CASES["fp8-moe"], tmp_path)
+    plans = {
+        "ours": import_hf(reference, tmp_path / "ours", layout=layout),
+        "q": quantize(tmp_path / "ours", tmp_path / "q", "block"),
+        "values": dequantize(tmp_path / "q", tmp_path / "values", dtype="float32"),
+        "relayout": relayout(tmp_path / "q", tmp_path / "relayout", "grouped"),
+        "plain": export_hf(tmp_path / "values", tmp_path / "plain", dtype="bfloat16"),
+    }
+    kinds = {
+        "ours": {"exact"},
+        "q": {"exact", "quantized"},
+        "values": {"converted", "dequantized"},
+        "relayout": {"exact"},
+        "plain": {"converted"},
+    }
+    for folder, plan in plans.items():
+        assert plan.report is not None
+        lines = plan.report.to_dict()
+        assert {line["kind"] for line in lines} == kinds[folder]
+        assert len({line["tensors"] for line in lines}) == len(lines)
+        assert not any(re.search(r"\d", re.sub("_fc[12]", "", line["tensors"])) for line in lines)
+        assert json.loads((tmp_path / folder / "conversion.json").read_text())["classes"] == lines
+    assert sum(line.count for line in plans["plain"].report.lines.values()) == len(stored(tmp_path / "plain"))
