@@ -119,7 +119,7 @@ def open_quantized(
                 part_name = weight + part.suffix
                 if part_name in found.fields:
                     hidden.discard(part_name)
-                    view = field_view(files, weight, weight_format, part, quantizer, found.fields[part_name])
+                    view = field_view(files, weight, part, quantizer, found.fields[part_name])
                     if view is not None:
                         views[part_name] = view
         else:

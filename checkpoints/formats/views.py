@@ -62,37 +62,32 @@ def field_blocks(quantizer: Quantizer) -> dict[str, Block | None]:
     return {layout.name.removeprefix("rowwise_"): layout.block for layout in layouts if layout.usage == "rowwise"}
 
 
-def field_view(
-    files: FileStore, weight: str, weight_format: WeightFormat, part: Part, quantizer: Quantizer, field: Stored
-) -> View | None:
+def field_view(files: FileStore, weight: str, part: Part, quantizer: Quantizer, field: Stored) -> View | None:
     """Return one part of a quantized weight as the field that it becomes; None where it is that field already."""
     name, (dtype,) = weight + part.suffix, field.dtypes
-    convert = _conversion(files, name, weight_format, part, dtype)
+    convert = _conversion(files, name, part, dtype)
     block = field_blocks(quantizer)[part.field]
     info = files.tensors[name]
     if convert is None and (info.dtype, info.shape) == (dtype, field.shape) and block == part.block:
         return None
 
     def read(box: Box) -> Tensor:
-        found = region(files, name, part, weight_format.element, box, block)
-        return found.to(torch_dtype(dtype)) if convert is None else convert(found)
+        if block != part.block and part.meaning == "elements":
+            return unpacked(files, name, part, box, torch_dtype(dtype))
+        return region(files, name, part, box, block, convert or (lambda found: found.to(torch_dtype(dtype))))
 
     return View(dtype, field.shape, read)
 
 
-def _conversion(
-    files: FileStore, name: str, weight_format: WeightFormat, part: Part, dtype: str
-) -> Callable[[Tensor], Tensor] | None:
+def _conversion(files: FileStore, name: str, part: Part, dtype: str) -> Callable[[Tensor], Tensor] | None:
     """Return what turns the file's numbers into the field's; None: they are the same numbers."""
     if part.meaning == "factor":
         return numbers.amax_of_factor
     if part.meaning == "divisor":
         return numbers.amax_of_divisor
-    if part.meaning == "elements":
-        return numbers.e2m1_to_e4m3 if weight_format.element == "e2m1" and dtype == "F8_E4M3" else None
-    if dtype == "U8" and files.tensors[name].dtype == "F8_E8M0":
+    if part.meaning != "elements" and dtype == "U8" and files.tensors[name].dtype == "F8_E8M0":
         return lambda scales: scales.view(torch.uint8)
-    if dtype == "U8" and files.tensors[name].dtype != "U8":
+    if part.meaning != "elements" and dtype == "U8" and files.tensors[name].dtype != "U8":
         return lambda scales: numbers.power_of_two_to_e8m0(scales.float())
     return None
 
@@ -100,45 +95,51 @@ def _conversion(
 def value_view(files: FileStore, weight: str, weight_format: WeightFormat, shape: Shape, dtype: str) -> View:
     """Return the values [..., out, in] that a quantized weight stands for: float32 products, rounded to `dtype`."""
 
+    data = weight_format.data
+
     def read(box: Box) -> Tensor:
-        values = elements(files, weight, weight_format, box)
+        if weight_format.element == "e2m1":
+            values = unpacked(files, weight + data.suffix, data, box, torch.float32)
+        else:
+            values = region(files, weight + data.suffix, data, box, (1, 1), Tensor.float)
         for part in weight_format.scales:
-            scale = numbers.scale_to_float(region(files, weight + part.suffix, part, None, box, (1, 1)))
+            scale = region(files, weight + part.suffix, part, box, (1, 1), numbers.scale_to_float)
             values = values / scale if part.meaning == "divisor" else values * scale
         return values.to(torch_dtype(dtype))
 
     return View(dtype, shape, read)
 
 
-def elements(files: FileStore, weight: str, weight_format: WeightFormat, box: Box) -> Tensor:
-    """Return a region of a weight before scales, float32."""
-    found = region(files, weight + weight_format.data.suffix, weight_format.data, weight_format.element, box, (1, 1))
-    return numbers.e2m1_to_float(found) if weight_format.element == "e2m1" else found.float()
+def unpacked(files: FileStore, name: str, part: Part, box: Box, dtype: torch.dtype) -> Tensor:
+    """Return a region of packed elements as values in `dtype`."""
+    columns = box[-1]
+    assert columns.step == 1, "no weight map interleaves columns of a quantized weight"
+    packed = files.view(name).flatten(-2) if part.grouped is not None else files.view(name)
+    whole = packed[(*slices(box[:-1]), slice(columns.start // 2, -(-columns.stop // 2)))]
+    first = columns.start % 2
+    return numbers.unpack_e2m1(whole, dtype)[..., first : first + columns.size]
 
 
-def region(files: FileStore, name: str, part: Part, element: str | None, box: Box, block: Block | None) -> Tensor:
-    """Return a file's entries for a region whose own entries cover `block` of the matrix (None: one per matrix).
+def region(
+    files: FileStore, name: str, part: Part, box: Box, block: Block | None, convert: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return a file's entries, converted, for a region whose own entries cover `block` of the matrix (None: one each).
 
-    A coarser entry is repeated. Packed codes are unpacked where the region has a value per entry; one entry per matrix
-    gets two dimensions of size 1 where the region has some.
+    A coarser entry is repeated; one entry per matrix gets two dimensions of size 1 where the region has some.
     """
     stored = files.view(name)
     if part.block is None:
         lead = box if block is None else box[:-2]
-        found = stored.reshape(stored.shape[: len(lead)])[slices(lead)]
+        found = convert(stored.reshape(stored.shape[: len(lead)])[slices(lead)])
         return found if block is None else found[..., None, None]
     assert block is not None, "a field with one entry per matrix comes from a part that has one"
     if part.grouped is not None:
         stored = stored.flatten(-2)
     if block == part.block:
-        return stored[slices(box)]
-    packed = element == "e2m1" and block == (1, 1)
+        return convert(stored[slices(box)])
     rows, columns = (torch.arange(*r) * size // theirs for r, size, theirs in zip(box[-2:], block, part.block))
     stored = stored[slices(box[:-2])]
-    stored = stored[..., int(rows[0]) : int(rows[-1]) + 1, int(columns[0]) : int(columns[-1]) + 1]
-    # eight-bit floats cannot be indexed everywhere; their bytes can
-    plain = stored.view(torch.uint8) if stored.dtype.itemsize == 1 else stored
-    found = plain.index_select(-2, rows - rows[0]).index_select(-1, columns - columns[0])
-    if packed:
-        return (found >> (4 * (torch.arange(*box[-1]) % 2)).to(torch.uint8)) & 15
-    return found.view(stored.dtype)
+    found = convert(stored[..., int(rows[0]) : int(rows[-1]) + 1, int(columns[0]) : int(columns[-1]) + 1])
+    # a row or column that repeats is looked up; eight-bit floats could not be
+    found = found if len(rows) == found.shape[-2] else found.index_select(-2, rows - rows[0])
+    return found if len(columns) == found.shape[-1] else found.index_select(-1, columns - columns[0])
