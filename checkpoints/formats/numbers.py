@@ -18,8 +18,9 @@ from ..errors import CheckpointError
 _E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 _E4M3_OF_E2M1 = _E2M1.to(torch.float8_e4m3fn).view(torch.uint8)
 _BYTES = torch.arange(256)
-_PAIRS = torch.stack((_E2M1[_BYTES & 15], _E2M1[_BYTES >> 4]), -1)
-_PAIRS_E4M3 = torch.stack((_E4M3_OF_E2M1[_BYTES & 15], _E4M3_OF_E2M1[_BYTES >> 4]), -1)
+# byte -> its two values, as one integer: one look-up per byte
+_PAIRS = torch.stack((_E2M1[_BYTES & 15], _E2M1[_BYTES >> 4]), -1).view(torch.int64).flatten()
+_PAIRS_E4M3 = torch.stack((_E4M3_OF_E2M1[_BYTES & 15], _E4M3_OF_E2M1[_BYTES >> 4]), -1).view(torch.int16).flatten()
 _NO_CODE = 255
 _E2M1_OF_E4M3 = torch.full((256,), _NO_CODE, dtype=torch.uint8)
 _E2M1_OF_E4M3[_E4M3_OF_E2M1.long()] = torch.arange(16, dtype=torch.uint8)
@@ -30,8 +31,7 @@ NVFP4_RANGE = 448.0 * 6.0
 def unpack_e2m1(packed: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the values [..., 2 n] of packed bytes [..., n] in float32, or in E4M3, which has all of them."""
     table = _PAIRS_E4M3 if dtype == torch.float8_e4m3fn else _PAIRS
-    values = table[packed.int()].flatten(-2)
-    return values.view(torch.float8_e4m3fn) if dtype == torch.float8_e4m3fn else values
+    return table[packed.int()].view(dtype)
 
 
 def e4m3_to_packed(data: Tensor, name: str) -> Tensor:
