@@ -167,19 +167,21 @@ class Checkpoint:
         """Close the files."""
         self.files.close()
 
-    def load_into(self, params: Mapping[str, torch.Tensor]) -> None:
+    def load_into(self, params: Mapping[str, torch.Tensor], *, rank: int = 0, ranks: int = 1) -> None:
         """Fill a model's tensors from the files, converting to their layout, dtype, device and quantized format.
 
         Arguments:
             params: every parameter of the model by name, in grouped or per-GEMM layout, whichever the files have. Plain
                 tensors are filled part by part; for a quantized one its values are put together first.
+            rank, ranks: the parameters are those of one rank of a tensor-parallel model (`parts.py`); nothing else is
+                read. Weights stored quantized cannot be loaded in parts.
 
         Raises:
             CheckpointError: names or shapes are not exactly those of the model, or a tensor cannot be converted.
         """
         self.check_ignored()
         self.check_scales()
-        load_params(self.store, self.namespace, self.config, self.formats, params)
+        load_params(self.store, self.namespace, self.config, self.formats, params, rank=rank, ranks=ranks)
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, storage: str | None = None) -> Checkpoint:

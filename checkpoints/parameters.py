@@ -37,6 +37,10 @@ class Parameters:
         """Copy a high-precision parameter into a plain tensor, part by part."""
         fill_tensor(self.store, self._pieces[name], out)
 
+    def fill_range(self, name: str, axis: int, begin: int, end: int, out: torch.Tensor) -> None:
+        """Copy indices begin .. end - 1 of a high-precision parameter along `axis` into a plain tensor."""
+        fill_tensor(self.store, list(cut_pieces(self._pieces[name], axis, begin, end)), out)
+
     def part(self, entry: str, axis: int, begin: int, end: int) -> torch.Tensor:
         """Return indices begin .. end - 1 of a stored entry along `axis`, in its stored dtype."""
         shape = list(self._target.stored[entry].shape)

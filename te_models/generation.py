@@ -120,7 +120,8 @@ def _steps(
     batch, prompt = ids.shape
     ends_tensor = torch.tensor(ends, dtype=torch.int64, device=ids.device)
     dtype = compute_dtype(model.embedding.word_embeddings.weight)
-    cache = KVCache(model.config, batch, prompt + max_new_tokens, dtype=dtype, device=ids.device)
+    room = prompt + max_new_tokens
+    cache = KVCache(model.config, batch, room, dtype=dtype, device=ids.device, tp_size=model.tp_size)
     padded = not bool(mask.all())
     position_ids = (mask.long().cumsum(dim=-1) - 1).clamp(min=0)
     running = torch.ones(batch, dtype=torch.bool, device=ids.device)

@@ -28,9 +28,9 @@ class SelfAttention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, build: Build, *, normed: bool) -> None:
         super().__init__()
         a = config.attention
-        self.num_heads = a.num_attention_heads
-        self.num_groups = a.num_query_groups or self.num_heads
-        self.head_dim = a.kv_channels or config.hidden_size // self.num_heads
+        all_heads, all_groups = a.num_attention_heads, a.num_query_groups or a.num_attention_heads
+        self.num_heads, self.num_groups = all_heads // build.tp_size, all_groups // build.tp_size
+        self.head_dim = a.kv_channels or config.hidden_size // all_heads
         self.v_head_dim = a.v_head_dim or self.head_dim
         self.clip_qkv = a.clip_qkv
         self.norm_kind = a.qk_layernorm
@@ -41,7 +41,7 @@ class SelfAttention(nn.Module):
         self.epsilon = config.norm.layernorm_epsilon
         self.q_size, self.k_size = self.num_heads * self.head_dim, self.num_groups * self.head_dim
         self.v_size = self.num_groups * self.v_head_dim
-        rows = self.q_size + self.k_size + self.v_size
+        rows = (self.q_size + self.k_size + self.v_size) * build.tp_size
         self.linear_qkv = make_input_linear(config, rows, a.add_qkv_bias, build, normed=normed)
         if self.norm_kind in ("head", "full"):
             full = self.norm_kind == "full"
@@ -59,7 +59,7 @@ class SelfAttention(nn.Module):
             softmax_type="learnable" if a.sinks else "vanilla",
             **build.new,
         )
-        self.linear_proj = make_output_linear(config, self.num_heads * self.v_head_dim, a.add_output_bias, build)
+        self.linear_proj = make_output_linear(config, all_heads * self.v_head_dim, a.add_output_bias, build)
 
     def forward(
         self,
@@ -104,7 +104,12 @@ class SelfAttention(nn.Module):
         """[B, S, heads * D] -> [B, S, heads, D], each head normalised on its own or all heads together."""
         if self.norm_kind == "full":
             return self._clipped(norm(t)).unflatten(-1, (-1, self.head_dim))
-        return self._clipped(norm(t.unflatten(-1, (-1, self.head_dim))))
+        t = t.unflatten(-1, (-1, self.head_dim))
+        if self.linear_proj.tp_size > 1:
+            # every rank has the weight and applies it to its own heads only: its gradients are summed over the ranks
+            weight = self.linear_proj.whole_rows(norm.get_parameter("weight"))
+            return self._clipped(torch.func.functional_call(norm, {"weight": weight}, (t,)))
+        return self._clipped(norm(t))
 
     def _clipped(self, t: Tensor) -> Tensor:
         return t if self.clip_qkv is None else t.clamp(-self.clip_qkv, self.clip_qkv)

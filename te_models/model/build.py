@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from te_models.layers import LayerNorm, LayerNormLinear, Linear, RMSNorm
@@ -31,11 +32,13 @@ class Normal:
 
 @dataclass(frozen=True, kw_only=True)
 class Build:
-    """params_dtype None is torch's default dtype, device None its default device."""
+    """params_dtype None is torch's default dtype, device None its default device. tp_group: the ranks over which the
+    layers are split; None: they are whole."""
 
     params_dtype: torch.dtype | None = None
     device: torch.device | str | None = None
     expert_layout: ExpertLayout = "grouped"
+    tp_group: dist.ProcessGroup | None = None
 
     def __post_init__(self) -> None:
         if self.expert_layout not in get_args(ExpertLayout):
@@ -46,6 +49,15 @@ class Build:
     def new(self) -> dict[str, Any]:
         """Keyword arguments of every module with parameters."""
         return {"params_dtype": self.params_dtype, "device": self.device}
+
+    @property
+    def tp_size(self) -> int:
+        """How many ranks share each split layer."""
+        return 1 if self.tp_group is None else self.tp_group.size()
+
+    def split(self, parallel_mode: str) -> dict[str, Any]:
+        """Keyword arguments of a module that is split in this way, or whole."""
+        return {} if self.tp_size == 1 else {"parallel_mode": parallel_mode, "tp_group": self.tp_group}
 
     def parameter(self, *shape: int) -> nn.Parameter:
         """Return an uninitialised parameter."""
@@ -80,14 +92,15 @@ def make_norm(norm: NormConfig, size: int, build: Build) -> RMSNorm | LayerNorm:
 
 def make_output_linear(config: ModelConfig, in_features: int, bias: bool, build: Build) -> Linear:
     """Return the last projection of a sublayer, which writes to the residual stream."""
-    return Linear(in_features, config.hidden_size, bias, init_method=output_init_method(config), **build.new)
+    start = output_init_method(config)
+    return Linear(in_features, config.hidden_size, bias, init_method=start, **build.new, **build.split("row"))
 
 
 def make_input_linear(config: ModelConfig, out_features: int, bias: bool, build: Build, *, normed: bool) -> nn.Module:
     """Return the first projection of a sublayer, with the norm before it as one module when `normed`."""
     start = init_method(config)
     if not normed:
-        return Linear(config.hidden_size, out_features, bias, init_method=start, **build.new)
+        return Linear(config.hidden_size, out_features, bias, init_method=start, **build.new, **build.split("column"))
     norm = config.norm
     return LayerNormLinear(
         config.hidden_size,
@@ -101,4 +114,5 @@ def make_input_linear(config: ModelConfig, out_features: int, bias: bool, build:
         cast_order=norm.cast_order,
         init_method=start,
         **build.new,
+        **build.split("column"),
     )

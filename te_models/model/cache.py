@@ -65,6 +65,8 @@ class LayerCache:
 class KVCache:
     """Keys and values of all layers of a model for a batch of sequences of up to max_length tokens.
 
+    tp_size: `GPTModel.tp_size`; each rank keeps those of its own heads.
+
     Example:
         cache = KVCache(model.config, batch_size=1, max_length=256, dtype=torch.bfloat16)
         model(prompt, cache=cache)            # fills prompt.shape[1] positions
@@ -79,12 +81,14 @@ class KVCache:
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        tp_size: int = 1,
     ) -> None:
         if batch_size < 1 or max_length < 1:
             raise ValueError(f"a cache of {batch_size} sequences of {max_length} tokens; allowed: at least 1 of each")
         a = config.attention
         channels = a.kv_channels or config.hidden_size // a.num_attention_heads
-        sizes, groups = (channels, a.v_head_dim or channels), a.num_query_groups or a.num_attention_heads
+        groups = (a.num_query_groups or a.num_attention_heads) // tp_size
+        sizes = channels, a.v_head_dim or channels
         if a.mla is not None:
             sizes, groups = (a.mla.kv_lora_rank, a.mla.qk_pos_emb_head_dim), 1
         self.batch_size = batch_size

@@ -9,9 +9,10 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from te_models.layers import Recipe, name_modules, quantized_model_init, storage_recipe, store_weights
@@ -23,10 +24,12 @@ from .decoder import Decoder
 from .embedding import Embedding
 from .in_memory import converter_of, fill_from_hf, to_hf
 from .output import ModelOutput, OutputLayer, RouterLossWeights
+from .parallel import check_split, group_of, resolve_group, whole_tensors
 from .support import check_supported
 
 if TYPE_CHECKING:
     import transformers
+    from torch.distributed.device_mesh import DeviceMesh
 
     from te_models.checkpoints.te_folder import Source
 
@@ -37,7 +40,10 @@ class GPTModel(nn.Module):
     params_dtype: dtype of the parameters (None: torch's default), which is also the compute dtype; for float32
     parameters with bfloat16 compute, call it under `torch.amp.autocast`. device: where to create them; "meta" creates
     none, `to_empty` and `reset_parameters` or `load_state_dict` follow. expert_layout: "grouped" holds a layer's
-    experts as one parameter, "per-gemm" one parameter each. Random initial values come from torch's global generator.
+    experts as one parameter, "per-gemm" one parameter each. tp_group: split attention and MLPs over these ranks, which
+    then all call the model with the same tokens and get the same result; embedding, output layer, norms and routers are
+    on every rank. Random initial values come from torch's global generator (those of a split model are not those of the
+    whole one).
 
     Example:
         model = GPTModel(config)
@@ -54,14 +60,18 @@ class GPTModel(nn.Module):
         device: torch.device | str | None = None,
         expert_layout: ExpertLayout = "grouped",
         activation_checkpointing: bool = False,
+        tp_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         check_supported(config)
-        build = Build(params_dtype=params_dtype, device=device, expert_layout=expert_layout)
+        build = Build(params_dtype=params_dtype, device=device, expert_layout=expert_layout, tp_group=tp_group)
+        check_split(config, build.tp_size)
+        self.tp_size = build.tp_size
+        self._tp_group_name = None if tp_group is None else tp_group.group_name
         self.config = config
         self.pretrained_folder: Path | None = None
         self.origin: Source | None = None
-        self.expert_layout = expert_layout
+        self.expert_layout: ExpertLayout = expert_layout
         storage = storage_recipe()
         by_name = storage if storage is not None and storage.by_name else None
         # layers learn their names when all are built, and a recipe that chooses by name has to wait for that
@@ -76,6 +86,11 @@ class GPTModel(nn.Module):
         if config.moe is not None:
             self.router_loss_weights = RouterLossWeights(config.moe.aux_loss_coeff, config.moe.z_loss_coeff, device)
         self.activation_checkpointing = activation_checkpointing
+
+    @property
+    def tp_group(self) -> dist.ProcessGroup | None:
+        """The ranks over which the model is split; None if it is whole."""
+        return None if self._tp_group_name is None else resolve_group(self._tp_group_name)
 
     @property
     def activation_checkpointing(self) -> bool:
@@ -175,29 +190,33 @@ class GPTModel(nn.Module):
         device: torch.device | str | None = None,
         recipe: Recipe | None = None,
         expert_layout: ExpertLayout = "grouped",
+        device_mesh: DeviceMesh | None = None,
     ) -> Self:
         """Load a folder written by `save_pretrained`, or a Hugging Face model folder or hub id (`org/name@revision`).
 
         dtype: of the parameters (None: torch's default). recipe: store the linear layers' weights in its quantized
         format; None keeps what the folder has, weights stored quantized bit for bit (`te-models dequantize` makes a
-        folder of plain ones). Tensors stream from the files into the model one by one. Raises CheckpointError or
-        ConfigError.
+        folder of plain ones). device_mesh: split the model over the mesh, or over its dimension "tp"; each rank reads
+        only the parts that are its own. Tensors stream from the files into the model one by one. Raises CheckpointError
+        or ConfigError.
         """
         from te_models.checkpoints import open_checkpoint
         from te_models.checkpoints.convert import source_of
 
         with open_checkpoint(folder) as checkpoint:
             target = torch.empty((), device=device).device
+            split: dict[str, Any] = {"tp_group": group_of(device_mesh), "expert_layout": expert_layout}
             if recipe is None:
-                model = cls(checkpoint.config, params_dtype=dtype, device="meta", expert_layout=expert_layout)
+                model = cls(checkpoint.config, params_dtype=dtype, device="meta", **split)
                 model.to_empty(device=target)
                 for name, value in checkpoint.empty_quantized(expert_layout, target):
                     owner, _, key = name.rpartition(".")
                     setattr(model.get_submodule(owner), key, nn.Parameter(value))
             else:
                 with quantized_model_init(recipe=recipe):
-                    model = cls(checkpoint.config, params_dtype=dtype, device=target, expert_layout=expert_layout)
-            checkpoint.load_into(dict(model.stored_tensors()))
+                    model = cls(checkpoint.config, params_dtype=dtype, device=target, **split)
+            rank = 0 if model.tp_group is None else model.tp_group.rank()
+            checkpoint.load_into(dict(model.stored_tensors()), rank=rank, ranks=model.tp_size)
             model.origin = source_of(checkpoint)
         model.pretrained_folder = checkpoint.path
         return model
@@ -236,11 +255,15 @@ class GPTModel(nn.Module):
         """Write parameters and configuration as safetensors and JSON; `from_pretrained` restores them bit for bit.
 
         The tokenizer and the other small files of the folder that the model came from, while it exists, come along.
+        Of a split model every rank calls this, and the first one writes the whole model.
         """
         from te_models.checkpoints import save_model
 
         source = self.pretrained_folder
         with torch.no_grad():
-            tensors = dict(self.stored_tensors())
-            source = source if source and source.is_dir() else None
-            save_model(tensors, self.config, folder, source_dir=source, source=self.origin)
+            tensors = whole_tensors(self)
+            if self.tp_group is None or self.tp_group.rank() == 0:
+                source = source if source and source.is_dir() else None
+                save_model(tensors, self.config, folder, source_dir=source, source=self.origin)
+            if self.tp_group is not None:
+                dist.barrier(self.tp_group)

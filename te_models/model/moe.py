@@ -91,15 +91,29 @@ class Experts(nn.Module):
         shared = {"single_grouped_weight": build.expert_layout == "grouped", **build.new}
         rows = width * (2 if config.mlp.gated else 1)
         self.linear_fc1 = GroupedLinear(
-            experts, config.hidden_size, rows, moe.bias, init_method=init_method(config), **shared
+            experts,
+            config.hidden_size,
+            rows,
+            moe.bias,
+            init_method=init_method(config),
+            **shared,
+            **build.split("column"),
         )
         self.linear_fc2 = GroupedLinear(
-            experts, width, config.hidden_size, moe.bias, init_method=output_init_method(config), **shared
+            experts,
+            width,
+            config.hidden_size,
+            moe.bias,
+            init_method=output_init_method(config),
+            **shared,
+            **build.split("row"),
         )
 
     def forward(self, rows: Tensor, tokens_per_expert: Tensor) -> Tensor:
         """rows: [T*K, H], sorted by expert; tokens_per_expert: [E] -> [T*K, H]."""
-        return self.linear_fc2(activate(self.linear_fc1(rows, tokens_per_expert), self.mlp), tokens_per_expert)
+        rows = self.linear_fc1.whole_rows(rows)
+        hidden = activate(self.linear_fc1(rows, tokens_per_expert), self.mlp)
+        return self.linear_fc2.summed(self.linear_fc2(hidden, tokens_per_expert), None)
 
 
 class MoELayer(nn.Module):

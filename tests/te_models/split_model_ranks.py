@@ -1,0 +1,117 @@
+"""What each of the two processes of test_split_model does: this module is run with FOLDERS, RESULTS and
+the cases.
+
+FOLDERS holds a model folder per case. Every case loads its model whole and split over the two ranks, and compares what
+is read, outputs, gradients, generation and what is saved. Its outcome, "ok" or a traceback, is written to
+RESULTS.<rank>.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import te_models.checkpoints.move as move
+from te_models import GPTModel, compile_model, generate
+from te_models.checkpoints import expected_tensors, verify
+from te_models.checkpoints.parts import parts
+
+RANKS = 2
+CASES = ("qwen3", "gpt2", "gemma2", "qwen2_moe", "llama4", "sinks")
+
+
+class Reads:
+    """Counts the bytes of tensors that are read while it is active."""
+
+    def __enter__(self) -> Reads:
+        self.bytes, self._read = 0, move.read_piece
+
+        def read(store, piece):
+            found = self._read(store, piece)
+            self.bytes += found.numel() * found.element_size()
+            return found
+
+        move.read_piece = read
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        move.read_piece = self._read
+
+
+def part_of(config, name: str, whole: torch.Tensor, rank: int, layout: str) -> torch.Tensor:
+    """This rank's part of a parameter, cut with torch's own functions."""
+    part = parts(config, expected_tensors(config, layout), rank, RANKS)[name]
+    if part.dim is None:
+        return whole
+    return torch.cat([whole.narrow(part.dim, begin, end - begin) for begin, end in part.ranges], part.dim)
+
+
+def close(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    return bool((got - expected).abs().max() <= 2e-5 * expected.abs().max().clamp(min=1e-3))
+
+
+def check(folder: Path, saved: Path) -> None:
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
+    for layout in ("per-gemm", "grouped") if "moe" in folder.name else ("grouped",):
+        whole = GPTModel.from_pretrained(folder, expert_layout=layout).eval()
+        with Reads() as reads:
+            split = GPTModel.from_pretrained(folder, expert_layout=layout, device_mesh=mesh).eval()
+        own = sum(t.numel() * 4 for _, t in split.stored_tensors())
+        everything = sum(t.numel() * 4 for _, t in whole.stored_tensors())
+        assert reads.bytes == own < 0.8 * everything, (reads.bytes, own, everything)
+        expected = dict(whole.stored_tensors())
+        for name, tensor in split.stored_tensors():
+            assert torch.equal(tensor, part_of(whole.config, name, expected[name], rank, layout)), name
+    ids = torch.randint(3, 61, (2, 13), generator=torch.Generator().manual_seed(0))
+    results = [model(ids, labels=ids) for model in (whole, split)]
+    assert close(results[1].logits, results[0].logits)
+    for result in results:
+        result.loss.backward()
+    gradients = {name: p.grad for name, p in whole.named_parameters()}
+    for name, p in split.named_parameters():
+        assert close(p.grad, part_of(whole.config, name, gradients[name], rank, layout)), name
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    tokens = [generate(model, ids, 6, attention_mask=mask) for model in (whole, split)]
+    assert torch.equal(*tokens)
+    split.save_pretrained(saved)
+    assert verify(folder, saved).equal
+
+
+def compiled(folder: Path) -> None:
+    """One graph of a split model, on every rank."""
+    mesh = init_device_mesh("cpu", (RANKS,))
+    split = GPTModel.from_pretrained(folder, device_mesh=mesh)
+    ids = torch.randint(3, 61, (2, 16), generator=torch.Generator().manual_seed(0))
+    expected = split(ids, labels=ids)
+    got = compile_model(split)(ids, labels=ids)
+    assert close(got.logits, expected.logits) and close(got.loss, expected.loss)
+    got.loss.backward()
+
+
+def main() -> None:
+    folders, results = Path(sys.argv[1]), Path(sys.argv[2])
+    dist.init_process_group("gloo")
+    outcomes = {}
+    for case in sys.argv[3:]:
+        try:
+            if case == "compiled":
+                compiled(folders / "qwen3")
+            else:
+                check(folders / case, folders / f"{case}-saved")
+            outcomes[case] = "ok"
+        except Exception:
+            outcomes[case] = traceback.format_exc()
+    results.with_suffix(f".{dist.get_rank()}").write_text(json.dumps(outcomes))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

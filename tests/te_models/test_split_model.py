@@ -1,0 +1,136 @@
+"""GPTModel split over two ranks: each reads its own parts, and together they are the whole model."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from te_models import AttentionConfig, ConfigError, GPTModel, ModelConfig
+from te_models.checkpoints import CheckpointError, expected_tensors, open_checkpoint, quantize
+from te_models.checkpoints.parts import Part, parts
+from te_models.config import MLAConfig, MLPConfig, MoEConfig
+from te_models.model.parallel import check_split
+from tests.checkpoints.family_cases import CASES as FAMILY_CASES
+from tests.checkpoints.family_cases import make
+from tests.checkpoints.hf_cases import transformers
+from tests.ranks import run_on_ranks
+from tests.te_models.hf_models import hf_model
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
+
+if torch.distributed.is_available():
+    from tests.te_models.split_model_ranks import CASES
+else:
+    CASES = ("none",)
+
+CONFIG = ModelConfig(
+    vocab_size=61,
+    hidden_size=32,
+    num_layers=2,
+    max_position_embeddings=64,
+    attention=AttentionConfig(num_attention_heads=4, num_query_groups=2, kv_channels=8, v_head_dim=6, sinks=True),
+    mlp=MLPConfig(ffn_hidden_size=40),
+    moe=MoEConfig(num_moe_experts=3, moe_router_topk=2, moe_ffn_hidden_size=36, layers=(1,)),
+)
+
+
+def model(case: str) -> transformers.PreTrainedModel | GPTModel:
+    if case == "sinks":  # no family: gpt_oss has biases in its experts, which cannot be split
+        return GPTModel(CONFIG)
+    return make(case) if case in FAMILY_CASES else hf_model(case)
+
+
+def run(folder: Path, models: tuple[str, ...], *cases: str) -> list[dict[str, str]]:
+    """Save the models, run the cases on two ranks, return what each rank says of each case."""
+    for name in models:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model(name).save_pretrained(folder / name)
+    arguments = ["-m", "tests.te_models.split_model_ranks", str(folder), str(folder / "results"), *cases]
+    run_on_ranks(arguments, timeout=400)
+    return [json.loads((folder / f"results.{rank}").read_text()) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """What every case came to, on either rank."""
+    return run(tmp_path_factory.mktemp("split"), CASES, *CASES)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks(case: str, outcomes: list[dict[str, str]]) -> None:
+    assert [outcome[case] for outcome in outcomes] == ["ok", "ok"]
+
+
+@pytest.mark.slow
+def test_two_ranks_compiled(tmp_path: Path) -> None:
+    assert run(tmp_path, ("qwen3",), "compiled") == [{"compiled": "ok"}] * 2
+
+
+@pytest.mark.parametrize("layout", ["grouped", "per-gemm"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_parts_of_all_ranks_are_the_whole(layout: str, ranks: int) -> None:
+    """Along the split dimension every index belongs to one rank; what is not split belongs to all."""
+    shapes = expected_tensors(CONFIG, layout)
+    owned = [parts(CONFIG, shapes, rank, ranks) for rank in range(ranks)]
+    split = set()
+    for name, shape in shapes.items():
+        mine = [own[name] for own in owned]
+        if mine[0].dim is None:
+            assert mine == [Part()] * ranks
+            continue
+        split.add(name.rpartition("layers.")[2].partition(".")[2].rstrip("0123456789"))
+        indices = [i for part in mine for begin, end in part.ranges for i in range(begin, end)]
+        assert sorted(indices) == list(range(shape[mine[0].dim]))
+        assert all(part.shape(shape)[part.dim] * ranks == shape[part.dim] for part in mine)
+    assert split == (set() if ranks == 1 else {
+        "self_attention.linear_qkv.weight",
+        "self_attention.linear_proj.weight",
+        "self_attention.core_attention.softmax_offset",
+        "mlp.linear_fc1.weight",
+        "mlp.linear_fc2.weight",
+        "mlp.experts.linear_fc1.weight",
+        "mlp.experts.linear_fc2.weight",
+    })  # fmt: skip
+
+
+def test_a_rank_has_whole_heads_and_matching_gate_and_up_rows() -> None:
+    part = parts(CONFIG, expected_tensors(CONFIG), 1, 2)
+    assert part["decoder.layers.0.self_attention.linear_qkv.weight"] == Part(0, ((16, 32), (40, 48), (54, 60)))
+    assert part["decoder.layers.0.mlp.linear_fc1.weight"] == Part(0, ((20, 40), (60, 80)))
+    assert part["decoder.layers.1.mlp.experts.linear_fc1.weight"] == Part(1, ((18, 36), (54, 72)))
+    assert part["decoder.layers.1.mlp.experts.linear_fc2.weight"] == Part(2, ((18, 36),))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention": AttentionConfig(num_attention_heads=4, num_query_groups=1)}, "num_query_groups is 1, which 2"),
+        ({"attention": AttentionConfig(num_attention_heads=4, qk_layernorm="full")}, "norms over all heads cannot"),
+        ({"attention": AttentionConfig(num_attention_heads=4, mla=MLAConfig())}, "latent attention cannot be split"),
+        ({"mlp": MLPConfig(ffn_hidden_size=41)}, "mlp.ffn_hidden_size is 41, which 2 ranks cannot share equally"),
+        ({"moe": MoEConfig(num_moe_experts=2, moe_router_topk=1, moe_ffn_hidden_size=8, bias=True)}, "with biases"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(changes: dict, message: str) -> None:
+    config = CONFIG.replace(**changes)
+    check_split(config, 1)
+    with pytest.raises(ConfigError, match=message):
+        check_split(config, 2)
+
+
+def test_quantized_weights_are_not_loaded_in_parts(tmp_path: Path) -> None:
+    hf_model("llama").save_pretrained(tmp_path / "hf")
+    quantize(tmp_path / "hf", tmp_path / "fp8", "current")
+    with open_checkpoint(tmp_path / "fp8") as checkpoint:
+        shapes = expected_tensors(checkpoint.config)
+        owned = parts(checkpoint.config, shapes, 0, 2)
+        params = {name: torch.empty(owned[name].shape(shape)) for name, shape in shapes.items()}
+        with pytest.raises(CheckpointError, match="is quantized and cannot be loaded in parts"):
+            checkpoint.load_into(params, rank=0, ranks=2)
+        with pytest.raises(CheckpointError, match=r"has shape .*; expected: "):
+            checkpoint.load_into(params)
