@@ -11,6 +11,7 @@ from ...autocast import state
 from ...delayed import ROLES, raise_
 from ...dense_gemms import HIGH_PRECISION, How, dense_fprop, dense_gradients
 from ...gemm_module import GemmModule
+from ...handover import input_quantizer
 from ...kept import Kept
 from ...linear_function import largest
 from ...module import InitMethod, autocast_dtype, default_init_method, empty_parameter
@@ -20,7 +21,6 @@ from ...quantized_tensor import QuantizedTensor
 from ...sides import AnyQuantizer
 from ...stored_weight import store_weights_as_asked
 from ..call import Computed, Gradients, Input, OperationArguments, OperationCall, OperationContext, QuantizedRows
-from ..handover import input_quantizer
 from ..operation import BasicOperation
 
 
