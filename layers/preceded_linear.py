@@ -20,7 +20,7 @@ from te_models.kernels.torch_versions import own_result
 from .autocast import state
 from .dense_gemms import DEFAULT_OPTIONS, GemmOptions, How, bias_gradient, dense_fprop, dense_gradients
 from .handover import fused_output, handed_over, input_quantizer
-from .linear_function import linear, run_linear
+from .linear_function import gradients_wanted, linear, run_linear
 from .module import autocast_dtype
 from .quantized_module import LiveState, QuantizedModule
 from .quantized_tensor import QuantizedTensor
@@ -49,12 +49,14 @@ def preceded_linear(
     dtype = first.output_dtype(x, *parameters) if isinstance(first, Norm) else x.dtype
     wanted = autocast_dtype(x.device.type) or dtype
     how, live = How(quantizers, options, gemm), module.live_state(quantizers)
-    keeps = torch.is_grad_enabled() and weight.requires_grad
+    *before, keeps = gradients_wanted(x, *parameters, weight)
     quantizer = input_quantizer(how, live, keeps, x.device)
     if fused_output(quantizer, dtype, wanted) is None:
         return run_linear(_plain(first, x, parameters).to(wanted), weight, bias, cached, live, how)
     main_grad = None if options.wgrad is None else options.wgrad.main_grad
-    return _PrecededLinear.apply(x, *parameters, weight, bias, cached, main_grad, *live, first, dtype, keeps, *how)
+    return _PrecededLinear.apply(
+        x, *parameters, weight, bias, cached, main_grad, *live, first, dtype, any(before), keeps, *how
+    )
 
 
 def _plain(first: Norm | Activation, x: Tensor, parameters: tuple[Tensor | None, Tensor | None]) -> Tensor:
@@ -77,7 +79,8 @@ def _quantized(
 
 class _PrecededLinear(torch.autograd.Function):
     """x: [..., H]; p, q: the norm's parameters or None; the rest as for `linear_function._Linear`; dtype: of the GEMMs
-    and of the plain result of `first`. Called only where that result is handed over quantized."""
+    and of the plain result of `first`; before, keeps: whether a gradient is wanted of x or a norm's parameter, and of
+    the weight. Called only where that result is handed over quantized."""
 
     @staticmethod
     def forward(
@@ -97,6 +100,7 @@ class _PrecededLinear(torch.autograd.Function):
         key: Tensor | None,
         first: Norm | Activation,
         dtype: torch.dtype,
+        before: bool,
         keeps: bool,
         *how: Any,
     ) -> Tensor:
@@ -106,7 +110,7 @@ class _PrecededLinear(torch.autograd.Function):
         assert quantizer is not None and fused is not None, "the caller has asked"
         copies, ctx_tensors, shape = _quantized(first, x, (p, q), *fused)
         rows = handed_over(quantizer, copies, shape, dtype)
-        y, ctx.kept, tensors = dense_fprop(rows, weight, bias, cached, live, How(*how), dtype, needs_wgrad=keeps)
+        y, ctx.kept, tensors = dense_fprop(rows, weight, bias, cached, live, How(*how), dtype, (before, keeps))
         ctx.save_for_backward(x, p, q, weight, cached, scale, key, *ctx_tensors, *tensors)
         # not saved, as in `_Linear`
         ctx.main_grad, ctx.grad_amax, ctx.grad_statistics = main_grad, grad_amax, grad_statistics
@@ -133,4 +137,4 @@ class _PrecededLinear(torch.autograd.Function):
             else:
                 dx, _ = ctx.first.backward(between, x)
         db = bias_gradient(dy, ctx.bias_dtype) if needs[4] else None
-        return dx if needs[0] else None, dp, dq, dw, db, *(None,) * 14
+        return dx if needs[0] else None, dp, dq, dw, db, *(None,) * 15

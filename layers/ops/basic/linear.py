@@ -115,7 +115,7 @@ class BasicLinear(GemmModule, BasicOperation):
             if recorded is not None:
                 raise_(recorded, largest(rows))
         y, kept, tensors = dense_fprop(
-            rows, weight, bias, cached, LiveState(*live), how, dtype, needs_wgrad=call.needs.parameters[0]
+            rows, weight, bias, cached, LiveState(*live), how, dtype, (call.needs.input, call.needs.parameters[0])
         )
         notes = LinearNotes(how, kept, dtype, x.dtype, x.shape)
         return Computed(y.view(*x.shape[:-1], y.shape[-1]), tensors, notes=notes)
