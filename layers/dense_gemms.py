@@ -11,6 +11,7 @@ Live state (scales, amaxes, main gradients) comes in as tensors and is written i
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -19,11 +20,11 @@ from torch import Tensor
 from te_models.kernels.gemm import Operand
 
 from .delayed import bind
-from .kept import Kept, gradient_sides, keep, note_statistics
+from .kept import Kept, gradient_sides, keep, keep_weight, note_statistics, value_of
 from .quantized_module import LiveState, check_format
 from .quantized_storage import QuantizedStorage
 from .quantized_tensor import QuantizedTensor
-from .quantizer import IdentityQuantizer, Quantizer, Usage
+from .quantizer import Fields, IdentityQuantizer, Quantizer, Usage
 from .recipe import GemmQuantizers
 from .sides import Side, accumulate_product_, plain, product, side, side_of_fields, turned
 from .wgrad import WeightGradient, run_wgrad
@@ -61,18 +62,18 @@ def dense_fprop(
     live: LiveState,
     how: How,
     dtype: torch.dtype,
-    needs_wgrad: bool,
+    needs: tuple[bool, bool],
 ) -> tuple[Tensor, Kept, tuple[Tensor, ...]]:
     """Return (`x w^T + b` [T, N], how to read what is kept of x, what is kept).
 
     x: [T, K] in `dtype`, or already quantized by the input quantizer; weight: [N, K] plain or quantized; cached: the
-    weight quantized in an earlier micro-batch.
+    weight quantized in an earlier micro-batch; needs: whether the gradients of x and of the weight will be wanted.
     """
     quantizers, options, gemm = how
     stored = weight if cached is None else cached
     x_quantizer = bind(quantizers.input, live.scale, live.amax, "input", gemm)
     left, kept, tensors = keep(
-        x_quantizer, x, dtype, quantizers.backward_override, options.save_original_input, needs_wgrad
+        x_quantizer, x, dtype, quantizers.backward_override, options.save_original_input, needs[1]
     )
     if live.statistics is not None:
         noted = live.statistics[gemm % live.statistics.shape[0]]
@@ -80,8 +81,30 @@ def dense_fprop(
         note_statistics(noted[0], x_quantizer, x)
         if not isinstance(stored, QuantizedTensor):
             note_statistics(noted[1], bind(quantizers.weight, live.scale, None, "weight", gemm), stored)
-    right = weight_side(stored, quantizers.weight, "rowwise", dtype, live.scale, live.amax, gemm)
-    return product(left, right, dtype, bias), kept, tensors
+    right, fields = fprop_weight(stored, quantizers, dtype, live, needs[0], gemm)
+    kept = replace(kept, weight_names=tuple(fields)) if fields else kept
+    return product(left, right, dtype, bias), kept, (*tensors, *fields.values())
+
+
+def fprop_weight(
+    stored: Tensor, quantizers: GemmQuantizers, dtype: torch.dtype, live: LiveState, needs_dgrad: bool, gemm: int | None
+) -> tuple[Side, Fields]:
+    """Return a weight [..., N, K] as a side of fprop and what `dgrad_weight` may read of it, see `keep_weight`."""
+    if isinstance(stored, QuantizedTensor) or quantizers.backward_override:
+        return weight_side(stored, quantizers.weight, "rowwise", dtype, live.scale, live.amax, gemm), {}
+    return keep_weight(bind(quantizers.weight, live.scale, live.amax, "weight", gemm), stored, dtype, needs_dgrad)
+
+
+def dgrad_weight(
+    stored: Tensor, fields: Fields, quantizers: GemmQuantizers, dtype: torch.dtype, live: LiveState, gemm: int | None
+) -> Side:
+    """Return a weight as a side of dgrad: the fields that fprop kept, or quantized now."""
+    if not fields:
+        return weight_side(stored, quantizers.weight, "columnwise", dtype, live.scale, None, gemm)
+    value = value_of(bind(quantizers.weight, live.scale, None, "weight", gemm))
+    if not value.columnwise:
+        value = value.with_usage(rowwise=True, columnwise=True)
+    return side_of_fields(value, fields, "columnwise", dtype, stored.shape)
 
 
 def dense_gradients(
@@ -102,6 +125,7 @@ def dense_gradients(
     """
     quantizers, options, gemm = how
     override, scale, key = quantizers.backward_override, live.scale, live.key
+    of_x, weight_fields = kept.parts(tensors)
     quantizer = IdentityQuantizer()
     if not override:
         quantizer = bind(quantizers.grad_output, scale, live.grad_amax, "grad_output", gemm)
@@ -119,11 +143,11 @@ def dense_gradients(
             right = plain(weight_side(stored, quantizers.weight, "rowwise", dtype, scale, None, gemm), dtype)
             right = turned(Operand(scaled_values(right, dtype), None), "columnwise")
         else:
-            right = weight_side(stored, quantizers.weight, "columnwise", dtype, scale, None, gemm)
+            right = dgrad_weight(stored, weight_fields, quantizers, dtype, live, gemm)
         dx = product(dy_sides["rowwise"], right, dtype)
     if needs[1]:
         left = dy_sides["columnwise"]
-        right = kept.side(bind(quantizers.input, scale, None, "input", gemm), tensors, dtype)
+        right = kept.side(bind(quantizers.input, scale, None, "input", gemm), of_x, dtype)
         wgrad = options.wgrad
 
         def compute() -> Tensor | None:

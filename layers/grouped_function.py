@@ -16,7 +16,7 @@ from te_models.kernels.torch_versions import own_result
 from .autocast import state
 from .dense_gemms import DEFAULT_OPTIONS, HIGH_PRECISION, GemmOptions, plain_weight
 from .grouped_gemms import bias_rows_gradient, grouped_fprop, grouped_gradients, stacked
-from .linear_function import largest
+from .linear_function import gradients_wanted, largest
 from .module import compute_dtype
 from .quantized_module import LiveState, QuantizedModule
 from .quantized_tensor import QuantizedTensor
@@ -54,7 +54,10 @@ def grouped_linear(
         quantizers = quantizers or HIGH_PRECISION
         live = module.live_state(quantizers)
         main_grad = None if options.wgrad is None else options.wgrad.main_grad
-        y = _GroupedLinear.apply(x, *rows.tensors(), cached, main_grad, *live, quantizers, options, *weights)
+        (needs_dgrad,) = gradients_wanted(x)
+        y = _GroupedLinear.apply(
+            x, *rows.tensors(), cached, main_grad, *live, needs_dgrad, quantizers, options, *weights
+        )
     return y if bias is None else y + _BiasRows.apply(bias.to(dtype), *rows.tensors())
 
 
@@ -91,20 +94,24 @@ class _GroupedLinear(torch.autograd.Function):
         statistics: Tensor | None,
         grad_statistics: Tensor | None,
         key: Tensor | None,
+        needs_dgrad: bool,
         quantizers: GemmQuantizers,
         options: GemmOptions,
         *weights: Tensor,
     ) -> Tensor:
         live = LiveState(scale, amax, grad_amax, statistics, grad_statistics, key)
-        ctx.save_for_backward(x, m_splits, ends, group, cached, scale, key, *weights)
+        rows = RowGroups(m_splits, ends, group)
+        y, fields = grouped_fprop(x, weights, cached, rows, live, quantizers, needs_dgrad)
+        ctx.save_for_backward(x, m_splits, ends, group, cached, scale, key, *weights, *fields.values())
         # not saved, as in `_Linear`
         ctx.main_grad, ctx.grad_amax, ctx.grad_statistics = main_grad, grad_amax, grad_statistics
-        ctx.quantizers, ctx.options = quantizers, options
-        return own_result(grouped_fprop(x, weights, cached, RowGroups(m_splits, ends, group), live, quantizers))
+        ctx.quantizers, ctx.options, ctx.names, ctx.weights = quantizers, options, tuple(fields), len(weights)
+        return own_result(y)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, m_splits, ends, group, cached, scale, key, *weights = ctx.saved_tensors
+        x, m_splits, ends, group, cached, scale, key, *rest = ctx.saved_tensors
+        weights, fields = rest[: ctx.weights], dict(zip(ctx.names, rest[ctx.weights :], strict=True))
         live = LiveState(scale, None, ctx.grad_amax, None, ctx.grad_statistics, key)
         dx, dw = grouped_gradients(
             dy,
@@ -116,6 +123,7 @@ class _GroupedLinear(torch.autograd.Function):
             live,
             ctx.quantizers,
             ctx.options,
-            (ctx.needs_input_grad[0], any(ctx.needs_input_grad[14:])),
+            (ctx.needs_input_grad[0], any(ctx.needs_input_grad[15:])),
+            fields,
         )
-        return dx, *(None,) * 13, *dw
+        return dx, *(None,) * 14, *dw

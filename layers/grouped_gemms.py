@@ -21,11 +21,11 @@ from te_models.kernels.grouped_gemm import (
 )
 
 from .delayed import bind
-from .dense_gemms import GemmOptions, plain_weight, scaled_values, weight_side
+from .dense_gemms import GemmOptions, dgrad_weight, fprop_weight, plain_weight, scaled_values, weight_side
 from .kept import note_statistics
 from .quantized_module import LiveState, check_format
 from .quantized_tensor import QuantizedTensor
-from .quantizer import IdentityQuantizer, Quantizer, Usage
+from .quantizer import Fields, IdentityQuantizer, Quantizer, Usage
 from .recipe import GemmQuantizers
 from .row_groups import PaddedRows, RowGroups
 from .sides import AnyQuantizer, Side, both_plain, plain, quantized_gemms, side_of_fields, turned
@@ -42,8 +42,9 @@ def grouped_fprop(
     rows: RowGroups,
     live: LiveState,
     quantizers: GemmQuantizers,
-) -> Tensor:
-    """Return `x[g] w[g]^T` for each group of rows, [T, N].
+    needs_dgrad: bool,
+) -> tuple[Tensor, Fields]:
+    """Return (`x[g] w[g]^T` for each group of rows, [T, N]; what `grouped_gradients` may read of the weights).
 
     x: [T, K] in the compute dtype; weights: one [G, N, K] or G of [N, K], plain or quantized; cached: the weights
     quantized in an earlier micro-batch. x itself is what the gradients need: its copy for wgrad is padded, and
@@ -55,8 +56,12 @@ def grouped_fprop(
         note_statistics(noted[0], bind(quantizers.input, live.scale, None, "input"), x, rows=rows)
         if cached is None and not isinstance(weights[0], QuantizedTensor):
             note_statistics(noted[1], bind(quantizers.weight, live.scale, None, "weight"), stacked(weights))
-    weight = _weights_side(weights, cached, quantizers.weight, "rowwise", x.dtype, live.scale, live.amax)
-    return _rows_product(x, x_quantizer, weight, "rowwise", rows, x.dtype)
+    fields: Fields = {}
+    if cached is None and not isinstance(weights[0], QuantizedTensor):
+        weight, fields = fprop_weight(stacked(weights), quantizers, x.dtype, live, needs_dgrad, None)
+    else:
+        weight = _weights_side(weights, cached, quantizers.weight, "rowwise", x.dtype, live.scale, live.amax)
+    return _rows_product(x, x_quantizer, weight, "rowwise", rows, x.dtype), fields
 
 
 def grouped_gradients(
@@ -70,10 +75,11 @@ def grouped_gradients(
     quantizers: GemmQuantizers,
     options: GemmOptions,
     needs: tuple[bool, bool],
+    fields: Fields,
 ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
     """Return the gradients of x and of each weight of `grouped_fprop`, those that are needed and go to autograd.
 
-    dy: [T, N]; main_grad: where the options want the weight gradient.
+    dy: [T, N]; main_grad: where the options want the weight gradient; fields: from `grouped_fprop`.
     """
     override, scale, key, dtype = quantizers.backward_override, live.scale, live.key, x.dtype
     quantizer = IdentityQuantizer()
@@ -89,6 +95,8 @@ def grouped_gradients(
         elif override == "dequantized":
             weight = plain(_weights_side(weights, cached, quantizers.weight, "rowwise", dtype, scale, None), dtype)
             weight = turned(Operand(scaled_values(weight, dtype), None), "columnwise")
+        elif fields:
+            weight = dgrad_weight(stacked(weights), fields, quantizers, dtype, live, None)
         else:
             weight = _weights_side(weights, cached, quantizers.weight, "columnwise", dtype, scale, None)
         dx = _rows_product(dy, quantizer, weight, "columnwise", rows, dtype, key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,7 +13,7 @@ from te_models.kernels.gemm import Operand
 
 from .delayed import STATISTICS, Float8Quantizer
 from .quantized_storage import QuantizedStorage
-from .quantizer import Quantizer, Usage
+from .quantizer import Fields, IdentityQuantizer, Quantizer, Usage
 from .recipe import BackwardOverride
 from .row_groups import RowGroups
 from .sides import AnyQuantizer, Side, quantized_gemms, side, side_of_fields, turned
@@ -24,12 +25,19 @@ class Kept:
 
     form: "nothing"; "original" is the input itself, quantized for wgrad in the backward pass; "fields" are quantized
     fields; "plain" is the unquantized input, used as it is; "dequantized" are fields of fprop's operand, used
-    dequantized. names: of the fields; shape: of the input.
+    dequantized. names: of the fields; shape: of the input. weight_names: of the weight's fields, which come last among
+    the tensors; none where dgrad quantizes the weight by itself.
     """
 
     form: Literal["nothing", "original", "fields", "plain", "dequantized"]
     names: tuple[str, ...] = ()
     shape: tuple[int, ...] = ()
+    weight_names: tuple[str, ...] = ()
+
+    def parts(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Fields]:
+        """Return what is kept of the input, and the fields of the weight."""
+        count = len(tensors) - len(self.weight_names)
+        return list(tensors[:count]), dict(zip(self.weight_names, tensors[count:], strict=True))
 
     def side(self, quantizer: AnyQuantizer, tensors: list[Tensor], dtype: torch.dtype) -> Side:
         """Return the right side of wgrad, [K, T]."""
@@ -82,6 +90,24 @@ def keep(
     kept = {name: field for name, field in fields.items() if name.startswith(wanted)}
     form = "fields" if override is None else "dequantized"
     return left, Kept(form, tuple(kept), tuple(x.shape)), tuple(kept.values())
+
+
+def keep_weight(quantizer: AnyQuantizer, weight: Tensor, dtype: torch.dtype, needs_dgrad: bool) -> tuple[Side, Fields]:
+    """Quantize a plain weight [..., N, K] for fprop and return (its side, the fields that dgrad will read).
+
+    On an accelerator both copies are made in one pass over the weight, where two would read it twice; a format whose
+    transpose has the same numbers has one copy for both. On CPU dgrad makes its own operand, which costs nothing there
+    but the rounding, and nothing is kept.
+    """
+    value = value_of(quantizer)
+    if not needs_dgrad or not quantized_gemms(weight.device) or isinstance(value, IdentityQuantizer):
+        return side(quantizer, weight, "rowwise", dtype), {}
+    if value is quantizer:
+        quantizer = value = value.with_usage(rowwise=True, columnwise=True)
+    fields = quantizer.quantize_fields(weight)
+    wanted = "rowwise" if value.symmetric else "columnwise"
+    kept = {name: field for name, field in fields.items() if name.startswith(wanted)}
+    return side_of_fields(value, fields, "rowwise", dtype, weight.shape), kept
 
 
 def in_cpu_graph(device: torch.device) -> bool:

@@ -12,6 +12,7 @@ from .gemm_module import GemmModule
 from .linear_function import linear
 from .module import InitMethod, default_init_method, empty_parameter
 from .norm import PrecedingNorm
+from .preceded_linear import preceded_linear
 from .stored_weight import store_weights_as_asked
 from .tensor_parallel import TensorParallelModule
 
@@ -76,8 +77,12 @@ class LayerNormLinear(TensorParallelModule, PrecedingNorm, GemmModule):
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         """x: [..., in_features] -> [..., out_features], in the compute dtype. is_first_microbatch: as for `Linear`."""
         cached = self.cached_weight((self.weight,), is_first_microbatch, gemm=0)
-        x = self.normed(x) if self.parallel_mode is None else self.whole_rows(self.normed(x, self.for_own_rows))
-        return linear(self, x, self.weight, self.bias, cached=cached, options=self.gemm_options(self.weight))
+        how: dict[str, Any] = {"cached": cached, "options": self.gemm_options(self.weight)}
+        if self.parallel_mode is None:
+            norm, parameters = self.preceding_norm(), (self.layer_norm_weight, self.layer_norm_bias)
+            return preceded_linear(self, norm, x, parameters, self.weight, self.bias, **how)
+        x = self.whole_rows(self.normed(x, self.for_own_rows))
+        return linear(self, x, self.weight, self.bias, **how)
 
     def extra_repr(self) -> str:
         return f"{self.normalization}, {self.in_features}, {self.out_features}, bias={self.bias is not None}"

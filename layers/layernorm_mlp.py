@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from te_models.kernels.activation import activation, gated_activation
+from te_models.kernels.activation import Activation
 
 from .gemm_module import GemmModule
 from .linear_function import linear
 from .module import InitMethod, default_init_method, empty_parameter
 from .norm import PrecedingNorm
+from .preceded_linear import preceded_linear
 from .stored_weight import store_weights_as_asked
 from .tensor_parallel import TensorParallelModule
 
@@ -108,19 +111,21 @@ class LayerNormMLP(TensorParallelModule, PrecedingNorm, GemmModule):
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         """x: [..., hidden_size] -> [..., hidden_size], in the compute dtype. is_first_microbatch: as for `Linear`."""
-        name, gated = MLP_ACTIVATIONS[self.activation]
-        split = self.set_parallel_mode
-        x = self.whole_rows(self.normed(x, self.for_own_rows)) if split else self.normed(x)
-        hidden = self._gemm(x, 0, self.fc1_weight, self.fc1_bias, is_first_microbatch)
-        hidden = gated_activation(hidden, name) if gated else activation(hidden, name)
-        y = self._gemm(hidden, 1, self.fc2_weight, None if split else self.fc2_bias, is_first_microbatch)
+        fc1, fc2, split = self.fc1_weight, self.fc2_weight, self.set_parallel_mode
+        if split:
+            x = self.whole_rows(self.normed(x, self.for_own_rows))
+            hidden = linear(self, x, fc1, self.fc1_bias, **self._how(0, fc1, is_first_microbatch))
+        else:
+            norm, parameters = self.preceding_norm(), (self.layer_norm_weight, self.layer_norm_bias)
+            how = self._how(0, fc1, is_first_microbatch)
+            hidden = preceded_linear(self, norm, x, parameters, fc1, self.fc1_bias, **how)
+        activation, how = Activation(*MLP_ACTIVATIONS[self.activation]), self._how(1, fc2, is_first_microbatch)
+        y = preceded_linear(self, activation, hidden, (None, None), fc2, None if split else self.fc2_bias, **how)
         return self.summed(y, self.fc2_bias) if split else y
 
-    def _gemm(
-        self, x: Tensor, gemm: int, weight: nn.Parameter, bias: nn.Parameter | None, is_first_microbatch: bool | None
-    ) -> Tensor:
+    def _how(self, gemm: int, weight: nn.Parameter, is_first_microbatch: bool | None) -> dict[str, Any]:
         cached = self.cached_weight((weight,), is_first_microbatch, gemm)
-        return linear(self, x, weight, bias, gemm=gemm, cached=cached, options=self.gemm_options(weight))
+        return {"gemm": gemm, "cached": cached, "options": self.gemm_options(weight)}
 
     def extra_repr(self) -> str:
         return f"{self.normalization}, {self.hidden_size}, {self.ffn_hidden_size}, {self.activation}"

@@ -48,11 +48,23 @@ def linear(
             weight = weight.dequantize(dtype)
         return torch.nn.functional.linear(x, weight.to(dtype), None if bias is None else bias.to(dtype))
     quantizers = quantizers or HIGH_PRECISION
-    live = module.live_state(quantizers)
+    return run_linear(x, weight, bias, cached, module.live_state(quantizers), How(quantizers, options, gemm))
+
+
+def run_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, cached: QuantizedTensor | None, live: LiveState, how: How
+) -> Tensor:
+    """Return `linear` of x [..., in] in the compute dtype, with the live state that the module gave out for it."""
     rows = x.reshape(-1, x.shape[-1])
-    main_grad = None if options.wgrad is None else options.wgrad.main_grad
-    y = _Linear.apply(rows, weight, bias, cached, main_grad, *live, quantizers, options, gemm)
+    main_grad = None if how.options.wgrad is None else how.options.wgrad.main_grad
+    y = _Linear.apply(rows, weight, bias, cached, main_grad, *live, gradients_wanted(x, weight), *how)
     return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def gradients_wanted(*tensors: Tensor | None) -> tuple[bool, ...]:
+    """Return whether the gradient of each will be wanted; asked outside of an autograd function, which says so of a
+    parameter under no_grad, too, and would keep what no backward pass reads."""
+    return tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in tensors)
 
 
 def largest(x: Tensor) -> Tensor:
@@ -61,7 +73,8 @@ def largest(x: Tensor) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """x: [T, K] in the compute dtype; weight: [N, K] plain or quantized; bias: [N] or None."""
+    """x: [T, K] in the compute dtype; weight: [N, K] plain or quantized; bias: [N] or None; wanted: whether the
+    gradients of x and of the weight are."""
 
     @staticmethod
     def forward(
@@ -77,12 +90,11 @@ class _Linear(torch.autograd.Function):
         statistics: Tensor | None,
         grad_statistics: Tensor | None,
         key: Tensor | None,
+        wanted: tuple[bool, bool],
         *how: Any,
     ) -> Tensor:
         live = LiveState(scale, amax, grad_amax, statistics, grad_statistics, key)
-        y, ctx.kept, tensors = dense_fprop(
-            x, weight, bias, cached, live, How(*how), x.dtype, needs_wgrad=ctx.needs_input_grad[1]
-        )
+        y, ctx.kept, tensors = dense_fprop(x, weight, bias, cached, live, How(*how), x.dtype, wanted)
         ctx.save_for_backward(weight, cached, scale, key, *tensors)
         # not saved: backward writes to them, also between the forward and the backward pass of another call
         ctx.main_grad, ctx.grad_amax, ctx.grad_statistics = main_grad, grad_amax, grad_statistics
@@ -100,4 +112,4 @@ class _Linear(torch.autograd.Function):
             dy, weight, cached, ctx.main_grad, live, How(*ctx.how), ctx.kept, tensors, ctx.dtype, needs[:2]
         )
         db = bias_gradient(dy, ctx.bias_dtype) if needs[2] else None
-        return dx, dw, db, *(None,) * 11
+        return dx, dw, db, *(None,) * 12

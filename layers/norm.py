@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_models.kernels.norm import layer_norm, rms_norm
+from te_models.kernels.norm import Norm, layer_norm, rms_norm
 
 from .module import empty_parameter
 
@@ -142,10 +142,11 @@ class PrecedingNorm(nn.Module):
         weight, bias = self.layer_norm_weight, self.layer_norm_bias
         if on_parameters is not None:
             weight, bias = (p if p is None else on_parameters(p) for p in (weight, bias))
-        options = {"zero_centered": self.zero_centered_gamma, "cast_order": self.cast_order}
-        if self.normalization == "RMSNorm":
-            return rms_norm(x, weight, self.eps, **options)
-        return layer_norm(x, weight, bias, self.eps, **options)
+        return self.preceding_norm()(x, weight, bias)
+
+    def preceding_norm(self) -> Norm:
+        """Return the norm as a value, which takes the parameters as arguments."""
+        return Norm(self.normalization == "LayerNorm", self.eps, self.zero_centered_gamma, self.cast_order)
 
 
 def default_cast_order(normalization: str) -> str:

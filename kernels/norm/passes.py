@@ -34,6 +34,13 @@ class Norm:
     def _flags(self) -> tuple[bool, bool, bool]:
         return self.centered, self.zero_centered, self.cast_order == "weight_last"
 
+    def __call__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Return the norm of x [..., H], differentiable."""
+        options = {"zero_centered": self.zero_centered, "cast_order": self.cast_order}
+        if self.centered:
+            return op.layer_norm(x, weight, bias, self.eps, **options)
+        return op.rms_norm(x, weight, self.eps, **options)
+
     def output_dtype(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> torch.dtype:
         """Return the dtype of the result."""
         return op.output_dtype(x, weight, bias, self.cast_order == "weight_last")

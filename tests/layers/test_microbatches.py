@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -71,10 +74,12 @@ def test_later_micro_batches_do_not_quantize_the_weight(monkeypatch: pytest.Monk
     layer = Linear(64, 48, bias=False)
     layer.chosen = recipe("current")
     shapes: list[tuple[int, ...]] = []
-    original = q.quantize_per_tensor
-    monkeypatch.setattr(
-        q, "quantize_per_tensor", lambda x, *rest: (shapes.append(tuple(x.shape)), original(x, *rest))[1]
-    )
+
+    def note(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda x, *rest: (shapes.append(tuple(x.shape)), function(x, *rest))[1]
+
+    for name in ("quantize_per_tensor", "round_per_tensor"):
+        monkeypatch.setattr(q, name, note(getattr(q, name)))
     counts = []
     for how in ("none", "argument"):
         shapes.clear()

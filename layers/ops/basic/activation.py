@@ -7,9 +7,9 @@ from torch import Tensor
 
 from te_models.kernels.activation import Activation
 
+from ...handover import fused_output, handed_over
 from ...module import autocast_dtype
-from ..call import Computed, Gradients, Input, OperationArguments, OperationCall, OperationContext
-from ..handover import fused_output, handed_over
+from ..call import Computed, Gradients, Input, OperationArguments, OperationCall, OperationContext, QuantizedRows
 from ..operation import BasicOperation
 
 
@@ -47,7 +47,7 @@ def activated(activation: Activation, x: Tensor, probabilities: Tensor | None, c
         return activation.forward(x, probabilities)
     shape = (*x.shape[:-1], x.shape[-1] // 2) if activation.gated else x.shape
     copies = activation.forward_quantized(x, probabilities, *fused)
-    return handed_over(call.next_input, copies, torch.Size(shape), x.dtype)
+    return QuantizedRows(handed_over(call.next_input, copies, shape, x.dtype), torch.Size(shape))
 
 
 class GELU(ActivationOperation):

@@ -71,25 +71,28 @@ class GroupedLinear(BasicOperation, GroupedLinearModule):
         matrix = x.to(constants.dtype or x.dtype)
         if recorded is not None:
             raise_(recorded, rows.amax(matrix))
-        y = grouped_fprop(matrix, weights, cached, rows, LiveState(*tensors), constants.quantizers)
+        live = LiveState(*tensors)
+        y, fields = grouped_fprop(matrix, weights, cached, rows, live, constants.quantizers, call.needs.input)
         if biases:
             bias = biases[0] if biases[0].dim() == 2 else torch.stack(biases)
             y = y + rows.per_row(bias.to(y.dtype))
-        return Computed(y, (matrix, *rows.tensors()))
+        return Computed(y, (matrix, *rows.tensors(), *fields.values()), notes=tuple(fields))
 
     def op_forward_save_ctx(self, ctx: OperationContext, x: Tensor, computed: Computed, call: OperationCall) -> None:
         cached, main_grad, _, *tensors = call.tensors
         live = LiveState(*tensors)
         weights = call.parameters[: call.constants.weights]
-        ctx.save_for_backward(*computed.saved, cached, live.scale, live.key, *weights)
+        rows, fields = computed.saved[:4], computed.saved[4:]
+        ctx.save_for_backward(*rows, cached, live.scale, live.key, *weights, *fields)
         ctx.save_live(main_grad, live.grad_amax, live.grad_statistics)
         biases = call.parameters[call.constants.weights :]
-        ctx.constants = (call.constants, x.dtype, biases[0].dtype if biases else None)
+        ctx.constants = (call.constants, x.dtype, biases[0].dtype if biases else None, computed.notes)
 
     def op_backward(self, ctx: OperationContext, dy: Tensor, extra_gradients: tuple[Tensor, ...]) -> Gradients:
-        x, m_splits, ends, group, cached, scale, key, *weights = ctx.saved
+        x, m_splits, ends, group, cached, scale, key, *rest = ctx.saved
         main_grad, grad_amax, grad_statistics = ctx.live
-        constants, x_dtype, bias_dtype = ctx.constants
+        constants, x_dtype, bias_dtype, names = ctx.constants
+        weights, fields = rest[: constants.weights], dict(zip(names, rest[constants.weights :], strict=True))
         dy = dy.to(x.dtype)
         dx, dw = grouped_gradients(
             dy,
@@ -102,6 +105,7 @@ class GroupedLinear(BasicOperation, GroupedLinearModule):
             constants.quantizers,
             constants.options,
             (ctx.needs.input, any(ctx.needs.parameters[: constants.weights])),
+            fields,
         )
         db: tuple[Tensor | None, ...] = (None,) * (len(ctx.needs.parameters) - constants.weights)
         if any(ctx.needs.parameters[constants.weights :]):

@@ -11,6 +11,7 @@ from ...autocast import state
 from ...delayed import ROLES, raise_
 from ...dense_gemms import HIGH_PRECISION, How, dense_fprop, dense_gradients
 from ...gemm_module import GemmModule
+from ...handover import input_quantizer
 from ...kept import Kept
 from ...linear_function import largest
 from ...module import InitMethod, autocast_dtype, default_init_method, empty_parameter
@@ -20,7 +21,6 @@ from ...quantized_tensor import QuantizedTensor
 from ...sides import AnyQuantizer
 from ...stored_weight import store_weights_as_asked
 from ..call import Computed, Gradients, Input, OperationArguments, OperationCall, OperationContext, QuantizedRows
-from ..handover import input_quantizer
 from ..operation import BasicOperation
 
 
@@ -115,7 +115,7 @@ class BasicLinear(GemmModule, BasicOperation):
             if recorded is not None:
                 raise_(recorded, largest(rows))
         y, kept, tensors = dense_fprop(
-            rows, weight, bias, cached, LiveState(*live), how, dtype, needs_wgrad=call.needs.parameters[0]
+            rows, weight, bias, cached, LiveState(*live), how, dtype, (call.needs.input, call.needs.parameters[0])
         )
         notes = LinearNotes(how, kept, dtype, x.dtype, x.shape)
         return Computed(y.view(*x.shape[:-1], y.shape[-1]), tensors, notes=notes)

@@ -10,11 +10,11 @@ from torch import Tensor
 from te_models.kernels.derivative import gradients_of
 from te_models.kernels.norm import Norm, l2_norm
 
+from ...handover import fused_output, handed_over
 from ...module import autocast_dtype
 from ...norm import LayerNorm as LayerNormModule
 from ...norm import RMSNorm as RMSNormModule
-from ..call import Computed, Gradients, Input, OperationArguments, OperationCall, OperationContext
-from ..handover import fused_output, handed_over
+from ..call import Computed, Gradients, Input, OperationArguments, OperationCall, OperationContext, QuantizedRows
 from ..operation import BasicOperation
 
 
@@ -45,7 +45,7 @@ class _NormOperation(BasicOperation):
             y, statistics = norm.forward(x, weight, bias)
         else:
             copies, statistics = norm.forward_quantized(x, weight, bias, *fused)
-            y = handed_over(call.next_input, copies, x.shape, dtype)
+            y = QuantizedRows(handed_over(call.next_input, copies, x.shape, dtype), x.shape)
         return Computed(y, (x, weight, bias, *statistics), notes=norm)
 
     def op_forward_save_ctx(self, ctx: OperationContext, x: Tensor, computed: Computed, call: OperationCall) -> None:

@@ -65,7 +65,7 @@ def linear_forward(
     """x: [T, K] in the compute dtype; weight: [N, K]; the rest as in `dense_fprop`."""
     live = LiveState(scale, amax, None, statistics)
     how = How(quantizers, GemmOptions(save_original_input), gemm)
-    y, _, tensors = dense_fprop(x, weight, bias, cached, live, how, x.dtype, needs[1])
+    y, _, tensors = dense_fprop(x, weight, bias, cached, live, how, x.dtype, (False, needs[1]))
     described = _kept(x, quantizers, save_original_input, needs)
     if isinstance(described, QuantizedResult):
         return Forward(y, described.make(tensors))

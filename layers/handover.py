@@ -13,14 +13,13 @@ from torch import Tensor
 
 from te_models.kernels.quantize import QuantizedOutput
 
-from ..autocast import state
-from ..delayed import bind
-from ..dense_gemms import How
-from ..kept import in_cpu_graph, value_of
-from ..quantized_module import LiveState
-from ..quantized_storage import STORAGE_CLASSES
-from ..sides import AnyQuantizer
-from .call import QuantizedRows
+from .autocast import state
+from .delayed import bind
+from .dense_gemms import How
+from .kept import in_cpu_graph, value_of
+from .quantized_module import LiveState
+from .quantized_storage import STORAGE_CLASSES, QuantizedStorage
+from .sides import AnyQuantizer
 
 
 def input_quantizer(how: How, live: LiveState, needs_wgrad: bool, device: torch.device) -> AnyQuantizer | None:
@@ -50,10 +49,10 @@ def fused_output(
 
 
 def handed_over(
-    quantizer: AnyQuantizer, copies: Sequence[Tensor], shape: torch.Size, dtype: torch.dtype
-) -> QuantizedRows:
-    """Return what an operation made for `fused_output`, as the next one's input. shape, dtype: of the plain result."""
+    quantizer: AnyQuantizer, copies: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype
+) -> QuantizedStorage:
+    """Return what an operation made for `fused_output`, as the next one's input, a matrix. shape, dtype: of the plain
+    result [..., C]."""
     value = value_of(quantizer)
-    matrix = torch.Size((shape[:-1].numel(), shape[-1]))
-    storage = STORAGE_CLASSES[value.FORMAT](quantizer.fields_of_output(copies), value, matrix, dtype)
-    return QuantizedRows(storage, shape)
+    matrix = torch.Size((torch.Size(shape[:-1]).numel(), shape[-1]))
+    return STORAGE_CLASSES[value.FORMAT](quantizer.fields_of_output(copies), value, matrix, dtype)

@@ -1,0 +1,127 @@
+"""Norm and linear, activation and linear, as one function on an accelerator: the bits of the two apart."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from te_models.kernels.quantize import QuantizedOutput
+from te_models.layers import (
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    MXFP8BlockScaling,
+    autocast,
+    collect_statistics,
+    preceded_linear,
+    recipe,
+    sides,
+)
+from te_models.layers.quantizer import MXFP8Quantizer
+from tests.layers.ops.steps import NAMES, assert_equal, step
+
+HANDED_OVER = {"delayed", "block", "mxfp8"}
+"""Recipes whose activations an operation can quantize while it makes them."""
+MODULES = {
+    "layer_norm": lambda: LayerNormLinear(96, 64),
+    "rms_norm": lambda: LayerNormLinear(96, 64, normalization="RMSNorm", zero_centered_gamma=True, bias=False),
+    "no_weight": lambda: LayerNormLinear(96, 64, normalization="RMSNorm", norm_weight=False),
+    "swiglu": lambda: LayerNormMLP(96, 64, normalization="RMSNorm", activation="swiglu"),
+    "gelu": lambda: LayerNormMLP(96, 64),
+}
+OUTPUTS = {"layer_norm": 1, "rms_norm": 1, "no_weight": 1, "swiglu": 2, "gelu": 2}
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """As on an accelerator; for every output that was quantized as it was made, whether it has a columnwise copy."""
+    monkeypatch.setattr(sides, "_DEQUANTIZING_DEVICES", ())
+    seen = []
+    define = QuantizedOutput.define
+
+    def spy(self: QuantizedOutput, y: torch.Tensor, scale: torch.Tensor | None) -> list[torch.Tensor]:
+        seen.append(self.columnwise)
+        return define(self, y, scale)
+
+    monkeypatch.setattr(QuantizedOutput, "define", spy)
+    return seen
+
+
+def module_of(kind: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return MODULES[kind]()
+
+
+@pytest.mark.filterwarnings("ignore:.* runs as emulation:RuntimeWarning")  # NVFP4, which nothing multiplies here
+@pytest.mark.parametrize("name", NAMES, ids=str)
+@pytest.mark.parametrize("kind", MODULES)
+def test_no_bit_changes(kind: str, name: str | None, made: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x = module_of(kind), torch.randn(3, 11, 96)
+    got = step(module, name, [x])
+    amaxes = [module.fp8_amax.clone(), module.fp8_grad_amax.clone()]
+    assert len(made) == (OUTPUTS[kind] if name in HANDED_OVER else 0)
+    made.clear()
+    monkeypatch.setattr(preceded_linear, "input_quantizer", lambda *arguments: None)
+    assert_equal(step(module, name, [x]), got)
+    assert_equal([module.fp8_amax, module.fp8_grad_amax], amaxes)
+    assert not made
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_only_copies_that_are_used_are_made(kind: str, made: list) -> None:
+    module, x = module_of(kind), torch.randn(5, 96)
+    with autocast(recipe=recipe("mxfp8")):
+        with torch.no_grad():
+            first = module(x)
+        assert made == [False] * OUTPUTS[kind]
+        second = module(x)
+        assert made[OUTPUTS[kind] :] == [True] * OUTPUTS[kind]
+    assert torch.equal(first, second)
+
+
+def test_statistics_and_calibration_see_the_values_before_quantization(made: list) -> None:
+    module, x = module_of("swiglu"), torch.randn(32, 96)
+    with collect_statistics(), autocast(recipe=recipe("mxfp8")):
+        module(x)
+    assert not made and module.fp8_statistics.any()
+    with autocast(enabled=False, calibrating=True, recipe=recipe("delayed")):
+        module(x)
+    assert not made and (module.fp8_scale != 1).any()
+
+
+def test_on_cpu_they_stay_apart(made: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sides, "_DEQUANTIZING_DEVICES", ("cpu",))
+    step(module_of("gelu"), "mxfp8", [torch.randn(5, 96)])
+    assert not made
+
+
+@pytest.mark.parametrize("frozen", ["weight", "layer_norm"])
+def test_frozen_parameters(frozen: str, made: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of what wants them only."""
+    module, x = module_of("layer_norm"), torch.randn(7, 96)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(not name.startswith(frozen))
+    got = step(module, "mxfp8", [x])
+    assert made == [frozen != "weight"]
+    assert all((p.grad is None) == name.startswith(frozen) for name, p in module.named_parameters())
+    monkeypatch.setattr(preceded_linear, "input_quantizer", lambda *arguments: None)
+    assert_equal(step(module, "mxfp8", [x]), got)
+
+
+@pytest.mark.parametrize("kind", ["linear", *MODULES])
+def test_without_gradients_no_copy_for_the_backward_pass_is_made(
+    kind: str, made: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A weight that wants a gradient says so under no_grad, too."""
+    asked = []
+    quantize_fields = MXFP8Quantizer.quantize_fields
+
+    def spy(self: MXFP8Quantizer, x: torch.Tensor, *arguments: object) -> dict[str, torch.Tensor]:
+        asked.append(self)
+        return quantize_fields(self, x, *arguments)
+
+    monkeypatch.setattr(MXFP8Quantizer, "quantize_fields", spy)
+    module = Linear(96, 64) if kind == "linear" else module_of(kind)
+    with torch.no_grad(), autocast(recipe=MXFP8BlockScaling()):
+        module(torch.randn(5, 96))
+    assert not asked and not any(made)

@@ -1,0 +1,101 @@
+"""On an accelerator a weight is quantized once per pass, for fprop and for dgrad: with the bits of doing it twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from te_models.kernels import quantize as q
+from te_models.layers import GroupedLinear, LayerNormMLP, Linear, autocast, dense_gemms, kept, ops, recipe, sides
+from tests.layers.ops.steps import NAMES, assert_equal, step
+
+SPLITS = [5, 0, 30]
+MODULES: dict[str, Any] = {
+    "linear": lambda: Linear(96, 64),
+    "mlp": lambda: LayerNormMLP(96, 64),
+    "grouped": lambda: GroupedLinear(3, 96, 64, bias=True),
+    "per_gemm": lambda: GroupedLinear(3, 96, 64, single_grouped_weight=False),
+    "operations": lambda: ops.Sequential(ops.Linear(96, 64), ops.GELU(), ops.Linear(64, 32)),
+    "grouped_operations": lambda: ops.Sequential(
+        ops.GroupedLinear(3, 96, 64), ops.GELU(), ops.GroupedLinear(3, 64, 32)
+    ),
+}
+QUANTIZING = [n for n in dir(q) if n.startswith("quantize_") and "dequantize" not in n] + ["round_blockwise"]
+
+
+def run_of(kind: str, module: nn.Module) -> Any:
+    if kind == "grouped_operations":
+        return lambda x: module(x, torch.tensor(SPLITS), torch.tensor(SPLITS))
+    return lambda x: module(x, torch.tensor(SPLITS)) if isinstance(module, GroupedLinear) else module(x)
+
+
+@pytest.fixture
+def shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """As on an accelerator; the shapes of everything that is quantized."""
+    monkeypatch.setattr(sides, "_DEQUANTIZING_DEVICES", ())
+    seen: list[tuple[int, ...]] = []
+
+    def note(function: Any) -> Any:
+        def noted(x: Tensor, *arguments: Any, **options: Any) -> Any:
+            seen.append(tuple(x.shape))
+            return function(x, *arguments, **options)
+
+        return noted
+
+    for name in QUANTIZING:
+        monkeypatch.setattr(q, name, note(getattr(q, name)))
+    return seen
+
+
+@pytest.mark.filterwarnings("ignore:.* runs as emulation:RuntimeWarning")  # NVFP4, which nothing multiplies here
+@pytest.mark.parametrize("name", NAMES[1:])
+@pytest.mark.parametrize("kind", MODULES)
+def test_no_bit_changes(kind: str, name: str, shapes: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    module, x = MODULES[kind](), torch.randn(35, 96)
+    weights = {"grouped": [(3, 64, 96)], "per_gemm": [(3, 64, 96)], "grouped_operations": [(3, 64, 96), (3, 32, 64)]}
+    weight_shapes = weights.get(kind) or [tuple(p.shape) for p in module.parameters() if p.dim() == 2]
+    got = step(module, name, [x], run=run_of(kind, module))
+    if name != "nvfp4":  # which makes the two copies by two calls
+        assert [shapes.count(shape) for shape in weight_shapes] == [1] * len(weight_shapes)
+    shapes.clear()
+
+    def twice(quantizer: Any, weight: Tensor, dtype: torch.dtype, needed: bool) -> Any:
+        return sides.side(quantizer, weight, "rowwise", dtype), {}
+
+    monkeypatch.setattr(dense_gemms, "keep_weight", twice)
+    assert_equal(step(module, name, [x], run=run_of(kind, module)), got)
+    if name != "nvfp4":
+        assert [shapes.count(shape) for shape in weight_shapes] == [2] * len(weight_shapes)
+
+
+@pytest.mark.parametrize("kind", ["linear", "grouped"])
+def test_nothing_is_kept_without_need(kind: str, shapes: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not under no_grad, for an input without a gradient, for a backward pass in high precision, or on CPU."""
+    needed = []
+    original = kept.keep_weight
+
+    def spy(quantizer: Any, weight: Tensor, dtype: torch.dtype, needs_dgrad: bool) -> Any:
+        found = original(quantizer, weight, dtype, needs_dgrad)
+        needed.append(bool(found[1]))
+        return found
+
+    monkeypatch.setattr(dense_gemms, "keep_weight", spy)
+    module, x = MODULES[kind](), torch.randn(35, 96)
+    run = run_of(kind, module)
+    with autocast(recipe=recipe("mxfp8")):
+        run(x)
+        with torch.no_grad():
+            run(x.requires_grad_())
+        assert needed == [False, False]
+        run(x)
+        assert needed == [False, False, True]
+    with autocast(recipe=recipe("mxfp8", backward_override="high_precision")):
+        run(x)
+    monkeypatch.setattr(sides, "_DEQUANTIZING_DEVICES", ("cpu",))
+    with autocast(recipe=recipe("mxfp8")):
+        run(x)
+    assert needed == [False, False, True, False]
