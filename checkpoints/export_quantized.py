@@ -90,8 +90,12 @@ def plan_quantized_export(
     details = ckpt.source.quantization if declaration is not None and ckpt.source is not None else None
     exporter = _Exporter(ckpt.store, weight_format, found, quantizers, details or {})
     outputs = exporter.outputs(moved, sorted(weights))
+    left_out = moved.ignored
     if details is not None:
-        outputs += [_constant(name, value) for name, value in activation_scales(details).items()]
+        scales, taken = activation_scales(details), {output.name for output in (*outputs, *moved.outputs)}
+        kept = [name for name in scales if _is_of(name, weights) and name not in taken]
+        outputs += [_constant(name, scales[name]) for name in kept]
+        left_out += tuple(name for name in scales if name not in kept)
     plain_outputs = [o for o in moved.outputs if o.name not in found.fields and o.name not in moved.carried]
     outputs += [output for output in moved.outputs if output.name in moved.carried]
     amaxes = Parameters(ckpt.store, source, ckpt.config, rowwise, "grouped").entry
@@ -101,7 +105,10 @@ def plan_quantized_export(
     else:
         config, separate = hf_config_of(weight_format, _plain_modules(plain, weights))
     return QuantizedExport(
-        replace(moved, outputs=(*plain_outputs, *outputs), report=report), Plan(tuple(plain_outputs)), config, separate
+        replace(moved, outputs=(*plain_outputs, *outputs), ignored=left_out, report=report),
+        Plan(tuple(plain_outputs)),
+        config,
+        separate,
     )
 
 
@@ -144,6 +151,12 @@ def _plain_modules(plain: Namespace, weights: set[str]) -> list[str]:
     embeddings = {link.stored for link in plain.links if link.name.startswith("embedding.")}
     names = (n for n, s in plain.stored.items() if len(s.shape) >= 2 and n not in weights and n not in embeddings)
     return [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
+
+
+def _is_of(scale: str, weights: set[str]) -> bool:
+    """Whether a scale of activations is beside one of these weights; in another form of a family there may be none."""
+    module = scale.rpartition(".")[0]
+    return module in weights or f"{module}.weight" in weights
 
 
 def _constant(name: str, value: torch.Tensor) -> Output:

@@ -49,6 +49,7 @@ def set_byte(name: str, value: int) -> Edit:
 
 
 SCALE = f"{Q}_scale_inv"
+SEPARATE = "hf_quant_config.json"
 EXPERTS = "model.layers.0.mlp.experts.down_proj"
 PACKED = "model.layers.0.mlp.experts.2.up_proj.weight"
 DEFECTS: dict[str, tuple[str, Edit, str]] = {
@@ -256,3 +257,32 @@ def test_the_exports_of_recipes_come_back(tmp_path: Path) -> None:
         for name, value in after.items():
             assert torch.equal(value.flatten().view(torch.uint8), before[name].flatten().view(torch.uint8)), name
         assert all("_columnwise" in name for name in before.keys() - after.keys())
+
+
+@pytest.mark.parametrize(("case", "file"), [("float-quantized-block", "config.json"), ("modelopt-nvfp4", SEPARATE)])
+def test_any_value_in_a_declaration_is_read_or_refused(tmp_path: Path, case: str, file: str) -> None:
+    source, _ = make(CASES[case], tmp_path)
+    original = json.loads((source / file).read_text())
+    root = "quantization_config" if file == "config.json" else "quantization"
+    results = set()
+    for path in [(root,), *((root, *path) for path in paths_in(original[root]))]:
+        for value in (None, 0, True, "x", [], {}, 10**30, [[]], {"g": {"weights": {"strategy": []}}}):
+            edited = json.loads(json.dumps(original))
+            at = edited
+            for key in path[:-1]:
+                at = at[key]
+            at[path[-1]] = value
+            (source / file).write_text(json.dumps(edited))
+            try:
+                import_hf(source, tmp_path / "ours", dry_run=True)
+                results.add("read")
+            except CheckpointError:
+                results.add("refused")
+    assert results == {"read", "refused"}
+
+
+def paths_in(value: object) -> list[tuple[str, ...]]:
+    """Return the keys that lead to every value inside nested dictionaries."""
+    if not isinstance(value, dict):
+        return []
+    return [path for key, inner in value.items() for path in [(key,), *((key, *rest) for rest in paths_in(inner))]]

@@ -150,6 +150,28 @@ def test_a_scale_per_row_has_no_exact_form_but_may_be_requantized(tmp_path: Path
     assert inspect(tmp_path / "ours").formats == {"float8": 8}
 
 
+@pytest.mark.parametrize("case", ["fp8-moe", "modelopt-fp8", "modelopt-nvfp4", "mxfp8-quantized"])
+def test_fused_experts_are_quantized_like_single_ones(tmp_path: Path, case: str) -> None:
+    source, _ = make(CASES[case], tmp_path)
+    import_hf(source, tmp_path / "ours")
+    plan = export_hf(tmp_path / "ours", tmp_path / "fused", form="fused")
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    fused, single = stored(tmp_path / "fused"), stored(source)
+    for g, part in enumerate(("gate_proj", "up_proj")):
+        rows = single[f"model.layers.0.mlp.experts.2.{part}.weight"]
+        assert torch.equal(
+            fused[name][2, g * len(rows) : (g + 1) * len(rows)].view(torch.uint8), rows.view(torch.uint8)
+        )
+    assert all(scale.endswith("input_scale") and ".experts." in scale for scale in plan.ignored)
+    assert bool(plan.ignored) == case.startswith("modelopt")
+    import_hf(tmp_path / "fused", tmp_path / "again")
+    report = verify(tmp_path / "ours", tmp_path / "again")
+    assert report.equal, str(report)
+    export_hf(tmp_path / "again", tmp_path / "back", form="published")
+    kept = {n: t for n, t in single.items() if n not in plan.ignored}
+    assert_same_bits(kept, stored(tmp_path / "back"))
+
+
 def test_a_toy_of_a_quantized_folder_has_values(tmp_path: Path) -> None:
     source, reference = make(CASES["mxfp4-gpt-oss"], tmp_path)
     toy(source, tmp_path / "toy", layers=1, experts=2)
