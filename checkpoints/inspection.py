@@ -17,7 +17,7 @@ from .statistics import FormatSummary, count_parts, summarize_formats
 class Inspection:
     """A folder's content. `parameters` counts logical weights, `active_parameters` those that one token uses, `parts`
     those of each part of the model; `carried_bytes` are those of tensors that the model does not use and conversions
-    keep; `formats` has a summary of each quantized format."""
+    keep; `formats` counts the parameters in each quantized format, `quantized` says what they take."""
 
     path: str
     kind: str
@@ -30,16 +30,17 @@ class Inspection:
     active_parameters: int
     parts: dict[str, int]
     dtypes: dict[str, int]
-    formats: dict[str, FormatSummary]
+    formats: dict[str, int]
+    quantized: dict[str, FormatSummary]
     config: dict[str, Any]
     tensors: dict[str, tuple[str, tuple[int, ...]]]
 
     def to_dict(self, *, tensors: bool = False) -> dict[str, Any]:
         """Return the inspection as JSON values; `tensors` adds dtype and shape of every stored tensor."""
         values = {name: value for name, value in vars(self).items() if name != "tensors"}
-        values["formats"] = {
+        values["quantized"] = {
             name: {**asdict(summary), "bits_per_weight": summary.bits_per_weight}
-            for name, summary in self.formats.items()
+            for name, summary in self.quantized.items()
         }
         if tensors:
             values["tensors"] = {
@@ -64,7 +65,7 @@ class Inspection:
             lines.append(f"  experts     {self.layout} layout")
         if self.carried_bytes:
             lines.append(f"  carried     {self.carried_bytes / 1e6:.1f} MB that the model does not use")
-        for name, f in self.formats.items():
+        for name, f in self.quantized.items():
             share = f.scale_bytes / (f.data_bytes + f.scale_bytes)
             lines.append(
                 f"  quantized   {name}: {f.parameters} parameters, {f.bits_per_weight:.2f} bits per weight, of which "
@@ -96,7 +97,8 @@ def inspect(path: PathLike) -> Inspection:
             active_parameters=total - idle,
             parts=count_parts(shapes),
             dtypes=dict(Counter(info.dtype for info in ckpt.files.tensors.values())),
-            formats=summarize_formats(ckpt),
+            formats=dict(Counter(str(meta["format"]) for meta in ckpt.formats.values())),
+            quantized=summarize_formats(ckpt),
             config=ckpt.config.to_dict(),
             tensors={name: (info.dtype, info.shape) for name, info in ckpt.files.tensors.items()},
         )

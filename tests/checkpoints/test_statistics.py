@@ -34,7 +34,7 @@ def test_parts_add_up_and_are_what_they_say(hf_folder: HFFolder) -> None:
 @pytest.mark.parametrize(("recipe", "bits"), [("current", 8), ("block", 8), ("mxfp8", 16.5)])
 def test_scales_are_counted_and_read(hf_folder: HFFolder, tmp_path: Path, recipe: str, bits: float) -> None:
     quantize(hf_folder("qwen3_moe"), tmp_path / "fp8", recipe)
-    ((name, summary),) = inspect(tmp_path / "fp8").formats.items()
+    ((name, summary),) = inspect(tmp_path / "fp8").quantized.items()
     model = GPTModel.from_pretrained(tmp_path / "fp8")
     weights = [p for p in model.parameters() if isinstance(p, QuantizedTensor)]
     assert summary.parameters == len(weights) and summary.weights == sum(w.numel() for w in weights)
@@ -55,7 +55,10 @@ def test_the_verb(hf_folder: HFFolder, tmp_path: Path, capsys: pytest.CaptureFix
     quantize(hf_folder("llama"), tmp_path / "fp8", "mxfp8")
     assert main(["inspect", str(tmp_path / "fp8"), "--scales", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert result["formats"]["mxfp8"]["parameters"] == 8 and result["scales"]["mxfp8"]["count"] > 100
+    assert (
+        result["formats"]["mxfp8"] == result["quantized"]["mxfp8"]["parameters"] == 8
+        and result["scales"]["mxfp8"]["count"] > 100
+    )
     assert main(["inspect", str(tmp_path / "fp8"), "--scales"]) == 0
     out = capsys.readouterr().out
     assert "mxfp8: 8 parameters, 16.52 bits per weight, of which 3.1% scales" in out
