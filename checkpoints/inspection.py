@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from .checkpoint import open_checkpoint
 from .convert import PathLike
 from .naming import expected_tensors, is_expert_stack
+from .statistics import FormatSummary, count_parts, summarize_formats
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """A folder's content. `parameters` counts logical weights, `active_parameters` those that one token uses;
-    `carried_bytes` are those of tensors that the model does not use and conversions keep."""
+    """A folder's content. `parameters` counts logical weights, `active_parameters` those that one token uses, `parts`
+    those of each part of the model; `carried_bytes` are those of tensors that the model does not use and conversions
+    keep; `formats` counts the parameters in each quantized format, `quantized` says what they take."""
 
     path: str
     kind: str
@@ -26,14 +28,20 @@ class Inspection:
     carried_bytes: int
     parameters: int
     active_parameters: int
+    parts: dict[str, int]
     dtypes: dict[str, int]
     formats: dict[str, int]
+    quantized: dict[str, FormatSummary]
     config: dict[str, Any]
     tensors: dict[str, tuple[str, tuple[int, ...]]]
 
     def to_dict(self, *, tensors: bool = False) -> dict[str, Any]:
         """Return the inspection as JSON values; `tensors` adds dtype and shape of every stored tensor."""
         values = {name: value for name, value in vars(self).items() if name != "tensors"}
+        values["quantized"] = {
+            name: {**asdict(summary), "bits_per_weight": summary.bits_per_weight}
+            for name, summary in self.quantized.items()
+        }
         if tensors:
             values["tensors"] = {
                 n: {"dtype": dtype, "shape": list(shape)} for n, (dtype, shape) in self.tensors.items()
@@ -49,6 +57,7 @@ class Inspection:
             f"{self.path}: {self.kind} folder" + (f" of family {self.family}" if self.family else ""),
             f"  model       {model}",
             f"  parameters  {self.parameters:,} ({self.active_parameters:,} active)",
+            f"  of these    {', '.join(f'{part} {n:,}' for part, n in self.parts.items())}",
             f"  tensors     {len(self.tensors)} in {len(self.files)} file(s), {self.total_bytes / 1e6:.1f} MB",
             f"  dtypes      {', '.join(f'{name}: {n}' for name, n in self.dtypes.items())}",
         ]
@@ -56,8 +65,12 @@ class Inspection:
             lines.append(f"  experts     {self.layout} layout")
         if self.carried_bytes:
             lines.append(f"  carried     {self.carried_bytes / 1e6:.1f} MB that the model does not use")
-        if self.formats:
-            lines.append(f"  quantized   {', '.join(f'{name}: {n} parameters' for name, n in self.formats.items())}")
+        for name, f in self.quantized.items():
+            share = f.scale_bytes / (f.data_bytes + f.scale_bytes)
+            lines.append(
+                f"  quantized   {name}: {f.parameters} parameters, {f.bits_per_weight:.2f} bits per weight, of which "
+                f"{share:.1%} scales"
+            )
         return "\n".join(lines)
 
 
@@ -82,8 +95,10 @@ def inspect(path: PathLike) -> Inspection:
             carried_bytes=sum(ckpt.tensors[name].nbytes for name in ckpt.carried),
             parameters=total,
             active_parameters=total - idle,
+            parts=count_parts(shapes),
             dtypes=dict(Counter(info.dtype for info in ckpt.files.tensors.values())),
             formats=dict(Counter(str(meta["format"]) for meta in ckpt.formats.values())),
+            quantized=summarize_formats(ckpt),
             config=ckpt.config.to_dict(),
             tensors={name: (info.dtype, info.shape) for name, info in ckpt.files.tensors.items()},
         )

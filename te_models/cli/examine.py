@@ -18,11 +18,13 @@ def add(verbs: Verbs) -> None:
         run_inspect,
         "what a model folder holds",
         "Show the kind, family, configuration, parameter count and number formats of a model folder.\n"
-        "Reads headers only, so it is instant for any size.",
+        "Reads headers only, so it is instant for any size; --scales also reads the scales of quantized\n"
+        "weights.",
         "te-models inspect ./moe",
     )
     parser.add_argument("folder", metavar="DIR", help="a te_models or Hugging Face folder")
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
+    parser.add_argument("--scales", action="store_true", help="read the scales of quantized weights, too")
 
     parser = verb(
         verbs,
@@ -67,13 +69,22 @@ def add(verbs: Verbs) -> None:
 def run_inspect(args: argparse.Namespace) -> int:
     """Print what the headers say."""
     from te_models.checkpoints import inspect
+    from te_models.checkpoints.statistics import scale_statistics
 
     found = inspect(args.folder)
     text = str(found)
     if args.tensors:
         rows = [("  " + name, dtype, str(list(shape))) for name, (dtype, shape) in found.tensors.items()]
         text += "\n" + table(rows)
-    emit(args, found.to_dict(tensors=args.tensors), text)
+    result = found.to_dict(tensors=args.tensors)
+    if args.scales:
+        statistics = scale_statistics(args.folder)
+        result["scales"] = {name: vars(s) for name, s in statistics.items()}
+        text += "".join(
+            f"\n  scales      {name}: {s.count:,} from {s.smallest:.3g} to {s.largest:.3g}, median {s.median:.3g}"
+            for name, s in statistics.items()
+        )
+    emit(args, result, text)
     return 0
 
 

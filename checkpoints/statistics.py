@@ -1,0 +1,103 @@
+"""Where a model's weights are and how they are scaled: counts from shapes alone, statistics from the scales only."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from .boxes import Shape
+from .checkpoint import Checkpoint, open_checkpoint
+from .convert import PathLike
+from .header import byte_count
+from .naming import expected_tensors, is_expert_stack
+from .parameters import Parameters
+from .quantized_format import SUFFIXES, field_specs
+
+_SCALES = SUFFIXES["rowwise_scale_inv"]
+
+
+@dataclass(frozen=True)
+class FormatSummary:
+    """The parameters of one quantized format: how many, their weights, the bytes of their numbers and of their scales
+    (all copies), and the bits that one weight takes."""
+
+    parameters: int
+    weights: int
+    data_bytes: int
+    scale_bytes: int
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits of numbers and scales together, divided by the weights."""
+        return 8 * (self.data_bytes + self.scale_bytes) / self.weights
+
+
+@dataclass(frozen=True)
+class ScaleStatistics:
+    """Scales (what stored numbers are multiplied by) of one format: how many, the extremes and the median."""
+
+    count: int
+    smallest: float
+    median: float
+    largest: float
+
+
+def count_parts(shapes: Mapping[str, Shape]) -> dict[str, int]:
+    """Return part of the model -> its weights, for grouped parameters."""
+    counts: Counter[str] = Counter()
+    for name, shape in shapes.items():
+        counts[_part(name)] += math.prod(shape)
+    return dict(counts)
+
+
+def _part(name: str) -> str:
+    if name.startswith(("embedding.", "output_layer.")):
+        return name.partition(".")[0].removesuffix("_layer")
+    if "norm" in name:
+        return "norms"
+    if is_expert_stack(name):
+        return "experts"
+    for marker, part in ((".shared_experts.", "shared experts"), (".router.", "router"), (".mlp.", "mlp")):
+        if marker in name:
+            return part
+    return "attention"
+
+
+def summarize_formats(ckpt: Checkpoint) -> dict[str, FormatSummary]:
+    """Return format -> summary; nothing is read."""
+    shapes = expected_tensors(ckpt.config)
+    sums: dict[str, list[int]] = {}
+    for name, meta in ckpt.formats.items():
+        total = sums.setdefault(str(meta["format"]), [0, 0, 0, 0])
+        total[0] += 1
+        total[1] += math.prod(shapes[name])
+        for suffix, spec in field_specs(name, shapes[name], meta).items():
+            (dtype,) = spec.dtypes
+            total[3 if suffix.endswith(("_scale_inv", "_amax")) else 2] += byte_count(dtype, spec.shape)
+    return {name: FormatSummary(*total) for name, total in sums.items()}
+
+
+def scale_statistics(path: PathLike) -> dict[str, ScaleStatistics]:
+    """Return format -> statistics of the rowwise scales of all its parameters; reads the scales, no weights."""
+    with open_checkpoint(path) as ckpt:
+        found: dict[str, list[torch.Tensor]] = {}
+        for name, scales in _scales(ckpt):
+            found.setdefault(str(ckpt.formats[name]["format"]), []).append(scales)
+    result = {}
+    for name, parts in found.items():
+        values = torch.cat(parts)
+        result[name] = ScaleStatistics(values.numel(), values.min().item(), values.median().item(), values.max().item())
+    return result
+
+
+def _scales(ckpt: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
+    parameters = Parameters(ckpt.store, ckpt.namespace, ckpt.config, ckpt.formats, "grouped")
+    for name in ckpt.formats:
+        stored = parameters.entry(name + _SCALES)
+        # bytes are exponents of two, as the OCP microscaling specification stores them (E8M0)
+        values = torch.exp2(stored.float() - 127) if stored.dtype == torch.uint8 else stored.float()
+        yield name, values.flatten()

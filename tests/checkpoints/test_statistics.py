@@ -1,0 +1,67 @@
+"""inspect: weights by part of the model, and the scales of quantized weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from te_models import GPTModel
+from te_models.checkpoints import inspect, quantize
+from te_models.checkpoints.statistics import scale_statistics
+from te_models.cli.main import main
+from te_models.layers import QuantizedTensor
+from tests.checkpoints.hf_cases import HFFolder
+
+
+def test_parts_add_up_and_are_what_they_say(hf_folder: HFFolder) -> None:
+    found = inspect(hf_folder("qwen3_moe-mixed-layers"))  # layer 0 is dense
+    assert sum(found.parts.values()) == found.parameters
+    assert found.parts == {
+        "embedding": 61 * 32,
+        "norms": 5 * 32 + 4 * 8,
+        "attention": 2 * ((4 + 2 + 2) * 8 * 32 + 4 * 8 * 32),
+        "mlp": 3 * 48 * 32,
+        "router": 3 * 32,
+        "experts": 3 * 3 * 24 * 32,
+        "output": 61 * 32,
+    }
+    assert inspect(hf_folder("llama-tied-biases-llama3")).parts.keys() == {"embedding", "norms", "attention", "mlp"}
+
+
+@pytest.mark.parametrize(("recipe", "bits"), [("current", 8), ("block", 8), ("mxfp8", 16.5)])
+def test_scales_are_counted_and_read(hf_folder: HFFolder, tmp_path: Path, recipe: str, bits: float) -> None:
+    quantize(hf_folder("qwen3_moe"), tmp_path / "fp8", recipe)
+    ((name, summary),) = inspect(tmp_path / "fp8").quantized.items()
+    model = GPTModel.from_pretrained(tmp_path / "fp8")
+    weights = [p for p in model.parameters() if isinstance(p, QuantizedTensor)]
+    assert summary.parameters == len(weights) and summary.weights == sum(w.numel() for w in weights)
+    stored = {
+        kind: sum(t.nbytes for w in weights for f, t in w.fields.items() if kind in f) for kind in ("data", "scale")
+    }
+    assert (summary.data_bytes, summary.scale_bytes) == (stored["data"], stored["scale"])
+    assert bits <= summary.bits_per_weight < 1.05 * bits
+    statistics = scale_statistics(tmp_path / "fp8")[name]
+    scales = torch.cat([w.fields["rowwise_scale_inv"].flatten() for w in weights])
+    values = 2.0 ** (scales.double() - 127) if scales.dtype == torch.uint8 else scales.double()
+    assert statistics.count == values.numel()
+    assert (statistics.smallest, statistics.largest) == (values.min().item(), values.max().item())
+    assert statistics.smallest <= statistics.median <= statistics.largest
+
+
+def test_the_verb(hf_folder: HFFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quantize(hf_folder("llama"), tmp_path / "fp8", "mxfp8")
+    assert main(["inspect", str(tmp_path / "fp8"), "--scales", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (
+        result["formats"]["mxfp8"] == result["quantized"]["mxfp8"]["parameters"] == 8
+        and result["scales"]["mxfp8"]["count"] > 100
+    )
+    assert main(["inspect", str(tmp_path / "fp8"), "--scales"]) == 0
+    out = capsys.readouterr().out
+    assert "mxfp8: 8 parameters, 16.52 bits per weight, of which 3.1% scales" in out
+    assert "of these    embedding 1,952, attention" in out or "of these    embedding 1,952, norms" in out
+    assert main(["inspect", str(hf_folder("qwen3")), "--scales", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["scales"] == {}
