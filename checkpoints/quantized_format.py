@@ -115,7 +115,7 @@ def empty(name: str, shape: Shape, meta: Description, device: torch.device | str
     quantizer, dtype = quantizer_of(name, meta)
     cls = GroupedTensor if len(shape) == 3 else TENSOR_CLASSES[quantizer.FORMAT]
     target = torch.empty((), device=device).device
-    return cls(empty_fields(quantizer, torch.Size(shape), target), quantizer, torch.Size(shape), dtype)
+    return cls(empty_fields(quantizer, torch.Size(shape), target, dtype), quantizer, torch.Size(shape), dtype)
 
 
 def read_metadata(metadata: Mapping[str, str], where: str) -> dict[str, Description]:

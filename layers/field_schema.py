@@ -104,7 +104,11 @@ def entry_suffix(field: str) -> str:
     return ("" if usage == "rowwise" else "_columnwise") + ("" if part == "data" else f"_{part}")
 
 
-def empty_fields(quantizer: Quantizer, shape: torch.Size, device: torch.device | str) -> Fields:
-    """Return uninitialised fields for a matrix of `shape`: [..., rows, columns]."""
-    specs = quantizer.quantize_fields(torch.empty(shape, device="meta"))
+def empty_fields(
+    quantizer: Quantizer, shape: torch.Size, device: torch.device | str, dtype: torch.dtype = torch.float32
+) -> Fields:
+    """Return uninitialised fields for a matrix of `shape`: [..., rows, columns] and logical `dtype`, which is also that
+    of the fields in a format that keeps values as they are."""
+    key = torch.empty(2, dtype=torch.int64, device="meta")
+    specs = quantizer.quantize_fields(torch.empty(shape, dtype=dtype, device="meta"), key)
     return {name: torch.empty_like(field, device=device) for name, field in specs.items()}

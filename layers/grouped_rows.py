@@ -83,9 +83,11 @@ def quantize_rows(quantizer: Quantizer, x: Tensor, m_splits: Tensor, key: Tensor
     )
 
 
-def empty_rows(quantizer: Quantizer, shape: torch.Size, groups: int, device: torch.device | str) -> Fields:
-    """Return uninitialised fields for `groups` groups of rows, x's shape [T, C]."""
-    meta = torch.empty(shape, device="meta")
+def empty_rows(
+    quantizer: Quantizer, shape: torch.Size, groups: int, device: torch.device | str, dtype: torch.dtype = torch.float32
+) -> Fields:
+    """Return uninitialised fields for `groups` groups of rows, x's shape [T, C] and dtype."""
+    meta = torch.empty(shape, dtype=dtype, device="meta")
     key = torch.empty(2, dtype=torch.int64, device="meta")
     specs = quantize_rows(quantizer, meta, torch.empty(groups, dtype=torch.int64, device="meta"), key)
     return {name: torch.empty_like(field, device=device) for name, field in specs.items()}

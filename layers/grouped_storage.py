@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .field_schema import empty_fields
 from .grouped_rows import dequantize_rows, empty_rows, quantize_rows
 from .quantized_storage import QuantizedStorage
 from .quantizer import Fields, Quantizer
@@ -48,11 +49,9 @@ class GroupedTensorStorage(QuantizedStorage):
     ) -> GroupedTensorStorage:
         """Return uninitialised fields; groups: of rows [T, columns], all of them empty."""
         if groups is None:
-            fields = quantizer.quantize_fields(torch.empty(shape, device="meta"))
-            fields = {name: torch.empty_like(field, device=device) for name, field in fields.items()}
-            return cls(fields, quantizer, shape, dtype)
+            return cls(empty_fields(quantizer, torch.Size(shape), device, dtype), quantizer, shape, dtype)
         m_splits = torch.zeros(groups, dtype=torch.int64, device=device)
-        return cls(empty_rows(quantizer, torch.Size(shape), groups, device), quantizer, shape, dtype, m_splits)
+        return cls(empty_rows(quantizer, torch.Size(shape), groups, device, dtype), quantizer, shape, dtype, m_splits)
 
     @property
     def num_gemms(self) -> int:

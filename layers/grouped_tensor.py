@@ -92,7 +92,7 @@ class GroupedRows(QuantizedTensor):
         groups: int = 1,
     ) -> Self:
         """Return an uninitialised tensor, all of whose `groups` are empty."""
-        fields = empty_rows(quantizer, torch.Size(shape), groups, device)
+        fields = empty_rows(quantizer, torch.Size(shape), groups, device, dtype)
         m_splits = torch.zeros(groups, dtype=torch.int64, device=device)
         return cls(fields | {"m_splits": m_splits}, quantizer, torch.Size(shape), dtype)
 
@@ -200,12 +200,12 @@ class GroupedRows(QuantizedTensor):
         return [*super()._inner_names(), "m_splits"]
 
     @classmethod
-    def _expected(cls, inner: Fields, quantizer: Quantizer, shape: torch.Size) -> Fields:
+    def _expected(cls, inner: Fields, quantizer: Quantizer, shape: torch.Size, dtype: torch.dtype) -> Fields:
         m_splits = inner.get("m_splits")
         if m_splits is None or m_splits.dim() != 1:
             raise ValueError(f"the field m_splits is {m_splits}; expected: one integer per group")
         _check_splits(m_splits, shape[0])
-        return empty_rows(quantizer, shape, m_splits.shape[0], "meta")
+        return empty_rows(quantizer, shape, m_splits.shape[0], "meta", dtype)
 
 
 def _check_splits(m_splits: Tensor, rows: int) -> None:

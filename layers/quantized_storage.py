@@ -103,7 +103,7 @@ class QuantizedStorage(QuantizedFields):
         cls, shape: torch.Size, quantizer: Quantizer, dtype: torch.dtype, device: torch.device | str
     ) -> QuantizedStorage:
         """Return uninitialised fields for a matrix of this logical shape and dtype."""
-        fields = empty_fields(quantizer, torch.Size(shape), device)
+        fields = empty_fields(quantizer, torch.Size(shape), device, dtype)
         return STORAGE_CLASSES[quantizer.FORMAT](fields, quantizer, shape, dtype)
 
     @property

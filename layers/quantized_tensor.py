@@ -73,7 +73,7 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
         cls, shape: torch.Size, quantizer: Quantizer, dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> Self:
         """Return an uninitialised tensor of this logical shape and dtype."""
-        return cls(empty_fields(quantizer, torch.Size(shape), device), quantizer, torch.Size(shape), dtype)
+        return cls(empty_fields(quantizer, torch.Size(shape), device, dtype), quantizer, torch.Size(shape), dtype)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the values in `dtype` (None: the logical dtype). Differentiable: the gradient is the identity."""
@@ -163,14 +163,14 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
         return self
 
     @classmethod
-    def _expected(cls, inner: Fields, quantizer: Quantizer, shape: torch.Size) -> Fields:
+    def _expected(cls, inner: Fields, quantizer: Quantizer, shape: torch.Size, dtype: torch.dtype) -> Fields:
         """Return what the fields must look like, on the meta device."""
-        return empty_fields(quantizer, shape, "meta")
+        return empty_fields(quantizer, shape, "meta", dtype)
 
     @classmethod
     def rebuild(cls, inner: Fields, quantizer: Quantizer, shape: torch.Size, dtype: torch.dtype) -> Self:
         """Wrap fields that were read from a file. ValueError where they are not what the quantizer declares."""
-        expected = cls._expected(inner, quantizer, shape)
+        expected = cls._expected(inner, quantizer, shape, dtype)
         inner = dict(inner)
         for name, spec in expected.items():
             found = inner.get(name)

@@ -4,7 +4,7 @@ from .accumulate import gemm_wgrad_accumulate_
 from .op import Operand, explain_gemm, gemm, scaled_gemm, scaled_gemm_accumulate_
 from .operand import ScaledOperand
 from .reference import epilogue_scale
-from .rungs import gemm_counts, reset_gemm_counts, strict_gemms
+from .rungs import gemm_counts, reset_gemm_counts, strict_gemms, traced_fallbacks
 
 __all__ = [
     "Operand",
@@ -18,4 +18,5 @@ __all__ = [
     "scaled_gemm",
     "scaled_gemm_accumulate_",
     "strict_gemms",
+    "traced_fallbacks",
 ]

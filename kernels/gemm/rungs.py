@@ -77,6 +77,7 @@ def first_possible(
 
 
 _counts: Counter[tuple[str, str]] = Counter()
+_traced: Counter[tuple[str, str]] = Counter()
 _warned: set[str] = set()
 _strict = False
 
@@ -86,11 +87,27 @@ def record(choice: Choice, *, strict: bool) -> None:
     if (strict and choice.rung == EMULATION) or (_strict and choice.fallback):
         raise ValueError(f"{choice}; strict asks for a GEMM on the quantized numbers themselves")
     if torch.compiler.is_compiling():
-        return  # a graph is traced once and runs often, so a count would be wrong
+        if choice.fallback:
+            _traced_fallback(choice.operation, choice.rung, str(choice))
+        return
     _counts[choice.operation, choice.rung] += 1
-    if choice.fallback and str(choice) not in _warned:
-        _warned.add(str(choice))
-        warnings.warn(str(choice), RuntimeWarning, stacklevel=3)
+    if choice.fallback:
+        _warn_once(str(choice))
+
+
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, RuntimeWarning, stacklevel=4)
+
+
+@torch.compiler.assume_constant_result
+def _traced_fallback(operation: str, rung: str, message: str) -> bool:
+    """Count a fallback that the compiler has just put into a graph. It runs while tracing, once, and not in the graph:
+    what a graph replays, perhaps as a CUDA graph, no Python sees."""
+    _traced[operation, rung] += 1
+    _warn_once(message)
+    return True
 
 
 @contextlib.contextmanager
@@ -112,11 +129,19 @@ def record_mixed_product(left: str, right: str) -> None:
 
 
 def gemm_counts() -> dict[tuple[str, str], int]:
-    """Return how often each (operation, rung) ran; calls inside a compiled CPU graph are not counted."""
+    """Return how often each (operation, rung) ran. Not counted: calls that a compiled graph holds as plain torch (see
+    `traced_fallbacks`), and those that a CUDA graph replays."""
     return dict(_counts)
+
+
+def traced_fallbacks() -> dict[tuple[str, str], int]:
+    """Return how often each (operation, rung) that is a fallback was put into a compiled graph: at least once for each
+    place in each graph (the compiler may trace a place again), however often the graph runs."""
+    return dict(_traced)
 
 
 def reset_gemm_counts() -> None:
     """Forget all counts and warnings."""
     _counts.clear()
+    _traced.clear()
     _warned.clear()

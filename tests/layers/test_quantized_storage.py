@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 import torch
 
@@ -11,9 +13,12 @@ from te_models.layers import (
     Float8BlockwiseTensorStorage,
     Float8Tensor,
     Float8TensorStorage,
+    GroupedTensor,
+    IdentityQuantizer,
     MXFP8Quantizer,
     MXFP8Tensor,
     MXFP8TensorStorage,
+    NVFP4Quantizer,
     NVFP4Tensor,
     NVFP4TensorStorage,
     QuantizedStorage,
@@ -158,3 +163,25 @@ def test_a_dropped_copy_is_not_missed_by_later_updates() -> None:
     assert same_bits(value, expected.quantize_fields(x))
     value.quantize_(Float8BlockQuantizer(block_scaling_dim=1).quantize(3 * x))
     assert same_bits(value, expected.quantize_fields(3 * x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "quantizer", [IdentityQuantizer(), NVFP4Quantizer(stochastic_rounding=True)], ids=["identity", "stochastic"]
+)
+def test_empty_fields_have_the_logical_dtype_and_need_no_key(quantizer: Quantizer, dtype: torch.dtype) -> None:
+    x = torch.randn(32, 48, dtype=dtype)
+    fields = quantizer.quantize_fields(x, torch.tensor([1, 2]))
+    described = {n: (f.shape, f.dtype) for n, f in fields.items()}
+    for empty in (
+        empty_fields(quantizer, x.shape, "cpu", dtype),
+        QuantizedStorage.empty(x.shape, quantizer, dtype, "cpu").fields,
+        {n: f[0] for n, f in GroupedTensor.empty(torch.Size((2, 32, 48)), quantizer, dtype).fields.items()},
+    ):
+        assert {n: (f.shape, f.dtype) for n, f in empty.items()} == described
+    file = io.BytesIO()
+    torch.save(TENSOR_CLASSES[quantizer.FORMAT](fields, quantizer, x.shape, dtype), file)
+    file.seek(0)
+    again = torch.load(file, weights_only=True)
+    assert again.dtype is dtype
+    assert all(torch.equal(raw(again.fields[n]), raw(f)) for n, f in fields.items())

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from te_models.kernels.gemm import gemm_counts, reset_gemm_counts, strict_gemms
+from te_models.kernels.gemm import gemm_counts, reset_gemm_counts, strict_gemms, traced_fallbacks
 from te_models.layers import (
     CustomRecipe,
     GroupedLinear,
@@ -109,3 +109,29 @@ def test_strict_raises_instead(monkeypatch: pytest.MonkeyPatch) -> None:
             run("linear", recipe("nvfp4"), torch.float32, stored=False)
     with pytest.warns(RuntimeWarning, match="there is no kernel for"):
         run("linear", recipe("nvfp4"), torch.float32, stored=False)
+
+
+def test_a_fallback_in_a_compiled_graph_is_counted_when_it_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And warned about; it runs uncounted. Another shape is another graph."""
+
+    def factory(role):
+        return IdentityQuantizer() if role.tensor == "weight" else MXFP8Quantizer()
+
+    torch._dynamo.reset()
+    reset_gemm_counts()
+    monkeypatch.setattr(sides, "_DEQUANTIZING_DEVICES", ())
+    chosen, layer = CustomRecipe(qfactory=factory), Linear(64, 48)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=False)
+    seen = []
+    with pytest.warns(RuntimeWarning, match="there is no kernel for e8m0 by high precision") as warned:
+        for rows in (32, 32, 64):
+            with torch.no_grad(), autocast(recipe=chosen):
+                compiled(torch.randn(rows, 64))
+            seen.append(traced_fallbacks().get(("scaled_gemm", "emulation"), 0))
+    assert len([w for w in warned if "no kernel" in str(w.message)]) == 1
+    assert 0 < seen[0] == seen[1] < seen[2]
+    assert not gemm_counts()
+    reset_gemm_counts()
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="strict asks"), strict_gemms(), torch.no_grad(), autocast(recipe=chosen):
+        compiled(torch.randn(32, 64))
