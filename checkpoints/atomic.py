@@ -124,6 +124,9 @@ def _lock_working_folder(destination: Path) -> tuple[Path, int]:
         except BlockingIOError:
             os.close(lock)
             raise CheckpointError(f"another process is writing {destination}; wait for it") from None
+        except OSError as error:
+            os.close(lock)
+            raise CheckpointError(f"cannot lock {working}: {error.strerror}") from None
         except BaseException:
             os.close(lock)
             raise

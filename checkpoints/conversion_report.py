@@ -15,7 +15,8 @@ A class is a parameter without the number of its layer, in one source and one ta
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -45,10 +46,12 @@ class Line:
     count: int = 0
     max_error: float | None = None
     relative: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def note(self, error: float) -> None:
-        """Record an error that was seen."""
-        self.max_error = max(error, self.max_error or 0.0)
+        """Record an error that was seen; by any thread."""
+        with self._lock:
+            self.max_error = max(error, self.max_error or 0.0)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the line as JSON values."""
@@ -80,6 +83,16 @@ class ConversionReport:
     def to_dict(self) -> list[dict[str, Any]]:
         """Return the lines as JSON values."""
         return [line.to_dict() for line in self.lines.values()]
+
+    def errors(self) -> list[float | None]:
+        """Return the errors so far, line by line."""
+        return [line.max_error for line in self.lines.values()]
+
+    def note_errors(self, errors: Sequence[float | None]) -> None:
+        """Record what `errors` of another run of the same conversion returned."""
+        for line, error in zip(self.lines.values(), errors, strict=True):
+            if error is not None:
+                line.note(error)
 
     def to_bytes(self) -> bytes:
         """Return the content of conversion.json."""

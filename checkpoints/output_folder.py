@@ -69,7 +69,7 @@ def write_folder(
     job = None if files is None else job_of(shards, files, config)
     before = None if files is None else files.state()
     with new_folder(destination, overwrite=overwrite, job=job) as folder:
-        journal = None if job is None else Journal(folder.parent / "finished")
+        journal = None if job is None else Journal(folder.parent / "finished", plan.report)
         records = write_weights(folder, shards, store, journal=journal, progress=progress)
         if files is not None and files.state() != before:
             raise CheckpointError("the source files changed while they were read; convert them again")

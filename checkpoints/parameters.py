@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 
 import torch
 
@@ -16,6 +18,10 @@ from .naming import ExpertLayout, expected_tensors
 from .quantized_format import SUFFIXES, rebuild
 from .store import Store
 from .te_namespace import Formats, formats_in_layout, te_namespace
+from .threads import cores, start_threads
+
+MAX_THREADS = 4
+"""Threads that compute with one parameter; each has working copies of a band of rows."""
 
 
 class Parameters:
@@ -32,6 +38,11 @@ class Parameters:
         self.formats = formats_in_layout(config, layout, formats)
         self._target = te_namespace(config, layout, formats)
         self._pieces = compose(source, self._target)
+
+    @cached_property
+    def threads(self) -> ThreadPoolExecutor:
+        """Threads to compute with the parameters; the same ones throughout, because each keeps memory for reuse."""
+        return start_threads(min(cores(), MAX_THREADS))
 
     def fill(self, name: str, out: torch.Tensor) -> None:
         """Copy a high-precision parameter into a plain tensor, part by part."""

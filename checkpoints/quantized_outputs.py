@@ -14,13 +14,9 @@ from te_models.layers.quantizer import Quantizer
 from .bands import BAND_ELEMENTS, Map, Rows, bands, dequantize_bands, quantize_into
 from .boxes import Shape
 from .conversion_report import Measure
-from .parameters import Parameters
+from .parameters import MAX_THREADS, Parameters
 from .plan import Output
 from .quantized_format import SUFFIXES, Description, field_specs, quantizer_of
-from .threads import cores, worker_threads
-
-MAX_THREADS = 8
-"""Threads that quantize one parameter; each has working copies of a band of rows."""
 
 
 def quantized_outputs(
@@ -103,18 +99,13 @@ class _Fields:
             if self._measure is not None:
                 self._measure(quantization_error(own, self._quantizer, self._shape[-2:], read))
 
-        threads = min(cores(), MAX_THREADS, math.prod(self._shape) // (2 * BAND_ELEMENTS))
-        if threads < 2:
+        run = self._params.threads.map if math.prod(self._shape) >= 4 * BAND_ELEMENTS else map
+        if len(names) < MAX_THREADS:  # few matrices, whose bands are shared out; otherwise whole matrices are
             for matrix, own in zip(names, parts):
-                fill(matrix, own)
-            return fields
-        with worker_threads(threads) as pool:
-            if len(names) < threads:  # few matrices, each with bands enough for all
-                for matrix, own in zip(names, parts):
-                    fill(matrix, own, pool.map)
-            else:
-                for _ in pool.map(fill, names, parts):
-                    pass
+                fill(matrix, own, run)
+        else:
+            for _ in run(fill, names, parts):
+                pass
         return fields
 
 

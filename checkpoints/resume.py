@@ -19,6 +19,7 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
+from .conversion_report import ConversionReport
 from .errors import CheckpointError
 from .hashing import FileRecord, Lane, record_of
 from .manifest import from_dict, to_dict
@@ -50,22 +51,23 @@ def job_of(shards: Sequence[Shard], files: FileStore, config: bytes) -> str:
 class Journal:
     """The records of the finished files of one job."""
 
-    def __init__(self, folder: Path) -> None:
-        """folder: where to keep the records; what is there is of the same job."""
-        self._folder = folder
+    def __init__(self, folder: Path, report: ConversionReport | None) -> None:
+        """folder: where to keep the records; what is there is of the same job. report: its errors are kept, too."""
+        self._folder, self._report = folder, report
         folder.mkdir(exist_ok=True)
 
     def add(self, shard: Shard, record: FileRecord) -> None:
         """Remember a file that is complete and on the disk."""
         partial = self._path(shard).with_suffix(".partial")
-        partial.write_bytes(dump_object(to_dict(record)))
+        errors = [] if self._report is None else self._report.errors()
+        partial.write_bytes(dump_object({"file": to_dict(record), "errors": errors}))
         partial.rename(self._path(shard))
 
     def keep(self, content: Path, shards: Sequence[Shard], meter: Meter, at_once: int) -> dict[str, FileRecord]:
         """Return the records of the files in `content` that need not be written again; remove all others."""
 
         def check(shard: Shard) -> FileRecord | None:
-            record = self._read(shard)
+            record, errors = self._read(shard)
             path = content / shard.file
             if record is None or not path.exists() or not stat.S_ISREG(os.lstat(path).st_mode):
                 return None
@@ -74,9 +76,12 @@ class Journal:
                     same = record_of(path, lane) == record
                 except CheckpointError:
                     return None
-            if same:
-                meter.add(shard.nbytes)
-            return record if same else None
+            if not same:
+                return None
+            if self._report is not None:
+                self._report.note_errors(errors)
+            meter.add(shard.nbytes)
+            return record
 
         found = run_all(check, shards, at_once, meter.stop)
         kept = {shard.file: record for shard, record in zip(shards, found) if record is not None}
@@ -93,11 +98,12 @@ class Journal:
             )
         return kept
 
-    def _read(self, shard: Shard) -> FileRecord | None:
+    def _read(self, shard: Shard) -> tuple[FileRecord | None, list[float | None]]:
         try:
-            return from_dict(shard.file, read_object(self._path(shard)))
-        except CheckpointError:
-            return None  # there is none, or it was cut short: the file is written again
+            values = read_object(self._path(shard))
+            return from_dict(shard.file, values.get("file")), values["errors"]
+        except (CheckpointError, KeyError):
+            return None, []  # there is none, or it was cut short: the file is written again
 
     def _path(self, shard: Shard) -> Path:
         return self._folder / f"{shard.file}.json"

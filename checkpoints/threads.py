@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -24,9 +23,11 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-@contextmanager
-def worker_threads(count: int) -> Iterator[ThreadPoolExecutor]:
-    """Yield `count` running threads on which a torch operation uses one thread."""
+def start_threads(count: int) -> ThreadPoolExecutor:
+    """Return `count` running threads on which a torch operation uses one thread.
+
+    They end with the pool: at the end of a with statement, or when nothing refers to it any more.
+    """
     before, ready = torch.get_num_threads(), threading.Barrier(count)
 
     def start() -> None:
@@ -34,10 +35,10 @@ def worker_threads(count: int) -> Iterator[ThreadPoolExecutor]:
         torch.set_num_threads(1)  # of this thread, and of threads that use torch for the first time from now on
         ready.wait()
 
-    with ThreadPoolExecutor(count) as pool:
-        wait([pool.submit(start) for _ in range(count)])
-        torch.set_num_threads(before)
-        yield pool
+    pool = ThreadPoolExecutor(count)
+    wait([pool.submit(start) for _ in range(count)])
+    torch.set_num_threads(before)
+    return pool
 
 
 def run_all(function: Callable[[T], R], items: Sequence[T], count: int, stop: threading.Event) -> list[R]:
@@ -48,7 +49,7 @@ def run_all(function: Callable[[T], R], items: Sequence[T], count: int, stop: th
     count = min(count, len(items))
     if count < 2:
         return [function(item) for item in items]
-    with worker_threads(count) as pool:
+    with start_threads(count) as pool:
         futures = [pool.submit(function, item) for item in items]
         try:
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)

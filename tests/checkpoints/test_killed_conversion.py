@@ -119,6 +119,41 @@ def test_without_exchange_two_renames_do(hf_folder: HFFolder, tmp_path: Path, mo
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf-llama", "ours"]
 
 
+def test_a_folder_that_was_moved_aside_is_put_back(hf_folder: HFFolder, tmp_path: Path) -> None:
+    """Killed between those two renames: the next run, whatever it is, restores the old folder first."""
+    source = hf_folder("llama")
+    for overwrite in (False, True):
+        working = tmp_path / ".ours.partial"
+        working.mkdir()
+        import_hf(source, working / "old")
+        if overwrite:
+            import_hf(source, tmp_path / "ours", dtype="float32", overwrite=True)
+            assert not verify(source, tmp_path / "ours").equal
+        else:
+            with pytest.raises(CheckpointError, match="exists; choose another destination"):
+                import_hf(source, tmp_path / "ours")
+            assert verify(source, tmp_path / "ours").equal
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["hf-llama", "ours"]
+        (tmp_path / "ours").rename(tmp_path / "hf-llama" / f"done-{overwrite}")
+
+
+def test_a_working_folder_of_somebody_else_is_not_used(
+    hf_folder: HFFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = hf_folder("llama")
+    (tmp_path / ".ours.partial").mkdir()
+    (tmp_path / ".ours.partial/content").write_text("planted")
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(CheckpointError, match="belongs to another user"):
+        import_hf(source, tmp_path / "ours")
+    assert (tmp_path / ".ours.partial/content").read_text() == "planted"
+    monkeypatch.undo()
+    (tmp_path / ".ours.partial/content").unlink()
+    (tmp_path / ".ours.partial/content").symlink_to(source)
+    import_hf(source, tmp_path / "ours")
+    assert verify(source, tmp_path / "ours").equal and not (tmp_path / "ours").is_symlink()
+
+
 def test_a_disk_that_is_too_small_is_noticed_first(
     hf_folder: HFFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ import pytest
 from te_models.checkpoints import CheckpointError, import_hf, quantize, upcycle
 from te_models.checkpoints.writer import HashedFile
 from tests.checkpoints.hf_cases import HFFolder
+from tests.checkpoints.quantized_cases import CASES, make
 
 CHILD = Path(__file__).with_name("resume_child.py")
 SHARD_BYTES = 20_000
@@ -179,6 +180,22 @@ def test_computed_tensors_are_of_the_same_job_only_with_the_same_numbers(
     interrupted(with_seed(0, 0.1), source, out, files=3)
     with_seed(0, 0.1)(source, out)
     assert len(notes(caplog)) == 1
+
+
+def test_measured_errors_are_those_of_the_whole_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """conversion.json has the largest error of all files, also of those that the killed run wrote."""
+    source, _ = make(CASES["mxfp4-gpt-oss"], tmp_path)
+
+    def convert(source: Path, out: Path) -> None:
+        import_hf(source, out, allow_requantize=True, max_shard_bytes=SHARD_BYTES)
+
+    convert(source, tmp_path / "whole")
+    report = json.loads((tmp_path / "whole/conversion.json").read_text())
+    assert any(line.get("max_error") for line in report["classes"])
+    files = len(list((tmp_path / "whole").glob("*.safetensors")))
+    interrupted(convert, source, tmp_path / "out", files=files - 1)
+    convert(source, tmp_path / "out")
+    assert notes(caplog) and content(tmp_path / "out") == content(tmp_path / "whole")
 
 
 def test_a_source_that_changes_meanwhile_is_noticed(hf_folder: HFFolder, tmp_path: Path) -> None:
