@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..torch_versions import constant_when_traced
+
 EMULATION = "emulation"
 
 
@@ -101,7 +103,7 @@ def _warn_once(message: str) -> None:
         warnings.warn(message, RuntimeWarning, stacklevel=4)
 
 
-@torch.compiler.assume_constant_result
+@constant_when_traced
 def _traced_fallback(operation: str, rung: str, message: str) -> bool:
     """Count a fallback that the compiler has just put into a graph. It runs while tracing, once, and not in the graph:
     what a graph replays, perhaps as a CUDA graph, no Python sees."""
