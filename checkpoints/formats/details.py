@@ -43,11 +43,11 @@ def details_of(quantized: QuantizedFiles) -> dict[str, Any]:
 
 def _unrestored(quantized: QuantizedFiles) -> Iterator[tuple[str, float]]:
     """List the numbers of matrices that are not what an export computes from the amax that stands for them."""
-    for part in quantized.format.scales:
-        for weight in quantized.weights if part.meaning in ("factor", "divisor") else ():
-            number = quantized.files.view(weight + part.suffix).float()
-            if not torch.equal(written_number(part, number_amax(part, number), imported={}), number):
-                yield weight + part.suffix, float(number)
+    found = quantized.numbers_of_matrices()
+    if found is not None:
+        part, numbers, names = found
+        written = written_number(part, number_amax(part, numbers), imported={})
+        yield from ((names[i], float(numbers[i])) for i in (written != numbers).nonzero().flatten().tolist())
 
 
 def _to_json(name: str, tensor: torch.Tensor) -> list[Any]:

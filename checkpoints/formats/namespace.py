@@ -131,14 +131,16 @@ class _Parameter:
         self.stored: dict[str, Stored] = {}
         self.links: list[Link] = []
         self.repeats: dict[str, str] = {}
+        self._matrices: dict[tuple[str, Box], Link] = {}
 
     def build(self, same: Callable[[str, str], bool]) -> None:
         """Make the links of all fields; InexactError where there is none."""
         for part in self._format.parts:
             suffix, block = SUFFIXES[f"rowwise_{part.field}"], self._blocks[part.field]
             self.canonical[self._name + suffix] = self._specs[suffix].shape
+            specs = {shape: field_specs(self._name, shape, self.meta)[suffix] for shape in set(self._shapes.values())}
             for weight, shape in self._shapes.items():
-                self.stored[weight + part.suffix] = field_specs(weight, shape, self.meta)[suffix]
+                self.stored[weight + part.suffix] = specs[shape]
             for link in self._sources:
                 stored = link.stored + part.suffix
                 if block is None:
@@ -162,14 +164,13 @@ class _Parameter:
 
     def _link_matrix(self, link: Link, name: str, stored: str, same: Callable[[str, str], bool]) -> None:
         new = Link(name, link.box[:-2], stored, link.stored_box[:-2], link.axes[:-2])
-        for other in self.links:
-            if other.name == name and other.box == new.box:
-                if other.stored != stored:
-                    if other.stored_box != new.stored_box or not same(other.stored, stored):
-                        raise InexactError(f"{other.stored!r} and {stored!r} differ, and it has one scale for both")
-                    self.repeats[stored] = other.stored
-                return
-        self.links.append(new)
+        other = self._matrices.setdefault((name, new.box), new)
+        if other is new:
+            self.links.append(new)
+        elif other.stored != stored:
+            if other.stored_box != new.stored_box or not same(other.stored, stored):
+                raise InexactError(f"{other.stored!r} and {stored!r} differ, and it has one scale for both")
+            self.repeats[stored] = other.stored
 
 
 def divide(box: Box, shape: Shape, block: Block) -> Box | None:

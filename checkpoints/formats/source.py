@@ -70,12 +70,18 @@ class QuantizedFiles:
 
     def factor_error(self) -> float:
         """Return the largest relative error of one number per matrix that our storage keeps as an amax."""
-        worst = 0.0
-        for part in self.format.scales:
-            for weight in self.weights if part.meaning in ("factor", "divisor") else ():
-                number = self.files.view(weight + part.suffix).float()
-                worst = max(worst, number_error(part, number_amax(part, number), number))
-        return worst
+        numbers = self.numbers_of_matrices()
+        return 0.0 if numbers is None else number_error(numbers[0], number_amax(*numbers[:2]), numbers[1])
+
+    def numbers_of_matrices(self) -> tuple[Part, torch.Tensor, list[str]] | None:
+        """Return the part with one factor or divisor per matrix, all of its numbers, and the name of the tensor that
+        each is from; None in a format without one."""
+        part = self.format.parts[-1]
+        if part.meaning not in ("factor", "divisor"):
+            return None
+        found = {w + part.suffix: self.files.view(w + part.suffix).flatten().float() for w in self.weights}
+        names = [name for name, number in found.items() for _ in range(number.numel())]
+        return part, torch.cat(list(found.values())), names
 
 
 def open_quantized(
