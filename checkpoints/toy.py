@@ -52,8 +52,6 @@ def toy(
     with open_checkpoint(src, storage=VALUES) as ckpt:
         if ckpt.kind != "hf":
             raise CheckpointError(f"{src} is a te_models folder; toy takes a Hugging Face folder")
-        if ckpt.quantized is not None:
-            raise CheckpointError(f"{src} has quantized weights, which toy cannot cut")
         family = FAMILIES[ckpt.family or ""]
         chosen = _choose_layers(ckpt.config, layers)
         config = _small_config(ckpt.config, chosen, experts)
