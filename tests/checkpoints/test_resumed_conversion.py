@@ -46,7 +46,8 @@ Convert = Callable[[Path, Path], Any]
 
 
 def interrupted(convert: Convert, source: Path, out: Path, files: int) -> Path:
-    """Fork, convert, die by SIGKILL in the file after the first `files`; return the working folder."""
+    """Fork, convert, die by SIGKILL when exactly `files` files are finished; return the working folder."""
+    working = out.parent / f".{out.name}.partial"
     pid = os.fork()
     if pid == 0:
         real, begun = HashedFile.write_header, 0
@@ -55,7 +56,9 @@ def interrupted(convert: Convert, source: Path, out: Path, files: int) -> Path:
             nonlocal begun
             begun += 1
             if begun > files:
-                time.sleep(0.2)  # lets a file that another thread writes become complete
+                deadline = time.monotonic() + 30
+                while len(list(working.glob("finished/*.json"))) < files and time.monotonic() < deadline:
+                    time.sleep(0.01)  # another thread still writes one of them
                 os.kill(os.getpid(), 9)
             real(self, data)
 
@@ -66,7 +69,7 @@ def interrupted(convert: Convert, source: Path, out: Path, files: int) -> Path:
             os._exit(1)
     assert os.WIFSIGNALED(os.waitpid(pid, 0)[1])
     assert not out.exists()
-    return out.parent / f".{out.name}.partial"
+    return working
 
 
 def do_import(source: Path, out: Path, **options: Any) -> None:
