@@ -6,6 +6,7 @@ is `views`' business. E2M1 comes two in a byte, the even element in the low half
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -15,28 +16,38 @@ from te_models.kernels.quantize import e8m0_to_float, global_decode
 
 from ..errors import CheckpointError
 
-_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-_E4M3_OF_E2M1 = _E2M1.to(torch.float8_e4m3fn).view(torch.uint8)
-_BYTES = torch.arange(256)
-# byte -> its two values, as one integer: one look-up per byte
-_PAIRS = torch.stack((_E2M1[_BYTES & 15], _E2M1[_BYTES >> 4]), -1).view(torch.int64).flatten()
-_PAIRS_E4M3 = torch.stack((_E4M3_OF_E2M1[_BYTES & 15], _E4M3_OF_E2M1[_BYTES >> 4]), -1).view(torch.int16).flatten()
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _NO_CODE = 255
-_E2M1_OF_E4M3 = torch.full((256,), _NO_CODE, dtype=torch.uint8)
-_E2M1_OF_E4M3[_E4M3_OF_E2M1.long()] = torch.arange(16, dtype=torch.uint8)
+
+
+@functools.cache
+def _pairs(dtype: torch.dtype) -> Tensor:
+    """Byte -> its two E2M1 values in `dtype`, as one integer: one look-up per byte."""
+    values = [[_E2M1[byte & 15], _E2M1[byte >> 4]] for byte in range(256)]
+    integer = torch.int16 if dtype.itemsize == 1 else torch.int64
+    return torch.tensor(values).to(dtype).view(integer).flatten()
+
+
+@functools.cache
+def _codes_of_e4m3() -> Tensor:
+    """E4M3 byte -> E2M1 code, _NO_CODE where E2M1 does not have the value."""
+    codes = torch.full((256,), _NO_CODE, dtype=torch.uint8)
+    codes[torch.tensor(_E2M1).to(torch.float8_e4m3fn).view(torch.uint8).long()] = torch.arange(16, dtype=torch.uint8)
+    return codes
+
+
 NVFP4_RANGE = 448.0 * 6.0
 """amax / factor of an NVFP4 matrix: the largest E4M3 scale times the largest E2M1 value."""
 
 
 def unpack_e2m1(packed: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the values [..., 2 n] of packed bytes [..., n] in float32, or in E4M3, which has all of them."""
-    table = _PAIRS_E4M3 if dtype == torch.float8_e4m3fn else _PAIRS
-    return table[packed.int()].view(dtype)
+    return _pairs(dtype)[packed.int()].view(dtype)
 
 
 def e4m3_to_packed(data: Tensor, name: str) -> Tensor:
     """Return E4M3 [..., C] as packed E2M1 codes [..., C / 2]; a value that E2M1 does not have is an error."""
-    codes = _E2M1_OF_E4M3[data.view(torch.uint8).int()]
+    codes = _codes_of_e4m3()[data.view(torch.uint8).int()]
     if (codes == _NO_CODE).any():
         raise CheckpointError(
             f"{name} has values that four bits do not hold, so it cannot be written as MXFP4; choose mxfp8-quantized"
