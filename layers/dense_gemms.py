@@ -102,8 +102,6 @@ def dgrad_weight(
     if not fields:
         return weight_side(stored, quantizers.weight, "columnwise", dtype, live.scale, None, gemm)
     value = value_of(bind(quantizers.weight, live.scale, None, "weight", gemm))
-    if not value.columnwise:
-        value = value.with_usage(rowwise=True, columnwise=True)
     return side_of_fields(value, fields, "columnwise", dtype, stored.shape)
 
 

@@ -15,7 +15,8 @@ from te_models.kernels.torch_versions import own_result
 
 from .autocast import state
 from .dense_gemms import DEFAULT_OPTIONS, HIGH_PRECISION, GemmOptions, plain_weight
-from .grouped_gemms import bias_rows_gradient, grouped_fprop, grouped_gradients, stacked
+from .given_rows import rows_or_values
+from .grouped_gemms import bias_rows_gradient, grouped_fprop, grouped_gradients, stacked, wgrad_alignment
 from .linear_function import gradients_wanted, largest
 from .module import compute_dtype
 from .quantized_module import LiveState, QuantizedModule
@@ -36,13 +37,15 @@ def grouped_linear(
 ) -> Tensor:
     """Return `x[g] @ weight[g]^T + bias[g]` for each group of rows, under the recipe in force.
 
-    module: whose quantizers and live state serve. x: [T, K]; weights: one [G, N, K] tensor, or G of [N, K]; bias:
-    [G, N] or None; m_splits: [G] integer; cached: the weights quantized in an earlier micro-batch, [G, N, K]. Rows past
-    the last group are zero.
+    module: whose quantizers and live state serve. x: [T, K], or rows quantized already, `GroupedRows` under the same
+    splits: those that the recipe's input quantizer would have made are not quantized again. weights: one [G, N, K]
+    tensor, or G of [N, K]; bias: [G, N] or None; m_splits: [G] integer; cached: the weights quantized in an earlier
+    micro-batch, [G, N, K]. Rows past the last group are zero.
     """
     dtype = compute_dtype(x)
-    x = x.to(dtype)
     quantizers = module.quantizers()
+    align = 1 if quantizers is None else wgrad_alignment(quantizers, x.device)
+    x = rows_or_values(x, m_splits, quantizers, dtype, align)
     rows = RowGroups.of(m_splits, x.shape[0])
     if state().calibrating:
         module.calibrate("input", rows.amax(x))

@@ -22,6 +22,8 @@ from te_models.kernels.grouped_gemm import (
 
 from .delayed import bind
 from .dense_gemms import GemmOptions, dgrad_weight, fprop_weight, plain_weight, scaled_values, weight_side
+from .given_rows import fprop_side, wgrad_side
+from .grouped_tensor import GroupedRows
 from .kept import note_statistics
 from .quantized_module import LiveState, check_format
 from .quantized_tensor import QuantizedTensor
@@ -46,9 +48,9 @@ def grouped_fprop(
 ) -> tuple[Tensor, Fields]:
     """Return (`x[g] w[g]^T` for each group of rows, [T, N]; what `grouped_gradients` may read of the weights).
 
-    x: [T, K] in the compute dtype; weights: one [G, N, K] or G of [N, K], plain or quantized; cached: the weights
-    quantized in an earlier micro-batch. x itself is what the gradients need: its copy for wgrad is padded, and
-    quantized, in the backward pass.
+    x: [T, K] in the compute dtype, or `GroupedRows` of the input quantizer; weights: one [G, N, K] or G of [N, K],
+    plain or quantized; cached: the weights quantized in an earlier micro-batch. x itself is what the gradients need: a
+    plain one is padded, and quantized, for wgrad in the backward pass.
     """
     x_quantizer = bind(quantizers.input, live.scale, live.amax, "input")
     if live.statistics is not None:
@@ -157,10 +159,20 @@ def _rows_side(
     return turned(quantizer.rows_operand(x, usage, dtype, rows, key), usage)
 
 
-def _padding(rows: RowGroups, usage: Usage, device: torch.device, *quantizers: AnyQuantizer) -> PaddedRows | None:
+def alignment(usage: Usage, device: torch.device, *quantizers: AnyQuantizer) -> int:
+    """Return the multiple of rows at which groups begin in operands of these quantizers for one GEMM."""
     align = max(quantizer.row_block(usage) for quantizer in quantizers)
-    if usage == "columnwise" and quantized_gemms(device):
-        align = max(align, MIN_ROW_ALIGNMENT)
+    return max(align, MIN_ROW_ALIGNMENT) if usage == "columnwise" and quantized_gemms(device) else align
+
+
+def wgrad_alignment(quantizers: GemmQuantizers, device: torch.device) -> int:
+    """Return `alignment` of wgrad's operands under a recipe that is not delayed scaling, whose blocks are one row."""
+    values = [q for q in (quantizers.grad_output, quantizers.input) if isinstance(q, Quantizer)]
+    return alignment("columnwise", device, *values) if values else 1
+
+
+def _padding(rows: RowGroups, usage: Usage, device: torch.device, *quantizers: AnyQuantizer) -> PaddedRows | None:
+    align = alignment(usage, device, *quantizers)
     return None if align == 1 else rows.padded(align)
 
 
@@ -174,8 +186,11 @@ def _rows_product(
     key: Tensor | None = None,
 ) -> Tensor:
     """fprop and dgrad: rows times their group's matrix. usage: of the weight."""
-    padding = _padding(rows, "rowwise", x.device, quantizer)
-    if padding is None:
+    padding = None if isinstance(x, GroupedRows) else _padding(rows, "rowwise", x.device, quantizer)
+    if isinstance(x, GroupedRows):
+        left, padding = fprop_side(x, rows, dtype)
+        sizes = rows.m_splits if padding is None else padding.sizes
+    elif padding is None:
         left, sizes = _rows_side(quantizer, x, "rowwise", dtype, rows, key), rows.m_splits
     else:
         left = _rows_side(quantizer, padding.pad(x), "rowwise", dtype, padding.groups(), key)
@@ -221,8 +236,11 @@ def _wgrad_sides(
     """Return dy: [P, N] and x: [P, K] as sides of wgrad, [N, P] and [K, P], and the rows per group among the P."""
     padding = _padding(rows, "columnwise", dy.device, dy_quantizer, x_quantizer)
     if padding is not None:
-        dy, x, rows = padding.pad(dy), padding.pad(x), padding.groups()
+        dy, rows = padding.pad(dy), padding.groups()
     left = _rows_side(dy_quantizer, dy, "columnwise", dtype, rows, key)
+    if isinstance(x, GroupedRows):
+        return left, wgrad_side(x, padding, dtype), rows.m_splits
+    x = x if padding is None else padding.pad(x)
     return left, _rows_side(x_quantizer, x, "columnwise", dtype, rows), rows.m_splits
 
 

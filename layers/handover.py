@@ -32,9 +32,13 @@ def input_quantizer(how: How, live: LiveState, needs_wgrad: bool, device: torch.
     if needs_wgrad and options.save_original_input and override is None:
         return None
     quantizer = bind(quantizers.input, live.scale, live.amax, "input", gemm)
-    if quantizer is quantizers.input:
-        return quantizers.input.with_usage(rowwise=True, columnwise=needs_wgrad and override is None)
-    return quantizer
+    columnwise = needs_wgrad and override is None
+    if quantizer is not quantizers.input or (quantizers.input.rowwise and quantizers.input.columnwise == columnwise):
+        return quantizer
+    if torch.compiler.is_compiling():
+        # a graph cannot make a new quantizer: one copy too many, or the plain result
+        return quantizer if quantizers.input.rowwise and quantizers.input.columnwise else None
+    return quantizers.input.with_usage(rowwise=True, columnwise=columnwise)
 
 
 def fused_output(

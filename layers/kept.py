@@ -97,13 +97,12 @@ def keep_weight(quantizer: AnyQuantizer, weight: Tensor, dtype: torch.dtype, nee
 
     On an accelerator both copies are made in one pass over the weight, where two would read it twice; a format whose
     transpose has the same numbers has one copy for both. On CPU dgrad makes its own operand, which costs nothing there
-    but the rounding, and nothing is kept.
+    but the rounding, and nothing is kept; nor of a quantizer that was asked for one copy.
     """
     value = value_of(quantizer)
-    if not needs_dgrad or not quantized_gemms(weight.device) or isinstance(value, IdentityQuantizer):
+    both = value.symmetric or (value.rowwise and value.columnwise)
+    if not (needs_dgrad and both and quantized_gemms(weight.device)) or isinstance(value, IdentityQuantizer):
         return side(quantizer, weight, "rowwise", dtype), {}
-    if value is quantizer:
-        quantizer = value = value.with_usage(rowwise=True, columnwise=True)
     fields = quantizer.quantize_fields(weight)
     wanted = "rowwise" if value.symmetric else "columnwise"
     kept = {name: field for name, field in fields.items() if name.startswith(wanted)}

@@ -13,6 +13,7 @@ from te_models.layers import (
     MXFP8BlockScaling,
     autocast,
     collect_statistics,
+    ops,
     preceded_linear,
     recipe,
     sides,
@@ -93,6 +94,31 @@ def test_on_cpu_they_stay_apart(made: list, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(sides, "_DEQUANTIZING_DEVICES", ("cpu",))
     step(module_of("gelu"), "mxfp8", [torch.randn(5, 96)])
     assert not made
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("name", ["delayed", "current", "block", "mxfp8"])
+@pytest.mark.parametrize("kind", ["layer_norm", "swiglu", "operations", "linear"])
+def test_the_compiler_traces_the_path_of_an_accelerator(kind: str, name: str, grad: bool, made: list) -> None:
+    """In one graph, which makes no quantizers. Traced only: Inductor's C++ backend is not what an accelerator runs."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    others = {
+        "linear": lambda: Linear(96, 64),
+        "operations": lambda: ops.Sequential(ops.RMSNorm(96), ops.Linear(96, 64)),
+    }
+    module, x = (MODULES | others)[kind](), torch.randn(32, 96)
+    with torch.set_grad_enabled(grad), autocast(recipe=recipe(name)):
+        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+        expected, found = module(x), compiled(x)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    if grad:
+        gradients = []
+        for y in (expected, found):
+            module.zero_grad()
+            y.sum().backward()
+            gradients.append([p.grad for p in module.parameters()])
+        assert_equal(*gradients)
 
 
 @pytest.mark.parametrize("frozen", ["weight", "layer_norm"])
