@@ -26,13 +26,13 @@ from bench.common import RESULTS, versions, write_result
 from te_models import GPTModel
 from te_models.config import AttentionConfig, EmbeddingConfig, MLPConfig, ModelConfig
 from te_models.layers import autocast, recipe, set_rounding_seed
+from te_models.memory import return_freed_memory
 from te_models.quickstart.text import library_files
 from te_models.quickstart.tiny import VOCABULARY, train_tokenizer
 from te_models.training import build_dataset
 from te_models.training.config import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from te_models.training.data import TokenDataset, Windows
 from te_models.training.distributed import ranks_from_environment
-from te_models.training.memory import return_freed_memory
 from te_models.training.optimizer import Optimizer
 from te_models.training.schedule import lr_at
 from te_models.training.step import make_loss_function, train_step

@@ -10,6 +10,7 @@ import torch
 
 from te_models.layers.field_schema import empty_fields
 from te_models.layers.quantizer import Quantizer
+from te_models.memory import return_freed_memory
 
 from .bands import BAND_ELEMENTS, Map, Rows, bands, dequantize_bands, quantize_into
 from .boxes import Shape
@@ -88,6 +89,9 @@ class _Fields:
         return compute
 
     def _quantize(self) -> dict[str, torch.Tensor]:
+        large = math.prod(self._shape) >= 4 * BAND_ELEMENTS
+        if large:
+            return_freed_memory()  # of the parameter before
         fields = empty_fields(self._quantizer, torch.Size(self._shape), "cpu")
         source, names = matrices(self._params, self._members, self._name)
         # each matrix has its own scales, so this is what quantizing the whole stack gives
@@ -99,7 +103,7 @@ class _Fields:
             if self._measure is not None:
                 self._measure(quantization_error(own, self._quantizer, self._shape[-2:], read))
 
-        run = self._params.threads.map if math.prod(self._shape) >= 4 * BAND_ELEMENTS else map
+        run = self._params.threads.map if large else map
         if len(names) < MAX_THREADS:  # few matrices, whose bands are shared out; otherwise whole matrices are
             for matrix, own in zip(names, parts):
                 fill(matrix, own, run)

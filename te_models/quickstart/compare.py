@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from .. import GPTModel
 from ..agreement import load_theirs
-from ..training.memory import return_freed_memory
+from ..memory import return_freed_memory
 
 
 @torch.no_grad()

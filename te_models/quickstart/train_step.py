@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
+from ..memory import return_freed_memory
 from ..training import TokenDataset, TrainConfig, Windows, read_metrics, train, write_dataset
-from ..training.memory import return_freed_memory
 from .compare import ours, perplexity
 from .curves import plot_curves
 from .run import Run

@@ -21,6 +21,7 @@ from te_models.layers import load_recipe_state, quantization_statistics, recipe_
 
 from ..config import ConfigError
 from ..extras import require
+from ..memory import return_freed_memory
 from .build import build_model, build_optimizer, open_data, resolve_device
 from .checkpoint import (
     TrainingState,
@@ -33,7 +34,6 @@ from .checkpoint import (
 from .config import TrainConfig
 from .data import Windows
 from .distributed import Ranks, barrier, gather_tensors, ranks_from_environment
-from .memory import return_freed_memory
 from .metrics import MetricsFile, plot_loss
 from .schedule import lr_at
 from .seeding import derive_seed, random_state, restore_random_state, seed_all

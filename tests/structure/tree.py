@@ -13,7 +13,7 @@ FOLDERS = {
     "te_models": "te_models",
 }
 """Folder: import name, in the order in which they may import each other."""
-LEAVES = {"te_models.config", "te_models.extras"}
+LEAVES = {"te_models.config", "te_models.extras", "te_models.memory"}
 """Modules that import nothing of the project and that every folder may import."""
 
 

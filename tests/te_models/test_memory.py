@@ -10,7 +10,7 @@ import pytest
 
 SCRIPT = """
 import torch
-from te_models.training.memory import return_freed_memory
+from te_models.memory import return_freed_memory
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096 / 2**20
