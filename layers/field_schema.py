@@ -65,6 +65,15 @@ SCHEMAS: dict[str, Schema] = {
 """Format -> declaration. A hybrid tensor follows the declarations of its two formats."""
 
 
+def high_precision_fields(quantizer: Quantizer) -> set[str]:
+    """Return the names of the fields that hold values in the logical dtype: those of identity quantizers."""
+    members = {
+        u: quantizer.member(u) if isinstance(quantizer, HybridQuantizer) else quantizer
+        for u in quantizer.stored_usages()
+    }
+    return {f"{usage}_data" for usage, member in members.items() if member.FORMAT == "identity"}
+
+
 def field_layouts(quantizer: Quantizer) -> tuple[FieldLayout, ...]:
     """Return the layout of every stored field, in storage order."""
     layouts: list[FieldLayout] = []
