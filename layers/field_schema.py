@@ -66,7 +66,7 @@ SCHEMAS: dict[str, Schema] = {
 
 
 def high_precision_fields(quantizer: Quantizer) -> set[str]:
-    """Return the names of the fields that hold values in the logical dtype: those of identity quantizers."""
+    """Return the names of the fields that hold values in high precision: those of identity quantizers."""
     members = {
         u: quantizer.member(u) if isinstance(quantizer, HybridQuantizer) else quantizer
         for u in quantizer.stored_usages()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from te_models.kernels.torch_versions import own_result
 
-from .field_schema import empty_fields
+from .field_schema import empty_fields, high_precision_fields
 from .fsdp import GathersQuantized, shared_amaxes
 from .quantized_storage import STORAGE_CLASSES, QuantizedFields, QuantizedStorage
 from .quantizer import Fields, Quantizer
@@ -172,8 +172,11 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
         """Wrap fields that were read from a file. ValueError where they are not what the quantizer declares."""
         expected = cls._expected(inner, quantizer, shape, dtype)
         inner = dict(inner)
+        plain = high_precision_fields(quantizer)
         for name, spec in expected.items():
             found = inner.get(name)
+            if found is not None and name in plain and found.is_floating_point():
+                spec = spec.to(found.dtype)  # it was made from values of this dtype, and `.to` left them as they are
             if found is not None and found.dtype is torch.uint8 and spec.dtype.itemsize == 1:
                 found = inner[name] = found.view(spec.dtype)
             if found is None or (found.shape, found.dtype) != (spec.shape, spec.dtype):

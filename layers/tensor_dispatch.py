@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from . import tensor_views as views
-from .field_schema import high_precision_fields
 from .quantized_tensor import QuantizedTensor
 
 aten = torch.ops.aten
@@ -68,18 +67,15 @@ def _clone(x: QuantizedTensor, *, memory_format: Any = None) -> QuantizedTensor:
 
 def _to_copy(x: QuantizedTensor, *, dtype: torch.dtype | None = None, device: Any = None, **kwargs: Any) -> Tensor:
     """Move the fields; a floating dtype becomes the dtype of all values read from then on (the eight-bit numbers
-    themselves have no other; values kept in high precision are converted), an integer one has no quantized form."""
+    themselves have no other), an integer one has no quantized form."""
     if dtype is not None and not dtype.is_floating_point:
         return x.dequantize().to(dtype=dtype, device=device)
     non_blocking = kwargs.get("non_blocking", False)
 
-    plain = high_precision_fields(x.quantizer)
+    def move(field: Tensor) -> Tensor:
+        return field.to(device=device, non_blocking=non_blocking, copy=True)
 
-    def move(name: str, field: Tensor) -> Tensor:
-        kept = dtype if name in plain else None
-        return field.to(device=device, dtype=kept, non_blocking=non_blocking, copy=True)
-
-    new = x.wrap({n: move(n, f) for n, f in x.fields.items()}, dtype=dtype or x.dtype).keep_attributes(x)
+    new = x.map_fields(move, dtype).keep_attributes(x)
     new.shares_scale = False
     return new
 
