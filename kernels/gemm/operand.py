@@ -68,7 +68,7 @@ class ScaledOperand(NamedTuple):
         """Return the values in `dtype` and the factor left for the epilogue."""
         if self.kind == "per_tensor":
             # by way of float32: the compiler vectorises FP8 -> float32, but not FP8 -> bfloat16
-            return Operand(self.data.float().to(dtype), self.scale_inv)
+            return Operand(q.fp8_to_float(self.data).to(dtype), self.scale_inv)
         if self.kind == "nvfp4":
             assert self.amax is not None
             values = q.decode_blocks(self.data, self.scale_inv, self.inner).to(dtype)

@@ -1,5 +1,6 @@
 """Casting to FP8 and FP4 with scale factors per tensor, per block and per microscaling (MX, NVFP4) block, and back."""
 
+from .decode import fp8_to_float
 from .op import (
     FP8_MAX,
     amax,
@@ -44,6 +45,7 @@ __all__ = [
     "dequantize_nvfp4",
     "dequantize_per_tensor",
     "e8m0_to_float",
+    "fp8_to_float",
     "global_decode",
     "grouped_amax",
     "hash_key",

@@ -63,5 +63,8 @@ def amax(x: Tensor) -> Tensor:
 
 def blockwise_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
     """Return the largest magnitude of each block, float32; NaN wherever a block holds one."""
-    # rows first, then across them: two short loops are faster than one over both (128x128 on CPU: 0.8 against 1.1 ms)
-    return to_blocks(x, block).abs().amax(-1).amax(-2).float()
+    # float32 first: torch's eager CPU reductions take bfloat16 one by one (1x32: 2.1 against 0.4 ns an element).
+    # Across each row, then down: two short loops are faster than one over both (128x128 on CPU: 0.8 against 1.1 ms).
+    magnitude = to_blocks(x.float(), block).abs()
+    across = magnitude.amax(-1) if block[1] > 1 else magnitude.squeeze(-1)
+    return across.amax(-2) if block[0] > 1 else across.squeeze(-2)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..torch_versions import saturating_cast
 from .blocks import blockwise_amax, grid, once, per_element
+from .decode import fp8_to_float
 
 FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 _EXPONENT_MASK = 0x7F800000
@@ -118,7 +119,7 @@ def dequantize_blockwise(data: Tensor, stored: Tensor, block: tuple[int, int], d
     if data.numel() == 0:
         return data.to(dtype)
     scale_inv = once(e8m0_to_float(stored)) if stored.dtype == torch.uint8 else stored
-    return (data.float() * per_element(scale_inv, block, *data.shape[-2:])).to(dtype)
+    return (fp8_to_float(data) * per_element(scale_inv, block, *data.shape[-2:])).to(dtype)
 
 
 def quantize_per_tensor(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -> Tensor:
@@ -128,4 +129,4 @@ def quantize_per_tensor(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -> Ten
 
 def dequantize_per_tensor(data: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
     """Return data * scale_inv in `dtype`. scale_inv: float32, broadcastable to data."""
-    return (data.float() * scale_inv).to(dtype)
+    return (fp8_to_float(data) * scale_inv).to(dtype)

@@ -73,13 +73,15 @@ QUANTIZING = {name: q for name, q in EXAMPLES.items() if q.FORMAT not in ("ident
 @given(x=matrices())
 def test_every_value_goes_to_the_nearest_number_of_its_block(name: str, x: Tensor) -> None:
     """The error is at most half the gap around the value; what is above the largest number goes there. Scales and
-    products in float32 add a few units in the last place."""
+    products in float32 add a few units in the last place. Where the factor to multiply with would be beyond float32 it
+    is float32's maximum, by definition (only blocks below 2^-125 have one), and nothing but the sign is sure."""
     fmt, step = step_sizes(QUANTIZING[name], x)
     exact, got = x.double().numpy(), dequantized(QUANTIZING[name], x).double().numpy()
     excess = np.abs(exact) - fmt.max * step
     magnitude = np.minimum(np.abs(exact), fmt.max * step) / np.where(step > 0, step, 1)
     above = np.clip(np.searchsorted(fmt.values, magnitude), 1, len(fmt.values) - 1)
     error = np.where(excess > 0, excess, np.diff(fmt.values)[above - 1] * step / 2)
+    error = np.where((step > 0) & (step * float(em.F32_MAX) < 1), np.abs(exact), error)
     assert (np.abs(got - exact) <= error * (1 + 1e-5) + np.abs(exact) * 1e-6 + 2.0**-149).all()
 
 
