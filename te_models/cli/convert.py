@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -150,21 +149,18 @@ def _converter(
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan, write nothing")
     parser.add_argument("--force", action="store_true", help="replace an existing model folder at the output")
     parser.add_argument(
-        "--max-shard-size", metavar="SIZE", type=parse_size, default="5GB", help="of a weight file, e.g. 500MB (5GB)"
+        "--max-shard-size", metavar="SIZE", type=_size, default="5GB", help="of a weight file, e.g. 500MB (5GB)"
     )
     return parser
 
 
-def parse_size(text: str) -> int:
-    """Return a number of bytes: `5GB` (10^9), `5GiB` (2^30), or plain digits."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmgt]?)(i?)b?", text.strip().lower())
-    if match is None or (match[3] and not match[2]):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write for example 5GB, 500MB or 2GiB")
-    base = 1024 if match[3] else 1000
-    size = int(float(match[1]) * base ** " kmgt".index(match[2] or " "))
-    if size < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive size")
-    return size
+def _size(text: str) -> int:
+    from te_models.checkpoints.shards import parse_size
+
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def run_import(args: argparse.Namespace) -> int:
