@@ -55,7 +55,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def with_most_bytes(sizes: Iterable[tuple[str, int]], default: str) -> str:
-    """Return the dtype name that most bytes have, of tensors given as (dtype name, bytes); `default` if there are none."""
+    """Return the dtype name that most bytes of tensors have, given as (dtype name, bytes); `default` without any."""
     total: Counter[str] = Counter()
     for name, nbytes in sizes:
         total[name] += nbytes

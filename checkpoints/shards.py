@@ -30,9 +30,8 @@ def parse_size(max_shard_size: int | str) -> int:
     if match is not None and (match[2] or not match[3]):
         size = int(float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " "))
     if size < 1:
-        raise CheckpointError(
-            f"max_shard_size is {max_shard_size!r}; allowed: a positive number of bytes, or a text such as 500MB or 2GiB"
-        )
+        allowed = "a positive number of bytes, or a text such as 500MB or 2GiB"
+        raise CheckpointError(f"max_shard_size is {max_shard_size!r}; allowed: {allowed}")
     return size
 
 
