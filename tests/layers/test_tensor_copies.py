@@ -22,7 +22,7 @@ from te_models.layers import (
     quantized_model_init,
     recipe,
 )
-from te_models.layers.quantized_tensor import rebuild_quantized
+from te_models.layers.tensor_classes import rebuild_quantized
 from tests.layers.bits import same_bits, weight_quantizers
 
 FORMATS = weight_quantizers()
