@@ -133,6 +133,16 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
         self.require_matrix("be turned into a storage")
         return STORAGE_CLASSES[self.quantizer.FORMAT](self.fields, self.quantizer, self.shape, self.dtype)
 
+    def share_memory_(self) -> Self:
+        """Move the fields to shared memory, in place, for other processes; returns self."""
+        for name in self._inner_names():
+            getattr(self, name).share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether the fields are in shared memory."""
+        return all(getattr(self, name).is_shared() for name in self._inner_names())
+
     # --- copies ----------------------------------------------------------------------------------------------------
 
     def wrap(self, fields: Fields, **changes: Any) -> Any:

@@ -168,6 +168,15 @@ def test_pickle_round_trip(quantized: QuantizedTensor) -> None:
     assert same_bits(pickle.loads(pickle.dumps(quantized)), quantized)
 
 
+def test_shared_memory_holds_every_field(quantized: QuantizedTensor) -> None:
+    """torch's own way reaches for a storage that the wrapper does not have, and the process dies."""
+    before = quantized.clone()
+    assert not quantized.is_shared()
+    assert quantized.share_memory_() is quantized
+    assert quantized.is_shared() and all(field.is_shared() for field in quantized.fields.values())
+    assert same_bits(quantized, before)
+
+
 def test_a_view_is_not_saved_with_half_of_its_meaning() -> None:
     view = MXFP8Quantizer().quantize(torch.randn(32, 32)).view(-1)
     with pytest.raises(ValueError, match="cannot be saved"):
