@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from .autocast import state
-from .delayed import ROLES, STATISTICS, bind, raise_
+from .delayed import ROLES, STATISTICS, Float8Quantizer, bind, raise_
 from .quantized_tensor import QuantizedTensor
 from .quantizer import Quantizer
 from .recipe import GemmQuantizers
@@ -177,6 +177,12 @@ class QuantizedModule(nn.Module):
             if cached is None:
                 raise RuntimeError("is_first_microbatch=False, but no earlier call had is_first_microbatch=True")
             check_format(cached, quantizers.weight)
+            wanted = bind(quantizers.weight, self.fp8_scale, None, "weight", gemm)
+            if cached.quantizer != (wanted.value if isinstance(wanted, Float8Quantizer) else wanted):
+                raise ValueError(
+                    f"the kept weight was made by {cached.quantizer}, but the recipe in force wants {wanted}; call "
+                    "with is_first_microbatch=True after a change of recipe"
+                )
             return cached
         delayed = self.delayed_rule is not None
         scale, amax = (self.fp8_scale, self.fp8_amax if self.training else None) if delayed else (None, None)
