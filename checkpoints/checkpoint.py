@@ -144,9 +144,11 @@ class Checkpoint:
     def _tied_copies(self) -> Mapping[str, str]:
         return tied_copies(self.config, self.files.tensors, FAMILIES[self.family or ""]) if self.kind == "hf" else {}
 
-    def check_ignored(self) -> None:
-        """Check that tensors which are left out because they repeat another one really do (this reads them)."""
+    def check_values(self) -> None:
+        """Check what headers do not show, reading the tensors concerned: that those which are left out because they
+        repeat another one really do, and that the scales of quantized parameters are such numbers."""
         check_tied_copies(self.files, self._tied_copies)
+        self.check_scales()
 
     def check_scales(self) -> None:
         """Check that the scales of quantized parameters are such numbers (this reads them)."""
@@ -179,8 +181,7 @@ class Checkpoint:
         Raises:
             CheckpointError: names or shapes are not exactly those of the model, or a tensor cannot be converted.
         """
-        self.check_ignored()
-        self.check_scales()
+        self.check_values()
         load_params(self.store, self.namespace, self.config, self.formats, params, rank=rank, ranks=ranks)
 
 

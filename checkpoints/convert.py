@@ -18,7 +18,7 @@ import torch
 
 from .carried import names_in_export, our_names
 from .checkpoint import Checkpoint, open_checkpoint
-from .dtypes import FLOATS, as_torch_dtype
+from .dtypes import FLOATS, as_torch_dtype, with_most_bytes
 from .errors import CheckpointError, shorten
 from .export_quantized import plan_quantized_export
 from .formats import SEPARATE
@@ -213,11 +213,7 @@ def refuse_quantized(ckpt: Checkpoint, verb: str) -> None:
         raise CheckpointError(f"{ckpt.path} has quantized weights ({names}) and cannot be {verb}; dequantize it first")
 
 
-def main_dtype(ckpt: Checkpoint) -> str | None:
-    """Return the dtype that most weight bytes of a checkpoint have."""
-    sizes: dict[str, int] = {}
-    for name, stored in ckpt.namespace.stored.items():
-        if stored.dtypes == FLOATS:
-            info = ckpt.tensors[name]
-            sizes[info.dtype] = sizes.get(info.dtype, 0) + info.nbytes
-    return max(sizes, key=lambda dtype: sizes[dtype], default=None)
+def main_dtype(ckpt: Checkpoint) -> str:
+    """Return the dtype that most bytes of a checkpoint's plain weights have; float32 where there are none."""
+    plain = (ckpt.tensors[name] for name, stored in ckpt.namespace.stored.items() if stored.dtypes == FLOATS)
+    return with_most_bytes(((info.dtype, info.nbytes) for info in plain), "F32")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+
 import torch
 
 from .errors import CheckpointError
@@ -49,6 +52,14 @@ def dtype_name(dtype: torch.dtype) -> str:
     if dtype not in _NAMES:
         raise CheckpointError(f"tensors of dtype {dtype} cannot be stored in safetensors files")
     return _NAMES[dtype]
+
+
+def with_most_bytes(sizes: Iterable[tuple[str, int]], default: str) -> str:
+    """Return the dtype name that most bytes of tensors have, given as (dtype name, bytes); `default` without any."""
+    total: Counter[str] = Counter()
+    for name, nbytes in sizes:
+        total[name] += nbytes
+    return max(total, key=total.__getitem__, default=default)
 
 
 def as_torch_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

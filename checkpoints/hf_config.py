@@ -6,7 +6,7 @@ from typing import Any
 
 from te_models.config import ModelConfig
 
-from .dtypes import torch_dtype
+from .dtypes import torch_dtype, with_most_bytes
 from .errors import CheckpointError
 from .families import FAMILIES, Family, family_of
 from .plan import Plan
@@ -69,7 +69,5 @@ def export_config(config: ModelConfig, source: Source | None, family: Family, st
 
 def weight_dtype(plan: Plan) -> str:
     """Return the dtype that most bytes of a model's weights have in a plan."""
-    sizes: dict[str, int] = {}
-    for output in (o for o in plan.outputs if o.name not in plan.carried):
-        sizes[output.dtype] = sizes.get(output.dtype, 0) + output.nbytes
-    return max(sizes, key=lambda name: sizes[name])
+    weights = (output for output in plan.outputs if output.name not in plan.carried)
+    return with_most_bytes(((output.dtype, output.nbytes) for output in weights), "F32")

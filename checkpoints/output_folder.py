@@ -99,8 +99,7 @@ def write_conversion(
     if plan.report is None:
         plan = replace(plan, report=moved_report(plan, ckpt.tensors))
     if not dry_run:
-        ckpt.check_ignored()
-        ckpt.check_scales()
+        ckpt.check_values()
         write_folder(
             destination,
             plan,

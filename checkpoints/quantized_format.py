@@ -26,7 +26,7 @@ from te_models.layers import (
     Quantizer,
 )
 from te_models.layers.field_schema import empty_fields, entry_suffix
-from te_models.layers.quantized_tensor import TENSOR_CLASSES
+from te_models.layers.tensor_classes import TENSOR_CLASSES
 
 from .boxes import Shape
 from .dtypes import dtype_name

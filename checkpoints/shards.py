@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,20 @@ MAX_SHARD_BYTES = 5_000_000_000
 
 MAX_SHARD_TENSORS = 10_000
 """Keeps a file's header, descriptions of quantized parameters included, far below what a reader accepts."""
+
+
+def parse_size(max_shard_size: int | str) -> int:
+    """Return a number of bytes given as such or as text: "5GB" (10^9), "5GiB" (2^30) or plain digits."""
+    if isinstance(max_shard_size, int):
+        return max_shard_size
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmgt]?)(i?)b?", max_shard_size.strip().lower())
+    size = 0
+    if match is not None and (match[2] or not match[3]):
+        size = int(float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " "))
+    if size < 1:
+        allowed = "a positive number of bytes, or a text such as 500MB or 2GiB"
+        raise CheckpointError(f"max_shard_size is {max_shard_size!r}; allowed: {allowed}")
+    return size
 
 
 @dataclass(frozen=True)

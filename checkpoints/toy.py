@@ -130,6 +130,6 @@ def _kept(large: Namespace, small: Namespace, chosen: Sequence[int]) -> tuple[Li
 
 def _hf_config(ckpt: Checkpoint, family: Family, config: ModelConfig) -> dict[str, Any]:
     assert ckpt.source is not None, "a Hugging Face folder has one"
-    dtype = main_dtype(ckpt) or "F32"
+    dtype = main_dtype(ckpt)
     values = export_config(config, replace(ckpt.source, dtype=dtype), family, dtype)
     return values | {name: 0 for name in COUNTS if values.get(name)}

@@ -72,7 +72,7 @@ def upcycle(
             where=str(src),
             unused=ckpt.unused,
         )
-        dtype = torch_dtype(main_dtype(ckpt) or "F32")
+        dtype = torch_dtype(main_dtype(ckpt))
         by_name = {output.name: output for output in plan.outputs}
         outputs = []
         for name, shape in expected_tensors(config, layout).items():

@@ -26,14 +26,7 @@ from .linear import Linear
 from .norm import LayerNorm, RMSNorm
 from .op_results import QuantizedResult, quantized_like
 from .overrides import PerModuleRecipe, first_last_layers_bf16
-from .quantized_module import (
-    QuantizedModule,
-    cache_weights,
-    load_recipe_state,
-    name_modules,
-    recipe_state,
-    set_rounding_seed,
-)
+from .quantized_module import QuantizedModule
 from .quantized_storage import (
     Float8BlockwiseTensorStorage,
     Float8TensorStorage,
@@ -43,15 +36,7 @@ from .quantized_storage import (
     NVFP4TensorStorage,
     QuantizedStorage,
 )
-from .quantized_tensor import (
-    Float8BlockwiseTensor,
-    Float8Tensor,
-    HybridTensor,
-    IdentityTensor,
-    MXFP8Tensor,
-    NVFP4Tensor,
-    QuantizedTensor,
-)
+from .quantized_tensor import QuantizedTensor
 from .quantizer import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -73,6 +58,15 @@ from .recipes import (
 )
 from .report import RecipeReport, quantization_statistics, recipe_report
 from .stored_weight import store_weights
+from .tensor_classes import (
+    Float8BlockwiseTensor,
+    Float8Tensor,
+    HybridTensor,
+    IdentityTensor,
+    MXFP8Tensor,
+    NVFP4Tensor,
+)
+from .whole_model import cache_weights, load_recipe_state, name_modules, recipe_state, set_rounding_seed
 
 __all__ = [
     "RECIPES",

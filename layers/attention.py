@@ -16,9 +16,10 @@ class DotProductAttention(nn.Module):
     """Grouped-query attention over given q, k, v. Transformer Engine: `te.pytorch.DotProductAttention` ("bshd").
 
     attn_mask_type: "causal" (query i of S sees keys up to L - S + i, so a KV cache needs no mask) or "no_mask".
-    window_size: number of visible positions, the query's own included. softcap: `softcap * tanh(score / softcap)`
-    (Gemma 2). softmax_type "learnable": one extra logit per head, parameter softmax_offset [N], that takes probability
-    and adds nothing (gpt-oss sinks); "vanilla": none. softmax_scale None: 1/sqrt(kv_channels).
+    window_size: number of visible positions, the query's own included, with "causal" only. softcap:
+    `softcap * tanh(score / softcap)` (Gemma 2). softmax_type "learnable": one extra logit per head, parameter
+    softmax_offset [N], that takes probability and adds nothing (gpt-oss sinks); "vanilla": none. softmax_scale None:
+    1/sqrt(kv_channels). ValueError for options that it does not have.
     """
 
     def __init__(
@@ -44,9 +45,15 @@ class DotProductAttention(nn.Module):
             if value not in allowed:
                 raise ValueError(f"{name} is {value!r}; allowed: {', '.join(map(repr, allowed))}")
         self.num_attention_heads = num_attention_heads
-        self.num_gqa_groups = num_gqa_groups or num_attention_heads
-        if num_attention_heads % self.num_gqa_groups:
+        self.num_gqa_groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+        if self.num_gqa_groups < 1 or num_attention_heads % self.num_gqa_groups:
             raise ValueError(f"num_gqa_groups is {num_gqa_groups}; allowed: a divisor of {num_attention_heads} heads")
+        if window_size is not None and not (isinstance(window_size, int) and window_size > 0):
+            raise ValueError(f"window_size is {window_size!r}; allowed: a positive number of positions, or None")
+        if window_size is not None and attn_mask_type != "causal":
+            raise ValueError(f"window_size is {window_size} with attn_mask_type {attn_mask_type!r}; allowed: 'causal'")
+        if softcap is not None and softcap <= 0:
+            raise ValueError(f"softcap is {softcap}; allowed: a positive number, or None")
         self.attention_dropout = attention_dropout
         self.attn_mask_type = attn_mask_type
         self.window_size = window_size
@@ -68,6 +75,13 @@ class DotProductAttention(nn.Module):
         [B, N, S, L], True where a key is hidden (Transformer Engine's convention), added to the mask type's own.
         Returns [B, S, N * Dv]. A row with every key hidden gives zeros.
         """
+        for name, given, heads in (
+            ("query", query, self.num_attention_heads),
+            ("key", key, self.num_gqa_groups),
+            ("value", value, self.num_gqa_groups),
+        ):
+            if given.dim() != 4 or given.shape[2] != heads:
+                raise ValueError(f"{name} has shape {tuple(given.shape)}; allowed: [batch, length, {heads}, channels]")
         query, key, value = (t.transpose(1, 2) for t in (query, key, value))
         length, keys = query.shape[2], key.shape[2]
         causal = self.attn_mask_type == "causal"

@@ -2,7 +2,7 @@
 
 The state is one plain module-level object, not a ContextVar: the compiler traces its attributes, guards on the recipe's
 fields (an equal recipe re-created for the next step costs nothing) and follows regions opened inside a compiled
-function. The context managers nest and restore what was before.
+function. The context managers nest, also one object in itself, and restore what was before.
 """
 
 from __future__ import annotations
@@ -67,15 +67,16 @@ class _Region:
 
     def __init__(self, **values: Any) -> None:
         self._values = values
+        self._previous: list[dict[str, Any]] = []  # one for each time that it is entered and not yet left
 
     def __enter__(self) -> Self:
-        self._previous = {name: getattr(_STATE, name) for name in self._values}
+        self._previous.append({name: getattr(_STATE, name) for name in self._values})
         for name, value in self._values.items():
             setattr(_STATE, name, value)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        for name, value in self._previous.items():
+        for name, value in self._previous.pop().items():
             setattr(_STATE, name, value)
 
 
@@ -83,9 +84,10 @@ class autocast:
     """Run the layers inside under `recipe` (None: Float8CurrentScaling). Transformer Engine: `te.autocast`.
 
     enabled=False: high precision. calibrating: high-precision layers record amaxes for a later run under
-    DelayedScaling. amax_reduction_group: the process group whose maximum delayed scaling uses (None: all ranks).
-    The backward pass of a forward run inside uses the same recipe wherever it is called. At the exit of the outermost
-    region the scales of DelayedScaling are updated, see `delayed`.
+    DelayedScaling. amax_reduction_group: the process group whose maximum delayed scaling uses (None: all ranks); that
+    of the outermost region counts, and an inner one that names another raises ValueError. The backward pass of a
+    forward run inside uses the same recipe wherever it is called. At the exit of the outermost region the scales of
+    DelayedScaling are updated, see `delayed`.
     """
 
     def __init__(
@@ -101,10 +103,16 @@ class autocast:
         self._recipe = given if enabled or calibrating else None
         self._calibrating = calibrating and not enabled
         self._group = amax_reduction_group
+        self._previous: list[tuple[Any, ...]] = []  # one for each time that it is entered and not yet left
 
     def __enter__(self) -> Self:
         s = _STATE
-        self._previous = (s.compute, s.calibrating, s.amax_reduction_group, s.touched)
+        if s.depth > 0 and self._group is not None and self._group is not s.amax_reduction_group:
+            raise ValueError(
+                "amax_reduction_group is not that of the outermost autocast region, at whose exit all scales are "
+                "updated; give it there"
+            )
+        self._previous.append((s.compute, s.calibrating, s.amax_reduction_group, s.touched))
         s.compute, s.calibrating = self._recipe, self._calibrating
         if s.depth == 0:
             s.amax_reduction_group = self._group
@@ -119,10 +127,10 @@ class autocast:
             from .delayed_update import update_delayed_scaling
 
             update_delayed_scaling(s.touched, s.amax_reduction_group)
-        s.compute, s.calibrating, s.amax_reduction_group, s.touched = self._previous
+        s.compute, s.calibrating, s.amax_reduction_group, s.touched = self._previous.pop()
 
 
-class quantized_model_init:
+class quantized_model_init(_Region):
     """Store the weights of layers built inside in the weight format of `recipe` (None: Float8CurrentScaling).
 
     preserve_high_precision_init_val: keep each initial value on the CPU; `parameter.get_high_precision_init_val()`
@@ -133,16 +141,9 @@ class quantized_model_init:
     def __init__(
         self, enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
     ) -> None:
-        self._region = _Region(
+        super().__init__(
             storage=_checked(enabled, recipe), preserve_init_val=enabled and preserve_high_precision_init_val
         )
-
-    def __enter__(self) -> Self:
-        self._region.__enter__()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._region.__exit__(*exc_info)
 
 
 class microbatch(_Region):

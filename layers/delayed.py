@@ -29,8 +29,8 @@ from .quantizer import Fields, Float8CurrentScalingQuantizer, Quantizer, Usage
 
 if TYPE_CHECKING:
     from .grouped_tensor import GroupedTensor
-    from .quantized_tensor import Float8Tensor
     from .row_groups import RowGroups
+    from .tensor_classes import Float8Tensor
 
 ROLES = ("input", "weight", "grad_output")
 STATISTICS = ("amax", "scale_min", "scale_max", "underflow", "saturation")
@@ -135,7 +135,7 @@ class Float8Quantizer:
 
     def quantize(self, x: Tensor) -> Float8Tensor:
         """Return x as a Float8Tensor, recording its amax."""
-        from .quantized_tensor import Float8Tensor
+        from .tensor_classes import Float8Tensor
 
         return Float8Tensor(self.quantize_fields(x.detach()), self.value, x.shape, x.dtype)
 

@@ -27,7 +27,11 @@ def update_delayed_scaling(
         if module.delayed_rule is not None:
             by_rule.setdefault(module.delayed_rule, []).append(module)
     for rule, together in by_rule.items():
-        _update(rule, together, group)
+        if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+            _update(rule, together, group)
+        else:  # the scales that it makes are also those of training steps, which save them for the backward pass
+            with torch.inference_mode(mode=False), torch.no_grad():
+                _update(rule, together, group)
 
 
 def _update(rule: DelayedRule, modules: list[QuantizedModule], group: dist.ProcessGroup | None) -> None:

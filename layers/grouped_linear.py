@@ -106,7 +106,7 @@ class GroupedLinear(TensorParallelModule, GemmModule):
         on the host) or a list. Returns [T, out_features]; rows past the last group are zero.
         is_first_microbatch: as for `Linear`."""
         if not isinstance(m_splits, Tensor):
-            m_splits = torch.tensor(m_splits, dtype=torch.int64, device=x.device)
+            m_splits = torch.tensor(m_splits, device=x.device)
         self.check_splits(m_splits)
         weights, biases = self.members()
         bias = None
@@ -121,7 +121,9 @@ class GroupedLinear(TensorParallelModule, GemmModule):
         return tuple(getattr(self, n) for n in self.weight_names()), tuple(getattr(self, n) for n in names)
 
     def check_splits(self, m_splits: Tensor) -> None:
-        """Raise ValueError unless there is one number of rows per GEMM."""
+        """Raise ValueError unless there is one whole number of rows per GEMM."""
+        if m_splits.is_floating_point() or m_splits.dtype is torch.bool:
+            raise ValueError(f"m_splits has dtype {m_splits.dtype}; allowed: an integer dtype")
         if m_splits.shape != (self.num_gemms,):
             raise ValueError(f"m_splits has shape {tuple(m_splits.shape)}; allowed: ({self.num_gemms},), one per GEMM")
 
@@ -141,14 +143,22 @@ def _accept_either_layout(module: GroupedLinear, state: dict, prefix: str, *_: o
                 missing = sorted(set(members) - set(present))
                 raise RuntimeError(f"the state dict has {present[0]} but lacks {', '.join(missing)}")
             if present:
-                state[grouped] = _stack([state.pop(key) for key in members])
+                state[grouped] = _stack(members, state)
         elif grouped in state:
-            state.update(zip(members, _unstack(state.pop(grouped)), strict=True))
+            found = _unstack(state.pop(grouped))
+            if len(found) != len(members):
+                raise RuntimeError(f"the state dict's {grouped} has {len(found)} members; expected {len(members)}")
+            state.update(zip(members, found, strict=True))
 
 
-def _stack(tensors: list[Tensor]) -> Tensor:
-    if isinstance(tensors[0], QuantizedTensor):
-        return GroupedTensor.from_members(tensors)  # type: ignore[arg-type]
+def _stack(keys: list[str], state: dict) -> Tensor:
+    tensors = [state.pop(key) for key in keys]
+    quantized = [isinstance(tensor, QuantizedTensor) for tensor in tensors]
+    if all(quantized):
+        return GroupedTensor.from_members(tensors)
+    if any(quantized):
+        plain = keys[quantized.index(False)]
+        raise RuntimeError(f"the state dict has {plain} in high precision and {keys[quantized.index(True)]} quantized")
     return torch.stack(tensors)
 
 

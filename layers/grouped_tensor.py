@@ -12,9 +12,10 @@ from te_models.kernels.gemm import Operand
 
 from .grouped_rows import dequantize_rows, empty_rows, member_of_rows, quantize_rows, row_alignment
 from .grouped_storage import GroupedTensorStorage
-from .quantized_tensor import CLASSES, TENSOR_CLASSES, QuantizedTensor, unless
+from .quantized_tensor import QuantizedTensor, unless
 from .quantizer import Fields, Quantizer, Usage
 from .row_groups import RowGroups
+from .tensor_classes import CLASSES, TENSOR_CLASSES
 
 
 class GroupedTensor(QuantizedTensor):

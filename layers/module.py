@@ -21,8 +21,16 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype a GEMM on x runs in: that of an enabled `torch.amp.autocast`, else x's own."""
+    """Return the dtype a GEMM on x runs in: that of an enabled `torch.amp.autocast`, else x's own. ValueError for
+    integers, to which the weights would be rounded."""
+    require_floating(x.dtype)
     return autocast_dtype(x.device.type) or x.dtype
+
+
+def require_floating(dtype: torch.dtype) -> None:
+    """Raise ValueError for the dtype of an input that a GEMM cannot compute in."""
+    if not dtype.is_floating_point:
+        raise ValueError(f"the input has dtype {dtype}; allowed: a floating-point dtype")
 
 
 def empty_parameter(*shape: int, params_dtype: torch.dtype | None, device: torch.device | str | None) -> nn.Parameter:

@@ -25,9 +25,10 @@ from .delayed import Float8Quantizer
 from .grouped_storage import GroupedTensorStorage
 from .grouped_tensor import GroupedRows
 from .quantized_storage import QuantizedFields, QuantizedStorage
-from .quantized_tensor import CLASSES, QuantizedTensor
+from .quantized_tensor import QuantizedTensor
 from .quantizer import Quantizer
 from .quantizer_text import quantizer_of, text_of
+from .tensor_classes import CLASSES
 
 Live = Quantizer | Float8Quantizer
 PLAIN = "Tensor"

@@ -16,8 +16,9 @@ from .grouped_storage import GroupedTensorStorage
 from .grouped_tensor import GroupedRows, GroupedTensor
 from .op_arguments import Live, tensor_of
 from .quantized_storage import QuantizedFields, QuantizedStorage
-from .quantized_tensor import TENSOR_CLASSES, QuantizedTensor
+from .quantized_tensor import QuantizedTensor
 from .quantizer import Quantizer
+from .tensor_classes import TENSOR_CLASSES
 
 
 @dataclass(frozen=True)

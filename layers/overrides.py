@@ -53,6 +53,8 @@ class PerModuleRecipe(Recipe):
                 raise ValueError(f"the pattern {pattern!r} is not supported; allowed: names with * for any characters")
             if not (choice == "bf16" or isinstance(choice, Recipe)):
                 raise ValueError(f"the rule for {pattern!r} names {choice!r}; allowed: a recipe, or 'bf16'")
+        if not isinstance(self.default, Recipe):
+            raise ValueError(f"default is {self.default!r}; allowed: a recipe")
         for inner in (self.default, *(choice for _, choice in self.rules)):
             if isinstance(inner, PerModuleRecipe):
                 raise ValueError("a PerModuleRecipe cannot contain another one; merge their rules")

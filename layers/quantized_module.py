@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
 from .autocast import state
-from .delayed import ROLES, STATISTICS, bind, raise_
+from .delayed import ROLES, STATISTICS, Float8Quantizer, bind, raise_
 from .quantized_tensor import QuantizedTensor
 from .quantizer import Quantizer
 from .recipe import GemmQuantizers
@@ -177,6 +177,12 @@ class QuantizedModule(nn.Module):
             if cached is None:
                 raise RuntimeError("is_first_microbatch=False, but no earlier call had is_first_microbatch=True")
             check_format(cached, quantizers.weight)
+            wanted = bind(quantizers.weight, self.fp8_scale, None, "weight", gemm)
+            if cached.quantizer != (wanted.value if isinstance(wanted, Float8Quantizer) else wanted):
+                raise ValueError(
+                    f"the kept weight was made by {cached.quantizer}, but the recipe in force wants {wanted}; call "
+                    "with is_first_microbatch=True after a change of recipe"
+                )
             return cached
         delayed = self.delayed_rule is not None
         scale, amax = (self.fp8_scale, self.fp8_amax if self.training else None) if delayed else (None, None)
@@ -256,48 +262,3 @@ def _real_default_device() -> torch.device:
 def live_modules() -> list[QuantizedModule]:
     """Return the existing modules in the order of their construction."""
     return [_modules[i] for i in sorted(_modules.keys())]
-
-
-def quantized_modules(model: nn.Module) -> Iterator[tuple[str, QuantizedModule]]:
-    """Yield the layers of a model that recipes apply to, with their qualified names."""
-    return ((name, m) for name, m in model.named_modules() if isinstance(m, QuantizedModule))
-
-
-def name_modules(model: nn.Module) -> None:
-    """Tell every layer its qualified name in `model`, for per-module rules, custom recipes and statistics."""
-    for name, module in quantized_modules(model):
-        module.name = name
-
-
-def cache_weights(model: nn.Module) -> None:
-    """Quantize every weight once, under the recipe in force, for micro-batches that run, compiled or not, under
-    `microbatch(first=False)`. Call it inside `autocast`, again after each optimizer step."""
-    for _, module in quantized_modules(model):
-        for weights, gemm in module.gemm_weights():
-            module.cached_weight(weights, True, gemm)
-
-
-def set_rounding_seed(model: nn.Module, seed: int) -> None:
-    """Seed stochastic rounding: each layer's stream follows from `seed` and its position in the model, and its counter
-    starts again, so equal seeds give equal runs."""
-    for i, (_, module) in enumerate(quantized_modules(model)):
-        module.fp8_rng_state.copy_(torch.tensor([(seed << 20) + i, 0]))
-
-
-def recipe_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the live state of a model's recipes, by qualified name: what a resumed run needs besides the weights."""
-    found = {}
-    for name, module in quantized_modules(model):
-        for key, value in module.recipe_state().items():
-            found[f"{name}.{key}" if name else key] = value
-    return found
-
-
-def load_recipe_state(model: nn.Module, values: dict[str, Tensor]) -> None:
-    """Take over what `recipe_state` of an equal model returned. ValueError for a name that the model does not have."""
-    modules = dict(quantized_modules(model))
-    for name, value in values.items():
-        owner, _, key = name.rpartition(".")
-        if owner not in modules:
-            raise ValueError(f"the recipe state names {name}, which is not a layer of this model")
-        modules[owner].set_recipe_state({key: value})

@@ -3,7 +3,7 @@
 To autograd and to users the tensor has its logical (high-precision) shape and dtype. An operation without a quantized
 meaning sees the dequantized values; an in-place one (an optimizer step) requantizes its result into the very storage
 the GEMMs read; a view either shares that storage or is an error (`tensor_views`). One base class does everything from
-the declaration in `quantized_storage`; a leaf class exists per format so that users can name it.
+the declaration in `quantized_storage`; the class of each format (`tensor_classes`) only gives it a name.
 """
 
 from __future__ import annotations
@@ -133,6 +133,16 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
         self.require_matrix("be turned into a storage")
         return STORAGE_CLASSES[self.quantizer.FORMAT](self.fields, self.quantizer, self.shape, self.dtype)
 
+    def share_memory_(self) -> Self:
+        """Move the fields to shared memory, in place, for other processes; returns self."""
+        for name in self._inner_names():
+            getattr(self, name).share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether the fields are in shared memory."""
+        return all(getattr(self, name).is_shared() for name in self._inner_names())
+
     # --- copies ----------------------------------------------------------------------------------------------------
 
     def wrap(self, fields: Fields, **changes: Any) -> Any:
@@ -216,6 +226,8 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
         inner = {name: _as_bytes(getattr(self, name)) for name in self._inner_names()}
         flags = (self.requires_grad, isinstance(self, nn.Parameter))
         quantizer = json.dumps(self.quantizer.to_dict(), sort_keys=True)
+        from .tensor_classes import rebuild_quantized
+
         return rebuild_quantized, (type(self).__name__, quantizer, tuple(self.shape), self.dtype, inner, flags)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
@@ -247,60 +259,3 @@ class _Dequantize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad.to(ctx.dtype), None
-
-
-class Float8Tensor(QuantizedTensor):
-    """`Float8TensorStorage` as a tensor."""
-
-
-class Float8BlockwiseTensor(QuantizedTensor):
-    """`Float8BlockwiseTensorStorage` as a tensor."""
-
-
-class MXFP8Tensor(QuantizedTensor):
-    """`MXFP8TensorStorage` as a tensor."""
-
-
-class NVFP4Tensor(QuantizedTensor):
-    """`NVFP4TensorStorage` as a tensor."""
-
-
-class IdentityTensor(QuantizedTensor):
-    """`IdentityTensorStorage` as a tensor."""
-
-
-class HybridTensor(QuantizedTensor):
-    """`HybridTensorStorage` as a tensor."""
-
-
-TENSOR_CLASSES: dict[str, type[QuantizedTensor]] = {
-    "float8": Float8Tensor,
-    "float8_block": Float8BlockwiseTensor,
-    "mxfp8": MXFP8Tensor,
-    "nvfp4": NVFP4Tensor,
-    "identity": IdentityTensor,
-    "hybrid": HybridTensor,
-}
-"""Format -> the class of one matrix."""
-
-CLASSES: dict[str, type[QuantizedTensor]] = {c.__name__: c for c in TENSOR_CLASSES.values()}
-"""Class name -> class, of everything that can be saved."""
-
-
-def rebuild_quantized(
-    name: str, quantizer: str, shape: tuple[int, ...], dtype: torch.dtype, inner: Fields, flags: tuple[bool, bool]
-) -> QuantizedTensor:
-    """Return the tensor that `QuantizedTensor.__reduce_ex__` described. ValueError where the parts do not fit.
-
-    Reads data and never runs code from the file, so it is registered as safe for torch.load(weights_only=True).
-    """
-    if name not in CLASSES:
-        raise ValueError(f"the quantized tensor has class {name!r}; allowed: {', '.join(CLASSES)}")
-    value = Quantizer.from_dict(json.loads(quantizer))
-    tensor = CLASSES[name].rebuild(inner, value, torch.Size(shape), dtype)
-    requires_grad, is_parameter = flags
-    made: Any = nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
-    return made
-
-
-torch.serialization.add_safe_globals([rebuild_quantized])

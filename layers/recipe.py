@@ -78,6 +78,9 @@ class Recipe:
         if self.backward_override is not None and self.backward_override not in get_args(BackwardOverride):
             allowed = ", ".join(map(repr, get_args(BackwardOverride)))
             raise ValueError(f"backward_override is {self.backward_override!r}; allowed: None, {allowed}")
+        fp8_format = getattr(self, "fp8_format", Format.HYBRID)
+        if not isinstance(fp8_format, Format):
+            raise ValueError(f"fp8_format is {fp8_format!r}; allowed: {', '.join(map(str, Format))}")
         if not self.by_name:
             # built once and not where they are asked for: inside a compiled region the fields need not be constants
             quantizers = (self._quantizer("input"), self._quantizer("weight"), self._quantizer("grad_output"))
@@ -107,13 +110,15 @@ class Recipe:
     @classmethod
     def _from_fields(cls, values: dict[str, Any]) -> Self:
         """Rebuild from the fields of `to_dict`."""
-        if "fp8_format" in values:
+        if values.get("fp8_format") in [member.value for member in Format]:
             values["fp8_format"] = Format(values["fp8_format"])
         return cls(**values)
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> Recipe:
         """Rebuild from `to_dict`; an unknown recipe or field raises ValueError by name."""
+        if not isinstance(values, dict):
+            raise ValueError(f"a recipe is {values!r}; allowed: an object with its name and fields")
         values = dict(values)
         cls = _named(values.pop("recipe", None))
         known = {f.name for f in dataclasses.fields(cls)}

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .delayed import ROLES, STATISTICS
-from .quantized_module import quantized_modules
+from .whole_model import quantized_modules
 
 HIGH_PRECISION_NAME = "bf16"
 

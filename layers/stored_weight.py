@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from .autocast import quantized_model_init, state
-from .quantized_module import QuantizedModule, quantized_modules
+from .quantized_module import QuantizedModule
 from .recipe import Recipe
+from .whole_model import quantized_modules
 
 
 @torch.no_grad()

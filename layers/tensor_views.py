@@ -15,8 +15,9 @@ from torch import Tensor
 from torch._prims_common import infer_size
 
 from .field_schema import alignment, field_layouts
-from .quantized_tensor import TENSOR_CLASSES, QuantizedTensor
+from .quantized_tensor import QuantizedTensor
 from .quantizer import HybridQuantizer, NVFP4Quantizer, Quantizer
+from .tensor_classes import TENSOR_CLASSES
 
 
 def alias(x: QuantizedTensor) -> QuantizedTensor:

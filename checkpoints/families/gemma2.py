@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from .common import decoder_fields
+from .converted import Converted
 from .family import Family
-from .fields import Converted, Fixed, Nullable
+from .fields import Fixed, Nullable
 from .gemma import GEMMA_COMMON
 from .layer_fields import LayerPattern
 from .names import SANDWICH, Names

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from .common import ATTENTION_BIAS, decoder_fields
+from .converted import Converted
 from .family import Family
-from .fields import Converted, Field
+from .fields import Field
 from .rope import Rope
 
 GRANITE_COMMON = (

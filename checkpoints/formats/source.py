@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +10,7 @@ import torch
 
 from te_models.layers.quantizer import Quantizer
 
-from ..dtypes import FLOATS, torch_dtype
+from ..dtypes import FLOATS, torch_dtype, with_most_bytes
 from ..errors import CheckpointError
 from ..links import Namespace, Stored
 from ..naming import is_linear_weight
@@ -194,12 +193,8 @@ def _match(
 
 def main_float(files: FileStore, names: Iterable[str], plain: Namespace) -> str:
     """Return the dtype that most bytes of these plain tensors have; bfloat16 where there are none."""
-    sizes: Counter[str] = Counter()
-    for name in names:
-        info = files.tensors.get(name)
-        if info is not None and info.dtype in FLOATS and plain.stored[name].convertible:
-            sizes[info.dtype] += info.nbytes
-    return sizes.most_common(1)[0][0] if sizes else "BF16"
+    present = (files.tensors[name] for name in names if name in files.tensors and plain.stored[name].convertible)
+    return with_most_bytes(((info.dtype, info.nbytes) for info in present if info.dtype in FLOATS), "BF16")
 
 
 def _check_scale(files: FileStore, name: str, part: Part, *, pow2: bool) -> None:

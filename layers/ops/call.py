@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ..quantized_storage import STORAGE_CLASSES, QuantizedStorage
-from ..quantized_tensor import TENSOR_CLASSES, QuantizedTensor
+from ..quantized_tensor import QuantizedTensor
 from ..sides import AnyQuantizer
+from ..tensor_classes import TENSOR_CLASSES
 
 
 class QuantizedRows(NamedTuple):

@@ -196,7 +196,7 @@ class Quantizer(ValueObject):
 
     def quantize(self, x: Tensor) -> QuantizedTensor:
         """Return x: [rows, columns] as a quantized tensor of the same logical shape and dtype."""
-        from ..quantized_tensor import TENSOR_CLASSES
+        from ..tensor_classes import TENSOR_CLASSES
 
         return TENSOR_CLASSES[self.FORMAT].quantize(x, self)
 

@@ -1,16 +1,21 @@
-"""The verbs that make one folder of another: import, export, relayout, reshard, quantize, dequantize, upcycle, toy."""
+"""The verbs that make one folder of another and their options; `run_conversion` does the work."""
 
 from __future__ import annotations
 
 import argparse
-import re
-import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
-from .parser import Verbs, emit, verb
-from .progress import byte_progress
+from .parser import Verbs, verb
+from .run_conversion import (
+    run_dequantize,
+    run_export,
+    run_import,
+    run_quantize,
+    run_relayout,
+    run_reshard,
+    run_toy,
+    run_upcycle,
+)
 
 LAYOUTS = ("grouped", "per-gemm")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -150,121 +155,15 @@ def _converter(
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan, write nothing")
     parser.add_argument("--force", action="store_true", help="replace an existing model folder at the output")
     parser.add_argument(
-        "--max-shard-size", metavar="SIZE", type=parse_size, default="5GB", help="of a weight file, e.g. 500MB (5GB)"
+        "--max-shard-size", metavar="SIZE", type=_size, default="5GB", help="of a weight file, e.g. 500MB (5GB)"
     )
     return parser
 
 
-def parse_size(text: str) -> int:
-    """Return a number of bytes: `5GB` (10^9), `5GiB` (2^30), or plain digits."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmgt]?)(i?)b?", text.strip().lower())
-    if match is None or (match[3] and not match[2]):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write for example 5GB, 500MB or 2GiB")
-    base = 1024 if match[3] else 1000
-    size = int(float(match[1]) * base ** " kmgt".index(match[2] or " "))
-    if size < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive size")
-    return size
+def _size(text: str) -> int:
+    from te_models.checkpoints.shards import parse_size
 
-
-def run_import(args: argparse.Namespace) -> int:
-    """Hugging Face folder to ours."""
-    from te_models.checkpoints import import_hf
-
-    options = {"storage": args.storage, "allow_requantize": args.allow_requantize, "dequantize": args.dequantize}
-    return _convert(args, import_hf, dtype=_dtype(args), layout=args.layout, **options)
-
-
-def run_export(args: argparse.Namespace) -> int:
-    """Our folder to a Hugging Face one."""
-    from te_models.checkpoints import export_hf
-
-    options = {"family": args.family, "form": args.form, "format": args.format}
-    return _convert(args, export_hf, dtype=_dtype(args), **options)
-
-
-def run_relayout(args: argparse.Namespace) -> int:
-    """Experts grouped or one by one."""
-    from te_models.checkpoints import relayout
-
-    return _convert(args, relayout, layout=args.layout)
-
-
-def run_reshard(args: argparse.Namespace) -> int:
-    """The same tensors in other files."""
-    from te_models.checkpoints import reshard
-
-    return _convert(args, reshard)
-
-
-def run_quantize(args: argparse.Namespace) -> int:
-    """Linear weights stored as a recipe quantizes them."""
-    from te_models.checkpoints import quantize
-    from te_models.layers import recipe
-
-    return _convert(args, quantize, recipe=recipe(args.recipe))
-
-
-def run_dequantize(args: argparse.Namespace) -> int:
-    """Quantized weights as plain ones."""
-    from te_models.checkpoints import dequantize
-
-    return _convert(args, dequantize, dtype=_dtype(args))
-
-
-def run_upcycle(args: argparse.Namespace) -> int:
-    """A dense model as a mixture of experts."""
-    from te_models.checkpoints import upcycle
-
-    options = {"layers": args.layers, "noise_std": args.noise_std, "seed": args.seed, "layout": args.layout}
-    return _convert(args, upcycle, num_experts=args.experts, topk=args.topk, **options)
-
-
-def run_toy(args: argparse.Namespace) -> int:
-    """A small part of a Hugging Face folder."""
-    from te_models.checkpoints import toy
-
-    return _convert(args, toy, layers=args.layers, experts=args.experts)
-
-
-def _dtype(args: argparse.Namespace) -> Any:
-    import torch
-
-    return None if args.dtype is None else getattr(torch, args.dtype)
-
-
-def _convert(args: argparse.Namespace, function: Callable[..., Any], **options: Any) -> int:
-    """Run one conversion with progress and print what it did."""
-    out, start = Path(args.out), time.perf_counter()
-    _check_replaceable(out, force=args.force)
-    with byte_progress(args.verb) as progress:
-        options |= {"overwrite": args.force, "dry_run": args.dry_run, "max_shard_bytes": args.max_shard_size}
-        plan = function(args.source, out, progress=progress, **options)
-    result = {
-        "verb": args.verb,
-        "source": args.source,
-        "out": args.out,
-        "dry_run": args.dry_run,
-        "seconds": round(time.perf_counter() - start, 3),
-        "plan": plan.to_dict(),
-    }
-    did = "would write" if args.dry_run else f"in {result['seconds']:.1f} s wrote"
-    text = f"{did} {out}: {len(plan.outputs)} tensors, {plan.total_bytes / 2**20:.1f} MiB"
-    if plan.carried:
-        text += f"\nkept {len(plan.carried)} tensors that the model does not use"
-    if plan.ignored:
-        text += f"\nleft out {', '.join(plan.ignored[:4])}" + (" ..." if len(plan.ignored) > 4 else "")
-    about = [str(plan)] if args.dry_run else []
-    about += [] if plan.report is None else [str(plan.report)]
-    emit(args, result, "\n".join([*about, text]))
-    return 0
-
-
-def _check_replaceable(out: Path, *, force: bool) -> None:
-    """Only a model folder is ever replaced, whatever the user typed for OUT."""
-    if not out.is_dir() or not any(out.iterdir()):
-        return
-    if not force:
-        raise ValueError(f"{out} exists; --force replaces it")
-    if not (out / "config.json").is_file():
-        raise ValueError(f"{out} is not a model folder, so --force does not replace it")
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

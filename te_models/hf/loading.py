@@ -61,7 +61,7 @@ def load(
         if config is not None and config.model_config != checkpoint.config:
             raise ValueError(f"config does not describe the model in {name}; change the folder, or leave config out")
         if dtype is None or dtype == "auto":
-            wanted = torch_dtype(main_dtype(checkpoint) or "F32")
+            wanted = torch_dtype(main_dtype(checkpoint))
         else:
             wanted = as_torch_dtype(dtype)
     layout: Any = expert_layout or found.expert_layout

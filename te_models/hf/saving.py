@@ -13,6 +13,7 @@ from torch import Tensor
 
 from te_models.checkpoints import save_model
 from te_models.checkpoints.manifest import MANIFEST, manifest_bytes, read_manifest
+from te_models.checkpoints.shards import parse_size
 from te_models.checkpoints.strict_json import read_object
 from te_models.checkpoints.te_folder import CONFIG, MODEL_TYPE
 from te_models.checkpoints.writer import write_small_file
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 _GENERATION = "generation_config.json"
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _WITHOUT_MEANING = ("save_peft_format", "save_original_format", "safe_serialization")
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def save(
@@ -57,7 +57,7 @@ def save(
             model.gpt.config,
             written,
             source_dir=origin if origin is not None and origin.is_dir() else None,
-            max_shard_bytes=shard_bytes(max_shard_size),
+            max_shard_bytes=parse_size(max_shard_size),
         )
         if model.generation_config is not None:
             model.generation_config.save_pretrained(written)
@@ -78,13 +78,3 @@ def _narrow_manifest(folder: Path) -> None:
     if (folder / _GENERATION).is_file():
         records[_GENERATION] = write_small_file(folder / _GENERATION, (folder / _GENERATION).read_bytes())
     write_small_file(folder / MANIFEST, manifest_bytes(records))
-
-
-def shard_bytes(size: int | str) -> int:
-    """Return a number of bytes given as such or as text ("5GB"); raises ValueError for anything else."""
-    if isinstance(size, int):
-        return size
-    match = re.fullmatch(r"(\d+)\s*([KMG]I?B)?", size.upper())
-    if match is None:
-        raise ValueError(f"max_shard_size is {size!r}; allowed: bytes, or a text such as '500MB' or '5GB'")
-    return int(match[1]) * _UNITS[match[2] or ""]

@@ -1,14 +1,17 @@
-"""The Hugging Face models that the tests convert, and helpers that read folders without te_models."""
+"""The Hugging Face models that the tests convert, how tests read folders without te_models, and what a refusal is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from te_models.checkpoints import CheckpointError
 
 transformers = pytest.importorskip("transformers", reason="makes the Hugging Face folders that the tests convert")
 
@@ -78,6 +81,17 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
     for file in sorted(folder.glob("*.safetensors")):
         tensors.update(load_file(file))
     return tensors
+
+
+@contextmanager
+def refused(message: str, folder: Path) -> Iterator[None]:
+    """Expect a CheckpointError in which the pattern `message` is found, one sentence, and nothing new in `folder`."""
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(CheckpointError, match=message) as caught:
+        yield
+    text = str(caught.value)
+    assert "\n" not in text and len(text) < 700, text
+    assert sorted(folder.rglob("*")) == before, "something was written"
 
 
 def assert_same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:

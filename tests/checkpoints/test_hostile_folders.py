@@ -27,7 +27,7 @@ from te_models.checkpoints import (
     relayout,
     verify,
 )
-from tests.checkpoints.hf_cases import HFFolder, stored
+from tests.checkpoints.hf_cases import HFFolder, refused, stored
 from tests.checkpoints.hostile_cases import (
     HF_DEFECTS,
     INDEX_DEFECTS,
@@ -44,12 +44,8 @@ def test_hf_folder_is_refused(hf_folder: HFFolder, tmp_path: Path, defect: str) 
     folder = hf_folder("llama")
     edit, message = HF_DEFECTS[defect]
     edit(folder)
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(CheckpointError, match=message) as caught:
+    with refused(message, tmp_path):
         import_hf(folder, tmp_path / "new" / "ours")
-    text = str(caught.value)
-    assert "\n" not in text and len(text) < 700, text
-    assert sorted(tmp_path.rglob("*")) == before, "something was written"
 
 
 @pytest.mark.parametrize("defect", INDEX_DEFECTS)
@@ -57,10 +53,8 @@ def test_sharded_folder_is_refused(hf_folder: HFFolder, tmp_path: Path, defect: 
     folder = hf_folder("llama", max_shard_size="20KB")
     edit, message = INDEX_DEFECTS[defect]
     edit(folder)
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(CheckpointError, match=message):
+    with refused(message, tmp_path):
         import_hf(folder, tmp_path / "ours")
-    assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize("defect", TE_DEFECTS)
@@ -68,11 +62,9 @@ def test_our_folder_is_refused(hf_folder: HFFolder, tmp_path: Path, defect: str)
     import_hf(hf_folder("mixtral"), tmp_path / "ours")
     edit, message = TE_DEFECTS[defect]
     edit(tmp_path / "ours")
-    before = sorted(tmp_path.rglob("*"))
     for read in (open_checkpoint, inspect, lambda f: verify(f, f), lambda f: export_hf(f, tmp_path / "out")):
-        with pytest.raises(CheckpointError, match=message):
+        with refused(message, tmp_path):
             read(tmp_path / "ours")
-    assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize("defect", QUANTIZED_DEFECTS)
@@ -80,11 +72,9 @@ def test_quantized_folder_is_refused(hf_folder: HFFolder, tmp_path: Path, defect
     recipe, edit, message = QUANTIZED_DEFECTS[defect]
     quantize(hf_folder("llama"), tmp_path / "quantized", recipe)
     edit(tmp_path / "quantized")
-    before = sorted(tmp_path.rglob("*"))
     for convert in (dequantize, lambda a, b: relayout(a, b, "per-gemm")):
-        with pytest.raises(CheckpointError, match=message):
+        with refused(message, tmp_path):
             convert(tmp_path / "quantized", tmp_path / "out")
-    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_each_is_refused_soon_and_in_little_memory(hf_folder: HFFolder, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from te_models.checkpoints import CheckpointError, export_hf, import_hf, open_checkpoint, quantize
-from tests.checkpoints.hf_cases import stored
+from tests.checkpoints.hf_cases import refused, stored
 from tests.checkpoints.quantized_cases import CASES, FP8_CONFIG, Tensors, compressed, edit_config, make, modelopt
 
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -177,12 +177,8 @@ def test_a_quantized_folder_is_refused(tmp_path: Path, defect: str) -> None:
     case, edit, message = DEFECTS[defect]
     folder, _ = make(CASES[case], tmp_path)
     edit(folder)
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(CheckpointError, match=message) as caught:
+    with refused(message, tmp_path):
         import_hf(folder, tmp_path / "new" / "ours")
-    text = str(caught.value)
-    assert "\n" not in text and len(text) < 700, text
-    assert sorted(tmp_path.rglob("*")) == before, "something was written"
 
 
 def test_options_that_do_not_fit_are_refused(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from te_models.layers import CustomRecipe, QuantizerRole, Recipe, quantized_model_init, recipe, store_weights
-from te_models.layers.quantized_module import quantized_modules
 from te_models.layers.quantizer import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -16,6 +15,7 @@ from te_models.layers.quantizer import (
     MXFP8Quantizer,
     Quantizer,
 )
+from te_models.layers.whole_model import quantized_modules
 
 NAMES = [None, "delayed", "current", "block", "mxfp8", "nvfp4", "custom"]
 """None: no recipe. "custom": MXFP8 forward, per tensor for the input's gradient, blocks for the weight's."""

@@ -212,6 +212,28 @@ def test_evaluation_leaves_no_trace() -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_steps_go_on_after_a_region_in_inference_mode(training: bool) -> None:
+    """The scales made at the exit of that region serve the next training step, which keeps them for its backward."""
+    torch.manual_seed(0)
+    layer, x = Linear(16, 8, bias=False), torch.randn(4, 16)
+    before, results = copy.deepcopy(layer.state_dict()), []
+    for region in (torch.inference_mode, torch.no_grad):
+        one = Linear(16, 8, bias=False).train(training)
+        one.load_state_dict(before)
+        with region(), autocast(recipe=RECIPE):
+            one(x)
+        one.train()
+        for _ in range(2):
+            with autocast(recipe=RECIPE):
+                y = one(x)
+            y.sum().backward()
+        results.append({name: value.clone() for name, value in recipe_state(one).items()} | {"dw": one.weight.grad})
+        assert not any(value.is_inference() for value in recipe_state(one).values())
+    assert results[0].keys() == results[1].keys()
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
 @pytest.mark.parametrize("grouped", [False, True])
 def test_calibration_runs_in_high_precision_and_sets_scales(grouped: bool) -> None:
     layer = GroupedLinear(2, 16, 8) if grouped else Linear(16, 8, bias=False)

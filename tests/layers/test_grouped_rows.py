@@ -259,7 +259,7 @@ def test_what_the_layout_does_not_allow_is_refused() -> None:
 
 
 def test_a_file_with_wrong_splits_is_refused() -> None:
-    from te_models.layers.quantized_tensor import rebuild_quantized
+    from te_models.layers.tensor_classes import rebuild_quantized
 
     _, (name, quantizer, shape, dtype, fields, flags) = make("mxfp8").__reduce_ex__(2)
     for wrong, message in ((torch.tensor([200, 0, 0, 0]), "add up to at most 170"), (None, "m_splits is None")):

@@ -19,6 +19,7 @@ from te_models.layers import (
     NVFP4BlockScaling,
     Recipe,
     autocast,
+    ops,
     quantized_model_init,
     recipe,
 )
@@ -145,11 +146,29 @@ def test_rows_past_the_last_group_are_zero_and_get_no_gradient() -> None:
         assert torch.count_nonzero(x.grad[:5]) > 0
 
 
-@pytest.mark.parametrize("m_splits", [[1, 2, 3], [[1, 2]], [9, 9]], ids=str)
+@pytest.mark.parametrize("m_splits", [[1, 2, 3], [[1, 2]], [9, 9], [1.5, 2.5], [True, False]], ids=str)
 def test_wrong_splits_are_refused(m_splits: list) -> None:
     layer = GroupedLinear(2, 32, 16)
-    with pytest.raises((ValueError, RuntimeError), match="m_splits"):
-        layer(torch.randn(4, 32), torch.tensor(m_splits))
+    for given in (m_splits, torch.tensor(m_splits)):
+        with pytest.raises((ValueError, RuntimeError), match="m_splits"):
+            layer(torch.randn(4, 32), given)
+
+
+@pytest.mark.parametrize("chosen", [None, MXFP8BlockScaling()], ids=str)
+def test_integers_are_refused(chosen: Recipe | None) -> None:
+    """Computing in the input's dtype would round the weights to integers, nearly all of them to 0."""
+    splits = torch.tensor([2, 2])
+    for layer, rest in (
+        (Linear(32, 16), ()),
+        (GroupedLinear(2, 32, 16), (splits,)),
+        (ops.Linear(32, 16), ()),
+        (ops.GroupedLinear(2, 32, 16), (splits,)),
+    ):
+        with (
+            autocast(enabled=chosen is not None, recipe=chosen),
+            pytest.raises(ValueError, match=r"the input has dtype torch.int64; allowed: a floating-point dtype"),
+        ):
+            layer(torch.ones(4, 32, dtype=torch.int64), *rest)
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -135,6 +135,22 @@ def test_a_cache_of_another_recipe_is_refused() -> None:
         layer(torch.randn(2, 32), is_first_microbatch=False)
 
 
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_cache_of_another_value_of_the_recipe_is_refused(grouped: bool) -> None:
+    """The same format in other numbers: the kept weight would be used as if nothing had changed."""
+    layer = BUILD["grouped" if grouped else "linear"]()
+    x = torch.randn(16, 64)
+    for first, second in (("block", {"use_f32_scales": True}), ("mxfp8", {"enable_2d_quantization": True})):
+        with autocast(recipe=recipe(first)):
+            call(layer, x, True)
+            call(layer, x, False)
+        with autocast(recipe=recipe(first, **second)):
+            with pytest.raises(ValueError, match=r"the kept weight was made by .* after a change of recipe"):
+                call(layer, x, False)
+            call(layer, x, True)
+            call(layer, x, False)
+
+
 @pytest.mark.parametrize("name", [None, *RECIPES])
 @pytest.mark.parametrize("kind", BUILD)
 def test_fused_accumulation_adds_into_main_grad(kind: str, name: str | None) -> None:

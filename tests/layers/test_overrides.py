@@ -119,6 +119,8 @@ def test_unusable_rules_are_refused() -> None:
         PerModuleRecipe(default=MXFP8BlockScaling(), rules=(("layers.[01]", "bf16"),))
     with pytest.raises(ValueError, match="the rule for 'a' names 'fp16'; allowed: a recipe, or 'bf16'"):
         PerModuleRecipe(default=MXFP8BlockScaling(), rules=(("a", "fp16"),))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="default is 'mxfp8'; allowed: a recipe"):
+        PerModuleRecipe(default="mxfp8")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="cannot contain another one"):
         PerModuleRecipe(default=MIXED)
 

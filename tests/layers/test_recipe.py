@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -22,6 +24,7 @@ from te_models.layers import (
     current_recipe,
     quantized_model_init,
     recipe,
+    storage_recipe,
 )
 
 EXAMPLES = [
@@ -85,6 +88,48 @@ def test_regions_nest_and_restore() -> None:
     assert current_recipe() is None
     with pytest.raises(TypeError, match="allowed: a Recipe"):
         autocast(recipe="mxfp8")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("region", [autocast, quantized_model_init])
+def test_one_region_may_be_entered_inside_itself(region: type) -> None:
+    """A layer that holds its region may contain another that was given the same one."""
+    shared = region(recipe=MXFP8BlockScaling())
+    for _ in range(2):
+        with shared:
+            with shared:
+                assert MXFP8BlockScaling() in (current_recipe(), storage_recipe())
+            assert MXFP8BlockScaling() in (current_recipe(), storage_recipe())
+        assert current_recipe() is None and storage_recipe() is None
+
+
+def test_the_outermost_region_decides_the_reduction_group() -> None:
+    outer, inner = object(), object()  # never reduced over: nothing runs under delayed scaling
+    with autocast(amax_reduction_group=outer), autocast(amax_reduction_group=outer), autocast():  # type: ignore[arg-type]
+        pass
+    for group in (None, outer):
+        with (
+            autocast(enabled=False, amax_reduction_group=group),  # type: ignore[arg-type]
+            pytest.raises(ValueError, match="amax_reduction_group is not that of the outermost autocast region"),
+            autocast(amax_reduction_group=inner),  # type: ignore[arg-type]
+        ):
+            pass
+    assert current_recipe() is None
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Float8CurrentScaling(fp8_format="E4M3"), "fp8_format is 'E4M3'; allowed: Format.E4M3, Format.HYBRID"),
+        (lambda: Recipe.from_dict({"recipe": "current", "fp8_format": "E3M4"}), "fp8_format is 'E3M4'; allowed"),
+        (lambda: Recipe.from_json("[1]"), r"a recipe is \[1\]; allowed: an object"),
+        (lambda: DelayedScaling(margin="1"), "margin is '1'; allowed: an integer"),
+        (lambda: DelayedScaling(amax_history_len=16.5), "amax_history_len is 16.5; allowed: a positive integer"),
+        (lambda: DelayedScaling(amax_history_len=0), "amax_history_len is 0; allowed: a positive integer"),
+    ],
+)
+def test_a_field_that_is_not_allowed_is_named(make: Callable[[], Recipe], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
 
 
 def test_backward_uses_the_recipe_of_its_forward() -> None:

@@ -22,7 +22,7 @@ from te_models.layers import (
     quantized_model_init,
     recipe,
 )
-from te_models.layers.quantized_tensor import rebuild_quantized
+from te_models.layers.tensor_classes import rebuild_quantized
 from tests.layers.bits import same_bits, weight_quantizers
 
 FORMATS = weight_quantizers()
@@ -166,6 +166,15 @@ def test_torch_save_is_read_with_weights_only(quantized: QuantizedTensor) -> Non
 
 def test_pickle_round_trip(quantized: QuantizedTensor) -> None:
     assert same_bits(pickle.loads(pickle.dumps(quantized)), quantized)
+
+
+def test_shared_memory_holds_every_field(quantized: QuantizedTensor) -> None:
+    """torch's own way reaches for a storage that the wrapper does not have, and the process dies."""
+    before = quantized.clone()
+    assert not quantized.is_shared()
+    assert quantized.share_memory_() is quantized
+    assert quantized.is_shared() and all(field.is_shared() for field in quantized.fields.values())
+    assert same_bits(quantized, before)
 
 
 def test_a_view_is_not_saved_with_half_of_its_meaning() -> None:

@@ -14,7 +14,7 @@ FOLDERS = {
 }
 """Folder: import name, in the order in which they may import each other."""
 LEAVES = {"te_models.config", "te_models.extras", "te_models.memory"}
-"""Modules that import nothing of the project and that every folder may import."""
+"""Modules and packages that import nothing else of the project and that every folder may import."""
 
 
 def pyproject() -> dict:

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 from te_models import GPTModel, ModelConfig, MoELayer, TransformerLayer
 from te_models.layers import DotProductAttention, autocast, set_rounding_seed
-from te_models.layers.quantized_module import quantized_modules
+from te_models.layers.whole_model import quantized_modules
 from tests.layers.matrix_recipes import NAMES, build_stored, fresh
 from tests.te_models.configs import one_layer, tiny, tiny_moe, token_ids
 

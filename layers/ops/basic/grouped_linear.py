@@ -13,7 +13,7 @@ from ...dense_gemms import HIGH_PRECISION, GemmOptions
 from ...grouped_gemms import bias_rows_gradient, grouped_fprop, grouped_gradients, stacked
 from ...grouped_linear import GroupedLinear as GroupedLinearModule
 from ...linear_function import largest
-from ...module import autocast_dtype
+from ...module import autocast_dtype, require_floating
 from ...quantized_module import LiveState
 from ...quantized_tensor import QuantizedTensor
 from ...recipe import GemmQuantizers
@@ -68,6 +68,7 @@ class GroupedLinear(BasicOperation, GroupedLinearModule):
         cached, _, recorded, *tensors = call.tensors
         constants: GroupedConstants = call.constants
         weights, biases = call.parameters[: constants.weights], call.parameters[constants.weights :]
+        require_floating(x.dtype)
         matrix = x.to(constants.dtype or x.dtype)
         if recorded is not None:
             raise_(recorded, rows.amax(matrix))

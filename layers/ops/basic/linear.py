@@ -14,7 +14,7 @@ from ...gemm_module import GemmModule
 from ...handover import input_quantizer
 from ...kept import Kept
 from ...linear_function import largest
-from ...module import InitMethod, autocast_dtype, default_init_method, empty_parameter
+from ...module import InitMethod, autocast_dtype, default_init_method, empty_parameter, require_floating
 from ...quantized_module import LiveState
 from ...quantized_storage import QuantizedStorage
 from ...quantized_tensor import QuantizedTensor
@@ -104,6 +104,7 @@ class BasicLinear(GemmModule, BasicOperation):
         """Return the forward pass with a bias [out_features] in the epilogue of the GEMM."""
         (weight,), (cached, _, recorded, *live) = call.parameters, call.tensors
         how = call.constants.how
+        require_floating(x.dtype)
         dtype = call.constants.dtype or x.dtype
         rows: Tensor | QuantizedStorage
         if isinstance(x, QuantizedRows) and x.storage.quantizer.FORMAT != how.quantizers.input.FORMAT:

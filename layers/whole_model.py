@@ -1,0 +1,55 @@
+"""What is asked of, or done to, all layers of a model that recipes apply to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from .quantized_module import QuantizedModule
+
+
+def quantized_modules(model: nn.Module) -> Iterator[tuple[str, QuantizedModule]]:
+    """Yield the layers of a model that recipes apply to, with their qualified names."""
+    return ((name, m) for name, m in model.named_modules() if isinstance(m, QuantizedModule))
+
+
+def name_modules(model: nn.Module) -> None:
+    """Tell every layer its qualified name in `model`, for per-module rules, custom recipes and statistics."""
+    for name, module in quantized_modules(model):
+        module.name = name
+
+
+def cache_weights(model: nn.Module) -> None:
+    """Quantize every weight once, under the recipe in force, for micro-batches that run, compiled or not, under
+    `microbatch(first=False)`. Call it inside `autocast`, again after each optimizer step."""
+    for _, module in quantized_modules(model):
+        for weights, gemm in module.gemm_weights():
+            module.cached_weight(weights, True, gemm)
+
+
+def set_rounding_seed(model: nn.Module, seed: int) -> None:
+    """Seed stochastic rounding: each layer's stream follows from `seed` and its position in the model, and its counter
+    starts again, so equal seeds give equal runs."""
+    for i, (_, module) in enumerate(quantized_modules(model)):
+        module.fp8_rng_state.copy_(torch.tensor([(seed << 20) + i, 0]))
+
+
+def recipe_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return the live state of a model's recipes, by qualified name: what a resumed run needs besides the weights."""
+    found = {}
+    for name, module in quantized_modules(model):
+        for key, value in module.recipe_state().items():
+            found[f"{name}.{key}" if name else key] = value
+    return found
+
+
+def load_recipe_state(model: nn.Module, values: dict[str, Tensor]) -> None:
+    """Take over what `recipe_state` of an equal model returned. ValueError for a name that the model does not have."""
+    modules = dict(quantized_modules(model))
+    for name, value in values.items():
+        owner, _, key = name.rpartition(".")
+        if owner not in modules:
+            raise ValueError(f"the recipe state names {name}, which is not a layer of this model")
+        modules[owner].set_recipe_state({key: value})

@@ -1,0 +1,115 @@
+"""What the verbs of `convert` do: call the conversion with the options, show progress, print what was done."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .parser import emit
+from .progress import byte_progress
+
+
+def run_import(args: argparse.Namespace) -> int:
+    """Hugging Face folder to ours."""
+    from te_models.checkpoints import import_hf
+
+    options = {"storage": args.storage, "allow_requantize": args.allow_requantize, "dequantize": args.dequantize}
+    return _convert(args, import_hf, dtype=_dtype(args), layout=args.layout, **options)
+
+
+def run_export(args: argparse.Namespace) -> int:
+    """Our folder to a Hugging Face one."""
+    from te_models.checkpoints import export_hf
+
+    options = {"family": args.family, "form": args.form, "format": args.format}
+    return _convert(args, export_hf, dtype=_dtype(args), **options)
+
+
+def run_relayout(args: argparse.Namespace) -> int:
+    """Experts grouped or one by one."""
+    from te_models.checkpoints import relayout
+
+    return _convert(args, relayout, layout=args.layout)
+
+
+def run_reshard(args: argparse.Namespace) -> int:
+    """The same tensors in other files."""
+    from te_models.checkpoints import reshard
+
+    return _convert(args, reshard)
+
+
+def run_quantize(args: argparse.Namespace) -> int:
+    """Linear weights stored as a recipe quantizes them."""
+    from te_models.checkpoints import quantize
+    from te_models.layers import recipe
+
+    return _convert(args, quantize, recipe=recipe(args.recipe))
+
+
+def run_dequantize(args: argparse.Namespace) -> int:
+    """Quantized weights as plain ones."""
+    from te_models.checkpoints import dequantize
+
+    return _convert(args, dequantize, dtype=_dtype(args))
+
+
+def run_upcycle(args: argparse.Namespace) -> int:
+    """A dense model as a mixture of experts."""
+    from te_models.checkpoints import upcycle
+
+    options = {"layers": args.layers, "noise_std": args.noise_std, "seed": args.seed, "layout": args.layout}
+    return _convert(args, upcycle, num_experts=args.experts, topk=args.topk, **options)
+
+
+def run_toy(args: argparse.Namespace) -> int:
+    """A small part of a Hugging Face folder."""
+    from te_models.checkpoints import toy
+
+    return _convert(args, toy, layers=args.layers, experts=args.experts)
+
+
+def _dtype(args: argparse.Namespace) -> Any:
+    import torch
+
+    return None if args.dtype is None else getattr(torch, args.dtype)
+
+
+def _convert(args: argparse.Namespace, function: Callable[..., Any], **options: Any) -> int:
+    """Run one conversion with progress and print what it did."""
+    out, start = Path(args.out), time.perf_counter()
+    _check_replaceable(out, force=args.force)
+    with byte_progress(args.verb) as progress:
+        options |= {"overwrite": args.force, "dry_run": args.dry_run, "max_shard_bytes": args.max_shard_size}
+        plan = function(args.source, out, progress=progress, **options)
+    result = {
+        "verb": args.verb,
+        "source": args.source,
+        "out": args.out,
+        "dry_run": args.dry_run,
+        "seconds": round(time.perf_counter() - start, 3),
+        "plan": plan.to_dict(),
+    }
+    did = "would write" if args.dry_run else f"in {result['seconds']:.1f} s wrote"
+    text = f"{did} {out}: {len(plan.outputs)} tensors, {plan.total_bytes / 2**20:.1f} MiB"
+    if plan.carried:
+        text += f"\nkept {len(plan.carried)} tensors that the model does not use"
+    if plan.ignored:
+        text += f"\nleft out {', '.join(plan.ignored[:4])}" + (" ..." if len(plan.ignored) > 4 else "")
+    about = [str(plan)] if args.dry_run else []
+    about += [] if plan.report is None else [str(plan.report)]
+    emit(args, result, "\n".join([*about, text]))
+    return 0
+
+
+def _check_replaceable(out: Path, *, force: bool) -> None:
+    """Only a model folder is ever replaced, whatever the user typed for OUT."""
+    if not out.is_dir() or not any(out.iterdir()):
+        return
+    if not force:
+        raise ValueError(f"{out} exists; --force replaces it")
+    if not (out / "config.json").is_file():
+        raise ValueError(f"{out} is not a model folder, so --force does not replace it")

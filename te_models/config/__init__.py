@@ -1,0 +1,32 @@
+"""The model configuration: one frozen value that says everything about a model's mathematics.
+
+Why one generic configuration: every supported family is a choice of the same few parts (norm, attention, rotary
+embedding, MLP, mixture of experts, residual block), so a family is a value of this class, never a model class.
+Megatron-Core's field names are used where it has one. Alternatives rejected: one class per family (the parts drift
+apart), a flat class (60 fields whose dependencies nobody can check).
+
+A leaf: it imports nothing else of the project, so every folder may read it.
+"""
+
+from .attention import AttentionConfig, MLAConfig, TemperatureConfig
+from .mlp import MLPConfig, MoEConfig, RouterConfig
+from .model import EmbeddingConfig, LayerType, ModelConfig, NormConfig
+from .part import ConfigError, ConfigPart, check
+from .rope import RopeConfig
+
+__all__ = [
+    "AttentionConfig",
+    "ConfigError",
+    "ConfigPart",
+    "EmbeddingConfig",
+    "LayerType",
+    "MLAConfig",
+    "MLPConfig",
+    "MoEConfig",
+    "ModelConfig",
+    "NormConfig",
+    "RopeConfig",
+    "RouterConfig",
+    "TemperatureConfig",
+    "check",
+]

@@ -1,0 +1,154 @@
+"""The whole model: how its parts fit together, its norms and its embedding."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Literal, Self
+
+from .attention import AttentionConfig
+from .mlp import MLPConfig, MoEConfig
+from .part import ConfigError, ConfigPart, check
+from .rope import RopeConfig
+
+LayerType = Literal["full", "sliding", "chunked", "nope"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormConfig(ConfigPart):
+    """Normalisation of the residual stream.
+
+    cast_order is where the product with gamma is rounded for a low-precision input (it decides bf16 bits):
+    "weight_last" `w * x_hat.to(dtype)`, "weight_first" `(w * x_hat).to(dtype)` in float32.
+    """
+
+    normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
+    layernorm_epsilon: float = 1e-5
+    layernorm_zero_centered_gamma: bool = False
+    cast_order: Literal["weight_last", "weight_first"] = "weight_last"
+    has_weight: bool = True
+    bias: bool = False
+
+    def _validate(self) -> None:
+        check(self.layernorm_epsilon > 0, "norm.layernorm_epsilon", self.layernorm_epsilon, "a positive number")
+        check(not (self.bias and self.normalization == "RMSNorm"), "norm.bias", self.bias, "false with RMSNorm")
+        check(self.has_weight or not self.bias, "norm.bias", self.bias, "false when norm.has_weight is false")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingConfig(ConfigPart):
+    """Token embedding and output layer. `multiplier` scales embeddings; "sqrt_hidden_in_weight_dtype" is Gemma's."""
+
+    share_embeddings_and_output_weights: bool = False
+    position_embedding_type: Literal["rope", "learned_absolute", "none"] = "rope"
+    multiplier: float | Literal["sqrt_hidden_in_weight_dtype"] = 1.0
+    logits_multiplier: float = 1.0
+    logits_softcap: float | None = None
+    output_bias: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(ConfigPart):
+    """A GPT or MoE language model.
+
+    Example:
+        ModelConfig(vocab_size=49152, hidden_size=576, num_layers=30, max_position_embeddings=8192,
+                    attention=AttentionConfig(num_attention_heads=9, num_query_groups=3),
+                    mlp=MLPConfig(ffn_hidden_size=1536))
+
+    `block`: "pre" (norm before each sublayer), "post" (after it), "sandwich" (both), "parallel" (attention and MLP
+    side by side, two norms), "parallel_shared_norm" (side by side, one norm). `layer_types` gives one attention kind
+    per layer (None: all "full", or all "sliding" when `attention.window_size` is set); `rope_sliding` replaces `rope`
+    in "sliding" layers (Gemma 3, OLMo 3).
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    max_position_embeddings: int
+    attention: AttentionConfig
+    mlp: MLPConfig
+    norm: NormConfig = field(default_factory=NormConfig)
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    rope_sliding: RopeConfig | None = None
+    moe: MoEConfig | None = None
+    embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)
+    block: Literal["pre", "post", "sandwich", "parallel", "parallel_shared_norm"] = "pre"
+    layer_types: tuple[LayerType, ...] | None = None
+    residual_multiplier: float = 1.0
+    hidden_dropout: float = 0.0
+    init_method_std: float = 0.02
+
+    def _validate(self) -> None:
+        for name in ("vocab_size", "hidden_size", "num_layers", "max_position_embeddings"):
+            check(getattr(self, name) > 0, name, getattr(self, name), "a positive integer")
+        heads = self.attention.num_attention_heads
+        if self.attention.kv_channels is None:
+            check(
+                self.hidden_size % heads == 0,
+                "attention.kv_channels",
+                None,
+                f"a number, because hidden_size = {self.hidden_size} is not a multiple of {heads} heads",
+            )
+            object.__setattr__(self, "attention", self.attention.replace(kv_channels=self.hidden_size // heads))
+        channels = self.attention.kv_channels or 0
+        rotary = round(channels * self.rope.rotary_percent)
+        if self.embedding.position_embedding_type == "rope" and self.attention.mla is None:
+            check(
+                rotary % 2 == 0,
+                "rope.rotary_percent",
+                self.rope.rotary_percent,
+                f"a fraction that rotates an even number of the {channels} head channels",
+            )
+        kind: LayerType = "sliding" if self.attention.window_size is not None else "full"
+        kinds = (kind,) * self.num_layers if self.layer_types is None else self.layer_types
+        object.__setattr__(self, "layer_types", kinds)
+        check(
+            len(kinds) == self.num_layers, "layer_types", kinds, f"one entry for each of the {self.num_layers} layers"
+        )
+        for layer_type, name in (("sliding", "window_size"), ("chunked", "chunk_size")):
+            given = layer_type not in kinds or getattr(self.attention, name) is not None
+            check(given, f"attention.{name}", None, f"a size, because layer_types has {layer_type!r} layers")
+        check(0 <= self.hidden_dropout < 1, "hidden_dropout", self.hidden_dropout, "0 <= p < 1")
+        if self.moe is not None:
+            every = tuple(range(self.num_layers))
+            layers = every if self.moe.layers is None else self.moe.layers
+            ordered = list(layers) == sorted(set(layers)) and set(layers) <= set(every)
+            check(ordered, "moe.layers", layers, f"increasing layer indices below num_layers = {self.num_layers}")
+            object.__setattr__(self, "moe", self.moe.replace(layers=layers))
+
+    def layer_type(self, layer: int) -> LayerType:
+        """The attention kind of layer number `layer` (from 0)."""
+        assert self.layer_types is not None, "filled in by validation"
+        return self.layer_types[layer]
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Whether layer number `layer` (from 0) has experts."""
+        return self.moe is not None and layer in (self.moe.layers or ())
+
+    @property
+    def rope_channels(self) -> int:
+        """Channels per head that `rope.rotary_percent` counts: all of them, with `attention.mla` the rotated part."""
+        mla = self.attention.mla
+        assert self.attention.kv_channels is not None, "filled in by validation"
+        return self.attention.kv_channels if mla is None else mla.qk_pos_emb_head_dim
+
+    def rope_of(self, layer: int) -> RopeConfig | None:
+        """The rotary embedding of layer number `layer`; None where the layer has no position encoding."""
+        kind = self.layer_type(layer)
+        if self.embedding.position_embedding_type != "rope" or kind == "nope":
+            return None
+        return self.rope_sliding if kind == "sliding" and self.rope_sliding is not None else self.rope
+
+    def to_json(self) -> str:
+        """Return the configuration as indented JSON with sorted keys; `from_json` restores an equal value."""
+        return json.dumps(self.to_dict(), indent=2, sort_keys=True, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Rebuild from `to_json`; malformed JSON raises ConfigError."""
+        try:
+            values = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"the model configuration is not valid JSON: {error}") from None
+        return cls.from_dict(values)
