@@ -52,7 +52,7 @@ class Checkpoint:
         quantized: what a Hugging Face folder declares about quantization, and where; None: it is not quantized.
     """
 
-    def __init__(self, path: Path, storage: str | None = None) -> None:
+    def __init__(self, path: Path, storage: str | None = None, *, any_storage: bool = False) -> None:
         if not path.is_dir():
             raise CheckpointError(f"{path} is not a folder")
         values = read_object(plain_file(path, CONFIG), f"{path}/{CONFIG}")
@@ -73,12 +73,12 @@ class Checkpoint:
         self.store: Store = self.files
         self.quantized: QuantizedFiles | None = None
         try:
-            self._check(declaration, storage)
+            self._check(declaration, storage, any_storage)
         except BaseException:
             self.close()
             raise
 
-    def _check(self, declaration: Declaration | None, storage: str | None) -> None:
+    def _check(self, declaration: Declaration | None, storage: str | None, any_storage: bool) -> None:
         if self.layout is not None:
             stored: dict[str, Description] = {}
             for file, metadata in self.files.metadata.items():
@@ -86,11 +86,15 @@ class Checkpoint:
             self.formats = grouped_formats(self.config, self.layout, stored)
         elif self.source is not None:
             family = FAMILIES[self.family or ""]
-            form = family.form_of(self.config, self.files.tensors)
+            suffix = "" if declaration is None else declaration.format.data.suffix
+            form = family.form_of(self.config, {name.removesuffix(suffix) for name in self.files.tensors})
             self.source = replace(self.source, form=form)
             if declaration is not None:
                 plain = family.namespace(self.config, form)
-                self.quantized = open_quantized(self.files, plain, declaration, storage=storage, where=str(self.path))
+                where = str(self.path)
+                self.quantized = open_quantized(
+                    self.files, plain, declaration, storage=storage, any_storage=any_storage, where=where
+                )
                 self.store, self.formats = self.quantized.store, self.quantized.found.formats
         match_tensors(self.tensors, self.namespace.stored, where=str(self.path), unused=self.unused)
 
@@ -185,11 +189,14 @@ class Checkpoint:
         load_params(self.store, self.namespace, self.config, self.formats, params, rank=rank, ranks=ranks)
 
 
-def open_checkpoint(path: str | os.PathLike[str], *, storage: str | None = None) -> Checkpoint:
+def open_checkpoint(
+    path: str | os.PathLike[str], *, storage: str | None = None, any_storage: bool = False
+) -> Checkpoint:
     """Open a checkpoint folder, or download the model of a hub id (`org/name`, `org/name@revision`) and open that.
 
     Reads config.json and headers and checks that they fit each other, no tensor data (but the scales of matrices that
     have one for all of their numbers). storage: which of our forms a quantized Hugging Face folder is read as, or
-    "values"; None: the first that its format has.
+    "values"; None: the first that its format has. any_storage: one that its format does not have is allowed, too, and
+    read as values (`quantized.wanted` then says what to make of them).
     """
-    return Checkpoint(local_folder(path), storage)
+    return Checkpoint(local_folder(path), storage, any_storage=any_storage)

@@ -27,10 +27,13 @@ from .formats.source import VALUES
 from .hf_config import choose_family, export_config, weight_dtype
 from .import_quantized import plan_quantized_import
 from .meter import Progress
+from .moved_report import moved_report
 from .naming import ExpertLayout, check_layout
 from .output_folder import write_conversion
 from .plan import Plan, make_plan
 from .shards import MAX_SHARD_BYTES
+from .store import Store
+from .stored_values import as_values
 from .strict_json import dump_object
 from .te_folder import Source, TEFolder
 from .te_namespace import formats_in_layout, te_namespace
@@ -58,14 +61,17 @@ def import_hf(
         dtype: convert the weights to it; None keeps the bits.
         layout: expert layout of the result.
         storage: the form in which quantized weights are stored, where their format has several exact ones ("mxfp8" for
-            128x128 blocks whose scales are powers of two); None: the format's own.
+            128x128 blocks whose scales are powers of two, "nvfp4" for MXFP4); with allow_requantize any form ("float8",
+            "float8_block", "mxfp8", "nvfp4"); None: the format's own.
         allow_requantize: quantize anew what cannot be taken over exactly, and add the columnwise copies that training
             needs to formats that scale along rows only.
         dequantize: store the values of quantized weights.
     """
     check_layout(layout)
     with ExitStack() as stack:
-        ckpt = stack.enter_context(open_checkpoint(src, storage=VALUES if dequantize else storage))
+        ckpt = stack.enter_context(
+            open_checkpoint(src, storage=VALUES if dequantize else storage, any_storage=allow_requantize)
+        )
         if ckpt.kind != "hf":
             raise CheckpointError(f"{src} is already a te_models folder; relayout changes its expert layout")
         wanted = as_torch_dtype(dtype)
@@ -107,6 +113,8 @@ def export_hf(
     family: str | None = None,
     form: str | None = None,
     format: str | None = None,
+    allow_requantize: bool = False,
+    dequantize: bool = False,
     dtype: torch.dtype | str | None = None,
     overwrite: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -120,13 +128,14 @@ def export_hf(
         form: which of the family's forms to write; None means the one that the model came from, or the published one.
         format: the format of quantized weights, a key of `formats.WRITABLE`; None: the one that they came from, or the
             first that holds them.
+        allow_requantize: quantize anew what the format cannot take over.
+        dequantize: write the values of quantized weights.
         dtype: convert the weights to it; None keeps the bits.
     """
     with open_checkpoint(src) as ckpt:
         if ckpt.kind != "te_models":
             raise CheckpointError(f"{src} is already a Hugging Face folder")
-        if format is not None and not ckpt.formats:
-            raise CheckpointError(f"{src} has no quantized weights to write as {format}; quantize it first")
+        _check_choice(ckpt, format, allow_requantize=allow_requantize, dequantize=dequantize)
         target = choose_family(ckpt.config, ckpt.source, family)
         target.write_config(ckpt.config)  # raises if the family cannot express the model
         if form is None and ckpt.source is not None and ckpt.source.family == target.model_type:
@@ -135,30 +144,34 @@ def export_hf(
         hf = ckpt.source.config if ckpt.source is not None else {}
         carried = names_in_export(ckpt.carried, hf, target, namespace.stored)
         wanted, extra = as_torch_dtype(dtype), {}
-        if ckpt.formats:
-            export = plan_quantized_export(ckpt, namespace, format, wanted, carried)
-            plan = export.plan
+        store: Store = ckpt.store
+        if ckpt.formats and not dequantize:
+            export = plan_quantized_export(ckpt, namespace, format, wanted, carried, allow_requantize=allow_requantize)
+            plan, store = export.plan, export.store
             config = export_config(ckpt.config, ckpt.source, target, weight_dtype(export.plain))
             if export.config is not None:
                 config = config | {"quantization_config": dict(export.config)}
             if export.separate is not None:
                 extra[SEPARATE] = dump_object(dict(export.separate))
         else:
+            store = as_values(ckpt, ckpt.formats)
             plan = make_plan(
-                ckpt.tensors,
-                ckpt.namespace,
+                store.tensors,
+                te_namespace(ckpt.config, ckpt.layout or "grouped"),
                 namespace,
                 where=str(src),
                 dtype=wanted,
                 unused=ckpt.unused,
                 carried=carried,
             )
+            plan = replace(plan, report=moved_report(plan, store.tensors, values=store.formats))
             config = export_config(ckpt.config, ckpt.source, target, weight_dtype(plan))
         return write_conversion(
             ckpt,
             Path(dst),
             plan,
             dump_object(config),
+            store=store,
             extra=extra,
             overwrite=overwrite,
             max_shard_bytes=max_shard_bytes,
@@ -196,6 +209,15 @@ def relayout(
             progress=progress,
             dry_run=dry_run,
         )
+
+
+def _check_choice(ckpt: Checkpoint, format: str | None, *, allow_requantize: bool, dequantize: bool) -> None:
+    """Raise CheckpointError for options of an export that contradict the folder or each other."""
+    if not ckpt.formats and (format is not None or allow_requantize or dequantize):
+        as_what = "dequantize" if dequantize else "requantize" if format is None else f"write as {format}"
+        raise CheckpointError(f"{ckpt.path} has no quantized weights to {as_what}; quantize it first")
+    if dequantize and (allow_requantize or format is not None):
+        raise CheckpointError("dequantized weights are written as values: choose no format and no requantizing")
 
 
 def source_of(ckpt: Checkpoint) -> Source | None:

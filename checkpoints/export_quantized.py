@@ -6,8 +6,7 @@ differently (packed, in another dtype, its inverse) the part is encoded on the w
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,36 +14,36 @@ import torch
 
 from te_models.layers.quantizer import Quantizer
 
-from .boxes import Shape
 from .checkpoint import Checkpoint
-from .dtypes import dtype_name, torch_dtype
+from .conversion_report import ConversionReport
+from .dtypes import dtype_name
+from .encoded_outputs import Encoder
 from .errors import CheckpointError
-from .export_report import export_report
-from .formats import Declaration, WeightFormat, encode, format_fitting, format_named, hf_config_of, parse
+from .export_report import add_moved
+from .export_requantized import requantized_outputs
+from .fitting import too_wide_parameters, uneven_parameters
+from .formats import Declaration, WeightFormat, format_fitting, format_named, hf_config_of, parse
 from .formats.details import activation_scales
-from .formats.format import Part
 from .formats.namespace import FieldNamespace, field_namespace, upright
-from .formats.views import field_blocks
 from .links import Namespace
-from .move import cut_pieces, fill_tensor
 from .parameters import Parameters
 from .plan import Output, Plan, make_plan
-from .quantized_format import SUFFIXES, describe, quantizer_of
+from .quantized_format import describe, quantizer_of
 from .store import Store
+from .stored_values import as_values
 from .te_namespace import te_namespace
-
-_BAND = 1 << 22
 
 
 @dataclass(frozen=True)
 class QuantizedExport:
     """A plan, what config.json says about quantization (None: nothing), and hf_quant_config.json (None: no such file).
 
-    plain: the part of the plan that is not quantized.
+    plain: the part of the plan that is not quantized. store: what the plan reads.
     """
 
     plan: Plan
     plain: Plan
+    store: Store
     config: Mapping[str, Any] | None
     separate: Mapping[str, Any] | None
 
@@ -55,31 +54,72 @@ def plan_quantized_export(
     wanted: str | None,
     dtype: torch.dtype | None,
     carried: Mapping[str, str],
+    *,
+    allow_requantize: bool = False,
 ) -> QuantizedExport:
     """Plan the export of `ckpt`, a quantized folder of ours.
 
     Arguments:
         plain: how the family's files store the model in high precision.
         wanted: name of the format; None: the one it came from, or else the first that takes its weights.
+        allow_requantize: quantize anew what the format cannot take over.
     """
     quantizers = {name: quantizer_of(name, meta)[0] for name, meta in ckpt.formats.items()}
     original = _original(ckpt)
-    weight_format, declaration = _choose(set(quantizers.values()), original, wanted)
+    weight_format, declaration = _choose(set(quantizers.values()), original, wanted, allow_requantize)
     weights = {link.stored for link in plain.links if link.name in quantizers}
     plain = upright(plain, weights)
     _check_columns(plain, weights, weight_format)
-    logical = quantizer_of("", next(iter(ckpt.formats.values())))[1]
-    found = field_namespace(plain, weights, weight_format, quantizers, logical, lambda a, b: True)
-    if found.inexact:
-        name, why = next(iter(found.inexact.items()))
-        raise CheckpointError(
-            f"{name} of {ckpt.path} cannot be written as {weight_format.name}: {why}; dequantize the folder first"
+    anew = {name: "" for name, q in quantizers.items() if not (weight_format.takes(q) or weight_format.takes_even(q))}
+    while True:
+        moved = _move(ckpt, plain, weights, weight_format, quantizers, anew, dtype, carried)
+        uneven = moved.found.inexact or uneven_parameters(
+            moved.store, moved.plan, moved.found, weight_format, quantizers
         )
-    rowwise = {name: _rowwise(ckpt, name) for name in ckpt.formats}
+        if allow_requantize and not uneven:
+            uneven = too_wide_parameters(moved.store, moved.plan, moved.found, weight_format)
+        if not uneven:
+            break
+        if not allow_requantize:
+            name, why = next(iter(uneven.items()))
+            raise CheckpointError(
+                f"{name} of {ckpt.path} cannot be written as {weight_format.name}: {why}; choose another format, or "
+                "--allow-requantize, or --dequantize"
+            )
+        anew |= uneven
+    return _complete(ckpt, plain, weights, weight_format, declaration, quantizers, anew, moved)
+
+
+@dataclass(frozen=True)
+class _Moved:
+    """The plan that moves the fields of parameters which a format takes over, and all others as values."""
+
+    plan: Plan
+    found: FieldNamespace
+    store: Store
+    source: Namespace
+    rowwise: Mapping[str, Mapping[str, Any]]
+
+
+def _move(
+    ckpt: Checkpoint,
+    plain: Namespace,
+    weights: set[str],
+    weight_format: WeightFormat,
+    quantizers: Mapping[str, Quantizer],
+    anew: Mapping[str, str],
+    dtype: torch.dtype | None,
+    carried: Mapping[str, str],
+) -> _Moved:
+    logical = quantizer_of("", next(iter(ckpt.formats.values())))[1]
+    kept = {name: quantizer for name, quantizer in quantizers.items() if name not in anew}
+    found = field_namespace(plain, weights, weight_format, kept, logical, lambda a, b: True)
+    store: Store = as_values(ckpt, [*anew, *found.inexact], torch.float32)
+    rowwise = {name: _rowwise(ckpt, name) for name in found.formats}
     source = te_namespace(ckpt.config, ckpt.layout or "grouped", rowwise)
-    copies = {name for name in ckpt.tensors if name not in source.stored and name in ckpt.namespace.stored}
-    moved = make_plan(
-        ckpt.tensors,
+    copies = {name for name in store.tensors if name not in source.stored and name in ckpt.namespace.stored}
+    plan = make_plan(
+        store.tensors,
         source,
         found.namespace,
         where=str(ckpt.path),
@@ -87,26 +127,59 @@ def plan_quantized_export(
         unused=ckpt.unused | copies,
         carried=carried,
     )
+    return _Moved(plan, found, store, source, rowwise)
+
+
+def _complete(
+    ckpt: Checkpoint,
+    plain: Namespace,
+    weights: set[str],
+    weight_format: WeightFormat,
+    declaration: Declaration | None,
+    quantizers: Mapping[str, Quantizer],
+    anew: Mapping[str, str],
+    moved: _Moved,
+) -> QuantizedExport:
+    """Return the export whose quantized weights are encoded from fields, or quantized from values (`anew`)."""
+    found, store = moved.found, moved.store
     details = ckpt.source.quantization if declaration is not None and ckpt.source is not None else None
-    exporter = _Exporter(ckpt.store, weight_format, found, quantizers, details or {})
-    outputs = exporter.outputs(moved, sorted(weights))
-    left_out = moved.ignored
+    exporter = Encoder(store, weight_format, found, quantizers, details or {})
+    report = ConversionReport()
+    params = Parameters(store, moved.source, ckpt.config, moved.rowwise, "grouped")
+    by_weight = exporter.outputs(
+        moved.plan, sorted(weights - {link.stored for link in plain.links if link.name in anew})
+    )
+    plain_by_name = {output.name: output for output in moved.plan.outputs}
+    lines = {n: report.add(n, "requantized", str(ckpt.formats[n]["format"]), weight_format.name) for n in anew}
+    for link in plain.links:
+        if link.name in anew and link.stored not in by_weight:
+            by_weight[link.stored] = requantized_outputs(
+                store,
+                weight_format,
+                plain_by_name[link.stored],
+                exporter.in_shape_1,
+                lambda: params.threads.map,
+                lines[link.name].note,
+            )
+    outputs = [output for weight in sorted(weights) for output in by_weight[weight]]
+    left_out = moved.plan.ignored
     if details is not None:
-        scales, taken = activation_scales(details), {output.name for output in (*outputs, *moved.outputs)}
+        scales, taken = activation_scales(details), {output.name for output in (*outputs, *moved.plan.outputs)}
         kept = [name for name in scales if _is_of(name, weights) and name not in taken]
         outputs += [_constant(name, scales[name]) for name in kept]
         left_out += tuple(name for name in scales if name not in kept)
-    plain_outputs = [o for o in moved.outputs if o.name not in found.fields and o.name not in moved.carried]
-    outputs += [output for output in moved.outputs if output.name in moved.carried]
-    amaxes = Parameters(ckpt.store, source, ckpt.config, rowwise, "grouped").entry
-    report = export_report(ckpt, found, weight_format, plain_outputs, exporter.encoded, exporter.imported, amaxes)
+    others = [o for o in moved.plan.outputs if o.name not in found.fields and o.name not in weights]
+    plain_outputs = [output for output in others if output.name not in moved.plan.carried]
+    outputs += [output for output in others if output.name in moved.plan.carried]
+    add_moved(report, ckpt, found, weight_format, plain_outputs, exporter.encoded, exporter.imported, params.entry)
     if declaration is not None:
         config, separate = declaration.config, declaration.separate
     else:
         config, separate = hf_config_of(weight_format, _plain_modules(plain, weights))
     return QuantizedExport(
-        replace(moved, outputs=(*plain_outputs, *outputs), ignored=left_out, report=report),
+        replace(moved.plan, outputs=(*plain_outputs, *outputs), ignored=left_out, report=report),
         Plan(tuple(plain_outputs)),
+        store,
         config,
         separate,
     )
@@ -120,15 +193,16 @@ def _original(ckpt: Checkpoint) -> Declaration | None:
 
 
 def _choose(
-    quantizers: set[Quantizer], original: Declaration | None, wanted: str | None
+    quantizers: set[Quantizer], original: Declaration | None, wanted: str | None, allow_requantize: bool
 ) -> tuple[WeightFormat, Declaration | None]:
     """Return the format to write, and the original declaration if that is what it says."""
     if original is not None and wanted in (None, original.format.name):
-        if all(map(original.format.takes, quantizers)):
+        taken = all(original.format.takes(q) or original.format.takes_even(q) for q in quantizers)
+        if taken or (wanted is not None and allow_requantize and original.format.storages):
             return original.format, original
-        if wanted is None:
-            return format_fitting(quantizers), None
-    return (format_fitting(quantizers) if wanted is None else format_named(wanted, quantizers)), None
+    if wanted is None:
+        return format_fitting(quantizers), None
+    return format_named(wanted, quantizers, allow_requantize=allow_requantize), None
 
 
 def _check_columns(plain: Namespace, weights: set[str], weight_format: WeightFormat) -> None:
@@ -161,81 +235,3 @@ def _is_of(scale: str, weights: set[str]) -> bool:
 
 def _constant(name: str, value: torch.Tensor) -> Output:
     return Output(name, dtype_name(value.dtype), tuple(value.shape), compute=lambda: [value])
-
-
-class _Exporter:
-    """The outputs of quantized weights, from the plan that moves their fields."""
-
-    def __init__(
-        self,
-        store: Store,
-        weight_format: WeightFormat,
-        found: FieldNamespace,
-        quantizers: Mapping[str, Quantizer],
-        details: Mapping[str, Any],
-    ) -> None:
-        self._store, self._format, self._found, self._details = store, weight_format, found, details
-        self.imported: Mapping[str, float] | None = details.get("numbers")
-        self._quantizer = {link.stored: quantizers[name] for name, link in _owners(found, quantizers)}
-        self.encoded: set[str] = set()
-
-    def outputs(self, moved: Plan, weights: list[str]) -> list[Output]:
-        """Return them weight by weight."""
-        fields = {output.name: output for output in moved.outputs if output.name in self._found.fields}
-        outputs = []
-        for weight in weights:
-            shape = self._shape(fields, weight)
-            for part in self._format.parts:
-                name = weight + part.suffix
-                carrier = self._found.repeats.get(name, name)
-                outputs.append(self._output(name, carrier, fields[carrier], part, shape))
-        return outputs
-
-    def _shape(self, fields: Mapping[str, Output], weight: str) -> Shape:
-        data = fields[weight + self._format.data.suffix]
-        packed = field_blocks(self._quantizer[data.name])["data"]
-        assert packed is not None, "data has an entry per element or per pair"
-        return (*data.shape[:-1], data.shape[-1] * packed[1])
-
-    def _output(self, name: str, carrier: str, field: Output, part: Part, weight: Shape) -> Output:
-        shapes = part.shapes(weight)
-        one = self._details.get("ones", {}).get(part.suffix, part.one) if len(shapes) == 2 else False
-        shape = shapes[1] if one else shapes[0]
-        dtype = self._details.get("dtypes", {}).get(part.suffix, part.dtypes[0])
-        block = field_blocks(self._quantizer[carrier])[part.field]
-        repeat = 1 if part.block is None or block is None else max(1, block[0] // part.block[0])
-        convert = encode.encoder(part, self._format.element, field.dtype, dtype, name, self.imported)
-        if convert is None and (shape, dtype, repeat) == (field.shape, field.dtype, 1):
-            return replace(field, name=name)
-        self.encoded.add(name)
-        compute = _encoded(self._store, field, convert, repeat, weight[-2])
-        variant = f"{self._format.name} {part.suffix}"
-        return Output(name, dtype, shape, field.pieces, compute, variant)
-
-
-def _owners(found: FieldNamespace, quantizers: Mapping[str, Quantizer]) -> Iterator[tuple[str, Any]]:
-    """Pairs (parameter, link) for every link of a field."""
-    fields = {name + suffix: name for name in quantizers for suffix in SUFFIXES.values()}
-    return ((fields[link.name], link) for link in found.namespace.links if link.name in fields)
-
-
-def _encoded(
-    store: Store, field: Output, convert: Callable[[torch.Tensor], torch.Tensor] | None, repeat: int, rows: int
-) -> Callable[[], Iterator[torch.Tensor]]:
-    """Return the function that reads a field band after band of its first dimension and encodes it."""
-
-    def compute() -> Iterator[torch.Tensor]:
-        first = field.shape[0] if field.shape else 1
-        step = max(1, _BAND // max(1, math.prod(field.shape[1:])))
-        for begin in range(0, first, step):
-            end = min(first, begin + step)
-            shape = (end - begin, *field.shape[1:]) if field.shape else ()
-            band = torch.empty(shape, dtype=torch_dtype(field.dtype))
-            pieces = list(cut_pieces(field.pieces, 0, begin, end)) if field.shape else field.pieces
-            fill_tensor(store, pieces, band)
-            if repeat > 1:
-                stop = rows - begin * repeat if len(field.shape) == 2 else rows
-                band = band.repeat_interleave(repeat, -2)[..., :stop, :]
-            yield band if convert is None else convert(band)
-
-    return compute

@@ -16,7 +16,8 @@ from .quantized_format import SUFFIXES, quantizer_of
 _AMAX = SUFFIXES["rowwise_amax"]
 
 
-def export_report(
+def add_moved(
+    report: ConversionReport,
     ckpt: Checkpoint,
     found: FieldNamespace,
     weight_format: WeightFormat,
@@ -24,17 +25,17 @@ def export_report(
     encoded: Collection[str],
     imported: Mapping[str, float] | None,
     amaxes: Callable[[str], torch.Tensor],
-) -> ConversionReport:
-    """Return the report of an export: what quantized parameters become, then the plain ones.
+) -> None:
+    """Report the quantized parameters that a format takes over, then the plain ones.
 
     encoded: the tensors of the format that are computed, not moved. imported: see `encode.written_number`. amaxes:
     reads a parameter's amaxes by the name of their entry.
     """
-    report = ConversionReport()
     owners = {link.stored: link.name for link in found.namespace.links}
     inexact = _number_errors(found, weight_format, imported, amaxes)
     computed = {owners[name] for name in encoded if name in owners}
-    for name, meta in ckpt.formats.items():
+    for name in found.formats:
+        meta = ckpt.formats[name]
         kind: Kind = "re-encoded exact" if any(name + s in computed for s in SUFFIXES.values()) else "exact"
         copies = len(quantizer_of(name, meta)[0].stored_usages())
         what = str(meta["format"]) + (" rowwise copy" if copies > 1 else "")
@@ -46,7 +47,6 @@ def export_report(
     for output in plain:
         dtypes = " and ".join(sorted({ckpt.tensors[piece.source].dtype for piece in output.pieces}))
         report.add(owners[output.name], "exact" if dtypes == output.dtype else "converted", dtypes, output.dtype)
-    return report
 
 
 def _number_errors(

@@ -14,6 +14,7 @@ from .checkpoint import Checkpoint
 from .conversion_report import ConversionReport, Kind
 from .errors import CheckpointError
 from .formats.source import QuantizedFiles
+from .mxfp4_as_nvfp4 import SpanError, nvfp4_outputs
 from .naming import ExpertLayout, expected_tensors, is_linear_weight
 from .parameters import Parameters
 from .plan import Output, Plan, make_plan
@@ -38,9 +39,25 @@ def plan_quantized_import(
     """
     quantized = ckpt.quantized
     assert quantized is not None, "called for quantized folders"
-    exact = dict(quantized.found.formats)
-    anew = {name: why for name, why in quantized.found.inexact.items() if values is not None and is_linear_weight(name)}
-    refused = {name: why for name, why in quantized.found.inexact.items() if name not in anew}
+    logical = dtype or quantized.dtype
+    exact = {name: describe(quantizer_of(name, meta)[0], logical) for name, meta in quantized.found.formats.items()}
+    moved = make_plan(
+        ckpt.tensors,
+        ckpt.namespace,
+        te_namespace(ckpt.config, layout, exact),
+        where=str(ckpt.path),
+        dtype=dtype,
+        unused=ckpt.unused,
+        carried=our_names(ckpt.carried),
+        one_dtype=True,
+    )
+    made: dict[str, list[Output]] = {}
+    inexact = dict(quantized.found.inexact)
+    if quantized.wanted is not None and exact:
+        made, spans = _as_nvfp4(ckpt, moved, layout, exact)
+        inexact |= spans
+    anew = {name: why for name, why in inexact.items() if values is not None and is_linear_weight(name)}
+    refused = {name: why for name, why in inexact.items() if name not in anew}
     if refused and values is None and not dequantize:
         name, why = next(iter(refused.items()))
         more = f" ({len(refused)} such parameters)" if len(refused) > 1 else ""
@@ -48,23 +65,14 @@ def plan_quantized_import(
             f"{name} cannot take over the numbers of {ckpt.path} ({quantized.format.name}) exactly: {why}{more}; "
             "--allow-requantize quantizes such weights anew, --dequantize stores values"
         )
-    logical = dtype or quantized.dtype
-    rowwise = {name: describe(quantizer_of(name, meta)[0], logical) for name, meta in exact.items()}
-    formats = rowwise
+    exact = {name: meta for name, meta in exact.items() if name not in inexact}
+    if quantized.wanted is not None:
+        exact = {name: describe(quantized.wanted, logical) for name in exact}
+    formats = exact
     if values is not None:
         formats = {name: describe(_with_copies(quantizer_of(name, m)[0]), logical) for name, m in exact.items()}
         formats |= {name: describe(_nearest(quantized), logical) for name in anew}
-    moved = make_plan(
-        ckpt.tensors,
-        ckpt.namespace,
-        te_namespace(ckpt.config, layout, rowwise),
-        where=str(ckpt.path),
-        dtype=dtype,
-        unused=ckpt.unused,
-        carried=our_names(ckpt.carried),
-        one_dtype=True,
-    )
-    importer = _Importer(ckpt, quantized, values, layout, formats, set(exact))
+    importer = _Importer(ckpt, quantized, values, layout, formats, set(exact), made)
     outputs = importer.outputs(moved)
     stored_formats = formats_in_layout(ckpt.config, layout, formats)
     ignored = moved.ignored if quantized.quantizer is not None else (*moved.ignored, *quantized.activations)
@@ -82,10 +90,12 @@ class _Importer:
         layout: ExpertLayout,
         formats: dict[str, Description],
         exact: set[str],
+        made: dict[str, list[Output]],
     ) -> None:
         self.report = ConversionReport()
         self._ckpt, self._quantized = ckpt, quantized
         self._layout: ExpertLayout = layout
+        self._made = made
         self._formats = formats_in_layout(ckpt.config, layout, formats)
         self._exact = set(formats_in_layout(ckpt.config, layout, {name: formats[name] for name in exact}))
         self._factor_error = quantized.factor_error() if exact else 0.0
@@ -113,17 +123,22 @@ class _Importer:
     def _taken(self, name: str, shape: Shape, fields: dict[str, Output]) -> list[Output]:
         meta, source = self._formats[name], self._quantized.format.name
         kind: Kind = "exact"
-        if any(not self._quantized.store.can_read_bytes(p.source) for output in fields.values() for p in output.pieces):
+        if name in self._made:
+            kind = "re-encoded exact"
+        elif any(
+            not self._quantized.store.can_read_bytes(p.source) for output in fields.values() for p in output.pieces
+        ):
             kind = "re-encoded" if self._factor_error else "re-encoded exact"
         line = self.report.add(name, kind, source, meta["format"])
         if kind == "re-encoded":
             line.relative = True
             line.note(self._factor_error)
+        taken = self._made.get(name, list(fields.values()))
         quantizer = quantizer_of(name, meta)[0]
         if len(quantizer.stored_usages()) == 1:
-            return list(fields.values())
+            return taken
         columnwise = describe(quantizer.with_usage(rowwise=False, columnwise=True), quantizer_of(name, meta)[1])
-        return [*fields.values(), *self._anew(name, shape, columnwise, " columnwise copy")]
+        return [*taken, *self._anew(name, shape, columnwise, " columnwise copy")]
 
     def _anew(self, name: str, shape: Shape, meta: Description, what: str = "") -> list[Output]:
         assert self._values is not None, "quantizing anew has been allowed"
@@ -140,9 +155,29 @@ class _Importer:
         return output
 
 
+def _as_nvfp4(
+    ckpt: Checkpoint, moved: Plan, layout: ExpertLayout, formats: dict[str, Description]
+) -> tuple[dict[str, list[Output]], dict[str, str]]:
+    """Return the fields of parameters, by names in the layout, made of those that `moved` moves; and the parameters, by
+    grouped names, for which that is not exact, with the reason."""
+    by_name = {output.name: output for output in moved.outputs}
+    shapes = expected_tensors(ckpt.config, layout)
+    made: dict[str, list[Output]] = {}
+    inexact: dict[str, str] = {}
+    for name, meta in formats.items():
+        for member in formats_in_layout(ckpt.config, layout, {name: meta}):
+            fields = {s: by_name[member + s] for s in SUFFIXES.values() if member + s in by_name}
+            try:
+                made[member] = nvfp4_outputs(ckpt.store, shapes[member], fields, member)
+            except SpanError as error:
+                inexact[name] = str(error)
+                break
+    return made, inexact
+
+
 def _nearest(quantized: QuantizedFiles) -> Quantizer:
     """Return the form in which weights are quantized anew: that of the others, or one scale per matrix."""
-    return _with_copies(quantized.quantizer or Float8CurrentScalingQuantizer())
+    return _with_copies(quantized.wanted or quantized.quantizer or Float8CurrentScalingQuantizer())
 
 
 def _with_copies(quantizer: Quantizer) -> Quantizer:

@@ -89,13 +89,17 @@ def write_conversion(
     plan: Plan,
     config: bytes,
     *,
+    store: Store | None = None,
     extra: Mapping[str, bytes] | None = None,
     overwrite: bool,
     max_shard_bytes: int,
     progress: Progress | None,
     dry_run: bool,
 ) -> Plan:
-    """Carry out the plan of a conversion of `ckpt`, whose tokenizer files travel along; return it with its report."""
+    """Carry out the plan of a conversion of `ckpt`, whose tokenizer files travel along; return it with its report.
+
+    store: what the plan reads, where that is not the checkpoint's own.
+    """
     if plan.report is None:
         plan = replace(plan, report=moved_report(plan, ckpt.tensors))
     if not dry_run:
@@ -103,7 +107,7 @@ def write_conversion(
         write_folder(
             destination,
             plan,
-            ckpt.store,
+            store or ckpt.store,
             config,
             sidecars_from=ckpt.path,
             files=ckpt.files,

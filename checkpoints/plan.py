@@ -30,6 +30,7 @@ class Output:
     returns it in parts along its first dimension.
 
     variant: what decides a computed tensor besides the source files, the configuration and the formats (a seed).
+    owner: outputs in a row with the same owner are computed together, so they go to one file; "": alone.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Output:
     pieces: tuple[Piece, ...] = ()
     compute: Callable[[], Iterable[torch.Tensor]] | None = field(default=None, compare=False)
     variant: str = ""
+    owner: str = ""
 
     @property
     def nbytes(self) -> int:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -18,6 +17,9 @@ from .conversion_report import Measure
 from .parameters import MAX_THREADS, Parameters
 from .plan import Output
 from .quantized_format import SUFFIXES, Description, field_specs, quantizer_of
+
+Read = Callable[[int, int], torch.Tensor]
+"""Returns rows begin .. end - 1 of a matrix, called with both."""
 
 
 def quantized_outputs(
@@ -33,16 +35,39 @@ def quantized_outputs(
     params, members: where its values are read, in the plan's layout and in the per-GEMM one. measure: gets the largest
     error of each matrix and usage.
     """
-    quantizer = quantizer_of(name, meta)[0]
-    makers: dict[str, Callable[[], list[torch.Tensor]]] = {}
-    for q in _by_usage(quantizer):
-        fields = _Fields(name, shape, q, params, members, measure)
-        makers |= {suffix: fields.entry(field) for field, suffix in fields.suffixes()}
+    source, names = matrices(params, members, name)
+    readers = [_reader(source, matrix) for matrix in names]
+    makers = field_makers(shape, quantizer_of(name, meta)[0], readers, lambda: params.threads.map, measure)
     outputs = []
     for suffix, spec in field_specs(name, shape, meta).items():
         (dtype,) = spec.dtypes
         outputs.append(Output(name + suffix, dtype, spec.shape, compute=makers[suffix]))
     return outputs
+
+
+def field_makers(
+    shape: Shape,
+    quantizer: Quantizer,
+    readers: Sequence[Read],
+    threads: Callable[[], Map],
+    measure: Measure | None,
+) -> dict[str, Callable[[], list[torch.Tensor]]]:
+    """Return, by suffix, functions that compute the fields of a weight; each may be called once.
+
+    Arguments:
+        shape: [out, in], or [G, out, in] of a stack whose matrices are quantized one by one.
+        readers: the matrices.
+        threads: returns a `map` that shares its work out; asked for where a weight is large.
+    """
+    makers: dict[str, Callable[[], list[torch.Tensor]]] = {}
+    for q in _by_usage(quantizer):
+        fields = _Fields(shape, q, readers, threads, measure)
+        makers |= {suffix: fields.entry(field) for field, suffix in fields.suffixes()}
+    return makers
+
+
+def _reader(source: Parameters, matrix: str) -> Read:
+    return lambda begin, end: source.part(matrix, 0, begin, end)
 
 
 def matrices(params: Parameters, members: Parameters, name: str) -> tuple[Parameters, list[str]]:
@@ -63,15 +88,14 @@ class _Fields:
 
     def __init__(
         self,
-        name: str,
         shape: Shape,
         quantizer: Quantizer,
-        params: Parameters,
-        members: Parameters,
+        readers: Sequence[Read],
+        threads: Callable[[], Map],
         measure: Measure | None,
     ) -> None:
-        self._name, self._shape, self._quantizer = name, shape, quantizer
-        self._params, self._members, self._measure = params, members, measure
+        self._shape, self._quantizer, self._readers = shape, quantizer, readers
+        self._threads, self._measure = threads, measure
         self._ready: dict[str, torch.Tensor] = {}
 
     def suffixes(self) -> Iterator[tuple[str, str]]:
@@ -93,29 +117,26 @@ class _Fields:
         if large:
             return_freed_memory()  # of the parameter before
         fields = empty_fields(self._quantizer, torch.Size(self._shape), "cpu")
-        source, names = matrices(self._params, self._members, self._name)
         # each matrix has its own scales, so this is what quantizing the whole stack gives
-        parts = [fields] if len(self._shape) == 2 else [{f: v[g] for f, v in fields.items()} for g in range(len(names))]
+        count = len(self._readers)
+        parts = [fields] if len(self._shape) == 2 else [{f: v[g] for f, v in fields.items()} for g in range(count)]
 
-        def fill(matrix: str, own: dict[str, torch.Tensor], run: Map = map) -> None:
-            read = functools.partial(source.part, matrix, 0)
+        def fill(read: Read, own: dict[str, torch.Tensor], run: Map = map) -> None:
             quantize_into(own, self._quantizer, self._shape[-2:], read, run)
             if self._measure is not None:
                 self._measure(quantization_error(own, self._quantizer, self._shape[-2:], read))
 
-        run = self._params.threads.map if large else map
-        if len(names) < MAX_THREADS:  # few matrices, whose bands are shared out; otherwise whole matrices are
-            for matrix, own in zip(names, parts):
-                fill(matrix, own, run)
+        run = self._threads() if large else map
+        if count < MAX_THREADS:  # few matrices, whose bands are shared out; otherwise whole matrices are
+            for read, own in zip(self._readers, parts):
+                fill(read, own, run)
         else:
-            for _ in run(fill, names, parts):
+            for _ in run(lambda matrix: fill(*matrix), list(zip(self._readers, parts))):
                 pass
         return fields
 
 
-def quantization_error(
-    fields: dict[str, torch.Tensor], quantizer: Quantizer, shape: Shape, read: Callable[[int, int], torch.Tensor]
-) -> float:
+def quantization_error(fields: dict[str, torch.Tensor], quantizer: Quantizer, shape: Shape, read: Read) -> float:
     """Return the largest difference between a matrix [rows, columns] and what its fields stand for."""
 
     def part(field: str, axis: int, rows: Rows | None) -> torch.Tensor:

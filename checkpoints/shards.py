@@ -81,11 +81,13 @@ def split_shards(plan: Plan, max_shard_bytes: int) -> list[Shard]:
 
 
 def _units(plan: Plan) -> Iterable[list[Output]]:
-    """Outputs one by one, but all entries of a quantized parameter (consecutive, its name first) as one unit."""
+    """Outputs one by one, but all entries of a quantized parameter (consecutive, its name first) as one unit, and all
+    outputs of one owner."""
     unit: list[Output] = []
     owner: str | None = None
     for output in plan.outputs:
-        if unit and not (owner is not None and output.name.startswith(owner) and output.name not in plan.formats):
+        entry = owner is not None and output.name.startswith(owner) and output.name not in plan.formats
+        if unit and not entry and not (output.owner and output.owner == unit[-1].owner):
             yield unit
             unit = []
         if not unit:

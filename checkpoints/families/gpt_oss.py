@@ -17,7 +17,7 @@ from .family import Family
 from .fields import Field, Fixed, Only, Values
 from .layer_fields import LayerPattern
 from .moe_fields import ExpertSize, RouterLoss
-from .names import Fused, Names
+from .names import Fused, Names, per_expert
 from .rope import Rope
 
 _DEFAULT_ROPE = {
@@ -48,6 +48,8 @@ class YarnByDefault:
         return self.rope.write(config)
 
 
+_FORM = Names(router="mlp.router", experts=Fused(transposed=True, interleaved=True))
+
 GPT_OSS = Family(
     model_type="gpt_oss",
     architecture="GptOssForCausalLM",
@@ -71,5 +73,6 @@ GPT_OSS = Family(
         LayerPattern(window=128, period=2),
         YarnByDefault(),
     ),
-    names=Names(router="mlp.router", experts=Fused(transposed=True, interleaved=True)),
+    names=_FORM,
+    other_names=(per_expert(_FORM, "mlp.experts"),),
 )

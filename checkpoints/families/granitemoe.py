@@ -13,7 +13,7 @@ from .family import Family
 from .fields import Field, Fixed, Values, get_path, read_typed
 from .granite import GRANITE_COMMON
 from .moe_fields import ExpertSize, RouterLoss
-from .names import Fused, Names
+from .names import Fused, Names, per_expert
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ _IN_MEMORY = replace(
     router="block_sparse_moe.router",
     experts=Fused("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"),
 )
+_PER_EXPERT = per_expert(_FORM, "block_sparse_moe.experts")
 _FIELDS = (
     *GRANITE_COMMON,
     ExpertSize(),
@@ -57,12 +58,12 @@ GRANITEMOE = Family(
     architecture="GraniteMoeForCausalLM",
     fields=_FIELDS,
     names=_FORM,
-    other_names=(_IN_MEMORY,),
+    other_names=(_IN_MEMORY, _PER_EXPERT),
 )
 GRANITEMOESHARED = Family(
     model_type="granitemoeshared",
     architecture="GraniteMoeSharedForCausalLM",
     fields=(*_FIELDS, SharedSize()),
     names=_FORM,
-    other_names=(_IN_MEMORY,),
+    other_names=(_IN_MEMORY, _PER_EXPERT),
 )

@@ -15,7 +15,7 @@ from .family import Family
 from .fields import REQUIRED, Field, Fixed, Values, get_path, read_typed
 from .layer_fields import check_names, read_rotating
 from .moe_fields import RouterLoss
-from .names import Fused, Names
+from .names import Fused, Names, per_expert
 from .rope import Rope
 
 _KINDS = ("chunked_attention", "full_attention")
@@ -141,6 +141,15 @@ class UseQKNorm:
         return {"use_qk_norm": config.attention.qk_layernorm == "l2"}
 
 
+_FORM = Names(
+    fc1=("feed_forward.gate_proj", "feed_forward.up_proj"),
+    fc2="feed_forward.down_proj",
+    router="feed_forward.router",
+    experts=Fused("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj", transposed=True),
+    shared_fc1=("feed_forward.shared_expert.gate_proj", "feed_forward.shared_expert.up_proj"),
+    shared_fc2="feed_forward.shared_expert.down_proj",
+)
+
 LLAMA4_TEXT = Family(
     model_type="llama4_text",
     architecture="Llama4ForCausalLM",
@@ -166,12 +175,6 @@ LLAMA4_TEXT = Family(
         Fixed("rope.style", "interleaved"),
         Rope(theta=5e5),
     ),
-    names=Names(
-        fc1=("feed_forward.gate_proj", "feed_forward.up_proj"),
-        fc2="feed_forward.down_proj",
-        router="feed_forward.router",
-        experts=Fused("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj", transposed=True),
-        shared_fc1=("feed_forward.shared_expert.gate_proj", "feed_forward.shared_expert.up_proj"),
-        shared_fc2="feed_forward.shared_expert.down_proj",
-    ),
+    names=_FORM,
+    other_names=(per_expert(_FORM, "feed_forward.experts"),),
 )

@@ -7,7 +7,7 @@ A name may hold `{i}`, the number of the layer, and in experts `{e}`, the number
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from te_models.config import ModelConfig
 
@@ -17,6 +17,7 @@ from .latent import latent_attention
 
 Weights = Iterator[tuple[str, Layout]]
 Norms = tuple[str | None, str | None, str | None, str | None]
+GATE_UP_DOWN = ("gate", "up", "down")
 
 PRE: Norms = ("input_layernorm", None, "post_attention_layernorm", None)
 POST: Norms = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
@@ -39,13 +40,13 @@ class PerExpert:
     def weights(self, config: ModelConfig, ours: str, at: str) -> Weights:
         moe = config.moe
         assert moe is not None, "called for MoE layers only"
-        gate, up, down = (
-            [f"{at}{name.format(e=e)}.weight" for e in range(moe.num_moe_experts)]
-            for name in (self.gate, self.up, self.down)
-        )
-        rows = moe.moe_ffn_hidden_size
-        yield f"{ours}linear_fc1.weight", Stack(*(Concat((At(g), rows), (At(u), rows)) for g, u in zip(gate, up)))
-        yield f"{ours}linear_fc2.weight", Stack(*map(At, down))
+        rows, experts = moe.moe_ffn_hidden_size, range(moe.num_moe_experts)
+        for kind in ("weight", "bias") if moe.bias else ("weight",):
+            gate, up, down = (
+                [At(f"{at}{name.format(e=e)}.{kind}") for e in experts] for name in (self.gate, self.up, self.down)
+            )
+            yield f"{ours}linear_fc1.{kind}", Stack(*(Concat((g, rows), (u, rows)) for g, u in zip(gate, up)))
+            yield f"{ours}linear_fc2.{kind}", Stack(*down)
 
 
 @dataclass(frozen=True)
@@ -190,6 +191,12 @@ class Names:
             layout: Layout = At(f"{theirs[0]}.{kind}")
             return Transpose(layout) if self.transposed and kind == "weight" else layout
         return Concat(*((At(f"{name}.{kind}"), size) for name, size in zip(theirs, sizes, strict=True)))
+
+
+def per_expert(names: Names, experts: str) -> Names:
+    """Return the form of a family with fused experts in which each has weights of its own, [out, in]: what tools that
+    quantize linear layers write. experts: what the experts of a layer are called."""
+    return replace(names, form="per-expert", experts=PerExpert(*(f"{experts}.{{e}}.{x}_proj" for x in GATE_UP_DOWN)))
 
 
 COMMON = Names()

@@ -73,16 +73,20 @@ def parse(config: object, separate: Mapping[str, Any] | None) -> Declaration | N
     return None if found is None else Declaration(found, config if isinstance(config, dict) else None, separate)
 
 
-def format_named(name: str, quantizers: set[Quantizer]) -> WeightFormat:
-    """Return the format called `name` that takes all these forms of ours."""
+def format_named(name: str, quantizers: set[Quantizer], *, allow_requantize: bool = False) -> WeightFormat:
+    """Return the format called `name` that takes all these forms of ours, or of `allow_requantize` the first one."""
     if name not in WRITABLE:
         raise CheckpointError(f"the format is {name!r}; allowed: {', '.join(WRITABLE)}")
     for candidate in WRITABLE[name]:
         if all(candidate.takes(quantizer) for quantizer in quantizers):
             return candidate
+    for candidate in WRITABLE[name]:
+        if allow_requantize or all(candidate.takes(q) or candidate.takes_even(q) for q in quantizers):
+            return candidate
     stored = ", ".join(sorted({quantizer.FORMAT for quantizer in quantizers}))
     raise CheckpointError(
-        f"weights stored as {stored} cannot be written as {name}; {fitting(quantizers)}, or dequantize the folder first"
+        f"weights stored as {stored} cannot be written as {name}; {fitting(quantizers)}, or --allow-requantize "
+        "quantizes them anew, or --dequantize writes values"
     )
 
 
@@ -94,7 +98,8 @@ def format_fitting(quantizers: set[Quantizer]) -> WeightFormat:
                 return candidate
     stored = ", ".join(sorted({quantizer.FORMAT for quantizer in quantizers}))
     raise CheckpointError(
-        f"no format of Hugging Face files takes weights stored as {stored}; dequantize the folder first"
+        f"no format of Hugging Face files takes weights stored as {stored}; choose a format with --allow-requantize, "
+        "or --dequantize"
     )
 
 

@@ -29,12 +29,13 @@ def encoder(
         return (lambda data: numbers.e4m3_to_packed(data, name)) if packs else None
     if field == dtype:
         return None
-    if field == "U8":
+    if field == "U8" and dtype == "F8_E8M0":
         return lambda scales: scales.view(torch.float8_e8m0fnu)
 
     def cast(scales: Tensor) -> Tensor:
+        scales = numbers.scale_to_float(scales)
         narrow = scales.to(torch_dtype(dtype))
-        if not torch.equal(narrow.float(), scales.float()):
+        if not torch.equal(narrow.float(), scales):
             raise CheckpointError(f"{name} was stored in {dtype}, which does not hold its scales any more")
         return narrow
 

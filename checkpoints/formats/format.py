@@ -68,7 +68,10 @@ class WeightFormat:
         parts: the tensors of a weight, data first.
         storages: the forms of ours that hold it exactly, by the name that `te-models import --storage` takes; the first
             is the default. Empty: there is none.
+        then: further forms that hold it exactly if its numbers allow it, made from the first of the storages.
         takes: whether a form of ours can be written in it, wherever its numbers come from.
+        takes_even: whether one with smaller blocks can, where its scales are the same throughout each larger block.
+        anew: what quantizes values for it; None: the first of the storages.
         activations: names of tensors beside a weight that scale activations: kept, and given back by an export.
         columns: the weight's columns must be a multiple of this.
     """
@@ -77,7 +80,10 @@ class WeightFormat:
     element: Element
     parts: tuple[Part, ...]
     storages: Mapping[str, Quantizer] = field(default_factory=dict)
+    then: Mapping[str, Quantizer] = field(default_factory=dict)
     takes: Callable[[Quantizer], bool] = lambda quantizer: False
+    takes_even: Callable[[Quantizer], bool] = lambda quantizer: False
+    anew: Quantizer | None = None
     activations: tuple[str, ...] = ()
     columns: int = 1
 
@@ -90,6 +96,11 @@ class WeightFormat:
     def scales(self) -> tuple[Part, ...]:
         """The other parts."""
         return self.parts[1:]
+
+    @property
+    def quantizer(self) -> Quantizer:
+        """What quantizes values so that their fields can be written in it; of a format that can be written."""
+        return self.anew or next(iter(self.storages.values()))
 
     def part(self, field: str) -> Part:
         """Return the part that becomes this field."""

@@ -33,6 +33,7 @@ def blocks_128(*, name: str, scale_suffix: str, pow2: bool, activations: tuple[s
             "mxfp8": MXFP8Quantizer(two_dimensional=True),
         },
         takes=lambda quantizer: _takes(quantizer, pow2),
+        takes_even=lambda q: isinstance(q, MXFP8Quantizer) and q.two_dimensional and is_e4m3(q),
         activations=activations,
     )
 

@@ -4,7 +4,7 @@
     mxfp8                  X.weight F8_E4M3 [M, K]          X.weight_scale_inv U8 [M, K/32]
     compressed-tensors     X.weight_packed U8 [M, K/2], or X.weight; X.weight_scale U8 [M, K/32]
 
-E4M3 has all values of E2M1, so MXFP4 is held as MXFP8 with the same scales.
+E4M3 has all values of E2M1, so MXFP4 is held as MXFP8 with the same scales; or as NVFP4 (`mxfp4_as_nvfp4.py`).
 """
 
 from __future__ import annotations
@@ -12,12 +12,38 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from te_models.layers.quantizer import MXFP8Quantizer, Quantizer
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from te_models.kernels.quantize import e8m0_to_float
+from te_models.kernels.quantize.nvfp4 import round_e2m1
+from te_models.layers.quantizer import MXFP8Quantizer, NVFP4Quantizer, Quantizer
+from te_models.layers.quantizer.base import Fields, Usage
 
 from .fields import one_of
 from .format import BYTE_SCALES, Part, WeightFormat, is_e4m3
 
 _ROWWISE = MXFP8Quantizer(columnwise=False)
+
+
+class MXFP4Quantizer(MXFP8Quantizer):
+    """Values of E2M1, held as E4M3, with the scales of MXFP4: the form in which MXFP8 storage holds it.
+
+    The scale of a block is 2^(floor(log2 amax) - 2) and larger values become 6 (OCP MX specification v1.0, section
+    6.3), so numbers that were MXFP4 come back as they were.
+    """
+
+    def quantize_fields(
+        self, x: Tensor, key: Tensor | None = None, amaxes: Mapping[Usage, Tensor] | None = None
+    ) -> Fields:
+        columns = x.shape[-1]
+        blocks = F.pad(x.float(), (0, -columns % 32)).unflatten(-1, (-1, 32))
+        exponent = (blocks.abs().amax(-1).view(torch.int32) >> 23) & 255
+        scales = (exponent - 2).clamp(0, 254).to(torch.uint8)
+        scaled = (blocks / e8m0_to_float(scales)[..., None]).clamp(-6.0, 6.0)
+        values = round_e2m1(scaled).flatten(-2)[..., :columns]
+        return {"rowwise_data": values.to(torch.float8_e4m3fn), "rowwise_scale_inv": scales}
 
 
 def mxfp4_format(name: str, data: str, scale: str, *, grouped: bool) -> WeightFormat:
@@ -30,7 +56,9 @@ def mxfp4_format(name: str, data: str, scale: str, *, grouped: bool) -> WeightFo
             Part("scale_inv", scale, BYTE_SCALES, "scale", (1, 32)),
         ),
         storages={"mxfp8": _ROWWISE},
+        then={"nvfp4": NVFP4Quantizer(columnwise=False)},
         takes=lambda q: _takes(q) and isinstance(q, MXFP8Quantizer) and not q.two_dimensional,
+        anew=MXFP4Quantizer(columnwise=False),
         columns=32 if grouped else 2,
     )
 

@@ -55,6 +55,11 @@ def e4m3_to_packed(data: Tensor, name: str) -> Tensor:
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
+def fits_e2m1(data: Tensor) -> bool:
+    """Whether E2M1 has all of these E4M3 values."""
+    return not (_codes_of_e4m3()[data.view(torch.uint8).int()] == _NO_CODE).any()
+
+
 def scale_to_float(stored: Tensor) -> Tensor:
     """Return scales as float32, whatever a file stores them as; a byte is a power of two."""
     if stored.dtype == torch.float8_e8m0fnu:

@@ -8,7 +8,13 @@ from functools import cached_property
 
 import torch
 
-from te_models.layers.quantizer import Quantizer
+from te_models.layers.quantizer import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    Quantizer,
+)
 
 from ..dtypes import FLOATS, torch_dtype, with_most_bytes
 from ..errors import CheckpointError
@@ -24,6 +30,13 @@ from .views import View, ViewStore, field_view, value_view
 
 VALUES = "values"
 """As a storage: no fields, the plain values of everything."""
+FORMS: dict[str, Quantizer] = {
+    "float8": Float8CurrentScalingQuantizer(),
+    "float8_block": Float8BlockQuantizer(),
+    "mxfp8": MXFP8Quantizer(),
+    "nvfp4": NVFP4Quantizer(),
+}
+"""Storages in which any format's values can be quantized anew."""
 _NOT_LINEAR = "only the weights of linear layers are stored quantized"
 
 
@@ -33,7 +46,7 @@ class QuantizedFiles:
 
     store: their tensors as fields and values; found: how these store the model. weights: the names of quantized
     weights. activations: tensors that scale activations, which no conversion computes with. quantizer: the form of the
-    fields; None: there are none.
+    fields; None: there are none. wanted: another form, to be made of these fields or values.
     """
 
     declaration: Declaration
@@ -44,6 +57,7 @@ class QuantizedFiles:
     activations: tuple[str, ...]
     quantizer: Quantizer | None
     dtype: torch.dtype
+    wanted: Quantizer | None = None
 
     @property
     def format(self) -> WeightFormat:
@@ -90,10 +104,12 @@ def open_quantized(
     *,
     storage: str | None,
     where: str,
+    any_storage: bool = False,
 ) -> QuantizedFiles:
     """Read the headers of quantized files, whose plain form a family stores as `plain` says.
 
-    storage: a key of the format's `storages`, None for its first, VALUES for none.
+    storage: a key of the format's `storages` or `then`, None for its first, VALUES for none; with any_storage also one
+    of FORMS.
     """
     weight_format = declaration.format
     weights = quantized_weights(plain, files, weight_format)
@@ -102,7 +118,7 @@ def open_quantized(
     plain = upright(plain, weights)
     activations = _activations(files, weights, weight_format)
     _match(files, plain, weights, weight_format, where)
-    quantizer = _storage(weight_format, storage)
+    quantizer, other = _storage(weight_format, storage, any_storage)
     name = main_float(files, (n for n in plain.stored if n not in weights), plain)
     dtype = torch_dtype(name)
     parameters = {link.name for link in plain.links if link.stored in weights}
@@ -114,7 +130,7 @@ def open_quantized(
     found = field_namespace(plain, weights, weight_format, wanted, dtype, same)
     if quantizer is not None:
         found.inexact |= dict.fromkeys(sorted(parameters - {*wanted}), _NOT_LINEAR)
-    elif storage is None:
+    elif storage is None or other is not None:
         found.inexact |= dict.fromkeys(sorted(parameters), "no form of ours has such scales")
     views: dict[str, View] = {}
     hidden = {*activations, *(weight + part.suffix for weight in weights for part in weight_format.parts)}
@@ -130,19 +146,28 @@ def open_quantized(
         else:
             views[weight] = value_view(files, weight, weight_format, plain.stored[weight].shape, name)
     return QuantizedFiles(
-        declaration, files, ViewStore(files, views, hidden), found, tuple(weights), activations, quantizer, dtype
+        declaration, files, ViewStore(files, views, hidden), found, tuple(weights), activations, quantizer, dtype, other
     )
 
 
-def _storage(weight_format: WeightFormat, storage: str | None) -> Quantizer | None:
+def _storage(
+    weight_format: WeightFormat, storage: str | None, any_storage: bool
+) -> tuple[Quantizer | None, Quantizer | None]:
+    """Return the form of the fields, and the one to make of them or of the values if that is another."""
+    first = next(iter(weight_format.storages.values()), None)
     if storage == VALUES:
-        return None
+        return None, None
     if storage is None:
-        return next(iter(weight_format.storages.values()), None)
-    if storage not in weight_format.storages:
-        allowed = ", ".join(weight_format.storages) or "none"
-        raise CheckpointError(f"{weight_format.name} cannot be stored as {storage!r}; allowed: {allowed}")
-    return weight_format.storages[storage]
+        return first, None
+    if storage in weight_format.storages:
+        return weight_format.storages[storage], None
+    if storage in weight_format.then:
+        return first, weight_format.then[storage]
+    if any_storage and storage in FORMS:
+        return None, FORMS[storage]
+    exact = ", ".join((*weight_format.storages, *weight_format.then)) or "none"
+    more = f"; with --allow-requantize {', '.join(FORMS)}"
+    raise CheckpointError(f"{weight_format.name} cannot be stored as {storage!r}; allowed: {exact}{more}")
 
 
 def quantized_weights(plain: Namespace, files: FileStore, weight_format: WeightFormat) -> list[str]:

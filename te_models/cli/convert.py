@@ -38,7 +38,7 @@ def add(verbs: Verbs) -> None:
         "--layout", choices=LAYOUTS, default="grouped", help="experts as one tensor, or one each (grouped)"
     )
     parser.add_argument("--dtype", choices=DTYPES, help="convert the weights (default: keep)")
-    parser.add_argument("--storage", help="exact form of quantized weights, e.g. mxfp8 (default: the format's own)")
+    parser.add_argument("--storage", help="form of quantized weights, e.g. mxfp8 (default: the format's own)")
     parser.add_argument(
         "--allow-requantize", action="store_true", help="quantize anew what no exact form holds, and columnwise copies"
     )
@@ -55,6 +55,10 @@ def add(verbs: Verbs) -> None:
     )
     parser.add_argument("--family", help="architecture to write (default: the one that fits the configuration)")
     parser.add_argument("--format", help="format of quantized weights, e.g. fp8 (default: that of the original)")
+    parser.add_argument(
+        "--allow-requantize", action="store_true", help="quantize anew what the format cannot take over"
+    )
+    parser.add_argument("--dequantize", action="store_true", help="write the values of quantized weights")
     parser.add_argument("--form", help="kind of file to write, e.g. fused experts (default: that of the original)")
     parser.add_argument("--dtype", choices=DTYPES, help="convert the weights (default: keep)")
 

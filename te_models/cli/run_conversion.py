@@ -25,6 +25,7 @@ def run_export(args: argparse.Namespace) -> int:
     from te_models.checkpoints import export_hf
 
     options = {"family": args.family, "form": args.form, "format": args.format}
+    options |= {"allow_requantize": args.allow_requantize, "dequantize": args.dequantize}
     return _convert(args, export_hf, dtype=_dtype(args), **options)
 
 

@@ -1,4 +1,4 @@
-"""Tiny random models of every family beyond the first six, one case per flag that changes the mathematics.
+"""Tiny random models of every family beyond the first dense ones, one case per flag that changes the mathematics.
 
 A case is (model_type, options); `make` builds it with transformers. Sizes are small and all different, so that swapped
 dimensions do not fit; every parameter is random, so that swapped tensors are noticed.
@@ -156,6 +156,9 @@ SIGMOID = {
     "routed_scaling_factor": 1.5,
 }
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2}),
+    "qwen3_moe": ("qwen3_moe", {**ROUTED, "head_dim": 16, "norm_topk_prob": True}),
+    "qwen3_moe-not-normalised": ("qwen3_moe", {**ROUTED, "head_dim": 16, "norm_topk_prob": False}),
     "qwen2_moe": ("qwen2_moe", {**ROUTED, "shared_expert_intermediate_size": 40}),
     "qwen2_moe-mixed-window": (
         "qwen2_moe",
@@ -266,6 +269,7 @@ LATENTS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **SIGMOID,
             **LATENT,
+            "num_experts_per_tok": 3,  # the best two experts are always in the best two groups, valued by their best
             "topk_method": "group_limited_greedy",
             "first_k_dense_replace": 1,
             "rope_parameters": YARN_SCORES,
@@ -281,7 +285,14 @@ LATENTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v3-halves": (
         "deepseek_v3",
-        {**SIGMOID, **LATENT, "q_lora_rank": None, "rope_interleave": False, "norm_topk_prob": False},
+        {
+            **SIGMOID,
+            **LATENT,
+            "q_lora_rank": None,
+            "rope_interleave": False,
+            "norm_topk_prob": False,
+            "first_k_dense_replace": 0,
+        },
     ),
     "glm4_moe_lite": ("glm4_moe_lite", {**SIGMOID, **LATENT, "num_hidden_layers": 3}),
     "llama4": (

@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import te_models.model.moe
 from te_models import GPTModel, KVCache
 from te_models.checkpoints import FAMILIES, CheckpointError, export_hf, import_hf, open_checkpoint
-from te_models.kernels.permute import sort_by_expert
-from tests.checkpoints.family_cases import CASES, DENSE, make
+from te_models.checkpoints.families.names import Fused, PerExpert
+from tests.checkpoints.family_cases import CASES, make
+from tests.checkpoints.hf_cases import CASES as FIRST
 from tests.checkpoints.hf_cases import assert_same_bits, stored, transformers
 
 BOUND = 1e-5
@@ -100,9 +100,7 @@ def test_wrong_tensors_are_named(tmp_path: Path, family: str) -> None:
                 open_checkpoint(source)
 
 
-@pytest.mark.parametrize(
-    "family", [f for f in FIRST_CASES if FAMILIES[f].other_names and f not in ("gpt2", "gpt_neox")]
-)
+@pytest.mark.parametrize("family", [f for f in FIRST_CASES if "fused" in FAMILIES[f].forms])
 def test_fused_sharded_and_per_expert_files_are_the_same_model(tmp_path: Path, family: str) -> None:
     """transformers writes the form it holds in memory on request; the same bits come out of it, and go back into it."""
     theirs = make(FIRST_CASES[family])
@@ -119,6 +117,54 @@ def test_fused_sharded_and_per_expert_files_are_the_same_model(tmp_path: Path, f
     assert_same_bits(stored(fused), stored(tmp_path / "other"))
     with pytest.raises(CheckpointError, match="has no form 'split'; its forms: published, fused"):
         export_hf(tmp_path / "published-ours", tmp_path / "none", form="split")
+
+
+@pytest.mark.parametrize("family", [f for f in FIRST_CASES if "per-expert" in FAMILIES[f].forms])
+def test_families_that_publish_fused_experts_have_a_form_with_single_ones(tmp_path: Path, family: str) -> None:
+    theirs = make(FIRST_CASES[family])
+    source = save(theirs, tmp_path / "hf", max_shard_size="40KB")
+    assert len(list(source.glob("*.safetensors"))) > 1
+    import_hf(source, tmp_path / "ours", layout="per-gemm")
+    export_hf(tmp_path / "ours", tmp_path / "single", form="per-expert", max_shard_bytes=20_000)
+    assert len(list((tmp_path / "single").glob("*.safetensors"))) > 1
+    rows, single = {}, stored(tmp_path / "single")
+    for name, tensor in theirs.state_dict().items():
+        if ".experts." not in name:
+            continue
+        at, _, kind = name.rpartition(".")
+        kind, bias = kind.removesuffix("_bias"), kind.endswith("_bias")
+        if family in ("gpt_oss", "llama4_text") and not bias:
+            tensor = tensor.mT  # stored [in, out]
+        for e, matrix in enumerate(tensor):
+            parts = [(kind, matrix)]
+            if kind == "gate_up_proj":
+                gate, up = (matrix[0::2], matrix[1::2]) if family == "gpt_oss" else matrix.chunk(2)
+                parts = [("gate_proj", gate), ("up_proj", up)]
+            rows |= {f"{at}.{e}.{part}.{'bias' if bias else 'weight'}": rows_of for part, rows_of in parts}
+    assert len(rows) > 8
+    assert_same_bits(
+        {n: t.contiguous() for n, t in rows.items()}, {n: t for n, t in single.items() if ".experts." in n}
+    )
+    import_hf(tmp_path / "single", tmp_path / "again", layout="per-gemm")
+    assert_same_bits(stored(tmp_path / "ours"), stored(tmp_path / "again"))
+    export_hf(tmp_path / "again", tmp_path / "single-again")
+    assert_same_bits(single, stored(tmp_path / "single-again"))
+    export_hf(tmp_path / "again", tmp_path / "back", form="published")
+    assert_same_bits(stored(source), stored(tmp_path / "back"))
+
+
+def test_every_family_with_experts_has_fused_and_single_ones() -> None:
+    for family in FAMILIES.values():
+        if any("experts" in n for e in family.fields for n in e.names):
+            kinds = {type(names.experts) for names in family.forms.values()}
+            assert kinds == {PerExpert, Fused}, family.model_type
+
+
+def test_every_family_has_a_case() -> None:
+    first = {"llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"}
+    classes = {getattr(transformers, config_class).model_type for config_class, _ in FIRST.values()}
+    assert classes == first
+    assert {family for family, _ in CASES.values()} | first | {"kimi_k2"} == set(FAMILIES)
 
 
 @pytest.mark.parametrize(
@@ -150,39 +196,17 @@ def test_other_names_on_the_hub(tmp_path: Path, family: str, form: str, names: d
     assert_same_bits(stored(tmp_path / "asked"), tensors)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case not in DENSE])
 @torch.no_grad()
-def test_routing_is_identical(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of 10,000 tokens goes to the same experts, in every layer."""
-    theirs = make(case)
-    ours = GPTModel.from_pretrained(save(theirs, tmp_path)).eval()
-    expected: list[torch.Tensor] = []
-    got: list[torch.Tensor] = []
-    assert ours.config.moe is not None
-    k = ours.config.moe.moe_router_topk
-
-    def routed(module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        # Routers return (logits, weights, indices) in some order; Llama 4's one the scores of all experts.
-        parts = output if isinstance(output, tuple) else (output,)
-        chosen = [part for part in parts if part.dtype == torch.int64]
-        expected.append((chosen[0] if chosen else parts[0].topk(k).indices).sort(dim=-1).values)
-
-    routers = [m for m in theirs.modules() if type(m).__name__.endswith(("Router", "Gate"))]
-    assert len(routers) == len(ours.config.moe.layers or ())
-    for router in routers:
-        router.register_forward_hook(routed)
-
-    def sort(indices: torch.Tensor, experts: int) -> Any:
-        got.append(indices.sort(dim=-1).values)
-        return sort_by_expert(indices, experts)
-
-    monkeypatch.setattr(te_models.model.moe, "sort_by_expert", sort)
-    ids = torch.randint(3, 61, (200, 50), generator=torch.Generator().manual_seed(0))
-    theirs(ids)
-    ours(ids)
-    assert len(got) == len(expected) == len(routers)
-    for a, b in zip(got, expected, strict=True):
-        assert torch.equal(a, b.view_as(a)) and a.unique().numel() > k
+def test_kimi_k2_is_deepseek_v3_under_another_name(tmp_path: Path) -> None:
+    theirs = make("deepseek_v3")
+    source = save(theirs, tmp_path / "hf")
+    config = json.loads((source / "config.json").read_text()) | {"model_type": "kimi_k2"}
+    (source / "config.json").write_text(json.dumps(config))
+    import_hf(source, tmp_path / "ours")
+    export_hf(tmp_path / "ours", tmp_path / "back")
+    assert_same_bits(stored(source), stored(tmp_path / "back"))
+    assert json.loads((tmp_path / "back/config.json").read_text()) == config
+    assert_close(GPTModel.from_pretrained(tmp_path / "ours").eval()(tokens(41)).logits, theirs(tokens(41)).logits)
 
 
 def check_config(original: dict[str, Any]) -> None:

@@ -1,0 +1,70 @@
+"""Weights of an export that are quantized anew, each tensor of the files by itself, from the values of our storage."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+
+from .bands import Map
+from .conversion_report import Measure
+from .dtypes import dtype_name
+from .formats import WeightFormat, encode
+from .formats.format import Part
+from .links import Piece
+from .move import cut_pieces, fill_tensor
+from .plan import Output
+from .quantized_format import SUFFIXES
+from .quantized_outputs import field_makers
+from .store import Store
+
+
+def requantized_outputs(
+    store: Store,
+    weight_format: WeightFormat,
+    weight: Output,
+    ones: Callable[[Part], bool],
+    threads: Callable[[], Map],
+    measure: Measure,
+) -> list[Output]:
+    """Return the parts of one weight in a format.
+
+    Arguments:
+        store: what the pieces of `weight` read: values in float32.
+        weight: the plain tensor, [out, in] or [E, out, in], that a plan would write.
+        ones: whether the number of a whole matrix is written in shape [1].
+        threads: returns a `map` that shares its work out.
+        measure: gets the largest error of each matrix.
+    """
+    matrices: Sequence[Sequence[Piece]] = [weight.pieces]
+    if len(weight.shape) == 3:
+        matrices = [list(cut_pieces(weight.pieces, 0, g, g + 1)) for g in range(weight.shape[0])]
+    readers = [functools.partial(_rows, store, pieces, len(weight.shape), weight.shape[-1]) for pieces in matrices]
+    quantizer = weight_format.quantizer
+    makers = field_makers(weight.shape, quantizer, readers, threads, measure)
+    outputs = []
+    for part in weight_format.parts:
+        shapes = part.shapes(weight.shape)
+        shape = shapes[1] if len(shapes) == 2 and ones(part) else shapes[0]
+        name, dtype = weight.name + part.suffix, part.dtypes[0]
+        make = makers[SUFFIXES[f"rowwise_{part.field}"]]
+        compute = functools.partial(_part, make, part, weight_format.element, dtype, name, shape)
+        variant = f"{weight_format.name} anew {quantizer!r}"
+        outputs.append(Output(name, dtype, shape, weight.pieces, compute, variant, owner=weight.name))
+    return outputs
+
+
+def _rows(store: Store, pieces: Sequence[Piece], rank: int, columns: int, begin: int, end: int) -> torch.Tensor:
+    """Return rows of a matrix; of one in a stack, the pieces are of a stack of one."""
+    out = torch.empty((1,) * (rank - 2) + (end - begin, columns))
+    fill_tensor(store, list(cut_pieces(pieces, rank - 2, begin, end)), out)
+    return out if rank == 2 else out[0]
+
+
+def _part(
+    make: Callable[[], list[torch.Tensor]], part: Part, element: str, dtype: str, name: str, shape: tuple[int, ...]
+) -> list[torch.Tensor]:
+    (field,) = make()
+    convert = encode.encoder(part, element, dtype_name(field.dtype), dtype, name, None)
+    return [(field if convert is None else convert(field)).reshape(shape)]

@@ -1,0 +1,125 @@
+"""Which experts each of 10,000 tokens uses, and how much, in every family with experts: as in transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import te_models.model.moe
+from te_models import GPTModel
+from te_models.checkpoints import FAMILIES
+from te_models.config import RouterConfig
+from te_models.kernels.router import router_topk
+from tests.checkpoints.family_cases import CASES, DENSE, make
+from tests.checkpoints.hf_cases import transformers
+
+MOE_CASES = [case for case in CASES if case not in DENSE]
+KIMI_K2 = "kimi_k2"
+"""transformers has no such class; published files hold a deepseek_v3 model."""
+TOKENS = torch.randint(3, 61, (200, 50), generator=torch.Generator().manual_seed(0))
+WEIGHT_BOUND = 1e-5
+
+Choices = list[torch.Tensor]
+"""For each layer with experts the weight of every expert, [T, E]; NaN where a token does not use it."""
+
+
+def chosen(weights: torch.Tensor, indices: torch.Tensor, experts: int) -> torch.Tensor:
+    """weights, indices: [T, K] -> [T, E], NaN where an expert is not among the indices."""
+    return torch.full((len(indices), experts), float("nan")).scatter_(1, indices, weights.float())
+
+
+def their_choices(model: transformers.PreTrainedModel, experts: int) -> Choices:
+    """What the experts of a transformers model are given; Llama 4's get inputs, so there what its router returns."""
+    found: Choices = []
+
+    def seen(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if type(module).__name__ == "Llama4Router":
+            found.append(output[0].where(output[0] > 0, float("nan")))
+        elif len(args) == 3:
+            found.append(chosen(args[2], args[1], experts))
+
+    for module in model.modules():
+        if type(module).__name__.endswith(("Experts", "Llama4Router")):
+            module.register_forward_hook(seen)
+    model(TOKENS)
+    return found
+
+
+def our_choices(monkeypatch: pytest.MonkeyPatch, model: GPTModel) -> tuple[Choices, Callable[..., Choices]]:
+    """What our router decides, and a function that decides for the first layer again with some options changed."""
+    found: Choices = []
+    calls: list[tuple[torch.Tensor, int, dict[str, Any]]] = []
+
+    def decide(logits: torch.Tensor, topk: int, options: dict[str, Any]) -> torch.Tensor:
+        return chosen(*router_topk(logits, topk, **options), logits.shape[1])
+
+    def seen(logits: torch.Tensor, topk: int, **options: Any) -> Any:
+        calls.append((logits, topk, options))
+        found.append(decide(*calls[-1]))
+        return router_topk(logits, topk, **options)
+
+    monkeypatch.setattr(te_models.model.moe, "router_topk", seen)
+    model(TOKENS)
+    logits, topk, options = calls[0]
+    return found, lambda **changed: [decide(logits, topk, options | changed)]
+
+
+def same_experts(a: Choices, b: Choices) -> bool:
+    return all(torch.equal(x.isnan(), y.isnan()) for x, y in zip(a, b, strict=True))
+
+
+def largest_error(a: Choices, b: Choices) -> float:
+    """The largest difference between weights, relative to the largest weight; of the same experts."""
+    pairs = [(x.nan_to_num(0.0), y.nan_to_num(0.0)) for x, y in zip(a, b, strict=True)]
+    return max(float((x - y).abs().max() / y.abs().max()) for x, y in pairs)
+
+
+def options_that_choose(router: RouterConfig) -> dict[str, dict[str, Any]]:
+    """Changes to a router after which some token uses other experts."""
+    changes: dict[str, dict[str, Any]] = {}
+    if router.expert_bias:
+        changes["selection bias"] = {"expert_bias": None}
+    if router.num_groups not in (None, 1):
+        changes["groups"] = {"num_groups": None, "topk_groups": None}
+        changes["score of groups"] = {"group_score": "max" if router.group_score == "top2_sum" else "top2_sum"}
+    return changes
+
+
+@pytest.mark.parametrize("case", [*MOE_CASES, KIMI_K2])
+@torch.no_grad()
+def test_routing_is_identical(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same experts for each token in every layer, with the same weights; and the comparison sees what decides."""
+    theirs = make("deepseek_v3" if case == KIMI_K2 else case)
+    theirs.save_pretrained(tmp_path)
+    if case == KIMI_K2:
+        config = json.loads((tmp_path / "config.json").read_text()) | {"model_type": KIMI_K2}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    ours = GPTModel.from_pretrained(tmp_path).eval()
+    moe = ours.config.moe
+    assert moe is not None
+    expected = their_choices(theirs, moe.num_moe_experts)
+    got, again = our_choices(monkeypatch, ours)
+    assert len(got) == len(moe.layers or ()) > 0
+    for layer in got:
+        used = ~layer.isnan()
+        assert layer.shape == (10_000, moe.num_moe_experts) and (used.sum(1) == moe.moe_router_topk).all()
+        assert used.any(0).sum() > moe.moe_router_topk, "tokens differ in what they use"
+    assert same_experts(got, expected)
+    assert largest_error(got, expected) <= WEIGHT_BOUND
+    for what, changed in options_that_choose(moe.router).items():
+        assert not same_experts(again(**changed), expected[:1]), what
+    if not moe.router.score_after_topk:
+        changed = again(normalize=not moe.router.normalize)
+        assert same_experts(changed, expected[:1]) and largest_error(changed, expected[:1]) > WEIGHT_BOUND
+
+
+def test_every_family_with_experts_has_a_case() -> None:
+    counts = {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"}
+    mixtures = {name for name, family in FAMILIES.items() if counts & {n for e in family.fields for n in e.names}}
+    assert {CASES[case][0] for case in MOE_CASES} | {KIMI_K2} == mixtures
+    assert len(mixtures) == 20
