@@ -54,6 +54,6 @@ class _Summed(torch.autograd.Function):
 def check_same_tokens(tokens: int, device: torch.device, group: str) -> None:
     """Raise RuntimeError unless all ranks of the group have as many tokens. On an accelerator nobody waits for that."""
     counts = all_gather(torch.full((1,), tokens, dtype=torch.int64, device=device), group)
-    torch._assert_async(
+    torch._assert_async(  # pyright: ignore[reportPrivateImportUsage]
         (counts == tokens).all(), "the ranks among which experts are distributed have different numbers of tokens"
     )

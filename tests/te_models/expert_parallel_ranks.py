@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from te_models import GPTModel, RouterConfig, generate
-from te_models.checkpoints import verify
+from te_models.checkpoints import expected_tensors, verify
+from te_models.checkpoints.parts import Place, parts
 from te_models.checkpoints.quantized_format import stored_fields
 from te_models.layers import GroupedTensor, QuantizedTensor, autocast, recipe
 from te_models.training.distributed import Ranks, average_gradients
@@ -46,6 +47,7 @@ CASES = (
     *FOLDER_CASES,
     "stored_by_recipe",
 )
+FOUR_RANKS = ("split_and_distributed_plain", "split_and_distributed_mxfp8")
 FOLDERS = Path(sys.argv[1] if len(sys.argv) > 1 else "")
 
 
@@ -265,6 +267,55 @@ def stored_by_recipe() -> None:
     for key, tensor in got.items():
         values = mine(expected[key]) if ".experts." in key else expected[key]
         assert torch.equal(raw(tensor), raw(values)), key
+
+
+def split_and_distributed(name: str) -> None:
+    """Four ranks: layers and the insides of experts are split over two, experts are distributed over two."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp"))
+    tp, ep = mesh.get_local_rank("tp"), mesh.get_local_rank("ep")
+    whole = GPTModel.from_pretrained(FOLDERS / name)
+    with Reads() as reads:
+        split = GPTModel.from_pretrained(FOLDERS / name, device_mesh=mesh)
+    assert reads.bytes == sum(t.numel() * t.element_size() for t in stored(split).values())
+    shapes = expected_tensors(whole.config)
+    owned = parts(whole.config, shapes, Place(tp_rank=tp, tp_size=2, ep_rank=ep, ep_size=2))
+    experts = split.get_parameter("decoder.layers.0.mlp.experts.linear_fc1.weight")
+    assert experts.shape == (2, 128, 32) and shapes["decoder.layers.0.mlp.experts.linear_fc1.weight"] == (4, 256, 32)
+
+    def part(key: str, t: Tensor) -> Tensor:
+        """This rank's part of a whole tensor."""
+        for d, ranges in owned[key].cuts().items():
+            t = torch.cat([t.narrow(d, begin, end - begin) for begin, end in ranges], d)
+        return t
+
+    def values(t: Tensor) -> Tensor:
+        return t.detach().dequantize(torch.float32) if isinstance(t, QuantizedTensor) else t.detach()
+
+    for key, p in split.named_parameters():
+        assert torch.equal(values(p), part(key, values(whole.get_parameter(key)))), key
+    ids = token_ids(4, LENGTH)
+    own = ids.chunk(2)[ep]
+    together, got = whole(ids, labels=ids), split(own, labels=own)
+    the_same(got.logits, together.logits.chunk(2)[ep], False, "logits")
+    if name == "split":
+        together.loss.backward()
+        got.loss.backward()
+        group = mesh.get_group("ep")
+        for key, p in split.named_parameters():
+            if ".experts." not in key:
+                dist.all_reduce(p.grad, group=group)
+            the_same(p.grad / 2, part(key, whole.get_parameter(key).grad), False, f"gradient of {key}")
+    split.save_pretrained(FOLDERS / f"{name}-saved")
+    dist.barrier()
+    assert verify(FOLDERS / name, FOLDERS / f"{name}-saved").equal
+
+
+def split_and_distributed_plain() -> None:
+    split_and_distributed("split")
+
+
+def split_and_distributed_mxfp8() -> None:
+    split_and_distributed("split-mxfp8")
 
 
 def main() -> None:

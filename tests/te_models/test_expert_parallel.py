@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from te_models import ConfigError, GPTModel
+from te_models import AttentionConfig, ConfigError, GPTModel
 from te_models.checkpoints import quantize
 from te_models.model.parallel import check_distribution
 from tests.ranks import run_on_ranks
@@ -20,9 +20,9 @@ from tests.te_models.hf_models import hf_model
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
 
 if torch.distributed.is_available():
-    from tests.te_models.expert_parallel_ranks import CASES, FOLDER_CASES
+    from tests.te_models.expert_parallel_ranks import CASES, FOLDER_CASES, FOUR_RANKS
 else:
-    CASES = FOLDER_CASES = ("none",)
+    CASES = FOLDER_CASES = FOUR_RANKS = ("none",)
 
 
 def run(folder: Path, *cases: str, ranks: int = 2) -> list[dict[str, str]]:
@@ -56,6 +56,16 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks(case: str, outcomes: list[dict[str, str]]) -> None:
     assert [outcome[case] for outcome in outcomes] == ["ok", "ok"]
+
+
+def test_four_ranks_that_also_split_layers(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    # every part is whole blocks of 32, with two ranks
+    attention = AttentionConfig(num_attention_heads=4, num_query_groups=2, kv_channels=32)
+    config = tiny_moe(moe_ffn_hidden_size=128, shared_expert_intermediate_size=64).replace(attention=attention)
+    GPTModel(config).save_pretrained(tmp_path / "split")
+    quantize(tmp_path / "split", tmp_path / "split-mxfp8", "mxfp8")
+    assert run(tmp_path, *FOUR_RANKS, ranks=4) == [dict.fromkeys(FOUR_RANKS, "ok")] * 4
 
 
 @pytest.mark.slow
