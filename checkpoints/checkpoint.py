@@ -176,15 +176,16 @@ class Checkpoint:
         Arguments:
             params: every parameter of the model by name, in grouped or per-GEMM layout, whichever the files have. Plain
                 tensors are filled part by part; for a quantized one its values are put together first.
-            place: the parameters are those of one rank of a split model (`parts.py`); nothing else is read, but the
-                scales, which are checked. Weights stored quantized are taken over exactly, or refused where the split
-                would cut a block.
+            place: the parameters are those of one rank of a split model (`parts.py`); nothing else is read, but of a
+                quantized Hugging Face folder the scales, which are checked. Weights stored quantized are taken over
+                exactly, or refused where the split would cut a block.
 
         Raises:
             CheckpointError: names or shapes are not exactly those of the model, or a tensor cannot be converted.
         """
         self.check_ignored()
-        self.check_scales()
+        if place == WHOLE or self.quantized is not None:
+            self.check_scales()
         load_params(self.store, self.namespace, self.config, self.formats, params, place=place)
 
 

@@ -15,7 +15,9 @@ from .errors import CheckpointError, shorten
 from .links import Namespace
 from .naming import ExpertLayout, expected_tensors
 from .parameters import Parameters
-from .parts import Place, parts
+from .parts import WHOLE, Place, parts
+from .quantized_format import SUFFIXES
+from .scales import check_values
 from .store import Store
 from .te_namespace import Formats
 
@@ -46,6 +48,8 @@ def load_params(
         part = owned[name]
         if name in stored.formats:
             value = stored.quantized(name, part)
+            if place != WHOLE:  # those of a whole model have been checked before anything was filled
+                _check_scales(name, value)
             param.copy_(value if isinstance(param, QuantizedTensor) else value.dequantize(param.dtype))
         elif isinstance(param, GroupedTensor):
             first = 0 if part.experts is None else part.experts[0]
@@ -55,6 +59,12 @@ def load_params(
             param.copy_(stored.entry(name, part.cuts()))
         else:
             stored.fill_part(name, part.cuts(), param)
+
+
+def _check_scales(name: str, value: QuantizedTensor) -> None:
+    for field, scales in value.fields.items():
+        if not field.endswith("_data"):
+            check_values(name + SUFFIXES[field], scales)
 
 
 def check_shapes(params: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:

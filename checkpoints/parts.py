@@ -2,7 +2,8 @@
 
 Tensor parallelism splits the first projection of attention and of an MLP by rows, the second by columns. A projection
 that joins several (q, k and v; gate and up) is split in each of them, so that a rank has whole heads and matching gate
-and up rows. Expert parallelism gives each rank consecutive whole experts, which tensor parallelism may split further.
+and up rows. Of latent attention, the projection down to the latents is on every rank. Expert parallelism gives each
+rank consecutive whole experts, which tensor parallelism may split further.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ Ranges = tuple[tuple[int, int], ...]
 Cuts = Mapping[int, Ranges]
 """Dimension -> the ranges (begin, end) of it that are meant, one after the other; all of the others."""
 
-_ATTENTION = re.compile(r".*\.self_attention\.(linear_qkv\.(weight|bias)|linear_proj\.weight|core_attention\..*)")
+_ATTENTION = re.compile(
+    r".*\.self_attention\.(linear_qkv\.(weight|bias)|linear_(q|kv)_up\.weight|linear_proj\.weight|"
+    r"(q|k)_layernorm\.weight|core_attention\..*)"
+)
 _MLP = re.compile(r".*\.mlp\.(shared_experts\.|experts\.)?linear_(fc1\.(weight|bias)|fc2\.weight)(\d*)")
 
 
@@ -122,6 +126,10 @@ def _split(config: ModelConfig, name: str, shape: Shape) -> tuple[int, tuple[int
     """Return the dimension that is split and the blocks along it; None for what every rank has."""
     match = _ATTENTION.fullmatch(name)
     if match is not None:
+        if "_layernorm" in match[1] and config.attention.qk_layernorm != "full":
+            return None  # one norm for every head
+        if "_up" in match[1]:
+            return 0, (shape[0],)
         if not match[1].startswith("linear_qkv"):
             dim = len(shape) - 1
             return dim, (shape[dim],)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -76,6 +76,11 @@ class Build:
     def expert_model_parallel_size(self) -> int:
         """Over how many ranks the experts are distributed."""
         return 1 if self.ep_group is None else self.ep_group.size()
+
+    @property
+    def whole(self) -> Build:
+        """The same for a layer that every rank has whole."""
+        return replace(self, tp_group=None)
 
     def split(self, parallel_mode: str) -> dict[str, Any]:
         """Keyword arguments of a module that is split in this way, or whole."""

@@ -124,7 +124,8 @@ class Experts(nn.Module):
         """rows: [T*K, H], sorted by expert; tokens_per_expert: [E] -> [T*K, H]."""
         rows = self.linear_fc1.whole_rows(rows)
         hidden = activate(self.linear_fc1(rows, tokens_per_expert), self.mlp)
-        return self.linear_fc2.summed(self.linear_fc2(hidden, tokens_per_expert), None)
+        y = self.linear_fc2.summed(self.linear_fc2(hidden, tokens_per_expert), None)
+        return self.linear_fc2.with_bias(y, tokens_per_expert) if self.linear_fc2.tp_size > 1 else y
 
 
 class MoELayer(nn.Module):

@@ -47,9 +47,10 @@ def check_layers(config: ModelConfig, ranks: int) -> None:
     a, moe = config.attention, config.moe
     moe_layers = (moe.layers or ()) if moe is not None else ()
     refused = {
-        "attention.mla": (a.mla is not None, "latent attention"),
-        "attention.qk_layernorm": (a.qk_layernorm == "full", "norms over all heads"),
-        "moe.bias": (moe is not None and moe.bias, "experts with biases"),
+        "attention.qk_layernorm": (
+            a.qk_layernorm == "full" and config.norm.normalization != "RMSNorm",
+            "a LayerNorm over all heads",
+        ),
     }
     for name, (asked, what) in refused.items():
         if asked:

@@ -25,7 +25,19 @@ from te_models.layers import QuantizedTensor
 from tests.layers.bits import same_bits
 
 RANKS = 2
-CASES = ("qwen3", "gpt2", "gemma2", "qwen2_moe", "llama4", "sinks")
+CASES = (
+    "qwen3",
+    "gpt2",
+    "gemma2",
+    "qwen2_moe",
+    "llama4",
+    "sinks",
+    "gpt_oss",
+    "olmo2",
+    "minimax_m2",
+    "deepseek_v2-greedy-plain-q",
+    "deepseek_v3",
+)
 QUANTIZED_CASES = ("current", "block", "mxfp8", "nvfp4")
 
 
@@ -144,8 +156,8 @@ def main() -> None:
     outcomes = {}
     for case in sys.argv[3:]:
         try:
-            if case == "compiled":
-                compiled(folders / "qwen3")
+            if case.startswith("compiled-"):
+                compiled(folders / case.removeprefix("compiled-"))
             elif case in QUANTIZED_CASES:
                 check_quantized(folders / case, folders / f"{case}-saved")
             else:

@@ -3,15 +3,19 @@ own experts."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from te_models import AttentionConfig, ConfigError, GPTModel
-from te_models.checkpoints import quantize
+from te_models.checkpoints import CheckpointError, expected_tensors, open_checkpoint, quantize
+from te_models.checkpoints.parts import Place, parts
 from te_models.model.parallel import check_distribution
 from tests.ranks import run_on_ranks
 from tests.te_models.configs import tiny, tiny_moe
@@ -71,6 +75,26 @@ def test_four_ranks_that_also_split_layers(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_ranks_compiled_by_inductor(tmp_path: Path) -> None:
     assert run(tmp_path, "compiled_by_inductor") == [{"compiled_by_inductor": "ok"}] * 2
+
+
+def test_a_scale_that_is_no_number_is_found_by_the_rank_that_owns_it(tmp_path: Path) -> None:
+    GPTModel(tiny_moe()).save_pretrained(tmp_path / "plain")
+    quantize(tmp_path / "plain", tmp_path / "fp8", "mxfp8")
+    scale = "decoder.layers.1.mlp.experts.linear_fc1.weight_scale_inv"
+    file = tmp_path / "fp8" / "model.safetensors"
+    with safe_open(file, "pt") as opened:
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
+        metadata = opened.metadata()
+    tensors[scale][3, 0, 0] = 255
+    save_file(tensors, file, metadata)
+    with open_checkpoint(tmp_path / "fp8") as checkpoint:
+        shapes = expected_tensors(checkpoint.config)
+        for rank in range(2):
+            place = Place(ep_rank=rank, ep_size=2)
+            owned = parts(checkpoint.config, shapes, place)
+            params = {name: torch.empty(owned[name].shape(shape)) for name, shape in shapes.items()}
+            with pytest.raises(CheckpointError, match=scale) if rank == 1 else contextlib.nullcontext():
+                checkpoint.load_into(params, place=place)
 
 
 @pytest.mark.parametrize(

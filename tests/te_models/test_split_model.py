@@ -12,7 +12,7 @@ import torch
 from te_models import AttentionConfig, ConfigError, GPTModel, ModelConfig
 from te_models.checkpoints import CheckpointError, expected_tensors, open_checkpoint, quantize
 from te_models.checkpoints.parts import Part, Place, parts
-from te_models.config import MLAConfig, MLPConfig, MoEConfig
+from te_models.config import MLAConfig, MLPConfig, MoEConfig, NormConfig
 from te_models.model.parallel import check_layers
 from tests.checkpoints.family_cases import CASES as FAMILY_CASES
 from tests.checkpoints.family_cases import make
@@ -47,7 +47,7 @@ BLOCKS = CONFIG.replace(
 
 
 def model(case: str) -> transformers.PreTrainedModel | GPTModel:
-    if case == "sinks":  # no family: gpt_oss has biases in its experts, which cannot be split
+    if case == "sinks":  # no family: with a dense layer beside the mixture
         return GPTModel(CONFIG)
     return make(case) if case in FAMILY_CASES else hf_model(case)
 
@@ -81,7 +81,9 @@ def test_two_ranks(case: str, outcomes: list[dict[str, str]]) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_compiled(tmp_path: Path) -> None:
-    assert run(tmp_path, ("qwen3",), "compiled") == [{"compiled": "ok"}] * 2
+    names = ("qwen3", "olmo2", "deepseek_v3", "gpt_oss")
+    cases = [f"compiled-{name}" for name in names]
+    assert run(tmp_path, names, *cases) == [dict.fromkeys(cases, "ok")] * 2
 
 
 @pytest.mark.parametrize("layout", ["grouped", "per-gemm"])
@@ -123,10 +125,16 @@ def test_a_rank_has_whole_heads_and_matching_gate_and_up_rows() -> None:
     ("changes", "message"),
     [
         ({"attention": AttentionConfig(num_attention_heads=4, num_query_groups=1)}, "num_query_groups is 1, which 2"),
-        ({"attention": AttentionConfig(num_attention_heads=4, qk_layernorm="full")}, "norms over all heads cannot"),
-        ({"attention": AttentionConfig(num_attention_heads=4, mla=MLAConfig())}, "latent attention cannot be split"),
+        (
+            {
+                "attention": AttentionConfig(num_attention_heads=4, qk_layernorm="full"),
+                "norm": NormConfig(normalization="LayerNorm"),
+            },
+            "attention.qk_layernorm: a model with a LayerNorm over all heads cannot be split over 2 ranks",
+        ),
+        ({"attention": AttentionConfig(num_attention_heads=5, mla=MLAConfig())}, "num_attention_heads is 5, which 2"),
         ({"mlp": MLPConfig(ffn_hidden_size=41)}, "mlp.ffn_hidden_size is 41, which 2 ranks cannot share equally"),
-        ({"moe": MoEConfig(num_moe_experts=2, moe_router_topk=1, moe_ffn_hidden_size=8, bias=True)}, "with biases"),
+        ({"moe": MoEConfig(num_moe_experts=2, moe_router_topk=1, moe_ffn_hidden_size=7)}, "moe_ffn_hidden_size is 7"),
     ],
 )
 def test_what_cannot_be_split_is_refused(changes: dict, message: str) -> None:
