@@ -26,7 +26,7 @@ from .embedding import Embedding
 from .in_memory import converter_of, fill_from_hf, to_hf
 from .moe import Experts
 from .output import ModelOutput, OutputLayer, RouterLossWeights
-from .parallel import check_split, groups_of, place_of, resolve_group, whole_tensors
+from .parallel import check_split, groups_of, is_first, place_of, resolve_group, whole_tensors
 from .support import check_supported
 
 if TYPE_CHECKING:
@@ -279,8 +279,8 @@ class GPTModel(nn.Module):
 
         source = self.pretrained_folder
         with torch.no_grad():
-            tensors, place = whole_tensors(self), place_of(self)
-            if place.tp_rank == place.ep_rank == 0:
+            tensors = whole_tensors(self)
+            if is_first(self):
                 source = source if source and source.is_dir() else None
                 save_model(tensors, self.config, folder, source_dir=source, source=self.origin)
             for group in (self.tp_group, self.ep_group):

@@ -98,7 +98,8 @@ def place_of(model: GPTModel) -> Place:
 
 
 def whole_tensors(model: GPTModel) -> dict[str, Tensor]:
-    """Return what a checkpoint holds of a model, with the parts of all ranks put together on each of them.
+    """Return what a checkpoint holds of a model: of a split one the parts of all ranks put together, in the first one's
+    main memory; nothing on the others. They meet one tensor at a time.
 
     Quantized weights are put together as they are. Raises CheckpointError where a matrix is split whose format has one
     number per matrix, and the ranks have different ones.
@@ -107,18 +108,33 @@ def whole_tensors(model: GPTModel) -> dict[str, Tensor]:
     from te_models.checkpoints.parts import Place, parts
 
     tensors = dict(model.stored_tensors())
+    if model.tp_group is None and model.ep_group is None:
+        return tensors
     shapes = expected_tensors(model.config, model.expert_layout)
     tp, ep = model.tp_size, model.expert_model_parallel_size
     by_group = (
         (model.tp_group, [Place(tp_rank=rank, tp_size=tp) for rank in range(tp)]),
         (model.ep_group, [Place(ep_rank=rank, ep_size=ep) for rank in range(ep)]),
     )
-    for group, places in by_group:
-        owned = [parts(model.config, shapes, place) for place in places]
-        for name, tensor in tensors.items():
-            if group is not None and owned[0][name].cuts():
-                tensors[name] = _joined(name, tensor, [own[name] for own in owned], shapes[name], group)
-    return tensors
+    owned = [
+        (group, [parts(model.config, shapes, place) for place in places])
+        for group, places in by_group
+        if group is not None
+    ]
+    whole: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        for group, owners in owned:
+            if owners[0][name].cuts():
+                tensor = _joined(name, tensor, [own[name] for own in owners], shapes[name], group)
+        if is_first(model):
+            whole[name] = tensor.cpu()
+    return whole
+
+
+def is_first(model: GPTModel) -> bool:
+    """Whether this rank is the first of those that share the model: the one that writes."""
+    place = place_of(model)
+    return place.tp_rank == place.ep_rank == 0
 
 
 def _joined(name: str, tensor: Tensor, owned: list[Part], shape: Shape, group: dist.ProcessGroup) -> Tensor:
