@@ -51,6 +51,20 @@ class _Summed(torch.autograd.Function):
         return all_gather(dy, ctx.group).to(ctx.dtype), None, None
 
 
+def local_choices(indices: Tensor, weights: Tensor, first: int, experts: int) -> tuple[Tensor, Tensor]:
+    """Return (each token's choices as numbers of this rank's `experts`, counted from `first`, or `experts` for one of
+    another rank; their weights), [T, K] each, or [T, experts] where those are fewer.
+
+    indices: [T, K] integer, a token's all different, which is why it needs no more; weights: [T, K].
+    """
+    local = indices - first
+    local = torch.where((local >= 0) & (local < experts), local, experts)
+    if experts >= local.shape[1]:
+        return local, weights
+    local, kept = local.sort(dim=1, stable=True)
+    return local[:, :experts], weights.gather(1, kept[:, :experts])
+
+
 def check_same_tokens(tokens: int, device: torch.device, group: str) -> None:
     """Raise RuntimeError unless all ranks of the group have as many tokens. On an accelerator nobody waits for that."""
     counts = all_gather(torch.full((1,), tokens, dtype=torch.int64, device=device), group)

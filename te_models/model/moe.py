@@ -21,7 +21,7 @@ from te_models.kernels.permute import permute, sort_by_expert, unpermute
 from te_models.kernels.router import load_balancing_loss, router_probabilities, router_topk, router_z_loss
 from te_models.layers import GroupedLinear
 from te_models.layers.collectives import all_gather
-from te_models.layers.expert_parallel import gather_tokens, sum_tokens
+from te_models.layers.expert_parallel import gather_tokens, local_choices, sum_tokens
 from te_models.layers.module import autocast_dtype, compute_dtype
 
 from ..config import ModelConfig
@@ -189,9 +189,8 @@ class MoELayer(nn.Module):
             counts = (indices[..., None] == every).sum((0, 1))
             tokens, weights = gather_tokens(tokens, group), gather_tokens(weights, group)
             indices = all_gather(indices, group)
-            # the rows of the other ranks' experts lie behind the last group, where no GEMM computes anything
-            local = indices - self.experts.first_expert
-            order = sort_by_expert(torch.where((local >= 0) & (local < experts), local, experts), experts + 1)
+            indices, weights = local_choices(indices, weights, self.experts.first_expert, experts)
+            order = sort_by_expert(indices, experts + 1)  # other ranks' experts as one, whose rows come last
             splits = order.tokens_per_expert[:experts]
         rows = permute(tokens, order, dtype=dtype)
         if self.moe.router.apply_on_input:

@@ -31,6 +31,9 @@ BATCH, LENGTH = 2, 16  # of each rank
 MODELS = {
     **{name: VARIANTS[name] for name in ("moe", "moe_sigmoid_groups", "moe_shared", "moe_biases", "moe_on_input")},
     "top3": tiny_moe(moe_router_topk=3),
+    # each rank has fewer experts than a token chooses
+    "two": tiny_moe(num_moe_experts=2),
+    "two_on_input": tiny_moe(RouterConfig(score="sigmoid", normalize=False, apply_on_input=True), num_moe_experts=2),
 }
 PRECISIONS = {"float32": (torch.float32, None), "bfloat16": (torch.bfloat16, None), "mxfp8": (torch.bfloat16, "mxfp8")}
 MODEL_CASES = [f"{model}-{precision}" for model in MODELS for precision in PRECISIONS]
