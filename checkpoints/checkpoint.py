@@ -24,6 +24,7 @@ from .hub import local_folder
 from .links import Namespace
 from .load import load_params
 from .naming import ExpertLayout, expected_tensors
+from .parts import WHOLE, Place, parts
 from .plan import match_tensors
 from .quantized_format import SUFFIXES, Description, empty, read_metadata
 from .scales import check_scales
@@ -103,15 +104,17 @@ class Checkpoint:
         return self.source.family if self.source is not None else None
 
     def empty_quantized(
-        self, layout: ExpertLayout, device: torch.device | str | None = None
+        self, layout: ExpertLayout, device: torch.device | str | None = None, place: Place = WHOLE
     ) -> Iterator[tuple[str, QuantizedTensor]]:
-        """Yield the name in `layout` and an uninitialised tensor of the stored format for every quantized parameter.
+        """Yield the name in `layout` and an uninitialised tensor of the stored format for every quantized parameter, or
+        for the part of it that a rank of a split model owns.
 
         As parameters of a model they take over the stored bits in `load_into`.
         """
         shapes = expected_tensors(self.config, layout)
+        owned = parts(self.config, shapes, place)
         for name, meta in formats_in_layout(self.config, layout, self.formats).items():
-            yield name, empty(name, shapes[name], meta, device)
+            yield name, empty(name, owned[name].shape(shapes[name]), meta, device)
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -173,20 +176,24 @@ class Checkpoint:
         """Close the files."""
         self.files.close()
 
-    def load_into(self, params: Mapping[str, torch.Tensor], *, rank: int = 0, ranks: int = 1) -> None:
+    def load_into(self, params: Mapping[str, torch.Tensor], *, place: Place = WHOLE) -> None:
         """Fill a model's tensors from the files, converting to their layout, dtype, device and quantized format.
 
         Arguments:
             params: every parameter of the model by name, in grouped or per-GEMM layout, whichever the files have. Plain
                 tensors are filled part by part; for a quantized one its values are put together first.
-            rank, ranks: the parameters are those of one rank of a tensor-parallel model (`parts.py`); nothing else is
-                read. Weights stored quantized cannot be loaded in parts.
+            place: the parameters are those of one rank of a split model (`parts.py`); nothing else is read, but of a
+                quantized Hugging Face folder the scales, which are checked. Weights stored quantized are taken over
+                exactly, or refused where the split would cut a block.
 
         Raises:
             CheckpointError: names or shapes are not exactly those of the model, or a tensor cannot be converted.
         """
-        self.check_values()
-        load_params(self.store, self.namespace, self.config, self.formats, params, rank=rank, ranks=ranks)
+        if place == WHOLE or self.quantized is not None:
+            self.check_values()
+        else:  # a part's scales are checked as they are read
+            check_tied_copies(self.files, self._tied_copies)
+        load_params(self.store, self.namespace, self.config, self.formats, params, place=place)
 
 
 def open_checkpoint(

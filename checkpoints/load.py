@@ -15,7 +15,9 @@ from .errors import CheckpointError, shorten
 from .links import Namespace
 from .naming import ExpertLayout, expected_tensors
 from .parameters import Parameters
-from .parts import Part, parts
+from .parts import WHOLE, Place, parts
+from .quantized_format import SUFFIXES
+from .scales import check_values
 from .store import Store
 from .te_namespace import Formats
 
@@ -27,48 +29,42 @@ def load_params(
     config: ModelConfig,
     formats: Formats,
     params: Mapping[str, torch.Tensor],
-    *,
-    rank: int = 0,
-    ranks: int = 1,
+    place: Place,
 ) -> None:
     """Fill `params` from `store`, whose tensors are as `source` says; formats: grouped names of quantized ones.
 
-    rank, ranks: `params` are the parts of the model that this rank owns, and only they are read.
+    place: `params` are the parts of the model that this rank owns, and only they are read.
 
     A quantized parameter takes over quantized values of the same format bit for bit; otherwise values are quantized, or
     dequantized, as the parameter needs, one GEMM's matrix at a time where they are in high precision.
     """
     layout = layout_of(params, config, "the names of the parameters to load")
     shapes = expected_tensors(config, layout)
-    owned = parts(config, shapes, rank, ranks)
+    owned = parts(config, shapes, place)
     check_shapes(params, {name: owned[name].shape(shape) for name, shape in shapes.items()})
     stored = Parameters(store, source, config, formats, layout)
     per_gemm = cache(lambda: Parameters(store, source, config, formats, "per-gemm"))
     for name, param in params.items():
-        if owned[name].dim is not None:
-            _fill_part(stored, name, owned[name], param)
-        elif name in stored.formats:
-            value = stored.quantized(name)
+        part = owned[name]
+        if name in stored.formats:
+            value = stored.quantized(name, part)
+            if place != WHOLE:  # those of a whole model have been checked before anything was filled
+                _check_scales(name, value)
             param.copy_(value if isinstance(param, QuantizedTensor) else value.dequantize(param.dtype))
         elif isinstance(param, GroupedTensor):
-            for member, member_name in zip(param.members(), stored.members(name), strict=True):
-                member.copy_(per_gemm().entry(member_name))
+            first = 0 if part.experts is None else part.experts[0]
+            for g, member in enumerate(param.members(), first):
+                member.copy_(per_gemm().entry(f"{name}{g}", part.member().cuts()))
         elif isinstance(param, QuantizedTensor):
-            param.copy_(stored.entry(name))
+            param.copy_(stored.entry(name, part.cuts()))
         else:
-            stored.fill(name, param)
+            stored.fill_part(name, part.cuts(), param)
 
 
-def _fill_part(stored: Parameters, name: str, part: Part, param: torch.Tensor) -> None:
-    if name in stored.formats or isinstance(param, QuantizedTensor):
-        raise CheckpointError(
-            f"{name} is quantized and cannot be loaded in parts; load without a recipe, or dequantize the folder"
-        )
-    assert part.dim is not None, "whole parameters are not filled in parts"
-    offset = 0
-    for begin, end in part.ranges:
-        stored.fill_range(name, part.dim, begin, end, param.narrow(part.dim, offset, end - begin))
-        offset += end - begin
+def _check_scales(name: str, value: QuantizedTensor) -> None:
+    for field, scales in value.fields.items():
+        if not field.endswith("_data"):
+            check_values(name + SUFFIXES[field], scales)
 
 
 def check_shapes(params: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:

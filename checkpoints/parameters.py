@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
+from types import MappingProxyType
 
 import torch
 
@@ -12,10 +13,11 @@ from te_models.config import ModelConfig
 from te_models.layers import QuantizedTensor
 
 from .dtypes import torch_dtype
-from .links import Namespace, compose
+from .links import Namespace, Piece, compose
 from .move import cut_pieces, fill_tensor
 from .naming import ExpertLayout, expected_tensors
-from .quantized_format import SUFFIXES, rebuild
+from .parts import Cuts, Part, Ranges, cut_shape
+from .quantized_format import SUFFIXES, quantizer_of, rebuild
 from .store import Store
 from .te_namespace import Formats, formats_in_layout, te_namespace
 from .threads import cores, start_threads
@@ -44,34 +46,37 @@ class Parameters:
         """Threads to compute with the parameters; the same ones throughout, because each keeps memory for reuse."""
         return start_threads(min(cores(), MAX_THREADS))
 
-    def fill(self, name: str, out: torch.Tensor) -> None:
-        """Copy a high-precision parameter into a plain tensor, part by part."""
-        fill_tensor(self.store, self._pieces[name], out)
+    def fill_part(self, entry: str, cuts: Cuts, out: torch.Tensor) -> None:
+        """Copy the ranges of a stored entry that `cuts` says into a plain tensor; nothing else is read."""
+        self._fill(self._pieces[entry], list(cuts.items()), out)
 
-    def fill_range(self, name: str, axis: int, begin: int, end: int, out: torch.Tensor) -> None:
-        """Copy indices begin .. end - 1 of a high-precision parameter along `axis` into a plain tensor."""
-        fill_tensor(self.store, list(cut_pieces(self._pieces[name], axis, begin, end)), out)
+    def _fill(self, pieces: Sequence[Piece], cuts: Sequence[tuple[int, Ranges]], out: torch.Tensor) -> None:
+        if not cuts:
+            fill_tensor(self.store, pieces, out)
+            return
+        (axis, ranges), *rest = cuts
+        offset = 0
+        for begin, end in ranges:
+            inside = list(cut_pieces(pieces, axis, begin, end))
+            self._fill(inside, rest, out.narrow(axis, offset, end - begin))
+            offset += end - begin
 
     def part(self, entry: str, axis: int, begin: int, end: int) -> torch.Tensor:
         """Return indices begin .. end - 1 of a stored entry along `axis`, in its stored dtype."""
-        shape = list(self._target.stored[entry].shape)
-        axis %= len(shape)
-        shape[axis] = end - begin
-        out = torch.empty(shape, dtype=self.dtype(entry))
-        fill_tensor(self.store, list(cut_pieces(self._pieces[entry], axis, begin, end)), out)
+        return self.entry(entry, {axis % len(self._target.stored[entry].shape): ((begin, end),)})
+
+    def entry(self, entry: str, cuts: Cuts = MappingProxyType({})) -> torch.Tensor:
+        """Return a stored entry in its stored dtype, or the ranges of it that `cuts` says."""
+        out = torch.empty(cut_shape(self._target.stored[entry].shape, cuts), dtype=self.dtype(entry))
+        self.fill_part(entry, cuts, out)
         return out
 
-    def entry(self, entry: str) -> torch.Tensor:
-        """Return a stored entry in its stored dtype."""
-        out = torch.empty(self._target.stored[entry].shape, dtype=self.dtype(entry))
-        self.fill(entry, out)
-        return out
-
-    def quantized(self, name: str) -> QuantizedTensor:
-        """Return a quantized parameter, exactly as stored."""
-        names = (name + suffix for suffix in SUFFIXES.values())
-        entries = {entry: self.entry(entry) for entry in names if entry in self._pieces}
-        return rebuild(name, entries, self.shapes[name], self.formats[name])
+    def quantized(self, name: str, part: Part = Part()) -> QuantizedTensor:  # noqa: B008 (frozen)
+        """Return a quantized parameter, or a part of it, exactly as stored."""
+        quantizer, _ = quantizer_of(name, self.formats[name])
+        cuts = part.field_cuts(name, self.shapes[name], quantizer)
+        entries = {name + SUFFIXES[field]: self.entry(name + SUFFIXES[field], its) for field, its in cuts.items()}
+        return rebuild(name, entries, part.shape(self.shapes[name]), self.formats[name])
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the stored dtype of an entry."""

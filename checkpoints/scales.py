@@ -19,7 +19,12 @@ def check_scales(store: FileStore, names: Iterable[str]) -> None:
     Scales stored as bytes are exponents (E8M0), in which 255 is NaN.
     """
     for name in names:
-        for part in store.view(name).flatten().split(_PART):
-            bad = part == _E8M0_NAN if part.dtype == torch.uint8 else ~torch.isfinite(part.float())
-            if bad.any():
-                raise CheckpointError(f"the scales {name!r} are not all finite numbers")
+        check_values(name, store.view(name))
+
+
+def check_values(name: str, scales: torch.Tensor) -> None:
+    """Raise CheckpointError where these scales, stored as `name` or a part of it, hold a NaN or an infinity."""
+    for part in scales.flatten().split(_PART):
+        bad = part == _E8M0_NAN if part.dtype == torch.uint8 else ~torch.isfinite(part.float())
+        if bad.any():
+            raise CheckpointError(f"the scales {name!r} are not all finite numbers")

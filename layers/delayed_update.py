@@ -38,7 +38,10 @@ def _update(rule: DelayedRule, modules: list[QuantizedModule], group: dist.Proce
     amaxes = [torch.cat((m.fp8_amax, m.fp8_grad_amax[None])) for m in modules]
     history_len, margin, algorithm, reduce_amax, hybrid = rule
     if reduce_amax and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
-        amaxes = reduce_amaxes(amaxes, group)
+        shared = [i for i, module in enumerate(modules) if module.reduce_amax]
+        reduced = reduce_amaxes([amaxes[i] for i in shared], group) if shared else []
+        for i, amax in zip(shared, reduced, strict=True):
+            amaxes[i] = amax
     sizes = [a.shape[1] for a in amaxes]
     last = torch.cat(amaxes, dim=1)
     history = torch.cat([m.delayed_history(history_len - 1) for m in modules], dim=2)

@@ -64,6 +64,11 @@ def grouped_linear(
     return y if bias is None else y + _BiasRows.apply(bias.to(dtype), *rows.tensors())
 
 
+def add_bias_rows(y: Tensor, bias: Tensor, m_splits: Tensor) -> Tensor:
+    """Return y: [T, N] plus bias: [G, N] of each row's group."""
+    return y + _BiasRows.apply(bias.to(y.dtype), *RowGroups.of(m_splits, y.shape[0]).tensors())
+
+
 class _BiasRows(torch.autograd.Function):
     """bias: [G, N] -> [T, N], each row its group's."""
 

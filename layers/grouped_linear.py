@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .gemm_module import GemmModule
-from .grouped_function import grouped_linear
+from .grouped_function import add_bias_rows, grouped_linear
 from .grouped_tensor import GroupedTensor
 from .module import InitMethod, default_init_method, empty_parameter
 from .quantized_tensor import QuantizedTensor
@@ -22,7 +22,8 @@ class GroupedLinear(TensorParallelModule, GemmModule):
     False holds `weight0`, `weight1`, ... (and `bias0`, ...), Transformer Engine's per-GEMM layout. Both are layouts of
     the same layer: `load_state_dict` accepts either, quantized or not, without dequantizing. The grouped one is fast;
     the other is stacked on each call. parallel_mode: as for `Linear`, for every member alike; the layer does not itself
-    communicate: gather before a column layer, sum after a row layer (which therefore has no bias), once for all groups.
+    communicate: gather before a column layer, sum after a row layer, once for all groups. The bias of a row layer
+    belongs after that sum: the caller adds it with `with_bias`.
     The other options: see `GemmModule`; a fused or delayed weight gradient needs the grouped layout.
     """
 
@@ -54,8 +55,6 @@ class GroupedLinear(TensorParallelModule, GemmModule):
         in_features, out_features = self.split_features(
             parallel_mode, in_features, out_features, tp_group=tp_group, tp_size=tp_size
         )
-        if bias and self.parallel_mode == "row":
-            raise ValueError("a row-parallel GroupedLinear has no bias: it belongs after the sum over ranks")
         self.num_gemms = num_gemms
         self.in_features = in_features
         self.out_features = out_features
@@ -108,12 +107,23 @@ class GroupedLinear(TensorParallelModule, GemmModule):
         if not isinstance(m_splits, Tensor):
             m_splits = torch.tensor(m_splits, device=x.device)
         self.check_splits(m_splits)
-        weights, biases = self.members()
-        bias = None
-        if biases:
-            bias = biases[0] if self.single_grouped_weight else torch.stack(biases)
+        weights, _ = self.members()
+        bias = None if self.parallel_mode == "row" else self._stacked_bias()
         cached = self.cached_weight(weights, is_first_microbatch)
         return grouped_linear(self, x, weights, bias, m_splits, cached=cached, options=self.gemm_options(weights[0]))
+
+    def with_bias(self, y: Tensor, m_splits: Tensor) -> Tensor:
+        """Return y: [T, out_features] plus each row's bias, if the layer has one: what `forward` does itself but for a
+        row layer."""
+        bias = self._stacked_bias()
+        return y if bias is None else add_bias_rows(y, bias, m_splits)
+
+    def _stacked_bias(self) -> Tensor | None:
+        """Return the biases, [num_gemms, out_features]."""
+        _, biases = self.members()
+        if not biases:
+            return None
+        return biases[0] if self.single_grouped_weight else torch.stack(biases)
 
     def members(self) -> tuple[tuple[nn.Parameter, ...], tuple[nn.Parameter, ...]]:
         """Return the weights and the biases: one each in the grouped layout, else one per GEMM; no biases if unused."""

@@ -68,6 +68,7 @@ class QuantizedModule(nn.Module):
     def __init__(self, num_gemms: int = 1, name: str = "") -> None:
         super().__init__()
         self.name = name
+        self.reduce_amax = True  # False: other ranks have other GEMMs here, so delayed scaling reduces no amaxes
         self.recipe_use = RecipeUse()
         self.delayed_rule: DelayedRule | None = None
         self.fp8_history: Tensor | None = None

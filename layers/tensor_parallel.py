@@ -137,6 +137,11 @@ class TensorParallelModule(nn.Module):
             y = _collective(y, "scatter" if self.sequence_parallel else "sum", self)
         return y if bias is None else y + self.for_own_rows(bias).to(y.dtype)
 
+    def summed_for_all(self, x: Tensor) -> Tensor:
+        """Return the sum over ranks of what each computed from its own features, where every rank goes on to compute
+        with the sum something of its own: the gradient is summed, too."""
+        return x if self.tp_size == 1 else _collective(_collective(x, "sum", self), "same", self)
+
     def for_own_rows(self, parameter: Tensor) -> Tensor:
         """Return a parameter that every rank has in full; applied to its own rows only, its gradient is summed."""
         return _collective(parameter, "same", self) if self.sequence_parallel else parameter

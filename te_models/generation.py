@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from te_models.layers.module import compute_dtype
@@ -80,7 +81,8 @@ def stream(
 ) -> Iterator[Tensor]:
     """Yield the next token of each row, [B] int64, up to max_new_tokens times; arguments as for `generate`.
 
-    A row that has ended yields the padding token; the iteration stops when all have.
+    A row that has ended yields the padding token; the iteration stops when all have, on all ranks of a model whose
+    experts are distributed.
     """
     mask = _check(input_ids, attention_mask, max_new_tokens, temperature, top_k, top_p)
     ends = () if eos_token_id is None else (eos_token_id,) if isinstance(eos_token_id, int) else tuple(eos_token_id)
@@ -140,12 +142,21 @@ def _steps(
                 token = torch.where(running, sampler(output.logits[:, -1]), pad_token_id)
             yield token
             running = running & ~torch.isin(token, ends_tensor)
-            if not running.any():
+            if not _any(running, model.ep_group):
                 return
             ids, position_ids = token[:, None], position_ids[:, -1:] + 1
             mask = torch.cat((mask, torch.ones_like(mask[:, :1])), dim=1)
     finally:
         model.train(was_training)
+
+
+def _any(running: Tensor, group: dist.ProcessGroup | None) -> bool:
+    """Whether a row runs on, on this rank or another one that has part of the model's experts."""
+    left = running.any()
+    if group is not None:
+        left = left.int()
+        dist.all_reduce(left, dist.ReduceOp.MAX, group=group)
+    return bool(left)
 
 
 def generate(

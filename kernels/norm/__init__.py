@@ -3,6 +3,6 @@
 from .op import layer_norm, rms_norm
 from .passes import Norm
 from .quantized import layer_norm_quantized, rms_norm_quantized
-from .reference import l2_norm
+from .reference import l2_norm, rms_norm_by
 
-__all__ = ["Norm", "l2_norm", "layer_norm", "layer_norm_quantized", "rms_norm", "rms_norm_quantized"]
+__all__ = ["Norm", "l2_norm", "layer_norm", "layer_norm_quantized", "rms_norm", "rms_norm_by", "rms_norm_quantized"]

@@ -36,6 +36,23 @@ def rms_norm(
     return _scale_and_round(x_hat, weight, zero_centered, cast_order, x.dtype)
 
 
+def rms_norm_by(
+    mean_square: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    *,
+    zero_centered: bool = False,
+    cast_order: str = "weight_last",
+) -> Tensor:
+    """Return `gamma * x / sqrt(mean_square + eps)`: `rms_norm` of rows of which x is a part.
+
+    mean_square: [..., 1] float32, of the whole rows; the other arguments as for `rms_norm`.
+    """
+    x_hat = x.float() * torch.rsqrt(mean_square + eps)
+    return _scale_and_round(x_hat, weight, zero_centered, cast_order, x.dtype)
+
+
 def layer_norm(
     x: Tensor,
     weight: Tensor | None,

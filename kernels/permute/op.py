@@ -44,12 +44,13 @@ def permute_rows(x: Tensor, row_of_slot: Tensor, padding_rows: Tensor | None) ->
     return triton.permute_rows(x, row_of_slot, padding_rows)
 
 
-@operation("sum_slots", lambda y, row_of_slot: like(y, (row_of_slot.shape[0], y.shape[1])))
-def sum_slots(y: Tensor, row_of_slot: Tensor, weights: Tensor | None) -> Tensor:
-    """Sum each token's K rows in float32, k = 0 first, times weights [T, K] if given: [R, H] -> [T, H]."""
+@operation("sum_slots", lambda y, row_of_slot, dtype: like(y, (row_of_slot.shape[0], y.shape[1]), dtype))
+def sum_slots(y: Tensor, row_of_slot: Tensor, weights: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
+    """Sum each token's K rows in float32, k = 0 first, times weights [T, K] if given: [R, H] -> [T, H] in `dtype`
+    (None: y's)."""
     from . import triton
 
-    return triton.sum_slots(y, row_of_slot, weights)
+    return triton.sum_slots(y, row_of_slot, weights, dtype)
 
 
 def _gradients(y: Tensor, weights: Tensor, needs_weights: bool) -> tuple[Output, Output]:
@@ -72,44 +73,56 @@ def _spread(x: Tensor, slot_of_row: Tensor, row_of_slot: Tensor, padding_rows: T
     return reference.gather_rows(x, slot_of_row, row_of_slot.shape[1], padding_rows is not None)
 
 
-def _sum(y: Tensor, row_of_slot: Tensor, weights: Tensor | None) -> Tensor:
+def _sum(y: Tensor, row_of_slot: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
     if y.device.type == "cuda":
-        return sum_slots(y, row_of_slot, weights)
-    return reference.sum_slots(y, row_of_slot, weights)
+        return sum_slots(y, row_of_slot, weights, dtype)
+    return reference.sum_slots(y, row_of_slot, weights, dtype)
 
 
 class _Permute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, slot_of_row: Tensor, row_of_slot: Tensor, padding_rows: Tensor | None) -> Tensor:
+    def forward(
+        ctx, x: Tensor, slot_of_row: Tensor, row_of_slot: Tensor, padding_rows: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
         ctx.save_for_backward(row_of_slot)
-        return _spread(x, slot_of_row, row_of_slot, padding_rows)
+        ctx.dtype = x.dtype
+        return _spread(x.to(dtype), slot_of_row, row_of_slot, padding_rows)
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
         (row_of_slot,) = ctx.saved_tensors
-        return _sum(grads[0], row_of_slot, None), None, None, None
+        return _sum(grads[0], row_of_slot, None, ctx.dtype), None, None, None, None
 
 
 class _Sum(torch.autograd.Function):
     """The adjoint of `_Permute`."""
 
     @staticmethod
-    def forward(ctx, y: Tensor, slot_of_row: Tensor, row_of_slot: Tensor, padding_rows: Tensor | None) -> Tensor:
+    def forward(
+        ctx, y: Tensor, slot_of_row: Tensor, row_of_slot: Tensor, padding_rows: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
         ctx.save_for_backward(slot_of_row, row_of_slot, padding_rows)
-        return own_result(_sum(y, row_of_slot, None))
+        ctx.dtype = y.dtype
+        return own_result(_sum(y, row_of_slot, None, dtype))
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
-        return _spread(grads[0], *ctx.saved_tensors), None, None, None
+        return _spread(grads[0].to(ctx.dtype), *ctx.saved_tensors), None, None, None, None
 
 
 class _WeightedSum(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, y: Tensor, weights: Tensor, slot_of_row: Tensor, row_of_slot: Tensor, padding_rows: Tensor | None
+        ctx,
+        y: Tensor,
+        weights: Tensor,
+        slot_of_row: Tensor,
+        row_of_slot: Tensor,
+        padding_rows: Tensor | None,
+        dtype: torch.dtype,
     ) -> Tensor:
         ctx.save_for_backward(y, weights, slot_of_row, row_of_slot, padding_rows)
-        return own_result(_sum(y, row_of_slot, weights))
+        return own_result(_sum(y, row_of_slot, weights, dtype))
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
@@ -119,10 +132,10 @@ class _WeightedSum(torch.autograd.Function):
         if grad.device.type == "cuda":
             dy, d_weights = unpermute_bwd(grad, y, weights, row_of_slot, padding_rows, needs_weights)
         else:
-            dy = reference.spread_slots(grad, slot_of_row, weights, padding_rows is not None)
+            dy = reference.spread_slots(grad, slot_of_row, weights, padding_rows is not None, y.dtype)
             d_weights = reference.slot_products(grad, y, row_of_slot) if needs_weights else None
         d_weights = d_weights.to(weights.dtype) if needs_weights and d_weights is not None else None
-        return dy, d_weights, None, None, None
+        return dy, d_weights, None, None, None, None
 
 
 def sort_by_expert(indices: Tensor, num_experts: int, *, align: int = 1) -> Permutation:
@@ -140,19 +153,24 @@ def sort_by_expert(indices: Tensor, num_experts: int, *, align: int = 1) -> Perm
     return Permutation(slots, rows, tokens, filled, padding_rows if align > 1 else None)
 
 
-def permute(x: Tensor, permutation: Permutation) -> Tensor:
-    """Copy each token's row to its K experts' rows, sorted by expert: [T, H] -> [R, H], padding rows zero.
+def permute(x: Tensor, permutation: Permutation, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Copy each token's row to its K experts' rows, sorted by expert: [T, H] -> [R, H] in `dtype` (None: x's), padding
+    rows zero.
 
-    Any dtype: rows quantized each on its own can be permuted as they are, values and scales alike. Differentiable in x.
+    Any dtype: rows quantized each on its own can be permuted as they are, values and scales alike. Differentiable in x;
+    the gradient is summed in float32 and rounded once, to x's dtype.
     """
-    return _Permute.apply(x, permutation.slot_of_row, permutation.row_of_slot, permutation.padding_rows)
+    order = (permutation.slot_of_row, permutation.row_of_slot, permutation.padding_rows)
+    return _Permute.apply(x, *order, dtype or x.dtype)
 
 
-def unpermute(y: Tensor, permutation: Permutation, weights: Tensor | None) -> Tensor:
-    """Return each token's weighted sum of its K experts' rows: [R, H] -> [T, H], in y's dtype.
+def unpermute(
+    y: Tensor, permutation: Permutation, weights: Tensor | None, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return each token's weighted sum of its K experts' rows: [R, H] -> [T, H], in `dtype` (None: y's).
 
     weights: [T, K] from `router_topk`, or None where rows carry their weight already. The sum runs in float32, k = 0
     first, and is rounded once. Differentiable in y and weights.
     """
-    order = (permutation.slot_of_row, permutation.row_of_slot, permutation.padding_rows)
+    order = (permutation.slot_of_row, permutation.row_of_slot, permutation.padding_rows, dtype or y.dtype)
     return _Sum.apply(y, *order) if weights is None else _WeightedSum.apply(y, weights, *order)

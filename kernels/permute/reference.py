@@ -81,8 +81,8 @@ def gather_rows(x: Tensor, slot_of_row: Tensor, topk: int, padded: bool) -> Tens
     return rows.view(x.dtype)
 
 
-def sum_slots(y: Tensor, row_of_slot: Tensor, weights: Tensor | None) -> Tensor:
-    """Sum each token's K rows, times weights [T, K] if given: [R, H] -> [T, H].
+def sum_slots(y: Tensor, row_of_slot: Tensor, weights: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
+    """Sum each token's K rows, times weights [T, K] if given: [R, H] -> [T, H] in `dtype` (None: y's).
 
     Float32, k = 0 first, one rounding.
     """
@@ -93,14 +93,15 @@ def sum_slots(y: Tensor, row_of_slot: Tensor, weights: Tensor | None) -> Tensor:
             term = term * weights[:, k, None].float()
         total = term if total is None else total + term
     assert total is not None, "a token has at least one slot"
-    return total.to(y.dtype)
+    return total.to(dtype or y.dtype)
 
 
-def spread_slots(grad: Tensor, slot_of_row: Tensor, weights: Tensor, padded: bool) -> Tensor:
-    """Gradient of `sum_slots` in y: each row gets its token's gradient times its weight: [T, H] -> [R, H]."""
+def spread_slots(grad: Tensor, slot_of_row: Tensor, weights: Tensor, padded: bool, dtype: torch.dtype) -> Tensor:
+    """Gradient of `sum_slots` in y: each row gets its token's gradient times its weight: [T, H] -> [R, H] in `dtype`,
+    y's."""
     rows = gather_rows(grad, slot_of_row, weights.shape[1], padded)
     weight_of_row = weights.flatten()[slot_of_row.clamp(min=0) if padded else slot_of_row]
-    return (rows * weight_of_row[:, None].float()).to(grad.dtype)
+    return (rows * weight_of_row[:, None].float()).to(dtype)
 
 
 def slot_products(grad: Tensor, y: Tensor, row_of_slot: Tensor) -> Tensor:

@@ -112,10 +112,11 @@ def permute_rows(x: Tensor, row_of_slot: Tensor, padding_rows: Tensor | None) ->
     return y
 
 
-def sum_slots(y: Tensor, row_of_slot: Tensor, weights: Tensor | None) -> Tensor:
-    """Sum each token's K rows in float32, k = 0 first, times weights [T, K] if given: [R, H] -> [T, H]."""
+def sum_slots(y: Tensor, row_of_slot: Tensor, weights: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
+    """Sum each token's K rows in float32, k = 0 first, times weights [T, K] if given: [R, H] -> [T, H] in `dtype`
+    (None: y's)."""
     (tokens, topk), columns = row_of_slot.shape, y.shape[1]
-    out = y.new_empty(tokens, columns)
+    out = y.new_empty(tokens, columns, dtype=dtype)
     if out.numel():
         sum_slots_kernel[(tokens,)](
             y.contiguous(),

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from te_models.kernels.norm import rms_norm
+from te_models.kernels.norm import rms_norm, rms_norm_by
 from te_models.kernels.rope import apply_rope
-from te_models.layers import DotProductAttention
+from te_models.layers import DotProductAttention, RMSNorm
 
 from ..config import ModelConfig
 from .build import Build, make_input_linear, make_norm, make_output_linear
@@ -103,13 +103,29 @@ class SelfAttention(nn.Module):
     def _normed(self, t: Tensor, norm: nn.Module) -> Tensor:
         """[B, S, heads * D] -> [B, S, heads, D], each head normalised on its own or all heads together."""
         if self.norm_kind == "full":
-            return self._clipped(norm(t)).unflatten(-1, (-1, self.head_dim))
+            return self._clipped(self._normed_whole(t, norm)).unflatten(-1, (-1, self.head_dim))
         t = t.unflatten(-1, (-1, self.head_dim))
         if self.linear_proj.tp_size > 1:
             # every rank has the weight and applies it to its own heads only: its gradients are summed over the ranks
             weight = self.linear_proj.whole_rows(norm.get_parameter("weight"))
             return self._clipped(torch.func.functional_call(norm, {"weight": weight}, (t,)))
         return self._clipped(norm(t))
+
+    def _normed_whole(self, t: Tensor, norm: nn.Module) -> Tensor:
+        """[B, S, heads * D], normalised over the heads of all ranks."""
+        ranks = self.linear_proj.tp_size
+        if ranks == 1:
+            return norm(t)
+        assert isinstance(norm, RMSNorm), "check_layers refuses other norms"
+        squares = self.linear_proj.summed_for_all(t.float().square().sum(-1, keepdim=True))
+        return rms_norm_by(
+            squares / (ranks * t.shape[-1]),
+            t,
+            norm.weight,
+            norm.eps,
+            zero_centered=norm.zero_centered_gamma,
+            cast_order=norm.cast_order,
+        )
 
     def _clipped(self, t: Tensor) -> Tensor:
         return t if self.clip_qkv is None else t.clamp(-self.clip_qkv, self.clip_qkv)

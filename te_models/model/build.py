@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -30,15 +30,32 @@ class Normal:
         return weight
 
 
+@dataclass(frozen=True)
+class LocalExperts:
+    """Fills a stack of experts `first` and following with what `start` gives them in the stack of all `experts`."""
+
+    start: Normal
+    first: int
+    experts: int
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        others = torch.empty_like(weight[0])
+        for expert in range(self.experts):
+            mine = self.first <= expert < self.first + weight.shape[0]
+            self.start(weight[expert - self.first] if mine else others)
+        return weight
+
+
 @dataclass(frozen=True, kw_only=True)
 class Build:
     """params_dtype None is torch's default dtype, device None its default device. tp_group: the ranks over which the
-    layers are split; None: they are whole."""
+    layers are split, ep_group: those over which experts are distributed; None: each rank has all."""
 
     params_dtype: torch.dtype | None = None
     device: torch.device | str | None = None
     expert_layout: ExpertLayout = "grouped"
     tp_group: dist.ProcessGroup | None = None
+    ep_group: dist.ProcessGroup | None = None
 
     def __post_init__(self) -> None:
         if self.expert_layout not in get_args(ExpertLayout):
@@ -54,6 +71,16 @@ class Build:
     def tp_size(self) -> int:
         """How many ranks share each split layer."""
         return 1 if self.tp_group is None else self.tp_group.size()
+
+    @property
+    def expert_model_parallel_size(self) -> int:
+        """Over how many ranks the experts are distributed."""
+        return 1 if self.ep_group is None else self.ep_group.size()
+
+    @property
+    def whole(self) -> Build:
+        """The same for a layer that every rank has whole."""
+        return replace(self, tp_group=None)
 
     def split(self, parallel_mode: str) -> dict[str, Any]:
         """Keyword arguments of a module that is split in this way, or whole."""

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from te_models.layers import Recipe, name_modules, quantized_model_init, storage_recipe, store_weights
+from te_models.layers.expert_parallel import check_same_tokens
 
 from ..config import ModelConfig
 from .build import Build, ExpertLayout
@@ -23,8 +24,9 @@ from .cache import Memory
 from .decoder import Decoder
 from .embedding import Embedding
 from .in_memory import converter_of, fill_from_hf, to_hf
+from .moe import Experts
 from .output import ModelOutput, OutputLayer, RouterLossWeights
-from .parallel import check_split, group_of, resolve_group, whole_tensors
+from .parallel import check_split, groups_of, is_first, place_of, resolve_group, whole_tensors
 from .support import check_supported
 
 if TYPE_CHECKING:
@@ -42,8 +44,9 @@ class GPTModel(nn.Module):
     none, `to_empty` and `reset_parameters` or `load_state_dict` follow. expert_layout: "grouped" holds a layer's
     experts as one parameter, "per-gemm" one parameter each. tp_group: split attention and MLPs over these ranks, which
     then all call the model with the same tokens and get the same result; embedding, output layer, norms and routers are
-    on every rank. Random initial values come from torch's global generator (those of a split model are not those of the
-    whole one).
+    on every rank. ep_group: give each of these ranks an equal share of the experts; they then all call the model, each
+    with as many tokens of its own, and everything else is on every rank. Random initial values come from torch's global
+    generator (those of a model split by tp_group are not those of the whole one).
 
     Example:
         model = GPTModel(config)
@@ -61,13 +64,18 @@ class GPTModel(nn.Module):
         expert_layout: ExpertLayout = "grouped",
         activation_checkpointing: bool = False,
         tp_group: dist.ProcessGroup | None = None,
+        ep_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         check_supported(config)
-        build = Build(params_dtype=params_dtype, device=device, expert_layout=expert_layout, tp_group=tp_group)
-        check_split(config, build.tp_size)
+        build = Build(
+            params_dtype=params_dtype, device=device, expert_layout=expert_layout, tp_group=tp_group, ep_group=ep_group
+        )
+        check_split(config, build)
         self.tp_size = build.tp_size
+        self.expert_model_parallel_size = build.expert_model_parallel_size
         self._tp_group_name = None if tp_group is None else tp_group.group_name
+        self._ep_group_name = None if ep_group is None else ep_group.group_name
         self.config = config
         self.pretrained_folder: Path | None = None
         self.origin: Source | None = None
@@ -91,6 +99,15 @@ class GPTModel(nn.Module):
     def tp_group(self) -> dist.ProcessGroup | None:
         """The ranks over which the model is split; None if it is whole."""
         return None if self._tp_group_name is None else resolve_group(self._tp_group_name)
+
+    @property
+    def ep_group(self) -> dist.ProcessGroup | None:
+        """The ranks over which the experts are distributed; None if each has all."""
+        return None if self._ep_group_name is None else resolve_group(self._ep_group_name)
+
+    def expert_parameters(self) -> list[nn.Parameter]:
+        """List the parameters of the experts: those that `ep_group` distributes."""
+        return [p for module in self.modules() if isinstance(module, Experts) for p in module.parameters()]
 
     @property
     def activation_checkpointing(self) -> bool:
@@ -136,6 +153,8 @@ class GPTModel(nn.Module):
         if input_ids.dim() != 2:
             raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; allowed: [batch, sequence]")
         batch, length = input_ids.shape
+        if self._ep_group_name is not None and self.expert_model_parallel_size > 1:
+            check_same_tokens(batch * length, input_ids.device, self._ep_group_name)
         begin = 0
         if cache is not None:
             cache.check_room(batch, length)
@@ -196,27 +215,26 @@ class GPTModel(nn.Module):
 
         dtype: of the parameters (None: torch's default). recipe: store the linear layers' weights in its quantized
         format; None keeps what the folder has, weights stored quantized bit for bit (`te-models dequantize` makes a
-        folder of plain ones). device_mesh: split the model over the mesh, or over its dimension "tp"; each rank reads
-        only the parts that are its own. Tensors stream from the files into the model one by one. Raises CheckpointError
-        or ConfigError.
+        folder of plain ones). device_mesh: split the model over the mesh, or over its dimension "tp", and distribute
+        the experts over its dimension "ep"; each rank reads only the parts that are its own. Tensors stream from the
+        files into the model one by one. Raises CheckpointError or ConfigError.
         """
         from te_models.checkpoints import open_checkpoint
         from te_models.checkpoints.convert import source_of
 
         with open_checkpoint(folder) as checkpoint:
             target = torch.empty((), device=device).device
-            split: dict[str, Any] = {"tp_group": group_of(device_mesh), "expert_layout": expert_layout}
+            split: dict[str, Any] = {**groups_of(device_mesh), "expert_layout": expert_layout}
             if recipe is None:
                 model = cls(checkpoint.config, params_dtype=dtype, device="meta", **split)
                 model.to_empty(device=target)
-                for name, value in checkpoint.empty_quantized(expert_layout, target):
+                for name, value in checkpoint.empty_quantized(expert_layout, target, place_of(model)):
                     owner, _, key = name.rpartition(".")
                     setattr(model.get_submodule(owner), key, nn.Parameter(value))
             else:
                 with quantized_model_init(recipe=recipe):
                     model = cls(checkpoint.config, params_dtype=dtype, device=target, **split)
-            rank = 0 if model.tp_group is None else model.tp_group.rank()
-            checkpoint.load_into(dict(model.stored_tensors()), rank=rank, ranks=model.tp_size)
+            checkpoint.load_into(dict(model.stored_tensors()), place=place_of(model))
             model.origin = source_of(checkpoint)
         model.pretrained_folder = checkpoint.path
         return model
@@ -262,8 +280,9 @@ class GPTModel(nn.Module):
         source = self.pretrained_folder
         with torch.no_grad():
             tensors = whole_tensors(self)
-            if self.tp_group is None or self.tp_group.rank() == 0:
+            if is_first(self):
                 source = source if source and source.is_dir() else None
                 save_model(tensors, self.config, folder, source_dir=source, source=self.origin)
-            if self.tp_group is not None:
-                dist.barrier(self.tp_group)
+            for group in (self.tp_group, self.ep_group):
+                if group is not None:
+                    dist.barrier(group)

@@ -23,7 +23,9 @@ from .rotary import Rotary
 
 class LatentAttention(nn.Module):
     """The attention sublayer, without residual connection. `linear_qkv_down` holds the rows of q, or of its latent with
-    `mla.q_lora_rank`, then of the latent of k and v, then of the rotated key part."""
+    `mla.q_lora_rank`, then of the latent of k and v, then of the rotated key part.
+
+    Where layers are split, each rank computes its own heads; `linear_qkv_down` is on every rank."""
 
     def __init__(self, config: ModelConfig, layer: int, build: Build, *, normed: bool) -> None:
         super().__init__()
@@ -35,11 +37,11 @@ class LatentAttention(nn.Module):
         heads = a.num_attention_heads
         q_size = heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim)
         self.sizes = [mla.q_lora_rank or q_size, mla.kv_lora_rank, mla.qk_pos_emb_head_dim]
-        self.linear_qkv_down = make_input_linear(config, sum(self.sizes), a.add_qkv_bias, build, normed=normed)
+        self.linear_qkv_down = make_input_linear(config, sum(self.sizes), a.add_qkv_bias, build.whole, normed=normed)
         self.linear_q_up = None if mla.q_lora_rank is None else self._up(config, mla.q_lora_rank, q_size, build)
         self.linear_kv_up = self._up(config, mla.kv_lora_rank, heads * (mla.qk_head_dim + mla.v_head_dim), build)
         self.core_attention = DotProductAttention(
-            heads,
+            heads // build.tp_size,
             mla.qk_head_dim + mla.qk_pos_emb_head_dim,
             None,
             a.attention_dropout,
@@ -60,6 +62,7 @@ class LatentAttention(nn.Module):
             cast_order=config.norm.cast_order,
             init_method=init_method(config),
             **build.new,
+            **build.split("column"),
         )
 
     def forward(
@@ -73,9 +76,14 @@ class LatentAttention(nn.Module):
         """x: [B, S, H] -> [B, S, H]. Arguments as for `SelfAttention`."""
         mla = self.mla
         q, latent, shared = self.linear_qkv_down(x).split(self.sizes, dim=-1)
+        # of what every rank computed and uses for its own heads, the gradient is summed over the ranks; the projections
+        # up from a latent do so themselves
+        split, heads = self.linear_proj, self.core_attention.num_attention_heads
+        shared = split.whole_rows(shared)
         if self.linear_q_up is not None:
-            q = self.linear_q_up(q)
-        q = q.unflatten(-1, (self.core_attention.num_attention_heads, -1))
+            q = self.linear_q_up(q).unflatten(-1, (heads, -1))
+        else:
+            q = split.whole_rows(q).unflatten(-1, (heads * split.tp_size, -1)).narrow(2, heads * split.tp_rank, heads)
         plain, turned = q.split([mla.qk_head_dim, mla.qk_pos_emb_head_dim], dim=-1)
         q = torch.cat((plain, self._rotated(turned, rotary)), dim=-1)
         if query_scale is not None:

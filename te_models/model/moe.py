@@ -3,7 +3,8 @@
 B batch, S sequence, T = B*S tokens, H hidden, E experts, K experts per token, I expert width.
 
 Token counts per expert are data and stay on the device from the router to the grouped GEMM, so they change from step
-to step without a host synchronisation and without recompiling.
+to step without a host synchronisation and without recompiling. Where experts are distributed over ranks, see
+`te_models.layers.expert_parallel`: T is then the tokens of all of them between dispatch and combination.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from torch import Tensor, nn
 from te_models.kernels.permute import permute, sort_by_expert, unpermute
 from te_models.kernels.router import load_balancing_loss, router_probabilities, router_topk, router_z_loss
 from te_models.layers import GroupedLinear
+from te_models.layers.collectives import all_gather
+from te_models.layers.expert_parallel import gather_tokens, local_choices, sum_tokens
 from te_models.layers.module import autocast_dtype, compute_dtype
 
 from ..config import ModelConfig
-from .build import Build, init_method, output_init_method
+from .build import Build, LocalExperts, Normal, init_method, output_init_method
 from .mlp import SharedExperts, activate
 
 
@@ -30,7 +33,7 @@ class RouterOutput(NamedTuple):
     """What a layer's router decided, for losses and monitoring.
 
     load_balancing_loss, z_loss: float32 scalars, zero where the configuration gives them no weight (they are not
-    computed then); tokens_per_expert: [E] int64.
+    computed then); tokens_per_expert: [E] int64. All of this rank's own tokens.
     """
 
     load_balancing_loss: Tensor
@@ -80,14 +83,21 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """E MLPs over rows sorted by expert, each projection one grouped GEMM."""
+    """E MLPs over rows sorted by expert, each projection one grouped GEMM; E is this rank's, `num_local_experts` from
+    `first_expert` on."""
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
         moe = config.moe
         assert moe is not None
         self.mlp = config.mlp
-        width, experts = moe.moe_ffn_hidden_size, moe.num_moe_experts
+        width, ranks = moe.moe_ffn_hidden_size, build.expert_model_parallel_size
+        experts = self.num_local_experts = moe.num_moe_experts // ranks
+        self.first_expert = 0 if build.ep_group is None else build.ep_group.rank() * experts
+
+        def start(whole: Normal) -> Normal | LocalExperts:
+            return whole if ranks == 1 else LocalExperts(whole, self.first_expert, moe.num_moe_experts)
+
         shared = {"single_grouped_weight": build.expert_layout == "grouped", **build.new}
         rows = width * (2 if config.mlp.gated else 1)
         self.linear_fc1 = GroupedLinear(
@@ -95,7 +105,7 @@ class Experts(nn.Module):
             config.hidden_size,
             rows,
             moe.bias,
-            init_method=init_method(config),
+            init_method=start(init_method(config)),
             **shared,
             **build.split("column"),
         )
@@ -104,16 +114,18 @@ class Experts(nn.Module):
             width,
             config.hidden_size,
             moe.bias,
-            init_method=output_init_method(config),
+            init_method=start(output_init_method(config)),
             **shared,
             **build.split("row"),
         )
+        self.linear_fc1.reduce_amax = self.linear_fc2.reduce_amax = ranks == 1
 
     def forward(self, rows: Tensor, tokens_per_expert: Tensor) -> Tensor:
         """rows: [T*K, H], sorted by expert; tokens_per_expert: [E] -> [T*K, H]."""
         rows = self.linear_fc1.whole_rows(rows)
         hidden = activate(self.linear_fc1(rows, tokens_per_expert), self.mlp)
-        return self.linear_fc2.summed(self.linear_fc2(hidden, tokens_per_expert), None)
+        y = self.linear_fc2.summed(self.linear_fc2(hidden, tokens_per_expert), None)
+        return self.linear_fc2.with_bias(y, tokens_per_expert) if self.linear_fc2.tp_size > 1 else y
 
 
 class MoELayer(nn.Module):
@@ -130,6 +142,8 @@ class MoELayer(nn.Module):
         build = build or Build()
         self.moe = config.moe
         self.router = Router(config, build)
+        self.expert_model_parallel_size = build.expert_model_parallel_size
+        self._ep_group_name = "" if build.ep_group is None else build.ep_group.group_name
         self.experts = Experts(config, build)
         self.shared_experts = None
         if config.moe.shared_expert_intermediate_size is not None:
@@ -154,16 +168,38 @@ class MoELayer(nn.Module):
             topk_groups=r.topk_groups,
             group_score=r.group_score,
         )
-        order = sort_by_expert(indices, moe.num_moe_experts)
-        rows = permute(tokens, order)
-        if r.apply_on_input:
-            rows = rows * weights.flatten()[order.slot_of_row][:, None].to(rows.dtype)
-            weights = torch.ones_like(weights)
-        y = unpermute(self.experts(rows, order.tokens_per_expert), order, weights).view(x.shape)
+        y, counts = self._expert_sums(tokens, weights, indices)
+        y = y.view(x.shape)
         if self.shared_experts is not None:
             y = y + self.shared_experts(x)
         mask = None if token_mask is None else token_mask.flatten()
-        return y, self._router_output(logits, indices, order.tokens_per_expert, mask)
+        return y, self._router_output(logits, indices, counts, mask)
+
+    def _expert_sums(self, tokens: Tensor, weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """tokens: [T, H]; weights, indices: [T, K] -> (each token's weighted sum of its experts' results [T, H], how
+        many of these tokens chose each expert [E] int64)."""
+        experts, group = self.experts.num_local_experts, self._ep_group_name
+        distributed = self.expert_model_parallel_size > 1
+        dtype = tokens.dtype
+        if not distributed:
+            order = sort_by_expert(indices, experts)
+            splits = counts = order.tokens_per_expert
+        else:
+            every = torch.arange(self.moe.num_moe_experts, device=indices.device)
+            counts = (indices[..., None] == every).sum((0, 1))
+            tokens, weights = gather_tokens(tokens, group), gather_tokens(weights, group)
+            indices = all_gather(indices, group)
+            indices, weights = local_choices(indices, weights, self.experts.first_expert, experts)
+            order = sort_by_expert(indices, experts + 1)  # other ranks' experts as one, whose rows come last
+            splits = order.tokens_per_expert[:experts]
+        rows = permute(tokens, order, dtype=dtype)
+        if self.moe.router.apply_on_input:
+            rows = rows * weights.flatten()[order.slot_of_row][:, None].to(rows.dtype)
+            weights = torch.ones_like(weights)
+        results = self.experts(rows, splits)
+        if not distributed:
+            return unpermute(results, order, weights), counts
+        return sum_tokens(unpermute(results, order, weights, dtype=torch.float32), group, results.dtype), counts
 
     def _router_output(self, logits: Tensor, indices: Tensor, counts: Tensor, mask: Tensor | None) -> RouterOutput:
         balance = z = torch.zeros((), dtype=torch.float32, device=logits.device)

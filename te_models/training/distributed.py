@@ -50,13 +50,22 @@ def ranks_from_environment(device: str) -> Ranks:
     return Ranks(dist.get_rank(), dist.get_world_size(), int(os.environ.get("LOCAL_RANK", "0")), owns_group)
 
 
-def average_gradients(parameters: Iterable[torch.nn.Parameter], ranks: Ranks) -> None:
-    """Replace every gradient by its mean over the ranks. A parameter without a gradient must lack it on all of them."""
+def average_gradients(
+    parameters: Iterable[torch.nn.Parameter], ranks: Ranks, *, distributed: Iterable[torch.nn.Parameter] = ()
+) -> None:
+    """Replace every gradient by its mean over the ranks. A parameter without a gradient must lack it on all of them.
+
+    distributed: those of the parameters that only this rank has, as `GPTModel.expert_parameters` lists them. Their
+    gradients are sums over all ranks already and are divided only.
+    """
     if ranks.world_size == 1:
         return
+    own = {id(parameter) for parameter in distributed}
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for parameter in parameters:
-        if parameter.grad is not None:
+        if parameter.grad is not None and id(parameter) in own:
+            parameter.grad.div_(ranks.world_size)
+        elif parameter.grad is not None:
             by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
     for gradients in by_dtype.values():
         flat = torch.cat([g.reshape(-1) for g in gradients])

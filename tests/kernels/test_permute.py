@@ -89,6 +89,28 @@ def test_values_and_gradients_against_matrices() -> None:
             assert ((weights.grad.double() - products).abs() <= hidden * UNIT[torch.float32] * size).all()
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_sums_that_stay_float32_are_rounded_by_nobody(weighted: bool) -> None:
+    """Both ways, a sum in float32 and its later rounding are the sum in bfloat16, bit for bit."""
+    generator = torch.Generator().manual_seed(0)
+    p = sort_by_expert(routed(13, 3, 5), 5)
+    x, y = (torch.randn(n, 6, generator=generator).bfloat16() for n in (13, 39))
+    weights = torch.rand(13, 3, generator=generator) if weighted else None
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):
+        token, row = x.to(dtype, copy=True).requires_grad_(), y.clone().requires_grad_()
+        rows, sums = permute(token, p, dtype=torch.bfloat16), unpermute(row, p, weights, dtype=dtype)
+        assert rows.dtype == torch.bfloat16 and sums.dtype == dtype
+        rows.backward(y)
+        sums.backward(x.to(dtype))
+        results.append((rows, sums, token.grad, row.grad))
+    (rows, sums, token_grad, row_grad), wide = results
+    assert torch.equal(rows, wide[0]) and torch.equal(row_grad, wide[3])
+    for narrow, exact in ((sums, wide[1]), (token_grad, wide[2])):
+        assert exact.dtype == torch.float32 and torch.equal(narrow, exact.bfloat16())
+        assert not torch.equal(narrow.float(), exact)
+
+
 @settings(deadline=None, max_examples=60)
 @given(sizes, st.sampled_from([2, 3, 16]))
 def test_aligned_experts_start_and_end_at_multiples(size: tuple[int, int, int, int], align: int) -> None:

@@ -22,6 +22,7 @@ from te_models.layers import (
     LayerNormMLP,
     Linear,
     autocast,
+    ops,
     quantized_model_init,
     recipe,
 )
@@ -119,19 +120,42 @@ def grouped_members_are_split(grouped: bool) -> None:
     rank, group = dist.get_rank(), dist.new_group([0, 1])
     layout = {"single_grouped_weight": grouped}
     torch.manual_seed(1)
-    whole = [GroupedLinear(EXPERTS, HIDDEN, FFN, **layout), GroupedLinear(EXPERTS, FFN, HIDDEN, **layout)]
+    whole = [GroupedLinear(EXPERTS, HIDDEN, FFN, True, **layout), GroupedLinear(EXPERTS, FFN, HIDDEN, True, **layout)]
     torch.manual_seed(1)
-    column = GroupedLinear(EXPERTS, HIDDEN, FFN, tp_group=group, parallel_mode="column", **layout)
-    row = GroupedLinear(EXPERTS, FFN, HIDDEN, tp_group=group, parallel_mode="row", **layout)
-    dims = {True: (1, 2), False: (0, 1)}[grouped]
-    for layer, part, dim in zip(whole, (column, row), dims, strict=True):
-        for full, mine in zip(layer.parameters(), part.parameters(), strict=True):
-            assert mine.partition_dim == dim
-            assert torch.equal(mine, part_of(full, dim, rank, RANKS))
-    x, splits = torch.randn(ROWS, HIDDEN), torch.tensor([30, 0, 34])
+    column = GroupedLinear(EXPERTS, HIDDEN, FFN, True, tp_group=group, parallel_mode="column", **layout)
+    row = GroupedLinear(EXPERTS, FFN, HIDDEN, True, tp_group=group, parallel_mode="row", **layout)
+    weight_dims = {True: (1, 2), False: (0, 1)}[grouped]
+    bias_dims = {True: (1, None), False: (0, None)}[grouped]
+    for layer, part, *dims in zip(whole, (column, row), weight_dims, bias_dims, strict=True):
+        for (name, full), mine in zip(layer.named_parameters(), part.parameters(), strict=True):
+            dim = dims[name.startswith("bias")]
+            assert getattr(mine, "partition_dim", None) == dim
+            if name.startswith("bias"):
+                full.data.normal_()
+                mine.data.copy_(full if dim is None else part_of(full, dim, rank, RANKS))
+            assert torch.equal(mine, full if dim is None else part_of(full, dim, rank, RANKS))
+    x, splits = torch.randn(ROWS, HIDDEN), torch.tensor([30, 0, 30])  # four rows of no group, which get no bias
     y = row(column(x, splits), splits)
     dist.all_reduce(y)
-    close(y, whole[1](whole[0](x, splits), splits), 2e-6)
+    y = row.with_bias(y, splits)
+    expected = whole[1](whole[0](x, splits), splits)
+    close(y, expected, 2e-6)
+    assert not y[60:].any()
+    y.backward(torch.ones_like(y))
+    expected.backward(torch.ones_like(expected))
+    for kept, full in zip(row.members()[1], whole[1].members()[1], strict=True):
+        assert torch.equal(kept.grad, full.grad)  # whole numbers of rows
+
+
+def a_row_of_a_pipeline_has_no_bias() -> None:
+    """A fusible operation ends where the sum over ranks begins."""
+    layer = ops.GroupedLinear(EXPERTS, FFN, HIDDEN, True, tp_size=RANKS, parallel_mode="row")
+    try:
+        ops.Sequential(layer)(torch.randn(ROWS, FFN // RANKS), torch.tensor([30, 0, 34]))
+    except ValueError as error:
+        assert "a row-parallel ops.GroupedLinear has no bias" in str(error)
+    else:
+        raise AssertionError("the bias was added on every rank, before the sum")
 
 
 def quantized_weights_are_marked() -> None:
@@ -156,6 +180,7 @@ CASES: dict[str, Callable[[], None]] = {
 CASES |= {
     "grouped_members_are_split-grouped": lambda: grouped_members_are_split(True),
     "grouped_members_are_split-per_gemm": lambda: grouped_members_are_split(False),
+    "a_row_of_a_pipeline_has_no_bias": a_row_of_a_pipeline_has_no_bias,
     "quantized_weights_are_marked": quantized_weights_are_marked,
 }
 

@@ -19,11 +19,26 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import te_models.checkpoints.move as move
 from te_models import GPTModel, compile_model, generate
-from te_models.checkpoints import expected_tensors, verify
-from te_models.checkpoints.parts import parts
+from te_models.checkpoints import CheckpointError, expected_tensors, verify
+from te_models.checkpoints.parts import Place, parts
+from te_models.layers import QuantizedTensor
+from tests.layers.bits import same_bits
 
 RANKS = 2
-CASES = ("qwen3", "gpt2", "gemma2", "qwen2_moe", "llama4", "sinks")
+CASES = (
+    "qwen3",
+    "gpt2",
+    "gemma2",
+    "qwen2_moe",
+    "llama4",
+    "sinks",
+    "gpt_oss",
+    "olmo2",
+    "minimax_m2",
+    "deepseek_v2-greedy-plain-q",
+    "deepseek_v3",
+)
+QUANTIZED_CASES = ("current", "block", "mxfp8", "nvfp4")
 
 
 class Reads:
@@ -46,7 +61,7 @@ class Reads:
 
 def part_of(config, name: str, whole: torch.Tensor, rank: int, layout: str) -> torch.Tensor:
     """This rank's part of a parameter, cut with torch's own functions."""
-    part = parts(config, expected_tensors(config, layout), rank, RANKS)[name]
+    part = parts(config, expected_tensors(config, layout), Place(tp_rank=rank, tp_size=RANKS))[name]
     if part.dim is None:
         return whole
     return torch.cat([whole.narrow(part.dim, begin, end - begin) for begin, end in part.ranges], part.dim)
@@ -84,6 +99,46 @@ def check(folder: Path, saved: Path) -> None:
     assert verify(folder, saved).equal
 
 
+def check_quantized(folder: Path, saved: Path) -> None:
+    """Weights stored quantized: each rank has the bits of its part, reads nothing else, and saves the whole again."""
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
+    whole = GPTModel.from_pretrained(folder).eval()
+    with Reads() as reads:
+        split = GPTModel.from_pretrained(folder, device_mesh=mesh).eval()
+    own, expected = 0, dict(whole.stored_tensors())
+    owned = parts(whole.config, expected_tensors(whole.config), Place(tp_rank=rank, tp_size=RANKS))
+    kinds = set()
+    for name, tensor in split.stored_tensors():
+        fields = tensor.fields.values() if isinstance(tensor, QuantizedTensor) else [tensor]
+        own += sum(field.numel() * field.element_size() for field in fields)
+        part, offset = owned[name], 0
+        if not isinstance(tensor, QuantizedTensor) or part.dim is None:
+            assert torch.equal(tensor, part_of(whole.config, name, expected[name], rank, "grouped")), name
+            continue
+        for begin, end in part.ranges:
+            mine = tensor.narrow(part.dim, offset, end - begin)
+            assert same_bits(mine, expected[name].narrow(part.dim, begin, end - begin)), name
+            offset += end - begin
+            kinds.add((part.dim, tensor.dim()))
+    assert kinds == {(0, 2), (1, 2), (1, 3), (2, 3)}
+    assert reads.bytes == own, (reads.bytes, own)
+    ids = torch.randint(3, 61, (2, 13), generator=torch.Generator().manual_seed(0))
+    assert close(split(ids).logits, whole(ids).logits)
+    split.save_pretrained(saved)
+    assert verify(folder, saved).equal
+    # a rank that quantizes its part anew has a scale of its own, and what has two scales is no tensor of the format
+    if folder.name == "current":
+        weight = split.get_parameter("decoder.layers.0.mlp.linear_fc1.weight")
+        with torch.no_grad():
+            weight.copy_(torch.full(weight.shape, rank + 1.0))
+        try:
+            split.save_pretrained(saved.with_name("other"))
+        except CheckpointError as error:
+            assert "is split over ranks that quantized it with scales of their own" in str(error)
+        else:
+            raise AssertionError("different scales were saved as one")
+
+
 def compiled(folder: Path) -> None:
     """One graph of a split model, on every rank."""
     mesh = init_device_mesh("cpu", (RANKS,))
@@ -101,8 +156,10 @@ def main() -> None:
     outcomes = {}
     for case in sys.argv[3:]:
         try:
-            if case == "compiled":
-                compiled(folders / "qwen3")
+            if case.startswith("compiled-"):
+                compiled(folders / case.removeprefix("compiled-"))
+            elif case in QUANTIZED_CASES:
+                check_quantized(folders / case, folders / f"{case}-saved")
             else:
                 check(folders / case, folders / f"{case}-saved")
             outcomes[case] = "ok"

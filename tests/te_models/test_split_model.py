@@ -11,9 +11,9 @@ import torch
 
 from te_models import AttentionConfig, ConfigError, GPTModel, ModelConfig
 from te_models.checkpoints import CheckpointError, expected_tensors, open_checkpoint, quantize
-from te_models.checkpoints.parts import Part, parts
-from te_models.config import MLAConfig, MLPConfig, MoEConfig
-from te_models.model.parallel import check_split
+from te_models.checkpoints.parts import Part, Place, parts
+from te_models.config import MLAConfig, MLPConfig, MoEConfig, NormConfig
+from te_models.model.parallel import check_layers
 from tests.checkpoints.family_cases import CASES as FAMILY_CASES
 from tests.checkpoints.family_cases import make
 from tests.checkpoints.hf_cases import transformers
@@ -23,9 +23,9 @@ from tests.te_models.hf_models import hf_model
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
 
 if torch.distributed.is_available():
-    from tests.te_models.split_model_ranks import CASES
+    from tests.te_models.split_model_ranks import CASES, QUANTIZED_CASES
 else:
-    CASES = ("none",)
+    CASES = QUANTIZED_CASES = ("none",)
 
 CONFIG = ModelConfig(
     vocab_size=61,
@@ -37,9 +37,17 @@ CONFIG = ModelConfig(
     moe=MoEConfig(num_moe_experts=3, moe_router_topk=2, moe_ffn_hidden_size=36, layers=(1,)),
 )
 
+# every part is whole blocks of 128, with two ranks
+BLOCKS = CONFIG.replace(
+    hidden_size=128,
+    attention=AttentionConfig(num_attention_heads=4, kv_channels=64),
+    mlp=MLPConfig(ffn_hidden_size=256),
+    moe=MoEConfig(num_moe_experts=3, moe_router_topk=2, moe_ffn_hidden_size=256, layers=(1,)),
+)
+
 
 def model(case: str) -> transformers.PreTrainedModel | GPTModel:
-    if case == "sinks":  # no family: gpt_oss has biases in its experts, which cannot be split
+    if case == "sinks":  # no family: with a dense layer beside the mixture
         return GPTModel(CONFIG)
     return make(case) if case in FAMILY_CASES else hf_model(case)
 
@@ -58,17 +66,24 @@ def run(folder: Path, models: tuple[str, ...], *cases: str) -> list[dict[str, st
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """What every case came to, on either rank."""
-    return run(tmp_path_factory.mktemp("split"), CASES, *CASES)
+    folder = tmp_path_factory.mktemp("split")
+    torch.manual_seed(0)
+    GPTModel(BLOCKS).save_pretrained(folder / "plain")
+    for case in QUANTIZED_CASES:
+        quantize(folder / "plain", folder / case, case)
+    return run(folder, CASES, *CASES, *QUANTIZED_CASES)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *QUANTIZED_CASES])
 def test_two_ranks(case: str, outcomes: list[dict[str, str]]) -> None:
     assert [outcome[case] for outcome in outcomes] == ["ok", "ok"]
 
 
 @pytest.mark.slow
 def test_two_ranks_compiled(tmp_path: Path) -> None:
-    assert run(tmp_path, ("qwen3",), "compiled") == [{"compiled": "ok"}] * 2
+    names = ("qwen3", "olmo2", "deepseek_v3", "gpt_oss")
+    cases = [f"compiled-{name}" for name in names]
+    assert run(tmp_path, names, *cases) == [dict.fromkeys(cases, "ok")] * 2
 
 
 @pytest.mark.parametrize("layout", ["grouped", "per-gemm"])
@@ -76,7 +91,7 @@ def test_two_ranks_compiled(tmp_path: Path) -> None:
 def test_the_parts_of_all_ranks_are_the_whole(layout: str, ranks: int) -> None:
     """Along the split dimension every index belongs to one rank; what is not split belongs to all."""
     shapes = expected_tensors(CONFIG, layout)
-    owned = [parts(CONFIG, shapes, rank, ranks) for rank in range(ranks)]
+    owned = [parts(CONFIG, shapes, Place(tp_rank=rank, tp_size=ranks)) for rank in range(ranks)]
     split = set()
     for name, shape in shapes.items():
         mine = [own[name] for own in owned]
@@ -99,7 +114,7 @@ def test_the_parts_of_all_ranks_are_the_whole(layout: str, ranks: int) -> None:
 
 
 def test_a_rank_has_whole_heads_and_matching_gate_and_up_rows() -> None:
-    part = parts(CONFIG, expected_tensors(CONFIG), 1, 2)
+    part = parts(CONFIG, expected_tensors(CONFIG), Place(tp_rank=1, tp_size=2))
     assert part["decoder.layers.0.self_attention.linear_qkv.weight"] == Part(0, ((16, 32), (40, 48), (54, 60)))
     assert part["decoder.layers.0.mlp.linear_fc1.weight"] == Part(0, ((20, 40), (60, 80)))
     assert part["decoder.layers.1.mlp.experts.linear_fc1.weight"] == Part(1, ((18, 36), (54, 72)))
@@ -110,27 +125,42 @@ def test_a_rank_has_whole_heads_and_matching_gate_and_up_rows() -> None:
     ("changes", "message"),
     [
         ({"attention": AttentionConfig(num_attention_heads=4, num_query_groups=1)}, "num_query_groups is 1, which 2"),
-        ({"attention": AttentionConfig(num_attention_heads=4, qk_layernorm="full")}, "norms over all heads cannot"),
-        ({"attention": AttentionConfig(num_attention_heads=4, mla=MLAConfig())}, "latent attention cannot be split"),
+        (
+            {
+                "attention": AttentionConfig(num_attention_heads=4, qk_layernorm="full"),
+                "norm": NormConfig(normalization="LayerNorm"),
+            },
+            "attention.qk_layernorm: a model with a LayerNorm over all heads cannot be split over 2 ranks",
+        ),
+        ({"attention": AttentionConfig(num_attention_heads=5, mla=MLAConfig())}, "num_attention_heads is 5, which 2"),
         ({"mlp": MLPConfig(ffn_hidden_size=41)}, "mlp.ffn_hidden_size is 41, which 2 ranks cannot share equally"),
-        ({"moe": MoEConfig(num_moe_experts=2, moe_router_topk=1, moe_ffn_hidden_size=8, bias=True)}, "with biases"),
+        ({"moe": MoEConfig(num_moe_experts=2, moe_router_topk=1, moe_ffn_hidden_size=7)}, "moe_ffn_hidden_size is 7"),
     ],
 )
 def test_what_cannot_be_split_is_refused(changes: dict, message: str) -> None:
     config = CONFIG.replace(**changes)
-    check_split(config, 1)
+    check_layers(config, 1)
     with pytest.raises(ConfigError, match=message):
-        check_split(config, 2)
+        check_layers(config, 2)
 
 
-def test_quantized_weights_are_not_loaded_in_parts(tmp_path: Path) -> None:
-    hf_model("llama").save_pretrained(tmp_path / "hf")
-    quantize(tmp_path / "hf", tmp_path / "fp8", "current")
-    with open_checkpoint(tmp_path / "fp8") as checkpoint:
-        shapes = expected_tensors(checkpoint.config)
-        owned = parts(checkpoint.config, shapes, 0, 2)
-        params = {name: torch.empty(owned[name].shape(shape)) for name, shape in shapes.items()}
-        with pytest.raises(CheckpointError, match="is quantized and cannot be loaded in parts"):
-            checkpoint.load_into(params, rank=0, ranks=2)
-        with pytest.raises(CheckpointError, match=r"has shape .*; expected: "):
-            checkpoint.load_into(params)
+def test_a_split_within_a_block_is_refused(tmp_path: Path) -> None:
+    """Two ranks share 80 rows of 128-blocks, and 40 columns; a tensor that has one scale can be cut anywhere."""
+    GPTModel(CONFIG).save_pretrained(tmp_path / "plain")
+    for recipe in ("block", "current"):
+        quantize(tmp_path / "plain", tmp_path / recipe, recipe)
+        with open_checkpoint(tmp_path / recipe) as checkpoint:
+            shapes = expected_tensors(checkpoint.config)
+            place = Place(tp_rank=1, tp_size=2)
+            owned = parts(checkpoint.config, shapes, place)
+            params = {name: torch.empty(owned[name].shape(shape)) for name, shape in shapes.items()}
+            with pytest.raises(CheckpointError, match=r"has shape .*; expected: "):
+                checkpoint.load_into(params)
+            if recipe == "current":
+                checkpoint.load_into(params, place=place)
+                continue
+            message = (
+                r"linear_qkv.weight is quantized in blocks of 128 rows, between which it cannot be split so; allowed:"
+            )
+            with pytest.raises(CheckpointError, match=message):
+                checkpoint.load_into(params, place=place)

@@ -41,6 +41,8 @@ class GroupedLinear(BasicOperation, GroupedLinearModule):
     def fuser_arguments(self, device_type: str) -> OperationArguments:
         weights: tuple[Tensor, ...]
         weights, biases = self.members()
+        if biases and self.parallel_mode == "row":
+            raise ValueError("a row-parallel ops.GroupedLinear has no bias: it belongs after the sum over ranks")
         cached = self.cached_weight(weights, None)
         quantizers, options = self.quantizers(), self.gemm_options(weights[0])
         recorded = None

@@ -95,7 +95,8 @@ def permutations(device: torch.device) -> Iterator[tuple[str, Arguments]]:
         yield "permute_rows", (x, p.row_of_slot, p.padding_rows)
         rows = torch.randn(p.slot_of_row.shape[0], 6, device=device).to(dtype)
         for optional in (None, weights):
-            yield "sum_slots", (rows, p.row_of_slot, optional)
+            for out in (None, F32):
+                yield "sum_slots", (rows, p.row_of_slot, optional, out)
         for wanted in (False, True):
             yield "unpermute_bwd", (x, rows, weights, p.row_of_slot, p.padding_rows, wanted)
 

@@ -125,10 +125,17 @@ def check_sums(device, case, dtype) -> None:
         y[p.padding_rows] = float("nan")  # nobody may read them
     weights = torch.rand(tokens, topk, generator=generator).to(device)
     for w in (None, weights):
-        assert torch.equal(op.sum_slots(y, p.row_of_slot, w), reference.sum_slots(y, p.row_of_slot, w))
+        for out in (None, torch.float32):
+            got = op.sum_slots(y, p.row_of_slot, w, out)
+            assert got.dtype == (out or dtype)
+            assert torch.equal(got, reference.sum_slots(y, p.row_of_slot, w, out))
     grad = torch.randn(tokens, hidden, generator=generator).to(dtype).to(device)
+    wide = torch.randn(tokens, hidden, generator=generator).to(device)  # of sums that stayed float32
+    dy, _ = op.unpermute_bwd(wide, y, weights, p.row_of_slot, p.padding_rows, True)
+    assert dy.dtype == dtype
+    assert torch.equal(dy, reference.spread_slots(wide, p.slot_of_row, weights, align > 1, dtype))
     dy, d_weights = op.unpermute_bwd(grad, y, weights, p.row_of_slot, p.padding_rows, True)
-    assert torch.equal(dy, reference.spread_slots(grad, p.slot_of_row, weights, align > 1))
+    assert torch.equal(dy, reference.spread_slots(grad, p.slot_of_row, weights, align > 1, dtype))
     products = grad.double()[:, None] * y.double()[p.row_of_slot]
     bound = (4 + hidden) * F32 * products.abs().sum(-1)
     assert d_weights.dtype == torch.float32

@@ -1,0 +1,346 @@
+"""What each process of test_expert_parallel does: this module is run with FOLDERS, RESULTS and the cases.
+
+Every rank builds or loads the whole model and the one whose experts are distributed, gives the latter its own part of a
+batch, and compares. Its outcomes, "ok" or a traceback by case, are written to RESULTS.<rank>. FOLDERS holds a model
+folder for each case of FOLDER_CASES.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from te_models import GPTModel, RouterConfig, generate
+from te_models.checkpoints import expected_tensors, verify
+from te_models.checkpoints.parts import Place, parts
+from te_models.checkpoints.quantized_format import stored_fields
+from te_models.layers import GroupedTensor, QuantizedTensor, autocast, recipe
+from te_models.training.distributed import Ranks, average_gradients
+from tests.layers.bits import raw
+from tests.te_models.configs import VARIANTS, tiny_moe, token_ids
+from tests.te_models.split_model_ranks import Reads
+
+BATCH, LENGTH = 2, 16  # of each rank
+MODELS = {
+    **{name: VARIANTS[name] for name in ("moe", "moe_sigmoid_groups", "moe_shared", "moe_biases", "moe_on_input")},
+    "top3": tiny_moe(moe_router_topk=3),
+    # each rank has fewer experts than a token chooses
+    "two": tiny_moe(num_moe_experts=2),
+    "two_on_input": tiny_moe(RouterConfig(score="sigmoid", normalize=False, apply_on_input=True), num_moe_experts=2),
+}
+PRECISIONS = {"float32": (torch.float32, None), "bfloat16": (torch.bfloat16, None), "mxfp8": (torch.bfloat16, "mxfp8")}
+MODEL_CASES = [f"{model}-{precision}" for model in MODELS for precision in PRECISIONS]
+FOLDER_CASES = ("plain", "hf", "current", "block", "mxfp8", "nvfp4")
+CASES = (
+    *MODEL_CASES,
+    "empty_experts",
+    "compiled",
+    "uneven",
+    "generated",
+    "checkpointed",
+    "delayed",
+    "averaged",
+    *FOLDER_CASES,
+    "stored_by_recipe",
+)
+FOUR_RANKS = ("split_and_distributed_plain", "split_and_distributed_mxfp8")
+FOLDERS = Path(sys.argv[1] if len(sys.argv) > 1 else "")
+
+
+def both(config, dtype: torch.dtype = torch.float32) -> tuple[GPTModel, GPTModel]:
+    """The whole model and the distributed one, started from one seed."""
+    models = []
+    for group in (None, dist.group.WORLD):
+        torch.manual_seed(0)
+        models.append(GPTModel(config, params_dtype=dtype, ep_group=group))
+    for model in models:
+        with torch.no_grad():
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                if "router" in name and "bias" in name:
+                    tensor.normal_(std=0.2, generator=torch.Generator().manual_seed(1))
+    return models[0], models[1]
+
+
+def mine(t: Tensor) -> Tensor:
+    """This rank's part along the first dimension."""
+    return t.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def distance(got: Tensor, expected: Tensor) -> float:
+    """Largest difference against the largest entry."""
+    return float((got.double() - expected.double()).abs().max() / expected.double().abs().max().clamp(min=1e-9))
+
+
+def the_same(got: Tensor, expected: Tensor, exact: bool, what: str) -> None:
+    """exact: to the last bit; otherwise a sum of three float32 numbers in another order, passed through two layers."""
+    if exact:
+        assert torch.equal(got, expected), f"{what}: {distance(got, expected):.1e}"
+    else:
+        assert distance(got, expected) <= 64 * 2.0**-24, f"{what}: {distance(got, expected):.1e}"
+
+
+def model_case(name: str, precision: str) -> None:
+    """Logits and gradients are those of the whole model. Adding two numbers has no order, so with two experts per token
+    they are to the last bit."""
+    dtype, named = PRECISIONS[precision]
+    config, ranks = MODELS[name], dist.get_world_size()
+    exact = config.moe.moe_router_topk == 2
+    whole, split = both(config, dtype)
+    for key, p in split.named_parameters():
+        expected = whole.get_parameter(key)
+        assert torch.equal(p, mine(expected) if ".experts." in key else expected), f"{key} does not start the same"
+    ids = token_ids(ranks * BATCH, LENGTH)
+    with autocast(enabled=named is not None, recipe=recipe(named or "mxfp8")):
+        together, got = whole(ids, labels=ids), split(mine(ids), labels=mine(ids))
+        alone = whole(mine(ids), labels=mine(ids))
+    the_same(got.logits, mine(together.logits), exact, "logits")
+    assert torch.equal(got.tokens_per_expert, alone.tokens_per_expert)
+    for kind in ("loss", "aux_loss", "load_balancing_loss", "z_loss"):  # router losses are of a rank's own tokens
+        the_same(getattr(got, kind), getattr(alone, kind), exact, kind)
+    got.loss.backward()
+    alone.loss.backward()
+    gradients = {key: p.grad.clone() for key, p in whole.named_parameters()}
+    for key, p in split.named_parameters():
+        if ".experts." not in key:
+            the_same(p.grad, gradients[key], exact, f"gradient of {key}")
+    if config.moe.aux_loss_coeff or config.moe.z_loss_coeff:
+        return  # whose gradients reach earlier experts, and are not those of the batch as one
+    whole.zero_grad()
+    together.loss.backward()
+    for key, p in split.named_parameters():
+        if ".experts." in key:  # the sum of the ranks' losses is so many times the mean over the batch
+            the_same(p.grad, ranks * mine(whole.get_parameter(key).grad), exact, f"gradient of {key}")
+
+
+def empty_experts() -> None:
+    """One rank gets no token at all, and an expert of the other none either."""
+    config = tiny_moe(RouterConfig(score="sigmoid", expert_bias=True), num_moe_experts=6)
+    whole, split = both(config)
+    for model in (whole, split):
+        for name, buffer in model.named_buffers():
+            if name.endswith("expert_bias"):
+                buffer.copy_(torch.tensor([0.0, -9.0, 0.0, -9.0, -9.0, -9.0]))
+    ids = token_ids(4, LENGTH)
+    together, got = whole(ids, labels=ids), split(mine(ids), labels=mine(ids))
+    assert torch.equal(got.logits, mine(together.logits))
+    together.loss.backward()
+    got.loss.backward()
+    for key, p in split.named_parameters():
+        if ".experts." in key:
+            the_same(p.grad, 2 * mine(whole.get_parameter(key).grad), True, key)
+            used = p.grad.flatten(1).abs().amax(1) > 0
+            assert used.tolist() == ([True, False, True] if dist.get_rank() == 0 else [False] * 3), key
+
+
+def compiled(backend: str = "aot_eager") -> None:
+    """One graph forward and backward, the same whatever the router decides; and again for another number of tokens."""
+    _, split = both(VARIANTS["moe_shared"])
+    run = torch.compile(split, fullgraph=True, backend=backend)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for seed in range(4):
+            # in the last round every token is the same one, so all choose the same experts
+            ids = token_ids(2, 16, seed + 10 * dist.get_rank()) if seed < 3 else torch.zeros(2, 16, dtype=torch.int64)
+            split.zero_grad()
+            expected = split(ids, labels=ids)
+            expected.loss.backward()
+            gradients = [p.grad.clone() for p in split.parameters()]
+            split.zero_grad()
+            got = run(ids, labels=ids)
+            got.loss.backward()
+            the_same(got.logits, expected.logits, False, "logits")
+            for p, gradient in zip(split.parameters(), gradients, strict=True):
+                the_same(p.grad, gradient, False, "gradient")
+
+
+def compiled_by_inductor() -> None:
+    compiled("inductor")
+
+
+def uneven() -> None:
+    """Ranks with different numbers of tokens say so, all of them."""
+    _, split = both(tiny_moe())
+    try:
+        split(token_ids(1, 4 + dist.get_rank()))
+    except RuntimeError as error:
+        assert "have different numbers of tokens" in str(error)
+    else:
+        raise AssertionError("different numbers of tokens were accepted")
+
+
+def generated() -> None:
+    """Prompts of each rank are continued as the whole model does, also where one rank is done before the other."""
+    whole, split = both(tiny_moe())
+    prompt = mine(token_ids(4, 5))
+    expected = generate(whole, prompt, 8)
+    assert torch.equal(generate(split, prompt, 8), expected)
+    # the first rank's row ends at once, and is filled up while the other's goes on
+    end = int(expected[0, 5]) if dist.get_rank() == 0 else None
+    got, alone = (generate(model, prompt[:1], 8, eos_token_id=end) for model in (split, whole))
+    assert got.shape == (1, 13) and torch.equal(got[:, : alone.shape[1]], alone)
+    if dist.get_rank() == 0:
+        assert alone.shape == (1, 6) and bool((got[:, 6:] == end).all())
+
+
+def checkpointed() -> None:
+    """Recomputing layers in the backward pass repeats what ranks tell each other."""
+    _, split = both(tiny_moe())
+    ids = mine(token_ids(4, LENGTH))
+    split(ids, labels=ids).loss.backward()
+    expected = [p.grad.clone() for p in split.parameters()]
+    split.zero_grad()
+    split.activation_checkpointing = True
+    split(ids, labels=ids).loss.backward()
+    assert all(torch.equal(p.grad, e) for p, e in zip(split.parameters(), expected, strict=True))
+
+
+def delayed() -> None:
+    """Every rank's experts have scales of their own, those of the whole model's experts."""
+    whole, split = both(tiny_moe())
+    ids = token_ids(4, LENGTH)
+    for _ in range(3):
+        with autocast(recipe=recipe("delayed")):
+            together = whole(ids, labels=ids)
+        with autocast(recipe=recipe("delayed")):
+            got = split(mine(ids), labels=mine(ids))
+        together.loss.backward()
+        (got.loss / 2).backward()
+    for key in ("mlp.experts.linear_fc1", "mlp.experts.linear_fc2"):
+        for i in range(2):
+            name = f"decoder.layers.{i}.{key}"
+            expected = whole.get_submodule(name).fp8_scale.chunk(2, dim=1)[dist.get_rank()]
+            assert torch.equal(split.get_submodule(name).fp8_scale[:2], expected[:2]), name
+            assert not torch.equal(expected[:2], torch.ones_like(expected[:2]))
+    assert torch.equal(got.logits, mine(together.logits))
+
+
+def averaged() -> None:
+    """What the trainer does with gradients makes them those of the whole model's loss on the whole batch."""
+    whole, split = both(tiny_moe())
+    ids = token_ids(4, LENGTH)
+    whole(ids, labels=ids).loss.backward()
+    split(mine(ids), labels=mine(ids)).loss.backward()
+    ranks = Ranks(dist.get_rank(), dist.get_world_size())
+    average_gradients(split.parameters(), ranks, distributed=split.expert_parameters())
+    for key, p in split.named_parameters():
+        expected = whole.get_parameter(key).grad
+        the_same(p.grad, mine(expected) if ".experts." in key else expected, False, key)
+
+
+def stored(model: GPTModel) -> dict[str, Tensor]:
+    """What files hold of a model: its plain tensors, and the fields of quantized ones."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in model.stored_tensors():
+        found.update(stored_fields(name, tensor) if isinstance(tensor, QuantizedTensor) else {name: tensor})
+    return found
+
+
+def folder_case(folder: Path, saved: Path) -> None:
+    """Each rank reads its experts and what every rank has, bit for bit, and nothing else; what is saved is the whole
+    model again."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+    whole = GPTModel.from_pretrained(folder).eval()
+    with Reads() as reads:
+        split = GPTModel.from_pretrained(folder, device_mesh=mesh).eval()
+    expected, got = stored(whole), stored(split)
+    sizes = [sum(t.numel() * t.element_size() for t in tensors.values()) for tensors in (got, expected)]
+    assert reads.bytes == sizes[0] < 0.8 * sizes[1], (reads.bytes, sizes)
+    for key, tensor in got.items():
+        values = mine(expected[key]) if ".experts." in key else expected[key]
+        assert torch.equal(raw(tensor), raw(values)), key
+    ids = token_ids(2 * dist.get_world_size(), LENGTH)
+    the_same(split(mine(ids)).logits, mine(whole(ids).logits), False, "logits")
+    split.save_pretrained(saved)
+    assert verify(folder, saved).equal
+
+
+def stored_by_recipe() -> None:
+    """Experts that are quantized while they are loaded are those of the whole model loaded so."""
+    folder = FOLDERS / "plain"
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+    models = [GPTModel.from_pretrained(folder, recipe=recipe("mxfp8"), device_mesh=m) for m in (None, mesh)]
+    expected, got = map(stored, models)
+    assert any(isinstance(p, GroupedTensor) for p in models[1].parameters())
+    for key, tensor in got.items():
+        values = mine(expected[key]) if ".experts." in key else expected[key]
+        assert torch.equal(raw(tensor), raw(values)), key
+
+
+def split_and_distributed(name: str) -> None:
+    """Four ranks: layers and the insides of experts are split over two, experts are distributed over two."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp"))
+    tp, ep = mesh.get_local_rank("tp"), mesh.get_local_rank("ep")
+    whole = GPTModel.from_pretrained(FOLDERS / name)
+    with Reads() as reads:
+        split = GPTModel.from_pretrained(FOLDERS / name, device_mesh=mesh)
+    assert reads.bytes == sum(t.numel() * t.element_size() for t in stored(split).values())
+    shapes = expected_tensors(whole.config)
+    owned = parts(whole.config, shapes, Place(tp_rank=tp, tp_size=2, ep_rank=ep, ep_size=2))
+    experts = split.get_parameter("decoder.layers.0.mlp.experts.linear_fc1.weight")
+    assert experts.shape == (2, 128, 32) and shapes["decoder.layers.0.mlp.experts.linear_fc1.weight"] == (4, 256, 32)
+
+    def part(key: str, t: Tensor) -> Tensor:
+        """This rank's part of a whole tensor."""
+        for d, ranges in owned[key].cuts().items():
+            t = torch.cat([t.narrow(d, begin, end - begin) for begin, end in ranges], d)
+        return t
+
+    def values(t: Tensor) -> Tensor:
+        return t.detach().dequantize(torch.float32) if isinstance(t, QuantizedTensor) else t.detach()
+
+    for key, p in split.named_parameters():
+        assert torch.equal(values(p), part(key, values(whole.get_parameter(key)))), key
+    ids = token_ids(4, LENGTH)
+    own = ids.chunk(2)[ep]
+    together, got = whole(ids, labels=ids), split(own, labels=own)
+    the_same(got.logits, together.logits.chunk(2)[ep], False, "logits")
+    if name == "split":
+        together.loss.backward()
+        got.loss.backward()
+        group = mesh.get_group("ep")
+        for key, p in split.named_parameters():
+            if ".experts." not in key:
+                dist.all_reduce(p.grad, group=group)
+            the_same(p.grad / 2, part(key, whole.get_parameter(key).grad), False, f"gradient of {key}")
+    split.save_pretrained(FOLDERS / f"{name}-saved")
+    dist.barrier()
+    assert verify(FOLDERS / name, FOLDERS / f"{name}-saved").equal
+
+
+def split_and_distributed_plain() -> None:
+    split_and_distributed("split")
+
+
+def split_and_distributed_mxfp8() -> None:
+    split_and_distributed("split-mxfp8")
+
+
+def main() -> None:
+    results = Path(sys.argv[2])
+    dist.init_process_group("gloo")
+    outcomes = {}
+    for case in sys.argv[3:]:
+        try:
+            if case in MODEL_CASES:
+                model_case(*case.split("-"))
+            elif case in FOLDER_CASES:
+                folder_case(FOLDERS / case, FOLDERS / f"{case}-saved")
+            else:
+                globals()[case]()
+            outcomes[case] = "ok"
+        except Exception:
+            outcomes[case] = traceback.format_exc()
+        torch._dynamo.reset()
+    results.with_suffix(f".{dist.get_rank()}").write_text(json.dumps(outcomes))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
