@@ -58,6 +58,8 @@ def check_manifest(folder: str | Path, *, progress: Callable[[int, int], None] |
         CheckpointError: names the first file that is not as listed, and which of its tensors are damaged.
     """
     folder = Path(folder)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder")
     records = read_manifest(folder)
     paths = {name: plain_file(folder, name, MANIFEST) for name in records}
     total, done = sum(record.size for record in records.values()), 0

@@ -83,7 +83,9 @@ def _small_config(config: ModelConfig, chosen: Sequence[int], experts: int | Non
     values["layer_types"] = [config.layer_type(i) for i in chosen]
     moe = values["moe"]
     if experts is not None:
-        have = 0 if config.moe is None else config.moe.num_moe_experts
+        if config.moe is None:
+            raise CheckpointError(f"experts is {experts}; allowed: None, because the model has no experts")
+        have = config.moe.num_moe_experts
         if not 1 <= experts <= have:
             raise CheckpointError(f"experts is {experts}; allowed: 1 to {have}, what the model has")
         moe["num_moe_experts"] = experts

@@ -46,8 +46,11 @@ def run_reshard(args: argparse.Namespace) -> int:
 def run_quantize(args: argparse.Namespace) -> int:
     """Linear weights stored as a recipe quantizes them."""
     from te_models.checkpoints import quantize
-    from te_models.layers import recipe
+    from te_models.layers import RECIPES, recipe
 
+    names = [name for name, found in RECIPES.items() if not found.by_name]  # the others take what a word cannot say
+    if args.recipe not in names:
+        raise ValueError(f"recipe is {args.recipe!r}; allowed: {', '.join(names)}")
     return _convert(args, quantize, recipe=recipe(args.recipe))
 
 

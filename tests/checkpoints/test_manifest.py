@@ -114,3 +114,8 @@ def test_verify_of_one_folder_checks_its_manifest(
     (tmp_path / "ours/manifest.json").unlink()
     assert main(["verify", str(tmp_path / "ours")]) == 2
     assert "manifest.json of" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nowhere is not a folder"):
+        check_manifest(tmp_path / "nowhere")

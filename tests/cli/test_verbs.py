@@ -192,6 +192,15 @@ def test_sizes_of_shards(model: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         assert "size" in capsys.readouterr().err
 
 
+def test_recipes_that_a_word_names_are_the_ones_offered(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("custom", "fp8"):
+        assert main(["quantize", str(model), str(tmp_path / "out"), "--recipe", name]) == 2
+        expected = f"te-models: recipe is {name!r}; allowed: delayed, current, block, mxfp8, nvfp4\n"
+        assert capsys.readouterr().err == expected
+
+
 def test_force_replaces_a_model_folder_and_nothing_else(
     hf: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -299,4 +308,4 @@ def test_toy_keeps_the_first_layers(hf: Path, tmp_path: Path, capsys: pytest.Cap
     assert part.keys() == {name for name in whole if ".layers.1." not in name}
     assert all(torch.equal(tensor, whole[name]) for name, tensor in part.items())
     assert main(["toy", str(hf), str(tmp_path / "x"), "--experts", "2"]) == 2
-    assert "experts is 2; allowed: 1 to 0" in capsys.readouterr().err
+    assert "experts is 2; allowed: None, because the model has no experts" in capsys.readouterr().err

@@ -120,6 +120,15 @@ def test_scale_exceptions() -> None:
     assert scale_from_amax(torch.tensor(0.0), torch.float8_e4m3fn, epsilon=1.0) == 448.0
 
 
+def test_the_smallest_scale_bytes() -> None:
+    """Byte 0 is 2^-127, a subnormal: it holds an amax of up to 448 * 2^-127, and one rounding step more needs 1."""
+    smallest = 448 * 2.0**-127
+    above = float(np.nextafter(np.float32(smallest), np.float32(1)) + 448 * 2.0**-149)
+    x = torch.tensor([[0.0], [2.0**-149], [smallest], [above], [448 * 2.0**-126]]) * torch.eye(1, 32)
+    _, stored = quantize_blockwise(x, (1, 32), torch.float8_e4m3fn, "e8m0")
+    assert stored.flatten().tolist() == [0, 0, 0, 1, 1]
+
+
 def test_scale_bytes() -> None:
     assert e8m0_to_float(torch.tensor([0, 1, 127, 254], dtype=torch.uint8)).tolist() == [
         2.0**-127,

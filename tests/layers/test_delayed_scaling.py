@@ -200,6 +200,20 @@ def test_the_backward_pass_uses_the_scale_its_forward_pass_saw() -> None:
     torch.testing.assert_close(layer.weight.grad, quantized[0].t() @ quantized[1], rtol=0, atol=0)
 
 
+def test_a_history_of_another_length_is_cut_or_filled_up_with_zeros() -> None:
+    layer = Linear(16, 8, bias=False)
+    for size in (1.0, 2.0, 3.0):
+        with autocast(recipe=DelayedScaling(amax_history_len=3)):
+            layer(torch.full((2, 16), size))
+    assert layer.fp8_history[:, 0, 0].tolist() == [3.0, 2.0]
+    assert layer.delayed_history(1)[:, 0, 0].tolist() == [3.0]
+    assert layer.delayed_history(4)[:, 0, 0].tolist() == [3.0, 2.0, 0.0, 0.0]
+    with autocast(recipe=DelayedScaling(amax_history_len=5)):
+        layer(torch.full((2, 16), 1.0))
+    assert layer.fp8_history[:, 0, 0].tolist() == [1.0, 3.0, 2.0, 0.0]
+    assert float(layer.fp8_scale[0, 0]) == torch.tensor(448.0).div(3.0)
+
+
 def test_evaluation_leaves_no_trace() -> None:
     layer = Linear(16, 8, bias=False)
     with autocast(recipe=RECIPE):

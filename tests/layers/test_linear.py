@@ -232,6 +232,16 @@ def test_torch_autocast_decides_the_compute_dtype() -> None:
     assert layer.weight.grad.dtype == torch.float32
 
 
+def test_the_gradient_of_a_wide_bias_is_not_rounded_on_its_way() -> None:
+    """A float32 bias under bfloat16 compute: the rows are summed in float32, and nothing rounds the sum."""
+    torch.manual_seed(0)
+    layer, x, dy = Linear(32, 16), torch.randn(64, 32), torch.randn(64, 16).bfloat16()
+    with torch.amp.autocast("cpu", torch.bfloat16), autocast(recipe=MXFP8BlockScaling()):
+        y = layer(x)
+    y.backward(dy)
+    torch.testing.assert_close(layer.bias.grad.double(), dy.double().sum(0), rtol=64 * UNIT[torch.float32], atol=1e-6)
+
+
 def test_stored_format_must_be_the_recipes() -> None:
     with quantized_model_init(recipe=recipe("mxfp8")):
         layers = [(Linear(64, 32), ()), (GroupedLinear(2, 64, 32), ([2, 2],))]

@@ -102,6 +102,18 @@ def test_one_region_may_be_entered_inside_itself(region: type) -> None:
         assert current_recipe() is None and storage_recipe() is None
 
 
+def test_a_region_inside_a_calibrating_one_computes_under_its_recipe() -> None:
+    torch.manual_seed(0)
+    layer, x = Linear(64, 32), torch.randn(8, 64)
+    with autocast(recipe=MXFP8BlockScaling()):
+        expected = layer(x)
+    with autocast(enabled=False, calibrating=True, recipe=DelayedScaling()):
+        assert torch.equal(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
+        with autocast(recipe=MXFP8BlockScaling()):
+            assert torch.equal(layer(x), expected)
+        assert not torch.equal(layer(x), expected)
+
+
 def test_the_outermost_region_decides_the_reduction_group() -> None:
     outer, inner = object(), object()  # never reduced over: nothing runs under delayed scaling
     with autocast(amax_reduction_group=outer), autocast(amax_reduction_group=outer), autocast():  # type: ignore[arg-type]

@@ -97,6 +97,14 @@ def test_the_noop_flag_is_never_read_on_the_host() -> None:
     meta.quantize_(torch.empty(2, 32, 32, device="meta"), noop=torch.empty((), device="meta"))
 
 
+def test_out_arguments_are_requantized(quantized: QuantizedTensor) -> None:
+    """Written by keyword, where an in-place method writes to its first argument."""
+    x, before = torch.randn(quantized.shape), pointers(quantized)
+    assert torch.add(x, 1, out=quantized) is quantized
+    assert same_bits(quantized, quantized.quantizer.quantize_fields(x + 1))
+    assert pointers(quantized) == before
+
+
 def test_writing_a_wrong_shape_is_refused(quantized: QuantizedTensor) -> None:
     with pytest.raises(ValueError, match="cannot quantize shape"):
         quantized.copy_(torch.ones(7))

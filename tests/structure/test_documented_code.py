@@ -42,9 +42,9 @@ PRELUDES = {
     + "group, hidden, x = None, 32, torch.randn(4, 32)\nattention = lambda qkv: qkv[:, :32]\n",
     "docs/layers.md": "import torch\nx = torch.randn(4, 1024, dtype=torch.bfloat16)\n"
     + "rows, m_splits = torch.randn(16, 1024), torch.tensor([3, 0, 2, 4, 1, 5, 1, 0])\n",
+    "docs/parallel.md": ONE_RANK + "rank, n = 0, 1\n",
     "docs/training.md": "my_documents = lambda: [[1, 2, 3], [4, 5]]\n",
-    "docs/transformers.md": ONE_RANK
-    + """
+    "docs/transformers.md": """
 import transformers
 hf_model = transformers.AutoModelForCausalLM.from_pretrained("Qwen3-30B-A3B")
 data = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 2
@@ -55,11 +55,9 @@ if transformers.utils.is_accelerate_available():
 TRAINING = "transformers.Trainer(model, arguments, train_dataset=data).train()"
 HAS_TRAINER = importlib.util.find_spec("accelerate") is not None
 CHANGES = {
+    "docs/parallel.md": [('"cuda", (2, 4)', '"cpu", (1, 1)')],
     "docs/training.md": [('["--steps", "500"]', '["--steps", "2"]')],
-    "docs/transformers.md": [
-        ('"cuda", (8,)', '"cpu", (1,)'),
-        *([] if HAS_TRAINER else [(TRAINING, "")]),
-    ],
+    "docs/transformers.md": [] if HAS_TRAINER else [(TRAINING, "")],
 }
 
 
