@@ -32,7 +32,7 @@ class GroupedLinear(TensorParallelModule, GemmModule):
         num_gemms: int,
         in_features: int,
         out_features: int,
-        bias: bool = False,
+        bias: bool = True,
         *,
         single_grouped_weight: bool = True,
         fuse_wgrad_accumulation: bool = False,

@@ -44,7 +44,7 @@ RECIPES = ["block", "mxfp8"]
 def build(quantizer: Quantizer, grouped: bool, seed: int = 0) -> nn.Module:
     """A layer with a quantized primary weight, the same in every process."""
     torch.manual_seed(seed)
-    module = GroupedLinear(EXPERTS, IN, OUT) if grouped else Linear(IN, OUT, bias=False)
+    module = GroupedLinear(EXPERTS, IN, OUT, bias=False) if grouped else Linear(IN, OUT, bias=False)
     value = torch.randn(module.weight.shape) / 8
     module.weight = nn.Parameter(quantizer.quantize_grouped(value) if grouped else quantizer.quantize(value))
     return module
@@ -220,7 +220,7 @@ def cuts_through_blocks_are_refused(mesh: DeviceMesh) -> None:
 
 
 def unequal_shards_are_refused(mesh: DeviceMesh) -> None:
-    module = GroupedLinear(3, 32, 32)
+    module = GroupedLinear(3, 32, 32, bias=False)
     module.weight = nn.Parameter(FORMATS["mxfp8"].quantize_grouped(torch.randn(3, 32, 32)))
     refused(lambda: gathered(fully_shard(module, mesh=mesh)), "must be a multiple of 2")
 

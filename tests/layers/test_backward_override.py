@@ -16,7 +16,7 @@ def run(name: str, override: str, grouped: bool, compiled: bool, stored: bool = 
     torch.manual_seed(0)
     chosen = recipe(name, backward_override=override)
     with quantized_model_init(enabled=stored, recipe=chosen):
-        layer = GroupedLinear(3, 64, 48) if grouped else Linear(64, 48, bias=False)
+        layer = GroupedLinear(3, 64, 48, bias=False) if grouped else Linear(64, 48, bias=False)
     x, dy = torch.randn(16, 64).requires_grad_(), torch.randn(16, 48)
     function = torch.compile(layer, fullgraph=True) if compiled else layer
     with autocast(recipe=chosen):

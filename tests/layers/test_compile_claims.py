@@ -149,7 +149,7 @@ LAYERS = {
     "Linear": lambda: Linear(32, 32),
     "LayerNormLinear": lambda: LayerNormLinear(32, 32),
     "LayerNormMLP": lambda: LayerNormMLP(32, 64),
-    "GroupedLinear": lambda: GroupedLinear(2, 32, 32),
+    "GroupedLinear": lambda: GroupedLinear(2, 32, 32, bias=False),
 }
 
 

@@ -250,7 +250,7 @@ def test_steps_go_on_after_a_region_in_inference_mode(training: bool) -> None:
 
 @pytest.mark.parametrize("grouped", [False, True])
 def test_calibration_runs_in_high_precision_and_sets_scales(grouped: bool) -> None:
-    layer = GroupedLinear(2, 16, 8) if grouped else Linear(16, 8, bias=False)
+    layer = GroupedLinear(2, 16, 8, bias=False) if grouped else Linear(16, 8, bias=False)
     layer.eval()
     x = torch.cat((torch.full((3, 16), 2.0), torch.full((4, 16), 7.0)))
     arguments = (x, torch.tensor([3, 4])) if grouped else (x,)

@@ -53,7 +53,7 @@ def test_they_have_the_bits_of_plain_rows(
 @pytest.mark.parametrize("name", ["block", "mxfp8"])
 def test_the_gradient_of_their_values(name: str) -> None:
     torch.manual_seed(0)
-    module, m_splits = GroupedLinear(3, 96, 64), torch.tensor([5, 0, 37])
+    module, m_splits = GroupedLinear(3, 96, 64, bias=False), torch.tensor([5, 0, 37])
     x = torch.randn(50, 96, requires_grad=True)
     run(module, x, m_splits, name)
     quantized = GroupedRows.quantize_rows(x, m_splits, input_quantizer(module, name)).requires_grad_()
@@ -64,7 +64,7 @@ def test_the_gradient_of_their_values(name: str) -> None:
 
 def test_under_the_compiler() -> None:
     torch._dynamo.reset()
-    module, m_splits = GroupedLinear(3, 96, 64), torch.tensor([5, 0, 37])
+    module, m_splits = GroupedLinear(3, 96, 64, bias=False), torch.tensor([5, 0, 37])
     quantized = GroupedRows.quantize_rows(torch.randn(50, 96), m_splits, input_quantizer(module, "mxfp8"))
     with autocast(recipe=recipe("mxfp8")):
         expected = module(quantized, m_splits)
@@ -76,7 +76,7 @@ def test_under_the_compiler() -> None:
 def test_where_their_numbers_do_not_serve_their_values_do(name: str | None) -> None:
     """Another format, delayed scaling, a backward pass of another precision, no recipe at all."""
     torch.manual_seed(0)
-    module, m_splits = GroupedLinear(3, 96, 64), torch.tensor([5, 0, 37])
+    module, m_splits = GroupedLinear(3, 96, 64, bias=False), torch.tensor([5, 0, 37])
     quantized = GroupedRows.quantize_rows(torch.randn(50, 96), m_splits, input_quantizer(module, "mxfp8"))
     chosen = recipe("mxfp8", backward_override="dequantized") if name == "dequantized" else fresh(name)
     found = []
@@ -90,7 +90,7 @@ def test_where_their_numbers_do_not_serve_their_values_do(name: str | None) -> N
 
 
 def test_splits_must_be_theirs() -> None:
-    module, m_splits = GroupedLinear(3, 96, 64), torch.tensor([5, 0, 37])
+    module, m_splits = GroupedLinear(3, 96, 64, bias=False), torch.tensor([5, 0, 37])
     quantized = GroupedRows.quantize_rows(torch.randn(50, 96), m_splits, input_quantizer(module, "mxfp8"))
     with pytest.raises(ValueError, match="are not those that the rows were quantized under"):
         module(quantized, torch.tensor([5, 1, 36]))
@@ -98,7 +98,7 @@ def test_splits_must_be_theirs() -> None:
 
 
 def test_a_missing_copy_is_an_error() -> None:
-    module, m_splits = GroupedLinear(3, 96, 64), torch.tensor([5, 0, 37])
+    module, m_splits = GroupedLinear(3, 96, 64, bias=False), torch.tensor([5, 0, 37])
     quantizer = input_quantizer(module, "mxfp8").with_usage(rowwise=True, columnwise=False)
     quantized = GroupedRows.quantize_rows(torch.randn(50, 96), m_splits, quantizer)
     with autocast(recipe=recipe("mxfp8")):

@@ -83,7 +83,7 @@ def test_grouped_linear_quantizes_every_group_by_itself(name: str, grouped: bool
     splits, k, n = [40, 0, 1, 127, 33], 160, 48
     rows = sum(splits)
     x, _, dy = data(rows, k, n, torch.float32)
-    layer = GroupedLinear(len(splits), k, n, single_grouped_weight=grouped)
+    layer = GroupedLinear(len(splits), k, n, bias=False, single_grouped_weight=grouped)
     weights = list(layer.weight) if grouped else [layer.get_parameter(f"weight{g}") for g in range(len(splits))]
     with autocast(recipe=recipe(name)):
         y = layer(x, torch.tensor(splits))
@@ -148,7 +148,7 @@ def test_rows_past_the_last_group_are_zero_and_get_no_gradient() -> None:
 
 @pytest.mark.parametrize("m_splits", [[1, 2, 3], [[1, 2]], [9, 9], [1.5, 2.5], [True, False]], ids=str)
 def test_wrong_splits_are_refused(m_splits: list) -> None:
-    layer = GroupedLinear(2, 32, 16)
+    layer = GroupedLinear(2, 32, 16, bias=False)
     for given in (m_splits, torch.tensor(m_splits)):
         with pytest.raises((ValueError, RuntimeError), match="m_splits"):
             layer(torch.randn(4, 32), given)
@@ -160,9 +160,9 @@ def test_integers_are_refused(chosen: Recipe | None) -> None:
     splits = torch.tensor([2, 2])
     for layer, rest in (
         (Linear(32, 16), ()),
-        (GroupedLinear(2, 32, 16), (splits,)),
+        (GroupedLinear(2, 32, 16, bias=False), (splits,)),
         (ops.Linear(32, 16), ()),
-        (ops.GroupedLinear(2, 32, 16), (splits,)),
+        (ops.GroupedLinear(2, 32, 16, bias=False), (splits,)),
     ):
         with (
             autocast(enabled=chosen is not None, recipe=chosen),
@@ -244,7 +244,7 @@ def test_the_gradient_of_a_wide_bias_is_not_rounded_on_its_way() -> None:
 
 def test_stored_format_must_be_the_recipes() -> None:
     with quantized_model_init(recipe=recipe("mxfp8")):
-        layers = [(Linear(64, 32), ()), (GroupedLinear(2, 64, 32), ([2, 2],))]
+        layers = [(Linear(64, 32), ()), (GroupedLinear(2, 64, 32, bias=False), ([2, 2],))]
     for layer, rest in layers:
         with pytest.raises(ValueError, match="stored as mxfp8"), autocast(recipe=recipe("block")):
             layer(torch.randn(4, 64), *rest)
@@ -254,7 +254,7 @@ def test_stored_format_must_be_the_recipes() -> None:
 @pytest.mark.parametrize("grouped", [False, True])
 def test_without_autocast_quantized_weights_compute_and_train_in_high_precision(name: str, grouped: bool) -> None:
     with quantized_model_init(recipe=recipe(name)):
-        layer = GroupedLinear(2, 64, 32) if grouped else Linear(64, 32, bias=False)
+        layer = GroupedLinear(2, 64, 32, bias=False) if grouped else Linear(64, 32, bias=False)
     x = torch.randn(5, 64)
     y = layer(x, [2, 3]) if grouped else layer(x)
     w = layer.weight.dequantize()

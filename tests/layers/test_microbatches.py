@@ -27,7 +27,7 @@ BUILD = {
     "linear": lambda **options: Linear(64, 48, bias=False, **options),
     "layernorm_linear": lambda **options: LayerNormLinear(64, 48, **options),
     "layernorm_mlp": lambda **options: LayerNormMLP(64, 48, activation="swiglu", **options),
-    "grouped": lambda **options: GroupedLinear(3, 64, 48, **options),
+    "grouped": lambda **options: GroupedLinear(3, 64, 48, bias=False, **options),
 }
 
 

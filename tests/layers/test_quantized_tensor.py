@@ -164,17 +164,17 @@ def test_state_dicts_load_across_layouts_without_dequantizing(name: str, assign:
 
 
 def test_a_partial_set_of_members_is_an_error() -> None:
-    layer = GroupedLinear(3, 8, 8)
+    layer = GroupedLinear(3, 8, 8, bias=False)
     with pytest.raises(RuntimeError, match="lacks weight1, weight2"):
         layer.load_state_dict({"weight0": torch.zeros(8, 8)})
 
 
 def test_members_that_do_not_fit_each_other_or_the_layer_are_an_error() -> None:
-    layer = GroupedLinear(2, 32, 32)
+    layer = GroupedLinear(2, 32, 32, bias=False)
     mixed = {"weight0": torch.zeros(32, 32), "weight1": MXFP8Quantizer()(torch.zeros(32, 32))}
     with pytest.raises(RuntimeError, match="has weight0 in high precision and weight1 quantized"):
         layer.load_state_dict(mixed)
-    layer = GroupedLinear(2, 32, 32, single_grouped_weight=False)
+    layer = GroupedLinear(2, 32, 32, bias=False, single_grouped_weight=False)
     with pytest.raises(RuntimeError, match="weight has 3 members; expected 2"):
         layer.load_state_dict({"weight": torch.zeros(3, 32, 32)})
 

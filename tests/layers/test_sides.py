@@ -39,7 +39,7 @@ def run(
         if layer_kind == "linear":
             layer = Linear(96, 64, bias=False, params_dtype=dtype, fuse_wgrad_accumulation=fused)
         else:
-            layer = GroupedLinear(3, 96, 64, params_dtype=dtype, fuse_wgrad_accumulation=fused)
+            layer = GroupedLinear(3, 96, 64, bias=False, params_dtype=dtype, fuse_wgrad_accumulation=fused)
     if fused:
         layer.weight.main_grad = torch.zeros(layer.weight.shape)
     set_rounding_seed(layer, 3)

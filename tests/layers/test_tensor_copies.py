@@ -212,7 +212,7 @@ RECIPES = ["current", "block", "mxfp8"]
 
 def build(name: str, grouped: bool) -> nn.Module:
     with quantized_model_init(recipe=recipe(name)):
-        return GroupedLinear(2, 64, 32) if grouped else Linear(64, 32)
+        return GroupedLinear(2, 64, 32, bias=False) if grouped else Linear(64, 32)
 
 
 @pytest.mark.parametrize("grouped", [False, True])

@@ -17,10 +17,10 @@ MODULES: dict[str, Any] = {
     "linear": lambda: Linear(96, 64),
     "mlp": lambda: LayerNormMLP(96, 64),
     "grouped": lambda: GroupedLinear(3, 96, 64, bias=True),
-    "per_gemm": lambda: GroupedLinear(3, 96, 64, single_grouped_weight=False),
+    "per_gemm": lambda: GroupedLinear(3, 96, 64, bias=False, single_grouped_weight=False),
     "operations": lambda: ops.Sequential(ops.Linear(96, 64), ops.GELU(), ops.Linear(64, 32)),
     "grouped_operations": lambda: ops.Sequential(
-        ops.GroupedLinear(3, 96, 64), ops.GELU(), ops.GroupedLinear(3, 64, 32)
+        ops.GroupedLinear(3, 96, 64, bias=False), ops.GELU(), ops.GroupedLinear(3, 64, 32, bias=False)
     ),
 }
 QUANTIZING = [n for n in dir(q) if n.startswith("quantize_") and "dequantize" not in n] + ["round_blockwise"]

@@ -31,7 +31,7 @@ def step(kind: str, recipe: layers.Recipe, device: torch.device, main_grad: Tens
     if kind == "Linear":
         module = layers.Linear(INNER, OUTER, bias=False, **fused)
     else:
-        module = layers.GroupedLinear(len(SPLITS), INNER, OUTER, **fused)
+        module = layers.GroupedLinear(len(SPLITS), INNER, OUTER, bias=False, **fused)
     (weight,) = module.parameters()
     with torch.no_grad():
         weight.copy_(torch.randn(weight.shape, generator=generator) / 8)

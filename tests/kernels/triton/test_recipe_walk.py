@@ -24,7 +24,7 @@ RECIPES: dict[str, layers.Recipe] = {
 LAYERS: dict[str, Any] = {
     "Linear": lambda **o: layers.Linear(48, 32, name="a", **o),
     "LayerNormMLP": lambda **o: layers.LayerNormMLP(48, 64, activation="swiglu", name="a", **o),
-    "GroupedLinear": lambda **o: layers.GroupedLinear(2, 48, 32, name="a", **o),
+    "GroupedLinear": lambda **o: layers.GroupedLinear(2, 48, 32, bias=False, name="a", **o),
 }
 
 

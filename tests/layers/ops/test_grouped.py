@@ -34,7 +34,9 @@ def test_operation_equals_the_module(name: str | None, single: bool) -> None:
 
 def experts() -> ops.Sequential:
     torch.manual_seed(0)
-    return ops.Sequential(ops.GroupedLinear(3, 64, 96), ops.ScaledSwiGLU(), ops.GroupedLinear(3, 48, 64, bias=True))
+    return ops.Sequential(
+        ops.GroupedLinear(3, 64, 96, bias=False), ops.ScaledSwiGLU(), ops.GroupedLinear(3, 48, 64, bias=True)
+    )
 
 
 @pytest.mark.parametrize("name", [None, "delayed", "mxfp8"], ids=str)

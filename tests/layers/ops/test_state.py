@@ -24,7 +24,10 @@ def pair(kind: str, **options) -> tuple[torch.nn.Module, torch.nn.Module, tuple]
     if kind == "linear":
         module, operation, rest = Linear(64, 32, bias=False, **options), ops.BasicLinear(64, 32, **options), ()
     else:
-        module, operation = GroupedLinear(2, 64, 32, **options), ops.GroupedLinear(2, 64, 32, **options)
+        module, operation = (
+            GroupedLinear(2, 64, 32, bias=False, **options),
+            ops.GroupedLinear(2, 64, 32, bias=False, **options),
+        )
         rest = (torch.tensor([3, 5]),)
     operation.load_state_dict(module.state_dict())
     return module, operation, rest
