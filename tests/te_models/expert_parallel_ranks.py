@@ -24,7 +24,7 @@ from te_models.checkpoints.quantized_format import stored_fields
 from te_models.layers import GroupedTensor, QuantizedTensor, autocast, recipe
 from te_models.training.distributed import Ranks, average_gradients
 from tests.layers.bits import raw
-from tests.te_models.configs import VARIANTS, tiny_moe, token_ids
+from tests.te_models.configs import VARIANTS, one_layer, tiny_moe, token_ids
 from tests.te_models.split_model_ranks import Reads
 
 BATCH, LENGTH = 2, 16  # of each rank
@@ -140,13 +140,13 @@ def empty_experts() -> None:
 
 
 def compiled(backend: str = "aot_eager") -> None:
-    """One graph forward and backward, the same whatever the router decides; and again for another number of tokens."""
-    _, split = both(VARIANTS["moe_shared"])
-    run = torch.compile(split, fullgraph=True, backend=backend)
+    """One graph forward and backward, the same whatever the router decides, and for any number of tokens."""
+    _, split = both(one_layer(tiny_moe(aux_loss_coeff=0.01, shared_expert_intermediate_size=40)))
+    run = torch.compile(split, fullgraph=True, backend=backend, dynamic=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
-        for seed in range(4):
+        for seed, shape in enumerate([(2, 16), (2, 16), (3, 12), (2, 16)]):
             # in the last round every token is the same one, so all choose the same experts
-            ids = token_ids(2, 16, seed + 10 * dist.get_rank()) if seed < 3 else torch.zeros(2, 16, dtype=torch.int64)
+            ids = token_ids(*shape, seed + 10 * dist.get_rank()) if seed < 3 else torch.zeros(shape, dtype=torch.int64)
             split.zero_grad()
             expected = split(ids, labels=ids)
             expected.loss.backward()
