@@ -11,11 +11,12 @@ nor the problem, hence this module.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
 import os
 import stat
-import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,10 @@ class TensorInfo:
     @property
     def nbytes(self) -> int:
         return self.stop - self.start
+
+
+Sizes = dict[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...], int]]
+"""Dtype and shape -> the same objects again, and the number of bits: files have many equal ones."""
 
 
 @dataclass(frozen=True)
@@ -96,16 +101,17 @@ def parse_header(raw: bytes, data_bytes: int, where: str) -> Header:
     if not raw.startswith(b"{"):
         raise CheckpointError(f"the header of {where} does not start with '{{', so this is not a safetensors file")
     tensors: dict[str, TensorInfo] = {}
-    shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
+    sizes: Sizes = {}
     entries, metadata = _entries(raw, where)
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise CheckpointError(f"the __metadata__ of {where} is not a map from strings to strings")
-    for name, dtype, shape, offsets in entries:
-        if name in tensors:
-            raise CheckpointError(f"the header of {where} has the key {quote(name)} twice in one object")
-        tensors[name] = _check_entry(name, dtype, shape, offsets, shapes, where)
-    position = 0
-    ordered = sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop))
+    with _no_collections():
+        for name, dtype, shape, offsets in entries:
+            if name in tensors:
+                raise CheckpointError(f"the header of {where} has the key {quote(name)} twice in one object")
+            tensors[name] = _check_entry(name, dtype, shape, offsets, sizes, where)
+    position, ordered = 0, list(tensors.items())
+    ordered.sort(key=lambda item: (item[1].start, item[1].stop))
     for name, info in ordered:
         if info.start != position:
             defect = (
@@ -118,6 +124,19 @@ def parse_header(raw: bytes, data_bytes: int, where: str) -> Header:
     if position < data_bytes:
         raise CheckpointError(f"{where} has {data_bytes - position} bytes after its last tensor")
     return Header(dict(ordered), metadata, 8 + len(raw))
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """Pause the collector of cycles, which would look at all objects again and again while ours, without any, grow in
+    number."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _entries(raw: bytes, where: str) -> tuple[Iterable[tuple[str, Any, Any, Any]], Any]:
@@ -146,33 +165,29 @@ def _check_name(name: str, where: str) -> None:
         )
 
 
-def _check_entry(
-    name: str,
-    dtype: Any,
-    shape: Any,
-    offsets: Any,
-    shapes: dict[tuple[int, ...], tuple[int, ...]],
-    where: str,
-) -> TensorInfo:
-    """Return the description of a tensor. shapes: those seen so far, so that equal ones are one object."""
+def _check_entry(name: str, dtype: Any, shape: Any, offsets: Any, sizes: Sizes, where: str) -> TensorInfo:
+    """Return the description of a tensor; shape and offsets are tuples where they are known to be natural numbers."""
     _check_name(name, where)
+    place = f"{where}: tensor"
     bits = bits_of(dtype) if isinstance(dtype, str) else None
     if bits is None:
-        raise CheckpointError(f"{where}: tensor {quote(name)} has the unknown dtype {str(dtype)[:40]!r}")
-    if not _naturals(shape) or len(shape) > _MAX_RANK:
+        raise CheckpointError(f"{place} {quote(name)} has the unknown dtype {str(dtype)[:40]!r}")
+    if len(shape) > _MAX_RANK if type(shape) is tuple else not _naturals(shape) or len(shape) > _MAX_RANK:
         raise CheckpointError(
-            f"{where}: tensor {quote(name)} has a shape that is not a list of at most {_MAX_RANK} natural numbers"
+            f"{place} {quote(name)} has a shape that is not a list of at most {_MAX_RANK} natural numbers"
         )
-    if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise CheckpointError(f"{where}: tensor {quote(name)} has data_offsets that are not a range [begin, end]")
-    size = tuple(shape)
-    info = TensorInfo(sys.intern(dtype), shapes.setdefault(size, size), offsets[0], offsets[1])
-    needed = math.prod(size) * bits
-    if needed != 8 * info.nbytes:
+    if (type(offsets) is not tuple and not _naturals(offsets)) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise CheckpointError(f"{place} {quote(name)} has data_offsets that are not a range [begin, end]")
+    start, stop = offsets
+    key = dtype, tuple(shape)
+    if key not in sizes:
+        sizes[key] = (*key, math.prod(shape) * bits)
+    dtype, size, needed = sizes[key]
+    if needed != 8 * (stop - start):
         raise CheckpointError(
-            f"{where}: tensor {quote(name)} has {info.nbytes} bytes, but {dtype} {shape} needs {-(-needed // 8)}"
+            f"{place} {quote(name)} has {stop - start} bytes, but {dtype} {list(shape)} needs {-(-needed // 8)}"
         )
-    return info
+    return TensorInfo(dtype, size, start, stop)
 
 
 def _naturals(values: Any) -> bool:

@@ -20,7 +20,7 @@ layers has 70,000 weights and, quantized, as many scales."""
 
 _S = r"[ \t\n\r]*+"
 _STRING = r'"([^"\\\x00-\x1f]*+)"'
-_NATURAL = r"(?:0|[1-9][0-9]{0,18})"
+_NATURAL = r"(?:0|[1-9][0-9]{0,17})"
 _ENTRY = re.compile(
     rf'{_S}{_STRING}{_S}:{_S}\{{{_S}"dtype"{_S}:{_S}"([A-Z0-9_]{{1,16}})"{_S},{_S}'
     rf'"shape"{_S}:{_S}\[{_S}((?:{_NATURAL}(?:{_S},{_S}{_NATURAL})*+)?){_S}\]{_S},{_S}'
@@ -29,8 +29,8 @@ _ENTRY = re.compile(
 _TEXT = r'"(?:[^"\\\x00-\x1f]|\\.)*+"'
 _METADATA = re.compile(rf'{_S}"__metadata__"{_S}:{_S}(\{{{_S}(?:{_TEXT}{_S}:{_S}{_TEXT}{_S},?{_S})*+\}}){_S}([,}}])')
 
-Entry = tuple[str, str, list[int], list[int]]
-"""Name, dtype, shape, data_offsets."""
+Entry = tuple[str, str, tuple[int, ...], tuple[int, int]]
+"""Name, dtype, shape, data_offsets; the numbers are below 10^18."""
 
 
 def scan(text: str, where: str) -> tuple[Iterator[Entry], dict[str, Any]] | None:
@@ -58,9 +58,9 @@ def scan(text: str, where: str) -> tuple[Iterator[Entry], dict[str, Any]] | None
 
 
 def _entries(text: str, begin: int) -> Iterator[Entry]:
-    shapes: dict[str, list[int]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for found in _ENTRY.finditer(text, begin):
         name, dtype, shape, start, stop, _ = found.groups()
         if shape not in shapes:
-            shapes[shape] = [int(n) for n in shape.split(",")] if shape else []
-        yield name, dtype, shapes[shape], [int(start), int(stop)]
+            shapes[shape] = tuple(int(n) for n in shape.split(",")) if shape else ()
+        yield name, dtype, shapes[shape], (int(start), int(stop))
