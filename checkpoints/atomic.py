@@ -79,10 +79,11 @@ def check_destination(destination: Path, *, overwrite: bool) -> None:
         raise CheckpointError(f"{destination} exists; choose another destination or pass overwrite")
 
 
-def check_not_source(source: Path, destination: Path) -> None:
-    """Raise CheckpointError where replacing `destination` would remove the folder that is read."""
-    if source.resolve().is_relative_to(destination.resolve()):
-        raise CheckpointError(f"{destination} is or contains the folder that is read; choose another destination")
+def check_not_above(source: Path, destination: Path) -> None:
+    """Raise CheckpointError where replacing `destination` would remove the folder that is read along with its
+    surroundings. The folder itself may be replaced: it stays until the new one is complete."""
+    if destination.resolve() in source.resolve().parents:
+        raise CheckpointError(f"{destination} contains the folder that is read; choose another destination")
 
 
 def check_space(destination: Path, nbytes: int) -> None:

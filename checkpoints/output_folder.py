@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from .atomic import FINISHED, check_destination, check_not_source, check_space, new_folder
+from .atomic import FINISHED, check_destination, check_not_above, check_space, new_folder
 from .checkpoint import Checkpoint
 from .conversion_report import REPORT
 from .errors import CheckpointError
@@ -63,7 +63,7 @@ def write_folder(
         kept; None: the tensors are not in files, and nothing is kept. extra: further small files, name -> content.
     """
     if sidecars_from is not None and files is not None:
-        check_not_source(sidecars_from, destination)
+        check_not_above(sidecars_from, destination)
     check_destination(destination, overwrite=overwrite)
     sidecars = _find_sidecars(sidecars_from)
     shards = split_shards(plan, max_shard_bytes)
