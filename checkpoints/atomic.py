@@ -3,9 +3,9 @@
 A new folder is put together in a working folder beside its destination, flushed to the disk with everything in it, and
 renamed. An existing one is replaced only when that is asked for, by exchanging the two names in one system call where
 the kernel has it (`renameat2(RENAME_EXCHANGE)`, Linux), so that at every moment the name leads to one complete folder,
-old or new. A killed run leaves its working folder, `.NAME.partial`; the next run to the same destination goes on from
-it if it is the same job, and otherwise removes it. The working folder is locked while a run uses it, so two runs to one
-destination cannot disturb each other: the second is refused.
+old or new. A run that is killed, or interrupted with Ctrl-C, leaves its working folder, `.NAME.partial`; the next run
+to the same destination goes on from it if it is the same job, and otherwise removes it. The working folder is locked
+while a run uses it, so two runs to one destination cannot disturb each other: the second is refused.
 """
 
 from __future__ import annotations
@@ -26,12 +26,16 @@ _RENAME_EXCHANGE = 2
 _CONTENT, _JOB, _OLD = "content", "job", "old"
 """What a working folder holds: the result, what it is a result of, and the folder that it replaces."""
 
+FINISHED = "finished"
+"""Where in a working folder there is a note of every file of the result that is complete."""
+
 
 @contextlib.contextmanager
 def new_folder(destination: Path, *, overwrite: bool, job: str | None = None) -> Iterator[Path]:
     """Yield an empty folder; rename it to `destination` when the block ends, remove it when the block fails.
 
-    job: says what is being made. Where a killed run of the same job left its folder, that one is yielded, as it was
+    An interruption by the user does not remove what a later run can use: finished files. job: says what is being made.
+    Where a killed run of the same job left its folder, that one is yielded, as it was
     left; whatever else the block keeps beside it (in `folder.parent`) is there too.
     """
     check_destination(destination, overwrite=overwrite)
@@ -52,6 +56,10 @@ def new_folder(destination: Path, *, overwrite: bool, job: str | None = None) ->
         shutil.rmtree(working)
         flush(destination.parent)
     except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and (kept := _finished(working)):
+            raise KeyboardInterrupt(
+                f"{working} has {kept} finished files: the same command goes on from there"
+            ) from None
         shutil.rmtree(working, ignore_errors=True)
         _remove_empty(made)
         if isinstance(error, OSError):
@@ -71,13 +79,24 @@ def check_destination(destination: Path, *, overwrite: bool) -> None:
         raise CheckpointError(f"{destination} exists; choose another destination or pass overwrite")
 
 
+def check_not_above(source: Path, destination: Path) -> None:
+    """Raise CheckpointError where replacing `destination` would remove the folder that is read along with its
+    surroundings. The folder itself may be replaced: it stays until the new one is complete."""
+    if destination.resolve() in source.resolve().parents:
+        raise CheckpointError(f"{destination} contains the folder that is read; choose another destination")
+
+
 def check_space(destination: Path, nbytes: int) -> None:
     """Raise CheckpointError if the disk of `destination` cannot hold `nbytes` more, less what a killed run left."""
     existing = next(p for p in (destination, *destination.parents) if p.exists())
     free = shutil.disk_usage(existing).free
     left = sum(path.lstat().st_blocks * 512 for path in _working_folder(destination).rglob("*"))
     if free + left < nbytes:
-        raise CheckpointError(f"{destination} needs {nbytes / 1e9:.2f} GB and its disk has {free / 1e9:.2f} GB free")
+        raise CheckpointError(f"{destination} needs {_size(nbytes)} and its disk has {_size(free)} free")
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 10**8 else f"{nbytes / 1e6:.2f} MB"
 
 
 def replace_text(destination: Path, text: str) -> None:
@@ -153,6 +172,11 @@ def _prepare(working: Path, job: str | None) -> Path:
         if job is not None:
             note.write_text(job)
     return content
+
+
+def _finished(working: Path) -> int:
+    """Return how many files of a job are complete in its working folder."""
+    return len(list((working / FINISHED).glob("*.json"))) if (working / _JOB).exists() else 0
 
 
 def _read(path: Path) -> str | None:

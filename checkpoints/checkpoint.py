@@ -21,6 +21,7 @@ from .formats import Declaration, declared, without_quantization
 from .formats.source import QuantizedFiles, open_quantized
 from .header import TensorInfo
 from .hub import local_folder
+from .limits import check_strangers
 from .links import Namespace
 from .load import load_params
 from .naming import ExpertLayout, expected_tensors
@@ -139,6 +140,7 @@ class Checkpoint:
     def carried(self) -> Mapping[str, str]:
         """Stored tensors that the model does not use and conversions keep -> their names in Hugging Face files."""
         extra = [name for name in self.tensors if name not in self.namespace.stored]
+        check_strangers(extra, str(self.path))
         hf = self.source.config if self.source is not None else {}
         return carried_tensors(extra, self.family, hf, in_our_folder=self.layout is not None)
 

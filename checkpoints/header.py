@@ -11,15 +11,19 @@ nor the problem, hence this module.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
 import os
 import stat
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .dtypes import bits_of
 from .errors import CheckpointError, quote
+from .header_scan import scan
 from .strict_json import parse_object
 
 MAX_HEADER_BYTES = 64 << 20
@@ -28,7 +32,7 @@ _MAX_NAME = 1024
 _ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorInfo:
     """One tensor of a file: safetensors dtype name, shape, and byte range [start, stop) in the data section."""
 
@@ -40,6 +44,10 @@ class TensorInfo:
     @property
     def nbytes(self) -> int:
         return self.stop - self.start
+
+
+Sizes = dict[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...], int]]
+"""Dtype and shape -> the same objects again, and the number of bits: files have many equal ones."""
 
 
 @dataclass(frozen=True)
@@ -92,13 +100,18 @@ def parse_header(raw: bytes, data_bytes: int, where: str) -> Header:
     """Parse the JSON part of a header whose file has `data_bytes` bytes after it."""
     if not raw.startswith(b"{"):
         raise CheckpointError(f"the header of {where} does not start with '{{', so this is not a safetensors file")
-    values = parse_object(raw, f"the header of {where}")
-    metadata = values.pop("__metadata__", {})
+    tensors: dict[str, TensorInfo] = {}
+    sizes: Sizes = {}
+    entries, metadata = _entries(raw, where)
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise CheckpointError(f"the __metadata__ of {where} is not a map from strings to strings")
-    tensors = {name: _parse_entry(name, entry, where) for name, entry in values.items()}
-    position = 0
-    ordered = sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop))
+    with _no_collections():
+        for name, dtype, shape, offsets in entries:
+            if name in tensors:
+                raise CheckpointError(f"the header of {where} has the key {quote(name)} twice in one object")
+            tensors[name] = _check_entry(name, dtype, shape, offsets, sizes, where)
+    position, ordered = 0, list(tensors.items())
+    ordered.sort(key=lambda item: (item[1].start, item[1].stop))
     for name, info in ordered:
         if info.start != position:
             defect = (
@@ -113,25 +126,71 @@ def parse_header(raw: bytes, data_bytes: int, where: str) -> Header:
     return Header(dict(ordered), metadata, 8 + len(raw))
 
 
-def _parse_entry(name: str, entry: Any, where: str) -> TensorInfo:
-    place = f"{where}: tensor {quote(name)}"
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """Pause the collector of cycles, which would look at all objects again and again while ours, without any, grow in
+    number."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _entries(raw: bytes, where: str) -> tuple[Iterable[tuple[str, Any, Any, Any]], Any]:
+    """Return (name, dtype, shape, data_offsets) of every tensor, and the metadata, nothing of it checked."""
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"the header of {where} is not UTF-8 text (byte {error.start})") from None
+    if (found := scan(text, where)) is not None:
+        return found
+    values = parse_object(raw, f"the header of {where}")
+    metadata = values.pop("__metadata__", {})
+    for name, entry in values.items():
+        if not isinstance(entry, dict) or set(entry) != _ENTRY_KEYS:
+            _check_name(name, where)
+            raise CheckpointError(
+                f"{where}: tensor {quote(name)} is not described by exactly dtype, shape and data_offsets"
+            )
+    return [(name, e["dtype"], e["shape"], e["data_offsets"]) for name, e in values.items()], metadata
+
+
+def _check_name(name: str, where: str) -> None:
     if not 0 < len(name) <= _MAX_NAME or not name.isprintable():
-        raise CheckpointError(f"{place} has an unusable name (empty, over {_MAX_NAME} characters, or not printable)")
-    if not isinstance(entry, dict) or set(entry) != _ENTRY_KEYS:
-        raise CheckpointError(f"{place} is not described by exactly dtype, shape and data_offsets")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or bits_of(dtype) is None:
-        raise CheckpointError(f"{place} has the unknown dtype {str(dtype)[:40]!r}")
-    if not _naturals(shape) or len(shape) > _MAX_RANK:
-        raise CheckpointError(f"{place} has a shape that is not a list of at most {_MAX_RANK} natural numbers")
-    if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise CheckpointError(f"{place} has data_offsets that are not a range [begin, end]")
-    info = TensorInfo(dtype, tuple(shape), offsets[0], offsets[1])
-    needed = math.prod(shape) * (bits_of(dtype) or 0)
-    if needed != 8 * info.nbytes:
-        raise CheckpointError(f"{place} has {info.nbytes} bytes, but {dtype} {shape} needs {-(-needed // 8)}")
-    return info
+        raise CheckpointError(
+            f"{where}: tensor {quote(name)} has an unusable name (empty, over {_MAX_NAME} characters, or not printable)"
+        )
+
+
+def _check_entry(name: str, dtype: Any, shape: Any, offsets: Any, sizes: Sizes, where: str) -> TensorInfo:
+    """Return the description of a tensor; shape and offsets are tuples where they are known to be natural numbers."""
+    _check_name(name, where)
+    place = f"{where}: tensor"
+    bits = bits_of(dtype) if isinstance(dtype, str) else None
+    if bits is None:
+        raise CheckpointError(f"{place} {quote(name)} has the unknown dtype {str(dtype)[:40]!r}")
+    if len(shape) > _MAX_RANK if type(shape) is tuple else not _naturals(shape) or len(shape) > _MAX_RANK:
+        raise CheckpointError(
+            f"{place} {quote(name)} has a shape that is not a list of at most {_MAX_RANK} natural numbers"
+        )
+    if (type(offsets) is not tuple and not _naturals(offsets)) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise CheckpointError(f"{place} {quote(name)} has data_offsets that are not a range [begin, end]")
+    start, stop = offsets
+    key = dtype, tuple(shape)
+    if key not in sizes:
+        sizes[key] = (*key, math.prod(shape) * bits)
+    dtype, size, needed = sizes[key]
+    if needed != 8 * (stop - start):
+        raise CheckpointError(
+            f"{place} {quote(name)} has {stop - start} bytes, but {dtype} {list(shape)} needs {-(-needed // 8)}"
+        )
+    return TensorInfo(dtype, size, start, stop)
 
 
 def _naturals(values: Any) -> bool:
-    return isinstance(values, list) and all(type(v) is int and 0 <= v < 2**63 for v in values)
+    if not isinstance(values, list) or set(map(type, values)) - {int}:
+        return False
+    return not values or (min(values) >= 0 and max(values) < 2**63)

@@ -6,10 +6,14 @@ are far above any model, and the files must then hold exactly that many tensors 
 
 from __future__ import annotations
 
-from .errors import CheckpointError
+from collections.abc import Sequence
+
+from .errors import CheckpointError, shorten
 
 MAX_LAYERS = 10_000
 MAX_EXPERTS = 1_000_000
+MAX_STRANGERS = 20_000
+"""Tensors that a model does not use, such as layers that predict further tokens: 256 experts with scales are 1,536."""
 
 
 def check_counts(layers: object, experts: object = None) -> None:
@@ -19,6 +23,14 @@ def check_counts(layers: object, experts: object = None) -> None:
     if isinstance(layers, int) and isinstance(experts, int) and layers * experts > MAX_EXPERTS:
         raise CheckpointError(
             f"the configuration claims {_short(experts)} experts in {layers} layers; at most {MAX_EXPERTS} in all"
+        )
+
+
+def check_strangers(names: Sequence[str], where: str) -> None:
+    """Raise CheckpointError if there are more tensors outside of the configuration than any model carries."""
+    if len(names) > MAX_STRANGERS:
+        raise CheckpointError(
+            f"the tensors of {where} do not fit its configuration: not part of this model: {shorten(names)}"
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from .atomic import check_destination, check_space, new_folder
+from .atomic import FINISHED, check_destination, check_not_above, check_space, new_folder
 from .checkpoint import Checkpoint
 from .conversion_report import REPORT
 from .errors import CheckpointError
@@ -59,9 +59,11 @@ def write_folder(
 ) -> None:
     """Carry out a plan. The destination appears complete or not at all, and an existing one stays until then.
 
-    files: what the store reads. What a killed run of the same plan over the same files has finished is kept; None: the
-        tensors are not in files, and nothing is kept. extra: further small files, name -> content.
+    files: what the store reads. What a killed or interrupted run of the same plan over the same files has finished is
+        kept; None: the tensors are not in files, and nothing is kept. extra: further small files, name -> content.
     """
+    if sidecars_from is not None and files is not None:
+        check_not_above(sidecars_from, destination)
     check_destination(destination, overwrite=overwrite)
     sidecars = _find_sidecars(sidecars_from)
     shards = split_shards(plan, max_shard_bytes)
@@ -69,7 +71,7 @@ def write_folder(
     job = None if files is None else job_of(shards, files, config)
     before = None if files is None else files.state()
     with new_folder(destination, overwrite=overwrite, job=job) as folder:
-        journal = None if job is None else Journal(folder.parent / "finished", plan.report)
+        journal = None if job is None else Journal(folder.parent / FINISHED, plan.report)
         records = write_weights(folder, shards, store, journal=journal, progress=progress)
         if files is not None and files.state() != before:
             raise CheckpointError("the source files changed while they were read; convert them again")

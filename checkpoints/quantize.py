@@ -93,7 +93,9 @@ def dequantize(
     wanted = as_torch_dtype(dtype)
     with open_checkpoint(src) as ckpt:
         if ckpt.quantized is not None:
-            raise CheckpointError(f"{src} is a Hugging Face folder; import it with dequantize, which gives its values")
+            raise CheckpointError(
+                f"{src} is a Hugging Face folder; import it with --dequantize, which gives its values"
+            )
         if not ckpt.formats or ckpt.layout is None:
             raise CheckpointError(f"{src} has no quantized weights")
         layout = ckpt.layout

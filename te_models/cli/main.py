@@ -55,8 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return args.run(args)
     try:
         return args.run(args)
-    except KeyboardInterrupt:
-        return _fail(130, "interrupted")
+    except KeyboardInterrupt as interrupt:  # a conversion says what it left for the next run
+        return _fail(130, "interrupted" + (f"; {interrupt}" if str(interrupt) else ""))
     except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

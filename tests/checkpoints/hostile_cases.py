@@ -109,9 +109,11 @@ def put_header(make: Callable[[], bytes]) -> Edit:
     return edit_raw(lambda raw: pack(make()))
 
 
-def many_tensors() -> bytes:
-    entry = '{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
-    return ("{" + ",".join(f'"{i}":{entry}' for i in range(100_000)) + "}").encode()
+def many_tensors(count: int, first: str = "F32", last: str = "F32") -> bytes:
+    """Return a header of so many empty tensors; the dtypes of the first and the last may be others."""
+    dtypes = [first, *["F32"] * (count - 2), last]
+    entry = '{"dtype":"%s","shape":[0],"data_offsets":[0,0]}'
+    return ("{" + ",".join(f'"{i}":{entry % dtype}' for i, dtype in enumerate(dtypes)) + "}").encode()
 
 
 def weights_are_a_folder(folder: Path) -> None:
@@ -211,7 +213,10 @@ HF_DEFECTS: dict[str, tuple[Edit, str]] = {
     "header duplicate": (edit_raw(lambda raw: raw.replace(b"layers.1.", b"layers.0.")), "twice in one object"),
     "header deep": (put_header(lambda: DEEP), "nested too deeply"),
     "header wide": (put_header(lambda: WIDE), "holds more than the 400000 values"),
-    "header of 100,000 tensors": (put_header(many_tensors), "holds more than the 400000 values"),
+    "header of 200,000 tensors": (put_header(lambda: many_tensors(200_000)), "more than the 125000 tensors allowed"),
+    "header of 125,000 strangers": (put_header(lambda: many_tensors(125_000)), "do not fit its configuration"),
+    "wrong at the end": (put_header(lambda: many_tensors(125_000, last="F128")), "unknown dtype 'F128'"),
+    "no usual header": (put_header(lambda: many_tensors(125_000, last="f32")), "holds more than the 400000 values"),
     "name not utf-8": (edit_raw(lambda raw: raw.replace(b"model.norm", b"model.nor\xff")), "is not UTF-8 text"),
     "name a surrogate": (edit_raw(lambda raw: raw.replace(b"model.norm", b"mo\\udc80mm")), "has an unusable name"),
     "config oversize": (lambda folder: os.truncate(folder / CONFIG, 65 << 20), "more than the 67108864 allowed"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -224,6 +225,55 @@ def test_the_note_is_printed(hf_folder: HFFolder, tmp_path: Path) -> None:
     )
     result = subprocess.run([sys.executable, "-c", code, source, out], capture_output=True, text=True, check=True)
     assert result.stderr.startswith("continuing an interrupted run: 3 of ") and result.stderr.count("\n") == 1
+
+
+def test_ctrl_c_keeps_finished_files_and_an_error_keeps_nothing(hf_folder: HFFolder, tmp_path: Path) -> None:
+    """A real SIGINT to a real process of the command line, whose writing of files is slowed down."""
+    source, out, working = hf_folder("mixtral"), tmp_path / "out", tmp_path / ".out.partial"
+    code = (
+        "import sys, time\n"
+        "from te_models.checkpoints.writer import HashedFile\n"
+        "from te_models.cli.main import main\n"
+        "real = HashedFile.write_header\n"
+        "HashedFile.write_header = lambda self, data: (time.sleep(0.2), real(self, data))\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    words = ["import", str(source), str(out), "--max-shard-size", str(SHARD_BYTES)]
+    run = subprocess.Popen([sys.executable, "-c", code, *words], stderr=subprocess.PIPE, text=True)
+    while len(list(working.glob("finished/*.json"))) < 3 and run.poll() is None:
+        time.sleep(0.01)
+    run.send_signal(signal.SIGINT)
+    _, errors = run.communicate(timeout=60)
+    kept = len(list(working.glob("finished/*.json")))
+    assert run.returncode == 130 and kept >= 3 and not out.exists()
+    last = errors.splitlines()[-1]
+    assert last == f"te-models: interrupted; {working} has {kept} finished files: the same command goes on from there"
+    assert "Traceback" not in errors
+    again = subprocess.run(
+        [sys.executable, "-m", "te_models", *words],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert f"continuing an interrupted run: {kept} of " in again.stderr
+    do_import(source, tmp_path / "reference")
+    assert content(out) == content(tmp_path / "reference") and not working.exists()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, CheckpointError])
+def test_nothing_useful_is_left(hf_folder: HFFolder, tmp_path: Path, error: type[BaseException]) -> None:
+    """Ctrl-C before the first file is finished, and an error whenever it comes."""
+    source = hf_folder("mixtral")
+    before = sorted(tmp_path.rglob("*"))
+
+    def progress(done: int, total: int) -> None:
+        if error is KeyboardInterrupt or done == total:
+            raise error("now")
+
+    size = 10**9 if error is KeyboardInterrupt else SHARD_BYTES  # one file
+    with pytest.raises(error, match="now"):
+        import_hf(source, tmp_path / "new/out", max_shard_bytes=size, progress=progress)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_an_ordinary_run_says_nothing(hf_folder: HFFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from te_models.checkpoints import CheckpointError
+from te_models.checkpoints import CheckpointError, reshard
 from te_models.checkpoints.header import MAX_HEADER_BYTES, parse_header, read_header
 
 
@@ -107,6 +107,71 @@ def test_large_hostile_header_costs_little_memory(tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_bytes(pack(b'{"a":[' + b"[]," * 5_000_000 + b"[]]}"))
     with pytest.raises(CheckpointError, match="holds more than the 400000 values allowed"):
         read_header(tmp_path / "x.safetensors")
+
+
+def spelled(header: dict[str, Any], draw: Any) -> bytes:
+    """JSON with white space, and keys of entries in another order, here and there."""
+    space = st.sampled_from(["", " ", "\n", "\t  "])
+    text = json.dumps({name: dict(draw(st.permutations(list(e.items())))) for name, e in header.items()})
+    return "".join(c + draw(space) if c in ",:{}[]" else c for c in text).encode()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_usual_and_unusual_spellings_mean_the_same(data: Any) -> None:
+    """The scanner reads what writers of the format write, the general parser the rest; both know the same headers."""
+    sizes = data.draw(st.lists(st.integers(0, 5), max_size=4))
+    names = data.draw(st.lists(st.sampled_from("abcdé"), min_size=len(sizes), max_size=len(sizes), unique=True))
+    header: dict[str, Any] = {}
+    position = 0
+    for name, size in zip(names, sizes):
+        header[name] = entry(shape=(size,), offsets=(position, position + 4 * size))
+        position += 4 * size
+    if data.draw(st.booleans()):
+        header = {"__metadata__": {"format": "pt", "x": data.draw(st.text('ab\\"é', max_size=3))}, **header}
+    expected = parse_header(json.dumps(header, indent=1).encode(), position, "x")
+    assert expected.tensors.keys() == set(names)
+    assert expected.metadata == header.get("__metadata__", {})
+    for text in (spelled(header, data.draw), json.dumps(header, separators=(",", ":")).encode()):
+        found = parse_header(text, position, "x")
+        assert (found.tensors, found.metadata) == (expected.tensors, expected.metadata)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b'{"a":{"dtype":"F32","shape":[01],"data_offsets":[0,4]}}', "not valid JSON"),
+        (b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}x', "not valid JSON"),
+        (b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},}', "not valid JSON"),
+        (b'{"a":{"dtype":"F32","shape":[1,],"data_offsets":[0,4]}}', "not valid JSON"),
+        (b'{,"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', "not valid JSON"),
+        (b'{"__metadata__":{"a":"b",},"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', "not valid JSON"),
+        (b'{"__metadata__":{"a":"b","a":"c"},"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', "'a' twice"),
+        (b'{"__metadata__":{},"__metadata__":{}}', "'__metadata__' twice"),
+        (b'{"a":{"dtype":"F32","shape":[0],"data_offsets":[9999999999999999999,9999999999999999999]}}', "not a range"),
+    ],
+)
+def test_the_scanner_is_as_strict_as_the_parser(text: bytes, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        parse_header(text, 4, "x")
+
+
+def test_a_file_of_120_000_tensors(tmp_path: Path) -> None:
+    """More than the general parser may hold: one of 256 experts in 60 layers with scales has as many."""
+    source = tmp_path / "source"
+    source.mkdir()
+    names = [f"model.layers.{i // 2000}.mlp.experts.{i % 2000}.down_proj.weight" for i in range(120_000)]
+    values = torch.arange(120_000, dtype=torch.float32).view(-1, 1)
+    save_file(dict(zip(names, values.unbind())), source / "model.safetensors", metadata={"format": "pt"})
+    (source / "config.json").write_text('{"model_type": "of nobody"}')
+    header = read_header(source / "model.safetensors")
+    assert len(header.tensors) == 120_000 and header.metadata == {"format": "pt"}
+    reshard(source, tmp_path / "split", max_shard_bytes=10**9)
+    assert len(list((tmp_path / "split").glob("*.safetensors"))) == 12  # 10,000 in each
+    with safe_open(tmp_path / "split/model-00012-of-00012.safetensors", "pt") as opened:
+        found = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    assert len(found) == 10_000
+    assert all(value == values[names.index(name)] for name, value in list(found.items())[::500])
 
 
 def test_not_a_file(tmp_path: Path) -> None:

@@ -219,6 +219,22 @@ def test_force_replaces_a_model_folder_and_nothing_else(
     assert [file.name for file in other.iterdir()] == ["thesis.tex"]
 
 
+@pytest.mark.parametrize("out", [".", "model/..", "link"])
+def test_what_contains_the_folder_that_is_read_is_not_replaced(
+    hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], out: str
+) -> None:
+    shutil.copytree(hf, tmp_path / "model")
+    (tmp_path / "config.json").write_text("{}")  # --force takes it for a model folder
+    (tmp_path / "link").symlink_to(".")
+    monkeypatch.chdir(tmp_path)
+    before = {path: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    for verb in ("import", "reshard", "toy"):
+        assert main([verb, "model", out, "--force"]) == 2
+        error = capsys.readouterr().err
+        assert ("contains the folder that is read" in error) or (out == "link" and "is not a folder" in error)
+    assert {path: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before
+
+
 def test_generate_is_transformers_greedy_text(hf: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import transformers
 
