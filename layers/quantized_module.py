@@ -89,7 +89,10 @@ class QuantizedModule(nn.Module):
         self._register()  # copy.deepcopy comes this way, past __init__
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        marks = {name: dict(vars(p)) for name, p in self._parameters.items() if type(p) is nn.Parameter}
         super()._apply(fn, recurse)
+        for name, attributes in marks.items():  # coming from the meta device, parameters are new objects
+            vars(self._parameters[name]).update(attributes)
         parameter = next(self.parameters(), None)
         if parameter is not None and parameter.device.type != "meta":
             for name in _STATE_NAMES:

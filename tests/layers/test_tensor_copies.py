@@ -231,6 +231,13 @@ def test_module_moves_keep_class_bits_and_attributes(name: str, grouped: bool) -
     assert {field.device.type for field in module.weight.fields.values()} == {"meta"}
 
 
+def test_parameters_that_leave_the_meta_device_keep_attributes() -> None:
+    module = Linear(64, 32, device="meta")
+    module.weight.partition_dim = 0
+    module.to_empty(device="cpu")
+    assert module.weight.device.type == "cpu" and module.weight.partition_dim == 0
+
+
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("name", RECIPES)

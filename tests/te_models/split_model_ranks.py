@@ -83,6 +83,7 @@ def check(folder: Path, saved: Path) -> None:
         expected = dict(whole.stored_tensors())
         for name, tensor in split.stored_tensors():
             assert torch.equal(tensor, part_of(whole.config, name, expected[name], rank, layout)), name
+        assert any(hasattr(p, "tensor_model_parallel") for p in split.parameters())
     ids = torch.randint(3, 61, (2, 13), generator=torch.Generator().manual_seed(0))
     results = [model(ids, labels=ids) for model in (whole, split)]
     assert close(results[1].logits, results[0].logits)
@@ -115,6 +116,7 @@ def check_quantized(folder: Path, saved: Path) -> None:
         if not isinstance(tensor, QuantizedTensor) or part.dim is None:
             assert torch.equal(tensor, part_of(whole.config, name, expected[name], rank, "grouped")), name
             continue
+        assert tensor.tensor_model_parallel and tensor.partition_dim == part.dim, name
         for begin, end in part.ranges:
             mine = tensor.narrow(part.dim, offset, end - begin)
             assert same_bits(mine, expected[name].narrow(part.dim, begin, end - begin)), name

@@ -47,7 +47,8 @@ def distance(a: Tensor, b: Tensor) -> float:
 def test_logits_are_as_near_to_the_exact_ones(case: str) -> None:
     """Both compute with the same number of roundings, so neither is much farther from float32 with the same weights.
 
-    Twice as far is allowed: few tokens of a tiny model, in which one token at another expert is already noticed.
+    Compared by the token in the middle: one that two roundings send to different experts is twenty times as far, and
+    that happens to either side, by chance.
     """
     theirs, exact = make(case, dtype=torch.bfloat16), make(case)
     exact.load_state_dict({name: tensor.float() for name, tensor in theirs.state_dict().items()})
@@ -55,5 +56,7 @@ def test_logits_are_as_near_to_the_exact_ones(case: str) -> None:
     ids = torch.randint(3, 61, (2, 24), generator=torch.Generator().manual_seed(0))
     reference, got = exact(ids).logits, ours(ids).logits
     assert got is not None and got.dtype == torch.bfloat16
-    bound = 2 * distance(theirs(ids).logits, reference)
-    assert distance(got, reference) <= bound < 0.3 * reference.std().item()
+    ours_off, theirs_off = (
+        (logits.float() - reference).pow(2).mean(-1).sqrt().median().item() for logits in (got, theirs(ids).logits)
+    )
+    assert ours_off <= 1.5 * theirs_off < 0.3 * reference.std().item()
