@@ -65,13 +65,13 @@ def write_weights(
             with HashedFile(folder / shard.file, lane) as file:
                 file.write_header(header_bytes(shard))
                 for output in shard.outputs:
-                    left = output.nbytes
+                    missing = output.nbytes
                     for buffer, nbytes in stream(store, output, lane.ring):
                         file.write_buffer(buffer, nbytes)
                         meter.add(nbytes)
-                        left -= nbytes
-                    if left:  # a defect of ours, which would otherwise be the next reader's to find
-                        raise RuntimeError(f"{output.name} has {output.nbytes - left} bytes, planned {output.nbytes}")
+                        missing -= nbytes
+                    if missing:  # a defect of ours, which would otherwise be the next reader's to find
+                        raise RuntimeError(f"{output.name} has {output.nbytes - missing} bytes, planned {output.nbytes}")
                     file.digests.end_tensor(output.name)
             record = file.record()
         if journal is not None:

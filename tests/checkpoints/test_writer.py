@@ -1,0 +1,20 @@
+"""What the writer does not do: write a file that is not as its header says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from te_models.checkpoints.plan import Output
+from te_models.checkpoints.shards import Shard
+from te_models.checkpoints.store import MemoryStore
+from te_models.checkpoints.writer import write_weights
+
+
+@pytest.mark.parametrize("elements", [3, 5])
+def test_a_computed_tensor_of_another_size_is_an_error(elements: int, tmp_path: Path) -> None:
+    output = Output("a", "F32", (4,), compute=lambda: [torch.zeros(elements)])
+    with pytest.raises(RuntimeError, match=f"^a has {4 * elements} bytes, planned 16$"):
+        write_weights(tmp_path, [Shard("model.safetensors", (output,), {})], MemoryStore({}))
