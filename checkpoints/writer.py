@@ -71,7 +71,8 @@ def write_weights(
                         meter.add(nbytes)
                         missing -= nbytes
                     if missing:  # a defect of ours, which would otherwise be the next reader's to find
-                        raise RuntimeError(f"{output.name} has {output.nbytes - missing} bytes, planned {output.nbytes}")
+                        written = output.nbytes - missing
+                        raise RuntimeError(f"{output.name} has {written} bytes, planned {output.nbytes}")
                     file.digests.end_tensor(output.name)
             record = file.record()
         if journal is not None:

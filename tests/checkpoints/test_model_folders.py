@@ -236,7 +236,8 @@ def test_quantized_folders_are_not_exported_quantized_or_upcycled_silently(hf_fo
     import_hf(hf_folder("llama"), tmp_path / "ours")
     quantize(tmp_path / "ours", tmp_path / "q", recipe("block"))
     with pytest.raises(
-        CheckpointError, match=r"cannot be written as fp8: .* blocks of 128 rows; choose another format, or --allow-requantize"
+        CheckpointError,
+        match=r"cannot be written as fp8: .* blocks of 128 rows; choose another format, or --allow-requantize",
     ):
         export_hf(tmp_path / "q", tmp_path / "x")
     for action in (
