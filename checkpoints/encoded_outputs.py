@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,11 +11,12 @@ import torch
 from te_models.layers.quantizer import Quantizer
 
 from .boxes import Shape
-from .fitting import coarser, read_rows
+from .fitting import coarser
 from .formats import WeightFormat, encode
 from .formats.format import Part
 from .formats.namespace import FieldNamespace
 from .formats.views import field_blocks
+from .move import read_bands
 from .plan import Output, Plan
 from .quantized_format import SUFFIXES
 from .store import Store
@@ -48,7 +48,7 @@ class Encoder:
         fields = {output.name: output for output in moved.outputs if output.name in self._found.fields}
         outputs: dict[str, list[Output]] = {}
         for weight in weights:
-            shape = self._shape(fields, weight)
+            shape = self._weight_shape(fields, weight)
             outputs[weight] = []
             for part in self._format.parts:
                 name = weight + part.suffix
@@ -56,19 +56,19 @@ class Encoder:
                 outputs[weight].append(self._output(name, carrier, fields[carrier], part, shape))
         return outputs
 
-    def in_shape_1(self, part: Part) -> bool:
-        """Whether the number of a whole matrix is written in shape [1]."""
-        return self._details.get("ones", {}).get(part.suffix, part.one)
+    def shape(self, part: Part, weight: Shape) -> Shape:
+        """Return the shape in which a part of a weight is written: the number of a whole matrix is a scalar or [1]."""
+        shapes = part.shapes(weight)
+        return shapes[1] if len(shapes) == 2 and self._details.get("ones", {}).get(part.suffix, part.one) else shapes[0]
 
-    def _shape(self, fields: Mapping[str, Output], weight: str) -> Shape:
+    def _weight_shape(self, fields: Mapping[str, Output], weight: str) -> Shape:
         data = fields[weight + self._format.data.suffix]
         packed = field_blocks(self._quantizer[data.name])["data"]
         assert packed is not None, "data has an entry per element or per pair"
         return (*data.shape[:-1], data.shape[-1] * packed[1])
 
     def _output(self, name: str, carrier: str, field: Output, part: Part, weight: Shape) -> Output:
-        shapes = part.shapes(weight)
-        shape = shapes[1] if len(shapes) == 2 and self.in_shape_1(part) else shapes[0]
+        shape = self.shape(part, weight)
         dtype = self._details.get("dtypes", {}).get(part.suffix, part.dtypes[0])
         block = field_blocks(self._quantizer[carrier])[part.field]
         repeat = 1 if part.block is None or block is None else max(1, block[0] // part.block[0])
@@ -102,10 +102,7 @@ def _encoded(
     """
 
     def compute() -> Iterator[torch.Tensor]:
-        first = field.shape[0] if field.shape else 1
-        step = max(1, _BAND // max(1, math.prod(field.shape[1:])) // every[0]) * every[0]
-        for begin in range(0, first, step):
-            band = read_rows(store, field, begin, min(first, begin + step))
+        for begin, band in read_bands(store, field, _BAND, multiple=every[0]):
             if every != (1, 1):
                 band = band[..., :: every[0], :: every[1]]
             if repeat > 1:

@@ -157,7 +157,7 @@ def _complete(
                 store,
                 weight_format,
                 plain_by_name[link.stored],
-                exporter.in_shape_1,
+                exporter.shape,
                 lambda: params.threads.map,
                 lines[link.name].note,
             )

@@ -31,7 +31,7 @@ def add_moved(
     encoded: the tensors of the format that are computed, not moved. imported: see `encode.written_number`. amaxes:
     reads a parameter's amaxes by the name of their entry.
     """
-    owners = {link.stored: link.name for link in found.namespace.links}
+    owners = found.owners
     inexact = _number_errors(found, weight_format, imported, amaxes)
     computed = {owners[name] for name in encoded if name in owners}
     for name in found.formats:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from .bands import Map
+from .boxes import Shape
 from .conversion_report import Measure
 from .dtypes import dtype_name
 from .formats import WeightFormat, encode
@@ -24,7 +25,7 @@ def requantized_outputs(
     store: Store,
     weight_format: WeightFormat,
     weight: Output,
-    ones: Callable[[Part], bool],
+    part_shape: Callable[[Part, Shape], Shape],
     threads: Callable[[], Map],
     measure: Measure,
 ) -> list[Output]:
@@ -33,7 +34,7 @@ def requantized_outputs(
     Arguments:
         store: what the pieces of `weight` read: values in float32.
         weight: the plain tensor, [out, in] or [E, out, in], that a plan would write.
-        ones: whether the number of a whole matrix is written in shape [1].
+        part_shape: returns the shape in which a part of a weight is written, see `Encoder.shape`.
         threads: returns a `map` that shares its work out.
         measure: gets the largest error of each matrix.
     """
@@ -45,8 +46,7 @@ def requantized_outputs(
     makers = field_makers(weight.shape, quantizer, readers, threads, measure)
     outputs = []
     for part in weight_format.parts:
-        shapes = part.shapes(weight.shape)
-        shape = shapes[1] if len(shapes) == 2 and ones(part) else shapes[0]
+        shape = part_shape(part, weight.shape)
         name, dtype = weight.name + part.suffix, part.dtypes[0]
         make = makers[SUFFIXES[f"rowwise_{part.field}"]]
         compute = functools.partial(_part, make, part, weight_format.element, dtype, name, shape)

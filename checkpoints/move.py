@@ -23,6 +23,23 @@ def read_piece(store: Store, piece: Piece) -> torch.Tensor:
     return part.permute((*kept, *dropped)).reshape(extents(piece.box))
 
 
+def read_rows(store: Store, field: Output, begin: int, end: int) -> torch.Tensor:
+    """Return indices begin .. end - 1 along the first dimension of what a plan moves to an output; all of a scalar."""
+    shape = (end - begin, *field.shape[1:]) if field.shape else ()
+    band = torch.empty(shape, dtype=torch_dtype(field.dtype))
+    fill_tensor(store, list(cut_pieces(field.pieces, 0, begin, end)) if field.shape else field.pieces, band)
+    return band
+
+
+def read_bands(store: Store, field: Output, limit: int, multiple: int = 1) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield (first row, rows) of an output, from the first row to the last, of about `limit` elements each: a multiple
+    of `multiple` rows, but for the last ones."""
+    length = field.shape[0] if field.shape else 1
+    rows = max(1, limit // max(1, math.prod(field.shape[1:])) // multiple) * multiple
+    for begin in range(0, length, rows):
+        yield begin, read_rows(store, field, begin, min(length, begin + rows))
+
+
 def split_piece(piece: Piece, limit: int) -> Iterator[Piece]:
     """Cut a piece along its output dimensions, in output order, into pieces of at most `limit` elements."""
     size = count(piece.box)

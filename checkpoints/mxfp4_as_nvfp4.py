@@ -15,10 +15,9 @@ import torch
 from te_models.kernels.quantize import e8m0_to_float, global_decode
 
 from .boxes import Shape
-from .fitting import read_rows
 from .formats import numbers
 from .links import Piece
-from .move import cut_pieces
+from .move import cut_pieces, read_bands, read_rows
 from .plan import Output
 from .quantized_format import SUFFIXES
 from .store import Store
@@ -45,12 +44,12 @@ def nvfp4_outputs(store: Store, shape: Shape, fields: Mapping[str, Output], name
 
     def packed() -> Iterator[torch.Tensor]:
         for matrix in data:
-            for band in _bands(store, matrix):
+            for _, band in read_bands(store, matrix, _BAND):
                 yield _stacked(numbers.e4m3_to_packed(band, name), shape)
 
     def block_scales() -> Iterator[torch.Tensor]:
         for matrix, top in zip(scales, tops):
-            for band in _bands(store, matrix):
+            for _, band in read_bands(store, matrix, _BAND):
                 exponents = (band.int() - top + _TOP).clamp(_TOP - _SPAN, _TOP)
                 yield _stacked(torch.exp2(exponents.float()).to(torch.float8_e4m3fn).view(torch.uint8), shape, columns)
 
@@ -81,12 +80,6 @@ def _matrices(field: Output) -> list[Output]:
     return [replace(field, shape=field.shape[1:], pieces=member(g)) for g in range(field.shape[0])]
 
 
-def _bands(store: Store, matrix: Output) -> Iterator[torch.Tensor]:
-    rows = max(1, _BAND // max(1, matrix.shape[-1]))
-    for begin in range(0, matrix.shape[0], rows):
-        yield read_rows(store, matrix, begin, min(matrix.shape[0], begin + rows))
-
-
 def _stacked(band: torch.Tensor, shape: Shape, columns: int | None = None) -> torch.Tensor:
     """Return a band as the part of the field that it is; with `columns`, every entry twice."""
     if columns is not None:
@@ -96,15 +89,12 @@ def _stacked(band: torch.Tensor, shape: Shape, columns: int | None = None) -> to
 
 def _top(store: Store, data: Output, scales: Output) -> int:
     """Return the largest scale byte of a matrix; SpanError where the others are too far below it."""
-    found = torch.cat([band.flatten().unique() for band in _bands(store, scales)]).unique()
+    found = torch.cat([band.flatten().unique() for _, band in read_bands(store, scales, _BAND)]).unique()
     if len(found) == 0 or int(found[-1]) - int(found[0]) > _SPAN:
         used = [torch.empty(0, dtype=torch.uint8)]
-        rows = max(1, _BAND // max(1, data.shape[-1]))
-        for begin in range(0, data.shape[0], rows):
-            end = min(data.shape[0], begin + rows)
-            values = read_rows(store, data, begin, end).float()
-            values = torch.nn.functional.pad(values, (0, -values.shape[-1] % 32)).unflatten(-1, (-1, 32))
-            used.append(read_rows(store, scales, begin, end)[(values != 0).any(-1)].unique())
+        for begin, band in read_bands(store, data, _BAND):
+            values = torch.nn.functional.pad(band.float(), (0, -band.shape[-1] % 32)).unflatten(-1, (-1, 32))
+            used.append(read_rows(store, scales, begin, begin + len(band))[(values != 0).any(-1)].unique())
         found = torch.cat(used).unique()
     if len(found) == 0:
         return 127

@@ -86,7 +86,7 @@ def field_specs(name: str, shape: Shape, meta: Description) -> dict[str, Stored]
 
 @functools.lru_cache
 def _field_specs(quantizer: Quantizer, shape: Shape) -> dict[str, Stored]:
-    fields = quantizer.quantize_fields(torch.empty(shape, dtype=torch.bfloat16, device="meta"))
+    fields = empty_fields(quantizer, torch.Size(shape), "meta", torch.bfloat16)
     return {
         SUFFIXES[field]: Stored(tuple(t.shape), frozenset({dtype_name(t.dtype)}), convertible=False)
         for field, t in fields.items()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from .quantizer import Fields, HybridQuantizer, NVFP4Quantizer, Quantizer, Usage
 
@@ -20,27 +21,41 @@ class Schema:
 
     values_per_entry: how many values an entry of `data` packs along its last dimension; scale_block: matrix entries
     (rows, columns) per stored rowwise scale, where that is not the quantizer's block; columnwise_transposed: whether
-    the columnwise copy is stored as [columns, rows].
+    the columnwise copy is stored as [columns, rows]; turned_view: whether it is so by its strides, and lies in memory
+    as the matrix does, which is how it is made.
     """
 
     values_per_entry: int = 1
     scale_block: tuple[int, int] | None = None
     columnwise_transposed: bool = True
+    turned_view: bool = False
 
 
 @dataclass(frozen=True)
 class FieldLayout:
     """Where one field lies over the matrix.
 
-    block: matrix (rows, columns) per entry, None for one entry per matrix; transposed: stored as [columns, rows];
-    row_multiple: the field covers the rows rounded up to a multiple of this.
+    dtype: None where it is the tensor's logical one. block: matrix (rows, columns) per entry, None for one entry per
+    matrix; transposed: stored as [columns, rows]; turned_view: see `Schema`; row_multiple: the field covers the rows
+    rounded up to a multiple of this.
     """
 
     name: str
     usage: Usage
+    dtype: torch.dtype | None
     block: tuple[int, int] | None
     transposed: bool
+    turned_view: bool = False
     row_multiple: int = 1
+
+    def empty(self, matrix: torch.Size, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+        """Return the field of a matrix [..., rows, columns] of logical `dtype`, uninitialised."""
+        shape = matrix[:-2]
+        if self.block is not None:
+            size = [self.entries(0, matrix[dim], dim)[1] for dim in (-2, -1)]
+            shape += tuple(reversed(size) if self.transposed and not self.turned_view else size)
+        field = torch.empty(shape, dtype=self.dtype or dtype, device=device)
+        return field.mT if self.transposed and self.turned_view else field
 
     def axis(self, dim: int) -> int:
         """Return the field's own axis (-2 or -1) for the matrix dimension `dim` (-2 or -1)."""
@@ -57,7 +72,7 @@ class FieldLayout:
 
 SCHEMAS: dict[str, Schema] = {
     "float8": Schema(),
-    "float8_block": Schema(),
+    "float8_block": Schema(turned_view=True),
     "mxfp8": Schema(columnwise_transposed=False),
     "nvfp4": Schema(values_per_entry=2, scale_block=(1, 16)),
     "identity": Schema(),
@@ -88,7 +103,9 @@ def field_layouts(quantizer: Quantizer) -> tuple[FieldLayout, ...]:
                 block = (block[1], block[0])
             transposed = turned and schema.columnwise_transposed
             rotated = isinstance(member, NVFP4Quantizer) and member.with_rht and usage == "columnwise"
-            layouts.append(FieldLayout(f"{usage}_{part}", usage, block, transposed, 16 if rotated else 1))
+            dtype = member.part_dtype(part)
+            view, multiple = schema.turned_view, 16 if rotated else 1
+            layouts.append(FieldLayout(f"{usage}_{part}", usage, dtype, block, transposed, view, multiple))
     return tuple(layouts)
 
 
@@ -118,6 +135,4 @@ def empty_fields(
 ) -> Fields:
     """Return uninitialised fields for a matrix of `shape`: [..., rows, columns] and logical `dtype`, which is also that
     of the fields in a format that keeps values as they are."""
-    key = torch.empty(2, dtype=torch.int64, device="meta")
-    specs = quantizer.quantize_fields(torch.empty(shape, dtype=dtype, device="meta"), key)
-    return {name: torch.empty_like(field, device=device) for name, field in specs.items()}
+    return {layout.name: layout.empty(shape, dtype, device) for layout in field_layouts(quantizer)}

@@ -165,9 +165,9 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
         """Return an uninitialised tensor of the same kind and another shape."""
         return type(self).empty(shape, self.quantizer, dtype, device)
 
-    def keep_attributes(self, source: QuantizedTensor) -> Self:
+    def keep_attributes(self, source: Tensor) -> Self:
         """Take over what users have set on `source` (a parallel attribute, say); returns self."""
-        for name, value in source.__dict__.items():
+        for name, value in vars(source).items():
             if name != "_is_param":
                 vars(self).setdefault(name, value)
         return self

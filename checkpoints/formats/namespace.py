@@ -41,6 +41,11 @@ class FieldNamespace:
     repeats: dict[str, str] = field(default_factory=dict)
     inexact: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def owners(self) -> dict[str, str]:
+        """Name of each stored tensor -> the entry of ours that it is (part of)."""
+        return {link.stored: link.name for link in self.namespace.links}
+
 
 def upright(namespace: Namespace, weights: Collection[str]) -> Namespace:
     """Return a family's namespace with these stored weights as [..., out, in]: quantized ones always are."""

@@ -31,9 +31,8 @@ def rms_norm(
     x: [..., H]; weight: [H] or None; gamma is `weight`, or `1 + weight` when zero_centered. Output: [..., H], in x's
     dtype (promoted with weight's for "weight_last").
     """
-    x_f = x.float()
-    x_hat = x_f * torch.rsqrt(x_f.square().mean(-1, keepdim=True) + eps)
-    return _scale_and_round(x_hat, weight, zero_centered, cast_order, x.dtype)
+    mean_square = x.float().square().mean(-1, keepdim=True)
+    return rms_norm_by(mean_square, x, weight, eps, zero_centered=zero_centered, cast_order=cast_order)
 
 
 def rms_norm_by(

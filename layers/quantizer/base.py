@@ -70,6 +70,10 @@ class Quantizer(ValueObject):
         scalars on its device (see `quantization_statistics`)."""
         raise NotImplementedError
 
+    def part_dtype(self, part: str) -> torch.dtype | None:
+        """Return the dtype of a part; None where it is that of the quantized tensor."""
+        raise NotImplementedError
+
     def amax_of(self, x: Tensor, usage: Usage) -> Tensor | None:
         """Return the amax [...] that the one scale of a matrix comes from; None in a format without such a scale."""
         return None

@@ -157,3 +157,6 @@ class MXFP8Quantizer(_BlockwiseQuantizer):
     @derived
     def scale_kind(self) -> str:
         return "e8m0"
+
+    def part_dtype(self, part: str) -> torch.dtype | None:
+        return torch.uint8 if part == "scale_inv" else super().part_dtype(part)

@@ -28,6 +28,9 @@ class FP8Quantizer(Quantizer):
         if self.fp8_dtype not in q.FP8_MAX:
             raise ValueError(f"fp8_dtype is {self.fp8_dtype}; allowed: {', '.join(map(str, q.FP8_MAX))}")
 
+    def part_dtype(self, part: str) -> torch.dtype | None:
+        return self.fp8_dtype if part == "data" else torch.float32
+
     def statistics(self, x: Tensor, key: Tensor | None = None) -> dict[str, Tensor]:
         parts = self._quantize(x, "rowwise", key)
         values = self._dequantize(parts, "rowwise", torch.float32, x.shape)

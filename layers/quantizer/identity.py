@@ -32,6 +32,9 @@ class IdentityQuantizer(Quantizer):
     def block(self) -> None:
         return None
 
+    def part_dtype(self, part: str) -> torch.dtype | None:
+        return None
+
     def operand(self, x: Tensor, usage: Usage, dtype: torch.dtype, key: Tensor | None = None) -> Operand:
         return Operand(x.to(self.gemm_dtype(dtype)), None)
 

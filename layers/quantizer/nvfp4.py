@@ -53,6 +53,9 @@ class NVFP4Quantizer(Quantizer):
     def block(self) -> tuple[int, int]:
         return (_BLOCK if self.with_2d_quantization else 1, _BLOCK)
 
+    def part_dtype(self, part: str) -> torch.dtype | None:
+        return {"data": torch.uint8, "scale_inv": torch.float8_e4m3fn, "amax": torch.float32}[part]
+
     def needs_key(self) -> bool:
         return self.stochastic_rounding
 

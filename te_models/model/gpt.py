@@ -230,9 +230,8 @@ class GPTModel(nn.Module):
                 model.to_empty(device=target)
                 for name, value in checkpoint.empty_quantized(expert_layout, target, place_of(model)):
                     owner, _, key = name.rpartition(".")
-                    parameter = nn.Parameter(value)
-                    vars(parameter).update(vars(model.get_parameter(name)))  # how it is split
-                    setattr(model.get_submodule(owner), key, parameter)
+                    parameter: Any = nn.Parameter(value)  # still quantized
+                    setattr(model.get_submodule(owner), key, parameter.keep_attributes(model.get_parameter(name)))
             else:
                 with quantized_model_init(recipe=recipe):
                     model = cls(checkpoint.config, params_dtype=dtype, device=target, **split)

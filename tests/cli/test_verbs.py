@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from te_models.checkpoints.shards import parse_size
 from te_models.cli.main import main
 from te_models.layers import recipe
+from tests.byte_tokenizer import byte_tokenizer
 
 TEXT = "def f(x):\n    return x + 1\n" * 20
 
@@ -23,18 +24,9 @@ TEXT = "def f(x):\n    return x + 1\n" * 20
 @pytest.fixture(scope="module")
 def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random transformers Llama in bfloat16, and a byte-level tokenizer."""
-    import tokenizers
     import transformers
 
     folder = tmp_path_factory.mktemp("hf") / "llama"
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<end>"], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator([TEXT], trainer)
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=300,
@@ -46,7 +38,7 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
         max_position_embeddings=128,
     )
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(folder)
+    byte_tokenizer([TEXT]).save_pretrained(folder)
     return folder
 
 

@@ -63,8 +63,20 @@ def test_layouts_give_the_shapes_of_the_fields(name: str, shape: tuple[int, ...]
             entries = [ceil(shape[dim], layout.block[dim]) for dim in (-2, -1)]
             expected += tuple(reversed(entries) if layout.transposed else entries)
         assert fields[layout.name].shape == expected, layout
-    empty = empty_fields(quantizer, torch.Size(shape), "cpu")
-    assert {n: (f.shape, f.dtype) for n, f in empty.items()} == {n: (f.shape, f.dtype) for n, f in fields.items()}
+
+
+def test_empty_fields_are_those_that_a_quantizer_makes() -> None:
+    """Strides, too: a graph compiled for one kind takes the other."""
+    quantizers = [*FORMATS.values(), Float8BlockQuantizer(block_scaling_dim=1, force_pow_2_scales=False)]
+    quantizers += [NVFP4Quantizer(with_rht=True), NVFP4Quantizer(with_2d_quantization=True)]
+    quantizers += [MXFP8Quantizer(two_dimensional=True), MXFP8Quantizer(fp8_dtype=torch.float8_e5m2)]
+    quantizers += [q.with_usage(rowwise=r, columnwise=not r) for q in quantizers for r in (True, False)]
+    for shape in ((1, 1), (40, 70), (128, 256), (300, 70), (3, 33, 130), (3, 257, 129), (1, 300), (0, 64), (64, 0)):
+        for quantizer in quantizers:
+            fields = quantizer.quantize_fields(torch.ones(shape, dtype=torch.bfloat16))
+            empty = empty_fields(quantizer, torch.Size(shape), "cpu", torch.bfloat16)
+            found, expected = ({n: (f.shape, f.dtype, f.stride()) for n, f in each.items()} for each in (empty, fields))
+            assert found == expected, (quantizer, shape)
 
 
 def test_checkpoint_names_of_fields() -> None:

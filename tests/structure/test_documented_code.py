@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from te_models.cli.main import main
+from tests.byte_tokenizer import byte_tokenizer
 from tests.structure.tree import ROOT
 
 PAGES = ["README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")) if page.name != "LOG.md")]
@@ -71,17 +72,8 @@ def blocks(page: str, language: str) -> list[str]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what readers have: models of two families under the names that the pages use, a text, a run."""
     transformers = pytest.importorskip("transformers", reason="makes the Hugging Face folders that the pages name")
-    import tokenizers
-
     folder = tmp_path_factory.mktemp("reader")
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<end>"], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(["def main():\n    return 1\n"] * 20, trainer)
+    tokenizer = byte_tokenizer(["def main():\n    return 1\n"] * 20)
     sizes = {
         "vocab_size": 300,
         "hidden_size": 32,
@@ -98,9 +90,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("Qwen3-30B-A3B", transformers.Qwen3MoeConfig(**sizes, **experts)),
     ):
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
-        transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(
-            folder / name
-        )
+        tokenizer.save_pretrained(folder / name)
     assert main(["import", str(folder / "SmolLM2-135M"), str(folder / "models/smollm2")]) == 0
     (folder / "corpus").mkdir()
     (folder / "corpus/a.py").write_text("def main():\n    return 1\n" * 200)
