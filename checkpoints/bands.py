@@ -8,8 +8,10 @@ would pad rows.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
 
 import torch
 
@@ -18,12 +20,14 @@ from te_models.layers.field_schema import FieldLayout, alignment, field_layouts
 from te_models.layers.quantizer import Usage
 
 from .boxes import Shape
+from .threads import in_turn
 
-BAND_ELEMENTS = 1 << 18
-"""Elements of a band; a matrix that is too wide for it has bands of one block of rows."""
+BAND_ELEMENTS = 1 << 19
+"""Elements of a band, so many that the calls of its dozens of operations cost little; a matrix that is too wide for it
+has bands of one block of rows."""
 
-Map = Callable[[Callable[..., Any], Iterable[Any]], Iterable[Any]]
-"""What the built-in `map` and the one of a thread pool do."""
+_AHEAD = 4
+"""Bands that are being quantized or wait to be taken."""
 
 Rows = tuple[int, int]
 """Begin and end, a part of the rows of a matrix or of one dimension of a field."""
@@ -37,34 +41,70 @@ def bands(quantizer: Quantizer, shape: Shape) -> list[Rows]:
     return [(begin, min(rows, begin + step)) for begin in range(0, rows, step)]
 
 
-def quantize_into(
-    fields: dict[str, torch.Tensor],
+@dataclass
+class Matrix:
+    """A matrix [rows, columns] to quantize: `read(begin, end)` returns those rows of it; fields: what is filled.
+
+    error: the largest difference between it and what its quantized bands stand for, if `measure` was asked for.
+    """
+
+    read: Callable[[int, int], torch.Tensor]
+    fields: Mapping[str, torch.Tensor]
+    error: float = 0.0
+
+
+def quantize_bands(
+    matrices: Sequence[Matrix],
     quantizer: Quantizer,
     shape: Shape,
-    read: Callable[[int, int], torch.Tensor],
-    run: Map = map,
-) -> None:
-    """Fill the stored fields of a matrix [rows, columns]; `read(begin, end)` returns those rows of it.
+    pool: Executor | None = None,
+    *,
+    streamed: str | None = None,
+    measure: bool = False,
+) -> Iterator[torch.Tensor]:
+    """Fill the given fields of matrices of one shape, band after band; nothing happens until this is iterated.
 
-    run: applies a function to every band; the bands may be done in any order and at the same time.
+    Arguments:
+        pool: threads for several bands at the same time.
+        streamed: a field that is yielded, band after band in order, and not filled.
+        measure: set each matrix's error.
     """
-    parts = bands(quantizer, shape)
-    amaxes: dict[Usage, torch.Tensor] = quantizer.amaxes(read(*parts[0]))
-    if amaxes:
-        for found in run(lambda band: quantizer.amaxes(read(*band)), parts[1:]):
-            amaxes |= {usage: torch.maximum(amaxes[usage], amax) for usage, amax in found.items()}
     layouts = field_layouts(quantizer)
 
-    def fill(band: Rows) -> None:
-        stored = quantizer.quantize_fields(read(*band), amaxes=amaxes)
+    def fill(matrix: Matrix, band: Rows, amaxes: dict[Usage, torch.Tensor]) -> torch.Tensor | None:
+        rows = matrix.read(*band)
+        stored = quantizer.quantize_fields(rows, amaxes=amaxes)
         for layout in layouts:
-            part = field_rows(layout, band)
-            out = fields[layout.name]
-            target = out if part is None else out.narrow(layout.axis(-2), part[0], part[1] - part[0])
-            target.copy_(stored[layout.name])
+            if layout.name in matrix.fields:
+                part, out = field_rows(layout, band), matrix.fields[layout.name]
+                target = out if part is None else out.narrow(layout.axis(-2), part[0], part[1] - part[0])
+                target.copy_(stored[layout.name])
+        if measure and rows.numel():
+            difference = quantizer.dequantize_fields(stored, torch.float32, rows.shape).sub_(rows).abs_()
+            matrix.error = max(matrix.error, float(difference.max()))  # bands that meet here hold the interpreter lock
+        return None if streamed is None else stored[streamed]
 
-    for _ in run(fill, parts):
-        pass
+    def tasks() -> Iterator[Callable[[], torch.Tensor | None]]:
+        parts = bands(quantizer, shape)
+        for matrix in matrices:
+            amaxes = _amaxes(matrix, quantizer, parts, pool) if len(parts) > 1 else {}
+            for band in parts:
+                yield functools.partial(fill, matrix, band, amaxes)
+
+    for part in (task() for task in tasks()) if pool is None else in_turn(pool, tasks(), _AHEAD):
+        if part is not None:
+            yield part
+
+
+def _amaxes(
+    matrix: Matrix, quantizer: Quantizer, parts: Sequence[Rows], pool: Executor | None
+) -> dict[Usage, torch.Tensor]:
+    """Return what all bands of a matrix must agree on, from a first pass over it if the format needs one."""
+    amaxes = quantizer.amaxes(matrix.read(*parts[0]))
+    if amaxes:
+        for found in (map if pool is None else pool.map)(lambda band: quantizer.amaxes(matrix.read(*band)), parts[1:]):
+            amaxes |= {usage: torch.maximum(amaxes[usage], amax) for usage, amax in found.items()}
+    return amaxes
 
 
 def dequantize_bands(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from concurrent.futures import Future
 
 import torch
@@ -11,12 +12,16 @@ CHUNK_BYTES = 1 << 20
 
 
 class Buffer:
-    """Writable memory as a torch tensor and as a memoryview, and the background work that still reads it."""
+    """Memory as a torch tensor of bytes and as a memoryview, and the background work that still reads it."""
 
-    def __init__(self, nbytes: int) -> None:
-        self._memory = bytearray(nbytes)
-        self.bytes = memoryview(self._memory)
-        self.tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
+    def __init__(self, memory: bytearray | torch.Tensor) -> None:
+        """memory: that of a contiguous tensor of bytes on the CPU is used as it is; the buffer keeps it alive."""
+        if isinstance(memory, torch.Tensor):
+            self.bytes = memoryview((ctypes.c_ubyte * len(memory)).from_address(memory.data_ptr()))
+            self.tensor = memory
+        else:
+            self.bytes = memoryview(memory)
+            self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
         self.pending: list[Future[None]] = []
 
     def wait(self) -> None:
@@ -30,7 +35,7 @@ class Ring:
 
     def __init__(self, buffers: int = 8, nbytes: int = CHUNK_BYTES) -> None:
         self.nbytes = nbytes
-        self._buffers = [Buffer(nbytes) for _ in range(buffers)]
+        self._buffers = [Buffer(bytearray(nbytes)) for _ in range(buffers)]
         self._turn = 0
 
     def next(self) -> Buffer:

@@ -158,7 +158,7 @@ def _complete(
                 weight_format,
                 plain_by_name[link.stored],
                 exporter.shape,
-                lambda: params.threads.map,
+                lambda: params.threads,
                 lines[link.name].note,
             )
     outputs = [output for weight in sorted(weights) for output in by_weight[weight]]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor
 
 import torch
 
-from .bands import Map
 from .boxes import Shape
 from .conversion_report import Measure
 from .dtypes import dtype_name
@@ -26,7 +26,7 @@ def requantized_outputs(
     weight_format: WeightFormat,
     weight: Output,
     part_shape: Callable[[Part, Shape], Shape],
-    threads: Callable[[], Map],
+    threads: Callable[[], Executor],
     measure: Measure,
 ) -> list[Output]:
     """Return the parts of one weight in a format.
@@ -35,7 +35,7 @@ def requantized_outputs(
         store: what the pieces of `weight` read: values in float32.
         weight: the plain tensor, [out, in] or [E, out, in], that a plan would write.
         part_shape: returns the shape in which a part of a weight is written, see `Encoder.shape`.
-        threads: returns a `map` that shares its work out.
+        threads: returns those that share the work.
         measure: gets the largest error of each matrix.
     """
     matrices: Sequence[Sequence[Piece]] = [weight.pieces]
@@ -49,7 +49,7 @@ def requantized_outputs(
         shape = part_shape(part, weight.shape)
         name, dtype = weight.name + part.suffix, part.dtypes[0]
         make = makers[SUFFIXES[f"rowwise_{part.field}"]]
-        compute = functools.partial(_part, make, part, weight_format.element, dtype, name, shape)
+        compute = functools.partial(_part, make, part, weight_format.element, dtype, name)
         variant = f"{weight_format.name} anew {quantizer!r}"
         outputs.append(Output(name, dtype, shape, weight.pieces, compute, variant, owner=weight.name))
     return outputs
@@ -63,8 +63,8 @@ def _rows(store: Store, pieces: Sequence[Piece], rank: int, columns: int, begin:
 
 
 def _part(
-    make: Callable[[], list[torch.Tensor]], part: Part, element: str, dtype: str, name: str, shape: tuple[int, ...]
-) -> list[torch.Tensor]:
-    (field,) = make()
-    convert = encode.encoder(part, element, dtype_name(field.dtype), dtype, name, None)
-    return [(field if convert is None else convert(field)).reshape(shape)]
+    make: Callable[[], Iterable[torch.Tensor]], part: Part, element: str, dtype: str, name: str
+) -> Iterator[torch.Tensor]:
+    for field in make():
+        convert = encode.encoder(part, element, dtype_name(field.dtype), dtype, name, None)
+        yield field if convert is None else convert(field)

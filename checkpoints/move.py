@@ -83,7 +83,7 @@ def stream(store: Store, output: Output, ring: Ring) -> Iterator[tuple[Buffer, i
     """Yield the output's bytes in order as (buffer, byte count); the buffer is valid until the ring comes round."""
     if output.compute is not None:
         for part in output.compute():
-            yield from _stream_tensor(part, ring)
+            yield from _stream_tensor(part, ring.nbytes)
         return
     ordered = _in_order(output.pieces, output.shape)
     if ordered is None:
@@ -144,10 +144,10 @@ def split_output(
         yield from split_output(list(cut_pieces(pieces, d, begin, end)), part, limit, d + 1)
 
 
-def _stream_tensor(tensor: torch.Tensor, ring: Ring) -> Iterator[tuple[Buffer, int]]:
+def _stream_tensor(tensor: torch.Tensor, nbytes: int) -> Iterator[tuple[Buffer, int]]:
     raw = tensor.detach().contiguous().cpu().flatten().view(torch.uint8)
-    for begin in range(0, raw.numel(), ring.nbytes):
-        part = raw[begin : begin + ring.nbytes]
-        buffer = ring.next()
-        buffer.tensor[: part.numel()].copy_(part)
-        yield buffer, part.numel()
+    parts = [Buffer(raw[begin : begin + nbytes]) for begin in range(0, raw.numel(), nbytes)]
+    for buffer in parts:
+        yield buffer, len(buffer.bytes)
+    for buffer in parts:
+        buffer.wait()  # so that the memory is free before the next tensor is computed

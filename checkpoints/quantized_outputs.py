@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor
 
 import torch
 
-from te_models.layers.field_schema import empty_fields
+from te_models.layers.field_schema import empty_fields, field_layouts
 from te_models.layers.quantizer import Quantizer
 from te_models.memory import return_freed_memory
 
-from .bands import BAND_ELEMENTS, Map, Rows, bands, dequantize_bands, quantize_into
+from .bands import BAND_ELEMENTS, Matrix, quantize_bands
 from .boxes import Shape
 from .conversion_report import Measure
-from .parameters import MAX_THREADS, Parameters
+from .parameters import Parameters
 from .plan import Output
 from .quantized_format import SUFFIXES, Description, field_specs, quantizer_of
 
@@ -37,7 +39,7 @@ def quantized_outputs(
     """
     source, names = matrices(params, members, name)
     readers = [_reader(source, matrix) for matrix in names]
-    makers = field_makers(shape, quantizer_of(name, meta)[0], readers, lambda: params.threads.map, measure)
+    makers = field_makers(shape, quantizer_of(name, meta)[0], readers, lambda: params.threads, measure)
     outputs = []
     for suffix, spec in field_specs(name, shape, meta).items():
         (dtype,) = spec.dtypes
@@ -49,17 +51,17 @@ def field_makers(
     shape: Shape,
     quantizer: Quantizer,
     readers: Sequence[Read],
-    threads: Callable[[], Map],
+    threads: Callable[[], Executor],
     measure: Measure | None,
-) -> dict[str, Callable[[], list[torch.Tensor]]]:
+) -> dict[str, Callable[[], Iterable[torch.Tensor]]]:
     """Return, by suffix, functions that compute the fields of a weight; each may be called once.
 
     Arguments:
         shape: [out, in], or [G, out, in] of a stack whose matrices are quantized one by one.
         readers: the matrices.
-        threads: returns a `map` that shares its work out; asked for where a weight is large.
+        threads: asked for where a weight is large.
     """
-    makers: dict[str, Callable[[], list[torch.Tensor]]] = {}
+    makers: dict[str, Callable[[], Iterable[torch.Tensor]]] = {}
     for q in _by_usage(quantizer):
         fields = _Fields(shape, q, readers, threads, measure)
         makers |= {suffix: fields.entry(field) for field, suffix in fields.suffixes()}
@@ -84,67 +86,65 @@ def _by_usage(quantizer: Quantizer) -> list[Quantizer]:
 
 
 class _Fields:
-    """The fields of one parameter, quantized when the first is written and dropped when the last one has been."""
+    """The fields of one parameter.
+
+    Its data is written band after band as it is computed, where its bands follow one another in the field; the other
+    fields, small ones, are kept until they are written. Otherwise (of a transposed copy a band is columns) all fields
+    are computed when the first is written, and each is dropped when it has been.
+    """
 
     def __init__(
         self,
         shape: Shape,
         quantizer: Quantizer,
         readers: Sequence[Read],
-        threads: Callable[[], Map],
+        threads: Callable[[], Executor],
         measure: Measure | None,
     ) -> None:
         self._shape, self._quantizer, self._readers = shape, quantizer, readers
         self._threads, self._measure = threads, measure
         self._ready: dict[str, torch.Tensor] = {}
+        (usage,) = quantizer.stored_usages()
+        self._data = f"{usage}_data"
+        layouts = {layout.name: layout for layout in field_layouts(quantizer)}
+        self._streams = not layouts[self._data].transposed
 
     def suffixes(self) -> Iterator[tuple[str, str]]:
         """List the fields, each with what its entry's name adds to the parameter's."""
         return ((field, SUFFIXES[field]) for field in self._quantizer.field_names())
 
-    def entry(self, field: str) -> Callable[[], list[torch.Tensor]]:
+    def entry(self, field: str) -> Callable[[], Iterable[torch.Tensor]]:
         """Return the function that computes one field; each may be called once."""
+        return functools.partial(self._stream if self._streams and field == self._data else self._whole, field)
 
-        def compute() -> list[torch.Tensor]:
-            if not self._ready:
-                self._ready = self._quantize()
-            return [self._ready.pop(field)]
+    def _stream(self, field: str) -> Iterator[torch.Tensor]:
+        fields = empty_fields(self._quantizer, torch.Size(self._shape), "meta")
+        small = {name: torch.empty_like(f, device="cpu") for name, f in fields.items() if name != field}
+        yield from self._quantize(small, field)
+        self._ready = small
 
-        return compute
-
-    def _quantize(self) -> dict[str, torch.Tensor]:
-        large = math.prod(self._shape) >= 4 * BAND_ELEMENTS
-        if large:
-            return_freed_memory()  # of the parameter before
-        fields = empty_fields(self._quantizer, torch.Size(self._shape), "cpu")
-        # each matrix has its own scales, so this is what quantizing the whole stack gives
-        count = len(self._readers)
-        parts = [fields] if len(self._shape) == 2 else [{f: v[g] for f, v in fields.items()} for g in range(count)]
-
-        def fill(read: Read, own: dict[str, torch.Tensor], run: Map = map) -> None:
-            quantize_into(own, self._quantizer, self._shape[-2:], read, run)
-            if self._measure is not None:
-                self._measure(quantization_error(own, self._quantizer, self._shape[-2:], read))
-
-        run = self._threads() if large else map
-        if count < MAX_THREADS:  # few matrices, whose bands are shared out; otherwise whole matrices are
-            for read, own in zip(self._readers, parts):
-                fill(read, own, run)
-        else:
-            for _ in run(lambda matrix: fill(*matrix), list(zip(self._readers, parts))):
+    def _whole(self, field: str) -> list[torch.Tensor]:
+        if field not in self._ready:
+            fields = empty_fields(self._quantizer, torch.Size(self._shape), "cpu")
+            if self._streams:
+                del fields[self._data]  # in another file than this field, which is there already or comes later
+            for _ in self._quantize(fields):
                 pass
-        return fields
+            self._ready = fields
+        return [self._ready.pop(field)]
 
-
-def quantization_error(fields: dict[str, torch.Tensor], quantizer: Quantizer, shape: Shape, read: Read) -> float:
-    """Return the largest difference between a matrix [rows, columns] and what its fields stand for."""
-
-    def part(field: str, axis: int, rows: Rows | None) -> torch.Tensor:
-        return fields[field] if rows is None else fields[field].narrow(axis, rows[0], rows[1] - rows[0])
-
-    worst = 0.0
-    values = dequantize_bands(quantizer, shape, torch.float32, part)
-    for (begin, end), value in zip(bands(quantizer, shape), values, strict=True):
-        difference = (value - read(begin, end).float()).abs()
-        worst = max(worst, float(difference.max()) if difference.numel() else 0.0)
-    return worst
+    def _quantize(self, fields: dict[str, torch.Tensor], streamed: str | None = None) -> Iterator[torch.Tensor]:
+        large = math.prod(self._shape) >= 4 * BAND_ELEMENTS
+        if large and streamed is None:
+            return_freed_memory()  # of the parameter before
+        # each matrix has its own scales, so this is what quantizing the whole stack gives
+        stacked = len(self._shape) > 2
+        matrices = [
+            Matrix(read, {name: field[g] if stacked else field for name, field in fields.items()})
+            for g, read in enumerate(self._readers)
+        ]
+        pool, measure = self._threads() if large else None, self._measure is not None
+        yield from quantize_bands(matrices, self._quantizer, self._shape[-2:], pool, streamed=streamed, measure=measure)
+        if self._measure is not None:
+            for matrix in matrices:
+                self._measure(matrix.error)

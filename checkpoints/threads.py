@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Executor, Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import torch
+
+from te_models.memory import reuse_freed_memory
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -28,6 +31,7 @@ def start_threads(count: int) -> ThreadPoolExecutor:
 
     They end with the pool: at the end of a with statement, or when nothing refers to it any more.
     """
+    reuse_freed_memory()
     before, ready = torch.get_num_threads(), threading.Barrier(count)
 
     def start() -> None:
@@ -44,11 +48,16 @@ def start_threads(count: int) -> ThreadPoolExecutor:
 def run_all(function: Callable[[T], R], items: Sequence[T], count: int, stop: threading.Event) -> list[R]:
     """Return `function` of every item, computed by up to `count` threads; on an error set `stop` and raise the error.
 
-    With one thread or one item it is the calling thread that does the work.
+    With one thread or one item it is the calling thread that does the work, alone, too.
     """
     count = min(count, len(items))
     if count < 2:
-        return [function(item) for item in items]
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return [function(item) for item in items]
+        finally:
+            torch.set_num_threads(before)
     with start_threads(count) as pool:
         futures = [pool.submit(function, item) for item in items]
         try:
@@ -61,3 +70,18 @@ def run_all(function: Callable[[T], R], items: Sequence[T], count: int, stop: th
             for future in futures:
                 future.cancel()
             raise
+
+
+def in_turn(pool: Executor, tasks: Iterable[Callable[[], T]], ahead: int) -> Iterator[T]:
+    """Yield the results of tasks in their order, while up to `ahead` more are computed or wait to be taken."""
+    running: deque[Future[T]] = deque()
+    try:
+        for task in tasks:
+            running.append(pool.submit(task))
+            if len(running) > ahead:
+                yield running.popleft().result()
+        while running:
+            yield running.popleft().result()
+    finally:
+        for future in running:
+            future.cancel()

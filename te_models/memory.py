@@ -8,7 +8,8 @@ with four experts had 2.0 GiB in use while its resident set grew by 0.3 GiB in e
 by one (flat as well, but 30-60 % slower steps, because every new map is zeroed); one arena; gradients that stay
 allocated (both still grow).
 
-Conversions call it for each parameter that they quantize: every thread has a heap of its own, which keeps up to 64 MiB.
+Conversions call it for each parameter that they quantize as a whole: every thread has a heap of its own, which keeps up
+to 64 MiB.
 
 A leaf module: it imports nothing of the project.
 """
@@ -27,6 +28,16 @@ def _malloc_trim() -> Callable[[int], int] | None:
 
 
 _TRIM = _malloc_trim()
+
+
+def reuse_freed_memory() -> None:
+    """Let threads keep freed blocks of up to 31 MiB, up to 62 MiB each, for their next allocations.
+
+    glibc decides by the largest block that it has unmapped so far what it maps block by block and from where on it
+    trims a heap: at first 128 KiB, so that working copies of a few MiB, allocated again and again, are returned to the
+    system and zeroed again each time (quantizing 1.2 GB to MXFP8: 350,000 page faults, a third of the processor time).
+    """
+    bytearray(31 << 20)  # mapped and unmapped at once; nothing touches it
 
 
 def return_freed_memory() -> None:

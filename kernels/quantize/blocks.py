@@ -40,6 +40,17 @@ def per_element(values: Tensor, block: tuple[int, int], rows: int, columns: int)
     return repeat(repeat(values, -2, block[0], rows), -1, block[1], columns)
 
 
+def times_blocks(x: Tensor, values: Tensor, block: tuple[int, int]) -> Tensor:
+    """Return x: [..., R, C] in float32, every block multiplied by its value."""
+    rows, columns = x.shape[-2:]
+    eager = x.device.type == "cpu" and not torch.compiler.is_compiling()
+    if eager and statically_known_true(rows % block[0] == 0) and statically_known_true(columns % block[1] == 0):
+        # values are broadcast, not written out; the compiler does that anyway, and best in two dimensions
+        blocks = to_blocks(x.float(), block) * values[..., :, None, :, None]
+        return blocks.flatten(-2, -1).flatten(-3, -2)
+    return x.float() * per_element(values, block, rows, columns)
+
+
 def repeat(values: Tensor, dim: int, times: int, length: int) -> Tensor:
     """Repeat every entry along `dim`, cut off at `length`."""
     if times == 1:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..torch_versions import saturating_cast
-from .blocks import blockwise_amax, grid, once, per_element
+from .blocks import blockwise_amax, grid, once, times_blocks
 from .decode import fp8_to_float
 
 FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
@@ -51,27 +51,27 @@ def scale_from_amax(
 
 def e8m0_from_amax(amax: Tensor, fp8_dtype: torch.dtype) -> Tensor:
     """Return the biased exponent byte (uint8) of the power of two at or above amax / fp8_max; NaN gives 255."""
-    bits = (amax.float() * (1.0 / torch.finfo(fp8_dtype).max)).view(torch.int32)
-    exponent, mantissa = bits >> 23, bits & _MANTISSA_MASK
-    # a subnormal up to 2^-127 = 0x400000 is covered by byte 0
-    up = torch.where(exponent == 0, mantissa > 0x400000, mantissa > 0)
-    byte = (exponent + up.to(torch.int32)).clamp(max=254)
+    needed = amax.float() * (1.0 / torch.finfo(fp8_dtype).max)
+    # what is up to 2^-127, a subnormal, is covered by byte 0; above it, a mantissa that is not 0 adds to the exponent
+    bits = torch.threshold(needed, 2.0**-127, 0.0).view(torch.int32)
+    byte = ((bits + _MANTISSA_MASK) >> 23).clamp(max=254)
     return torch.where(torch.isnan(amax), 255, byte).to(torch.uint8)
 
 
 def _power_of_two(biased: Tensor) -> Tensor:
-    """Return 2^(biased - 127) in float32 for an int32 exponent in 0..254; 0 is the subnormal 2^-127."""
-    return torch.where(biased == 0, 0x00400000, biased << 23).view(torch.float32)
+    """Return 2^(biased - 127) in float32 for an int32 exponent in 0..254; 0 is the subnormal 2^-127. Of other exponents
+    the result is any number."""
+    return (biased << 23).clamp(min=0x00400000).view(torch.float32)
 
 
 def e8m0_to_float(byte: Tensor) -> Tensor:
     """Return 2^(byte - 127) in float32; 255 is NaN."""
-    return torch.where(byte == 255, float("nan"), _power_of_two(byte.to(torch.int32).clamp(max=254)))
+    return torch.where(byte == 255, float("nan"), _power_of_two(byte.to(torch.int32)))
 
 
 def _e8m0_inverse(byte: Tensor) -> Tensor:
     """Return 2^(127 - byte) in float32; 255 is NaN."""
-    return torch.where(byte == 255, float("nan"), _power_of_two(254 - byte.to(torch.int32).clamp(max=254)))
+    return torch.where(byte == 255, float("nan"), _power_of_two(254 - byte.to(torch.int32)))
 
 
 def block_scales(
@@ -99,7 +99,7 @@ def quantize_blockwise(
         shape = (*x.shape[:-2], *grid(x.shape[-2], x.shape[-1], block))
         return x.to(fp8_dtype), x.new_empty(shape, dtype=torch.uint8 if scale_kind == "e8m0" else torch.float32)
     scale, stored = block_scales(x, block, fp8_dtype, scale_kind, epsilon=epsilon)
-    return quantize_per_tensor(x, per_element(scale, block, *x.shape[-2:]), fp8_dtype), stored
+    return saturating_cast(times_blocks(x, scale, block), fp8_dtype), stored
 
 
 def quantize_blockwise_both(
@@ -119,7 +119,7 @@ def dequantize_blockwise(data: Tensor, stored: Tensor, block: tuple[int, int], d
     if data.numel() == 0:
         return data.to(dtype)
     scale_inv = once(e8m0_to_float(stored)) if stored.dtype == torch.uint8 else stored
-    return (fp8_to_float(data) * per_element(scale_inv, block, *data.shape[-2:])).to(dtype)
+    return times_blocks(fp8_to_float(data), scale_inv, block).to(dtype)
 
 
 def quantize_per_tensor(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -> Tensor:

@@ -41,7 +41,9 @@ def test_bands_are_parts_of_the_whole(monkeypatch: pytest.MonkeyPatch, name: str
     fields = empty_fields(quantizer, torch.Size(shape), "cpu")
     for field in fields.values():
         bits(field).fill_(0x7F)
-    bands.quantize_into(fields, quantizer, shape, lambda begin, end: x[begin:end])
+    matrix = bands.Matrix(lambda begin, end: x[begin:end], fields)
+    assert list(bands.quantize_bands([matrix], quantizer, shape, measure=True)) == []
+    assert matrix.error == (values - x).abs().max()
     assert fields.keys() == whole.keys()
     for field, value in whole.items():
         assert torch.equal(bits(fields[field]), bits(value)), field
