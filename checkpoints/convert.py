@@ -37,6 +37,7 @@ from .stored_values import as_values
 from .strict_json import dump_object
 from .te_folder import Source, TEFolder
 from .te_namespace import formats_in_layout, te_namespace
+from .tied import copies_in_export
 
 PathLike = str | os.PathLike[str]
 
@@ -143,10 +144,13 @@ def export_hf(
         namespace = target.namespace(ckpt.config, form)
         hf = ckpt.source.config if ckpt.source is not None else {}
         carried = names_in_export(ckpt.carried, hf, target, namespace.stored)
+        copies = copies_in_export(ckpt.config, ckpt.source, target, form)
         wanted, extra = as_torch_dtype(dtype), {}
         store: Store = ckpt.store
         if ckpt.formats and not dequantize:
-            export = plan_quantized_export(ckpt, namespace, format, wanted, carried, allow_requantize=allow_requantize)
+            export = plan_quantized_export(
+                ckpt, namespace, format, wanted, carried, copies, allow_requantize=allow_requantize
+            )
             plan, store = export.plan, export.store
             config = export_config(ckpt.config, ckpt.source, target, weight_dtype(export.plain))
             if export.config is not None:
@@ -163,6 +167,7 @@ def export_hf(
                 dtype=wanted,
                 unused=ckpt.unused,
                 carried=carried,
+                copies=copies,
             )
             plan = replace(plan, report=moved_report(plan, store.tensors, values=store.formats))
             config = export_config(ckpt.config, ckpt.source, target, weight_dtype(plan))
@@ -225,7 +230,7 @@ def source_of(ckpt: Checkpoint) -> Source | None:
     if ckpt.kind == "te_models" or ckpt.source is None:
         return ckpt.source
     details = details_of(ckpt.quantized) if ckpt.quantized is not None and ckpt.formats else None
-    return replace(ckpt.source, dtype=main_dtype(ckpt), quantization=details)
+    return replace(ckpt.source, dtype=main_dtype(ckpt), quantization=details, tied_copies=tuple(ckpt.tied_copies))
 
 
 def refuse_quantized(ckpt: Checkpoint, verb: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -105,6 +105,7 @@ def make_plan(
     dtype: torch.dtype | None = None,
     unused: Collection[str] = (),
     carried: Mapping[str, str] | None = None,
+    copies: Mapping[str, str] | None = None,
     one_dtype: bool = False,
 ) -> Plan:
     """Plan the conversion of `tensors`, stored as `source` says, to the tensors of `target`.
@@ -114,6 +115,7 @@ def make_plan(
         dtype: convert weights to it; None keeps every tensor's dtype.
         unused: source tensors that are no part of the model; those that are not carried are left out.
         carried: those of them that are copied byte for byte, with the names of the copies.
+        copies: names of further outputs -> the outputs that they repeat.
         one_dtype: require that all weights have the same floating dtype unless `dtype` is given.
     """
     match_tensors(tensors, source.stored, where=where, unused=unused)
@@ -134,6 +136,8 @@ def make_plan(
                 f"{where}: {name} would be joined from different dtypes, {parts}; choose one with dtype"
             )
         outputs.append(Output(name, found.pop(), stored.shape, tuple(pieces)))
+    by_name = {output.name: output for output in outputs}
+    outputs += [replace(by_name[original], name=copy) for copy, original in (copies or {}).items()]
     outputs += [copy_of(tensors[name], name, copy) for name, copy in carried.items()]
     ignored = tuple(name for name in tensors if name in unused and name not in carried)
     return Plan(tuple(outputs), ignored, carried=tuple(carried.values()))
