@@ -93,7 +93,6 @@ def import_hf(
                 dtype=wanted,
                 unused=ckpt.unused,
                 carried=our_names(ckpt.carried),
-                one_dtype=True,
             )
         return write_conversion(
             ckpt,
@@ -152,7 +151,7 @@ def export_hf(
                 ckpt, namespace, format, wanted, carried, copies, allow_requantize=allow_requantize
             )
             plan, store = export.plan, export.store
-            config = export_config(ckpt.config, ckpt.source, target, weight_dtype(export.plain))
+            config = export_config(ckpt.config, ckpt.source, target, weight_dtype(export.plain, copies))
             if export.config is not None:
                 config = config | {"quantization_config": dict(export.config)}
             if export.separate is not None:
@@ -170,7 +169,7 @@ def export_hf(
                 copies=copies,
             )
             plan = replace(plan, report=moved_report(plan, store.tensors, values=store.formats))
-            config = export_config(ckpt.config, ckpt.source, target, weight_dtype(plan))
+            config = export_config(ckpt.config, ckpt.source, target, weight_dtype(plan, copies))
         return write_conversion(
             ckpt,
             Path(dst),
