@@ -169,7 +169,8 @@ def _complete(
     left_out = moved.plan.ignored
     if details is not None:
         scales, taken = activation_scales(details), {output.name for output in (*outputs, *moved.plan.outputs)}
-        kept = [name for name in scales if _is_of(name, weights) and name not in taken]
+        modules = {part for name in plain.stored for part in _modules(name)}
+        kept = [name for name in scales if name.rpartition(".")[0] in modules and name not in taken]
         outputs += [_constant(name, scales[name]) for name in kept]
         left_out += tuple(name for name in scales if name not in kept)
     others = [o for o in moved.plan.outputs if o.name not in found.fields and o.name not in weights]
@@ -231,10 +232,11 @@ def _plain_modules(plain: Namespace, weights: set[str]) -> list[str]:
     return [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
 
 
-def _is_of(scale: str, weights: set[str]) -> bool:
-    """Whether a scale of activations is beside one of these weights; in another form of a family there may be none."""
-    module = scale.rpartition(".")[0]
-    return module in weights or f"{module}.weight" in weights
+def _modules(tensor: str) -> tuple[str, str]:
+    """Return the modules whose scales of activations can be beside a weight: its own, and the attention around that. In
+    another form of the family there may be neither."""
+    module = tensor.removesuffix(".weight")
+    return module, module.rpartition(".")[0]
 
 
 def _constant(name: str, value: torch.Tensor) -> Output:
