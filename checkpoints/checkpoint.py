@@ -147,16 +147,17 @@ class Checkpoint:
     @cached_property
     def unused(self) -> frozenset[str]:
         """Stored tensors that the model does not use: carried ones, and copies of the embedding."""
-        return frozenset((*self.carried, *self._tied_copies))
+        return frozenset((*self.carried, *self.tied_copies))
 
     @cached_property
-    def _tied_copies(self) -> Mapping[str, str]:
+    def tied_copies(self) -> Mapping[str, str]:
+        """Stored tensors that only repeat another one -> that one."""
         return tied_copies(self.config, self.files.tensors, FAMILIES[self.family or ""]) if self.kind == "hf" else {}
 
     def check_values(self) -> None:
         """Check what headers do not show, reading the tensors concerned: that those which are left out because they
         repeat another one really do, and that the scales of quantized parameters are such numbers."""
-        check_tied_copies(self.files, self._tied_copies)
+        check_tied_copies(self.files, self.tied_copies)
         self.check_scales()
 
     def check_scales(self) -> None:
@@ -194,7 +195,7 @@ class Checkpoint:
         if place == WHOLE or self.quantized is not None:
             self.check_values()
         else:  # a part's scales are checked as they are read
-            check_tied_copies(self.files, self._tied_copies)
+            check_tied_copies(self.files, self.tied_copies)
         load_params(self.store, self.namespace, self.config, self.formats, params, place=place)
 
 

@@ -37,6 +37,7 @@ from .stored_values import as_values
 from .strict_json import dump_object
 from .te_folder import Source, TEFolder
 from .te_namespace import formats_in_layout, te_namespace
+from .tied import copies_in_export
 
 PathLike = str | os.PathLike[str]
 
@@ -92,7 +93,6 @@ def import_hf(
                 dtype=wanted,
                 unused=ckpt.unused,
                 carried=our_names(ckpt.carried),
-                one_dtype=True,
             )
         return write_conversion(
             ckpt,
@@ -143,12 +143,15 @@ def export_hf(
         namespace = target.namespace(ckpt.config, form)
         hf = ckpt.source.config if ckpt.source is not None else {}
         carried = names_in_export(ckpt.carried, hf, target, namespace.stored)
+        copies = copies_in_export(ckpt.config, ckpt.source, target, form)
         wanted, extra = as_torch_dtype(dtype), {}
         store: Store = ckpt.store
         if ckpt.formats and not dequantize:
-            export = plan_quantized_export(ckpt, namespace, format, wanted, carried, allow_requantize=allow_requantize)
+            export = plan_quantized_export(
+                ckpt, namespace, format, wanted, carried, copies, allow_requantize=allow_requantize
+            )
             plan, store = export.plan, export.store
-            config = export_config(ckpt.config, ckpt.source, target, weight_dtype(export.plain))
+            config = export_config(ckpt.config, ckpt.source, target, weight_dtype(export.plain, copies))
             if export.config is not None:
                 config = config | {"quantization_config": dict(export.config)}
             if export.separate is not None:
@@ -163,9 +166,10 @@ def export_hf(
                 dtype=wanted,
                 unused=ckpt.unused,
                 carried=carried,
+                copies=copies,
             )
             plan = replace(plan, report=moved_report(plan, store.tensors, values=store.formats))
-            config = export_config(ckpt.config, ckpt.source, target, weight_dtype(plan))
+            config = export_config(ckpt.config, ckpt.source, target, weight_dtype(plan, copies))
         return write_conversion(
             ckpt,
             Path(dst),
@@ -225,7 +229,7 @@ def source_of(ckpt: Checkpoint) -> Source | None:
     if ckpt.kind == "te_models" or ckpt.source is None:
         return ckpt.source
     details = details_of(ckpt.quantized) if ckpt.quantized is not None and ckpt.formats else None
-    return replace(ckpt.source, dtype=main_dtype(ckpt), quantization=details)
+    return replace(ckpt.source, dtype=main_dtype(ckpt), quantization=details, tied_copies=tuple(ckpt.tied_copies))
 
 
 def refuse_quantized(ckpt: Checkpoint, verb: str) -> None:

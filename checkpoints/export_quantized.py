@@ -54,6 +54,7 @@ def plan_quantized_export(
     wanted: str | None,
     dtype: torch.dtype | None,
     carried: Mapping[str, str],
+    copies: Mapping[str, str],
     *,
     allow_requantize: bool = False,
 ) -> QuantizedExport:
@@ -62,6 +63,7 @@ def plan_quantized_export(
     Arguments:
         plain: how the family's files store the model in high precision.
         wanted: name of the format; None: the one it came from, or else the first that takes its weights.
+        carried, copies: see `make_plan`.
         allow_requantize: quantize anew what the format cannot take over.
     """
     quantizers = {name: quantizer_of(name, meta)[0] for name, meta in ckpt.formats.items()}
@@ -72,7 +74,7 @@ def plan_quantized_export(
     _check_columns(plain, weights, weight_format)
     anew = {name: "" for name, q in quantizers.items() if not (weight_format.takes(q) or weight_format.takes_even(q))}
     while True:
-        moved = _move(ckpt, plain, weights, weight_format, quantizers, anew, dtype, carried)
+        moved = _move(ckpt, plain, weights, weight_format, quantizers, anew, dtype, carried, copies)
         uneven = moved.found.inexact or uneven_parameters(
             moved.store, moved.plan, moved.found, weight_format, quantizers
         )
@@ -110,6 +112,7 @@ def _move(
     anew: Mapping[str, str],
     dtype: torch.dtype | None,
     carried: Mapping[str, str],
+    copies: Mapping[str, str],
 ) -> _Moved:
     logical = quantizer_of("", next(iter(ckpt.formats.values())))[1]
     kept = {name: quantizer for name, quantizer in quantizers.items() if name not in anew}
@@ -117,15 +120,16 @@ def _move(
     store: Store = as_values(ckpt, [*anew, *found.inexact], torch.float32)
     rowwise = {name: _rowwise(ckpt, name) for name in found.formats}
     source = te_namespace(ckpt.config, ckpt.layout or "grouped", rowwise)
-    copies = {name for name in store.tensors if name not in source.stored and name in ckpt.namespace.stored}
+    columnwise = {name for name in store.tensors if name not in source.stored and name in ckpt.namespace.stored}
     plan = make_plan(
         store.tensors,
         source,
         found.namespace,
         where=str(ckpt.path),
         dtype=dtype,
-        unused=ckpt.unused | copies,
+        unused=ckpt.unused | columnwise,
         carried=carried,
+        copies=copies,
     )
     return _Moved(plan, found, store, source, rowwise)
 
@@ -165,7 +169,8 @@ def _complete(
     left_out = moved.plan.ignored
     if details is not None:
         scales, taken = activation_scales(details), {output.name for output in (*outputs, *moved.plan.outputs)}
-        kept = [name for name in scales if _is_of(name, weights) and name not in taken]
+        modules = {part for name in plain.stored for part in _modules(name)}
+        kept = [name for name in scales if name.rpartition(".")[0] in modules and name not in taken]
         outputs += [_constant(name, scales[name]) for name in kept]
         left_out += tuple(name for name in scales if name not in kept)
     others = [o for o in moved.plan.outputs if o.name not in found.fields and o.name not in weights]
@@ -227,10 +232,11 @@ def _plain_modules(plain: Namespace, weights: set[str]) -> list[str]:
     return [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
 
 
-def _is_of(scale: str, weights: set[str]) -> bool:
-    """Whether a scale of activations is beside one of these weights; in another form of a family there may be none."""
-    module = scale.rpartition(".")[0]
-    return module in weights or f"{module}.weight" in weights
+def _modules(tensor: str) -> tuple[str, str]:
+    """Return the modules whose scales of activations can be beside a weight: its own, and the attention around that. In
+    another form of the family there may be neither."""
+    module = tensor.removesuffix(".weight")
+    return module, module.rpartition(".")[0]
 
 
 def _constant(name: str, value: torch.Tensor) -> Output:

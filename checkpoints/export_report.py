@@ -46,7 +46,8 @@ def add_moved(
             line.note(error)
     for output in plain:
         dtypes = " and ".join(sorted({ckpt.tensors[piece.source].dtype for piece in output.pieces}))
-        report.add(owners[output.name], "exact" if dtypes == output.dtype else "converted", dtypes, output.dtype)
+        name = owners.get(output.name, output.name)  # a copy of the embedding has none
+        report.add(name, "exact" if dtypes == output.dtype else "converted", dtypes, output.dtype)
 
 
 def _number_errors(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from te_models.config import ModelConfig
@@ -67,7 +68,7 @@ def export_config(config: ModelConfig, source: Source | None, family: Family, st
     return values
 
 
-def weight_dtype(plan: Plan) -> str:
-    """Return the dtype that most bytes of a model's weights have in a plan."""
-    weights = (output for output in plan.outputs if output.name not in plan.carried)
+def weight_dtype(plan: Plan, copies: Collection[str]) -> str:
+    """Return the dtype that most bytes of a model's weights have in a plan, outputs named in `copies` aside."""
+    weights = (output for output in plan.outputs if output.name not in plan.carried and output.name not in copies)
     return with_most_bytes(((output.dtype, output.nbytes) for output in weights), "F32")

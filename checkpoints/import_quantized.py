@@ -49,7 +49,6 @@ def plan_quantized_import(
         dtype=dtype,
         unused=ckpt.unused,
         carried=our_names(ckpt.carried),
-        one_dtype=True,
     )
     made: dict[str, list[Output]] = {}
     inexact = dict(quantized.found.inexact)

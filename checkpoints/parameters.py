@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -79,8 +80,9 @@ class Parameters:
         return rebuild(name, entries, part.shape(self.shapes[name]), self.formats[name])
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the stored dtype of an entry."""
-        return torch_dtype(self.store.tensors[self._pieces[name][0].source].dtype)
+        """Return the stored dtype of an entry; one that holds the numbers of all where it is joined from several."""
+        found = {torch_dtype(self.store.tensors[piece.source].dtype) for piece in self._pieces[name]}
+        return functools.reduce(torch.promote_types, found)
 
     def members(self, name: str) -> Iterator[str]:
         """List the per-GEMM names of a grouped parameter."""

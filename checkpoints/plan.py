@@ -7,17 +7,16 @@ first byte is written.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from .boxes import Shape, full
 from .conversion_report import ConversionReport
-from .dtypes import FLOATS, dtype_name
+from .dtypes import dtype_name
 from .errors import CheckpointError, shorten
 from .header import TensorInfo, byte_count
 from .links import Namespace, Piece, Stored, compose
@@ -105,23 +104,21 @@ def make_plan(
     dtype: torch.dtype | None = None,
     unused: Collection[str] = (),
     carried: Mapping[str, str] | None = None,
-    one_dtype: bool = False,
+    copies: Mapping[str, str] | None = None,
 ) -> Plan:
     """Plan the conversion of `tensors`, stored as `source` says, to the tensors of `target`.
 
     Arguments:
         where: names the source folder in errors.
-        dtype: convert weights to it; None keeps every tensor's dtype.
+        dtype: convert weights to it; None keeps every tensor's dtype, and those that are joined must have the same.
         unused: source tensors that are no part of the model; those that are not carried are left out.
         carried: those of them that are copied byte for byte, with the names of the copies.
-        one_dtype: require that all weights have the same floating dtype unless `dtype` is given.
+        copies: names of further outputs -> the outputs that they repeat.
     """
     match_tensors(tensors, source.stored, where=where, unused=unused)
     carried = carried or {}
     source.check()
     target.check()
-    if one_dtype and dtype is None:
-        _check_one_dtype(tensors, source.stored, where)
     outputs = []
     for name, pieces in compose(source, target).items():
         stored = target.stored[name]
@@ -134,6 +131,8 @@ def make_plan(
                 f"{where}: {name} would be joined from different dtypes, {parts}; choose one with dtype"
             )
         outputs.append(Output(name, found.pop(), stored.shape, tuple(pieces)))
+    by_name = {output.name: output for output in outputs}
+    outputs += [replace(by_name[original], name=copy) for copy, original in (copies or {}).items()]
     outputs += [copy_of(tensors[name], name, copy) for name, copy in carried.items()]
     ignored = tuple(name for name in tensors if name in unused and name not in carried)
     return Plan(tuple(outputs), ignored, carried=tuple(carried.values()))
@@ -180,18 +179,3 @@ def _renamed(
     if len(missing) != 1 or len(extra) != 1 or tensors[extra[0]].shape != expected[missing[0]].shape:
         return []
     return [(missing[0], extra[0])]
-
-
-def _check_one_dtype(tensors: Mapping[str, TensorInfo], expected: Mapping[str, Stored], where: str) -> None:
-    weights = {
-        name: tensors[name] for name, stored in expected.items() if stored.dtypes == FLOATS and stored.convertible
-    }
-    sizes: Counter[str] = Counter()
-    for info in weights.values():
-        sizes[info.dtype] += math.prod(info.shape)
-    if len(sizes) > 1:
-        main = sizes.most_common(1)[0][0]
-        others = [f"{name} ({info.dtype})" for name, info in weights.items() if info.dtype != main]
-        raise CheckpointError(
-            f"{where} mixes dtypes: most weights are {main}, but not {shorten(others)}; choose one dtype for all"
-        )

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from .boxes import full
-from .conversion_report import REPORT
 from .convert import PathLike
 from .errors import CheckpointError, shorten
 from .formats import SEPARATE
 from .hub import local_folder
 from .links import Piece
 from .meter import Progress
+from .moved_report import moved_report
 from .output_folder import write_folder
 from .plan import Output, Plan
 from .quantized_format import METADATA_KEY, SUFFIXES, Description, read_metadata
@@ -57,6 +58,7 @@ def reshard(
             )
         outputs = tuple(_whole(store, name) for name in _in_order(store, formats))
         plan = Plan(outputs, formats=formats, metadata=metadata)
+        plan = replace(plan, report=moved_report(plan, store.tensors))
         if not dry_run:
             write_folder(
                 Path(dst),
@@ -65,7 +67,7 @@ def reshard(
                 config.read_bytes(),
                 sidecars_from=folder,
                 files=store,
-                extra=_about_weights(folder),
+                extra=_about_quantization(folder),
                 overwrite=overwrite,
                 max_shard_bytes=max_shard_bytes,
                 progress=progress,
@@ -73,10 +75,10 @@ def reshard(
         return plan
 
 
-def _about_weights(folder: Path) -> dict[str, bytes]:
-    """Return the small files that say how the weights are quantized, and how they came to be."""
-    found = (name for name in (SEPARATE, REPORT) if (folder / name).exists() or (folder / name).is_symlink())
-    return {name: plain_file(folder, name).read_bytes() for name in found}
+def _about_quantization(folder: Path) -> dict[str, bytes]:
+    """Return the small file that says how the weights are quantized, where there is one."""
+    there = (folder / SEPARATE).exists() or (folder / SEPARATE).is_symlink()
+    return {SEPARATE: plain_file(folder, SEPARATE).read_bytes()} if there else {}
 
 
 def _in_order(store: FileStore, formats: dict[str, Description]) -> Iterator[str]:

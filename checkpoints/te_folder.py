@@ -32,6 +32,7 @@ class Source:
     """The Hugging Face checkpoint that a model comes from: family name, its config.json, the dtype of its files, and
     which of the family's forms they have (None: the published one).
 
+    tied_copies: the tensors of the files that only repeat the embedding, which an export repeats.
     quantization: of weights that are stored as its files quantized them, what config.json does not say; see
     `formats.details`.
     """
@@ -41,6 +42,7 @@ class Source:
     dtype: str | None
     form: str | None = None
     quantization: Mapping[str, Any] | None = None
+    tied_copies: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ class TEFolder:
             source["config"] = dict(self.source.config)
             if self.source.quantization is not None:
                 source["quantization"] = dict(self.source.quantization)
+            if self.source.tied_copies:
+                source["tied_copies"] = list(self.source.tied_copies)
         return {
             "format_version": 1,
             "expert_layout": self.layout,
@@ -99,4 +103,7 @@ def _read_source(values: Any) -> Source | None:
         raise CheckpointError(f"{CONFIG} has a 'source' whose family, dtype or form is not a string")
     quantization = values.get("quantization")
     quantization = None if quantization is None else check_details(quantization)
-    return Source(family, values["config"], dtype, form, quantization)
+    copies = values.get("tied_copies", [])
+    if not isinstance(copies, list) or not all(isinstance(name, str) for name in copies):
+        raise CheckpointError(f"{CONFIG} has a 'source' whose tied_copies are not a list of names")
+    return Source(family, values["config"], dtype, form, quantization, tuple(copies))

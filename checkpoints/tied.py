@@ -1,7 +1,8 @@
 """Tied embeddings: files that repeat the embedding as the output layer.
 
 With tied embeddings the output layer is the embedding, and transformers stores it once. Some published files store it
-twice. The copy may be left out only if it is one: a different `lm_head.weight` means that flag or file is wrong.
+twice. The copy may be left out only if it is one: a different `lm_head.weight` means that flag or file is wrong. Our
+folders note its name (`Source.tied_copies`), and an export as the same family writes it again.
 """
 
 from __future__ import annotations
@@ -17,14 +18,28 @@ from .errors import CheckpointError
 from .families import Family
 from .header import TensorInfo
 from .store import FileStore
+from .te_folder import Source
 
 
 def tied_copies(config: ModelConfig, tensors: Mapping[str, TensorInfo], family: Family) -> dict[str, str]:
     """Return copy -> original for the stored tensors that may only repeat another one."""
-    if not config.embedding.share_embeddings_and_output_weights:
+    return {copy: original for copy, original in _pairs(config, family) if copy in tensors and original in tensors}
+
+
+def copies_in_export(config: ModelConfig, source: Source | None, target: Family, form: str | None) -> dict[str, str]:
+    """Return copy -> original for the copies in the files that the model came from, if `target` is their family."""
+    if source is None or source.family != target.model_type:
         return {}
-    pairs = ((f"{n.output}.weight", f"{n.embedding}.weight") for n in (family.names, *family.other_names))
-    return {copy: original for copy, original in pairs if copy in tensors and original in tensors}
+    stored = target.namespace(config, form).stored
+    return {
+        copy: original for copy, original in _pairs(config, target) if copy in source.tied_copies and original in stored
+    }
+
+
+def _pairs(config: ModelConfig, family: Family) -> list[tuple[str, str]]:
+    if not config.embedding.share_embeddings_and_output_weights:
+        return []
+    return [(f"{n.output}.weight", f"{n.embedding}.weight") for n in (family.names, *family.other_names)]
 
 
 def check_tied_copies(store: FileStore, copies: Mapping[str, str]) -> None:

@@ -122,9 +122,13 @@ def compare_logits(
 
 
 def load_theirs(folder: str | os.PathLike[str], dtype: torch.dtype) -> Any:
-    """Load a folder with transformers, from the disk only."""
+    """Load a folder with transformers, from the disk only.
+
+    Attention is the eager one, which is what the model says: the others of transformers may leave soft-capping out.
+    """
     transformers = require("transformers", "hf", feature="the comparison")
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).eval()
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    return load(folder, dtype=dtype, local_files_only=True, attn_implementation="eager").eval()
 
 
 def relative_error(value: Tensor, reference: Tensor) -> float:

@@ -6,11 +6,14 @@ mxfp4-pack-quantized    X.weight_packed U8 [M, K/2]    X.weight_scale U8 [M, K/3
 mxfp8-quantized         X.weight F8_E4M3 [M, K]        X.weight_scale U8 [M, K/32]
 float-quantized         X.weight F8_E4M3 [M, K]        X.weight_scale BF16 or F32, by `strategy`: "tensor" [1],
                                                        "channel" [M, 1], "block" [M/128, K/128]
+
+The scales of the key-value cache are `self_attn.k_scale` and `self_attn.v_scale`, beside the projections.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from te_models.layers.quantizer import NVFP4Quantizer
@@ -23,6 +26,7 @@ from .modelopt import per_tensor, takes_nvfp4
 from .mx import mxfp4_format, mxfp8_format
 
 _ACTIVATIONS = ("input_scale", "input_global_scale", "k_scale", "v_scale", "output_scale")
+_ATTENTION = ("q_scale", "k_scale", "v_scale")
 
 NVFP4 = WeightFormat(
     name="nvfp4-pack-quantized",
@@ -35,12 +39,15 @@ NVFP4 = WeightFormat(
     storages={"nvfp4": NVFP4Quantizer(columnwise=False)},
     takes=takes_nvfp4,
     activations=_ACTIVATIONS,
+    attention=_ATTENTION,
     columns=16,
 )
-MXFP4 = mxfp4_format("mxfp4-pack-quantized", "_packed", "_scale", grouped=False)
-MXFP8 = mxfp8_format("mxfp8-quantized", "_scale")
-TENSOR = per_tensor("float-quantized", _ACTIVATIONS)
-BLOCKS = blocks_128(name="float-quantized", scale_suffix="_scale", pow2=False, activations=_ACTIVATIONS)
+_MXFP4 = mxfp4_format("mxfp4-pack-quantized", "_packed", "_scale", grouped=False)
+MXFP4 = replace(_MXFP4, activations=_ACTIVATIONS, attention=_ATTENTION)
+MXFP8 = replace(mxfp8_format("mxfp8-quantized", "_scale"), activations=_ACTIVATIONS, attention=_ATTENTION)
+TENSOR = replace(per_tensor("float-quantized", _ACTIVATIONS), attention=_ATTENTION)
+_BLOCKS = blocks_128(name="float-quantized", scale_suffix="_scale", pow2=False, activations=_ACTIVATIONS)
+BLOCKS = replace(_BLOCKS, attention=_ATTENTION)
 CHANNEL = WeightFormat(
     name="float-quantized",
     element="e4m3",
@@ -49,6 +56,7 @@ CHANNEL = WeightFormat(
         Part("scale_inv", "_scale", FLOAT_SCALES, "scale", (1, WHOLE)),
     ),
     activations=_ACTIVATIONS,
+    attention=_ATTENTION,
 )
 _FORMATS = {f.name: f for f in (NVFP4, MXFP4, MXFP8)}
 _STRATEGIES = {"tensor": TENSOR, "channel": CHANNEL, "block": BLOCKS}

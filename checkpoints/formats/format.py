@@ -73,6 +73,7 @@ class WeightFormat:
         takes_even: whether one with smaller blocks can, where its scales are the same throughout each larger block.
         anew: what quantizes values for it; None: the first of the storages.
         activations: names of tensors beside a weight that scale activations: kept, and given back by an export.
+        attention: the same beside the projections of attention, which scale its queries, keys and values.
         columns: the weight's columns must be a multiple of this.
     """
 
@@ -85,6 +86,7 @@ class WeightFormat:
     takes_even: Callable[[Quantizer], bool] = lambda quantizer: False
     anew: Quantizer | None = None
     activations: tuple[str, ...] = ()
+    attention: tuple[str, ...] = ()
     columns: int = 1
 
     @property

@@ -116,7 +116,7 @@ def open_quantized(
     if not weights:
         raise CheckpointError(f"{where} declares the format {weight_format.name} and has no tensor in it")
     plain = upright(plain, weights)
-    activations = _activations(files, weights, weight_format)
+    activations = _activations(files, plain, weights, weight_format)
     _match(files, plain, weights, weight_format, where)
     quantizer, other = _storage(weight_format, storage, any_storage)
     name = main_float(files, (n for n in plain.stored if n not in weights), plain)
@@ -184,8 +184,14 @@ def quantized_weights(plain: Namespace, files: FileStore, weight_format: WeightF
     ]
 
 
-def _activations(files: FileStore, weights: list[str], weight_format: WeightFormat) -> tuple[str, ...]:
-    names = (f"{w.removesuffix('.weight')}.{kind}" for w in weights for kind in weight_format.activations)
+def _activations(
+    files: FileStore, plain: Namespace, weights: list[str], weight_format: WeightFormat
+) -> tuple[str, ...]:
+    names = [f"{w.removesuffix('.weight')}.{kind}" for w in weights for kind in weight_format.activations]
+    if weight_format.attention:
+        projections = (x.stored for x in plain.links if ".self_attention." in x.name and is_linear_weight(x.name))
+        modules = dict.fromkeys(name.rsplit(".", 2)[0] for name in projections)
+        names += [f"{module}.{kind}" for module in modules for kind in weight_format.attention]
     return tuple(name for name in names if name in files.tensors)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 
 from .parser import Verbs, verb
@@ -80,9 +81,21 @@ def add(verbs: Verbs) -> None:
         run_reshard,
         ("IN", "OUT"),
         "the same tensors in files of another size",
-        "Split the weight files of a model folder of either kind, or merge them: the same tensors, bit\n"
+        "Distribute the tensors of a model folder of either kind over other files: the same tensors, bit\n"
         "for bit, in as few files of --max-shard-size as hold them.",
-        "te-models reshard ./moe ./moe-one-file --max-shard-size 1TB",
+        "te-models reshard ./moe ./moe-small-files --max-shard-size 500MB",
+    )
+
+    _converter(
+        verbs,
+        "merge-shards",
+        run_reshard,
+        ("IN", "OUT"),
+        "the same tensors in one file",
+        "Merge the weight files of a model folder of either kind: the same tensors, bit for bit, in one\n"
+        "file (or several of 10,000 tensors, the most that a file may have). reshard splits them again.",
+        "te-models merge-shards ./moe ./moe-one-file",
+        shard_size=False,
     )
 
     parser = _converter(
@@ -152,15 +165,20 @@ def _converter(
     summary: str,
     description: str,
     example: str,
+    *,
+    shard_size: bool = True,
 ) -> argparse.ArgumentParser:
     parser = verb(verbs, name, run, summary, description, example)
     parser.add_argument("source", metavar=folders[0], help="the folder to read")
     parser.add_argument("out", metavar=folders[1], help="the folder to write")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan, write nothing")
     parser.add_argument("--force", action="store_true", help="replace an existing model folder at the output")
-    parser.add_argument(
-        "--max-shard-size", metavar="SIZE", type=_size, default="5GB", help="of a weight file, e.g. 500MB (5GB)"
-    )
+    if shard_size:
+        parser.add_argument(
+            "--max-shard-size", metavar="SIZE", type=_size, default="5GB", help="of a weight file, e.g. 500MB (5GB)"
+        )
+    else:
+        parser.set_defaults(max_shard_size=sys.maxsize)
     return parser
 
 

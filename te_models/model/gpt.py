@@ -213,11 +213,11 @@ class GPTModel(nn.Module):
     ) -> Self:
         """Load a folder written by `save_pretrained`, or a Hugging Face model folder or hub id (`org/name@revision`).
 
-        dtype: of the parameters (None: torch's default). recipe: store the linear layers' weights in its quantized
-        format; None keeps what the folder has, weights stored quantized bit for bit (`te-models dequantize` makes a
-        folder of plain ones). device_mesh: split the model over the mesh, or over its dimension "tp", and distribute
-        the experts over its dimension "ep"; each rank reads only the parts that are its own. Tensors stream from the
-        files into the model one by one. Raises CheckpointError or ConfigError.
+        dtype: of the parameters, whatever the files have (None: torch's default). recipe: store the linear layers'
+        weights in its quantized format; None keeps what the folder has, weights stored quantized bit for bit
+        (`te-models dequantize` makes a folder of plain ones). device_mesh: split the model over the mesh, or over its
+        dimension "tp", and distribute the experts over its dimension "ep"; each rank reads only the parts that are its
+        own. Tensors stream from the files into the model one by one. Raises CheckpointError or ConfigError.
         """
         from te_models.checkpoints import open_checkpoint
         from te_models.checkpoints.convert import source_of

@@ -141,7 +141,7 @@ HF_DEFECTS: dict[str, tuple[Edit, str]] = {
     "fp8 tensor": (edit_tensors(lambda t: t.update({QKV: t[QKV].to(torch.float8_e4m3fn)})), "has dtype F8_E4M3"),
     "one float32 tensor": (
         edit_tensors(lambda t: t.update({QKV: t[QKV].float()})),
-        rf"mixes dtypes: most weights are BF16, but not '{QKV} \(F32\)'",
+        rf"would be joined from different dtypes, '{QKV} \(F32\)', .*; choose one with dtype",
     ),
     "layer too many": (edit_config(num_hidden_layers=1), "not part of this model: 'model.layers.1"),
     "layer too few": (edit_config(num_hidden_layers=3), "missing: 'model.layers.2"),

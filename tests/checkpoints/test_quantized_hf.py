@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from te_models import GPTModel
 from te_models.checkpoints import (
@@ -25,7 +26,7 @@ from te_models.checkpoints import (
     verify,
 )
 from te_models.layers.quantizer import Quantizer
-from tests.checkpoints.hf_cases import assert_same_bits, stored, transformers
+from tests.checkpoints.hf_cases import assert_same_bits, refused, stored, transformers
 from tests.checkpoints.quantized_cases import CASES, CHANNEL, logits, make
 
 quantizer_finegrained_fp8 = importlib.import_module("transformers.quantizers.quantizer_finegrained_fp8")
@@ -170,6 +171,29 @@ def test_fused_experts_are_quantized_like_single_ones(tmp_path: Path, case: str)
     export_hf(tmp_path / "again", tmp_path / "back", form="published")
     kept = {n: t for n, t in single.items() if n not in plan.ignored}
     assert_same_bits(kept, stored(tmp_path / "back"))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "quantized" in case])
+def test_scales_of_the_key_value_cache_come_back(tmp_path: Path, case: str) -> None:
+    """compressed-tensors has them beside the projections of attention, not beside a weight."""
+    source, _ = make(CASES[case], tmp_path)
+    scales = {
+        "model.layers.0.self_attn.k_scale": torch.tensor([0.3]),
+        "model.layers.0.self_attn.v_scale": torch.tensor([0.7]).bfloat16(),
+        "model.layers.1.self_attn.q_scale": torch.tensor([[[0.25]], [[1.5]]]),
+    }
+    file = source / "model.safetensors"
+    save_file({**stored(source), **scales}, file, metadata={"format": "pt"})
+    assert import_hf(source, tmp_path / "ours").ignored == ()
+    assert export_hf(tmp_path / "ours", tmp_path / "back").ignored == ()
+    assert_same_bits(stored(source), stored(tmp_path / "back"))
+    if case == "float-quantized-tensor":
+        assert set(import_hf(source, tmp_path / "values", dequantize=True).ignored) >= set(scales)
+    for name in ("model.layers.0.k_scale", "model.layers.0.mlp.k_scale", "model.layers.2.self_attn.k_scale"):
+        save_file({**stored(source), name: torch.ones(1)}, file, metadata={"format": "pt"})
+        with refused(f"not part of this model: '{name}'", tmp_path):
+            import_hf(source, tmp_path / "x")
+        save_file({n: t for n, t in stored(source).items() if n != name}, file, metadata={"format": "pt"})
 
 
 def test_a_toy_of_a_quantized_folder_has_values(tmp_path: Path) -> None:

@@ -32,6 +32,12 @@ def test_there_and_back(hf_folder: HFFolder, tmp_path: Path, recipe: str | None)
     assert {name for file in files for name in safe_open(file, "pt").keys()} == weight_map.keys()  # noqa: SIM118
     assert_same_bits(stored(tmp_path / "one"), stored(tmp_path / "many"))
     assert verify(tmp_path / "one", tmp_path / "many").equal
+    assert plan.report is not None and {line.kind for line in plan.report.lines.values()} == {"exact"}
+    for folder in ("one", "many"):
+        classes = json.loads((tmp_path / folder / "conversion.json").read_text())["classes"]
+        assert [(line["tensors"], line["count"], line["target"]) for line in classes] == [
+            (line.tensors, line.count, line.target) for line in plan.report.lines.values()
+        ]
     reshard(tmp_path / "many", tmp_path / "again")
     assert sorted(p.name for p in (tmp_path / "again").iterdir()) == sorted(
         p.name for p in (tmp_path / "one").iterdir()
@@ -59,6 +65,10 @@ def test_a_hugging_face_folder_keeps_everything(hf_folder: HFFolder, tmp_path: P
         with safe_open(file, "pt") as opened:
             assert opened.metadata() == {"format": "pt", "origin": "somewhere"}
     assert verify(source, tmp_path / "many").equal and check_manifest(tmp_path / "many") > 4
+    classes = json.loads((tmp_path / "many/conversion.json").read_text())["classes"]
+    by_name = {line["tensors"]: line for line in classes}
+    assert by_name["model.layers.self_attn.q_proj.weight"]["count"] == 2
+    assert {line["kind"] for line in classes} == {"exact"} and sum(line["count"] for line in classes) == len(tensors)
 
 
 def test_a_folder_of_no_known_family(tmp_path: Path) -> None:

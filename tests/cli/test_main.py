@@ -22,6 +22,7 @@ VERBS = (
     "quantize",
     "dequantize",
     "reshard",
+    "merge-shards",
     "upcycle",
     "inspect",
     "verify",

@@ -169,7 +169,12 @@ def test_dry_run_writes_nothing(model: Path, tmp_path: Path, capsys: pytest.Capt
 def test_reshard_splits_and_merges(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_json(capsys, "reshard", model, tmp_path / "many", "--max-shard-size", "50kB")
     assert len(list((tmp_path / "many").glob("model-*-of-*.safetensors"))) > 2
-    run_json(capsys, "reshard", tmp_path / "many", tmp_path / "one", "--max-shard-size", "1TB")
+    result = run_json(capsys, "merge-shards", tmp_path / "many", tmp_path / "one")
+    classes = json.loads((tmp_path / "one/conversion.json").read_text())["classes"]
+    assert result["plan"]["classes"] == classes and {line["kind"] for line in classes} == {"exact"}
+    assert sum(line["count"] for line in classes) == len(tensors(model)) == result["plan"]["tensors"]
+    assert main(["reshard", str(model), str(tmp_path / "x"), "--dry-run"]) == 0
+    assert "self_attention.linear_qkv.weight: 2 tensors, BF16 -> BF16: exact" in capsys.readouterr().out
     for file in model.iterdir():
         assert (tmp_path / "one" / file.name).read_bytes() == file.read_bytes()
     assert run_json(capsys, "verify", tmp_path / "many", tmp_path / "one")["equal"] is True

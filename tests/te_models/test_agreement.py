@@ -14,6 +14,7 @@ from te_models.agreement import compare_logits, kl_divergence
 from te_models.checkpoints import import_hf, quantize
 from te_models.cli.main import main
 from tests.checkpoints.family_cases import CASES, make
+from tests.te_models.hf_models import CASES as FIRST
 from tests.te_models.hf_models import hf_model
 
 
@@ -35,7 +36,7 @@ def test_kl_divergence_is_that_of_torch() -> None:
     assert torch.equal(kl_divergence(p, p), torch.zeros(5, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen3_moe", "gemma3", "gpt2", "deepseek_v3", "gpt_oss", "cohere2", "glm4"])
+@pytest.mark.parametrize("case", [*FIRST, *CASES])
 def test_the_same_model_agrees_in_every_layer(tmp_path: Path, case: str) -> None:
     source = save(case, tmp_path / "hf")
     import_hf(source, tmp_path / "ours")

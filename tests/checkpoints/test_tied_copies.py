@@ -1,0 +1,87 @@
+"""Files that hold the tied embedding twice: the copy comes back on export, under the name that it had."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from te_models import GPTModel
+from te_models.checkpoints import CheckpointError, dequantize, export_hf, import_hf, open_checkpoint, quantize, relayout
+from tests.checkpoints.family_cases import make
+from tests.checkpoints.hf_cases import assert_same_bits, stored
+
+COPIES = {
+    "gemma": ("lm_head.weight", "model.embed_tokens.weight"),
+    "gpt_neox": ("embed_out.weight", "gpt_neox.embed_in.weight"),
+    "gpt_neox-other-name": ("lm_head.weight", "gpt_neox.embed_in.weight"),
+}
+
+
+def folder_with_a_copy(case: str, folder: Path) -> Path:
+    copy, embedding = COPIES[case]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        make(case.removesuffix("-other-name"), dtype=torch.bfloat16).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    tensors = {
+        name: tensor for name, tensor in stored(folder).items() if name not in ("lm_head.weight", "embed_out.weight")
+    }
+    save_file({**tensors, copy: tensors[embedding].clone()}, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("case", COPIES)
+@torch.no_grad()
+def test_it_comes_back_whichever_way_the_model_goes(tmp_path: Path, case: str) -> None:
+    source, (copy, embedding) = folder_with_a_copy(case, tmp_path / "hf"), COPIES[case]
+    expected = stored(source)
+    assert import_hf(source, tmp_path / "ours").ignored == (copy,)
+    GPTModel.from_pretrained(source, dtype=torch.bfloat16).save_pretrained(tmp_path / "saved")
+    relayout(tmp_path / "ours", tmp_path / "per-gemm", "per-gemm")
+    for folder in ("ours", "saved", "per-gemm"):
+        assert copy not in stored(tmp_path / folder)
+        plan = export_hf(tmp_path / folder, tmp_path / f"{folder}-back")
+        assert_same_bits(stored(tmp_path / f"{folder}-back"), expected)
+        assert plan.report is not None and (copy, "exact", "BF16", "BF16") in plan.report.lines
+    quantize(tmp_path / "ours", tmp_path / "mxfp8", "mxfp8")
+    plan = export_hf(tmp_path / "mxfp8", tmp_path / "mxfp8-back", dtype="float32")
+    again = stored(tmp_path / "mxfp8-back")
+    assert torch.equal(again[copy], expected[copy].float()) and torch.equal(again[embedding], again[copy])
+    assert plan.report is not None and (copy, "converted", "BF16", "F32") in plan.report.lines
+    dequantize(tmp_path / "mxfp8", tmp_path / "values")
+    export_hf(tmp_path / "values", tmp_path / "values-back")
+    assert stored(tmp_path / "values-back").keys() == expected.keys()
+
+
+def test_the_copy_is_of_the_trained_embedding(tmp_path: Path) -> None:
+    source, (copy, embedding) = folder_with_a_copy("gemma", tmp_path / "hf"), COPIES["gemma"]
+    model = GPTModel.from_pretrained(source, dtype=torch.bfloat16)
+    with torch.no_grad():
+        model.embedding.word_embeddings.weight.mul_(2)
+    model.save_pretrained(tmp_path / "ours")
+    export_hf(tmp_path / "ours", tmp_path / "back")
+    again, before = stored(tmp_path / "back"), stored(source)
+    assert torch.equal(again[copy], again[embedding]) and torch.equal(again[copy], before[embedding] * 2)
+
+
+def test_files_without_one_and_other_families_get_none(tmp_path: Path) -> None:
+    source = folder_with_a_copy("gemma", tmp_path / "hf")
+    import_hf(source, tmp_path / "ours")
+    config = json.loads((tmp_path / "ours/config.json").read_text())
+    assert config["source"]["tied_copies"] == ["lm_head.weight"]
+    for names in (["model.norm.weight", "../x"], ["embed_out.weight"]):  # no copies in this family
+        config["source"]["tied_copies"] = names
+        (tmp_path / "ours/config.json").write_text(json.dumps(config))
+        export_hf(tmp_path / "ours", tmp_path / "back", overwrite=True)
+        assert stored(tmp_path / "back").keys() == stored(source).keys() - {"lm_head.weight"}
+    for wrong in ("lm_head.weight", [1], {"a": 1}):
+        config["source"]["tied_copies"] = wrong
+        (tmp_path / "ours/config.json").write_text(json.dumps(config))
+        with pytest.raises(CheckpointError, match="tied_copies are not a list of names"):
+            open_checkpoint(tmp_path / "ours")
