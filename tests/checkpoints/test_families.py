@@ -209,6 +209,18 @@ def test_kimi_k2_is_deepseek_v3_under_another_name(tmp_path: Path) -> None:
     assert_close(GPTModel.from_pretrained(tmp_path / "ours").eval()(tokens(41)).logits, theirs(tokens(41)).logits)
 
 
+@torch.no_grad()
+def test_gelu_fast_of_gpt_neox_20b_is_the_tanh_form(tmp_path: Path) -> None:
+    source = save(make("gpt_neox"), tmp_path / "hf")
+    config = json.loads((source / "config.json").read_text()) | {"hidden_act": "gelu_fast"}
+    (source / "config.json").write_text(json.dumps(config))
+    import_hf(source, tmp_path / "ours")
+    export_hf(tmp_path / "ours", tmp_path / "back")
+    assert json.loads((tmp_path / "back/config.json").read_text()) == config
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager").eval()
+    assert_close(GPTModel.from_pretrained(tmp_path / "ours").eval()(tokens(41)).logits, theirs(tokens(41)).logits)
+
+
 def check_config(original: dict[str, Any]) -> None:
     """What the family writes for the model means the same to us, and to transformers in every field that it knows."""
     family = FAMILIES[original["model_type"]]

@@ -124,6 +124,18 @@ def test_windows() -> None:
         read("qwen2", layer_types=["chunked_attention", "full_attention"])
 
 
+def test_published_spellings_of_gpt_neox_20b_and_hunyuan_a13b() -> None:
+    older = {"hidden_act": "gelu_fast", "rotary_emb_base": 10000, "rotary_pct": 0.25}
+    assert read("gpt_neox", **older).mlp.activation == "gelu_tanh"
+    layers = SMALL["num_hidden_layers"]
+    off = {"n_group": False, "topk_group": False, "routed_scaling_factor": False, "use_cla": False, "use_qk_norm": True}
+    published = {"num_experts": 4, "moe_topk": [2] * layers, "num_shared_expert": [1] * layers, **off}
+    assert read("hunyuan_v1_moe", **published) == read("hunyuan_v1_moe", num_experts=4, moe_topk=2)
+    for name, value in (("use_qk_norm", False), ("use_cla", True), ("n_group", 2), ("routed_scaling_factor", 0)):
+        with pytest.raises(CheckpointError, match=f"{name} = {value}; supported"):
+            read("hunyuan_v1_moe", **{**published, name: value})
+
+
 def test_experts() -> None:
     moe = read("qwen3_moe", num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, num_hidden_layers=4).moe
     assert moe is not None and moe.router.normalize and moe.layers == (0, 1, 2, 3)
