@@ -266,8 +266,9 @@ class GPTModel(nn.Module):
     def to_hf(self, family: str | None = None) -> transformers.PreTrainedModel:
         """Return a transformers model with copies of these weights, in the same dtype and on the same device.
 
-        family: None means the one that this model came from, or the first that can express it. Raises CheckpointError
-        if it cannot, and for quantized weights.
+        family: None means the one that this model came from, or the first that can express it; of a model that also
+        sees images that of its text model, which is all that this one holds. Raises CheckpointError if it cannot, and
+        for quantized weights.
         """
         return to_hf(self, family)
 

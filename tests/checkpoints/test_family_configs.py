@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from te_models.checkpoints import FAMILIES, CheckpointError
+from te_models.checkpoints.families.text_part import text_part
 from te_models.checkpoints.strict_json import parse_object
 from te_models.checkpoints.te_folder import Source, TEFolder
 from te_models.config import AttentionConfig, MLPConfig, ModelConfig, MoEConfig, RopeConfig, RouterConfig
@@ -24,7 +25,8 @@ NEEDED = {
 
 
 def read(family: str = "llama", **fields: Any) -> ModelConfig:
-    return FAMILIES[family].read_config(SMALL | fields)
+    part = text_part(FAMILIES[family])
+    return FAMILIES[family].read_config(SMALL | fields if part is None else {"text_config": SMALL | fields} | fields)
 
 
 def without_rope(values: dict[str, Any]) -> dict[str, Any]:
@@ -39,7 +41,10 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
     if family == "gpt2":
         sizes = {"vocab_size": 61, "n_embd": 256, "n_layer": 2, "n_head": 32}
     sizes |= NEEDED.get(family, {})
-    spelled_out = transformers.AutoConfig.for_model(family, **sizes).to_dict()
+    part = text_part(FAMILIES[family])
+    if part is not None:
+        sizes = {"text_config": {**sizes, "model_type": part.families[-1].model_type}, "tie_word_embeddings": False}
+    spelled_out = transformers.AutoConfig.for_model(family, **deepcopy(sizes)).to_dict()
     assert FAMILIES[family].read_config(sizes) == FAMILIES[family].read_config(spelled_out)
 
 
@@ -208,7 +213,7 @@ changes = st.dictionaries(st.sampled_from(interesting), values, max_size=4)
 def check_config(family: str, fields: dict[str, Any]) -> None:
     """Only CheckpointError escapes; what is accepted can be written and read again."""
     try:
-        config = FAMILIES[family].read_config(SMALL | fields)
+        config = read(family, **fields)
     except CheckpointError:
         return
     assert FAMILIES[family].read_config(FAMILIES[family].write_config(config)) == config
