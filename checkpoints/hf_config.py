@@ -10,6 +10,7 @@ from te_models.config import ModelConfig
 from .dtypes import torch_dtype, with_most_bytes
 from .errors import CheckpointError
 from .families import FAMILIES, Family, family_of
+from .families.text_part import text_part
 from .plan import Plan
 from .te_folder import Source
 
@@ -28,7 +29,14 @@ _NEUTRAL_FIELDS = (
 def choose_family(config: ModelConfig, source: Source | None, wanted: str | None) -> Family:
     """Return the family to export as: the wanted one, else the recorded one, else the first that fits the model."""
     if wanted is not None:
-        return family_of(wanted)
+        family = family_of(wanted)
+        part = text_part(family)
+        if part is not None and (source is None or source.family != wanted):
+            texts = " or ".join(repr(text.model_type) for text in part.families)
+            raise CheckpointError(
+                f"models of the family {wanted!r} also see images, which this one does not; see {texts}"
+            )
+        return family
     if source is not None and source.family is not None:
         return family_of(source.family)
     return find_family(config)
@@ -37,7 +45,7 @@ def choose_family(config: ModelConfig, source: Source | None, wanted: str | None
 def find_family(config: ModelConfig) -> Family:
     """Return the first family that can express the model, or raise CheckpointError with each family's reason."""
     reasons = []
-    for family in FAMILIES.values():
+    for family in (family for family in FAMILIES.values() if text_part(family) is None):
         try:
             family.write_config(config)
         except CheckpointError as error:
@@ -58,7 +66,8 @@ def export_config(config: ModelConfig, source: Source | None, family: Family, st
         original = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     values = original
     if "model_type" not in original or family.read_config(original) != config:
-        ours = family.write_config(config)
+        part = text_part(family)
+        ours = family.write_config(config) | ({} if part is None else part.rewritten(original, config))
         replaced = {name for entry in family.fields for name in entry.names}
         values = {k: v for k, v in original.items() if k not in replaced} | ours
         values |= {"model_type": family.model_type, "architectures": [family.architecture]}

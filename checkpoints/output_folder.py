@@ -27,6 +27,8 @@ SIDECARS = (
     "chat_template.json",
     "generation_config.json",
     "merges.txt",
+    "preprocessor_config.json",
+    "processor_config.json",
     "special_tokens_map.json",
     "spiece.model",
     "tokenizer.json",
@@ -39,7 +41,7 @@ SIDECARS = (
     "LICENSE.txt",
     "NOTICE",
 )
-"""Files that travel with the weights, unchanged, in both directions."""
+"""Files that travel with the weights, unchanged, in both directions: the tokenizer's and the image processor's."""
 
 _MAX_SIDECAR_BYTES = 256 << 20
 

@@ -125,8 +125,12 @@ def _steps(
     room = prompt + max_new_tokens
     cache = KVCache(model.config, batch, room, dtype=dtype, device=ids.device, tp_size=model.tp_size)
     padded = not bool(mask.all())
-    position_ids = (mask.long().cumsum(dim=-1) - 1).clamp(min=0)
+    position_ids = positions_of(mask)
     running = torch.ones(batch, dtype=torch.bool, device=ids.device)
+    # where the rotary frequencies depend on the length, the cache is filled anew when they change
+    by_length, written = model.decoder.by_length, ids
+    longest = int(mask.sum(dim=1).max()) if by_length else 0
+    stage = model.decoder.rotary_stage(longest)
     was_training = model.training
     model.eval()
     try:
@@ -146,8 +150,19 @@ def _steps(
                 return
             ids, position_ids = token[:, None], position_ids[:, -1:] + 1
             mask = torch.cat((mask, torch.ones_like(mask[:, :1])), dim=1)
+            if by_length:
+                written, longest, before = torch.cat((written, ids), dim=1), longest + 1, stage
+                stage = model.decoder.rotary_stage(longest)
+                if stage != before:
+                    cache.reset()
+                    ids, position_ids = written, positions_of(mask)
     finally:
         model.train(was_training)
+
+
+def positions_of(mask: Tensor) -> Tensor:
+    """Return the positions of tokens, [B, L] int64; mask: [B, L], 0 or False where a token is padding, on the left."""
+    return (mask.long().cumsum(dim=-1) - 1).clamp(min=0)
 
 
 def _any(running: Tensor, group: dist.ProcessGroup | None) -> bool:

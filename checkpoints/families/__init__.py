@@ -17,7 +17,7 @@ from .family import Family
 from .flex_olmo import FLEX_OLMO
 from .gemma import GEMMA
 from .gemma2 import GEMMA2
-from .gemma3 import GEMMA3_TEXT
+from .gemma3 import GEMMA3, GEMMA3_TEXT
 from .glm4 import GLM4
 from .glm4_moe import GLM4_MOE
 from .glm4_moe_lite import GLM4_MOE_LITE
@@ -29,9 +29,9 @@ from .granitemoe import GRANITEMOE, GRANITEMOESHARED
 from .hunyuan_v1_moe import HUNYUAN_V1_MOE
 from .hy_v3 import HY_V3
 from .llama import LLAMA
-from .llama4 import LLAMA4_TEXT
+from .llama4 import LLAMA4, LLAMA4_TEXT
 from .minimax_m2 import MINIMAX_M2
-from .ministral3 import MINISTRAL3
+from .ministral3 import MINISTRAL3, MISTRAL3
 from .mistral import MISTRAL
 from .mixtral import MIXTRAL
 from .nemotron import NEMOTRON
@@ -93,6 +93,9 @@ _KNOWN = (
     GLM4_MOE_LITE,
     LLAMA4_TEXT,
     HY_V3,
+    GEMMA3,
+    LLAMA4,
+    MISTRAL3,
 )
 FAMILIES: dict[str, Family] = {f.model_type: f for f in _KNOWN}
 

@@ -1,5 +1,5 @@
 """gemma3_text: gemma2 with norms of q and k instead of soft-capping, two rotary bases, 5 of 6 layers windowed
-(arXiv 2503.19786)."""
+(arXiv 2503.19786); gemma3 holds one beside a model that sees images."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from .gemma2 import GEMMA2_COMMON
 from .layer_fields import LayerPattern
 from .names import SANDWICH, Names
 from .rope import RopePerLayerType
+from .text_part import TextPart, with_images
 
 GEMMA3_TEXT = Family(
     model_type="gemma3_text",
@@ -32,3 +33,13 @@ GEMMA3_TEXT = Family(
     ),
     names=Names(norms=SANDWICH),
 )
+
+_SIZES = {
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+}
+
+GEMMA3 = with_images("gemma3", "Gemma3ForConditionalGeneration", TextPart((GEMMA3_TEXT,), _SIZES))

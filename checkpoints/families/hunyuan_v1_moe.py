@@ -11,7 +11,7 @@ from te_models.config import ModelConfig
 from ..errors import CheckpointError
 from .common import ATTENTION_BIAS, decoder_fields
 from .family import Family
-from .fields import REQUIRED, Fixed, OneOf, Values, get_path, read_typed, shorten_value
+from .fields import REQUIRED, Fixed, OneOf, Only, Values, get_path, read_typed, shorten_value
 from .names import Fused, Names
 from .rope import Rope
 
@@ -58,6 +58,24 @@ def _single(name: str, value: Any) -> Any:
     return value[0]
 
 
+@dataclass(frozen=True)
+class SwitchedOff:
+    """Features of the original code that transformers' class does not have. Published files say false where other
+    families say null or 1; false is not the number 0."""
+
+    names: tuple[str, ...] = ("n_group", "topk_group", "group_limited_greedy", "routed_scaling_factor", "use_cla")
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        for name in self.names:
+            value = hf.get(name)
+            if value is not None and value is not False and (value is True or value != 1):
+                raise CheckpointError(f"config.json has {name} = {shorten_value(value)}; supported: false")
+        return {}
+
+    def write(self, config: ModelConfig) -> Values:
+        return {}
+
+
 _FORM = Names(
     qk_norms=("self_attn.query_layernorm", "self_attn.key_layernorm"),
     router="mlp.gate.wg",
@@ -72,6 +90,8 @@ HUNYUAN_V1_MOE = Family(
         *decoder_fields(max_positions=2048, norm_eps=1e-5),
         OneSize(),
         ATTENTION_BIAS,
+        Only("use_qk_norm", True),
+        SwitchedOff(),
         Fixed("attention.qk_layernorm", "head"),
         Fixed("attention.qk_layernorm_after_rope", True),
         SameInAllLayers("num_experts", "moe.num_moe_experts", "num_local_experts"),

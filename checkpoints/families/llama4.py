@@ -1,5 +1,5 @@
 """llama4_text: chunked attention with L2 norms of q and k, every fourth layer without position encoding, experts that
-take their input times a sigmoid, beside a shared expert."""
+take their input times a sigmoid, beside a shared expert; llama4 holds one beside a model that sees images."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from .layer_fields import check_names, read_rotating
 from .moe_fields import RouterLoss
 from .names import Fused, Names, per_expert
 from .rope import Rope
+from .text_part import TextPart, with_images
 
 _KINDS = ("chunked_attention", "full_attention")
 
@@ -177,4 +178,8 @@ LLAMA4_TEXT = Family(
     ),
     names=_FORM,
     other_names=(per_expert(_FORM, "feed_forward.experts"),),
+)
+
+LLAMA4 = with_images(
+    "llama4", "Llama4ForConditionalGeneration", TextPart((LLAMA4_TEXT,), tied_outside=False), in_memory=False
 )

@@ -1,4 +1,7 @@
-"""ministral3: mistral with yarn and queries scaled by the logarithm of their position."""
+"""ministral3: mistral with yarn and queries scaled by the logarithm of their position.
+
+mistral3 holds one, or a mistral, beside a model that sees images.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,9 @@ from .common import decoder_fields
 from .family import Family
 from .fields import REQUIRED, Values, read_typed
 from .layer_fields import AllLayersWindow
+from .mistral import MISTRAL
 from .rope import Rope
+from .text_part import TextPart, with_images
 
 _DEFAULT = {
     "rope_type": "yarn",
@@ -63,3 +68,5 @@ MINISTRAL3 = Family(
         ScaledQueries(),
     ),
 )
+
+MISTRAL3 = with_images("mistral3", "Mistral3ForConditionalGeneration", TextPart((MISTRAL, MINISTRAL3)))

@@ -40,6 +40,8 @@ class TEConfig(transformers.PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         origin = (self.source or {}).get("config") or {}
+        within = origin.get("text_config")
+        origin = {**within, **origin} if isinstance(within, dict) else origin
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             if getattr(self, name) is None:
                 setattr(self, name, origin.get(name))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from te_models.layers import Recipe, autocast
 
 from ..extras import require
+from ..generation import positions_of
 from ..model import GPTModel
 from .cache import TransformersCache
 from .config import TEConfig
@@ -109,6 +110,31 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
         else:
             result = modeling_outputs.MoeCausalLMOutputWithPast(**values, aux_loss=output.aux_loss)
         return result.to_tuple() if return_dict is False else result
+
+    def prepare_inputs_for_generation(  # type: ignore[override]
+        self,
+        input_ids: Tensor,
+        next_sequence_length: int | None = None,
+        past_key_values: transformers.Cache | None = None,
+        attention_mask: Tensor | None = None,
+        **options: Any,
+    ) -> dict[str, Any]:
+        """Return the arguments of the next call, as transformers does: the tokens that are not in the cache yet. Where
+        the rotary frequencies change with the length of the sequence, these are all, and the cache is emptied."""
+        cached = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if past_key_values is not None and cached and self.gpt.decoder.by_length:
+            mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+            lengths = (int(mask[:, :n].sum(dim=1).max()) for n in (cached, mask.shape[1]))
+            if len({self.gpt.decoder.rotary_stage(length) for length in lengths}) > 1:
+                past_key_values.crop(-cached)  # a negative number of tokens is taken away
+                next_sequence_length, options["position_ids"] = None, positions_of(mask)
+        return super().prepare_inputs_for_generation(
+            input_ids,
+            next_sequence_length=next_sequence_length,
+            past_key_values=past_key_values,
+            attention_mask=attention_mask,
+            **options,
+        )
 
     @classmethod
     def from_pretrained(  # type: ignore[override]

@@ -48,6 +48,19 @@ class Decoder(nn.Module):
             RotaryEmbedding(rope, config.rope_channels, config.max_position_embeddings, build.device) for rope in ropes
         )
 
+    @property
+    def by_length(self) -> bool:
+        """Whether rotary frequencies depend on the length of the sequence: what a cache holds may have to be computed
+        anew when it grows (`rotary_stage`)."""
+        return any(rotary.by_length for rotary in self._rotaries())
+
+    def rotary_stage(self, length: int) -> tuple[int, ...]:
+        """Return what the rotary frequencies depend on: sequences of the same stage are rotated alike."""
+        return tuple(rotary.stage(length) for rotary in self._rotaries())
+
+    def _rotaries(self) -> list[RotaryEmbedding]:
+        return [rotary for rotary in self.rotary_embeddings if isinstance(rotary, RotaryEmbedding)]
+
     def forward(
         self, x: Tensor, position_ids: Tensor, attention_mask: Tensor | None = None, cache: Memory | None = None
     ) -> tuple[Tensor, list[RouterOutput]]:

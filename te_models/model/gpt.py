@@ -149,6 +149,9 @@ class GPTModel(nn.Module):
         0/1, false where a token is padding, L counting cached tokens. cache: a KVCache, extended by this call.
         return_logits=False leaves the logits out: cheaper where only the loss is wanted. last_logits_only: logits
         [B, 1, V] of the last position, for generation.
+
+        Raises ValueError where the rotary frequencies depend on the length ("longrope", "dynamic") and the cached
+        tokens were rotated for another one: their keys and values are others now, and all have to be given again.
         """
         if input_ids.dim() != 2:
             raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; allowed: [batch, sequence]")
@@ -167,6 +170,13 @@ class GPTModel(nn.Module):
             attention_mask = attention_mask.bool()
         if position_ids is None:
             position_ids = torch.arange(begin, begin + length, device=input_ids.device)[None]
+        if begin and self.decoder.by_length and not torch.compiler.is_compiling():
+            end = int(position_ids.max()) + 1
+            if self.decoder.rotary_stage(end) != self.decoder.rotary_stage(end - length):
+                raise ValueError(
+                    f"sequences of {end} tokens are rotated otherwise than the {begin} in the cache; reset it and give "
+                    "all tokens again, as generate does"
+                )
         x = self.embedding(input_ids, position_ids)
         x, routed = self.decoder(x, position_ids, attention_mask, cache)
         if cache is not None:
@@ -265,8 +275,9 @@ class GPTModel(nn.Module):
     def to_hf(self, family: str | None = None) -> transformers.PreTrainedModel:
         """Return a transformers model with copies of these weights, in the same dtype and on the same device.
 
-        family: None means the one that this model came from, or the first that can express it. Raises CheckpointError
-        if it cannot, and for quantized weights.
+        family: None means the one that this model came from, or the first that can express it; of a model that also
+        sees images that of its text model, which is all that this one holds. Raises CheckpointError if it cannot, and
+        for quantized weights.
         """
         return to_hf(self, family)
 

@@ -37,10 +37,11 @@ def fill_from_hf(gpt: GPTModel, model: transformers.PreTrainedModel) -> None:
 def to_hf(gpt: GPTModel, family: str | None) -> transformers.PreTrainedModel:
     """Return a transformers model with a `GPTModel`'s weights, in its dtype and on its device."""
     from te_models.checkpoints import AutoConverter, CheckpointError
+    from te_models.checkpoints.families.text_part import text_family
     from te_models.checkpoints.hf_config import choose_family
 
     transformers = require("transformers", "hf", feature="to_hf")
-    chosen = choose_family(gpt.config, gpt.origin, family)
+    chosen = text_family(choose_family(gpt.config, gpt.origin, family), gpt.config)
     chosen.write_config(gpt.config)  # raises if the family cannot express the model
     converter = AutoConverter(gpt.config, chosen, gpt.origin)
     tensors = dict(gpt.stored_tensors())

@@ -52,9 +52,21 @@ class RotaryEmbedding(ConstantModule):
     def constants(self, device: torch.device) -> dict[str, Tensor]:
         return {"frequencies": self._frequencies(None, device)[0]}
 
+    @property
+    def by_length(self) -> bool:
+        """Whether the frequencies depend on the length of the sequence."""
+        return self.rope.scaling in ("dynamic", "longrope") and self.rope.alpha is None
+
+    def stage(self, length: int) -> int:
+        """Return what the frequencies depend on: sequences of the same stage are rotated alike."""
+        original = self.rope.original_max_position_embeddings or self.max_position_embeddings
+        if not self.by_length:
+            return 0
+        return int(length > original) if self.rope.scaling == "longrope" else max(length, original)
+
     def forward(self, position_ids: Tensor) -> Rotary:
         """position_ids: [B or 1, S] int64 -> (cos, sin), float32 [B or 1, S, R/2]."""
         frequencies = self.frequencies
-        if self.rope.scaling in ("dynamic", "longrope") and self.rope.alpha is None:
+        if self.by_length:
             frequencies = self._frequencies(position_ids.max() + 1, position_ids.device)[0]
         return rope_tables(position_ids, frequencies, self.attention_factor)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from te_models import GPTModel, KVCache
 from te_models.checkpoints import FAMILIES, CheckpointError, export_hf, import_hf, open_checkpoint
 from te_models.checkpoints.families.names import Fused, PerExpert
+from te_models.checkpoints.families.text_part import text_part
 from tests.checkpoints.family_cases import CASES, make
 from tests.checkpoints.hf_cases import CASES as FIRST
 from tests.checkpoints.hf_cases import assert_same_bits, stored, transformers
@@ -50,10 +51,10 @@ def test_weights_config_and_logits(tmp_path: Path, case: str) -> None:
         expected, got = theirs(tokens(length)).logits, ours(tokens(length)).logits
         assert expected.std() > 0.02
         assert_close(got, expected)
-    if ours.config.rope.scaling not in ("dynamic", "longrope"):  # those rotate by the length of each call
-        cache = KVCache(ours.config, batch_size=2, max_length=41)
-        steps = [ours(part, cache=cache).logits for part in tokens(41).split([20, 1, 20], dim=1)]
-        assert_close(torch.cat(steps, dim=1), expected)
+    # The first part is longer than every original length: the others are rotated as it is.
+    cache = KVCache(ours.config, batch_size=2, max_length=41)
+    steps = [ours(part, cache=cache).logits for part in tokens(41).split([20, 1, 20], dim=1)]
+    assert_close(torch.cat(steps, dim=1), expected)
 
 
 def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
@@ -164,7 +165,8 @@ def test_every_family_has_a_case() -> None:
     first = {"llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"}
     classes = {getattr(transformers, config_class).model_type for config_class, _ in FIRST.values()}
     assert classes == first
-    assert {family for family, _ in CASES.values()} | first | {"kimi_k2"} == set(FAMILIES)
+    images = {name for name, family in FAMILIES.items() if text_part(family) is not None}  # test_text_part.py
+    assert {family for family, _ in CASES.values()} | first | {"kimi_k2"} | images == set(FAMILIES)
 
 
 @pytest.mark.parametrize(
@@ -206,6 +208,18 @@ def test_kimi_k2_is_deepseek_v3_under_another_name(tmp_path: Path) -> None:
     export_hf(tmp_path / "ours", tmp_path / "back")
     assert_same_bits(stored(source), stored(tmp_path / "back"))
     assert json.loads((tmp_path / "back/config.json").read_text()) == config
+    assert_close(GPTModel.from_pretrained(tmp_path / "ours").eval()(tokens(41)).logits, theirs(tokens(41)).logits)
+
+
+@torch.no_grad()
+def test_gelu_fast_of_gpt_neox_20b_is_the_tanh_form(tmp_path: Path) -> None:
+    source = save(make("gpt_neox"), tmp_path / "hf")
+    config = json.loads((source / "config.json").read_text()) | {"hidden_act": "gelu_fast"}
+    (source / "config.json").write_text(json.dumps(config))
+    import_hf(source, tmp_path / "ours")
+    export_hf(tmp_path / "ours", tmp_path / "back")
+    assert json.loads((tmp_path / "back/config.json").read_text()) == config
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager").eval()
     assert_close(GPTModel.from_pretrained(tmp_path / "ours").eval()(tokens(41)).logits, theirs(tokens(41)).logits)
 
 

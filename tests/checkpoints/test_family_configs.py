@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from te_models.checkpoints import FAMILIES, CheckpointError
+from te_models.checkpoints.families.text_part import text_part
 from te_models.checkpoints.strict_json import parse_object
 from te_models.checkpoints.te_folder import Source, TEFolder
 from te_models.config import AttentionConfig, MLPConfig, ModelConfig, MoEConfig, RopeConfig, RouterConfig
@@ -24,7 +25,8 @@ NEEDED = {
 
 
 def read(family: str = "llama", **fields: Any) -> ModelConfig:
-    return FAMILIES[family].read_config(SMALL | fields)
+    part = text_part(FAMILIES[family])
+    return FAMILIES[family].read_config(SMALL | fields if part is None else {"text_config": SMALL | fields} | fields)
 
 
 def without_rope(values: dict[str, Any]) -> dict[str, Any]:
@@ -39,7 +41,10 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
     if family == "gpt2":
         sizes = {"vocab_size": 61, "n_embd": 256, "n_layer": 2, "n_head": 32}
     sizes |= NEEDED.get(family, {})
-    spelled_out = transformers.AutoConfig.for_model(family, **sizes).to_dict()
+    part = text_part(FAMILIES[family])
+    if part is not None:
+        sizes = {"text_config": {**sizes, "model_type": part.families[-1].model_type}, "tie_word_embeddings": False}
+    spelled_out = transformers.AutoConfig.for_model(family, **deepcopy(sizes)).to_dict()
     assert FAMILIES[family].read_config(sizes) == FAMILIES[family].read_config(spelled_out)
 
 
@@ -124,6 +129,18 @@ def test_windows() -> None:
         read("qwen2", layer_types=["chunked_attention", "full_attention"])
 
 
+def test_published_spellings_of_gpt_neox_20b_and_hunyuan_a13b() -> None:
+    older = {"hidden_act": "gelu_fast", "rotary_emb_base": 10000, "rotary_pct": 0.25}
+    assert read("gpt_neox", **older).mlp.activation == "gelu_tanh"
+    layers = SMALL["num_hidden_layers"]
+    off = {"n_group": False, "topk_group": False, "routed_scaling_factor": False, "use_cla": False, "use_qk_norm": True}
+    published = {"num_experts": 4, "moe_topk": [2] * layers, "num_shared_expert": [1] * layers, **off}
+    assert read("hunyuan_v1_moe", **published) == read("hunyuan_v1_moe", num_experts=4, moe_topk=2)
+    for name, value in (("use_qk_norm", False), ("use_cla", True), ("n_group", 2), ("routed_scaling_factor", 0)):
+        with pytest.raises(CheckpointError, match=f"{name} = {value}; supported"):
+            read("hunyuan_v1_moe", **{**published, name: value})
+
+
 def test_experts() -> None:
     moe = read("qwen3_moe", num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, num_hidden_layers=4).moe
     assert moe is not None and moe.router.normalize and moe.layers == (0, 1, 2, 3)
@@ -196,7 +213,7 @@ changes = st.dictionaries(st.sampled_from(interesting), values, max_size=4)
 def check_config(family: str, fields: dict[str, Any]) -> None:
     """Only CheckpointError escapes; what is accepted can be written and read again."""
     try:
-        config = FAMILIES[family].read_config(SMALL | fields)
+        config = read(family, **fields)
     except CheckpointError:
         return
     assert FAMILIES[family].read_config(FAMILIES[family].write_config(config)) == config
