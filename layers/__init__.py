@@ -66,7 +66,14 @@ from .tensor_classes import (
     MXFP8Tensor,
     NVFP4Tensor,
 )
-from .whole_model import cache_weights, load_recipe_state, name_modules, recipe_state, set_rounding_seed
+from .whole_model import (
+    cache_weights,
+    default_rounding_seed,
+    load_recipe_state,
+    name_modules,
+    recipe_state,
+    set_rounding_seed,
+)
 
 __all__ = [
     "RECIPES",
@@ -122,6 +129,7 @@ __all__ = [
     "cache_weights",
     "collect_statistics",
     "current_recipe",
+    "default_rounding_seed",
     "first_last_layers_bf16",
     "gradient_of",
     "load_recipe_state",

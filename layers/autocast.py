@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 class _State:
     """What the innermost regions say. compute, storage: None is high precision. touched: in a region opened inside a
-    compiled function, the modules that ran under delayed scaling; None elsewhere, where the modules themselves know."""
+    compiled function, the modules that recorded amaxes; None elsewhere, where all live modules are asked."""
 
     def __init__(self) -> None:
         self.compute: Recipe | None = None
@@ -86,8 +86,12 @@ class autocast:
     enabled=False: high precision. calibrating: high-precision layers record amaxes for a later run under
     DelayedScaling. amax_reduction_group: the process group whose maximum delayed scaling uses (None: all ranks); that
     of the outermost region counts, and an inner one that names another raises ValueError. The backward pass of a
-    forward run inside uses the same recipe wherever it is called. At the exit of the outermost region the scales of
-    DelayedScaling are updated, see `delayed`.
+    forward run inside uses the same recipe wherever it is called.
+
+    At the exit of the outermost region the scales of DelayedScaling are updated, see `delayed`: those of the layers
+    that ran under it inside, in training mode or calibrating. The ranks of the group must run the same layers in it.
+    Where gradients are off at the exit (and nothing was calibrated), where nothing trained, and after an exception,
+    there is no update and no communication: a rank may evaluate alone.
     """
 
     def __init__(
@@ -120,13 +124,17 @@ class autocast:
         s.depth += 1
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, raised: type[BaseException] | None = None, *exc_info: object) -> None:
         s = _STATE
         s.depth -= 1
-        if s.depth == 0:
-            from .delayed_update import update_delayed_scaling
+        if raised is None and self._recipe is not None and self._recipe.by_name and not torch.compiler.is_compiling():
+            from .quantized_module import live_modules
 
-            update_delayed_scaling(s.touched, s.amax_reduction_group)
+            self._recipe.check_names([module.name for module in live_modules() if module.name])
+        if s.depth == 0:
+            from .delayed_update import leave_region
+
+            leave_region(s.touched, s.amax_reduction_group, failed=raised is not None)
         s.compute, s.calibrating, s.amax_reduction_group, s.touched = self._previous.pop()
 
 

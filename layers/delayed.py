@@ -3,9 +3,9 @@
 Per module three roles (input, weight, grad_output) times G GEMMs. Slot 0 of the amax history, `fp8_amax` [2, G] and
 `fp8_grad_amax` [G], collects this step's amaxes; `fp8_history` [length - 1, 3, G] holds the earlier ones, newest first;
 `fp8_scale` [3, G] is what the step uses. All three roles are updated at one point, the exit of the outermost autocast
-region: the forward roles from the region, the gradient role from the backward passes since the last update. As a
-gradient scale is only read in a backward pass, this equals an update after each backward pass, and it is the same
-eagerly and compiled.
+region in which the module ran: the forward roles from the region, the gradient role from the backward passes since the
+last update. As a gradient scale is only read in a backward pass, this equals an update after each backward pass, and it
+is the same eagerly and compiled.
 
 A new scale is a new tensor: a pass between forward and backward keeps the one it began with. The amaxes are one tensor
 for good, so that backward passes after the exit of their region still write to what the next update reads.

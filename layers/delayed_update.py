@@ -11,16 +11,35 @@ from .recipe import Format
 from .recipes import DelayedRule
 
 
+def leave_region(touched: list[QuantizedModule] | None, group: dist.ProcessGroup | None, *, failed: bool) -> None:
+    """Update the modules that recorded amaxes in the region that ends: in training if gradients are wanted now, in a
+    calibration in any case, and none in a region that `failed`, whose other ranks may be elsewhere.
+
+    Only these, so that ranks which run the same regions join the same reductions, whatever other models each has.
+    Gradients are asked about here and not in each module, because torch's reentrant checkpoints run theirs without.
+    touched: the modules that may have; None: all live ones.
+    """
+    due, training = [], torch.is_grad_enabled()
+    for module in live_modules() if touched is None else touched:
+        use = module.recipe_use
+        if use.recorded or use.calibrated:
+            if use.calibrated or training:
+                due.append(module)
+            use.recorded = use.calibrated = False
+    if due and not failed:
+        update_delayed_scaling(due, group)
+
+
 @torch.no_grad()
 def update_delayed_scaling(
     modules: list[QuantizedModule] | None = None, group: dist.ProcessGroup | None = None
 ) -> None:
     """Update the scales of the modules that run under DelayedScaling from the amaxes recorded since the last update.
 
-    `autocast` calls this at the exit of the outermost region. Calling it after a backward pass, too, changes nothing
-    but when the gradient scales become visible: an amax of 0 says that a tensor was not quantized, and such a role
-    keeps its history and scale. modules: None takes all. group: the ranks to reduce over (None: all ranks); every one
-    of them must hold the same modules.
+    `autocast` does this at the exit of the outermost region, for the layers that ran in it. Calling it after a backward
+    pass, too, changes nothing but when the gradient scales become visible: an amax of 0 says that a tensor was not
+    quantized, and such a role keeps its history and scale. modules: None takes all live ones that ever ran under it.
+    group: the ranks to reduce over (None: all ranks); every one of them must make the call, with the same modules.
     """
     by_rule: dict[DelayedRule, list[QuantizedModule]] = {}
     for module in live_modules() if modules is None else modules:

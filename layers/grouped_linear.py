@@ -71,6 +71,7 @@ class GroupedLinear(TensorParallelModule, GemmModule):
                 if bias:
                     self.register_parameter(f"bias{g}", empty_parameter(out_features, **new))
         self.reset_parameters()
+        self.separate_stream()
         store_weights_as_asked(self)
         for name, parameter in self.named_parameters():
             self.mark_part(parameter, self._member_dim(name))

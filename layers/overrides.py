@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import fnmatch
+import warnings
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
+
+from te_models.kernels.torch_versions import constant_when_traced
 
 from .quantizer import Quantizer
 from .recipe import GemmQuantizers, Recipe
@@ -11,30 +16,24 @@ from .recipe import GemmQuantizers, Recipe
 Choice = Recipe | Literal["bf16"]
 
 
+_warned: set[str] = set()  # patterns that match nothing, each said once
+
+
+@constant_when_traced
 def matches(pattern: str, name: str) -> bool:
-    """Whether `name` is `pattern`, in which each * stands for any characters, dots included."""
-    head, *rest = pattern.split("*")
-    if not rest:
-        return name == pattern
-    *middle, tail = rest
-    if not name.startswith(head) or not name.endswith(tail) or len(name) < len(head) + len(tail):
-        return False
-    position, end = len(head), len(name) - len(tail)
-    for part in middle:
-        found = name.find(part, position, end)
-        if found < 0:
-            return False
-        position = found + len(part)
-    return True
+    """Whether `name` is `pattern`, in which * stands for any characters, dots included, ? for one, [...] for one of
+    those inside, and [!...] for one of the others."""
+    return fnmatch.fnmatchcase(name, pattern)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PerModuleRecipe(Recipe):
     """`default`, except where a rule says otherwise: the first pattern that matches a module's name decides.
 
-    rules: (pattern, recipe or "bf16") pairs, in order; * in a pattern stands for any characters. "bf16" leaves the
-    module in high precision. Names are those of `model.named_modules()`, which `GPTModel` gives its layers; elsewhere
-    call `name_modules(model)`.
+    rules: (pattern, recipe or "bf16") pairs, in order; see `matches`. "bf16" leaves the module in high precision. Names
+    are those of `model.named_modules()`, which `GPTModel` gives its layers; elsewhere call `name_modules(model)`: a
+    layer without a name raises ValueError where there are rules. A pattern that matches no layer warns once, when an
+    `autocast` region is left in which the recipe was in force, or when `store_weights` has used it.
 
     Example:
         PerModuleRecipe(default=MXFP8BlockScaling(), rules=(("*.linear_proj", "bf16"),))
@@ -49,8 +48,11 @@ class PerModuleRecipe(Recipe):
         super().__post_init__()
         object.__setattr__(self, "rules", tuple((pattern, choice) for pattern, choice in self.rules))
         for pattern, choice in self.rules:
-            if not isinstance(pattern, str) or any(c in pattern for c in "?[]"):
-                raise ValueError(f"the pattern {pattern!r} is not supported; allowed: names with * for any characters")
+            if not isinstance(pattern, str) or any(c in pattern for c in "{}"):
+                raise ValueError(
+                    f"the pattern {pattern!r} is not supported; allowed: names with * for any characters, ? for one, "
+                    "[12] for one of those; alternatives in braces are rules of their own"
+                )
             if not (choice == "bf16" or isinstance(choice, Recipe)):
                 raise ValueError(f"the rule for {pattern!r} names {choice!r}; allowed: a recipe, or 'bf16'")
         if not isinstance(self.default, Recipe):
@@ -62,10 +64,29 @@ class PerModuleRecipe(Recipe):
             raise ValueError("backward_override belongs to the recipes inside a PerModuleRecipe, not to itself")
 
     def for_module(self, name: str) -> Recipe | None:
+        if self.rules and not name:
+            raise ValueError(
+                "a PerModuleRecipe with rules chooses by name, and this layer has none: pass name=... when it is "
+                "built, or call name_modules(model)"
+            )
         for pattern, choice in self.rules:
             if matches(pattern, name):
                 return choice if isinstance(choice, Recipe) else None
         return self.default
+
+    def check_names(self, names: Collection[str]) -> None:
+        if not names or "_names_checked" in vars(self):
+            return
+        object.__setattr__(self, "_names_checked", True)
+        for pattern, _ in self.rules:
+            if pattern not in _warned and not any(matches(pattern, name) for name in names):
+                _warned.add(pattern)
+                warnings.warn(
+                    f"the rule for {pattern!r} of a PerModuleRecipe matches none of the {len(names)} named layers, "
+                    f"such as {next(iter(names))!r}",
+                    UserWarning,
+                    stacklevel=3,
+                )
 
     def weight_quantizer(self) -> Quantizer:
         return self.default.weight_quantizer()

@@ -29,6 +29,7 @@ from .quantizer import Quantizer
 from .recipe import GemmQuantizers
 from .recipes import DelayedRule, DelayedScaling
 from .recompute import recomputing, same_as_first_run
+from .rounding_seed import STREAMS, default_seed
 
 _DELAYED_NAMES = ("fp8_scale", "fp8_amax", "fp8_grad_amax", "fp8_history")
 _SAVED_NAMES = (*_DELAYED_NAMES, "fp8_rng_state")
@@ -49,7 +50,8 @@ class LiveState(NamedTuple):
 
 
 class RecipeUse:
-    """The recipes' names of a module's last forward pass, for `recipe_report`: the one asked for and the one that ran.
+    """What recipes a module ran under: the names of its last forward pass, for `recipe_report` (the one asked for and
+    the one that ran), and whether the exit of the region shall update its scales, see `leave_region`.
 
     An object of its own because every call writes it, and setting an attribute of a module costs a microsecond.
     """
@@ -57,6 +59,8 @@ class RecipeUse:
     def __init__(self) -> None:
         self.asked: str | None = None  # None: there was no forward pass yet
         self.ran: str | None = None
+        # since the outermost autocast region began, under delayed scaling: amaxes noted in training, in a calibration
+        self.recorded = self.calibrated = False
 
 
 class QuantizedModule(nn.Module):
@@ -77,8 +81,9 @@ class QuantizedModule(nn.Module):
         self.fp8_grad_amax = torch.zeros_like(self.fp8_scale[0])
         self.fp8_statistics = self.fp8_scale.new_zeros(len(self.STATISTICS_SLOTS), 2, len(STATISTICS))
         self.fp8_grad_statistics = self.fp8_scale.new_zeros(len(self.STATISTICS_SLOTS), len(STATISTICS))
-        self.fp8_rng_state = torch.zeros(2, dtype=torch.int64, device=self.fp8_scale.device)
         self._register()
+        self._seed = default_seed()
+        self.fp8_rng_state = self.fp8_scale.new_tensor((self._seed * STREAMS, 0), dtype=torch.int64)
 
     def _register(self) -> None:
         self._ordinal = next(_ordinals)
@@ -87,6 +92,13 @@ class QuantizedModule(nn.Module):
     def __setstate__(self, values: dict[str, Any]) -> None:
         super().__setstate__(values)
         self._register()  # copy.deepcopy comes this way, past __init__
+
+    def separate_stream(self) -> None:
+        """Give this module a stream of random bits of its own where its construction drew nothing from torch's CPU
+        generator (on another device, or without random values), whose state then is also the next module's: one that
+        follows from how many modules were built before. Layers call it at the end of their construction."""
+        if default_seed() == self._seed:
+            self.fp8_rng_state[0] += 1 + self._ordinal % (STREAMS - 1)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         marks = {name: dict(vars(p)) for name, p in self._parameters.items() if type(p) is nn.Parameter}
@@ -119,14 +131,28 @@ class QuantizedModule(nn.Module):
             return None
         if isinstance(recipe, DelayedScaling):
             self.delayed_rule = recipe.rule()
-            touched = state().touched
-            if touched is not None and self not in touched:
-                touched.append(self)
+            if noting:
+                self._note_recording()
         if state().calibrating:
             return None
         if noting:
             self.recipe_use.ran = recipe.NAME
         return recipe.quantizers(type(self).__name__, self.name if recipe.by_name else "")
+
+    def _note_recording(self) -> None:
+        """Have the exit of the outermost region update this module's scales, where this pass records amaxes: not in an
+        evaluation or a recomputation."""
+        if not torch.compiler.is_compiling() and recomputing():
+            return
+        s = state()
+        if s.calibrating:
+            self.recipe_use.calibrated = True
+        elif self.training:
+            self.recipe_use.recorded = True
+        else:
+            return
+        if s.touched is not None and self not in s.touched:
+            s.touched.append(self)
 
     def calibrate(self, role: str, amax: Tensor, gemm: int | None = None) -> None:
         """While `autocast(calibrating=True)` is in force under DelayedScaling, record the amax, [] or one per GEMM [G],
@@ -140,9 +166,9 @@ class QuantizedModule(nn.Module):
         scale = amax = grad_amax = statistics = grad_statistics = key = None
         again = not torch.compiler.is_compiling() and recomputing()
         if self.delayed_rule is not None:
-            scale, grad_amax = self.fp8_scale, self.fp8_grad_amax
-            # evaluation uses the scales and leaves no trace in them; nor does a recomputation
-            amax = self.fp8_amax if self.training and not again else None
+            scale = self.fp8_scale
+            if self.training:  # evaluation uses the scales and leaves no trace in them; nor does a recomputation
+                amax, grad_amax = None if again else self.fp8_amax, self.fp8_grad_amax
         if state().statistics and not again:
             statistics, grad_statistics = self.fp8_statistics, self.fp8_grad_statistics
         if quantizers.grad_output.needs_key() and torch.is_grad_enabled():
@@ -220,7 +246,8 @@ class QuantizedModule(nn.Module):
         names: tuple[str, ...] = ()
         if self.fp8_history is not None:
             names += _DELAYED_NAMES
-        if bool(self.fp8_rng_state.any()):
+        seed, counter = self.fp8_rng_state.tolist()
+        if counter != 0 or seed >= 0:  # in use, or given by set_rounding_seed
             names += ("fp8_rng_state",)
         return {name: getattr(self, name) for name in names}
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import inspect
 import json
+import math
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self, get_args
 
@@ -21,6 +24,15 @@ Role = Literal["input", "weight", "grad_output"]
 """What a tensor is to a linear layer: x, w or dy."""
 RECIPES: dict[str, type[Recipe]] = {}
 """Short name -> class."""
+
+
+_ALLOWED = {"bool": "True or False", "int": "an integer", "float": "a finite number"}
+
+
+def _is_a(kind: str, value: object) -> bool:
+    if kind == "bool" or isinstance(value, bool):
+        return kind == "bool" and isinstance(value, bool)
+    return isinstance(value, int) or (kind == "float" and isinstance(value, float) and math.isfinite(value))
 
 
 class Format(enum.Enum):
@@ -65,16 +77,23 @@ class Recipe:
     """
 
     NAME: ClassVar[str]
+    PLAIN_FIELDS: ClassVar[tuple[tuple[str, str], ...]] = ()  # the fields that are checked, and what each may be
     by_name: ClassVar[bool] = False  # whether `for_module` or `quantizers` look at the module's name
 
     backward_override: BackwardOverride | None = None
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        own = inspect.get_annotations(cls).items()
+        kinds = ((name, hint if isinstance(hint, str) else getattr(hint, "__name__", "")) for name, hint in own)
+        cls.PLAIN_FIELDS += tuple((name, kind) for name, kind in kinds if kind in _ALLOWED)
         if "NAME" in cls.__dict__:
             RECIPES[cls.NAME] = cls
 
     def __post_init__(self) -> None:
+        for name, kind in self.PLAIN_FIELDS:
+            if not _is_a(kind, getattr(self, name)):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {_ALLOWED[kind]}")
         if self.backward_override is not None and self.backward_override not in get_args(BackwardOverride):
             allowed = ", ".join(map(repr, get_args(BackwardOverride)))
             raise ValueError(f"backward_override is {self.backward_override!r}; allowed: None, {allowed}")
@@ -97,6 +116,9 @@ class Recipe:
     def for_module(self, name: str) -> Recipe | None:
         """Return the recipe of the module with this qualified name; None: high precision."""
         return self
+
+    def check_names(self, names: Collection[str]) -> None:
+        """Warn of what this recipe says of layers by name and none of `names` has."""
 
     def quantizers(self, module: str, name: str) -> GemmQuantizers:
         """Return the quantizers of one module. module: its class name; name: its qualified name."""
@@ -121,10 +143,7 @@ class Recipe:
             raise ValueError(f"a recipe is {values!r}; allowed: an object with its name and fields")
         values = dict(values)
         cls = _named(values.pop("recipe", None))
-        known = {f.name for f in dataclasses.fields(cls)}
-        for name in values:
-            if name not in known:
-                raise ValueError(f"{cls.__name__} has no field {name!r}; its fields are: {', '.join(sorted(known))}")
+        _require_fields(cls, values)
         return cls._from_fields(values)
 
     def to_json(self) -> str:
@@ -147,13 +166,22 @@ def _named(name: object) -> type[Recipe]:
     return RECIPES[name]  # type: ignore[index]
 
 
+def _require_fields(cls: type[Recipe], names: Iterable[str]) -> None:
+    """Raise ValueError for a name that is not a field of a recipe."""
+    known = {f.name for f in dataclasses.fields(cls)}
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{cls.__name__} has no field {name!r}; its fields are: {', '.join(sorted(known))}")
+
+
 def recipe(name: str, **fields: Any) -> Recipe:
     """Return a recipe by its short name, a key of RECIPES ("delayed", "current", "block", "mxfp8", "nvfp4"); fields as
-    for its class."""
+    for its class. ValueError for another name, and for a field that is missing or that its class does not have."""
     cls = _named(name)
     try:  # the fields are looked at only where this fails: the compiler traces the call, but not dataclasses.fields
         return cls(**fields)
     except TypeError:
+        _require_fields(cls, fields)
         missing = [
             f.name
             for f in dataclasses.fields(cls)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .quantized_module import QuantizedModule
+from .rounding_seed import SEEDS, STREAMS, default_seed
 
 
 def quantized_modules(model: nn.Module) -> Iterator[tuple[str, QuantizedModule]]:
@@ -31,9 +32,25 @@ def cache_weights(model: nn.Module) -> None:
 
 def set_rounding_seed(model: nn.Module, seed: int) -> None:
     """Seed stochastic rounding: each layer's stream follows from `seed` and its position in the model, and its counter
-    starts again, so equal seeds give equal runs."""
+    starts again, so equal seeds give equal runs. Give ranks that hold the same layers different seeds, as for dropout.
+
+    seed: 0 to 2^42 - 1, else ValueError. A model that is not seeded draws by the state of torch's generator when it was
+    built, see `default_rounding_seed`.
+    """
+    if not 0 <= seed < SEEDS:
+        raise ValueError(f"seed is {seed}; allowed: 0 to {SEEDS - 1}")
+    _set_streams(model, seed)
+
+
+def default_rounding_seed(model: nn.Module) -> None:
+    """Seed stochastic rounding by the state of torch's CPU generator: after `torch.manual_seed`, the same for a model
+    built again, on every device. `GPTModel` does so; a layer on its own does it for itself."""
+    _set_streams(model, default_seed())
+
+
+def _set_streams(model: nn.Module, seed: int) -> None:
     for i, (_, module) in enumerate(quantized_modules(model)):
-        module.fp8_rng_state.copy_(torch.tensor([(seed << 20) + i, 0]))
+        module.fp8_rng_state.copy_(torch.tensor([seed * STREAMS + i, 0]))
 
 
 def recipe_state(model: nn.Module) -> dict[str, Tensor]:

@@ -15,7 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from te_models.layers import Recipe, name_modules, quantized_model_init, storage_recipe, store_weights
+from te_models.layers import (
+    Recipe,
+    default_rounding_seed,
+    name_modules,
+    quantized_model_init,
+    storage_recipe,
+    store_weights,
+)
 from te_models.layers.expert_parallel import check_same_tokens
 
 from ..config import ModelConfig
@@ -88,6 +95,7 @@ class GPTModel(nn.Module):
             self.decoder = Decoder(config, build)
             self.output_layer = OutputLayer(config, build)
         name_modules(self)
+        default_rounding_seed(self)
         if by_name:
             store_weights(self, by_name)
         self.router_loss_weights = None

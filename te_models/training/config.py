@@ -124,10 +124,10 @@ class PrecisionConfig(ConfigPart):
     """Number formats. `dtype`: "fp32", "bf16" (parameters and compute), "bf16-mixed" (fp32 parameters, bf16 compute).
 
     `recipe` is the recipe of the linear layers and `recipe_options` its fields, as "name=value" with a JSON value
-    ("amax_history_len=16"). `overrides` are "pattern=recipe" or "pattern=bf16" for layers whose name matches (* is
-    anything); the first match wins. `first_layers_bf16` and `last_layers_bf16` leave whole layers at the ends of the
-    decoder in high precision. `quantized_weights` stores the weights quantized as well. `cache_weights` quantizes
-    each weight once per step and not in every micro-batch.
+    ("amax_history_len=16"), or True or False. `overrides` are "pattern=recipe" or "pattern=bf16" for layers whose name
+    matches (a glob: * is anything, ? one character, [02] one of those); the first match wins. `first_layers_bf16` and
+    `last_layers_bf16` leave whole layers at the ends of the decoder in high precision. `quantized_weights` stores the
+    weights quantized as well. `cache_weights` quantizes each weight once per step and not in every micro-batch.
     """
 
     dtype: Literal["fp32", "bf16", "bf16-mixed"] = "bf16"

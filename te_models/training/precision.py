@@ -10,6 +10,8 @@ from te_models.layers import PerModuleRecipe, Recipe, first_last_layers_bf16, re
 from ..config import ConfigError, check
 from .config import PrecisionConfig
 
+_AS_JSON = {"True": "true", "False": "false", "None": "null"}  # as recipes are written in Python
+
 
 def build_recipe(precision: PrecisionConfig, num_layers: int) -> Recipe | None:
     """Return the recipe that `precision` describes for a model of `num_layers` layers; None: high precision.
@@ -22,7 +24,7 @@ def build_recipe(precision: PrecisionConfig, num_layers: int) -> Recipe | None:
     for text in precision.recipe_options:
         name, _, value = text.partition("=")
         try:
-            options[name] = json.loads(value)
+            options[name] = json.loads(_AS_JSON.get(value, value))
         except json.JSONDecodeError:
             options[name] = value
     try:

@@ -3,6 +3,7 @@ forward and backward passes, in evaluation, calibration and recomputation."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
 from te_models.layers import (
@@ -19,6 +21,7 @@ from te_models.layers import (
     LayerNormMLP,
     Linear,
     MXFP8BlockScaling,
+    Recipe,
     autocast,
     load_recipe_state,
     recipe_state,
@@ -86,6 +89,11 @@ def test_an_algorithm_may_be_a_function_of_the_history() -> None:
     assert float(layer.fp8_scale[0, 0]) == float(torch.tensor(448.0) / torch.tensor(4.0 / 3.0))
     with pytest.raises(TypeError, match="no JSON form"):
         recipe.to_json()
+
+
+def assert_same(state: dict[str, Tensor], before: dict[str, Tensor]) -> None:
+    assert state.keys() == before.keys()
+    assert all(torch.equal(state[name], before[name]) for name in before)
 
 
 class MLP(nn.Module):
@@ -218,25 +226,100 @@ def test_evaluation_leaves_no_trace() -> None:
     layer = Linear(16, 8, bias=False)
     with autocast(recipe=RECIPE):
         layer(torch.ones(2, 16))
-    before = recipe_state(layer)
+    before = copy.deepcopy(recipe_state(layer))
     layer.eval()
     with torch.no_grad(), autocast(recipe=RECIPE):
         layer(torch.full((2, 16), 100.0))
-    after = recipe_state(layer)
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert_same(recipe_state(layer), before)
 
 
+@pytest.mark.parametrize("recipe", [MXFP8BlockScaling(), RECIPE, None], ids=["mxfp8", "delayed", "none"])
+def test_a_region_moves_only_the_layers_that_ran_in_it(recipe: Recipe | None) -> None:
+    """Not another model's, whatever its recipe; nor its own where a layer was left out."""
+    ran, other = Linear(16, 16), Linear(16, 16)
+    with autocast(recipe=RECIPE):
+        y = ran(torch.randn(2, 16))
+    y.sum().backward()
+    assert float(ran.fp8_grad_amax) == 1.0
+    before = copy.deepcopy(recipe_state(ran))
+    with autocast(enabled=recipe is not None, recipe=recipe):
+        other(torch.randn(2, 16)).sum().backward()
+    assert_same(recipe_state(ran), before)
+    assert (other.fp8_history is not None) == (recipe is RECIPE)
+    with autocast(recipe=RECIPE):
+        ran(torch.randn(2, 16))
+    assert float(ran.fp8_history[0, 2, 0]) == 1.0, "the gradient of the earlier backward pass"
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_only_training_moves_the_state(compiled: bool) -> None:
+    layer, x = Linear(16, 16), torch.randn(2, 16)
+    run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    with autocast(recipe=RECIPE):
+        run(x).sum().backward()
+    with autocast(recipe=RECIPE):
+        run(x)
+    before = copy.deepcopy(recipe_state(layer))
+    for big in (x * 100, x * 1000):
+        for region in (torch.no_grad, torch.inference_mode):
+            layer.eval()
+            with region(), autocast(recipe=RECIPE):
+                run(big)
+            layer.train()
+        layer.eval()
+        with autocast(recipe=RECIPE):
+            run(big.clone().requires_grad_()).square().sum().backward()
+        layer.train()
+    assert_same(recipe_state(layer), before)
+    # in training mode, but without gradients or left by an exception: amaxes wait for the next update
+    with torch.no_grad(), autocast(recipe=RECIPE):
+        run(x * 7)
+    with contextlib.suppress(ZeroDivisionError), autocast(recipe=RECIPE):
+        run(x * 5)
+        raise ZeroDivisionError
+    assert torch.equal(layer.fp8_history, before["fp8_history"])
+    with autocast(recipe=RECIPE):
+        Linear(16, 16)(x)  # the region of another model does not take them up
+    assert torch.equal(layer.fp8_history, before["fp8_history"])
+    with autocast(recipe=RECIPE):
+        run(x)
+    assert float(layer.fp8_history[0, 0, 0]) == float((x * 7).abs().max())
+
+
+def test_a_reentrant_checkpoint_moves_the_state() -> None:
+    """Its first run has gradients switched off, and they are wanted all the same."""
+    layer = Linear(16, 16)
+    with autocast(recipe=RECIPE):
+        checkpoint(layer, torch.full((2, 16), 3.0, requires_grad=True), use_reentrant=True)
+    assert float(layer.fp8_history[0, 0, 0]) == 3.0
+
+
+def test_training_after_evaluating_does_not_recompile() -> None:
+    torch._dynamo.reset()
+    layers = nn.Sequential(Linear(16, 16), Linear(16, 16))
+    counter = CompileCounter()
+    run = torch.compile(layers, fullgraph=True, backend=counter)
+    for _ in range(3):
+        for training in (True, False):
+            layers.train(training)
+            with torch.set_grad_enabled(training), autocast(recipe=RECIPE):
+                run(torch.randn(2, 16))
+    assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("calibrating", [False, True])
 @pytest.mark.parametrize("training", [False, True])
-def test_steps_go_on_after_a_region_in_inference_mode(training: bool) -> None:
-    """The scales made at the exit of that region serve the next training step, which keeps them for its backward."""
+def test_steps_go_on_after_a_region_in_inference_mode(training: bool, calibrating: bool) -> None:
+    """The scales made at the exit of a calibration serve the next training step, which keeps them for its backward."""
     torch.manual_seed(0)
     layer, x = Linear(16, 8, bias=False), torch.randn(4, 16)
     before, results = copy.deepcopy(layer.state_dict()), []
     for region in (torch.inference_mode, torch.no_grad):
         one = Linear(16, 8, bias=False).train(training)
         one.load_state_dict(before)
-        with region(), autocast(recipe=RECIPE):
+        with region(), autocast(enabled=not calibrating, calibrating=calibrating, recipe=RECIPE):
             one(x)
+        assert (one.fp8_history is not None) == calibrating
         one.train()
         for _ in range(2):
             with autocast(recipe=RECIPE):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import fnmatch
+import re
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 from te_models.layers import (
     CustomRecipe,
@@ -42,9 +41,89 @@ MIXED = PerModuleRecipe(
 )
 
 
-@given(st.text("ab.*", max_size=6), st.text("ab.", max_size=8))
-def test_patterns_match_as_globs_with_stars_only(pattern: str, name: str) -> None:
-    assert matches(pattern, name) == fnmatch.fnmatchcase(name, pattern)
+GLOBS = [
+    ("layers.*.fc", "layers.1.mlp.fc", True),
+    ("layers.*.fc", "layers.1.mlp.fc1", False),
+    ("layers.?.fc", "layers.1.fc", True),
+    ("layers.?.fc", "layers.10.fc", False),
+    ("layers.?.fc", "layers..fc", False),
+    ("layers.[02].fc", "layers.2.fc", True),
+    ("layers.[02].fc", "layers.1.fc", False),
+    ("layers.[!02].fc", "layers.1.fc", True),
+    ("layers.1[0-2].*", "layers.11.fc", True),
+    ("layers.1[0-2].*", "layers.13.fc", False),
+    ("Layers.1", "layers.1", False),
+]
+
+
+@pytest.mark.parametrize("pattern, name, expected", GLOBS)
+def test_patterns_are_globs(pattern: str, name: str, expected: bool) -> None:
+    assert matches(pattern, name) == expected
+
+
+def named_pair() -> nn.Sequential:
+    layers = nn.Sequential(Linear(32, 32), Linear(32, 32))
+    name_modules(layers)
+    return layers
+
+
+def test_a_compiled_model_follows_its_globs() -> None:
+    torch._dynamo.reset()
+    layers, counter = named_pair(), CompileCounter()
+    run = torch.compile(layers, fullgraph=True, backend=counter)
+    for _ in range(2):  # a new equal recipe costs nothing
+        for pattern, graphs in (("[0]", {"0": "bf16", "1": "mxfp8"}), ("[!0]", {"0": "mxfp8", "1": "bf16"})):
+            with autocast(recipe=PerModuleRecipe(default=MXFP8BlockScaling(), rules=((pattern, "bf16"),))):
+                run(torch.randn(2, 32))
+                run(torch.randn(2, 32))
+            assert recipe_report(layers).ran == graphs
+    assert counter.frame_count == 2
+
+
+def test_a_layer_without_a_name_is_refused_where_there_are_rules() -> None:
+    layers = nn.Sequential(Linear(32, 32), Linear(32, 32))
+    rules = PerModuleRecipe(default=MXFP8BlockScaling(), rules=(("0", "bf16"), ("1", "bf16")))
+    with (
+        autocast(recipe=rules),
+        pytest.raises(ValueError, match=r"has none: pass name=.* or call name_modules\(model\)"),
+    ):
+        layers(torch.randn(2, 32))
+    with autocast(recipe=PerModuleRecipe(default=MXFP8BlockScaling())):
+        layers(torch.randn(2, 32))
+    assert recipe_report(layers).ran == {"0": "mxfp8", "1": "mxfp8"}
+    name_modules(layers)
+    with autocast(recipe=rules):
+        layers(torch.randn(2, 32))
+    assert recipe_report(layers).ran == {"0": "bf16", "1": "bf16"}
+
+
+def rules_with(pattern: str) -> PerModuleRecipe:
+    return PerModuleRecipe(default=MXFP8BlockScaling(), rules=(("*.test_0", "bf16"), (pattern, "bf16")))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_pattern_that_matches_no_layer_warns_once(compiled: bool) -> None:
+    torch._dynamo.reset()
+    layers = nn.ModuleDict({f"test_{i}": Linear(32, 32) for i in range(2)})
+    name_modules(nn.ModuleDict({"warned": layers}))
+    typo = f"*.tset_{int(compiled)}"
+
+    def both(x: torch.Tensor) -> torch.Tensor:
+        return layers["test_1"](layers["test_0"](x))
+
+    run = torch.compile(both, fullgraph=True, backend="eager") if compiled else both
+    with pytest.warns(UserWarning, match=rf"the rule for '{re.escape(typo)}' .* matches none of the \d+ named") as said:
+        for _ in range(2):
+            with autocast(recipe=rules_with(typo)):
+                run(torch.randn(2, 32))
+    assert len(said) == 1
+
+
+def test_storing_weights_warns_of_a_pattern_that_matches_no_layer() -> None:
+    with pytest.warns(
+        UserWarning, match=r"the rule for '\*\.stored' .* matches none of the 2 named layers, such as '0'"
+    ):
+        store_weights(named_pair(), PerModuleRecipe(default=MXFP8BlockScaling(), rules=(("*.stored", "bf16"),)))
 
 
 def test_the_first_matching_rule_decides() -> None:
@@ -115,8 +194,8 @@ def test_weights_are_stored_as_the_names_say() -> None:
 
 
 def test_unusable_rules_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"the pattern 'layers\.\[01\]' is not supported"):
-        PerModuleRecipe(default=MXFP8BlockScaling(), rules=(("layers.[01]", "bf16"),))
+    with pytest.raises(ValueError, match=r"the pattern 'layers.\{0,1\}' is not supported"):
+        PerModuleRecipe(default=MXFP8BlockScaling(), rules=(("layers.{0,1}", "bf16"),))
     with pytest.raises(ValueError, match="the rule for 'a' names 'fp16'; allowed: a recipe, or 'bf16'"):
         PerModuleRecipe(default=MXFP8BlockScaling(), rules=(("a", "fp16"),))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="default is 'mxfp8'; allowed: a recipe"):

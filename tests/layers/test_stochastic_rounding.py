@@ -6,8 +6,20 @@ import numpy as np
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from te_models.layers import Linear, NVFP4BlockScaling, autocast, recipe_state, set_rounding_seed
+from te_models.layers import (
+    GroupedLinear,
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    NVFP4BlockScaling,
+    QuantizedModule,
+    autocast,
+    ops,
+    recipe_state,
+    set_rounding_seed,
+)
 from te_models.layers.quantizer import NVFP4Quantizer
 from tests.layers import emulation_nvfp4 as em
 from tests.layers.bits import raw
@@ -114,6 +126,74 @@ def test_a_run_repeats_with_its_seed_and_resumes_from_its_state() -> None:
         "1.fp8_rng_state": [(5 << 20) + 1, 2],
     }
     assert same(train(resumed, 2), expected[6:])
+
+
+def streams(layers: torch.nn.Module) -> list[int]:
+    return [int(module.fp8_rng_state[0]) for module in layers.modules() if isinstance(module, QuantizedModule)]
+
+
+def test_an_unseeded_layer_draws_by_the_state_of_torchs_generator() -> None:
+    """Equal layers on equal data: two of them round apart, a rebuilt one after the same seed rounds the same."""
+    torch.manual_seed(0)
+    weights = Linear(48, 64).state_dict()
+
+    def gradient(seed: int, before: int) -> list[torch.Tensor]:
+        torch.manual_seed(seed)
+        for _ in range(before):
+            Linear(8, 8)
+        layer = Linear(48, 64)
+        layer.load_state_dict(weights)
+        return train(layer, 0)
+
+    found = gradient(3, 0)
+    assert same(gradient(3, 0), found)
+    assert not same(gradient(3, 1), found), "the second layer draws what the first one draws"
+    assert not same(gradient(4, 0), found), "torch.manual_seed has no effect"
+
+
+def test_building_a_layer_draws_nothing_but_its_parameters() -> None:
+    torch.manual_seed(0)
+    built = [Linear(8, 8).weight for _ in range(2)]
+    torch.manual_seed(0)
+    for weight in built:
+        assert torch.equal(weight, torch.empty(8, 8).normal_(0.0, 0.023))
+
+
+@pytest.mark.parametrize(
+    "options", [{"device": "meta"}, {"init_method": torch.nn.init.ones_}], ids=["meta device", "constant values"]
+)
+def test_layers_that_draw_no_values_have_streams_of_their_own(options: dict) -> None:
+    layers = torch.nn.Sequential(
+        Linear(8, 8, **options),
+        LayerNormLinear(8, 8, **options),
+        GroupedLinear(2, 8, 8, **options),
+        ops.BasicLinear(8, 8, **options),
+        ops.GroupedLinear(2, 8, 8, **options),
+        LayerNormMLP(8, 8, **options),
+        Linear(8, 8),
+    )
+    assert len(set(streams(layers))) == 7
+
+
+def test_layers_build_under_fake_tensors() -> None:
+    with FakeTensorMode():
+        assert Linear(8, 8).weight.shape == (8, 8)
+
+
+def test_only_streams_in_use_are_state() -> None:
+    layer, other = Linear(48, 64), Linear(48, 64)
+    assert recipe_state(layer) == {}
+    train(layer, 0)
+    other.load_state_dict(layer.state_dict())
+    assert streams(other) == streams(layer)
+    set_rounding_seed(other, 0)
+    assert recipe_state(other)["fp8_rng_state"].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("seed", [-1, 2**42])
+def test_seeds_have_a_range(seed: int) -> None:
+    with pytest.raises(ValueError, match=f"seed is {seed}; allowed: 0 to 4398046511103"):
+        set_rounding_seed(Linear(8, 8), seed)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])

@@ -69,6 +69,9 @@ def test_the_configuration_becomes_a_recipe() -> None:
     recipe = build_recipe(options, 4)
     assert isinstance(recipe, DelayedScaling)
     assert (recipe.amax_history_len, recipe.fp8_format.value) == (16, "E4M3")
+    for text, value in (("True", True), ("False", False), ("true", True), ("false", False)):
+        options = PrecisionConfig(recipe="mxfp8", recipe_options=(f"enable_2d_quantization={text}",))
+        assert build_recipe(options, 4) == MXFP8BlockScaling(enable_2d_quantization=value)
     chosen = build_recipe(
         PrecisionConfig(recipe="mxfp8", overrides=("*.experts.*=block",), first_layers_bf16=1, last_layers_bf16=1), 4
     )
@@ -89,6 +92,10 @@ def test_the_configuration_becomes_a_recipe() -> None:
             r"allowed after the last '=': 'bf16' or the name of a recipe",
         ),
         ({"recipe": "mxfp8", "recipe_options": ("speed=1",)}, "precision.recipe_options: .* has no field 'speed'"),
+        (
+            {"recipe": "nvfp4", "recipe_options": ("disable_rht=no",)},
+            "precision.recipe_options: disable_rht is 'no'; allowed: True or False",
+        ),
         ({"recipe": "mxfp8", "first_layers_bf16": 3, "last_layers_bf16": 2}, "is 5; allowed: at most the 4 layers"),
     ],
 )

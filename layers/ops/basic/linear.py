@@ -68,6 +68,7 @@ class BasicLinear(GemmModule, BasicOperation):
         self.init_method = init_method or default_init_method
         self.weight = empty_parameter(out_features, in_features, params_dtype=params_dtype, device=device)
         self.reset_parameters()
+        self.separate_stream()
         store_weights_as_asked(self)
 
     @torch.no_grad()
