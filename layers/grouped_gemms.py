@@ -30,7 +30,7 @@ from .quantized_tensor import QuantizedTensor
 from .quantizer import Fields, IdentityQuantizer, Quantizer, Usage
 from .recipe import GemmQuantizers
 from .row_groups import PaddedRows, RowGroups
-from .sides import AnyQuantizer, Side, both_plain, plain, quantized_gemms, side_of_fields, turned
+from .sides import AnyQuantizer, Side, both_plain, plain, quantized_gemms, side_of_fields, turned, values_side
 from .wgrad import run_wgrad
 
 MIN_ROW_ALIGNMENT = 16
@@ -156,7 +156,7 @@ def _rows_side(
         scaled = quantizer.scaled_rows(x, usage, rows, key)
         if scaled is not None:
             return scaled
-    return turned(quantizer.rows_operand(x, usage, dtype, rows, key), usage)
+    return values_side(quantizer, quantizer.rows_operand(x, usage, dtype, rows, key), usage)
 
 
 def alignment(usage: Usage, device: torch.device, *quantizers: AnyQuantizer) -> int:
@@ -198,7 +198,7 @@ def _rows_product(
     if isinstance(left, ScaledOperand) and isinstance(weight, ScaledOperand):
         y = scaled_grouped_gemm(left, weight, sizes, dtype)
         return y if padding is None else padding.unpad(y)
-    a, b = both_plain(left, weight, dtype)
+    a, b = both_plain("scaled_grouped_gemm", left, weight, dtype)
     fprop = usage == "rowwise"
     y = grouped_gemm(a.values, b.values if fprop else b.values.mT, sizes, fprop)
     y = y if padding is None else padding.unpad(y)
@@ -248,7 +248,7 @@ def _wgrad_product(left: Side, right: Side, splits: Tensor, dtype: torch.dtype) 
     """Return each group's `left @ right^T` over its rows, [G, N, K]."""
     if isinstance(left, ScaledOperand) and isinstance(right, ScaledOperand):
         return scaled_grouped_gemm_wgrad(left, right, splits, dtype)
-    a, b = both_plain(left, right, dtype)
+    a, b = both_plain("scaled_grouped_gemm_wgrad", left, right, dtype)
     dw, scale = grouped_gemm_wgrad(a.values.mT, b.values.mT, splits), epilogue_scale(a, b)
     return (dw if scale is None else dw.float() * scale[:, None, None]).to(dtype)
 
@@ -257,5 +257,5 @@ def _accumulate_wgrad_(main_grad: Tensor, left: Side, right: Side, splits: Tenso
     if isinstance(left, ScaledOperand) and isinstance(right, ScaledOperand):
         scaled_grouped_gemm_wgrad_accumulate_(main_grad, left, right, splits, accumulate=accumulate)
         return
-    a, b = both_plain(left, right, torch.bfloat16)
+    a, b = both_plain("scaled_grouped_gemm_wgrad", left, right, torch.bfloat16)
     grouped_gemm_wgrad_accumulate_(main_grad, a.values.mT, b.values.mT, splits, accumulate, epilogue_scale(a, b))

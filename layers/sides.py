@@ -24,7 +24,7 @@ from te_models.kernels.gemm import (
 from te_models.kernels.gemm.rungs import record_mixed_product
 
 from .delayed import Float8Quantizer
-from .quantizer import Fields, Quantizer, Usage
+from .quantizer import Fields, HybridQuantizer, IdentityQuantizer, Quantizer, Usage
 
 Side = Operand | ScaledOperand
 AnyQuantizer = Quantizer | Float8Quantizer
@@ -38,7 +38,16 @@ def quantized_gemms(device: torch.device) -> bool:
 
 def turned(operand: Operand, usage: Usage) -> Operand:
     """Return a tensor's operand, given in the tensor's own orientation, with the contracted dimension last."""
-    return operand if usage == "rowwise" else Operand(operand.values.mT, operand.scale)
+    return operand if usage == "rowwise" else Operand(operand.values.mT, operand.scale, operand.emulates)
+
+
+def values_side(quantizer: AnyQuantizer, operand: Operand, usage: Usage) -> Operand:
+    """Return what a quantizer's dequantized values are as a side. Where the GEMMs of the device take quantized numbers
+    and it has none of this usage, they say so, for their product is a fallback then; unquantized values are none."""
+    kind = (quantizer.member(usage) if isinstance(quantizer, HybridQuantizer) else quantizer).FORMAT
+    if quantized_gemms(operand.values.device) and kind != IdentityQuantizer.FORMAT:
+        operand = Operand(operand.values, operand.scale, kind)
+    return turned(operand, usage)
 
 
 def side(quantizer: AnyQuantizer, x: Tensor, usage: Usage, dtype: torch.dtype, key: Tensor | None = None) -> Side:
@@ -47,7 +56,7 @@ def side(quantizer: AnyQuantizer, x: Tensor, usage: Usage, dtype: torch.dtype, k
         scaled = quantizer.scaled_operand(x, usage, key)
         if scaled is not None:
             return scaled
-    return turned(quantizer.operand(x, usage, dtype, key), usage)
+    return values_side(quantizer, quantizer.operand(x, usage, dtype, key), usage)
 
 
 def side_of_fields(
@@ -58,7 +67,7 @@ def side_of_fields(
         scaled = quantizer.scaled_operand_of_fields(fields, usage)
         if scaled is not None:
             return scaled
-    return turned(quantizer.operand_of_fields(fields, usage, dtype, shape), usage)
+    return values_side(quantizer, quantizer.operand_of_fields(fields, usage, dtype, shape), usage)
 
 
 def plain(side: Side, dtype: torch.dtype) -> Operand:
@@ -66,18 +75,20 @@ def plain(side: Side, dtype: torch.dtype) -> Operand:
     return side.dequantized(dtype) if isinstance(side, ScaledOperand) else side
 
 
-def both_plain(left: Side, right: Side, dtype: torch.dtype) -> tuple[Operand, Operand]:
-    """Return both sides dequantized; where only one of them is quantized, this is counted as a fallback."""
-    if isinstance(left, ScaledOperand) or isinstance(right, ScaledOperand):
-        record_mixed_product(_kind(left), _kind(right))
+def both_plain(operation: str, left: Side, right: Side, dtype: torch.dtype) -> tuple[Operand, Operand]:
+    """Return both sides dequantized. operation: the one that would take quantized numbers; where either side was to
+    come as such, this is counted as a fallback of it."""
+    kinds = _kind(left), _kind(right)
+    if kinds != (None, None):
+        record_mixed_product(operation, kinds[0] or "high precision", kinds[1] or "high precision")
     dtypes = (_exact_dtype(left, dtype), _exact_dtype(right, dtype))
     dtype = torch.float32 if torch.float32 in dtypes else dtypes[0]
     a, b = plain(left, dtype), plain(right, dtype)
     return Operand(a.values.to(dtype), a.scale), Operand(b.values.to(dtype), b.scale)
 
 
-def _kind(side: Side) -> str:
-    return side.kind if isinstance(side, ScaledOperand) else "high precision"
+def _kind(side: Side) -> str | None:
+    return side.kind if isinstance(side, ScaledOperand) else side.emulates
 
 
 def _exact_dtype(side: Side, dtype: torch.dtype) -> torch.dtype:
@@ -90,7 +101,7 @@ def product(left: Side, right: Side, dtype: torch.dtype, bias: Tensor | None = N
     """Return `left @ right^T + bias` in `dtype`: [M, C] by [N, C] -> [M, N]."""
     if isinstance(left, ScaledOperand) and isinstance(right, ScaledOperand):
         return scaled_gemm(left, right, dtype, bias)
-    a, b = both_plain(left, right, dtype)
+    a, b = both_plain("scaled_gemm", left, right, dtype)
     return gemm(a, Operand(b.values.mT, b.scale), dtype, bias)
 
 
@@ -99,5 +110,5 @@ def accumulate_product_(main_grad: Tensor, left: Side, right: Side, *, accumulat
     if isinstance(left, ScaledOperand) and isinstance(right, ScaledOperand):
         scaled_gemm_accumulate_(main_grad, left, right, accumulate=accumulate)
     else:
-        a, b = both_plain(left, right, torch.bfloat16)
+        a, b = both_plain("scaled_gemm", left, right, torch.bfloat16)
         gemm_wgrad_accumulate_(main_grad, a.values.mT, b.values.mT, accumulate, epilogue_scale(a, b))

@@ -19,10 +19,14 @@ _FEW_ROWS = 32
 
 
 class Operand(NamedTuple):
-    """One side of a GEMM: values exact in their dtype, and the float32 factor (scalar tensor) left for the epilogue."""
+    """One side of a GEMM: values exact in their dtype, and the float32 factor (scalar tensor) left for the epilogue.
+
+    emulates: the kind of the quantized numbers that a GEMM was to take in place of these values; None: it was not.
+    """
 
     values: Tensor
     scale: Tensor | None
+    emulates: str | None = None
 
 
 def epilogue_scale(left: Operand, right: Operand) -> Tensor | None:

@@ -124,10 +124,10 @@ def strict_gemms(enabled: bool = True) -> Iterator[None]:
         _strict = before
 
 
-def record_mixed_product(left: str, right: str) -> None:
+def record_mixed_product(operation: str, left: str, right: str) -> None:
     """Count a product of two formats, of which one is not quantized or cannot be contracted as stored."""
     reason = f"there is no kernel for {left} by {right}"
-    record(Choice("scaled_gemm", EMULATION, (("native", reason), ("triton", reason)), fallback=True), strict=False)
+    record(Choice(operation, EMULATION, (("native", reason), ("triton", reason)), fallback=True), strict=False)
 
 
 def gemm_counts() -> dict[tuple[str, str], int]:

@@ -10,8 +10,14 @@ import torch
 from torch import Tensor
 
 from te_models import layers
-from te_models.kernels.gemm import gemm_counts, reset_gemm_counts
+from te_models.kernels.gemm import gemm_counts, reset_gemm_counts, strict_gemms
 from tests.kernels.triton.as_on_a_gpu import gemms_as_on_a_gpu
+
+
+def mixed(role: layers.QuantizerRole) -> layers.Quantizer:
+    dtype = torch.float8_e5m2 if role.tensor == "grad_output" else torch.float8_e4m3fn
+    return layers.MXFP8Quantizer(fp8_dtype=dtype)
+
 
 RECIPES = {
     "current": layers.Float8CurrentScaling(),
@@ -19,9 +25,16 @@ RECIPES = {
     "block": layers.Float8BlockScaling(),
     "block, float32 scales": layers.Float8BlockScaling(use_f32_scales=True),
     "mxfp8": layers.MXFP8BlockScaling(),
+    "nvfp4": layers.NVFP4BlockScaling(),
+    "custom": layers.CustomRecipe(qfactory=mixed),
 }
+EMULATED = ("nvfp4",)  # an H100 has no four-bit GEMM
 ROWS, INNER, OUTER = 37, 40, 24
 SPLITS = [5, 0, 20]
+
+
+def emulations() -> int:
+    return sum(count for (_, rung), count in gemm_counts().items() if rung == "emulation")
 
 
 def step(kind: str, recipe: layers.Recipe, device: torch.device, main_grad: Tensor | None) -> list[Tensor]:
@@ -51,6 +64,7 @@ def step(kind: str, recipe: layers.Recipe, device: torch.device, main_grad: Tens
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("kind", ["Linear", "GroupedLinear"])
 @pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.filterwarnings("ignore:scaled_.* runs as emulation:RuntimeWarning")  # counted, see EMULATED
 def test_quantized_numbers_reach_the_kernels(
     recipe: str, kind: str, accumulate: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,8 +79,34 @@ def test_quantized_numbers_reach_the_kernels(
     reset_gemm_counts()
     found = step(kind, RECIPES[recipe], device, main_grad(device))
     scaled = {name: rung for name, rung in gemm_counts() if name.startswith("scaled")}
-    assert scaled and "emulation" not in scaled.values()
+    assert scaled and emulations() == (3 if recipe in EMULATED else 0)
     for got, want in zip(found, expected, strict=True):
         assert (got.cpu().float() - want.float()).norm() <= 2.0**-7 * want.float().norm()
     if kind == "GroupedLinear":
         assert not found[0][sum(SPLITS) :].any()
+
+
+@pytest.mark.parametrize("frozen", ["input", "weight", None])
+@pytest.mark.parametrize("kind", ["Linear", "GroupedLinear"])
+def test_no_gemm_of_a_format_without_kernels_falls_back_silently(
+    kind: str, frozen: str | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of the three GEMMs warns, counts, and is an error where fallbacks are refused."""
+    if device.type == "cpu":
+        gemms_as_on_a_gpu(monkeypatch)
+    module = (layers.Linear if kind == "Linear" else layers.GroupedLinear)(
+        *((64, 32) if kind == "Linear" else (2, 64, 32)), bias=False, device=device
+    )
+    module.weight.requires_grad_(frozen != "weight")
+    x = torch.randn(32, 64, device=device, requires_grad=frozen != "input")
+    arguments = () if kind == "Linear" else (torch.tensor([16, 16], device=device),)
+    reset_gemm_counts()
+    with pytest.warns(RuntimeWarning, match="runs as emulation"), layers.autocast(recipe=RECIPES["nvfp4"]):
+        y = module(x, *arguments)
+    assert emulations() == 1
+    reset_gemm_counts()
+    with pytest.raises(ValueError, match="strict asks for"), strict_gemms():
+        y.sum().backward(retain_graph=True)
+    with pytest.warns(RuntimeWarning, match="runs as emulation"):
+        y.sum().backward()
+    assert emulations() == (2 if frozen is None else 1)
