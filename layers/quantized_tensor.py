@@ -124,6 +124,12 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
         fields = x.fields
         return fields if set(mine.field_names()) <= fields.keys() else None
 
+    def is_quantization_of(self, x: Tensor) -> bool:
+        """Whether quantizing x, of this tensor's shape, gives the very bits that are stored. Collective for shards that
+        share a scale (`amax_group`)."""
+        expected = self._quantized_fields(x)
+        return all(torch.equal(_as_bytes(field), _as_bytes(expected[name])) for name, field in self.fields.items())
+
     def require_cuttable(self, what: str) -> None:
         """Raise ValueError where no part of this can be a view of it."""
         self.require_matrix(what)
