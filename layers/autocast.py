@@ -142,8 +142,8 @@ class quantized_model_init(_Region):
     """Store the weights of layers built inside in the weight format of `recipe` (None: Float8CurrentScaling).
 
     preserve_high_precision_init_val: keep each initial value on the CPU; `parameter.get_high_precision_init_val()`
-    returns it and `clear_high_precision_init_val()` frees it, so that an optimizer's float32 master copy starts from
-    the value before quantization.
+    returns it and `clear_high_precision_init_val()` frees it. `FusedAdamW` starts its float32 master from it, and frees
+    it.
     """
 
     def __init__(

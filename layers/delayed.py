@@ -53,7 +53,8 @@ class Float8Quantizer:
     """A live per-tensor quantizer: multiplies by `scale` and records the largest magnitude it sees in `amax`.
 
     Transformer Engine: `Float8Quantizer(scale, amax, fp8_dtype)`. Two are the same only if they are one object. It
-    holds tensors, so it is never a constant of a compiled graph: see `__fx_repr__`. amax None records nothing.
+    holds tensors, so it is never a constant of a compiled graph: see `__fx_repr__`. amax None records nothing. key, in
+    the methods that take one as every quantizer's do, is not used: nothing is stochastic.
     """
 
     FORMAT: ClassVar[str] = "float8"
@@ -78,7 +79,7 @@ class Float8Quantizer:
             raise_(self.amax, amax)
 
     def quantize_fields(self, x: Tensor, key: Tensor | None = None) -> Fields:
-        """Quantize x: [..., R, C], one scale per matrix, recording amaxes. key: unused, nothing is stochastic."""
+        """Quantize x: [..., R, C], one scale per matrix, recording amaxes."""
         self.record(q.amax(x))
         data = q.quantize_per_tensor(x, self.scale[..., None, None], self.fp8_dtype)
         return {"rowwise_data": data, "rowwise_scale_inv": torch.div(torch.ones_like(self.scale), self.scale)}
@@ -110,6 +111,13 @@ class Float8Quantizer:
         """Do what `rows_operand` does for a GEMM that takes quantized numbers."""
         return self.value.scaled_operand_of_fields(self._rows_fields(x, rows), usage)
 
+    def group_scales(self, groups: int) -> Tensor:
+        """Return the scale of each of so many groups, [G]. ValueError where it has another number of them."""
+        if self.scale.shape != (groups,):
+            shape = tuple(self.scale.shape)
+            raise ValueError(f"the quantizer's scale has shape {shape}; allowed: ({groups},), one per group of rows")
+        return self.scale
+
     def _rows_fields(self, x: Tensor, rows: RowGroups) -> Fields:
         self.record(rows.amax(x))
         data = q.quantize_per_tensor(x, rows.per_row(self.scale)[:, None], self.fp8_dtype)
@@ -133,7 +141,7 @@ class Float8Quantizer:
         """Return how many rows one scale spans, for alignment: any number will do."""
         return 1
 
-    def quantize(self, x: Tensor) -> Float8Tensor:
+    def quantize(self, x: Tensor, key: Tensor | None = None) -> Float8Tensor:
         """Return x as a Float8Tensor, recording its amax."""
         from .tensor_classes import Float8Tensor
 
@@ -141,7 +149,7 @@ class Float8Quantizer:
 
     __call__ = quantize
 
-    def quantize_grouped(self, x: Tensor) -> GroupedTensor:
+    def quantize_grouped(self, x: Tensor, key: Tensor | None = None) -> GroupedTensor:
         """Return x: [G, R, C] as one grouped tensor, recording amaxes; scale and amax are [G]."""
         from .grouped_tensor import GroupedTensor
 
@@ -169,6 +177,11 @@ def bind(
     if gemm is None:
         return quantizer.bind(scale[row], mine)
     return quantizer.bind(scale[row, gemm], None if mine is None else mine[gemm])
+
+
+def value_of(quantizer: Quantizer | Float8Quantizer) -> Quantizer:
+    """Return the quantizer whose fields this one fills."""
+    return quantizer.value if isinstance(quantizer, Float8Quantizer) else quantizer
 
 
 def next_history(history: Tensor, last: Tensor) -> Tensor:

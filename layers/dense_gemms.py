@@ -19,8 +19,8 @@ from torch import Tensor
 
 from te_models.kernels.gemm import Operand
 
-from .delayed import bind
-from .kept import Kept, gradient_sides, keep, keep_weight, note_statistics, value_of
+from .delayed import bind, value_of
+from .kept import Kept, gradient_sides, keep, keep_weight, note_statistics
 from .quantized_module import LiveState, check_format
 from .quantized_storage import QuantizedStorage
 from .quantized_tensor import QuantizedTensor

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .initial_values import hand_to_shards
 from .quantizer import Quantizer, Usage
 
 if TYPE_CHECKING:
@@ -55,8 +56,9 @@ def is_one_matrix(x: QuantizedTensor) -> bool:
 def share_scales(module: nn.Module) -> None:
     """Let the shards of every quantized weight with one scale per matrix share that scale from now on.
 
-    Call it after `fully_shard` and before values are written into shards (loading, initialising) ahead of the first
-    forward pass, which would do it by itself. Collective: none here, one per such write.
+    Call it after `fully_shard` and before values are written into shards (loading, initialising, `init_state` of an
+    optimizer) ahead of the first forward pass, which would do it by itself. Shards of weights that were built with
+    `preserve_high_precision_init_val` get their rows of that value, too. Collective: none here, one per such write.
     """
     from torch.distributed.tensor import DTensor
 
@@ -67,6 +69,8 @@ def share_scales(module: nn.Module) -> None:
             local, mesh = parameter._local_tensor, parameter.device_mesh
             if is_one_matrix(local) and one_per_matrix(local):
                 local.amax_group = mesh.get_group(mesh.ndim - 1)
+    for part in module.modules():
+        hand_to_shards(part)
 
 
 class GathersQuantized:
@@ -86,6 +90,7 @@ class GathersQuantized:
         if x.amax_group is None and is_one_matrix(x) and one_per_matrix(x):
             _check_shared(x, mesh)
             x.amax_group = mesh.get_group()
+        hand_to_shards(module)
         return tuple(_bytes(field) for field in x.fields.values()), None
 
     def fsdp_post_all_gather(

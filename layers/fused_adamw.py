@@ -18,6 +18,7 @@ from .adamw_pieces import Piece, pieces
 from .adamw_update import Update, update_
 from .compiled_by_shape import compiled_by_shape
 from .fsdp import local_part
+from .initial_values import clear_initial_value, take_initial_value
 from .moments import MomentDtype
 from .quantized_tensor import QuantizedTensor, unless
 
@@ -32,10 +33,12 @@ class FusedAdamW(torch.optim.Optimizer):
 
     lr: a float, or a scalar tensor whose value may change without anything being compiled again. master_weights: keep a
     float32 master for every parameter of fewer bits; a quantized one always has one, because it cannot absorb a small
-    update. Without a master, the update is computed in float32 and rounded. moment_dtype: "float32", "bfloat16" or
-    "float8"; the last two round stochastically, driven by (seed, step, parameter, element). compile: compile the
-    encoding of such moments and the requantization of weights, with the same bits: on CPU seconds at the first step
-    (once per shape), and 4 to 10 times less for them from then on.
+    update. It starts from the present weight, or from what that was quantized from: where that was kept
+    (`preserve_high_precision_init_val`) and no other values have been written since; it is then freed. Without a
+    master, the update is computed in float32 and rounded. moment_dtype: "float32", "bfloat16" or "float8"; the last two
+    round stochastically, driven by (seed, step, parameter, element). compile: compile the encoding of such moments and
+    the requantization of weights, with the same bits: on CPU seconds at the first step (once per shape), and 4 to 10
+    times less for them from then on.
 
     `step` can be compiled whole, too (`torch.compile(optimizer.step, fullgraph=True)`, after `init_state`): update,
     rounding and requantization of a weight are then fused, and differ from the eager step by float32 roundings.
@@ -69,7 +72,7 @@ class FusedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def init_state(self) -> None:
-        """Create the state of all parameters now (masters from the present weights) and not at their first update."""
+        """Create the state of all parameters now and not at their first update."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.requires_grad and not self.state[parameter]:
@@ -80,7 +83,8 @@ class FusedAdamW(torch.optim.Optimizer):
         state = {"step": torch.zeros((), dtype=torch.float32, device=local.device)}
         if isinstance(local, QuantizedTensor) or (group["master_weights"] and local.dtype.itemsize < 4):
             state["master"] = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
-            local_part(state["master"]).copy_(_values(local, torch.float32))
+            before = take_initial_value(parameter, local) if isinstance(local, QuantizedTensor) else None
+            local_part(state["master"]).copy_(_values(local, torch.float32) if before is None else before)
         state |= self._moments.zeros(parameter, local)
         return state
 
@@ -164,6 +168,7 @@ class FusedAdamW(torch.optim.Optimizer):
                     f"the state dict holds moments of dtype {entries['exp_avg'].dtype}, but this optimizer was made "
                     f"with moment_dtype={self._moments.dtype!r}; make it with the dtype that was saved"
                 )
+            clear_initial_value(parameter)
             device = parameter.device
             self.state[parameter] = {name: value.to(device, copy=True) for name, value in entries.items()}
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from te_models.kernels import quantize as q
 from te_models.kernels.quantize.dequantize_grouped import dequantize_grouped, unpad_rows
 
+from .delayed import Float8Quantizer
 from .field_schema import field_layouts
 from .quantizer import (
     Fields,
@@ -38,8 +39,15 @@ def row_alignment(quantizer: Quantizer, usage: Usage) -> int:
     return quantizer.row_block(usage)
 
 
-def quantize_rows(quantizer: Quantizer, x: Tensor, m_splits: Tensor, key: Tensor | None = None) -> Fields:
-    """Quantize x: [T, C] group by group into the stored fields. m_splits: [G] integer. key: see `Quantizer`."""
+def quantize_rows(
+    quantizer: Quantizer | Float8Quantizer, x: Tensor, m_splits: Tensor, key: Tensor | None = None
+) -> Fields:
+    """Quantize x: [T, C] group by group into the stored fields. m_splits: [G] integer. key: see `Quantizer`. A live
+    quantizer has a scale, and records an amax, for each group."""
+    if isinstance(quantizer, Float8Quantizer):
+        scale = quantizer.group_scales(m_splits.shape[0])
+        quantizer.record(q.grouped_amax(x, m_splits))
+        return _per_tensor_fields(x, m_splits, scale, quantizer.fp8_dtype)
     rowwise, columnwise = (usage in quantizer.stored_usages() for usage in ("rowwise", "columnwise"))
     match quantizer:
         case HybridQuantizer():
@@ -54,8 +62,7 @@ def quantize_rows(quantizer: Quantizer, x: Tensor, m_splits: Tensor, key: Tensor
             return {"rowwise_data": x.clone()}
         case Float8CurrentScalingQuantizer():
             scale = quantizer.scale(q.grouped_amax(x, m_splits))
-            data, _ = q.quantize_grouped_per_tensor(x, m_splits, scale, quantizer.fp8_dtype)
-            return {"rowwise_data": data, "rowwise_scale_inv": torch.div(torch.ones_like(scale), scale)}
+            return _per_tensor_fields(x, m_splits, scale, quantizer.fp8_dtype)
         case Float8BlockQuantizer() | MXFP8Quantizer():
             epsilon = quantizer.amax_epsilon if isinstance(quantizer, Float8BlockQuantizer) else 0.0  # MX has none
             parts = q.quantize_grouped_blockwise(
@@ -71,9 +78,7 @@ def quantize_rows(quantizer: Quantizer, x: Tensor, m_splits: Tensor, key: Tensor
             layouts = field_layouts(quantizer)
             return {f.name: part.mT if f.transposed else part for f, part in zip(layouts, parts, strict=True)}
         case NVFP4Quantizer(with_2d_quantization=False):
-            key = key if quantizer.needs_key() else None
-            if quantizer.needs_key() and key is None:
-                raise ValueError("stochastic rounding draws from a key; pass key, an int64 tensor (seed, counter)")
+            key = quantizer.checked_key(key)
             parts = q.quantize_grouped_nvfp4(
                 x, m_splits, with_rht=quantizer.with_rht, key=key, rowwise=rowwise, columnwise=columnwise
             )
@@ -81,6 +86,11 @@ def quantize_rows(quantizer: Quantizer, x: Tensor, m_splits: Tensor, key: Tensor
     raise ValueError(
         f"rows of groups cannot be quantized by {quantizer}; for NVFP4, with_2d_quantization is of weights"
     )
+
+
+def _per_tensor_fields(x: Tensor, m_splits: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -> Fields:
+    data, _ = q.quantize_grouped_per_tensor(x, m_splits, scale, fp8_dtype)
+    return {"rowwise_data": data, "rowwise_scale_inv": torch.div(torch.ones_like(scale), scale)}
 
 
 def empty_rows(

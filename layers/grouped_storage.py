@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .delayed import Float8Quantizer, value_of
 from .field_schema import empty_fields
 from .grouped_rows import dequantize_rows, empty_rows, quantize_rows
 from .quantized_storage import QuantizedStorage
@@ -32,11 +33,21 @@ class GroupedTensorStorage(QuantizedStorage):
             raise ValueError(f"{type(self).__name__} has shape {tuple(shape)}; allowed: {wanted}")
 
     @classmethod
-    def quantize(cls, x: Tensor, quantizer: Quantizer, m_splits: Tensor | None = None) -> GroupedTensorStorage:
-        """Return x quantized: [num_gemms, rows, columns], or [T, columns] with m_splits."""
+    def quantize(
+        cls,
+        x: Tensor,
+        quantizer: Quantizer | Float8Quantizer,
+        m_splits: Tensor | None = None,
+        key: Tensor | None = None,
+    ) -> GroupedTensorStorage:
+        """Return x quantized: [num_gemms, rows, columns], or [T, columns] with m_splits. key: for stochastic
+        rounding."""
         x = x.detach()
-        fields = quantizer.quantize_fields(x) if m_splits is None else quantize_rows(quantizer, x, m_splits)
-        return cls(fields, quantizer, x.shape, x.dtype, m_splits)
+        if m_splits is None:
+            fields = quantizer.quantize_fields(x, key)
+        else:
+            fields = quantize_rows(quantizer, x, m_splits, key)
+        return cls(fields, value_of(quantizer), x.shape, x.dtype, m_splits)
 
     @classmethod
     def empty(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from te_models.kernels.gemm import Operand
 
+from .delayed import Float8Quantizer, value_of
 from .grouped_rows import dequantize_rows, empty_rows, member_of_rows, quantize_rows, row_alignment
 from .grouped_storage import GroupedTensorStorage
 from .quantized_tensor import QuantizedTensor, unless
@@ -69,7 +70,9 @@ class GroupedRows(QuantizedTensor):
     m_splits: Tensor
 
     @classmethod
-    def quantize_rows(cls, x: Tensor, m_splits: Tensor, quantizer: Quantizer, key: Tensor | None = None) -> Self:
+    def quantize_rows(
+        cls, x: Tensor, m_splits: Tensor, quantizer: Quantizer | Float8Quantizer, key: Tensor | None = None
+    ) -> Self:
         """Return x: [T, columns] quantized; m_splits: [num_gemms] integer; key: for stochastic rounding."""
         if x.dim() != cls.RANK:
             raise ValueError(f"{cls.__name__} holds {cls.RANK}-D tensors; got shape {tuple(x.shape)}")
@@ -77,10 +80,10 @@ class GroupedRows(QuantizedTensor):
             raise ValueError(f"{cls.__name__} quantizes floating-point tensors; got {x.dtype}")
         _check_splits(m_splits, x.shape[0])
         fields = quantize_rows(quantizer, x.detach(), m_splits, key)
-        return cls(fields | {"m_splits": m_splits}, quantizer, x.shape, x.dtype)
+        return cls(fields | {"m_splits": m_splits}, value_of(quantizer), x.shape, x.dtype)
 
     @classmethod
-    def quantize(cls, x: Tensor, quantizer: Quantizer) -> Self:
+    def quantize(cls, x: Tensor, quantizer: Quantizer | Float8Quantizer, key: Tensor | None = None) -> Self:
         raise ValueError("rows of groups are quantized with their splits; call GroupedRows.quantize_rows")
 
     @classmethod
@@ -113,11 +116,13 @@ class GroupedRows(QuantizedTensor):
         return dequantize_rows(self.quantizer, self.fields, self.m_splits, self.matrix_shape, dtype)
 
     @torch.no_grad()
-    def quantize_(self, x: Tensor, *, noop: Tensor | None = None, m_splits: Tensor | None = None) -> Self:
+    def quantize_(
+        self, x: Tensor, *, noop: Tensor | None = None, key: Tensor | None = None, m_splits: Tensor | None = None
+    ) -> Self:
         """Overwrite with x quantized anew (or, for rows quantized alike, with their very fields and splits).
 
         x: of this tensor's shape. m_splits: new splits (None: the present ones, or x's own where it has some). noop: a
-        scalar tensor; where it is nonzero nothing changes, decided on the device.
+        scalar tensor; where it is nonzero nothing changes, decided on the device. key: for stochastic rounding.
         """
         if x.shape != self.shape:
             raise ValueError(f"cannot quantize shape {tuple(x.shape)} into a tensor of shape {tuple(self.shape)}")
@@ -130,7 +135,7 @@ class GroupedRows(QuantizedTensor):
         else:
             _check_splits(m_splits, x.shape[0])
             plain = x.dequantize(torch.float32) if isinstance(x, QuantizedTensor) else x
-            source = quantize_rows(self.quantizer, plain, m_splits)
+            source = quantize_rows(self.quantizer, plain, m_splits, key)
         for name, field in (self.fields | {"m_splits": self.m_splits}).items():
             new = m_splits.to(field.dtype) if name == "m_splits" else source[name]
             field.copy_(new if noop is None else unless(noop, new.to(field.device), field))

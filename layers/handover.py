@@ -14,9 +14,9 @@ from torch import Tensor
 from te_models.kernels.quantize import QuantizedOutput
 
 from .autocast import state
-from .delayed import bind
+from .delayed import bind, value_of
 from .dense_gemms import How
-from .kept import in_cpu_graph, value_of
+from .kept import in_cpu_graph
 from .quantized_module import LiveState
 from .quantized_storage import STORAGE_CLASSES, QuantizedStorage
 from .sides import AnyQuantizer

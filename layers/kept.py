@@ -11,9 +11,9 @@ from torch import Tensor
 
 from te_models.kernels.gemm import Operand
 
-from .delayed import STATISTICS, Float8Quantizer
+from .delayed import STATISTICS, Float8Quantizer, value_of
 from .quantized_storage import QuantizedStorage
-from .quantizer import Fields, IdentityQuantizer, Quantizer, Usage
+from .quantizer import Fields, IdentityQuantizer, Usage
 from .recipe import BackwardOverride
 from .row_groups import RowGroups
 from .sides import AnyQuantizer, Side, quantized_gemms, side, side_of_fields, turned
@@ -50,11 +50,6 @@ class Kept:
         if self.form == "dequantized":
             return turned(Operand(value.dequantize_fields(fields, dtype, self.shape), None), "columnwise")
         return side_of_fields(value, fields, "columnwise", dtype, self.shape)
-
-
-def value_of(quantizer: AnyQuantizer) -> Quantizer:
-    """Return the quantizer whose fields this one fills."""
-    return quantizer.value if isinstance(quantizer, Float8Quantizer) else quantizer
 
 
 def keep(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from te_models.kernels.gemm import Operand
 
+from .delayed import Float8Quantizer, value_of
 from .field_schema import FieldLayout, empty_fields, field_layouts
 from .quantizer import Fields, Quantizer, Usage
 
@@ -93,10 +94,11 @@ class QuantizedStorage(QuantizedFields):
         self._adopt(fields, quantizer, self.shape)
 
     @classmethod
-    def quantize(cls, x: Tensor, quantizer: Quantizer) -> QuantizedStorage:
-        """Return x: [..., rows, columns] quantized, in the class of the quantizer's format."""
-        fields = quantizer.quantize_fields(x.detach())
-        return STORAGE_CLASSES[quantizer.FORMAT](fields, quantizer, x.shape, x.dtype)
+    def quantize(cls, x: Tensor, quantizer: Quantizer | Float8Quantizer, key: Tensor | None = None) -> QuantizedStorage:
+        """Return x: [..., rows, columns] quantized, in the class of the quantizer's format. key: for stochastic
+        rounding."""
+        fields = quantizer.quantize_fields(x.detach(), key)
+        return STORAGE_CLASSES[quantizer.FORMAT](fields, value_of(quantizer), x.shape, x.dtype)
 
     @classmethod
     def empty(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from te_models.kernels.torch_versions import own_result
 
+from .delayed import Float8Quantizer, value_of
 from .field_schema import empty_fields, high_precision_fields
 from .fsdp import GathersQuantized, shared_amaxes
 from .quantized_storage import STORAGE_CLASSES, QuantizedFields, QuantizedStorage
@@ -59,14 +60,14 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
         super().__init__()
 
     @classmethod
-    def quantize(cls, x: Tensor, quantizer: Quantizer) -> Self:
-        """Return x quantized; x: any floating dtype, of the rank the class holds."""
+    def quantize(cls, x: Tensor, quantizer: Quantizer | Float8Quantizer, key: Tensor | None = None) -> Self:
+        """Return x quantized; x: any floating dtype, of the rank the class holds. key: for stochastic rounding."""
         if x.dim() != cls.RANK:
             raise ValueError(f"{cls.__name__} holds {cls.RANK}-D tensors; got shape {tuple(x.shape)}")
         if not x.is_floating_point():
             raise ValueError(f"{cls.__name__} quantizes floating-point tensors; got {x.dtype}")
         x = x.detach()
-        return cls(quantizer.quantize_fields(x), quantizer, x.shape, x.dtype)
+        return cls(quantizer.quantize_fields(x, key), value_of(quantizer), x.shape, x.dtype)
 
     @classmethod
     def empty(
@@ -82,19 +83,20 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
     def _values(self, dtype: torch.dtype) -> Tensor:
         return self.decode(dtype).view(self.shape)
 
-    def _quantized_fields(self, x: Tensor) -> Fields:
+    def _quantized_fields(self, x: Tensor, key: Tensor | None = None) -> Fields:
         """Return the fields that x, of this tensor's shape, quantizes to."""
         x = x.reshape(self.matrix_shape)
         if self.amax_group is None:
-            return self.quantizer.quantize_fields(x)
-        return self.quantizer.quantize_fields(x, amaxes=shared_amaxes(self.quantizer, x, self.amax_group))
+            return self.quantizer.quantize_fields(x, key)
+        return self.quantizer.quantize_fields(x, key, shared_amaxes(self.quantizer, x, self.amax_group))
 
     @torch.no_grad()
-    def quantize_(self, x: Tensor, *, noop: Tensor | None = None) -> Self:
+    def quantize_(self, x: Tensor, *, noop: Tensor | None = None, key: Tensor | None = None) -> Self:
         """Overwrite with x quantized anew (or, for a tensor quantized alike, with its very fields).
 
         x: of this tensor's shape, any floating dtype. noop: a scalar tensor; where it is nonzero nothing changes,
-        decided on the device. ValueError for another shape, and for a slice that shares its scale with the rest.
+        decided on the device. key: int64 [2], for stochastic rounding. ValueError for another shape, and for a slice
+        that shares its scale with the rest.
         """
         if x.shape != self.shape:
             raise ValueError(f"cannot quantize shape {tuple(x.shape)} into a tensor of shape {tuple(self.shape)}")
@@ -106,7 +108,7 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
         source = self._fields_like_mine(x)
         if source is None:
             plain = x.dequantize(torch.float32) if isinstance(x, QuantizedTensor) else x
-            source = self._quantized_fields(plain)
+            source = self._quantized_fields(plain, key)
         for name, field in self.fields.items():
             new = source[name] if noop is None else unless(noop, source[name].to(field.device), field)
             field.copy_(new)
@@ -123,6 +125,12 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
             return None
         fields = x.fields
         return fields if set(mine.field_names()) <= fields.keys() else None
+
+    def is_quantization_of(self, x: Tensor) -> bool:
+        """Whether quantizing x, of this tensor's shape, gives the very bits that are stored. Collective for shards that
+        share a scale (`amax_group`)."""
+        expected = self._quantized_fields(x)
+        return all(torch.equal(_as_bytes(field), _as_bytes(expected[name])) for name, field in self.fields.items())
 
     def require_cuttable(self, what: str) -> None:
         """Raise ValueError where no part of this can be a view of it."""

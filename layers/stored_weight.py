@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .autocast import quantized_model_init, state
+from .initial_values import preserve
 from .quantized_module import QuantizedModule
 from .recipe import Recipe
 from .whole_model import quantized_modules
@@ -35,7 +36,7 @@ def store_weights_as_asked(module: QuantizedModule) -> None:
             quantizer.quantize(weight) if weight.dim() == 2 else quantizer.quantize_grouped(weight)
         )
         if state().preserve_init_val:
-            _preserve(parameter, weight.detach())
+            preserve(module, name, parameter, weight.detach())
         setattr(module, name, parameter)
 
 
@@ -49,14 +50,3 @@ def store_weights(model: nn.Module, recipe: Recipe, *, preserve_high_precision_i
         for _, module in quantized_modules(model):
             store_weights_as_asked(module)
     recipe.check_names([module.name for _, module in quantized_modules(model) if module.name])
-
-
-def _preserve(parameter: nn.Parameter, value: Tensor) -> None:
-    """Give the parameter its value before quantization, on the CPU, and the two methods that read and free it."""
-    kept = [value.to("cpu", copy=True)]
-
-    def get_high_precision_init_val() -> Tensor | None:
-        return kept[0] if kept else None
-
-    parameter.get_high_precision_init_val = get_high_precision_init_val  # type: ignore[attr-defined]
-    parameter.clear_high_precision_init_val = kept.clear  # type: ignore[attr-defined]

@@ -198,19 +198,19 @@ class Quantizer(ValueObject):
             )
         return stored
 
-    def quantize(self, x: Tensor) -> QuantizedTensor:
+    def quantize(self, x: Tensor, key: Tensor | None = None) -> QuantizedTensor:
         """Return x: [rows, columns] as a quantized tensor of the same logical shape and dtype."""
         from ..tensor_classes import TENSOR_CLASSES
 
-        return TENSOR_CLASSES[self.FORMAT].quantize(x, self)
+        return TENSOR_CLASSES[self.FORMAT].quantize(x, self, key)
 
     __call__ = quantize
 
-    def quantize_grouped(self, x: Tensor) -> GroupedTensor:
+    def quantize_grouped(self, x: Tensor, key: Tensor | None = None) -> GroupedTensor:
         """Return x: [num_gemms, rows, columns] as one grouped tensor, every member with its own scales."""
         from ..grouped_tensor import GroupedTensor
 
-        return GroupedTensor.quantize(x, self)
+        return GroupedTensor.quantize(x, self, key)
 
     def with_usage(self, *, rowwise: bool, columnwise: bool) -> Self:
         """Return a copy that makes other copies."""

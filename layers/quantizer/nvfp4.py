@@ -66,7 +66,7 @@ class NVFP4Quantizer(Quantizer):
             x,
             self.gemm_dtype(dtype),
             block=self._block_of(stored),
-            key=self._checked(key),
+            key=self.checked_key(key),
             stream=_STREAM[stored],
         )
         return Operand(values, q.global_decode(amax))
@@ -81,16 +81,20 @@ class NVFP4Quantizer(Quantizer):
             self.gemm_dtype(dtype),
             block=block,
             amax=rows.per_row(amax)[:: block[0], None],
-            key=self._checked(key),
+            key=self.checked_key(key),
             stream=_STREAM[usage],
         )
         return Operand(values, q.global_decode(amax))
 
-    def _checked(self, key: Tensor | None) -> Tensor | None:
+    def checked_key(self, key: Tensor | None) -> Tensor | None:
+        """Return the key to draw from, None where rounding is to nearest. ValueError where one is needed and is not
+        there, or is none."""
         if not self.stochastic_rounding:
             return None
         if key is None:
             raise ValueError("stochastic rounding draws from a key; pass key, an int64 tensor (seed, counter)")
+        if key.shape != (2,) or key.dtype != torch.int64:
+            raise ValueError(f"key is {key.dtype} of shape {tuple(key.shape)}; allowed: int64 [2], (seed, counter)")
         return key
 
     def _rotates(self, usage: Usage) -> bool:
@@ -103,7 +107,7 @@ class NVFP4Quantizer(Quantizer):
         return q.amax(self._transformed(x, usage))
 
     def _quantize(self, x: Tensor, usage: Usage, key: Tensor | None, amax: Tensor | None = None) -> Parts:
-        key, stream = self._checked(key), _STREAM[usage]
+        key, stream = self.checked_key(key), _STREAM[usage]
         if usage == "columnwise" and not self.with_2d_quantization:
             return q.quantize_nvfp4_transposed(x, with_rht=self.with_rht, amax=amax, key=key, stream=stream)
         x = x.mT.contiguous() if usage == "columnwise" else x

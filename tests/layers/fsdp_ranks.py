@@ -28,6 +28,7 @@ from te_models.layers import (
     QuantizedTensor,
     Quantizer,
     autocast,
+    quantized_model_init,
     recipe,
     share_scales,
 )
@@ -39,6 +40,7 @@ LR, EPS = 0.01, 0.02
 FORMATS = weight_quantizers()
 KINDS = [(name, grouped) for name in FORMATS for grouped in (False, True)]
 RECIPES = ["block", "mxfp8"]
+PRESERVED = ["current", "block", "mxfp8", "nvfp4"]
 
 
 def build(quantizer: Quantizer, grouped: bool, seed: int = 0) -> nn.Module:
@@ -212,6 +214,29 @@ def mixed_precision_changes_no_stored_number(name: str, grouped: bool, mesh: Dev
     assert module.weight.grad.full_tensor().abs().sum() > 0
 
 
+def masters_of_shards_start_from_the_preserved_values(name: str, when: str, mesh: DeviceMesh) -> None:
+    """Each rank's master is its rows of the value before quantization; a value written into shards wins over it."""
+    torch.manual_seed(6)
+    with quantized_model_init(recipe=recipe(name), preserve_high_precision_init_val=True):
+        modules = [Linear(IN, OUT, bias=False), GroupedLinear(EXPERTS, IN, OUT, bias=False)]
+    for module in modules:
+        value = module.weight.get_high_precision_init_val().clone()
+        fully_shard(module, mesh=mesh)
+        if when == "first forward pass":
+            run(module, mine(torch.randn(TOKENS, IN))).square().mean().backward()
+        else:
+            share_scales(module)
+        if when == "after a write":
+            value = value.flip(0)
+            with torch.no_grad():
+                module.weight._local_tensor.copy_(mine(value))
+            value = gathered(module).dequantize(torch.float32)
+        optimizer = FusedAdamW(module.parameters())
+        optimizer.init_state()
+        assert torch.equal(optimizer.state[module.weight]["master"]._local_tensor, mine(value))
+        assert module.weight.get_high_precision_init_val() is None
+
+
 def cuts_through_blocks_are_refused(mesh: DeviceMesh) -> None:
     for name, rows in (("float8_block", 128), ("mxfp8", 32), ("nvfp4", 16)):
         module = Linear(128, rows, bias=False)
@@ -258,6 +283,9 @@ def cases() -> dict[str, Callable[[DeviceMesh], None]]:
     for name in RECIPES:
         for grouped in (False, True):
             add(a_recipe_uses_the_gathered_numbers, name, grouped)
+    for name in PRESERVED:
+        for when in ("first forward pass", "init_state", "after a write"):
+            add(masters_of_shards_start_from_the_preserved_values, name, when)
     for name in ("float8", "nvfp4", "nvfp4_1d"):
         add(shards_with_scales_of_their_own_are_refused, name, False)
     for function in (cuts_through_blocks_are_refused, unequal_shards_are_refused, fewer_bytes_are_sent):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from te_models.layers import FusedAdamW, Linear, QuantizedTensor, autocast, quantized_model_init, recipe
+from te_models.layers import FusedAdamW, GroupedLinear, Linear, QuantizedTensor, autocast, quantized_model_init, recipe
 from tests.layers.bits import raw, same_bits, weight_quantizers
 
 OPTIONS = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.3}
@@ -329,6 +329,68 @@ def test_a_layer_learns_with_quantized_weights() -> None:
         losses.append(loss.item())
     assert losses[-1] < 0.05 * losses[0]
     assert isinstance(layer.weight, QuantizedTensor)
+
+
+def built_with_initial_values(name: str, kind: str = "dense") -> nn.Module:
+    torch.manual_seed(4)
+    with quantized_model_init(recipe=recipe(name), preserve_high_precision_init_val=True):
+        if kind == "dense":
+            return Linear(64, 48, bias=False)
+        return GroupedLinear(3, 64, 48, bias=False, single_grouped_weight=kind == "grouped")
+
+
+@pytest.mark.parametrize("kind", ["dense", "grouped", "per GEMM"])
+@pytest.mark.parametrize("name", ["delayed", "current", "block", "mxfp8", "nvfp4"])
+def test_a_master_starts_from_the_preserved_value(name: str, kind: str) -> None:
+    """It is what torch's AdamW makes of the values before quantization, which are freed."""
+    layer = built_with_initial_values(name, kind)
+    parameters = list(layer.parameters())
+    references = [nn.Parameter(p.get_high_precision_init_val().clone()) for p in parameters]
+    assert all(not torch.equal(p.dequantize(), r) for p, r in zip(parameters, references, strict=True))
+    optimizer = FusedAdamW(parameters, **OPTIONS)
+    train(parameters, optimizer, range(2))
+    train(references, torch.optim.AdamW(references, fused=True, **OPTIONS), range(2))
+    for parameter, reference in zip(parameters, references, strict=True):
+        assert torch.equal(optimizer.state[parameter]["master"], reference)
+        assert parameter.get_high_precision_init_val() is None
+
+
+@pytest.mark.parametrize("change", ["bfloat16", "copy of the layer"])
+def test_the_preserved_value_goes_with_the_weight(change: str) -> None:
+    layer = built_with_initial_values("nvfp4")
+    value = layer.weight.get_high_precision_init_val().clone()
+    other = layer.to(torch.bfloat16) if change == "bfloat16" else copy.deepcopy(layer)
+    for module in (layer, other):
+        optimizer = FusedAdamW(module.parameters())
+        optimizer.init_state()
+        assert torch.equal(optimizer.state[module.weight]["master"], value)
+        if other is layer:
+            break
+
+
+@pytest.mark.parametrize("way", ["load_state_dict", "copy_", "data"])
+def test_values_written_since_win_over_the_preserved_one(way: str) -> None:
+    layer, source = built_with_initial_values("mxfp8"), Linear(64, 48, bias=False)
+    with torch.no_grad():
+        if way == "load_state_dict":
+            layer.load_state_dict(source.state_dict())
+        elif way == "copy_":
+            layer.weight.copy_(source.weight)
+        else:
+            layer.weight.data.copy_(source.weight.data)
+    optimizer = FusedAdamW(layer.parameters())
+    optimizer.init_state()
+    assert torch.equal(optimizer.state[layer.weight]["master"], layer.weight.detach().dequantize())
+    assert layer.weight.get_high_precision_init_val() is None
+
+
+def test_a_loaded_master_frees_the_preserved_value() -> None:
+    first, second = built_with_initial_values("block"), built_with_initial_values("block")
+    optimizers = [FusedAdamW(layer.parameters(), **OPTIONS) for layer in (first, second)]
+    train([first.weight], optimizers[0], range(1))
+    optimizers[1].load_state_dict(optimizers[0].state_dict())
+    assert second.weight.get_high_precision_init_val() is None
+    assert torch.equal(optimizers[1].state[second.weight]["master"], optimizers[0].state[first.weight]["master"])
 
 
 def test_wrong_arguments_are_named() -> None:

@@ -13,6 +13,8 @@ from te_models.kernels.grouped_gemm import grouped_gemm
 from te_models.layers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    Float8Tensor,
     GroupedRows,
     GroupedTensor,
     GroupedTensorStorage,
@@ -20,6 +22,7 @@ from te_models.layers import (
     IdentityQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
+    QuantizedStorage,
     QuantizedTensor,
     Quantizer,
 )
@@ -84,6 +87,33 @@ def test_every_group_is_its_rows_quantized_by_themselves(name: str, splits: list
                 assert own.untyped_storage().data_ptr() == grouped.fields[field].untyped_storage().data_ptr()
             begin += len(part)
         assert not values[begin:].any()
+
+
+def test_a_live_quantizer_has_a_scale_and_an_amax_for_each_group() -> None:
+    x, m_splits = rows_of([5, 0, 37, 128], 170)
+    scale, amax = torch.tensor([2.0, 3.0, 0.5, 100.0]), torch.zeros(4)
+    live = Float8Quantizer(scale, amax, torch.float8_e4m3fn)
+    for made in (GroupedRows.quantize_rows(x, m_splits, live), GroupedTensorStorage.quantize(x, live, m_splits)):
+        assert made.quantizer == Float8CurrentScalingQuantizer()
+        values, begin = made.dequantize(), 0
+        for i, rows in enumerate(m_splits.tolist()):
+            part = x[begin : begin + rows]
+            own = Float8Quantizer(scale[i], None, torch.float8_e4m3fn).quantize(part)
+            assert torch.equal(raw(made.rowwise_data[begin : begin + rows]), raw(own.rowwise_data))
+            assert torch.equal(values[begin : begin + rows], own.dequantize())
+            assert amax[i] == (part.abs().max() if rows else 0)
+            begin += rows
+        assert not values[begin:].any()
+    with pytest.raises(ValueError, match=r"allowed: \(4,\), one per group"):
+        GroupedRows.quantize_rows(x, m_splits, Float8Quantizer(scale[0], None, torch.float8_e4m3fn))
+
+
+def test_a_live_quantizer_makes_every_kind_of_tensor() -> None:
+    live = Float8Quantizer(torch.tensor(2.0), torch.zeros(()), torch.float8_e5m2)
+    x = torch.randn(4, 32)
+    expected = live.quantize(x)
+    for made in (Float8Tensor.quantize(x, live), QuantizedStorage.quantize(x, live)):
+        assert same_bits(expected, made.fields) and made.quantizer == expected.quantizer
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -10,19 +13,29 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from te_models.layers import (
     GroupedLinear,
+    GroupedRows,
+    GroupedTensor,
+    GroupedTensorStorage,
+    HybridQuantizer,
     LayerNormLinear,
     LayerNormMLP,
     Linear,
+    MXFP8Quantizer,
     NVFP4BlockScaling,
+    NVFP4Quantizer,
+    NVFP4Tensor,
     QuantizedModule,
+    QuantizedStorage,
+    QuantizedTensor,
+    Quantizer,
     autocast,
     ops,
     recipe_state,
     set_rounding_seed,
 )
-from te_models.layers.quantizer import NVFP4Quantizer
+from te_models.layers.grouped_rows import quantize_rows
 from tests.layers import emulation_nvfp4 as em
-from tests.layers.bits import raw
+from tests.layers.bits import raw, same_bits
 
 DRAWS = 1024
 
@@ -89,6 +102,74 @@ def test_bits_follow_from_seed_step_and_tensor_alone() -> None:
         for b in others[i:]:
             # with other bits about half of the numbers that lie well between two neighbours come out different
             assert (a != b).float().mean() > 0.3
+
+
+KEY = torch.tensor([7, 3])
+SPLITS = torch.tensor([5, 0, 19])
+
+
+def written(empty: QuantizedTensor, x: torch.Tensor, key: torch.Tensor | None) -> QuantizedTensor:
+    return empty.quantize_(x, key=key)
+
+
+# how a tensor is quantized by the public classes: (the rank of x, what is given a quantizer, x and a key)
+WAYS: dict[str, tuple[int, Callable[..., Any]]] = {
+    "quantize": (2, lambda q, x, key: q.quantize(x, key)),
+    "call": (2, lambda q, x, key: q(x, key=key)),
+    "class": (2, lambda q, x, key: NVFP4Tensor.quantize(x, q, key)),
+    "storage": (2, lambda q, x, key: QuantizedStorage.quantize(x, q, key)),
+    "quantize_": (2, lambda q, x, key: written(NVFP4Tensor.empty(x.shape, q, x.dtype), x, key)),
+    "quantize_grouped": (3, lambda q, x, key: q.quantize_grouped(x, key)),
+    "grouped storage": (3, lambda q, x, key: GroupedTensorStorage.quantize(x, q, key=key)),
+    "grouped quantize_": (3, lambda q, x, key: written(GroupedTensor.empty(x.shape, q, x.dtype), x, key)),
+    "rows": (1, lambda q, x, key: GroupedRows.quantize_rows(x, SPLITS, q, key)),
+    "rows quantize_": (
+        1,
+        lambda q, x, key: GroupedRows.empty(x.shape, q, x.dtype, groups=3).quantize_(x, m_splits=SPLITS, key=key),
+    ),
+    "rows storage": (1, lambda q, x, key: GroupedTensorStorage.quantize(x, q, SPLITS, key)),
+}
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "hybrid"])
+@pytest.mark.parametrize("way", WAYS)
+def test_tensors_are_quantized_with_a_key(way: str, format: str) -> None:
+    quantizer: Quantizer = NVFP4Quantizer(stochastic_rounding=True)
+    if format == "hybrid":
+        if way in ("class", "quantize_"):
+            quantizer = NVFP4Quantizer(stochastic_rounding=True, with_rht=True)
+        else:
+            quantizer = HybridQuantizer(rowwise_quantizer=quantizer, columnwise_quantizer=MXFP8Quantizer())
+    rank, make = WAYS[way]
+    x = torch.randn(*(3,) * (rank == 3), 24, 32, generator=torch.Generator().manual_seed(1))
+    found = make(quantizer, x, KEY)
+    expected = quantize_rows(quantizer, x, SPLITS, KEY) if rank == 1 else quantizer.quantize_fields(x, KEY)
+    assert same_bits(found, expected)
+    other = make(quantizer, x, torch.tensor([7, 4]))
+    assert (found.rowwise_data != other.rowwise_data).float().mean() > 0.2
+    with pytest.raises(ValueError, match="pass key"):
+        make(quantizer, x, None)
+    for wrong in (torch.tensor(3), torch.tensor([1.0, 2.0])):
+        with pytest.raises(ValueError, match=r"allowed: int64 \[2\]"):
+            make(quantizer, x, wrong)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_graph_quantizes_with_a_key(grouped: bool) -> None:
+    """The key is data: another one compiles nothing."""
+    quantizer = NVFP4Quantizer(stochastic_rounding=True)
+    x = torch.randn(2, 16, 32) if grouped else torch.randn(16, 32)
+
+    def run(x: torch.Tensor, key: torch.Tensor) -> QuantizedTensor:
+        return quantizer.quantize_grouped(x, key) if grouped else quantizer.quantize(x, key)
+
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for counter in range(3):
+        key = torch.tensor([5, counter])
+        assert same_bits(compiled(x, key), run(x, key))
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 def model() -> torch.nn.Sequential:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...delayed import bind
+from ...delayed import bind, value_of
 from ...dense_gemms import HIGH_PRECISION
-from ...kept import value_of
 from ...quantized_module import LiveState, QuantizedModule
 from ...quantized_storage import STORAGE_CLASSES
 from ..call import Computed, Gradients, Input, OperationArguments, OperationCall, OperationContext, QuantizedRows
