@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 F32_MAX = float(np.finfo(np.float32).max)
-BF16_MAX = 3.3895313892515355e38
+OVERFLOW = {torch.float32: F32_MAX, torch.bfloat16: 3.3895313892515355e38, torch.float16: 65504.0}
+"""What a scale that overflows becomes in the formats of 128-blocks: the largest number of the input's dtype."""
 
 
 class Format:
@@ -133,19 +134,6 @@ def per_tensor(x: np.ndarray, fmt: Format, *, pow2: bool = False, epsilon: float
     """Quantize with one scale for the whole matrix."""
     block = (max(x.shape[0], 1), max(x.shape[1], 1))
     return quantize(x, block, fmt, "pow2" if pow2 else "float32", epsilon=epsilon)
-
-
-def operand(recipe: str, role: str, usage: str, x: torch.Tensor) -> np.ndarray:
-    """The float64 values that the named recipe multiplies for role "x", "w" or "dy" in a usage."""
-    data = x.detach().float().numpy()
-    if recipe == "current":
-        return per_tensor(data, E5M2 if role == "dy" else E4M3).values
-    if recipe == "block":
-        block = (128, 128) if role == "w" else (1, 128) if usage == "rowwise" else (128, 1)
-        overflow = BF16_MAX if x.dtype == torch.bfloat16 else F32_MAX
-        return quantize(data, block, E4M3, "pow2", overflow).values
-    assert recipe == "mxfp8"
-    return quantize(data, (1, 32) if usage == "rowwise" else (32, 1), E4M3, "e8m0").values
 
 
 def hard_values(size: int, seed: int) -> torch.Tensor:

@@ -1,17 +1,28 @@
-"""The three GEMMs of Linear under every recipe, against float64 products of independently quantized operands."""
+"""The three GEMMs of Linear and GroupedLinear under every recipe, against float64 products of independently quantized
+operands, with weights stored quantized or not."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 
-from te_models.layers import Linear, NVFP4BlockScaling, Recipe, autocast
+from te_models.layers import GroupedLinear, Linear, NVFP4BlockScaling, Recipe, autocast
 from tests.layers import emulation as em
 from tests.layers import emulation_nvfp4 as em4
-from tests.layers.emulation_gemm import KEY, RECIPES, SCALES, UNIT, assert_within
+from tests.layers.emulation_gemm import (
+    KEY,
+    RECIPES,
+    SCALES,
+    UNIT,
+    assert_within,
+    stored_operands,
+    weight_quantizer,
+)
 
-SIZES = [(1, 16, 16), (17, 130, 33), (129, 64, 96), (33, 1000, 31)]
+SIZES = [(1, 16, 16), (17, 130, 33), (129, 64, 96), (33, 1000, 31), (129, 256, 128)]
 """rows, in, out: odd ones included; padding to blocks is the layer's business."""
 
 
@@ -26,12 +37,14 @@ def numbers(rows: int, k: int, n: int, dtype: torch.dtype) -> tuple[torch.Tensor
 
 
 def gradients(
-    recipe: Recipe, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor
+    recipe: Recipe, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, stored: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """y, dx and dw of one Linear."""
+    """y, dx and dw of one Linear, its weight stored quantized or not."""
     layer = Linear(*reversed(w.shape), bias=False, params_dtype=w.dtype)
     with torch.no_grad():
         layer.weight.copy_(w)
+    if stored:
+        layer.weight = torch.nn.Parameter(weight_quantizer(recipe).quantize(w))
     layer.fp8_scale = torch.tensor(list(SCALES.values()))[:, None]
     layer.fp8_rng_state = torch.tensor(KEY)
     x = x.clone().requires_grad_()
@@ -45,21 +58,78 @@ def gradients(
 
 @pytest.mark.parametrize("dtype", UNIT, ids=str)
 @pytest.mark.parametrize("name", RECIPES)
-def test_fprop_dgrad_and_wgrad(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("stored", [False, True], ids=["plain", "primary"])
+def test_fprop_dgrad_and_wgrad(name: str, dtype: torch.dtype, stored: bool) -> None:
     recipe, operands = RECIPES[name]
-    overflow = em.BF16_MAX if dtype == torch.bfloat16 else em.F32_MAX
+    operands = stored_operands(name) if stored else operands
     for size in SIZES:
         tensors = dict(zip(("x", "w", "dy"), numbers(*size, dtype), strict=True))
         op = {
-            (role, usage): operands(role, usage, t.float().numpy(), overflow)
+            (role, usage): operands(role, usage, t.float().numpy(), em.OVERFLOW[dtype], None)
             for role, t in tensors.items()
             for usage in ("rowwise", "columnwise")
         }
-        y, dx, dw = gradients(recipe, **tensors)
+        y, dx, dw = gradients(recipe, **tensors, stored=stored)
         assert y.dtype == dx.dtype == dw.dtype == dtype
         assert_within(y, op["x", "rowwise"], op["w", "rowwise"].T)
         assert_within(dx, op["dy", "rowwise"], op["w", "columnwise"])
         assert_within(dw, op["dy", "columnwise"].T, op["x", "columnwise"])
+
+
+SPLITS = [40, 0, 1, 127, 33]
+
+
+def stacked(layer: GroupedLinear, of: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+    """One tensor per GEMM, in either layout."""
+    found = [of(layer.get_parameter(name)) for name in layer.weight_names()]
+    return list(found[0]) if len(found) == 1 else found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("stored", [False, True], ids=["plain", "primary"])
+@pytest.mark.parametrize("grouped", [True, False], ids=["grouped", "per-gemm"])
+def test_every_group_is_quantized_by_itself(name: str, dtype: torch.dtype, stored: bool, grouped: bool) -> None:
+    recipe, operands = RECIPES[name]
+    operands = stored_operands(name) if stored else operands
+    groups, k, n, rows = len(SPLITS), 160, 48, sum(SPLITS) + 5
+    x, _, dy = numbers(rows, k, n, dtype)
+    w = torch.stack([numbers(g + 1, k, n, dtype)[1] * (g + 1) for g in range(groups)])
+    layer = GroupedLinear(groups, k, n, bias=False, single_grouped_weight=grouped, params_dtype=dtype)
+    quantizer = weight_quantizer(recipe)
+    with torch.no_grad():
+        if not stored:
+            layer.load_state_dict({f"weight{g}": w[g] for g in range(groups)})
+        elif grouped:
+            layer.weight = torch.nn.Parameter(quantizer.quantize_grouped(w))
+        else:
+            for g in range(groups):
+                setattr(layer, f"weight{g}", torch.nn.Parameter(quantizer.quantize(w[g])))
+    layer.fp8_scale = torch.tensor(list(SCALES.values()))[:, None].expand(-1, groups).contiguous()
+    layer.fp8_rng_state = torch.tensor(KEY)
+    x = x.requires_grad_()
+    with autocast(recipe=recipe):
+        y = layer(x, torch.tensor(SPLITS))
+    y.backward(dy)
+    grads = stacked(layer, lambda weight: weight.grad)
+    # wgrad's operands lie in rows padded so that every group begins with a block, which random bits depend on
+    align = 16 if isinstance(recipe, NVFP4BlockScaling) else 1
+    padded = (rows + groups * (align - 1)) // align * align
+    begin = slot = 0
+    for g, size in enumerate(SPLITS):
+        at, among = slice(begin, begin + size), {"rowwise": (begin, rows), "columnwise": (slot, padded)}
+        begin, slot = begin + size, slot + -(-size // align) * align
+        if size == 0:
+            assert torch.count_nonzero(grads[g]) == 0
+            continue
+        op = {
+            (role, usage): operands(role, usage, t.detach().float().numpy(), em.OVERFLOW[dtype], among[usage])
+            for role, t in (("x", x[at]), ("w", w[g]), ("dy", dy[at]))
+            for usage in ("rowwise", "columnwise")
+        }
+        assert_within(y[at], op["x", "rowwise"], op["w", "rowwise"].T)
+        assert_within(x.grad[at], op["dy", "rowwise"], op["w", "columnwise"])
+        assert_within(grads[g], op["dy", "columnwise"].T, op["x", "columnwise"])
 
 
 WITHOUT = NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True)

@@ -1,4 +1,4 @@
-"""Linear and GroupedLinear under each recipe against float64 products of independently quantized operands."""
+"""What Linear, GroupedLinear and their relatives do under each recipe; the numbers: test_gemm_numerics."""
 
 from __future__ import annotations
 
@@ -39,68 +39,6 @@ ALL = [
 
 def named(value: object) -> str | None:
     return value.NAME if isinstance(value, Recipe) else None
-
-
-SIZES = [(1, 16, 16), (17, 130, 33), (127, 64, 96), (129, 256, 128), (33, 1000, 31)]
-"""rows, in, out: odd ones included; padding to blocks is the layer's business."""
-
-
-def data(rows: int, k: int, n: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(rows * k + n)
-    x, dy = torch.randn(rows, k, generator=generator), torch.randn(rows, n, generator=generator) * 1e-3
-    w = torch.randn(n, k, generator=generator) * 0.02
-    return x.to(dtype).requires_grad_(), w.to(dtype), dy.to(dtype)
-
-
-@pytest.mark.parametrize("dtype", UNIT, ids=str)
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("stored", [False, True], ids=["plain", "primary"])
-def test_three_gemms_are_computed_from_quantized_operands(name: str, dtype: torch.dtype, stored: bool) -> None:
-    for rows, k, n in SIZES:
-        x, w, dy = data(rows, k, n, dtype)
-        layer = Linear(k, n, bias=False, params_dtype=dtype)
-        with torch.no_grad():
-            layer.weight.copy_(w)
-        if stored:
-            layer.weight = torch.nn.Parameter(recipe(name).weight_quantizer().quantize(w))
-        with autocast(recipe=recipe(name)):
-            y = layer(x)
-        y.backward(dy)
-        op = {
-            (role, usage): em.operand(name, role, usage, t)
-            for role, t in (("x", x), ("w", w), ("dy", dy))
-            for usage in ("rowwise", "columnwise")
-        }
-        assert y.dtype == dtype
-        assert_within(y, op["x", "rowwise"], op["w", "rowwise"].T)
-        assert_within(x.grad, op["dy", "rowwise"], op["w", "columnwise"])
-        assert_within(layer.weight.grad, op["dy", "columnwise"].T, op["x", "columnwise"])
-
-
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("grouped", [True, False], ids=["grouped", "per-gemm"])
-def test_grouped_linear_quantizes_every_group_by_itself(name: str, grouped: bool) -> None:
-    splits, k, n = [40, 0, 1, 127, 33], 160, 48
-    rows = sum(splits)
-    x, _, dy = data(rows, k, n, torch.float32)
-    layer = GroupedLinear(len(splits), k, n, bias=False, single_grouped_weight=grouped)
-    weights = list(layer.weight) if grouped else [layer.get_parameter(f"weight{g}") for g in range(len(splits))]
-    with autocast(recipe=recipe(name)):
-        y = layer(x, torch.tensor(splits))
-    y.backward(dy)
-    grads = list(layer.weight.grad) if grouped else [layer.get_parameter(f"weight{g}").grad for g in range(len(splits))]
-    begin = 0
-    for g, size in enumerate(splits):
-        at = slice(begin, begin + size)
-        begin += size
-        if size == 0:
-            assert torch.count_nonzero(grads[g]) == 0
-            continue
-        w = weights[g].detach()
-        assert_within(y[at], em.operand(name, "x", "rowwise", x[at]), em.operand(name, "w", "rowwise", w).T)
-        assert_within(x.grad[at], em.operand(name, "dy", "rowwise", dy[at]), em.operand(name, "w", "columnwise", w))
-        left, right = em.operand(name, "dy", "columnwise", dy[at]), em.operand(name, "x", "columnwise", x[at])
-        assert_within(grads[g], left.T, right)
 
 
 @pytest.mark.parametrize("chosen", [None, *ALL], ids=named)

@@ -26,7 +26,7 @@ SHAPES = [
     (16, 1000),
     (1000, 31),
 ]
-DTYPES = [torch.float32, torch.bfloat16]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def _ties(fmt: em.Format, shape: tuple[int, int], whole: float) -> np.ndarray:

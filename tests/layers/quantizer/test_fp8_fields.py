@@ -59,7 +59,7 @@ def same_codes(got: np.ndarray, expected: np.ndarray, fmt: em.Format) -> bool:
 def test_fields_equal_the_emulation(name: str, dtype: torch.dtype) -> None:
     quantizer, emulated = CASES[name]
     fmt = FORMATS[quantizer.fp8_dtype]
-    overflow = em.BF16_MAX if dtype == torch.bfloat16 else em.F32_MAX
+    overflow = em.OVERFLOW[dtype]
     for what, x, values in matrices(dtype):
         fields = quantizer.quantize_fields(x)
         assert sorted(fields) == sorted(f"{u}_{part}" for u in emulated for part in ("data", "scale_inv"))
@@ -81,7 +81,7 @@ def test_dequantized_values_equal_the_emulation(name: str, dtype: torch.dtype) -
     """Both orientations, from the stored copy and from the path that keeps none."""
     quantizer, emulated = CASES[name]
     fmt = FORMATS[quantizer.fp8_dtype]
-    overflow = em.BF16_MAX if dtype == torch.bfloat16 else em.F32_MAX
+    overflow = em.OVERFLOW[dtype]
     for what, x, values in matrices(dtype, ["normal", "denormals", "NaN"]):
         fields = quantizer.quantize_fields(x)
         rowwise = emulated["rowwise"](values, fmt, overflow).values

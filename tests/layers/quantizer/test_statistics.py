@@ -91,7 +91,7 @@ def counted(x: np.ndarray, scale: np.ndarray, block: tuple[int, int], fmt: em.Fo
 @pytest.mark.parametrize("name", CASES)
 def test_statistics_equal_numpy(name: str, dtype: torch.dtype) -> None:
     quantizer, scales, fmt = CASES[name]
-    overflow = em.BF16_MAX if dtype == torch.bfloat16 else em.F32_MAX
+    overflow = em.OVERFLOW[dtype]
     for what, x, values in matrices(dtype, [n for n in NAMES if n != "NaN"]):
         found = quantizer.statistics(x)
         assert list(found) == ["amax", "scale_min", "scale_max", "underflow", "saturation"]
