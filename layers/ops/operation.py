@@ -16,20 +16,24 @@ from ..sides import AnyQuantizer
 from .call import Computed, Gradients, Input, OperationArguments, OperationCall, OperationContext
 
 
-def _check_forward(cls: type, prefix: str) -> None:
-    """Raise TypeError unless the class defines one forward method, or both halves, or (inheriting) none.
+def _split_forward(cls: type, root: type, prefix: str) -> bool | None:
+    """Return whether the forward pass of an operation's class is split; None if it has no forward pass.
 
-    A class that defines one form in its own body does not inherit the other one.
+    The first class along the method resolution order that defines one form decides, a plain mixin too: it hides the
+    other form of the classes behind it. TypeError if that class defines half a pair, or both forms. root: the base,
+    whose own methods only say what there is to define.
     """
     names = (f"{prefix}_forward", f"{prefix}_forward_compute", f"{prefix}_forward_save_ctx")
-    whole, compute, save = (name in cls.__dict__ for name in names)
-    if compute != save:
-        has, lacks = (names[1], names[2]) if compute else (names[2], names[1])
-        raise TypeError(f"{cls.__name__} defines {has} without {lacks}; allowed: both, or {names[0]} alone")
-    if whole and compute:
-        raise TypeError(f"{cls.__name__} defines {names[0]} and {names[1]}; allowed: one of the two forms")
-    if whole or compute:
-        cls.SPLIT_FORWARD = compute  # type: ignore[attr-defined]
+    for owner in cls.__mro__[: cls.__mro__.index(root)]:
+        whole, compute, save = (name in owner.__dict__ for name in names)
+        if compute != save:
+            has, lacks = (names[1], names[2]) if compute else (names[2], names[1])
+            raise TypeError(f"{owner.__name__} defines {has} without {lacks}; allowed: both, or {names[0]} alone")
+        if whole and compute:
+            raise TypeError(f"{owner.__name__} defines {names[0]} and {names[1]}; allowed: one of the two forms")
+        if whole or compute:
+            return compute
+    return None
 
 
 class FusibleOperation(nn.Module):
@@ -49,7 +53,8 @@ class FusibleOperation(nn.Module):
 class BasicOperation(FusibleOperation):
     """One differentiable step.
 
-    A subclass defines `op_forward_compute` and `op_forward_save_ctx`, or `op_forward`; and `op_backward`.
+    A subclass defines or inherits `op_forward_compute` and `op_forward_save_ctx`, or `op_forward`; and `op_backward`:
+    TypeError otherwise. What unfinished classes share goes into a mixin that is no operation.
     NUM_EXTRA_INPUTS, NUM_EXTRA_OUTPUTS: tensors besides the input and the output. TAKES_QUANTIZED: whether the input
     may be QuantizedRows; otherwise it is dequantized before. SPLIT_FORWARD: which form of forward pass it has.
     """
@@ -61,7 +66,14 @@ class BasicOperation(FusibleOperation):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        _check_forward(cls, "op")
+        split = _split_forward(cls, BasicOperation, "op")
+        if split is None:
+            raise TypeError(
+                f"{cls.__name__} has no forward pass; define op_forward, or op_forward_compute and op_forward_save_ctx"
+            )
+        if cls.op_backward is BasicOperation.op_backward:
+            raise TypeError(f"{cls.__name__} has no op_backward; every operation defines or inherits one")
+        cls.SPLIT_FORWARD = split
 
     def basic_operations(self) -> tuple[BasicOperation, ...]:
         return (self,)
@@ -105,9 +117,14 @@ class FusedOperation:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        _check_forward(cls, "fuser")
-        cls.FORWARD = cls.FORWARD or "SPLIT_FORWARD" in cls.__dict__
-        cls.BACKWARD = cls.BACKWARD or "fuser_backward" in cls.__dict__
+        split = _split_forward(cls, FusedOperation, "fuser")
+        cls.FORWARD, cls.SPLIT_FORWARD = split is not None, bool(split)
+        cls.BACKWARD = cls.fuser_backward is not FusedOperation.fuser_backward
+        if not (cls.FORWARD or cls.BACKWARD):
+            raise TypeError(
+                f"{cls.__name__} fuses nothing; define fuser_forward, or fuser_forward_compute and "
+                "fuser_forward_save_ctx, or fuser_backward"
+            )
 
     def __init__(self, operations: Sequence[BasicOperation]) -> None:
         self.operations = tuple(operations)

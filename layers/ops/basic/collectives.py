@@ -34,12 +34,19 @@ class _Collective(BasicOperation):
     def op_forward_compute(self, x: Tensor, call: OperationCall) -> Computed:
         return Computed(self.collect(x))
 
+    def op_forward_save_ctx(self, ctx: OperationContext, x: Tensor, computed: Computed, call: OperationCall) -> None:
+        """Nothing is needed."""
+
+    def op_backward(self, ctx: OperationContext, dy: Tensor, extra_gradients: tuple[Tensor, ...]) -> Gradients:
+        return Gradients(self.collect_gradient(dy))
+
     def collect(self, x: Tensor) -> Tensor:
         """Return the collective's result."""
         raise NotImplementedError
 
-    def op_forward_save_ctx(self, ctx: OperationContext, x: Tensor, computed: Computed, call: OperationCall) -> None:
-        """Nothing is needed."""
+    def collect_gradient(self, dy: Tensor) -> Tensor:
+        """Return the gradient of the input."""
+        raise NotImplementedError
 
 
 class AllGather(_Collective):
@@ -48,8 +55,8 @@ class AllGather(_Collective):
     def collect(self, x: Tensor) -> Tensor:
         return self._gather(x)
 
-    def op_backward(self, ctx: OperationContext, dy: Tensor, extra_gradients: tuple[Tensor, ...]) -> Gradients:
-        return Gradients(self._scatter(dy))
+    def collect_gradient(self, dy: Tensor) -> Tensor:
+        return self._scatter(dy)
 
 
 class ReduceScatter(_Collective):
@@ -58,8 +65,8 @@ class ReduceScatter(_Collective):
     def collect(self, x: Tensor) -> Tensor:
         return self._scatter(x)
 
-    def op_backward(self, ctx: OperationContext, dy: Tensor, extra_gradients: tuple[Tensor, ...]) -> Gradients:
-        return Gradients(self._gather(dy))
+    def collect_gradient(self, dy: Tensor) -> Tensor:
+        return self._gather(dy)
 
 
 class AllReduce(_Collective):
@@ -68,5 +75,5 @@ class AllReduce(_Collective):
     def collect(self, x: Tensor) -> Tensor:
         return all_reduce(x, self._group())
 
-    def op_backward(self, ctx: OperationContext, dy: Tensor, extra_gradients: tuple[Tensor, ...]) -> Gradients:
-        return Gradients(dy)
+    def collect_gradient(self, dy: Tensor) -> Tensor:
+        return dy

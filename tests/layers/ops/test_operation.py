@@ -24,11 +24,39 @@ def test_half_defined_split_ops_are_refused_at_class_definition(base: type, pref
 @pytest.mark.parametrize("base, prefix", [(ops.BasicOperation, "op"), (ops.FusedOperation, "fuser")])
 def test_an_override_in_one_form_does_not_inherit_the_other(base: type, prefix: str) -> None:
     halves = {f"{prefix}_forward_compute": method, f"{prefix}_forward_save_ctx": method}
-    split = type("Split", (base,), halves)
+    split = type("Split", (base,), halves | {f"{prefix}_backward": method})
     whole = type("Whole", (split,), {f"{prefix}_forward": method})
     again = type("Again", (whole,), halves)
     untouched = type("Untouched", (whole,), {})
     assert [c.SPLIT_FORWARD for c in (split, whole, again, untouched)] == [True, False, True, False]
+
+
+@pytest.mark.parametrize("base, prefix", [(ops.BasicOperation, "op"), (ops.FusedOperation, "fuser")])
+def test_the_first_class_in_resolution_order_decides_the_form(base: type, prefix: str) -> None:
+    """Also a plain mixin, which is no operation."""
+    whole, backward = {f"{prefix}_forward": method}, {f"{prefix}_backward": method}
+    halves = {f"{prefix}_forward_compute": method, f"{prefix}_forward_save_ctx": method}
+    split = type("Split", (base,), halves | backward)
+    whole_mixin, split_mixin, half = type("WholeMixin", (), whole), type("SplitMixin", (), halves), type("Half", (), {})
+    setattr(half, f"{prefix}_forward_save_ctx", method)
+    over = type("Over", (whole_mixin, split), {})
+    back = type("Back", (split_mixin, over), {})
+    assert [c.SPLIT_FORWARD for c in (over, back, type("Behind", (split, whole_mixin), {}))] == [False, True, True]
+    with pytest.raises(TypeError, match=rf"Half defines {prefix}_forward_save_ctx without {prefix}_forward_compute"):
+        type("Mine", (half, split), {})
+    with pytest.raises(TypeError, match=rf"Mine defines {prefix}_forward_compute without"):
+        type("Mine", (split,), {f"{prefix}_forward_compute": method})
+
+
+def test_an_operation_without_a_pass_is_refused_at_class_definition() -> None:
+    with pytest.raises(TypeError, match="Mine has no forward pass; define op_forward, or op_forward_compute and"):
+        type("Mine", (ops.BasicOperation,), {"op_backward": method})
+    with pytest.raises(TypeError, match="Mine has no op_backward"):
+        type("Mine", (ops.BasicOperation,), {"op_forward": method})
+    with pytest.raises(TypeError, match="Mine fuses nothing; define fuser_forward, or"):
+        type("Mine", (ops.FusedOperation,), {"matches": method})
+    backward_only = type("Mine", (ops.FusedOperation,), {"fuser_backward": method})
+    assert (backward_only.FORWARD, backward_only.BACKWARD) == (False, True)
 
 
 class Cube(ops.BasicOperation):
@@ -69,6 +97,23 @@ def test_both_forms_run_and_differentiate(kind: type, compiled: bool) -> None:
     x = torch.randn(5, dtype=torch.float64, requires_grad=True)
     run(x).sum().backward()
     torch.testing.assert_close(x.grad, 72 * x.detach() ** 8)
+
+
+class Tenfold:
+    """A mixin that is no operation."""
+
+    def op_forward(self, ctx, x, call):
+        return ops.Computed(10 * x)
+
+
+class TenfoldCube(Tenfold, SplitCube):
+    """Its forward pass is the mixin's, not the pair behind it."""
+
+
+def test_a_forward_pass_from_a_mixin_runs() -> None:
+    x = torch.ones(1)
+    assert TenfoldCube()(x) == 10
+    assert torch.compile(TenfoldCube(), fullgraph=True, backend="eager")(x) == 10
 
 
 def test_nothing_is_saved_where_nothing_goes_backward() -> None:
