@@ -60,7 +60,7 @@ def preceded_linear(
 
 
 def _plain(first: Norm | Activation, x: Tensor, parameters: tuple[Tensor | None, Tensor | None]) -> Tensor:
-    return first(x, *parameters) if isinstance(first, Norm) else first.forward(x)
+    return first.of(x, *parameters) if isinstance(first, Norm) else first.forward(x)
 
 
 def _quantized(

@@ -34,8 +34,9 @@ class Norm:
     def _flags(self) -> tuple[bool, bool, bool]:
         return self.centered, self.zero_centered, self.cast_order == "weight_last"
 
-    def __call__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    def of(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Return the norm of x [..., H], differentiable."""
+        # not `__call__`: torch 2.11 hashes a called object that a compiled function makes, before it has its fields
         options = {"zero_centered": self.zero_centered, "cast_order": self.cast_order}
         if self.centered:
             return op.layer_norm(x, weight, bias, self.eps, **options)
