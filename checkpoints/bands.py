@@ -32,6 +32,12 @@ _AHEAD = 4
 Rows = tuple[int, int]
 """Begin and end, a part of the rows of a matrix or of one dimension of a field."""
 
+Read = Callable[[int, int], torch.Tensor]
+"""Returns rows begin .. end - 1 of a matrix, called with both."""
+
+Amaxes = dict[Usage, torch.Tensor]
+"""What parts of one matrix must agree on; empty in a format without a number per matrix."""
+
 
 def bands(quantizer: Quantizer, shape: Shape) -> list[Rows]:
     """Cut the rows of a matrix [rows, columns] between the blocks of the format."""
@@ -43,13 +49,15 @@ def bands(quantizer: Quantizer, shape: Shape) -> list[Rows]:
 
 @dataclass
 class Matrix:
-    """A matrix [rows, columns] to quantize: `read(begin, end)` returns those rows of it; fields: what is filled.
+    """A matrix [rows, columns] to quantize, and the fields that are filled.
 
-    error: the largest difference between it and what its quantized bands stand for, if `measure` was asked for.
+    amaxes: returns those of a larger matrix that it is a part of, given threads; None: it has its own. error: the
+    largest difference between it and what its quantized bands stand for, if `measure` was asked for.
     """
 
-    read: Callable[[int, int], torch.Tensor]
+    read: Read
     fields: Mapping[str, torch.Tensor]
+    amaxes: Callable[[Executor | None], Amaxes] | None = None
     error: float = 0.0
 
 
@@ -71,7 +79,7 @@ def quantize_bands(
     """
     layouts = field_layouts(quantizer)
 
-    def fill(matrix: Matrix, band: Rows, amaxes: dict[Usage, torch.Tensor]) -> torch.Tensor | None:
+    def fill(matrix: Matrix, band: Rows, amaxes: Amaxes) -> torch.Tensor | None:
         rows = matrix.read(*band)
         stored = quantizer.quantize_fields(rows, amaxes=amaxes)
         for layout in layouts:
@@ -87,7 +95,10 @@ def quantize_bands(
     def tasks() -> Iterator[Callable[[], torch.Tensor | None]]:
         parts = bands(quantizer, shape)
         for matrix in matrices:
-            amaxes = _amaxes(matrix, quantizer, parts, pool) if len(parts) > 1 else {}
+            if matrix.amaxes is not None:
+                amaxes = matrix.amaxes(pool)
+            else:
+                amaxes = amaxes_of(quantizer, [(matrix.read, band) for band in parts], pool) if len(parts) > 1 else {}
             for band in parts:
                 yield functools.partial(fill, matrix, band, amaxes)
 
@@ -96,13 +107,16 @@ def quantize_bands(
             yield part
 
 
-def _amaxes(
-    matrix: Matrix, quantizer: Quantizer, parts: Sequence[Rows], pool: Executor | None
-) -> dict[Usage, torch.Tensor]:
-    """Return what all bands of a matrix must agree on, from a first pass over it if the format needs one."""
-    amaxes = quantizer.amaxes(matrix.read(*parts[0]))
+def amaxes_of(quantizer: Quantizer, parts: Sequence[tuple[Read, Rows]], pool: Executor | None) -> Amaxes:
+    """Return what bands of one matrix must agree on, from a first pass over them if the format needs one."""
+
+    def of(part: tuple[Read, Rows]) -> Amaxes:
+        read, band = part
+        return quantizer.amaxes(read(*band))
+
+    amaxes = of(parts[0])
     if amaxes:
-        for found in (map if pool is None else pool.map)(lambda band: quantizer.amaxes(matrix.read(*band)), parts[1:]):
+        for found in (map if pool is None else pool.map)(of, parts[1:]):
             amaxes |= {usage: torch.maximum(amaxes[usage], amax) for usage, amax in found.items()}
     return amaxes
 

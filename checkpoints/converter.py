@@ -11,6 +11,7 @@ import torch
 from te_models.config import ModelConfig
 from te_models.layers import QuantizedTensor
 
+from .carried import carried_tensors, our_names
 from .checkpoint import open_checkpoint
 from .convert import PathLike, source_of
 from .dtypes import as_torch_dtype, dtype_name
@@ -73,17 +74,23 @@ class AutoConverter:
         *,
         layout: ExpertLayout = "grouped",
         dtype: torch.dtype | str | None = None,
+        keep_unused: bool = False,
     ) -> dict[str, torch.Tensor]:
         """Return our tensors from a Hugging Face model's, in any form in which they exist, in memory or in files.
 
-        dtype: convert the weights to it; None keeps them. What needs no rearrangement shares memory with `tensors`.
-        Tensors that the family's files may hold and the model does not use are left out.
+        What needs no rearrangement shares memory with `tensors`.
+
+        Arguments:
+            dtype: convert the weights to it; None keeps them.
+            keep_unused: return what the family's files may hold and the model does not use as well, under names that
+                begin with "carried.", for `to_hf`; otherwise it is left out. No model of ours loads them.
+
         Raises CheckpointError where the tensors are not exactly those of the model.
         """
         form = self.family.form_of(self.config, tensors)
         namespace = self.family.namespace(self.config, form)
-        hf = self.source.config if self.source is not None else {}
-        unused = [n for n in tensors if n not in namespace.stored and self.family.unused.holds(n, hf)]
+        extra = [name for name in tensors if name not in namespace.stored]
+        unused = carried_tensors(extra, self.family.model_type, self._hf, in_our_folder=False)
         copies = tied_copies(self.config, MemoryStore(tensors).tensors, self.family)
         for copy, original in copies.items():
             if not torch.equal(tensors[copy], tensors[original]):
@@ -95,6 +102,7 @@ class AutoConverter:
             where="the state dict",
             dtype=as_torch_dtype(dtype),
             unused={*unused, *copies},
+            carried=our_names(unused) if keep_unused else {},
         )
 
     def to_hf(
@@ -103,25 +111,41 @@ class AutoConverter:
         *,
         form: str | None = None,
         dtype: torch.dtype | str | None = None,
+        dequantize: bool = False,
     ) -> dict[str, torch.Tensor]:
         """Return a Hugging Face model's tensors from ours, which may be in either layout.
 
-        form: which of the family's forms; None means that of the files that the model came from, or the published one.
-        Otherwise as `from_hf`. Quantized tensors are refused.
+        What `from_hf` kept of tensors that the model does not use is given back. Otherwise as `from_hf`.
+
+        Arguments:
+            form: which of the family's forms; None means that of the files that the model came from, or the published
+                one.
+            dequantize: return the values of quantized tensors, in their logical dtype; otherwise they are refused.
         """
-        layout = layout_of(tensors, self.config, "the names of the state dict")
-        quantized = [name for name, tensor in tensors.items() if isinstance(tensor, QuantizedTensor)]
-        if quantized:
-            raise CheckpointError(f"the state dict has quantized tensors ({shorten(quantized, 2)}); dequantize them")
+        carried = carried_tensors(tensors, self.family.model_type, self._hf, in_our_folder=True)
+        own = {name: tensor for name, tensor in tensors.items() if name not in carried}
+        layout = layout_of(own, self.config, "the names of the state dict")
+        quantized = {name: tensor for name, tensor in own.items() if isinstance(tensor, QuantizedTensor)}
+        if quantized and not dequantize:
+            raise CheckpointError(
+                f"the state dict has quantized tensors ({shorten(quantized, 2)}); dequantize=True returns their values"
+            )
+        values = {name: tensor.dequantize() for name, tensor in quantized.items()}
         if form is None and self.source is not None and self.source.family == self.family.model_type:
             form = self.source.form
         return convert_tensors(
-            tensors,
+            {**tensors, **values},
             te_namespace(self.config, layout),
             self.family.namespace(self.config, form),
             where="the state dict",
             dtype=as_torch_dtype(dtype),
+            unused=carried,
+            carried=carried,
         )
+
+    @property
+    def _hf(self) -> Mapping[str, Any]:
+        return self.source.config if self.source is not None else {}
 
     def hf_config(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Return the content of config.json for a model with these tensors, of which it takes the dtype."""

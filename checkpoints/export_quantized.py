@@ -25,6 +25,7 @@ from .fitting import too_wide_parameters, uneven_parameters
 from .formats import Declaration, WeightFormat, format_fitting, format_named, hf_config_of, parse
 from .formats.details import activation_scales
 from .formats.namespace import FieldNamespace, field_namespace, upright
+from .joined_amaxes import JoinedAmaxes, matrix_keys
 from .links import Namespace
 from .parameters import Parameters
 from .plan import Output, Plan, make_plan
@@ -155,6 +156,7 @@ def _complete(
     )
     plain_by_name = {output.name: output for output in moved.plan.outputs}
     lines = {n: report.add(n, "requantized", str(ckpt.formats[n]["format"]), weight_format.name) for n in anew}
+    joined, keys = JoinedAmaxes(weight_format.quantizer), matrix_keys(plain.links, anew)
     for link in plain.links:
         if link.name in anew and link.stored not in by_weight:
             by_weight[link.stored] = requantized_outputs(
@@ -164,6 +166,8 @@ def _complete(
                 exporter.shape,
                 lambda: params.threads,
                 lines[link.name].note,
+                joined,
+                keys[link.stored],
             )
     outputs = [output for weight in sorted(weights) for output in by_weight[weight]]
     left_out = moved.plan.ignored

@@ -1,4 +1,5 @@
-"""Weights of an export that are quantized anew, each tensor of the files by itself, from the values of our storage."""
+"""Weights of an export that are quantized anew from the values of our storage, each tensor of the files by itself, but
+for the number of a matrix, which is that of all tensors that one parameter joins."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from .conversion_report import Measure
 from .dtypes import dtype_name
 from .formats import WeightFormat, encode
 from .formats.format import Part
+from .joined_amaxes import JoinedAmaxes, Key
 from .links import Piece
 from .move import cut_pieces, fill_tensor
 from .plan import Output
@@ -28,6 +30,8 @@ def requantized_outputs(
     part_shape: Callable[[Part, Shape], Shape],
     threads: Callable[[], Executor],
     measure: Measure,
+    joined: JoinedAmaxes,
+    keys: Sequence[Key],
 ) -> list[Output]:
     """Return the parts of one weight in a format.
 
@@ -37,13 +41,15 @@ def requantized_outputs(
         part_shape: returns the shape in which a part of a weight is written, see `Encoder.shape`.
         threads: returns those that share the work.
         measure: gets the largest error of each matrix.
+        joined: where the parts of a parameter's matrices meet; keys: of which each matrix of `weight` is a part.
     """
     matrices: Sequence[Sequence[Piece]] = [weight.pieces]
     if len(weight.shape) == 3:
         matrices = [list(cut_pieces(weight.pieces, 0, g, g + 1)) for g in range(weight.shape[0])]
     readers = [functools.partial(_rows, store, pieces, len(weight.shape), weight.shape[-1]) for pieces in matrices]
     quantizer = weight_format.quantizer
-    makers = field_makers(weight.shape, quantizer, readers, threads, measure)
+    amaxes = [joined.add(key, weight.shape[-2:], read) for key, read in zip(keys, readers, strict=True)]
+    makers = field_makers(weight.shape, quantizer, readers, threads, measure, amaxes)
     outputs = []
     for part in weight_format.parts:
         shape = part_shape(part, weight.shape)

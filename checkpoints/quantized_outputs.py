@@ -13,15 +13,12 @@ from te_models.layers.field_schema import empty_fields, field_layouts
 from te_models.layers.quantizer import Quantizer
 from te_models.memory import return_freed_memory
 
-from .bands import BAND_ELEMENTS, Matrix, quantize_bands
+from .bands import BAND_ELEMENTS, Amaxes, Matrix, Read, quantize_bands
 from .boxes import Shape
 from .conversion_report import Measure
 from .parameters import Parameters
 from .plan import Output
 from .quantized_format import SUFFIXES, Description, field_specs, quantizer_of
-
-Read = Callable[[int, int], torch.Tensor]
-"""Returns rows begin .. end - 1 of a matrix, called with both."""
 
 
 def quantized_outputs(
@@ -53,6 +50,7 @@ def field_makers(
     readers: Sequence[Read],
     threads: Callable[[], Executor],
     measure: Measure | None,
+    amaxes: Sequence[Callable[[Executor | None], Amaxes]] | None = None,
 ) -> dict[str, Callable[[], Iterable[torch.Tensor]]]:
     """Return, by suffix, functions that compute the fields of a weight; each may be called once.
 
@@ -60,10 +58,11 @@ def field_makers(
         shape: [out, in], or [G, out, in] of a stack whose matrices are quantized one by one.
         readers: the matrices.
         threads: asked for where a weight is large.
+        amaxes: return those of larger matrices that the matrices are parts of; None: each has its own.
     """
     makers: dict[str, Callable[[], Iterable[torch.Tensor]]] = {}
     for q in _by_usage(quantizer):
-        fields = _Fields(shape, q, readers, threads, measure)
+        fields = _Fields(shape, q, readers, threads, measure, amaxes)
         makers |= {suffix: fields.entry(field) for field, suffix in fields.suffixes()}
     return makers
 
@@ -100,7 +99,9 @@ class _Fields:
         readers: Sequence[Read],
         threads: Callable[[], Executor],
         measure: Measure | None,
+        amaxes: Sequence[Callable[[Executor | None], Amaxes]] | None,
     ) -> None:
+        self._amaxes: Sequence[Callable[[Executor | None], Amaxes] | None] = amaxes or [None] * len(readers)
         self._shape, self._quantizer, self._readers = shape, quantizer, readers
         self._threads, self._measure = threads, measure
         self._ready: dict[str, torch.Tensor] = {}
@@ -140,8 +141,8 @@ class _Fields:
         # each matrix has its own scales, so this is what quantizing the whole stack gives
         stacked = len(self._shape) > 2
         matrices = [
-            Matrix(read, {name: field[g] if stacked else field for name, field in fields.items()})
-            for g, read in enumerate(self._readers)
+            Matrix(read, {name: field[g] if stacked else field for name, field in fields.items()}, amaxes)
+            for g, (read, amaxes) in enumerate(zip(self._readers, self._amaxes, strict=True))
         ]
         pool, measure = self._threads() if large else None, self._measure is not None
         yield from quantize_bands(matrices, self._quantizer, self._shape[-2:], pool, streamed=streamed, measure=measure)

@@ -280,14 +280,14 @@ class GPTModel(nn.Module):
         ours.origin = converter.source
         return ours
 
-    def to_hf(self, family: str | None = None) -> transformers.PreTrainedModel:
+    def to_hf(self, family: str | None = None, *, dequantize: bool = False) -> transformers.PreTrainedModel:
         """Return a transformers model with copies of these weights, in the same dtype and on the same device.
 
         family: None means the one that this model came from, or the first that can express it; of a model that also
-        sees images that of its text model, which is all that this one holds. Raises CheckpointError if it cannot, and
-        for quantized weights.
+        sees images that of its text model, which is all that this one holds. dequantize: give the values of quantized
+        weights, which are refused otherwise. Raises CheckpointError for these, and if the family cannot express it.
         """
-        return to_hf(self, family)
+        return to_hf(self, family, dequantize=dequantize)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write parameters and configuration as safetensors and JSON; `from_pretrained` restores them bit for bit.

@@ -34,7 +34,7 @@ def fill_from_hf(gpt: GPTModel, model: transformers.PreTrainedModel) -> None:
         tensor.copy_(given[name])
 
 
-def to_hf(gpt: GPTModel, family: str | None) -> transformers.PreTrainedModel:
+def to_hf(gpt: GPTModel, family: str | None, *, dequantize: bool) -> transformers.PreTrainedModel:
     """Return a transformers model with a `GPTModel`'s weights, in its dtype and on its device."""
     from te_models.checkpoints import AutoConverter, CheckpointError
     from te_models.checkpoints.families.text_part import text_family
@@ -51,7 +51,8 @@ def to_hf(gpt: GPTModel, family: str | None) -> transformers.PreTrainedModel:
     with torch.device(next(iter(tensors.values())).device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     names = model.state_dict()
-    result = model.load_state_dict(converter.to_hf(tensors, form=chosen.form_of(gpt.config, names)), strict=False)
+    given = converter.to_hf(tensors, form=chosen.form_of(gpt.config, names), dequantize=dequantize)
+    result = model.load_state_dict(given, strict=False)
     loaded = {t.data_ptr() for name, t in names.items() if name not in result.missing_keys}
     missing = [name for name in result.missing_keys if names[name].data_ptr() not in loaded]  # not only a tied copy
     if missing or result.unexpected_keys:

@@ -10,11 +10,13 @@ import torch
 
 from te_models.checkpoints import (
     CheckpointError,
+    bands,
     dequantize,
     export_hf,
     import_hf,
     inspect,
     quantize,
+    quantized_outputs,
     relayout,
     verify,
 )
@@ -137,6 +139,9 @@ def test_every_pair_is_exact_or_requantized(tmp_path: Path, recipe: str, format:
         pow2 = recipe == "block" and "mxfp8" in format  # of 128x128 blocks fit smaller ones
         assert all(line.max_error == 0 if pow2 else line.max_error for line in lines)
         assert json.loads((tmp_path / "hf/conversion.json").read_text())["classes"] == plan.report.to_dict()
+    again = import_hf(tmp_path / "hf", tmp_path / "again")  # what is written is taken over, without options
+    assert again.report is not None
+    assert not {"requantized", "dequantized"} & {line.kind for line in again.report.lines.values()}
     import_hf(tmp_path / "hf", tmp_path / "back", dequantize=True)
     dequantize(tmp_path / "q", tmp_path / "values", dtype="float32")
     back, values = stored(tmp_path / "back"), stored(tmp_path / "values")
@@ -156,6 +161,30 @@ def test_every_pair_is_exact_or_requantized(tmp_path: Path, recipe: str, format:
             assert (error <= 2.0**-3.9 * expected.abs() + 2.0**-9 * largest).all(), name
         else:
             assert (error <= 0.26 * expected.abs() + 0.05 * largest).all(), name
+
+
+@pytest.mark.parametrize("form", ["published", "fused"])
+@pytest.mark.parametrize("format", ["modelopt-fp8", "float-quantized"])
+@pytest.mark.parametrize("large", [False, True])
+def test_what_one_parameter_joins_is_quantized_as_one_matrix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str, form: str, large: bool
+) -> None:
+    """Written as tensors with one scale, taken over as the parameter that our own quantizing gives."""
+    if large:  # of many bands, which threads share
+        for module in (bands, quantized_outputs):
+            monkeypatch.setattr(module, "BAND_ELEMENTS", 1 << 11)
+    _, reference = make(CASES["fp8-moe"], tmp_path)
+    import_hf(reference, tmp_path / "plain")
+    quantize(tmp_path / "plain", tmp_path / "q", "mxfp8")
+    export_hf(tmp_path / "q", tmp_path / "hf", format=format, form=form, allow_requantize=True)
+    import_hf(tmp_path / "hf", tmp_path / "found")
+    dequantize(tmp_path / "q", tmp_path / "values", dtype="float32")
+    quantize(tmp_path / "values", tmp_path / "expected", "current")
+    found, expected = stored(tmp_path / "found"), stored(tmp_path / "expected")
+    linear = {n: t for n, t in expected.items() if ".linear_" in n and "norm" not in n}
+    assert len(linear) == 16 and found.keys() == expected.keys()
+    assert_same_bits({n: found[n] for n in linear}, linear)
+    assert len(set(found["decoder.layers.0.mlp.experts.linear_fc1.weight_scale_inv"].tolist())) == 3
 
 
 def test_mxfp4_comes_back_from_requantizing(tmp_path: Path) -> None:

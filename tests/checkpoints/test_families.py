@@ -116,8 +116,18 @@ def test_fused_sharded_and_per_expert_files_are_the_same_model(tmp_path: Path, f
     assert_same_bits(stored(tmp_path / "published-ours"), stored(tmp_path / "fused-ours"))
     export_hf(tmp_path / "published-ours", tmp_path / "other", form="fused")
     assert_same_bits(stored(fused), stored(tmp_path / "other"))
+    loaded(tmp_path / "other", theirs)
     with pytest.raises(CheckpointError, match="has no form 'split'; its forms: published, fused"):
         export_hf(tmp_path / "published-ours", tmp_path / "none", form="split")
+
+
+def loaded(folder: Path, expected: transformers.PreTrainedModel) -> None:
+    """Check that transformers reads the same model from a folder, with no tensor missing or left over."""
+    got, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True, local_files_only=True
+    )
+    assert not any(info.values()), info
+    assert_same_bits(got.state_dict(), expected.state_dict())
 
 
 @pytest.mark.parametrize("family", [f for f in FIRST_CASES if "per-expert" in FAMILIES[f].forms])
@@ -152,6 +162,7 @@ def test_families_that_publish_fused_experts_have_a_form_with_single_ones(tmp_pa
     assert_same_bits(single, stored(tmp_path / "single-again"))
     export_hf(tmp_path / "again", tmp_path / "back", form="published")
     assert_same_bits(stored(source), stored(tmp_path / "back"))
+    loaded(tmp_path / "back", theirs)  # transformers does not read single experts of these families
 
 
 def test_every_family_with_experts_has_fused_and_single_ones() -> None:

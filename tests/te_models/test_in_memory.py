@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import warnings
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 
 from te_models import GPTModel, ModelConfig
-from te_models.checkpoints import AutoConverter, CheckpointError, export_hf, quantize
+from te_models.checkpoints import AutoConverter, CheckpointError, export_hf, import_hf, quantize
 from te_models.config import AttentionConfig, MLPConfig
 from tests.checkpoints.family_cases import CASES, make
 from tests.checkpoints.hf_cases import assert_same_bits, stored, transformers
@@ -126,12 +127,36 @@ def test_wrong_state_dicts_are_refused(tmp_path: Path) -> None:
         AutoConverter.from_config(hf, family="qwen2")
     source = save(model_of("llama"), tmp_path / "hf")
     quantize(source, tmp_path / "fp8", "current")
-    with pytest.raises(CheckpointError, match=r"has quantized tensors .* dequantize them"):
+    with pytest.raises(CheckpointError, match=r"has quantized tensors .*; dequantize=True returns their values"):
         GPTModel.from_pretrained(tmp_path / "fp8").to_hf()
 
 
-def test_unused_tensors_in_memory_are_left_out() -> None:
+@pytest.mark.parametrize("layout", ["grouped", "per-gemm"])
+@pytest.mark.parametrize("stored_as", ["current", "mxfp8", "nvfp4"])
+def test_values_of_quantized_weights_in_memory_are_those_of_files(tmp_path: Path, stored_as: str, layout: str) -> None:
+    source = save(model_of("qwen3_moe").to(torch.bfloat16), tmp_path / "hf")
+    import_hf(source, tmp_path / "plain", layout=layout)
+    quantize(tmp_path / "plain", tmp_path / "q", stored_as)
+    export_hf(tmp_path / "q", tmp_path / "values", dequantize=True)
+    model = GPTModel.from_pretrained(tmp_path / "q", dtype=torch.bfloat16, expert_layout=layout)
+    theirs = model.to_hf(dequantize=True)
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "values", dtype=torch.bfloat16)
+    assert_same_bits(theirs.state_dict(), expected.state_dict())
+    converter = AutoConverter.from_pretrained(source)
+    assert_same_bits(converter.to_hf(tensors_of(model), dequantize=True), stored(tmp_path / "values"))
+
+
+@pytest.mark.parametrize("layout", ["grouped", "per-gemm"])
+def test_unused_tensors_in_memory_are_left_out_or_kept(layout: Literal["grouped", "per-gemm"]) -> None:
     theirs = make("exaone_moe")
     converter = AutoConverter.from_config(json.loads(theirs.config.to_json_string()))
-    tensors = {**theirs.state_dict(), "mtp.norm.weight": torch.ones(3)}
-    assert converter.from_hf(tensors).keys() == converter.from_hf(theirs.state_dict()).keys()
+    plain = converter.to_hf(converter.from_hf(theirs.state_dict()))
+    unused = {"mtp.norm.weight": torch.ones(3), "mtp.flag": torch.tensor(7), "mtp.fc": torch.ones(2).to(torch.int8)}
+    assert converter.from_hf({**plain, **unused}).keys() == converter.from_hf(plain).keys()
+    kept = converter.from_hf({**plain, **unused}, layout=layout, dtype="bfloat16", keep_unused=True)
+    assert kept.keys() - converter.from_hf(plain, layout=layout).keys() == {f"carried.{name}" for name in unused}
+    back = converter.to_hf(kept, dtype="float32")
+    assert back.keys() == plain.keys() | unused.keys()
+    assert_same_bits({name: back[name] for name in unused}, unused)
+    with pytest.raises(CheckpointError, match=r"unknown: 'carried\.x'"):
+        converter.to_hf({**kept, "carried.x": torch.ones(1)})
