@@ -75,14 +75,15 @@ def test_lists_of_modules_name_the_layers_that_stay(tmp_path: Path) -> None:
     assert values == config | {"modules_to_not_convert": kept}
 
 
-def test_scales_of_the_cache_stay_with_their_layer(tmp_path: Path) -> None:
-    source, _ = make(CASES["modelopt-fp8"], tmp_path)
+@pytest.mark.parametrize(("case", "scale"), [("modelopt-fp8", "k_proj.k_scale"), ("float-quantized-tensor", "k_scale")])
+def test_scales_of_the_cache_stay_with_their_layer(tmp_path: Path, case: str, scale: str) -> None:
+    source, _ = make(CASES[case], tmp_path)
     file = source / "model.safetensors"
-    scales = {f"model.layers.{i}.self_attn.k_proj.k_scale": torch.tensor(float(i + 2)) for i in range(2)}
+    scales = {f"model.layers.{i}.self_attn.{scale}": torch.tensor(float(i + 2)) for i in range(2)}
     save_file({**load_file(file), **scales}, file, metadata={"format": "pt"})
     toy(source, tmp_path / "toy", layers=1)
     parts = stored(tmp_path / "toy")
-    assert {n: t.item() for n, t in parts.items() if "k_scale" in n} == {"model.layers.0.self_attn.k_proj.k_scale": 2.0}
+    assert {n: t.item() for n, t in parts.items() if "k_scale" in n} == {f"model.layers.0.self_attn.{scale}": 2.0}
 
 
 def test_layers_without_quantized_weights_declare_none(tmp_path: Path) -> None:
