@@ -1,12 +1,11 @@
 """A small model out of a large one: some of its layers and experts, byte for byte, for tests of real files.
 
-Tensors keep their names, dtypes, form and the rows that stay; config.json changes only where it counts layers and
-experts.
+Tensors keep their names, dtypes, form and the rows that stay, quantized ones their numbers and scales (`toy_parts.py`);
+config.json changes only where it counts layers and experts.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,22 +13,21 @@ from typing import Any
 
 from te_models.config import ConfigError, ModelConfig
 
-from .boxes import full, intersect, tiles
 from .checkpoint import Checkpoint, open_checkpoint
 from .convert import PathLike, main_dtype
-from .errors import CheckpointError, shorten
+from .errors import CheckpointError
 from .families import FAMILIES, Family
 from .families.unused import COUNTS
+from .formats import SEPARATE
 from .formats.source import VALUES
 from .hf_config import export_config
-from .links import Link, Namespace, compose
 from .meter import Progress
+from .moved_report import moved_report
 from .output_folder import write_conversion
-from .plan import Output, Plan
+from .plan import Plan
 from .shards import MAX_SHARD_BYTES
 from .strict_json import dump_object
-
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+from .toy_parts import Part, cut, renumbered
 
 
 def toy(
@@ -46,8 +44,9 @@ def toy(
     """Write the Hugging Face folder `dst` with the first `layers` layers of `src` and their first `experts` experts.
 
     If none of the first layers of a mixture has experts, the last of them is the first layer that has. A token uses as
-    many experts as before, or all that are left; groups of experts that no longer come out even are dropped. Tensors
-    that the model does not use are left out, and quantized weights become values.
+    many experts as before, or all that are left; groups of experts that no longer come out even are dropped. Quantized
+    weights stay quantized, number for number, and the folder declares their format. Layers that predict further tokens
+    and other tensors that the model does not use are left out; the parts beside a text model, which see images, stay.
     """
     with open_checkpoint(src, storage=VALUES) as ckpt:
         if ckpt.kind != "hf":
@@ -55,12 +54,24 @@ def toy(
         family = FAMILIES[ckpt.family or ""]
         chosen = _choose_layers(ckpt.config, layers)
         config = _small_config(ckpt.config, chosen, experts)
-        plan = _plan(ckpt, family, config, chosen)
+        form = ckpt.source.form if ckpt.source is not None else None
+        part = Part(ckpt, family, form, config, tuple(chosen))
+        plan, quantized = cut(part)
+        plan = replace(plan, report=moved_report(plan, ckpt.files.tensors))
+        values, extra = _hf_config(ckpt, family, config), {}
+        if ckpt.quantized is not None and quantized:
+            declaration = ckpt.quantized.declaration
+            if declaration.config is not None:
+                values["quantization_config"] = renumbered(declaration.config, part)
+            if declaration.separate is not None:
+                extra[SEPARATE] = dump_object(renumbered(declaration.separate, part))
         return write_conversion(
             ckpt,
             Path(dst),
             plan,
-            dump_object(_hf_config(ckpt, family, config)),
+            dump_object(values),
+            store=ckpt.files,
+            extra=extra,
             overwrite=overwrite,
             max_shard_bytes=max_shard_bytes,
             progress=progress,
@@ -99,35 +110,6 @@ def _small_config(config: ModelConfig, chosen: Sequence[int], experts: int | Non
             raise CheckpointError(f"this part of the model is none: {error}") from None
     moe["router"] |= {"num_groups": None, "topk_groups": None}
     return ModelConfig.from_dict(values)
-
-
-def _plan(ckpt: Checkpoint, family: Family, config: ModelConfig, chosen: Sequence[int]) -> Plan:
-    target = family.namespace(config, ckpt.source.form if ckpt.source is not None else None)
-    target.check()
-    pieces = compose(Namespace(target.canonical, {}, _kept(ckpt.namespace, target, chosen)), target)
-    outputs = []
-    for name, parts in pieces.items():
-        shape = target.stored[name].shape
-        dtypes = {ckpt.tensors[part.source].dtype for part in parts}
-        if len(dtypes) != 1 or not tiles([part.box for part in parts], shape):
-            raise CheckpointError(f"{name} cannot be cut out of {shorten({part.source for part in parts})}")
-        outputs.append(Output(name, dtypes.pop(), shape, tuple(parts)))
-    return Plan(tuple(outputs), tuple(name for name in ckpt.tensors if name in ckpt.unused))
-
-
-def _kept(large: Namespace, small: Namespace, chosen: Sequence[int]) -> tuple[Link, ...]:
-    """Return the links of the large model's files to the canonical tensors of the small one."""
-    links = []
-    for link in large.links:
-        match, name = _LAYER.fullmatch(link.name), link.name
-        if match is not None:
-            if int(match[1]) not in chosen:
-                continue
-            name = f"decoder.layers.{chosen.index(int(match[1]))}.{match[2]}"
-        part = intersect(link.box, full(small.canonical[name]))
-        if part is not None:
-            links.append(Link(name, part, link.stored, link.stored_part(part), link.axes))
-    return tuple(links)
 
 
 def _hf_config(ckpt: Checkpoint, family: Family, config: ModelConfig) -> dict[str, Any]:

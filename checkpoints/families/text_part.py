@@ -108,7 +108,7 @@ def with_images(model_type: str, architecture: str, part: TextPart, *, in_memory
         fields=(part,),
         names=forms[0],
         other_names=tuple(forms[1:]),
-        unused=Unused((*text.unused.patterns, *_OTHER_PARTS, *(f"model.{name}" for name in _OTHER_PARTS))),
+        unused=Unused(text.unused.patterns, beside=(*_OTHER_PARTS, *(f"model.{name}" for name in _OTHER_PARTS))),
         keeps_dtype=text.keeps_dtype,
     )
 

@@ -26,14 +26,16 @@ class Unused:
         patterns: of their names, with `*` wildcards.
         layers_behind: also all of `model.layers.{i}` for the layers behind the last one of the model, as many as
             config.json says under one of the names that families have for it, 1 where it says nothing.
+        beside: patterns of the tensors of models beside this one, which its size does not concern.
     """
 
     patterns: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
     layers_behind: bool = False
+    beside: tuple[str, ...] = ()
 
     def holds(self, name: str, hf: Mapping[str, Any]) -> bool:
         """Whether a tensor of this name is one, in a folder whose config.json is `hf`."""
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.patterns):
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.patterns) or self.is_beside(name):
             return True
         match = _LAYER.match(name) if self.layers_behind else None
         if match is None:
@@ -42,6 +44,10 @@ class Unused:
         said = next((count for count in COUNTS if hf.get(count) is not None), COUNTS[0])
         behind = 1 if hf.get(said) is None else read_typed(hf, said, int, 1)
         return layers <= int(match[1]) < layers + behind
+
+    def is_beside(self, name: str) -> bool:
+        """Whether a tensor of this name is of a model beside this one."""
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.beside)
 
 
 CONSTANTS = Unused()

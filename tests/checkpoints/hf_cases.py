@@ -100,3 +100,13 @@ def assert_same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> 
     for name, tensor in a.items():
         assert tensor.dtype == b[name].dtype and tensor.shape == b[name].shape, name
         assert torch.equal(tensor.flatten().view(torch.uint8), b[name].flatten().view(torch.uint8)), name
+
+
+def plain(value: Any) -> Any:
+    """Rotary parameters without those that have defaults or follow from others."""
+    if not isinstance(value, dict):
+        return value
+    implied = {"type", "max_position_embeddings", "beta_fast", "beta_slow", "truncate"}
+    if value.get("rope_type") == "longrope":
+        implied.add("factor")
+    return {k: plain(v) for k, v in value.items() if k not in implied}

@@ -18,7 +18,7 @@ from te_models.checkpoints.families.names import Fused, PerExpert
 from te_models.checkpoints.families.text_part import text_part
 from tests.checkpoints.family_cases import CASES, make
 from tests.checkpoints.hf_cases import CASES as FIRST
-from tests.checkpoints.hf_cases import assert_same_bits, stored, transformers
+from tests.checkpoints.hf_cases import assert_same_bits, plain, stored, transformers
 
 BOUND = 1e-5
 
@@ -260,13 +260,3 @@ NOT_COMPARED = {
     "no_rope_layer_interval",  # no_rope_layers says it
     "router_aux_loss_coef",  # counts only with output_router_logits
 }
-
-
-def plain(value: Any) -> Any:
-    """Rotary parameters without those that have defaults or follow from others."""
-    if not isinstance(value, dict):
-        return value
-    implied = {"type", "max_position_embeddings", "beta_fast", "beta_slow", "truncate"}
-    if value.get("rope_type") == "longrope":
-        implied.add("factor")
-    return {k: plain(v) for k, v in value.items() if k not in implied}

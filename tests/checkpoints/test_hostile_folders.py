@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import pickle
-import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +34,8 @@ from tests.checkpoints.hostile_cases import (
     Edit,
     edit_tensors,
 )
+from tests.checkpoints.quantized_cases import CASES, make
+from tests.checkpoints.test_quantized_defects import DEFECTS
 
 
 @pytest.mark.parametrize("defect", HF_DEFECTS)
@@ -81,32 +80,31 @@ def test_each_is_refused_soon_and_in_little_memory(hf_folder: HFFolder, tmp_path
     """All of them in a process that can count: under 1 s of its time and 200 MiB above what it had before, each."""
     work: dict[str, tuple[str, str]] = {}
 
-    def prepare(name: str, verb: str, make: Callable[[], Path], edit: Edit) -> None:
-        folder = tmp_path / "corpus" / re.sub(r"\W", "-", name) / "model"
-        folder.parent.mkdir(parents=True)
-        make().rename(folder)
+    def prepare(name: str, verb: str, good: Path, edit: Edit) -> None:
+        folder = tmp_path / "corpus" / str(len(work)) / "model"
+        shutil.copytree(good, folder)
         edit(folder)
         work[name] = (verb, str(folder))
 
-    def quantized(recipe: str) -> Path:
-        quantize(hf_folder("llama"), tmp_path / "made", recipe)
-        shutil.rmtree(tmp_path / "hf-llama")
-        return tmp_path / "made"
-
-    def ours() -> Path:
-        import_hf(hf_folder("mixtral"), tmp_path / "made")
-        shutil.rmtree(tmp_path / "hf-mixtral")
-        return tmp_path / "made"
-
+    llama, sharded = tmp_path / "llama", tmp_path / "sharded"
+    hf_folder("llama", max_shard_size="20KB").rename(sharded)
+    hf_folder("llama").rename(llama)
+    import_hf(hf_folder("mixtral"), tmp_path / "ours")
     for name, (edit, _) in HF_DEFECTS.items():
-        prepare(f"hf {name}", "import_hf", lambda: hf_folder("llama"), edit)
+        prepare(f"hf {name}", "import_hf", llama, edit)
     for name, (edit, _) in INDEX_DEFECTS.items():
-        prepare(f"index {name}", "import_hf", lambda: hf_folder("llama", max_shard_size="20KB"), edit)
+        prepare(f"index {name}", "import_hf", sharded, edit)
     for name, (edit, _) in TE_DEFECTS.items():
-        prepare(f"ours {name}", "export_hf", ours, edit)
+        prepare(f"ours {name}", "export_hf", tmp_path / "ours", edit)
     for name, (recipe, edit, _) in QUANTIZED_DEFECTS.items():
-        prepare(f"quantized {name}", "dequantize", functools.partial(quantized, recipe), edit)
-    assert len(work) > 40
+        if not (tmp_path / recipe).exists():
+            quantize(llama, tmp_path / recipe, recipe)
+        prepare(f"quantized {name}", "dequantize", tmp_path / recipe, edit)
+    for name, (case, edit, _) in DEFECTS.items():
+        if not (tmp_path / case).exists():
+            make(CASES[case], tmp_path / case)
+        prepare(f"declared {name}", "import_hf", tmp_path / case / "quantized", edit)
+    assert len(work) > 170
     before = sorted(tmp_path.rglob("*"))
     command = [sys.executable, str(Path(__file__).with_name("hostile_child.py"))]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}

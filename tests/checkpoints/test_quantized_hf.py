@@ -22,7 +22,6 @@ from te_models.checkpoints import (
     quantize,
     relayout,
     reshard,
-    toy,
     verify,
 )
 from te_models.layers.quantizer import Quantizer
@@ -194,14 +193,6 @@ def test_scales_of_the_key_value_cache_come_back(tmp_path: Path, case: str) -> N
         with refused(f"not part of this model: '{name}'", tmp_path):
             import_hf(source, tmp_path / "x")
         save_file({n: t for n, t in stored(source).items() if n != name}, file, metadata={"format": "pt"})
-
-
-def test_a_toy_of_a_quantized_folder_has_values(tmp_path: Path) -> None:
-    source, reference = make(CASES["mxfp4-gpt-oss"], tmp_path)
-    toy(source, tmp_path / "toy", layers=1, experts=2)
-    toy(reference, tmp_path / "expected", layers=1, experts=2)
-    assert_same_bits(stored(tmp_path / "expected"), stored(tmp_path / "toy"))
-    assert "quantization_config" not in json.loads((tmp_path / "toy/config.json").read_text())
 
 
 def test_resharding_keeps_the_declaration(tmp_path: Path) -> None:

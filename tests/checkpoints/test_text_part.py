@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from te_models import GPTModel
-from te_models.checkpoints import FAMILIES, AutoConverter, CheckpointError, export_hf, import_hf, open_checkpoint
+from te_models.checkpoints import FAMILIES, AutoConverter, CheckpointError, export_hf, import_hf, open_checkpoint, toy
 from te_models.checkpoints.families.text_part import text_part
 from tests.checkpoints.family_cases import CASES as TEXTS
 from tests.checkpoints.family_cases import SIZES, fill
@@ -214,3 +214,15 @@ def test_a_tensor_of_neither_part_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"not part of this model: 'audio_tower\.weight'"):
         import_hf(source, tmp_path / "ours")
     assert not (tmp_path / "ours").exists()
+
+
+@torch.no_grad()
+def test_a_toy_keeps_the_part_that_sees(tmp_path: Path) -> None:
+    source = save(make("llama4"), tmp_path / "hf")
+    plan = toy(source, tmp_path / "toy", layers=1, experts=2)
+    originals, parts = stored(source), stored(tmp_path / "toy")
+    seeing = {name for name in originals if not name.startswith("language_model.")}
+    assert set(plan.carried) == seeing and not plan.ignored
+    assert all(torch.equal(parts[name], originals[name]) for name in seeing)
+    theirs = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "toy", attn_implementation="eager")
+    assert_same_logits(tmp_path / "toy", theirs.eval())
