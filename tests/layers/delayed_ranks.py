@@ -100,7 +100,7 @@ def run(rank: int, *, compiled: bool, recipe: DelayedScaling, group: dist.Proces
 
 def main(results: str) -> None:
     """Run every case on this rank."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=240))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=480))
     rank = dist.get_rank()
     alone = [dist.new_group([r]) for r in range(2)][rank]
     cases = {

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="th
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Tensor]]:
     """What each rank found."""
     results = tmp_path_factory.mktemp("delayed") / "results"
-    run_on_ranks(["-m", "tests.layers.delayed_ranks", str(results)], timeout=300)
+    run_on_ranks(["-m", "tests.layers.delayed_ranks", str(results)], timeout=600)
     return [load_file(results.with_suffix(f".{rank}")) for rank in range(2)]
 
 

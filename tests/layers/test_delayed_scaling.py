@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._inductor.config
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
