@@ -1,32 +1,56 @@
 """Run the benchmarks that fit in a quarter of an hour, each in its own process: `make bench`.
 
-python -m bench [NAME ...]   the named ones only, for example `train_step`; a name alone: python -m bench.train_step
+python -m bench [NAME ...]   the named ones only, for example `train_step`, each of them whole
+python -m bench --all        all of them, whole: most of an hour
+
+What was left out is named at the end, with the reason. A name alone: python -m bench.train_step
 """
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
-BENCHMARKS = {"train_step": [], "recipe_step": ["1024"], "import_throughput": [], "quantize": []}
-"""Each with its arguments: of the recipes only one size fits, the whole table is `python -m bench.recipe_step`."""
+BENCHMARKS = {"train_step": [], "recipe_step": ["1024"], "import_throughput": [], "quantize": [], "moments": []}
+"""What runs without a name, each with its arguments."""
+LEFT_OUT = {
+    "recipe_step": "its four shapes compile 28 steps, about as long as all the others here together; only the shape "
+    "that has just run fits, and nothing was written",
+    "training_curves": "seven runs of 300 steps, a quarter of an hour of processor time",
+    "compile": "it compiles seven recipes' steps and five models from nothing, most of ten minutes",
+    "gpu": "it needs a CUDA device: python -m bench.gpu",
+}
+"""What `python -m bench` does not run, or not whole, and why."""
+EVERY = [*BENCHMARKS, "training_curves", "compile"]
 
 
-def main(names: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Run the benchmarks, return 1 if one failed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(EVERY))
+    parser.add_argument("--all", action="store_true", help="all of them")
+    options = parser.parse_args(arguments)
+    for name in options.names:
+        if name not in EVERY:
+            parser.error(f"there is no benchmark {name!r}; allowed: {', '.join(EVERY)}")
+    whole = EVERY if options.all else options.names
     failed = 0
-    for name in names or BENCHMARKS:
-        file = HERE / f"{name}.py"
-        if not file.is_file():
-            sys.exit(f"there is no benchmark {name!r}; allowed: {', '.join(BENCHMARKS)}")
+    for name in whole or BENCHMARKS:
         begun = time.perf_counter()
         print(f"== {name}", flush=True)
-        command = [sys.executable, "-m", f"bench.{name}", *([] if names else BENCHMARKS[name])]
+        command = [sys.executable, "-m", f"bench.{name}", *([] if whole else BENCHMARKS[name])]
         failed += subprocess.run(command, cwd=HERE.parent, check=False).returncode != 0
         print(f"== {name}: {time.perf_counter() - begun:.0f} s", flush=True)
+    if not options.names:
+        for name, why in LEFT_OUT.items():
+            if name not in whole:
+                print(f"== left out: {name}: {why}")
     return 1 if failed else 0
 
 

@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from bench.commit import AT_START
+
 RESULTS = Path(__file__).parent / "results"
 _FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "avx512_fp16", "avx512_vnni")
 
@@ -83,8 +85,9 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def write_result(name: str, payload: dict[str, Any]) -> Path:
-    """Write bench/results/<name>.json, adding the machine."""
+    """Write bench/results/<name>.json, adding the machine and the commit."""
     RESULTS.mkdir(exist_ok=True)
     file = RESULTS / f"{name}.json"
-    file.write_text(json.dumps({"benchmark": name, "machine": machine()} | payload, indent=2) + "\n", encoding="utf-8")
+    result = {"benchmark": name, "measured_at": AT_START, "machine": machine()} | payload
+    file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return file

@@ -27,6 +27,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from bench.common import interleave, ratio, versions, write_result
+from bench.recipes import NAMES, named
 from bench.shapes import Shape
 from bench.steps import our_step
 from te_models.layers import Linear
@@ -36,7 +37,7 @@ STEP_SHAPES = (
     Shape("llama-512", hidden=512, layers=1, ffn=1408, batch=2, sequence=256),
     Shape("mixtral-512", hidden=512, layers=1, ffn=768, experts=8, batch=2, sequence=256),
 )
-STEP_RECIPES = ("bf16", "delayed", "current", "block", "mxfp8", "nvfp4")
+STEP_RECIPES = ("bf16", *NAMES)
 CALLS = 2000
 
 _COLD = """
@@ -129,7 +130,7 @@ def steps(rounds: int = 5) -> dict[str, Any]:
                 torch._dynamo.reset()
                 counters.clear()
                 sides = {
-                    kind: our_step(folder, ids, compiled=kind == "compiled", recipe=name)
+                    kind: our_step(folder, ids, compiled=kind == "compiled", recipe=named(name))
                     for kind in ("compiled", "eager")
                 }
                 begun = time.perf_counter()

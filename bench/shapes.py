@@ -69,7 +69,7 @@ MOE = (
     Shape("mixtral-512", hidden=512, layers=2, ffn=768, experts=8, batch=2, sequence=256),
     Shape("mixtral-1024", hidden=1024, layers=2, ffn=1408, experts=8, batch=2, sequence=512),
 )
-# One layer: six graphs are compiled for each shape.
+# One layer: seven graphs are compiled for each shape.
 RECIPES = (
     Shape("llama-256", hidden=256, layers=1, ffn=704, batch=2, sequence=256),
     Shape("llama-512", hidden=512, layers=1, ffn=1408, batch=2, sequence=256),

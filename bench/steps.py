@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 import te_models
+from te_models.layers import Recipe, autocast
 from te_models.training.config import OptimizerConfig, PrecisionConfig
 from te_models.training.optimizer import Optimizer
 from te_models.training.step import make_loss_function
@@ -24,21 +25,26 @@ def torch_adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def our_step(
-    folder: Path, input_ids: torch.Tensor, *, compiled: bool, recipe: str = "bf16", with_torch_adamw: bool = False
+    folder: Path,
+    input_ids: torch.Tensor,
+    *,
+    compiled: bool,
+    recipe: Recipe | None = None,
+    with_torch_adamw: bool = False,
 ) -> Step:
-    """Return a function that trains our model one step and returns the loss. recipe: a name, or "bf16" for none.
+    """Return a function that trains our model one step and returns the loss. recipe: None is bf16.
 
     with_torch_adamw: use `torch_adamw`, as a peer does, and not our own optimizer, whose moments are float32.
     """
     model = te_models.GPTModel.from_pretrained(folder, dtype=torch.bfloat16).train()
-    precision = PrecisionConfig.from_dict({"dtype": "bf16", "recipe": "none" if recipe == "bf16" else recipe})
-    loss_function = make_loss_function(model, precision, "cpu", compiled=compiled)
+    loss_function = make_loss_function(model, PrecisionConfig(dtype="bf16"), "cpu", compiled=compiled)
     ours = None if with_torch_adamw else Optimizer(model.named_parameters(), OptimizerConfig())
     optimizer = ours or torch_adamw(model)
 
     def step() -> torch.Tensor:
         optimizer.zero_grad()
-        loss, _ = loss_function(input_ids)
+        with autocast(enabled=recipe is not None, recipe=recipe):
+            loss, _ = loss_function(input_ids)
         loss.backward()
         if ours is None:
             optimizer.step()

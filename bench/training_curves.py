@@ -11,7 +11,6 @@ layers compiled. Compared is the mean loss of the last steps; the bounds are in 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import statistics
 import sys
@@ -23,9 +22,10 @@ from typing import Any
 import torch
 
 from bench.common import RESULTS, versions, write_result
+from bench.recipes import NAMES, named
 from te_models import GPTModel
 from te_models.config import AttentionConfig, EmbeddingConfig, MLPConfig, ModelConfig
-from te_models.layers import autocast, recipe, set_rounding_seed
+from te_models.layers import autocast, set_rounding_seed
 from te_models.memory import return_freed_memory
 from te_models.quickstart.text import library_files
 from te_models.quickstart.tiny import VOCABULARY, train_tokenizer
@@ -37,7 +37,7 @@ from te_models.training.optimizer import Optimizer
 from te_models.training.schedule import lr_at
 from te_models.training.step import make_loss_function, train_step
 
-BOUNDS = {"delayed": 0.02, "current": 0.02, "block": 0.02, "mxfp8": 0.02, "nvfp4": 0.04}
+BOUNDS = dict.fromkeys(NAMES, 0.02) | {"nvfp4": 0.04}
 """How far the final loss may be from bf16's, relative."""
 STEPS, FINAL, BATCH, SEQUENCE, SEED, LR = 300, 20, 8, 128, 0, 1e-3
 SCHEDULE = ScheduleConfig(kind="cosine", warmup_steps=20)
@@ -69,7 +69,7 @@ def losses_of(name: str, windows: Windows) -> list[float]:
     precision = PrecisionConfig(dtype="bf16-mixed")
     loss_function = make_loss_function(model, precision, "cpu", compiled=True, mode="block")
     optimizer = Optimizer(model.named_parameters(), OptimizerConfig(lr=LR))
-    region = contextlib.nullcontext() if name == "bf16" else autocast(enabled=True, recipe=recipe(name))
+    region = autocast(enabled=name != "bf16", recipe=named(name))
 
     def under_recipe(input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         with region:  # entered for each call: leaving it updates the scales of delayed scaling

@@ -10,7 +10,14 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from .delayed import DelayedScalingQuantizer
-from .quantizer import Float8BlockQuantizer, Float8CurrentScalingQuantizer, MXFP8Quantizer, NVFP4Quantizer, Quantizer
+from .quantizer import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    HybridQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    Quantizer,
+)
 from .recipe import Format, GemmQuantizers, QuantizerRole, Recipe, Role
 
 AmaxAlgorithm = Literal["max", "most_recent"] | Callable[[Tensor], Tensor]
@@ -181,6 +188,14 @@ class CustomRecipe(Recipe):
         quantizer = self.qfactory(role)
         if not isinstance(quantizer, Quantizer):
             raise TypeError(f"qfactory returned {quantizer!r} for {role}; allowed: a Quantizer")
+        hybrid = isinstance(quantizer, HybridQuantizer)
+        for used in (quantizer.rowwise_quantizer, quantizer.columnwise_quantizer) if hybrid else (quantizer,):
+            if isinstance(used, DelayedScalingQuantizer):
+                raise TypeError(
+                    f"qfactory returned a DelayedScalingQuantizer for {role}, whose scales are a module's state that "
+                    "only the recipe DelayedScaling keeps; allowed: a quantizer of another class, for example "
+                    "Float8CurrentScalingQuantizer"
+                )
         return quantizer
 
     def to_dict(self) -> dict[str, Any]:

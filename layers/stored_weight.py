@@ -7,6 +7,7 @@ from torch import nn
 
 from .autocast import quantized_model_init, state
 from .initial_values import preserve
+from .overrides import PerModuleRecipe
 from .quantized_module import QuantizedModule
 from .recipe import Recipe
 from .whole_model import quantized_modules
@@ -21,7 +22,7 @@ def store_weights_as_asked(module: QuantizedModule) -> None:
     recipe = state().storage
     if recipe is None:
         return
-    if recipe.by_name and not module.name:
+    if isinstance(recipe, PerModuleRecipe) and not module.name:
         raise ValueError(
             f"{type(recipe).__name__} chooses by name, and this {type(module).__name__} has none: pass name=..., or "
             "quantize the built model with store_weights(model, recipe)"
@@ -43,8 +44,8 @@ def store_weights_as_asked(module: QuantizedModule) -> None:
 def store_weights(model: nn.Module, recipe: Recipe, *, preserve_high_precision_init_val: bool = False) -> None:
     """Store the weights of a model's layers in the weight format of `recipe`, in place.
 
-    For a recipe that chooses by name (PerModuleRecipe, CustomRecipe) call `name_modules(model)` before; a GPTModel has
-    its names. Optimizers made before hold the old parameters.
+    For a recipe that chooses by name (PerModuleRecipe, a CustomRecipe that looks at names) call `name_modules(model)`
+    before; a GPTModel has its names. Optimizers made before hold the old parameters.
     """
     with quantized_model_init(recipe=recipe, preserve_high_precision_init_val=preserve_high_precision_init_val):
         for _, module in quantized_modules(model):

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from bench.commit import AT_START
 from bench.common import RESULTS, versions
 
 from . import grouped, linear, norms, permute, quantize, report
@@ -112,7 +113,8 @@ def main(arguments: list[str]) -> int:
     device, budget = torch.device("cuda"), Budget(options.seconds)
     torch.manual_seed(0)
     rows, gaps, found = run(options.sections or list(SECTIONS), device, H100, CudaTimer(device), budget)
-    about = {"benchmark": "gpu", "device": describe(device), "versions": software(), "ceilings": found}
+    about = {"benchmark": "gpu", "measured_at": AT_START, "device": describe(device)}
+    about |= {"versions": software(), "ceilings": found}
     print(f"{about['device']['name']}: {found['copy_bytes_per_s'] / 1e9:.0f} GB/s copied, ", end="")
     print(f"{found['bf16_flop_per_s'] / 1e12:.0f} TFLOP/s in bf16; {about['versions']}")
     print("\n".join(text for text in (report.table(rows), report.gaps_text(gaps)) if text))

@@ -41,6 +41,29 @@ def test_dense(rows: int, operand: torch.dtype, grad: torch.dtype, scaled: bool,
     assert ((main_grad.double() - expected).abs() <= bound(start, magnitudes, rows, operand, grad)).all()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("accumulate", [True, False])
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("grad", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(8192, 4096, 2048), (1000, 1536, 640)], ids=str)
+def test_dense_real_sizes(shape: tuple[int, int, int], grad: torch.dtype, scaled: bool, accumulate: bool) -> None:
+    """Summed in float32, into a float32 gradient without a rounding to bfloat16 on the way."""
+    device = torch.device("cuda")
+    rows, outer, inner = shape
+    dy, x = normal(rows, outer, seed=1).to(device), normal(rows, inner, seed=2).to(device)
+    before = normal(outer, inner, seed=3, dtype=grad).to(device)
+    main_grad = before.clone() if accumulate else torch.full_like(before, torch.nan)
+    scale = torch.tensor(0.37, device=device) if scaled else None
+    gemm_wgrad_accumulate_(main_grad, dy, x, accumulate, scale)
+    factor, start = 0.37 if scaled else 1.0, before.double() if accumulate else 0.0
+    product = factor * (dy.double().t() @ x.double())
+    error = (main_grad.double() - start - product).abs()
+    sums = (2 * rows + 8) * UNIT[torch.float32] * factor * (dy.double().abs().t() @ x.double().abs())
+    assert (error <= sums + 2.01 * UNIT[grad] * (product.abs() + (start + product).abs()) + 1e-30).all()
+    # far below the bound on average; a product rounded to bfloat16 errs by 2^-9 of it
+    assert error.norm() <= 2 * {torch.float32: 2.0**-14, torch.bfloat16: 2.0**-9}[grad] * (start + product).norm()
+
+
 @pytest.mark.parametrize("accumulate", [True, False])
 @pytest.mark.parametrize("grad", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("splits", SPLITS)

@@ -151,8 +151,3 @@ def stored_operands(name: str) -> Operands:
     if name != "delayed":
         return operands
     return lambda role, *rest: (per_tensor() if role == "w" else operands)(role, *rest)
-
-
-def weight_quantizer(recipe: Recipe) -> Quantizer:
-    """Return what a layer without a name has its weights stored by."""
-    return recipe.quantizers("Linear", "").weight

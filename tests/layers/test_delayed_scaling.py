@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from te_models.layers import (
     recipe_state,
     recompute_contexts,
 )
+from tests.layers.delayed_ranks import Experts
 
 MAX = {"input": 448.0, "weight": 448.0, "grad_output": 57344.0}
 
@@ -110,7 +112,7 @@ class MLP(nn.Module):
 RECIPE = DelayedScaling(amax_history_len=8)
 
 
-def train(model: MLP, run, steps: range, seen: list[Tensor]) -> None:
+def train(model: MLP | Experts, run, steps: range, seen: list[Tensor]) -> None:
     """Do SGD steps, noting output, histories and scales of each."""
     for step in steps:
         x = torch.randn(16, 48, generator=torch.Generator().manual_seed(step)) * (1 + step % 7)
@@ -127,9 +129,12 @@ def train(model: MLP, run, steps: range, seen: list[Tensor]) -> None:
                 parameter.grad = None
 
 
-def test_fifty_compiled_steps_with_a_resume_equal_eager_ones(tmp_path: Path) -> None:
+@pytest.mark.parametrize("build", [MLP, lambda: Experts(torch.bfloat16)], ids=["float32", "bfloat16 experts"])
+def test_fifty_compiled_steps_with_a_resume_equal_eager_ones(
+    build: Callable[[], MLP | Experts], tmp_path: Path
+) -> None:
     torch.manual_seed(0)
-    model = MLP()
+    model = build()
     resumed_from = copy.deepcopy(model)
     eager: list[Tensor] = []
     train(model, model, range(50), eager)
@@ -140,7 +145,7 @@ def test_fifty_compiled_steps_with_a_resume_equal_eager_ones(tmp_path: Path) -> 
     train(first, torch.compile(first, fullgraph=True), range(23), compiled)
     save_file({k: v.contiguous() for k, v in first.state_dict().items()}, tmp_path / "state.safetensors")
     torch._dynamo.reset()
-    second = MLP()
+    second = build()
     second.load_state_dict(load_file(tmp_path / "state.safetensors"))
     train(second, torch.compile(second, fullgraph=True), range(23, 50), compiled)
 

@@ -19,7 +19,6 @@ from tests.layers.emulation_gemm import (
     UNIT,
     assert_within,
     stored_operands,
-    weight_quantizer,
 )
 
 SIZES = [(1, 16, 16), (17, 130, 33), (129, 64, 96), (33, 1000, 31), (129, 256, 128)]
@@ -44,7 +43,7 @@ def gradients(
     with torch.no_grad():
         layer.weight.copy_(w)
     if stored:
-        layer.weight = torch.nn.Parameter(weight_quantizer(recipe).quantize(w))
+        layer.weight = torch.nn.Parameter(recipe.weight_quantizer().quantize(w))
     layer.fp8_scale = torch.tensor(list(SCALES.values()))[:, None]
     layer.fp8_rng_state = torch.tensor(KEY)
     x = x.clone().requires_grad_()
@@ -96,7 +95,7 @@ def test_every_group_is_quantized_by_itself(name: str, dtype: torch.dtype, store
     x, _, dy = numbers(rows, k, n, dtype)
     w = torch.stack([numbers(g + 1, k, n, dtype)[1] * (g + 1) for g in range(groups)])
     layer = GroupedLinear(groups, k, n, bias=False, single_grouped_weight=grouped, params_dtype=dtype)
-    quantizer = weight_quantizer(recipe)
+    quantizer = recipe.weight_quantizer()
     with torch.no_grad():
         if not stored:
             layer.load_state_dict({f"weight{g}": w[g] for g in range(groups)})

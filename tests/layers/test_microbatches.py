@@ -21,8 +21,9 @@ from te_models.layers import (
     quantized_model_init,
     recipe,
 )
+from tests.layers.matrix_recipes import NAMES, fresh
 
-RECIPES = ["delayed", "current", "block", "mxfp8", "nvfp4"]
+RECIPES = [name for name in NAMES if name is not None]
 BUILD = {
     "linear": lambda **options: Linear(64, 48, bias=False, **options),
     "layernorm_linear": lambda **options: LayerNormLinear(64, 48, **options),
@@ -60,7 +61,7 @@ def test_cached_weights_change_nothing(kind: str, name: str) -> None:
         torch.manual_seed(0)
         layer = BUILD[kind]()
         # delayed: the scale of one micro-batch is that of the next, as the history is long and nothing changes
-        layer.chosen = recipe(name)
+        layer.chosen = fresh(name)
         if name == "delayed":
             with autocast(recipe=layer.chosen):
                 call(layer, batches()[0] * 3)
@@ -99,10 +100,10 @@ def test_compiled_micro_batches_share_weights_quantized_before(kind: str, name: 
         run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
         outputs = []
         for _ in range(2):
-            with autocast(recipe=recipe(name)):
+            with autocast(recipe=fresh(name)):
                 cache_weights(layer)
             for x in batches():
-                with autocast(recipe=recipe(name)), microbatch(first=False):
+                with autocast(recipe=fresh(name)), microbatch(first=False):
                     y = run(x, torch.tensor([7, 0, 9])) if kind == "grouped" else run(x)
                 y.square().sum().backward()
                 outputs.append(y.detach())
@@ -161,7 +162,7 @@ def test_fused_accumulation_adds_into_main_grad(kind: str, name: str | None) -> 
         for key in layer.weight_names() if fused else ():
             getattr(layer, key).main_grad = torch.full_like(getattr(layer, key), 0.5).detach()
         for x in batches():
-            with autocast(enabled=name is not None, recipe=name and recipe(name)):
+            with autocast(enabled=name is not None, recipe=fresh(name)):
                 y = call(layer, x)
             y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape))
         weights = [getattr(layer, key) for key in layer.weight_names()]
@@ -247,7 +248,7 @@ def test_saving_the_original_input_changes_memory_and_no_number(name: str) -> No
                 seen.append(tensor.dtype)
             return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), autocast(recipe=recipe(name)):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), autocast(recipe=fresh(name)):
             y = layer(x)
         y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape))
         results.append([y.detach(), x.grad, layer.weight.grad])

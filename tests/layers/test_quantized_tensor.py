@@ -20,8 +20,9 @@ from te_models.layers import (
     quantized_model_init,
     recipe,
 )
+from tests.layers.matrix_recipes import NAMES, fresh
 
-RECIPES = ["current", "block", "mxfp8"]
+RECIPES = [name for name in NAMES if name is not None]
 
 
 def raw(field: torch.Tensor) -> torch.Tensor:
@@ -37,7 +38,7 @@ def same_bits(a: QuantizedTensor, b: QuantizedTensor | dict[str, torch.Tensor]) 
 def quantized(request) -> QuantizedTensor:
     name, grouped = request.param
     torch.manual_seed(0)
-    quantizer = recipe(name).weight_quantizer()
+    quantizer = fresh(name).weight_quantizer()
     return quantizer.quantize_grouped(torch.randn(3, 40, 72)) if grouped else quantizer.quantize(torch.randn(40, 72))
 
 
@@ -148,7 +149,7 @@ def test_members_are_views() -> None:
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("assign", [False, True])
 def test_state_dicts_load_across_layouts_without_dequantizing(name: str, assign: bool) -> None:
-    with quantized_model_init(recipe=recipe(name)):
+    with quantized_model_init(recipe=fresh(name)):
         grouped = GroupedLinear(3, 64, 32, bias=True)
         split = GroupedLinear(3, 64, 32, bias=True, single_grouped_weight=False)
         target = GroupedLinear(3, 64, 32, bias=True)
@@ -157,7 +158,7 @@ def test_state_dicts_load_across_layouts_without_dequantizing(name: str, assign:
     assert isinstance(target.weight, GroupedTensor)
     assert same_bits(target.weight, grouped.weight)
     x = torch.randn(9, 64)
-    with autocast(recipe=recipe(name)):
+    with autocast(recipe=fresh(name)):
         outputs = [layer(x, [4, 0, 5]) for layer in (grouped, split, target)]
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[0], outputs[2])
@@ -181,7 +182,7 @@ def test_members_that_do_not_fit_each_other_or_the_layer_are_an_error() -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_modules_move_with_their_storage(name: str) -> None:
-    with quantized_model_init(recipe=recipe(name)):
+    with quantized_model_init(recipe=fresh(name)):
         layer = Linear(64, 32)
     before = layer.weight.clone()
     layer.to(torch.bfloat16)

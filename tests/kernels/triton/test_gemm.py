@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from te_models.kernels.gemm.choice import against_formats
-from tests.kernels.scaled_cases import E4M3, E5M2, SIDES, assert_within, exact, normal, quantized
+from tests.kernels.scaled_cases import E4M3, E5M2, SIDES, UNIT, assert_within, exact, normal, quantized
 
 SHAPES = [(1, 1, 1), (17, 33, 40), (16, 16, 128), (5, 40, 300), (40, 19, 129)]
 
@@ -106,3 +106,43 @@ def test_real_sizes(sides: str, shape: tuple[int, int, int], device: torch.devic
     assert_within(first, a, b, unit=2.0**-24 + loose)
     if native.reason_against(left, right, torch.bfloat16, hardware(device)) is None:
         assert_within(scaled_gemm(left, right, torch.bfloat16), a, b, unit=2.0**-8 + 2.0**-12)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(4096, 7168), (1000, 4097), (8, 2048, 1408)], ids=str)
+def test_transposed_copies_of_real_sizes(shape: tuple[int, ...], device: torch.device) -> None:
+    from te_models.kernels.gemm.transpose import k_contiguous
+    from te_models.kernels.gemm.triton_transpose import copy_transposed
+
+    stored = torch.randint(256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).to(device)
+    assert torch.equal(copy_transposed(stored.mT, torch.empty_like(stored.mT).contiguous()), stored.mT)
+    copy = k_contiguous(stored.mT.view(E4M3))
+    assert torch.equal(copy.view(torch.uint8), stored.mT)
+    assert copy.is_contiguous()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(2048, 4096, 8192), (1000, 640, 1536)], ids=str)
+@pytest.mark.parametrize("sides", ["per_tensor", "pow2 1x128 by 1x128", "mxfp8"])
+def test_weight_gradients_of_real_sizes_are_added_in_place(
+    sides: str, shape: tuple[int, int, int], device: torch.device
+) -> None:
+    """Into a float32 gradient: added to what is there, and written over a NaN."""
+    from te_models.kernels.gemm import scaled_gemm_accumulate_
+
+    rows, columns, length = shape
+    left = quantized(normal(rows, length, seed=1, device=device), *SIDES[sides][0])
+    right = quantized(normal(columns, length, seed=2, device=device), *SIDES[sides][1])
+    a, b = exact(left), exact(right)
+    before = normal(rows, columns, seed=3, dtype=torch.float32, device=device)
+    main_grad = before.clone()
+    scaled_gemm_accumulate_(main_grad, left, right)
+    added = main_grad.double() - before.double()
+    # tensor cores of compute capability 9 keep about 14 bits within a 128-long block, MX runs in bfloat16
+    loose = 0.0 if sides == "mxfp8" else 2.0**-12
+    assert_within(added, a, b, unit=UNIT[torch.float32] + loose)
+    if sides == "mxfp8":  # far below the bound on average; a product rounded to bfloat16 errs by 2^-10 of it
+        assert (added - a @ b.mT).norm() <= 2.0**-13 * (a @ b.mT).norm()
+    main_grad.fill_(float("nan"))
+    scaled_gemm_accumulate_(main_grad, left, right, accumulate=False)
+    assert_within(main_grad, a, b, unit=UNIT[torch.float32] + loose)

@@ -173,10 +173,13 @@ def test_blocks_that_no_tile_holds_are_refused(device) -> None:
         registered.quantize_blockwise(torch.ones(4, 4, device=device), [1, 256], E4M3, "pow2", 0.0)
 
 
+REAL = [(8192, 4096), (4097, 7168), (8, 2048, 1408)]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("block, kind", BLOCKS, ids=str)
 def test_real_sizes(block, kind) -> None:
-    for shape in ((8192, 4096), (4097, 7168), (8, 2048, 1408)):
+    for shape in REAL:
         x = torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 3
         x.view(-1)[::1001] *= 1e-30
         got = registered.quantize_blockwise_both(x, list(block), E4M3, kind, 0.0)
@@ -201,3 +204,47 @@ def test_grouped_real_sizes() -> None:
     for block, kind in (((1, 128), "pow2"), ((1, 32), "e8m0")):
         got = registered.quantize_grouped_blockwise(x, m_splits, list(block), E4M3, kind, 0.0, True, True)
         assert_all(got, grouped.quantize_grouped_blockwise(x, m_splits, block, E4M3, kind))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", REAL, ids=str)
+@pytest.mark.parametrize("fp8_dtype", [E4M3, E5M2], ids=str)
+def test_per_tensor_real_sizes(fp8_dtype, shape, device) -> None:
+    """One copy, both in one pass, and back from either of them."""
+    x = torch.randn(shape, device=device, dtype=torch.bfloat16) * 3
+    x.view(-1)[::1001] *= 1e-30
+    scale = torch.rand((*shape[:-2], 1, 1), device=device) * 100 + 20
+    expected = reference.quantize_per_tensor(x, scale, fp8_dtype)
+    assert_bitwise(registered.quantize_per_tensor(x, scale, fp8_dtype), expected)
+    row, col = registered.quantize_per_tensor_both(x, scale, fp8_dtype)
+    assert_all((row, col), (expected, expected))
+    assert col.mT.is_contiguous()
+    for dtype in DTYPES:
+        values = reference.dequantize_per_tensor(expected, scale, dtype)
+        for copy in (row, col):
+            assert_bitwise(registered.dequantize_per_tensor(copy, scale, dtype), values)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", REAL, ids=str)
+@pytest.mark.parametrize("block, kind", [*BLOCKS, ((128, 1), "pow2"), ((32, 1), "e8m0")], ids=str)
+def test_dequantize_real_sizes(block, kind, shape, device) -> None:
+    x = torch.randn(shape, device=device, dtype=torch.bfloat16) * 3
+    data, stored = reference.quantize_blockwise(x, block, E4M3, kind)
+    for dtype in DTYPES:
+        expected = reference.dequantize_blockwise(data, stored, block, dtype)
+        for given in (data, data.view(torch.uint8).mT.contiguous().mT.view(E4M3)):
+            assert_bitwise(registered.dequantize_blockwise(given, stored, list(block), dtype), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits, columns", [([1000, 0, 129, 4096, 1, 2966], 2048)], ids=["six groups"])
+def test_grouped_per_tensor_real_sizes(splits, columns, device) -> None:
+    """Rows past the last group come along."""
+    m_splits = torch.tensor(splits, device=device)
+    x = torch.randn(sum(splits) + 77, columns, device=device, dtype=torch.bfloat16) * 3
+    assert_bitwise(registered.grouped_amax(x, m_splits), grouped.grouped_amax(x, m_splits))
+    scale = torch.rand(len(splits), device=device) * 100 + 20
+    for fp8_dtype in (E4M3, E5M2):
+        got = registered.quantize_grouped_per_tensor(x, m_splits, scale, fp8_dtype, 16)
+        assert_all(got, grouped.quantize_grouped_per_tensor(x, m_splits, scale, fp8_dtype))
