@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
+from torch import Tensor
 
 from .recipe import Recipe
 from .recipes import Float8CurrentScaling
@@ -31,6 +32,7 @@ class _State:
         self.calibrating = False
         self.amax_reduction_group: dist.ProcessGroup | None = None
         self.first_microbatch: bool | None = None
+        self.keep_kept: Tensor | None = None
         self.statistics = False
         self.depth = 0
         self.touched: list[QuantizedModule] | None = None
@@ -78,6 +80,12 @@ class _Region:
     def __exit__(self, *exc_info: object) -> None:
         for name, value in self._previous.pop().items():
             setattr(_STATE, name, value)
+
+
+def _live_names() -> list[str]:
+    from .quantized_module import live_modules
+
+    return [module.name for module in live_modules() if module.name]
 
 
 class autocast:
@@ -128,9 +136,7 @@ class autocast:
         s = _STATE
         s.depth -= 1
         if raised is None and self._recipe is not None and self._recipe.by_name and not torch.compiler.is_compiling():
-            from .quantized_module import live_modules
-
-            self._recipe.check_names([module.name for module in live_modules() if module.name])
+            self._recipe.check_names(_live_names)
         if s.depth == 0:
             from .delayed_update import leave_region
 
@@ -158,14 +164,19 @@ class microbatch(_Region):
     """Inside, layers whose `is_first_microbatch` is not given take it from here: True quantizes each weight and keeps
     the result, False uses what was kept, None quantizes without keeping.
 
+    noop: with True, a scalar tensor, such as the one that `FusedAdamW.step` skipped the update by. Where it is nonzero
+    a weight that was kept before stays as it is, decided on the device. Transformer Engine: `skip_fp8_weight_update`.
+
     Example:
         for i, batch in enumerate(micro_batches):
             with autocast(recipe=...), microbatch(first=i == 0):
                 model(batch, labels=batch).loss.backward()
     """
 
-    def __init__(self, first: bool | None) -> None:
-        super().__init__(first_microbatch=first)
+    def __init__(self, first: bool | None, *, noop: Tensor | None = None) -> None:
+        if noop is not None and not first:
+            raise ValueError(f"noop is for the first micro-batch, which quantizes; first is {first}; allowed: True")
+        super().__init__(first_microbatch=first, keep_kept=noop)
 
 
 class collect_statistics(_Region):

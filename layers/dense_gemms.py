@@ -21,12 +21,13 @@ from te_models.kernels.gemm import Operand
 
 from .delayed import bind, value_of
 from .kept import Kept, gradient_sides, keep, keep_weight, note_statistics
-from .quantized_module import LiveState, check_format
+from .quantized_module import LiveState
 from .quantized_storage import QuantizedStorage
 from .quantized_tensor import QuantizedTensor
 from .quantizer import Fields, IdentityQuantizer, Quantizer, Usage
 from .recipe import GemmQuantizers
 from .sides import Side, accumulate_product_, plain, product, side, side_of_fields, turned
+from .stored_form import check_format, check_operands
 from .wgrad import WeightGradient, run_wgrad
 
 HIGH_PRECISION = GemmQuantizers(
@@ -90,6 +91,8 @@ def fprop_weight(
     stored: Tensor, quantizers: GemmQuantizers, dtype: torch.dtype, live: LiveState, needs_dgrad: bool, gemm: int | None
 ) -> tuple[Side, Fields]:
     """Return a weight [..., N, K] as a side of fprop and what `dgrad_weight` may read of it, see `keep_weight`."""
+    if isinstance(stored, QuantizedTensor):
+        check_operands(stored, quantizers, needs_dgrad)
     if isinstance(stored, QuantizedTensor) or quantizers.backward_override:
         return weight_side(stored, quantizers.weight, "rowwise", dtype, live.scale, live.amax, gemm), {}
     return keep_weight(bind(quantizers.weight, live.scale, live.amax, "weight", gemm), stored, dtype, needs_dgrad)

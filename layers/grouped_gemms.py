@@ -25,12 +25,13 @@ from .dense_gemms import GemmOptions, dgrad_weight, fprop_weight, plain_weight, 
 from .given_rows import fprop_side, wgrad_side
 from .grouped_tensor import GroupedRows
 from .kept import note_statistics
-from .quantized_module import LiveState, check_format
+from .quantized_module import LiveState
 from .quantized_tensor import QuantizedTensor
 from .quantizer import Fields, IdentityQuantizer, Quantizer, Usage
 from .recipe import GemmQuantizers
 from .row_groups import PaddedRows, RowGroups
 from .sides import AnyQuantizer, Side, both_plain, plain, quantized_gemms, side_of_fields, turned, values_side
+from .stored_form import check_format, check_operands
 from .wgrad import run_wgrad
 
 MIN_ROW_ALIGNMENT = 16
@@ -62,6 +63,8 @@ def grouped_fprop(
     if cached is None and not isinstance(weights[0], QuantizedTensor):
         weight, fields = fprop_weight(stacked(weights), quantizers, x.dtype, live, needs_dgrad, None)
     else:
+        if isinstance(weights[0], QuantizedTensor):
+            check_operands(weights[0], quantizers, needs_dgrad)
         weight = _weights_side(weights, cached, quantizers.weight, "rowwise", x.dtype, live.scale, live.amax)
     return _rows_product(x, x_quantizer, weight, "rowwise", rows, x.dtype), fields
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
@@ -74,16 +74,19 @@ class PerModuleRecipe(Recipe):
                 return choice if isinstance(choice, Recipe) else None
         return self.default
 
-    def check_names(self, names: Collection[str]) -> None:
-        if not names or "_names_checked" in vars(self):
+    def check_names(self, names: Callable[[], list[str]]) -> None:
+        if "_names_checked" in vars(self):
+            return
+        named = names()
+        if not named:
             return
         object.__setattr__(self, "_names_checked", True)
         for pattern, _ in self.rules:
-            if pattern not in _warned and not any(matches(pattern, name) for name in names):
+            if pattern not in _warned and not any(matches(pattern, name) for name in named):
                 _warned.add(pattern)
                 warnings.warn(
-                    f"the rule for {pattern!r} of a PerModuleRecipe matches none of the {len(names)} named layers, "
-                    f"such as {next(iter(names))!r}",
+                    f"the rule for {pattern!r} of a PerModuleRecipe matches none of the {len(named)} named layers, "
+                    f"such as {named[0]!r}",
                     UserWarning,
                     stacklevel=3,
                 )

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from .autocast import state
 from .delayed import ROLES, STATISTICS, Float8Quantizer, bind, raise_
 from .quantized_tensor import QuantizedTensor
-from .quantizer import Quantizer
 from .recipe import GemmQuantizers
 from .recipes import DelayedRule, DelayedScaling
 from .recompute import recomputing, same_as_first_run
@@ -34,6 +33,7 @@ from .rounding_seed import STREAMS, default_seed
 _DELAYED_NAMES = ("fp8_scale", "fp8_amax", "fp8_grad_amax", "fp8_history")
 _SAVED_NAMES = (*_DELAYED_NAMES, "fp8_rng_state")
 _STATE_NAMES = (*_SAVED_NAMES, "fp8_statistics", "fp8_grad_statistics")
+_KEPT = "weight_cache"  # of attributes that hold a weight for later micro-batches
 _ordinals = itertools.count()
 _modules: weakref.WeakValueDictionary[int, QuantizedModule] = weakref.WeakValueDictionary()
 
@@ -111,7 +111,19 @@ class QuantizedModule(nn.Module):
                 value = getattr(self, name)
                 if value is not None:
                     setattr(self, name, value.to(parameter.device))
+        if parameter is not None:
+            self._move_kept_weights(parameter.device, parameter.dtype)
         return self
+
+    def _move_kept_weights(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Take the weights kept for later micro-batches to another device; forget them where the weights have become
+        others, by another dtype or on the meta device."""
+        for slot in [name for name in vars(self) if name.startswith(_KEPT)]:
+            kept = getattr(self, slot)
+            if device.type == "meta" or kept.dtype != dtype:
+                delattr(self, slot)
+            elif kept.device != device:
+                setattr(self, slot, kept.to(device))
 
     def weight_names(self) -> tuple[str, ...]:
         """Return the names of the weight parameters."""
@@ -190,9 +202,10 @@ class QuantizedModule(nn.Module):
 
         weights: one [out, in] or [G, out, in], or G of [out, in]. is_first_microbatch: True quantizes and keeps,
         False returns what was kept, None (unless `microbatch` says otherwise) does neither. gemm: the
-        one meant, None for all together; each keeps its own.
+        one meant, None for all together; each keeps its own. Where `microbatch(noop=...)` is nonzero, what was kept
+        stays kept. Raises RuntimeError where nothing was kept, ValueError after a change of recipe.
         """
-        slot = "weight_cache" if gemm is None else f"weight_cache{gemm}"
+        slot = _KEPT if gemm is None else f"{_KEPT}{gemm}"
         first = state().first_microbatch if is_first_microbatch is None else is_first_microbatch
         quantizers = None if first is None or isinstance(weights[0], QuantizedTensor) else self.quantizers()
         if quantizers is None:
@@ -202,18 +215,19 @@ class QuantizedModule(nn.Module):
                 "a compiled graph cannot keep a quantized weight: call cache_weights(model) before the step's first "
                 "micro-batch, and run all of them with is_first_microbatch=False or microbatch(first=False)"
             )
-        if not first:
-            cached = getattr(self, slot, None)
-            if cached is None:
+        before = getattr(self, slot, None)
+        noop = state().keep_kept if first else None
+        if not first or (before is not None and noop is not None):
+            if before is None:
                 raise RuntimeError("is_first_microbatch=False, but no earlier call had is_first_microbatch=True")
-            check_format(cached, quantizers.weight)
             wanted = bind(quantizers.weight, self.fp8_scale, None, "weight", gemm)
-            if cached.quantizer != (wanted.value if isinstance(wanted, Float8Quantizer) else wanted):
+            if before.quantizer != (wanted.value if isinstance(wanted, Float8Quantizer) else wanted):
                 raise ValueError(
-                    f"the kept weight was made by {cached.quantizer}, but the recipe in force wants {wanted}; call "
-                    "with is_first_microbatch=True after a change of recipe"
+                    f"the kept weight was made by {before.quantizer}, but the recipe in force wants {wanted}; call "
+                    "with is_first_microbatch=True, and without noop, after a change of recipe"
                 )
-            return cached
+            if not first:
+                return before
         delayed = self.delayed_rule is not None
         scale, amax = (self.fp8_scale, self.fp8_amax if self.training else None) if delayed else (None, None)
         quantizer = bind(quantizers.weight, scale, amax, "weight", gemm)
@@ -222,6 +236,8 @@ class QuantizedModule(nn.Module):
                 cached = quantizer.quantize(weights[0])
             else:
                 cached = quantizer.quantize_grouped(weights[0] if weights[0].dim() == 3 else torch.stack(weights))
+            if before is not None and noop is not None:
+                cached.quantize_(before, noop=noop == 0)  # a new tensor: a backward pass may still need the old one
         setattr(self, slot, cached)
         return cached
 
@@ -274,15 +290,6 @@ class QuantizedModule(nn.Module):
         except ValueError as error:
             args[-1].append(f"{prefix}{error}")
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-def check_format(weight: QuantizedTensor, quantizer: Quantizer) -> None:
-    """Raise ValueError where a quantized weight is not in the format that the recipe in force wants."""
-    if weight.quantizer.FORMAT != quantizer.FORMAT:
-        raise ValueError(
-            f"the weight is stored as {weight.quantizer.FORMAT}, but the recipe in force wants {quantizer.FORMAT}; "
-            "allowed: a recipe of the stored format, or autocast(enabled=False)"
-        )
 
 
 def _real_default_device() -> torch.device:

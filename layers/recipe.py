@@ -11,13 +11,13 @@ import enum
 import inspect
 import json
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
 
-from .quantizer import Quantizer
+from .quantizer import Float8BlockQuantizer, HybridQuantizer, Quantizer, Usage
 
 BackwardOverride = Literal["high_precision", "dequantized"]
 Role = Literal["input", "weight", "grad_output"]
@@ -59,12 +59,39 @@ class QuantizerRole:
 
 @dataclass(frozen=True)
 class GemmQuantizers:
-    """The quantizers of one module's operands, and what its backward pass does instead of quantizing, if anything."""
+    """The quantizers of one module's operands, and what its backward pass does instead of quantizing, if anything.
+
+    Raises ValueError where a GEMM would have to multiply 128x128 blocks by 128x128 blocks.
+    """
 
     input: Quantizer
     weight: Quantizer
     grad_output: Quantizer
     backward_override: BackwardOverride | None = None
+
+    def __post_init__(self) -> None:
+        x, w, dy = self.input, self.weight, self.grad_output
+        refuse_two_dimensional(x, w, "input", "weight", "rowwise", "rowwise")
+        if self.backward_override is None:
+            refuse_two_dimensional(dy, w, "grad_output", "weight", "rowwise", "columnwise")
+            refuse_two_dimensional(dy, x, "grad_output", "input", "columnwise", "columnwise")
+
+
+def refuse_two_dimensional(
+    left: Quantizer, right: Quantizer, left_role: str, right_role: str, left_usage: Usage, right_usage: Usage
+) -> None:
+    """Raise ValueError where both operands of a GEMM have 128x128 blocks, which no GEMM takes."""
+    if _two_dimensional(left, left_usage) and _two_dimensional(right, right_usage):
+        raise ValueError(
+            f"{left_role} and {right_role} both have 128x128 blocks, and no GEMM multiplies those by each other; "
+            "allowed: block_scaling_dim=1 for one of the two"
+        )
+
+
+def _two_dimensional(quantizer: Quantizer, usage: Usage) -> bool:
+    if isinstance(quantizer, HybridQuantizer):
+        quantizer = quantizer.member(usage)
+    return isinstance(quantizer, Float8BlockQuantizer) and quantizer.block_scaling_dim == 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +144,8 @@ class Recipe:
         """Return the recipe of the module with this qualified name; None: high precision."""
         return self
 
-    def check_names(self, names: Collection[str]) -> None:
-        """Warn of what this recipe says of layers by name and none of `names` has."""
+    def check_names(self, names: Callable[[], list[str]]) -> None:
+        """Warn of what this recipe says of layers by name where none of `names()` is meant."""
 
     def quantizers(self, module: str, name: str) -> GemmQuantizers:
         """Return the quantizers of one module. module: its class name; name: its qualified name."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .autocast import state
 
-_NAMES = ("compute", "calibrating", "first_microbatch", "statistics")
+_NAMES = ("compute", "calibrating", "first_microbatch", "keep_kept", "statistics")
 
 
 class FirstRun:

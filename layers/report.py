@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from .delayed import ROLES, STATISTICS
+from .quantized_tensor import QuantizedTensor
 from .whole_model import quantized_modules
 
 HIGH_PRECISION_NAME = "bf16"
@@ -17,13 +18,17 @@ HIGH_PRECISION_NAME = "bf16"
 @dataclass(frozen=True)
 class RecipeReport:
     """asked, ran: layer -> recipe name, for every layer that has run; "bf16" is high precision, "none" no recipe asked.
+    stored: layer -> the quantizer of its weights where they are stored quantized.
 
-    They differ where a PerModuleRecipe or a calibration says so, and nowhere else: a layer never leaves its recipe on
-    its own. Which kernels ran is counted by `te_models.kernels.gemm.gemm_counts`.
+    The names differ where a PerModuleRecipe or a calibration says so, and nowhere else: a layer never leaves its recipe
+    on its own. But GEMMs read a stored weight as it is, also where the recipe would have made it with other scales or
+    blocks (which warns once): `stored` says what they are. Which kernels ran is counted by
+    `te_models.kernels.gemm.gemm_counts`.
     """
 
     asked: dict[str, str]
     ran: dict[str, str]
+    stored: dict[str, str] = field(default_factory=dict)
 
     def layers_asked(self) -> Counter[str]:
         """Return how many layers were asked to run under each recipe."""
@@ -37,12 +42,16 @@ class RecipeReport:
 def recipe_report(model: nn.Module) -> RecipeReport:
     """Return what recipes the layers of a model were asked for and ran under in their last forward pass, eager or
     compiled."""
-    asked, ran = {}, {}
+    asked, ran, stored = {}, {}, {}
     for name, module in quantized_modules(model):
         use = module.recipe_use
         if use.asked is not None:
             asked[name], ran[name] = use.asked, use.ran or HIGH_PRECISION_NAME
-    return RecipeReport(asked, ran)
+            weights = (getattr(module, weight) for weight in module.weight_names())
+            forms = dict.fromkeys(str(w.quantizer) for w in weights if isinstance(w, QuantizedTensor))
+            if forms:
+                stored[name] = ", ".join(forms)
+    return RecipeReport(asked, ran, stored)
 
 
 @torch.no_grad()

@@ -50,4 +50,4 @@ def store_weights(model: nn.Module, recipe: Recipe, *, preserve_high_precision_i
     with quantized_model_init(recipe=recipe, preserve_high_precision_init_val=preserve_high_precision_init_val):
         for _, module in quantized_modules(model):
             store_weights_as_asked(module)
-    recipe.check_names([module.name for _, module in quantized_modules(model) if module.name])
+    recipe.check_names(lambda: [module.name for _, module in quantized_modules(model) if module.name])

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from .autocast import microbatch
 from .quantized_module import QuantizedModule
 from .rounding_seed import SEEDS, STREAMS, default_seed
 
@@ -22,12 +23,13 @@ def name_modules(model: nn.Module) -> None:
         module.name = name
 
 
-def cache_weights(model: nn.Module) -> None:
+def cache_weights(model: nn.Module, *, noop: Tensor | None = None) -> None:
     """Quantize every weight once, under the recipe in force, for micro-batches that run, compiled or not, under
-    `microbatch(first=False)`. Call it inside `autocast`, again after each optimizer step."""
-    for _, module in quantized_modules(model):
-        for weights, gemm in module.gemm_weights():
-            module.cached_weight(weights, True, gemm)
+    `microbatch(first=False)`. Call it inside `autocast`, again after each optimizer step. noop: see `microbatch`."""
+    with microbatch(first=True, noop=noop):
+        for _, module in quantized_modules(model):
+            for weights, gemm in module.gemm_weights():
+                module.cached_weight(weights, True, gemm)
 
 
 def set_rounding_seed(model: nn.Module, seed: int) -> None:

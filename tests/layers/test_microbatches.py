@@ -132,7 +132,10 @@ def test_a_cache_of_another_recipe_is_refused() -> None:
     layer = Linear(32, 32)
     with autocast(recipe=recipe("mxfp8")):
         layer(torch.randn(2, 32), is_first_microbatch=True)
-    with autocast(recipe=recipe("block")), pytest.raises(ValueError, match="stored as mxfp8, but the recipe in force"):
+    with (
+        autocast(recipe=recipe("block")),
+        pytest.raises(ValueError, match="the kept weight was made by MXFP8Quantizer"),
+    ):
         layer(torch.randn(2, 32), is_first_microbatch=False)
 
 
@@ -267,3 +270,88 @@ def test_the_value_before_quantization_can_be_kept() -> None:
     assert torch.equal(layer.weight.get_high_precision_init_val(), plain.weight)
     layer.weight.clear_high_precision_init_val()
     assert layer.weight.get_high_precision_init_val() is None
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("kind", BUILD)
+def test_a_kept_weight_stays_where_the_flag_says_so(kind: str, name: str) -> None:
+    torch.manual_seed(0)
+    layer, x = BUILD[kind]().eval(), batches()[0]  # eval: delayed scaling keeps its scales
+
+    def run(first: bool | None, noop: Tensor | None = None) -> Tensor:
+        with torch.no_grad(), autocast(recipe=recipe(name)), microbatch(first, noop=noop):
+            return call(layer, x)
+
+    before = run(True, torch.tensor(1.0))  # nothing was kept: the flag has nothing to keep
+    with torch.no_grad():
+        for weight in map(layer.get_parameter, layer.weight_names()):
+            weight.add_(torch.linspace(-1, 1, weight.numel()).view(weight.shape))
+    after = run(None)
+    assert not torch.equal(after, before)
+    for noop in (torch.tensor(1.0), torch.tensor([True]), torch.tensor(3)):
+        assert torch.equal(run(True, noop), before)
+        assert torch.equal(run(False), before)
+    assert torch.equal(run(True, torch.tensor(0.0)), after)
+    assert torch.equal(run(False), after)
+
+
+def test_the_flag_serves_a_whole_model_and_pending_backward_passes() -> None:
+    layer = Linear(64, 48, bias=False)
+    x = batches()[0].requires_grad_()
+
+    def cached(noop: Tensor | None) -> Tensor:
+        with autocast(recipe=recipe("mxfp8")):
+            cache_weights(layer, noop=noop)
+            with microbatch(first=False):
+                return layer(x)
+
+    first = cached(None)
+    layer.weight.data.mul_(2)  # unseen by autograd, which would refuse the pending backward passes
+    skipped = cached(torch.ones(()))
+    updated = cached(torch.zeros(()))
+    assert torch.equal(skipped, first) and torch.equal(updated, 2 * first)
+    gradients = [torch.autograd.grad(y.sum(), x)[0] for y in (first, skipped, updated)]
+    assert torch.equal(gradients[1], gradients[0]) and torch.equal(gradients[2], 2 * gradients[0])
+
+
+def test_the_flag_needs_the_first_micro_batch_and_the_same_recipe() -> None:
+    for first in (False, None):
+        with pytest.raises(ValueError, match=f"noop is for the first micro-batch, which quantizes; first is {first}"):
+            microbatch(first, noop=torch.zeros(()))
+    layer = Linear(64, 48)
+    with autocast(recipe=recipe("mxfp8")):
+        cache_weights(layer)
+    with autocast(recipe=recipe("block")), pytest.raises(ValueError, match="without noop, after a change of recipe"):
+        cache_weights(layer, noop=torch.zeros(()))
+
+
+@pytest.mark.parametrize("kind", BUILD)
+def test_kept_weights_go_where_the_module_goes(kind: str) -> None:
+    layer = BUILD[kind]()
+
+    def kept() -> list[torch.Tensor]:
+        return [value for name, value in vars(layer).items() if name.startswith("weight_cache")]
+
+    def cache() -> None:
+        with autocast(recipe=recipe("mxfp8")):
+            cache_weights(layer)
+
+    cache()
+    before = kept()
+    layer.to("cpu", torch.float32)
+    assert before and all(a is b for a, b in zip(kept(), before, strict=True))
+    layer.to(torch.bfloat16)  # other weights, of which nothing was kept
+    assert kept() == []
+    cache()
+    layer.to("meta")
+    assert kept() == []
+
+
+@pytest.mark.gpu
+def test_kept_weights_follow_to_the_accelerator() -> None:
+    layer = Linear(64, 64)
+    with autocast(recipe=recipe("mxfp8")):
+        cache_weights(layer)
+        layer.cuda()
+        y = layer(torch.randn(32, 64, device="cuda"), is_first_microbatch=False)
+    assert y.device.type == "cuda"
