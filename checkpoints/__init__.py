@@ -17,6 +17,7 @@ from .families import FAMILIES
 from .inspection import Inspection, inspect
 from .manifest import check_manifest
 from .naming import ExpertLayout, expected_tensors
+from .plain_state_dicts import from_plain_state_dict, plain_state_dict
 from .plan import Plan
 from .quantize import dequantize, quantize
 from .reshard import reshard
@@ -40,9 +41,11 @@ __all__ = [
     "diff",
     "expected_tensors",
     "export_hf",
+    "from_plain_state_dict",
     "import_hf",
     "inspect",
     "open_checkpoint",
+    "plain_state_dict",
     "quantize",
     "relayout",
     "reshard",

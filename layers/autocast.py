@@ -180,8 +180,13 @@ class microbatch(_Region):
 
 
 class collect_statistics(_Region):
-    """Inside, layers under a recipe note amax, scale range, underflow and saturation of every quantized operand; read
-    them with `quantization_statistics(model)`."""
+    """Inside, layers under a recipe note amax, scale range, underflow and saturation of the operands they quantize.
+
+    `quantization_statistics(model)` reads them. In eval mode nothing is noted.
+
+    Every operand is quantized a second time for it (a step of a layer takes half as long again), and what a pass notes
+    replaces what was there: enter it for one pass in many, as training does, and it costs nothing to speak of.
+    """
 
     def __init__(self, enabled: bool = True) -> None:
         super().__init__(statistics=enabled)

@@ -93,12 +93,17 @@ class Float8Quantizer:
         """Quantize x for a GEMM that takes quantized numbers, recording its amax."""
         return self.value.scaled_operand_of_fields(self.quantize_fields(x), usage)
 
-    def statistics(self, x: Tensor, key: Tensor | None = None) -> dict[str, Tensor]:
+    def statistics(self, x: Tensor, key: Tensor | None = None, count: Tensor | None = None) -> dict[str, Tensor]:
         """Return what quantizing x with this scale does to it, as `Quantizer.statistics`; records nothing."""
         data = q.quantize_per_tensor(x, self.scale[..., None, None], self.fp8_dtype)
         scale_inv = torch.div(torch.ones_like(self.scale), self.scale)
         values = q.dequantize_per_tensor(data, scale_inv[..., None, None], torch.float32)
-        return q.quantization_statistics(x, values, scale_inv, None, q.FP8_MAX[self.fp8_dtype])
+        return q.quantization_statistics(x, values, scale_inv, None, q.FP8_MAX[self.fp8_dtype], count)
+
+    def rows_statistics(self, x: Tensor, rows: RowGroups, key: Tensor | None = None) -> dict[str, Tensor]:
+        """Return `statistics` of rows sorted by group, [T, C], every group with its own scale; scale is [G]."""
+        own = Float8Quantizer(rows.per_row(self.scale), None, self.fp8_dtype)
+        return own.statistics(rows.zero_outside(x)[:, None, :], key, rows.count() * x.shape[1])
 
     def rows_operand(
         self, x: Tensor, usage: Usage, dtype: torch.dtype, rows: RowGroups, key: Tensor | None = None
@@ -122,10 +127,6 @@ class Float8Quantizer:
         self.record(rows.amax(x))
         data = q.quantize_per_tensor(x, rows.per_row(self.scale)[:, None], self.fp8_dtype)
         return {"rowwise_data": data, "rowwise_scale_inv": torch.div(torch.ones_like(self.scale), self.scale)}
-
-    def bound_to_rows(self, rows: RowGroups) -> Float8Quantizer:
-        """Return a quantizer with each row's scale, [T], that records nothing."""
-        return Float8Quantizer(rows.per_row(self.scale), None, self.fp8_dtype)
 
     def output(self) -> q.QuantizedOutput:
         """Return how another operation makes these fields as its last step, with `scale`."""

@@ -26,6 +26,7 @@ from .quantized_storage import QuantizedStorage
 from .quantized_tensor import QuantizedTensor
 from .quantizer import Fields, IdentityQuantizer, Quantizer, Usage
 from .recipe import GemmQuantizers
+from .second_derivatives import first_derivative
 from .sides import Side, accumulate_product_, plain, product, side, side_of_fields, turned
 from .stored_form import check_format, check_operands
 from .wgrad import WeightGradient, run_wgrad
@@ -158,7 +159,7 @@ def dense_gradients(
             return None
 
         dw = run_wgrad(wgrad, weight, compute)
-    return dx, dw
+    return first_derivative(dx, override), first_derivative(dw, override)
 
 
 def bias_gradient(dy: Tensor, dtype: torch.dtype) -> Tensor:

@@ -30,6 +30,7 @@ from .quantized_tensor import QuantizedTensor
 from .quantizer import Fields, IdentityQuantizer, Quantizer, Usage
 from .recipe import GemmQuantizers
 from .row_groups import PaddedRows, RowGroups
+from .second_derivatives import first_derivative
 from .sides import AnyQuantizer, Side, both_plain, plain, quantized_gemms, side_of_fields, turned, values_side
 from .stored_form import check_format, check_operands
 from .wgrad import run_wgrad
@@ -119,10 +120,10 @@ def grouped_gradients(
             _accumulate_wgrad_(main_grad, left, right, splits, not (wgrad and wgrad.overwrite))
             return None
 
-        grouped = run_wgrad(wgrad, weights[0], compute)
+        grouped = first_derivative(run_wgrad(wgrad, weights[0], compute), override)
         if grouped is not None:
             dw = (grouped,) if weights[0].dim() == 3 else grouped.unbind(0)
-    return dx, dw
+    return first_derivative(dx, override), dw
 
 
 def bias_rows_gradient(dy: Tensor, m_splits: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from te_models.kernels.gemm import Operand
 
-from .delayed import STATISTICS, Float8Quantizer, value_of
+from .delayed import STATISTICS, value_of
 from .quantized_storage import QuantizedStorage
 from .quantizer import Fields, IdentityQuantizer, Usage
 from .recipe import BackwardOverride
@@ -126,11 +126,8 @@ def note_statistics(
     key: Tensor | None = None,
     rows: RowGroups | None = None,
 ) -> None:
-    """Write the statistics of quantizing x into `noted` [5]. rows: the groups of x, whose
-    scales differ under delayed scaling; other formats' statistics are those of x as one matrix."""
+    """Write the statistics of quantizing x into `noted` [5]. rows: the groups of x, each of which is quantized by
+    itself; without them x is a matrix, or a stack of matrices."""
     x = x.detach()
-    if isinstance(quantizer, Float8Quantizer) and rows is not None:
-        found = quantizer.bound_to_rows(rows).statistics(x[:, None, :])
-    else:
-        found = quantizer.statistics(x, key)
+    found = quantizer.statistics(x, key) if rows is None else quantizer.rows_statistics(x, rows, key)
     noted.copy_(torch.stack([found[name].float() for name in STATISTICS]))

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from .autocast import state
 from .delayed import ROLES, STATISTICS, Float8Quantizer, bind, raise_
+from .kept import note_statistics
 from .quantized_tensor import QuantizedTensor
 from .recipe import GemmQuantizers
 from .recipes import DelayedRule, DelayedScaling
@@ -181,7 +182,7 @@ class QuantizedModule(nn.Module):
             scale = self.fp8_scale
             if self.training:  # evaluation uses the scales and leaves no trace in them; nor does a recomputation
                 amax, grad_amax = None if again else self.fp8_amax, self.fp8_grad_amax
-        if state().statistics and not again:
+        if state().statistics and self.training and not again:
             statistics, grad_statistics = self.fp8_statistics, self.fp8_grad_statistics
         if quantizers.grad_output.needs_key() and torch.is_grad_enabled():
             key = self.fp8_rng_state
@@ -232,12 +233,13 @@ class QuantizedModule(nn.Module):
         scale, amax = (self.fp8_scale, self.fp8_amax if self.training else None) if delayed else (None, None)
         quantizer = bind(quantizers.weight, scale, amax, "weight", gemm)
         with torch.no_grad():
-            if len(weights) == 1 and weights[0].dim() == 2:
-                cached = quantizer.quantize(weights[0])
-            else:
-                cached = quantizer.quantize_grouped(weights[0] if weights[0].dim() == 3 else torch.stack(weights))
+            one = weights[0] if len(weights) == 1 else torch.stack(weights)
+            cached = quantizer.quantize(one) if one.dim() == 2 else quantizer.quantize_grouped(one)
             if before is not None and noop is not None:
                 cached.quantize_(before, noop=noop == 0)  # a new tensor: a backward pass may still need the old one
+            if state().statistics and self.training:
+                noted = self.fp8_statistics[(gemm or 0) % len(self.fp8_statistics)]
+                note_statistics(noted[1], bind(quantizers.weight, scale, None, "weight", gemm), one)
         setattr(self, slot, cached)
         return cached
 

@@ -119,8 +119,9 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
         if not isinstance(x, QuantizedTensor) or x.matrix_shape != self.matrix_shape:
             return None
         mine, other = self.quantizer, x.quantizer
+        # what is written to files decides, in which delayed and current scaling are one format
         if other != mine and (
-            type(other) is not type(mine) or other.with_usage(rowwise=mine.rowwise, columnwise=mine.columnwise) != mine
+            other.with_usage(rowwise=mine.rowwise, columnwise=mine.columnwise).to_dict() != mine.to_dict()
         ):
             return None
         fields = x.fields

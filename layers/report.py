@@ -59,8 +59,9 @@ def quantization_statistics(model: nn.Module) -> dict[str, dict[str, float]]:
     """Return what `collect_statistics` noted last, by `layer.role` (`layer.fc1.role` where a layer has several GEMMs).
 
     Each has amax, scale_min, scale_max, underflow (fraction of nonzero values that became zero) and saturation
-    (fraction that was clamped). Roles are input, weight and grad_output; those never noted are absent. One copy from
-    the device for the whole model.
+    (fraction that was clamped); amax is infinite or NaN where a value was. Of a grouped layer they are over all experts
+    and their scales. Roles are input, weight and grad_output; those never noted are absent, such as weights that are
+    stored quantized, whose other values nobody has. One copy from the device for the whole model.
     """
     names, tensors = [], []
     for name, module in quantized_modules(model):
@@ -71,7 +72,7 @@ def quantization_statistics(model: nn.Module) -> dict[str, dict[str, float]]:
     if not tensors:
         return {}
     rows = torch.cat(tensors).cpu()
-    noted = rows.isfinite().all(1).logical_and((rows[:, 1:3] != 0).any(1)).tolist()
+    noted = (rows[:, STATISTICS.index("scale_max")] != 0).tolist()
     return {
         name: dict(zip(STATISTICS, row, strict=True))
         for name, row, there in zip(names, rows.tolist(), noted, strict=True)

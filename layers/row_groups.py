@@ -42,6 +42,14 @@ class RowGroups:
         inside = (self.group < self.num_groups).view(-1, *(1,) * (values.dim() - 1))
         return torch.where(inside, values[self.group.clamp(max=self.num_groups - 1)], 0)
 
+    def count(self) -> Tensor:
+        """Return how many of the rows are in a group: int64 []."""
+        return (self.group < self.num_groups).sum()
+
+    def zero_outside(self, x: Tensor) -> Tensor:
+        """Return x: [T, C] with zeros in the rows past the last group."""
+        return torch.where((self.group < self.num_groups)[:, None], x, 0)
+
     def amax(self, x: Tensor) -> Tensor:
         """Return the largest magnitude in each group of rows of x: [T, C] -> [G] float32, 0 for an empty group."""
         rows = x.abs().amax(1).float() if x.shape[1] else x.new_zeros(x.shape[0], dtype=torch.float32)

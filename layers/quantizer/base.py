@@ -65,9 +65,12 @@ class Quantizer(ValueObject):
         """Undo `_quantize`, [..., rows, columns] in the tensor's own orientation."""
         raise NotImplementedError
 
-    def statistics(self, x: Tensor, key: Tensor | None = None) -> dict[str, Tensor]:
+    def statistics(
+        self, x: Tensor, key: Tensor | None = None, amax: Tensor | None = None, count: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """Return what quantizing x rowwise does to it: amax, scale_min, scale_max, underflow and saturation, float32
-        scalars on its device (see `quantization_statistics`)."""
+        scalars on its device (see `quantization_statistics`). amax: see `_quantize`; count: of elements, less where x
+        is padded."""
         raise NotImplementedError
 
     def part_dtype(self, part: str) -> torch.dtype | None:
@@ -81,6 +84,16 @@ class Quantizer(ValueObject):
     def needs_key(self) -> bool:
         """Whether it rounds stochastically and so draws from a key."""
         return False
+
+    def rows_statistics(self, x: Tensor, rows: RowGroups, key: Tensor | None = None) -> dict[str, Tensor]:
+        """Return `statistics` of rows sorted by group, x: [T, C], every group quantized by itself."""
+        x, count, align = rows.zero_outside(x), rows.count() * x.shape[1], self.row_block("rowwise")
+        if align > 1:
+            padding = rows.padded(align)
+            x, rows = padding.pad(x), padding.groups()
+        # as matrices of so few rows that each lies within one group
+        amax = rows.per_row(rows.amax(x))[::align]
+        return self.statistics(x.view(x.shape[0] // align, align, x.shape[1]), key, amax, count)
 
     # --- what a format may refine ----------------------------------------------------------------------------------
 

@@ -31,11 +31,13 @@ class FP8Quantizer(Quantizer):
     def part_dtype(self, part: str) -> torch.dtype | None:
         return self.fp8_dtype if part == "data" else torch.float32
 
-    def statistics(self, x: Tensor, key: Tensor | None = None) -> dict[str, Tensor]:
-        parts = self._quantize(x, "rowwise", key)
+    def statistics(
+        self, x: Tensor, key: Tensor | None = None, amax: Tensor | None = None, count: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        parts = self._quantize(x, "rowwise", key, amax)
         values = self._dequantize(parts, "rowwise", torch.float32, x.shape)
         scale_inv = q.e8m0_to_float(parts[1]) if parts[1].dtype == torch.uint8 else parts[1]
-        return q.quantization_statistics(x, values, scale_inv, self.block, q.FP8_MAX[self.fp8_dtype])
+        return q.quantization_statistics(x, values, scale_inv, self.block, q.FP8_MAX[self.fp8_dtype], count)
 
     @classmethod
     def _from_json(cls, field: str, value: Any) -> Any:

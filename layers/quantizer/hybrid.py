@@ -119,8 +119,13 @@ class HybridQuantizer(Quantizer):
         member, fields = self._member_fields(fields, self._stored_for(usage))
         return member.scaled_operand_of_fields(fields, usage)
 
-    def statistics(self, x: Tensor, key: Tensor | None = None) -> dict[str, Tensor]:
-        return self.rowwise_quantizer.statistics(x, key)
+    def statistics(
+        self, x: Tensor, key: Tensor | None = None, amax: Tensor | None = None, count: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        return self.rowwise_quantizer.statistics(x, key, amax, count)
+
+    def rows_statistics(self, x: Tensor, rows: RowGroups, key: Tensor | None = None) -> dict[str, Tensor]:
+        return self.rowwise_quantizer.rows_statistics(x, rows, key)
 
     @classmethod
     def _from_json(cls, name: str, value: Any) -> Any:

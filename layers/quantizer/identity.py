@@ -45,7 +45,9 @@ class IdentityQuantizer(Quantizer):
     def _dequantize(self, parts: Parts, usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None) -> Tensor:
         return parts[0].to(dtype)
 
-    def statistics(self, x: Tensor, key: Tensor | None = None) -> dict[str, Tensor]:
+    def statistics(
+        self, x: Tensor, key: Tensor | None = None, amax: Tensor | None = None, count: Tensor | None = None
+    ) -> dict[str, Tensor]:
         one = torch.ones((), device=x.device)
-        amax = q.amax(x).amax() if x.numel() else one * 0
-        return {"amax": amax, "scale_min": one, "scale_max": one, "underflow": one * 0, "saturation": one * 0}
+        largest = q.amax(x).amax() if x.numel() else one * 0
+        return {"amax": largest, "scale_min": one, "scale_max": one, "underflow": one * 0, "saturation": one * 0}

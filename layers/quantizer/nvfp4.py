@@ -140,8 +140,10 @@ class NVFP4Quantizer(Quantizer):
     def scaled_rows(self, x: Tensor, usage: Usage, rows: RowGroups, key: Tensor | None = None) -> None:
         return None  # no grouped GEMM takes packed values
 
-    def statistics(self, x: Tensor, key: Tensor | None = None) -> dict[str, Tensor]:
-        parts = self._quantize(x, "rowwise", key)
+    def statistics(
+        self, x: Tensor, key: Tensor | None = None, amax: Tensor | None = None, count: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        parts = self._quantize(x, "rowwise", key, amax)
         values = self._dequantize(parts, "rowwise", torch.float32, x.shape)
         scale_inv = parts[1].float() * q.global_decode(parts[2])[..., None, None]
-        return q.quantization_statistics(x, values, scale_inv, (1, _BLOCK), 6.0)
+        return q.quantization_statistics(x, values, scale_inv, (1, _BLOCK), 6.0, count)

@@ -34,7 +34,7 @@ from .checkpoint import (
 from .config import TrainConfig
 from .data import Windows
 from .distributed import Ranks, barrier, gather_tensors, ranks_from_environment
-from .metrics import MetricsFile, plot_loss
+from .metrics import MetricsFile, finite, plot_loss
 from .schedule import lr_at
 from .seeding import derive_seed, random_state, restore_random_state, seed_all
 from .step import LossFunction, evaluate, make_loss_function, make_weight_cache, train_step
@@ -107,7 +107,6 @@ def _run(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Exit
         device,
         compiled=config.compile,
         mode=config.compile_mode,
-        statistics=config.log.statistics_every > 0,
     )
     quantize_weights = make_weight_cache(model, config.precision, device)
     set_rounding_seed(model, derive_seed(config.seed, "rounding", ranks.rank) >> 20)
@@ -137,6 +136,7 @@ def _run(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Exit
         first = range(ranks.rank, micro_batches_per_step, ranks.world_size)
         micro_batches = [windows.batch(position + m * B, B).to(device) for m in first]
         lr = lr_at(step, peak=config.optimizer.lr, steps=config.steps, schedule=config.schedule)
+        noting = config.log.statistics_every > 0 and _is_due(step + 1, config.log.statistics_every, config.steps)
         result = train_step(
             loss_function,
             optimizer,
@@ -145,6 +145,7 @@ def _run(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Exit
             step=step + 1,
             ranks=ranks,
             before=quantize_weights,
+            statistics=noting,
         )
         step, position, loss = step + 1, position + micro_batches_per_step * B, result.loss
         if device == "cpu":
@@ -158,8 +159,8 @@ def _run(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Exit
         if validation and _is_due(step, config.evaluation.every, config.steps):
             validation_loss = evaluate_model(model, loss_function, validation, device, ranks)
             row["validation_loss"] = validation_loss
-        if config.log.statistics_every and _is_due(step, config.log.statistics_every, config.steps):
-            row["quantization"] = quantization_statistics(model)
+        if noting:
+            row["quantization"] = finite(quantization_statistics(model))
         if metrics:
             metrics.write(row)
         if progress is not None:

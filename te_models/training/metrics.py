@@ -8,6 +8,7 @@ the story of one run.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any, Self
 
@@ -45,6 +46,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     for line in path.read_text(encoding="utf-8").split("\n")[:-1]:  # what follows the last newline was cut short
         rows.append(json.loads(line))
     return rows
+
+
+def finite(values: dict[str, dict[str, float]]) -> dict[str, dict[str, float | None]]:
+    """Return the same numbers with None, JSON's null, for those that are infinite or not a number."""
+    return {name: {k: v if math.isfinite(v) else None for k, v in part.items()} for name, part in values.items()}
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -47,16 +47,13 @@ class StepResult:
 
 
 @contextlib.contextmanager
-def compute_precision(
-    precision: PrecisionConfig, recipe: Recipe | None, device: str, *, statistics: bool = False
-) -> Iterator[None]:
+def compute_precision(precision: PrecisionConfig, recipe: Recipe | None, device: str) -> Iterator[None]:
     """Enter the number formats of the forward pass: torch's autocast for "bf16-mixed", ours for a recipe."""
     with contextlib.ExitStack() as stack:
         if precision.dtype == "bf16-mixed":
             stack.enter_context(torch.amp.autocast(device, dtype=torch.bfloat16))
         if recipe is not None:
             stack.enter_context(autocast(enabled=True, recipe=recipe))
-            stack.enter_context(collect_statistics(statistics))
         yield
 
 
@@ -67,12 +64,11 @@ def make_loss_function(
     *,
     compiled: bool,
     mode: Mode = "whole",
-    statistics: bool = False,
 ) -> LossFunction:
     """Return `f(input_ids [B, S]) -> (loss to minimise, auxiliary part of it)`, both float32 scalars.
 
     Compiled, it is one graph; with mode "block", one graph per kind of layer, one of the output layer, the rest eager.
-    What would break a graph is an error. statistics: note in every call what the recipe does to its operands.
+    What would break a graph is an error.
     """
     recipe = build_recipe(precision, model.config.num_layers)
 
@@ -88,7 +84,7 @@ def make_loss_function(
         function = torch.compile(loss_function, fullgraph=True, dynamic=False)
 
     def with_precision(input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        with compute_precision(precision, recipe, device, statistics=statistics):
+        with compute_precision(precision, recipe, device):
             return function(input_ids)
 
     return with_precision
@@ -117,18 +113,22 @@ def train_step(
     step: int,
     ranks: Ranks,
     before: Callable[[], None] | None = None,
+    statistics: bool = False,
 ) -> StepResult:
     """Do one step on this rank's micro-batches `[B, S]`, all of one shape, and return what happened.
 
-    before: see `make_weight_cache`. Raises TrainingError, leaving the parameters as they
-    were, if the loss is not finite, or the gradient without `optimizer.skip_nonfinite`.
+    before: see `make_weight_cache`. statistics: note what the recipe does to its operands, in the last micro-batch
+    only, because each pass replaces what was noted. Raises TrainingError, leaving the parameters as they were, if the
+    loss is not finite, or the gradient without `optimizer.skip_nonfinite`.
     """
     optimizer.zero_grad()
     total = torch.zeros(2)
     if before is not None:
-        before()
-    for input_ids in micro_batches:
-        with microbatch(first=None if before is None else False):
+        with collect_statistics(statistics):
+            before()
+    for i, input_ids in enumerate(micro_batches, 1):
+        noting = statistics and i == len(micro_batches)
+        with microbatch(first=None if before is None else False), collect_statistics(noting):
             loss, aux_loss = loss_function(input_ids)
         (loss / len(micro_batches)).backward()
         total += torch.stack([loss.detach() - aux_loss, aux_loss]).cpu() / len(micro_batches)

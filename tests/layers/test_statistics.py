@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from te_models.layers import (
     DelayedScaling,
+    Float8BlockQuantizer,
     Float8CurrentScaling,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
     GroupedLinear,
+    HybridQuantizer,
+    IdentityQuantizer,
     LayerNormMLP,
     Linear,
+    MXFP8Quantizer,
     NVFP4BlockScaling,
+    NVFP4Quantizer,
+    Quantizer,
     autocast,
+    cache_weights,
     collect_statistics,
+    microbatch,
     quantization_statistics,
     quantized_model_init,
     recipe,
     set_rounding_seed,
 )
+from te_models.layers.row_groups import RowGroups
 
 
 def fp8(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
@@ -75,6 +89,115 @@ def test_grouped_rows_are_judged_by_their_own_scales() -> None:
     found = quantization_statistics(layer)["input"]
     assert (found["amax"], found["saturation"]) == (50.0, 0.0)
     assert found["scale_min"] == pytest.approx(448 / 50) and found["scale_max"] == pytest.approx(448)
+
+
+def test_experts_are_not_judged_by_the_scale_of_all() -> None:
+    """Rows of 1e-6 beside rows of 5000: under one scale for both, the small ones would all become zero."""
+    layer = GroupedLinear(2, 32, 16, bias=False)
+    x = torch.cat((torch.full((24, 32), 1e-6), torch.full((40, 32), 5000.0)))
+    for name in ("current", "nvfp4"):
+        with autocast(recipe=recipe(name)), collect_statistics():
+            y = layer(x, torch.tensor([24, 40]))
+        y.backward(x[:, :16])
+        for role in ("input", "grad_output"):
+            found = quantization_statistics(layer)[role]
+            assert found["amax"] == 5000 and found["underflow"] == 0, (name, role, found)
+            assert found["scale_max"] > 1e8 * found["scale_min"]
+
+
+ROWS: dict[str, Quantizer | Float8Quantizer] = {
+    "float8": Float8CurrentScalingQuantizer(fp8_dtype=torch.float8_e5m2),
+    "float8_block": Float8BlockQuantizer(block_scaling_dim=1, force_pow_2_scales=False),
+    "float8_block_2d": Float8BlockQuantizer(),
+    "mxfp8": MXFP8Quantizer(),
+    "mxfp8_2d": MXFP8Quantizer(two_dimensional=True),
+    "nvfp4": NVFP4Quantizer(with_rht=True),
+    "nvfp4_2d": NVFP4Quantizer(with_2d_quantization=True),
+    "identity": IdentityQuantizer(),
+    "hybrid": HybridQuantizer(rowwise_quantizer=MXFP8Quantizer(two_dimensional=True)),
+    "live": Float8Quantizer(torch.tensor([2.0, 3.0, 50.0, 1e-3]), None, torch.float8_e4m3fn),
+}
+
+
+@pytest.mark.parametrize("splits", [[5, 0, 37, 128], [0, 0, 0, 0]], ids=str)
+@pytest.mark.parametrize("name", ROWS)
+def test_statistics_of_groups_are_those_of_each_groups_rows(name: str, splits: list[int]) -> None:
+    quantizer = ROWS[name]
+    torch.manual_seed(0)
+    x = torch.randn(180, 70) * torch.exp(4 * torch.randn(180, 1))
+    x[sum(splits) :] = float("nan")  # what is past the last group has no part in anything
+    found = quantizer.rows_statistics(x, RowGroups.of(torch.tensor(splits), len(x)))
+    parts = [(i, part) for i, part in enumerate(x[: sum(splits)].split(splits)) if len(part)]
+    own = []
+    for i, part in parts:
+        one = Float8Quantizer(quantizer.scale[i], None, quantizer.fp8_dtype) if name == "live" else quantizer
+        own.append({k: v.item() for k, v in one.statistics(part).items()})
+    weights = [len(part) for _, part in parts]
+    expected = {"amax": 0.0, "scale_min": 1.0, "scale_max": 1.0, "underflow": 0.0, "saturation": 0.0}
+    if own:
+        expected = {
+            "amax": max(s["amax"] for s in own),
+            "scale_min": min(s["scale_min"] for s in own),
+            "scale_max": max(s["scale_max"] for s in own),
+            # no value is zero, so that both are fractions of all of a group's
+            "underflow": np.average([s["underflow"] for s in own], weights=weights),
+            "saturation": np.average([s["saturation"] for s in own], weights=weights),
+        }
+    assert {k: v.item() for k, v in found.items()} == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("name", ["current", "block", "mxfp8", "nvfp4"])
+def test_what_is_not_finite_is_reported(name: str, value: float) -> None:
+    layer, x = Linear(32, 32), torch.randn(4, 32)
+    x[1, 2] = value
+    with autocast(recipe=recipe(name)), collect_statistics():
+        layer(x).sum().backward()
+    found = quantization_statistics(layer)
+    assert set(found) == {"input", "weight", "grad_output"}
+    assert found["input"]["amax"] == pytest.approx(value, nan_ok=True)
+    assert np.isfinite(found["weight"]["amax"])
+
+
+def test_noting_now_and_then_costs_one_graph() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    layer = Linear(32, 16)
+    run = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for size, noting in ((1.0, False), (2.0, True), (3.0, False), (4.0, True), (5.0, False)):
+        with autocast(recipe=Float8CurrentScaling()), collect_statistics(noting):
+            run(torch.full((4, 32), size)).sum().backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    assert quantization_statistics(layer)["input"]["amax"] == 4.0
+    torch._dynamo.reset()
+
+
+def test_evaluation_leaves_no_trace() -> None:
+    layer = LayerNormMLP(32, 48, activation="swiglu").train()
+    with autocast(recipe=recipe("mxfp8")), collect_statistics():
+        layer(torch.randn(4, 32)).sum().backward()
+        before = quantization_statistics(layer)
+        layer.eval()
+        y = layer(torch.randn(4, 32) * 100)
+    y.sum().backward()
+    assert quantization_statistics(layer) == before
+
+
+@pytest.mark.parametrize("name", ["delayed", "nvfp4"])
+@pytest.mark.parametrize("build", [lambda: LayerNormMLP(32, 48), lambda: GroupedLinear(2, 32, 16)], ids=["mlp", "moe"])
+def test_weights_kept_for_a_step_are_noted_where_they_are_quantized(build: Callable[[], nn.Module], name: str) -> None:
+    found = []
+    for caching in (False, True):
+        torch.manual_seed(0)
+        layer = build()
+        arguments = (torch.randn(8, 32), *((torch.tensor([3, 5]),) if isinstance(layer, GroupedLinear) else ()))
+        with autocast(recipe=recipe(name)), collect_statistics():
+            if caching:
+                cache_weights(layer)
+            with microbatch(False if caching else None):
+                layer(*arguments)
+        found.append(quantization_statistics(layer))
+    assert found[0] == found[1] and any(key.endswith("weight") for key in found[0])
 
 
 @pytest.mark.parametrize("name", ["delayed", "current", "block", "mxfp8", "nvfp4"])

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from te_models.layers import (
+    DelayedScaling,
     Float8BlockQuantizer,
     GroupedLinear,
     GroupedTensor,
@@ -316,3 +317,15 @@ def test_compiled_steps_see_updates_of_the_storage(name: str, grouped: bool) -> 
         with torch.no_grad():
             module.weight.mul_(2.0)
     assert not torch.allclose(outputs[0], outputs[1])
+
+
+def test_weights_of_delayed_scaling_are_restored_bit_for_bit_from_a_file() -> None:
+    """The file knows their format, which is that of current scaling."""
+    torch.manual_seed(0)
+    with quantized_model_init(recipe=DelayedScaling()):
+        source, target = Linear(33, 50), Linear(33, 50)
+    file = io.BytesIO()
+    torch.save(source.state_dict(), file)
+    file.seek(0)
+    target.load_state_dict(torch.load(file, weights_only=True))
+    assert same_bits(target.weight, source.weight)

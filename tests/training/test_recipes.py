@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from te_models.config import ConfigError
 from te_models.layers import DelayedScaling, Float8BlockScaling, MXFP8BlockScaling, PerModuleRecipe
-from te_models.training import LogConfig, PrecisionConfig, latest_checkpoint, list_checkpoints, read_metrics, train
+from te_models.layers.kept import note_statistics
+from te_models.training import (
+    EvaluationConfig,
+    LogConfig,
+    ModelSource,
+    PrecisionConfig,
+    latest_checkpoint,
+    list_checkpoints,
+    read_metrics,
+    train,
+)
 from te_models.training.checkpoint import load_state
+from te_models.training.metrics import finite
 from te_models.training.precision import build_recipe
-from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_run
+from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_model, tiny_run
+
+ONE_LAYER = ModelSource(config=tiny_model(layers=1))
 
 
 @pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
@@ -61,6 +77,72 @@ def test_statistics_reach_the_metrics(tmp_path: Path) -> None:
     assert names == layers, "linear_proj runs in high precision and is not quantized"
     assert {key.rpartition(".")[2] for key in found} == {"input", "weight", "grad_output"}
     assert all(values["amax"] > 0 and values["saturation"] <= 1 for values in found.values())
+
+
+def test_statistics_are_of_the_training_data(tmp_path: Path) -> None:
+    """A validation pass between the step and the reading changes none of them."""
+    found = []
+    for every in (0, 1):
+        config = tiny_run(
+            tmp_path,
+            f"run{every}",
+            steps=2,
+            precision=PrecisionConfig(dtype="fp32", recipe="mxfp8", cache_weights=True),
+            evaluation=EvaluationConfig(every=every, batches=1),
+            log=LogConfig(progress=False, statistics_every=1),
+        )
+        train(config)
+        row = read_metrics(Path(config.output_dir) / "metrics.jsonl")[0]
+        assert ("validation_loss" in row) == bool(every)
+        found.append(row["quantization"])
+    assert found[0] == found[1]
+    assert {key.rpartition(".")[2] for key in found[0]} == {"input", "weight", "grad_output"}
+
+
+def test_only_the_steps_that_are_due_pay_for_statistics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four steps of two micro-batches, the second micro-batch of the second and of the fourth; the numbers of the
+    run are the same."""
+    noted = []
+
+    def spy(*arguments: Any) -> None:
+        noted.append(arguments[1])
+        note_statistics(*arguments)
+
+    for module in ("dense_gemms", "grouped_gemms", "quantized_module"):
+        monkeypatch.setattr(f"te_models.layers.{module}.note_statistics", spy)
+    curves = []
+    for every in (0, 2):
+        log = LogConfig(progress=False, statistics_every=every)
+        precision = PrecisionConfig(dtype="fp32", recipe="current")
+        run = tiny_run(tmp_path, f"run{every}", steps=4, model=ONE_LAYER, precision=precision, log=log)
+        train(run)
+        curves.append(curve(run))
+    assert curves[0] == curves[1]
+    gemms, roles = 4, 3
+    assert len(noted) == 2 * gemms * roles
+
+
+@pytest.mark.slow
+def test_a_compiled_run_has_one_graph_for_the_steps_with_statistics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the one of all other steps, and none is made when they are due again."""
+    # what Dynamo makes, and not what Inductor makes of it, is counted here
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    run = tiny_run(tmp_path, steps=4, compile=True, model=ONE_LAYER, precision=PrecisionConfig(recipe="current"))
+    run = run.replace(log=LogConfig(progress=False, statistics_every=2), data=run.data.replace(validation_fraction=0.0))
+    train(run)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    rows = read_metrics(Path(run.output_dir) / "metrics.jsonl")
+    assert ["quantization" in row for row in rows] == [False, True, False, True]
+    torch._dynamo.reset()
+
+
+def test_numbers_that_json_lacks_are_null() -> None:
+    values = {"a": {"amax": float("inf"), "underflow": 0.5}, "b": {"amax": float("nan")}}
+    assert finite(values) == {"a": {"amax": None, "underflow": 0.5}, "b": {"amax": None}}
 
 
 def test_the_configuration_becomes_a_recipe() -> None:
