@@ -38,12 +38,3 @@ def constant_when_traced(function: C) -> C:
     """Do as `torch.compiler.assume_constant_result`, without the import of the compiler at start-up (2.11 to 2.15)."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
-
-
-def allow_notes_under_checkpoint() -> None:
-    """Let what is compiled under torch 2.11 note on a module, inside an activation checkpoint, what ran there.
-
-    2.11 refuses that unless told that the recomputation need not repeat it. It need not: it would write the same.
-    """
-    if TORCH_2_11:
-        torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True

@@ -6,6 +6,8 @@ B batch, S query length, L key length, N query heads, G key/value heads (query g
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +21,8 @@ class DotProductAttention(nn.Module):
     window_size: number of visible positions, the query's own included, with "causal" only. softcap:
     `softcap * tanh(score / softcap)` (Gemma 2). softmax_type "learnable": one extra logit per head, parameter
     softmax_offset [N], that takes probability and adds nothing (gpt-oss sinks); "vanilla": none. softmax_scale None:
-    1/sqrt(kv_channels). ValueError for options that it does not have.
+    1/sqrt(kv_channels). It may be assigned later: from then on it is data, and queries are multiplied by it, so that
+    another value recompiles nothing. ValueError for options that it does not have.
     """
 
     def __init__(
@@ -57,13 +60,35 @@ class DotProductAttention(nn.Module):
         self.attention_dropout = attention_dropout
         self.attn_mask_type = attn_mask_type
         self.window_size = window_size
-        self.softmax_scale = 1.0 / math.sqrt(kv_channels) if softmax_scale is None else softmax_scale
+        self._scale = 1.0 / math.sqrt(kv_channels) if softmax_scale is None else softmax_scale
+        self._assigned_scale: Tensor | None = None  # float32 [], whatever the module's dtype
+        self._device = device
         self.softcap = softcap
         self.softmax_offset = None
         if softmax_type == "learnable":
             self.softmax_offset = nn.Parameter(
                 torch.zeros(num_attention_heads, dtype=params_dtype or torch.get_default_dtype(), device=device)
             )
+
+    @property
+    def softmax_scale(self) -> float:
+        return self._scale
+
+    @softmax_scale.setter
+    def softmax_scale(self, value: float) -> None:
+        if not value > 0:
+            raise ValueError(f"softmax_scale is {value!r}; allowed: a positive number")
+        self._scale = float(value)
+        if self._assigned_scale is None:
+            self._assigned_scale = torch.empty((), dtype=torch.float32, device=self._device)
+        self._assigned_scale.fill_(self._scale)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self._device = fn(torch.empty(0, device=self._device)).device
+        if self._assigned_scale is not None:
+            self._assigned_scale = torch.tensor(self._scale, dtype=torch.float32, device=self._device)
+        return self
 
     def reset_parameters(self) -> None:
         """Start without a preference for the sink: offset 0."""
@@ -82,6 +107,11 @@ class DotProductAttention(nn.Module):
         ):
             if given.dim() != 4 or given.shape[2] != heads:
                 raise ValueError(f"{name} has shape {tuple(given.shape)}; allowed: [batch, length, {heads}, channels]")
+        if self._assigned_scale is None:
+            scale = self._scale
+        else:
+            exact = query.to(torch.promote_types(query.dtype, torch.float32))
+            query, scale = (exact * self._assigned_scale).to(query.dtype), 1.0
         query, key, value = (t.transpose(1, 2) for t in (query, key, value))
         length, keys = query.shape[2], key.shape[2]
         causal = self.attn_mask_type == "causal"
@@ -91,7 +121,7 @@ class DotProductAttention(nn.Module):
         if attention_mask is not None or (causal and (explicit or not plain)):
             visible = self._visible(length, keys, attention_mask, query.device)
         if explicit:
-            out = self._explicit(query, key, value, visible)
+            out = self._explicit(query, key, value, visible, scale)
         else:
             out = F.scaled_dot_product_attention(
                 query,
@@ -100,7 +130,7 @@ class DotProductAttention(nn.Module):
                 attn_mask=visible,
                 dropout_p=self.attention_dropout if self.training else 0.0,
                 is_causal=causal and visible is None,
-                scale=self.softmax_scale,
+                scale=scale,
                 enable_gqa=self.num_gqa_groups != self.num_attention_heads,
             )
         return out.transpose(1, 2).flatten(2)
@@ -116,11 +146,11 @@ class DotProductAttention(nn.Module):
         assert hidden is not None
         return ~hidden
 
-    def _explicit(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None) -> Tensor:
+    def _explicit(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scale: float) -> Tensor:
         """Attention with soft-capped scores or a sink logit, softmax in float32."""
         repeat = self.num_attention_heads // self.num_gqa_groups
         key, value = (t.repeat_interleave(repeat, dim=1) for t in (key, value))
-        scores = (query @ key.transpose(2, 3)).float() * self.softmax_scale
+        scores = (query @ key.transpose(2, 3)).float() * scale
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         if visible is not None:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_models.kernels.asserted import asserted
+
 from .collectives import all_gather, reduce_scatter
 
 
@@ -68,6 +70,4 @@ def local_choices(indices: Tensor, weights: Tensor, first: int, experts: int) ->
 def check_same_tokens(tokens: int, device: torch.device, group: str) -> None:
     """Raise RuntimeError unless all ranks of the group have as many tokens. On an accelerator nobody waits for that."""
     counts = all_gather(torch.full((1,), tokens, dtype=torch.int64, device=device), group)
-    torch._assert_async(  # pyright: ignore[reportPrivateImportUsage]
-        (counts == tokens).all(), "the ranks among which experts are distributed have different numbers of tokens"
-    )
+    asserted((counts == tokens).all(), "the ranks among which experts are distributed have different numbers of tokens")

@@ -11,6 +11,7 @@ from .grouped_function import add_bias_rows, grouped_linear
 from .grouped_tensor import GroupedTensor
 from .module import InitMethod, default_init_method, empty_parameter
 from .quantized_tensor import QuantizedTensor
+from .row_groups import check_values
 from .stored_weight import store_weights_as_asked
 from .tensor_parallel import ParallelMode, TensorParallelModule
 
@@ -107,7 +108,7 @@ class GroupedLinear(TensorParallelModule, GemmModule):
         is_first_microbatch: as for `Linear`."""
         if not isinstance(m_splits, Tensor):
             m_splits = torch.tensor(m_splits, device=x.device)
-        self.check_splits(m_splits)
+        self.check_splits(m_splits, x.shape[0])
         weights, _ = self.members()
         bias = None if self.parallel_mode == "row" else self._stacked_bias()
         cached = self.cached_weight(weights, is_first_microbatch)
@@ -131,12 +132,13 @@ class GroupedLinear(TensorParallelModule, GemmModule):
         names = self._names("bias") if self.use_bias else ()
         return tuple(getattr(self, n) for n in self.weight_names()), tuple(getattr(self, n) for n in names)
 
-    def check_splits(self, m_splits: Tensor) -> None:
-        """Raise ValueError unless there is one whole number of rows per GEMM."""
+    def check_splits(self, m_splits: Tensor, rows: int) -> None:
+        """Raise ValueError unless there is one number of rows per GEMM; their values: see `check_values`."""
         if m_splits.is_floating_point() or m_splits.dtype is torch.bool:
             raise ValueError(f"m_splits has dtype {m_splits.dtype}; allowed: an integer dtype")
         if m_splits.shape != (self.num_gemms,):
             raise ValueError(f"m_splits has shape {tuple(m_splits.shape)}; allowed: ({self.num_gemms},), one per GEMM")
+        check_values(m_splits, rows)
 
     def extra_repr(self) -> str:
         layout = "grouped" if self.single_grouped_weight else "per-GEMM"

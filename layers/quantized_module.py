@@ -25,10 +25,11 @@ from torch import Tensor, nn
 from .autocast import state
 from .delayed import ROLES, STATISTICS, Float8Quantizer, bind, raise_
 from .kept import note_statistics
+from .noted import noted
 from .quantized_tensor import QuantizedTensor
-from .recipe import GemmQuantizers
+from .recipe import GemmQuantizers, Recipe
 from .recipes import DelayedRule, DelayedScaling
-from .recompute import recomputing, same_as_first_run
+from .recompute import recomputing, refuse_around_a_graph, same_as_first_run
 from .rounding_seed import STREAMS, default_seed
 
 _DELAYED_NAMES = ("fp8_scale", "fp8_amax", "fp8_grad_amax", "fp8_history")
@@ -134,23 +135,24 @@ class QuantizedModule(nn.Module):
 
     def quantizers(self) -> GemmQuantizers | None:
         """Return this module's quantizers under the recipe in force; None: high precision."""
-        recipe = state().compute
-        noting = not torch.compiler.is_exporting()  # an exported program has no side effects
-        if noting:
-            self.recipe_use.asked, self.recipe_use.ran = "none" if recipe is None else recipe.NAME, None
+        asked = recipe = state().compute
         if recipe is not None and recipe.by_name:
             recipe = recipe.for_module(self.name)
-        if recipe is None:
+        noted(self._note, asked, recipe)
+        if recipe is None or state().calibrating:
             return None
+        return recipe.quantizers(type(self).__name__, self.name if recipe.by_name else "")
+
+    def _note(self, asked: Recipe | None, recipe: Recipe | None) -> None:
+        """Write down which recipe was asked for and which is this module's, and what delayed scaling has to update."""
         if isinstance(recipe, DelayedScaling):
             self.delayed_rule = recipe.rule()
-            if noting:
-                self._note_recording()
-        if state().calibrating:
-            return None
-        if noting:
-            self.recipe_use.ran = recipe.NAME
-        return recipe.quantizers(type(self).__name__, self.name if recipe.by_name else "")
+        if torch.compiler.is_exporting():  # an exported program has no side effects
+            return
+        self.recipe_use.asked = "none" if asked is None else asked.NAME
+        self.recipe_use.ran = None if recipe is None or state().calibrating else recipe.NAME
+        if isinstance(recipe, DelayedScaling):
+            self._note_recording()
 
     def _note_recording(self) -> None:
         """Have the exit of the outermost region update this module's scales, where this pass records amaxes: not in an
@@ -188,9 +190,11 @@ class QuantizedModule(nn.Module):
             key = self.fp8_rng_state
             if not again:
                 # a new tensor: a compiled backward pass reads what the graph was given, not a copy made in it
-                self.fp8_rng_state = torch.stack((key[0], key[1] + 1))
+                noted(setattr, self, "fp8_rng_state", torch.stack((key[0], key[1] + 1)))
         if not torch.compiler.is_compiling():
             scale, key = same_as_first_run(scale, key)
+        elif scale is not None or key is not None:
+            refuse_around_a_graph()
         return LiveState(scale, amax, grad_amax, statistics, grad_statistics, key)
 
     def cached_weight(
@@ -238,8 +242,8 @@ class QuantizedModule(nn.Module):
             if before is not None and noop is not None:
                 cached.quantize_(before, noop=noop == 0)  # a new tensor: a backward pass may still need the old one
             if state().statistics and self.training:
-                noted = self.fp8_statistics[(gemm or 0) % len(self.fp8_statistics)]
-                note_statistics(noted[1], bind(quantizers.weight, scale, None, "weight", gemm), one)
+                into = self.fp8_statistics[(gemm or 0) % len(self.fp8_statistics)]
+                note_statistics(into[1], bind(quantizers.weight, scale, None, "weight", gemm), one)
         setattr(self, slot, cached)
         return cached
 

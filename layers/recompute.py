@@ -6,11 +6,14 @@ first run notes the state and each module's scale and key, in order, and the rec
 
 from __future__ import annotations
 
-from typing import Self
+from collections.abc import Callable
+from typing import Any, Self
 
+import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from .autocast import state
+from .autocast import recompute_contexts, state
 
 _NAMES = ("compute", "calibrating", "first_microbatch", "keep_kept", "statistics")
 
@@ -70,3 +73,20 @@ def same_as_first_run(scale: Tensor | None, key: Tensor | None) -> tuple[Tensor 
         return next(run.replay)
     run.live.append((scale, key))
     return scale, key
+
+
+def refuse_around_a_graph() -> None:
+    """Raise RuntimeError where a compiled layer with live state is called inside an activation checkpoint that is not
+    compiled: a graph notes nothing for the recomputation, which would read later scales or draw other bits."""
+    if _RUNS:
+        raise RuntimeError(
+            "a layer compiled under delayed scaling or stochastic rounding was called inside an eager activation "
+            "checkpoint; compile the function that calls checkpoint"
+        )
+
+
+def checkpointed(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return `function(*arguments)`, keeping only the arguments for the backward pass, in which it runs again."""
+    # in a graph the compiler recomputes what it traced: no state is looked up a second time
+    contexts: dict[str, Any] = {} if torch.compiler.is_compiling() else {"context_fn": recompute_contexts}
+    return checkpoint(function, *arguments, use_reentrant=False, **contexts)

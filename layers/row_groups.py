@@ -11,6 +11,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from te_models.kernels.asserted import asserted
+
+
+def check_values(m_splits: Tensor, rows: int) -> None:
+    """Raise ValueError unless m_splits, [G] integer, are from 0 on and add up to at most `rows`.
+
+    A graph raises RuntimeError when it runs. Eagerly on an accelerator, where looking makes the host wait, nothing is
+    checked.
+    """
+    if torch.compiler.is_compiling():
+        asserted(
+            (m_splits >= 0).all() & (m_splits.sum() <= rows),
+            "m_splits are wrong; allowed: numbers from 0 on that add up to at most the number of rows",
+        )
+    elif type(m_splits) is Tensor and m_splits.device.type == "cpu":
+        given = m_splits.tolist()
+        if min(given) < 0 or sum(given) > rows:
+            raise ValueError(f"m_splits is {given}; allowed: numbers from 0 on that add up to at most {rows}")
+
 
 @dataclass(frozen=True)
 class RowGroups:

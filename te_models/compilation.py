@@ -11,8 +11,6 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 
-from te_models.kernels.torch_versions import allow_notes_under_checkpoint
-
 from .model import GPTModel
 
 Mode = Literal["whole", "block"]
@@ -40,7 +38,6 @@ def compile_model(
     """
     if mode not in get_args(Mode):
         raise ValueError(f"mode is {mode!r}; allowed: {', '.join(map(repr, get_args(Mode)))}")
-    allow_notes_under_checkpoint()
     whole = mode == "whole"
     modules: list[torch.nn.Module] = [model] if whole else [*model.decoder.layers, model.output_layer]
     for module in modules:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..asserted import asserted
 from ..registry import like, operation
 from . import reference
 
@@ -42,5 +43,8 @@ class _Embedding(torch.autograd.Function):
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
     """Return the rows `weight[ids]`: ids [...] int64, weight [V, H] -> [..., H]. Raises IndexError for an id outside
-    the table (eagerly). Differentiable once in weight."""
+    the table (a graph: RuntimeError). Differentiable once in weight."""
+    if torch.compiler.is_compiling():
+        rows = weight.shape[0]
+        asserted(((ids >= 0) & (ids < rows)).all(), f"a token id or position is outside of its table of {rows} rows")
     return _Embedding.apply(ids, weight)

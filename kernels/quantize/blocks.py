@@ -6,6 +6,8 @@ zeros for amax only. Shapes: x [..., R, C], block (br, bc), one value per block 
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,7 +21,10 @@ def once(values: Tensor) -> Tensor:
     into a loop over every element (measured on CPU: 31 ms against 4 ms for 32x1 blocks of 1024 x 4096). It never
     inlines through a strided view of a buffer.
     """
-    return torch.as_strided(values, values.size(), values.stride())
+    size = values.size()
+    # For one row under dynamic=True the tracer knows the sizes as numbers, but cannot return `stride()` (2.11 to 2.15).
+    stride = [math.prod(size[i + 1 :]) for i in range(len(size))] if values.is_contiguous() else values.stride()
+    return torch.as_strided(values, size, stride)
 
 
 def to_blocks(x: Tensor, block: tuple[int, int]) -> Tensor:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from ..autocast import recompute_contexts
+from ..recompute import checkpointed
 from .fuser import OperationFuser
 from .operation import FusibleOperation
 
@@ -56,9 +53,7 @@ class Sequential(nn.Sequential):
             raise ValueError(f"{len(extra_inputs)} extra inputs were given; the operations take {expected}")
         if not (self.recompute and torch.is_grad_enabled()):
             return self._run(input, *extra_inputs)
-        # in a graph the compiler recomputes what it traced: no state is looked up a second time
-        contexts: dict[str, Any] = {} if torch.compiler.is_compiling() else {"context_fn": recompute_contexts}
-        return checkpoint(self._run, input, *extra_inputs, use_reentrant=False, **contexts)
+        return checkpointed(self._run, input, *extra_inputs)
 
     def _run(self, x: Tensor, *extra_inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         extra_outputs: list[Tensor] = []

@@ -5,13 +5,8 @@ B batch, S sequence, L keys, H hidden, E experts.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-
-from te_models.layers import recompute_contexts
 
 from ..config import ModelConfig, RopeConfig, TemperatureConfig
 from .build import Build, make_norm
@@ -75,23 +70,19 @@ class Decoder(nn.Module):
             hidden_keys = ~attention_mask[:, None, None, :]
             token_mask = attention_mask[:, -x.shape[1] :]
         recompute = self.activation_checkpointing and torch.is_grad_enabled() and cache is None
-        # in a graph the compiler recomputes what it traced: no state is looked up a second time
-        contexts: dict[str, Any] = {} if torch.compiler.is_compiling() else {"context_fn": recompute_contexts}
         routed: list[RouterOutput] = []
         for i, layer in enumerate(self.layers):
             table = self.rotary_of_layer[i]
             rotary: Rotary | None = None if table is None else tables[table]
-            arguments = (
+            x, decided = layer(
+                x,
                 rotary,
                 hidden_keys,
                 token_mask,
                 None if cache is None else cache.layers[i],
                 query_scale if self.tuned_layers[i] else None,
+                recompute,
             )
-            if recompute:
-                x, decided = checkpoint(layer, x, *arguments, use_reentrant=False, **contexts)
-            else:
-                x, decided = layer(x, *arguments)
             if decided is not None:
                 routed.append(decided)
         return self.final_layernorm(x), routed

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from te_models.layers.recompute import checkpointed
+
 from ..config import ModelConfig
 from .attention import SelfAttention
 from .build import Build, make_norm
@@ -63,9 +65,23 @@ class TransformerLayer(nn.Module):
         token_mask: Tensor | None = None,
         cache: LayerMemory | None = None,
         query_scale: Tensor | None = None,
+        recompute: bool = False,
     ) -> tuple[Tensor, RouterOutput | None]:
         """x: [B, S, H] -> ([B, S, H], what the router decided; None in a dense layer). Arguments as for
-        `SelfAttention` and `MoELayer`."""
+        `SelfAttention` and `MoELayer`. recompute: keep only them for the backward pass and compute the rest again
+        there (activation checkpointing); here, not around the call, so that it is part of a graph of one layer."""
+        arguments = (x, rotary, hidden_keys, token_mask, cache, query_scale)
+        return checkpointed(self._run, *arguments) if recompute else self._run(*arguments)
+
+    def _run(
+        self,
+        x: Tensor,
+        rotary: Rotary | None,
+        hidden_keys: Tensor | None,
+        token_mask: Tensor | None,
+        cache: LayerMemory | None,
+        query_scale: Tensor | None,
+    ) -> tuple[Tensor, RouterOutput | None]:
         if self.block in ("parallel", "parallel_shared_norm"):
             normed = x if self.input_layernorm is None else self.input_layernorm(x)
             attended = self.self_attention(normed, rotary, hidden_keys, cache, query_scale)

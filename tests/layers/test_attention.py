@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from te_models.layers import DotProductAttention
 
@@ -140,3 +142,38 @@ def test_another_layout_is_refused() -> None:
         layer(query.transpose(1, 2), key, value)
     with pytest.raises(ValueError, match=r"key has shape \(2, 6, 4, 8\); allowed: \[batch, length, 2, channels\]"):
         layer(query, query, value)
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}], ids=["plain", "softcap"])
+def test_assigning_a_scale_recompiles_once(options: dict[str, Any]) -> None:
+    """The first one makes data of a number; the others are data."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    layer = DotProductAttention(N, D, **options)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
+    tensors = inputs(6, 6, N)
+    seen = []
+    for scale in (None, 0.1, 0.2, 0.4, 0.8):
+        if scale is not None:
+            layer.softmax_scale = scale
+            assert layer.softmax_scale == scale
+        built = DotProductAttention(N, D, softmax_scale=scale, **options)
+        torch.testing.assert_close(compiled(*tensors), built(*tensors))
+        seen.append(counter.frame_count)
+    assert seen[1:] == [seen[0] + 1] * 4
+
+
+def test_an_assigned_scale_moves_and_stays_exact() -> None:
+    layer = DotProductAttention(N, D)
+    layer.softmax_scale = 0.3
+    layer.to(torch.bfloat16)
+    tensors = [t.detach().bfloat16() for t in inputs(6, 6, N)]
+    expected = DotProductAttention(N, D, softmax_scale=0.3)(*tensors)
+    assert (layer(*tensors) - expected).norm() <= 2**-7 * expected.norm()  # the query is rounded once more
+    copied = copy.deepcopy(layer)
+    copied.softmax_scale = 0.6
+    assert layer.softmax_scale == 0.3
+    assert not torch.equal(copied(*tensors), layer(*tensors))
+    assert layer.to("meta").to_empty(device="cpu")._assigned_scale == torch.tensor(0.3)
+    with pytest.raises(ValueError, match="softmax_scale is 0; allowed: a positive number"):
+        layer.softmax_scale = 0

@@ -144,3 +144,13 @@ def test_regions_opened_inside_a_compiled_function() -> None:
     x = torch.randn(8, 96)
     expected = run(x)
     assert torch.equal(torch.compile(run, fullgraph=True, backend="aot_eager")(x), expected)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "nvfp4" else pytest.mark.slow) for n in NAMES])
+def test_one_row_and_none_under_dynamic_shapes(name: str | None) -> None:
+    """Sizes 0 and 1 are numbers to the tracer, which knows them but not every stride."""
+    layer = build("linear")
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    for rows in (1, 0):
+        x = torch.randn(rows, 96)
+        assert_same(*(step(layer, run, name, x) for run in (layer, compiled)), exact=True)

@@ -62,7 +62,7 @@ class GroupedLinear(BasicOperation, GroupedLinearModule):
 
     def rows_of(self, x: Tensor, call: OperationCall) -> RowGroups:
         """Locate the rows of x by the splits. ValueError where there is not one per GEMM."""
-        self.check_splits(call.extra_inputs[0])
+        self.check_splits(call.extra_inputs[0], x.shape[0])
         return RowGroups.of(call.extra_inputs[0], x.shape[0])
 
     def compute_rows(self, x: Tensor, rows: RowGroups, call: OperationCall) -> Computed:

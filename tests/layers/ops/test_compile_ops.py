@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from te_models.kernels.torch_versions import allow_notes_under_checkpoint
 from te_models.layers import QuantizedTensor, autocast, ops, quantized_model_init, recipe
 from tests.layers.ops.steps import NAMES, assert_equal, step
 
@@ -15,7 +14,6 @@ from tests.layers.ops.steps import NAMES, assert_equal, step
 def fresh_compiler():
     torch._dynamo.reset()
     counters.clear()
-    allow_notes_under_checkpoint()  # as compile_model does
     yield
     torch._dynamo.reset()
 
