@@ -142,7 +142,7 @@ class PrecedingNorm(nn.Module):
         weight, bias = self.layer_norm_weight, self.layer_norm_bias
         if on_parameters is not None:
             weight, bias = (p if p is None else on_parameters(p) for p in (weight, bias))
-        return self.preceding_norm()(x, weight, bias)
+        return self.preceding_norm().of(x, weight, bias)
 
     def preceding_norm(self) -> Norm:
         """Return the norm as a value, which takes the parameters as arguments."""

@@ -128,7 +128,7 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
             if len({self.gpt.decoder.rotary_stage(length) for length in lengths}) > 1:
                 past_key_values.crop(-cached)  # a negative number of tokens is taken away
                 next_sequence_length, options["position_ids"] = None, positions_of(mask)
-        return super().prepare_inputs_for_generation(
+        return super().prepare_inputs_for_generation(  # type: ignore[attr-defined]
             input_ids,
             next_sequence_length=next_sequence_length,
             past_key_values=past_key_values,
