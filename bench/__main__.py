@@ -15,7 +15,14 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
-BENCHMARKS = {"train_step": [], "recipe_step": ["1024"], "import_throughput": [], "quantize": [], "moments": []}
+BENCHMARKS = {
+    "train_step": [],
+    "recipe_step": ["1024"],
+    "import_throughput": [],
+    "quantize": [],
+    "moments": [],
+    "noting_statistics": [],
+}
 """What runs without a name, each with its arguments."""
 LEFT_OUT = {
     "recipe_step": "its four shapes compile 28 steps, about as long as all the others here together; only the shape "
