@@ -179,3 +179,40 @@ def test_four_gib_stay_below_the_largest_tensor_and_128_mib(tmp_path: Path, mode
         if destination in ("back", "values", "other"):
             shutil.rmtree(tmp_path / destination)
     assert not failed
+
+
+QUANTIZED_LAYERS = 21
+"""Enough of LARGE's layers that also their quantized weights fill more than 4 GiB."""
+LEAST = 4 << 30
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="anonymous memory is read from Linux's /proc")
+@pytest.mark.parametrize("model", LARGE)
+def test_four_quantized_gib_stay_below_the_largest_tensor_and_128_mib(tmp_path: Path, model: str) -> None:
+    """Every way from and to quantized files of more than 4 GiB. Needs 20 GB of disk."""
+    needed = 20 << 30
+    if shutil.disk_usage(tmp_path).free < needed:
+        pytest.skip(f"{needed >> 30} GiB of disk are needed")
+    make_sparse_folder(tmp_path / "hf", LARGE[model] | {"num_hidden_layers": QUANTIZED_LAYERS})
+    steps = [
+        ("quantize", "hf", "ours", {"recipe": "block"}),
+        ("export_hf", "ours", "fp8", {}),
+        ("reshard", "fp8", "other", {}),
+        ("import_hf", "fp8", "again", {}),
+        ("import_hf", "fp8", "values", {"dequantize": True}),
+        ("import_hf", "fp8", "requantized", {"storage": "mxfp8", "allow_requantize": True}),
+        ("export_hf", "ours", "mxfp8", {"format": "mxfp8", "allow_requantize": True}),
+        ("export_hf", "ours", "plain", {"dequantize": True}),
+    ]
+    kept, failed = ("hf", "ours", "fp8"), []
+    for verb, source, destination, options in steps:
+        peak = peak_of(verb, tmp_path / source, tmp_path / destination, max_shard_bytes=10**9, **options)
+        largest, total = largest_and_total(tmp_path / destination)
+        assert total > LEAST
+        print(f"{model} {verb} {options}: {peak >> 20} MiB; largest tensor {largest >> 20}, in all {total >> 20}")
+        if peak > largest + (128 << 20):
+            failed.append((verb, options, peak >> 20, largest >> 20))
+        if destination not in kept:
+            shutil.rmtree(tmp_path / destination)
+    assert not failed

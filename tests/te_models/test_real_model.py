@@ -12,10 +12,11 @@ import transformers
 
 from te_models import GPTModel
 from te_models.agreement import compare_logits
-from te_models.checkpoints import export_hf, import_hf, relayout, upcycle
+from te_models.checkpoints import dequantize, export_hf, import_hf, quantize, relayout, reshard, upcycle
 from te_models.hf import TEModelForCausalLM
 from te_models.quickstart.compare import perplexity
 from te_models.quickstart.smollm import smollm_folder
+from tests.checkpoints.hf_cases import assert_same_bits, stored
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 TEXT = "The first thing that the compiler does with a function is to read it, line by line, and to note what it calls. "
@@ -48,7 +49,9 @@ def test_perplexity_is_equal_after_every_round_trip(folder: Path, windows: torch
     export_hf(tmp_path / "ours", tmp_path / "back")
     GPTModel.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(tmp_path / "saved")
     export_hf(tmp_path / "saved", tmp_path / "saved-back")
-    for name in ("back", "saved-back"):
+    reshard(folder, tmp_path / "resharded", max_shard_bytes=40_000_000)
+    assert len(list((tmp_path / "resharded").glob("*.safetensors"))) > 5
+    for name in ("back", "saved-back", "resharded"):
         model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)
         assert perplexity_of(model, windows) == before, name
     upcycle(tmp_path / "ours", tmp_path / "moe", 2, 2)
@@ -59,6 +62,44 @@ def test_perplexity_is_equal_after_every_round_trip(folder: Path, windows: torch
         assert perplexity_of(ours, windows) == pytest.approx(before, rel=1e-5), name
     mixtral = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "mixtral", dtype=torch.float32)
     assert perplexity_of(mixtral, windows) == pytest.approx(before, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "form"),
+    [
+        ("current", "modelopt-fp8"),
+        ("current", "float-quantized"),
+        ("mxfp8", "mxfp8"),
+        ("mxfp8", "mxfp8-quantized"),
+        ("nvfp4", "modelopt-nvfp4"),
+        ("nvfp4", "nvfp4-pack-quantized"),
+    ],
+)
+def test_perplexity_is_equal_after_every_quantized_round_trip(
+    folder: Path, windows: torch.Tensor, tmp_path: Path, recipe: str, form: str
+) -> None:
+    """Quantized once, the model is the same number for number in every format, and transformers reads its values."""
+    import_hf(folder, tmp_path / "ours")
+    plain = perplexity_of(GPTModel.from_pretrained(tmp_path / "ours", dtype=torch.float32).eval(), windows)
+    quantize(tmp_path / "ours", tmp_path / "quantized", recipe)
+    before = perplexity_of(GPTModel.from_pretrained(tmp_path / "quantized").eval(), windows)
+    assert before != plain and before == pytest.approx(plain, rel=0.05 if recipe != "nvfp4" else 1.0)
+    export_hf(tmp_path / "quantized", tmp_path / "hf", format=form)
+    reshard(tmp_path / "hf", tmp_path / "resharded", max_shard_bytes=20_000_000)
+    import_hf(tmp_path / "resharded", tmp_path / "again")
+    first, again = stored(tmp_path / "quantized"), stored(tmp_path / "again")
+    for name in [name for name in again if name.endswith("_amax")]:  # files have its 2688th part, or 2688 by it
+        torch.testing.assert_close(again.pop(name), first.pop(name), rtol=2.0**-22, atol=0)
+    assert_same_bits({name: first[name] for name in again}, again)
+    assert all("_columnwise" in name for name in first.keys() - again.keys()), "files of both have no such copies"
+    for name in ("hf", "again"):
+        after = perplexity_of(GPTModel.from_pretrained(tmp_path / name).eval(), windows)
+        assert after == (pytest.approx(before, rel=1e-5) if recipe == "nvfp4" else before), name
+    dequantize(tmp_path / "again", tmp_path / "values", dtype="float32")
+    export_hf(tmp_path / "values", tmp_path / "values-hf")
+    values = perplexity_of(GPTModel.from_pretrained(tmp_path / "values").eval(), windows)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "values-hf", dtype=torch.float32)
+    assert perplexity_of(theirs, windows) == pytest.approx(values, rel=1e-5)
 
 
 def test_generate_and_layers_are_those_of_transformers(folder: Path) -> None:
