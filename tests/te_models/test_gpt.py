@@ -12,13 +12,34 @@ import torch
 import te_models
 from te_models import AttentionConfig, ConfigError, GPTModel, MLAConfig, MLPConfig, TransformerLayer
 from te_models.checkpoints import expected_tensors
-from te_models.layers import Float8CurrentScaling, MXFP8BlockScaling, QuantizedTensor, autocast, quantized_model_init
+from te_models.layers import (
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    QuantizedModule,
+    QuantizedTensor,
+    autocast,
+    quantized_model_init,
+)
 from tests.te_models.configs import VARIANTS, tiny, tiny_moe, token_ids
 
 
 def build(config, seed: int = 0, **options) -> GPTModel:
     torch.manual_seed(seed)
     return GPTModel(config, **options)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_stochastic_rounding_follows_the_seed_that_the_model_was_built_after(device: str) -> None:
+    """On the meta device, too, where a model to be loaded is built and nothing is drawn."""
+
+    def streams(seed: int) -> list[list[int]]:
+        model = build(tiny(), seed, device=device)
+        return [m.fp8_rng_state.tolist() for m in model.modules() if isinstance(m, QuantizedModule)]
+
+    first = streams(3)
+    assert len({seed for seed, _ in first}) == len(first) > 4
+    assert streams(3) == first
+    assert not {seed for seed, _ in streams(4)} & {seed for seed, _ in first}
 
 
 @pytest.mark.parametrize("name", VARIANTS)
