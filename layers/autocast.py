@@ -184,8 +184,8 @@ class collect_statistics(_Region):
 
     `quantization_statistics(model)` reads them. In eval mode nothing is noted.
 
-    Every operand is quantized a second time for it (a step of a layer takes half as long again), and what a pass notes
-    replaces what was there: enter it for one pass in many, as training does, and it costs nothing to speak of.
+    Every operand is quantized a second time for it, and what a pass notes replaces what was there: enter it for one
+    pass in many, as training does.
     """
 
     def __init__(self, enabled: bool = True) -> None:
