@@ -6,7 +6,7 @@ matter and makes them explicit.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -14,21 +14,23 @@ import torch.distributed as dist
 from .model import GPTModel
 
 Mode = Literal["whole", "block"]
+M = TypeVar("M", bound=torch.nn.Module)
 
 
 def compile_model(
-    model: GPTModel,
+    model: M,
     mode: Mode = "whole",
     *,
     dynamic: bool | None = None,
     backend: str = "inductor",
     timeout_s: float = 1800.0,
-) -> GPTModel:
+) -> M:
     """Compile `model` in place and return it; parameter names do not change.
 
     mode "whole" makes one graph of a whole call: the fastest steps, and a compile time that grows with the number of
     layers. "block" compiles one transformer layer, which all equal layers share, and the output layer: the compile
-    time of a few layers whatever the depth; embedding and final norm stay eager.
+    time of a few layers whatever the depth; embedding and final norm stay eager. A single layer, or any other module,
+    is compiled whole.
     dynamic: None compiles for the first shape and once more, for all shapes, when it changes; True for all shapes at
     once; False anew for each shape. Always fullgraph: what cannot be one graph is an error, not a slow path.
 
@@ -38,8 +40,13 @@ def compile_model(
     """
     if mode not in get_args(Mode):
         raise ValueError(f"mode is {mode!r}; allowed: {', '.join(map(repr, get_args(Mode)))}")
-    whole = mode == "whole"
-    modules: list[torch.nn.Module] = [model] if whole else [*model.decoder.layers, model.output_layer]
+    modules: list[torch.nn.Module] = [model]
+    if mode == "block":
+        if not isinstance(model, GPTModel):
+            raise ValueError(
+                f"mode is 'block', which compiles the layers of a GPTModel; for a {type(model).__name__}: 'whole'"
+            )
+        modules = [*model.decoder.layers, model.output_layer]
     for module in modules:
         module.compile(fullgraph=True, dynamic=dynamic, backend=backend)
     if dynamic is not False and _several_ranks():

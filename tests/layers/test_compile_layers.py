@@ -154,3 +154,20 @@ def test_one_row_and_none_under_dynamic_shapes(name: str | None) -> None:
     for rows in (1, 0):
         x = torch.randn(rows, 96)
         assert_same(*(step(layer, run, name, x) for run in (layer, compiled)), exact=True)
+
+
+EDGES = {None: 2, "block": 128, "mxfp8": 32}
+"""The rows of the recipe's largest block, or 2."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "mxfp8" else pytest.mark.slow) for n in EDGES])
+def test_small_inputs_have_the_graphs_that_are_documented(name: str | None) -> None:
+    """One more where all rows are in a single block, one for a single row, one for none."""
+    layer, edge = build("linear"), EDGES[name]
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    seen = []
+    for rows in (200, edge + 1, edge, 2, 1, 0):
+        step(layer, compiled, name, torch.randn(rows, 96))
+        seen.append(graphs())
+    single = int(edge > 2)
+    assert seen == [1, 1, 1 + single, 1 + single, 2 + single, 3 + single]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
-from te_models import GPTModel, RouterConfig, compile_model
+from te_models import GPTModel, RouterConfig, TransformerLayer, compile_model
 from te_models.layers import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, autocast
 from tests.te_models.configs import VARIANTS, one_layer, tiny_moe, token_ids
 
@@ -254,3 +254,15 @@ def test_compile_model(mode: str) -> None:
 def test_compile_model_refuses_an_unknown_mode() -> None:
     with pytest.raises(ValueError, match="mode is 'layers'; allowed: 'whole', 'block'"):
         compile_model(build("dense"), "layers")
+
+
+def test_compile_model_compiles_a_layer_whole() -> None:
+    layer = TransformerLayer(VARIANTS["dense"])
+    with pytest.raises(ValueError, match="compiles the layers of a GPTModel; for a TransformerLayer: 'whole'"):
+        compile_model(layer, "block")
+    x = torch.randn(2, 9, VARIANTS["dense"].hidden_size)
+    expected, _ = layer(x)
+    counter = count("eager")
+    assert compile_model(layer, backend=counter) is layer
+    torch.testing.assert_close(layer(x)[0], expected)
+    assert counter.frame_count == 1
