@@ -14,6 +14,7 @@ from .grouped_function import add_bias_rows, grouped_linear
 from .grouped_tensor import GroupedTensor
 from .module import InitMethod, default_init_method, empty_parameter
 from .quantized_tensor import QuantizedTensor
+from .sides import quantized_gemms
 from .stored_weight import store_weights_as_asked
 from .tensor_parallel import ParallelMode, TensorParallelModule
 
@@ -111,8 +112,10 @@ class GroupedLinear(TensorParallelModule, GemmModule):
 
     def row_align(self, device: torch.device) -> int:
         """Return the `align` for `sort_by_expert` with which `forward` quantizes tokens as it permutes them, under the
-        recipe in force: more than 1 on an accelerator, for formats with blocks of one row, without a bias."""
-        fits = not self.use_bias and not self.save_original_input and self.tp_size == 1
+        recipe in force: more than 1 on an accelerator, for formats with blocks of one row, without a bias. 1 where no
+        gradients are wanted, too: then no GEMM contracts rows, and few tokens are not filled up to many."""
+        fits = quantized_gemms(device) and torch.is_grad_enabled() and self.tp_size == 1
+        fits = fits and not self.use_bias and not self.save_original_input
         return row_align_of(self.quantizers(), device) if fits else 1
 
     def forward(
