@@ -112,21 +112,12 @@ class Float8Quantizer:
         self.record(rows.amax(x))
         return self.value.rounded(x, self.scale, rows.per_row(self.scale)[:, None], dtype)
 
-    def scaled_rows(self, x: Tensor, usage: Usage, rows: RowGroups, key: Tensor | None = None) -> ScaledOperand | None:
-        """Do what `rows_operand` does for a GEMM that takes quantized numbers."""
-        return self.value.scaled_operand_of_fields(self._rows_fields(x, rows), usage)
-
     def group_scales(self, groups: int) -> Tensor:
         """Return the scale of each of so many groups, [G]. ValueError where it has another number of them."""
         if self.scale.shape != (groups,):
             shape = tuple(self.scale.shape)
             raise ValueError(f"the quantizer's scale has shape {shape}; allowed: ({groups},), one per group of rows")
         return self.scale
-
-    def _rows_fields(self, x: Tensor, rows: RowGroups) -> Fields:
-        self.record(rows.amax(x))
-        data = q.quantize_per_tensor(x, rows.per_row(self.scale)[:, None], self.fp8_dtype)
-        return {"rowwise_data": data, "rowwise_scale_inv": torch.div(torch.ones_like(self.scale), self.scale)}
 
     def output(self) -> q.QuantizedOutput:
         """Return how another operation makes these fields as its last step, with `scale`."""

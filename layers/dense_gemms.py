@@ -35,7 +35,7 @@ HIGH_PRECISION = GemmQuantizers(
     IdentityQuantizer(), IdentityQuantizer(), IdentityQuantizer(), backward_override="high_precision"
 )
 
-_USAGES: tuple[Usage, ...] = ("rowwise", "columnwise")  # of dy, for the gradients of x and of w
+USAGES: tuple[Usage, ...] = ("rowwise", "columnwise")  # of dy, for the gradients of x and of w
 
 
 class GemmOptions(NamedTuple):
@@ -134,7 +134,7 @@ def dense_gradients(
         if live.grad_statistics is not None:
             noted = live.grad_statistics[gemm % live.grad_statistics.shape[0]]
             note_statistics(noted, bind(quantizers.grad_output, scale, None, "grad_output", gemm), dy, key)
-    usages: tuple[Usage, ...] = tuple(u for u, needed in zip(_USAGES, needs, strict=True) if needed)
+    usages: tuple[Usage, ...] = tuple(u for u, needed in zip(USAGES, needs, strict=True) if needed)
     dy_sides = gradient_sides(quantizer, dy, usages, dtype, key)
     dx = dw = None
     if needs[0]:
@@ -152,13 +152,13 @@ def dense_gradients(
         right = kept.side(bind(quantizers.input, scale, None, "input", gemm), of_x, dtype)
         wgrad = options.wgrad
 
-        def compute() -> Tensor | None:
+        def compute() -> tuple[Tensor | None]:
             if main_grad is None:
-                return product(left, right, weight.dtype)
+                return (product(left, right, weight.dtype),)
             accumulate_product_(main_grad, left, right, accumulate=not (wgrad and wgrad.overwrite))
-            return None
+            return (None,)
 
-        dw = run_wgrad(wgrad, weight, compute)
+        (dw,) = run_wgrad(wgrad, (weight,), compute)
     return first_derivative(dx, override), first_derivative(dw, override)
 
 

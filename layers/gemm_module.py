@@ -30,11 +30,13 @@ class GemmModule(QuantizedModule):
         self.save_original_input = save_original_input
         self._later: list[Callable[[], None]] | None = [] if delay_wgrad_compute else None
 
-    def gemm_options(self, weight: nn.Parameter) -> GemmOptions:
-        """Return how the gradient of `weight` is to be made."""
+    def gemm_options(self, *weights: nn.Parameter) -> GemmOptions:
+        """Return how the gradients of `weights` are to be made, of several together."""
         if not self.fuse_wgrad_accumulation and self._later is None:
             return GemmOptions(self.save_original_input)
-        return GemmOptions(self.save_original_input, weight_gradient(weight, self.fuse_wgrad_accumulation, self._later))
+        return GemmOptions(
+            self.save_original_input, weight_gradient(weights, self.fuse_wgrad_accumulation, self._later)
+        )
 
     def backward_dw(self) -> None:
         """Compute the weight gradients that backward left out, oldest first. Raises RuntimeError without

@@ -61,11 +61,12 @@ def wgrad_side(x: GroupedRows, padding: PaddedRows | None, dtype: torch.dtype) -
     """Return x as the right side of wgrad, [K, P], in the padded rows that wgrad contracts."""
     if padding is None:
         return _side(x, "columnwise", dtype, x.shape[0])
-    if row_alignment(x.quantizer, "columnwise") == 1:  # one copy, in the rows that came in
-        data = x.fields["rowwise_data"]
+    if row_alignment(x.quantizer, "columnwise") == 1:  # in the rows that came in: one copy, or a hybrid's own
+        name = "rowwise_data" if x.quantizer.symmetric else "columnwise_data"
+        data = x.fields[name]
         # FP8 cannot be indexed everywhere; its bytes can
         words = data.view(torch.uint8) if data.dtype.itemsize == 1 else data
         padded = padding.pad(words).view(data.dtype)
-        fields = x.fields | {"rowwise_data": padded}
+        fields = x.fields | {name: padded}
         return side_of_fields(x.quantizer, fields, "columnwise", dtype, (padded.shape[0], x.shape[1]))
     return _side(x, "columnwise", dtype, padding.used.shape[0])

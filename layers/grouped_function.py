@@ -11,18 +11,21 @@ import torch
 from torch import Tensor
 
 from te_models.kernels.grouped_gemm import grouped_gemm
+from te_models.kernels.permute import Permutation, permute, unpermute
 from te_models.kernels.torch_versions import own_result
 
+from .aligned_rows import is_aligned, permuted
 from .autocast import state
 from .dense_gemms import DEFAULT_OPTIONS, HIGH_PRECISION, GemmOptions, plain_weight
 from .given_rows import rows_or_values
-from .grouped_gemms import bias_rows_gradient, grouped_fprop, grouped_gradients, stacked, wgrad_alignment
+from .grouped_gemms import alignment, bias_rows_gradient, grouped_fprop, grouped_gradients, stacked
 from .linear_function import gradients_wanted, largest
 from .module import compute_dtype
 from .quantized_module import LiveState, QuantizedModule
 from .quantized_tensor import QuantizedTensor
 from .recipe import GemmQuantizers
 from .row_groups import RowGroups
+from .wgrad import main_grads
 
 
 def grouped_linear(
@@ -34,6 +37,8 @@ def grouped_linear(
     *,
     cached: QuantizedTensor | None = None,
     options: GemmOptions = DEFAULT_OPTIONS,
+    permutation: Permutation | None = None,
+    row_align: int = 1,
 ) -> Tensor:
     """Return `x[g] @ weight[g]^T + bias[g]` for each group of rows, under the recipe in force.
 
@@ -41,12 +46,19 @@ def grouped_linear(
     splits: those that the recipe's input quantizer would have made are not quantized again. weights: one [G, N, K]
     tensor, or G of [N, K]; bias: [G, N] or None; m_splits: [G] integer; cached: the weights quantized in an earlier
     micro-batch, [G, N, K]. Rows past the last group are zero.
+    permutation: x are tokens, and the rows are what `permute` makes of them. row_align: a number that all splits are
+    multiples of, the rows that fill them up being zeros.
     """
     dtype = compute_dtype(x)
     quantizers = module.quantizers()
-    align = 1 if quantizers is None else wgrad_alignment(quantizers, x.device)
-    x = rows_or_values(x, m_splits, quantizers, dtype, align)
-    rows = RowGroups.of(m_splits, x.shape[0])
+    aligned = quantizers is not None and is_aligned(quantizers, x.device, row_align)
+    if permutation is not None and not (aligned and permutation.padding_rows is not None):
+        x, permutation = permute(x, permutation), None
+    if permutation is None:
+        align = 1 if quantizers is None else alignment(quantizers, x.device)
+        x = rows_or_values(x, m_splits, quantizers, dtype, align)
+    aligned = aligned and not isinstance(x, QuantizedTensor)
+    rows = RowGroups.of(m_splits, x.shape[0] if permutation is None else permutation.slot_of_row.shape[0])
     if state().calibrating:
         module.calibrate("input", rows.amax(x))
         module.calibrate("weight", largest(stacked(weights)))
@@ -56,11 +68,11 @@ def grouped_linear(
     else:
         quantizers = quantizers or HIGH_PRECISION
         live = module.live_state(quantizers)
-        main_grad = None if options.wgrad is None else options.wgrad.main_grad
-        (needs_dgrad,) = gradients_wanted(x)
-        y = _GroupedLinear.apply(
-            x, *rows.tensors(), cached, main_grad, *live, needs_dgrad, quantizers, options, *weights
-        )
+        needs = (any(gradients_wanted(x)), any(gradients_wanted(*weights)))
+        constants = (needs, dtype, quantizers, options, aligned, len(weights))
+        tensors = (*weights, *main_grads(options.wgrad))
+        order = (None, None, None) if permutation is None else _order(permutation)
+        y = _GroupedLinear.apply(x, *order, *rows.tensors(), cached, *live, *constants, *tensors)
     return y if bias is None else y + _BiasRows.apply(bias.to(dtype), *rows.tensors())
 
 
@@ -83,55 +95,89 @@ class _BiasRows(torch.autograd.Function):
         return bias_rows_gradient(dy, m_splits), None, None, None
 
 
+def _order(permutation: Permutation) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the fields that place rows. The counts may be the splits themselves, and no tensor may be given twice."""
+    return permutation.slot_of_row, permutation.row_of_slot, permutation.padding_rows
+
+
+def _permutation(
+    slot_of_row: Tensor | None, row_of_slot: Tensor | None, padding_rows: Tensor | None, m_splits: Tensor
+) -> Permutation | None:
+    """Undo `_order`; the counts, which nobody reads here, are the splits."""
+    if slot_of_row is None or row_of_slot is None:
+        return None
+    return Permutation(slot_of_row, row_of_slot, m_splits, m_splits, padding_rows)
+
+
 class _GroupedLinear(torch.autograd.Function):
-    """x: [T, K] in the compute dtype; m_splits, ends, group: of RowGroups; weights: one [G, N, K] or G of [N, K], plain
-    or quantized."""
+    """x: [T, K] in `dtype`, that of the GEMMs, or quantized; m_splits, ends, group: of RowGroups; needs: whether the
+    gradients of x and of the weights are wanted; tensors: the weights, one [G, N, K] or G of [N, K], plain or
+    quantized, and then the main gradients, if there are any; count: how many weights. Where slot_of_row, row_of_slot
+    and padding_rows of a Permutation are given, x are tokens [tokens, K] of any dtype, and the rows are made of them.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
+        slot_of_row: Tensor | None,
+        row_of_slot: Tensor | None,
+        padding_rows: Tensor | None,
         m_splits: Tensor,
         ends: Tensor,
         group: Tensor,
         cached: QuantizedTensor | None,
-        main_grad: Tensor | None,
         scale: Tensor | None,
         amax: Tensor | None,
         grad_amax: Tensor | None,
         statistics: Tensor | None,
         grad_statistics: Tensor | None,
         key: Tensor | None,
-        needs_dgrad: bool,
+        needs: tuple[bool, bool],
+        dtype: torch.dtype,
         quantizers: GemmQuantizers,
         options: GemmOptions,
-        *weights: Tensor,
+        aligned: bool,
+        count: int,
+        *tensors: Tensor,
     ) -> Tensor:
+        weights = tensors[:count]
         live = LiveState(scale, amax, grad_amax, statistics, grad_statistics, key)
         rows = RowGroups(m_splits, ends, group)
-        y, fields = grouped_fprop(x, weights, cached, rows, live, quantizers, needs_dgrad)
-        ctx.save_for_backward(x, m_splits, ends, group, cached, scale, key, *weights, *fields.values())
+        order = _permutation(slot_of_row, row_of_slot, padding_rows, m_splits)
+        given = x if order is None else permuted(x, order, quantizers, dtype)
+        y, ctx.kept, kept = grouped_fprop(
+            given, weights, cached, rows, live, quantizers, options, dtype, needs, aligned
+        )
+        permutation = slot_of_row, row_of_slot, padding_rows
+        ctx.save_for_backward(*permutation, m_splits, ends, group, cached, scale, key, *weights, *kept)
         # not saved, as in `_Linear`
-        ctx.main_grad, ctx.grad_amax, ctx.grad_statistics = main_grad, grad_amax, grad_statistics
-        ctx.quantizers, ctx.options, ctx.names, ctx.weights = quantizers, options, tuple(fields), len(weights)
+        ctx.main_grads, ctx.grad_amax, ctx.grad_statistics = tensors[count:], grad_amax, grad_statistics
+        ctx.quantizers, ctx.options, ctx.dtype, ctx.weights = quantizers, options, dtype, count
+        ctx.aligned, ctx.x_dtype = aligned, x.dtype
         return own_result(y)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, m_splits, ends, group, cached, scale, key, *rest = ctx.saved_tensors
-        weights, fields = rest[: ctx.weights], dict(zip(ctx.names, rest[ctx.weights :], strict=True))
+        slot, row, padding, m_splits, ends, group, cached, scale, key = ctx.saved_tensors[:9]
+        rest = ctx.saved_tensors[9:]
         live = LiveState(scale, None, ctx.grad_amax, None, ctx.grad_statistics, key)
         dx, dw = grouped_gradients(
             dy,
-            x,
-            tuple(weights),
+            tuple(rest[: ctx.weights]),
             cached,
-            ctx.main_grad,
+            ctx.main_grads,
             RowGroups(m_splits, ends, group),
             live,
             ctx.quantizers,
             ctx.options,
-            (ctx.needs_input_grad[0], any(ctx.needs_input_grad[15:])),
-            fields,
+            ctx.kept,
+            list(rest[ctx.weights :]),
+            ctx.dtype,
+            (ctx.needs_input_grad[0], any(ctx.needs_input_grad[20 : 20 + ctx.weights])),
+            ctx.aligned,
         )
-        return dx, *(None,) * 14, *dw
+        order = _permutation(slot, row, padding, m_splits)
+        if dx is not None and order is not None:
+            dx = unpermute(dx, order, None, dtype=ctx.x_dtype)
+        return dx, *(None,) * 19, *dw, *(None,) * len(ctx.main_grads)

@@ -2,10 +2,12 @@
 
 T rows sorted by group, G groups (GEMMs), K in, N out. The three GEMMs and the usage of each operand are those of
 `dense_gemms`; what is new is that every group is quantized by itself: per-tensor scales are one per group, and blocks
-that span rows stay inside their group (see `row_groups`).
+that span rows stay inside their group (see `rows_sides`).
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -21,17 +23,17 @@ from te_models.kernels.grouped_gemm import (
 )
 
 from .delayed import bind
-from .dense_gemms import GemmOptions, dgrad_weight, fprop_weight, plain_weight, scaled_values, weight_side
-from .given_rows import fprop_side, wgrad_side
-from .grouped_tensor import GroupedRows
-from .kept import note_statistics
+from .dense_gemms import USAGES, GemmOptions, dgrad_weight, fprop_weight, plain_weight, scaled_values, weight_side
+from .kept import Kept, gradient_sides, keep, note_statistics
 from .quantized_module import LiveState
+from .quantized_storage import QuantizedStorage
 from .quantized_tensor import QuantizedTensor
 from .quantizer import Fields, IdentityQuantizer, Quantizer, Usage
 from .recipe import GemmQuantizers
-from .row_groups import PaddedRows, RowGroups
+from .row_groups import RowGroups
+from .rows_sides import RowsSide, keep_rows, rows_sides, wgrad_rows
 from .second_derivatives import first_derivative
-from .sides import AnyQuantizer, Side, both_plain, plain, quantized_gemms, side_of_fields, turned, values_side
+from .sides import Side, both_plain, plain, quantized_gemms, side_of_fields, turned
 from .stored_form import check_format, check_operands
 from .wgrad import run_wgrad
 
@@ -40,60 +42,84 @@ MIN_ROW_ALIGNMENT = 16
 
 
 def grouped_fprop(
-    x: Tensor,
+    x: Tensor | QuantizedStorage,
     weights: tuple[Tensor, ...],
     cached: QuantizedTensor | None,
     rows: RowGroups,
     live: LiveState,
     quantizers: GemmQuantizers,
-    needs_dgrad: bool,
-) -> tuple[Tensor, Fields]:
-    """Return (`x[g] w[g]^T` for each group of rows, [T, N]; what `grouped_gradients` may read of the weights).
+    options: GemmOptions,
+    dtype: torch.dtype,
+    needs: tuple[bool, bool],
+    aligned: bool = False,
+) -> tuple[Tensor, Kept, tuple[Tensor, ...]]:
+    """Return (`x[g] w[g]^T` for each group of rows, [T, N]; how to read what is kept; what is kept).
 
-    x: [T, K] in the compute dtype, or `GroupedRows` of the input quantizer; weights: one [G, N, K] or G of [N, K],
-    plain or quantized; cached: the weights quantized in an earlier micro-batch. x itself is what the gradients need: a
-    plain one is padded, and quantized, for wgrad in the backward pass.
+    x: [T, K] in `dtype`, that of the GEMMs, or `GroupedRows` of the input quantizer; weights: one [G, N, K] or G of
+    [N, K], plain or quantized; cached: the weights quantized in an earlier micro-batch; needs: whether the gradients of
+    x and of the weights will be wanted; aligned: whether the rows are those of `aligned_rows`, which may come
+    quantized.
     """
     x_quantizer = bind(quantizers.input, live.scale, live.amax, "input")
     if live.statistics is not None:
+        assert isinstance(x, Tensor), "statistics are those of the values before quantization"
         noted = live.statistics[0]
         note_statistics(noted[0], bind(quantizers.input, live.scale, None, "input"), x, rows=rows)
         if cached is None and not isinstance(weights[0], QuantizedTensor):
             note_statistics(noted[1], bind(quantizers.weight, live.scale, None, "weight"), stacked(weights))
     fields: Fields = {}
     if cached is None and not isinstance(weights[0], QuantizedTensor):
-        weight, fields = fprop_weight(stacked(weights), quantizers, x.dtype, live, needs_dgrad, None)
+        weight, fields = fprop_weight(stacked(weights), quantizers, dtype, live, needs[0], None)
     else:
         if isinstance(weights[0], QuantizedTensor):
-            check_operands(weights[0], quantizers, needs_dgrad)
-        weight = _weights_side(weights, cached, quantizers.weight, "rowwise", x.dtype, live.scale, live.amax)
-    return _rows_product(x, x_quantizer, weight, "rowwise", rows, x.dtype), fields
+            check_operands(weights[0], quantizers, needs[0])
+        weight = _weights_side(weights, cached, quantizers.weight, "rowwise", dtype, live.scale, live.amax)
+    how = (quantizers.backward_override, options.save_original_input, needs[1])
+    if aligned:
+        side, kept, tensors = keep(x_quantizer, x, dtype, *how)
+        left = RowsSide(side, None)
+    else:
+        assert isinstance(x, Tensor), "fields alone are of aligned rows"
+        left, kept, tensors = keep_rows(x_quantizer, x, rows, dtype, alignment(quantizers, x.device), *how)
+    kept = replace(kept, weight_names=tuple(fields)) if fields else kept
+    return _rows_product(left, weight, "rowwise", rows, dtype), kept, (*tensors, *fields.values())
 
 
 def grouped_gradients(
     dy: Tensor,
-    x: Tensor,
     weights: tuple[Tensor, ...],
     cached: QuantizedTensor | None,
-    main_grad: Tensor | None,
+    into: tuple[Tensor, ...],
     rows: RowGroups,
     live: LiveState,
     quantizers: GemmQuantizers,
     options: GemmOptions,
+    kept: Kept,
+    tensors: list[Tensor],
+    dtype: torch.dtype,
     needs: tuple[bool, bool],
-    fields: Fields,
+    aligned: bool = False,
 ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
     """Return the gradients of x and of each weight of `grouped_fprop`, those that are needed and go to autograd.
 
-    dy: [T, N]; main_grad: where the options want the weight gradient; fields: from `grouped_fprop`.
+    dy: [T, N]; into: the main gradients, one per weight, where the options want them; kept, tensors: from
+    `grouped_fprop`.
     """
-    override, scale, key, dtype = quantizers.backward_override, live.scale, live.key, x.dtype
+    override, scale, key = quantizers.backward_override, live.scale, live.key
+    of_x, fields = kept.parts(tensors)
     quantizer = IdentityQuantizer()
     if not override:
         quantizer = bind(quantizers.grad_output, scale, live.grad_amax, "grad_output")
         if live.grad_statistics is not None:
             unrecorded = bind(quantizers.grad_output, scale, None, "grad_output")
             note_statistics(live.grad_statistics[0], unrecorded, dy, key, rows)
+    align = alignment(quantizers, dy.device)
+    usages: tuple[Usage, ...] = tuple(u for u, needed in zip(USAGES, needs, strict=True) if needed)
+    if aligned:
+        found = gradient_sides(quantizer, dy, usages, dtype, key)
+        dy_sides = {usage: RowsSide(side, None) for usage, side in found.items()}
+    else:
+        dy_sides = rows_sides(quantizer, dy, rows, usages, dtype, align, key)
     dx = None
     if needs[0]:
         if override == "high_precision":
@@ -105,24 +131,30 @@ def grouped_gradients(
             weight = dgrad_weight(stacked(weights), fields, quantizers, dtype, live, None)
         else:
             weight = _weights_side(weights, cached, quantizers.weight, "columnwise", dtype, scale, None)
-        dx = _rows_product(dy, quantizer, weight, "columnwise", rows, dtype, key)
+        dx = _rows_product(dy_sides["rowwise"], weight, "columnwise", rows, dtype)
     dw: tuple[Tensor | None, ...] = (None,) * len(weights)
     if needs[1]:
-        x_quantizer = IdentityQuantizer() if override else bind(quantizers.input, scale, None, "input")
-        if override == "dequantized":
-            x = _dequantized_rows(bind(quantizers.input, scale, None, "input"), x, rows, dtype)
-        left, right, splits = _wgrad_sides(dy, x, quantizer, x_quantizer, rows, dtype, key)
-        wgrad, out_dtype = options.wgrad, weights[0].dtype
+        left, padding = dy_sides["columnwise"]
+        x_quantizer = bind(quantizers.input, scale, None, "input")
+        if aligned:
+            right = kept.side(x_quantizer, of_x, dtype)
+        else:
+            right = wgrad_rows(kept, x_quantizer, of_x, rows, dtype, align, override)
+        splits = rows.m_splits if padding is None else padding.sizes
+        wgrad, stacked_weight = options.wgrad, weights[0].dim() == 3
 
-        def compute() -> Tensor | None:
-            if main_grad is None:
-                return _wgrad_product(left, right, splits, out_dtype)
-            _accumulate_wgrad_(main_grad, left, right, splits, not (wgrad and wgrad.overwrite))
-            return None
+        def compute() -> tuple[Tensor | None, ...]:
+            if not into:
+                grouped = _wgrad_product(left, right, splits, weights[0].dtype)
+                return (grouped,) if stacked_weight else grouped.unbind(0)
+            overwrite = [how.overwrite for how in wgrad.each()] if wgrad else [False]
+            if stacked_weight:
+                _accumulate_wgrad_(into[0], left, right, splits, not overwrite[0])
+            else:
+                _accumulate_members_(into, left, right, splits, overwrite)
+            return (None,) * len(weights)
 
-        grouped = first_derivative(run_wgrad(wgrad, weights[0], compute), override)
-        if grouped is not None:
-            dw = (grouped,) if weights[0].dim() == 3 else grouped.unbind(0)
+        dw = tuple(first_derivative(gradient, override) for gradient in run_wgrad(wgrad, weights, compute))
     return first_derivative(dx, override), dw
 
 
@@ -152,57 +184,22 @@ def _weights_side(
     return side_of_fields(first.quantizer, fields, usage, dtype, (len(weights), *first.shape))
 
 
-def _rows_side(
-    quantizer: AnyQuantizer, x: Tensor, usage: Usage, dtype: torch.dtype, rows: RowGroups, key: Tensor | None = None
-) -> Side:
-    """Quantize rows sorted by group, x: [T, C], as a side of a grouped GEMM."""
-    if quantized_gemms(x.device):
-        scaled = quantizer.scaled_rows(x, usage, rows, key)
-        if scaled is not None:
-            return scaled
-    return values_side(quantizer, quantizer.rows_operand(x, usage, dtype, rows, key), usage)
+def alignment(quantizers: GemmQuantizers, device: torch.device) -> int:
+    """Return the multiple of rows at which groups begin in the operands of wgrad."""
+    align = 1
+    if not quantizers.backward_override:
+        align = max(quantizer.row_block("columnwise") for quantizer in (quantizers.grad_output, quantizers.input))
+    return max(align, MIN_ROW_ALIGNMENT) if quantized_gemms(device) else align
 
 
-def alignment(usage: Usage, device: torch.device, *quantizers: AnyQuantizer) -> int:
-    """Return the multiple of rows at which groups begin in operands of these quantizers for one GEMM."""
-    align = max(quantizer.row_block(usage) for quantizer in quantizers)
-    return max(align, MIN_ROW_ALIGNMENT) if usage == "columnwise" and quantized_gemms(device) else align
-
-
-def wgrad_alignment(quantizers: GemmQuantizers, device: torch.device) -> int:
-    """Return `alignment` of wgrad's operands under a recipe that is not delayed scaling, whose blocks are one row."""
-    values = [q for q in (quantizers.grad_output, quantizers.input) if isinstance(q, Quantizer)]
-    return alignment("columnwise", device, *values) if values else 1
-
-
-def _padding(rows: RowGroups, usage: Usage, device: torch.device, *quantizers: AnyQuantizer) -> PaddedRows | None:
-    align = alignment(usage, device, *quantizers)
-    return None if align == 1 else rows.padded(align)
-
-
-def _rows_product(
-    x: Tensor,
-    quantizer: AnyQuantizer,
-    weight: Side,
-    usage: Usage,
-    rows: RowGroups,
-    dtype: torch.dtype,
-    key: Tensor | None = None,
-) -> Tensor:
+def _rows_product(left: RowsSide, weight: Side, usage: Usage, rows: RowGroups, dtype: torch.dtype) -> Tensor:
     """fprop and dgrad: rows times their group's matrix. usage: of the weight."""
-    padding = None if isinstance(x, GroupedRows) else _padding(rows, "rowwise", x.device, quantizer)
-    if isinstance(x, GroupedRows):
-        left, padding = fprop_side(x, rows, dtype)
-        sizes = rows.m_splits if padding is None else padding.sizes
-    elif padding is None:
-        left, sizes = _rows_side(quantizer, x, "rowwise", dtype, rows, key), rows.m_splits
-    else:
-        left = _rows_side(quantizer, padding.pad(x), "rowwise", dtype, padding.groups(), key)
-        sizes = padding.sizes
-    if isinstance(left, ScaledOperand) and isinstance(weight, ScaledOperand):
-        y = scaled_grouped_gemm(left, weight, sizes, dtype)
+    values, padding = left
+    sizes = rows.m_splits if padding is None else padding.sizes
+    if isinstance(values, ScaledOperand) and isinstance(weight, ScaledOperand):
+        y = scaled_grouped_gemm(values, weight, sizes, dtype)
         return y if padding is None else padding.unpad(y)
-    a, b = both_plain("scaled_grouped_gemm", left, weight, dtype)
+    a, b = both_plain("scaled_grouped_gemm", values, weight, dtype)
     fprop = usage == "rowwise"
     y = grouped_gemm(a.values, b.values if fprop else b.values.mT, sizes, fprop)
     y = y if padding is None else padding.unpad(y)
@@ -215,37 +212,6 @@ def stacked(weights: tuple[Tensor, ...]) -> Tensor:
     if weights[0].dim() == 3:
         return weights[0]
     return torch.stack([w.dequantize() if isinstance(w, QuantizedTensor) else w for w in weights])
-
-
-def _dequantized_rows(quantizer: AnyQuantizer, x: Tensor, rows: RowGroups, dtype: torch.dtype) -> Tensor:
-    """Return what fprop's quantized x stands for."""
-    padding = _padding(rows, "rowwise", x.device, quantizer)
-    inside = rows if padding is None else padding.groups()
-    operand = quantizer.rows_operand(x if padding is None else padding.pad(x), "rowwise", dtype, inside)
-    values = operand.values
-    if operand.scale is not None:
-        values = values.float() * inside.per_row(operand.scale)[:, None]
-    return (values if padding is None else padding.unpad(values)).to(dtype)
-
-
-def _wgrad_sides(
-    dy: Tensor,
-    x: Tensor,
-    dy_quantizer: AnyQuantizer,
-    x_quantizer: AnyQuantizer,
-    rows: RowGroups,
-    dtype: torch.dtype,
-    key: Tensor | None,
-) -> tuple[Side, Side, Tensor]:
-    """Return dy: [P, N] and x: [P, K] as sides of wgrad, [N, P] and [K, P], and the rows per group among the P."""
-    padding = _padding(rows, "columnwise", dy.device, dy_quantizer, x_quantizer)
-    if padding is not None:
-        dy, rows = padding.pad(dy), padding.groups()
-    left = _rows_side(dy_quantizer, dy, "columnwise", dtype, rows, key)
-    if isinstance(x, GroupedRows):
-        return left, wgrad_side(x, padding, dtype), rows.m_splits
-    x = x if padding is None else padding.pad(x)
-    return left, _rows_side(x_quantizer, x, "columnwise", dtype, rows), rows.m_splits
 
 
 def _wgrad_product(left: Side, right: Side, splits: Tensor, dtype: torch.dtype) -> Tensor:
@@ -263,3 +229,17 @@ def _accumulate_wgrad_(main_grad: Tensor, left: Side, right: Side, splits: Tenso
         return
     a, b = both_plain("scaled_grouped_gemm_wgrad", left, right, torch.bfloat16)
     grouped_gemm_wgrad_accumulate_(main_grad, a.values.mT, b.values.mT, splits, accumulate, epilogue_scale(a, b))
+
+
+def _accumulate_members_(
+    main_grads: tuple[Tensor, ...], left: Side, right: Side, splits: Tensor, overwrite: list[bool]
+) -> None:
+    """Add the groups' products to main gradients that lie apart, each [N, K], or write them there; by way of one
+    float32 tensor [G, N, K], since the kernels write to one."""
+    grouped = main_grads[0].new_empty((len(main_grads), *main_grads[0].shape), dtype=torch.float32)
+    _accumulate_wgrad_(grouped, left, right, splits, False)
+    for main_grad, gradient, write in zip(main_grads, grouped.unbind(0), overwrite, strict=True):
+        if write:
+            main_grad.copy_(gradient)
+        else:
+            main_grad.add_(gradient)

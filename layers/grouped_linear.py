@@ -6,12 +6,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from te_models.kernels.permute import Permutation
+
+from .aligned_rows import row_align_of
 from .gemm_module import GemmModule
 from .grouped_function import add_bias_rows, grouped_linear
 from .grouped_tensor import GroupedTensor
 from .module import InitMethod, default_init_method, empty_parameter
 from .quantized_tensor import QuantizedTensor
 from .row_groups import check_values
+from .sides import quantized_gemms
 from .stored_weight import store_weights_as_asked
 from .tensor_parallel import ParallelMode, TensorParallelModule
 
@@ -19,13 +23,14 @@ from .tensor_parallel import ParallelMode, TensorParallelModule
 class GroupedLinear(TensorParallelModule, GemmModule):
     """`y[g] = x[g] w[g]^T + b[g]` for `num_gemms` groups of rows. Transformer Engine: `te.pytorch.GroupedLinear`.
 
-    single_grouped_weight: True holds one parameter `weight` [num_gemms, out, in] (and `bias` [num_gemms, out]);
-    False holds `weight0`, `weight1`, ... (and `bias0`, ...), Transformer Engine's per-GEMM layout. Both are layouts of
-    the same layer: `load_state_dict` accepts either, quantized or not, without dequantizing. The grouped one is fast;
-    the other is stacked on each call. parallel_mode: as for `Linear`, for every member alike; the layer does not itself
-    communicate: gather before a column layer, sum after a row layer, once for all groups. The bias of a row layer
-    belongs after that sum: the caller adds it with `with_bias`.
-    The other options: see `GemmModule`; a fused or delayed weight gradient needs the grouped layout.
+    single_grouped_weight: True holds one parameter `weight` [num_gemms, out, in]; False holds `weight0`, `weight1`,
+    ..., Transformer Engine's per-GEMM layout. single_grouped_bias: likewise `bias` [num_gemms, out], or `bias0`, ...;
+    None: as the weight. These are layouts of the same layer: `load_state_dict` accepts either, quantized or not,
+    without dequantizing. The grouped one is fast; the other is stacked on each call.
+    parallel_mode: as for `Linear`, for every member alike; the layer does not itself communicate: gather before a
+    column layer, sum after a row layer, once for all groups. The bias of a row layer belongs after that sum: the caller
+    adds it with `with_bias`.
+    The other options: see `GemmModule`; in the per-GEMM layout every weight has a `main_grad` of its own.
     """
 
     def __init__(
@@ -36,6 +41,7 @@ class GroupedLinear(TensorParallelModule, GemmModule):
         bias: bool = True,
         *,
         single_grouped_weight: bool = True,
+        single_grouped_bias: bool | None = None,
         fuse_wgrad_accumulation: bool = False,
         tp_group: dist.ProcessGroup | None = None,
         tp_size: int = 1,
@@ -44,15 +50,12 @@ class GroupedLinear(TensorParallelModule, GemmModule):
         parallel_mode: ParallelMode | None = None,
         device: torch.device | str | None = None,
         delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
         name: str = "",
     ) -> None:
         if num_gemms < 1:
             raise ValueError(f"num_gemms is {num_gemms}; allowed: a positive integer")
-        if (fuse_wgrad_accumulation or delay_wgrad_compute) and not single_grouped_weight:
-            raise ValueError(
-                "fuse_wgrad_accumulation and delay_wgrad_compute need single_grouped_weight=True: there is one gradient"
-            )
-        super().__init__(num_gemms, name, fuse_wgrad_accumulation, delay_wgrad_compute, False)
+        super().__init__(num_gemms, name, fuse_wgrad_accumulation, delay_wgrad_compute, save_original_input)
         in_features, out_features = self.split_features(
             parallel_mode, in_features, out_features, tp_group=tp_group, tp_size=tp_size
         )
@@ -61,16 +64,18 @@ class GroupedLinear(TensorParallelModule, GemmModule):
         self.out_features = out_features
         self.use_bias = bias
         self.single_grouped_weight = single_grouped_weight
+        self.single_grouped_bias = single_grouped_weight if single_grouped_bias is None else single_grouped_bias
         self.init_method = init_method or default_init_method
         new = {"params_dtype": params_dtype, "device": device}
-        if single_grouped_weight:
-            self.weight = empty_parameter(num_gemms, out_features, in_features, **new)
-            self.bias = empty_parameter(num_gemms, out_features, **new) if bias else None
-        else:
-            for g in range(num_gemms):
-                self.register_parameter(f"weight{g}", empty_parameter(out_features, in_features, **new))
-                if bias:
-                    self.register_parameter(f"bias{g}", empty_parameter(out_features, **new))
+        shapes = {"weight": (out_features, in_features)} | ({"bias": (out_features,)} if bias else {})
+        for g in range(num_gemms):
+            for kind, shape in shapes.items():
+                if not self._is_grouped(kind):
+                    self.register_parameter(f"{kind}{g}", empty_parameter(*shape, **new))
+                elif g == 0:
+                    self.register_parameter(kind, empty_parameter(num_gemms, *shape, **new))
+        if not bias and self.single_grouped_bias:
+            self.bias = None
         self.reset_parameters()
         self.separate_stream()
         store_weights_as_asked(self)
@@ -85,8 +90,11 @@ class GroupedLinear(TensorParallelModule, GemmModule):
     def gemm_weights(self) -> list[tuple[tuple[Tensor, ...], int | None]]:
         return [(tuple(getattr(self, name) for name in self.weight_names()), None)]
 
+    def _is_grouped(self, kind: str) -> bool:
+        return self.single_grouped_bias if kind == "bias" else self.single_grouped_weight
+
     def _names(self, kind: str) -> tuple[str, ...]:
-        return (kind,) if self.single_grouped_weight else tuple(f"{kind}{g}" for g in range(self.num_gemms))
+        return (kind,) if self._is_grouped(kind) else tuple(f"{kind}{g}" for g in range(self.num_gemms))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -99,20 +107,41 @@ class GroupedLinear(TensorParallelModule, GemmModule):
 
     def _member_dim(self, name: str) -> int | None:
         """Return `split_dim` of the named parameter: where members are stacked, one more than of a member."""
-        dim = self.split_dim(bias=name.startswith("bias"))
-        return None if dim is None else dim + self.single_grouped_weight
+        bias = name.startswith("bias")
+        dim = self.split_dim(bias=bias)
+        return None if dim is None else dim + self._is_grouped("bias" if bias else "weight")
 
-    def forward(self, x: Tensor, m_splits: Tensor | list[int], is_first_microbatch: bool | None = None) -> Tensor:
+    def row_align(self, device: torch.device) -> int:
+        """Return the `align` for `sort_by_expert` with which `forward` quantizes tokens as it permutes them, under the
+        recipe in force: more than 1 on an accelerator, for formats with blocks of one row, without a bias. 1 where no
+        gradients are wanted, too: then no GEMM contracts rows, and few tokens are not filled up to many."""
+        fits = quantized_gemms(device) and torch.is_grad_enabled() and self.tp_size == 1
+        fits = fits and not self.use_bias and not self.save_original_input
+        return row_align_of(self.quantizers(), device) if fits else 1
+
+    def forward(
+        self,
+        x: Tensor,
+        m_splits: Tensor | list[int],
+        is_first_microbatch: bool | None = None,
+        *,
+        permutation: Permutation | None = None,
+        row_align: int = 1,
+    ) -> Tensor:
         """x: [T, in_features], rows sorted by group; m_splits: [num_gemms] rows per group, a device tensor (never read
         on the host) or a list. Returns [T, out_features]; rows past the last group are zero.
-        is_first_microbatch: as for `Linear`."""
+        is_first_microbatch: as for `Linear`.
+        permutation: x are tokens instead, and T the rows that `permute` makes of them; where this is made with the
+        `align` that `row_align` returns, permutation, padding and quantization are one pass. row_align: a number that
+        all splits are known to be multiples of, filled up with rows of zeros: such rows are not padded again."""
         if not isinstance(m_splits, Tensor):
             m_splits = torch.tensor(m_splits, device=x.device)
         self.check_splits(m_splits, x.shape[0])
         weights, _ = self.members()
         bias = None if self.parallel_mode == "row" else self._stacked_bias()
         cached = self.cached_weight(weights, is_first_microbatch)
-        return grouped_linear(self, x, weights, bias, m_splits, cached=cached, options=self.gemm_options(weights[0]))
+        how = {"cached": cached, "options": self.gemm_options(*weights)}
+        return grouped_linear(self, x, weights, bias, m_splits, permutation=permutation, row_align=row_align, **how)
 
     def with_bias(self, y: Tensor, m_splits: Tensor) -> Tensor:
         """Return y: [T, out_features] plus each row's bias, if the layer has one: what `forward` does itself but for a
@@ -125,7 +154,7 @@ class GroupedLinear(TensorParallelModule, GemmModule):
         _, biases = self.members()
         if not biases:
             return None
-        return biases[0] if self.single_grouped_weight else torch.stack(biases)
+        return biases[0] if self.single_grouped_bias else torch.stack(biases)
 
     def members(self) -> tuple[tuple[nn.Parameter, ...], tuple[nn.Parameter, ...]]:
         """Return the weights and the biases: one each in the grouped layout, else one per GEMM; no biases if unused."""
@@ -141,8 +170,9 @@ class GroupedLinear(TensorParallelModule, GemmModule):
         check_values(m_splits, rows)
 
     def extra_repr(self) -> str:
-        layout = "grouped" if self.single_grouped_weight else "per-GEMM"
-        return f"{self.num_gemms} x ({self.in_features}, {self.out_features}), bias={self.use_bias}, {layout}"
+        layout, bias = ("grouped" if self._is_grouped(kind) else "per-GEMM" for kind in ("weight", "bias"))
+        bias = f"bias={self.use_bias}" + (f" ({bias})" if self.use_bias and bias != layout else "")
+        return f"{self.num_gemms} x ({self.in_features}, {self.out_features}), {bias}, {layout}"
 
 
 def _accept_either_layout(module: GroupedLinear, state: dict, prefix: str, *_: object) -> None:
@@ -150,7 +180,7 @@ def _accept_either_layout(module: GroupedLinear, state: dict, prefix: str, *_: o
     for kind in ("weight", "bias") if module.use_bias else ("weight",):
         members = [f"{prefix}{kind}{g}" for g in range(module.num_gemms)]
         grouped = f"{prefix}{kind}"
-        if module.single_grouped_weight:
+        if module._is_grouped(kind):
             present = [key for key in members if key in state]
             if present and len(present) < len(members):
                 missing = sorted(set(members) - set(present))

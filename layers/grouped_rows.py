@@ -40,22 +40,28 @@ def row_alignment(quantizer: Quantizer, usage: Usage) -> int:
 
 
 def quantize_rows(
-    quantizer: Quantizer | Float8Quantizer, x: Tensor, m_splits: Tensor, key: Tensor | None = None
+    quantizer: Quantizer | Float8Quantizer,
+    x: Tensor,
+    m_splits: Tensor,
+    key: Tensor | None = None,
+    usages: tuple[Usage, ...] | None = None,
 ) -> Fields:
     """Quantize x: [T, C] group by group into the stored fields. m_splits: [G] integer. key: see `Quantizer`. A live
-    quantizer has a scale, and records an amax, for each group."""
+    quantizer has a scale, and records an amax, for each group.
+
+    usages: of the copies that are stored, those to make; None: all of them.
+    """
     if isinstance(quantizer, Float8Quantizer):
         scale = quantizer.group_scales(m_splits.shape[0])
         quantizer.record(q.grouped_amax(x, m_splits))
         return _per_tensor_fields(x, m_splits, scale, quantizer.fp8_dtype)
-    rowwise, columnwise = (usage in quantizer.stored_usages() for usage in ("rowwise", "columnwise"))
+    usages = quantizer.stored_usages() if usages is None else usages
+    rowwise, columnwise = (usage in usages for usage in ("rowwise", "columnwise"))
     match quantizer:
         case HybridQuantizer():
             fields: Fields = {}
-            for usage in quantizer.stored_usages():
-                member = quantizer.member(usage)
-                member = member.with_usage(rowwise=usage == "rowwise", columnwise=usage == "columnwise")
-                for name, field in quantize_rows(member, x, m_splits, key).items():
+            for usage in usages:
+                for name, field in quantize_rows(quantizer.member(usage), x, m_splits, key).items():
                     fields[f"{usage}_{name.partition('_')[2]}"] = field
             return fields
         case IdentityQuantizer():
@@ -75,21 +81,22 @@ def quantize_rows(
                 rowwise=rowwise,
                 columnwise=columnwise,
             )
-            layouts = field_layouts(quantizer)
+            layouts = [layout for layout in field_layouts(quantizer) if layout.usage in usages]
             return {f.name: part.mT if f.transposed else part for f, part in zip(layouts, parts, strict=True)}
         case NVFP4Quantizer(with_2d_quantization=False):
             key = quantizer.checked_key(key)
             parts = q.quantize_grouped_nvfp4(
                 x, m_splits, with_rht=quantizer.with_rht, key=key, rowwise=rowwise, columnwise=columnwise
             )
-            return dict(zip(quantizer.field_names(), parts, strict=True))
+            names = [name for name in quantizer.field_names() if name.partition("_")[0] in usages]
+            return dict(zip(names, parts, strict=True))
     raise ValueError(
         f"rows of groups cannot be quantized by {quantizer}; for NVFP4, with_2d_quantization is of weights"
     )
 
 
 def _per_tensor_fields(x: Tensor, m_splits: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -> Fields:
-    data, _ = q.quantize_grouped_per_tensor(x, m_splits, scale, fp8_dtype)
+    (data,) = q.quantize_grouped_per_tensor(x, m_splits, scale, fp8_dtype, columnwise=False)
     return {"rowwise_data": data, "rowwise_scale_inv": torch.div(torch.ones_like(scale), scale)}
 
 

@@ -64,7 +64,7 @@ def side_of_fields(
 ) -> Side:
     """Return stored fields of a matrix [..., R, C] as a side, exactly as they are."""
     if quantized_gemms(next(iter(fields.values())).device):
-        scaled = quantizer.scaled_operand_of_fields(fields, usage)
+        scaled = quantizer.scaled_operand_of_fields(fields, usage, shape)
         if scaled is not None:
             return scaled
     return values_side(quantizer, quantizer.operand_of_fields(fields, usage, dtype, shape), usage)

@@ -17,19 +17,35 @@ from torch import Tensor, nn
 @dataclass(eq=False)
 class WeightGradient:
     """What a module does with the gradient of one weight. main_grad: tensor to accumulate into, or None; overwrite:
-    write instead of add; later: where delayed computations queue up, or None to compute at once."""
+    write instead of add; later: where delayed computations queue up, or None to compute at once. members: of several
+    weights whose gradients are computed together, what is done with each; then main_grad and overwrite are unused."""
 
     main_grad: Tensor | None = None
     overwrite: bool = False
     later: list[Callable[[], None]] | None = field(default=None)
+    members: tuple[WeightGradient, ...] = ()
+
+    def each(self) -> tuple[WeightGradient, ...]:
+        """Return what is done with each weight."""
+        return self.members or (self,)
 
 
 def weight_gradient(
-    weight: nn.Parameter, fuse_wgrad_accumulation: bool, later: list[Callable[[], None]] | None
+    weights: tuple[nn.Parameter, ...], fuse_wgrad_accumulation: bool, later: list[Callable[[], None]] | None
 ) -> WeightGradient | None:
-    """Return what to do with the gradient of `weight`; None: what autograd does."""
+    """Return what to do with the gradients of `weights`, computed together; None: what autograd does."""
     if not fuse_wgrad_accumulation:
         return None if later is None else WeightGradient(later=later)
+    members = tuple(_into_main_grad(weight, later) for weight in weights)
+    return members[0] if len(members) == 1 else WeightGradient(later=later, members=members)
+
+
+def main_grads(how: WeightGradient | None) -> tuple[Tensor, ...]:
+    """Return the tensors that gradients are accumulated into, one per weight; none where they are not."""
+    return () if how is None else tuple(one.main_grad for one in how.each() if one.main_grad is not None)
+
+
+def _into_main_grad(weight: nn.Parameter, later: list[Callable[[], None]] | None) -> WeightGradient:
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None:
         raise ValueError("fuse_wgrad_accumulation needs weight.main_grad, a tensor of the weight's shape; it has none")
@@ -38,18 +54,20 @@ def weight_gradient(
     return WeightGradient(main_grad, bool(getattr(weight, "overwrite_main_grad", False)), later)
 
 
-def run_wgrad(how: WeightGradient | None, weight: Tensor, compute: Callable[[], Tensor | None]) -> Tensor | None:
-    """Run `compute` now or queue it; return what autograd gets. compute: returns the gradient, or None where it went
-    into the main gradient."""
+def run_wgrad(
+    how: WeightGradient | None, weights: tuple[Tensor, ...], compute: Callable[[], tuple[Tensor | None, ...]]
+) -> tuple[Tensor | None, ...]:
+    """Run `compute` now or queue it; return what autograd gets. compute: returns the gradient of each weight, or None
+    where it went into the main gradient."""
     if how is None or how.later is None:
         return compute()
     if torch.compiler.is_compiling():
         raise RuntimeError("delay_wgrad_compute does not work inside torch.compile: the computation is a later call")
 
     def run() -> None:
-        gradient = compute()
-        if gradient is not None:
-            weight.grad = gradient if weight.grad is None else weight.grad + gradient
+        for weight, gradient in zip(weights, compute(), strict=True):
+            if gradient is not None:
+                weight.grad = gradient if weight.grad is None else weight.grad + gradient
 
     how.later.append(run)
-    return None
+    return (None,) * len(weights)

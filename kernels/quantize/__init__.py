@@ -32,6 +32,7 @@ from .op import (
     round_nvfp4,
     round_per_tensor,
     scale_from_amax,
+    transpose_nvfp4,
 )
 from .output import QuantizedOutput
 
@@ -68,4 +69,5 @@ __all__ = [
     "round_nvfp4",
     "round_per_tensor",
     "scale_from_amax",
+    "transpose_nvfp4",
 ]

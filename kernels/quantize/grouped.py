@@ -48,20 +48,24 @@ def grouped_amax(x: Tensor, m_splits: Tensor) -> Tensor:
 
 
 def quantize_grouped_per_tensor(
-    x: Tensor, m_splits: Tensor, scale: Tensor, fp8_dtype: torch.dtype, *, align: int = 16
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, m_splits: Tensor, scale: Tensor, fp8_dtype: torch.dtype, *, align: int = 16, columnwise: bool = True
+) -> list[Tensor]:
     """Quantize each group of rows of x [T, C] with its own scale [G].
 
-    Returns the rowwise copy [T, C], zero past the last group, and the columnwise one in padded rows, [P, C].
+    Returns the rowwise copy [T, C], zero past the last group, and if asked for the columnwise one, in padded rows
+    [P, C].
     """
     if x.numel() == 0:
         padded = padded_length(x.shape[0], scale.shape[0], align)
-        return x.to(fp8_dtype), x.new_empty((padded, x.shape[1]), dtype=fp8_dtype)
+        empty = [x.to(fp8_dtype), x.new_empty((padded, x.shape[1]), dtype=fp8_dtype)]
+        return empty if columnwise else empty[:1]
     group = _group_of(m_splits.to(torch.int64).cumsum(0), x.shape[0])
     inside, mine = group < scale.shape[0], group.clamp(max=scale.shape[0] - 1)
     data = quantize_per_tensor(torch.where(inside[:, None], x, 0), scale[mine][:, None], fp8_dtype)
+    if not columnwise:
+        return [data]
     # FP8 tensors cannot be indexed everywhere; their bytes can
-    return data, pad_rows(data.view(torch.uint8), m_splits, align).view(fp8_dtype)
+    return [data, pad_rows(data.view(torch.uint8), m_splits, align).view(fp8_dtype)]
 
 
 def quantize_grouped_blockwise(

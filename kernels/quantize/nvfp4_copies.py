@@ -9,6 +9,7 @@ copy from a stream of its own.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .blocks import once
@@ -58,6 +59,19 @@ def quantize_nvfp4_both(
     row = quantize_nvfp4(x, amax=row_amax, key=key, stream=streams[0])
     col = quantize_nvfp4_transposed(x, with_rht=with_rht, amax=col_amax, key=key, stream=streams[1])
     return (*row, *col)
+
+
+def transpose_nvfp4(packed: Tensor, scales: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """Return the columnwise copy of a matrix [..., R, columns] of 16x16 blocks from its rowwise one: the same numbers,
+    packed along the rows, [..., columns, ceil(R / 2)], and their scales, [..., columns, ceil(R / 16)]."""
+    rows = packed.shape[-2]
+    codes = torch.stack((packed & 0xF, packed >> 4), -1).flatten(-2)[..., :columns].mT
+    if rows % 2:
+        codes = F.pad(codes, (0, 1))
+    packed = (codes[..., 0::2] | codes[..., 1::2] << 4).contiguous()
+    # by their bytes: FP8 tensors cannot be repeated everywhere
+    blocks = scales.view(torch.uint8)[..., ::BLOCK, :].mT
+    return packed, blocks.repeat_interleave(BLOCK, -2)[..., :columns, :].contiguous().view(scales.dtype)
 
 
 def _of_group(values: Tensor, splits: Tensor, length: int) -> Tensor:

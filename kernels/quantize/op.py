@@ -22,6 +22,7 @@ from .op_nvfp4 import (
     quantize_nvfp4_both,
     quantize_nvfp4_transposed,
     random_hadamard,
+    transpose_nvfp4,
 )
 from .random import random_bits
 from .reference import FP8_MAX, e8m0_to_float, scale_from_amax
@@ -59,6 +60,7 @@ __all__ = [
     "round_nvfp4",
     "round_per_tensor",
     "scale_from_amax",
+    "transpose_nvfp4",
 ]
 
 
@@ -89,16 +91,16 @@ def quantize_per_tensor_both(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -
 
 
 def quantize_grouped_per_tensor(
-    x: Tensor, m_splits: Tensor, scale: Tensor, fp8_dtype: torch.dtype, *, align: int = 16
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, m_splits: Tensor, scale: Tensor, fp8_dtype: torch.dtype, *, align: int = 16, columnwise: bool = True
+) -> list[Tensor]:
     """Quantize each group of rows of x [T, C] with its own scale [G], m_splits [G] integer.
 
-    Returns the rowwise copy [T, C], zero past the last group, and the columnwise one [P, C], in which every group
-    begins at a multiple of `align` rows and is followed by zeros up to the next one (see `grouped`).
+    Returns the rowwise copy [T, C], zero past the last group, and if asked for the columnwise one [P, C], in which
+    every group begins at a multiple of `align` rows and is followed by zeros up to the next one (see `grouped`).
     """
     if x.is_cuda:
-        return registered.quantize_grouped_per_tensor(x, m_splits, scale, fp8_dtype, align)
-    return grouped.quantize_grouped_per_tensor(x, m_splits, scale, fp8_dtype, align=align)
+        return registered.quantize_grouped_per_tensor(x, m_splits, scale, fp8_dtype, align, columnwise)
+    return grouped.quantize_grouped_per_tensor(x, m_splits, scale, fp8_dtype, align=align, columnwise=columnwise)
 
 
 def quantize_blockwise(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from . import hadamard, nvfp4, nvfp4_copies, registered, registered_nvfp4
+from .nvfp4_copies import transpose_nvfp4
 
 __all__ = [
     "decode_blocks",
@@ -15,6 +16,7 @@ __all__ = [
     "quantize_nvfp4_both",
     "quantize_nvfp4_transposed",
     "random_hadamard",
+    "transpose_nvfp4",
 ]
 
 

@@ -56,21 +56,21 @@ def quantize_per_tensor_both(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -
     return row, col
 
 
-def _grouped_copies(x: Tensor, m_splits: Tensor, fp8_dtype: torch.dtype, align: int) -> tuple[Output, Output]:
+def _grouped_copies(x: Tensor, m_splits: Tensor, fp8_dtype: torch.dtype, align: int, columnwise: bool) -> list[Output]:
     padded = padded_length(x.shape[0], m_splits.shape[0], align)
-    return like(x, dtype=fp8_dtype), layout.transposed_copy(x, fp8_dtype, padded)
+    row = like(x, dtype=fp8_dtype)
+    return [row, layout.transposed_copy(x, fp8_dtype, padded)] if columnwise else [row]
 
 
 @operation("quantize_grouped_per_tensor", _grouped_copies)
 def quantize_grouped_per_tensor(
-    x: Tensor, m_splits: Tensor, scale: Tensor, fp8_dtype: torch.dtype, align: int
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, m_splits: Tensor, scale: Tensor, fp8_dtype: torch.dtype, align: int, columnwise: bool
+) -> list[Tensor]:
     """See `grouped.quantize_grouped_per_tensor`."""
     from . import triton_tensor
 
-    flags = {"columnwise": True, "m_splits": m_splits, "align": align}
-    row, col = triton_tensor.quantize_per_tensor(x, scale, fp8_dtype, **flags)
-    return row, col
+    flags = {"columnwise": columnwise, "m_splits": m_splits, "align": align}
+    return triton_tensor.quantize_per_tensor(x, scale, fp8_dtype, **flags)
 
 
 @operation("dequantize_per_tensor", lambda data, dtype: like(data, dtype=dtype))

@@ -125,11 +125,12 @@ class Quantizer(ValueObject):
     def scaled_operand(self, x: Tensor, usage: Usage, key: Tensor | None = None) -> ScaledOperand | None:
         """Quantize x for one GEMM that takes quantized numbers; None where there is no such form of this usage."""
         stored: Usage = "rowwise" if self.symmetric else usage
-        return _turned(self._scaled(self._quantize(x, stored, key), stored), stored, usage)
+        operand = self._scaled(self._quantize(x, stored, key), stored)
+        return operand if operand is None or stored == usage else self._transposed(operand, x.shape)
 
-    def scaled_rows(self, x: Tensor, usage: Usage, rows: RowGroups, key: Tensor | None = None) -> ScaledOperand | None:
-        """Quantize rows sorted by group as `rows_operand` does, for a GEMM that takes quantized numbers."""
-        return self.scaled_operand(x, usage, key)
+    def _transposed(self, operand: ScaledOperand, shape: Sequence[int] | None) -> ScaledOperand:
+        """Return the one stored copy of a matrix of this shape with its other dimension contracted."""
+        return operand.mT
 
     def output(self) -> QuantizedOutput | None:
         """Return how another operation makes this format's fields of its result [T, C] as its last step; None in a
@@ -198,10 +199,13 @@ class Quantizer(ValueObject):
         stored = self._stored_for(usage)
         return self._operand(self._parts(fields, stored), stored, dtype, shape)
 
-    def scaled_operand_of_fields(self, fields: Fields, usage: Usage) -> ScaledOperand | None:
+    def scaled_operand_of_fields(
+        self, fields: Fields, usage: Usage, shape: Sequence[int] | None = None
+    ) -> ScaledOperand | None:
         """Return stored fields for a GEMM that takes quantized numbers, as `scaled_operand`; ValueError as above."""
         stored = self._stored_for(usage)
-        return _turned(self._scaled(self._parts(fields, stored), stored), stored, usage)
+        operand = self._scaled(self._parts(fields, stored), stored)
+        return operand if operand is None or stored == usage else self._transposed(operand, shape)
 
     def _stored_for(self, usage: Usage) -> Usage:
         stored: Usage = "rowwise" if self.symmetric else usage
@@ -261,10 +265,3 @@ def _to_json(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     return value.value if isinstance(value, enum.Enum) else value
-
-
-def _turned(operand: ScaledOperand | None, stored: Usage, usage: Usage) -> ScaledOperand | None:
-    if operand is None or stored == usage:
-        return operand
-    # packed values have no transposed view
-    return None if operand.kind == "nvfp4" else operand.mT

@@ -117,9 +117,3 @@ class Float8CurrentScalingQuantizer(FP8Quantizer):
     def _scaled(self, parts: Parts, usage: Usage) -> ScaledOperand:
         data, scale_inv = parts
         return ScaledOperand(data, scale_inv, "per_tensor")
-
-    def scaled_rows(self, x: Tensor, usage: Usage, rows: RowGroups, key: Tensor | None = None) -> ScaledOperand:
-        scale = self.scale(rows.amax(x))
-        data = q.quantize_per_tensor(x, rows.per_row(scale)[:, None], self.fp8_dtype)
-        operand = ScaledOperand(data, torch.div(torch.ones_like(scale), scale), "per_tensor")
-        return operand if usage == "rowwise" else operand.mT

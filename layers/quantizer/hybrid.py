@@ -83,9 +83,6 @@ class HybridQuantizer(Quantizer):
     def scaled_operand(self, x: Tensor, usage: Usage, key: Tensor | None = None) -> ScaledOperand | None:
         return self.member(usage).scaled_operand(x, usage, key)
 
-    def scaled_rows(self, x: Tensor, usage: Usage, rows: RowGroups, key: Tensor | None = None) -> ScaledOperand | None:
-        return self.member(usage).scaled_rows(x, usage, rows, key)
-
     def amax_of(self, x: Tensor, usage: Usage) -> Tensor | None:
         return self.member(usage).amax_of(x, self._stored(usage)[1])
 
@@ -115,9 +112,11 @@ class HybridQuantizer(Quantizer):
         member, fields = self._member_fields(fields, self._stored_for(usage))
         return member.operand_of_fields(fields, usage, dtype, shape)
 
-    def scaled_operand_of_fields(self, fields: Fields, usage: Usage) -> ScaledOperand | None:
+    def scaled_operand_of_fields(
+        self, fields: Fields, usage: Usage, shape: Sequence[int] | None = None
+    ) -> ScaledOperand | None:
         member, fields = self._member_fields(fields, self._stored_for(usage))
-        return member.scaled_operand_of_fields(fields, usage)
+        return member.scaled_operand_of_fields(fields, usage, shape)
 
     def statistics(
         self, x: Tensor, key: Tensor | None = None, amax: Tensor | None = None, count: Tensor | None = None

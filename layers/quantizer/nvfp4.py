@@ -17,6 +17,7 @@ from ..row_groups import RowGroups
 from .base import Parts, Quantizer, Usage
 
 _BLOCK = 16
+_NO_SHAPE = "packed NVFP4 fields do not tell their matrix's shape; pass shape, [..., rows, columns]"
 _STREAM: dict[Usage, int] = {"rowwise": 0, "columnwise": 1}
 
 
@@ -124,7 +125,7 @@ class NVFP4Quantizer(Quantizer):
 
     def _operand(self, parts: Parts, usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None) -> Operand:
         if shape is None:
-            raise ValueError("packed NVFP4 fields do not tell their matrix's shape; pass shape, [..., rows, columns]")
+            raise ValueError(_NO_SHAPE)
         packed, scales, amax = parts
         if usage == "rowwise":
             values = q.decode_blocks(packed, scales, shape[-1])
@@ -137,8 +138,12 @@ class NVFP4Quantizer(Quantizer):
         data, scale_inv, amax = parts
         return ScaledOperand(data, scale_inv, "nvfp4", (1, _BLOCK), amax)
 
-    def scaled_rows(self, x: Tensor, usage: Usage, rows: RowGroups, key: Tensor | None = None) -> None:
-        return None  # no grouped GEMM takes packed values
+    def _transposed(self, operand: ScaledOperand, shape: Sequence[int] | None) -> ScaledOperand:
+        if shape is None:
+            raise ValueError(_NO_SHAPE)
+        # packed values have no transposed view: the same numbers are packed along the other dimension
+        data, scale_inv = q.transpose_nvfp4(operand.data, operand.scale_inv, shape[-1])
+        return ScaledOperand(data, scale_inv, "nvfp4", (1, _BLOCK), operand.amax)
 
     def statistics(
         self, x: Tensor, key: Tensor | None = None, amax: Tensor | None = None, count: Tensor | None = None

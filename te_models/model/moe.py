@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from te_models.kernels.permute import permute, sort_by_expert, unpermute
+from te_models.kernels.permute import Permutation, permute, sort_by_expert, unpermute
 from te_models.kernels.router import load_balancing_loss, router_probabilities, router_topk, router_z_loss
 from te_models.layers import GroupedLinear
 from te_models.layers.collectives import all_gather
@@ -120,12 +120,18 @@ class Experts(nn.Module):
         )
         self.linear_fc1.reduce_amax = self.linear_fc2.reduce_amax = ranks == 1
 
-    def forward(self, rows: Tensor, tokens_per_expert: Tensor) -> Tensor:
-        """rows: [T*K, H], sorted by expert; tokens_per_expert: [E] -> [T*K, H]."""
-        rows = self.linear_fc1.whole_rows(rows)
-        hidden = activate(self.linear_fc1(rows, tokens_per_expert), self.mlp)
-        y = self.linear_fc2.summed(self.linear_fc2(hidden, tokens_per_expert), None)
-        return self.linear_fc2.with_bias(y, tokens_per_expert) if self.linear_fc2.tp_size > 1 else y
+    def forward(
+        self, x: Tensor, rows_per_expert: Tensor, permutation: Permutation | None = None, row_align: int = 1
+    ) -> Tensor:
+        """x: [R, H], rows sorted by expert, or with `permutation` the tokens [T, H] that they come from;
+        rows_per_expert: [E], multiples of row_align -> [R, H]."""
+        if permutation is not None and self.linear_fc1.tp_size > 1:
+            x, permutation = permute(x, permutation), None
+        x = self.linear_fc1.whole_rows(x)
+        hidden = self.linear_fc1(x, rows_per_expert, permutation=permutation, row_align=row_align)
+        hidden = activate(hidden, self.mlp)
+        y = self.linear_fc2.summed(self.linear_fc2(hidden, rows_per_expert, row_align=row_align), None)
+        return self.linear_fc2.with_bias(y, rows_per_expert) if self.linear_fc2.tp_size > 1 else y
 
 
 class MoELayer(nn.Module):
@@ -181,9 +187,14 @@ class MoELayer(nn.Module):
         experts, group = self.experts.num_local_experts, self._ep_group_name
         distributed = self.expert_model_parallel_size > 1
         dtype = tokens.dtype
+        on_input = self.moe.router.apply_on_input
         if not distributed:
-            order = sort_by_expert(indices, experts)
-            splits = counts = order.tokens_per_expert
+            align = 1 if on_input else self.experts.linear_fc1.row_align(tokens.device)
+            order = sort_by_expert(indices, experts, align=align)
+            counts = order.tokens_per_expert
+            if not on_input:
+                results = self.experts(tokens, order.rows_per_expert, order, align)
+                return unpermute(results, order, weights), counts
         else:
             every = torch.arange(self.moe.num_moe_experts, device=indices.device)
             counts = (indices[..., None] == every).sum((0, 1))
@@ -191,12 +202,12 @@ class MoELayer(nn.Module):
             indices = all_gather(indices, group)
             indices, weights = local_choices(indices, weights, self.experts.first_expert, experts)
             order = sort_by_expert(indices, experts + 1)  # other ranks' experts as one, whose rows come last
-            splits = order.tokens_per_expert[:experts]
+        # tokens of all ranks are wider than their rows, so that the gradients are, which the ranks add up
         rows = permute(tokens, order, dtype=dtype)
-        if self.moe.router.apply_on_input:
+        if on_input:
             rows = rows * weights.flatten()[order.slot_of_row][:, None].to(rows.dtype)
             weights = torch.ones_like(weights)
-        results = self.experts(rows, splits)
+        results = self.experts(rows, order.tokens_per_expert[:experts])
         if not distributed:
             return unpermute(results, order, weights), counts
         return sum_tokens(unpermute(results, order, weights, dtype=torch.float32), group, results.dtype), counts

@@ -116,16 +116,16 @@ def split_layers_are_the_whole_ones(kind: str, sequence_parallel: bool, name: st
             raise AssertionError(f"gradient of {key}: {error}") from None
 
 
-def grouped_members_are_split(grouped: bool) -> None:
+def grouped_members_are_split(grouped: bool, grouped_bias: bool) -> None:
     rank, group = dist.get_rank(), dist.new_group([0, 1])
-    layout = {"single_grouped_weight": grouped}
+    layout = {"single_grouped_weight": grouped, "single_grouped_bias": grouped_bias}
     torch.manual_seed(1)
     whole = [GroupedLinear(EXPERTS, HIDDEN, FFN, True, **layout), GroupedLinear(EXPERTS, FFN, HIDDEN, True, **layout)]
     torch.manual_seed(1)
     column = GroupedLinear(EXPERTS, HIDDEN, FFN, True, tp_group=group, parallel_mode="column", **layout)
     row = GroupedLinear(EXPERTS, FFN, HIDDEN, True, tp_group=group, parallel_mode="row", **layout)
     weight_dims = {True: (1, 2), False: (0, 1)}[grouped]
-    bias_dims = {True: (1, None), False: (0, None)}[grouped]
+    bias_dims = {True: (1, None), False: (0, None)}[grouped_bias]
     for layer, part, *dims in zip(whole, (column, row), weight_dims, bias_dims, strict=True):
         for (name, full), mine in zip(layer.named_parameters(), part.parameters(), strict=True):
             dim = dims[name.startswith("bias")]
@@ -178,8 +178,9 @@ CASES: dict[str, Callable[[], None]] = {
     if not compiled or kind in ("normed_pair", "gated_mlp")
 }
 CASES |= {
-    "grouped_members_are_split-grouped": lambda: grouped_members_are_split(True),
-    "grouped_members_are_split-per_gemm": lambda: grouped_members_are_split(False),
+    "grouped_members_are_split-grouped": lambda: grouped_members_are_split(True, True),
+    "grouped_members_are_split-per_gemm": lambda: grouped_members_are_split(False, False),
+    "grouped_members_are_split-per_gemm_bias": lambda: grouped_members_are_split(True, False),
     "a_row_of_a_pipeline_has_no_bias": a_row_of_a_pipeline_has_no_bias,
     "quantized_weights_are_marked": quantized_weights_are_marked,
 }

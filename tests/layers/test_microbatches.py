@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from te_models.kernels import quantize as q
 from te_models.layers import (
@@ -29,12 +30,13 @@ BUILD = {
     "layernorm_linear": lambda **options: LayerNormLinear(64, 48, **options),
     "layernorm_mlp": lambda **options: LayerNormMLP(64, 48, activation="swiglu", **options),
     "grouped": lambda **options: GroupedLinear(3, 64, 48, bias=False, **options),
+    "per_gemm": lambda **options: GroupedLinear(3, 64, 48, bias=False, single_grouped_weight=False, **options),
 }
 
 
-def call(layer: nn.Module, x: Tensor, *rest: object) -> Tensor:
+def call(layer: nn.Module, x: Tensor, *rest: object, run: Callable[..., Tensor] | None = None) -> Tensor:
     splits = (torch.tensor([7, 0, 9]),) if isinstance(layer, GroupedLinear) else ()
-    return layer(x, *splits, *rest)
+    return (layer if run is None else run)(x, *splits, *rest)
 
 
 def batches() -> list[Tensor]:
@@ -104,7 +106,7 @@ def test_compiled_micro_batches_share_weights_quantized_before(kind: str, name: 
                 cache_weights(layer)
             for x in batches():
                 with autocast(recipe=fresh(name)), microbatch(first=False):
-                    y = run(x, torch.tensor([7, 0, 9])) if kind == "grouped" else run(x)
+                    y = call(layer, x, run=run)
                 y.square().sum().backward()
                 outputs.append(y.detach())
             with torch.no_grad():
@@ -174,6 +176,42 @@ def test_fused_accumulation_adds_into_main_grad(kind: str, name: str | None) -> 
         results.append([w.main_grad - 0.5 if fused else w.grad for w in weights])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-4 * float(a.abs().max()))
+
+
+def test_every_gemm_has_a_main_gradient_of_its_own() -> None:
+    """Which is written or added to as its weight says, in its own dtype; that of an empty group is left alone."""
+    layer = BUILD["per_gemm"](fuse_wgrad_accumulation=True)
+    for g, start in enumerate((float("nan"), 3.0, 1.0)):
+        weight = layer.get_parameter(f"weight{g}")
+        weight.main_grad = torch.full((48, 64), start, dtype=torch.bfloat16 if g == 1 else torch.float32)
+    layer.weight0.overwrite_main_grad = True
+    x, dy = torch.randn(16, 64), torch.randn(16, 48)
+    call(layer, x).backward(dy)
+    torch.testing.assert_close(layer.weight0.main_grad, dy[:7].t() @ x[:7])
+    torch.testing.assert_close(layer.weight2.main_grad, 1 + dy[7:].t() @ x[7:])
+    assert (layer.weight1.main_grad == 3).all() and layer.weight1.main_grad.dtype == torch.bfloat16
+
+
+def test_main_gradients_of_every_gemm_compile_to_one_graph() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    layer = BUILD["per_gemm"](fuse_wgrad_accumulation=True)
+    weights = [layer.get_parameter(name) for name in layer.weight_names()]
+    for w in weights:
+        w.main_grad = torch.zeros(48, 64)
+    run = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    found = []
+    for way in (layer, run):
+        for w in weights:
+            w.main_grad.zero_()
+        for x in batches():
+            with autocast(recipe=recipe("mxfp8")):
+                y = call(layer, x, run=way)
+            y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape))
+        found.append([w.main_grad.clone() for w in weights])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(b, a, rtol=0, atol=0)
+    assert found[0][0].any() and counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
 def test_overwriting_needs_no_zeroing() -> None:

@@ -6,13 +6,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from te_models.kernels.gemm import gemm_counts, reset_gemm_counts, strict_gemms, traced_fallbacks
+from te_models.kernels.gemm import ScaledOperand, gemm_counts, reset_gemm_counts, strict_gemms, traced_fallbacks
+from te_models.kernels.gemm.choice import choose
+from te_models.kernels.gemm.rungs import Hardware
 from te_models.layers import (
     CustomRecipe,
     GroupedLinear,
     IdentityQuantizer,
     Linear,
     MXFP8Quantizer,
+    NVFP4Quantizer,
     Recipe,
     autocast,
     quantized_model_init,
@@ -64,21 +67,13 @@ def test_quantized_numbers_give_the_same_products(
     assert not any(operation.startswith("scaled") for operation, _ in gemm_counts())
     reset_gemm_counts()
     monkeypatch.setattr(sides, "_DEQUANTIZING_DEVICES", ())
-    # NVFP4 weights of 16x16 blocks have no packed transpose, and rows of groups no packed kernel
-    warned = name == "nvfp4"
-    if warned:
-        with pytest.warns(RuntimeWarning, match="there is no kernel for"):
-            got = run(kind, recipe(name), dtype, stored=stored)
-    else:
-        got = run(kind, recipe(name), dtype, stored=stored)
+    got = run(kind, recipe(name), dtype, stored=stored)
     unit = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-20
     for a, b in zip(expected, got, strict=True):
         assert (a.float() - b.float()).abs().max() <= 2 * unit * a.float().abs().max()
     ran = gemm_counts()
     if kind == "linear":
-        assert sum(ran.values()) == 6, ran
-    elif warned:  # each product is counted as a fallback, those of two operands without packed numbers, too
-        assert sum(count for (name, _), count in ran.items() if name.startswith("scaled")) == 6, ran
+        assert ran == {("scaled_gemm", "emulation"): 6}, ran
     else:
         assert ran["scaled_grouped_gemm", "emulation"] == 4 and ran["scaled_grouped_gemm_wgrad", "emulation"] == 2, ran
 
@@ -104,13 +99,55 @@ def test_a_product_of_one_quantized_side_is_counted_and_warned_about(monkeypatch
 
 
 def test_strict_raises_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    def factory(role):
+        return IdentityQuantizer() if role.tensor == "weight" else MXFP8Quantizer()
+
+    mixed = CustomRecipe(qfactory=factory)
     monkeypatch.setattr(sides, "_DEQUANTIZING_DEVICES", ())
     with strict_gemms():
         run("linear", recipe("mxfp8"), torch.float32, stored=False)
         with pytest.raises(ValueError, match=r"there is no kernel for .* strict asks for"):
-            run("linear", recipe("nvfp4"), torch.float32, stored=False)
+            run("linear", mixed, torch.float32, stored=False)
     with pytest.warns(RuntimeWarning, match="there is no kernel for"):
-        run("linear", recipe("nvfp4"), torch.float32, stored=False)
+        run("linear", mixed, torch.float32, stored=False)
+
+
+def test_values_of_a_format_without_packed_numbers_are_a_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where neither side has any: rows of groups in squares of four bits."""
+
+    def factory(role):
+        return NVFP4Quantizer(with_2d_quantization=True)
+
+    monkeypatch.setattr(sides, "_DEQUANTIZING_DEVICES", ())
+    with pytest.warns(RuntimeWarning, match="there is no kernel for nvfp4 by nvfp4"):
+        run("grouped", CustomRecipe(qfactory=factory), torch.float32, stored=False)
+    ran = {name: count for (name, rung), count in gemm_counts().items() if name.startswith("scaled")}
+    assert ran == {"scaled_grouped_gemm": 4, "scaled_grouped_gemm_wgrad": 2}
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_four_bit_weights_in_squares_have_packed_numbers_for_dgrad(
+    grouped: bool, stored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same as for fprop, packed along the other dimension: hardware with a four-bit GEMM multiplies them."""
+    monkeypatch.setattr(sides, "_DEQUANTIZING_DEVICES", ())
+    quantizers = recipe("nvfp4").quantizers("Linear", "")
+    weight = torch.randn(*((3,) if grouped else ()), 64, 96).bfloat16()
+    if stored:
+        fields = quantizers.weight.quantize_fields(weight)
+        right = sides.side_of_fields(quantizers.weight, fields, "columnwise", torch.bfloat16, weight.shape)
+    else:
+        right = sides.side(quantizers.weight, weight, "columnwise", torch.bfloat16)
+    assert isinstance(right, ScaledOperand) and right.kind == "nvfp4"
+    assert (right.outer, right.inner) == (96, 64)
+    expected = quantizers.weight.operand(weight, "columnwise", torch.bfloat16)
+    found = right.dequantized(torch.bfloat16)
+    assert torch.equal(found.values, expected.values.mT) and torch.equal(found.scale, expected.scale)
+    if not grouped:
+        key = torch.zeros(2, dtype=torch.int64)
+        left = sides.side(quantizers.grad_output, torch.randn(32, 64).bfloat16(), "rowwise", torch.bfloat16, key)
+        assert choose(left, right, torch.bfloat16, Hardware("cuda", (10, 0), True, (12, 9))).rung == "native"
 
 
 def test_a_fallback_in_a_compiled_graph_is_counted_when_it_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:

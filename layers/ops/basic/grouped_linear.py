@@ -18,8 +18,11 @@ from ...quantized_module import LiveState
 from ...quantized_tensor import QuantizedTensor
 from ...recipe import GemmQuantizers
 from ...row_groups import RowGroups
+from ...wgrad import main_grads
 from ..call import Computed, Gradients, OperationArguments, OperationCall, OperationContext
 from ..operation import BasicOperation
+
+_LIVE = len(LiveState._fields)
 
 
 class GroupedConstants(NamedTuple):
@@ -44,7 +47,7 @@ class GroupedLinear(BasicOperation, GroupedLinearModule):
         if biases and self.parallel_mode == "row":
             raise ValueError("a row-parallel ops.GroupedLinear has no bias: it belongs after the sum over ranks")
         cached = self.cached_weight(weights, None)
-        quantizers, options = self.quantizers(), self.gemm_options(weights[0])
+        quantizers, options = self.quantizers(), self.gemm_options(*weights)
         recorded = None
         if state().calibrating and self.delayed_rule is not None:
             self.calibrate("weight", largest(stacked(weights)))
@@ -52,9 +55,8 @@ class GroupedLinear(BasicOperation, GroupedLinearModule):
         if quantizers is None:
             quantizers = HIGH_PRECISION
             weights = tuple(w.dequantize() if isinstance(w, QuantizedTensor) else w for w in weights)
-        main_grad = None if options.wgrad is None else options.wgrad.main_grad
         constants = GroupedConstants(quantizers, options, len(weights), autocast_dtype(device_type))
-        tensors = (cached, main_grad, recorded, *self.live_state(quantizers))
+        tensors = (cached, recorded, *self.live_state(quantizers), *main_grads(options.wgrad))
         return OperationArguments((*weights, *biases), tensors, constants)
 
     def op_forward_compute(self, x: Tensor, call: OperationCall) -> Computed:
@@ -67,51 +69,55 @@ class GroupedLinear(BasicOperation, GroupedLinearModule):
 
     def compute_rows(self, x: Tensor, rows: RowGroups, call: OperationCall) -> Computed:
         """Return the forward pass over rows that are located already."""
-        cached, _, recorded, *tensors = call.tensors
+        cached, recorded, *tensors = call.tensors
         constants: GroupedConstants = call.constants
         weights, biases = call.parameters[: constants.weights], call.parameters[constants.weights :]
         require_floating(x.dtype)
         matrix = x.to(constants.dtype or x.dtype)
         if recorded is not None:
             raise_(recorded, rows.amax(matrix))
-        live = LiveState(*tensors)
-        y, fields = grouped_fprop(matrix, weights, cached, rows, live, constants.quantizers, call.needs.input)
+        live = LiveState(*tensors[:_LIVE])
+        needs = (call.needs.input, any(call.needs.parameters[: constants.weights]))
+        y, kept, tensors = grouped_fprop(
+            matrix, weights, cached, rows, live, constants.quantizers, constants.options, matrix.dtype, needs
+        )
         if biases:
             bias = biases[0] if biases[0].dim() == 2 else torch.stack(biases)
             y = y + rows.per_row(bias.to(y.dtype))
-        return Computed(y, (matrix, *rows.tensors(), *fields.values()), notes=tuple(fields))
+        return Computed(y, (*rows.tensors(), *tensors), notes=(kept, matrix.dtype))
 
     def op_forward_save_ctx(self, ctx: OperationContext, x: Tensor, computed: Computed, call: OperationCall) -> None:
-        cached, main_grad, _, *tensors = call.tensors
-        live = LiveState(*tensors)
+        cached, _, *tensors = call.tensors
+        live, into = LiveState(*tensors[:_LIVE]), tensors[_LIVE:]
         weights = call.parameters[: call.constants.weights]
-        rows, fields = computed.saved[:4], computed.saved[4:]
-        ctx.save_for_backward(*rows, cached, live.scale, live.key, *weights, *fields)
-        ctx.save_live(main_grad, live.grad_amax, live.grad_statistics)
+        rows, tensors = computed.saved[:3], computed.saved[3:]
+        ctx.save_for_backward(*rows, cached, live.scale, live.key, *weights, *tensors)
+        ctx.save_live(live.grad_amax, live.grad_statistics, *into)
         biases = call.parameters[call.constants.weights :]
-        ctx.constants = (call.constants, x.dtype, biases[0].dtype if biases else None, computed.notes)
+        of_bias = (biases[0].dtype, biases[0].dim() == 2) if biases else (None, False)
+        ctx.constants = (call.constants, x.dtype, *of_bias, *computed.notes)
 
     def op_backward(self, ctx: OperationContext, dy: Tensor, extra_gradients: tuple[Tensor, ...]) -> Gradients:
-        x, m_splits, ends, group, cached, scale, key, *rest = ctx.saved
-        main_grad, grad_amax, grad_statistics = ctx.live
-        constants, x_dtype, bias_dtype, names = ctx.constants
-        weights, fields = rest[: constants.weights], dict(zip(names, rest[constants.weights :], strict=True))
-        dy = dy.to(x.dtype)
+        m_splits, ends, group, cached, scale, key, *rest = ctx.saved
+        grad_amax, grad_statistics, *into = ctx.live
+        constants, x_dtype, bias_dtype, stacked_bias, kept, dtype = ctx.constants
+        dy = dy.to(dtype)
         dx, dw = grouped_gradients(
             dy,
-            x,
-            tuple(weights),
+            tuple(rest[: constants.weights]),
             cached,
-            main_grad,
+            tuple(into),
             RowGroups(m_splits, ends, group),
             LiveState(scale, None, grad_amax, None, grad_statistics, key),
             constants.quantizers,
             constants.options,
+            kept,
+            rest[constants.weights :],
+            dtype,
             (ctx.needs.input, any(ctx.needs.parameters[: constants.weights])),
-            fields,
         )
         db: tuple[Tensor | None, ...] = (None,) * (len(ctx.needs.parameters) - constants.weights)
         if any(ctx.needs.parameters[constants.weights :]):
             grouped = bias_rows_gradient(dy, m_splits).to(bias_dtype)
-            db = (grouped,) if constants.weights == 1 and weights[0].dim() == 3 else grouped.unbind(0)
+            db = (grouped,) if stacked_bias else grouped.unbind(0)
         return Gradients(None if dx is None else dx.to(x_dtype), (*dw, *db), (None,))

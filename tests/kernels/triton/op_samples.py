@@ -133,7 +133,7 @@ def fp8(device: torch.device) -> Iterator[tuple[str, Arguments]]:
     x = matrices[0]
     yield "grouped_amax", (x, m_splits)
     for align in (1, 16):
-        yield "quantize_grouped_per_tensor", (x, m_splits, torch.rand(3, device=device), E4M3, align)
+        yield "quantize_grouped_per_tensor", (x, m_splits, torch.rand(3, device=device), E4M3, align, align > 1)
     for (block, kind), usage in itertools.product(BLOCKS, ((True, False), (False, True), (True, True))):
         yield "quantize_grouped_blockwise", (x, m_splits, list(block), E4M3, kind, 0.0, *usage)
     yield "dequantize_grouped", (x.to(E4M3), torch.rand(3, device=device), m_splits, 40, [], BF16)

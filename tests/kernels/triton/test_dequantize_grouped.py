@@ -45,7 +45,7 @@ def run(
         if block is None:
             fp8 = E5M2 if dtype == torch.float32 else E4M3
             scale = q.scale_from_amax(q.grouped_amax(x, m_splits), fp8)
-            data, _ = q.quantize_grouped_per_tensor(x, m_splits, scale, fp8)
+            (data,) = q.quantize_grouped_per_tensor(x, m_splits, scale, fp8, columnwise=False)
             fields = [data, torch.div(torch.ones_like(scale), scale)]
         else:
             fields = quantized(x, m_splits, block, kind)

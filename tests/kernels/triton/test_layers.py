@@ -11,7 +11,8 @@ from torch import Tensor
 
 from te_models import layers
 from te_models.kernels.gemm import gemm_counts, reset_gemm_counts, strict_gemms
-from tests.kernels.triton.as_on_a_gpu import gemms_as_on_a_gpu
+from te_models.kernels.permute import sort_by_expert, unpermute
+from tests.kernels.triton.as_on_a_gpu import gemms_as_on_a_gpu, rows_as_on_a_gpu
 
 
 def mixed(role: layers.QuantizerRole) -> layers.Quantizer:
@@ -45,6 +46,7 @@ def step(kind: str, recipe: layers.Recipe, device: torch.device, main_grad: Tens
         module = layers.Linear(INNER, OUTER, bias=False, **fused)
     else:
         module = layers.GroupedLinear(len(SPLITS), INNER, OUTER, bias=False, **fused)
+    layers.set_rounding_seed(module, 3)  # the same random bits in every call
     (weight,) = module.parameters()
     with torch.no_grad():
         weight.copy_(torch.randn(weight.shape, generator=generator) / 8)
@@ -110,3 +112,50 @@ def test_no_gemm_of_a_format_without_kernels_falls_back_silently(
     with pytest.warns(RuntimeWarning, match="runs as emulation"):
         y.sum().backward()
     assert emulations() == (2 if frozen is None else 1)
+
+
+@pytest.mark.parametrize("recipe", ["current", "block", "mxfp8"])
+def test_rows_come_to_the_gemms_as_kernels_make_them(
+    recipe: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both copies of x and of dy from one kernel each, wgrad's in padded rows that lie transposed."""
+    expected = step("GroupedLinear", RECIPES[recipe], torch.device("cpu"), None)
+    if device.type == "cpu":
+        gemms_as_on_a_gpu(monkeypatch)
+        rows_as_on_a_gpu(monkeypatch)
+    reset_gemm_counts()
+    found = step("GroupedLinear", RECIPES[recipe], device, None)
+    assert emulations() == 0
+    for got, want in zip(found, expected, strict=True):
+        assert (got.cpu().float() - want.float()).norm() <= 2.0**-7 * want.float().norm()
+
+
+def experts_step(recipe: layers.Recipe, device: torch.device) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    module = layers.GroupedLinear(2, INNER, OUTER, bias=False, params_dtype=torch.bfloat16, device=device)
+    with torch.no_grad():
+        module.weight.copy_(torch.randn(module.weight.shape, generator=generator) / 8)
+    x = torch.randn(24, INNER, generator=generator).bfloat16().to(device).requires_grad_()
+    chosen = torch.randint(0, 2, (24, 1), generator=generator).to(device)
+    with layers.autocast(recipe=recipe):
+        align = module.row_align(device)
+        order = sort_by_expert(chosen, 2, align=align)
+        y = unpermute(module(x, order.rows_per_expert, permutation=order, row_align=align), order, None)
+    y.backward(torch.randn(y.shape, generator=generator).bfloat16().to(device))
+    assert x.grad is not None and module.weight.grad is not None
+    return [y.detach(), x.grad, module.weight.grad]
+
+
+@pytest.mark.parametrize("recipe", ["block", "mxfp8"])
+def test_tokens_come_to_their_experts_as_a_kernel_makes_them(
+    recipe: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = experts_step(RECIPES[recipe], torch.device("cpu"))
+    if device.type == "cpu":
+        gemms_as_on_a_gpu(monkeypatch)
+        rows_as_on_a_gpu(monkeypatch)
+    reset_gemm_counts()
+    found = experts_step(RECIPES[recipe], device)
+    assert emulations() == 0
+    for got, want in zip(found, expected, strict=True):
+        assert (got.cpu().float() - want.float()).norm() <= 2.0**-7 * want.float().norm()

@@ -116,14 +116,17 @@ def test_per_tensor(shape, fp8_dtype, device) -> None:
         assert_bitwise(values, reference.dequantize_per_tensor(expected, scale, torch.bfloat16))
 
 
+@pytest.mark.parametrize("columnwise", [True, False])
 @pytest.mark.parametrize("splits, rows", SPLITS, ids=str)
-def test_grouped_per_tensor(splits, rows, device) -> None:
+def test_grouped_per_tensor(splits, rows, columnwise, device) -> None:
     x, m_splits = special((135, 128), torch.float32)[:rows], torch.tensor(splits)
     amax = registered.grouped_amax(x.to(device), m_splits.to(device))
     assert_bitwise(amax, grouped.grouped_amax(x, m_splits))
     scale = torch.rand(len(splits)) + 0.1
-    got = registered.quantize_grouped_per_tensor(x.to(device), m_splits.to(device), scale.to(device), E4M3, 16)
-    assert_all(got, grouped.quantize_grouped_per_tensor(x, m_splits, scale, E4M3))
+    moved = [t.to(device) for t in (x, m_splits, scale)]
+    got = registered.quantize_grouped_per_tensor(*moved, E4M3, 16, columnwise)
+    assert len(got) == 1 + columnwise
+    assert_all(got, grouped.quantize_grouped_per_tensor(x, m_splits, scale, E4M3, columnwise=columnwise))
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (70, 130), (2, 66, 40), (3, 2, 5, 7), (1, 1100), (0, 5), (3, 0)], ids=str)

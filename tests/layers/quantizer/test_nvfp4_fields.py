@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from te_models.kernels.quantize import random_bits, random_hadamard
+from te_models.kernels.quantize import quantize_nvfp4, random_bits, random_hadamard, transpose_nvfp4
 from te_models.kernels.quantize.random import philox
 from te_models.layers.quantizer import NVFP4Quantizer
 from tests.layers import emulation_nvfp4 as em
@@ -159,3 +159,14 @@ def test_random_hadamard_is_the_matrix() -> None:
         magnitude = (np.abs(padded).reshape(len(values), -1, 16).sum(-1) / 4).repeat(16, 1)
         assert (np.abs(got - exact) <= 2.0**-8 * np.abs(exact) + 17 * 2.0**-24 * magnitude).all()
     assert np.array_equal(em.hadamard() @ em.hadamard().T, np.eye(16))
+
+
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 33, 128])
+@pytest.mark.parametrize("columns", [1, 16, 31, 96])
+def test_squares_packed_along_the_other_dimension_are_those_of_the_transpose(rows: int, columns: int) -> None:
+    x = torch.randn(2, rows, columns, generator=torch.Generator().manual_seed(0))
+    packed, scales, _ = quantize_nvfp4(x, block_rows=16)
+    expected = quantize_nvfp4(x.mT.contiguous(), block_rows=16)
+    for found, want in zip(transpose_nvfp4(packed, scales, columns), expected, strict=False):
+        assert found.dtype == want.dtype and found.is_contiguous()
+        assert torch.equal(found.view(torch.uint8), want.view(torch.uint8))
