@@ -2,6 +2,11 @@
 
 The numbers are those of the plain result, rounded to its dtype and then quantized, so a handover changes no bit. Where
 a kernel makes the result and quantizes it in one pass, the plain result never reaches memory.
+
+Two cases have no handover. Current scaling and NVFP4 scale by the largest magnitude of the whole result, which is known
+only when its last element is: the plain result has to be there first. Rows sorted by expert are quantized group by
+group, each padded to whole blocks, in a layout of their own; so an activation between grouped GEMMs hands over plain
+rows under every recipe.
 """
 
 from __future__ import annotations

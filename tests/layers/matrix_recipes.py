@@ -1,17 +1,57 @@
-"""The six recipes of the compile matrices, and a new but equal object of each."""
+"""What the compile matrices share: the six recipes, a new but equal object of each, devices, counting and training."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
-from torch import nn
+import pytest
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from bench.recipes import CUSTOM
 from bench.recipes import NAMES as RECIPES
-from te_models.layers import Recipe, quantized_model_init, recipe
+from te_models.kernels.cross_entropy import op as cross_entropy_op
+from te_models.kernels.cross_entropy.reference import IGNORE_INDEX
+from te_models.layers import FusedAdamW, Recipe, quantized_model_init, recipe
 
 NAMES = [None, *RECIPES]
-"""None: no recipe."""
+"""None: no recipe, bfloat16."""
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def label(name: str | None, stored: bool, train: bool) -> str:
+    """The part of a cell's name that both matrices share."""
+    return f"{name or 'bf16'}-{'stored' if stored else 'plain'}-{'train' if train else 'forward'}"
+
+
+def graphs() -> int:
+    """How many graphs were compiled so far; none may have a break."""
+    assert not counters["graph_break"], dict(counters["graph_break"])
+    return counters["stats"]["unique_graphs"]
+
+
+def compute_the_loss_as_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eagerly on CPU the loss is summed a few rows at a time, in float32 roundings of its own. Everything else of a
+    model is the same bits eager and traced, which a test can only see where the loss is computed alike."""
+
+    def total(logits: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits.float(), labels, ignore_index=IGNORE_INDEX, reduction="sum")
+
+    monkeypatch.setattr(cross_entropy_op, "_WholeLoss", SimpleNamespace(apply=total))
+
+
+class Training:
+    """An optimizer whose learning rate is another in every step. It moves the weights between calls, in place."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.optimizer = FusedAdamW(module.parameters(), lr=0.0)
+
+    def step(self, index: int) -> None:
+        """Apply the gradients there are."""
+        self.optimizer.param_groups[0]["lr"] = 0.02 / (index + 1)
+        self.optimizer.step()
 
 
 def fresh(name: str | None) -> Recipe | None:

@@ -16,10 +16,11 @@ from te_models.layers import (
     recipe,
     set_rounding_seed,
 )
-from tests.layers.matrix_recipes import NAMES, build_stored, fresh
+from tests.layers.matrix_recipes import DEVICES, NAMES, Training, build_stored, fresh, graphs, label
 
-FAST = {("linear", False), ("linear", True), ("grouped", False)}
-"""(kind, weights stored quantized) that run on every change; the rest of the matrix is slow."""
+BF16 = torch.bfloat16
+FAST = {("linear", False, True), ("linear", True, True), ("grouped", False, True), ("linear", False, False)}
+"""(kind, weights stored quantized, with a backward pass) that run on every change; the rest of the matrix is slow."""
 
 
 @pytest.fixture(autouse=True)
@@ -30,32 +31,31 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-def graphs() -> int:
-    assert not counters["graph_break"], dict(counters["graph_break"])
-    return counters["stats"]["unique_graphs"]
-
-
-def step(layer: torch.nn.Module, run, name: str | None, *args) -> list[torch.Tensor]:
-    """Return output, input gradient and parameter gradients of one forward and backward under a fresh recipe object."""
+def step(layer: torch.nn.Module, run, name: str | None, *args, train: bool = True) -> list[torch.Tensor]:
+    """Return output, input gradient and parameter gradients of one call under a fresh recipe object, from equal live
+    state; without a backward pass only the output."""
     layer.zero_grad()
     # the same random bits and delayed scales in every call
     set_rounding_seed(layer, 1)
     layer.fp8_scale = torch.full_like(layer.fp8_scale, 8.0)
-    x = args[0].detach().requires_grad_()
-    with autocast(enabled=name is not None, recipe=fresh(name)):
+    x = args[0].detach().requires_grad_(train)
+    with torch.set_grad_enabled(train), autocast(enabled=name is not None, recipe=fresh(name)):
         y = run(x, *args[1:])
-    y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape).to(y.dtype))
+    if not train:
+        return [y]
+    y.backward(torch.linspace(-1, 1, y.numel(), device=y.device).view(y.shape).to(y.dtype))
     return [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
 
 
-def build(kind: str) -> torch.nn.Module:
+def build(kind: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     torch.manual_seed(0)
+    options = {"params_dtype": dtype}
     return {
-        "linear": lambda: Linear(96, 64),
-        "layernorm_linear": lambda: LayerNormLinear(96, 64, normalization="RMSNorm"),
-        "layernorm_mlp": lambda: LayerNormMLP(96, 64, activation="swiglu"),
-        "grouped": lambda: GroupedLinear(3, 96, 64, bias=True),
-        "per_gemm": lambda: GroupedLinear(3, 96, 64, bias=True, single_grouped_weight=False),
+        "linear": lambda: Linear(96, 64, **options),
+        "layernorm_linear": lambda: LayerNormLinear(96, 64, normalization="RMSNorm", **options),
+        "layernorm_mlp": lambda: LayerNormMLP(96, 64, activation="swiglu", **options),
+        "grouped": lambda: GroupedLinear(3, 96, 64, bias=True, **options),
+        "per_gemm": lambda: GroupedLinear(3, 96, 64, bias=True, single_grouped_weight=False, **options),
     }[kind]()
 
 
@@ -73,30 +73,49 @@ def assert_same(eager: list[torch.Tensor], compiled: list[torch.Tensor], exact: 
 
 MATRIX = [
     pytest.param(
-        kind, name, stored, marks=() if (kind, stored) in FAST else pytest.mark.slow, id=f"{kind}-{name}-{stored}"
+        kind,
+        name,
+        stored,
+        train,
+        marks=() if (kind, stored, train) in FAST else pytest.mark.slow,
+        id=f"{kind}-{label(name, stored, train)}",
     )
     for kind in ("linear", "layernorm_linear", "layernorm_mlp", "grouped", "per_gemm")
     for name in NAMES
     for stored in (False, True)
+    for train in (False, True)
 ]
 
 
-@pytest.mark.parametrize("kind, name, stored", MATRIX)
-def test_one_graph_for_all_shapes_splits_and_equal_recipes(kind: str, name: str | None, stored: bool) -> None:
-    if name is None and stored:
-        name, run_under = "mxfp8", None
-    else:
-        run_under = name
-    layer = build_stored(lambda: build(kind), name) if stored else build(kind)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind, name, stored, train", MATRIX)
+def test_one_graph_for_all_shapes_splits_and_equal_recipes(
+    kind: str, name: str | None, stored: bool, train: bool, device: str
+) -> None:
+    """And for moved weights, another learning rate, and, once each, for training and evaluation in turns."""
+    storage = name or "mxfp8"  # without a recipe, stored weights are computed with as they are
+    layer = (build_stored(lambda: build(kind, BF16), storage) if stored else build(kind, BF16)).to(device)
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    training = Training(layer)
+
+    def call(rows: int, train: bool) -> int:
+        splits = (torch.tensor([rows - 3, 0, 3], device=device),) if kind in ("grouped", "per_gemm") else ()
+        x = torch.randn(rows, 96, dtype=BF16, device=device)
+        eager, got = (step(layer, run, name, x, *splits, train=train) for run in (layer, compiled))
+        for a, b in zip(eager, got, strict=True):
+            torch.testing.assert_close(b, a, rtol=0, atol=0)
+        return graphs()
+
+    layer.train(train)
     seen = []
-    for rows in (40, 33, 64):
-        splits = (torch.tensor([rows - 3, 0, 3]),) if kind in ("grouped", "per_gemm") else ()
-        x = torch.randn(rows, 96)
-        eager, got = (step(layer, run, run_under, x, *splits) for run in (layer, compiled))
-        assert_same(eager, got, exact=kind != "layernorm_mlp")
-        seen.append(graphs())
-    assert seen == [1, 1, 1]
+    for index, rows in enumerate((40, 33, 64)):
+        seen.append(call(rows, train))
+        if train:
+            training.step(index)
+    for mode in (False, True, False) if train else ():
+        layer.train(mode)
+        seen.append(call(48, mode))
+    assert seen == ([1, 1, 1, 2, 2, 2] if train else [1, 1, 1])
 
 
 @pytest.mark.parametrize("name", NAMES, ids=str)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from te_models import GPTModel, ModelOutput
-from te_models.layers import autocast, quantized_model_init, recipe
+from te_models.layers import autocast
+from tests.layers.matrix_recipes import NAMES, build_stored, fresh
 from tests.te_models.configs import VARIANTS, token_ids
 
 SHAPES = ((1, 5), (3, 20), (2, 64))
@@ -46,22 +47,22 @@ def test_batch_and_sequence_are_dynamic(name: str, strict: bool, tmp_path: Path)
                 assert torch.equal(got.tokens_per_expert, expected.tokens_per_expert)
 
 
-FAST = {("current", False), ("mxfp8", True)}
-"""(recipe, weights stored quantized) that run on every change; the rest is slow."""
+FAST = {("moe", "current", False), ("moe", "mxfp8", True)}
+"""(model, recipe, weights stored quantized) that run on every change; the rest is slow."""
 
 
 @pytest.mark.parametrize(
-    ("name", "stored"),
+    ("kind", "name", "stored"),
     [
-        pytest.param(name, stored, marks=() if (name, stored) in FAST else pytest.mark.slow)
-        for name in ("current", "block", "mxfp8", "nvfp4")
+        pytest.param(kind, name, stored, marks=() if (kind, name, stored) in FAST else pytest.mark.slow)
+        for kind in ("dense", "moe")
+        for name in NAMES[1:]
         for stored in (False, True)
     ],
 )
-def test_recipes_are_part_of_the_program(name: str, stored: bool) -> None:
-    with quantized_model_init(enabled=stored, recipe=recipe(name) if stored else None):
-        model = build("moe")
-    with torch.no_grad(), autocast(recipe=recipe(name)):
+def test_recipes_are_part_of_the_program(kind: str, name: str, stored: bool) -> None:
+    model = build_stored(lambda: build(kind), name) if stored else build(kind)
+    with torch.no_grad(), autocast(recipe=fresh(name)):
         program = export(model)
         for batch, length in SHAPES:
             ids = token_ids(batch, length)
