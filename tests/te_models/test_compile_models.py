@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 from te_models import GPTModel, RouterConfig, compile_model
-from te_models.layers import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, autocast
+from te_models.layers import Float8BlockScaling, Float8CurrentScaling, Linear, MXFP8BlockScaling, autocast
 from tests.te_models.configs import VARIANTS, one_layer, tiny_moe, token_ids
 
 
@@ -254,3 +254,10 @@ def test_compile_model(mode: str) -> None:
 def test_compile_model_refuses_an_unknown_mode() -> None:
     with pytest.raises(ValueError, match="mode is 'layers'; allowed: 'whole', 'block'"):
         compile_model(build("dense"), "layers")
+
+
+def test_blocks_are_those_of_a_model() -> None:
+    with pytest.raises(
+        ValueError, match='mode is "block" and the model a Linear; allowed: a GPTModel, or mode="whole"'
+    ):
+        compile_model(Linear(8, 8), "block")
