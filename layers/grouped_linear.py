@@ -136,7 +136,7 @@ class GroupedLinear(TensorParallelModule, GemmModule):
         all splits are known to be multiples of, filled up with rows of zeros: such rows are not padded again."""
         if not isinstance(m_splits, Tensor):
             m_splits = torch.tensor(m_splits, device=x.device)
-        self.check_splits(m_splits, x.shape[0])
+        self.check_splits(m_splits, x.shape[0] if permutation is None else permutation.slot_of_row.shape[0])
         weights, _ = self.members()
         bias = None if self.parallel_mode == "row" else self._stacked_bias()
         cached = self.cached_weight(weights, is_first_microbatch)

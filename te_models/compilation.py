@@ -37,7 +37,11 @@ def compile_model(
     With several ranks in the default process group every rank must call this, and must call the model equally often:
     ranks then compile together and for the same shapes (`compile_ranks`), except with dynamic=False, where a shape is
     each rank's own. timeout_s: how long a rank waits for the others before it names those that are missing.
+
+    ValueError for an unknown mode, "block" of what is no GPTModel, and "whole" of a model sharded by FSDP2, whose
+    gathers lie between the graphs of its blocks.
     """
+<<<<<<< HEAD
     if mode not in get_args(Mode):
         raise ValueError(f"mode is {mode!r}; allowed: {', '.join(map(repr, get_args(Mode)))}")
     modules: list[torch.nn.Module] = [model]
@@ -47,6 +51,10 @@ def compile_model(
                 f"mode is 'block', which compiles the layers of a GPTModel; for a {type(model).__name__}: 'whole'"
             )
         modules = [*model.decoder.layers, model.output_layer]
+=======
+    modules = compiled_parts(model, mode)
+    allow_notes_under_checkpoint()
+>>>>>>> rh
     for module in modules:
         module.compile(fullgraph=True, dynamic=dynamic, backend=backend)
     if dynamic is not False and _several_ranks():
@@ -58,5 +66,29 @@ def compile_model(
     return model
 
 
+def compiled_parts(model: torch.nn.Module, mode: Mode) -> list[torch.nn.Module]:
+    """Return the modules that are compiled, each by itself. Errors: see `compile_model`."""
+    if mode not in get_args(Mode):
+        raise ValueError(f"mode is {mode!r}; allowed: {', '.join(map(repr, get_args(Mode)))}")
+    if mode == "block":
+        if not isinstance(model, GPTModel):
+            raise ValueError(
+                f'mode is "block" and the model a {type(model).__name__}; allowed: a GPTModel, or mode="whole"'
+            )
+        return [*model.decoder.layers, model.output_layer]
+    if _is_sharded(model):
+        raise ValueError('mode is "whole" and the model is sharded by FSDP2; allowed: mode="block"')
+    return [model]
+
+
 def _several_ranks() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _is_sharded(model: torch.nn.Module) -> bool:
+    """Whether FSDP2 shards a part of the model."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return any(isinstance(module, FSDPModule) for module in model.modules())

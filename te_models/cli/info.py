@@ -25,6 +25,8 @@ PACKAGES = (
     "gguf",
 )
 
+DYNAMIC = {"auto": None, "always": True, "never": False}
+
 
 def add(verbs: Verbs) -> None:
     """Add the verb."""
@@ -34,20 +36,29 @@ def add(verbs: Verbs) -> None:
         run,
         "versions, devices, recipes, families and extras; what the compiler makes of a model",
         "Show versions, devices, number formats, model families and which extras are installed; or, with\n"
-        "--compile-report, which graphs torch.compile makes of a model, where they break, and what is\n"
-        "compiled again and why.",
+        "--compile-report, which graphs torch.compile makes of a model, what is in them, where they break,\n"
+        "and what is compiled again and why.",
         "te-models info --compile-report ./moe --recipe mxfp8",
     )
     parser.add_argument("--compile-report", metavar="DIR", help="a model folder to compile")
-    parser.add_argument("--recipe", metavar="NAME", help="with --compile-report: compile under this recipe")
+    report = parser.add_argument_group("with --compile-report")
+    report.add_argument("--recipe", metavar="NAME", help="compile under this recipe")
+    report.add_argument("--mode", choices=("whole", "block"), help="what is compiled as one (default: whole)")
+    report.add_argument(
+        "--dynamic",
+        choices=tuple(DYNAMIC),
+        help="compile for all shapes: when one changes, at once, or never (default: auto)",
+    )
+    report.add_argument("--activation-checkpointing", action="store_true", help="recompute layers in the backward")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print what there is; 1 if a compile report has breaks."""
     if args.compile_report:
         return _compile_report(args)
-    if args.recipe:
-        raise ValueError("--recipe needs --compile-report DIR")
+    for option in ("recipe", "mode", "dynamic", "activation_checkpointing"):
+        if getattr(args, option):
+            raise ValueError(f"--{option.replace('_', '-')} needs --compile-report DIR")
     result = collect()
     sections = [
         table([("python", result["python"]), *((n, v or "-") for n, v in result["versions"].items())], "  "),
@@ -88,15 +99,24 @@ def _compile_report(args: argparse.Namespace) -> int:
     if args.recipe:
         recipe(args.recipe)  # an unknown name is refused before the model is read
     model = GPTModel.from_pretrained(args.compile_report)
-    report = compile_report(model, partial(recipe, args.recipe) if args.recipe else None)
+    model.activation_checkpointing = args.activation_checkpointing
+    made = partial(recipe, args.recipe) if args.recipe else None
+    report = compile_report(model, made, mode=args.mode or "whole", dynamic=DYNAMIC[args.dynamic or "auto"])
     lines = [
         table([("call", "shape", "graphs"), *((c["call"], str(c["shape"]), str(c["graphs"])) for c in report["calls"])])
     ]
+    lines += [f"{_program(p)} of: {call['call']}" for call in report["calls"] for p in call["programs"]]
     lines += [f"compiled again, {call['call']}: {why}" for call in report["calls"] for why in call["reasons"]]
     lines += [f"break, {count} times: {why}" for why, count in report["breaks"].items()]
     lines.append(f"{report['graphs']} graphs, {sum(report['breaks'].values())} breaks")
     emit(args, report, "\n".join(lines))
     return 1 if report["breaks"] else 0
+
+
+def _program(program: dict[str, Any]) -> str:
+    """Describe a compiled program in a line."""
+    registered = ", ".join(f"{count} {name}" for name, count in program["registered"].items())
+    return f"{program['pass']}, {program['operations']} operations" + (f" with {registered}" if registered else "")
 
 
 def _version(package: str) -> str | None:
