@@ -41,20 +41,7 @@ def compile_model(
     ValueError for an unknown mode, "block" of what is no GPTModel, and "whole" of a model sharded by FSDP2, whose
     gathers lie between the graphs of its blocks.
     """
-<<<<<<< HEAD
-    if mode not in get_args(Mode):
-        raise ValueError(f"mode is {mode!r}; allowed: {', '.join(map(repr, get_args(Mode)))}")
-    modules: list[torch.nn.Module] = [model]
-    if mode == "block":
-        if not isinstance(model, GPTModel):
-            raise ValueError(
-                f"mode is 'block', which compiles the layers of a GPTModel; for a {type(model).__name__}: 'whole'"
-            )
-        modules = [*model.decoder.layers, model.output_layer]
-=======
     modules = compiled_parts(model, mode)
-    allow_notes_under_checkpoint()
->>>>>>> rh
     for module in modules:
         module.compile(fullgraph=True, dynamic=dynamic, backend=backend)
     if dynamic is not False and _several_ranks():

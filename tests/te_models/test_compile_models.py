@@ -11,13 +11,8 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
-<<<<<<< HEAD
 from te_models import GPTModel, RouterConfig, TransformerLayer, compile_model
-from te_models.layers import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, autocast
-=======
-from te_models import GPTModel, RouterConfig, compile_model
 from te_models.layers import Float8BlockScaling, Float8CurrentScaling, Linear, MXFP8BlockScaling, autocast
->>>>>>> rh
 from tests.te_models.configs import VARIANTS, one_layer, tiny_moe, token_ids
 
 
@@ -261,21 +256,18 @@ def test_compile_model_refuses_an_unknown_mode() -> None:
         compile_model(build("dense"), "layers")
 
 
-<<<<<<< HEAD
 def test_compile_model_compiles_a_layer_whole() -> None:
     layer = TransformerLayer(VARIANTS["dense"])
-    with pytest.raises(ValueError, match="compiles the layers of a GPTModel; for a TransformerLayer: 'whole'"):
-        compile_model(layer, "block")
     x = torch.randn(2, 9, VARIANTS["dense"].hidden_size)
     expected, _ = layer(x)
     counter = count("eager")
     assert compile_model(layer, backend=counter) is layer
     torch.testing.assert_close(layer(x)[0], expected)
     assert counter.frame_count == 1
-=======
+
+
 def test_blocks_are_those_of_a_model() -> None:
     with pytest.raises(
         ValueError, match='mode is "block" and the model a Linear; allowed: a GPTModel, or mode="whole"'
     ):
         compile_model(Linear(8, 8), "block")
->>>>>>> rh
