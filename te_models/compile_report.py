@@ -15,7 +15,6 @@ import torch
 from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
 from torch.fx import GraphModule
 
-from te_models.kernels.torch_versions import allow_notes_under_checkpoint
 from te_models.layers import Recipe, autocast
 
 from .compilation import Mode, compiled_parts
@@ -73,7 +72,7 @@ def compile_report(
 
 def _recorder(programs: list[dict[str, Any]]) -> Callable[..., Any]:
     """Return a backend that notes what is in each program it is given, and runs it as it is."""
-    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition  # type: ignore[attr-defined]
     from torch._dynamo.backends.common import aot_autograd
 
     def recording(kind: str) -> Callable[..., Any]:
@@ -103,7 +102,6 @@ def _contents(program: GraphModule) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _compiled(model: GPTModel, mode: Mode, dynamic: bool | None, backend: Callable[..., Any]) -> Iterator[None]:
-    allow_notes_under_checkpoint()
     parts = compiled_parts(model, mode)
     for part in parts:
         part.compile(dynamic=dynamic, backend=backend)
