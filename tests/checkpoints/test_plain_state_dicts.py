@@ -33,9 +33,12 @@ from te_models.layers import (
 from tests.layers.bits import raw, same_bits
 
 HYBRID = HybridQuantizer(rowwise_quantizer=MXFP8Quantizer(), columnwise_quantizer=Float8BlockQuantizer())
+FLAT = HybridQuantizer(
+    rowwise_quantizer=MXFP8Quantizer(), columnwise_quantizer=Float8BlockQuantizer(block_scaling_dim=1)
+)
 RECIPES: dict[str, Recipe] = {name: recipe(name) for name in ("delayed", "current", "block", "mxfp8", "nvfp4")} | {
     "nvfp4 1-D": recipe("nvfp4", disable_2d_quantization=True),
-    "hybrid": CustomRecipe(qfactory=lambda role: HYBRID),
+    "hybrid": CustomRecipe(qfactory=lambda role: HYBRID if role.tensor == "weight" else FLAT),
     "identity": CustomRecipe(qfactory=lambda role: IdentityQuantizer()),
 }
 LAYERS: dict[str, Callable[[], nn.Module]] = {

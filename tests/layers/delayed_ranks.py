@@ -24,10 +24,10 @@ SPLITS = torch.tensor([5, 0, 11])
 class Experts(nn.Module):
     """A dense layer and three experts, of which one gets no rows; what is between them is exact in every order."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.up = Linear(48, 64, bias=False)
-        self.down = GroupedLinear(len(SPLITS), 64, 48, bias=False)
+        self.up = Linear(48, 64, bias=False, params_dtype=dtype)
+        self.down = GroupedLinear(len(SPLITS), 64, 48, bias=False, params_dtype=dtype)
 
     def forward(self, x: Tensor, seen: list[Tensor] | None = None) -> Tensor:
         """x: [16, 48]. seen: is given what the layers get, and the output of the first."""
