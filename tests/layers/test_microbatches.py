@@ -317,7 +317,7 @@ def test_a_kept_weight_stays_where_the_flag_says_so(kind: str, name: str) -> Non
     layer, x = BUILD[kind]().eval(), batches()[0]  # eval: delayed scaling keeps its scales
 
     def run(first: bool | None, noop: Tensor | None = None) -> Tensor:
-        with torch.no_grad(), autocast(recipe=recipe(name)), microbatch(first, noop=noop):
+        with torch.no_grad(), autocast(recipe=fresh(name)), microbatch(first, noop=noop):
             return call(layer, x)
 
     before = run(True, torch.tensor(1.0))  # nothing was kept: the flag has nothing to keep
