@@ -159,8 +159,8 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        slot, row, padding, m_splits, ends, group, cached, scale, key = ctx.saved_tensors[:9]
-        rest = ctx.saved_tensors[9:]
+        # read once: a checkpoint of another library recomputes for one reading
+        slot, row, padding, m_splits, ends, group, cached, scale, key, *rest = ctx.saved_tensors
         live = LiveState(scale, None, ctx.grad_amax, None, ctx.grad_statistics, key)
         dx, dw = grouped_gradients(
             dy,

@@ -56,9 +56,9 @@ def test_inductor_rounds_stochastically_to_the_same_bits(columnwise_stored: bool
     direct = "rowwise" if columnwise_stored else "columnwise"
 
     def run(x: Tensor, key: Tensor) -> tuple[Fields, list[Tensor]]:
-        values, scale = quantizer.operand(x, direct, torch.bfloat16, key)
-        assert scale is not None
-        return quantizer.quantize_fields(x, key), [values, scale]
+        operand = quantizer.operand(x, direct, torch.bfloat16, key)
+        assert operand.scale is not None
+        return quantizer.quantize_fields(x, key), [operand.values, operand.scale]
 
     compiled = torch.compile(run, fullgraph=True)
     counters.clear()

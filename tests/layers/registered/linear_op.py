@@ -104,9 +104,10 @@ def linear_backward(
     wgrad = None if main_grad is None else WeightGradient(main_grad, overwrite)
     how = How(quantizers, GemmOptions(wgrad=wgrad), gemm)
     form, tensors = _as_kept(kept, quantizers)
-    dx, dw = dense_gradients(
-        dy.contiguous(), weight, cached, main_grad, live, how, form, tensors, dy.dtype, (needs[0], needs[1])
-    )
+    with torch.no_grad():  # an operation has no derivatives but those that are registered for it
+        dx, dw = dense_gradients(
+            dy.contiguous(), weight, cached, main_grad, live, how, form, tensors, dy.dtype, (needs[0], needs[1])
+        )
     db = bias_gradient(dy, bias_dtype) if needs[2] and bias_dtype is not None else None
     return dx, dw, db
 
