@@ -10,6 +10,7 @@ from te_models.config import ModelConfig
 from .dtypes import torch_dtype, with_most_bytes
 from .errors import CheckpointError
 from .families import FAMILIES, Family, family_of
+from .families.family import first_that_expresses
 from .families.text_part import text_part
 from .plan import Plan
 from .te_folder import Source
@@ -44,15 +45,10 @@ def choose_family(config: ModelConfig, source: Source | None, wanted: str | None
 
 def find_family(config: ModelConfig) -> Family:
     """Return the first family that can express the model, or raise CheckpointError with each family's reason."""
-    reasons = []
-    for family in (family for family in FAMILIES.values() if text_part(family) is None):
-        try:
-            family.write_config(config)
-        except CheckpointError as error:
-            reasons.append(str(error))
-        else:
-            return family
-    raise CheckpointError(f"no family can store this model: {'; '.join(reasons)}")
+    try:
+        return first_that_expresses((family for family in FAMILIES.values() if text_part(family) is None), config)
+    except CheckpointError as error:
+        raise CheckpointError(f"no family can store this model: {error}") from None
 
 
 def export_config(config: ModelConfig, source: Source | None, family: Family, stored_dtype: str) -> dict[str, Any]:

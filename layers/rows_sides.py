@@ -10,6 +10,7 @@ T rows, P padded rows, C columns, G groups. align: of the rows that wgrad contra
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -115,9 +116,16 @@ def _per_tensor(
 
 
 def _side_of_copy(
-    quantizer: AnyQuantizer, fields: Fields, usage: Usage, dtype: torch.dtype, shape: tuple[int, int]
+    quantizer: AnyQuantizer,
+    fields: Fields,
+    usage: Usage,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    padding: PaddedRows | None,
 ) -> Side:
-    return side_of_fields(value_of(maker(quantizer, usage)), fields, usage, dtype, shape)
+    """Return a copy of rows as a side. shape: [T, C], that of the rows before `padding`."""
+    rows = shape[0] if padding is None else padding.used.shape[0]
+    return side_of_fields(value_of(maker(quantizer, usage)), fields, usage, dtype, (rows, shape[1]))
 
 
 def apart(
@@ -161,8 +169,8 @@ def rows_sides(
             sides[usage] = apart(quantizer, x, usage, dtype, rows, align, key)
             continue
         padding = padded(rows, _row_align(quantizer, usage, align))
-        shape = (x.shape[0] if padding is None else padding.used.shape[0], x.shape[1])
-        sides[usage] = RowsSide(_side_of_copy(quantizer, found[usage], usage, dtype, shape), padding)
+        side = _side_of_copy(quantizer, found[usage], usage, dtype, x.shape, padding)
+        sides[usage] = RowsSide(side, padding)
     return sides
 
 
@@ -191,8 +199,7 @@ def keep_rows(
         return left, Kept("plain" if override == "high_precision" else "original"), (x,)
     found = copies(quantizer, x, rows, ("rowwise",) if override else ("rowwise", "columnwise"), align)
     padding = padded(rows, _row_align(quantizer, "rowwise", align))
-    shape = (x.shape[0] if padding is None else padding.used.shape[0], x.shape[1])
-    left = RowsSide(_side_of_copy(quantizer, found["rowwise"], "rowwise", dtype, shape), padding)
+    left = RowsSide(_side_of_copy(quantizer, found["rowwise"], "rowwise", dtype, x.shape, padding), padding)
     prefix = "rowwise" if value_of(maker(quantizer, usage)).symmetric else usage
     fields = {name: field for name, field in found[usage].items() if name.startswith(prefix)}
     form = "dequantized" if override else "fields"
@@ -212,8 +219,7 @@ def wgrad_rows(
     padding = padded(rows, align)
     fields = dict(zip(kept.names, tensors, strict=True)) if kept.names else {}
     if kept.form == "fields":
-        shape = (kept.shape[0] if padding is None else padding.used.shape[0], kept.shape[1])
-        return _side_of_copy(quantizer, fields, "columnwise", dtype, shape)
+        return _side_of_copy(quantizer, fields, "columnwise", dtype, kept.shape, padding)
     if kept.form == "dequantized":
         value = value_of(maker(quantizer, "rowwise"))
         x = dequantize_rows(value, fields, rows.m_splits, torch.Size(kept.shape), dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,6 +174,19 @@ class Family:
         if absent:
             raise CheckpointError(f"the family {self.model_type!r} cannot store {shorten(sorted(absent))}")
         return Namespace(canonical, stored, tuple(links))
+
+
+def first_that_expresses(families: Iterable[Family], config: ModelConfig) -> Family:
+    """Return the first family that can express a model, or raise CheckpointError with each one's reason."""
+    reasons = []
+    for family in families:
+        try:
+            family.write_config(config)
+        except CheckpointError as error:
+            reasons.append(str(error))
+        else:
+            return family
+    raise CheckpointError("; ".join(reasons))
 
 
 def _set(nested: dict[str, Any], path: str, value: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from te_models.config import ModelConfig
 
 from ..errors import CheckpointError
-from .family import Family
+from .family import Family, first_that_expresses
 from .fields import Values, read_typed, shorten_value
 from .names import Names
 from .unused import Unused
@@ -60,15 +60,7 @@ class TextPart:
 
     def family_of(self, config: ModelConfig) -> Family:
         """Return the first of the families that can express the model, or raise CheckpointError with their reasons."""
-        reasons = []
-        for family in self.families:
-            try:
-                family.write_config(config)
-            except CheckpointError as error:
-                reasons.append(str(error))
-            else:
-                return family
-        raise CheckpointError("; ".join(reasons))
+        return first_that_expresses(self.families, config)
 
     def rewritten(self, original: Mapping[str, Any], config: ModelConfig) -> Values:
         """Return `write`, with the fields of the original `text_config` that mean nothing to the family kept."""
