@@ -1,4 +1,4 @@
-"""Where the GPU tests run, and how Triton kernels run without a GPU.
+"""Where the GPU tests run, how Triton kernels run without a GPU, and which inputs property tests see.
 
 TRITON_INTERPRET is read when triton itself is imported and when a kernel is decorated, so it has to be set before any
 test module is collected. It changes nothing else: without a GPU nothing but our kernels is written in Triton.
@@ -10,6 +10,11 @@ import os
 
 import pytest
 import torch
+from hypothesis import settings
+
+# The same inputs in every run, so that a change is what breaks a test; the slow ones search for new inputs.
+settings.register_profile("repeatable", derandomize=True)
+settings.load_profile("repeatable")
 
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:

@@ -46,8 +46,9 @@ class ScaledQueries:
         values = hf.get("rope_scaling") or hf.get("rope_parameters") or _DEFAULT
         result = self.rope.read({**hf, "rope_scaling": values})
         result["attention.temperature_tuning.attn_scale"] = read_typed(values, "llama_4_scaling_beta", float, REQUIRED)
-        length = read_typed(values, "original_max_position_embeddings", float, REQUIRED)
-        return result | {"attention.temperature_tuning.floor_scale": length}
+        length = result.get("rope.original_max_position_embeddings")  # of a field outside, where there is one
+        length = length or read_typed(values, "original_max_position_embeddings", int, REQUIRED)
+        return result | {"attention.temperature_tuning.floor_scale": float(length)}
 
     def write(self, config: ModelConfig) -> Values:
         values, tuning = self.rope.rope_values(config.rope), config.attention.temperature_tuning

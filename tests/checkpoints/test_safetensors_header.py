@@ -240,7 +240,7 @@ def test_any_header(tmp_path_factory: pytest.TempPathFactory, header: dict[str, 
 
 
 @pytest.mark.slow
-@settings(max_examples=10_000, deadline=None)
+@settings(max_examples=10_000, derandomize=False, deadline=None)
 @given(headers, st.integers(0, 60))
 def test_any_header_thoroughly(tmp_path_factory: pytest.TempPathFactory, header: dict[str, Any], size: int) -> None:
     check_one(tmp_path_factory.getbasetemp() / "fuzz.safetensors", pack(header, bytes(size)))
