@@ -24,6 +24,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from bench.common import ratio, versions, write_result
 from te_models.checkpoints import FAMILIES, export_hf, import_hf, quantize, verify
 from te_models.checkpoints.plan import Output, Plan
@@ -61,7 +63,9 @@ def make_folder(folder: Path, config: dict[str, Any], nbytes: int) -> int:
     fixed, layer = plan(1).total_bytes, plan(2).total_bytes - plan(1).total_bytes
     layers = max(1, 1 + (nbytes - fixed) // layer)
     folder.mkdir()
-    block = os.urandom(16 << 20)
+    # normal numbers: of random bytes every 256th is a NaN or an infinity, which no weight is
+    values = torch.randn(8 << 20, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16()
+    block = values.view(torch.uint8).numpy().tobytes()
     for shard in split_shards(plan(layers), 600_000_000):
         with (folder / shard.file).open("wb") as file:
             file.write(header_bytes(shard))

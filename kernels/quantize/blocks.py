@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from .eager import eager_on_cpu
+
 
 def once(values: Tensor) -> Tensor:
     """Return `values`, computed once per block and not again for each of the block's elements.
@@ -70,17 +72,42 @@ def repeat(values: Tensor, dim: int, times: int, length: int) -> Tensor:
     return values.index_select(dim, torch.arange(length, device=values.device) >> (times.bit_length() - 1))
 
 
+def _magnitudes(x: Tensor) -> Tensor | None:
+    """Return the bits of |x| as integers, which are ordered like the numbers, NaN above all; None where x is not
+    computed with eagerly on CPU, or has another dtype."""
+    mask = {2: 0x7FFF, 4: 0x7FFFFFFF}.get(x.dtype.itemsize)
+    if mask is None or not x.dtype.is_floating_point or not eager_on_cpu(x):
+        return None
+    return x.detach().view(torch.int16 if mask == 0x7FFF else torch.int32) & mask
+
+
 def amax(x: Tensor) -> Tensor:
     """Return the largest magnitude of each matrix, float32: [..., R, C] -> [...]. NaN stays; an empty one has 0."""
     if x.numel() == 0:
         return x.new_zeros(x.shape[:-2], dtype=torch.float32)
+    found = _magnitudes(x)
+    if found is not None:
+        return found.amax((-2, -1)).view(x.dtype).float()
     return x.abs().amax((-2, -1)).float()
 
 
 def blockwise_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
     """Return the largest magnitude of each block, float32; NaN wherever a block holds one."""
-    # float32 first: torch's eager CPU reductions take bfloat16 one by one (1x32: 2.1 against 0.4 ns an element).
+    found = _magnitudes(x)
+    if found is not None:
+        # down first, many columns at a time
+        found = to_blocks(found, block)
+        found = found.amax(-3) if block[0] > 1 else found.squeeze(-3)
+        return _across(found).view(x.dtype).float()
     # Across each row, then down: two short loops are faster than one over both (128x128 on CPU: 0.8 against 1.1 ms).
     magnitude = to_blocks(x.float(), block).abs()
     across = magnitude.amax(-1) if block[1] > 1 else magnitude.squeeze(-1)
     return across.amax(-2) if block[0] > 1 else across.squeeze(-2)
+
+
+def _across(magnitudes: Tensor) -> Tensor:
+    """Return the largest of the last dimension, a power of two; of a few, halves first: a reduction of each takes as
+    long as one of 64."""
+    while 8 < magnitudes.shape[-1] <= 32:
+        magnitudes = torch.maximum(*magnitudes.chunk(2, -1))
+    return magnitudes.amax(-1) if magnitudes.shape[-1] > 1 else magnitudes.squeeze(-1)

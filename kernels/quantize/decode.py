@@ -10,13 +10,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .eager import eager_on_cpu
+
 _SMALL = 4096  # elements up to which one slow operation is as fast as nine fast ones
 
 
 def fp8_to_float(data: Tensor) -> Tensor:
     """Return `data.float()`, bit for bit but for the payload of NaNs. data: float8_e4m3fn or float8_e5m2, any shape."""
-    eager = data.device.type == "cpu" and type(data) is Tensor and not torch.compiler.is_compiling()
-    if not eager or data.dtype is not torch.float8_e4m3fn or data.numel() <= _SMALL:
+    if not eager_on_cpu(data) or data.dtype is not torch.float8_e4m3fn or data.numel() <= _SMALL:
         return data.float()
     byte = data.view(torch.int8)
     # Sign, four bits of exponent and three of mantissa to float16's places: 2^-8 of the value, for the exponent's bias

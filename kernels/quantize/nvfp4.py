@@ -21,7 +21,9 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..torch_versions import saturating_cast
-from . import blocks
+from . import blocks, nvfp4_eager
+from .decode import fp8_to_float
+from .eager import eager_on_cpu
 from .random import random_bits, unit_interval
 
 BLOCK = 16
@@ -52,7 +54,7 @@ def _block_scales(x: Tensor, block: tuple[int, int], amax: Tensor) -> tuple[Tens
     decode = torch.div(torch.ones_like(encode), encode)
     block_amax = blocks.once(blocks.blockwise_amax(x, block))
     scales = blocks.once(saturating_cast(block_amax * (encode * (1.0 / 6.0)), torch.float8_e4m3fn))
-    divisor = scales.float() * decode
+    divisor = fp8_to_float(scales) * decode
     return scales, torch.div(torch.ones_like(divisor), divisor).clamp(max=torch.finfo(torch.float32).max)
 
 
@@ -116,12 +118,15 @@ def quantize_nvfp4(
         packed = x.new_empty((*x.shape[:-1], -(-columns // 2)), dtype=torch.uint8)
         return packed, x.new_empty((*x.shape[:-1], -(-columns // BLOCK)), dtype=torch.float8_e4m3fn), amax
     scales, factor = _block_scales(x, block, amax)
-    scaled = x.float() * blocks.per_element(blocks.once(factor), block, rows, columns)
-    bits = None if key is None else random_bits(key, stream, x.shape)
-    codes = encode_e2m1(scaled.clamp(-6.0, 6.0), bits)
+    if key is None and nvfp4_eager.serves(x, factor, block):
+        packed = nvfp4_eager.packed_codes(x, factor, block)
+    else:
+        scaled = x.float() * blocks.per_element(blocks.once(factor), block, rows, columns)
+        bits = None if key is None else random_bits(key, stream, x.shape)
+        packed = pack(encode_e2m1(scaled.clamp(-6.0, 6.0), bits))
     # FP8 tensors cannot be indexed everywhere; their bytes can
     scales = blocks.repeat(scales.view(torch.uint8), -2, block_rows, rows).view(torch.float8_e4m3fn)
-    return pack(codes), scales.contiguous(), amax
+    return packed, scales.contiguous(), amax
 
 
 def pack(codes: Tensor) -> Tensor:
@@ -140,6 +145,8 @@ def unpack(packed: Tensor, columns: int) -> Tensor:
 
 def decode_blocks(packed: Tensor, scales: Tensor, columns: int) -> Tensor:
     """Return value * scale in float32, exact, without the factor of the whole matrix: [..., R, C]."""
+    if eager_on_cpu(packed) and packed.numel() and columns == BLOCK * scales.shape[-1]:
+        return nvfp4_eager.decoded_blocks(packed, scales)
     values = decode_e2m1(unpack(packed, columns))
     if values.numel() == 0:
         return values
@@ -171,6 +178,8 @@ def round_nvfp4(
         return x.to(dtype), amax
     rows, columns = x.shape[-2:]
     scales, factor = _block_scales(x, block, amax)
+    if key is None and nvfp4_eager.serves(x, factor, block):
+        return nvfp4_eager.rounded_blocks(x, factor, scales, block, dtype), amax
     scaled = x.float() * blocks.per_element(blocks.once(factor), block, rows, columns)
     bits = None
     if key is not None:

@@ -1,0 +1,23 @@
+"""Which computations run on CPU as they are written, operation by operation.
+
+torch's eager operations on CPU are as fast as the memory that they read and write, but for some that take an element at
+a time: comparisons, choices, reductions over short rows, some casts. Where that matters there is a form without them,
+with the same bits; the compiler vectorises the definition itself.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def eager_on_cpu(x: Tensor) -> bool:
+    """Whether x is a plain tensor on CPU that is computed with now: not traced, not differentiated."""
+    return (
+        x.device.type == "cpu"
+        and type(x) in _PLAIN
+        and not torch.compiler.is_compiling()
+        and not (x.requires_grad and torch.is_grad_enabled())
+    )

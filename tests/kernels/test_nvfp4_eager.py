@@ -1,0 +1,115 @@
+"""NVFP4 in eager mode on CPU, by integer arithmetic a few rows at a time, has the bits of its definition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from te_models.kernels.quantize import blocks, nvfp4, nvfp4_eager
+
+BLOCKS = [(1, 16), (16, 16), (16, 1)]
+
+
+@pytest.fixture
+def by_definition(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Call a function where nothing counts as computed eagerly."""
+
+    def call(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        with monkeypatch.context() as patch:
+            for module in (nvfp4, nvfp4_eager, blocks):
+                patch.setattr(module, "eager_on_cpu", lambda x: False)
+            return function(*args, **options)
+
+    return call
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(-1).view(torch.uint8)
+
+
+def every_case(dtype: torch.dtype) -> Tensor:
+    """Three matrices of normal numbers; one has zeros of either sign, an infinity, denormals and large numbers, too."""
+    x = torch.randn(3, 96, 64, generator=torch.Generator().manual_seed(0))
+    x[1, :16] = 0.0
+    x[1, 16:32] *= -0.0
+    x[1, 40, 5], x[1, 50, 6] = float("inf"), -float("inf")
+    x[1, 64:80] *= torch.finfo(dtype).smallest_normal
+    x[1, 80:] = torch.finfo(dtype).max / 7
+    return x.to(dtype)
+
+
+def test_every_number_next_to_a_tie() -> None:
+    """All float32 numbers within 64 places of the codes and of what lies halfway between two, and as many at random."""
+    values = torch.tensor([0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 1e30, float("inf")])
+    near = (values.view(torch.int32)[:, None] + torch.arange(-64, 65, dtype=torch.int32)).clamp(0, 0x7F800000)
+    random = torch.rand(near.numel(), generator=torch.Generator().manual_seed(0)) * 8
+    x = torch.cat((near.flatten().view(torch.float32), random))
+    x = torch.cat((x, -x))
+    x = x[: len(x) // 16 * 16].view(-1, 16)
+    packed = nvfp4_eager.packed_codes(x, torch.ones(len(x), 1), (1, 16))
+    assert torch.equal(nvfp4.unpack(packed, 16), nvfp4.encode_e2m1(x.clamp(-6.0, 6.0)))
+
+
+@pytest.mark.parametrize("tile", [1, 1 << 18], ids=["small tiles", "one tile"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_quantizing_is_the_definition(
+    monkeypatch: pytest.MonkeyPatch, by_definition: Callable[..., Any], dtype: torch.dtype, tile: int
+) -> None:
+    monkeypatch.setattr(nvfp4_eager, "_TILE", tile)
+    x = every_case(dtype)
+    for given in (x, x.mT, x[:, ::2, :32], x[0].contiguous(), torch.nn.Parameter(x[1])):
+        for rows in (1, 16):
+            got = nvfp4.quantize_nvfp4(given, block_rows=rows)
+            expected = by_definition(nvfp4.quantize_nvfp4, given, block_rows=rows)
+            assert all(torch.equal(bits(a), bits(b)) for a, b in zip(got, expected, strict=True))
+            values = nvfp4.decode_blocks(*got[:2], given.shape[-1])
+            assert torch.equal(bits(values), bits(by_definition(nvfp4.decode_blocks, *got[:2], given.shape[-1])))
+        for block in BLOCKS:
+            for into in (torch.bfloat16, torch.float32):
+                got = nvfp4.round_nvfp4(given, into, block=block)
+                expected = by_definition(nvfp4.round_nvfp4, given, into, block=block)
+                assert all(torch.equal(bits(a), bits(b)) for a, b in zip(got, expected, strict=True))
+
+
+def test_what_the_short_way_does_not_take(by_definition: Callable[..., Any]) -> None:
+    """NaN, ragged edges, random bits, tensors that are differentiated: the definition serves them."""
+    x = every_case(torch.float32)[0]
+    for given in (x.clone().index_fill_(1, torch.tensor([3]), float("nan")), x[:, :60], x[:61]):
+        for rows in (1, 16):
+            got = nvfp4.quantize_nvfp4(given, block_rows=rows)
+            expected = by_definition(nvfp4.quantize_nvfp4, given, block_rows=rows)
+            assert torch.equal(got[0], expected[0]) and torch.equal(bits(got[1]), bits(expected[1]))
+    ones = torch.ones(96, 4)
+    assert nvfp4_eager.serves(x, ones, (1, 16))
+    assert not nvfp4_eager.serves(x, ones * float("nan"), (1, 16))
+    assert not nvfp4_eager.serves(x.double(), ones, (1, 16))
+    assert not nvfp4_eager.serves(x.clone().requires_grad_(), ones, (1, 16))
+    assert not nvfp4_eager.serves(x.to("meta"), ones, (1, 16))
+
+
+def test_every_byte_and_every_scale_decode() -> None:
+    packed = torch.arange(256, dtype=torch.uint8).repeat(256, 1)
+    scales = torch.arange(256, dtype=torch.uint8)[:, None].expand(256, 32).contiguous().view(torch.float8_e4m3fn)
+    got = nvfp4_eager.decoded_blocks(packed, scales)
+    expected = nvfp4.decode_e2m1(nvfp4.unpack(packed, 512)) * scales.float()[:, :1]
+    assert torch.equal(got.isnan(), expected.isnan())
+    assert torch.equal(bits(got.nan_to_num()), bits(expected.nan_to_num()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("block", [(1, 16), (1, 32), (1, 128), (32, 1), (16, 16), (128, 128)], ids=str)
+def test_amaxes_are_the_definition(
+    by_definition: Callable[..., Any], dtype: torch.dtype, block: tuple[int, int]
+) -> None:
+    for x in (every_case(dtype), every_case(dtype).mT[:, 3:, 5:], every_case(dtype)[:, 7:8]):
+        assert torch.equal(blocks.blockwise_amax(x, block), by_definition(blocks.blockwise_amax, x, block))
+        assert torch.equal(blocks.amax(x), by_definition(blocks.amax, x))
+    x = every_case(dtype)
+    x[2, 3, 4] = float("nan")
+    found, expected = blocks.blockwise_amax(x, block), by_definition(blocks.blockwise_amax, x, block)
+    assert torch.equal(found.isnan(), expected.isnan()) and torch.equal(found.nan_to_num(), expected.nan_to_num())
+    assert blocks.amax(x).isnan().tolist() == [False, False, True]
