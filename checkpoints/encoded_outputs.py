@@ -72,7 +72,7 @@ class Encoder:
         dtype = self._details.get("dtypes", {}).get(part.suffix, part.dtypes[0])
         block = field_blocks(self._quantizer[carrier])[part.field]
         repeat = 1 if part.block is None or block is None else max(1, block[0] // part.block[0])
-        every = coarser(part, block)
+        every = coarser(part, block, field.shape)
         convert = encode.encoder(part, self._format.element, field.dtype, dtype, name, self.imported)
         if convert is None and (shape, dtype, repeat) == (field.shape, field.dtype, 1):
             return replace(field, name=name)
@@ -104,7 +104,8 @@ def _encoded(
     def compute() -> Iterator[torch.Tensor]:
         for begin, band in read_bands(store, field, _BAND, multiple=every[0]):
             if every != (1, 1):
-                band = band[..., :: every[0], :: every[1]]
+                # a copy, because a single entry would keep a stride that its bytes cannot be seen by
+                band = band[..., :: every[0], :: every[1]].clone(memory_format=torch.contiguous_format)
             if repeat > 1:
                 stop = rows - begin * repeat if len(field.shape) == 2 else rows
                 band = band.repeat_interleave(repeat, -2)[..., :stop, :]

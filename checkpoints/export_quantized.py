@@ -14,9 +14,9 @@ import torch
 
 from te_models.layers.quantizer import Quantizer
 
+from .activation_scales import scale_outputs
 from .checkpoint import Checkpoint
 from .conversion_report import ConversionReport
-from .dtypes import dtype_name
 from .encoded_outputs import Encoder
 from .errors import CheckpointError
 from .export_report import add_moved
@@ -28,7 +28,7 @@ from .formats.namespace import FieldNamespace, field_namespace, upright
 from .joined_amaxes import JoinedAmaxes, matrix_keys
 from .links import Namespace
 from .parameters import Parameters
-from .plan import Output, Plan, make_plan
+from .plan import Plan, make_plan
 from .quantized_format import describe, quantizer_of
 from .store import Store
 from .stored_values import as_values
@@ -172,11 +172,10 @@ def _complete(
     outputs = [output for weight in sorted(weights) for output in by_weight[weight]]
     left_out = moved.plan.ignored
     if details is not None:
-        scales, taken = activation_scales(details), {output.name for output in (*outputs, *moved.plan.outputs)}
-        modules = {part for name in plain.stored for part in _modules(name)}
-        kept = [name for name in scales if name.rpartition(".")[0] in modules and name not in taken]
-        outputs += [_constant(name, scales[name]) for name in kept]
-        left_out += tuple(name for name in scales if name not in kept)
+        taken = {output.name for output in (*outputs, *moved.plan.outputs)}
+        scales, unsaid = scale_outputs(ckpt, activation_scales(details), weight_format, plain, weights, taken)
+        outputs += scales
+        left_out += unsaid
     others = [o for o in moved.plan.outputs if o.name not in found.fields and o.name not in weights]
     plain_outputs = [output for output in others if output.name not in moved.plan.carried]
     outputs += [output for output in others if output.name in moved.plan.carried]
@@ -234,14 +233,3 @@ def _plain_modules(plain: Namespace, weights: set[str]) -> list[str]:
     embeddings = {link.stored for link in plain.links if link.name.startswith("embedding.")}
     names = (n for n, s in plain.stored.items() if len(s.shape) >= 2 and n not in weights and n not in embeddings)
     return [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
-
-
-def _modules(tensor: str) -> tuple[str, str]:
-    """Return the modules whose scales of activations can be beside a weight: its own, and the attention around that. In
-    another form of the family there may be neither."""
-    module = tensor.removesuffix(".weight")
-    return module, module.rpartition(".")[0]
-
-
-def _constant(name: str, value: torch.Tensor) -> Output:
-    return Output(name, dtype_name(value.dtype), tuple(value.shape), compute=lambda: [value])

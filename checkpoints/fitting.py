@@ -1,8 +1,8 @@
 """Whether a format takes the numbers of a folder, where headers cannot say: they are read before anything is written.
 
 Scales of small blocks are written as those of larger ones where they are the same throughout each of these: MXFP8 in
-32x32 blocks whose scales come from 128x128 blocks is written as such blocks again. And what is held in eight bits is
-written in four where all values are such.
+32x32 blocks whose scales come from 128x128 blocks is written as such blocks again, and 128x128 blocks that share one
+scale as a matrix with one. And what is held in eight bits is written in four where all values are such.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 
 from te_models.layers.quantizer import Quantizer
 
+from .boxes import Shape
 from .formats import WeightFormat, numbers
 from .formats.format import Part
 from .formats.namespace import FieldNamespace
@@ -25,10 +26,12 @@ from .store import Store
 _BAND = 1 << 20
 
 
-def coarser(part: Part, block: Block | None) -> tuple[int, int]:
-    """Return how many rows and columns of a field's entries one entry of the part stands for."""
-    if part.meaning != "scale" or part.block is None or block is None:
+def coarser(part: Part, block: Block | None, field: Shape) -> tuple[int, int]:
+    """Return how many rows and columns of a field's entries [..., R, C] one entry of the part stands for."""
+    if part.meaning != "scale" or block is None:
         return 1, 1
+    if part.block is None:
+        return field[-2], field[-1]
     rows, columns = (max(1, theirs // ours) for theirs, ours in zip(part.block, block))
     return rows, columns
 
@@ -47,11 +50,10 @@ def uneven_parameters(
         name = owners.get(output.name, "").removesuffix(SUFFIXES["rowwise_scale_inv"])
         if not output.name.endswith(part.suffix) or name not in found.formats or weight_format.takes(quantizers[name]):
             continue
-        rows, columns = coarser(part, field_blocks(quantizers[name])[part.field])
+        rows, columns = coarser(part, field_blocks(quantizers[name])[part.field], output.shape)
         if name not in uneven and not _even(store, output, rows, columns):
-            block = part.block
-            assert block is not None, "scales of blocks"
-            uneven[name] = f"its scales differ inside of blocks of {block[0]}x{block[1]}"
+            where = "one matrix" if part.block is None else f"blocks of {part.block[0]}x{part.block[1]}"
+            uneven[name] = f"its scales differ inside of {where}"
     return uneven
 
 

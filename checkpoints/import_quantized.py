@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
 import torch
@@ -62,7 +63,8 @@ def plan_quantized_import(
         more = f" ({len(refused)} such parameters)" if len(refused) > 1 else ""
         raise CheckpointError(
             f"{name} cannot take over the numbers of {ckpt.path} ({quantized.format.name}) exactly: {why}{more}; "
-            "--allow-requantize quantizes such weights anew, --dequantize stores values"
+            f"{_other_storage(ckpt, quantized)}--allow-requantize quantizes such weights anew, "
+            "--dequantize stores values"
         )
     exact = {name: meta for name, meta in exact.items() if name not in inexact}
     if quantized.wanted is not None:
@@ -152,6 +154,18 @@ class _Importer:
             found = " and ".join(sorted({self._ckpt.files.tensors[piece.source].dtype for piece in output.pieces}))
             self.report.add(output.name, "exact" if found == output.dtype else "converted", found, output.dtype)
         return output
+
+
+def _other_storage(ckpt: Checkpoint, quantized: QuantizedFiles) -> str:
+    """Return, in words, the first other storage of the format that takes over all numbers of the folder, if there is
+    one. This reads scales."""
+    for name, quantizer in quantized.format.storages.items():
+        if quantizer != quantized.quantizer:
+            with contextlib.suppress(CheckpointError), Checkpoint(ckpt.path, name) as other:
+                other.check_scales()
+                if other.quantized is not None and not other.quantized.found.inexact:
+                    return f"--storage {name} takes all of them over, "
+    return ""
 
 
 def _as_nvfp4(

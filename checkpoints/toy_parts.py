@@ -18,6 +18,7 @@ from .boxes import Shape, full, intersect, tiles
 from .checkpoint import Checkpoint
 from .errors import CheckpointError, shorten
 from .families import Family
+from .formats.format import scale_beside
 from .links import Link, Namespace, Piece, compose
 from .plan import Output, Plan, copy_of
 
@@ -103,9 +104,9 @@ def _quantized(part: Part, source: str, name: str, shape: Shape) -> Iterator[Out
     for suffix in (p.suffix for p in ckpt.quantized.format.parts):
         yield _first(part, source + suffix, name + suffix, shape[:-2], whole[:-2])
     for kind in ckpt.quantized.format.activations:
-        scale = f"{source.removesuffix('.weight')}.{kind}"
+        scale = scale_beside(source, kind)
         if scale in ckpt.quantized.activations:
-            yield _first(part, scale, f"{name.removesuffix('.weight')}.{kind}", shape[:-2], whole[:-2])
+            yield _first(part, scale, scale_beside(name, kind), shape[:-2], whole[:-2])
 
 
 def _first(part: Part, source: str, name: str, leading: Shape, whole: Shape) -> Output:
@@ -122,7 +123,7 @@ def _further(part: Part) -> Iterator[Output]:
     if quantized is None:
         return
     kinds = quantized.format.activations
-    owned = {f"{weight.removesuffix('.weight')}.{kind}" for weight in quantized.weights for kind in kinds}
+    owned = {scale_beside(weight, kind) for weight in quantized.weights for kind in kinds}
     for scale in quantized.activations:
         name = part.renamed(scale)
         if scale not in owned and name is not None:

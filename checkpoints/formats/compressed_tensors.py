@@ -21,8 +21,8 @@ from te_models.layers.quantizer import NVFP4Quantizer
 from ..errors import CheckpointError
 from .fields import one_of, section
 from .format import FLOAT_SCALES, WHOLE, Part, WeightFormat
-from .fp8_block import BLOCK, blocks_128
-from .modelopt import per_tensor, takes_nvfp4
+from .fp8 import BLOCK, blocks_128, per_tensor
+from .modelopt import takes_nvfp4
 from .mx import mxfp4_format, mxfp8_format
 
 _ACTIVATIONS = ("input_scale", "input_global_scale", "k_scale", "v_scale", "output_scale")
@@ -45,7 +45,8 @@ NVFP4 = WeightFormat(
 _MXFP4 = mxfp4_format("mxfp4-pack-quantized", "_packed", "_scale", grouped=False)
 MXFP4 = replace(_MXFP4, activations=_ACTIVATIONS, attention=_ATTENTION)
 MXFP8 = replace(mxfp8_format("mxfp8-quantized", "_scale"), activations=_ACTIVATIONS, attention=_ATTENTION)
-TENSOR = replace(per_tensor("float-quantized", _ACTIVATIONS), attention=_ATTENTION)
+_TENSOR = per_tensor(name="float-quantized", scale_suffix="_scale", activations=_ACTIVATIONS)
+TENSOR = replace(_TENSOR, attention=_ATTENTION)
 _BLOCKS = blocks_128(name="float-quantized", scale_suffix="_scale", pow2=False, activations=_ACTIVATIONS)
 BLOCKS = replace(_BLOCKS, attention=_ATTENTION)
 CHANNEL = WeightFormat(

@@ -12,12 +12,12 @@ from ..errors import CheckpointError
 from ..families.fields import shorten_value
 from ..strict_json import read_object
 from ..weight_files import plain_file
-from . import compressed_tensors, fp8_block, modelopt, mx
+from . import compressed_tensors, fp8, modelopt, mx
 from .format import Declaration, WeightFormat
 
 SEPARATE = "hf_quant_config.json"
 _READERS: dict[str, Callable[[Mapping[str, Any]], WeightFormat]] = {
-    "fp8": fp8_block.read,
+    "fp8": fp8.read,
     "mxfp8": mx.read_mxfp8,
     "mxfp4": mx.read_mxfp4,
     "modelopt": modelopt.read,
@@ -25,7 +25,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], WeightFormat]] = {
 }
 
 WRITABLE: dict[str, tuple[WeightFormat, ...]] = {
-    "fp8": (fp8_block.read({"scale_fmt": "ue8m0"}), fp8_block.read({})),
+    "fp8": (fp8.read({"scale_fmt": "ue8m0"}), fp8.read({})),
     "mxfp8": (mx.read_mxfp8({}),),
     "mxfp4": (mx.read_mxfp4({}),),
     "modelopt-fp8": (modelopt.FP8,),
@@ -34,6 +34,7 @@ WRITABLE: dict[str, tuple[WeightFormat, ...]] = {
     "mxfp4-pack-quantized": (compressed_tensors.MXFP4,),
     "mxfp8-quantized": (compressed_tensors.MXFP8,),
     "float-quantized": (compressed_tensors.TENSOR, compressed_tensors.BLOCKS),
+    "fp8-per-tensor": (fp8.TENSOR,),
 }
 """Names that `te-models export --format` takes; the first format that takes the stored form is written."""
 
@@ -113,8 +114,8 @@ def hf_config_of(weight_format: WeightFormat, plain: list[str]) -> tuple[dict[st
     """Return (`quantization_config` of config.json, hf_quant_config.json) for a model whose linear modules `plain` are
     not quantized."""
     name = weight_format.name
-    if name == "fp8":
-        return fp8_block.write(plain, pow2=fp8_block.has_power_of_two_scales(weight_format)), None
+    if name in ("fp8", fp8.TENSOR.name):
+        return fp8.write(weight_format, plain), None
     if name in ("mxfp4", "mxfp8"):
         return mx.write(name, plain), None
     if name.startswith("modelopt-"):

@@ -126,6 +126,13 @@ def is_e4m3(quantizer: Quantizer) -> bool:
     return isinstance(quantizer, FP8Quantizer) and quantizer.fp8_dtype == torch.float8_e4m3fn
 
 
+def scale_beside(weight: str, kind: str) -> str:
+    """Return the name of an activation's scale beside a weight: of a module, or of a fused tensor of experts, which is
+    none and puts its own name before it."""
+    module = weight.removesuffix(".weight")
+    return f"{weight}_{kind}" if module == weight else f"{module}.{kind}"
+
+
 def over_blocks(shape: Shape, block: tuple[int, int]) -> Shape:
     """Return how many blocks a matrix [..., rows, columns] has."""
     return (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))

@@ -12,29 +12,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from te_models.layers.quantizer import Float8CurrentScalingQuantizer, NVFP4Quantizer, Quantizer
+from te_models.layers.quantizer import NVFP4Quantizer, Quantizer
 
 from ..errors import CheckpointError
 from ..families.fields import shorten_value
 from .fields import one_of
-from .format import FLOAT_SCALES, Part, WeightFormat, is_e4m3
+from .format import Part, WeightFormat
+from .fp8 import per_tensor
 
 _ACTIVATIONS = ("input_scale", "k_scale", "v_scale", "output_scale")
-
-
-def per_tensor(name: str, activations: tuple[str, ...]) -> WeightFormat:
-    """Return the format of E4M3 with one scale per matrix."""
-    return WeightFormat(
-        name=name,
-        element="e4m3",
-        parts=(
-            Part("data", "", ("F8_E4M3",), "elements", (1, 1)),
-            Part("scale_inv", "_scale", FLOAT_SCALES, "scale", None),
-        ),
-        storages={"float8": Float8CurrentScalingQuantizer()},
-        takes=lambda q: q.FORMAT == "float8" and is_e4m3(q),
-        activations=activations,
-    )
 
 
 def takes_nvfp4(quantizer: Quantizer) -> bool:
@@ -55,7 +41,7 @@ NVFP4 = WeightFormat(
     activations=_ACTIVATIONS,
     columns=16,
 )
-FP8 = per_tensor("modelopt-fp8", _ACTIVATIONS)
+FP8 = per_tensor(name="modelopt-fp8", scale_suffix="_scale", activations=_ACTIVATIONS)
 _ALGORITHMS = {"FP8": FP8, "NVFP4": NVFP4}
 
 

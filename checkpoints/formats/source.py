@@ -24,7 +24,7 @@ from ..plan import match_tensors
 from ..store import FileStore
 from . import numbers
 from .encode import number_amax, number_error
-from .format import Declaration, Part, WeightFormat
+from .format import Declaration, Part, WeightFormat, scale_beside
 from .namespace import FieldNamespace, field_namespace, upright
 from .views import View, ViewStore, field_view, value_view
 
@@ -187,7 +187,7 @@ def quantized_weights(plain: Namespace, files: FileStore, weight_format: WeightF
 def _activations(
     files: FileStore, plain: Namespace, weights: list[str], weight_format: WeightFormat
 ) -> tuple[str, ...]:
-    names = [f"{w.removesuffix('.weight')}.{kind}" for w in weights for kind in weight_format.activations]
+    names = [scale_beside(weight, kind) for weight in weights for kind in weight_format.activations]
     if weight_format.attention:
         projections = (x.stored for x in plain.links if ".self_attention." in x.name and is_linear_weight(x.name))
         modules = dict.fromkeys(name.rsplit(".", 2)[0] for name in projections)

@@ -15,7 +15,7 @@ from torch import Tensor
 from te_models.layers.field_schema import field_layouts
 from te_models.layers.quantizer import Quantizer
 
-from ..boxes import Box, Shape, slices
+from ..boxes import Box, Shape, extents, slices
 from ..dtypes import torch_dtype
 from ..header import TensorInfo, byte_count
 from ..links import Stored
@@ -74,7 +74,8 @@ def field_view(files: FileStore, weight: str, part: Part, quantizer: Quantizer, 
     def read(box: Box) -> Tensor:
         if block != part.block and part.meaning == "elements":
             return unpacked(files, name, part, box, torch_dtype(dtype))
-        return region(files, name, part, box, block, convert or (lambda found: found.to(torch_dtype(dtype))))
+        found = region(files, name, part, box, block, convert or (lambda found: found.to(torch_dtype(dtype))))
+        return found.expand(extents(box))  # the number of a matrix, where the field has one per block
 
     return View(dtype, field.shape, read)
 

@@ -150,13 +150,21 @@ def mxfp4_blocks(name: str, weight: torch.Tensor, generator: torch.Generator) ->
     return {f"{name}_blocks": blocks, f"{name}_scales": scales}, values.mT
 
 
-def per_tensor(one: bool, dtype: torch.dtype = torch.float32) -> Encoder:
-    """Return what makes FP8 with one scale, of shape [1] or []."""
+def per_tensor(
+    one: bool,
+    dtype: torch.dtype = torch.float32,
+    *,
+    suffix: str = "_scale",
+    activation: str = "input_scale",
+    joined: bool = True,
+) -> Encoder:
+    """Return what makes FP8 with one scale, of shape [1] or []; joined: projections that a model joins share it."""
 
     def encode(name: str, weight: torch.Tensor, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
         data = random_fp8(tuple(weight.shape), generator)
-        scale = (torch.rand((1,) if one else (), generator=shared(name)) * 4e-4 + 1e-4).to(dtype)
-        tensors = {name: data, f"{name}_scale": scale, f"{module_of(name)}.input_scale": scale * 7}
+        scale = torch.rand((1,) if one else (), generator=shared(name) if joined else generator) * 4e-4 + 1e-4
+        scale = scale.to(dtype)
+        tensors = {name: data, name + suffix: scale, f"{module_of(name)}.{activation}": scale * 7}
         return tensors, decode_fp8(data) * scale.double()
 
     return encode
@@ -225,6 +233,12 @@ FP8_CONFIG: dict[str, Any] = {
     "activation_scheme": "dynamic",
     "weight_block_size": [128, 128],
 }
+STATIC_CONFIG: dict[str, Any] = {
+    "quant_method": "fp8",
+    "activation_scheme": "static",
+    "weight_block_size": None,
+    "modules_to_not_convert": ["lm_head"],
+}
 
 
 def compressed(form: str, **weights: Any) -> dict[str, Any]:
@@ -256,6 +270,9 @@ CASES: dict[str, Case] = {
     "fp8-ue8m0": Case("qwen3_moe", fp8_block(pow2=True), FP8_CONFIG | {"scale_fmt": "ue8m0"}),
     "fp8-moe": Case("qwen3_moe", fp8_block(), FP8_CONFIG),
     "fp8-latent": Case("deepseek_v3", fp8_block(), FP8_CONFIG),
+    "fp8-per-tensor": Case(
+        "qwen3_moe", per_tensor(False, suffix="_scale_inv", activation="activation_scale"), STATIC_CONFIG
+    ),
     "mxfp4-gpt-oss": Case(
         "gpt_oss",
         mxfp4_blocks,

@@ -17,6 +17,7 @@ import pytest
 
 from te_models.checkpoints import CheckpointError, import_hf, quantize, upcycle
 from te_models.checkpoints.writer import HashedFile
+from te_models.cli.main import main
 from tests.checkpoints.hf_cases import HFFolder
 from tests.checkpoints.quantized_cases import CASES, make
 
@@ -227,35 +228,38 @@ def test_the_note_is_printed(hf_folder: HFFolder, tmp_path: Path) -> None:
     assert result.stderr.startswith("continuing an interrupted run: 3 of ") and result.stderr.count("\n") == 1
 
 
-def test_ctrl_c_keeps_finished_files_and_an_error_keeps_nothing(hf_folder: HFFolder, tmp_path: Path) -> None:
-    """A real SIGINT to a real process of the command line, whose writing of files is slowed down."""
+def test_ctrl_c_keeps_finished_files(hf_folder: HFFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A real SIGINT to a real process of the command line, which begins no fourth file before the signal is sent."""
     source, out, working = hf_folder("mixtral"), tmp_path / "out", tmp_path / ".out.partial"
     code = (
-        "import sys, time\n"
+        "import itertools, pathlib, sys, time\n"
         "from te_models.checkpoints.writer import HashedFile\n"
         "from te_models.cli.main import main\n"
-        "real = HashedFile.write_header\n"
-        "HashedFile.write_header = lambda self, data: (time.sleep(0.2), real(self, data))\n"
-        "sys.exit(main(sys.argv[1:]))\n"
+        "real, begun, sent = HashedFile.write_header, itertools.count(1), pathlib.Path(sys.argv[1])\n"
+        "def write_header(self, data):\n"
+        "    late = next(begun) > 3\n"
+        "    while late and not sent.exists():\n"
+        "        time.sleep(0.01)\n"
+        "    real(self, data)\n"
+        "HashedFile.write_header = write_header\n"
+        "sys.exit(main(sys.argv[2:]))\n"
     )
     words = ["import", str(source), str(out), "--max-shard-size", str(SHARD_BYTES)]
-    run = subprocess.Popen([sys.executable, "-c", code, *words], stderr=subprocess.PIPE, text=True)
-    while len(list(working.glob("finished/*.json"))) < 3 and run.poll() is None:
-        time.sleep(0.01)
-    run.send_signal(signal.SIGINT)
-    _, errors = run.communicate(timeout=60)
+    sent = tmp_path / "sent"
+    with subprocess.Popen([sys.executable, "-c", code, sent, *words], stderr=subprocess.PIPE, text=True) as run:
+        while len(list(working.glob("finished/*.json"))) < 3 and run.poll() is None:
+            time.sleep(0.01)
+        run.send_signal(signal.SIGINT)
+        sent.touch()
+        _, errors = run.communicate(timeout=60)
     kept = len(list(working.glob("finished/*.json")))
-    assert run.returncode == 130 and kept >= 3 and not out.exists()
+    assert run.returncode == 130 and kept >= 3 and not out.exists(), errors
     last = errors.splitlines()[-1]
     assert last == f"te-models: interrupted; {working} has {kept} finished files: the same command goes on from there"
     assert "Traceback" not in errors
-    again = subprocess.run(
-        [sys.executable, "-m", "te_models", *words],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    assert f"continuing an interrupted run: {kept} of " in again.stderr
+    assert main(words) == 0
+    (note,) = notes(caplog)
+    assert note.startswith(f"continuing an interrupted run: {kept} of ")
     do_import(source, tmp_path / "reference")
     assert content(out) == content(tmp_path / "reference") and not working.exists()
 

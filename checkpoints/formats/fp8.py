@@ -1,0 +1,115 @@
+"""`quant_method` "fp8": E4M3 with a scale per 128x128 block, as DeepSeek-V3 introduced it (arXiv 2412.19437), or one
+per matrix, where `weight_block_size` is null (Ministral 3 Instruct).
+
+    X.weight F8_E4M3 [M, K]    X.weight_scale_inv F32 or BF16 [M/128, K/128], rounded up    value = weight * scale
+    X.weight F8_E4M3 [M, K]    X.weight_scale_inv F32 or BF16 [] or [1]                     value = weight * scale
+
+`scale_fmt` "ue8m0" promises scales of blocks that are powers of two. `activation_scheme` "static" comes with
+`X.activation_scale`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from te_models.layers.quantizer import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    MXFP8Quantizer,
+    Quantizer,
+)
+
+from ..errors import CheckpointError
+from ..families.fields import shorten_value
+from .fields import one_of
+from .format import FLOAT_SCALES, Part, WeightFormat, is_e4m3
+
+BLOCK = (128, 128)
+_ACTIVATIONS = ("input_scale", "activation_scale")
+
+
+def blocks_128(*, name: str, scale_suffix: str, pow2: bool, activations: tuple[str, ...]) -> WeightFormat:
+    """Return the format of E4M3 in 128x128 blocks with floating-point scales."""
+    return WeightFormat(
+        name=name,
+        element="e4m3",
+        parts=(
+            Part("data", "", ("F8_E4M3",), "elements", (1, 1)),
+            Part("scale_inv", scale_suffix, FLOAT_SCALES, "scale", BLOCK),
+        ),
+        storages={
+            "float8_block": Float8BlockQuantizer(force_pow_2_scales=pow2),
+            "mxfp8": MXFP8Quantizer(two_dimensional=True),
+        },
+        takes=lambda quantizer: _takes_blocks(quantizer, pow2),
+        takes_even=lambda q: isinstance(q, MXFP8Quantizer) and q.two_dimensional and is_e4m3(q),
+        activations=activations,
+    )
+
+
+def per_tensor(*, name: str, scale_suffix: str, activations: tuple[str, ...]) -> WeightFormat:
+    """Return the format of E4M3 with one floating-point scale per matrix.
+
+    What a parameter joins may have several scales; then they are exact in blocks, which repeat them.
+    """
+    return WeightFormat(
+        name=name,
+        element="e4m3",
+        parts=(
+            Part("data", "", ("F8_E4M3",), "elements", (1, 1)),
+            Part("scale_inv", scale_suffix, FLOAT_SCALES, "scale", None),
+        ),
+        storages={
+            "float8": Float8CurrentScalingQuantizer(),
+            "float8_block": Float8BlockQuantizer(force_pow_2_scales=False),
+        },
+        takes=lambda q: q.FORMAT == "float8" and is_e4m3(q),
+        takes_even=lambda q: _takes_blocks(q, pow2=False),
+        activations=activations,
+    )
+
+
+def _takes_blocks(quantizer: Quantizer, pow2: bool) -> bool:
+    if not isinstance(quantizer, Float8BlockQuantizer) or not is_e4m3(quantizer):
+        return False
+    return quantizer.block_scaling_dim == 2 and (quantizer.force_pow_2_scales or not pow2)
+
+
+TENSOR = per_tensor(name="fp8-per-tensor", scale_suffix="_scale_inv", activations=_ACTIVATIONS)
+
+
+def read(config: Mapping[str, Any]) -> WeightFormat:
+    """Return the format that `quantization_config` declares."""
+    one_of(config, "fmt", ("e4m3",), "e4m3")
+    one_of(config, "activation_scheme", ("dynamic", "static"), "dynamic")
+    block = config.get("weight_block_size", list(BLOCK))
+    if block is None:
+        one_of(config, "scale_fmt", ("float",), "float")
+        return TENSOR
+    if block != list(BLOCK):
+        raise CheckpointError(
+            f"config.json declares FP8 with weight_block_size = {shorten_value(block)}; supported: {list(BLOCK)}, null"
+        )
+    return _blocks(pow2=one_of(config, "scale_fmt", ("float", "ue8m0"), "float") == "ue8m0")
+
+
+def _blocks(*, pow2: bool) -> WeightFormat:
+    return blocks_128(name="fp8", scale_suffix="_scale_inv", pow2=pow2, activations=_ACTIVATIONS)
+
+
+def has_power_of_two_scales(weight_format: WeightFormat) -> bool:
+    """Whether the declaration promises scales that are powers of two."""
+    return weight_format.storages["float8_block"] == Float8BlockQuantizer(force_pow_2_scales=True)
+
+
+def write(weight_format: WeightFormat, plain: list[str]) -> dict[str, Any]:
+    """Return `quantization_config` for a model whose linear modules `plain` are not quantized."""
+    config: dict[str, Any] = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": None if weight_format.name == TENSOR.name else list(BLOCK),
+        "modules_to_not_convert": plain,
+    }
+    return config | ({"scale_fmt": "ue8m0"} if has_power_of_two_scales(weight_format) else {})

@@ -1,0 +1,85 @@
+"""Scales of activations between forms of a family: one tensor per expert, and one for all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from te_models.checkpoints import export_hf, import_hf, toy
+from tests.checkpoints.hf_cases import assert_same_bits, stored
+from tests.checkpoints.quantized_cases import CASES, make
+
+LAYER = "model.layers.0.mlp.experts"
+GATE_UP = f"{LAYER}.gate_up_proj_input_scale"
+
+
+def fused(root: Path) -> Path:
+    """Return a folder of three experts, fused, in ModelOpt's FP8."""
+    source, _ = make(CASES["modelopt-fp8"], root)
+    import_hf(source, root / "single")
+    assert not export_hf(root / "single", root / "fused", form="fused").ignored
+    return root / "fused"
+
+
+def change(folder: Path, changes: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    tensors = stored(folder) | changes
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return tensors
+
+
+def test_each_expert_s_scale_in_one_tensor(tmp_path: Path) -> None:
+    folder = fused(tmp_path)
+    single, tensors = stored(tmp_path / "quantized"), stored(folder)
+    for name, parts in {GATE_UP: ("gate_proj", "up_proj"), f"{LAYER}.down_proj_input_scale": ("down_proj",)}.items():
+        for part in parts:
+            expected = torch.stack([single[f"{LAYER}.{e}.{part}.input_scale"] for e in range(3)])
+            assert torch.equal(tensors[name], expected)
+    assert len(set(tensors[GATE_UP].tolist())) == 3
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (3, 1)])
+def test_fused_scales_come_back_and_go_to_each_expert(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    folder = fused(tmp_path)
+    count = torch.Size(shape).numel()
+    scale = (torch.rand(count, generator=torch.Generator().manual_seed(2)) + 0.5).view(shape)
+    tensors = change(folder, {GATE_UP: scale})
+    import_hf(folder, tmp_path / "ours")
+    assert not export_hf(tmp_path / "ours", tmp_path / "back").ignored
+    assert_same_bits(tensors, stored(tmp_path / "back"))
+    assert not export_hf(tmp_path / "ours", tmp_path / "published", form="published").ignored
+    published = stored(tmp_path / "published")
+    for e in range(3):
+        found = [published[f"{LAYER}.{e}.{part}.input_scale"] for part in ("gate_proj", "up_proj")]
+        assert all(torch.equal(x.flatten()[0], scale.flatten()[e if count == 3 else 0]) for x in found)
+        assert all(x.shape == ((1,) if shape[-1:] == (1,) else ()) for x in found)
+
+
+def test_scales_that_differ_are_named_and_stay_in_our_folder(tmp_path: Path) -> None:
+    """Of gate and up of one expert: a fused tensor has one scale for both."""
+    source, _ = make(CASES["modelopt-fp8"], tmp_path)
+    tensors = change(source, {f"{LAYER}.1.up_proj.input_scale": torch.tensor(9.0)})
+    import_hf(source, tmp_path / "ours")
+    plan = export_hf(tmp_path / "ours", tmp_path / "fused", form="fused")
+    parts = {f"{LAYER}.{e}.{part}.input_scale" for e in range(3) for part in ("gate_proj", "up_proj")}
+    assert set(plan.ignored) == parts and GATE_UP not in stored(tmp_path / "fused")
+    assert f"{LAYER}.down_proj_input_scale" in stored(tmp_path / "fused")
+    assert not export_hf(tmp_path / "ours", tmp_path / "back").ignored
+    assert_same_bits(tensors, stored(tmp_path / "back"))
+
+
+def test_other_shapes_stay_with_their_form(tmp_path: Path) -> None:
+    folder = fused(tmp_path)
+    tensors = change(folder, {GATE_UP: torch.rand(2, 2)})
+    import_hf(folder, tmp_path / "ours")
+    export_hf(tmp_path / "ours", tmp_path / "back")
+    assert_same_bits(tensors, stored(tmp_path / "back"))
+    assert export_hf(tmp_path / "ours", tmp_path / "published", form="published").ignored == (GATE_UP,)
+
+
+def test_a_toy_has_the_scales_of_its_experts(tmp_path: Path) -> None:
+    folder = fused(tmp_path)
+    toy(folder, tmp_path / "toy", layers=1, experts=2)
+    assert torch.equal(stored(tmp_path / "toy")[GATE_UP], stored(folder)[GATE_UP][:2])
