@@ -1,8 +1,13 @@
-"""What launchers of Triton kernels share."""
+"""What launchers of Triton kernels share, and where they run."""
 
 from __future__ import annotations
 
 import torch
+
+
+def on_accelerator(x: torch.Tensor) -> bool:
+    """Whether kernels serve x, for quantization; elsewhere the reference does."""
+    return x.is_cuda
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import launch
 from ..registry import like, operation
 from . import reference
 
@@ -52,7 +53,7 @@ def dequantize_grouped(
     data: FP8, any strides, [rows, C], or [P, C] where a block spans several rows; stored: float32 scales or uint8
     exponents of its blocks, or for block None one float32 scale per group, [G]; m_splits: [G] integer, on the device.
     """
-    if not data.is_cuda:
+    if not launch.on_accelerator(data):
         return definition(data, stored, m_splits, rows, block, dtype)
     return _registered(data, stored, m_splits, rows, list(block or ()), dtype)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import launch
 from . import blocks, grouped, reference, registered
 from .blocks import blockwise_amax
 from .hadamard import inverse_random_hadamard
@@ -66,17 +67,17 @@ __all__ = [
 
 def amax(x: Tensor) -> Tensor:
     """Return the largest magnitude of each matrix, float32: [..., R, C] -> [...]. NaN stays; an empty one has 0."""
-    return registered.amax(x) if x.is_cuda else blocks.amax(x)
+    return registered.amax(x) if launch.on_accelerator(x) else blocks.amax(x)
 
 
 def grouped_amax(x: Tensor, m_splits: Tensor) -> Tensor:
     """Return the largest magnitude in each group of rows of x: [T, C], m_splits [G] integer -> [G] float32."""
-    return registered.grouped_amax(x, m_splits) if x.is_cuda else grouped.grouped_amax(x, m_splits)
+    return registered.grouped_amax(x, m_splits) if launch.on_accelerator(x) else grouped.grouped_amax(x, m_splits)
 
 
 def quantize_per_tensor(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -> Tensor:
     """Return clamp(x * scale) as FP8. scale: float32, broadcastable to x. A NaN stays, infinities saturate."""
-    if x.is_cuda:
+    if launch.on_accelerator(x):
         return registered.quantize_per_tensor(x, scale, fp8_dtype)
     return reference.quantize_per_tensor(x, scale, fp8_dtype)
 
@@ -84,7 +85,7 @@ def quantize_per_tensor(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -> Ten
 def quantize_per_tensor_both(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return `quantize_per_tensor` twice: as it lies, and the same tensor lying transposed in memory on CUDA, where FP8
     GEMMs need that (elsewhere: the same tensor)."""
-    if x.is_cuda:
+    if launch.on_accelerator(x):
         return registered.quantize_per_tensor_both(x, scale, fp8_dtype)
     data = reference.quantize_per_tensor(x, scale, fp8_dtype)
     return data, data
@@ -98,7 +99,7 @@ def quantize_grouped_per_tensor(
     Returns the rowwise copy [T, C], zero past the last group, and if asked for the columnwise one [P, C], in which
     every group begins at a multiple of `align` rows and is followed by zeros up to the next one (see `grouped`).
     """
-    if x.is_cuda:
+    if launch.on_accelerator(x):
         return registered.quantize_grouped_per_tensor(x, m_splits, scale, fp8_dtype, align, columnwise)
     return grouped.quantize_grouped_per_tensor(x, m_splits, scale, fp8_dtype, align=align, columnwise=columnwise)
 
@@ -112,7 +113,7 @@ def quantize_blockwise(
     ceil(C/bc)]: float32, or uint8 bytes for "e8m0". Infinities saturate; a NaN stays in its element ("e8m0": makes its
     block NaN). scale_kind: "float32", "pow2" or "e8m0".
     """
-    if x.is_cuda:
+    if launch.on_accelerator(x):
         return registered.quantize_blockwise(x, list(block), fp8_dtype, scale_kind, epsilon)
     return reference.quantize_blockwise(x, block, fp8_dtype, scale_kind, epsilon=epsilon)
 
@@ -124,7 +125,7 @@ def quantize_blockwise_both(
 
     All four are in x's orientation, each pair as `quantize_blockwise` returns it; on CUDA in one pass over x.
     """
-    if x.is_cuda:
+    if launch.on_accelerator(x):
         return registered.quantize_blockwise_both(x, list(block), fp8_dtype, scale_kind, epsilon)
     return reference.quantize_blockwise_both(x, block, fp8_dtype, scale_kind, epsilon=epsilon)
 
@@ -145,7 +146,7 @@ def quantize_grouped_blockwise(
     Returns data and scales of each copy asked for, in this order. A copy whose blocks span several rows has padded
     rows, [P, C]: every group begins at a multiple of the block's rows (see `grouped`).
     """
-    if x.is_cuda:
+    if launch.on_accelerator(x):
         return registered.quantize_grouped_blockwise(
             x, m_splits, list(block), fp8_dtype, scale_kind, epsilon, rowwise, columnwise
         )
@@ -156,13 +157,13 @@ def quantize_grouped_blockwise(
 
 def dequantize_blockwise(data: Tensor, stored: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """Return data * scale in `dtype`. data: [..., R, C] FP8; stored: its scales, float32 or uint8 exponents."""
-    if data.is_cuda:
+    if launch.on_accelerator(data):
         return registered.dequantize_blockwise(data, stored, list(block), dtype)
     return reference.dequantize_blockwise(data, stored, block, dtype)
 
 
 def dequantize_per_tensor(data: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
     """Return data * scale_inv in `dtype`. scale_inv: float32, broadcastable to data."""
-    if data.is_cuda:
+    if launch.on_accelerator(data):
         return registered.dequantize_per_tensor(data, scale_inv, dtype)
     return reference.dequantize_per_tensor(data, scale_inv, dtype)

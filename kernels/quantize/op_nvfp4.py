@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import launch
 from . import hadamard, nvfp4, nvfp4_copies, registered, registered_nvfp4
 from .nvfp4_copies import transpose_nvfp4
 
@@ -20,17 +21,12 @@ __all__ = [
 ]
 
 
-def on_accelerator(x: Tensor) -> bool:
-    """Whether kernels serve x."""
-    return x.is_cuda
-
-
 def random_hadamard(x: Tensor, dim: int = -1) -> Tensor:
     """Transform groups of 16 along `dim` (-1 or -2): bfloat16 to bfloat16, sums in float32 in a fixed order.
 
     The dimension comes back rounded up to a multiple of 16; what is past a ragged end counts as zero.
     """
-    if x.dtype == torch.bfloat16 and on_accelerator(x):
+    if x.dtype == torch.bfloat16 and launch.on_accelerator(x):
         return registered_nvfp4.random_hadamard(x, dim)
     return hadamard.random_hadamard(x, dim)
 
@@ -44,7 +40,7 @@ def quantize_nvfp4(
     matrices that lie side by side. key, stream: round stochastically with `random_bits(key, stream, x.shape)`; None
     rounds to nearest even. A 16x16 block's scale is written for each of its rows.
     """
-    if not on_accelerator(x):
+    if not launch.on_accelerator(x):
         return nvfp4.quantize_nvfp4(x, block_rows=block_rows, amax=amax, key=key, stream=stream)
     nvfp4.block_of(block_rows)
     known: Tensor = registered.amax(x) if amax is None else amax
@@ -60,7 +56,7 @@ def quantize_nvfp4_transposed(
     with_rht: of the random Hadamard transform along the rows, which are rounded up to a multiple of 16 then. amax:
     [...], that of the transformed matrices, if known. key, stream: as for `quantize_nvfp4`, of the transpose.
     """
-    if not on_accelerator(x):
+    if not launch.on_accelerator(x):
         return nvfp4_copies.quantize_nvfp4_transposed(x, with_rht=with_rht, amax=amax, key=key, stream=stream)
     amax = _amaxes(x, None, with_rht)[1] if amax is None else amax
     packed, scales = registered_nvfp4.quantize_nvfp4(x, None, amax, None, key, 0, stream, 1, with_rht)
@@ -87,7 +83,7 @@ def quantize_nvfp4_both(
     amaxes, streams: the two of `quantize_nvfp4` and `quantize_nvfp4_transposed`. On CUDA the amaxes take one pass over
     x, both copies another.
     """
-    if not on_accelerator(x):
+    if not launch.on_accelerator(x):
         return nvfp4_copies.quantize_nvfp4_both(x, with_rht=with_rht, amaxes=amaxes, key=key, streams=streams)
     row_amax, col_amax = amaxes or _amaxes(x, None, with_rht)
     found = registered_nvfp4.quantize_nvfp4(x, row_amax, col_amax, None, key, *streams, 1, with_rht)
@@ -109,7 +105,7 @@ def quantize_grouped_nvfp4(
     Rowwise: [T, ceil(C / 2)], [T, ceil(C / 16)], [G]; rows past the last group count as a group of amax 0. Columnwise,
     in rows padded to multiples of 16 (see `grouped`): [C, P / 2], [C, P / 16], [G].
     """
-    if not on_accelerator(x):
+    if not launch.on_accelerator(x):
         flags = {"rowwise": rowwise, "columnwise": columnwise}
         return nvfp4_copies.quantize_grouped_nvfp4(x, m_splits, with_rht=with_rht, key=key, streams=streams, **flags)
     row_amax, col_amax = _amaxes(x, m_splits, with_rht and columnwise)
@@ -122,13 +118,13 @@ def quantize_grouped_nvfp4(
 
 def decode_blocks(packed: Tensor, scales: Tensor, columns: int) -> Tensor:
     """Return value * scale in float32, exact, without the factor of the whole matrix: [..., R, C]."""
-    if on_accelerator(packed):
+    if launch.on_accelerator(packed):
         return registered_nvfp4.dequantize_nvfp4(packed, scales, None, columns, torch.float32)
     return nvfp4.decode_blocks(packed, scales, columns)
 
 
 def dequantize_nvfp4(packed: Tensor, scales: Tensor, amax: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     """Return [..., R, C] in `dtype`, C = columns; amax: of each matrix [...], or of each row [..., R, 1]."""
-    if on_accelerator(packed):
+    if launch.on_accelerator(packed):
         return registered_nvfp4.dequantize_nvfp4(packed, scales, amax, columns, dtype)
     return nvfp4.dequantize_nvfp4(packed, scales, amax, columns, dtype)

@@ -1,5 +1,6 @@
 """Arguments to call every registered operation with: each usage, option and dtype that changes what it returns.
 
+What recipes ask for is derived from them (quantizer_samples); test_registered_ops says what else must occur.
 Made of the inputs of each operation's own tests. Sizes are distinct, ragged and above 1, so that a result with two
 sizes swapped, or a size taken for a constant, shows.
 """
@@ -7,7 +8,7 @@ sizes swapped, or a size taken for a constant, shows.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from te_models.kernels.quantize import registered_nvfp4
 from te_models.kernels.registry import flatten
 from tests.kernels import scaled_cases
 from tests.kernels.triton import (
+    quantizer_samples,
     test_activation,
     test_cross_entropy,
     test_norm,
@@ -26,43 +28,55 @@ from tests.kernels.triton import (
     test_rope,
     test_router,
 )
-from tests.kernels.triton.quantize_cases import BLOCKS, E4M3, E5M2, ordinary
+from tests.kernels.triton.quantize_cases import E4M3, E5M2, ordinary
 from tests.kernels.triton.test_grouped_gemm import FORMATS, quantized_rows
 
 Arguments = tuple[Any, ...]
+Family = Callable[[torch.device], Iterator[tuple[str, Arguments]]]
 F32, BF16 = torch.float32, torch.bfloat16
 EPS = 1e-5
 
 
+def together(*choices: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    """Yield choices side by side until each has come, shorter ones again from the start: sums and not products."""
+    for i in range(max(map(len, choices))):
+        yield tuple(ones[i % len(ones)] for ones in choices)
+
+
 def norms(device: torch.device) -> Iterator[tuple[str, Arguments]]:
-    for option, dtype in itertools.product(test_norm.OPTIONS, (F32, BF16)):
+    for option, dtype in together(test_norm.OPTIONS, [F32, BF16, BF16]):
         x, weight, bias = test_norm.inputs(6, 20, dtype, F32, option[3], option[4], device)
         flags = option[:3]
         # a batch of rows that does not lie contiguously
         x = x.view(2, 3, 20).transpose(0, 1)
         yield "norm_fwd", (x, weight, bias, EPS, *flags)
         mean = torch.rand(3, 2, device=device) if option[0] else torch.empty(0, device=device)
-        for weight_grad, bias_grad in ((None, None), (F32, None), (BF16, F32)):
+        for weight_grad, bias_grad in ((None, None), (F32, BF16), (BF16, F32)):
             statistics = (mean, torch.rand(3, 2, device=device))
             yield "norm_bwd", (x, x, weight, *statistics, *flags, weight_grad, bias_grad)
 
 
 def quantized_outputs(device: torch.device) -> Iterator[tuple[str, Arguments]]:
-    x, weight = ordinary((2, 33, 40), BF16).to(device), torch.ones(40, device=device)
-    p = torch.rand(2, 33, device=device)
+    """Every output that a quantizer of a recipe asks for, and every option of what it is the output of."""
+    x = ordinary((2, 33, 40), BF16).to(device)
+    weight, bias = torch.ones(2, 40, device=device)
     slots = torch.tensor([3, -1, 0, 5, 1, 4, 2, -1], device=device)
-    for output in test_quantized_outputs.OUTPUTS:
+    outputs = [*quantizer_samples.outputs(), *test_quantized_outputs.OUTPUTS[:3]]  # these have one scale
+    for output, option in together(outputs, test_norm.OPTIONS):
         tail = (test_quantized_outputs.scale_for(output, device), *flatten(output))
-        for centered in (False, True):
-            yield "norm_quantized", (x, weight, None, EPS, centered, False, True, *tail)
-        for gated, weights in ((False, None), (True, p)):
-            yield "activation_quantized", (x, weights, "silu", gated, None, 1.0, 0.0, *tail)
+        centered, zero_centered, weight_last, has_weight, has_bias = option
+        parameters = weight if has_weight else None, bias if has_bias else None
+        yield "norm_quantized", (x, *parameters, EPS, centered, zero_centered, weight_last, *tail)
         yield "permute_quantized", (x[0], slots, 2, *tail)
+    options = list(itertools.product(test_activation.OPTIONS, (None, torch.rand(2, 33, device=device))))
+    for output, (option, p) in together(outputs, options):
+        tail = (test_quantized_outputs.scale_for(output, device), *flatten(output))
+        yield "activation_quantized", (x, p, *option, *tail)
 
 
 def activations(device: torch.device) -> Iterator[tuple[str, Arguments]]:
-    options = (test_activation.OPTIONS[0], test_activation.OPTIONS[1], test_activation.OPTIONS[-1])
-    for option, weighted, dtype in itertools.product(options, (False, True), (F32, BF16)):
+    weighted_ones = itertools.product((False, True), (F32, BF16))
+    for option, (weighted, dtype) in together(test_activation.OPTIONS, list(weighted_ones)):
         x, dy, p = test_activation.inputs(6, 10, option[1], weighted, dtype, device)
         x, dy, p = x.view(2, 3, -1), dy.view(2, 3, -1), None if p is None else p.view(2, 3)
         yield "activation_fwd", (x, p, *option)
@@ -78,12 +92,13 @@ def ropes(device: torch.device) -> Iterator[tuple[str, Arguments]]:
 
 
 def routers(device: torch.device) -> Iterator[tuple[str, Arguments]]:
-    for counts, sigmoid, dtype in itertools.product(test_router.COUNTS[2:5:2], (False, True), (F32, BF16)):
-        logits, bias = test_router.inputs(5, counts, (False, False, sigmoid), dtype, device)
-        flags = (sigmoid, False, True, 1e-20, 2.5)
-        yield "router_topk", (logits, bias, counts[1], *flags, *counts[2:4], counts[4] == "top2_sum")
-        indices = torch.arange(counts[1], device=device).repeat(5, 1)
-        yield "router_topk_bwd", (torch.rand(5, counts[1], device=device), logits, indices, *flags)
+    counts = test_router.COUNTS[2:5:2]
+    for scores, of, dtype in together(test_router.SCORES, counts, [F32, BF16, BF16, F32]):
+        logits, bias = test_router.inputs(5, of, scores, dtype, device)
+        flags = (*scores[:2], *scores[3:])
+        yield "router_topk", (logits, bias, of[1], *flags, *of[2:4], of[4] == "top2_sum")
+        indices = torch.arange(of[1], device=device).repeat(5, 1)
+        yield "router_topk_bwd", (torch.rand(5, of[1], device=device), logits, indices, *flags)
 
 
 def permutations(device: torch.device) -> Iterator[tuple[str, Arguments]]:
@@ -95,7 +110,7 @@ def permutations(device: torch.device) -> Iterator[tuple[str, Arguments]]:
         yield "permute_rows", (x, p.row_of_slot, p.padding_rows)
         rows = torch.randn(p.slot_of_row.shape[0], 6, device=device).to(dtype)
         for optional in (None, weights):
-            for out in (None, F32):
+            for out in (None, F32, BF16):
                 yield "sum_slots", (rows, p.row_of_slot, optional, out)
         for wanted in (False, True):
             yield "unpermute_bwd", (x, rows, weights, p.row_of_slot, p.padding_rows, wanted)
@@ -115,64 +130,34 @@ def losses(device: torch.device) -> Iterator[tuple[str, Arguments]]:
 
 
 def fp8(device: torch.device) -> Iterator[tuple[str, Arguments]]:
+    """What no quantizer asks for: rows padded for one scale per group, both copies by one scale, other inputs."""
     m_splits, one = torch.tensor([7, 0, 26], device=device), torch.ones((), device=device)
     matrices = ordinary((40, 48), BF16).to(device), ordinary((2, 33, 20), F32).to(device)
-    for x, dtype in itertools.product(matrices, (E4M3, E5M2)):
-        yield "amax", (x,)
-        yield "quantize_per_tensor", (x, one, dtype)
+    for x, dtype in zip(matrices, (E4M3, E5M2), strict=True):
         yield "quantize_per_tensor_both", (x, one, dtype)
-        yield "dequantize_per_tensor", (x.to(dtype), one, x.dtype)
-        for block, kind in BLOCKS:
-            for side in {block, (block[1], block[0])}:
-                yield "quantize_blockwise", (x, list(side), dtype, kind, 0.0)
-            yield "quantize_blockwise_both", (x, list(block), dtype, kind, 0.0)
-            scales = [-(-size // length) for size, length in zip(x.shape[-2:], block, strict=True)]
-            stored = torch.ones(*x.shape[:-2], *scales, device=device)
-            stored = stored.to(torch.uint8) if kind == "e8m0" else stored
-            yield "dequantize_blockwise", (x.to(dtype), stored, list(block), x.dtype)
-    x = matrices[0]
-    yield "grouped_amax", (x, m_splits)
-    for align in (1, 16):
-        yield "quantize_grouped_per_tensor", (x, m_splits, torch.rand(3, device=device), E4M3, align, align > 1)
-    for (block, kind), usage in itertools.product(BLOCKS, ((True, False), (False, True), (True, True))):
-        yield "quantize_grouped_blockwise", (x, m_splits, list(block), E4M3, kind, 0.0, *usage)
-    yield "dequantize_grouped", (x.to(E4M3), torch.rand(3, device=device), m_splits, 40, [], BF16)
-    yield "dequantize_grouped", (x.to(E4M3), torch.rand(40, 1, device=device), m_splits, 40, [1, 128], F32)
-    padded = torch.zeros(40 + 3 * 31 - (40 + 3 * 31) % 32, 48, device=device)
-    scales = torch.zeros(padded.shape[0] // 32, 48, dtype=torch.uint8, device=device)
-    yield "dequantize_grouped", (padded.to(E4M3), scales, m_splits, 40, [32, 1], BF16)
+        yield "grouped_amax", (x.view(-1, x.shape[-1]), m_splits)
+    for align, dtype in ((1, E4M3), (16, E5M2)):
+        scale = torch.rand(3, device=device)
+        yield "quantize_grouped_per_tensor", (matrices[0], m_splits, scale, dtype, align, align > 1)
+    yield "dequantize_grouped", (matrices[0].to(E4M3), torch.rand(3, device=device), m_splits, 40, [], F32)
 
 
 def nvfp4(device: torch.device) -> Iterator[tuple[str, Arguments]]:
-    m_splits, key = torch.tensor([7, 0, 26], device=device), torch.tensor([3, 5], device=device)
+    """What no quantizer asks for: the transform alone, packed values without their amax."""
     for x, dim in itertools.product((ordinary((40, 52), BF16), ordinary((2, 33, 20), BF16)), (-1, -2)):
         yield "random_hadamard", (x.to(device), dim)
-    matrices = ordinary((40, 48), BF16).to(device), ordinary((2, 33, 20), BF16).to(device)
-    for x in matrices:
-        yield "nvfp4_amaxes", (x, None)
-        amax = torch.ones(x.shape[:-2], device=device)
-        for row, col in ((amax, None), (None, amax), (amax, amax)):
-            for random, rht in itertools.product((None, key), (False, True)):
-                yield "quantize_nvfp4", (x, row, col, None, random, 0, 1, 1, rht)
-            yield "quantize_nvfp4", (x, row, col, None, None, 0, 1, 16, False)
-        packed, scales = registered_nvfp4.quantize_nvfp4(x, amax, None, None, None, 0, 1, 1, False)
-        for known, dtype in ((amax, F32), (None, BF16)):
-            yield "dequantize_nvfp4", (packed, scales, known, x.shape[-1], dtype)
-    x, amax = matrices[0], torch.ones(3, device=device)
-    yield "nvfp4_amaxes", (x, m_splits)
-    for row, col in ((amax, None), (None, amax), (amax, amax)):
-        for rht in (False, True):
-            yield "quantize_nvfp4", (x, row, col, m_splits, None, 0, 1, 1, rht)
+    x = ordinary((40, 48), BF16).to(device)
+    packed, scales = registered_nvfp4.quantize_nvfp4(x, x.new_ones((), dtype=F32), None, None, None, 0, 1, 1, False)
+    yield "dequantize_nvfp4", (packed, scales, None, 48, BF16)
 
 
 def gemms(device: torch.device) -> Iterator[tuple[str, Arguments]]:
     normal = scaled_cases.normal
-    sides = scaled_cases.SIDES | {"nvfp4": (("nvfp4", None), ("nvfp4", None))}
-    for formats, (dtype, with_bias) in itertools.product(sides.values(), ((F32, False), (BF16, True))):
+    for formats, dtype in together(list(scaled_cases.SIDES.values()), [F32, BF16]):
         left = scaled_cases.quantized(normal(6, 64, seed=1, device=device), *formats[0])
         right = scaled_cases.quantized(normal(5, 64, seed=2, device=device), *formats[1])
-        bias = normal(5, seed=6, device=device) if with_bias else None
-        yield "scaled_gemm", (*flatten(left), *flatten(right), dtype, bias, True, False)
+        bias, first = normal(5, seed=6, device=device), left.kind == "per_tensor"
+        yield "scaled_gemm", (*flatten(left), *flatten(right), dtype, bias, first, first)
     for grad, accumulate, scale in itertools.product((F32, BF16), (True, False), (None, torch.tensor(2.0))):
         dy, x = normal(6, 4, seed=1, device=device), normal(6, 5, seed=2, device=device)
         scale = None if scale is None else scale.to(device)
@@ -194,10 +179,13 @@ def grouped_gemms(device: torch.device) -> Iterator[tuple[str, Arguments]]:
     for (rows, weights), dtype in itertools.product(FORMATS.values(), (F32, BF16)):
         left = _moved(quantized_rows(normal(5, 150, seed=1), [4, 1], *rows, dim=1), device)
         right = _moved(scaled_cases.quantized(normal(2, 21, 150, seed=2), *weights), device)
-        yield "scaled_grouped_gemm", (*flatten(left), *flatten(right), splits, dtype, True, False)
+        yield "scaled_grouped_gemm", (*flatten(left), *flatten(right), splits, dtype, dtype == F32, dtype == BF16)
         side = _moved(quantized_rows(normal(256, 6, seed=1), [128, 128], *rows, dim=0), device)
         grads, whole = torch.zeros(2, 6, 6, dtype=dtype, device=device), torch.tensor([128, 128], device=device)
-        yield "scaled_grouped_gemm_wgrad_accumulate_", (grads, *flatten(side), *flatten(side), whole, True, False)
+        yield (
+            "scaled_grouped_gemm_wgrad_accumulate_",
+            (grads, *flatten(side), *flatten(side), whole, True, dtype == BF16),
+        )
 
 
 def embeddings(device: torch.device) -> Iterator[tuple[str, Arguments]]:
@@ -210,7 +198,7 @@ def _moved(operand: ScaledOperand, device: torch.device) -> ScaledOperand:
     return ScaledOperand(*(t.to(device) if isinstance(t, Tensor) else t for t in operand))
 
 
-FAMILIES: list[Callable[[torch.device], Iterator[tuple[str, Arguments]]]] = [
+FAMILIES: list[Family] = [
     norms,
     quantized_outputs,
     activations,
@@ -218,6 +206,7 @@ FAMILIES: list[Callable[[torch.device], Iterator[tuple[str, Arguments]]]] = [
     routers,
     permutations,
     losses,
+    quantizer_samples.by_recipe,
     fp8,
     nvfp4,
     gemms,

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from te_models.kernels import launch
 from te_models.kernels.quantize import hadamard, nvfp4, nvfp4_copies, op_nvfp4
 from te_models.kernels.quantize.random import random_bits
 from tests.kernels.triton.quantize_cases import (
@@ -28,7 +29,7 @@ SHAPES = [(1, 1), (15, 17), (33, 140), (2, 31, 20), (3, 2, 16, 32), (130, 7), (0
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch) -> None:
     """Let the public functions take the kernels' way, also on CPU."""
-    monkeypatch.setattr(op_nvfp4, "on_accelerator", lambda x: True)
+    monkeypatch.setattr(launch, "on_accelerator", lambda x: True)
 
 
 def key_on(device: torch.device, step: int = 2**33 + 5) -> Tensor:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from functools import cache
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
 
 from te_models import kernels
+from te_models.kernels.activation.reference import ACTIVATIONS
+from te_models.kernels.gemm.operand import Kind
 from te_models.kernels.registry import Registered, like, operation, registered, registration
 from tests.kernels.described import Arguments, check_description, tensors
-from tests.kernels.triton.op_samples import FAMILIES
+from tests.kernels.triton.op_samples import FAMILIES, Family
+from tests.kernels.triton.quantizer_samples import as_on_a_gpu
 
 
 def everything() -> dict[str, Registered]:
@@ -26,11 +31,18 @@ def everything() -> dict[str, Registered]:
 OPERATIONS = everything()
 
 
+@cache
+def samples(family: Family, device: torch.device) -> list[tuple[str, Arguments]]:
+    torch.manual_seed(0)
+    return list(family(device))
+
+
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
 def test_results_are_as_described(device, family) -> None:
-    torch.manual_seed(0)
-    for name, arguments in family(device):
-        check_description(OPERATIONS[name], arguments)
+    given = samples(family, device)
+    with as_on_a_gpu(device):
+        for name, arguments in given:
+            check_description(OPERATIONS[name], arguments)
 
 
 DIFFERENTIABLE = {"x", "weight", "bias", "probabilities", "logits", "hidden", "a", "b", "dy"}
@@ -40,11 +52,10 @@ ONE_BYTE = (torch.float8_e4m3fn, torch.float8_e5m2)
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
 def test_opcheck(device, family) -> None:
     """torch's own checks, on a few samples of each operation; one of them cannot compare FP8."""
-    torch.manual_seed(0)
     by_name: dict[str, list[Arguments]] = {}
-    for name, arguments in family(device):
+    for name, arguments in samples(family, device):
         by_name.setdefault(name, []).append(arguments)
-    chosen = [(name, sample) for name, found in by_name.items() for sample in found[:: max(1, len(found) // 3)]]
+    chosen = [(name, found[at]) for name, found in by_name.items() for at in {0, len(found) // 2, len(found) - 1}]
     for name, arguments in chosen:
         op = OPERATIONS[name].op
         schema = op._opoverload._schema.arguments
@@ -55,11 +66,65 @@ def test_opcheck(device, family) -> None:
             )
         checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
         checks += [] if any(t.dtype in ONE_BYTE for t in tensors(arguments)) else ["test_schema"]
-        torch.library.opcheck(op, arguments, test_utils=checks)
+        with as_on_a_gpu(device):
+            torch.library.opcheck(op, arguments, test_utils=checks)
 
 
-def test_every_operation_has_samples() -> None:
-    assert OPERATIONS.keys() == {name for family in FAMILIES for name, _ in family(torch.device("cpu"))}
+KINDS = {"float32", "pow2", "e8m0"}
+CHOICES: dict[str, set[str]] = {
+    "name": set(ACTIVATIONS),
+    "scale_kind": KINDS,
+    "left_kind": set(get_args(Kind)),
+    "right_kind": set(get_args(Kind)),
+}
+"""What arguments that are strings may be. One of another name has to be added here."""
+
+
+def missing(entry: Registered, given: list[Arguments]) -> set[str]:
+    """Return what samples of an operation lack: both values of a bool, every name, None and not None where it may be
+    missing, two dtypes."""
+    lacks: set[str] = set()
+    schema = entry.op._opoverload._schema.arguments
+    for at, slot in enumerate(slot for parameter in entry.parameters for slot in parameter.slots):
+        default = schema[at].default_value
+        values = [arguments[at] if at < len(arguments) else default for arguments in given]
+        decoded = values if slot.decode is None else [slot.decode(value) for value in values]
+        if type(None) in get_args(slot.annotation) or (slot.decode is not None and slot.decode([]) is None):
+            lacks |= {f"{slot.name}: {found}" for found in (None, "some") if not _occurs(found, decoded)}
+        if slot.annotation is bool:
+            lacks |= {f"{slot.name}: {value}" for value in {True, False} - {*values}}
+        elif slot.annotation == list[bool]:
+            columns = enumerate(zip(*values, strict=True))
+            lacks |= {f"{slot.name}[{i}]: {value}" for i, own in columns for value in {True, False} - {*own}}
+        elif slot.annotation in (str, str | None):
+            lacks |= {f"{slot.name}: {value}" for value in CHOICES[slot.name] - {*values}}
+        elif slot.annotation in (torch.dtype, torch.dtype | None):
+            both = {*ONE_BYTE} if slot.name == "fp8_dtype" else {torch.float32, torch.bfloat16}
+            lacks |= {f"{slot.name}: {value}" for value in both - {*values}}
+    return lacks
+
+
+def _occurs(wanted: str | None, values: list[Any]) -> bool:
+    return any((value is None) == (wanted is None) for value in values)
+
+
+def test_samples_cover_every_choice(device) -> None:
+    by_name: dict[str, list[Arguments]] = {}
+    for name, arguments in (sample for family in FAMILIES for sample in samples(family, device)):
+        by_name.setdefault(name, []).append(arguments)
+    assert by_name.keys() == OPERATIONS.keys()
+    lacks = {name: missing(OPERATIONS[name], given) for name, given in by_name.items()}
+    assert {name: sorted(found) for name, found in lacks.items() if found} == {}
+
+
+def test_a_choice_without_a_sample_is_found() -> None:
+    entry, logits = OPERATIONS["router_topk"], torch.ones(5, 8)
+    given = [(logits, None, 2, sigmoid, True, sigmoid, 0.0, 1.0, None, None, True) for sigmoid in (True, False)]
+    expected = {"expert_bias: some", "num_groups: some", "topk_groups: some"}
+    assert missing(entry, given) == expected | {"score_after_topk: False", "top2_sum: False"}
+    entry = OPERATIONS["activation_quantized"]
+    given = [(logits, None, "silu", True, None, 1.0, 0.0, None, 32, ONE_BYTE[0], "e8m0", 0.0, True, True)]
+    assert {"name: gelu", "scale_kind: pow2", "fp8_dtype: torch.float8_e5m2", "clamp: some"} <= missing(entry, given)
 
 
 WRONG = {
