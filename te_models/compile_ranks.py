@@ -14,8 +14,9 @@ expects an accelerator's device interface there, which the CPU's lacks; it is le
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -28,6 +29,8 @@ from torch._dynamo.device_interface import CpuInterface
 
 _GRACE_S = 5.0
 """How long a rank that gave up waits for others that gave up, too."""
+_calls = itertools.count()
+"""Numbers the calls of `synchronized`, alike on all ranks."""
 
 
 class MissingRanksError(RuntimeError):
@@ -37,10 +40,9 @@ class MissingRanksError(RuntimeError):
 def synchronized(timeout_s: float) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator for compiled functions that all ranks call equally often. Every rank must call this.
 
-    timeout_s: how long a call waits for other ranks. It then raises MissingRanksError.
+    timeout_s: how long a call, and this one, waits for other ranks. It then raises MissingRanksError.
     """
-    group = dist.new_group(backend="cpu:gloo", timeout=timedelta(seconds=timeout_s))
-    assert isinstance(group, dist.ProcessGroup), "every rank is in it"
+    group = _group_of_all(timeout_s)
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -108,6 +110,29 @@ def _together(group: dist.ProcessGroup, found: list[MissingRanksError]) -> Itera
         dynamo_groups._COMPILE_PG = before
 
 
+def _group_of_all(timeout_s: float) -> dist.ProcessGroup:
+    """Return a new gloo group of all ranks."""
+    coming = f"te_models/compiling/{next(_calls)}"
+    store, me = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    store.set(f"{coming}/{me}", "")
+    try:
+        group = dist.new_group(backend="cpu:gloo", timeout=timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        names = _without(coming, range(dist.get_world_size()))
+        raise MissingRanksError(
+            f"rank {me} waited in vain to compile a model together with rank {names}: all ranks must call "
+            "compile_model, and equally often"
+        ) from error
+    assert isinstance(group, dist.ProcessGroup), "every rank is in it"
+    return group
+
+
+def _without(key: str, ranks: Iterable[int]) -> str:
+    """Name the ranks that have not written `key` into the store."""
+    store = dist.distributed_c10d._get_default_store()
+    return ", ".join(str(rank) for rank in ranks if not store.check([f"{key}/{rank}"])) or "unknown"
+
+
 def _missing(group: dist.ProcessGroup) -> MissingRanksError:
     """Name the ranks that are not, like this one, waiting in vain: each that is says so in the store."""
     store = dist.distributed_c10d._get_default_store()
@@ -116,10 +141,9 @@ def _missing(group: dist.ProcessGroup) -> MissingRanksError:
     try:
         store.set(f"{key}/{me}", "")
         time.sleep(_GRACE_S)
-        absent = [rank for rank in ranks if not store.check([f"{key}/{rank}"])]
+        names = _without(key, ranks)
     except RuntimeError:  # the store lives in a rank
         return MissingRanksError(f"rank {me} waited in vain for another rank; rank 0, which keeps the store, is gone")
-    names = ", ".join(map(str, absent)) or "unknown"
     return MissingRanksError(
         f"rank {me} waited in vain to call a compiled model together with rank {names}: all ranks must call it "
         "equally often, and one that fails must not leave the others waiting"

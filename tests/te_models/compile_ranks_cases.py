@@ -6,6 +6,7 @@ import hashlib
 import json
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,21 +17,32 @@ from torch import Tensor
 
 from te_models import GPTModel, RouterConfig, compile_model
 from te_models.compile_ranks import MissingRanksError
-from tests.te_models.configs import VARIANTS, tiny_moe, token_ids
+from te_models.layers import autocast, recipe
+from te_models.layers.whole_model import quantized_modules
+from tests.te_models.configs import VARIANTS, one_layer, tiny_moe, token_ids
 
 STEPS = ((9, 9), (9, 14), (9, 14), (3, 30), (17, 2), (9, 9))
 """Tokens per sequence in each step, on even and odd ranks: alike at first, then not, then different again."""
+LONG_STEPS = ((19, 19), (19, 24), (19, 24), (17, 40), (27, 18), (19, 19))
+"""The same with more than 32 tokens in each batch of two: fewer are a single block of MXFP8, which has a graph of its
+own."""
 
 
 class Graphs:
-    """A backend that notes which graphs it compiled. Names of values and their count, not memory addresses."""
+    """A backend that notes which graphs it compiled. Names of values and their count, not memory addresses.
 
-    def __init__(self) -> None:
+    slow: rank 1 takes seconds longer for each graph than the others.
+    """
+
+    def __init__(self, slow: bool = False) -> None:
         self.seen: list[str] = []
+        self.slow = slow
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
         from torch._dynamo.backends.registry import lookup_backend
 
+        if self.slow and dist.get_rank() == 1:
+            time.sleep(3)
         text = "\n".join(
             f"{node.op} {getattr(node.target, '__name__', node.target)} {len(node.args)}" for node in graph.graph.nodes
         )
@@ -38,78 +50,98 @@ class Graphs:
         return lookup_backend("aot_eager")(graph, inputs)
 
 
+TIMEOUT_S, SHORT_TIMEOUT_S = 120, 10
+
+
 def build(kind: str) -> GPTModel:
     """Equal on every rank."""
     torch.manual_seed(0)
     if kind == "dense":
-        return GPTModel(VARIANTS["dense"])
-    model = GPTModel(tiny_moe(RouterConfig(score="sigmoid", expert_bias=True)))
+        return GPTModel(one_layer(VARIANTS["dense"]))
+    config = tiny_moe(RouterConfig(score="sigmoid", expert_bias=True))
+    model = GPTModel(config if kind == "deep_moe" else one_layer(config))
     if dist.get_rank() == 0:  # here no token ever goes to the first expert, nor to the last
         for layer in model.decoder.layers:
             layer.mlp.router.expert_bias.copy_(torch.tensor([-9.0, 9.0, 9.0, -9.0]))
     return model
 
 
-def train(kind: str, mode: str, late: bool = False) -> dict[str, Any]:
-    """Train on shapes that differ between the ranks."""
-    rank, graphs = dist.get_rank(), Graphs()
-    model = compile_model(build(kind), mode, backend=graphs, timeout_s=60)
-    for step, lengths in enumerate(STEPS):
+def train(kind: str, mode: str, name: str | None = None, *, late: bool = False, slow: bool = False) -> dict[str, Any]:
+    """Train on shapes that differ between the ranks. name: the recipe; late: rank 1 calls seconds after the others;
+    slow: it compiles seconds longer."""
+    rank, graphs = dist.get_rank(), Graphs(slow)
+    model = compile_model(build(kind), mode, backend=graphs, timeout_s=TIMEOUT_S)
+    for step, lengths in enumerate(LONG_STEPS if name == "mxfp8" else STEPS):
         if late and rank == 1:
             time.sleep(3 if step < 2 else 0)
         ids = token_ids(2, lengths[rank % 2], seed=10 * step + rank)
         model.zero_grad()
-        model(ids, labels=ids, return_logits=False).loss.backward()
+        with autocast(enabled=name is not None, recipe=name and recipe(name)):
+            loss = model(ids, labels=ids, return_logits=False).loss
+        loss.backward()
         with torch.no_grad():
             for parameter in model.parameters():
                 dist.all_reduce(parameter.grad)
                 parameter -= 0.05 * parameter.grad / dist.get_world_size()
-    digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
-    return {"graphs": graphs.seen, "parameters": digest}
+    state = [*model.parameters(), *(layer.fp8_scale for _, layer in quantized_modules(model))]
+    digest = hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in state)).hexdigest()
+    moved = all(bool((layer.fp8_scale != 1).any()) for _, layer in quantized_modules(model))
+    return {"graphs": graphs.seen, "parameters": digest, "every layer's scales moved": moved}
 
 
-def desert(kind: str) -> dict[str, Any]:
+def desert(kind: str, mode: str = "whole") -> dict[str, Any]:
     """Rank 1 calls the model once less than the others, and waits at the end."""
-    model = compile_model(build(kind), backend=Graphs(), timeout_s=10)
+    model = compile_model(build(kind), mode, backend=Graphs(), timeout_s=SHORT_TIMEOUT_S)
     ids = token_ids(2, 9)
     model(ids)
-    if dist.get_rank() == 1:
-        return {"error": None}
-    try:
-        model(ids)
-    except MissingRanksError as error:
-        return {"error": str(error)}
-    return {"error": "no error"}
+    return {"error": None if dist.get_rank() == 1 else _error_of(lambda: model(ids))}
 
 
-def absent(kind: str) -> dict[str, Any]:
+def absent(kind: str, mode: str = "whole") -> dict[str, Any]:
     """Rank 1 never calls the model, so that the others wait for it while they compile."""
-    model = compile_model(build(kind), backend=Graphs(), timeout_s=10)
+    model = compile_model(build(kind), mode, backend=Graphs(), timeout_s=SHORT_TIMEOUT_S)
+    return {"error": None if dist.get_rank() == 1 else _error_of(lambda: model(token_ids(2, 9)))}
+
+
+def uncompiled() -> dict[str, Any]:
+    """Rank 1 does not compile its model."""
     if dist.get_rank() == 1:
         return {"error": None}
+    return {"error": _error_of(lambda: compile_model(build("dense"), backend=Graphs(), timeout_s=SHORT_TIMEOUT_S))}
+
+
+def _error_of(call: Callable[[], object]) -> str:
     try:
-        model(token_ids(2, 9))
+        call()
     except MissingRanksError as error:
-        return {"error": str(error)}
-    return {"error": "no error"}
+        return str(error)
+    return "no error"
 
 
 CASES = {
     "dense": lambda: train("dense", "whole"),
     "moe": lambda: train("moe", "whole"),
-    "block": lambda: train("moe", "block"),
+    "block": lambda: train("deep_moe", "block"),
     "late": lambda: train("dense", "whole", late=True),
+    "slow": lambda: train("dense", "whole", slow=True),
+    "mxfp8": lambda: train("moe", "whole", "mxfp8"),
+    "delayed": lambda: train("dense", "whole", "delayed"),
+    "block_delayed": lambda: train("deep_moe", "block", "delayed"),
     "desert": lambda: desert("dense"),
     "absent": lambda: absent("dense"),
+    "uncompiled": uncompiled,
+    "block_desert": lambda: desert("deep_moe", "block"),
+    "block_absent": lambda: absent("deep_moe", "block"),
 }
 
 
 def main(cases: str, results: str) -> None:
     """Run the cases, separated by commas, on this rank."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
     outcomes = {}
     for case in cases.split(","):
         torch._dynamo.reset()
+        dist.barrier()  # who waited in vain comes late to the next case
         outcomes[case] = CASES[case]()
     Path(f"{results}.{dist.get_rank()}").write_text(json.dumps(outcomes))
     dist.barrier()

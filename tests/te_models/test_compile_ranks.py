@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,42 +14,63 @@ from tests.ranks import run_on_ranks
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
 
-TRAINED = ("dense", "moe", "block", "late")
+TRAINED = ("dense", "moe", "block", "late", "slow", "mxfp8", "delayed", "block_delayed")
+MISSING = {"desert": "call a compiled model", "absent": "call a compiled model", "uncompiled": "compile a model"}
+"""In vain, with the rank that is missing."""
+LAUNCHES = {
+    "two": (2, ("block", "delayed", *MISSING)),
+    "four": (4, ("slow",)),
+    "two_full": (2, ("dense", "moe", "late", "slow", "mxfp8", "block_delayed", "block_desert", "block_absent")),
+    "four_full": (4, (*(case for case in TRAINED if case != "slow"), *MISSING)),
+}
+"""How many ranks run which cases, one after the other; the full ones are slow."""
 
 
-def outcomes(folder: Path, ranks: int, cases: str) -> list[dict[str, Any]]:
-    """What every case came to, by rank."""
-    results = folder / "results"
-    run_on_ranks(["-m", "tests.te_models.compile_ranks_cases", cases, str(results)], ranks=ranks, timeout=400)
-    return [json.loads(results.with_suffix(f".{rank}").read_text()) for rank in range(ranks)]
-
-
-def assert_alike(found: list[dict[str, Any]], case: str) -> None:
-    """Every rank compiled the same graphs and ended with the same parameters."""
-    first, *others = (outcome[case] for outcome in found)
-    # the first shape, then one for all; in block mode the same of the layer and of the output layer
-    assert len(first["graphs"]) == (4 if case == "block" else 2)
-    for other in others:
-        assert other == first
+def cases(missing: bool) -> list[Any]:
+    """The (launch, case) in which a rank is missing, or those in which none is."""
+    return [
+        pytest.param(name, case, marks=pytest.mark.slow if name.endswith("full") else (), id=f"{name}-{case}")
+        for name, (_, cases) in LAUNCHES.items()
+        for case in cases
+        if (case not in TRAINED) == missing
+    ]
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return outcomes(tmp_path_factory.mktemp("two"), 2, ",".join(TRAINED))
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
+    """A function that runs a launch, once, and returns what every case came to, by rank."""
+
+    @functools.cache
+    def run(launch: str) -> list[dict[str, Any]]:
+        ranks, cases = LAUNCHES[launch]
+        results = tmp_path_factory.mktemp(launch) / "results"
+        arguments = ["-m", "tests.te_models.compile_ranks_cases", ",".join(cases), str(results)]
+        run_on_ranks(arguments, ranks=ranks, timeout=100 + 100 * ranks * len(cases))
+        return [json.loads(results.with_suffix(f".{rank}").read_text()) for rank in range(ranks)]
+
+    return run
 
 
-@pytest.mark.parametrize("case", TRAINED)
-def test_two_ranks_with_diverging_token_counts(case: str, two: list[dict[str, Any]]) -> None:
-    """block: one rank has no tokens for two experts; late: one rank comes seconds later."""
-    assert_alike(two, case)
+@pytest.mark.parametrize(("launch", "case"), cases(missing=False))
+def test_ranks_with_diverging_token_counts(launch: str, case: str, outcomes: Callable) -> None:
+    """Every rank compiles the same graphs and ends with the same parameters, and scales.
+
+    In the mixtures one rank has no tokens for two experts. late: one rank calls seconds after the others; slow: it
+    compiles seconds longer.
+    """
+    first, *others = (outcome[case] for outcome in outcomes(launch))
+    # the first shape, then one for all; in block mode the same of the layer and of the output layer
+    assert len(first["graphs"]) == (4 if "block" in case else 2)
+    assert first["every layer's scales moved"] == ("delayed" in case)
+    assert others == [first] * (LAUNCHES[launch][0] - 1)
 
 
-def test_four_ranks_with_diverging_token_counts(tmp_path: Path) -> None:
-    assert_alike(outcomes(tmp_path, 4, "moe"), "moe")
-
-
-@pytest.mark.parametrize("case", ["desert", "absent"])
-def test_a_timeout_names_the_missing_rank(case: str, tmp_path: Path) -> None:
-    found = outcomes(tmp_path, 2, case)
-    assert found[1][case]["error"] is None
-    assert "rank 0 waited in vain to call a compiled model together with rank 1" in found[0][case]["error"]
+@pytest.mark.parametrize(("launch", "case"), cases(missing=True))
+def test_a_timeout_names_the_missing_rank(launch: str, case: str, outcomes: Callable) -> None:
+    """desert: rank 1 calls once less than the others; absent: it never calls; uncompiled: it has not compiled."""
+    for rank, outcome in enumerate(outcomes(launch)):
+        if rank == 1:
+            assert outcome[case]["error"] is None
+        else:
+            expected = f"rank {rank} waited in vain to {MISSING[case.removeprefix('block_')]} together with rank 1:"
+            assert expected in outcome[case]["error"]
