@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -11,6 +12,7 @@ from torch import Tensor
 C = TypeVar("C", bound=Callable)
 TORCH_2_11 = torch.__version__ < "2.12"
 _E4M3_SATURATES = torch.__version__ >= "2.13"
+_EVERY_TRACE_EXPORTS = torch.__version__ < "2.13"
 
 
 def own_result(y: Tensor) -> Tensor:
@@ -20,6 +22,33 @@ def own_result(y: Tensor) -> Tensor:
     cast to the dtype that it has, two results are one tensor, and the gradient of the first is silently zero.
     """
     return y.view_as(y) if TORCH_2_11 and torch.compiler.is_compiling() else y
+
+
+def fix_width(x: Tensor) -> None:
+    """Let a graph be for one size of the last dimension of x, which an autograd function is about to be applied to.
+
+    Compiled by torch 2.11, sizes computed in there become results, too, and one that turns out to be a constant, such
+    as that of a dimension that a weight has as well, stops the compiler.
+    """
+    if TORCH_2_11 and torch.compiler.is_compiling():
+        operator.index(x.shape[-1])
+
+
+def splits_loops(device: torch.device) -> bool:
+    """Return whether a compiled division of a loop variable is to be avoided on this device.
+
+    Inductor's C++ backend splits a loop by the divisor. That of torch 2.11 fails ("unexpected group") where two steps
+    that it has fused then have different loops, as with blocks along the rows beside blocks along the columns.
+    """
+    return TORCH_2_11 and device.type == "cpu" and torch.compiler.is_compiling()
+
+
+def exporting() -> bool:
+    """Return whether this runs for `torch.export`.
+
+    `torch.compiler.is_exporting` says so of everything that torch 2.11 compiles; its flag is right.
+    """
+    return torch.compiler._is_exporting_flag if _EVERY_TRACE_EXPORTS else torch.compiler.is_exporting()
 
 
 def saturating_cast(x: Tensor, fp8_dtype: torch.dtype) -> Tensor:

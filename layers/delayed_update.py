@@ -10,6 +10,10 @@ from .quantized_module import QuantizedModule, live_modules
 from .recipe import Format
 from .recipes import DelayedRule
 
+# found here: torch 2.11 does not trace the method of an enum's member
+_DTYPES = {fp8_format is Format.HYBRID: [fp8_format.dtype(role) for role in ROLES] for fp8_format in Format}
+"""Whether the format is the hybrid one -> the dtypes of the roles."""
+
 
 def leave_region(touched: list[QuantizedModule] | None, group: dist.ProcessGroup | None, *, failed: bool) -> None:
     """Update the modules that recorded amaxes in the region that ends: in training if gradients are wanted now, in a
@@ -65,9 +69,7 @@ def _update(rule: DelayedRule, modules: list[QuantizedModule], group: dist.Proce
     last = torch.cat(amaxes, dim=1)
     history = torch.cat([m.delayed_history(history_len - 1) for m in modules], dim=2)
     scale = torch.cat([m.fp8_scale for m in modules], dim=1)
-    fp8_format = Format.HYBRID if hybrid else Format.E4M3
-    limits = [torch.finfo(fp8_format.dtype(role)).max for role in ROLES]
-    limits = torch.tensor(limits, device=last.device)[:, None]
+    limits = torch.tensor([torch.finfo(dtype).max for dtype in _DTYPES[hybrid]], device=last.device)[:, None]
     amax_of = torch.cat((last[None], history))
     scale = next_scale(scale, amax_of, last, limits, margin, algorithm)
     history = next_history(history, last)

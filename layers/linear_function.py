@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from te_models.kernels import quantize as q
-from te_models.kernels.torch_versions import own_result
+from te_models.kernels.torch_versions import fix_width, own_result
 
 from .autocast import state
 from .dense_gemms import DEFAULT_OPTIONS, HIGH_PRECISION, GemmOptions, How, bias_gradient, dense_fprop, dense_gradients
@@ -55,6 +55,7 @@ def run_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, cached: QuantizedTensor | None, live: LiveState, how: How
 ) -> Tensor:
     """Return `linear` of x [..., in] in the compute dtype, with the live state that the module gave out for it."""
+    fix_width(x)
     rows = x.reshape(-1, x.shape[-1])
     main_grad = None if how.options.wgrad is None else how.options.wgrad.main_grad
     y = _Linear.apply(rows, weight, bias, cached, main_grad, *live, gradients_wanted(x, weight), *how)

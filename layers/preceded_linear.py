@@ -15,7 +15,7 @@ from torch import Tensor
 from te_models.kernels.activation import Activation
 from te_models.kernels.norm import Norm
 from te_models.kernels.quantize import QuantizedOutput
-from te_models.kernels.torch_versions import own_result
+from te_models.kernels.torch_versions import fix_width, own_result
 
 from .autocast import state
 from .dense_gemms import DEFAULT_OPTIONS, GemmOptions, How, bias_gradient, dense_fprop, dense_gradients
@@ -54,6 +54,7 @@ def preceded_linear(
     if fused_output(quantizer, dtype, wanted) is None:
         return run_linear(_plain(first, x, parameters).to(wanted), weight, bias, cached, live, how)
     main_grad = None if options.wgrad is None else options.wgrad.main_grad
+    fix_width(x)
     return _PrecededLinear.apply(
         x, *parameters, weight, bias, cached, main_grad, *live, first, dtype, any(before), keeps, *how
     )

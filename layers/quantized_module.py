@@ -22,6 +22,8 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
+from te_models.kernels.torch_versions import exporting
+
 from .autocast import state
 from .delayed import ROLES, STATISTICS, Float8Quantizer, bind, raise_
 from .kept import note_statistics
@@ -147,7 +149,7 @@ class QuantizedModule(nn.Module):
         """Write down which recipe was asked for and which is this module's, and what delayed scaling has to update."""
         if isinstance(recipe, DelayedScaling):
             self.delayed_rule = recipe.rule()
-        if torch.compiler.is_exporting():  # an exported program has no side effects
+        if exporting():  # an exported program has no side effects
             return
         self.recipe_use.asked = "none" if asked is None else asked.NAME
         self.recipe_use.ran = None if recipe is None or state().calibrating else recipe.NAME

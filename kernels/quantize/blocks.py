@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .eager import eager_on_cpu
+from ..torch_versions import splits_loops
 
 
 def once(values: Tensor) -> Tensor:
@@ -62,7 +63,7 @@ def repeat(values: Tensor, dim: int, times: int, length: int) -> Tensor:
     """Repeat every entry along `dim`, cut off at `length`."""
     if times == 1:
         return values
-    if statically_known_true(length % times == 0):
+    if statically_known_true(length % times == 0) and not splits_loops(values.device):
         axis = values.dim() + dim
         sizes = (*values.shape[: axis + 1], times, *values.shape[axis + 1 :])
         return values.unsqueeze(axis + 1).expand(sizes).flatten(axis, axis + 1)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from te_models.kernels.torch_versions import fix_width
+
 from .call import Needs, handed_out, taken
 from .function import GroupFunction, Plan, Step, run_forward
 from .operation import BasicOperation, FusedOperation, FusibleOperation
@@ -57,6 +59,7 @@ class OperationFuser:
             tensors += [*mine.parameters, *mine.tensors, *extra]
         plan = Plan(tuple(steps), self.forward_parts, self.backward_parts)
         if needed:
+            fix_width(x)
             results = GroupFunction.apply(plan, x, *tensors)
         else:
             y, extra_outputs, _ = run_forward(plan, taken(x), tuple(tensors), save=False)
