@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from te_models.kernels.quantize import amax
 from te_models.layers import Quantizer
 from te_models.layers.field_schema import FieldLayout, alignment, field_layouts
 from te_models.layers.quantizer import Usage
@@ -51,8 +52,9 @@ def bands(quantizer: Quantizer, shape: Shape) -> list[Rows]:
 class Matrix:
     """A matrix [rows, columns] to quantize, and the fields that are filled.
 
-    amaxes: returns those of a larger matrix that it is a part of, given threads; None: it has its own. error: the
-    largest difference between it and what its quantized bands stand for, if `measure` was asked for.
+    amaxes: see `amaxes_once`; of a larger matrix that it is a part of, or of one that is read again for another copy;
+    None: found when they are needed. error: the largest difference between it and what its quantized bands stand for,
+    if `measure` was asked for.
     """
 
     read: Read
@@ -88,23 +90,34 @@ def quantize_bands(
                 target = out if part is None else out.narrow(layout.axis(-2), part[0], part[1] - part[0])
                 target.copy_(stored[layout.name])
         if measure and rows.numel():
-            difference = quantizer.dequantize_fields(stored, torch.float32, rows.shape).sub_(rows).abs_()
-            matrix.error = max(matrix.error, float(difference.max()))  # bands that meet here hold the interpreter lock
+            difference = quantizer.dequantize_fields(stored, torch.float32, rows.shape).sub_(rows)
+            matrix.error = max(matrix.error, float(amax(difference)))  # bands that meet here hold the interpreter lock
         return None if streamed is None else stored[streamed]
 
     def tasks() -> Iterator[Callable[[], torch.Tensor | None]]:
         parts = bands(quantizer, shape)
         for matrix in matrices:
-            if matrix.amaxes is not None:
-                amaxes = matrix.amaxes(pool)
-            else:
-                amaxes = amaxes_of(quantizer, [(matrix.read, band) for band in parts], pool) if len(parts) > 1 else {}
+            amaxes = (matrix.amaxes or amaxes_once(quantizer, matrix.read, shape))(pool)
             for band in parts:
                 yield functools.partial(fill, matrix, band, amaxes)
 
     for part in (task() for task in tasks()) if pool is None else in_turn(pool, tasks(), _AHEAD):
         if part is not None:
             yield part
+
+
+def amaxes_once(quantizer: Quantizer, read: Read, shape: Shape) -> Callable[[Executor | None], Amaxes]:
+    """Return what finds the amaxes of a matrix when it is first called, given threads; a matrix of one band has none
+    that its parts must agree on."""
+    found: list[Amaxes] = []
+
+    def amaxes(pool: Executor | None) -> Amaxes:
+        if not found:
+            parts = [(read, band) for band in bands(quantizer, shape)]
+            found.append(amaxes_of(quantizer, parts, pool) if len(parts) > 1 else {})
+        return found[0]
+
+    return amaxes
 
 
 def amaxes_of(quantizer: Quantizer, parts: Sequence[tuple[Read, Rows]], pool: Executor | None) -> Amaxes:
@@ -114,9 +127,9 @@ def amaxes_of(quantizer: Quantizer, parts: Sequence[tuple[Read, Rows]], pool: Ex
         read, band = part
         return quantizer.amaxes(read(*band))
 
-    amaxes = of(parts[0])
+    amaxes = quantizer.amaxes(torch.zeros(1, 1))
     if amaxes:
-        for found in (map if pool is None else pool.map)(of, parts[1:]):
+        for found in (map if pool is None else pool.map)(of, parts):
             amaxes |= {usage: torch.maximum(amaxes[usage], amax) for usage, amax in found.items()}
     return amaxes
 

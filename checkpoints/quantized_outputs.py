@@ -13,7 +13,7 @@ from te_models.layers.field_schema import empty_fields, field_layouts
 from te_models.layers.quantizer import Quantizer
 from te_models.memory import return_freed_memory
 
-from .bands import BAND_ELEMENTS, Amaxes, Matrix, Read, quantize_bands
+from .bands import BAND_ELEMENTS, Amaxes, Matrix, Read, amaxes_once, quantize_bands
 from .boxes import Shape
 from .conversion_report import Measure
 from .parameters import Parameters
@@ -61,6 +61,8 @@ def field_makers(
         amaxes: return those of larger matrices that the matrices are parts of; None: each has its own.
     """
     makers: dict[str, Callable[[], Iterable[torch.Tensor]]] = {}
+    # the copies of both usages share the first pass over a matrix
+    amaxes = amaxes or [amaxes_once(quantizer, read, shape[-2:]) for read in readers]
     for q in _by_usage(quantizer):
         fields = _Fields(shape, q, readers, threads, measure, amaxes)
         makers |= {suffix: fields.entry(field) for field, suffix in fields.suffixes()}
@@ -99,10 +101,9 @@ class _Fields:
         readers: Sequence[Read],
         threads: Callable[[], Executor],
         measure: Measure | None,
-        amaxes: Sequence[Callable[[Executor | None], Amaxes]] | None,
+        amaxes: Sequence[Callable[[Executor | None], Amaxes]],
     ) -> None:
-        self._amaxes: Sequence[Callable[[Executor | None], Amaxes] | None] = amaxes or [None] * len(readers)
-        self._shape, self._quantizer, self._readers = shape, quantizer, readers
+        self._shape, self._quantizer, self._readers, self._amaxes = shape, quantizer, readers, amaxes
         self._threads, self._measure = threads, measure
         self._ready: dict[str, torch.Tensor] = {}
         (usage,) = quantizer.stored_usages()

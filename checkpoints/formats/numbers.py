@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from te_models.kernels.quantize import e8m0_to_float, global_decode
+from te_models.kernels.quantize import e8m0_to_float, fp8_to_float, global_decode
 
 from ..errors import CheckpointError
 
@@ -42,13 +42,13 @@ NVFP4_RANGE = 448.0 * 6.0
 
 def unpack_e2m1(packed: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the values [..., 2 n] of packed bytes [..., n] in float32, or in E4M3, which has all of them."""
-    return _pairs(dtype)[packed.int()].view(dtype)
+    return _pairs(dtype).index_select(0, packed.int().flatten()).view(dtype).view(*packed.shape[:-1], -1)
 
 
 def e4m3_to_packed(data: Tensor, name: str) -> Tensor:
     """Return E4M3 [..., C] as packed E2M1 codes [..., C / 2]; a value that E2M1 does not have is an error."""
-    codes = _codes_of_e4m3()[data.view(torch.uint8).int()]
-    if (codes == _NO_CODE).any():
+    codes = _e2m1_codes(data)
+    if not _are_codes(codes):
         raise CheckpointError(
             f"{name} has values that four bits do not hold, so it cannot be written as MXFP4; choose mxfp8-quantized"
         )
@@ -57,14 +57,22 @@ def e4m3_to_packed(data: Tensor, name: str) -> Tensor:
 
 def fits_e2m1(data: Tensor) -> bool:
     """Whether E2M1 has all of these E4M3 values."""
-    return not (_codes_of_e4m3()[data.view(torch.uint8).int()] == _NO_CODE).any()
+    return _are_codes(_e2m1_codes(data))
+
+
+def _e2m1_codes(data: Tensor) -> Tensor:
+    return _codes_of_e4m3().index_select(0, data.view(torch.uint8).int().flatten()).view(data.shape)
+
+
+def _are_codes(codes: Tensor) -> bool:
+    return codes.numel() == 0 or int(codes.max()) != _NO_CODE
 
 
 def scale_to_float(stored: Tensor) -> Tensor:
     """Return scales as float32, whatever a file stores them as; a byte is a power of two."""
     if stored.dtype == torch.float8_e8m0fnu:
         stored = stored.view(torch.uint8)
-    return e8m0_to_float(stored) if stored.dtype == torch.uint8 else stored.float()
+    return e8m0_to_float(stored) if stored.dtype == torch.uint8 else fp8_to_float(stored)
 
 
 def is_power_of_two(scales: Tensor) -> Tensor:

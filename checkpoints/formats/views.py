@@ -12,10 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from te_models.kernels.quantize import fp8_to_float
+from te_models.kernels.quantize.blocks import times_blocks
 from te_models.layers.field_schema import field_layouts
 from te_models.layers.quantizer import Quantizer
 
-from ..boxes import Box, Shape, extents, slices
+from ..boxes import Box, Range, Shape, extents, slices
 from ..dtypes import torch_dtype
 from ..header import TensorInfo, byte_count
 from ..links import Stored
@@ -102,13 +104,24 @@ def value_view(files: FileStore, weight: str, weight_format: WeightFormat, shape
         if weight_format.element == "e2m1":
             values = unpacked(files, weight + data.suffix, data, box, torch.float32)
         else:
-            values = region(files, weight + data.suffix, data, box, (1, 1), Tensor.float)
+            values = region(files, weight + data.suffix, data, box, (1, 1), fp8_to_float)
         for part in weight_format.scales:
-            scale = region(files, weight + part.suffix, part, box, (1, 1), numbers.scale_to_float)
-            values = values / scale if part.meaning == "divisor" else values * scale
+            values = _scaled(files, weight, part, box, values)
         return values.to(torch_dtype(dtype))
 
     return View(dtype, shape, read)
+
+
+def _scaled(files: FileStore, weight: str, part: Part, box: Box, values: Tensor) -> Tensor:
+    """Return the values of a region times their scales, or divided by their divisor."""
+    columns, width = box[-1], 1
+    if part.block is not None and columns.step == 1 and columns.start % part.block[1] == 0:
+        width = part.block[1]  # an entry is looked up once for all of its columns
+        box = (*box[:-1], Range(columns.start // width, -(-columns.stop // width)))
+    scale = region(files, weight + part.suffix, part, box, (1, width), numbers.scale_to_float)
+    if part.meaning == "divisor":
+        return values / scale
+    return values * scale if width == 1 or scale.shape[-1] == 1 else times_blocks(values, scale, (1, width))
 
 
 def unpacked(files: FileStore, name: str, part: Part, box: Box, dtype: torch.dtype) -> Tensor:
