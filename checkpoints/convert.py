@@ -170,6 +170,12 @@ def export_hf(
             )
             plan = replace(plan, report=moved_report(plan, store.tensors, values=store.formats))
             config = export_config(ckpt.config, ckpt.source, target, weight_dtype(plan, copies))
+        names = target.names if form is None else target.forms[form]
+        if not names.loadable:
+            note = (
+                f"transformers does not load the form {names.form!r} of {target.model_type}; it loads --form published"
+            )
+            plan = replace(plan, notes=(note,))
         return write_conversion(
             ckpt,
             Path(dst),

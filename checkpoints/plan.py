@@ -50,7 +50,8 @@ class Plan:
     """Outputs in order, source tensors that are left out on purpose, the formats of quantized outputs, and the names of
     those outputs that are no part of the model but travel along.
 
-    metadata: entries of every file's header besides these formats. report: what the conversion does to numbers.
+    metadata: entries of every file's header besides these formats. report: what the conversion does to numbers. notes:
+    what a user should know of the result besides, one sentence each.
     """
 
     outputs: tuple[Output, ...]
@@ -59,6 +60,7 @@ class Plan:
     carried: tuple[str, ...] = ()
     metadata: Mapping[str, str] = field(default_factory=dict)
     report: ConversionReport | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -74,6 +76,7 @@ class Plan:
             "ignored": list(self.ignored),
             "carried": list(self.carried),
             "classes": None if self.report is None else self.report.to_dict(),
+            "notes": list(self.notes),
             "outputs": [
                 {
                     "name": o.name,

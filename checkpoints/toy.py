@@ -17,7 +17,6 @@ from .checkpoint import Checkpoint, open_checkpoint
 from .convert import PathLike, main_dtype
 from .errors import CheckpointError
 from .families import FAMILIES, Family
-from .families.unused import COUNTS
 from .formats import SEPARATE
 from .formats.source import VALUES
 from .hf_config import export_config
@@ -45,8 +44,9 @@ def toy(
 
     If none of the first layers of a mixture has experts, the last of them is the first layer that has. A token uses as
     many experts as before, or all that are left; groups of experts that no longer come out even are dropped. Quantized
-    weights stay quantized, number for number, and the folder declares their format. Layers that predict further tokens
-    and other tensors that the model does not use are left out; the parts beside a text model, which see images, stay.
+    weights stay quantized, number for number, and the folder declares their format. Tensors that the model does not use
+    stay, too: layers that predict further tokens, with so many experts, and the parts beside a text model, which see
+    images.
     """
     with open_checkpoint(src, storage=VALUES) as ckpt:
         if ckpt.kind != "hf":
@@ -115,5 +115,4 @@ def _small_config(config: ModelConfig, chosen: Sequence[int], experts: int | Non
 def _hf_config(ckpt: Checkpoint, family: Family, config: ModelConfig) -> dict[str, Any]:
     assert ckpt.source is not None, "a Hugging Face folder has one"
     dtype = main_dtype(ckpt)
-    values = export_config(config, replace(ckpt.source, dtype=dtype), family, dtype)
-    return values | {name: 0 for name in COUNTS if values.get(name)}
+    return export_config(config, replace(ckpt.source, dtype=dtype), family, dtype)

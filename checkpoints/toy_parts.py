@@ -1,7 +1,8 @@
 """What a toy model takes of each file's tensors: the whole, or the first of its experts.
 
 The hidden sizes stay, so a cut never goes through the blocks of a quantized weight: each of its tensors is cut where
-the weight is, along the dimensions before its rows and columns.
+the weight is, along the dimensions before its rows and columns. For tensors that the model does not use see
+`toy_unused.py`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from .families import Family
 from .formats.format import scale_beside
 from .links import Link, Namespace, Piece, compose
 from .plan import Output, Plan, copy_of
+from .toy_unused import unused_outputs
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
@@ -47,13 +49,16 @@ class Part:
         return re.compile(re.escape(names.layer).replace(r"\{i\}", r"(\d+)") + r"(?=[.*]|$)")
 
     def renamed(self, name: str) -> str | None:
-        """Return the name with the new number of its layer; None where that is not taken."""
+        """Return the name with the new number of its layer; None where that is not taken. Layers behind the model's,
+        which predict further tokens, follow the ones that are taken."""
         match = self.names_of_layers.match(name)
         if match is None:
             return name
-        if int(match[1]) not in self.chosen:
+        number, layers = int(match[1]), self.checkpoint.config.num_layers
+        if number not in self.chosen and number < layers:
             return None
-        return f"{name[: match.start(1)]}{self.chosen.index(int(match[1]))}{name[match.end(1) :]}"
+        new = self.chosen.index(number) if number < layers else len(self.chosen) + number - layers
+        return f"{name[: match.start(1)]}{new}{name[match.end(1) :]}"
 
 
 def cut(part: Part) -> tuple[Plan, bool]:
@@ -75,10 +80,9 @@ def cut(part: Part) -> tuple[Plan, bool]:
         else:
             outputs.append(Output(name, files[source].dtype, shape, tuple(pieces)))
     outputs += _further(part)
-    beside = [name for name in ckpt.carried if part.family.unused.is_beside(name)]
-    outputs += [copy_of(files[name], name, name) for name in beside]
-    ignored = tuple(name for name in files if name in ckpt.unused and name not in beside)
-    return Plan(tuple(outputs), ignored, carried=tuple(beside)), found
+    kept = list(unused_outputs(part, target))
+    carried = tuple(output.name for output in kept)
+    return Plan((*outputs, *kept), tuple(ckpt.tied_copies), carried=carried), found
 
 
 def renumbered(declaration: Mapping[str, Any], part: Part) -> dict[str, Any]:

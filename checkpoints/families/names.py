@@ -78,6 +78,7 @@ class Names:
 
     Arguments:
         form: what this kind of file is called; "published" is what transformers writes.
+        loadable: whether transformers loads such files.
         norms: before attention, after it, before the MLP, after it; None where the family has none.
         qkv, fc1, shared_fc1: the projections that ours holds one after the other; one name: fused in that order.
         heads_in_turn: the fused projection holds q, k and v of the first head, then of the second, and so on.
@@ -87,6 +88,7 @@ class Names:
     """
 
     form: str = "published"
+    loadable: bool = True
     embedding: str = "model.embed_tokens"
     positions: str = "model.embed_positions"
     final_norm: str = "model.norm"
@@ -196,7 +198,8 @@ class Names:
 def per_expert(names: Names, experts: str) -> Names:
     """Return the form of a family with fused experts in which each has weights of its own, [out, in]: what tools that
     quantize linear layers write. experts: what the experts of a layer are called."""
-    return replace(names, form="per-expert", experts=PerExpert(*(f"{experts}.{{e}}.{x}_proj" for x in GATE_UP_DOWN)))
+    single = PerExpert(*(f"{experts}.{{e}}.{x}_proj" for x in GATE_UP_DOWN))
+    return replace(names, form="per-expert", loadable=False, experts=single)
 
 
 COMMON = Names()

@@ -151,7 +151,7 @@ def add(verbs: Verbs) -> None:
         "a few layers and experts of a model, for tests",
         "Write a Hugging Face folder with the first layers of another and their first experts, byte for\n"
         "byte: a small model with the real names, dtypes, forms and values, quantized ones included.\n"
-        "Layers that predict further tokens are left out.",
+        "Layers that predict further tokens are kept, with so many experts.",
         "te-models toy ./Qwen3-30B-A3B ./toy --layers 2 --experts 4",
     )
     parser.add_argument("--layers", type=int, default=2, metavar="N", help="layers to keep (2)")

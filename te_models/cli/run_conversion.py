@@ -103,6 +103,7 @@ def _convert(args: argparse.Namespace, function: Callable[..., Any], **options: 
         text += f"\nkept {len(plan.carried)} tensors that the model does not use"
     if plan.ignored:
         text += f"\nleft out {', '.join(plan.ignored[:4])}" + (" ..." if len(plan.ignored) > 4 else "")
+    text += "".join(f"\nnote: {note}" for note in plan.notes)
     about = [str(plan)] if args.dry_run else []
     about += [] if plan.report is None else [str(plan.report)]
     emit(args, result, "\n".join([*about, text]))

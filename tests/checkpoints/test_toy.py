@@ -11,9 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from te_models import GPTModel
-from te_models.checkpoints import CheckpointError, import_hf, inspect, toy
+from te_models.checkpoints import CheckpointError, export_hf, import_hf, inspect, toy
+from te_models.checkpoints.families.unused import COUNTS
 from tests.checkpoints.family_cases import CASES, make
-from tests.checkpoints.hf_cases import HFFolder, stored, transformers
+from tests.checkpoints.hf_cases import HFFolder, assert_same_bits, stored, transformers
+from tests.checkpoints.test_carried import FAMILIES as FURTHER
 
 
 def save(case: str, folder: Path, **options: bool) -> Path:
@@ -84,13 +86,52 @@ def test_layers_are_the_first_ones_and_one_with_experts(hf_folder: HFFolder, tmp
     assert (tmp_path / "one/tokenizer.json").is_file()
 
 
-def test_what_predicts_further_tokens_is_left_out(tmp_path: Path) -> None:
-    source = save("glm4_moe", tmp_path / "hf")
+def add_further_layer(source: Path, prefix: str) -> dict[str, torch.Tensor]:
+    """Add a layer that predicts further tokens: with all that the last layer has, and more. Return all tensors."""
     file = source / "model.safetensors"
-    save_file({**load_file(file), "model.layers.2.norm.weight": torch.ones(3)}, file, metadata={"format": "pt"})
-    assert toy(source, tmp_path / "toy", layers=1, experts=4).ignored == ("model.layers.2.norm.weight",)
-    values = json.loads((tmp_path / "toy/config.json").read_text())
-    assert not values.get("num_nextn_predict_layers") and not values.get("num_mtp_layers")
+    tensors = load_file(file)
+    last = max(int(name.split(".")[2]) for name in tensors if name.startswith("model.layers."))
+    at = f"model.layers.{last}."
+    further = {f"{prefix}{n.removeprefix(at)}": t + 1 for n, t in tensors.items() if n.startswith(at)}
+    further |= {f"{prefix}eh_proj.weight": torch.rand(32, 64), f"{prefix}enorm.weight": torch.rand(32).half()}
+    save_file({**tensors, **further}, file, metadata={"format": "pt"})
+    return {**tensors, **further}
+
+
+@pytest.mark.parametrize("form", ["published", "fused"])
+@pytest.mark.parametrize("family", FURTHER)
+def test_layers_that_predict_further_tokens_are_kept(tmp_path: Path, family: str, form: str) -> None:
+    """Behind the layers that there are then, and with so many experts."""
+    source = save(family, tmp_path / "hf", save_original_format=form == "published")
+    prefix = FURTHER[family]
+    originals = add_further_layer(source, prefix)
+    plan = toy(source, tmp_path / "toy", layers=2, experts=2)
+    layers = inspect(tmp_path / "toy").config["num_layers"]
+    new = f"model.layers.{layers}." if prefix.startswith("model.layers.") else prefix
+    parts, at = stored(tmp_path / "toy"), f"model.layers.{layers - 1}."
+    assert not plan.ignored and set(plan.carried) == {name for name in parts if name.startswith(new)}
+    found = {name.removeprefix(new): parts[name] for name in plan.carried}
+    of_a_layer = {name.removeprefix(at): tensor for name, tensor in parts.items() if name.startswith(at)}
+    assert found.keys() == of_a_layer.keys() | {"eh_proj.weight", "enorm.weight"}
+    for name, part in found.items():
+        assert part.shape == of_a_layer.get(name, part).shape
+        assert is_subset(part, originals[prefix + name], first=name in of_a_layer), name
+    assert any(part.shape != originals[prefix + name].shape or "experts.1." in name for name, part in found.items())
+    before, after = (json.loads((f / "config.json").read_text()) for f in (source, tmp_path / "toy"))
+    assert [after.get(name) for name in COUNTS] == [before.get(name) for name in COUNTS]
+    import_hf(tmp_path / "toy", tmp_path / "ours")
+    export_hf(tmp_path / "ours", tmp_path / "back")
+    assert_same_bits(parts, stored(tmp_path / "back"))
+
+
+def test_constants_of_layers_that_are_taken_are_kept(hf_folder: HFFolder, tmp_path: Path) -> None:
+    source = hf_folder("llama")
+    file = source / "model.safetensors"
+    names = [f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(2)]
+    save_file({**load_file(file), **{name: torch.rand(3) for name in names}}, file, metadata={"format": "pt"})
+    plan = toy(source, tmp_path / "toy", layers=1)
+    assert plan.carried == (names[0],) and names[1] not in stored(tmp_path / "toy")
+    assert torch.equal(stored(tmp_path / "toy")[names[0]], stored(source)[names[0]])
 
 
 def test_what_is_not_there_is_refused(hf_folder: HFFolder, tmp_path: Path) -> None:

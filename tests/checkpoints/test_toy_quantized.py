@@ -63,6 +63,31 @@ def test_the_stored_numbers_are_those_of_the_original(tmp_path: Path, case: str)
         assert GPTModel.from_pretrained(tmp_path / "ours").config.num_layers == 1
 
 
+@pytest.mark.parametrize("case", ["fp8-latent", "modelopt-nvfp4-latent"])
+def test_a_quantized_layer_that_predicts_further_tokens_is_kept(tmp_path: Path, case: str) -> None:
+    """Behind the only layer that stays: the numbers and scales of as many experts, byte for byte."""
+    source, _ = make(CASES[case], tmp_path)
+    file, at = source / "model.safetensors", "model.layers.1."
+    tensors = load_file(file)
+    behind = {n.replace(at, "model.layers.2."): t.clone() for n, t in tensors.items() if n.startswith(at)}
+    scale = "model.layers.2.mlp.experts.1.up_proj." + ("input_scale" if "nvfp4" in case else "weight_scale_inv")
+    behind[scale] *= 2
+    behind["model.layers.2.eh_proj.weight"] = torch.rand(4, 8)
+    save_file({**tensors, **behind}, file, {"format": "pt"})
+    plan = toy(source, tmp_path / "toy", layers=1, experts=2)
+    assert not plan.ignored
+    parts = stored(tmp_path / "toy")
+    found = {n: t for n, t in parts.items() if n.startswith(at)}
+    names = {n.replace("layers.0.", "layers.1.") for n in parts if n.startswith("model.layers.0.")}
+    assert found.keys() == names | {f"{at}eh_proj.weight"} and scale.replace("layers.2.", "layers.1.") in found
+    for name, part in found.items():
+        whole = behind[name.replace(at, "model.layers.2.")]
+        assert_same_bits({name: whole[tuple(slice(n) for n in part.shape)].contiguous()}, {name: part})
+    import_hf(tmp_path / "toy", tmp_path / "ours")
+    export_hf(tmp_path / "ours", tmp_path / "back")
+    assert_same_bits(parts, stored(tmp_path / "back"))
+
+
 def test_lists_of_modules_name_the_layers_that_stay(tmp_path: Path) -> None:
     source, _ = make(CASES["fp8-latent"], tmp_path)
     names = ["lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate", "re:.*layers.1.*norm", "model.layers.1*"]
