@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from .eager import eager_on_cpu
 from ..torch_versions import splits_loops
+from .eager import eager_on_cpu
 
 
 def once(values: Tensor) -> Tensor:
