@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from .load import check_shapes, layout_of
 from .meter import Progress
 from .naming import expected_tensors
 from .output_folder import write_folder
-from .plan import Plan, make_plan
+from .plan import Output, Plan, make_plan
 from .quantized_format import Description, describe, stored_fields
 from .shards import MAX_SHARD_BYTES
 from .store import JoinedStore, MemoryStore, Store
@@ -36,6 +36,7 @@ def save_model(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     source_dir: PathLike | None = None,
     source: Source | None = None,
+    fetch: Callable[[str], torch.Tensor] | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Plan:
@@ -46,6 +47,8 @@ def save_model(
         source_dir: a folder (of either kind) that the model came from: its tokenizer files, its Hugging Face
             configuration and the tensors that the model does not use travel along, so that an export restores them.
         source: the Hugging Face configuration to record where there is no source_dir.
+        fetch: returns a tensor of the files by its name, when its turn comes; `params` may then be without data (on the
+            meta device). None: they have it.
     """
     layout = layout_of(params, config, "the names of the parameters to save")
     check_shapes(params, expected_tensors(config, layout))
@@ -70,7 +73,10 @@ def save_model(
             owners.update(dict.fromkeys(kept, origin.store))
         joined = JoinedStore(owners)
         moved = make_plan(joined.tensors, namespace, namespace, where="the model", unused=kept, carried=kept)
-        plan = replace(moved, formats=stored_formats)
+        outputs = (
+            moved.outputs if fetch is None else tuple(_fetched(o, fetch, set(kept.values())) for o in moved.outputs)
+        )
+        plan = replace(moved, outputs=outputs, formats=stored_formats)
         write_folder(
             Path(out_dir),
             plan,
@@ -82,3 +88,7 @@ def save_model(
             progress=progress,
         )
     return plan
+
+
+def _fetched(output: Output, fetch: Callable[[str], torch.Tensor], kept: Container[str]) -> Output:
+    return output if output.name in kept else replace(output, compute=lambda: [fetch(output.name)])

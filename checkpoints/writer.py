@@ -70,6 +70,7 @@ def write_weights(
                         file.write_buffer(buffer, nbytes)
                         meter.add(nbytes)
                         missing -= nbytes
+                    buffer = None  # a part of a computed tensor, which need not outlive it
                     if missing:  # a defect of ours, which would otherwise be the next reader's to find
                         written = output.nbytes - missing
                         raise RuntimeError(f"{output.name} has {written} bytes, planned {output.nbytes}")

@@ -33,7 +33,8 @@ from .embedding import Embedding
 from .in_memory import converter_of, fill_from_hf, to_hf
 from .moe import Experts
 from .output import ModelOutput, OutputLayer, RouterLossWeights
-from .parallel import check_split, groups_of, is_first, place_of, resolve_group, whole_tensors
+from .parallel import check_split, groups_of, place_of, resolve_group
+from .split_saving import save_split
 from .support import check_supported
 
 if TYPE_CHECKING:
@@ -293,16 +294,13 @@ class GPTModel(nn.Module):
         """Write parameters and configuration as safetensors and JSON; `from_pretrained` restores them bit for bit.
 
         The tokenizer and the other small files of the folder that the model came from, while it exists, come along.
-        Of a split model every rank calls this, and the first one writes the whole model.
+        Of a split model every rank calls this, and the first one writes the whole model, tensor after tensor.
         """
         from te_models.checkpoints import save_model
 
         source = self.pretrained_folder
-        with torch.no_grad():
-            tensors = whole_tensors(self)
-            if is_first(self):
-                source = source if source and source.is_dir() else None
-                save_model(tensors, self.config, folder, source_dir=source, source=self.origin)
-            for group in (self.tp_group, self.ep_group):
-                if group is not None:
-                    dist.barrier(group)
+        source = source if source and source.is_dir() else None
+        if self.tp_group is None and self.ep_group is None:
+            save_model(dict(self.stored_tensors()), self.config, folder, source_dir=source, source=self.origin)
+        else:
+            save_split(self, folder, source)

@@ -1,5 +1,4 @@
-"""What each of the two processes of test_split_model does: this module is run with FOLDERS, RESULTS and
-the cases.
+"""What each of the two processes of test_split_model does: this module is run with FOLDERS, RESULTS and the cases.
 
 FOLDERS holds a model folder per case. Every case loads its model whole and split over the two ranks, and compares what
 is read, outputs, gradients, generation and what is saved. Its outcome, "ok" or a traceback, is written to
@@ -9,8 +8,11 @@ RESULTS.<rank>.
 from __future__ import annotations
 
 import json
+import math
 import sys
+import threading
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -18,10 +20,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import te_models.checkpoints.move as move
-from te_models import GPTModel, compile_model, generate
-from te_models.checkpoints import CheckpointError, expected_tensors, verify
+from te_models import AttentionConfig, GPTModel, ModelConfig, compile_model, generate
+from te_models.checkpoints import CheckpointError, expected_tensors, open_checkpoint, verify
 from te_models.checkpoints.parts import Place, parts
+from te_models.config import MLPConfig
 from te_models.layers import QuantizedTensor
+from te_models.memory import return_freed_memory
+from tests.checkpoints.memory_child import anonymous
 from tests.layers.bits import same_bits
 
 RANKS = 2
@@ -39,6 +44,17 @@ CASES = (
     "deepseek_v3",
 )
 QUANTIZED_CASES = ("current", "block", "mxfp8", "nvfp4")
+LARGE = ModelConfig(
+    vocab_size=64,
+    hidden_size=512,
+    num_layers=10,
+    max_position_embeddings=64,
+    attention=AttentionConfig(num_attention_heads=8),
+    mlp=MLPConfig(ffn_hidden_size=2560),
+)
+"""190 MiB, of which no tensor has more than 10."""
+SLACK = 12 << 20
+"""The buffers of a file that is written take 8 MiB."""
 
 
 class Reads:
@@ -141,6 +157,45 @@ def check_quantized(folder: Path, saved: Path) -> None:
             raise AssertionError("different scales were saved as one")
 
 
+def check_memory(saved: Path) -> None:
+    """Saving takes the memory of the largest tensor and of the part that comes on the rank that writes, and nothing on
+    the other one."""
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (RANKS,))
+    split = GPTModel(LARGE, tp_group=mesh.get_group())
+    shapes = expected_tensors(LARGE)
+    sizes = [4 * math.prod(shape) for shape in shapes.values()]
+    peak = grown(lambda: split.save_pretrained(saved))
+    try:
+        split.save_pretrained(saved)
+    except CheckpointError as error:
+        assert str(error).startswith(f"{saved} exists" if rank == 0 else f"the first rank could not write {saved}; it")
+    else:
+        raise AssertionError("an existing folder was written over")
+    with open_checkpoint(saved) as checkpoint:
+        assert {name: info.shape for name, info in checkpoint.tensors.items()} == shapes
+    assert sum(sizes) > 18 * max(sizes)
+    bound = 3 * max(sizes) // 2 + SLACK if rank == 0 else SLACK
+    assert peak < bound, f"{peak >> 20} MiB of {sum(sizes) >> 20}"
+
+
+def grown(function: Callable[[], object]) -> int:
+    """Return by how many bytes the process's own memory grew at the most while a function ran."""
+    return_freed_memory()
+    before, peak, done = anonymous(), 0, threading.Event()
+
+    def sample() -> None:
+        nonlocal peak
+        while not done.wait(0.002):
+            peak = max(peak, anonymous() - before)
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    function()
+    done.set()
+    thread.join()
+    return peak
+
+
 def compiled(folder: Path) -> None:
     """One graph of a split model, on every rank."""
     mesh = init_device_mesh("cpu", (RANKS,))
@@ -160,6 +215,8 @@ def main() -> None:
         try:
             if case.startswith("compiled-"):
                 compiled(folders / case.removeprefix("compiled-"))
+            elif case == "memory":
+                check_memory(folders / "memory-saved")
             elif case in QUANTIZED_CASES:
                 check_quantized(folders / case, folders / f"{case}-saved")
             else:

@@ -71,10 +71,10 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     GPTModel(BLOCKS).save_pretrained(folder / "plain")
     for case in QUANTIZED_CASES:
         quantize(folder / "plain", folder / case, case)
-    return run(folder, CASES, *CASES, *QUANTIZED_CASES)
+    return run(folder, CASES, "memory", *CASES, *QUANTIZED_CASES)
 
 
-@pytest.mark.parametrize("case", [*CASES, *QUANTIZED_CASES])
+@pytest.mark.parametrize("case", ["memory", *CASES, *QUANTIZED_CASES])
 def test_two_ranks(case: str, outcomes: list[dict[str, str]]) -> None:
     assert [outcome[case] for outcome in outcomes] == ["ok", "ok"]
 
