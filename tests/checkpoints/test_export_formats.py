@@ -36,7 +36,21 @@ from tests.checkpoints.hf_cases import assert_same_bits, stored
 from tests.checkpoints.quantized_cases import CASES, Case, fp8_block, make
 
 POW2 = CASES["fp8-ue8m0"]
+RECIPES = {"mxfp8": "mxfp8", "block": "fp8", "current": "modelopt-fp8", "nvfp4": "modelopt-nvfp4"}
+"""Recipe -> the format in which its weights are written."""
 EIGHT_BITS = ("fp8", "mxfp8", "modelopt-fp8", "float-quantized", "mxfp8-quantized")
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one model of ours for each of RECIPES, and beside it its values in float32 (`mxfp8-values`)."""
+    root = tmp_path_factory.mktemp("quantized")
+    _, reference = make(CASES["fp8-moe"], root)
+    import_hf(reference, root / "plain")
+    for recipe in RECIPES:
+        quantize(root / "plain", root / recipe, recipe)
+        dequantize(root / recipe, root / f"{recipe}-values", dtype="float32")
+    return root
 
 
 @pytest.mark.parametrize(
@@ -120,19 +134,18 @@ def test_uneven_scales_are_refused_and_requantized_as_asked(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("form", ["published", "fused"])
 @pytest.mark.parametrize("format", WRITABLE)
-@pytest.mark.parametrize("recipe", ["mxfp8", "block", "current", "nvfp4"])
-def test_every_pair_is_exact_or_requantized(tmp_path: Path, recipe: str, format: str, form: str) -> None:
-    _, reference = make(CASES["fp8-moe"], tmp_path)
-    import_hf(reference, tmp_path / "plain")
-    quantize(tmp_path / "plain", tmp_path / "q", recipe)
-    exact = True
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_pair_is_exact_or_requantized(
+    quantized: Path, tmp_path: Path, recipe: str, format: str, form: str
+) -> None:
+    exact, source = True, quantized / recipe
     try:
-        export_hf(tmp_path / "q", tmp_path / "hf", format=format, form=form)
+        export_hf(source, tmp_path / "hf", format=format, form=form)
     except CheckpointError as error:
         exact = False
         assert "--allow-requantize" in str(error) or "four bits" in str(error)
         assert not (tmp_path / "hf").exists()
-        plan = export_hf(tmp_path / "q", tmp_path / "hf", format=format, form=form, allow_requantize=True)
+        plan = export_hf(source, tmp_path / "hf", format=format, form=form, allow_requantize=True)
         assert plan.report is not None
         lines = [line for line in plan.report.lines.values() if line.kind == "requantized"]
         assert [line.count for line in lines] == [2] * 4
@@ -143,10 +156,8 @@ def test_every_pair_is_exact_or_requantized(tmp_path: Path, recipe: str, format:
     assert again.report is not None
     assert not {"requantized", "dequantized"} & {line.kind for line in again.report.lines.values()}
     import_hf(tmp_path / "hf", tmp_path / "back", dequantize=True)
-    dequantize(tmp_path / "q", tmp_path / "values", dtype="float32")
-    back, values = stored(tmp_path / "back"), stored(tmp_path / "values")
-    own = {"mxfp8": "mxfp8", "block": "fp8", "current": "modelopt-fp8", "nvfp4": "modelopt-nvfp4"}[recipe]
-    assert exact or format != own
+    back, values = stored(tmp_path / "back"), stored(quantized / f"{recipe}-values")
+    assert exact or format != RECIPES[recipe]
     for name, expected in values.items():
         found, expected = back[name].float(), expected.float()
         if not name.endswith(("qkv.weight", "proj.weight", "fc1.weight", "fc2.weight")):
@@ -167,19 +178,15 @@ def test_every_pair_is_exact_or_requantized(tmp_path: Path, recipe: str, format:
 @pytest.mark.parametrize("format", ["modelopt-fp8", "float-quantized"])
 @pytest.mark.parametrize("large", [False, True])
 def test_what_one_parameter_joins_is_quantized_as_one_matrix(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str, form: str, large: bool
+    quantized: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str, form: str, large: bool
 ) -> None:
     """Written as tensors with one scale, taken over as the parameter that our own quantizing gives."""
     if large:  # of many bands, which threads share
         for module in (bands, quantized_outputs):
             monkeypatch.setattr(module, "BAND_ELEMENTS", 1 << 11)
-    _, reference = make(CASES["fp8-moe"], tmp_path)
-    import_hf(reference, tmp_path / "plain")
-    quantize(tmp_path / "plain", tmp_path / "q", "mxfp8")
-    export_hf(tmp_path / "q", tmp_path / "hf", format=format, form=form, allow_requantize=True)
+    export_hf(quantized / "mxfp8", tmp_path / "hf", format=format, form=form, allow_requantize=True)
     import_hf(tmp_path / "hf", tmp_path / "found")
-    dequantize(tmp_path / "q", tmp_path / "values", dtype="float32")
-    quantize(tmp_path / "values", tmp_path / "expected", "current")
+    quantize(quantized / "mxfp8-values", tmp_path / "expected", "current")
     found, expected = stored(tmp_path / "found"), stored(tmp_path / "expected")
     linear = {n: t for n, t in expected.items() if ".linear_" in n and "norm" not in n}
     assert len(linear) == 16 and found.keys() == expected.keys()
