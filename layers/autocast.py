@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .recipe import Recipe
+from .recipe_use import choose_for_all
 from .recipes import Float8CurrentScaling
 
 if TYPE_CHECKING:
@@ -22,11 +23,13 @@ if TYPE_CHECKING:
 
 
 class _State:
-    """What the innermost regions say. compute, storage: None is high precision. touched: in a region opened inside a
-    compiled function, the modules that recorded amaxes; None elsewhere, where all live modules are asked."""
+    """What the innermost regions say. compute, storage: None is high precision. chosen: whether the live modules know
+    what `compute` means for them, see `recipe_use`. touched: in a region opened inside a compiled function, the modules
+    that recorded amaxes; None elsewhere, where all live modules are asked."""
 
     def __init__(self) -> None:
         self.compute: Recipe | None = None
+        self.chosen = False
         self.storage: Recipe | None = None
         self.preserve_init_val = False
         self.calibrating = False
@@ -82,10 +85,16 @@ class _Region:
             setattr(_STATE, name, value)
 
 
-def _live_names() -> list[str]:
+def _live() -> list[QuantizedModule]:
     from .quantized_module import live_modules
 
-    return [module.name for module in live_modules() if module.name]
+    return live_modules()
+
+
+def put_in_force(recipe: Recipe | None) -> None:
+    """Let layers run under this recipe now."""
+    _STATE.compute = recipe
+    _STATE.chosen = choose_for_all(recipe, _live)
 
 
 class autocast:
@@ -125,7 +134,8 @@ class autocast:
                 "updated; give it there"
             )
         self._previous.append((s.compute, s.calibrating, s.amax_reduction_group, s.touched))
-        s.compute, s.calibrating = self._recipe, self._calibrating
+        put_in_force(self._recipe)
+        s.calibrating = self._calibrating
         if s.depth == 0:
             s.amax_reduction_group = self._group
             s.touched = [] if torch.compiler.is_compiling() else None
@@ -136,12 +146,13 @@ class autocast:
         s = _STATE
         s.depth -= 1
         if raised is None and self._recipe is not None and self._recipe.by_name and not torch.compiler.is_compiling():
-            self._recipe.check_names(_live_names)
+            self._recipe.check_names(lambda: [module.name for module in _live() if module.name])
         if s.depth == 0:
             from .delayed_update import leave_region
 
             leave_region(s.touched, s.amax_reduction_group, failed=raised is not None)
-        s.compute, s.calibrating, s.amax_reduction_group, s.touched = self._previous.pop()
+        recipe, s.calibrating, s.amax_reduction_group, s.touched = self._previous.pop()
+        put_in_force(recipe)
 
 
 class quantized_model_init(_Region):

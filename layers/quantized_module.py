@@ -30,6 +30,7 @@ from .kept import note_statistics
 from .noted import noted
 from .quantized_tensor import QuantizedTensor
 from .recipe import GemmQuantizers, Recipe
+from .recipe_use import RecipeUse, choose
 from .recipes import DelayedRule, DelayedScaling
 from .recompute import recomputing, refuse_around_a_graph, same_as_first_run
 from .rounding_seed import STREAMS, default_seed
@@ -53,20 +54,6 @@ class LiveState(NamedTuple):
     key: Tensor | None = None
 
 
-class RecipeUse:
-    """What recipes a module ran under: the names of its last forward pass, for `recipe_report` (the one asked for and
-    the one that ran), and whether the exit of the region shall update its scales, see `leave_region`.
-
-    An object of its own because every call writes it, and setting an attribute of a module costs a microsecond.
-    """
-
-    def __init__(self) -> None:
-        self.asked: str | None = None  # None: there was no forward pass yet
-        self.ran: str | None = None
-        # since the outermost autocast region began, under delayed scaling: amaxes noted in training, in a calibration
-        self.recorded = self.calibrated = False
-
-
 class QuantizedModule(nn.Module):
     """Base of Linear, GroupedLinear, LayerNormLinear and LayerNormMLP. num_gemms: how many scales each role has; name:
     the qualified name that per-module rules and custom recipes see (`name_modules` sets it)."""
@@ -75,9 +62,9 @@ class QuantizedModule(nn.Module):
 
     def __init__(self, num_gemms: int = 1, name: str = "") -> None:
         super().__init__()
+        self.recipe_use = RecipeUse()
         self.name = name
         self.reduce_amax = True  # False: other ranks have other GEMMs here, so delayed scaling reduces no amaxes
-        self.recipe_use = RecipeUse()
         self.delayed_rule: DelayedRule | None = None
         self.fp8_history: Tensor | None = None
         self.fp8_scale = torch.ones(len(ROLES), num_gemms, device=_real_default_device())
@@ -88,6 +75,16 @@ class QuantizedModule(nn.Module):
         self._register()
         self._seed = default_seed()
         self.fp8_rng_state = self.fp8_scale.new_tensor((self._seed * STREAMS, 0), dtype=torch.int64)
+
+    @property
+    def name(self) -> str:
+        """The qualified name, "" where there is none."""
+        return self._name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self._name = name
+        self.recipe_use.chosen = self.recipe_use.chosen_for = None
 
     def _register(self) -> None:
         self._ordinal = next(_ordinals)
@@ -138,12 +135,13 @@ class QuantizedModule(nn.Module):
     def quantizers(self) -> GemmQuantizers | None:
         """Return this module's quantizers under the recipe in force; None: high precision."""
         asked = recipe = state().compute
+        made = None
         if recipe is not None and recipe.by_name:
-            recipe = recipe.for_module(self.name)
+            recipe, made = (self.recipe_use.chosen if state().chosen else None) or choose(recipe, self)
         noted(self._note, asked, recipe)
         if recipe is None or state().calibrating:
             return None
-        return recipe.quantizers(type(self).__name__, self.name if recipe.by_name else "")
+        return recipe.quantizers("", "") if made is None else made
 
     def _note(self, asked: Recipe | None, recipe: Recipe | None) -> None:
         """Write down which recipe was asked for and which is this module's, and what delayed scaling has to update."""

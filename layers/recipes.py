@@ -161,7 +161,8 @@ class CustomRecipe(Recipe):
     """Quantizers from a function of the role: `qfactory(QuantizerRole) -> Quantizer`.
 
     Two custom recipes are equal only if they are the same object: a function has no value to compare. It is called
-    whenever a module runs (under the compiler, when it is traced), so it must return equal quantizers for equal roles.
+    when a region is entered, for the layers that exist then, and may be called again whenever a layer runs, so it must
+    return equal quantizers for equal roles. What it raises for a layer is raised where that layer runs.
 
     Example:
         def mixed(role):

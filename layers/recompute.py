@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .autocast import recompute_contexts, state
+from .autocast import put_in_force, recompute_contexts, state
 
 _NAMES = ("compute", "calibrating", "first_microbatch", "keep_kept", "statistics")
 
@@ -44,6 +44,7 @@ class Recomputation:
         self.previous = {name: getattr(s, name) for name in _NAMES}
         for name, value in self.first.values.items():
             setattr(s, name, value)
+        put_in_force(s.compute)
         s.statistics = False
         self.replay = iter(self.first.live)
         _RUNS.append((self, True))
@@ -53,6 +54,7 @@ class Recomputation:
         _RUNS.pop()
         for name, value in self.previous.items():
             setattr(state(), name, value)
+        put_in_force(state().compute)
 
 
 _RUNS: list[tuple[FirstRun | Recomputation, bool]] = []

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from te_models.layers import QuantizedTensor
-from te_models.memory import return_freed_memory
 
+from ..memory import return_freed_memory
 from .parallel import place_of
 
 if TYPE_CHECKING:

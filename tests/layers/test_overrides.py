@@ -226,6 +226,7 @@ def test_a_custom_recipe_gives_each_operand_its_format() -> None:
     with autocast(recipe=CustomRecipe(qfactory=factory)):
         y = layer(x)
     y.backward(dy)
+    seen = [role for role in seen if role.name == "here"]  # it is asked for every layer that exists
     assert seen == [QuantizerRole("Linear", tensor, "here") for tensor in ("input", "weight", "grad_output")]
 
     def through(quantizer, tensor: torch.Tensor, usage: str) -> torch.Tensor:
