@@ -1,6 +1,6 @@
 """Throughput of importing, exporting and quantizing a folder, against a plain copy of its bytes in the same run.
 
-    python -m bench.import_throughput [--gib 1.5] [--rounds 4] [--dir FOLDER]
+    python -m bench.import_throughput [--gib 1.5] [--rounds 4] [--dir FOLDER] [--print-only]
 
 Both read the same files (from the page cache, after one warming read), write as many bytes to the same disk, and flush
 them. The copy is `shutil.copyfile` and fsync; the import also plans, rearranges experts and q/k/v, and hashes twice
@@ -8,6 +8,10 @@ them. The copy is `shutil.copyfile` and fsync; the import also plans, rearranges
 of neighbours. The hashes take two more cores: on a machine that has only two, or whose cores are busy with other work,
 the import is slower than the copy by their share of the processor time, which is therefore recorded too. Targets: 0.8
 of a copy's speed for import and export, 0.4 for quantizing.
+
+Requantizing: the folder as DeepSeek stores it, E4M3 in 128x128 blocks with float32 scales, is imported as NVFP4 in both
+copies, with the largest error of every weight. Its peer is a copy of the folder in bfloat16, as for quantizing, and its
+processor time is given as a multiple of plain quantizing to NVFP4 (one copy), too (target: 3).
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import json
 import math
 import os
 import shutil
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -30,8 +35,9 @@ from bench.common import ratio, versions, write_result
 from te_models.checkpoints import FAMILIES, export_hf, import_hf, quantize, verify
 from te_models.checkpoints.plan import Output, Plan
 from te_models.checkpoints.shards import header_bytes, split_shards
+from te_models.layers import recipe
 
-RECIPES = ("block", "current", "mxfp8")
+RECIPES = ("block", "current", "mxfp8", "nvfp4")
 
 DENSE: dict[str, Any] = {
     "model_type": "llama",
@@ -101,7 +107,8 @@ def timed(function: Any, source: Path, destination: Path) -> tuple[float, float]
 
 
 def measure(source: Path, scratch: Path, rounds: int, function: Any) -> dict[str, Any]:
-    """Time `function` and the plain copy in turn."""
+    """Time `function` and the plain copy of `source` in turn."""
+    timed(function, source, scratch / "out")  # torch loads its formulas for shapes once, which takes a second
     timed(copy_folder, source, scratch / "out")
     pairs = []
     for number in range(rounds):
@@ -114,6 +121,20 @@ def measure(source: Path, scratch: Path, rounds: int, function: Any) -> dict[str
         "processor_seconds": {"copy": _column(processor, copy_folder), "ours": _column(processor, function)},
         "speed_of_a_copy": ratio(_column(wall, copy_folder), _column(wall, function)),
     }
+
+
+def requantizing(source: Path, scratch: Path, rounds: int) -> dict[str, Any]:
+    """Time importing `source` in 128x128 blocks as NVFP4, against the plain copy of `source`."""
+    quantize(source, scratch / "blocks", recipe("block", use_f32_scales=True))
+    export_hf(scratch / "blocks", scratch / "fp8", format="fp8")
+    shutil.rmtree(scratch / "blocks")
+
+    def anew(_: Path, destination: Path) -> None:
+        import_hf(scratch / "fp8", destination, storage="nvfp4", allow_requantize=True)
+
+    result = measure(source, scratch, rounds, anew)
+    shutil.rmtree(scratch / "fp8")
+    return result
 
 
 def _column(rows: list[dict[Any, float]], side: Any) -> list[float]:
@@ -132,6 +153,7 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=1.5, help="size of each checkpoint")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--dir", help="where to write (default: the system's temporary folder)")
+    parser.add_argument("--print-only", action="store_true", help="write no result")
     args = parser.parse_args()
     results: dict[str, Any] = {
         "versions": versions("torch", "safetensors"),
@@ -139,8 +161,8 @@ def main() -> None:
         "sha256_gb_per_s": round(sha256_speed(), 2),
         "cases": {},
     }
-    with tempfile.TemporaryDirectory(dir=args.dir) as name:
-        scratch = Path(name)
+    with tempfile.TemporaryDirectory(dir=args.dir) as folder:
+        scratch = Path(folder)
         for label, config in (("dense", DENSE), ("moe", MOE)):
             source = scratch / label
             nbytes = make_folder(source, config, math.floor(args.gib * 2**30))
@@ -150,19 +172,22 @@ def main() -> None:
                 raise SystemExit(f"the import is wrong, so its speed does not matter: {report}")
             case = {"bytes": nbytes, "import": measure(source, scratch, args.rounds, import_hf)}
             case["export"] = measure(scratch / "ours", scratch, args.rounds, export_hf)
-            for recipe in RECIPES:
-                function = functools.partial(quantize, recipe=recipe)
-                function(source, scratch / "out")  # torch loads its formulas for shapes once, which takes a second
-                shutil.rmtree(scratch / "out")
-                case[f"quantize {recipe}"] = measure(source, scratch, args.rounds, function)
+            shutil.rmtree(scratch / "ours")
+            for name in RECIPES:
+                function = functools.partial(quantize, recipe=name)
+                case[f"quantize {name}"] = measure(source, scratch, args.rounds, function)
+            case["requantize"] = requantizing(source, scratch, args.rounds)
+            times = [statistics.median(case[v]["processor_seconds"]["ours"]) for v in ("requantize", "quantize nvfp4")]
+            case["requantize"]["processor_time_of_quantizing"] = round(times[0] / times[1], 2)
             results["cases"][label] = case
-            for verb in ("import", "export", *(f"quantize {recipe}" for recipe in RECIPES)):
+            for verb in [key for key in case if key != "bytes"]:
                 found = case[verb]["speed_of_a_copy"]
                 print(f"{label} {verb}: {found['median']:.2f}x of a copy ({found['min']:.2f} to {found['max']:.2f})")
+            print(f"{label} requantize: {times[0] / times[1]:.1f} times the processor time of quantizing to NVFP4")
             shutil.rmtree(source)
-            shutil.rmtree(scratch / "ours")
     results["load_average_after"] = [round(x, 2) for x in os.getloadavg()]
-    print(f"written to {write_result('import_throughput', results)}")
+    if not args.print_only:
+        print(f"written to {write_result('import_throughput', results)}")
 
 
 if __name__ == "__main__":

@@ -51,11 +51,11 @@ def per_element(values: Tensor, block: tuple[int, int], rows: int, columns: int)
 def times_blocks(x: Tensor, values: Tensor, block: tuple[int, int]) -> Tensor:
     """Return x: [..., R, C] in float32, every block multiplied by its value."""
     rows, columns = x.shape[-2:]
-    eager = x.device.type == "cpu" and not torch.compiler.is_compiling()
-    if eager and statically_known_true(rows % block[0] == 0) and statically_known_true(columns % block[1] == 0):
+    if eager_on_cpu(x) and rows % block[0] == 0 and columns % block[1] == 0:
         # values are broadcast, not written out; the compiler does that anyway, and best in two dimensions
-        blocks = to_blocks(x.float(), block) * values[..., :, None, :, None]
-        return blocks.flatten(-2, -1).flatten(-3, -2)
+        product = x.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        to_blocks(product, block).mul_(values[..., :, None, :, None])
+        return product
     return x.float() * per_element(values, block, rows, columns)
 
 

@@ -75,8 +75,13 @@ def _rounded(v: Tensor, bits: Tensor | None) -> tuple[Tensor, Tensor]:
 
 def encode_e2m1(v: Tensor, bits: Tensor | None = None) -> Tensor:
     """Return the codes (uint8) of float32 values in [-6, 6]; bits: int32, or None for round to nearest even."""
-    multiple, step = _rounded(v, bits)
-    code = multiple + torch.where(step < 1, 0.0, torch.where(step < 2, 2.0, 4.0))
+    if bits is None:
+        m = v.abs()
+        # codes counted in each of the three steps: the count is the code where its step holds, and larger elsewhere
+        code = torch.minimum(torch.minimum((m * 2.0).round(), m.round() + 2.0), (m * 0.5).round() + 4.0)
+    else:
+        multiple, step = _rounded(v, bits)
+        code = multiple + torch.where(step < 1, 0.0, torch.where(step < 2, 2.0, 4.0))
     # a sign bit of its own, also on zeros; -0.0 < 0 is false
     code = torch.where(v.view(torch.int32) < 0, code + 8.0, code)
     # not `isnan`, which Inductor's C++ backend computes one element at a time (torch 2.13)
