@@ -58,9 +58,8 @@ def _dumped(plain: Any) -> str:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, ValueObject):
-        return {"class": _name(type(value))} | {
-            field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)
-        }
+        fields = dataclasses.fields(value)  # type: ignore[arg-type]
+        return {"class": _name(type(value))} | {f.name: _plain(getattr(value, f.name)) for f in fields}
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     if isinstance(value, float):
