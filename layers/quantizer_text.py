@@ -5,6 +5,7 @@ The text is the same in every process and rebuilds an equal quantizer of the sam
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import functools
 import json
@@ -15,20 +16,26 @@ from typing import Any
 
 import torch
 
+from te_models.kernels.torch_versions import TORCH_2_11, constant_when_traced
+
 from .opaque import ValueObject, rebuild, value_class
 from .quantizer import Quantizer
 
 
 def text_of(quantizer: Quantizer) -> str:
     """Return the text of a quantizer. TypeError for one that holds live state."""
-    if torch.compiler.is_compiling():
-        # the compiler does not trace the making of a text, but it makes value objects of constants
-        return _Text(quantizer).text
-    return _text(quantizer)
+    if not torch.compiler.is_compiling():
+        return _text(quantizer)
+    if TORCH_2_11:  # a quantizer is no constant there, but its fields are
+        return _dumped(_plain(quantizer))
+    # the compiler does not trace the making of a text, but it makes value objects of constants
+    return _Text(quantizer).text
 
 
 def with_usages(quantizer: Quantizer, rowwise: bool, columnwise: bool) -> Quantizer:
     """Return `quantizer.with_usage`, inside a compiled function, too."""
+    if TORCH_2_11:
+        return quantizer.with_usage(rowwise=rowwise, columnwise=columnwise)
     return _Usages(quantizer, rowwise, columnwise).quantizer
 
 
@@ -41,14 +48,23 @@ def quantizer_of(text: str) -> Quantizer:
 @functools.lru_cache(maxsize=1024)
 def _text(quantizer: Quantizer) -> str:
     quantizer.__fx_repr__()  # refuses live state
-    return json.dumps(_plain(quantizer), sort_keys=True)
+    return _dumped(_plain(quantizer))
+
+
+@constant_when_traced
+def _dumped(plain: Any) -> str:
+    return json.dumps(plain, sort_keys=True)
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, ValueObject):
-        return {"class": _name(type(value))} | {name: _plain(held) for name, held in vars(value).items()}
+        fields = dataclasses.fields(value)  # type: ignore[arg-type]
+        return {"class": _name(type(value))} | {f.name: _plain(getattr(value, f.name)) for f in fields}
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
+    if isinstance(value, float):
+        # traced by torch 2.11, which under dynamic=True makes graph inputs of floats, but not of members of a set
+        return next(iter({value}))
     return value.name if isinstance(value, enum.Enum) else value
 
 
