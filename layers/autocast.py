@@ -7,6 +7,7 @@ function. The context managers nest, also one object in itself, and restore what
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -203,13 +204,16 @@ class collect_statistics(_Region):
         super().__init__(statistics=enabled)
 
 
-def recompute_contexts() -> tuple[Any, Any]:
+def recompute_contexts(save: list[Any] | Callable[..., Any] | None = None) -> tuple[Any, Any]:
     """Return contexts for the first run and the recomputation of a region under `torch.utils.checkpoint`.
 
     The recomputation runs under the recipe and the scales of the first run, wherever backward is called, and records
     nothing a second time. Pass it as `checkpoint(..., use_reentrant=False, context_fn=recompute_contexts)`.
-    """
-    from .recompute import FirstRun, Recomputation
 
-    first = FirstRun()
-    return first, Recomputation(first)
+    In a compiled function it may be given, too. save: operators, or a policy function, whose results are kept and not
+    computed again, as torch's `create_selective_checkpoint_contexts` takes them:
+    `context_fn=functools.partial(recompute_contexts, [torch.ops.aten.mm.default])`.
+    """
+    from .recompute import contexts
+
+    return contexts(save)

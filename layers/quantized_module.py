@@ -179,23 +179,26 @@ class QuantizedModule(nn.Module):
     def live_state(self, quantizers: GemmQuantizers) -> LiveState:
         """Return the live tensors that a forward pass with `quantizers` needs."""
         scale = amax = grad_amax = statistics = grad_statistics = key = None
-        again = not torch.compiler.is_compiling() and recomputing()
+        compiling = torch.compiler.is_compiling()
         if self.delayed_rule is not None:
             scale = self.fp8_scale
-            if self.training:  # evaluation uses the scales and leaves no trace in them; nor does a recomputation
-                amax, grad_amax = None if again else self.fp8_amax, self.fp8_grad_amax
-        if state().statistics and self.training and not again:
+            if self.training:  # evaluation uses the scales and leaves no trace in them
+                amax, grad_amax = self.fp8_amax, self.fp8_grad_amax
+        if state().statistics and self.training:
             statistics, grad_statistics = self.fp8_statistics, self.fp8_grad_statistics
         if quantizers.grad_output.needs_key() and torch.is_grad_enabled():
             key = self.fp8_rng_state
-            if not again:
-                # a new tensor: a compiled backward pass reads what the graph was given, not a copy made in it
-                noted(setattr, self, "fp8_rng_state", torch.stack((key[0], key[1] + 1)))
-        if not torch.compiler.is_compiling():
-            scale, key = same_as_first_run(scale, key)
-        elif scale is not None or key is not None:
+            # a new tensor: a compiled backward pass reads what the graph was given, not a copy made in it. Made in a
+            # recomputation, too: selective checkpointing finds what it kept by counting operations
+            moved_on = torch.stack((key[0], key[1] + 1))
+            if compiling or not recomputing():
+                noted(setattr, self, "fp8_rng_state", moved_on)
+        live = LiveState(scale, amax, grad_amax, statistics, grad_statistics, key)
+        if not compiling:
+            return same_as_first_run(live)
+        if scale is not None or key is not None:
             refuse_around_a_graph()
-        return LiveState(scale, amax, grad_amax, statistics, grad_statistics, key)
+        return live
 
     def cached_weight(
         self,

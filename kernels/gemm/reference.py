@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..without_autocast import without_autocast
+
 # Rows of a product computed at a time where it needs a buffer of its own: the buffer then stays in the cache.
 _CHUNK = 128
 # Up to this many summed rows a float32 GEMM is cheaper on CPU than a bfloat16 one and the addition of its result.
@@ -41,7 +43,8 @@ def gemm(left: Operand, right: Operand, dtype: torch.dtype, bias: Tensor | None 
 
     Both operands have one dtype: bfloat16, or float32 (where values with float32 block scales are exact).
     """
-    product = torch.mm(left.values, right.values)
+    with without_autocast(left.values):
+        product = torch.mm(left.values, right.values)
     scale = epilogue_scale(left, right)
     if scale is not None:
         product = product.float() * scale

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from ..without_autocast import without_autocast
 from .blocks import once
 
 SIZE = 16
@@ -53,7 +54,8 @@ def random_hadamard(x: Tensor, dim: int = -1) -> Tensor:
         raise ValueError(f"the random Hadamard transform takes bfloat16; got {x.dtype}")
     members = [m.to(torch.bfloat16) for m in _transform(_signed(_groups(once(x), dim)))]
     # buffers: Inductor drops a rounding to bfloat16 that is between two operations of one kernel (torch 2.13)
-    return once(torch.stack(members, dim).flatten(dim - 1, dim))
+    with without_autocast(x):  # which refuses to stack values of another 16-bit dtype than its own
+        return once(torch.stack(members, dim).flatten(dim - 1, dim))
 
 
 def inverse_random_hadamard(y: Tensor, dim: int = -1) -> Tensor:

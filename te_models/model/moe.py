@@ -10,7 +10,6 @@ to step without a host synchronisation and without recompiling. Where experts ar
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import NamedTuple, Self
 
 import torch
@@ -19,10 +18,11 @@ from torch import Tensor, nn
 
 from te_models.kernels.permute import Permutation, permute, sort_by_expert, unpermute
 from te_models.kernels.router import load_balancing_loss, router_probabilities, router_topk, router_z_loss
+from te_models.kernels.without_autocast import without_autocast
 from te_models.layers import GroupedLinear
 from te_models.layers.collectives import all_gather
 from te_models.layers.expert_parallel import gather_tokens, local_choices, sum_tokens
-from te_models.layers.module import autocast_dtype, compute_dtype
+from te_models.layers.module import compute_dtype
 
 from ..config import ModelConfig
 from .build import Build, LocalExperts, Normal, init_method, output_init_method
@@ -76,10 +76,9 @@ class Router(nn.Module):
         """x: [T, H] -> logits [T, E], in float32 if the configuration says so, else in the compute dtype."""
         dtype = torch.float32 if self.config.dtype == "float32" else compute_dtype(x)
         bias = None if self.bias is None else self.bias.to(dtype)
-        # Only where there is an autocast to leave: the compiler's cache does not take graphs with a region in them.
-        exact = torch.amp.autocast(x.device.type, enabled=False) if autocast_dtype(x.device.type) else nullcontext()
-        with exact:
-            return F.linear(x.to(dtype), self.weight.to(dtype), bias)
+        x = x.to(dtype)
+        with without_autocast(x):
+            return F.linear(x, self.weight.to(dtype), bias)
 
 
 class Experts(nn.Module):

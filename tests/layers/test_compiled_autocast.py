@@ -1,0 +1,130 @@
+"""`torch.amp.autocast` around and inside compiled layers: nested, disabled inside, of another dtype. The same bits as
+eager, and one graph for each state that a graph is called in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from te_models.layers import GroupedLinear, LayerNormMLP, Linear, autocast, recipe
+from tests.layers.matrix_recipes import NAMES, fresh, graphs
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: Linear(64, 64),
+    "mlp": lambda: LayerNormMLP(64, 96, activation="swiglu"),
+    "grouped": lambda: GroupedLinear(2, 64, 64),
+}
+AUTOCAST: dict[str, Callable[[], torch.amp.autocast]] = {
+    "off": lambda: torch.amp.autocast("cpu", enabled=False),
+    "bfloat16": lambda: torch.amp.autocast("cpu", dtype=torch.bfloat16),
+    "float16": lambda: torch.amp.autocast("cpu", dtype=torch.float16),
+}
+NESTED = [("bfloat16", "off"), ("bfloat16", "float16"), ("float16", "bfloat16"), ("off", "bfloat16")]
+CASES = [(kind, name) for kind in LAYERS for name in (None, "mxfp8")]
+DTYPES = {"off": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def arguments(kind: str, x: Tensor) -> tuple[Tensor, ...]:
+    return (x, torch.tensor([20, 12])) if kind == "grouped" else (x,)
+
+
+def gradients(layer: nn.Module, run: Callable[[Tensor], list[Tensor]], name: str | None) -> list[Tensor]:
+    """Return the outputs and all gradients of a step."""
+    layer.zero_grad()
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    with autocast(enabled=name is not None, recipe=name and recipe(name)):
+        outputs = run(x)
+    sum(y.float().square().sum() for y in outputs).backward()
+    return [*(y.detach() for y in outputs), x.grad, *(p.grad for p in layer.parameters())]
+
+
+def assert_same(got: list[Tensor], expected: list[Tensor]) -> None:
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "outer", "inner"),
+    [
+        pytest.param(
+            *case, *nested, marks=() if case == ("mlp", "mxfp8") and nested in NESTED[:2] else pytest.mark.slow
+        )
+        for case in CASES
+        for nested in NESTED
+    ],
+)
+def test_regions_inside_a_graph(kind: str, name: str | None, outer: str, inner: str) -> None:
+    """What follows an inner region is computed as what went before it."""
+    torch.manual_seed(0)
+    layer = LAYERS[kind]()
+
+    def run(x: Tensor) -> list[Tensor]:
+        with AUTOCAST[outer]():
+            first = layer(*arguments(kind, x))
+            with AUTOCAST[inner]():
+                second = layer(*arguments(kind, x))
+            return [first, second, layer(*arguments(kind, x))]
+
+    expected = gradients(layer, run, name)
+    assert [y.dtype for y in expected[:3]] == [DTYPES[outer], DTYPES[inner], DTYPES[outer]]
+    assert torch.equal(expected[0], expected[2]) and not torch.equal(expected[0], expected[1].to(expected[0].dtype))
+    got = gradients(layer, torch.compile(run, fullgraph=True, backend="aot_eager"), name)
+    assert_same(got, expected)
+    assert graphs() == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [pytest.param(*case, marks=() if case == ("mlp", "mxfp8") else pytest.mark.slow) for case in CASES],
+)
+def test_a_graph_called_in_regions(kind: str, name: str | None) -> None:
+    """One graph for each dtype: leaving a region, a region that is disabled, one inside another that says the same, and
+    coming back are no states of their own."""
+    torch.manual_seed(0)
+    layer = LAYERS[kind]()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+
+    def run(module: Callable[..., Tensor]) -> Callable[[Tensor], list[Tensor]]:
+        def call(x: Tensor) -> list[Tensor]:
+            outputs = [module(*arguments(kind, x))]
+            for outer, inner in NESTED:
+                with AUTOCAST[outer]():
+                    outputs.append(module(*arguments(kind, x)))
+                    with AUTOCAST[inner]():
+                        outputs.append(module(*arguments(kind, x)))
+                    outputs.append(module(*arguments(kind, x)))
+            return outputs
+
+        return call
+
+    expected = gradients(layer, run(layer), name)
+    assert_same(gradients(layer, run(compiled), name), expected)
+    assert graphs() == len(AUTOCAST)
+
+
+@pytest.mark.parametrize("outer", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name is not None])
+def test_a_recipe_computes_with_the_numbers_it_made(name: str, outer: str) -> None:
+    """Operands that are exact only in another dtype are not rounded to that of the region, which says what goes in."""
+    torch.manual_seed(0)
+    layer = Linear(64, 48)
+    x = torch.randn(32, 64)
+    with autocast(recipe=fresh(name)):
+        expected = layer(x.to(DTYPES[outer]))
+    layer.fp8_scale = torch.ones_like(layer.fp8_scale)
+    with autocast(recipe=fresh(name)), AUTOCAST[outer]():
+        got = layer(x)
+    assert got.dtype == DTYPES[outer]
+    assert torch.equal(got, expected)

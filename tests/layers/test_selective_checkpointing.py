@@ -1,0 +1,170 @@
+"""Activation checkpoints that keep some results: the same bits as without a checkpoint, eager and compiled, and what is
+kept is not computed again."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+
+from te_models.layers import (
+    LayerNormMLP,
+    Linear,
+    autocast,
+    collect_statistics,
+    ops,
+    recipe,
+    recompute_contexts,
+    set_rounding_seed,
+)
+from te_models.layers.whole_model import quantized_modules
+from tests.layers.matrix_recipes import NAMES, fresh
+
+PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def everything(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keep all results, those of the bookkeeping included."""
+    written = op._schema.is_mutable or any(r.alias_info for r in op._schema.returns)
+    return CheckpointPolicy.PREFER_RECOMPUTE if written else CheckpointPolicy.MUST_SAVE
+
+
+SAVED: dict[str, Any] = {"nothing": None, "products": PRODUCTS, "everything": everything}
+
+
+class Block(nn.Module):
+    """Two layers and a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = LayerNormMLP(64, 96, activation="swiglu", params_dtype=BF16)
+        self.linear = Linear(64, 64, params_dtype=BF16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(self.mlp(x))
+
+
+def build() -> Block:
+    torch.manual_seed(0)
+    block = Block()
+    set_rounding_seed(block, 1)
+    return block
+
+
+def checkpointed(block: nn.Module, saved: str) -> Callable[[Tensor], Tensor]:
+    contexts = functools.partial(recompute_contexts, SAVED[saved])
+    return lambda x: checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+
+
+def three_steps(block: Block, run: Callable[[Tensor], Tensor], name: str | None) -> list[Tensor]:
+    """Return outputs, gradients and live state of steps whose scales and random bits differ."""
+    found = []
+    for step in range(3):
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step)).to(BF16).requires_grad_()
+        block.zero_grad()
+        with autocast(enabled=name is not None, recipe=fresh(name)):
+            y = run(x)
+        y.square().sum().backward()
+        found += [y.detach(), x.grad, *(p.grad for p in block.parameters())]
+        for _, layer in quantized_modules(block):
+            found += [layer.fp8_scale.clone(), layer.fp8_rng_state.clone()]
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES, ids=str)
+@pytest.mark.parametrize("saved", SAVED)
+def test_eagerly_a_checkpoint_changes_no_bit(saved: str, name: str | None) -> None:
+    expected = three_steps(block := build(), block, name)
+    got = three_steps(block := build(), checkpointed(block, saved), name)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+class Calls(TorchDispatchMode):
+    """Counts operations that reach it, which those that are looked up do not."""
+
+    def __init__(self) -> None:
+        self.seen: Counter[Any] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[func] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def products_in_backward(run: Callable[[Tensor], Tensor], name: str | None) -> int:
+    x = torch.randn(32, 64, dtype=BF16, requires_grad=True)
+    with autocast(enabled=name is not None, recipe=fresh(name)):
+        loss = run(x).square().sum()
+    with Calls() as calls:
+        loss.backward()
+    return sum(calls.seen[op] for op in PRODUCTS)
+
+
+@pytest.mark.parametrize("name", [None, "mxfp8", "nvfp4"])
+def test_kept_products_are_not_computed_again(name: str | None) -> None:
+    block = build()
+    without = products_in_backward(block, name)
+    assert products_in_backward(checkpointed(block, "nothing"), name) > without
+    assert products_in_backward(checkpointed(block, "products"), name) == without
+
+
+@pytest.mark.parametrize("saved", SAVED)
+def test_statistics_are_noted_once_and_the_recomputation_goes_the_same_way(saved: str) -> None:
+    """While statistics are noted, an operation hands the next one plain results instead of quantized ones."""
+    found = []
+    for around in (lambda block: block, lambda block: checkpointed(block, saved)):
+        torch.manual_seed(0)
+        block = ops.Sequential(ops.LayerNorm(64), ops.Linear(64, 64))
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        with autocast(recipe=recipe("mxfp8")), collect_statistics():
+            y = around(block)(x)
+        noted = [layer.fp8_statistics.clone() for _, layer in quantized_modules(block)]
+        y.square().sum().backward()
+        assert all(torch.equal(a, layer.fp8_statistics) for a, (_, layer) in zip(noted, quantized_modules(block)))
+        grads = [layer.fp8_grad_statistics for _, layer in quantized_modules(block)]
+        found.append([y, x.grad, *noted, *grads, *(p.grad for p in block.parameters())])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
+def compiled(block: Block, saved: str, name: str | None) -> tuple[list[Tensor], list[int]]:
+    """Return the results of compiled steps, and how many products the forward and the backward graph have."""
+    products: list[int] = []
+
+    def count(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable:
+        products.append(sum(node.target in PRODUCTS for node in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=count, partition_fn=min_cut_rematerialization_partition)
+    run = torch.compile(checkpointed(block, saved), fullgraph=True, backend=backend)
+    return three_steps(block, run, name), products
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "nvfp4" else pytest.mark.slow) for n in NAMES])
+def test_compiled_the_same_is_kept(name: str | None) -> None:
+    eager = three_steps(block := build(), block, name)
+    counts = {}
+    for saved in ("nothing", "products"):
+        got, counts[saved] = compiled(build(), saved, name)
+        for a, b in zip(got, eager, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+    # of the products of three layers, that of the last is not wanted
+    assert counts == {"nothing": [3, 6 + 2], "products": [3, 6]}
