@@ -52,9 +52,7 @@ def quantize_rows(
     usages: of the copies that are stored, those to make; None: all of them.
     """
     if isinstance(quantizer, Float8Quantizer):
-        scale = quantizer.group_scales(m_splits.shape[0])
-        quantizer.record(q.grouped_amax(x, m_splits))
-        return _per_tensor_fields(x, m_splits, scale, quantizer.fp8_dtype)
+        return per_tensor_copies(quantizer, x, m_splits)[0]
     usages = quantizer.stored_usages() if usages is None else usages
     rowwise, columnwise = (usage in usages for usage in ("rowwise", "columnwise"))
     match quantizer:
@@ -67,8 +65,7 @@ def quantize_rows(
         case IdentityQuantizer():
             return {"rowwise_data": x.clone()}
         case Float8CurrentScalingQuantizer():
-            scale = quantizer.scale(q.grouped_amax(x, m_splits))
-            return _per_tensor_fields(x, m_splits, scale, quantizer.fp8_dtype)
+            return per_tensor_copies(quantizer, x, m_splits)[0]
         case Float8BlockQuantizer() | MXFP8Quantizer():
             epsilon = quantizer.amax_epsilon if isinstance(quantizer, Float8BlockQuantizer) else 0.0  # MX has none
             parts = q.quantize_grouped_blockwise(
@@ -95,9 +92,26 @@ def quantize_rows(
     )
 
 
-def _per_tensor_fields(x: Tensor, m_splits: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -> Fields:
-    (data,) = q.quantize_grouped_per_tensor(x, m_splits, scale, fp8_dtype, columnwise=False)
-    return {"rowwise_data": data, "rowwise_scale_inv": torch.div(torch.ones_like(scale), scale)}
+def per_tensor_copies(
+    quantizer: Float8Quantizer | Float8CurrentScalingQuantizer,
+    x: Tensor,
+    m_splits: Tensor,
+    *,
+    align: int = 1,
+    columnwise: bool = False,
+) -> list[Fields]:
+    """Quantize x: [T, C] with one scale per group: the fields of the T rows, and if `columnwise` those of a copy in
+    padded rows, in which groups begin at multiples of `align`. A live quantizer records its amaxes."""
+    amax = q.grouped_amax(x, m_splits)
+    if isinstance(quantizer, Float8Quantizer):
+        scale = quantizer.group_scales(m_splits.shape[0])
+        quantizer.record(amax)
+    else:
+        scale = quantizer.scale(amax)
+    flags = {"align": align, "columnwise": columnwise}
+    scale_inv = torch.div(torch.ones_like(scale), scale)
+    copies = q.quantize_grouped_per_tensor(x, m_splits, scale, quantizer.fp8_dtype, **flags)
+    return [{"rowwise_data": data, "rowwise_scale_inv": scale_inv} for data in copies]
 
 
 def empty_rows(

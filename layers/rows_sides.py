@@ -16,12 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from te_models.kernels import quantize as q
 from te_models.kernels.gemm import Operand
 
 from .delayed import Float8Quantizer, value_of
 from .given_rows import fprop_side, wgrad_side
-from .grouped_rows import dequantize_rows, quantize_rows
+from .grouped_rows import dequantize_rows, per_tensor_copies, quantize_rows
 from .grouped_tensor import GroupedRows
 from .kept import Kept, in_cpu_graph
 from .quantizer import (
@@ -85,34 +84,12 @@ def copies(
     if isinstance(quantizer, HybridQuantizer):
         return {u: copies(quantizer.member(u), x, rows, (u,), align, key)[u] for u in usages}
     if isinstance(quantizer, Float8Quantizer | Float8CurrentScalingQuantizer):
-        return _per_tensor(quantizer, x, rows, usages, align)
+        apart = "columnwise" in usages and align > 1
+        made = per_tensor_copies(quantizer, x, rows.m_splits, align=align, columnwise=apart)
+        return {usage: made[-1 if usage == "columnwise" else 0] for usage in usages}
     stored: tuple[Usage, ...] = ("rowwise",) if quantizer.symmetric else usages
     fields = quantize_rows(quantizer, x, rows.m_splits, key, stored)
     return dict.fromkeys(usages, fields)
-
-
-def _per_tensor(
-    quantizer: Float8Quantizer | Float8CurrentScalingQuantizer,
-    x: Tensor,
-    rows: RowGroups,
-    usages: tuple[Usage, ...],
-    align: int,
-) -> dict[Usage, Fields]:
-    """One scale per group: the numbers of one copy in the T rows, and again in padded rows where wgrad wants these."""
-    amax = q.grouped_amax(x, rows.m_splits)
-    if isinstance(quantizer, Float8Quantizer):
-        quantizer.record(amax)
-        scale = quantizer.group_scales(rows.num_groups)
-    else:
-        scale = quantizer.scale(amax)
-    apart = "columnwise" in usages and align > 1
-    data = q.quantize_grouped_per_tensor(x, rows.m_splits, scale, quantizer.fp8_dtype, align=align, columnwise=apart)
-    scale_inv = torch.div(torch.ones_like(scale), scale)
-    found: dict[Usage, Fields] = {}
-    for usage in usages:
-        mine = data[-1] if usage == "columnwise" else data[0]
-        found[usage] = {"rowwise_data": mine, "rowwise_scale_inv": scale_inv}
-    return found
 
 
 def _side_of_copy(

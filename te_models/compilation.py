@@ -6,7 +6,8 @@ matter and makes them explicit.
 
 from __future__ import annotations
 
-from typing import Literal, TypeVar, get_args
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -43,7 +44,7 @@ def compile_model(
     """
     modules = compiled_parts(model, mode)
     for module in modules:
-        module.compile(fullgraph=True, dynamic=dynamic, backend=backend)
+        compile_part(module, dynamic=dynamic, backend=backend)
     if dynamic is not False and _several_ranks():
         from .compile_ranks import synchronized  # imports the compiler, which start-up need not
 
@@ -66,6 +67,33 @@ def compiled_parts(model: torch.nn.Module, mode: Mode) -> list[torch.nn.Module]:
     if _is_sharded(model):
         raise ValueError('mode is "whole" and the model is sharded by FSDP2; allowed: mode="block"')
     return [model]
+
+
+def compile_part(
+    module: torch.nn.Module, *, dynamic: bool | None, backend: str | Callable[..., Any], fullgraph: bool = True
+) -> None:
+    """Compile a module in place. Where sizes may change, each is one of its own: two that are equal in the call that
+    compiles are one size to torch otherwise, so that a number of tokens that equals a layer's width, a constant, or a
+    batch as large as its length, had one more graph for other calls."""
+    module.compile(fullgraph=fullgraph, dynamic=dynamic, backend=backend)
+    if dynamic is not False:
+        module._compiled_call_impl = _sizes_apart(module._compiled_call_impl)  # type: ignore[arg-type]
+
+
+def _sizes_apart(function: Callable[..., Any]) -> Callable[..., Any]:
+    import torch.fx.experimental._config as config
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # inlined into a graph whose caller decides
+            return function(*args, **kwargs)
+        before = config.use_duck_shape
+        config.use_duck_shape = False  # read when a call is traced; config.patch takes 100 us more
+        try:
+            return function(*args, **kwargs)
+        finally:
+            config.use_duck_shape = before
+
+    return call
 
 
 def _several_ranks() -> bool:

@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 
 from te_models.layers import Recipe, autocast
 
-from .compilation import Mode, compiled_parts
+from .compilation import Mode, compile_part, compiled_parts
 from .model import GPTModel
 
 _OF_TORCH = ("aten", "prims", "prim")
@@ -39,13 +39,12 @@ def compile_report(
     by reason. The gradients of the model are dropped; its compiled state is that of a model never compiled.
     """
     longest = model.config.max_position_embeddings
-    # 36 is hardly a layer's width: the compiler takes equal sizes for one size, and widths are constants
     calls = [
-        ("train step", True, (2, min(36, longest))),
-        ("the same again, with an equal but new recipe", True, (2, min(36, longest))),
+        ("train step", True, (2, min(32, longest))),
+        ("the same again, with an equal but new recipe", True, (2, min(32, longest))),
         ("train step, another length", True, (2, min(48, longest))),
         ("train step, another batch and length", True, (3, min(20, longest))),
-        ("evaluation without gradients", False, (2, min(36, longest))),
+        ("evaluation without gradients", False, (2, min(32, longest))),
         ("evaluation, another batch and length", False, (3, min(40, longest))),
     ]
     programs: list[dict[str, Any]] = []
@@ -104,7 +103,7 @@ def _contents(program: GraphModule) -> dict[str, Any]:
 def _compiled(model: GPTModel, mode: Mode, dynamic: bool | None, backend: Callable[..., Any]) -> Iterator[None]:
     parts = compiled_parts(model, mode)
     for part in parts:
-        part.compile(dynamic=dynamic, backend=backend)
+        compile_part(part, dynamic=dynamic, backend=backend, fullgraph=False)
     try:
         yield
     finally:

@@ -59,16 +59,11 @@ def build(kind: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     }[kind]()
 
 
-def assert_same(eager: list[torch.Tensor], compiled: list[torch.Tensor], exact: bool) -> None:
-    """GEMMs of quantized operands agree bit for bit. Bias gradients are sums, whose order the compiler may choose; and
-    where an activation is compiled to other instructions, its last bit may move a value to the next FP8 number."""
+def assert_same(eager: list[torch.Tensor], compiled: list[torch.Tensor]) -> None:
+    """GEMMs of quantized operands agree bit for bit. Bias gradients are sums over at most 32 rows of numbers up to 1,
+    whose order the compiler may choose: 32 roundings of sums up to 32."""
     for a, b in zip(eager, compiled, strict=True):
-        if not exact:
-            assert (a - b).norm() <= 0.01 * a.norm()
-        elif a.dim() == 1:
-            torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-4)
-        else:
-            torch.testing.assert_close(b, a, rtol=0, atol=0)
+        torch.testing.assert_close(b, a, rtol=0, atol=32 * 32 * 2.0**-24 if a.dim() == 1 else 0)
 
 
 MATRIX = [
@@ -126,7 +121,7 @@ def test_inductor_computes_the_same_bits(kind: str, name: str | None) -> None:
     for splits in ([20, 0, 12], [0, 32, 0], [10, 11, 11]):
         rest = (torch.tensor(splits),) if kind == "grouped" else ()
         x = torch.randn(32, 96)
-        assert_same(step(layer, layer, name, x, *rest), step(layer, compiled, name, x, *rest), exact=True)
+        assert_same(step(layer, layer, name, x, *rest), step(layer, compiled, name, x, *rest))
     assert graphs() == 1
 
 
@@ -137,7 +132,7 @@ def test_inductor_takes_quantized_parameters(kind: str) -> None:
         layer = build(kind)
     rest = (torch.tensor([5, 0, 7]),) if kind == "grouped" else ()
     x, compiled = torch.randn(12, 96), torch.compile(layer, fullgraph=True)
-    assert_same(step(layer, layer, "mxfp8", x, *rest), step(layer, compiled, "mxfp8", x, *rest), exact=True)
+    assert_same(step(layer, layer, "mxfp8", x, *rest), step(layer, compiled, "mxfp8", x, *rest))
     assert graphs() == 1
 
 
@@ -172,7 +167,7 @@ def test_one_row_and_none_under_dynamic_shapes(name: str | None) -> None:
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
     for rows in (1, 0):
         x = torch.randn(rows, 96)
-        assert_same(*(step(layer, run, name, x) for run in (layer, compiled)), exact=True)
+        assert_same(*(step(layer, run, name, x) for run in (layer, compiled)))
 
 
 EDGES = {None: 2, "block": 128, "mxfp8": 32}

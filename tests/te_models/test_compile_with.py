@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 
 from te_models import GPTModel
 from te_models.layers import autocast, quantized_model_init, recipe
+from tests.layers.matrix_recipes import compute_the_loss_as_compiled
 from tests.te_models.configs import one_layer, tiny_moe, token_ids
 
 SLOW = pytest.mark.slow
@@ -24,7 +25,8 @@ NOT_PASSED_ON = pytest.mark.xfail(
 
 
 @pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
+def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    compute_the_loss_as_compiled(monkeypatch)
     torch._dynamo.reset()
     counters.clear()
     yield
@@ -51,10 +53,10 @@ def gradients(model: GPTModel, run: Callable, name: str | None) -> list[Tensor]:
     return [loss.detach(), *(p.grad for p in model.parameters())]
 
 
-def assert_near(got: list[Tensor], expected: list[Tensor], name: str | None) -> None:
-    """Sums run in another order when compiled, which may move a value to the next FP8 number."""
+def assert_same(got: list[Tensor], expected: list[Tensor]) -> None:
+    """Bit for bit: traced programs run the same operations."""
     for a, b in zip(got, expected, strict=True):
-        assert (a - b).norm() <= (2e-5 if name is None else 0.03) * b.norm().clamp(min=1e-6)
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 def compiled(model: GPTModel, backend: str = "aot_eager") -> Callable:
@@ -69,7 +71,7 @@ def test_compiled_autograd(name: str | None) -> None:
     model = build()
     with torch._dynamo.compiled_autograd._enable(torch.compile(fullgraph=True, backend="aot_eager")):
         got = gradients(model, compiled(model), name)
-    assert_near(got, expected, name)
+    assert_same(got, expected)
     assert not counters["graph_break"], dict(counters["graph_break"])
     assert counters["compiled_autograd"]["captures"] == 1
 
@@ -89,7 +91,7 @@ def test_saved_tensors_on_the_cpu(name: str | None, how: str) -> None:
     run = compiled(model) if how == "compiled" else model
     with torch.autograd.graph.save_on_cpu(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         got = gradients(model, run, name)
-    assert_near(got, expected, name)
+    assert_same(got, expected)
     assert len(packed) > 5
 
 
@@ -109,10 +111,10 @@ def test_functional_call(name: str | None) -> None:
         return [value.detach(), *torch.autograd.grad(value, others.values())]
 
     expected = step(loss)
-    assert_near(step(torch.compile(loss, fullgraph=True, backend="aot_eager")), expected, name)
+    assert_same(step(torch.compile(loss, fullgraph=True, backend="aot_eager")), expected)
     twin = build()
     twin.load_state_dict({**twin.state_dict(), **{k: v.detach() for k, v in others.items()}})
-    assert_near(gradients(twin, twin, name), expected, None)
+    assert_same(gradients(twin, twin, name), expected)
 
 
 @pytest.mark.parametrize("stored", [pytest.param(False, marks=SLOW), True])
@@ -124,7 +126,7 @@ def test_created_without_memory(stored: bool) -> None:
     assert all(p.device.type == "meta" for p in model.parameters())
     model.to_empty(device="cpu")
     model.load_state_dict(filled.state_dict())
-    assert_near(gradients(model, compiled(model), "mxfp8"), gradients(filled, filled, "mxfp8"), "mxfp8")
+    assert_same(gradients(model, compiled(model), "mxfp8"), gradients(filled, filled, "mxfp8"))
 
 
 @SLOW
@@ -132,4 +134,4 @@ def test_reduce_overhead_mode() -> None:
     """CUDA graphs where there is a GPU; elsewhere the mode must change nothing."""
     expected = gradients(model := build(), model, "mxfp8")
     run = torch.compile(model, fullgraph=True, mode="reduce-overhead")
-    assert_near(gradients(model, run, "mxfp8"), expected, "mxfp8")
+    assert_same(gradients(model, run, "mxfp8"), expected)

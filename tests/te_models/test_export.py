@@ -41,8 +41,9 @@ def test_batch_and_sequence_are_dynamic(name: str, strict: bool, tmp_path: Path)
             ids = token_ids(batch, length)
             got, expected = run(ids, labels=ids), model(ids, labels=ids)
             assert isinstance(got, ModelOutput)
-            torch.testing.assert_close(got.logits, expected.logits, rtol=0, atol=1e-5)
-            torch.testing.assert_close(got.loss, expected.loss, rtol=1e-5, atol=0)
+            assert torch.equal(got.logits, expected.logits)
+            # an eager loss is summed a few rows at a time: at most 128 roundings
+            torch.testing.assert_close(got.loss, expected.loss, rtol=128 * 2.0**-24, atol=0)
             if name == "moe":
                 assert torch.equal(got.tokens_per_expert, expected.tokens_per_expert)
 
@@ -68,7 +69,7 @@ def test_recipes_are_part_of_the_program(kind: str, name: str, stored: bool) -> 
             ids = token_ids(batch, length)
             expected = model(ids, labels=ids)
             got = program.module()(ids, labels=ids)
-            assert (got.logits - expected.logits).norm() <= 0.02 * expected.logits.norm()
+            assert torch.equal(got.logits, expected.logits)
     ids = token_ids(2, 9)
     plain = model(ids, labels=ids).loss
     with torch.no_grad():

@@ -64,13 +64,15 @@ def test_one_graph_for_all_shapes_and_equal_recipes(kind: str, name: str | None,
     "name", [pytest.param(n, marks=() if n == "mxfp8" else pytest.mark.slow, id=str(n)) for n in NAMES]
 )
 def test_inductor_computes_the_same_group(name: str | None) -> None:
-    """Norms and activations compiled to other instructions may move a value to the next number of the format."""
+    """But for the order of sums, of at most 128 numbers: as many roundings to float32. (Norms and activations are
+    compiled to other instructions. Were a last bit to move one of 3072 values to the next FP8 number, this would fail;
+    that takes a value within 2^-22 of the middle of two, one in 2^18.)"""
     torch.manual_seed(0)
     model = mlp()
     compiled = torch.compile(model, fullgraph=True)
     inputs = [torch.randn(32, 96) for _ in range(2)]
     for a, b in zip(step(model, name, inputs), step(model, name, inputs, run=compiled), strict=True):
-        assert (a - b).norm() <= 0.01 * a.norm()
+        assert (a - b).norm() <= 128 * 2.0**-24 * a.norm()
     assert counters["stats"]["unique_graphs"] == 1
 
 

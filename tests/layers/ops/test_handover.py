@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -16,21 +18,35 @@ from te_models.layers import (
     ops,
     recipe,
 )
+from te_models.layers.delayed import DelayedScalingQuantizer
+from te_models.layers.ops.call import Computed, OperationCall
 from tests.layers.ops.steps import NAMES, assert_equal, fresh, step
 
 FUSED = {"delayed", "block", "mxfp8"}
 """Recipes whose activations an operation can quantize while it makes them."""
 
 
+KINDS: dict[str, Callable[[], list[ops.FusibleOperation]]] = {
+    "rms_norm": lambda: [ops.RMSNorm(96)],
+    "layer_norm": lambda: [ops.LayerNorm(96)],
+    "gelu": lambda: [ops.GELU()],
+    "linear_gelu": lambda: [ops.Linear(96, 96), ops.GELU()],
+    "swiglu": lambda: [ops.SwiGLU()],
+    "clamped_swiglu": lambda: [ops.ClampedSwiGLU()],
+    "linear_geglu": lambda: [ops.Linear(96, 192), ops.GEGLU()],
+    "scaled_swiglu": lambda: [ops.ScaledSwiGLU()],
+}
+
+
 def model_of(kind: str) -> ops.Sequential:
     torch.manual_seed(0)
-    first = {
-        "rms_norm": lambda: [ops.RMSNorm(96)],
-        "layer_norm": lambda: [ops.LayerNorm(96)],
-        "gelu": lambda: [ops.GELU()],
-        "linear_gelu": lambda: [ops.Linear(96, 96), ops.GELU()],
-    }[kind]()
-    return ops.Sequential(*first, ops.Linear(96, 64))
+    return ops.Sequential(*KINDS[kind](), ops.Linear(96, 64))
+
+
+def inputs_of(kind: str) -> list[torch.Tensor]:
+    gated = kind in ("swiglu", "clamped_swiglu", "scaled_swiglu")
+    x = torch.randn(3, 11, 192 if gated else 96)
+    return [x, torch.rand(3, 11)] if kind == "scaled_swiglu" else [x]
 
 
 @pytest.fixture
@@ -48,14 +64,38 @@ def handovers(monkeypatch) -> list[tuple[int, bool]]:
 
 
 @pytest.mark.parametrize("name", NAMES, ids=str)
-@pytest.mark.parametrize("kind", ["rms_norm", "layer_norm", "gelu", "linear_gelu"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_handover_changes_no_bit(kind: str, name: str | None, handovers: list, monkeypatch) -> None:
-    model, x = model_of(kind), torch.randn(3, 11, 96)
-    got = step(model, name, [x])
+    model, inputs = model_of(kind), inputs_of(kind)
+    got = step(model, name, inputs)
     assert len(handovers) == (1 if name in FUSED else 0)
     monkeypatch.setattr(ops.BasicLinear, "input_quantizer", lambda self, call: None)
-    assert_equal(step(model, name, [x]), got)
+    assert_equal(step(model, name, inputs), got)
     assert len(handovers) == (1 if name in FUSED else 0)
+
+
+@pytest.mark.parametrize("name", NAMES, ids=str)
+def test_experts_get_plain_rows(name: str | None, handovers: list, monkeypatch) -> None:
+    """A grouped GEMM's rows are quantized group by group, in padded rows of their own: see `handover`."""
+    took: list[type] = []
+    compute = ops.GroupedLinear.op_forward_compute
+
+    def spy(self: ops.GroupedLinear, x: torch.Tensor, call: OperationCall) -> Computed:
+        took.append(type(x))
+        return compute(self, x, call)
+
+    monkeypatch.setattr(ops.GroupedLinear, "op_forward_compute", spy)
+    model = ops.Sequential(ops.ScaledSwiGLU(), ops.GroupedLinear(3, 96, 64, bias=False))
+    step(model, name, [torch.randn(33, 192), torch.rand(33), torch.tensor([20, 0, 13])])
+    assert took == [torch.Tensor] and not handovers
+
+
+def test_what_a_quantizer_can_have_made_for_it() -> None:
+    """One scale of the whole result, or its second level, is known only when the last element is."""
+    made = {name: recipe(name).quantizers("Linear", "").input.output() is not None for name in NAMES[1:]}
+    assert made == {"delayed": False, "current": False, "block": True, "mxfp8": True, "nvfp4": False}
+    live = DelayedScalingQuantizer().bind(torch.ones(()), None)
+    assert live.output() == QuantizedOutput(columnwise=False)  # its scale is known before
 
 
 @pytest.mark.parametrize("name", sorted(FUSED))
