@@ -1,4 +1,4 @@
-"""Run one conversion and report its peak anonymous memory above that of the interpreter after imports.
+"""Run conversions and report the peak anonymous memory of each above that of the interpreter before it.
 
 Anonymous memory (RssAnon) is what a process cannot give back; pages of mapped files, which the kernel drops at will, do
 not count. It is sampled by a thread, so short peaks need the conversion to last longer than the sampling interval.
@@ -11,11 +11,13 @@ import re
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import te_models.checkpoints as checkpoints
 from te_models.layers import MXFP8Quantizer
+from te_models.memory import return_freed_memory
 
 # torch loads its formulas for the meta device (40 MiB) when the first of them is asked for
 MXFP8Quantizer().quantize_fields(torch.empty(1, 1, device="meta"))
@@ -28,8 +30,9 @@ def anonymous() -> int:
     return 1024 * int(found[1])
 
 
-def main(verb: str, source: str, destination: str, options: str) -> None:
-    """Run `checkpoints.<verb>(source, destination, **options)` and print {"peak": bytes, "samples": count}."""
+def peak_of(verb: str, source: str, destination: str, options: dict[str, Any]) -> dict[str, int]:
+    """Run `checkpoints.<verb>(source, destination, **options)` and return {"peak": bytes, "samples": count}."""
+    return_freed_memory()
     before, peak, samples, done = anonymous(), 0, 0, threading.Event()
 
     def sample() -> None:
@@ -39,11 +42,11 @@ def main(verb: str, source: str, destination: str, options: str) -> None:
 
     thread = threading.Thread(target=sample)
     thread.start()
-    getattr(checkpoints, verb)(source, destination, **json.loads(options))
+    getattr(checkpoints, verb)(source, destination, **options)
     done.set()
     thread.join()
-    print(json.dumps({"peak": max(peak, anonymous() - before), "samples": samples}))
+    return {"peak": max(peak, anonymous() - before), "samples": samples}
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    print(json.dumps([peak_of(*step) for step in json.loads(sys.argv[1])]))

@@ -158,20 +158,30 @@ def test_the_scanner_is_as_strict_as_the_parser(text: bytes, message: str) -> No
 
 def test_a_file_of_120_000_tensors(tmp_path: Path) -> None:
     """More than the general parser may hold: one of 256 experts in 60 layers with scales has as many."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for i in range(120_000):
+        name = f"model.layers.{i // 2000}.mlp.experts.{i % 2000}.down_proj.weight"
+        entries[name] = {"dtype": "U8", "shape": [1], "data_offsets": [i, i + 1]}
+    text = json.dumps(entries).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(120_000))
+    header = read_header(tmp_path / "model.safetensors")
+    assert len(header.tensors) == 120_000 and header.metadata == {"format": "pt"}
+
+
+def test_files_of_10_000_tensors_are_written(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
-    names = [f"model.layers.{i // 2000}.mlp.experts.{i % 2000}.down_proj.weight" for i in range(120_000)]
-    values = torch.arange(120_000, dtype=torch.float32).view(-1, 1)
+    names = [f"model.layers.{i // 2000}.mlp.experts.{i % 2000}.down_proj.weight" for i in range(20_100)]
+    values = torch.arange(20_100, dtype=torch.float32).view(-1, 1)
     save_file(dict(zip(names, values.unbind())), source / "model.safetensors", metadata={"format": "pt"})
     (source / "config.json").write_text('{"model_type": "of nobody"}')
-    header = read_header(source / "model.safetensors")
-    assert len(header.tensors) == 120_000 and header.metadata == {"format": "pt"}
     reshard(source, tmp_path / "split", max_shard_bytes=10**9)
-    assert len(list((tmp_path / "split").glob("*.safetensors"))) == 12  # 10,000 in each
-    with safe_open(tmp_path / "split/model-00012-of-00012.safetensors", "pt") as opened:
-        found = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    assert len(found) == 10_000
-    assert all(value == values[names.index(name)] for name, value in list(found.items())[::500])
+    assert len(list((tmp_path / "split").glob("*.safetensors"))) == 3
+    for file, count in ((1, 10_000), (3, 100)):
+        with safe_open(tmp_path / f"split/model-0000{file}-of-00003.safetensors", "pt") as opened:
+            found = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        assert len(found) == count
+        assert all(value == values[names.index(name)] for name, value in list(found.items())[::50])
 
 
 def test_not_a_file(tmp_path: Path) -> None:
