@@ -1,4 +1,5 @@
-"""Layers split over two ranks are the whole layers: outputs, all gradients, eager and compiled."""
+"""Layers split over two ranks are the whole layers: outputs and all gradients. Compiled they compute the same bits, see
+test_compile_tensor_parallel."""
 
 from __future__ import annotations
 

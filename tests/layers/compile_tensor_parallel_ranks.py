@@ -1,0 +1,129 @@
+"""What each of the two processes of test_compile_tensor_parallel does:
+`python -m tests.layers.compile_tensor_parallel_ranks CASES RESULTS`, with the names of the cases separated by commas.
+
+Every case runs one split layer eagerly and compiled, and compares all bits: output, all gradients, live state. Its
+outcome, "ok" or a traceback, is written to RESULTS.<rank> as JSON.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from te_models.layers import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear, autocast, set_rounding_seed
+from tests.layers.matrix_recipes import build_stored, fresh, graphs
+
+HIDDEN, FFN, EXPERTS = 128, 192, 3
+NEW = {"params_dtype": torch.bfloat16}
+COLUMN, ROW = {"parallel_mode": "column", **NEW}, {"parallel_mode": "row", **NEW}
+
+KINDS: dict[str, Callable[..., nn.Module]] = {
+    "linear_column": lambda **split: Linear(HIDDEN, FFN, **COLUMN, **split),
+    "linear_row": lambda **split: Linear(FFN, HIDDEN, **ROW, **split),
+    "layernorm_linear": lambda **split: LayerNormLinear(HIDDEN, FFN, **COLUMN, **split),
+    "mlp": lambda **split: LayerNormMLP(
+        HIDDEN, FFN, normalization="RMSNorm", activation="swiglu", set_parallel_mode=True, **NEW, **split
+    ),
+    "grouped_column": lambda **split: GroupedLinear(EXPERTS, HIDDEN, FFN, **COLUMN, **split),
+    # the bias of this one is not its own to add
+    "grouped_row": lambda **split: GroupedLinear(EXPERTS, FFN, HIDDEN, False, **ROW, **split),
+}
+RECIPES = (None, "delayed", "mxfp8", "block", "nvfp4")
+
+
+def is_grouped(kind: str) -> bool:
+    """Whether rows come in groups; such a layer does not itself communicate."""
+    return kind.startswith("grouped")
+
+
+def step(layer: nn.Module, run: Callable, name: str | None, x: Tensor, splits: tuple[Tensor, ...]) -> list[Tensor]:
+    """Return output, gradients and live state of a step under a new but equal recipe, from equal live state."""
+    layer.zero_grad()
+    set_rounding_seed(layer, 1)
+    layer.fp8_scale = torch.full_like(layer.fp8_scale, 8.0)
+    layer.fp8_grad_amax.zero_()
+    if layer.fp8_history is not None:
+        layer.fp8_history.zero_()
+    x = x.clone().requires_grad_()
+    options = {"amax_reduction_group": layer.tp_group} if name == "delayed" else {}
+    with autocast(enabled=name is not None, recipe=fresh(name), **options):
+        y = run(x, *splits)
+    y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape).to(y.dtype))
+    live = [layer.fp8_scale, layer.fp8_grad_amax, layer.fp8_rng_state]
+    return [y.detach(), x.grad, *(p.grad for p in layer.parameters()), *(t.clone() for t in live)]
+
+
+def compiled_is_eager(kind: str, sequence: bool, name: str | None, stored: bool, backend: str) -> None:
+    """One graph of layer and collectives, for other numbers of rows, too, computes the same bits."""
+    split = {"tp_group": dist.group.WORLD} | ({"sequence_parallel": True} if sequence else {})
+    torch.manual_seed(1)
+    layer = build_stored(lambda: KINDS[kind](**split), name) if stored else KINDS[kind](**split)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for rows in (40, 33):
+        splits = (torch.tensor([rows - 3, 0, 3]),) if is_grouped(kind) else ()
+        x = torch.randn(rows * (2 if sequence and kind == "linear_row" else 1), width(layer), generator=generator)
+        x = x.bfloat16()
+        eager, got = (step(layer, run, name, x, splits) for run in (layer, compiled))
+        for index, (a, b) in enumerate(zip(eager, got, strict=True)):
+            assert torch.equal(a, b), f"value {index} of {len(eager)}, {rows} rows: differs by {(a - b).abs().max()}"
+    assert graphs() == 1
+
+
+def width(layer: nn.Module) -> int:
+    """The features of this rank's input."""
+    return HIDDEN if isinstance(layer, LayerNormMLP) else layer.in_features
+
+
+def case_name(kind: str, sequence: bool, name: str | None, stored: bool, backend: str) -> str:
+    """Such as "linear_row-sequence-nvfp4-stored"."""
+    words = [kind, *(["sequence"] if sequence else []), name or "bf16", *(["stored"] if stored else [])]
+    return "-".join([*words, *([] if backend == "aot_eager" else [backend])])
+
+
+def cases() -> dict[str, Callable[[], None]]:
+    """Every kind plain and with sequence parallelism under every recipe; with weights stored quantized, and compiled by
+    Inductor, where a collective and a quantization of its own meet."""
+    found = [
+        (kind, sequence, name, False, "aot_eager")
+        for kind in KINDS
+        for sequence in (False, True)
+        for name in RECIPES
+        if not (sequence and is_grouped(kind))
+    ]
+    found += [(kind, not is_grouped(kind), "nvfp4", True, "aot_eager") for kind in KINDS]
+    # by Inductor what has no norm or activation, whose last bits are its own
+    found += [("linear_row", True, "block", False, "inductor"), ("grouped_row", False, "nvfp4", False, "inductor")]
+    return {case_name(*case): functools.partial(compiled_is_eager, *case) for case in found}
+
+
+CASES = cases()
+
+
+def main(cases: str, results: str) -> None:
+    """Run the cases on this rank."""
+    dist.init_process_group("gloo")
+    outcomes = {}
+    for name in cases.split(","):
+        torch._dynamo.reset()
+        counters.clear()
+        try:
+            CASES[name]()
+            outcomes[name] = "ok"
+        except Exception:  # reported per case by the test that reads this
+            outcomes[name] = traceback.format_exc()
+    Path(f"{results}.{dist.get_rank()}").write_text(json.dumps(outcomes))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,56 @@
+"""Layers split over two ranks compile to one graph, collectives included, and compute the same bits as eagerly."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ranks import run_on_ranks
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
+
+FAST = (
+    "linear_row-sequence-block",
+    "layernorm_linear-sequence-nvfp4",
+    "mlp-delayed",
+    "grouped_row-block",
+)
+"""Run on every change: collectives of rows and of sums, groups, and the recipes that differ most from the others."""
+
+if torch.distributed.is_available():
+    from tests.layers.compile_tensor_parallel_ranks import CASES
+else:
+    CASES = dict.fromkeys(FAST)
+FULL = tuple(name for name in CASES if name not in FAST)
+
+
+def outcomes(folder: Path, cases: tuple[str, ...]) -> list[dict[str, str]]:
+    """What every case came to, on either rank."""
+    results = folder / "results"
+    arguments = ["-m", "tests.layers.compile_tensor_parallel_ranks", ",".join(cases), str(results)]
+    run_on_ranks(arguments, timeout=120 + 60 * len(cases))
+    return [json.loads(results.with_suffix(f".{rank}").read_text()) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def fast(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    return outcomes(tmp_path_factory.mktemp("fast"), FAST)
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    return outcomes(tmp_path_factory.mktemp("full"), FULL)
+
+
+@pytest.mark.parametrize("case", FAST)
+def test_two_ranks(case: str, fast: list[dict[str, str]]) -> None:
+    assert [outcome[case] for outcome in fast] == ["ok", "ok"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FULL)
+def test_two_ranks_in_the_full_run(case: str, full: list[dict[str, str]]) -> None:
+    assert [outcome[case] for outcome in full] == ["ok", "ok"]
