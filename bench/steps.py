@@ -26,22 +26,27 @@ def torch_adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 def our_step(
     folder: Path,
-    input_ids: torch.Tensor,
-    *,
+    *batches: torch.Tensor,
     compiled: bool,
+    dynamic: bool = False,
     recipe: Recipe | None = None,
     with_torch_adamw: bool = False,
 ) -> Step:
-    """Return a function that trains our model one step and returns the loss. recipe: None is bf16.
+    """Return a function that trains our model one step on each of the batches [B, S] and returns the last loss. recipe:
+    None is bf16.
 
+    dynamic: compiled for all lengths at once; without, as training does it, for the one that there is.
     with_torch_adamw: use `torch_adamw`, as a peer does, and not our own optimizer, whose moments are float32.
     """
     model = te_models.GPTModel.from_pretrained(folder, dtype=torch.bfloat16).train()
-    loss_function = make_loss_function(model, PrecisionConfig(dtype="bf16"), "cpu", compiled=compiled)
+    if compiled and dynamic:
+        te_models.compile_model(model, dynamic=True)
+    one_shape = compiled and not dynamic
+    loss_function = make_loss_function(model, PrecisionConfig(dtype="bf16"), "cpu", compiled=one_shape)
     ours = None if with_torch_adamw else Optimizer(model.named_parameters(), OptimizerConfig())
     optimizer = ours or torch_adamw(model)
 
-    def step() -> torch.Tensor:
+    def step(input_ids: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad()
         with autocast(enabled=recipe is not None, recipe=recipe):
             loss, _ = loss_function(input_ids)
@@ -52,4 +57,4 @@ def our_step(
             ours.step(1e-4)
         return loss.detach()
 
-    return step
+    return lambda: [step(input_ids) for input_ids in batches][-1]
