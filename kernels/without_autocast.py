@@ -17,6 +17,6 @@ def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[object]:
     """Return a context in which no `torch.amp.autocast` of the device of x is in force, if there is one that would
     change the dtype of x; only then, for the compiler's cache does not take graphs with a region in them."""
     device = x.device.type
-    if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != x.dtype:
+    if not x.is_meta and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != x.dtype:
         return torch.amp.autocast(device, enabled=False)
     return contextlib.nullcontext()

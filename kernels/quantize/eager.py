@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def eager_on_cpu(x: Tensor) -> bool:
-    """Whether x is a plain tensor on CPU that is computed with now: not traced, not differentiated."""
+    """Whether x is a plain tensor on CPU that is computed with now: not traced, not differentiated, and nobody looks on,
+    such as a selective checkpoint, which keeps results that must not be written again."""
     return (
         x.device.type == "cpu"
         and type(x) in _PLAIN
         and not torch.compiler.is_compiling()
         and not (x.requires_grad and torch.is_grad_enabled())
+        and _get_current_dispatch_mode() is None
     )

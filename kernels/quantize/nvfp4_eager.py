@@ -73,7 +73,7 @@ def decoded_blocks(packed: Tensor, scales: Tensor) -> Tensor:
     out, codes = values.view(-1, values.shape[-1]), packed.reshape(-1, packed.shape[-1])
     scales = fp8_to_float(scales).reshape(-1, scales.shape[-1])
     for rows in _rows(out, 1):
-        pairs = codes[rows].to(torch.int32)
+        pairs = codes[rows].to(torch.int32, memory_format=torch.contiguous_format)
         # both signs to where two float16 have them, then both magnitudes
         signs = (pairs * 0x01001000).bitwise_and_(-0x7FFF8000)
         out[rows] = _times_scales(
