@@ -98,6 +98,8 @@ def test_every_byte_and_every_scale_decode() -> None:
     expected = nvfp4.decode_e2m1(nvfp4.unpack(packed, 512)) * scales.float()[:, :1]
     assert torch.equal(got.isnan(), expected.isnan())
     assert torch.equal(bits(got.nan_to_num()), bits(expected.nan_to_num()))
+    turned = nvfp4_eager.decoded_blocks(packed.t().contiguous().t(), scales)  # how a columnwise copy lies
+    assert torch.equal(bits(turned.nan_to_num()), bits(got.nan_to_num()))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
