@@ -15,8 +15,8 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def eager_on_cpu(x: Tensor) -> bool:
-    """Whether x is a plain tensor on CPU that is computed with now: not traced, not differentiated, and nobody looks on,
-    such as a selective checkpoint, which keeps results that must not be written again."""
+    """Whether x is a plain tensor on CPU that is computed with now: not traced, not differentiated, and no mode looks
+    on, such as a selective checkpoint's, which keeps results that must not be written again."""
     return (
         x.device.type == "cpu"
         and type(x) in _PLAIN
