@@ -7,6 +7,7 @@ test module is collected. It changes nothing else: without a GPU nothing but our
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -19,6 +20,17 @@ settings.load_profile("repeatable")
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """A compiler that has compiled nothing and counts from zero, and leaves nothing behind."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

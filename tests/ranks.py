@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
 import sys
+import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
+
+import torch.distributed as dist
 
 ROOT = Path(__file__).parents[1]
 
@@ -42,3 +47,17 @@ def run_on_ranks(arguments: list[str], *, ranks: int = 2, timeout: float) -> lis
             with process:
                 process.kill()
     return printed
+
+
+def report_cases(cases: Mapping[str, Callable[[], object]], results: str) -> None:
+    """On a rank: run cases over gloo and write what each came to, "ok" or a traceback, to the file `results.RANK`."""
+    dist.init_process_group("gloo")
+    outcomes = {}
+    for name, case in cases.items():
+        try:
+            case()
+            outcomes[name] = "ok"
+        except Exception:  # reported per case by the test that reads this
+            outcomes[name] = traceback.format_exc()
+    Path(f"{results}.{dist.get_rank()}").write_text(json.dumps(outcomes))
+    dist.destroy_process_group()

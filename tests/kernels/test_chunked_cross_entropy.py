@@ -11,10 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from te_models.kernels.cross_entropy import IGNORE_INDEX, linear_cross_entropy, rows
 from tests.kernels.test_cross_entropy import UNIT, exact_loss, inputs
 
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> None:
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

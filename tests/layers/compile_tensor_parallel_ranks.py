@@ -8,11 +8,8 @@ outcome, "ok" or a traceback, is written to RESULTS.<rank> as JSON.
 from __future__ import annotations
 
 import functools
-import json
 import sys
-import traceback
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -21,6 +18,7 @@ from torch._dynamo.utils import counters
 
 from te_models.layers import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear, autocast, set_rounding_seed
 from tests.layers.matrix_recipes import build_stored, fresh, graphs
+from tests.ranks import report_cases
 
 HIDDEN, FFN, EXPERTS = 128, 192, 3
 NEW = {"params_dtype": torch.bfloat16}
@@ -64,6 +62,8 @@ def step(layer: nn.Module, run: Callable, name: str | None, x: Tensor, splits: t
 
 def compiled_is_eager(kind: str, sequence: bool, name: str | None, stored: bool, backend: str) -> None:
     """One graph of layer and collectives, for other numbers of rows, too, computes the same bits."""
+    torch._dynamo.reset()
+    counters.clear()
     split = {"tp_group": dist.group.WORLD} | ({"sequence_parallel": True} if sequence else {})
     torch.manual_seed(1)
     layer = build_stored(lambda: KINDS[kind](**split), name) if stored else KINDS[kind](**split)
@@ -109,21 +109,5 @@ def cases() -> dict[str, Callable[[], None]]:
 CASES = cases()
 
 
-def main(cases: str, results: str) -> None:
-    """Run the cases on this rank."""
-    dist.init_process_group("gloo")
-    outcomes = {}
-    for name in cases.split(","):
-        torch._dynamo.reset()
-        counters.clear()
-        try:
-            CASES[name]()
-            outcomes[name] = "ok"
-        except Exception:  # reported per case by the test that reads this
-            outcomes[name] = traceback.format_exc()
-    Path(f"{results}.{dist.get_rank()}").write_text(json.dumps(outcomes))
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    report_cases({name: CASES[name] for name in sys.argv[1].split(",")}, sys.argv[2])

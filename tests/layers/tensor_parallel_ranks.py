@@ -6,11 +6,8 @@ and all gradients. Its outcome, "ok" or a traceback, is written to RESULTS.<rank
 
 from __future__ import annotations
 
-import json
 import sys
-import traceback
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -27,6 +24,7 @@ from te_models.layers import (
     recipe,
 )
 from te_models.layers.tensor_parallel import part_of
+from tests.ranks import report_cases
 
 RANKS, ROWS, HIDDEN, FFN, EXPERTS = 2, 64, 128, 256, 3
 RECIPES = (None, "current", "mxfp8", "delayed")
@@ -181,19 +179,5 @@ CASES |= {
 }
 
 
-def main(results: str) -> None:
-    """Run every case on this rank."""
-    dist.init_process_group("gloo")
-    outcomes = {}
-    for name, case in CASES.items():
-        try:
-            case()
-            outcomes[name] = "ok"
-        except Exception:  # reported per case by the test that reads this
-            outcomes[name] = traceback.format_exc()
-    Path(f"{results}.{dist.get_rank()}").write_text(json.dumps(outcomes))
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(sys.argv[1])
+    report_cases(CASES, sys.argv[1])

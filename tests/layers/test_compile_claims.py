@@ -33,12 +33,7 @@ from tests.layers.bits import same_bits, weight_quantizers
 from tests.layers.quantizer.examples import DELAYED, EXAMPLES
 from tests.layers.quantizer.test_values import WithGroup
 
-
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 @pytest.mark.parametrize("name", [*EXAMPLES, "delayed"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
 from te_models.layers import (
     GroupedLinear,
@@ -18,17 +17,11 @@ from te_models.layers import (
 )
 from tests.layers.matrix_recipes import DEVICES, NAMES, Training, build_stored, fresh, graphs, label
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 BF16 = torch.bfloat16
 FAST = {("linear", False, True), ("linear", True, True), ("grouped", False, True), ("linear", False, False)}
 """(kind, weights stored quantized, with a backward pass) that run on every change; the rest of the matrix is slow."""
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def step(layer: torch.nn.Module, run, name: str | None, *args, train: bool = True) -> list[torch.Tensor]:

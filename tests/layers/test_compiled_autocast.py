@@ -3,15 +3,16 @@ eager, and one graph for each state that a graph is called in."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 
 from te_models.layers import GroupedLinear, LayerNormMLP, Linear, autocast, recipe
 from tests.layers.matrix_recipes import NAMES, fresh, graphs
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: Linear(64, 64),
@@ -26,14 +27,6 @@ AUTOCAST: dict[str, Callable[[], torch.amp.autocast]] = {
 NESTED = [("bfloat16", "off"), ("bfloat16", "float16"), ("float16", "bfloat16"), ("off", "bfloat16")]
 CASES = [(kind, name) for kind in LAYERS for name in (None, "mxfp8")]
 DTYPES = {"off": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def arguments(kind: str, x: Tensor) -> tuple[Tensor, ...]:

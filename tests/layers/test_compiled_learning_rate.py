@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,15 +12,9 @@ from torch._dynamo.utils import counters
 from te_models.layers import FusedAdamW
 from tests.layers.bits import weight_quantizers
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 RATES = (0.01, 0.02, 0.03, 0.04)
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def weights(quantized: bool) -> list[nn.Parameter]:

@@ -9,13 +9,9 @@ from torch import nn
 from te_models.layers import GroupedTensor, NVFP4Quantizer, QuantizedTensor
 from tests.layers.bits import same_bits, weight_quantizers
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 FORMATS = weight_quantizers() | {"nvfp4_rht": NVFP4Quantizer(with_rht=True)}
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> None:
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
 
 
 def make(name: str, seed: int, grouped: bool = False) -> QuantizedTensor:

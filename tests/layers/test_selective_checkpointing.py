@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,15 +30,10 @@ from te_models.layers import (
 from te_models.layers.whole_model import quantized_modules
 from tests.layers.matrix_recipes import NAMES, fresh
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
 BF16 = torch.bfloat16
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def everything(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,15 +12,10 @@ from te_models import GPTModel
 from te_models.layers import GroupedLinear, autocast, recipe
 from tests.te_models.configs import one_layer, tiny, token_ids
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 WRONG = ([20, 13, 0], [40, -8, 0])
 """Rows per group of 32 rows: more than there are, and a negative number."""
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def compiled(module: nn.Module, *example: Tensor) -> Callable:

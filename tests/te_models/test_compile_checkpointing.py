@@ -4,7 +4,7 @@ recomputation repeats the first run's scales and random bits, and less is kept f
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,7 +19,10 @@ from te_models.training.step import make_loss_function
 from tests.te_models.configs import one_layer, tiny, tiny_moe, token_ids
 
 # The compiler itself looks at the gradients of a compiled layer's inputs, which are not leaves.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.usefixtures("fresh_compiler"),
+]
 NAMES = (None, "delayed", "current", "block", "mxfp8", "nvfp4")
 FAST = {("dense", "whole", "nvfp4"), ("dense", "block", "nvfp4"), ("dense", "block", "delayed")}
 """(model, mode, recipe) that run on every change; the rest is slow."""
@@ -30,14 +33,6 @@ CASES = [
     for name in NAMES
     for case in [(kind, mode, name)]
 ]
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def build(kind: str = "dense", *, recompute: bool = True) -> GPTModel:

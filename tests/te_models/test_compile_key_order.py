@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +14,8 @@ from te_models import GPTModel, ModelConfig
 from te_models.layers import MXFP8BlockScaling, PerModuleRecipe, Recipe, autocast, recipe
 from tests.te_models.configs import one_layer, tiny_moe, token_ids
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 CONFIG = one_layer(tiny_moe(aux_loss_coeff=0.01)).to_dict()
 RECIPES = {
     "mxfp8": recipe("mxfp8").to_dict(),
@@ -23,14 +24,6 @@ RECIPES = {
         default=MXFP8BlockScaling(), rules=(("*.linear_proj", "bf16"), ("*.linear_qkv", recipe("current")))
     ).to_dict(),
 }
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def backwards(values: Any) -> Any:

@@ -3,12 +3,11 @@ changes between calls but the recipe's value. The layers' part of this matrix is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 
 from te_models import GPTModel, ModelConfig, MoELayer, TransformerLayer
 from te_models.layers import DotProductAttention, autocast, set_rounding_seed
@@ -51,12 +50,8 @@ MATRIX = [
 
 
 @pytest.fixture(autouse=True)
-def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def loss_as_compiled(fresh_compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
     compute_the_loss_as_compiled(monkeypatch)
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 class Attention(nn.Module):

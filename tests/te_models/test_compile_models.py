@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,12 +18,8 @@ from tests.te_models.configs import VARIANTS, one_layer, tiny_moe, token_ids
 
 
 @pytest.fixture(autouse=True)
-def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def loss_as_compiled(fresh_compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
     compute_the_loss_as_compiled(monkeypatch)
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def build(name: str, *, shallow: bool = False, **options) -> GPTModel:

@@ -4,7 +4,7 @@ creation without memory, CUDA-graph mode. Gradients are those of the plain eager
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -25,12 +25,8 @@ NOT_PASSED_ON = pytest.mark.xfail(
 
 
 @pytest.fixture(autouse=True)
-def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def loss_as_compiled(fresh_compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
     compute_the_loss_as_compiled(monkeypatch)
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def build(**options: object) -> GPTModel:

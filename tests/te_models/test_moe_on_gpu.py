@@ -20,11 +20,9 @@ HOW = ["eager", "compiled"]
 
 
 @pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
+def synchronisation_allowed_again(fresh_compiler: None) -> Iterator[None]:
     yield
     torch.cuda.set_sync_debug_mode("default")
-    torch._dynamo.reset()
 
 
 def build(name: str | None, stored: bool) -> MoELayer:

@@ -1,10 +1,8 @@
 """Compiled runs: one graph for the whole run, the same numbers as eager within rounding, and bitwise resume."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from torch._dynamo.utils import counters
 
 from te_models.training import (
@@ -21,15 +19,9 @@ from te_models.training import (
 from tests.training.child import run_until_killed
 from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_model, tiny_run
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 RECIPES = ("none", "current", "block", "mxfp8")
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def compiled_run(tmp_path: Path, recipe: str, moe: bool) -> TrainConfig:

@@ -9,13 +9,7 @@ from torch._dynamo.utils import counters
 from te_models.layers import QuantizedTensor, autocast, ops, quantized_model_init, recipe
 from tests.layers.ops.steps import NAMES, assert_equal, step
 
-
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def mlp(recompute: bool = False) -> ops.Sequential:

@@ -14,14 +14,9 @@ from te_models.layers.quantizer import Fields, Quantizer
 from tests.layers.bits import raw
 from tests.layers.quantizer.examples import DELAYED, EXAMPLES, STOCHASTIC
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 CONSTANTS = EXAMPLES | {"delayed": DELAYED}
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def fields_and_operands(x: Tensor, key: Tensor | None, quantizer: Quantizer) -> tuple[Fields, list[Tensor]]:

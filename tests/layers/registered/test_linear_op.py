@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -33,6 +32,8 @@ from tests.layers.quantizer.examples import EXAMPLES
 from tests.layers.registered.linear_op import linear_backward, linear_forward, linear_op
 from tests.layers.test_compile_claims import nodes_of, reachable
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 ROWS, IN, OUT = 40, 64, 48
 RECIPES: dict[str, Recipe] = {
     "delayed": DelayedScaling(),
@@ -45,13 +46,6 @@ RECIPES: dict[str, Recipe] = {
     "dequantized": NVFP4BlockScaling(backward_override="dequantized"),
 }
 WEIGHTS = ("plain", "stored", "cached")
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def layer_of(recipe: Recipe, weights: str = "plain", dtype: torch.dtype = torch.bfloat16) -> Linear:

@@ -40,18 +40,13 @@ from tests.layers.bits import raw, same_bits
 from tests.layers.quantizer.examples import DELAYED, EXAMPLES, STOCHASTIC
 from tests.layers.registered import quantize_op as ops
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 ALL = EXAMPLES | {"stochastic": STOCHASTIC, "delayed": DELAYED}
 USAGES = [(True, True), *(pytest.param(usage, marks=pytest.mark.slow) for usage in ((True, False), (False, True)))]
 FEW = ("tensor", "1x32", "1x16 RHT", "hybrid", "delayed")
 MOST = [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in (*EXAMPLES, "delayed")]
 KEY = torch.tensor([3, 5])
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.fixture
