@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -13,6 +14,9 @@ from .dtypes import bits_of, torch_dtype
 from .links import Piece
 from .plan import Output
 from .store import Store
+
+_UNREAD = 4
+"""Pieces of computed tensors that may still be read, so that computing and hashing need not wait for each other."""
 
 
 def read_piece(store: Store, piece: Piece) -> torch.Tensor:
@@ -82,8 +86,7 @@ def fill_tensor(store: Store, pieces: Sequence[Piece], out: torch.Tensor, limit:
 def stream(store: Store, output: Output, ring: Ring) -> Iterator[tuple[Buffer, int]]:
     """Yield the output's bytes in order as (buffer, byte count); the buffer is valid until the ring comes round."""
     if output.compute is not None:
-        for part in output.compute():
-            yield from _stream_tensor(part, ring.nbytes)
+        yield from _stream_computed(output.compute(), ring.nbytes)
         return
     ordered = _in_order(output.pieces, output.shape)
     if ordered is None:
@@ -144,10 +147,19 @@ def split_output(
         yield from split_output(list(cut_pieces(pieces, d, begin, end)), part, limit, d + 1)
 
 
-def _stream_tensor(tensor: torch.Tensor, nbytes: int) -> Iterator[tuple[Buffer, int]]:
-    raw = tensor.detach().contiguous().cpu().flatten().view(torch.uint8)
-    parts = [Buffer(raw[begin : begin + nbytes]) for begin in range(0, raw.numel(), nbytes)]
-    for buffer in parts:
-        yield buffer, len(buffer.bytes)
-    for buffer in parts:
-        buffer.wait()  # so that the memory is free before the next tensor is computed
+def _stream_computed(parts: Iterable[torch.Tensor], nbytes: int) -> Iterator[tuple[Buffer, int]]:
+    """Stream tensors in pieces of `nbytes`, from the memory that they lie in; before the next one is asked for, all but
+    a few pieces have been read and are free."""
+    unread: deque[Buffer] = deque()
+    for tensor in parts:
+        raw = tensor.detach().contiguous().cpu().flatten().view(torch.uint8)
+        del tensor
+        for begin in range(0, raw.numel(), nbytes):
+            buffer = Buffer(raw[begin : begin + nbytes])
+            yield buffer, len(buffer.bytes)
+            unread.append(buffer)
+        raw = buffer = None
+        while len(unread) > _UNREAD:
+            unread.popleft().wait()
+    while unread:
+        unread.popleft().wait()

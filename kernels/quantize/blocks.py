@@ -94,21 +94,34 @@ def amax(x: Tensor) -> Tensor:
 
 def blockwise_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
     """Return the largest magnitude of each block, float32; NaN wherever a block holds one."""
-    found = _magnitudes(x)
+    found = blockwise_magnitudes(x, block)
     if found is not None:
-        # down first, many columns at a time
-        found = to_blocks(found, block)
-        found = found.amax(-3) if block[0] > 1 else found.squeeze(-3)
-        return _across(found).view(x.dtype).float()
+        return found.view(x.dtype).float()
     # Across each row, then down: two short loops are faster than one over both (128x128 on CPU: 0.8 against 1.1 ms).
     magnitude = to_blocks(x.float(), block).abs()
     across = magnitude.amax(-1) if block[1] > 1 else magnitude.squeeze(-1)
     return across.amax(-2) if block[0] > 1 else across.squeeze(-2)
 
 
+def blockwise_magnitudes(x: Tensor, block: tuple[int, int]) -> Tensor | None:
+    """Return the bits of each block's largest magnitude as integers of x's width; None as `_magnitudes` does."""
+    found = _magnitudes(x)
+    if found is None:
+        return None
+    # down first, many columns at a time
+    found = to_blocks(found, block)
+    return _across(found.amax(-3) if block[0] > 1 else found.squeeze(-3))
+
+
 def _across(magnitudes: Tensor) -> Tensor:
-    """Return the largest of the last dimension, a power of two; of a few, halves first: a reduction of each takes as
-    long as one of 64."""
-    while 8 < magnitudes.shape[-1] <= 32:
+    """Return the largest of the last dimension, a power of two.
+
+    A reduction of rows is fast where a row fills vectors: 32 numbers do as int32 (0.14 ns a number), not as int16
+    (0.43), and 64 as int16, too. Of fewer, halves first.
+    """
+    width, dtype = magnitudes.shape[-1], magnitudes.dtype
+    if width == 32:
+        return magnitudes.int().amax(-1).to(dtype)
+    if width == 16:
         magnitudes = torch.maximum(*magnitudes.chunk(2, -1))
-    return magnitudes.amax(-1) if magnitudes.shape[-1] > 1 else magnitudes.squeeze(-1)
+    return magnitudes.amax(-1) if width > 1 else magnitudes.squeeze(-1)

@@ -11,12 +11,15 @@ block (br, bc), scales [..., ceil(R / br), ceil(C / bc)].
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from ..torch_versions import saturating_cast
-from .blocks import blockwise_amax, grid, once, times_blocks
+from .blocks import blockwise_amax, blockwise_magnitudes, grid, once, times_blocks
 from .decode import fp8_to_float
+from .e8m0_table import look_up
 
 FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 _EXPONENT_MASK = 0x7F800000
@@ -74,10 +77,19 @@ def _e8m0_inverse(byte: Tensor) -> Tensor:
     return torch.where(byte == 255, float("nan"), _power_of_two(254 - byte.to(torch.int32)))
 
 
+_e4m3_byte = functools.partial(e8m0_from_amax, fp8_dtype=torch.float8_e4m3fn)
+_e5m2_byte = functools.partial(e8m0_from_amax, fp8_dtype=torch.float8_e5m2)
+
+
 def block_scales(
     x: Tensor, block: tuple[int, int], fp8_dtype: torch.dtype, scale_kind: str, *, epsilon: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Return what to multiply each block of x with before the cast, float32, and what is stored of it."""
+    if scale_kind == "e8m0" and x.dtype.itemsize == 2:
+        magnitudes = blockwise_magnitudes(x, block)
+        if magnitudes is not None:
+            byte = _e4m3_byte if fp8_dtype is torch.float8_e4m3fn else _e5m2_byte
+            return look_up(magnitudes, x.dtype, byte, _e8m0_inverse)
     amax = once(blockwise_amax(x, block))
     if scale_kind == "e8m0":
         stored = once(e8m0_from_amax(amax, fp8_dtype))
