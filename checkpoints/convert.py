@@ -83,7 +83,10 @@ def import_hf(
             values = stack.enter_context(open_checkpoint(src, storage=VALUES)) if allow_requantize else None
             plan = plan_quantized_import(ckpt, values, layout, wanted, dequantize=dequantize)
         elif dequantize or allow_requantize or storage is not None:
-            raise CheckpointError(f"{src} declares no quantization, so there is nothing to dequantize or to requantize")
+            raise CheckpointError(
+                f"{src} declares no quantization, so there is nothing to dequantize or to requantize; "
+                "import it as it is, then te-models quantize stores its weights quantized"
+            )
         else:
             plan = make_plan(
                 ckpt.tensors,

@@ -123,11 +123,11 @@ def quantize_nvfp4(
         packed = x.new_empty((*x.shape[:-1], -(-columns // 2)), dtype=torch.uint8)
         return packed, x.new_empty((*x.shape[:-1], -(-columns // BLOCK)), dtype=torch.float8_e4m3fn), amax
     scales, factor = _block_scales(x, block, amax)
-    if key is None and nvfp4_eager.serves(x, factor, block):
-        packed = nvfp4_eager.packed_codes(x, factor, block)
+    bits = None if key is None else random_bits(key, stream, x.shape)
+    if nvfp4_eager.serves(x, factor, block):
+        packed = nvfp4_eager.packed_codes(x, factor, block, bits)
     else:
         scaled = x.float() * blocks.per_element(blocks.once(factor), block, rows, columns)
-        bits = None if key is None else random_bits(key, stream, x.shape)
         packed = pack(encode_e2m1(scaled.clamp(-6.0, 6.0), bits))
     # FP8 tensors cannot be indexed everywhere; their bytes can
     scales = blocks.repeat(scales.view(torch.uint8), -2, block_rows, rows).view(torch.float8_e4m3fn)
@@ -183,13 +183,13 @@ def round_nvfp4(
         return x.to(dtype), amax
     rows, columns = x.shape[-2:]
     scales, factor = _block_scales(x, block, amax)
-    if key is None and nvfp4_eager.serves(x, factor, block):
-        return nvfp4_eager.rounded_blocks(x, factor, scales, block, dtype), amax
-    scaled = x.float() * blocks.per_element(blocks.once(factor), block, rows, columns)
     bits = None
     if key is not None:
         across = block[1] == BLOCK
         bits = random_bits(key, stream, x.shape if across else x.mT.shape)
         bits = bits if across else bits.mT
+    if nvfp4_eager.serves(x, factor, block):
+        return nvfp4_eager.rounded_blocks(x, factor, scales, block, dtype, bits), amax
+    scaled = x.float() * blocks.per_element(blocks.once(factor), block, rows, columns)
     values = round_e2m1(scaled.clamp(-6.0, 6.0), bits)
     return (values * blocks.per_element(blocks.once(scales.float()), block, rows, columns)).to(dtype), amax

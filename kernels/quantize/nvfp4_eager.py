@@ -8,6 +8,9 @@ A code comes of two sums, which float32 rounds as E2M1 does, to nearest and ties
 As integers the bits of a float count its steps, and so do E2M1's codes. So less the bits that stand for code 0, the
 first sum is the code up to 4 and the second from there on, and each of them is the smaller one where it holds.
 
+Rounded stochastically, a number is counted in its own step, which its exponent tells, and a comparison with the random
+number is the sign of a difference (exact, as both are multiples of the same power of two or less than 1 apart).
+
 A code becomes a number as float16, whose exponent and mantissa it is at 2^-14 of the value, subnormals included.
 """
 
@@ -21,6 +24,7 @@ from torch import Tensor
 from .blocks import to_blocks
 from .decode import fp8_to_float
 from .eager import eager_on_cpu
+from .random import unit_interval
 
 _TILE = 1 << 18  # elements worked on at a time: a few calls, and buffers that stay in the cache
 _UP_TO_4, _FROM_4 = 2.0**23 - 2, 2.0**24 + 8
@@ -41,27 +45,35 @@ def serves(x: Tensor, factors: Tensor, block: tuple[int, int]) -> bool:
     return whole and bool(factors.amax() <= torch.finfo(torch.float32).max)
 
 
-def packed_codes(x: Tensor, factors: Tensor, block: tuple[int, int]) -> Tensor:
+def packed_codes(x: Tensor, factors: Tensor, block: tuple[int, int], random: Tensor | None = None) -> Tensor:
     """Return the packed codes [..., R, C / 2] of x [..., R, C], each block multiplied by its factor; C is even.
 
-    factors: float32 [..., R / block[0], C / block[1]], positive and finite.
+    factors: float32 [..., R / block[0], C / block[1]], positive and finite. random: int32 bits of x's shape to round
+    stochastically with; None rounds to nearest.
     """
     packed = x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.uint8)
     out = packed.view(-1, packed.shape[-1])
-    for rows, codes in _codes(x, factors, block):
+    for rows, codes in _codes(x, factors, block, random):
         pairs = codes.view(torch.int32)
         out[rows] = (pairs >> 12).bitwise_or_(pairs)
     return packed
 
 
-def rounded_blocks(x: Tensor, factors: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
+def rounded_blocks(
+    x: Tensor,
+    factors: Tensor,
+    scales: Tensor,
+    block: tuple[int, int],
+    dtype: torch.dtype,
+    random: Tensor | None = None,
+) -> Tensor:
     """Return x [..., R, C], each block multiplied by its factor, rounded and multiplied by its scale, in `dtype`.
 
-    factors: see `packed_codes`; scales: float8_e4m3fn, one per block, too.
+    factors, random: see `packed_codes`; scales: float8_e4m3fn, one per block, too.
     """
     values = torch.empty(x.shape, dtype=dtype)
     out, scales = values.view(-1, x.shape[-1]), fp8_to_float(scales).reshape(-1, scales.shape[-1])
-    for rows, codes in _codes(x, factors, block):
+    for rows, codes in _codes(x, factors, block, random):
         halves = (codes << 12).bitwise_or_(codes << 9).bitwise_and_(-0x7200)
         out[rows] = _times_scales(halves, scales, rows, block)
     return values
@@ -88,18 +100,35 @@ def _rows(x: Tensor, height: int) -> Iterator[slice]:
     return (slice(begin, min(begin + step, len(x))) for begin in range(0, len(x), step))
 
 
-def _codes(x: Tensor, factors: Tensor, block: tuple[int, int]) -> Iterator[tuple[slice, Tensor]]:
+def _codes(x: Tensor, factors: Tensor, block: tuple[int, int], random: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
     """Yield rows of x, all batches one after the other, and their codes, int16 with the sign in bit 3."""
     x, factors = x.detach().reshape(-1, x.shape[-1]), factors.reshape(-1, factors.shape[-1])
+    random = None if random is None else random.reshape(x.shape)
     integer, shift = _SIGN[x.dtype]
     for rows in _rows(x, block[0]):
         part = x[rows]
         fine = part.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         to_blocks(fine, block).mul_(_of_rows(factors, rows, block))
-        coarse = fine.abs_().clamp_(max=6.0) + _FROM_4
-        codes = fine.add_(_UP_TO_4).view(torch.int32).add_(_APART)
+        fine.abs_().clamp_(max=6.0)
+        codes = _nearest(fine) if random is None else _random(fine, random[rows])
         signs = (part.view(integer) >> shift).bitwise_and_(8).to(torch.int16)
-        yield rows, torch.minimum(codes, coarse.view(torch.int32), out=codes).to(torch.int16).bitwise_or_(signs)
+        yield rows, codes.to(torch.int16).bitwise_or_(signs)
+
+
+def _nearest(magnitudes: Tensor) -> Tensor:
+    """Return the codes, int32, of magnitudes up to 6, which are overwritten."""
+    coarse = magnitudes + _FROM_4
+    codes = magnitudes.add_(_UP_TO_4).view(torch.int32).add_(_APART)
+    return torch.minimum(codes, coarse.view(torch.int32), out=codes)
+
+
+def _random(magnitudes: Tensor, random: Tensor) -> Tensor:
+    """Return the codes, int32, of magnitudes up to 6, rounded up where the random number is below the fraction."""
+    exponents = (magnitudes.view(torch.int32) >> 23).clamp_(127, 129)  # 127 and less: steps of 1/2; 129: of 2
+    counts = magnitudes * (255 - exponents).bitwise_left_shift_(23).view(torch.float32)
+    below = counts.floor()
+    up = unit_interval(random).sub_(counts.sub_(below)).view(torch.int32).bitwise_right_shift_(31)  # -1 or 0
+    return exponents.sub_(127).mul_(2).add_(below.to(torch.int32)).sub_(up)
 
 
 def _times_scales(halves: Tensor, scales: Tensor, rows: slice, block: tuple[int, int]) -> Tensor:

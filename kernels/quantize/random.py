@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from .blocks import once
+from .eager import eager_on_cpu
+from .random_eager import words
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -51,12 +53,17 @@ def random_bits(key: Tensor, stream: int, shape: Sequence[int]) -> Tensor:
     its high word).
     """
     size = math.prod(shape)
+    if eager_on_cpu(key):
+        seed, step = key.tolist()
+        low, high = seed & _MASK, (seed >> 32) & _MASK
+        keys = [((low + i * _KEY_STEPS[0]) & _MASK, (high + i * _KEY_STEPS[1]) & _MASK) for i in range(_ROUNDS)]
+        return words(size, (stream, step & _MASK, (step >> 32) & _MASK), keys, _MULTIPLIERS).view(shape)
     seed, step = key[0], key[1]
     # a buffer: Inductor's C++ backend multiplies an inlined arange by a constant in 32 bits (torch 2.13)
     block = once(torch.arange((size + 3) // 4, dtype=torch.int64, device=key.device))
     counter = (block, torch.full_like(step, stream), step & _MASK, (step >> 32) & _MASK)
-    words = torch.stack(philox(counter, (seed & _MASK, (seed >> 32) & _MASK)), -1)
-    signed = (words ^ 0x80000000) - 0x80000000
+    drawn = torch.stack(philox(counter, (seed & _MASK, (seed >> 32) & _MASK)), -1)
+    signed = (drawn ^ 0x80000000) - 0x80000000
     return signed.to(torch.int32).flatten()[:size].view(shape)
 
 

@@ -294,7 +294,8 @@ class GPTModel(nn.Module):
         """Write parameters and configuration as safetensors and JSON; `from_pretrained` restores them bit for bit.
 
         The tokenizer and the other small files of the folder that the model came from, while it exists, come along.
-        Of a split model every rank calls this, and the first one writes the whole model, tensor after tensor.
+        Of a split model every rank calls this (of several copies, every rank of one), and the first one writes the
+        whole model, tensor after tensor.
         """
         from te_models.checkpoints import save_model
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from te_models.kernels.quantize import blocks, nvfp4, nvfp4_eager
+from te_models.kernels.quantize import blocks, nvfp4, nvfp4_eager, random, random_eager
 
 BLOCKS = [(1, 16), (16, 16), (16, 1)]
 
@@ -20,7 +21,7 @@ def by_definition(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
     def call(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         with monkeypatch.context() as patch:
-            for module in (nvfp4, nvfp4_eager, blocks):
+            for module in (nvfp4, nvfp4_eager, blocks, random):
                 patch.setattr(module, "eager_on_cpu", lambda x: False)
             return function(*args, **options)
 
@@ -42,16 +43,47 @@ def every_case(dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
-def test_every_number_next_to_a_tie() -> None:
-    """All float32 numbers within 64 places of the codes and of what lies halfway between two, and as many at random."""
+def next_to_codes() -> Tensor:
+    """All float32 numbers within 64 places of the codes and of what lies halfway between two, and as many at random, of
+    either sign, [N, 16]."""
     values = torch.tensor([0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 1e30, float("inf")])
     near = (values.view(torch.int32)[:, None] + torch.arange(-64, 65, dtype=torch.int32)).clamp(0, 0x7F800000)
     random = torch.rand(near.numel(), generator=torch.Generator().manual_seed(0)) * 8
     x = torch.cat((near.flatten().view(torch.float32), random))
     x = torch.cat((x, -x))
-    x = x[: len(x) // 16 * 16].view(-1, 16)
+    return x[: len(x) // 16 * 16].view(-1, 16)
+
+
+def test_every_number_next_to_a_tie() -> None:
+    x = next_to_codes()
     packed = nvfp4_eager.packed_codes(x, torch.ones(len(x), 1), (1, 16))
     assert torch.equal(nvfp4.unpack(packed, 16), nvfp4.encode_e2m1(x.clamp(-6.0, 6.0)))
+
+
+def test_random_rounding_next_to_a_tie_and_to_the_fraction() -> None:
+    """Random numbers 0, the largest, those next to 1/2 and to the fraction itself, and any."""
+    x = next_to_codes()
+    steps = x.abs().clamp(max=6.0) * 2
+    fraction = ((steps - steps.floor()) * 2**24).long()
+    any_bits = random.random_bits(torch.tensor([1, 2]), 0, x.shape)
+    below = [fraction - 1, fraction, fraction + 1]
+    draws = [torch.full_like(fraction, n) for n in (0, 2**23 - 1, 2**23, 2**24 - 1)] + below
+    for draw in (*((n.clamp(0, 2**24 - 1) << 8).to(torch.int32) for n in draws), any_bits):
+        packed = nvfp4_eager.packed_codes(x, torch.ones(len(x), 1), (1, 16), draw)
+        assert torch.equal(nvfp4.unpack(packed, 16), nvfp4.encode_e2m1(x.clamp(-6.0, 6.0), draw))
+
+
+@pytest.mark.parametrize("at_once", [3, 1 << 15])
+@pytest.mark.parametrize("size", [0, 1, 4, 70_001])
+@pytest.mark.parametrize("key", [(1, 2), (-5, 2**40 + 3), (2**62 + 7, -1)], ids=str)
+def test_random_bits_are_the_definition(
+    monkeypatch: pytest.MonkeyPatch, by_definition: Callable[..., Any], key: tuple[int, int], size: int, at_once: int
+) -> None:
+    monkeypatch.setattr(random_eager, "_AT_ONCE", at_once if size < 1000 else 1 << 14)
+    for stream in (0, 7, 2**32 - 1):
+        arguments = (torch.tensor(key), stream, (size,))
+        got, expected = random.random_bits(*arguments), by_definition(random.random_bits, *arguments)
+        assert got.dtype == expected.dtype and torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("tile", [1, 1 << 18], ids=["small tiles", "one tile"])
@@ -60,23 +92,23 @@ def test_quantizing_is_the_definition(
     monkeypatch: pytest.MonkeyPatch, by_definition: Callable[..., Any], dtype: torch.dtype, tile: int
 ) -> None:
     monkeypatch.setattr(nvfp4_eager, "_TILE", tile)
-    x = every_case(dtype)
-    for given in (x, x.mT, x[:, ::2, :32], x[0].contiguous(), torch.nn.Parameter(x[1])):
+    x, keys = every_case(dtype), (None, torch.tensor([3, 4]))
+    for given, key in itertools.product((x, x.mT, x[:, ::2, :32], x[0].contiguous(), torch.nn.Parameter(x[1])), keys):
         for rows in (1, 16):
-            got = nvfp4.quantize_nvfp4(given, block_rows=rows)
-            expected = by_definition(nvfp4.quantize_nvfp4, given, block_rows=rows)
+            got = nvfp4.quantize_nvfp4(given, block_rows=rows, key=key)
+            expected = by_definition(nvfp4.quantize_nvfp4, given, block_rows=rows, key=key)
             assert all(torch.equal(bits(a), bits(b)) for a, b in zip(got, expected, strict=True))
             values = nvfp4.decode_blocks(*got[:2], given.shape[-1])
             assert torch.equal(bits(values), bits(by_definition(nvfp4.decode_blocks, *got[:2], given.shape[-1])))
         for block in BLOCKS:
             for into in (torch.bfloat16, torch.float32):
-                got = nvfp4.round_nvfp4(given, into, block=block)
-                expected = by_definition(nvfp4.round_nvfp4, given, into, block=block)
+                got = nvfp4.round_nvfp4(given, into, block=block, key=key)
+                expected = by_definition(nvfp4.round_nvfp4, given, into, block=block, key=key)
                 assert all(torch.equal(bits(a), bits(b)) for a, b in zip(got, expected, strict=True))
 
 
 def test_what_the_short_way_does_not_take(by_definition: Callable[..., Any]) -> None:
-    """NaN, ragged edges, random bits, tensors that are differentiated: the definition serves them."""
+    """NaN, ragged edges, tensors that are differentiated: the definition serves them."""
     x = every_case(torch.float32)[0]
     for given in (x.clone().index_fill_(1, torch.tensor([3]), float("nan")), x[:, :60], x[:61]):
         for rows in (1, 16):
