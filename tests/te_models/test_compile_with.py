@@ -87,7 +87,9 @@ def test_saved_tensors_on_the_cpu(name: str | None, how: str) -> None:
     run = compiled(model) if how == "compiled" else model
     with torch.autograd.graph.save_on_cpu(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         got = gradients(model, run, name)
-    assert_same(got, expected)
+    for a, b in zip(got, expected, strict=True):
+        # save_on_cpu gives tensors back in another layout, over which float32 sums run in another order
+        torch.testing.assert_close(a, b, rtol=0 if name else 1e-5, atol=0 if name else 1e-6)
     assert len(packed) > 5
 
 
