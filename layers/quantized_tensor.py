@@ -114,6 +114,16 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
             field.copy_(new)
         return self
 
+    @property
+    def data(self) -> Tensor:
+        """This tensor without its history; assigning a tensor of its shape to it quantizes that one into this."""
+        return torch.Tensor.data.__get__(self)
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        # torch's own setter exchanges the memory of a wrapper, which has none, so the fields would stay as they are
+        self.quantize_(values)
+
     def _fields_like_mine(self, x: Tensor) -> Fields | None:
         """Return x's fields where they are what quantizing x again would have to give: the same format and copies."""
         if not isinstance(x, QuantizedTensor) or x.matrix_shape != self.matrix_shape:

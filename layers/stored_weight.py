@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .autocast import quantized_model_init, state
 from .initial_values import preserve
 from .overrides import PerModuleRecipe
 from .quantized_module import QuantizedModule
+from .quantizer import Quantizer
 from .recipe import Recipe
 from .whole_model import quantized_modules
 
 
 @torch.no_grad()
-def store_weights_as_asked(module: QuantizedModule) -> None:
+def store_weights_as_asked(module: QuantizedModule, stored: dict[int, nn.Parameter] | None = None) -> None:
     """Replace a layer's initialised weights by what `quantized_model_init` asks for. Layers call it when built.
 
-    Raises ValueError under a PerModuleRecipe where the layer has no name to look up.
+    stored: what became of the weights of a model's other layers, by the `id` of the weight, so that a shared one stays so.
+    What users have set on a weight, a parallel attribute or `requires_grad`, stays, too. Raises ValueError under a
+    PerModuleRecipe where the layer has no name to look up, and for a shared weight whose layers want two formats.
     """
     recipe = state().storage
     if recipe is None:
@@ -31,14 +34,26 @@ def store_weights_as_asked(module: QuantizedModule) -> None:
     if its_recipe is None:
         return
     quantizer = its_recipe.quantizers(type(module).__name__, module.name).weight
+    stored = {} if stored is None else stored
     for name in module.weight_names():
         weight = getattr(module, name)
-        parameter = nn.Parameter(
-            quantizer.quantize(weight) if weight.dim() == 2 else quantizer.quantize_grouped(weight)
-        )
-        if state().preserve_init_val:
-            preserve(module, name, parameter, weight.detach())
+        parameter = stored.get(id(weight))
+        if parameter is None:
+            parameter = _quantized(weight, quantizer)
+            if state().preserve_init_val:
+                preserve(module, name, parameter, weight.detach())
+            stored[id(weight)] = parameter
+        elif parameter.quantizer != quantizer:
+            raise ValueError(
+                f"{name} of {module.name or type(module).__name__} is shared with a layer that stores it as "
+                f"{parameter.quantizer}, and is to be {quantizer} here; layers that share a weight need one format"
+            )
         setattr(module, name, parameter)
+
+
+def _quantized(weight: Tensor, quantizer: Quantizer) -> nn.Parameter:
+    values = quantizer.quantize(weight) if weight.dim() == 2 else quantizer.quantize_grouped(weight)
+    return nn.Parameter(values.keep_attributes(weight), weight.requires_grad)
 
 
 def store_weights(model: nn.Module, recipe: Recipe, *, preserve_high_precision_init_val: bool = False) -> None:
@@ -48,6 +63,7 @@ def store_weights(model: nn.Module, recipe: Recipe, *, preserve_high_precision_i
     before; a GPTModel has its names. Optimizers made before hold the old parameters.
     """
     with quantized_model_init(recipe=recipe, preserve_high_precision_init_val=preserve_high_precision_init_val):
+        stored: dict[int, nn.Parameter] = {}  # a shared weight lives, and keeps its id, until its last layer is done
         for _, module in quantized_modules(model):
-            store_weights_as_asked(module)
+            store_weights_as_asked(module, stored)
     recipe.check_names(lambda: [module.name for _, module in quantized_modules(model) if module.name])

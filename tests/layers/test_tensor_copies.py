@@ -126,6 +126,16 @@ def test_clone_detach_and_deepcopy(quantized: QuantizedTensor) -> None:
     assert quantized.dequantize().any()
 
 
+def test_assigned_data_is_quantized(quantized: QuantizedTensor) -> None:
+    parameter, fields = nn.Parameter(quantized), pointers(quantized)
+    parameter.data = values = torch.ones(quantized.shape)
+    assert pointers(parameter) == fields and torch.equal(parameter.dequantize(torch.float32), values)
+    nn.utils.vector_to_parameters(torch.zeros(quantized.numel()), [parameter])
+    assert not parameter.dequantize().any()
+    with pytest.raises(ValueError, match="cannot quantize shape"):
+        parameter.data = torch.ones(3)
+
+
 def test_empty_like_is_quantized_and_zeros_like_is_what_moments_are_made_of(quantized: QuantizedTensor) -> None:
     empty = torch.empty_like(quantized)
     assert type(empty) is type(quantized) and not set(pointers(empty)) & set(pointers(quantized))
