@@ -18,7 +18,7 @@ from .whole_model import quantized_modules
 def store_weights_as_asked(module: QuantizedModule, stored: dict[int, nn.Parameter] | None = None) -> None:
     """Replace a layer's initialised weights by what `quantized_model_init` asks for. Layers call it when built.
 
-    stored: what became of the weights of a model's other layers, by the `id` of the weight, so that a shared one stays so.
+    stored: what became of the weights of other layers, by the `id` of the weight, so that a shared one stays shared.
     What users have set on a weight, a parallel attribute or `requires_grad`, stays, too. Raises ValueError under a
     PerModuleRecipe where the layer has no name to look up, and for a shared weight whose layers want two formats.
     """

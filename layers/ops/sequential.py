@@ -30,7 +30,13 @@ class Sequential(nn.Sequential):
     def groups(self) -> tuple[Group, ...]:
         """Return the modules as they run: an OperationFuser for neighbouring operations, others as they are."""
         modules = tuple(self)
-        if len(modules) != len(self._grouped) or any(a is not b for a, b in zip(modules, self._grouped, strict=True)):
+        # a part of an operation, a bias say, can have been exchanged or taken away
+        parts = tuple(
+            part
+            for module in modules
+            for part in (module.basic_operations() if isinstance(module, FusibleOperation) else (module,))
+        )
+        if len(parts) != len(self._grouped) or any(a is not b for a, b in zip(parts, self._grouped, strict=True)):
             groups: list[Group] = []
             run: list[FusibleOperation] = []
             for module in modules:
@@ -43,7 +49,7 @@ class Sequential(nn.Sequential):
                 groups.append(module)
             if run:
                 groups.append(OperationFuser(run))
-            self._grouped, self._groups = modules, tuple(groups)
+            self._grouped, self._groups = parts, tuple(groups)
         return self._groups
 
     def forward(self, input: Tensor, *extra_inputs: Tensor) -> Tensor | tuple[Tensor, ...]:

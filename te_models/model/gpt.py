@@ -164,6 +164,8 @@ class GPTModel(nn.Module):
         """
         if input_ids.dim() != 2:
             raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; allowed: [batch, sequence]")
+        if labels is not None and last_logits_only:
+            raise ValueError("labels were given with last_logits_only; a loss needs the logits of all tokens")
         batch, length = input_ids.shape
         if self._ep_group_name is not None and self.expert_model_parallel_size > 1:
             check_same_tokens(batch * length, input_ids.device, self._ep_group_name)
@@ -172,7 +174,7 @@ class GPTModel(nn.Module):
             cache.check_room(batch, length)
             begin = cache.length
         if attention_mask is not None:
-            if attention_mask.dim() != 2 or attention_mask.shape[1] != begin + length:
+            if attention_mask.dim() != 2 or attention_mask.shape != (batch, begin + length):
                 raise ValueError(
                     f"attention_mask has shape {tuple(attention_mask.shape)}; allowed: [{batch}, {begin + length}]"
                 )
@@ -191,7 +193,7 @@ class GPTModel(nn.Module):
         if cache is not None:
             cache.advance(length)
         if last_logits_only:
-            x, labels = x[:, -1:], None
+            x = x[:, -1:]
         logits, loss = self.output_layer(x, self.embedding.word_embeddings.weight, labels, return_logits=return_logits)
         output = ModelOutput(logits=logits, loss=loss)
         if self.router_loss_weights is not None and routed:

@@ -280,6 +280,10 @@ def test_wrong_calls_are_refused() -> None:
         model(torch.zeros(3, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"attention_mask has shape \(1, 4\); allowed: \[1, 3\]"):
         model(torch.zeros(1, 3, dtype=torch.int64), attention_mask=torch.ones(1, 4))
+    with pytest.raises(ValueError, match=r"attention_mask has shape \(1, 3\); allowed: \[2, 3\]"):
+        model(torch.zeros(2, 3, dtype=torch.int64), attention_mask=torch.ones(1, 3))
+    with pytest.raises(ValueError, match="a loss needs the logits of all tokens"):
+        model(torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 3, dtype=torch.int64), last_logits_only=True)
     with pytest.raises(ValueError, match="no router losses"):
         model.set_aux_loss_coeff(0.1)
 

@@ -108,7 +108,8 @@ class ClampedSwiGLU(ActivationOperation):
 
 
 class ScaledGLU(BasicOperation):
-    """Base of gated activations times a probability of each row, for experts. Extra input: probabilities [...]."""
+    """Base of gated activations times a probability of each row, for experts. Extra input: probabilities [...], one
+    for each row of the input [..., 2 F]; ValueError for another shape."""
 
     NUM_EXTRA_INPUTS = 1
     ACTIVATION: Activation
@@ -118,6 +119,11 @@ class ScaledGLU(BasicOperation):
 
     def op_forward_compute(self, x: Tensor, call: OperationCall) -> Computed:
         (probabilities,) = call.extra_inputs
+        if probabilities.shape != x.shape[:-1]:
+            raise ValueError(
+                f"probabilities have shape {tuple(probabilities.shape)}; allowed with an input of shape "
+                f"{tuple(x.shape)}: {tuple(x.shape[:-1])}"
+            )
         return Computed(activated(self.ACTIVATION, x, probabilities, call), (x, probabilities))
 
     def op_forward_save_ctx(self, ctx: OperationContext, x: Tensor, computed: Computed, call: OperationCall) -> None:

@@ -16,11 +16,11 @@ from ..operation import BasicOperation
 
 
 class _Collective(BasicOperation):
-    """What collectives share: a group, and nothing to save."""
+    """What collectives share: the name of a group, so that models can be copied, and nothing to save."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
-        self.group = group
+        self.group_name = None if group is None else group.group_name
 
     def _gather(self, x: Tensor) -> Tensor:
         return all_gather(x, self._group())
@@ -29,7 +29,7 @@ class _Collective(BasicOperation):
         return reduce_scatter(x, self._group())
 
     def _group(self) -> Any:
-        return dist.group.WORLD if self.group is None else self.group
+        return dist.group.WORLD if self.group_name is None else self.group_name
 
     def op_forward_compute(self, x: Tensor, call: OperationCall) -> Computed:
         return Computed(self.collect(x))

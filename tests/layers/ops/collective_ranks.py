@@ -5,6 +5,7 @@ Each rank runs every collective, eagerly and compiled, and writes inputs, output
 
 from __future__ import annotations
 
+import copy
 import sys
 from datetime import timedelta
 
@@ -21,9 +22,11 @@ def main(results: str) -> None:
     """Run every case on this rank."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     torch.manual_seed(dist.get_rank())
+    both = dist.new_group([0, 1])
     found = {}
     for name, kind in KINDS.items():
-        model = ops.Sequential(ops.ConstantScale(2.0), kind(), ops.ConstantScale(3.0))
+        model = ops.Sequential(ops.ConstantScale(2.0), kind(both), ops.ConstantScale(3.0))
+        model = copy.deepcopy(model)  # a group of its own cannot be copied, its name can
         x = torch.randn(4, 3, requires_grad=True)
         for mode, run in (("eager", model), ("compiled", torch.compile(model, fullgraph=True, backend="aot_eager"))):
             x.grad = None

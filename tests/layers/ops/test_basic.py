@@ -77,6 +77,11 @@ def test_norms_equal_the_modules(kind: str, zero_centered: bool, dtype: torch.dt
     assert_equal(step(module, None, [x]), step(operation, None, [x]))
 
 
+def test_probabilities_are_one_for_each_row() -> None:
+    with pytest.raises(ValueError, match=r"\(6, 1\); allowed with an input of shape \(6, 32\): \(6,\)"):
+        ops.ScaledSwiGLU()(torch.randn(6, 32), torch.rand(6, 1))
+
+
 @pytest.mark.parametrize("kind, function", [(ops.ScaledSwiGLU, F.silu), (ops.ScaledGEGLU, tanh_gelu)])
 def test_scaled_glu_weights_each_row(kind: type, function: Callable) -> None:
     x, p = torch.randn(6, 16), torch.rand(6)
