@@ -12,6 +12,7 @@ from te_models.kernels.quantize import hash_key, hashed_bits
 from . import moments
 from .adamw_update import Update
 from .compiled_by_shape import compiled_by_shape
+from .fsdp import largest_part, rows_like
 from .moments import MOMENT_DTYPES, MomentDtype
 
 MOMENT_KEYS: dict[str, tuple[str, ...]] = {
@@ -43,10 +44,11 @@ class MomentStore:
             dtype = torch.bfloat16 if self.dtype == "bfloat16" else working_dtype(local)
             names = MOMENT_KEYS[self.dtype]
             return {name: torch.zeros_like(parameter, dtype=dtype, requires_grad=False) for name in names}
-        blocks = -(-local.numel() // moments.BLOCK)
+        blocks = -(-largest_part(parameter) // moments.BLOCK)
         data = torch.zeros(blocks, moments.BLOCK, device=local.device).to(torch.float8_e4m3fn)
         scale_inv = torch.ones(blocks, device=local.device)
-        return dict(zip(MOMENT_KEYS["float8"], (data, scale_inv, data.clone(), scale_inv.clone()), strict=True))
+        fields = (rows_like(parameter, field) for field in (data, scale_inv, data.clone(), scale_inv.clone()))
+        return dict(zip(MOMENT_KEYS["float8"], fields, strict=True))
 
     def read(self, state: dict[str, Tensor], like: Tensor) -> tuple[Tensor, Tensor]:
         """Return both moments in the shape and dtype of `like`; where the state has them so, its very tensors."""
@@ -56,7 +58,8 @@ class MomentStore:
         return state["exp_avg"].to(like.dtype), state["exp_avg_sq"].to(like.dtype)
 
     def rounded(self, update: Update) -> dict[str, Tensor]:
-        """Return the new state of the moments of an update; nothing where they are written in place ("float32").
+        """Return the new state of the moments of an update; nothing where they are written in place ("float32"). Of a
+        shard that is smaller than others it is the first blocks.
 
         One draw of 32 bits serves both, 16 bits each.
         """

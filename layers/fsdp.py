@@ -11,6 +11,8 @@ requantized reduces its amax over the ranks first (`amax_group`, set at the firs
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +35,37 @@ def local_part(tensor: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def largest_part(tensor: Tensor) -> int:
+    """Return how many elements the largest part of a sharded tensor has that a rank holds; of any other tensor all."""
+    if local_part(tensor) is tensor:
+        return tensor.numel()
+    shape = list(tensor.shape)
+    for dim, ranks in _shards(tensor):
+        shape[dim] = -(-shape[dim] // ranks)
+    return math.prod(shape)
+
+
+def rows_like(tensor: Tensor, rows: Tensor) -> Tensor:
+    """Return what belongs to this rank's part of a tensor as a tensor sharded alike, so that a distributed checkpoint
+    knows whose it is; `rows` itself where the tensor is not sharded.
+
+    rows: [n, ...], n the same on every rank; they follow one another in rank order.
+    """
+    if local_part(tensor) is tensor:
+        return rows
+    from torch.distributed.tensor import DTensor, Shard
+
+    placements = [Shard(0) if hasattr(p, "dim") else p for p in tensor.placements]  # type: ignore[attr-defined]
+    return DTensor.from_local(rows, tensor.device_mesh, placements, run_check=False)  # type: ignore[attr-defined]
+
+
+def _shards(tensor: Any) -> Iterator[tuple[int, int]]:
+    """Yield the dimensions along which a DTensor is sharded, each with the number of ranks that share it."""
+    for axis, placement in enumerate(tensor.placements):
+        if hasattr(placement, "dim"):
+            yield placement.dim, tensor.device_mesh.size(axis)
 
 
 def shared_amaxes(quantizer: Quantizer, x: Tensor, group: Any) -> dict[Usage, Tensor]:

@@ -137,7 +137,8 @@ class FusedAdamW(torch.optim.Optimizer):
             elif update.weight is not update.piece.parameter:
                 _write(update.piece.parameter, update.weight, noop)
             for name, value in self._moments.rounded(update).items():
-                _write(update.piece.state[name], value, noop)
+                kept = update.piece.state[name]
+                _write(kept if kept.shape == value.shape else kept[: len(value)], value, noop)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients; a `.main_grad` is a persistent buffer and is zeroed."""
