@@ -45,6 +45,7 @@ class FusedAdamW(torch.optim.Optimizer):
 
     State per parameter: "step", "master", "exp_avg", "exp_avg_sq" (for "float8" also "exp_avg_scale_inv" and
     "exp_avg_sq_scale_inv"), plain tensors all of them, in float32 unless said otherwise; a state dict resumes bitwise.
+    Weights are written from their masters: after others have been loaded into the model, call `reload_model_params`.
     """
 
     def __init__(
@@ -87,6 +88,13 @@ class FusedAdamW(torch.optim.Optimizer):
             local_part(state["master"]).copy_(_values(local, torch.float32) if before is None else before)
         state |= self._moments.zeros(parameter, local)
         return state
+
+    @torch.no_grad()
+    def reload_model_params(self) -> None:
+        """Start the masters anew from the weights as they are now; moments and step counts stay. Megatron's name."""
+        for parameter, state in self.state.items():
+            if "master" in state:
+                local_part(state["master"]).copy_(_values(local_part(parameter), torch.float32))
 
     @torch.no_grad()
     def step(  # type: ignore[override]

@@ -106,6 +106,18 @@ def test_a_state_dict_resumes_bitwise(name: str, moments: str) -> None:
         assert torch.equal(value.float(), resumed.state[two][key].float()), key
 
 
+@pytest.mark.parametrize("name", ["bf16", "mxfp8"])
+def test_weights_that_were_loaded_stay_once_the_masters_know_them(name: str) -> None:
+    parameter = nn.Parameter(torch.ones(32, 64, dtype=torch.bfloat16)) if name == "bf16" else quantized_parameter(name)
+    optimizer = FusedAdamW([parameter], lr=1e-4, master_weights=True)
+    train([parameter], optimizer, range(1))
+    with torch.no_grad():
+        parameter.zero_()
+    optimizer.reload_model_params()
+    train([parameter], optimizer, range(1, 2))
+    assert parameter.detach().float().abs().max() < 1e-3
+
+
 @pytest.mark.parametrize("moments", ["bfloat16", "float8"])
 def test_moments_in_few_bits_train_as_well(moments: str) -> None:
     """Least squares in 64 unknowns: the loss after 400 steps is within 10 % of what float32 moments reach."""
