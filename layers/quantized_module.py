@@ -25,20 +25,19 @@ from torch import Tensor, nn
 from te_models.kernels.torch_versions import exporting
 
 from .autocast import state
-from .delayed import ROLES, STATISTICS, Float8Quantizer, bind, raise_
-from .kept import note_statistics
+from .delayed import ROLES, STATISTICS, raise_
 from .noted import noted
 from .quantized_tensor import QuantizedTensor
 from .recipe import GemmQuantizers, Recipe
 from .recipe_use import RecipeUse, choose
 from .recipes import DelayedRule, DelayedScaling
-from .recompute import recomputing, refuse_around_a_graph, same_as_first_run
+from .recompute import once, recomputing, refuse_around_a_graph, same_as_first_run
 from .rounding_seed import STREAMS, default_seed
+from .weight_cache import keep_weight, kept_weight, move_kept_weights
 
 _DELAYED_NAMES = ("fp8_scale", "fp8_amax", "fp8_grad_amax", "fp8_history")
 _SAVED_NAMES = (*_DELAYED_NAMES, "fp8_rng_state")
 _STATE_NAMES = (*_SAVED_NAMES, "fp8_statistics", "fp8_grad_statistics")
-_KEPT = "weight_cache"  # of attributes that hold a weight for later micro-batches
 _ordinals = itertools.count()
 _modules: weakref.WeakValueDictionary[int, QuantizedModule] = weakref.WeakValueDictionary()
 
@@ -113,18 +112,8 @@ class QuantizedModule(nn.Module):
                 if value is not None:
                     setattr(self, name, value.to(parameter.device))
         if parameter is not None:
-            self._move_kept_weights(parameter.device, parameter.dtype)
+            move_kept_weights(self, parameter.device, parameter.dtype)
         return self
-
-    def _move_kept_weights(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Take the weights kept for later micro-batches to another device; forget them where the weights have become
-        others, by another dtype or on the meta device."""
-        for slot in [name for name in vars(self) if name.startswith(_KEPT)]:
-            kept = getattr(self, slot)
-            if device.type == "meta" or kept.dtype != dtype:
-                delattr(self, slot)
-            elif kept.device != device:
-                setattr(self, slot, kept.to(device))
 
     def weight_names(self) -> tuple[str, ...]:
         """Return the names of the weight parameters."""
@@ -213,42 +202,19 @@ class QuantizedModule(nn.Module):
         one meant, None for all together; each keeps its own. Where `microbatch(noop=...)` is nonzero, what was kept
         stays kept. Raises RuntimeError where nothing was kept, ValueError after a change of recipe.
         """
-        slot = _KEPT if gemm is None else f"{_KEPT}{gemm}"
         first = state().first_microbatch if is_first_microbatch is None else is_first_microbatch
         quantizers = None if first is None or isinstance(weights[0], QuantizedTensor) else self.quantizers()
-        if quantizers is None:
+        if first is None or quantizers is None:
             return None
-        if first and torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():
+            quantizer, make = quantizers.weight, keep_weight if first else kept_weight
+            return once(lambda: make(self, quantizer, weights, gemm))
+        if first:
             raise RuntimeError(
                 "a compiled graph cannot keep a quantized weight: call cache_weights(model) before the step's first "
                 "micro-batch, and run all of them with is_first_microbatch=False or microbatch(first=False)"
             )
-        before = getattr(self, slot, None)
-        noop = state().keep_kept if first else None
-        if not first or (before is not None and noop is not None):
-            if before is None:
-                raise RuntimeError("is_first_microbatch=False, but no earlier call had is_first_microbatch=True")
-            wanted = bind(quantizers.weight, self.fp8_scale, None, "weight", gemm)
-            if before.quantizer != (wanted.value if isinstance(wanted, Float8Quantizer) else wanted):
-                raise ValueError(
-                    f"the kept weight was made by {before.quantizer}, but the recipe in force wants {wanted}; call "
-                    "with is_first_microbatch=True, and without noop, after a change of recipe"
-                )
-            if not first:
-                return before
-        delayed = self.delayed_rule is not None
-        scale, amax = (self.fp8_scale, self.fp8_amax if self.training else None) if delayed else (None, None)
-        quantizer = bind(quantizers.weight, scale, amax, "weight", gemm)
-        with torch.no_grad():
-            one = weights[0] if len(weights) == 1 else torch.stack(weights)
-            cached = quantizer.quantize(one) if one.dim() == 2 else quantizer.quantize_grouped(one)
-            if before is not None and noop is not None:
-                cached.quantize_(before, noop=noop == 0)  # a new tensor: a backward pass may still need the old one
-            if state().statistics and self.training:
-                into = self.fp8_statistics[(gemm or 0) % len(self.fp8_statistics)]
-                note_statistics(into[1], bind(quantizers.weight, scale, None, "weight", gemm), one)
-        setattr(self, slot, cached)
-        return cached
+        return kept_weight(self, quantizers.weight, weights, gemm)
 
     def gemm_weights(self) -> list[tuple[tuple[Tensor, ...], int | None]]:
         """Return the weights of every GEMM and its number, as `cached_weight` takes them."""
