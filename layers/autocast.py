@@ -109,7 +109,7 @@ class autocast:
     At the exit of the outermost region the scales of DelayedScaling are updated, see `delayed`: those of the layers
     that ran under it inside, in training mode or calibrating. The ranks of the group must run the same layers in it.
     Where gradients are off at the exit (and nothing was calibrated), where nothing trained, and after an exception,
-    there is no update and no communication: a rank may evaluate alone.
+    there is no update and no communication: a rank may evaluate alone. Amaxes of such a forward pass are forgotten.
     """
 
     def __init__(

@@ -30,6 +30,8 @@ def cache_weights(model: nn.Module, *, noop: Tensor | None = None) -> None:
         for _, module in quantized_modules(model):
             for weights, gemm in module.gemm_weights():
                 module.cached_weight(weights, True, gemm)
+            use = module.recipe_use
+            use.calibrated |= use.recorded  # an update is due at the exit, also where gradients are off for this call
 
 
 def set_rounding_seed(model: nn.Module, seed: int) -> None:

@@ -25,6 +25,7 @@ from te_models.layers import (
     MXFP8BlockScaling,
     Recipe,
     autocast,
+    cache_weights,
     load_recipe_state,
     recipe_state,
     recompute_contexts,
@@ -285,7 +286,7 @@ def test_only_training_moves_the_state(compiled: bool) -> None:
             run(big.clone().requires_grad_()).square().sum().backward()
         layer.train()
     assert_same(recipe_state(layer), before)
-    # in training mode, but without gradients or left by an exception: amaxes wait for the next update
+    # in training mode, but without gradients or left by an exception: amaxes are forgotten
     with torch.no_grad(), autocast(recipe=RECIPE):
         run(x * 7)
     with contextlib.suppress(ZeroDivisionError), autocast(recipe=RECIPE):
@@ -297,7 +298,15 @@ def test_only_training_moves_the_state(compiled: bool) -> None:
     assert torch.equal(layer.fp8_history, before["fp8_history"])
     with autocast(recipe=RECIPE):
         run(x)
-    assert float(layer.fp8_history[0, 0, 0]) == float((x * 7).abs().max())
+    assert float(layer.fp8_history[0, 0, 0]) == float(x.abs().max())
+
+
+def test_weights_cached_without_gradients_count() -> None:
+    layer = Linear(16, 16)
+    with torch.no_grad(), autocast(recipe=RECIPE):
+        cache_weights(layer)
+    assert float(layer.fp8_history[0, 1, 0]) == float(layer.weight.detach().abs().max())
+    assert float(layer.fp8_history[0, 0, 0]) == 0
 
 
 def test_a_reentrant_checkpoint_moves_the_state() -> None:
