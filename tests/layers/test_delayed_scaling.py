@@ -26,6 +26,7 @@ from te_models.layers import (
     Recipe,
     autocast,
     cache_weights,
+    current_recipe,
     load_recipe_state,
     recipe_state,
     recompute_contexts,
@@ -93,6 +94,19 @@ def test_an_algorithm_may_be_a_function_of_the_history() -> None:
     assert float(layer.fp8_scale[0, 0]) == float(torch.tensor(448.0) / torch.tensor(4.0 / 3.0))
     with pytest.raises(TypeError, match="no JSON form"):
         recipe.to_json()
+
+
+def test_a_failing_algorithm_leaves_no_recipe_in_force() -> None:
+    def fails(history: Tensor) -> Tensor:
+        raise ZeroDivisionError
+
+    layer, x = Linear(16, 16), torch.randn(2, 16)
+    with pytest.raises(ZeroDivisionError), autocast(recipe=DelayedScaling(amax_compute_algo=fails)):
+        layer(x)
+    assert current_recipe() is None
+    with autocast(recipe=RECIPE):
+        layer(x)  # an outermost region again: its exit updates
+    assert layer.fp8_history is not None
 
 
 def assert_same(state: dict[str, Tensor], before: dict[str, Tensor]) -> None:
