@@ -29,7 +29,7 @@ from .delayed import ROLES, STATISTICS, raise_
 from .noted import noted
 from .quantized_tensor import QuantizedTensor
 from .recipe import GemmQuantizers, Recipe
-from .recipe_use import RecipeUse, choose
+from .recipe_use import Choice, RecipeUse, choose
 from .recipes import DelayedRule, DelayedScaling
 from .recompute import once, recomputing, refuse_around_a_graph, same_as_first_run
 from .rounding_seed import STREAMS, default_seed
@@ -123,14 +123,18 @@ class QuantizedModule(nn.Module):
 
     def quantizers(self) -> GemmQuantizers | None:
         """Return this module's quantizers under the recipe in force; None: high precision."""
-        asked = recipe = state().compute
-        made = None
-        if recipe is not None and recipe.by_name:
-            recipe, made = (self.recipe_use.chosen if state().chosen else None) or choose(recipe, self)
-        noted(self._note, asked, recipe)
+        recipe, made = self._chosen()
+        noted(self._note, state().compute, recipe)
         if recipe is None or state().calibrating:
             return None
         return recipe.quantizers("", "") if made is None else made
+
+    def _chosen(self) -> Choice:
+        """Return what the recipe in force means for this layer; no quantizers where the recipe has the same for all."""
+        recipe = state().compute
+        if recipe is not None and recipe.by_name:
+            return (self.recipe_use.chosen if state().chosen else None) or choose(recipe, self)
+        return recipe, None
 
     def _note(self, asked: Recipe | None, recipe: Recipe | None) -> None:
         """Write down which recipe was asked for and which is this module's, and what delayed scaling has to update."""
@@ -158,10 +162,16 @@ class QuantizedModule(nn.Module):
         if s.touched is not None and self not in s.touched:
             s.touched.append(self)
 
+    def calibrating(self) -> bool:
+        """Whether amaxes of what this layer uses in high precision are to be recorded: in
+        `autocast(calibrating=True)`, if its recipe is DelayedScaling, and not once more in a recomputation."""
+        if not state().calibrating or not isinstance(self._chosen()[0], DelayedScaling):
+            return False
+        return torch.compiler.is_compiling() or not recomputing()
+
     def calibrate(self, role: str, amax: Tensor, gemm: int | None = None) -> None:
-        """While `autocast(calibrating=True)` is in force under DelayedScaling, record the amax, [] or one per GEMM [G],
-        of a tensor that a layer uses in high precision. gemm: the one meant; None: all."""
-        if state().calibrating and self.delayed_rule is not None:
+        """Record an amax, [] or one per GEMM [G], while `calibrating`. gemm: the one meant; None: all."""
+        if self.calibrating():
             row = self.fp8_amax[ROLES.index(role)]
             raise_(row if gemm is None else row[gemm], amax)
 

@@ -28,6 +28,7 @@ from te_models.layers import (
     cache_weights,
     current_recipe,
     load_recipe_state,
+    ops,
     recipe_state,
     recompute_contexts,
 )
@@ -383,9 +384,49 @@ def test_calibration_runs_in_high_precision_and_sets_scales(grouped: bool) -> No
     expected = torch.stack(
         [torch.tensor([2.0, 7.0]) if grouped else torch.tensor([7.0]), weight.amax((-2, -1)).view(-1)]
     )
-    assert torch.equal(layer.fp8_scale[:2], 448.0 / expected)
+    assert torch.equal(layer.fp8_scale[:2], torch.tensor(448.0) / expected)  # a number by a tensor is rounded twice
     with autocast(enabled=False, calibrating=True, recipe=MXFP8BlockScaling()):
         assert torch.equal(layer(*arguments), plain)
+
+
+@pytest.mark.parametrize("kind", ["linear", "grouped", "ops", "ops grouped"])
+def test_calibrating_under_another_recipe_leaves_delayed_scaling_alone(kind: str) -> None:
+    grouped = {"grouped": GroupedLinear, "ops grouped": ops.GroupedLinear}.get(kind)
+    layer = grouped(2, 16, 16) if grouped else (Linear if kind == "linear" else ops.Linear)(16, 16)
+    layer = ops.Sequential(layer) if kind.startswith("ops") else layer
+    x, splits = torch.ones(4, 16), (torch.tensor([1, 3]),) if grouped else ()
+    with autocast(recipe=RECIPE):
+        layer(x, *splits)
+    before = copy.deepcopy(recipe_state(layer))
+    with autocast(enabled=False, calibrating=True, recipe=MXFP8BlockScaling()):
+        layer(x * 1e6, *splits)
+    assert_same(recipe_state(layer), before)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_calibration_reaches_quantize(compiled: bool) -> None:
+    torch._dynamo.reset()
+    model = ops.Sequential(ops.Quantize(), ops.Linear(16, 16)).eval()
+    run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+    x = torch.linspace(-7e4, 5e4, 64).view(4, 16)
+    with torch.no_grad():
+        expected = model(x)
+        with autocast(enabled=False, calibrating=True, recipe=RECIPE):
+            assert torch.equal(run(x), expected)
+        with autocast(recipe=RECIPE):
+            y = run(x)
+    assert float(model[0].fp8_scale[0, 0]) == float(torch.tensor(448.0) / 7e4)
+    assert float((y - expected).norm() / expected.norm()) < 0.1
+
+
+def test_calibration_under_a_checkpoint_records_once() -> None:
+    layer, x = Linear(16, 16), torch.ones(2, 16, requires_grad=True)
+    with autocast(enabled=False, calibrating=True, recipe=RECIPE):
+        y = checkpoint(layer, x, use_reentrant=False, context_fn=recompute_contexts)
+    before = copy.deepcopy(recipe_state(layer))
+    assert float(layer.fp8_history[0, 0, 0]) == 1
+    y.sum().backward()
+    assert_same(recipe_state(layer), before)
 
 
 def test_recomputation_repeats_the_first_run() -> None:

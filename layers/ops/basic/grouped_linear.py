@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...autocast import state
 from ...delayed import ROLES, raise_
 from ...dense_gemms import HIGH_PRECISION, GemmOptions
 from ...grouped_gemms import bias_rows_gradient, grouped_fprop, grouped_gradients, stacked
@@ -49,7 +48,7 @@ class GroupedLinear(BasicOperation, GroupedLinearModule):
         cached = self.cached_weight(weights, None)
         quantizers, options = self.quantizers(), self.gemm_options(*weights)
         recorded = None
-        if state().calibrating and self.delayed_rule is not None:
+        if self.calibrating():
             self.calibrate("weight", largest(stacked(weights)))
             recorded = self.fp8_amax[ROLES.index("input")]
         if quantizers is None:

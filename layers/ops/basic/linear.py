@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...autocast import state
 from ...delayed import ROLES, raise_
 from ...dense_gemms import HIGH_PRECISION, How, dense_fprop, dense_gradients
 from ...gemm_module import GemmModule
@@ -81,7 +80,7 @@ class BasicLinear(GemmModule, BasicOperation):
         quantizers, options = self.quantizers(), self.gemm_options(self.weight)
         weight: Tensor = self.weight
         recorded = None
-        if state().calibrating and self.delayed_rule is not None:
+        if self.calibrating():
             self.calibrate("weight", largest(weight), 0)
             recorded = self.fp8_amax[ROLES.index("input"), 0]
         if quantizers is None:
