@@ -261,7 +261,9 @@ class QuantizedModule(nn.Module):
             shape = value.shape[1:] if name == "fp8_history" else value.shape
             if shape != expected.shape:
                 raise ValueError(f"{name} has shape {tuple(value.shape)}; expected {tuple(expected.shape)}")
-            setattr(self, name, value.to(device=expected.device, dtype=expected.dtype, copy=True))
+            with torch.inference_mode(mode=False):  # training steps write to it, whatever mode it is loaded in
+                own = torch.empty_like(value, device=expected.device, dtype=expected.dtype)
+            setattr(self, name, own.copy_(value))
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -284,4 +286,5 @@ def _real_default_device() -> torch.device:
 
 def live_modules() -> list[QuantizedModule]:
     """Return the existing modules in the order of their construction."""
-    return [_modules[i] for i in sorted(_modules.keys())]
+    found = (_modules.get(i) for i in sorted(_modules.keys()))  # one may be freed meanwhile
+    return [module for module in found if module is not None]

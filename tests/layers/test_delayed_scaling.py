@@ -29,6 +29,7 @@ from te_models.layers import (
     current_recipe,
     load_recipe_state,
     ops,
+    quantized_module,
     recipe_state,
     recompute_contexts,
 )
@@ -478,6 +479,25 @@ def test_state_moves_by_name_and_refuses_what_does_not_fit() -> None:
         load_recipe_state(target, {"left.fp8_scale": state["up.fp8_scale"]})
     with pytest.raises(ValueError, match=r"fp8_scale has shape \(3, 2\); expected \(3, 1\)"):
         load_recipe_state(target, {"up.fp8_scale": torch.ones(3, 2)})
+
+
+def test_training_goes_on_after_loading_in_inference_mode() -> None:
+    source, target = MLP(), MLP()
+    with autocast(recipe=RECIPE):
+        source(torch.randn(4, 48)).sum().backward()
+    with torch.inference_mode():
+        target.load_state_dict(source.state_dict())
+    assert_same(recipe_state(target), recipe_state(source))
+    with autocast(recipe=RECIPE):
+        target(torch.randn(4, 48)).sum().backward()
+
+
+def test_a_module_may_be_freed_while_the_live_ones_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Linear(8, 8)
+    ordinals = [kept._ordinal, 10**9]  # the second one's module is freed between the two steps of listing
+    modules = quantized_module._modules
+    monkeypatch.setattr(modules, "keys", lambda: ordinals)
+    assert quantized_module.live_modules() == [kept]
 
 
 def test_a_state_dict_loads_under_another_recipe_or_none() -> None:
