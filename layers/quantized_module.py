@@ -73,6 +73,7 @@ class QuantizedModule(nn.Module):
         self.fp8_grad_statistics = self.fp8_scale.new_zeros(len(self.STATISTICS_SLOTS), len(STATISTICS))
         self._register()
         self._seed = default_seed()
+        self._stream_prepared = False
         self.fp8_rng_state = self.fp8_scale.new_tensor((self._seed * STREAMS, 0), dtype=torch.int64)
 
     @property
@@ -243,14 +244,23 @@ class QuantizedModule(nn.Module):
         return torch.cat((history[:length], history.new_zeros(max(0, length - history.shape[0]), *shape)))
 
     def recipe_state(self) -> dict[str, Tensor]:
-        """Return the state that a resumed run needs, by attribute name; empty if no recipe with state has run."""
+        """Return the state that a resumed run needs, by attribute name; empty if no recipe with state has run and none
+        was prepared for."""
         names: tuple[str, ...] = ()
         if self.fp8_history is not None:
             names += _DELAYED_NAMES
         seed, counter = self.fp8_rng_state.tolist()
-        if counter != 0 or seed >= 0:  # in use, or given by set_rounding_seed
+        if counter != 0 or seed >= 0 or self._stream_prepared:  # in use, or given by set_rounding_seed
             names += ("fp8_rng_state",)
         return {name: getattr(self, name) for name in names}
+
+    def prepare_recipe_state(self, recipe: Recipe) -> None:
+        """Have `recipe_state` give what this layer keeps under `recipe`, before its first step, too."""
+        own, quantizers = choose(recipe, self)
+        if isinstance(own, DelayedScaling):
+            self.fp8_history = self.delayed_history(own.amax_history_len - 1)
+        if quantizers is not None and quantizers.grad_output.needs_key():
+            self._stream_prepared = True
 
     def set_recipe_state(self, values: dict[str, Tensor]) -> None:
         """Take over what `recipe_state` gave. Names that are absent keep their values. Raises ValueError."""
