@@ -31,7 +31,7 @@ from .quantized_tensor import QuantizedTensor
 from .recipe import GemmQuantizers, Recipe
 from .recipe_use import Choice, RecipeUse, choose
 from .recipes import DelayedRule, DelayedScaling
-from .recompute import once, recomputing, refuse_around_a_graph, same_as_first_run
+from .recompute import once, recomputing, refuse_around_a_graph, same_as_first_run, scratch_like
 from .rounding_seed import STREAMS, default_seed
 from .weight_cache import keep_weight, kept_weight, move_kept_weights
 
@@ -165,16 +165,21 @@ class QuantizedModule(nn.Module):
 
     def calibrating(self) -> bool:
         """Whether amaxes of what this layer uses in high precision are to be recorded: in
-        `autocast(calibrating=True)`, if its recipe is DelayedScaling, and not once more in a recomputation."""
-        if not state().calibrating or not isinstance(self._chosen()[0], DelayedScaling):
-            return False
-        return torch.compiler.is_compiling() or not recomputing()
+        `autocast(calibrating=True)`, if its recipe is DelayedScaling."""
+        return state().calibrating and isinstance(self._chosen()[0], DelayedScaling)
+
+    def calibration_amax(self, role: str, gemm: int | None = None) -> Tensor:
+        """Return what to `raise_` while `calibrating`, [] of one GEMM or [G] of all (None). In a recomputation it is a
+        tensor that nobody reads, so that the operations are those of the first run."""
+        row = self.fp8_amax[ROLES.index(role)]
+        if not torch.compiler.is_compiling() and recomputing():
+            row = scratch_like(row)
+        return row if gemm is None else row[gemm]
 
     def calibrate(self, role: str, amax: Tensor, gemm: int | None = None) -> None:
         """Record an amax, [] or one per GEMM [G], while `calibrating`. gemm: the one meant; None: all."""
         if self.calibrating():
-            row = self.fp8_amax[ROLES.index(role)]
-            raise_(row if gemm is None else row[gemm], amax)
+            raise_(self.calibration_amax(role, gemm), amax)
 
     def live_state(self, quantizers: GemmQuantizers) -> LiveState:
         """Return the live tensors that a forward pass with `quantizers` needs."""

@@ -135,6 +135,12 @@ def once(make: Callable[[], T]) -> T:
     return same_as_first_run(made)
 
 
+def scratch_like(tensor: Tensor) -> Tensor:
+    """Return a tensor for a recomputation to write to instead of `tensor`, unseen by selective checkpointing."""
+    with _disable_current_modes():
+        return torch.zeros_like(tensor)
+
+
 def refuse_around_a_graph() -> None:
     """Raise RuntimeError where a compiled layer with live state is called inside an activation checkpoint that is not
     compiled: a graph notes nothing for the recomputation, which would read later scales or draw other bits."""

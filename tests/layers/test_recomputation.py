@@ -102,3 +102,27 @@ def test_checkpoints_in_a_checkpoint_repeat_the_first_run(name: str, first: bool
     expected = train(call, call, name, first=first)
     for around, inner in ((once, once), (twice, twice)):
         assert_same(train(around, inner, name, first=first), expected)
+
+
+@pytest.mark.parametrize("save", [None, everything], ids=["nothing", "everything"])
+@pytest.mark.parametrize("kind", [Linear, ops.Linear])
+def test_a_calibrated_pass_records_once(kind: type, save: Any) -> None:
+    """The recomputation does the same operations, by whose number selective checkpointing finds what it kept."""
+    found = []
+    for around in (call, functools.partial(once, save=save)):
+        torch.manual_seed(0)
+        model = nn.Sequential(ops.Sequential(ops.Quantize(), kind(16, 16)))
+        x = torch.linspace(-2, 3, 64).view(4, 16).requires_grad_()
+
+        def with_amax(x: Tensor, model: nn.Module = model) -> Tensor:
+            y = model(x)
+            return y * y.abs().amax()
+
+        with autocast(enabled=False, calibrating=True, recipe=fresh("delayed")):
+            y = around(with_amax, x)
+        before = [value.clone() for value in recipe_state(model).values()]
+        y.sum().backward()
+        assert_same(list(recipe_state(model).values()), before)
+        found.append([y, x.grad, *before])
+    assert_same(found[1], found[0])
+    assert len(found[0]) > 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...delayed import ROLES, bind, raise_, value_of
+from ...delayed import bind, raise_, value_of
 from ...dense_gemms import HIGH_PRECISION
 from ...linear_function import largest
 from ...quantized_module import LiveState, QuantizedModule
@@ -14,8 +14,7 @@ from ..operation import BasicOperation
 
 
 class Quantize(QuantizedModule, BasicOperation):
-    """Quantize [..., C] as the input of a GEMM under the recipe in force; without one, do nothing but
-    calibrate.
+    """Quantize [..., C] as the input of a GEMM under the recipe in force; without one, calibrate at most.
 
     The next operation takes the quantized data if it can; at the end of a group the result is a quantized tensor, which
     has to be a matrix. The gradient passes unchanged. Under `torch.compile` let the operation that uses
@@ -31,7 +30,7 @@ class Quantize(QuantizedModule, BasicOperation):
     def fuser_arguments(self, device_type: str) -> OperationArguments:
         quantizers = self.quantizers()
         live = self.live_state(quantizers or HIGH_PRECISION)
-        recorded = self.fp8_amax[ROLES.index("input"), 0] if self.calibrating() else None
+        recorded = self.calibration_amax("input", 0) if self.calibrating() else None
         return OperationArguments((), (recorded, *live), None if quantizers is None else quantizers.input)
 
     def op_forward_compute(self, x: Input, call: OperationCall) -> Computed:
