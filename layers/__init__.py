@@ -71,6 +71,7 @@ from .whole_model import (
     default_rounding_seed,
     load_recipe_state,
     name_modules,
+    prepare_recipe_state,
     recipe_state,
     set_rounding_seed,
 )
@@ -135,6 +136,7 @@ __all__ = [
     "load_recipe_state",
     "microbatch",
     "name_modules",
+    "prepare_recipe_state",
     "quantization_statistics",
     "quantized_like",
     "quantized_model_init",

@@ -109,7 +109,7 @@ class autocast:
     At the exit of the outermost region the scales of DelayedScaling are updated, see `delayed`: those of the layers
     that ran under it inside, in training mode or calibrating. The ranks of the group must run the same layers in it.
     Where gradients are off at the exit (and nothing was calibrated), where nothing trained, and after an exception,
-    there is no update and no communication: a rank may evaluate alone.
+    there is no update and no communication: a rank may evaluate alone. Amaxes of such a forward pass are forgotten.
     """
 
     def __init__(
@@ -144,16 +144,17 @@ class autocast:
         return self
 
     def __exit__(self, raised: type[BaseException] | None = None, *exc_info: object) -> None:
-        s = _STATE
+        # restored first: what follows may raise, and must not leave the recipe in force
+        s, touched, group = _STATE, _STATE.touched, _STATE.amax_reduction_group
         s.depth -= 1
-        if raised is None and self._recipe is not None and self._recipe.by_name and not torch.compiler.is_compiling():
-            self._recipe.check_names(lambda: [module.name for module in _live() if module.name])
+        recipe, s.calibrating, s.amax_reduction_group, s.touched = self._previous.pop()
+        put_in_force(recipe)
         if s.depth == 0:
             from .delayed_update import leave_region
 
-            leave_region(s.touched, s.amax_reduction_group, failed=raised is not None)
-        recipe, s.calibrating, s.amax_reduction_group, s.touched = self._previous.pop()
-        put_in_force(recipe)
+            leave_region(touched, group, failed=raised is not None)
+        if raised is None and self._recipe is not None and self._recipe.by_name and not torch.compiler.is_compiling():
+            self._recipe.check_names(lambda: [module.name for module in _live() if module.name])
 
 
 class quantized_model_init(_Region):

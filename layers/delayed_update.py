@@ -17,7 +17,8 @@ _DTYPES = {fp8_format is Format.HYBRID: [fp8_format.dtype(role) for role in ROLE
 
 def leave_region(touched: list[QuantizedModule] | None, group: dist.ProcessGroup | None, *, failed: bool) -> None:
     """Update the modules that recorded amaxes in the region that ends: in training if gradients are wanted now, in a
-    calibration in any case, and none in a region that `failed`, whose other ranks may be elsewhere.
+    calibration in any case, and none in a region that `failed`, whose other ranks may be elsewhere. Where there is no
+    update, what the forward passes recorded is forgotten: it is no part of a step.
 
     Only these, so that ranks which run the same regions join the same reductions, whatever other models each has.
     Gradients are asked about here and not in each module, because torch's reentrant checkpoints run theirs without.
@@ -27,10 +28,12 @@ def leave_region(touched: list[QuantizedModule] | None, group: dist.ProcessGroup
     for module in live_modules() if touched is None else touched:
         use = module.recipe_use
         if use.recorded or use.calibrated:
-            if use.calibrated or training:
+            if not failed and (use.calibrated or training):
                 due.append(module)
+            else:
+                module.fp8_amax.zero_()
             use.recorded = use.calibrated = False
-    if due and not failed:
+    if due:
         update_delayed_scaling(due, group)
 
 

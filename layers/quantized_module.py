@@ -25,20 +25,19 @@ from torch import Tensor, nn
 from te_models.kernels.torch_versions import exporting
 
 from .autocast import state
-from .delayed import ROLES, STATISTICS, Float8Quantizer, bind, raise_
-from .kept import note_statistics
+from .delayed import ROLES, STATISTICS, raise_
 from .noted import noted
 from .quantized_tensor import QuantizedTensor
 from .recipe import GemmQuantizers, Recipe
-from .recipe_use import RecipeUse, choose
+from .recipe_use import Choice, RecipeUse, choose
 from .recipes import DelayedRule, DelayedScaling
-from .recompute import recomputing, refuse_around_a_graph, same_as_first_run
+from .recompute import once, recomputing, refuse_around_a_graph, same_as_first_run, scratch_like
 from .rounding_seed import STREAMS, default_seed
+from .weight_cache import keep_weight, kept_weight, move_kept_weights
 
 _DELAYED_NAMES = ("fp8_scale", "fp8_amax", "fp8_grad_amax", "fp8_history")
 _SAVED_NAMES = (*_DELAYED_NAMES, "fp8_rng_state")
 _STATE_NAMES = (*_SAVED_NAMES, "fp8_statistics", "fp8_grad_statistics")
-_KEPT = "weight_cache"  # of attributes that hold a weight for later micro-batches
 _ordinals = itertools.count()
 _modules: weakref.WeakValueDictionary[int, QuantizedModule] = weakref.WeakValueDictionary()
 
@@ -74,6 +73,7 @@ class QuantizedModule(nn.Module):
         self.fp8_grad_statistics = self.fp8_scale.new_zeros(len(self.STATISTICS_SLOTS), len(STATISTICS))
         self._register()
         self._seed = default_seed()
+        self._stream_prepared = False
         self.fp8_rng_state = self.fp8_scale.new_tensor((self._seed * STREAMS, 0), dtype=torch.int64)
 
     @property
@@ -113,18 +113,8 @@ class QuantizedModule(nn.Module):
                 if value is not None:
                     setattr(self, name, value.to(parameter.device))
         if parameter is not None:
-            self._move_kept_weights(parameter.device, parameter.dtype)
+            move_kept_weights(self, parameter.device, parameter.dtype)
         return self
-
-    def _move_kept_weights(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Take the weights kept for later micro-batches to another device; forget them where the weights have become
-        others, by another dtype or on the meta device."""
-        for slot in [name for name in vars(self) if name.startswith(_KEPT)]:
-            kept = getattr(self, slot)
-            if device.type == "meta" or kept.dtype != dtype:
-                delattr(self, slot)
-            elif kept.device != device:
-                setattr(self, slot, kept.to(device))
 
     def weight_names(self) -> tuple[str, ...]:
         """Return the names of the weight parameters."""
@@ -134,14 +124,18 @@ class QuantizedModule(nn.Module):
 
     def quantizers(self) -> GemmQuantizers | None:
         """Return this module's quantizers under the recipe in force; None: high precision."""
-        asked = recipe = state().compute
-        made = None
-        if recipe is not None and recipe.by_name:
-            recipe, made = (self.recipe_use.chosen if state().chosen else None) or choose(recipe, self)
-        noted(self._note, asked, recipe)
+        recipe, made = self._chosen()
+        noted(self._note, state().compute, recipe)
         if recipe is None or state().calibrating:
             return None
         return recipe.quantizers("", "") if made is None else made
+
+    def _chosen(self) -> Choice:
+        """Return what the recipe in force means for this layer; no quantizers where the recipe has the same for all."""
+        recipe = state().compute
+        if recipe is not None and recipe.by_name:
+            return (self.recipe_use.chosen if state().chosen else None) or choose(recipe, self)
+        return recipe, None
 
     def _note(self, asked: Recipe | None, recipe: Recipe | None) -> None:
         """Write down which recipe was asked for and which is this module's, and what delayed scaling has to update."""
@@ -169,12 +163,23 @@ class QuantizedModule(nn.Module):
         if s.touched is not None and self not in s.touched:
             s.touched.append(self)
 
+    def calibrating(self) -> bool:
+        """Whether amaxes of what this layer uses in high precision are to be recorded: in
+        `autocast(calibrating=True)`, if its recipe is DelayedScaling."""
+        return state().calibrating and isinstance(self._chosen()[0], DelayedScaling)
+
+    def calibration_amax(self, role: str, gemm: int | None = None) -> Tensor:
+        """Return what to `raise_` while `calibrating`, [] of one GEMM or [G] of all (None). In a recomputation it is a
+        tensor that nobody reads, so that the operations are those of the first run."""
+        row = self.fp8_amax[ROLES.index(role)]
+        if not torch.compiler.is_compiling() and recomputing():
+            row = scratch_like(row)
+        return row if gemm is None else row[gemm]
+
     def calibrate(self, role: str, amax: Tensor, gemm: int | None = None) -> None:
-        """While `autocast(calibrating=True)` is in force under DelayedScaling, record the amax, [] or one per GEMM [G],
-        of a tensor that a layer uses in high precision. gemm: the one meant; None: all."""
-        if state().calibrating and self.delayed_rule is not None:
-            row = self.fp8_amax[ROLES.index(role)]
-            raise_(row if gemm is None else row[gemm], amax)
+        """Record an amax, [] or one per GEMM [G], while `calibrating`. gemm: the one meant; None: all."""
+        if self.calibrating():
+            raise_(self.calibration_amax(role, gemm), amax)
 
     def live_state(self, quantizers: GemmQuantizers) -> LiveState:
         """Return the live tensors that a forward pass with `quantizers` needs."""
@@ -213,42 +218,19 @@ class QuantizedModule(nn.Module):
         one meant, None for all together; each keeps its own. Where `microbatch(noop=...)` is nonzero, what was kept
         stays kept. Raises RuntimeError where nothing was kept, ValueError after a change of recipe.
         """
-        slot = _KEPT if gemm is None else f"{_KEPT}{gemm}"
         first = state().first_microbatch if is_first_microbatch is None else is_first_microbatch
         quantizers = None if first is None or isinstance(weights[0], QuantizedTensor) else self.quantizers()
-        if quantizers is None:
+        if first is None or quantizers is None:
             return None
-        if first and torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():
+            quantizer, make = quantizers.weight, keep_weight if first else kept_weight
+            return once(lambda: make(self, quantizer, weights, gemm))
+        if first:
             raise RuntimeError(
                 "a compiled graph cannot keep a quantized weight: call cache_weights(model) before the step's first "
                 "micro-batch, and run all of them with is_first_microbatch=False or microbatch(first=False)"
             )
-        before = getattr(self, slot, None)
-        noop = state().keep_kept if first else None
-        if not first or (before is not None and noop is not None):
-            if before is None:
-                raise RuntimeError("is_first_microbatch=False, but no earlier call had is_first_microbatch=True")
-            wanted = bind(quantizers.weight, self.fp8_scale, None, "weight", gemm)
-            if before.quantizer != (wanted.value if isinstance(wanted, Float8Quantizer) else wanted):
-                raise ValueError(
-                    f"the kept weight was made by {before.quantizer}, but the recipe in force wants {wanted}; call "
-                    "with is_first_microbatch=True, and without noop, after a change of recipe"
-                )
-            if not first:
-                return before
-        delayed = self.delayed_rule is not None
-        scale, amax = (self.fp8_scale, self.fp8_amax if self.training else None) if delayed else (None, None)
-        quantizer = bind(quantizers.weight, scale, amax, "weight", gemm)
-        with torch.no_grad():
-            one = weights[0] if len(weights) == 1 else torch.stack(weights)
-            cached = quantizer.quantize(one) if one.dim() == 2 else quantizer.quantize_grouped(one)
-            if before is not None and noop is not None:
-                cached.quantize_(before, noop=noop == 0)  # a new tensor: a backward pass may still need the old one
-            if state().statistics and self.training:
-                into = self.fp8_statistics[(gemm or 0) % len(self.fp8_statistics)]
-                note_statistics(into[1], bind(quantizers.weight, scale, None, "weight", gemm), one)
-        setattr(self, slot, cached)
-        return cached
+        return kept_weight(self, quantizers.weight, weights, gemm)
 
     def gemm_weights(self) -> list[tuple[tuple[Tensor, ...], int | None]]:
         """Return the weights of every GEMM and its number, as `cached_weight` takes them."""
@@ -267,14 +249,23 @@ class QuantizedModule(nn.Module):
         return torch.cat((history[:length], history.new_zeros(max(0, length - history.shape[0]), *shape)))
 
     def recipe_state(self) -> dict[str, Tensor]:
-        """Return the state that a resumed run needs, by attribute name; empty if no recipe with state has run."""
+        """Return the state that a resumed run needs, by attribute name; empty if no recipe with state has run and none
+        was prepared for."""
         names: tuple[str, ...] = ()
         if self.fp8_history is not None:
             names += _DELAYED_NAMES
         seed, counter = self.fp8_rng_state.tolist()
-        if counter != 0 or seed >= 0:  # in use, or given by set_rounding_seed
+        if counter != 0 or seed >= 0 or self._stream_prepared:  # in use, or given by set_rounding_seed
             names += ("fp8_rng_state",)
         return {name: getattr(self, name) for name in names}
+
+    def prepare_recipe_state(self, recipe: Recipe) -> None:
+        """Have `recipe_state` give what this layer keeps under `recipe`, before its first step, too."""
+        own, quantizers = choose(recipe, self)
+        if isinstance(own, DelayedScaling):
+            self.fp8_history = self.delayed_history(own.amax_history_len - 1)
+        if quantizers is not None and quantizers.grad_output.needs_key():
+            self._stream_prepared = True
 
     def set_recipe_state(self, values: dict[str, Tensor]) -> None:
         """Take over what `recipe_state` gave. Names that are absent keep their values. Raises ValueError."""
@@ -285,7 +276,9 @@ class QuantizedModule(nn.Module):
             shape = value.shape[1:] if name == "fp8_history" else value.shape
             if shape != expected.shape:
                 raise ValueError(f"{name} has shape {tuple(value.shape)}; expected {tuple(expected.shape)}")
-            setattr(self, name, value.to(device=expected.device, dtype=expected.dtype, copy=True))
+            with torch.inference_mode(mode=False):  # training steps write to it, whatever mode it is loaded in
+                own = torch.empty_like(value, device=expected.device, dtype=expected.dtype)
+            setattr(self, name, own.copy_(value))
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -308,4 +301,5 @@ def _real_default_device() -> torch.device:
 
 def live_modules() -> list[QuantizedModule]:
     """Return the existing modules in the order of their construction."""
-    return [_modules[i] for i in sorted(_modules.keys())]
+    found = (_modules.get(i) for i in sorted(_modules.keys()))  # one may be freed meanwhile
+    return [module for module in found if module is not None]

@@ -32,7 +32,8 @@ class RecipeUse:
     def __init__(self) -> None:
         self.asked: str | None = None  # None: there was no forward pass yet
         self.ran: str | None = None
-        # since the outermost autocast region began, under delayed scaling: amaxes noted in training, in a calibration
+        # since the outermost autocast region began, under delayed scaling: amaxes noted in training; in a calibration,
+        # or of the weights that training will use
         self.recorded = self.calibrated = False
         self.chosen: Choice | None = None
         self.chosen_for: Recipe | None = None

@@ -1,17 +1,21 @@
 """Activation checkpointing under a recipe: the recomputation must repeat the first run exactly.
 
 It runs inside the backward pass, where the recipe's region has been left and delayed scaling has moved on. So the
-first run notes the state and each module's live tensors, in order, and the recomputation reads them back.
+first run notes the state and each module's live tensors and cached weights, in order, and the recomputation reads them
+back. Checkpoints nest: a first run notes for all checkpoints around it, up to one that is being recomputed, and inside
+that one everything comes from what its own first run noted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Self
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
+from torch import Tensor
 from torch._guards import TracingContext
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from .autocast import put_in_force, recompute_contexts, state
@@ -19,20 +23,21 @@ from .autocast import put_in_force, recompute_contexts, state
 if TYPE_CHECKING:
     from .quantized_module import LiveState
 
+T = TypeVar("T")
 Saved = list[Any] | Callable[..., Any]
 """Which results selective checkpointing keeps: those of a list of operators, or as a policy function says."""
 _NAMES = ("compute", "calibrating", "first_microbatch", "keep_kept", "statistics")
 
 
 class FirstRun:
-    """Notes what is in force, and the live state that each module gives out."""
+    """Notes what is in force, and the live state and the cached weight that each module gives out."""
 
     def __init__(self) -> None:
         self.values = {name: getattr(state(), name) for name in _NAMES}
-        self.live: list[LiveState] = []
+        self.given: list[LiveState | Tensor] = []
 
     def __enter__(self) -> Self:
-        _RUNS.append((self, False))
+        _RUNS.append(self)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -52,8 +57,8 @@ class Recomputation:
         for name, value in self.first.values.items():
             setattr(s, name, value)
         put_in_force(s.compute)
-        self.replay = iter([_without_record(live) for live in self.first.live])
-        _RUNS.append((self, True))
+        self.replay = iter([_without_record(given) for given in self.first.given])
+        _RUNS.append(self)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -63,7 +68,9 @@ class Recomputation:
         put_in_force(state().compute)
 
 
-def _without_record(live: LiveState) -> LiveState:
+def _without_record(live: LiveState | Tensor) -> LiveState | Tensor:
+    if isinstance(live, Tensor):  # a cached weight
+        return live
     statistics = None if live.statistics is None else torch.empty_like(live.statistics)
     return live._replace(amax=None, statistics=statistics)
 
@@ -83,7 +90,7 @@ class _Both:
         self.outer.__exit__(*exc_info)
 
 
-_RUNS: list[tuple[FirstRun | Recomputation, bool]] = []
+_RUNS: list[FirstRun | Recomputation] = []  # the innermost last
 
 
 def contexts(save: Saved | None) -> tuple[Any, Any]:
@@ -99,19 +106,39 @@ def contexts(save: Saved | None) -> tuple[Any, Any]:
 
 
 def recomputing() -> bool:
-    """Whether the innermost checkpointed region is being recomputed."""
-    return bool(_RUNS) and _RUNS[-1][1]
+    """Whether a checkpointed region is being recomputed."""
+    return any(isinstance(run, Recomputation) for run in _RUNS)
 
 
-def same_as_first_run(live: LiveState) -> LiveState:
-    """Return the live state that a module shall use now: the given one, or in a recomputation that of the first run."""
-    if not _RUNS:
-        return live
-    run, _ = _RUNS[-1]
-    if isinstance(run, Recomputation):
-        return next(run.replay)
-    run.live.append(live)
-    return live
+def same_as_first_run(given: T) -> T:
+    """Return what a module shall use now: what is given, or in a recomputation what its first run was given."""
+    inside: list[FirstRun] = []
+    for run in reversed(_RUNS):
+        if isinstance(run, Recomputation):
+            given = next(run.replay)
+            break
+        inside.append(run)
+    for first in inside:
+        first.given.append(given)
+    return given
+
+
+def once(make: Callable[[], T]) -> T:
+    """Return `make()`, or in a recomputation, without calling it, what it returned in the first run.
+
+    Selective checkpointing finds what it kept by counting operations, so it must not see those of the one call.
+    """
+    if recomputing():
+        return same_as_first_run(None)
+    with _disable_current_modes() if _RUNS else nullcontext():
+        made = make()
+    return same_as_first_run(made)
+
+
+def scratch_like(tensor: Tensor) -> Tensor:
+    """Return a tensor for a recomputation to write to instead of `tensor`, unseen by selective checkpointing."""
+    with _disable_current_modes():
+        return torch.zeros_like(tensor)
 
 
 def refuse_around_a_graph() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .autocast import microbatch
 from .quantized_module import QuantizedModule
+from .recipe import Recipe
 from .rounding_seed import SEEDS, STREAMS, default_seed
 
 
@@ -30,6 +31,8 @@ def cache_weights(model: nn.Module, *, noop: Tensor | None = None) -> None:
         for _, module in quantized_modules(model):
             for weights, gemm in module.gemm_weights():
                 module.cached_weight(weights, True, gemm)
+            use = module.recipe_use
+            use.calibrated |= use.recorded  # an update is due at the exit, also where gradients are off for this call
 
 
 def set_rounding_seed(model: nn.Module, seed: int) -> None:
@@ -62,6 +65,17 @@ def recipe_state(model: nn.Module) -> dict[str, Tensor]:
         for key, value in module.recipe_state().items():
             found[f"{name}.{key}" if name else key] = value
     return found
+
+
+def prepare_recipe_state(model: nn.Module, recipe: Recipe) -> None:
+    """Have `state_dict` and `recipe_state` of a model hold what `recipe` keeps, before the first step, too.
+
+    For loaders that fill the state dict that they are given, as torch.distributed.checkpoint does: they leave out what
+    a new model has not in use yet. Call it before saving and before loading, with the recipe of the run; no number
+    changes by it. Rules by name need the layers' names, see `name_modules`.
+    """
+    for _, module in quantized_modules(model):
+        module.prepare_recipe_state(recipe)
 
 
 def load_recipe_state(model: nn.Module, values: dict[str, Tensor]) -> None:

@@ -25,7 +25,11 @@ from te_models.layers import (
     MXFP8BlockScaling,
     Recipe,
     autocast,
+    cache_weights,
+    current_recipe,
     load_recipe_state,
+    ops,
+    quantized_module,
     recipe_state,
     recompute_contexts,
 )
@@ -92,6 +96,19 @@ def test_an_algorithm_may_be_a_function_of_the_history() -> None:
     assert float(layer.fp8_scale[0, 0]) == float(torch.tensor(448.0) / torch.tensor(4.0 / 3.0))
     with pytest.raises(TypeError, match="no JSON form"):
         recipe.to_json()
+
+
+def test_a_failing_algorithm_leaves_no_recipe_in_force() -> None:
+    def fails(history: Tensor) -> Tensor:
+        raise ZeroDivisionError
+
+    layer, x = Linear(16, 16), torch.randn(2, 16)
+    with pytest.raises(ZeroDivisionError), autocast(recipe=DelayedScaling(amax_compute_algo=fails)):
+        layer(x)
+    assert current_recipe() is None
+    with autocast(recipe=RECIPE):
+        layer(x)  # an outermost region again: its exit updates
+    assert layer.fp8_history is not None
 
 
 def assert_same(state: dict[str, Tensor], before: dict[str, Tensor]) -> None:
@@ -285,7 +302,7 @@ def test_only_training_moves_the_state(compiled: bool) -> None:
             run(big.clone().requires_grad_()).square().sum().backward()
         layer.train()
     assert_same(recipe_state(layer), before)
-    # in training mode, but without gradients or left by an exception: amaxes wait for the next update
+    # in training mode, but without gradients or left by an exception: amaxes are forgotten
     with torch.no_grad(), autocast(recipe=RECIPE):
         run(x * 7)
     with contextlib.suppress(ZeroDivisionError), autocast(recipe=RECIPE):
@@ -297,7 +314,15 @@ def test_only_training_moves_the_state(compiled: bool) -> None:
     assert torch.equal(layer.fp8_history, before["fp8_history"])
     with autocast(recipe=RECIPE):
         run(x)
-    assert float(layer.fp8_history[0, 0, 0]) == float((x * 7).abs().max())
+    assert float(layer.fp8_history[0, 0, 0]) == float(x.abs().max())
+
+
+def test_weights_cached_without_gradients_count() -> None:
+    layer = Linear(16, 16)
+    with torch.no_grad(), autocast(recipe=RECIPE):
+        cache_weights(layer)
+    assert float(layer.fp8_history[0, 1, 0]) == float(layer.weight.detach().abs().max())
+    assert float(layer.fp8_history[0, 0, 0]) == 0
 
 
 def test_a_reentrant_checkpoint_moves_the_state() -> None:
@@ -360,9 +385,39 @@ def test_calibration_runs_in_high_precision_and_sets_scales(grouped: bool) -> No
     expected = torch.stack(
         [torch.tensor([2.0, 7.0]) if grouped else torch.tensor([7.0]), weight.amax((-2, -1)).view(-1)]
     )
-    assert torch.equal(layer.fp8_scale[:2], 448.0 / expected)
+    assert torch.equal(layer.fp8_scale[:2], torch.tensor(448.0) / expected)  # a number by a tensor is rounded twice
     with autocast(enabled=False, calibrating=True, recipe=MXFP8BlockScaling()):
         assert torch.equal(layer(*arguments), plain)
+
+
+@pytest.mark.parametrize("kind", ["linear", "grouped", "ops", "ops grouped"])
+def test_calibrating_under_another_recipe_leaves_delayed_scaling_alone(kind: str) -> None:
+    grouped = {"grouped": GroupedLinear, "ops grouped": ops.GroupedLinear}.get(kind)
+    layer = grouped(2, 16, 16) if grouped else (Linear if kind == "linear" else ops.Linear)(16, 16)
+    layer = ops.Sequential(layer) if kind.startswith("ops") else layer
+    x, splits = torch.ones(4, 16), (torch.tensor([1, 3]),) if grouped else ()
+    with autocast(recipe=RECIPE):
+        layer(x, *splits)
+    before = copy.deepcopy(recipe_state(layer))
+    with autocast(enabled=False, calibrating=True, recipe=MXFP8BlockScaling()):
+        layer(x * 1e6, *splits)
+    assert_same(recipe_state(layer), before)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_calibration_reaches_quantize(compiled: bool) -> None:
+    torch._dynamo.reset()
+    model = ops.Sequential(ops.Quantize(), ops.Linear(16, 16)).eval()
+    run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+    x = torch.linspace(-7e4, 5e4, 64).view(4, 16)
+    with torch.no_grad():
+        expected = model(x)
+        with autocast(enabled=False, calibrating=True, recipe=RECIPE):
+            assert torch.equal(run(x), expected)
+        with autocast(recipe=RECIPE):
+            y = run(x)
+    assert float(model[0].fp8_scale[0, 0]) == float(torch.tensor(448.0) / 7e4)
+    assert float((y - expected).norm() / expected.norm()) < 0.1
 
 
 def test_recomputation_repeats_the_first_run() -> None:
@@ -414,6 +469,25 @@ def test_state_moves_by_name_and_refuses_what_does_not_fit() -> None:
         load_recipe_state(target, {"left.fp8_scale": state["up.fp8_scale"]})
     with pytest.raises(ValueError, match=r"fp8_scale has shape \(3, 2\); expected \(3, 1\)"):
         load_recipe_state(target, {"up.fp8_scale": torch.ones(3, 2)})
+
+
+def test_training_goes_on_after_loading_in_inference_mode() -> None:
+    source, target = MLP(), MLP()
+    with autocast(recipe=RECIPE):
+        source(torch.randn(4, 48)).sum().backward()
+    with torch.inference_mode():
+        target.load_state_dict(source.state_dict())
+    assert_same(recipe_state(target), recipe_state(source))
+    with autocast(recipe=RECIPE):
+        target(torch.randn(4, 48)).sum().backward()
+
+
+def test_a_module_may_be_freed_while_the_live_ones_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Linear(8, 8)
+    ordinals = [kept._ordinal, 10**9]  # the second one's module is freed between the two steps of listing
+    modules = quantized_module._modules
+    monkeypatch.setattr(modules, "keys", lambda: ordinals)
+    assert quantized_module.live_modules() == [kept]
 
 
 def test_a_state_dict_loads_under_another_recipe_or_none() -> None:

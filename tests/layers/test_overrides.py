@@ -25,6 +25,7 @@ from te_models.layers import (
     QuantizedTensor,
     QuantizerRole,
     autocast,
+    current_recipe,
     first_last_layers_bf16,
     name_modules,
     quantized_model_init,
@@ -117,6 +118,14 @@ def test_a_pattern_that_matches_no_layer_warns_once(compiled: bool) -> None:
             with autocast(recipe=rules_with(typo)):
                 run(torch.randn(2, 32))
     assert len(said) == 1
+
+
+def test_a_warning_turned_error_leaves_no_recipe_in_force() -> None:
+    layer = Linear(16, 16, name="here")
+    rules = PerModuleRecipe(default=MXFP8BlockScaling(), rules=(("*.raised", "bf16"),))
+    with pytest.raises(UserWarning, match="matches none of the"), autocast(recipe=rules):  # pytest makes it an error
+        layer(torch.randn(2, 16))
+    assert current_recipe() is None
 
 
 def test_storing_weights_warns_of_a_pattern_that_matches_no_layer() -> None:

@@ -7,8 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...autocast import state
-from ...delayed import ROLES, raise_
+from ...delayed import raise_
 from ...dense_gemms import HIGH_PRECISION, GemmOptions
 from ...grouped_gemms import bias_rows_gradient, grouped_fprop, grouped_gradients, stacked
 from ...grouped_linear import GroupedLinear as GroupedLinearModule
@@ -49,9 +48,9 @@ class GroupedLinear(BasicOperation, GroupedLinearModule):
         cached = self.cached_weight(weights, None)
         quantizers, options = self.quantizers(), self.gemm_options(*weights)
         recorded = None
-        if state().calibrating and self.delayed_rule is not None:
+        if self.calibrating():
             self.calibrate("weight", largest(stacked(weights)))
-            recorded = self.fp8_amax[ROLES.index("input")]
+            recorded = self.calibration_amax("input")
         if quantizers is None:
             quantizers = HIGH_PRECISION
             weights = tuple(w.dequantize() if isinstance(w, QuantizedTensor) else w for w in weights)

@@ -7,8 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...autocast import state
-from ...delayed import ROLES, raise_
+from ...delayed import raise_
 from ...dense_gemms import HIGH_PRECISION, How, dense_fprop, dense_gradients
 from ...gemm_module import GemmModule
 from ...handover import input_quantizer
@@ -81,9 +80,9 @@ class BasicLinear(GemmModule, BasicOperation):
         quantizers, options = self.quantizers(), self.gemm_options(self.weight)
         weight: Tensor = self.weight
         recorded = None
-        if state().calibrating and self.delayed_rule is not None:
+        if self.calibrating():
             self.calibrate("weight", largest(weight), 0)
-            recorded = self.fp8_amax[ROLES.index("input"), 0]
+            recorded = self.calibration_amax("input", 0)
         if quantizers is None:
             quantizers = HIGH_PRECISION
             if isinstance(weight, QuantizedTensor):

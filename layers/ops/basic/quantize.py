@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...delayed import bind, value_of
+from ...delayed import bind, raise_, value_of
 from ...dense_gemms import HIGH_PRECISION
+from ...linear_function import largest
 from ...quantized_module import LiveState, QuantizedModule
 from ...quantized_storage import STORAGE_CLASSES
 from ..call import Computed, Gradients, Input, OperationArguments, OperationCall, OperationContext, QuantizedRows
@@ -13,7 +14,7 @@ from ..operation import BasicOperation
 
 
 class Quantize(QuantizedModule, BasicOperation):
-    """Quantize [..., C] as the input of a GEMM under the recipe in force; without one, do nothing.
+    """Quantize [..., C] as the input of a GEMM under the recipe in force; without one, calibrate at most.
 
     The next operation takes the quantized data if it can; at the end of a group the result is a quantized tensor, which
     has to be a matrix. The gradient passes unchanged. Under `torch.compile` let the operation that uses
@@ -29,12 +30,16 @@ class Quantize(QuantizedModule, BasicOperation):
     def fuser_arguments(self, device_type: str) -> OperationArguments:
         quantizers = self.quantizers()
         live = self.live_state(quantizers or HIGH_PRECISION)
-        return OperationArguments((), tuple(live), None if quantizers is None else quantizers.input)
+        recorded = self.calibration_amax("input", 0) if self.calibrating() else None
+        return OperationArguments((), (recorded, *live), None if quantizers is None else quantizers.input)
 
     def op_forward_compute(self, x: Input, call: OperationCall) -> Computed:
+        recorded, *tensors = call.tensors
+        if recorded is not None and isinstance(x, Tensor):
+            raise_(recorded, largest(x.reshape(-1, x.shape[-1])))
         if call.constants is None or isinstance(x, QuantizedRows):
             return Computed(x)
-        live = LiveState(*call.tensors)
+        live = LiveState(*tensors)
         quantizer = bind(call.constants, live.scale, live.amax, "input", 0)
         value = value_of(quantizer)
         rows = x.reshape(-1, x.shape[-1])

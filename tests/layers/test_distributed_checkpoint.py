@@ -1,0 +1,87 @@
+"""Recipe state through torch.distributed.checkpoint, which loads only what a new model's state dict asks for."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from te_models.layers import (
+    DelayedScaling,
+    Linear,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    PerModuleRecipe,
+    Recipe,
+    autocast,
+    name_modules,
+    prepare_recipe_state,
+    recipe_state,
+)
+
+if not torch.distributed.is_available():
+    pytest.skip("this torch is built without distributed", allow_module_level=True)
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+RECIPES = {
+    "delayed": DelayedScaling(amax_history_len=3),
+    "delayed, no history": DelayedScaling(amax_history_len=1),
+    "mxfp8": MXFP8BlockScaling(),
+    "nvfp4": NVFP4BlockScaling(),
+    "by name": PerModuleRecipe(default=DelayedScaling(amax_history_len=4), rules=(("1", NVFP4BlockScaling()),)),
+}
+
+
+def build(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nn.Sequential(Linear(32, 32), Linear(32, 32))
+    name_modules(model)
+    return model
+
+
+def step(model: nn.Module, recipe: Recipe, seed: int) -> list[torch.Tensor]:
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(seed)) * (1 + seed)
+    model.zero_grad()
+    with autocast(recipe=recipe):
+        y = model(x)
+    y.square().sum().backward()
+    return [y.detach(), *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_run_goes_on_with_the_same_bits(name: str, tmp_path: Path) -> None:
+    recipe, model, fresh = RECIPES[name], build(0), build(1)
+    for i in range(2):
+        step(model, recipe, i)
+    dcp.save(get_model_state_dict(model), checkpoint_id=tmp_path)
+    prepare_recipe_state(fresh, recipe)
+    values = get_model_state_dict(fresh)
+    dcp.load(values, checkpoint_id=tmp_path)
+    set_model_state_dict(fresh, values)
+    state = recipe_state(model)
+    assert recipe_state(fresh).keys() == state.keys()
+    assert all(torch.equal(value, state[key]) for key, value in recipe_state(fresh).items())
+    for i in range(2, 4):
+        for a, b in zip(step(fresh, recipe, i), step(model, recipe, i), strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_preparing_changes_no_number(name: str) -> None:
+    recipe, model = RECIPES[name], build(0)
+    prepared = copy.deepcopy(model)
+    prepare_recipe_state(prepared, recipe)
+    assert bool(recipe_state(prepared)) == (name != "mxfp8")
+    for i in range(2):
+        for a, b in zip(step(prepared, recipe, i), step(model, recipe, i), strict=True):
+            assert torch.equal(a, b)
+    keys = recipe_state(prepared).keys()
+    prepare_recipe_state(prepared, recipe)  # in use already
+    assert recipe_state(prepared).keys() == keys == recipe_state(model).keys()
+    assert all(torch.equal(value, recipe_state(model)[key]) for key, value in recipe_state(prepared).items())
