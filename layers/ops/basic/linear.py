@@ -11,7 +11,7 @@ from ...autocast import state
 from ...delayed import ROLES, raise_
 from ...dense_gemms import HIGH_PRECISION, How, dense_fprop, dense_gradients
 from ...gemm_module import GemmModule
-from ...handover import input_quantizer
+from ...handover import input_quantizer, reads_as_given
 from ...kept import Kept
 from ...linear_function import largest
 from ...module import InitMethod, autocast_dtype, default_init_method, empty_parameter, require_floating
@@ -108,7 +108,8 @@ class BasicLinear(GemmModule, BasicOperation):
         require_floating(x.dtype)
         dtype = call.constants.dtype or x.dtype
         rows: Tensor | QuantizedStorage
-        if isinstance(x, QuantizedRows) and x.storage.quantizer.FORMAT != how.quantizers.input.FORMAT:
+        needs = call.needs.input, call.needs.parameters[0]
+        if isinstance(x, QuantizedRows) and not reads_as_given(x.storage.quantizer, how.quantizers, needs[1]):
             x = x.dequantize()
         if isinstance(x, QuantizedRows):
             rows = x.storage
@@ -116,9 +117,7 @@ class BasicLinear(GemmModule, BasicOperation):
             rows = x.to(dtype).reshape(-1, x.shape[-1])
             if recorded is not None:
                 raise_(recorded, largest(rows))
-        y, kept, tensors = dense_fprop(
-            rows, weight, bias, cached, LiveState(*live), how, dtype, (call.needs.input, call.needs.parameters[0])
-        )
+        y, kept, tensors = dense_fprop(rows, weight, bias, cached, LiveState(*live), how, dtype, needs)
         notes = LinearNotes(how, kept, dtype, x.dtype, x.shape)
         return Computed(y.view(*x.shape[:-1], y.shape[-1]), tensors, notes=notes)
 
