@@ -83,6 +83,8 @@ def dense_fprop(
         note_statistics(noted[0], x_quantizer, x)
         if not isinstance(stored, QuantizedTensor):
             note_statistics(noted[1], bind(quantizers.weight, live.scale, None, "weight", gemm), stored)
+    if quantizers is HIGH_PRECISION and isinstance(stored, QuantizedTensor):  # no recipe is in force that it has to fit
+        stored = plain_weight(stored, dtype)
     right, fields = fprop_weight(stored, quantizers, dtype, live, needs[0], gemm)
     kept = replace(kept, weight_names=tuple(fields)) if fields else kept
     return product(left, right, dtype, bias), kept, (*tensors, *fields.values())

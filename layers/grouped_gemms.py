@@ -23,7 +23,16 @@ from te_models.kernels.grouped_gemm import (
 )
 
 from .delayed import bind
-from .dense_gemms import USAGES, GemmOptions, dgrad_weight, fprop_weight, plain_weight, scaled_values, weight_side
+from .dense_gemms import (
+    HIGH_PRECISION,
+    USAGES,
+    GemmOptions,
+    dgrad_weight,
+    fprop_weight,
+    plain_weight,
+    scaled_values,
+    weight_side,
+)
 from .kept import Kept, gradient_sides, keep, note_statistics
 from .quantized_module import LiveState
 from .quantized_storage import QuantizedStorage
@@ -68,6 +77,8 @@ def grouped_fprop(
         if cached is None and not isinstance(weights[0], QuantizedTensor):
             note_statistics(noted[1], bind(quantizers.weight, live.scale, None, "weight"), stacked(weights))
     fields: Fields = {}
+    if quantizers is HIGH_PRECISION and isinstance(weights[0], QuantizedTensor):  # as in `dense_fprop`
+        weights = (plain_weights(weights, dtype),)
     if cached is None and not isinstance(weights[0], QuantizedTensor):
         weight, fields = fprop_weight(stacked(weights), quantizers, dtype, live, needs[0], None)
     else:
@@ -123,7 +134,7 @@ def grouped_gradients(
     dx = None
     if needs[0]:
         if override == "high_precision":
-            weight = turned(Operand(plain_weight(stacked(weights), dtype), None), "columnwise")
+            weight = turned(Operand(plain_weights(weights, dtype), None), "columnwise")
         elif override == "dequantized":
             weight = plain(_weights_side(weights, cached, quantizers.weight, "rowwise", dtype, scale, None), dtype)
             weight = turned(Operand(scaled_values(weight, dtype), None), "columnwise")
@@ -212,6 +223,12 @@ def stacked(weights: tuple[Tensor, ...]) -> Tensor:
     if weights[0].dim() == 3:
         return weights[0]
     return torch.stack([w.dequantize() if isinstance(w, QuantizedTensor) else w for w in weights])
+
+
+def plain_weights(weights: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+    """Return the weights' high-precision values as one tensor [G, N, K]."""
+    plain = [plain_weight(w, dtype) for w in weights]
+    return plain[0] if plain[0].dim() == 3 else torch.stack(plain)
 
 
 def _wgrad_product(left: Side, right: Side, splits: Tensor, dtype: torch.dtype) -> Tensor:

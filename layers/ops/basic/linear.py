@@ -17,7 +17,6 @@ from ...linear_function import largest
 from ...module import InitMethod, autocast_dtype, default_init_method, empty_parameter, require_floating
 from ...quantized_module import LiveState
 from ...quantized_storage import QuantizedStorage
-from ...quantized_tensor import QuantizedTensor
 from ...sides import AnyQuantizer
 from ...stored_weight import store_weights_as_asked
 from ..call import Computed, Gradients, Input, OperationArguments, OperationCall, OperationContext, QuantizedRows
@@ -79,19 +78,15 @@ class BasicLinear(GemmModule, BasicOperation):
     def fuser_arguments(self, device_type: str) -> OperationArguments:
         cached = self.cached_weight((self.weight,), None, gemm=0)
         quantizers, options = self.quantizers(), self.gemm_options(self.weight)
-        weight: Tensor = self.weight
         recorded = None
         if state().calibrating and self.delayed_rule is not None:
-            self.calibrate("weight", largest(weight), 0)
+            self.calibrate("weight", largest(self.weight), 0)
             recorded = self.fp8_amax[ROLES.index("input"), 0]
-        if quantizers is None:
-            quantizers = HIGH_PRECISION
-            if isinstance(weight, QuantizedTensor):
-                weight = weight.dequantize()
+        quantizers = quantizers or HIGH_PRECISION
         main_grad = None if options.wgrad is None else options.wgrad.main_grad
         tensors = (cached, main_grad, recorded, *self.live_state(quantizers))
         return OperationArguments(
-            (weight,), tensors, LinearConstants(How(quantizers, options), autocast_dtype(device_type))
+            (self.weight,), tensors, LinearConstants(How(quantizers, options), autocast_dtype(device_type))
         )
 
     def input_quantizer(self, call: OperationCall) -> AnyQuantizer | None:
