@@ -44,7 +44,7 @@ from .rows_sides import RowsSide, keep_rows, rows_sides, wgrad_rows
 from .second_derivatives import first_derivative
 from .sides import Side, both_plain, plain, quantized_gemms, side_of_fields, turned
 from .stored_form import check_format, check_operands
-from .wgrad import run_wgrad
+from .wgrad import WeightGradient, run_wgrad
 
 MIN_ROW_ALIGNMENT = 16
 """Rows that grouped GEMMs on an accelerator want groups to begin at a multiple of, where they are contracted."""
@@ -158,11 +158,11 @@ def grouped_gradients(
             if not into:
                 grouped = _wgrad_product(left, right, splits, weights[0].dtype)
                 return (grouped,) if stacked_weight else grouped.unbind(0)
-            overwrite = [how.overwrite for how in wgrad.each()] if wgrad else [False]
+            members = wgrad.each() if wgrad else ()
             if stacked_weight:
-                _accumulate_wgrad_(into[0], left, right, splits, not overwrite[0])
+                _accumulate_wgrad_(into[0], left, right, splits, not (members and members[0].overwrite))
             else:
-                _accumulate_members_(into, left, right, splits, overwrite)
+                _accumulate_members_(into, left, right, splits, members)
             return (None,) * len(weights)
 
         dw = tuple(first_derivative(gradient, override) for gradient in run_wgrad(wgrad, weights, compute))
@@ -249,14 +249,15 @@ def _accumulate_wgrad_(main_grad: Tensor, left: Side, right: Side, splits: Tenso
 
 
 def _accumulate_members_(
-    main_grads: tuple[Tensor, ...], left: Side, right: Side, splits: Tensor, overwrite: list[bool]
+    main_grads: tuple[Tensor, ...], left: Side, right: Side, splits: Tensor, members: tuple[WeightGradient, ...]
 ) -> None:
     """Add the groups' products to main gradients that lie apart, each [N, K], or write them there; by way of one
-    float32 tensor [G, N, K], since the kernels write to one."""
-    grouped = main_grads[0].new_empty((len(main_grads), *main_grads[0].shape), dtype=torch.float32)
+    float32 tensor [G, N, K], since the kernels write to one. main_grads: of those members that want a gradient."""
+    grouped = main_grads[0].new_empty((len(members), *main_grads[0].shape), dtype=torch.float32)
     _accumulate_wgrad_(grouped, left, right, splits, False)
-    for main_grad, gradient, write in zip(main_grads, grouped.unbind(0), overwrite, strict=True):
-        if write:
+    wanted = [(how, gradient) for how, gradient in zip(members, grouped.unbind(0), strict=True) if how.wanted]
+    for main_grad, (how, gradient) in zip(main_grads, wanted, strict=True):
+        if how.overwrite:
             main_grad.copy_(gradient)
         else:
             main_grad.add_(gradient)

@@ -17,12 +17,14 @@ from torch import Tensor, nn
 @dataclass(eq=False)
 class WeightGradient:
     """What a module does with the gradient of one weight. main_grad: tensor to accumulate into, or None; overwrite:
-    write instead of add; later: where delayed computations queue up, or None to compute at once. members: of several
-    weights whose gradients are computed together, what is done with each; then main_grad and overwrite are unused."""
+    write instead of add; later: where delayed computations queue up, or None to compute at once; wanted: whether the
+    weight has a gradient in this pass. members: of several weights whose gradients are computed together, what is done
+    with each; then main_grad, overwrite and wanted are unused."""
 
     main_grad: Tensor | None = None
     overwrite: bool = False
     later: list[Callable[[], None]] | None = field(default=None)
+    wanted: bool = True
     members: tuple[WeightGradient, ...] = ()
 
     def each(self) -> tuple[WeightGradient, ...]:
@@ -41,11 +43,14 @@ def weight_gradient(
 
 
 def main_grads(how: WeightGradient | None) -> tuple[Tensor, ...]:
-    """Return the tensors that gradients are accumulated into, one per weight; none where they are not."""
+    """Return the tensors that gradients are accumulated into, one per weight that has a gradient; none where they are
+    not."""
     return () if how is None else tuple(one.main_grad for one in how.each() if one.main_grad is not None)
 
 
 def _into_main_grad(weight: nn.Parameter, later: list[Callable[[], None]] | None) -> WeightGradient:
+    if not (torch.is_grad_enabled() and weight.requires_grad):  # evaluation, or a frozen weight: nothing is accumulated
+        return WeightGradient(later=later, wanted=False)
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None:
         raise ValueError("fuse_wgrad_accumulation needs weight.main_grad, a tensor of the weight's shape; it has none")
@@ -66,7 +71,7 @@ def run_wgrad(
 
     def run() -> None:
         for weight, gradient in zip(weights, compute(), strict=True):
-            if gradient is not None:
+            if gradient is not None and weight.requires_grad:
                 weight.grad = gradient if weight.grad is None else weight.grad + gradient
 
     how.later.append(run)
