@@ -160,7 +160,7 @@ def dense_gradients(
             accumulate_product_(main_grad, left, right, accumulate=not (wgrad and wgrad.overwrite))
             return (None,)
 
-        (dw,) = run_wgrad(wgrad, (weight,), compute)
+        (dw,) = run_wgrad(wgrad, (weight,), (left, right), compute)
     return first_derivative(dx, override), first_derivative(dw, override)
 
 

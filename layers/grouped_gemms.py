@@ -165,7 +165,8 @@ def grouped_gradients(
                 _accumulate_members_(into, left, right, splits, members)
             return (None,) * len(weights)
 
-        dw = tuple(first_derivative(gradient, override) for gradient in run_wgrad(wgrad, weights, compute))
+        found = run_wgrad(wgrad, weights, (left, right), compute)
+        dw = tuple(first_derivative(gradient, override) for gradient in found)
     return first_derivative(dx, override), dw
 
 

@@ -7,11 +7,13 @@ True` makes a pass write instead of add, so that nobody has to zero it. Names as
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+
+from .sides import Side
 
 
 @dataclass(eq=False)
@@ -60,16 +62,31 @@ def _into_main_grad(weight: nn.Parameter, later: list[Callable[[], None]] | None
 
 
 def run_wgrad(
-    how: WeightGradient | None, weights: tuple[Tensor, ...], compute: Callable[[], tuple[Tensor | None, ...]]
+    how: WeightGradient | None,
+    weights: tuple[Tensor, ...],
+    sides: Sequence[Side],
+    compute: Callable[[], tuple[Tensor | None, ...]],
 ) -> tuple[Tensor | None, ...]:
-    """Run `compute` now or queue it; return what autograd gets. compute: returns the gradient of each weight, or None
-    where it went into the main gradient."""
+    """Run `compute` now or queue it; return what autograd gets. sides: what it reads; compute: returns the gradient of
+    each weight, or None where it went into the main gradient.
+
+    What is not quantized is queued as it is, the caller's own tensors: a copy would take the memory that is free by
+    then. As autograd does for what it saved, a queued computation raises RuntimeError where one was written to since.
+    """
     if how is None or how.later is None:
         return compute()
     if torch.compiler.is_compiling():
         raise RuntimeError("delay_wgrad_compute does not work inside torch.compile: the computation is a later call")
 
+    read = [part for side in sides for part in side if isinstance(part, Tensor)]
+    versions = [tensor._version for tensor in read]
+
     def run() -> None:
+        if versions != [tensor._version for tensor in read]:
+            raise RuntimeError(
+                "the input of a layer or the gradient of its output was written to between the backward pass and "
+                "backward_dw(), which reads them; allowed: backward_dw() first, or copies of what is written to"
+            )
         for weight, gradient in zip(weights, compute(), strict=True):
             if gradient is not None and weight.requires_grad:
                 weight.grad = gradient if weight.grad is None else weight.grad + gradient

@@ -64,3 +64,21 @@ def test_a_frozen_member_gets_no_gradient(fused: bool, delayed: bool, name: str 
     assert expected[1] is None and found[1] is None
     for g in (0, 2):
         torch.testing.assert_close(found[g], expected[g], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("written", ["x", "dy"])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_what_a_delayed_gradient_reads_is_not_written_to(grouped: bool, written: str) -> None:
+    """Its gradient was that of the values written."""
+    layer = experts(delay_wgrad_compute=True) if grouped else Linear(64, 32, bias=False, delay_wgrad_compute=True)
+    rest = (SPLITS,) if grouped else ()
+    tensors = {"x": torch.randn(16, 64), "dy": torch.randn(16, 32)}
+    layer(tensors["x"], *rest).backward(tensors["dy"])
+    tensors[written].zero_()
+    with pytest.raises(RuntimeError, match=r"was written to between the backward pass and backward_dw\(\)"):
+        layer.backward_dw()
+    with autocast(recipe=recipe("mxfp8")):
+        layer(tensors["x"], *rest).backward(tensors["dy"])
+    tensors[written].fill_(1.0)  # the quantized copies are the layer's own
+    layer.backward_dw()
+    assert all(weight.grad is not None for weight in layer.parameters())
