@@ -79,8 +79,8 @@ def dense_fprop(
     )
     if live.statistics is not None:
         noted = live.statistics[gemm % live.statistics.shape[0]]
-        assert isinstance(x, Tensor), "statistics are those of the values before quantization"
-        note_statistics(noted[0], x_quantizer, x)
+        if isinstance(x, Tensor):  # statistics are those of the values before quantization
+            note_statistics(noted[0], x_quantizer, x)
         if not isinstance(stored, QuantizedTensor):
             note_statistics(noted[1], bind(quantizers.weight, live.scale, None, "weight", gemm), stored)
     if quantizers is HIGH_PRECISION and isinstance(stored, QuantizedTensor):  # no recipe is in force that it has to fit
