@@ -79,10 +79,12 @@ def dense_fprop(
     )
     if live.statistics is not None:
         noted = live.statistics[gemm % live.statistics.shape[0]]
-        assert isinstance(x, Tensor), "statistics are those of the values before quantization"
-        note_statistics(noted[0], x_quantizer, x)
+        if isinstance(x, Tensor):  # statistics are those of the values before quantization
+            note_statistics(noted[0], x_quantizer, x)
         if not isinstance(stored, QuantizedTensor):
             note_statistics(noted[1], bind(quantizers.weight, live.scale, None, "weight", gemm), stored)
+    if quantizers is HIGH_PRECISION and isinstance(stored, QuantizedTensor):  # no recipe is in force that it has to fit
+        stored = plain_weight(stored, dtype)
     right, fields = fprop_weight(stored, quantizers, dtype, live, needs[0], gemm)
     kept = replace(kept, weight_names=tuple(fields)) if fields else kept
     return product(left, right, dtype, bias), kept, (*tensors, *fields.values())
@@ -158,7 +160,7 @@ def dense_gradients(
             accumulate_product_(main_grad, left, right, accumulate=not (wgrad and wgrad.overwrite))
             return (None,)
 
-        (dw,) = run_wgrad(wgrad, (weight,), compute)
+        (dw,) = run_wgrad(wgrad, (weight,), (left, right), compute)
     return first_derivative(dx, override), first_derivative(dw, override)
 
 

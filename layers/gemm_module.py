@@ -40,7 +40,8 @@ class GemmModule(QuantizedModule):
 
     def backward_dw(self) -> None:
         """Compute the weight gradients that backward left out, oldest first. Raises RuntimeError without
-        delay_wgrad_compute."""
+        delay_wgrad_compute, and where the input or the gradient of the output, of which one that is not quantized is
+        kept as it is, was written to since the backward pass."""
         if self._later is None:
             raise RuntimeError("backward_dw needs a layer built with delay_wgrad_compute=True")
         while self._later:

@@ -34,10 +34,10 @@ def rows_or_values(
     if plain or quantizers is None or isinstance(quantizers.input, DelayedScalingQuantizer) or x.dtype != dtype:
         return x.dequantize(dtype)
     fits = row_alignment(x.quantizer, "columnwise") in (1, align)
-    return x if fits and _same_numbers(x.quantizer, quantizers.input) else x.dequantize(dtype)
+    return x if fits and same_numbers(x.quantizer, quantizers.input) else x.dequantize(dtype)
 
 
-def _same_numbers(one: Quantizer, other: Quantizer) -> bool:
+def same_numbers(one: Quantizer, other: Quantizer) -> bool:
     """Whether two quantizers differ in the copies that they make only. In a graph, which cannot make new quantizers to
     compare, those that differ in that have to pass for different."""
     if one == other or torch.compiler.is_compiling():

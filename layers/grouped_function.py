@@ -16,9 +16,9 @@ from te_models.kernels.torch_versions import own_result
 
 from .aligned_rows import is_aligned, permuted
 from .autocast import state
-from .dense_gemms import DEFAULT_OPTIONS, HIGH_PRECISION, GemmOptions, plain_weight
+from .dense_gemms import DEFAULT_OPTIONS, HIGH_PRECISION, GemmOptions
 from .given_rows import rows_or_values
-from .grouped_gemms import alignment, bias_rows_gradient, grouped_fprop, grouped_gradients, stacked
+from .grouped_gemms import alignment, bias_rows_gradient, grouped_fprop, grouped_gradients, plain_weights, stacked
 from .linear_function import gradients_wanted, largest
 from .module import compute_dtype
 from .quantized_module import LiveState, QuantizedModule
@@ -63,8 +63,7 @@ def grouped_linear(
         module.calibrate("input", rows.amax(x))
         module.calibrate("weight", largest(stacked(weights)))
     if quantizers is None and options.wgrad is None:
-        plain = [plain_weight(w, dtype) for w in weights]
-        y = grouped_gemm(x, plain[0] if plain[0].dim() == 3 else torch.stack(plain), m_splits)
+        y = grouped_gemm(x, plain_weights(weights, dtype), m_splits)
     else:
         quantizers = quantizers or HIGH_PRECISION
         live = module.live_state(quantizers)

@@ -23,7 +23,16 @@ from te_models.kernels.grouped_gemm import (
 )
 
 from .delayed import bind
-from .dense_gemms import USAGES, GemmOptions, dgrad_weight, fprop_weight, plain_weight, scaled_values, weight_side
+from .dense_gemms import (
+    HIGH_PRECISION,
+    USAGES,
+    GemmOptions,
+    dgrad_weight,
+    fprop_weight,
+    plain_weight,
+    scaled_values,
+    weight_side,
+)
 from .kept import Kept, gradient_sides, keep, note_statistics
 from .quantized_module import LiveState
 from .quantized_storage import QuantizedStorage
@@ -35,7 +44,7 @@ from .rows_sides import RowsSide, keep_rows, rows_sides, wgrad_rows
 from .second_derivatives import first_derivative
 from .sides import Side, both_plain, plain, quantized_gemms, side_of_fields, turned
 from .stored_form import check_format, check_operands
-from .wgrad import run_wgrad
+from .wgrad import WeightGradient, run_wgrad
 
 MIN_ROW_ALIGNMENT = 16
 """Rows that grouped GEMMs on an accelerator want groups to begin at a multiple of, where they are contracted."""
@@ -68,6 +77,8 @@ def grouped_fprop(
         if cached is None and not isinstance(weights[0], QuantizedTensor):
             note_statistics(noted[1], bind(quantizers.weight, live.scale, None, "weight"), stacked(weights))
     fields: Fields = {}
+    if quantizers is HIGH_PRECISION and isinstance(weights[0], QuantizedTensor):  # as in `dense_fprop`
+        weights = (plain_weights(weights, dtype),)
     if cached is None and not isinstance(weights[0], QuantizedTensor):
         weight, fields = fprop_weight(stacked(weights), quantizers, dtype, live, needs[0], None)
     else:
@@ -123,7 +134,7 @@ def grouped_gradients(
     dx = None
     if needs[0]:
         if override == "high_precision":
-            weight = turned(Operand(plain_weight(stacked(weights), dtype), None), "columnwise")
+            weight = turned(Operand(plain_weights(weights, dtype), None), "columnwise")
         elif override == "dequantized":
             weight = plain(_weights_side(weights, cached, quantizers.weight, "rowwise", dtype, scale, None), dtype)
             weight = turned(Operand(scaled_values(weight, dtype), None), "columnwise")
@@ -147,14 +158,15 @@ def grouped_gradients(
             if not into:
                 grouped = _wgrad_product(left, right, splits, weights[0].dtype)
                 return (grouped,) if stacked_weight else grouped.unbind(0)
-            overwrite = [how.overwrite for how in wgrad.each()] if wgrad else [False]
+            members = wgrad.each() if wgrad else ()
             if stacked_weight:
-                _accumulate_wgrad_(into[0], left, right, splits, not overwrite[0])
+                _accumulate_wgrad_(into[0], left, right, splits, not (members and members[0].overwrite))
             else:
-                _accumulate_members_(into, left, right, splits, overwrite)
+                _accumulate_members_(into, left, right, splits, members)
             return (None,) * len(weights)
 
-        dw = tuple(first_derivative(gradient, override) for gradient in run_wgrad(wgrad, weights, compute))
+        found = run_wgrad(wgrad, weights, (left, right), compute)
+        dw = tuple(first_derivative(gradient, override) for gradient in found)
     return first_derivative(dx, override), dw
 
 
@@ -214,6 +226,12 @@ def stacked(weights: tuple[Tensor, ...]) -> Tensor:
     return torch.stack([w.dequantize() if isinstance(w, QuantizedTensor) else w for w in weights])
 
 
+def plain_weights(weights: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+    """Return the weights' high-precision values as one tensor [G, N, K]."""
+    plain = [plain_weight(w, dtype) for w in weights]
+    return plain[0] if plain[0].dim() == 3 else torch.stack(plain)
+
+
 def _wgrad_product(left: Side, right: Side, splits: Tensor, dtype: torch.dtype) -> Tensor:
     """Return each group's `left @ right^T` over its rows, [G, N, K]."""
     if isinstance(left, ScaledOperand) and isinstance(right, ScaledOperand):
@@ -232,14 +250,15 @@ def _accumulate_wgrad_(main_grad: Tensor, left: Side, right: Side, splits: Tenso
 
 
 def _accumulate_members_(
-    main_grads: tuple[Tensor, ...], left: Side, right: Side, splits: Tensor, overwrite: list[bool]
+    main_grads: tuple[Tensor, ...], left: Side, right: Side, splits: Tensor, members: tuple[WeightGradient, ...]
 ) -> None:
     """Add the groups' products to main gradients that lie apart, each [N, K], or write them there; by way of one
-    float32 tensor [G, N, K], since the kernels write to one."""
-    grouped = main_grads[0].new_empty((len(main_grads), *main_grads[0].shape), dtype=torch.float32)
+    float32 tensor [G, N, K], since the kernels write to one. main_grads: of those members that want a gradient."""
+    grouped = main_grads[0].new_empty((len(members), *main_grads[0].shape), dtype=torch.float32)
     _accumulate_wgrad_(grouped, left, right, splits, False)
-    for main_grad, gradient, write in zip(main_grads, grouped.unbind(0), overwrite, strict=True):
-        if write:
+    wanted = [(how, gradient) for how, gradient in zip(members, grouped.unbind(0), strict=True) if how.wanted]
+    for main_grad, (how, gradient) in zip(main_grads, wanted, strict=True):
+        if how.overwrite:
             main_grad.copy_(gradient)
         else:
             main_grad.add_(gradient)

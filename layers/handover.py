@@ -19,11 +19,14 @@ from torch import Tensor
 from te_models.kernels.quantize import QuantizedOutput
 
 from .autocast import state
-from .delayed import bind, value_of
+from .delayed import DelayedScalingQuantizer, bind, value_of
 from .dense_gemms import How
+from .given_rows import same_numbers
 from .kept import in_cpu_graph
 from .quantized_module import LiveState
 from .quantized_storage import STORAGE_CLASSES, QuantizedStorage
+from .quantizer import Float8CurrentScalingQuantizer, Quantizer
+from .recipe import GemmQuantizers
 from .sides import AnyQuantizer
 
 
@@ -44,6 +47,19 @@ def input_quantizer(how: How, live: LiveState, needs_wgrad: bool, device: torch.
         # a graph cannot make a new quantizer: one copy too many, or the plain result
         return quantizer if quantizers.input.rowwise and quantizers.input.columnwise else None
     return quantizers.input.with_usage(rowwise=True, columnwise=columnwise)
+
+
+def reads_as_given(given: Quantizer, quantizers: GemmQuantizers, needs_wgrad: bool) -> bool:
+    """Whether GEMMs may read an input that `given` has quantized already: its numbers are those that the input
+    quantizer would make, and the copies are there that this pass reads. Any other input has to be dequantized: the
+    backward pass reads it as the recipe's, and blocks or a transform that differ would give numbers of no meaning."""
+    wanted = quantizers.input
+    if isinstance(wanted, DelayedScalingQuantizer):  # its scale is the tensor's own field, whoever chose it
+        same = isinstance(given, Float8CurrentScalingQuantizer) and given.fp8_dtype == wanted.fp8_dtype
+    else:
+        same = same_numbers(given, wanted)
+    columnwise = needs_wgrad and quantizers.backward_override is None
+    return same and (given.symmetric or (given.rowwise and (given.columnwise or not columnwise)))
 
 
 def fused_output(

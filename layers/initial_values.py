@@ -36,7 +36,10 @@ class InitialValue:
 
 
 def preserve(module: nn.Module, name: str, parameter: nn.Parameter, value: Tensor) -> None:
-    """Keep what the weight `name` of a layer was before it was quantized into `parameter`."""
+    """Keep what the weight `name` of a layer was before it was quantized into `parameter`; nothing of one on the meta
+    device, which has no values."""
+    if value.is_meta:
+        return
     initial = InitialValue(value.to("cpu", copy=True))
     _attach(parameter, initial)
     vars(module).setdefault(_HELD, {})[name] = initial

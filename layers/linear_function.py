@@ -41,7 +41,7 @@ def linear(
     x = x.to(dtype)
     quantizers = module.quantizers()
     if state().calibrating:
-        module.calibrate("input", largest(x.flatten(0, -2)), gemm)
+        module.calibrate("input", largest(x.reshape(-1, x.shape[-1])), gemm)
         module.calibrate("weight", largest(weight), gemm)
     if quantizers is None and options.wgrad is None:
         if isinstance(weight, QuantizedTensor):

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
 
-from .quantizer import Float8BlockQuantizer, HybridQuantizer, Quantizer, Usage
+from .quantizer import Float8BlockQuantizer, HybridQuantizer, NVFP4Quantizer, Quantizer, Usage
 
 BackwardOverride = Literal["high_precision", "dequantized"]
 Role = Literal["input", "weight", "grad_output"]
@@ -61,7 +61,8 @@ class QuantizerRole:
 class GemmQuantizers:
     """The quantizers of one module's operands, and what its backward pass does instead of quantizing, if anything.
 
-    Raises ValueError where a GEMM would have to multiply 128x128 blocks by 128x128 blocks.
+    Raises ValueError where a GEMM would have to multiply 128x128 blocks by 128x128 blocks, and where it would multiply
+    an operand with the random Hadamard transform by one without, whose product means nothing.
     """
 
     input: Quantizer
@@ -75,6 +76,13 @@ class GemmQuantizers:
         if self.backward_override is None:
             refuse_two_dimensional(dy, w, "grad_output", "weight", "rowwise", "columnwise")
             refuse_two_dimensional(dy, x, "grad_output", "input", "columnwise", "columnwise")
+            refuse_transformed(w, "weight")
+            if is_transformed(dy) != is_transformed(x):
+                roles = ("grad_output", "input") if is_transformed(dy) else ("input", "grad_output")
+                raise ValueError(
+                    f"{roles[0]} has the random Hadamard transform and {roles[1]} has not, but in wgrad it cancels "
+                    "only against itself; allowed: with_rht alike for the two"
+                )
 
 
 def refuse_two_dimensional(
@@ -86,6 +94,22 @@ def refuse_two_dimensional(
             f"{left_role} and {right_role} both have 128x128 blocks, and no GEMM multiplies those by each other; "
             "allowed: block_scaling_dim=1 for one of the two"
         )
+
+
+def refuse_transformed(weight: Quantizer, role: str) -> None:
+    """Raise ValueError where dgrad would take a transformed weight, against which no other operand is."""
+    if is_transformed(weight):
+        raise ValueError(
+            f"{role} has the random Hadamard transform, which grad_output has not in dgrad, so it would not "
+            "cancel; allowed: with_rht=False for weights"
+        )
+
+
+def is_transformed(quantizer: Quantizer) -> bool:
+    """Whether the columnwise copy is that of the random Hadamard transform; a rowwise one never is."""
+    if isinstance(quantizer, HybridQuantizer):
+        quantizer = quantizer.member("columnwise")
+    return isinstance(quantizer, NVFP4Quantizer) and quantizer.with_rht
 
 
 def _two_dimensional(quantizer: Quantizer, usage: Usage) -> bool:

@@ -61,7 +61,8 @@ def quantization_statistics(model: nn.Module) -> dict[str, dict[str, float]]:
     Each has amax, scale_min, scale_max, underflow (fraction of nonzero values that became zero) and saturation
     (fraction that was clamped); amax is infinite or NaN where a value was. Of a grouped layer they are over all experts
     and their scales. Roles are input, weight and grad_output; those never noted are absent, such as weights that are
-    stored quantized, whose other values nobody has. One copy from the device for the whole model.
+    stored quantized and inputs that come so, whose other values nobody has. One copy from the device for the whole
+    model.
     """
     names, tensors = [], []
     for name, module in quantized_modules(model):

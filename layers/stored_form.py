@@ -14,7 +14,7 @@ from te_models.kernels.torch_versions import constant_when_traced
 from .delayed import DelayedScalingQuantizer
 from .quantized_tensor import QuantizedTensor
 from .quantizer import Quantizer
-from .recipe import GemmQuantizers, refuse_two_dimensional
+from .recipe import GemmQuantizers, refuse_transformed, refuse_two_dimensional
 
 _FORM = (
     "fp8_dtype",
@@ -55,6 +55,7 @@ def check_operands(weight: QuantizedTensor, quantizers: GemmQuantizers, needs_dg
     if needs_dgrad and quantizers.backward_override is None:
         gradient = quantizers.grad_output
         refuse_two_dimensional(gradient, weight.quantizer, "grad_output", "the stored weight", "rowwise", "columnwise")
+        refuse_transformed(weight.quantizer, "the stored weight")
 
 
 @constant_when_traced

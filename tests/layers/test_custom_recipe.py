@@ -12,6 +12,7 @@ from te_models.layers import (
     IdentityQuantizer,
     Linear,
     MXFP8Quantizer,
+    NVFP4Quantizer,
     Quantizer,
     autocast,
     quantized_model_init,
@@ -49,3 +50,46 @@ def test_delayed_scaling_is_not_for_factories(made: Quantizer) -> None:
         Linear(32, 16)(torch.randn(4, 32))
     with quantized_model_init(recipe=chosen), pytest.raises(TypeError, match="allowed: a quantizer of another class"):
         Linear(32, 16)
+
+
+PLAIN, TRANSFORMED = NVFP4Quantizer(), NVFP4Quantizer(with_rht=True)
+ONE_SIDED = "input has the random Hadamard transform and grad_output has not"
+
+
+@pytest.mark.parametrize(
+    "x, weight, dy, refused",
+    [
+        (PLAIN, PLAIN, TRANSFORMED, "grad_output has the random Hadamard transform and input has not"),
+        (MXFP8Quantizer(), MXFP8Quantizer(), TRANSFORMED, "grad_output has the random Hadamard transform"),
+        (TRANSFORMED, PLAIN, IdentityQuantizer(), ONE_SIDED),
+        (HybridQuantizer(rowwise_quantizer=PLAIN, columnwise_quantizer=TRANSFORMED), PLAIN, PLAIN, ONE_SIDED),
+        (TRANSFORMED, TRANSFORMED, TRANSFORMED, "weight has the random Hadamard transform, which grad_output has not"),
+        (HybridQuantizer(rowwise_quantizer=TRANSFORMED, columnwise_quantizer=PLAIN), PLAIN, PLAIN, None),
+        (HybridQuantizer(rowwise_quantizer=PLAIN, columnwise_quantizer=TRANSFORMED), PLAIN, TRANSFORMED, None),
+    ],
+)
+@pytest.mark.parametrize("grouped", [False, True])
+def test_the_hadamard_transform_has_to_cancel(
+    x: Quantizer, weight: Quantizer, dy: Quantizer, refused: str | None, grouped: bool
+) -> None:
+    quantizers = {"input": x, "weight": weight, "grad_output": dy}
+    chosen = CustomRecipe(qfactory=lambda role: quantizers[role.tensor])
+    layer = GroupedLinear(2, 64, 48, bias=False) if grouped else Linear(64, 48, bias=False)
+    splits = (torch.tensor([40, 24]),) if grouped else ()
+    values = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+
+    def run(chosen: CustomRecipe | None) -> list[torch.Tensor]:
+        layer.zero_grad()
+        leaf = values.clone().requires_grad_()
+        with autocast(enabled=chosen is not None, recipe=chosen):
+            y = layer(leaf, *splits)
+        y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape))
+        return [leaf.grad, layer.weight.grad]
+
+    if refused:
+        with pytest.raises(ValueError, match=refused):
+            run(chosen)
+        run(CustomRecipe(qfactory=chosen.qfactory, backward_override="dequantized"))  # those GEMMs do not run
+        return
+    for found, exact in zip(run(chosen), run(None), strict=True):
+        assert (found - exact).norm() < 0.25 * exact.norm()

@@ -170,6 +170,14 @@ def test_torch_autocast_decides_the_compute_dtype() -> None:
     assert layer.weight.grad.dtype == torch.float32
 
 
+def test_a_single_row_calibrates() -> None:
+    layer, x = Linear(64, 32), torch.randn(64)
+    with autocast(enabled=False, calibrating=True, recipe=DelayedScaling()):
+        y = layer(x)
+    assert y.shape == (32,)
+    assert layer.fp8_history[0, 0, 0] == x.abs().max()
+
+
 def test_the_gradient_of_a_wide_bias_is_not_rounded_on_its_way() -> None:
     """A float32 bias under bfloat16 compute: the rows are summed in float32, and nothing rounds the sum."""
     torch.manual_seed(0)

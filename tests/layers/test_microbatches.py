@@ -310,6 +310,15 @@ def test_the_value_before_quantization_can_be_kept() -> None:
     assert layer.weight.get_high_precision_init_val() is None
 
 
+def test_nothing_is_kept_of_weights_on_the_meta_device() -> None:
+    """They have no values yet; those of `reset_parameters` are quantized like any that are written later."""
+    with quantized_model_init(recipe=recipe("mxfp8"), preserve_high_precision_init_val=True):
+        layer = Linear(32, 32, device="meta")
+    assert layer.weight.is_meta and not hasattr(layer.weight, "get_high_precision_init_val")
+    layer.to_empty(device="cpu").reset_parameters()
+    assert torch.count_nonzero(layer(torch.randn(4, 32))) > 0
+
+
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("kind", BUILD)
 def test_a_kept_weight_stays_where_the_flag_says_so(kind: str, name: str) -> None:

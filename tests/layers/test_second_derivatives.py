@@ -54,3 +54,19 @@ def test_high_precision_has_one(chosen: Recipe | None) -> None:
     layer, found = gradient("Linear", chosen, x, create_graph=True)
     found.square().sum().backward()
     assert layer.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("recipe_name", [None, "mxfp8"], ids=str)
+def test_an_input_that_is_used_twice(recipe_name: str | None) -> None:
+    """The two gradients are added in place, but for a gradient that will be differentiated."""
+    torch.manual_seed(0)
+    layer = ops.Sequential(ops.MakeExtraOutput(), ops.BasicLinear(32, 16))
+    x, found = torch.randn(8, 32, requires_grad=True), []
+    for create_graph in (False, True):
+        with autocast(enabled=recipe_name is not None, recipe=recipe_name and recipe(recipe_name)):
+            y, extra = layer(x)
+        found += torch.autograd.grad(y.square().sum() + extra.square().sum(), [x], create_graph=create_graph)
+    torch.testing.assert_close(found[1].detach(), found[0], rtol=0, atol=0)
+    if recipe_name is None:
+        found[1].square().sum().backward()
+        assert torch.count_nonzero(layer[1].weight.grad) > 0

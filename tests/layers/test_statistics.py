@@ -28,6 +28,7 @@ from te_models.layers import (
     cache_weights,
     collect_statistics,
     microbatch,
+    ops,
     quantization_statistics,
     quantized_model_init,
     recipe,
@@ -226,3 +227,10 @@ def test_weights_stored_quantized_have_none() -> None:
     with autocast(recipe=NVFP4BlockScaling()), collect_statistics():
         layer(torch.randn(4, 64)).sum().backward()
     assert set(quantization_statistics(layer)) == {"input", "grad_output"}
+
+
+def test_inputs_that_come_quantized_have_none() -> None:
+    model = ops.Sequential(ops.Quantize(), ops.BasicLinear(64, 32))
+    with autocast(recipe=recipe("mxfp8")), collect_statistics():
+        model(torch.randn(4, 64)).sum().backward()
+    assert set(quantization_statistics(model)) == {"1.weight", "1.grad_output"}

@@ -22,6 +22,7 @@ from te_models.layers import (
     MXFP8BlockScaling,
     MXFP8Quantizer,
     NVFP4BlockScaling,
+    NVFP4Quantizer,
     Recipe,
     autocast,
     ops,
@@ -144,6 +145,20 @@ def test_a_stored_2d_weight_is_not_multiplied_by_2d_blocks(kind: str) -> None:
         run(layer, gradients.replace(backward_override="high_precision"))
     with torch.no_grad(), autocast(recipe=gradients):
         layer(torch.randn(16, 256), *((torch.tensor([7, 9]),) if isinstance(layer, GroupedLinear) else ()))
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_stored_transformed_weight_is_no_operand_of_dgrad(kind: str) -> None:
+    layer = build(NVFP4BlockScaling(disable_2d_quantization=True), kind)
+    for name in layer.weight_names():
+        values = getattr(layer, name).dequantize().detach()
+        quantizer = NVFP4Quantizer(with_rht=True)
+        stored = quantizer.quantize(values) if values.dim() == 2 else quantizer.quantize_grouped(values)
+        setattr(layer, name, nn.Parameter(stored))
+    recipe = NVFP4BlockScaling(disable_2d_quantization=True)
+    with pytest.raises(ValueError, match="the stored weight has the random Hadamard transform"):
+        run(layer, recipe)
+    run(layer, recipe.replace(backward_override="high_precision"))  # that GEMM does not run
 
 
 TWO, ONE = Float8BlockQuantizer(block_scaling_dim=2), Float8BlockQuantizer(block_scaling_dim=1)

@@ -14,7 +14,6 @@ from ...grouped_linear import GroupedLinear as GroupedLinearModule
 from ...linear_function import largest
 from ...module import autocast_dtype, require_floating
 from ...quantized_module import LiveState
-from ...quantized_tensor import QuantizedTensor
 from ...recipe import GemmQuantizers
 from ...row_groups import RowGroups
 from ...wgrad import main_grads
@@ -41,7 +40,6 @@ class GroupedLinear(BasicOperation, GroupedLinearModule):
     NUM_EXTRA_INPUTS = 1
 
     def fuser_arguments(self, device_type: str) -> OperationArguments:
-        weights: tuple[Tensor, ...]
         weights, biases = self.members()
         if biases and self.parallel_mode == "row":
             raise ValueError("a row-parallel ops.GroupedLinear has no bias: it belongs after the sum over ranks")
@@ -51,9 +49,7 @@ class GroupedLinear(BasicOperation, GroupedLinearModule):
         if self.calibrating():
             self.calibrate("weight", largest(stacked(weights)))
             recorded = self.calibration_amax("input")
-        if quantizers is None:
-            quantizers = HIGH_PRECISION
-            weights = tuple(w.dequantize() if isinstance(w, QuantizedTensor) else w for w in weights)
+        quantizers = quantizers or HIGH_PRECISION
         constants = GroupedConstants(quantizers, options, len(weights), autocast_dtype(device_type))
         tensors = (cached, recorded, *self.live_state(quantizers), *main_grads(options.wgrad))
         return OperationArguments((*weights, *biases), tensors, constants)

@@ -10,13 +10,12 @@ from torch import Tensor
 from ...delayed import raise_
 from ...dense_gemms import HIGH_PRECISION, How, dense_fprop, dense_gradients
 from ...gemm_module import GemmModule
-from ...handover import input_quantizer
+from ...handover import input_quantizer, reads_as_given
 from ...kept import Kept
 from ...linear_function import largest
 from ...module import InitMethod, autocast_dtype, default_init_method, empty_parameter, require_floating
 from ...quantized_module import LiveState
 from ...quantized_storage import QuantizedStorage
-from ...quantized_tensor import QuantizedTensor
 from ...sides import AnyQuantizer
 from ...stored_weight import store_weights_as_asked
 from ..call import Computed, Gradients, Input, OperationArguments, OperationCall, OperationContext, QuantizedRows
@@ -78,19 +77,15 @@ class BasicLinear(GemmModule, BasicOperation):
     def fuser_arguments(self, device_type: str) -> OperationArguments:
         cached = self.cached_weight((self.weight,), None, gemm=0)
         quantizers, options = self.quantizers(), self.gemm_options(self.weight)
-        weight: Tensor = self.weight
         recorded = None
         if self.calibrating():
-            self.calibrate("weight", largest(weight), 0)
+            self.calibrate("weight", largest(self.weight), 0)
             recorded = self.calibration_amax("input", 0)
-        if quantizers is None:
-            quantizers = HIGH_PRECISION
-            if isinstance(weight, QuantizedTensor):
-                weight = weight.dequantize()
+        quantizers = quantizers or HIGH_PRECISION
         main_grad = None if options.wgrad is None else options.wgrad.main_grad
         tensors = (cached, main_grad, recorded, *self.live_state(quantizers))
         return OperationArguments(
-            (weight,), tensors, LinearConstants(How(quantizers, options), autocast_dtype(device_type))
+            (self.weight,), tensors, LinearConstants(How(quantizers, options), autocast_dtype(device_type))
         )
 
     def input_quantizer(self, call: OperationCall) -> AnyQuantizer | None:
@@ -107,7 +102,8 @@ class BasicLinear(GemmModule, BasicOperation):
         require_floating(x.dtype)
         dtype = call.constants.dtype or x.dtype
         rows: Tensor | QuantizedStorage
-        if isinstance(x, QuantizedRows) and x.storage.quantizer.FORMAT != how.quantizers.input.FORMAT:
+        needs = call.needs.input, call.needs.parameters[0]
+        if isinstance(x, QuantizedRows) and not reads_as_given(x.storage.quantizer, how.quantizers, needs[1]):
             x = x.dequantize()
         if isinstance(x, QuantizedRows):
             rows = x.storage
@@ -115,9 +111,7 @@ class BasicLinear(GemmModule, BasicOperation):
             rows = x.to(dtype).reshape(-1, x.shape[-1])
             if recorded is not None:
                 raise_(recorded, largest(rows))
-        y, kept, tensors = dense_fprop(
-            rows, weight, bias, cached, LiveState(*live), how, dtype, (call.needs.input, call.needs.parameters[0])
-        )
+        y, kept, tensors = dense_fprop(rows, weight, bias, cached, LiveState(*live), how, dtype, needs)
         notes = LinearNotes(how, kept, dtype, x.dtype, x.shape)
         return Computed(y.view(*x.shape[:-1], y.shape[-1]), tensors, notes=notes)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..basic import ActivationOperation, AddExtraInput, BasicLinear, Bias, ConstantScale, MakeExtraOutput
@@ -84,4 +85,6 @@ class BackwardLinearAdd(FusedOperation):
         mine = self.operations[1].op_backward(contexts[1], dy, extra_gradients[1])
         if mine.input is None:
             return Gradients(None), mine
-        return Gradients(mine.input.add_(extra_gradients[0][0])), mine
+        extra = extra_gradients[0][0]
+        # a gradient that has a graph of its own, under create_graph, cannot be written to
+        return Gradients(mine.input + extra if torch.is_grad_enabled() else mine.input.add_(extra)), mine

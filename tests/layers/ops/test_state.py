@@ -95,3 +95,27 @@ def test_quantized_primary_weights(kind: str) -> None:
         assert torch.equal(found[0][1], found[1][1])
     with pytest.raises(ValueError, match="stored as mxfp8"), autocast(recipe=recipe("block")):
         both[1](torch.randn(8, 64), *rest)
+
+
+@pytest.mark.parametrize("options", [{"fuse_wgrad_accumulation": True}, {"delay_wgrad_compute": True}], ids=str)
+@pytest.mark.parametrize("kind", ["linear", "grouped", "per gemm"])
+def test_quantized_primary_weights_give_main_or_delayed_gradients_without_a_recipe(kind: str, options: dict) -> None:
+    """The gradients are those of the parameter, not of the dequantized values that the GEMM reads."""
+    x = torch.randn(8, 64)
+    per_gemm = {"single_grouped_weight": False} if kind == "per gemm" else {}
+    with quantized_model_init(recipe=recipe("mxfp8")):
+        expected, *_ = pair(kind, **per_gemm)
+        *both, rest = pair(kind, **options, **per_gemm)
+    expected(x, *rest).sum().backward()
+    for layer in both:
+        for weight in layer.parameters():
+            weight.main_grad = torch.zeros(weight.shape)
+        y = layer(x, *rest)
+        y.sum().backward()
+        if "delay_wgrad_compute" in options:
+            layer.backward_dw()
+        assert torch.equal(y, expected(x, *rest))
+        for weight, other in zip(layer.parameters(), expected.parameters(), strict=True):
+            found = weight.main_grad if weight.grad is None else weight.grad
+            torch.testing.assert_close(found, other.grad)
+            assert torch.count_nonzero(found) > 0
