@@ -31,6 +31,7 @@ from .cache import Memory
 from .decoder import Decoder
 from .embedding import Embedding
 from .in_memory import converter_of, fill_from_hf, to_hf
+from .kept_dtypes import keep_dtypes
 from .moe import Experts
 from .output import ModelOutput, OutputLayer, RouterLossWeights
 from .parallel import check_split, groups_of, place_of, resolve_group
@@ -232,11 +233,12 @@ class GPTModel(nn.Module):
     ) -> Self:
         """Load a folder written by `save_pretrained`, or a Hugging Face model folder or hub id (`org/name@revision`).
 
-        dtype: of the parameters, whatever the files have (None: torch's default). recipe: store the linear layers'
-        weights in its quantized format; None keeps what the folder has, weights stored quantized bit for bit
-        (`te-models dequantize` makes a folder of plain ones). device_mesh: split the model over the mesh, or over its
-        dimension "tp", and distribute the experts over its dimension "ep"; each rank reads only the parts that are its
-        own. Tensors stream from the files into the model one by one. Raises CheckpointError or ConfigError.
+        dtype: of the parameters, whatever the files have (None: torch's default); only routers that the family keeps in
+        float32 stay so. recipe: store the linear layers' weights in its quantized format; None keeps what the folder
+        has, weights stored quantized bit for bit (`te-models dequantize` makes a folder of plain ones). device_mesh:
+        split the model over the mesh, or over its dimension "tp", and distribute the experts over its dimension "ep";
+        each rank reads only the parts that are its own. Tensors stream from the files into the model one by one. Raises
+        CheckpointError or ConfigError.
         """
         from te_models.checkpoints import open_checkpoint
         from te_models.checkpoints.convert import source_of
@@ -248,6 +250,7 @@ class GPTModel(nn.Module):
                 model = cls(checkpoint.config, params_dtype=dtype, device="meta", **split)
                 model.to_empty(device=target)
                 for name, value in checkpoint.empty_quantized(expert_layout, target, place_of(model)):
+                keep_dtypes(model, checkpoint.family, checkpoint.dtype_of)
                     owner, _, key = name.rpartition(".")
                     parameter: Any = nn.Parameter(value)  # still quantized
                     setattr(model.get_submodule(owner), key, parameter.keep_attributes(model.get_parameter(name)))
@@ -256,6 +259,7 @@ class GPTModel(nn.Module):
                     model = cls(checkpoint.config, params_dtype=dtype, device=target, **split)
             checkpoint.load_into(dict(model.stored_tensors()), place=place_of(model))
             model.origin = source_of(checkpoint)
+                keep_dtypes(model, checkpoint.family, checkpoint.dtype_of)
         model.pretrained_folder = checkpoint.path
         return model
 
@@ -276,8 +280,7 @@ class GPTModel(nn.Module):
             return cls.from_pretrained(model, dtype=dtype, device=device, expert_layout=expert_layout)
         converter = converter_of(model)
         ours = cls(converter.config, params_dtype=dtype, device="meta", expert_layout=expert_layout)
-        ours.to_empty(device=torch.empty((), device=device).device)
-        fill_from_hf(ours, model)
+        fill_from_hf(ours, model, torch.empty((), device=device).device)
         ours.origin = converter.source
         return ours
 
