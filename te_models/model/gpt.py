@@ -151,6 +151,7 @@ class GPTModel(nn.Module):
         cache: Memory | None = None,
         return_logits: bool = True,
         last_logits_only: bool = False,
+        return_hidden_states: bool = False,
     ) -> ModelOutput:
         """Return logits and, given labels, the loss.
 
@@ -158,7 +159,7 @@ class GPTModel(nn.Module):
         does not count. position_ids: [B or 1, S] (None: counting on from the cache). attention_mask: [B, L] bool or
         0/1, false where a token is padding, L counting cached tokens. cache: a KVCache, extended by this call.
         return_logits=False leaves the logits out: cheaper where only the loss is wanted. last_logits_only: logits
-        [B, 1, V] of the last position, for generation.
+        [B, 1, V] of the last position, for generation. return_hidden_states: also what the layers compute.
 
         Raises ValueError where the rotary frequencies depend on the length ("longrope", "dynamic") and the cached
         tokens were rotated for another one: their keys and values are others now, and all have to be given again.
@@ -188,13 +189,14 @@ class GPTModel(nn.Module):
                     "all tokens again, as generate does"
                 )
         x = self.embedding(input_ids, position_ids)
-        x, routed = self.decoder(x, position_ids, attention_mask, cache)
+        states: list[Tensor] | None = [] if return_hidden_states else None
+        x, routed = self.decoder(x, position_ids, attention_mask, cache, states)
         if cache is not None:
             cache.advance(length)
         if last_logits_only:
             x, labels = x[:, -1:], None
         logits, loss = self.output_layer(x, self.embedding.word_embeddings.weight, labels, return_logits=return_logits)
-        output = ModelOutput(logits=logits, loss=loss)
+        output = ModelOutput(logits=logits, loss=loss, hidden_states=None if states is None else tuple(states))
         if self.router_loss_weights is not None and routed:
             weights = self.router_loss_weights
             balance = torch.stack([r.load_balancing_loss for r in routed])
@@ -248,18 +250,18 @@ class GPTModel(nn.Module):
             split: dict[str, Any] = {**groups_of(device_mesh), "expert_layout": expert_layout}
             if recipe is None:
                 model = cls(checkpoint.config, params_dtype=dtype, device="meta", **split)
+                keep_dtypes(model, checkpoint.family, checkpoint.dtype_of)
                 model.to_empty(device=target)
                 for name, value in checkpoint.empty_quantized(expert_layout, target, place_of(model)):
-                keep_dtypes(model, checkpoint.family, checkpoint.dtype_of)
                     owner, _, key = name.rpartition(".")
                     parameter: Any = nn.Parameter(value)  # still quantized
                     setattr(model.get_submodule(owner), key, parameter.keep_attributes(model.get_parameter(name)))
             else:
                 with quantized_model_init(recipe=recipe):
                     model = cls(checkpoint.config, params_dtype=dtype, device=target, **split)
+                keep_dtypes(model, checkpoint.family, checkpoint.dtype_of)
             checkpoint.load_into(dict(model.stored_tensors()), place=place_of(model))
             model.origin = source_of(checkpoint)
-                keep_dtypes(model, checkpoint.family, checkpoint.dtype_of)
         model.pretrained_folder = checkpoint.path
         return model
 

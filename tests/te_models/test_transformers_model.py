@@ -225,3 +225,38 @@ def test_what_cannot_be_honoured_is_refused(pair: Any, tmp_path: Path) -> None:
         TEModelForCausalLM.from_pretrained(tmp_path / "ours", config=config)
     with pytest.raises(AttributeError, match="describes no model"):
         TEConfig().vocab_size  # noqa: B018
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3_moe", "gemma3", "gpt2", "granite"])
+@torch.no_grad()
+def test_hidden_states_are_those_of_transformers(pair: Any, case: str) -> None:
+    theirs, ours, _ = pair(case)
+    for inputs in ({"input_ids": prompt()}, padded(prompt(), 4)):
+        expected, got = (model(**inputs, output_hidden_states=True).hidden_states for model in (theirs, ours))
+        seen = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
+        assert len(got) == len(expected) > 1
+        for a, b in zip(got, expected, strict=True):
+            torch.testing.assert_close(a[seen], b[seen], rtol=1e-4, atol=2e-5)
+    assert ours(prompt()).hidden_states is None
+    plain = ours(prompt(), return_dict=False)
+    assert len(ours(prompt(), return_dict=False, output_hidden_states=True)) == len(plain) + 1
+    with pytest.raises(ValueError, match="output_attentions is True; allowed: False"):
+        ours(prompt(), output_attentions=True)
+    settings = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    settings |= {"output_hidden_states": True, "return_dict_in_generate": True}
+    a, b = (model.generate(prompt(), **settings).hidden_states for model in (ours, theirs))
+    assert [[s.shape for s in step] for step in a] == [[s.shape for s in step] for step in b]
+
+
+@torch.no_grad()
+def test_assisted_generation_and_arguments_of_forward(pair: Any) -> None:
+    theirs, ours, folder = pair("llama")
+    assistant = TEModelForCausalLM.from_pretrained(folder)
+    assistant.gpt.output_layer.weight.add_(torch.randn_like(assistant.gpt.output_layer.weight) * 0.1)
+    settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = theirs.generate(prompt(1), **settings)
+    for model in (ours, theirs):
+        assert torch.equal(model.generate(prompt(1), assistant_model=assistant, **settings), expected)
+    assert torch.equal(ours.generate(prompt(1), logits_to_keep=1, **settings), expected)
+    with pytest.raises(ValueError, match="not used by the model"):
+        ours.generate(prompt(1), no_such_argument=1, **settings)
