@@ -22,6 +22,7 @@ from .moved_report import moved_report
 from .naming import is_linear_weight
 from .output_folder import write_conversion
 from .parameters import Parameters
+from .overflow import check_decoded
 from .plan import Output, Plan, make_plan
 from .quantized_format import SUFFIXES, describe, quantizer_of
 from .quantized_outputs import matrices, quantized_outputs
@@ -155,6 +156,7 @@ def _dequantized(
                 entry = matrix + SUFFIXES[field]
                 return source.entry(entry) if part is None else source.part(entry, axis, *part)
 
-            yield from dequantize_bands(quantizer, params.shapes[name][-2:], dtype, read)
+            for band in dequantize_bands(quantizer, params.shapes[name][-2:], dtype, read):
+                yield check_decoded(band, matrix)
 
     return compute
