@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,46 @@ def test_saving_into_a_folder_keeps_what_is_not_the_model(pair: Any, tmp_path: P
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("sizes", [("5GB", "20KB"), ("20KB", "5GB"), ("20KB", "40KB")])
+@torch.no_grad()
+def test_a_save_that_stops_leaves_one_of_both_models(pair: Any, tmp_path: Path, monkeypatch: Any, sizes: Any) -> None:
+    _, ours, source = pair("llama")
+    name, folder = "decoder.final_layernorm.weight", tmp_path / "saved"
+    after = TEModelForCausalLM.from_pretrained(source)
+    for parameter in after.parameters():
+        parameter.add_(1.0)
+    old, new = (model.state_dict()[name].clone() for model in (ours, after))
+    steps = 0
+
+    def stopping(method: Any, countdown: list[int]) -> Any:
+        def step(path: Path, *arguments: Any, **options: Any) -> Any:
+            if folder in (path.parent, *(Path(to).parent for to in arguments)):
+                if countdown[0] == 0:
+                    raise KeyboardInterrupt
+                countdown[0] -= 1
+            return method(path, *arguments, **options)
+
+        return step
+
+    while True:
+        shutil.rmtree(folder, ignore_errors=True)
+        ours.save_pretrained(folder, max_shard_size=sizes[0])
+        with monkeypatch.context() as patched:
+            countdown = [steps]
+            for method in ("replace", "unlink"):
+                patched.setattr(Path, method, stopping(getattr(Path, method), countdown))
+            try:
+                after.save_pretrained(folder, max_shard_size=sizes[1])
+                break
+            except KeyboardInterrupt:
+                pass
+        found = GPTModel.from_pretrained(folder).state_dict()[name]
+        assert torch.equal(found, old) or torch.equal(found, new), steps
+        steps += 1
+    assert steps > 4 and check_manifest(folder) > 2
+    assert torch.equal(GPTModel.from_pretrained(folder).state_dict()[name], new)
+
+
 def test_quantized_folders_stay_quantized(pair: Any, tmp_path: Path) -> None:
     _, _, source = pair("llama")
     quantize(source, tmp_path / "fp8", "current")
