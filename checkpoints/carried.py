@@ -2,7 +2,8 @@
 back byte for byte, whatever their dtype. The family says which ones (`families/unused.py`).
 
 In our folders their names begin with `carried.`, followed by the name in the Hugging Face files. They are no
-parameters: they are never loaded, quantized or converted to another dtype.
+parameters: they are never loaded, quantized or converted to another dtype. Only those that are quantized become values
+where files no longer declare their format (`carried_values.py`).
 """
 
 from __future__ import annotations

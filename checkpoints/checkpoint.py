@@ -25,6 +25,7 @@ from .limits import check_strangers
 from .links import Namespace
 from .load import load_params
 from .naming import ExpertLayout, expected_tensors
+from .parameters import Parameters
 from .parts import WHOLE, Place, parts
 from .plan import match_tensors
 from .quantized_format import SUFFIXES, Description, empty, read_metadata
@@ -153,6 +154,14 @@ class Checkpoint:
     def tied_copies(self) -> Mapping[str, str]:
         """Stored tensors that only repeat another one -> that one."""
         return tied_copies(self.config, self.files.tensors, FAMILIES[self.family or ""]) if self.kind == "hf" else {}
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Return the dtype of a plain parameter in the files; `name` is its name in either expert layout."""
+        return self._parameters.dtype(name)
+
+    @cached_property
+    def _parameters(self) -> Parameters:
+        return Parameters(self.store, self.namespace, self.config, self.formats, self.layout or "grouped")
 
     def check_values(self) -> None:
         """Check what headers do not show, reading the tensors concerned: that those which are left out because they

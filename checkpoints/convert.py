@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from .carried import names_in_export, our_names
+from .carried_values import carried_as_values, carried_undeclared_as_values
 from .checkpoint import Checkpoint, open_checkpoint
 from .dtypes import FLOATS, as_torch_dtype, with_most_bytes
 from .errors import CheckpointError, shorten
@@ -82,6 +83,9 @@ def import_hf(
             ckpt.check_scales()
             values = stack.enter_context(open_checkpoint(src, storage=VALUES)) if allow_requantize else None
             plan = plan_quantized_import(ckpt, values, layout, wanted, dequantize=dequantize)
+            if not ckpt.formats:  # then the result does not say what was declared
+                quantized, kept = ckpt.quantized, our_names(ckpt.carried)
+                plan = carried_as_values(plan, ckpt.files, kept, quantized.format, wanted or quantized.dtype)
         elif dequantize or allow_requantize or storage is not None:
             raise CheckpointError(
                 f"{src} declares no quantization, so there is nothing to dequantize or to requantize; "
@@ -171,14 +175,15 @@ def export_hf(
                 carried=carried,
                 copies=copies,
             )
-            plan = replace(plan, report=moved_report(plan, store.tensors, values=store.formats))
+            plan = carried_undeclared_as_values(plan, ckpt.files, carried, ckpt.source, wanted)
+            plan = replace(plan, report=moved_report(plan, store.tensors, "dequantized", store.formats))
             config = export_config(ckpt.config, ckpt.source, target, weight_dtype(plan, copies))
         names = target.names if form is None else target.forms[form]
         if not names.loadable:
             note = (
                 f"transformers does not load the form {names.form!r} of {target.model_type}; it loads --form published"
             )
-            plan = replace(plan, notes=(note,))
+            plan = replace(plan, notes=(*plan.notes, note))
         return write_conversion(
             ckpt,
             Path(dst),

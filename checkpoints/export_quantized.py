@@ -15,6 +15,7 @@ import torch
 from te_models.layers.quantizer import Quantizer
 
 from .activation_scales import scale_outputs
+from .carried_values import carried_modules, carried_undeclared_as_values
 from .checkpoint import Checkpoint
 from .conversion_report import ConversionReport
 from .encoded_outputs import Encoder
@@ -95,9 +96,12 @@ def plan_quantized_export(
 
 @dataclass(frozen=True)
 class _Moved:
-    """The plan that moves the fields of parameters which a format takes over, and all others as values."""
+    """The plan that moves the fields of parameters which a format takes over, and all others as values; carried, dtype:
+    those that it was made with."""
 
     plan: Plan
+    carried: Mapping[str, str]
+    dtype: torch.dtype | None
     found: FieldNamespace
     store: Store
     source: Namespace
@@ -132,7 +136,7 @@ def _move(
         carried=carried,
         copies=copies,
     )
-    return _Moved(plan, found, store, source, rowwise)
+    return _Moved(plan, carried, dtype, found, store, source, rowwise)
 
 
 def _complete(
@@ -180,12 +184,14 @@ def _complete(
     plain_outputs = [output for output in others if output.name not in moved.plan.carried]
     outputs += [output for output in others if output.name in moved.plan.carried]
     add_moved(report, ckpt, found, weight_format, plain_outputs, exporter.encoded, exporter.imported, params.entry)
+    plan = replace(moved.plan, outputs=(*plain_outputs, *outputs), ignored=left_out, report=report)
     if declaration is not None:
         config, separate = declaration.config, declaration.separate
     else:
-        config, separate = hf_config_of(weight_format, _plain_modules(plain, weights))
+        plan = carried_undeclared_as_values(plan, ckpt.files, moved.carried, ckpt.source, moved.dtype)
+        config, separate = hf_config_of(weight_format, [*_plain_modules(plain, weights), *carried_modules(plan)])
     return QuantizedExport(
-        replace(moved.plan, outputs=(*plain_outputs, *outputs), ignored=left_out, report=report),
+        plan,
         Plan(tuple(plain_outputs)),
         store,
         config,

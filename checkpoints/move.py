@@ -12,6 +12,7 @@ from .boxes import Box, Shape, count, extents, flat_interval, shift, slices
 from .buffers import Buffer, Ring
 from .dtypes import bits_of, torch_dtype
 from .links import Piece
+from .overflow import check_converted
 from .plan import Output
 from .store import Store
 
@@ -76,11 +77,17 @@ def cut_pieces(pieces: Sequence[Piece], d: int, begin: int, end: int) -> Iterato
             yield Piece(piece.source, source_box, box, piece.axes)
 
 
-def fill_tensor(store: Store, pieces: Sequence[Piece], out: torch.Tensor, limit: int = 1 << 20) -> None:
-    """Copy all pieces into `out`, converting to its dtype and device, `limit` elements at a time."""
+def fill_tensor(
+    store: Store, pieces: Sequence[Piece], out: torch.Tensor, limit: int = 1 << 20, *, checked: bool = False
+) -> None:
+    """Copy all pieces into `out`, converting to its dtype and device, `limit` elements at a time. checked: see
+    `overflow.py`."""
     for whole in pieces:
         for piece in split_piece(whole, limit):
-            out[slices(piece.box)].copy_(read_piece(store, piece))
+            part, values = out[slices(piece.box)], read_piece(store, piece)
+            part.copy_(values)
+            if checked:
+                check_converted(part, values, piece.source)
 
 
 def stream(store: Store, output: Output, ring: Ring) -> Iterator[tuple[Buffer, int]]:
@@ -117,7 +124,10 @@ def _stream_piece(store: Store, piece: Piece, dtype: str, ring: Ring) -> Iterato
     for part in split_piece(piece, ring.nbytes // itemsize):
         buffer, n = ring.next(), count(part.box) * itemsize
         out = buffer.tensor[:n].view(torch_dtype(dtype)).view(extents(part.box))
-        out.copy_(read_piece(store, part))
+        values = read_piece(store, part)
+        out.copy_(values)
+        check_converted(out, values, part.source)
+        del values
         yield buffer, n
 
 
@@ -126,7 +136,7 @@ def _stream_blocks(store: Store, output: Output, ring: Ring) -> Iterator[tuple[B
     dtype = torch_dtype(output.dtype)
     for pieces, shape in split_output(output.pieces, output.shape, ring.nbytes // dtype.itemsize):
         buffer, n = ring.next(), math.prod(shape) * dtype.itemsize
-        fill_tensor(store, pieces, buffer.tensor[:n].view(dtype).view(shape))
+        fill_tensor(store, pieces, buffer.tensor[:n].view(dtype).view(shape), checked=True)
         yield buffer, n
 
 

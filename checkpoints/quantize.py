@@ -13,6 +13,7 @@ from te_models.layers import recipe as recipe_by_name
 
 from .bands import Rows, dequantize_bands
 from .carried import our_names
+from .carried_values import carried_undeclared_as_values
 from .checkpoint import Checkpoint, open_checkpoint
 from .convert import PathLike, refuse_quantized, source_of
 from .dtypes import as_torch_dtype, dtype_name
@@ -21,6 +22,7 @@ from .meter import Progress
 from .moved_report import moved_report
 from .naming import is_linear_weight
 from .output_folder import write_conversion
+from .overflow import check_decoded
 from .parameters import Parameters
 from .plan import Output, Plan, make_plan
 from .quantized_format import SUFFIXES, describe, quantizer_of
@@ -122,6 +124,7 @@ def dequantize(
                 outputs.append(by_name[name])
         outputs += [by_name[name] for name in moved.carried]
         plan = replace(moved, outputs=tuple(outputs))
+        plan = carried_undeclared_as_values(plan, ckpt.files, our_names(ckpt.carried), ckpt.source, wanted)
         plan = replace(plan, report=moved_report(plan, ckpt.tensors, "dequantized"))
         return write_conversion(
             ckpt,
@@ -155,6 +158,7 @@ def _dequantized(
                 entry = matrix + SUFFIXES[field]
                 return source.entry(entry) if part is None else source.part(entry, axis, *part)
 
-            yield from dequantize_bands(quantizer, params.shapes[name][-2:], dtype, read)
+            for band in dequantize_bands(quantizer, params.shapes[name][-2:], dtype, read):
+                yield check_decoded(band, matrix)
 
     return compute

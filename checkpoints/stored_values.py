@@ -14,6 +14,7 @@ from .checkpoint import Checkpoint
 from .dtypes import dtype_name
 from .header import TensorInfo, byte_count
 from .naming import expected_tensors
+from .overflow import check_decoded
 from .quantized_format import SUFFIXES, Description, quantizer_of
 from .store import Store
 from .te_namespace import formats_in_layout
@@ -58,7 +59,7 @@ class ValueStore:
         fields = {field: entries.contiguous() for field, entries in fields.items()}
         values = quantizer.dequantize_fields(fields, self._dtype or logical, (rows.size, columns.size))
         inner = (_inside(box[-2], rows), _inside(box[-1], columns))
-        return values[(..., *slices(inner))]
+        return check_decoded(values[(..., *slices(inner))], name)
 
 
 def as_values(ckpt: Checkpoint, names: Collection[str], dtype: torch.dtype | None = None) -> ValueStore:

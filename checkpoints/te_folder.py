@@ -21,7 +21,7 @@ from .errors import CheckpointError
 from .formats.details import check_details
 from .limits import check_counts
 from .naming import ExpertLayout, check_layout
-from .strict_json import dump_object
+from .strict_json import dump_object, parse_object
 
 CONFIG = "config.json"
 MODEL_TYPE = "te_models"
@@ -54,8 +54,10 @@ class TEFolder:
     source: Source | None = None
 
     def to_bytes(self) -> bytes:
-        """Return the file's content."""
-        return dump_object(self.to_dict() | {"model_type": MODEL_TYPE})
+        """Return the file's content; raise CheckpointError for one that could not be read again."""
+        data = dump_object(self.to_dict() | {"model_type": MODEL_TYPE})
+        self.from_dict(parse_object(data, f"the {CONFIG} that would be written"))
+        return data
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields of the file, model_type aside, as JSON values."""

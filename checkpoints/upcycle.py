@@ -7,6 +7,7 @@ so training starts from the dense model's loss. The router is small and random, 
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from .convert import PathLike, main_dtype, refuse_quantized, source_of
 from .dtypes import dtype_name, torch_dtype
 from .errors import CheckpointError
 from .hf_config import find_family
+from .limits import check_counts
 from .links import Link, Namespace
 from .meter import Progress
 from .move import fill_tensor
@@ -58,8 +60,8 @@ def upcycle(
         noise_std: standard deviation of normal noise added to every expert's weights; 0 keeps exact copies.
         seed: of the router and the noise.
     """
-    if noise_std < 0:
-        raise CheckpointError(f"noise_std is {noise_std}; allowed: a number that is not negative")
+    if not (math.isfinite(noise_std) and noise_std >= 0):
+        raise CheckpointError(f"noise_std is {noise_std}; allowed: a finite number that is not negative")
     with open_checkpoint(src) as ckpt:
         refuse_quantized(ckpt, "upcycled")
         config = _moe_config(ckpt.config, num_experts, topk, layers)
@@ -104,6 +106,7 @@ def upcycle(
 def _moe_config(config: ModelConfig, num_experts: int, topk: int, layers: Sequence[int] | None) -> ModelConfig:
     if config.moe is not None:
         raise CheckpointError("the model already has experts; only a dense model can be upcycled")
+    check_counts(config.num_layers, num_experts)
     try:
         moe = MoEConfig(
             num_moe_experts=num_experts,

@@ -50,7 +50,7 @@ def decoder_fields(
         Field(norm_name, "norm.layernorm_epsilon", float, norm_eps),
         Field("intermediate_size", "mlp.ffn_hidden_size", int),
         Field("tie_word_embeddings", "embedding.share_embeddings_and_output_weights", bool, tied),
-        Field("attention_dropout", "attention.attention_dropout", float, dropout),
+        Field("attention_dropout", "attention.attention_dropout", float, dropout, null=True),
         Field("initializer_range", "init_method_std", float, init_std),
         Choice(activation_name, "mlp.activation", ACTIVATIONS, activation),
         KeyValueHeads(kv_heads),

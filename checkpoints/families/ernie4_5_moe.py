@@ -66,7 +66,7 @@ ERNIE4_5_MOE = Family(
     architecture="Ernie4_5_MoeForCausalLM",
     fields=(
         *decoder_fields(max_positions=131072, norm_eps=1e-5, kv_heads=4, tied=True),
-        Only("use_bias", False),
+        Only("use_bias", False, null=True),
         OneOf(("moe_num_experts", "num_experts", "num_local_experts"), "moe.num_moe_experts", int, 64),
         OneOf(("moe_k", "num_experts_per_tok"), "moe.moe_router_topk", int, 6),
         Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 1536),

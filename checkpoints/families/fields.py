@@ -77,19 +77,23 @@ _KIND_NAMES = {int: "an integer", float: "a number", bool: "true or false", str:
 
 @dataclass(frozen=True)
 class Field:
-    """A field that means the same on both sides. `default` None also allows null: ModelConfig's own default."""
+    """A field that means the same on both sides. `default` None also allows null: ModelConfig's own default. null: null
+    means the default, too, because transformers takes it and computes the same."""
 
     hf: str
     path: str
     kind: type
     default: Any = REQUIRED
+    null: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
         return (self.hf,)
 
     def read(self, hf: Mapping[str, Any]) -> Values:
-        value = read_typed(hf, self.hf, self.kind, self.default)
+        value = self.default
+        if not self.null or hf.get(self.hf) is not None:
+            value = read_typed(hf, self.hf, self.kind, self.default)
         return {} if value is None else {self.path: value}
 
     def write(self, config: ModelConfig) -> Values:
@@ -199,10 +203,11 @@ class OneOf:
 
 @dataclass(frozen=True)
 class Only:
-    """A field whose other values would change the model: absent or `value`, which is written."""
+    """A field whose other values would change the model: absent or `value`, which is written; with `null` also null."""
 
     hf: str
     value: Any
+    null: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -210,6 +215,8 @@ class Only:
 
     def read(self, hf: Mapping[str, Any]) -> Values:
         value = hf.get(self.hf, self.value)
+        if value is None and self.null:
+            return {}
         if value != self.value or type(value) is not type(self.value):
             raise CheckpointError(f"config.json has {self.hf} = {shorten_value(value)}; supported: {self.value!r}")
         return {}

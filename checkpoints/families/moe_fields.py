@@ -13,13 +13,16 @@ from .fields import REQUIRED, Entry, Field, Fixed, Values, read_typed
 
 @dataclass(frozen=True)
 class RouterLoss:
-    """`router_aux_loss_coef` counts only with `output_router_logits`, as in transformers' loss."""
+    """`router_aux_loss_coef` counts only with `output_router_logits`, as in transformers' loss; the second one may be
+    null, which is false, and the first one where it does not count."""
 
     default: float = 0.001
     names: tuple[str, ...] = ("router_aux_loss_coef", "output_router_logits")
 
     def read(self, hf: Mapping[str, Any]) -> Values:
-        used = read_typed(hf, "output_router_logits", bool, False)
+        used = hf.get("output_router_logits") is not None and read_typed(hf, "output_router_logits", bool, False)
+        if not used and hf.get("router_aux_loss_coef") is None:
+            return {"moe.aux_loss_coeff": 0.0}
         coefficient = read_typed(hf, "router_aux_loss_coef", float, self.default)
         return {"moe.aux_loss_coeff": coefficient if used else 0.0}
 

@@ -5,11 +5,13 @@ It travels in our config.json, under "source":
     "quantization": {"separate": ... the content of hf_quant_config.json, or null ...,
                      "dtypes": {"_scale_inv": "BF16"}, "ones": {"_global_scale": true},
                      "numbers": {"model.layers.0.mlp.down_proj.weight_scale_2": 0.0003},
-                     "activations": {"model.layers.0.mlp.down_proj.input_scale": ["F32", [], [0.25]]}}
+                     "activations": [{"dtype": "F32", "shape": [],
+                                      "scales": {"model.layers.0.mlp.down_proj.input_scale": 0.25}}]}
 
 dtypes and ones: how tensors are written that may be written in several ways (ones: in shape [1] instead of []);
 numbers: numbers of whole matrices that no amax gives back; activations: scales of activations, with which no conversion
-computes.
+computes, listed by dtype and shape: a number each, or a list where there are several. A mixture has one for each matrix
+of each expert, so they must be few JSON values. Folders written before hold {name: [dtype, shape, [numbers]]} there.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ def details_of(quantized: QuantizedFiles) -> dict[str, Any]:
         "dtypes": {part.suffix: info.dtype for part, info in infos.items()},
         "ones": {part.suffix: info.shape[-1:] == (1,) for part, info in infos.items() if part.block is None},
         "numbers": dict(_unrestored(quantized)),
-        "activations": {name: _to_json(name, quantized.files.view(name)) for name in quantized.activations},
+        "activations": group_scales({name: quantized.files.view(name) for name in quantized.activations}),
     }
 
 
@@ -50,41 +52,68 @@ def _unrestored(quantized: QuantizedFiles) -> Iterator[tuple[str, float]]:
         yield from ((names[i], float(numbers[i])) for i in (written != numbers).nonzero().flatten().tolist())
 
 
-def _to_json(name: str, tensor: torch.Tensor) -> list[Any]:
-    if not tensor.is_floating_point() or tensor.numel() > _MOST_VALUES or not torch.isfinite(tensor.float()).all():
-        raise CheckpointError(f"{name!r} is not a scale of activations: a few finite numbers")
-    return [dtype_name(tensor.dtype), list(tensor.shape), tensor.double().flatten().tolist()]
+def group_scales(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, Any]]:
+    """Return the scales of activations as JSON values, those of one dtype and shape together."""
+    groups: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or tensor.numel() > _MOST_VALUES or not torch.isfinite(tensor.float()).all():
+            raise CheckpointError(f"{name!r} is not a scale of activations: a few finite numbers")
+        values = tensor.double().flatten().tolist()
+        kind = (dtype_name(tensor.dtype), tuple(tensor.shape))
+        groups.setdefault(kind, {})[name] = values[0] if len(values) == 1 else values
+    return [{"dtype": dtype, "shape": list(shape), "scales": found} for (dtype, shape), found in groups.items()]
 
 
 def activation_scales(details: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the scales of activations by name, as they were stored."""
     scales = {}
-    for name, (dtype, shape, values) in details["activations"].items():
+    for name, dtype, shape, values in _listed(details["activations"]):
         scales[name] = torch.tensor(values, dtype=torch.float64).to(torch_dtype(dtype)).view(shape)
     return scales
+
+
+def _listed(activations: Any) -> Iterator[tuple[str, Any, Any, list[Any]]]:
+    """Yield name, dtype, shape and numbers of each scale, of both ways to write them; KeyError, TypeError or ValueError
+    for something else."""
+    if isinstance(activations, dict):
+        for name, (dtype, shape, values) in activations.items():
+            if not isinstance(values, list):
+                raise TypeError("not a list of numbers")
+            yield name, dtype, shape, values
+        return
+    for group in activations:
+        for name, value in group["scales"].items():
+            yield name, group["dtype"], group["shape"], value if isinstance(value, list) else [value]
 
 
 def check_details(details: Any) -> Mapping[str, Any]:
     """Return details that were read from a file if they are such; raise CheckpointError otherwise."""
     if not isinstance(details, dict) or set(details) != {"separate", "dtypes", "ones", "numbers", "activations"}:
         raise CheckpointError("config.json has a 'source' whose quantization is not what an import writes")
-    separate, activations = details["separate"], details["activations"]
-    dtypes, ones, numbers = details["dtypes"], details["ones"], details["numbers"]
+    separate, dtypes, ones, numbers = (details[name] for name in ("separate", "dtypes", "ones", "numbers"))
     good = (separate is None or isinstance(separate, dict)) and all(
-        isinstance(x, dict) for x in (dtypes, ones, numbers, activations)
+        isinstance(x, dict) for x in (dtypes, ones, numbers)
     )
     good = good and all(isinstance(x, str) and bits_of(x) is not None for x in dtypes.values())
     good = good and all(isinstance(x, float) for x in numbers.values())
-    good = good and all(isinstance(x, bool) for x in ones.values()) and all(map(_is_scale, activations.values()))
+    good = good and all(isinstance(x, bool) for x in ones.values()) and _are_scales(details["activations"])
     if not good:
         raise CheckpointError("config.json has a 'source' whose quantization is not what an import writes")
     return details
 
 
-def _is_scale(value: Any) -> bool:
-    if not isinstance(value, list) or len(value) != 3 or not all(isinstance(x, list) for x in value[1:]):
+def _are_scales(activations: Any) -> bool:
+    if not isinstance(activations, list | dict):
         return False
-    dtype, shape, values = value
+    try:
+        return all(_is_scale(dtype, shape, values) for _, dtype, shape, values in _listed(activations))
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return False
+
+
+def _is_scale(dtype: Any, shape: Any, values: list[Any]) -> bool:
     numbers = all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in values)
-    sizes = all(type(n) is int and 0 <= n <= _MOST_VALUES for n in shape) and len(shape) <= 4
+    sizes = (
+        isinstance(shape, list) and all(type(n) is int and 0 <= n <= _MOST_VALUES for n in shape) and len(shape) <= 4
+    )
     return dtype in ("F32", "BF16", "F16", "F64") and numbers and sizes and math.prod(shape) == len(values)

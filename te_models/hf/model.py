@@ -73,6 +73,8 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
         return_dict: bool | None = None,
     ) -> modeling_outputs.CausalLMOutputWithPast | modeling_outputs.MoeCausalLMOutputWithPast | tuple[Any, ...]:
         """Return logits, the loss of `labels`, and the cache.
@@ -80,10 +82,16 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
         input_ids: [B, S]. attention_mask: [B, L], 0 where a token is padding. position_ids: [B or 1, S].
         past_key_values: extended by this call; with use_cache and without one, a new one. labels: [B, S], usually
         input_ids, -100 does not count: position s is scored on labels[s + 1]. logits_to_keep: of how many last
-        positions, or of which; 0 is all. Mixtures also return the router losses as `aux_loss`.
+        positions, or of which; 0 is all. output_hidden_states: also return the embeddings, the result of each layer but
+        the last, and that of the last one after the final norm, [B, S, hidden] each; None is as the configuration says.
+        Mixtures also return the router losses as `aux_loss`. Raises ValueError for output_attentions.
         """
         if input_ids is None:
             raise ValueError("input_ids is None; this model takes token ids only, no embeddings")
+        if output_attentions:
+            raise ValueError("output_attentions is True; allowed: False, for the attention's weights are never formed")
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
         if attention_mask is not None and attention_mask.dim() != 2:
             raise ValueError(f"attention_mask has shape {tuple(attention_mask.shape)}; allowed: [batch, keys]")
         if past_key_values is None and use_cache:
@@ -98,6 +106,7 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
                 attention_mask=attention_mask,
                 cache=cache,
                 last_logits_only=last_only,
+                return_hidden_states=bool(output_hidden_states),
             )
         logits = output.logits
         if isinstance(logits_to_keep, Tensor):
@@ -105,6 +114,7 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
         elif logits_to_keep:
             logits = logits[:, -logits_to_keep:]
         values: dict[str, Any] = {"loss": output.loss, "logits": logits, "past_key_values": past_key_values}
+        values["hidden_states"] = output.hidden_states
         if self.gpt.config.moe is None:
             result = modeling_outputs.CausalLMOutputWithPast(**values)
         else:
@@ -117,23 +127,26 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
         next_sequence_length: int | None = None,
         past_key_values: transformers.Cache | None = None,
         attention_mask: Tensor | None = None,
-        **options: Any,
+        **kwargs: Any,
     ) -> dict[str, Any]:
         """Return the arguments of the next call, as transformers does: the tokens that are not in the cache yet. Where
-        the rotary frequencies change with the length of the sequence, these are all, and the cache is emptied."""
+        the rotary frequencies change with the length of the sequence, these are all, and the cache is emptied.
+
+        transformers lets generate take the other arguments of `forward` because these here are called kwargs.
+        """
         cached = 0 if past_key_values is None else past_key_values.get_seq_length()
         if past_key_values is not None and cached and self.gpt.decoder.by_length:
             mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
             lengths = (int(mask[:, :n].sum(dim=1).max()) for n in (cached, mask.shape[1]))
             if len({self.gpt.decoder.rotary_stage(length) for length in lengths}) > 1:
                 past_key_values.crop(-cached)  # a negative number of tokens is taken away
-                next_sequence_length, options["position_ids"] = None, positions_of(mask)
+                next_sequence_length, kwargs["position_ids"] = None, positions_of(mask)
         return super().prepare_inputs_for_generation(  # type: ignore[attr-defined]
             input_ids,
             next_sequence_length=next_sequence_length,
             past_key_values=past_key_values,
             attention_mask=attention_mask,
-            **options,
+            **kwargs,
         )
 
     @classmethod

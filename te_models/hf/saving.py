@@ -16,6 +16,7 @@ from te_models.checkpoints.manifest import MANIFEST, manifest_bytes, read_manife
 from te_models.checkpoints.shards import parse_size
 from te_models.checkpoints.strict_json import read_object
 from te_models.checkpoints.te_folder import CONFIG, MODEL_TYPE
+from te_models.checkpoints.weight_files import INDEX, SINGLE
 from te_models.checkpoints.writer import write_small_file
 
 if TYPE_CHECKING:
@@ -62,14 +63,28 @@ def save(
         if model.generation_config is not None:
             model.generation_config.save_pretrained(written)
         _narrow_manifest(written)
-        new = [path.name for path in written.iterdir()]
-        for old in folder.iterdir():
-            if _WEIGHTS.fullmatch(old.name) and old.name not in new:
-                old.unlink()
-        for name in sorted(new, key=lambda name: name in (CONFIG, MANIFEST)):
-            (written / name).replace(folder / name)
+        _move_in(written, folder)
     finally:
         shutil.rmtree(temporary)
+
+
+def _move_in(written: Path, folder: Path) -> None:
+    """Move a model's files to where an older one may be, so that the weights in `folder` are those of one of them if
+    the process is killed: no file goes before others are complete that are read without it (`open_weights`). Only
+    between two models in as many shards, which have the same names, there is a time when both are mixed."""
+    new = {path.name for path in written.iterdir()}
+    first = {name for name in new if _WEIGHTS.fullmatch(name)} - {SINGLE, INDEX}
+    for name in sorted(first):
+        (written / name).replace(folder / name)
+    for name, other in ((SINGLE, INDEX), (INDEX, SINGLE)):
+        if name in new:
+            (folder / other).unlink(missing_ok=True)  # shards are read without an index, too
+            (written / name).replace(folder / name)
+    for name in sorted(new - first - {SINGLE, INDEX}, key=lambda name: name in (CONFIG, MANIFEST)):
+        (written / name).replace(folder / name)
+    for old in folder.iterdir():
+        if _WEIGHTS.fullmatch(old.name) and old.name not in new:
+            old.unlink()
 
 
 def _narrow_manifest(folder: Path) -> None:

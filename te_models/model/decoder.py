@@ -57,11 +57,17 @@ class Decoder(nn.Module):
         return [rotary for rotary in self.rotary_embeddings if isinstance(rotary, RotaryEmbedding)]
 
     def forward(
-        self, x: Tensor, position_ids: Tensor, attention_mask: Tensor | None = None, cache: Memory | None = None
+        self,
+        x: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        cache: Memory | None = None,
+        states: list[Tensor] | None = None,
     ) -> tuple[Tensor, list[RouterOutput]]:
         """x: [B, S, H]; position_ids: [B or 1, S]; attention_mask: [B, L] bool, False where a key is padding.
 
-        Returns ([B, S, H] after the final norm, what each MoE layer's router decided).
+        Returns ([B, S, H] after the final norm, what each MoE layer's router decided). states: a list that gets x, the
+        result of each layer but the last, and what is returned, all [B, S, H].
         """
         tables = [rotary(position_ids) for rotary in self.rotary_embeddings]
         query_scale = None if self.temperature is None else temperature_of(position_ids, self.temperature)
@@ -72,6 +78,8 @@ class Decoder(nn.Module):
         recompute = self.activation_checkpointing and torch.is_grad_enabled() and cache is None
         routed: list[RouterOutput] = []
         for i, layer in enumerate(self.layers):
+            if states is not None:
+                states.append(x)
             table = self.rotary_of_layer[i]
             rotary: Rotary | None = None if table is None else tables[table]
             x, decided = layer(
@@ -85,7 +93,10 @@ class Decoder(nn.Module):
             )
             if decided is not None:
                 routed.append(decided)
-        return self.final_layernorm(x), routed
+        x = self.final_layernorm(x)
+        if states is not None:
+            states.append(x)
+        return x, routed
 
 
 def temperature_of(position_ids: Tensor, temperature: TemperatureConfig) -> Tensor:

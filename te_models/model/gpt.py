@@ -31,6 +31,7 @@ from .cache import Memory
 from .decoder import Decoder
 from .embedding import Embedding
 from .in_memory import converter_of, fill_from_hf, to_hf
+from .kept_dtypes import keep_dtypes
 from .moe import Experts
 from .output import ModelOutput, OutputLayer, RouterLossWeights
 from .parallel import check_split, groups_of, place_of, resolve_group
@@ -150,6 +151,7 @@ class GPTModel(nn.Module):
         cache: Memory | None = None,
         return_logits: bool = True,
         last_logits_only: bool = False,
+        return_hidden_states: bool = False,
     ) -> ModelOutput:
         """Return logits and, given labels, the loss.
 
@@ -157,7 +159,7 @@ class GPTModel(nn.Module):
         does not count. position_ids: [B or 1, S] (None: counting on from the cache). attention_mask: [B, L] bool or
         0/1, false where a token is padding, L counting cached tokens. cache: a KVCache, extended by this call.
         return_logits=False leaves the logits out: cheaper where only the loss is wanted. last_logits_only: logits
-        [B, 1, V] of the last position, for generation.
+        [B, 1, V] of the last position, for generation. return_hidden_states: also what the layers compute.
 
         Raises ValueError where the rotary frequencies depend on the length ("longrope", "dynamic") and the cached
         tokens were rotated for another one: their keys and values are others now, and all have to be given again.
@@ -189,13 +191,14 @@ class GPTModel(nn.Module):
                     "all tokens again, as generate does"
                 )
         x = self.embedding(input_ids, position_ids)
-        x, routed = self.decoder(x, position_ids, attention_mask, cache)
+        states: list[Tensor] | None = [] if return_hidden_states else None
+        x, routed = self.decoder(x, position_ids, attention_mask, cache, states)
         if cache is not None:
             cache.advance(length)
         if last_logits_only:
             x = x[:, -1:]
         logits, loss = self.output_layer(x, self.embedding.word_embeddings.weight, labels, return_logits=return_logits)
-        output = ModelOutput(logits=logits, loss=loss)
+        output = ModelOutput(logits=logits, loss=loss, hidden_states=None if states is None else tuple(states))
         if self.router_loss_weights is not None and routed:
             weights = self.router_loss_weights
             balance = torch.stack([r.load_balancing_loss for r in routed])
@@ -234,11 +237,12 @@ class GPTModel(nn.Module):
     ) -> Self:
         """Load a folder written by `save_pretrained`, or a Hugging Face model folder or hub id (`org/name@revision`).
 
-        dtype: of the parameters, whatever the files have (None: torch's default). recipe: store the linear layers'
-        weights in its quantized format; None keeps what the folder has, weights stored quantized bit for bit
-        (`te-models dequantize` makes a folder of plain ones). device_mesh: split the model over the mesh, or over its
-        dimension "tp", and distribute the experts over its dimension "ep"; each rank reads only the parts that are its
-        own. Tensors stream from the files into the model one by one. Raises CheckpointError or ConfigError.
+        dtype: of the parameters, whatever the files have (None: torch's default); only routers that the family keeps in
+        float32 stay so. recipe: store the linear layers' weights in its quantized format; None keeps what the folder
+        has, weights stored quantized bit for bit (`te-models dequantize` makes a folder of plain ones). device_mesh:
+        split the model over the mesh, or over its dimension "tp", and distribute the experts over its dimension "ep";
+        each rank reads only the parts that are its own. Tensors stream from the files into the model one by one. Raises
+        CheckpointError or ConfigError.
         """
         from te_models.checkpoints import open_checkpoint
         from te_models.checkpoints.convert import source_of
@@ -248,6 +252,7 @@ class GPTModel(nn.Module):
             split: dict[str, Any] = {**groups_of(device_mesh), "expert_layout": expert_layout}
             if recipe is None:
                 model = cls(checkpoint.config, params_dtype=dtype, device="meta", **split)
+                keep_dtypes(model, checkpoint.family, checkpoint.dtype_of)
                 model.to_empty(device=target)
                 for name, value in checkpoint.empty_quantized(expert_layout, target, place_of(model)):
                     owner, _, key = name.rpartition(".")
@@ -256,6 +261,7 @@ class GPTModel(nn.Module):
             else:
                 with quantized_model_init(recipe=recipe):
                     model = cls(checkpoint.config, params_dtype=dtype, device=target, **split)
+                keep_dtypes(model, checkpoint.family, checkpoint.dtype_of)
             checkpoint.load_into(dict(model.stored_tensors()), place=place_of(model))
             model.origin = source_of(checkpoint)
         model.pretrained_folder = checkpoint.path
@@ -278,8 +284,7 @@ class GPTModel(nn.Module):
             return cls.from_pretrained(model, dtype=dtype, device=device, expert_layout=expert_layout)
         converter = converter_of(model)
         ours = cls(converter.config, params_dtype=dtype, device="meta", expert_layout=expert_layout)
-        ours.to_empty(device=torch.empty((), device=device).device)
-        fill_from_hf(ours, model)
+        fill_from_hf(ours, model, torch.empty((), device=device).device)
         ours.origin = converter.source
         return ours
 

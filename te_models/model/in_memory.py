@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..extras import require
+from .kept_dtypes import keep_dtypes
 
 if TYPE_CHECKING:
     import transformers
@@ -27,9 +28,12 @@ def converter_of(model: transformers.PreTrainedModel) -> Any:
 
 
 @torch.no_grad()
-def fill_from_hf(gpt: GPTModel, model: transformers.PreTrainedModel) -> None:
-    """Copy a transformers model's weights into a `GPTModel` of the same configuration."""
-    given = converter_of(model).from_hf(model.state_dict(), layout=gpt.expert_layout)
+def fill_from_hf(gpt: GPTModel, model: transformers.PreTrainedModel, device: torch.device) -> None:
+    """Copy a transformers model's weights into a `GPTModel` of the same configuration, which is made without data."""
+    converter = converter_of(model)
+    given = converter.from_hf(model.state_dict(), layout=gpt.expert_layout)
+    keep_dtypes(gpt, converter.family.model_type, lambda name: given[name].dtype)
+    gpt.to_empty(device=device)
     for name, tensor in gpt.stored_tensors():
         tensor.copy_(given[name])
 
@@ -50,8 +54,13 @@ def to_hf(gpt: GPTModel, family: str | None, *, dequantize: bool) -> transformer
     dtype = getattr(torch, values.get("dtype") or values["torch_dtype"])
     with torch.device(next(iter(tensors.values())).device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    form = chosen.form_of(gpt.config, model.state_dict())
+    given = converter.to_hf(tensors, form=form, dequantize=dequantize)
+    for name, stored in chosen.namespace(gpt.config, form).stored.items():
+        if not stored.convertible and name in given:  # such a tensor has a precision of its own
+            tensor = model.get_parameter(name) if name in dict(model.named_parameters()) else model.get_buffer(name)
+            tensor.data = tensor.data.to(torch.promote_types(tensor.dtype, given[name].dtype))
     names = model.state_dict()
-    given = converter.to_hf(tensors, form=chosen.form_of(gpt.config, names), dequantize=dequantize)
     result = model.load_state_dict(given, strict=False)
     loaded = {t.data_ptr() for name, t in names.items() if name not in result.missing_keys}
     missing = [name for name in result.missing_keys if names[name].data_ptr() not in loaded]  # not only a tied copy

@@ -24,6 +24,8 @@ class ModelOutput:
     aux_loss: float32 scalar, the weighted router losses of all layers as they enter the loss (0 without such losses).
     load_balancing_loss, z_loss: float32 scalars, unweighted means over the MoE layers, for monitoring.
     tokens_per_expert: [MoE layers, E] int64.
+    hidden_states: [B, S, H] each: the embeddings, the result of each layer but the last, and that of the last one after
+    the final norm.
     """
 
     logits: Tensor | None = None
@@ -32,6 +34,7 @@ class ModelOutput:
     load_balancing_loss: Tensor | None = None
     z_loss: Tensor | None = None
     tokens_per_expert: Tensor | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
 
 
 # torch.export flattens what a program returns

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from te_models.checkpoints import export_hf, import_hf, toy
+from te_models.checkpoints import CheckpointError, export_hf, import_hf, open_checkpoint, toy
+from te_models.checkpoints.formats.details import activation_scales, details_of, group_scales
+from te_models.checkpoints.strict_json import parse_object
+from te_models.checkpoints.te_folder import TEFolder
 from tests.checkpoints.hf_cases import assert_same_bits, stored
 from tests.checkpoints.quantized_cases import CASES, make
 
@@ -83,3 +88,42 @@ def test_a_toy_has_the_scales_of_its_experts(tmp_path: Path) -> None:
     folder = fused(tmp_path)
     toy(folder, tmp_path / "toy", layers=1, experts=2)
     assert torch.equal(stored(tmp_path / "toy")[GATE_UP], stored(folder)[GATE_UP][:2])
+
+
+def test_folders_that_hold_each_scale_with_its_dtype_and_shape_are_read(tmp_path: Path) -> None:
+    """As imports wrote them before."""
+    source, _ = make(CASES["modelopt-fp8"], tmp_path)
+    import_hf(source, tmp_path / "ours")
+    path = tmp_path / "ours/config.json"
+    config = json.loads(path.read_text())
+    scales = activation_scales(config["source"]["quantization"])
+    old = {name: ["F32", list(t.shape), t.flatten().tolist()] for name, t in scales.items()}
+    assert len(old) > 9
+    config["source"]["quantization"]["activations"] = old
+    path.write_text(json.dumps(config))
+    export_hf(tmp_path / "ours", tmp_path / "back")
+    assert_same_bits(stored(source), stored(tmp_path / "back"))
+
+
+def test_a_folder_holds_the_scales_of_the_largest_mixtures(tmp_path: Path) -> None:
+    source, _ = make(CASES["modelopt-fp8"], tmp_path)
+    tensors = {
+        f"model.layers.{layer}.mlp.experts.{e}.{part}_proj.input_scale": torch.tensor([e / 7])
+        for layer in range(60)
+        for e in range(384)
+        for part in ("gate", "up", "down")
+    }
+    with open_checkpoint(source) as ckpt:
+        assert ckpt.source is not None and ckpt.quantized is not None
+        details = details_of(ckpt.quantized) | {"numbers": dict.fromkeys(tensors, 0.1)}
+        config, origin = ckpt.config, ckpt.source
+    details["activations"] = group_scales(tensors)
+    folder = TEFolder("grouped", config, replace(origin, quantization=details))
+    again = TEFolder.from_dict(parse_object(folder.to_bytes(), "config.json"))
+    assert again.source is not None and again.source.quantization is not None
+    found = activation_scales(again.source.quantization)
+    assert found.keys() == tensors.keys() and all(torch.equal(found[name], t) for name, t in tensors.items())
+    details["activations"] = {name: ["F32", [1], t.tolist()] for name, t in tensors.items()}
+    folder = TEFolder("grouped", config, replace(origin, quantization=details))
+    with pytest.raises(CheckpointError, match=r"config\.json that would be written holds more than the 400000 values"):
+        folder.to_bytes()

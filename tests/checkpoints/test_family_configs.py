@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from te_models.checkpoints import FAMILIES, CheckpointError
 from te_models.checkpoints.families.text_part import text_part
+from te_models.checkpoints.hf_config import export_config
 from te_models.checkpoints.strict_json import parse_object
 from te_models.checkpoints.te_folder import Source, TEFolder
 from te_models.config import AttentionConfig, MLPConfig, ModelConfig, MoEConfig, RopeConfig, RouterConfig
@@ -46,6 +47,42 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
         sizes = {"text_config": {**sizes, "model_type": part.families[-1].model_type}, "tie_word_embeddings": False}
     spelled_out = transformers.AutoConfig.for_model(family, **deepcopy(sizes)).to_dict()
     assert FAMILIES[family].read_config(sizes) == FAMILIES[family].read_config(spelled_out)
+
+
+NULLS = {
+    **dict.fromkeys(("llama", "gemma2", "gemma3_text", "phi", "flex_olmo", "deepseek_v3"), ("attention_dropout",)),
+    **dict.fromkeys(
+        ("granitemoe", "granitemoeshared"), ("attention_dropout", "output_router_logits", "router_aux_loss_coef")
+    ),
+    "ernie4_5_moe": ("use_bias", "output_router_logits", "router_aux_loss_coef"),
+}
+"""Fields that transformers takes as null, with which its models compute as without them."""
+
+
+@pytest.mark.parametrize("family", NULLS)
+def test_null_means_the_default_and_comes_back(family: str) -> None:
+    for name in NULLS[family]:
+        hf = {"model_type": family, **SMALL, **NEEDED.get(family, {}), name: None}
+        assert transformers.AutoConfig.for_model(**hf).to_dict()[name] is None
+        config = FAMILIES[family].read_config(hf)
+        assert config == FAMILIES[family].read_config({n: v for n, v in hf.items() if n != name}), name
+        exported = export_config(config, Source(family, hf, "BF16"), FAMILIES[family], "BF16")
+        assert exported[name] is None and exported.keys() == hf.keys() | {"dtype"}
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("granitemoe", {"embedding_multiplier": None}),
+        ("granitemoeshared", {"logits_scaling": None}),
+        ("ernie4_5_moe", {"moe_norm_min": None}),
+        ("ernie4_5_moe", {"router_aux_loss_coef": None, "output_router_logits": True}),
+        ("llama", {"hidden_size": None}),
+    ],
+)
+def test_null_is_refused_where_transformers_cannot_compute_with_it(family: str, fields: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match=f"{next(iter(fields))} = None, which is not"):
+        read(family, **fields)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from pathlib import Path
 
@@ -85,8 +86,11 @@ def test_impossible_mixtures_are_refused(hf_folder: HFFolder, tmp_path: Path) ->
             upcycle(source, tmp_path / "x", *arguments)
     with pytest.raises(CheckpointError, match="layers"):
         upcycle(source, tmp_path / "x", 4, 2, layers=[7])
-    with pytest.raises(CheckpointError, match="noise_std is -1"):
-        upcycle(source, tmp_path / "x", 4, 2, noise_std=-1)
+    for noise in (-1, math.nan, math.inf):
+        with pytest.raises(CheckpointError, match=f"noise_std is {noise}; allowed: a finite number"):
+            upcycle(source, tmp_path / "x", 4, 2, noise_std=noise)
+    with pytest.raises(CheckpointError, match="claims 2000000 experts in 2 layers; at most 1000000"):
+        upcycle(source, tmp_path / "x", 2_000_000, 2)
     with pytest.raises(CheckpointError, match="already has experts"):
         upcycle(hf_folder("mixtral"), tmp_path / "x", 4, 2)
     assert not (tmp_path / "x").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,46 @@ def test_saving_into_a_folder_keeps_what_is_not_the_model(pair: Any, tmp_path: P
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("sizes", [("5GB", "20KB"), ("20KB", "5GB"), ("20KB", "40KB")])
+@torch.no_grad()
+def test_a_save_that_stops_leaves_one_of_both_models(pair: Any, tmp_path: Path, monkeypatch: Any, sizes: Any) -> None:
+    _, ours, source = pair("llama")
+    name, folder = "decoder.final_layernorm.weight", tmp_path / "saved"
+    after = TEModelForCausalLM.from_pretrained(source)
+    for parameter in after.parameters():
+        parameter.add_(1.0)
+    old, new = (model.state_dict()[name].clone() for model in (ours, after))
+    steps = 0
+
+    def stopping(method: Any, countdown: list[int]) -> Any:
+        def step(path: Path, *arguments: Any, **options: Any) -> Any:
+            if folder in (path.parent, *(Path(to).parent for to in arguments)):
+                if countdown[0] == 0:
+                    raise KeyboardInterrupt
+                countdown[0] -= 1
+            return method(path, *arguments, **options)
+
+        return step
+
+    while True:
+        shutil.rmtree(folder, ignore_errors=True)
+        ours.save_pretrained(folder, max_shard_size=sizes[0])
+        with monkeypatch.context() as patched:
+            countdown = [steps]
+            for method in ("replace", "unlink"):
+                patched.setattr(Path, method, stopping(getattr(Path, method), countdown))
+            try:
+                after.save_pretrained(folder, max_shard_size=sizes[1])
+                break
+            except KeyboardInterrupt:
+                pass
+        found = GPTModel.from_pretrained(folder).state_dict()[name]
+        assert torch.equal(found, old) or torch.equal(found, new), steps
+        steps += 1
+    assert steps > 4 and check_manifest(folder) > 2
+    assert torch.equal(GPTModel.from_pretrained(folder).state_dict()[name], new)
+
+
 def test_quantized_folders_stay_quantized(pair: Any, tmp_path: Path) -> None:
     _, _, source = pair("llama")
     quantize(source, tmp_path / "fp8", "current")
@@ -225,3 +266,38 @@ def test_what_cannot_be_honoured_is_refused(pair: Any, tmp_path: Path) -> None:
         TEModelForCausalLM.from_pretrained(tmp_path / "ours", config=config)
     with pytest.raises(AttributeError, match="describes no model"):
         TEConfig().vocab_size  # noqa: B018
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3_moe", "gemma3", "gpt2", "granite"])
+@torch.no_grad()
+def test_hidden_states_are_those_of_transformers(pair: Any, case: str) -> None:
+    theirs, ours, _ = pair(case)
+    for inputs in ({"input_ids": prompt()}, padded(prompt(), 4)):
+        expected, got = (model(**inputs, output_hidden_states=True).hidden_states for model in (theirs, ours))
+        seen = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
+        assert len(got) == len(expected) > 1
+        for a, b in zip(got, expected, strict=True):
+            torch.testing.assert_close(a[seen], b[seen], rtol=1e-4, atol=2e-5)
+    assert ours(prompt()).hidden_states is None
+    plain = ours(prompt(), return_dict=False)
+    assert len(ours(prompt(), return_dict=False, output_hidden_states=True)) == len(plain) + 1
+    with pytest.raises(ValueError, match="output_attentions is True; allowed: False"):
+        ours(prompt(), output_attentions=True)
+    settings = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    settings |= {"output_hidden_states": True, "return_dict_in_generate": True}
+    a, b = (model.generate(prompt(), **settings).hidden_states for model in (ours, theirs))
+    assert [[s.shape for s in step] for step in a] == [[s.shape for s in step] for step in b]
+
+
+@torch.no_grad()
+def test_assisted_generation_and_arguments_of_forward(pair: Any) -> None:
+    theirs, ours, folder = pair("llama")
+    assistant = TEModelForCausalLM.from_pretrained(folder)
+    assistant.gpt.output_layer.weight.add_(torch.randn_like(assistant.gpt.output_layer.weight) * 0.1)
+    settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = theirs.generate(prompt(1), **settings)
+    for model in (ours, theirs):
+        assert torch.equal(model.generate(prompt(1), assistant_model=assistant, **settings), expected)
+    assert torch.equal(ours.generate(prompt(1), logits_to_keep=1, **settings), expected)
+    with pytest.raises(ValueError, match="not used by the model"):
+        ours.generate(prompt(1), no_such_argument=1, **settings)
