@@ -7,6 +7,7 @@ never a pickle.
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 from pathlib import Path
@@ -45,7 +46,7 @@ def local_folder(name: str | os.PathLike[str], revision: str | None = None, **op
 
 def _download(repo: str, revision: str | None, name: object, options: dict[str, Any]) -> str:
     hub = require("huggingface_hub", "hf", feature=f"the hub id {name!r} (there is no such folder)")
-    errors = hub.errors
+    errors = importlib.import_module("huggingface_hub.errors")  # its lazy module has it only once somebody imported it
     try:
         return hub.snapshot_download(
             repo, revision=revision, allow_patterns=list(ALLOWED), ignore_patterns=list(IGNORED), **options

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any, ClassVar
@@ -147,6 +149,27 @@ def test_offline_with_the_real_client(tmp_path: Path, monkeypatch: pytest.Monkey
         local_folder("absent/model", cache_dir=tmp_path, local_files_only=True)
     with pytest.raises(CheckpointError, match="absent/mo--del is not a folder here, and "):
         local_folder("absent/mo--del", cache_dir=tmp_path)
+
+
+def test_in_a_process_that_imports_nothing_else(hf_folder: HFFolder, tmp_path: Path) -> None:
+    """The client loads its own modules lazily, and transformers is not there to have asked for them."""
+    model = tmp_path / "hub/models--org--name"
+    shutil.copytree(hf_folder("llama"), model / "snapshots" / ("0" * 40))
+    (model / "refs").mkdir()
+    (model / "refs/main").write_text("0" * 40)
+    code = """if True:
+        from te_models.checkpoints import CheckpointError, inspect
+        print(inspect("org/name").family)
+        try:
+            inspect("org/absent")
+        except CheckpointError as error:
+            print(error)
+    """
+    env = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    child = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    family, refused = child.stdout.splitlines() or [child.stderr, ""]
+    assert family == "llama"
+    assert refused.endswith("it is not in the cache of the hub, which cannot be reached")
 
 
 def test_without_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
