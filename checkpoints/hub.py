@@ -1,8 +1,8 @@
 """Hub ids, `org/name` or `org/name@revision`, where a folder is expected.
 
 They are downloaded by huggingface_hub, which keeps them in its cache and resumes what was interrupted. A folder of that
-name always wins. Only files that are read here are asked for: weights as safetensors, JSON, tokenizers, licences;
-never a pickle.
+name always wins. Only files that are read or copied here are asked for: weights as safetensors, JSON, tokenizers, the
+code that comes with them (which is never run), licences; never a pickle.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from te_models.extras import require
 
 from .errors import CheckpointError
 
-ALLOWED = ("*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt", "LICENSE*", "NOTICE*")
-IGNORED = ("*/*", "consolidated*")
-"""Files in subfolders, and the same weights once more under other names."""
+_TYPES = ("*.safetensors", "*.json", "*.model", "*.tiktoken", "*.py")
+ALLOWED = (*_TYPES, "*.jinja", "merges.txt", "vocab.txt", "LICENSE*", "NOTICE*")
+IGNORED = (*(f"*/{name}" for name in _TYPES), "consolidated*")
+"""Files in subfolders, chat templates aside, and the same weights once more under other names."""
 
 _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w][\w.-]*)(@(?P<revision>[\w][\w./-]*))?")
 

@@ -62,11 +62,12 @@ def save(
         if model.generation_config is not None:
             model.generation_config.save_pretrained(written)
         _narrow_manifest(written)
-        new = [path.name for path in written.iterdir()]
+        new = [str(path.relative_to(written)) for path in written.rglob("*") if path.is_file()]
         for old in folder.iterdir():
             if _WEIGHTS.fullmatch(old.name) and old.name not in new:
                 old.unlink()
         for name in sorted(new, key=lambda name: name in (CONFIG, MANIFEST)):
+            (folder / name).parent.mkdir(exist_ok=True)
             (written / name).replace(folder / name)
     finally:
         shutil.rmtree(temporary)

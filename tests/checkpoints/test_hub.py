@@ -31,6 +31,8 @@ def calls(hf_folder: HFFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (source / "pytorch_model.bin").write_bytes(b"a pickle")
     (source / "original").mkdir()
     (source / "original/model.safetensors").write_bytes(b"the same once more")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates/rag.jinja").write_text("rag")
 
     def download(
         repo: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str], **rest: Any
@@ -44,9 +46,10 @@ def calls(hf_folder: HFFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             name = str(file.relative_to(source))
             wanted = any(fnmatch.fnmatch(name, pattern) for pattern in allow_patterns)
             if wanted and not any(fnmatch.fnmatch(name, pattern) for pattern in ignore_patterns):
-                shutil.copy(file, blobs / name)
+                (snapshot / name).parent.mkdir(exist_ok=True)
+                shutil.copy(file, blobs / file.name)
                 if not (snapshot / name).exists():
-                    (snapshot / name).symlink_to(f"../../blobs/{name}")
+                    (snapshot / name).symlink_to(os.path.relpath(blobs / file.name, (snapshot / name).parent))
         return str(snapshot)
 
     monkeypatch.chdir(tmp_path)
@@ -62,17 +65,20 @@ def test_a_hub_id_is_downloaded_wherever_a_folder_is_expected(calls: Calls, tmp_
     assert inspect("org/llama").family == "llama"
     model = GPTModel.from_pretrained("org/llama")
     model.save_pretrained("saved")
-    assert (tmp_path / "saved/tokenizer.json").is_file(), "the files of the downloaded folder come along"
+    for name in ("tokenizer.json", "additional_chat_templates/rag.jinja"):
+        assert (tmp_path / "saved" / name).is_file(), "the files of the downloaded folder come along"
     assert {call["repo"] for call in calls} == {"org/llama"} and len(calls) == 4
 
 
 def test_only_files_that_are_read_are_asked_for(calls: Calls) -> None:
     folder = local_folder("org/llama")
-    names = {path.name for path in folder.iterdir()}
-    assert names == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
-    for name in ("pytorch_model.bin", "model.pt", "tokenizer.pkl", "modeling_x.py", "consolidated.00.safetensors"):
+    names = {path.name for path in folder.rglob("*") if path.is_file()}
+    assert names == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "rag.jinja"}
+    for name in ("pytorch_model.bin", "model.pt", "tokenizer.pkl", "consolidated.00.safetensors", "inference/x.py"):
         allowed = any(fnmatch.fnmatch(name, p) for p in ALLOWED)
         assert not allowed or any(fnmatch.fnmatch(name, p) for p in IGNORED), name
+    for name in ("tokenization_x.py", "tiktoken.model", "qwen.tiktoken", "tekken.json"):
+        assert any(fnmatch.fnmatch(name, p) for p in ALLOWED) and not any(fnmatch.fnmatch(name, p) for p in IGNORED)
 
 
 def test_a_folder_of_that_name_wins(calls: Calls, hf_folder: HFFolder, tmp_path: Path) -> None:
