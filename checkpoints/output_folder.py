@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from .atomic import FINISHED, check_destination, check_not_above, check_space, new_folder
+from .atomic import FINISHED, new_folder
 from .checkpoint import Checkpoint
 from .conversion_report import REPORT
+from .destination import check_destination, check_not_above, check_place, check_space
 from .errors import CheckpointError
 from .manifest import MANIFEST, manifest_bytes
 from .meter import Progress
@@ -45,6 +46,7 @@ def write_folder(
         kept; None: the tensors are not in files, and nothing is kept. extra: further small files, name -> content.
     dry_run: only check what can be checked before the first byte is written.
     """
+    check_place(destination)
     if sidecars_from is not None and files is not None:
         check_not_above(sidecars_from, destination)
     check_destination(destination, overwrite=overwrite)
