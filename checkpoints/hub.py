@@ -15,7 +15,7 @@ from typing import Any
 
 from te_models.extras import require
 
-from .errors import CheckpointError
+from .errors import CheckpointError, quote
 
 _TYPES = ("*.safetensors", "*.json", "*.model", "*.tiktoken", "*.py")
 ALLOWED = (*_TYPES, "*.jinja", "merges.txt", "vocab.txt", "LICENSE*", "NOTICE*")
@@ -34,11 +34,16 @@ def local_folder(name: str | os.PathLike[str], revision: str | None = None, **op
 
     Raises:
         MissingExtraError: huggingface_hub is not installed.
-        CheckpointError: the hub has no such model or revision, refuses it, or cannot be reached and the cache has none.
+        CheckpointError: the name is too long for a path; or the hub has no such model or revision, refuses it, or
+            cannot be reached and the cache has none.
     """
     folder = Path(name)
+    try:
+        there = folder.exists()
+    except OSError as error:
+        raise CheckpointError(f"{quote(str(name))} cannot be read: {error.strerror}") from None
     match = _HUB_ID.fullmatch(name) if isinstance(name, str) else None
-    if match is None or folder.exists():
+    if match is None or there:
         return folder
     if revision is not None and match["revision"] is not None:
         raise CheckpointError(f"{name} names a revision, and revision is {revision!r}; give one of them")

@@ -102,8 +102,9 @@ def test_a_dry_run_checks_what_the_run_does(hf_folder: HFFolder, tmp_path: Path,
     for convert in runs:
         with refused("full exists; choose another destination or pass overwrite", tmp_path):
             convert(source, tmp_path / "full", dry_run=dry_run)
-        with refused("max_shard_bytes is 0; allowed", tmp_path):
-            convert(source, tmp_path / "out", max_shard_bytes=0, dry_run=dry_run)
+        for size in (0, "5GB", 1e9):
+            with refused(f"max_shard_bytes is {size!r}; allowed: a positive number of bytes", tmp_path):
+                convert(source, tmp_path / "out", max_shard_bytes=size, dry_run=dry_run)
     shutil.copytree(source, tmp_path / "full/sub")
     with refused("contains the folder that is read", tmp_path):
         reshard(tmp_path / "full/sub", tmp_path / "full", overwrite=True, dry_run=dry_run)
@@ -117,3 +118,10 @@ def test_a_dry_run_checks_what_the_run_does(hf_folder: HFFolder, tmp_path: Path,
     save_file({**tensors, "lm_head.weight": copy}, source / "model.safetensors", metadata={"format": "pt"})
     with refused("tie_word_embeddings is true, but 'lm_head.weight' differs", tmp_path):
         import_hf(source, tmp_path / "out", dry_run=dry_run)
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, Path("a" * 300)])
+def test_a_source_that_is_no_path(tmp_path: Path, name: str | Path) -> None:
+    for convert in (import_hf, reshard):
+        with refused("^'a+'.* cannot be read: File name too long", tmp_path):
+            convert(name, tmp_path / "ours")
