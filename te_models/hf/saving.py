@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from te_models.checkpoints import save_model
+from te_models.checkpoints.errors import shorten
 from te_models.checkpoints.manifest import MANIFEST, manifest_bytes, read_manifest
 from te_models.checkpoints.shards import parse_size
 from te_models.checkpoints.strict_json import read_object
@@ -46,6 +47,9 @@ def save(
             raise ValueError(f"{folder} holds a model of type {kind!r}; choose another folder")
     tensors = dict(model.gpt.stored_tensors())
     if state_dict is not None:
+        missing = [name for name in tensors if name not in state_dict]
+        if missing:
+            raise ValueError(f"state_dict lacks parameters of the model: {shorten(missing)}")
         tensors = {name: state_dict[name] for name in tensors}
     origin = model.gpt.pretrained_folder
     folder.mkdir(parents=True, exist_ok=True)
