@@ -18,6 +18,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from .destination import check_destination, named, working_folder
 from .errors import CheckpointError
 
 _AT_FDCWD = -100
@@ -39,6 +40,7 @@ def new_folder(destination: Path, *, overwrite: bool, job: str | None = None) ->
     left; whatever else the block keeps beside it (in `folder.parent`) is there too.
     """
     check_destination(destination, overwrite=overwrite)
+    destination = named(destination)
     made = _make_parents(destination.parent)
     try:
         working, lock = _lock_working_folder(destination)
@@ -69,36 +71,6 @@ def new_folder(destination: Path, *, overwrite: bool, job: str | None = None) ->
         os.close(lock)
 
 
-def check_destination(destination: Path, *, overwrite: bool) -> None:
-    """Raise CheckpointError where `destination` may not be written."""
-    if destination.is_symlink() or (destination.exists() and not destination.is_dir()):
-        raise CheckpointError(f"{destination} exists and is not a folder")
-    if destination.exists() and not overwrite:
-        if not any(destination.iterdir()):
-            return
-        raise CheckpointError(f"{destination} exists; choose another destination or pass overwrite")
-
-
-def check_not_above(source: Path, destination: Path) -> None:
-    """Raise CheckpointError where replacing `destination` would remove the folder that is read along with its
-    surroundings. The folder itself may be replaced: it stays until the new one is complete."""
-    if destination.resolve() in source.resolve().parents:
-        raise CheckpointError(f"{destination} contains the folder that is read; choose another destination")
-
-
-def check_space(destination: Path, nbytes: int) -> None:
-    """Raise CheckpointError if the disk of `destination` cannot hold `nbytes` more, less what a killed run left."""
-    existing = next(p for p in (destination, *destination.parents) if p.exists())
-    free = shutil.disk_usage(existing).free
-    left = sum(path.lstat().st_blocks * 512 for path in _working_folder(destination).rglob("*"))
-    if free + left < nbytes:
-        raise CheckpointError(f"{destination} needs {_size(nbytes)} and its disk has {_size(free)} free")
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 10**8 else f"{nbytes / 1e6:.2f} MB"
-
-
 def replace_text(destination: Path, text: str) -> None:
     """Give a file new contents in one step: whoever opens it, even after a power cut, reads the old text or the new."""
     temporary = destination.with_name(f".{destination.name}.partial")
@@ -117,13 +89,9 @@ def flush(path: Path) -> None:
         os.close(fd)
 
 
-def _working_folder(destination: Path) -> Path:
-    return destination.parent / f".{destination.name}.partial"
-
-
 def _lock_working_folder(destination: Path) -> tuple[Path, int]:
     """Return the working folder and its lock, which the system releases when the process ends, however it does."""
-    working = _working_folder(destination)
+    working = working_folder(destination)
     while True:
         try:
             working.mkdir(mode=0o700, exist_ok=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 
@@ -22,9 +22,19 @@ from .load import layout_of
 from .naming import ExpertLayout, check_layout
 from .state_dicts import convert_tensors
 from .store import MemoryStore
+from .strict_json import parse_object
 from .te_folder import Source
 from .te_namespace import te_namespace
 from .tied import tied_copies
+
+
+@runtime_checkable
+class WritesConfig(Protocol):
+    """A configuration of transformers, as far as it is used here."""
+
+    def to_json_string(self) -> str:
+        """Return the content of config.json."""
+        ...
 
 
 class AutoConverter:
@@ -54,15 +64,22 @@ class AutoConverter:
             return cls(checkpoint.config, choose_family(checkpoint.config, source, family), source)
 
     @classmethod
-    def from_config(cls, config: ModelConfig | Mapping[str, Any], *, family: str | None = None) -> Self:
-        """Return the converter of a model of ours, or of the content of a Hugging Face config.json.
+    def from_config(cls, config: ModelConfig | Mapping[str, Any] | WritesConfig, *, family: str | None = None) -> Self:
+        """Return the converter of a model of ours, or of a Hugging Face one.
 
-        family: of a model of ours; None means the first that can express it.
+        Arguments:
+            config: a configuration of ours, the content of a config.json, or transformers' configuration of a model.
+            family: of a model of ours; None means the first that can express it.
         """
         if isinstance(config, ModelConfig):
             chosen = choose_family(config, None, family)
             chosen.write_config(config)  # raises if the family cannot express the model
             return cls(config, chosen)
+        if not isinstance(config, Mapping):
+            if isinstance(config, type) or not isinstance(config, WritesConfig):
+                allowed = "a ModelConfig, the content of a config.json, or a configuration of transformers"
+                raise CheckpointError(f"config is of type {type(config).__name__}; allowed: {allowed}")
+            config = parse_object(config.to_json_string().encode(), "the configuration")
         found = family_of(config.get("model_type"))
         if family not in (None, found.model_type):
             raise CheckpointError(f"the configuration is of the family {found.model_type!r}, not {family!r}")

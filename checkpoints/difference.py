@@ -18,7 +18,7 @@ from .meter import Progress
 from .naming import expected_tensors
 from .parameters import Parameters
 from .plan import copy_of
-from .verify import VerifyReport, compare_bits
+from .verify import VerifyReport, compare_bits, output_layers
 
 _PART = 1 << 20
 """Elements that are compared at a time."""
@@ -151,4 +151,7 @@ def _compare_carried(report: DiffReport, left: Checkpoint, right: Checkpoint) ->
             continue
         outputs = [copy_of(c.tensors[names[copy]], names[copy], copy) for c, names in ((left, mine), (right, theirs))]
         compare_bits(bits, left, outputs[0], right, outputs[1], rings)
+    copies_a, copies_b = output_layers(left, right)
+    for name in copies_a:
+        compare_bits(bits, left, copies_a[name], right, copies_b[name], rings)
     report.notes += bits.differences

@@ -1,12 +1,13 @@
 """Hub ids, `org/name` or `org/name@revision`, where a folder is expected.
 
 They are downloaded by huggingface_hub, which keeps them in its cache and resumes what was interrupted. A folder of that
-name always wins. Only files that are read here are asked for: weights as safetensors, JSON, tokenizers, licences;
-never a pickle.
+name always wins. Only files that are read or copied here are asked for: weights as safetensors, JSON, tokenizers, the
+code that comes with them (which is never run), licences; never a pickle.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 from pathlib import Path
@@ -14,11 +15,12 @@ from typing import Any
 
 from te_models.extras import require
 
-from .errors import CheckpointError
+from .errors import CheckpointError, quote
 
-ALLOWED = ("*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt", "LICENSE*", "NOTICE*")
-IGNORED = ("*/*", "consolidated*")
-"""Files in subfolders, and the same weights once more under other names."""
+_TYPES = ("*.safetensors", "*.json", "*.model", "*.tiktoken", "*.py")
+ALLOWED = (*_TYPES, "*.jinja", "merges.txt", "vocab.txt", "LICENSE*", "NOTICE*")
+IGNORED = (*(f"*/{name}" for name in _TYPES), "consolidated*")
+"""Files in subfolders, chat templates aside, and the same weights once more under other names."""
 
 _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w][\w.-]*)(@(?P<revision>[\w][\w./-]*))?")
 
@@ -32,11 +34,16 @@ def local_folder(name: str | os.PathLike[str], revision: str | None = None, **op
 
     Raises:
         MissingExtraError: huggingface_hub is not installed.
-        CheckpointError: the hub has no such model or revision, refuses it, or cannot be reached and the cache has none.
+        CheckpointError: the name is too long for a path; or the hub has no such model or revision, refuses it, or
+            cannot be reached and the cache has none.
     """
     folder = Path(name)
+    try:
+        there = folder.exists()
+    except OSError as error:
+        raise CheckpointError(f"{quote(str(name))} cannot be read: {error.strerror}") from None
     match = _HUB_ID.fullmatch(name) if isinstance(name, str) else None
-    if match is None or folder.exists():
+    if match is None or there:
         return folder
     if revision is not None and match["revision"] is not None:
         raise CheckpointError(f"{name} names a revision, and revision is {revision!r}; give one of them")
@@ -45,7 +52,7 @@ def local_folder(name: str | os.PathLike[str], revision: str | None = None, **op
 
 def _download(repo: str, revision: str | None, name: object, options: dict[str, Any]) -> str:
     hub = require("huggingface_hub", "hf", feature=f"the hub id {name!r} (there is no such folder)")
-    errors = hub.errors
+    errors = importlib.import_module("huggingface_hub.errors")  # its lazy module has it only once somebody imported it
     try:
         return hub.snapshot_download(
             repo, revision=revision, allow_patterns=list(ALLOWED), ignore_patterns=list(IGNORED), **options

@@ -17,7 +17,7 @@ from typing import Any
 from .errors import CheckpointError, quote, shorten
 from .hashing import FileRecord, Lane, record_of
 from .strict_json import dump_object, read_object
-from .weight_files import plain_file
+from .weight_files import file_inside, plain_file
 
 MANIFEST = "manifest.json"
 
@@ -61,7 +61,7 @@ def check_manifest(folder: str | Path, *, progress: Callable[[int, int], None] |
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder")
     records = read_manifest(folder)
-    paths = {name: plain_file(folder, name, MANIFEST) for name in records}
+    paths = {name: file_inside(folder, name, MANIFEST) for name in records}
     total, done = sum(record.size for record in records.values()), 0
 
     def moved(nbytes: int) -> None:

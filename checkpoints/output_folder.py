@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from .atomic import FINISHED, check_destination, check_not_above, check_space, new_folder
+from .atomic import FINISHED, new_folder
 from .checkpoint import Checkpoint
 from .conversion_report import REPORT
+from .destination import check_destination, check_not_above, check_place, check_space
 from .errors import CheckpointError
 from .manifest import MANIFEST, manifest_bytes
 from .meter import Progress
@@ -16,34 +17,11 @@ from .moved_report import moved_report
 from .plan import Plan
 from .resume import Journal, job_of
 from .shards import MAX_SHARD_BYTES, split_shards
+from .sidecars import find_sidecars, note_left_behind
 from .store import FileStore, Store
+from .strict_json import parse_object
 from .te_folder import CONFIG
-from .weight_files import plain_file
 from .writer import write_small_file, write_weights
-
-SIDECARS = (
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-    "merges.txt",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "special_tokens_map.json",
-    "spiece.model",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-    "vocab.txt",
-    "LICENSE",
-    "LICENSE.md",
-    "LICENSE.txt",
-    "NOTICE",
-)
-"""Files that travel with the weights, unchanged, in both directions: the tokenizer's and the image processor's."""
-
-_MAX_SIDECAR_BYTES = 256 << 20
 
 
 def write_folder(
@@ -58,18 +36,28 @@ def write_folder(
     overwrite: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Progress | None = None,
-) -> None:
-    """Carry out a plan. The destination appears complete or not at all, and an existing one stays until then.
+    dry_run: bool = False,
+) -> Plan:
+    """Carry out a plan; return it, with a note of the files beside the weights that are left behind.
+
+    The destination appears complete or not at all, and an existing one stays until then.
 
     files: what the store reads. What a killed or interrupted run of the same plan over the same files has finished is
         kept; None: the tensors are not in files, and nothing is kept. extra: further small files, name -> content.
+    dry_run: only check what can be checked before the first byte is written.
     """
+    check_place(destination)
     if sidecars_from is not None and files is not None:
         check_not_above(sidecars_from, destination)
     check_destination(destination, overwrite=overwrite)
-    sidecars = _find_sidecars(sidecars_from)
+    sidecars: dict[str, Path] = {}
+    if sidecars_from is not None:
+        sidecars = find_sidecars(sidecars_from, parse_object(config, CONFIG))
+        plan = replace(plan, notes=plan.notes + note_left_behind(sidecars_from, sidecars))
     shards = split_shards(plan, max_shard_bytes)
     check_space(destination, plan.total_bytes)
+    if dry_run:
+        return plan
     job = None if files is None else job_of(shards, files, config)
     before = None if files is None else files.state()
     with new_folder(destination, overwrite=overwrite, job=job) as folder:
@@ -78,6 +66,7 @@ def write_folder(
         if files is not None and files.state() != before:
             raise CheckpointError("the source files changed while they were read; convert them again")
         for name, path in sidecars.items():
+            (folder / name).parent.mkdir(exist_ok=True)
             records[name] = write_small_file(folder / name, path.read_bytes())
         if plan.report is not None:
             records[REPORT] = write_small_file(folder / REPORT, plan.report.to_bytes())
@@ -85,6 +74,7 @@ def write_folder(
             records[name] = write_small_file(folder / name, data)
         records[CONFIG] = write_small_file(folder / CONFIG, config)
         write_small_file(folder / MANIFEST, manifest_bytes(records))
+    return plan
 
 
 def write_conversion(
@@ -106,33 +96,17 @@ def write_conversion(
     """
     if plan.report is None:
         plan = replace(plan, report=moved_report(plan, ckpt.tensors))
-    if not dry_run:
-        ckpt.check_values()
-        write_folder(
-            destination,
-            plan,
-            store or ckpt.store,
-            config,
-            sidecars_from=ckpt.path,
-            files=ckpt.files,
-            extra=extra,
-            overwrite=overwrite,
-            max_shard_bytes=max_shard_bytes,
-            progress=progress,
-        )
-    return plan
-
-
-def _find_sidecars(folder: Path | None) -> dict[str, Path]:
-    found: dict[str, Path] = {}
-    if folder is None:
-        return found
-    for name in SIDECARS:
-        if (folder / name).exists() or (folder / name).is_symlink():
-            path = plain_file(folder, name)
-            if path.stat().st_size > _MAX_SIDECAR_BYTES:
-                raise CheckpointError(
-                    f"{name} of {folder} has {path.stat().st_size} bytes, too many for a tokenizer file"
-                )
-            found[name] = path
-    return found
+    ckpt.check_values()
+    return write_folder(
+        destination,
+        plan,
+        store or ckpt.store,
+        config,
+        sidecars_from=ckpt.path,
+        files=ckpt.files,
+        extra=extra,
+        overwrite=overwrite,
+        max_shard_bytes=max_shard_bytes,
+        progress=progress,
+        dry_run=dry_run,
+    )

@@ -59,20 +59,19 @@ def reshard(
         outputs = tuple(_whole(store, name) for name in _in_order(store, formats))
         plan = Plan(outputs, formats=formats, metadata=metadata)
         plan = replace(plan, report=moved_report(plan, store.tensors))
-        if not dry_run:
-            write_folder(
-                Path(dst),
-                plan,
-                store,
-                config.read_bytes(),
-                sidecars_from=folder,
-                files=store,
-                extra=_about_quantization(folder),
-                overwrite=overwrite,
-                max_shard_bytes=max_shard_bytes,
-                progress=progress,
-            )
-        return plan
+        return write_folder(
+            Path(dst),
+            plan,
+            store,
+            config.read_bytes(),
+            sidecars_from=folder,
+            files=store,
+            extra=_about_quantization(folder),
+            overwrite=overwrite,
+            max_shard_bytes=max_shard_bytes,
+            progress=progress,
+            dry_run=dry_run,
+        )
 
 
 def _about_quantization(folder: Path) -> dict[str, bytes]:

@@ -15,6 +15,7 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 import stat
 from collections.abc import Sequence
 from pathlib import Path
@@ -86,7 +87,11 @@ class Journal:
         found = run_all(check, shards, at_once, meter.stop)
         kept = {shard.file: record for shard, record in zip(shards, found) if record is not None}
         for path in content.iterdir():
-            if path.name not in kept:
+            if path.name in kept:
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
                 path.unlink()
         if kept:
             size = sum(shard.nbytes for shard in shards if shard.file in kept)

@@ -77,7 +77,7 @@ def save_model(
             moved.outputs if fetch is None else tuple(_fetched(o, fetch, set(kept.values())) for o in moved.outputs)
         )
         plan = replace(moved, outputs=outputs, formats=stored_formats)
-        write_folder(
+        return write_folder(
             Path(out_dir),
             plan,
             joined,
@@ -87,7 +87,6 @@ def save_model(
             max_shard_bytes=max_shard_bytes,
             progress=progress,
         )
-    return plan
 
 
 def _fetched(output: Output, fetch: Callable[[str], torch.Tensor], kept: Container[str]) -> Output:

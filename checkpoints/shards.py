@@ -54,8 +54,8 @@ def split_shards(plan: Plan, max_shard_bytes: int) -> list[Shard]:
 
     A single larger output gets a file of its own, and the entries of one quantized parameter stay together.
     """
-    if max_shard_bytes < 1:
-        raise CheckpointError(f"max_shard_bytes is {max_shard_bytes}; allowed: a positive number")
+    if not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
+        raise CheckpointError(f"max_shard_bytes is {max_shard_bytes!r}; allowed: a positive number of bytes")
     groups: list[list[Output]] = [[]]
     size = 0
     for unit in _units(plan):

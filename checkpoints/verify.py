@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from .plan import Output, copy_of
 from .quantized_format import SUFFIXES
 
 MAX_DIFFERENCES = 20
+_EMBEDDING = "embedding.word_embeddings.weight"
 
 
 @dataclass
@@ -50,7 +51,7 @@ class VerifyReport:
 
 def verify(a: PathLike, b: PathLike, *, progress: Progress | None = None) -> VerifyReport:
     """Compare two folders of either kind: model configuration, then every parameter, as in the grouped layout, and the
-    tensors that travel along unused.
+    tensors that travel along unused. A stored output layer that should repeat the embedding, and does not, differs.
 
     Quantized parameters are compared as stored (data and scales). Two Hugging Face folders of different files but equal
     content are equal; so are a Hugging Face folder and its import in either layout.
@@ -60,6 +61,8 @@ def verify(a: PathLike, b: PathLike, *, progress: Progress | None = None) -> Ver
         for path in differing_fields(left.config.to_dict(), right.config.to_dict()):
             report.add(f"config: {path} differs")
         outputs_a, outputs_b = _canonical_outputs(left), _canonical_outputs(right)
+        for outputs, copies in zip((outputs_a, outputs_b), output_layers(left, right)):
+            outputs |= copies
         for name in (n for n in {**left.formats, **right.formats} if left.formats.get(n) != right.formats.get(n)):
             report.add(f"{name}: {_format(left, name)} and {_format(right, name)}")
             for entry in (name + suffix for suffix in SUFFIXES.values()):
@@ -88,6 +91,30 @@ def _canonical_outputs(ckpt: Checkpoint) -> dict[str, Output]:
         outputs[name] = Output(name, dtypes[0], target.canonical[name], tuple(pieces))
     for name, copy in our_names(ckpt.carried).items():
         outputs[copy] = copy_of(ckpt.tensors[name], name, copy)
+    return outputs
+
+
+def output_layers(left: Checkpoint, right: Checkpoint) -> tuple[dict[str, Output], dict[str, Output]]:
+    """Return, for each tensor of either folder that should only repeat the tied embedding, what each of them has there:
+    the stored tensor, or where it stores none, the embedding."""
+    names = {**left.tied_copies, **right.tied_copies}
+    tied = all(c.config.embedding.share_embeddings_and_output_weights for c in (left, right))
+    if not names or not tied or any(_EMBEDDING in c.formats for c in (left, right)):
+        return {}, {}
+    return _output_layers(left, names), _output_layers(right, names)
+
+
+def _output_layers(ckpt: Checkpoint, names: Iterable[str]) -> dict[str, Output]:
+    embedding = _canonical_outputs(ckpt)[_EMBEDDING]
+    outputs = {}
+    for name in names:
+        outputs[name] = replace(embedding, name=name)
+        if name in ckpt.tied_copies:
+            original, copy = ckpt.tied_copies[name], ckpt.tensors[name]
+            outputs[name] = copy_of(copy, name, name)
+            if copy.shape == ckpt.tensors[original].shape:  # it lies in the files as the embedding does
+                pieces = tuple(replace(piece, source=name) for piece in embedding.pieces)
+                outputs[name] = Output(name, copy.dtype, embedding.shape, pieces)
     return outputs
 
 

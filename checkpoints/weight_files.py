@@ -13,6 +13,9 @@ from .strict_json import read_object
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+TEMPLATES = "additional_chat_templates"
+"""The one folder inside a model folder whose files are read."""
+
 _NUMBERED = re.compile(r"(.*?)(\d{1,9})(-of-\d{1,9})(.*)")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
@@ -103,8 +106,19 @@ def plain_file(folder: Path, name: str, named_by: str | None = None) -> Path:
     return path
 
 
+def file_inside(folder: Path, name: str, named_by: str | None = None) -> Path:
+    """As `plain_file`, and for `additional_chat_templates/NAME` a file directly inside that folder."""
+    template = name.removeprefix(f"{TEMPLATES}/")
+    if template == name:
+        return plain_file(folder, name, named_by)
+    if (folder / TEMPLATES).is_symlink():
+        raise CheckpointError(f"{TEMPLATES} of {folder} is a symbolic link, not a folder")
+    return plain_file(folder / TEMPLATES, template, named_by)
+
+
 def _allowed_targets(folder: Path) -> Iterable[Path]:
     real = folder.resolve()
     yield real
-    if real.parent.name == "snapshots":
-        yield real.parent.parent / "blobs"
+    snapshot = real.parent if real.name == TEMPLATES else real
+    if snapshot.parent.name == "snapshots":
+        yield snapshot.parent.parent / "blobs"

@@ -115,11 +115,11 @@ def same_as_first_run(given: T) -> T:
     inside: list[FirstRun] = []
     for run in reversed(_RUNS):
         if isinstance(run, Recomputation):
-            given = next(run.replay)
+            given = next(run.replay)  # type: ignore[assignment]
             break
         inside.append(run)
     for first in inside:
-        first.given.append(given)
+        first.given.append(given)  # type: ignore[arg-type]
     return given
 
 
@@ -129,7 +129,7 @@ def once(make: Callable[[], T]) -> T:
     Selective checkpointing finds what it kept by counting operations, so it must not see those of the one call.
     """
     if recomputing():
-        return same_as_first_run(None)
+        return same_as_first_run(None)  # type: ignore[return-value]
     with _disable_current_modes() if _RUNS else nullcontext():
         made = make()
     return same_as_first_run(made)

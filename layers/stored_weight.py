@@ -9,6 +9,7 @@ from .autocast import quantized_model_init, state
 from .initial_values import preserve
 from .overrides import PerModuleRecipe
 from .quantized_module import QuantizedModule
+from .quantized_tensor import QuantizedTensor
 from .quantizer import Quantizer
 from .recipe import Recipe
 from .whole_model import quantized_modules
@@ -43,7 +44,7 @@ def store_weights_as_asked(module: QuantizedModule, stored: dict[int, nn.Paramet
             if state().preserve_init_val:
                 preserve(module, name, parameter, weight.detach())
             stored[id(weight)] = parameter
-        elif parameter.quantizer != quantizer:
+        elif isinstance(parameter, QuantizedTensor) and parameter.quantizer != quantizer:
             raise ValueError(
                 f"{name} of {module.name or type(module).__name__} is shared with a layer that stores it as "
                 f"{parameter.quantizer}, and is to be {quantizer} here; layers that share a weight need one format"

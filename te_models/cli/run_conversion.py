@@ -112,6 +112,9 @@ def _convert(args: argparse.Namespace, function: Callable[..., Any], **options: 
 
 def _check_replaceable(out: Path, *, force: bool) -> None:
     """Only a model folder is ever replaced, whatever the user typed for OUT."""
+    from te_models.checkpoints.destination import check_place
+
+    check_place(out)
     if not out.is_dir() or not any(out.iterdir()):
         return
     if not force:

@@ -41,20 +41,21 @@ def load(
     *,
     config: TEConfig | None,
     dtype: torch.dtype | str | None,
-    device_map: torch.device | str | None,
+    device_map: torch.device | str | int | Mapping[str, Any] | None,
     recipe: Recipe | None,
     expert_layout: str | None,
     options: Mapping[str, Any],
 ) -> tuple[GPTModel, TEConfig, transformers.GenerationConfig | None]:
     """Return the model, its configuration, and the folder's generation_config.json."""
     hub = {option: value for option, value in options.items() if option in _HUB and value is not None}
-    for option, value in options.items():
+    # transformers' Auto classes take this option out of the call and put it into the configuration.
+    within = None if config is None else config._attn_implementation
+    for option, value in ({"attn_implementation": within} | dict(options)).items():
         if option in _HUB or option == "_commit_hash":
             continue
         if value not in _WITHOUT_MEANING.get(option, (None,)):
             raise ValueError(f"{option} is {value!r}, which TEModelForCausalLM.from_pretrained cannot honour")
-    if isinstance(device_map, str) and device_map in ("auto", "balanced", "sequential"):
-        raise ValueError(f"device_map is {device_map!r}; allowed: one device, as 'cuda:0', or None")
+    device = _device(device_map)
     folder = local_folder(name, **hub)
     with open_checkpoint(folder) as checkpoint:
         found = TEConfig.of(checkpoint)
@@ -67,8 +68,19 @@ def load(
     layout: Any = expert_layout or found.expert_layout
     found.expert_layout, found.dtype = layout, wanted
     found.name_or_path = str(name)
-    gpt = GPTModel.from_pretrained(folder, dtype=wanted, device=device_map, recipe=recipe, expert_layout=layout)
+    gpt = GPTModel.from_pretrained(folder, dtype=wanted, device=device, recipe=recipe, expert_layout=layout)
     generation = None
     if (folder / "generation_config.json").is_file():
         generation = transformers.GenerationConfig.from_pretrained(folder)
     return gpt, found, generation
+
+
+def _device(device_map: torch.device | str | int | Mapping[str, Any] | None) -> torch.device | None:
+    """Return the one device that a device_map stands for; a mapping may give one for the whole model, named ""."""
+    one = device_map
+    if isinstance(device_map, Mapping) and list(device_map) == [""]:
+        one = device_map[""]
+    try:
+        return None if one is None else torch.device(one)  # type: ignore[arg-type]
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device_map is {device_map!r}; allowed: one device, as 'cuda:0', or None") from None

@@ -156,7 +156,7 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
         *,
         config: TEConfig | None = None,
         dtype: torch.dtype | str | None = None,
-        device_map: torch.device | str | None = None,
+        device_map: torch.device | str | int | dict[str, Any] | None = None,
         recipe: Recipe | None = None,
         expert_layout: str | None = None,
         **options: Any,
@@ -166,7 +166,7 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
         Arguments:
             config: as transformers' Auto classes pass it; it must describe the model of the folder.
             dtype: of the parameters; None and "auto" mean that of the files.
-            device_map: the one device to load to.
+            device_map: the one device to load to, or a mapping from "" to it.
             recipe: store the linear layers' weights in its quantized format.
             expert_layout: "grouped" or "per-gemm"; None means that of the folder.
             options: of transformers' own from_pretrained: those that choose a download are used, those that mean

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from te_models.checkpoints import save_model
+from te_models.checkpoints.errors import shorten
 from te_models.checkpoints.manifest import MANIFEST, manifest_bytes, read_manifest
 from te_models.checkpoints.shards import parse_size
 from te_models.checkpoints.strict_json import read_object
@@ -47,6 +48,9 @@ def save(
             raise ValueError(f"{folder} holds a model of type {kind!r}; choose another folder")
     tensors = dict(model.gpt.stored_tensors())
     if state_dict is not None:
+        missing = [name for name in tensors if name not in state_dict]
+        if missing:
+            raise ValueError(f"state_dict lacks parameters of the model: {shorten(missing)}")
         tensors = {name: state_dict[name] for name in tensors}
     origin = model.gpt.pretrained_folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -72,7 +76,7 @@ def _move_in(written: Path, folder: Path) -> None:
     """Move a model's files to where an older one may be, so that the weights in `folder` are those of one of them if
     the process is killed: no file goes before others are complete that are read without it (`open_weights`). Only
     between two models in as many shards, which have the same names, there is a time when both are mixed."""
-    new = {path.name for path in written.iterdir()}
+    new = {str(path.relative_to(written)) for path in written.rglob("*") if path.is_file()}
     first = {name for name in new if _WEIGHTS.fullmatch(name)} - {SINGLE, INDEX}
     for name in sorted(first):
         (written / name).replace(folder / name)
@@ -81,6 +85,7 @@ def _move_in(written: Path, folder: Path) -> None:
             (folder / other).unlink(missing_ok=True)  # shards are read without an index, too
             (written / name).replace(folder / name)
     for name in sorted(new - first - {SINGLE, INDEX}, key=lambda name: name in (CONFIG, MANIFEST)):
+        (folder / name).parent.mkdir(exist_ok=True)
         (written / name).replace(folder / name)
     for old in folder.iterdir():
         if _WEIGHTS.fullmatch(old.name) and old.name not in new:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any, ClassVar
@@ -29,6 +31,8 @@ def calls(hf_folder: HFFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (source / "pytorch_model.bin").write_bytes(b"a pickle")
     (source / "original").mkdir()
     (source / "original/model.safetensors").write_bytes(b"the same once more")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates/rag.jinja").write_text("rag")
 
     def download(
         repo: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str], **rest: Any
@@ -42,9 +46,10 @@ def calls(hf_folder: HFFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             name = str(file.relative_to(source))
             wanted = any(fnmatch.fnmatch(name, pattern) for pattern in allow_patterns)
             if wanted and not any(fnmatch.fnmatch(name, pattern) for pattern in ignore_patterns):
-                shutil.copy(file, blobs / name)
+                (snapshot / name).parent.mkdir(exist_ok=True)
+                shutil.copy(file, blobs / file.name)
                 if not (snapshot / name).exists():
-                    (snapshot / name).symlink_to(f"../../blobs/{name}")
+                    (snapshot / name).symlink_to(os.path.relpath(blobs / file.name, (snapshot / name).parent))
         return str(snapshot)
 
     monkeypatch.chdir(tmp_path)
@@ -60,17 +65,20 @@ def test_a_hub_id_is_downloaded_wherever_a_folder_is_expected(calls: Calls, tmp_
     assert inspect("org/llama").family == "llama"
     model = GPTModel.from_pretrained("org/llama")
     model.save_pretrained("saved")
-    assert (tmp_path / "saved/tokenizer.json").is_file(), "the files of the downloaded folder come along"
+    for name in ("tokenizer.json", "additional_chat_templates/rag.jinja"):
+        assert (tmp_path / "saved" / name).is_file(), "the files of the downloaded folder come along"
     assert {call["repo"] for call in calls} == {"org/llama"} and len(calls) == 4
 
 
 def test_only_files_that_are_read_are_asked_for(calls: Calls) -> None:
     folder = local_folder("org/llama")
-    names = {path.name for path in folder.iterdir()}
-    assert names == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
-    for name in ("pytorch_model.bin", "model.pt", "tokenizer.pkl", "modeling_x.py", "consolidated.00.safetensors"):
+    names = {path.name for path in folder.rglob("*") if path.is_file()}
+    assert names == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "rag.jinja"}
+    for name in ("pytorch_model.bin", "model.pt", "tokenizer.pkl", "consolidated.00.safetensors", "inference/x.py"):
         allowed = any(fnmatch.fnmatch(name, p) for p in ALLOWED)
         assert not allowed or any(fnmatch.fnmatch(name, p) for p in IGNORED), name
+    for name in ("tokenization_x.py", "tiktoken.model", "qwen.tiktoken", "tekken.json"):
+        assert any(fnmatch.fnmatch(name, p) for p in ALLOWED) and not any(fnmatch.fnmatch(name, p) for p in IGNORED)
 
 
 def test_a_folder_of_that_name_wins(calls: Calls, hf_folder: HFFolder, tmp_path: Path) -> None:
@@ -147,6 +155,27 @@ def test_offline_with_the_real_client(tmp_path: Path, monkeypatch: pytest.Monkey
         local_folder("absent/model", cache_dir=tmp_path, local_files_only=True)
     with pytest.raises(CheckpointError, match="absent/mo--del is not a folder here, and "):
         local_folder("absent/mo--del", cache_dir=tmp_path)
+
+
+def test_in_a_process_that_imports_nothing_else(hf_folder: HFFolder, tmp_path: Path) -> None:
+    """The client loads its own modules lazily, and transformers is not there to have asked for them."""
+    model = tmp_path / "hub/models--org--name"
+    shutil.copytree(hf_folder("llama"), model / "snapshots" / ("0" * 40))
+    (model / "refs").mkdir()
+    (model / "refs/main").write_text("0" * 40)
+    code = """if True:
+        from te_models.checkpoints import CheckpointError, inspect
+        print(inspect("org/name").family)
+        try:
+            inspect("org/absent")
+        except CheckpointError as error:
+            print(error)
+    """
+    env = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    child = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    family, refused = child.stdout.splitlines() or [child.stderr, ""]
+    assert family == "llama"
+    assert refused.endswith("it is not in the cache of the hub, which cannot be reached")
 
 
 def test_without_the_client(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from pathlib import Path
 
@@ -11,7 +12,17 @@ import torch
 from safetensors.torch import save_file
 
 from te_models import GPTModel
-from te_models.checkpoints import CheckpointError, dequantize, export_hf, import_hf, open_checkpoint, quantize, relayout
+from te_models.checkpoints import (
+    CheckpointError,
+    dequantize,
+    diff,
+    export_hf,
+    import_hf,
+    open_checkpoint,
+    quantize,
+    relayout,
+    verify,
+)
 from tests.checkpoints.family_cases import make
 from tests.checkpoints.hf_cases import assert_same_bits, stored
 
@@ -85,3 +96,30 @@ def test_files_without_one_and_other_families_get_none(tmp_path: Path) -> None:
         (tmp_path / "ours/config.json").write_text(json.dumps(config))
         with pytest.raises(CheckpointError, match="tied_copies are not a list of names"):
             open_checkpoint(tmp_path / "ours")
+
+
+def with_output_layer(folder: Path, tensor: torch.Tensor | None) -> Path:
+    others = {name: t for name, t in stored(folder).items() if name != "lm_head.weight"}
+    layer = {} if tensor is None else {"lm_head.weight": tensor}
+    save_file(others | layer, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_one_that_is_no_copy_is_a_difference(tmp_path: Path) -> None:
+    source = folder_with_a_copy("gemma", tmp_path / "hf")
+    import_hf(source, tmp_path / "ours")
+    true = stored(source)["lm_head.weight"]
+    wrong = true.clone()
+    wrong[1, 2] = 3.0
+    folders = {name: shutil.copytree(source, tmp_path / name) for name in ("none", "wrong", "wrong-too", "short")}
+    for name, tensor in {"none": None, "wrong": wrong, "wrong-too": wrong, "short": true[1:].clone()}.items():
+        with_output_layer(folders[name], tensor)
+    for other in (source, folders["none"], tmp_path / "ours"):
+        for a, b in ((folders["wrong"], other), (other, folders["wrong"])):
+            report = verify(a, b)
+            assert not report.equal and len(report.differences) == 1
+            assert report.differences[0].startswith("lm_head.weight[1, 2]: ")
+            assert not diff(a, b).equal and diff(a, b).notes == report.differences
+        assert verify(source, other).equal and diff(source, other).equal
+        assert verify(other, folders["none"]).equal and not verify(other, folders["short"]).equal
+    assert verify(folders["wrong"], folders["wrong-too"]).equal and diff(folders["wrong"], folders["wrong-too"]).equal

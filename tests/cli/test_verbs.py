@@ -228,7 +228,7 @@ def test_what_contains_the_folder_that_is_read_is_not_replaced(
     for verb in ("import", "reshard", "toy"):
         assert main([verb, "model", out, "--force"]) == 2
         error = capsys.readouterr().err
-        assert ("contains the folder that is read" in error) or (out == "link" and "is not a folder" in error)
+        assert ("is the current directory, or contains it" in error) or (out == "link" and "is not a folder" in error)
     assert {path: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before
 
 

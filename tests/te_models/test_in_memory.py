@@ -66,8 +66,11 @@ def test_a_model_from_memory_is_saved_with_its_family(tmp_path: Path, case: str)
 
 def test_tensors_are_shared_where_nothing_moves_and_copied_where_it_does() -> None:
     theirs = model_of("llama")
-    converter = AutoConverter.from_config(json.loads(theirs.config.to_json_string()))
+    converter = AutoConverter.from_config(theirs.config)
+    same = AutoConverter.from_config(json.loads(theirs.config.to_json_string()))
     ours = converter.from_hf(theirs.state_dict())
+    assert converter.config == same.config
+    assert json.loads(json.dumps(converter.hf_config(ours))) == same.hf_config(ours)
     hf = theirs.state_dict()
     assert ours["output_layer.weight"].data_ptr() == hf["lm_head.weight"].data_ptr()
     qkv = ours["decoder.layers.0.self_attention.linear_qkv.weight"]
@@ -103,6 +106,9 @@ def test_a_model_of_ours_becomes_the_family_that_fits_or_is_asked_for() -> None:
     with pytest.raises(CheckpointError, match="'unknown' is not supported"):
         AutoConverter.from_config(config, family="unknown")
     assert AutoConverter.from_config(config).family.model_type == "llama"
+    for wrong in (3, transformers.LlamaConfig):
+        with pytest.raises(CheckpointError, match=r"config is .*; allowed: a ModelConfig, .* of transformers"):
+            AutoConverter.from_config(wrong)
 
 
 def test_wrong_state_dicts_are_refused(tmp_path: Path) -> None:

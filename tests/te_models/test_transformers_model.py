@@ -20,6 +20,7 @@ from te_models.checkpoints import check_manifest, import_hf, quantize, verify
 from te_models.hf import TEConfig, TEModelForCausalLM
 from te_models.layers import Float8CurrentScaling, MXFP8BlockScaling, QuantizedTensor, autocast
 from tests.checkpoints.family_cases import CASES, make
+from tests.checkpoints.hf_cases import assert_same_bits
 from tests.te_models.hf_models import hf_model
 
 FAMILIES = ("llama", "mistral-window", "qwen3_moe", "deepseek_v3", "gpt_oss", "gemma3", "gpt2", "llama4")
@@ -255,11 +256,24 @@ def test_what_cannot_be_honoured_is_refused(pair: Any, tmp_path: Path) -> None:
     for options, message in (
         ({"quantization_config": {"bits": 4}}, "quantization_config is .* cannot honour"),
         ({"device_map": "auto"}, "device_map is 'auto'; allowed: one device"),
+        ({"device_map": {"": "disk"}}, "device_map is {'': 'disk'}; allowed: one device"),
+        ({"device_map": {"decoder": "cpu", "": "cpu"}}, "device_map is {'decoder': 'cpu', '': 'cpu'}; allowed: one"),
         ({"attn_implementation": "flash_attention_2"}, "attn_implementation is 'flash_attention_2'"),
     ):
         with pytest.raises(ValueError, match=message):
             TEModelForCausalLM.from_pretrained(source, **options)
     import_hf(source, tmp_path / "ours")
+    auto = transformers.AutoModelForCausalLM
+    for name in ("flash_attention_2", "eager"):
+        with pytest.raises(ValueError, match=f"attn_implementation is '{name}', which .* cannot honour"):
+            auto.from_pretrained(tmp_path / "ours", attn_implementation=name)
+    loaded = auto.from_pretrained(tmp_path / "ours", attn_implementation="sdpa", device_map={"": "cpu"})
+    assert_same_bits(auto.from_pretrained(tmp_path / "ours", config=loaded.config).state_dict(), ours.state_dict())
+    values = loaded.state_dict()
+    del values["decoder.final_layernorm.weight"]
+    with pytest.raises(ValueError, match=r"state_dict lacks .*: 'decoder\.final_layernorm\.weight'"):
+        loaded.save_pretrained(tmp_path / "part", state_dict=values)
+    assert not (tmp_path / "part").exists()
     config = transformers.AutoConfig.from_pretrained(tmp_path / "ours")
     config.config["vocab_size"] += 1
     with pytest.raises(ValueError, match="config does not describe the model"):
