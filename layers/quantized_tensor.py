@@ -117,7 +117,7 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
     @property
     def data(self) -> Tensor:
         """This tensor without its history; assigning a tensor of its shape to it quantizes that one into this."""
-        return torch.Tensor.data.__get__(self)
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
     @data.setter
     def data(self, values: Tensor) -> None:
