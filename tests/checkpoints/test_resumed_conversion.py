@@ -218,7 +218,7 @@ def test_a_source_that_changes_meanwhile_is_noticed(hf_folder: HFFolder, tmp_pat
 
 def test_ctrl_c_keeps_finished_files(hf_folder: HFFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A real SIGINT to a real process of the command line, which goes on where another one was killed, says so, and
-    begins no fourth file before the signal is sent."""
+    begins no third of three files before the signal is sent."""
     source, out = hf_folder("mixtral"), tmp_path / "out"
     working = interrupted(do_import, source, out, files=2)
     code = (
@@ -227,7 +227,7 @@ def test_ctrl_c_keeps_finished_files(hf_folder: HFFolder, tmp_path: Path, caplog
         "from te_models.cli.main import main\n"
         "real, begun, sent = HashedFile.write_header, itertools.count(1), pathlib.Path(sys.argv[1])\n"
         "def write_header(self, data):\n"
-        "    late = next(begun) > 3\n"
+        "    late = next(begun) > 2\n"
         "    while late and not sent.exists():\n"
         "        time.sleep(0.01)\n"
         "    real(self, data)\n"

@@ -108,7 +108,7 @@ def test_only_the_steps_that_are_due_pay_for_statistics(tmp_path: Path, monkeypa
         noted.append(arguments[1])
         note_statistics(*arguments)
 
-    for module in ("dense_gemms", "grouped_gemms", "quantized_module"):
+    for module in ("dense_gemms", "grouped_gemms", "weight_cache"):
         monkeypatch.setattr(f"te_models.layers.{module}.note_statistics", spy)
     curves = []
     for every in (0, 2):
