@@ -7,12 +7,15 @@ matter and makes them explicit.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
 
 from .model import GPTModel
+
+if TYPE_CHECKING:  # a torch without distributed has none
+    from torch.distributed import ProcessGroup
 
 Mode = Literal["whole", "block"]
 M = TypeVar("M", bound=torch.nn.Module)
@@ -25,6 +28,7 @@ def compile_model(
     dynamic: bool | None = None,
     backend: str = "inductor",
     timeout_s: float = 1800.0,
+    process_group: ProcessGroup | None = None,
 ) -> M:
     """Compile `model` in place and return it; parameter names do not change.
 
@@ -37,18 +41,21 @@ def compile_model(
 
     With several ranks in the default process group every rank must call this, and must call the model equally often:
     ranks then compile together and for the same shapes (`compile_ranks`), except with dynamic=False, where a shape is
-    each rank's own. timeout_s: how long a rank waits for the others before it names those that are missing.
+    each rank's own. process_group: all this holds for its ranks alone, say those of one pipeline stage; None: the
+    default group. timeout_s: how long a rank waits for the others before it names those that are missing.
 
-    ValueError for an unknown mode, "block" of what is no GPTModel, and "whole" of a model sharded by FSDP2, whose
-    gathers lie between the graphs of its blocks.
+    ValueError for an unknown mode, "block" of what is no GPTModel, "whole" of a model sharded by FSDP2, whose gathers
+    lie between the graphs of its blocks, and a group without this rank.
     """
+    if process_group is not None and dist.get_rank(process_group) < 0:
+        raise ValueError(f"process_group does not contain this rank, {dist.get_rank()}; allowed: a group that does")
     modules = compiled_parts(model, mode)
     for module in modules:
         compile_part(module, dynamic=dynamic, backend=backend)
-    if dynamic is not False and _several_ranks():
+    if dynamic is not False and _several_ranks(process_group):
         from .compile_ranks import synchronized  # imports the compiler, which start-up need not
 
-        together = synchronized(timeout_s)
+        together = synchronized(timeout_s, process_group)
         for module in modules:
             module._compiled_call_impl = together(module._compiled_call_impl)  # type: ignore[arg-type]
     return model
@@ -96,8 +103,8 @@ def _sizes_apart(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _several_ranks() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+def _several_ranks(group: ProcessGroup | None) -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 
 
 def _is_sharded(model: torch.nn.Module) -> bool:

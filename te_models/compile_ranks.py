@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -29,20 +30,23 @@ from torch._dynamo.device_interface import CpuInterface
 
 _GRACE_S = 5.0
 """How long a rank that gave up waits for others that gave up, too."""
-_calls = itertools.count()
-"""Numbers the calls of `synchronized`, alike on all ranks."""
+_calls: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+"""Numbers the calls of `synchronized` for a group, alike on all its ranks."""
 
 
 class MissingRanksError(RuntimeError):
     """Ranks did not come to compile, or to call, together with this one; the message names them."""
 
 
-def synchronized(timeout_s: float) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def synchronized(
+    timeout_s: float, ranks: dist.ProcessGroup | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator for compiled functions that all ranks call equally often. Every rank must call this.
 
-    timeout_s: how long a call, and this one, waits for other ranks. It then raises MissingRanksError.
+    timeout_s: how long a call, and this one, waits for other ranks. It then raises MissingRanksError. ranks: those of
+    this group only; None: all.
     """
-    group = _group_of_all(timeout_s)
+    group = _own_group(timeout_s, ranks)
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -110,20 +114,24 @@ def _together(group: dist.ProcessGroup, found: list[MissingRanksError]) -> Itera
         dynamo_groups._COMPILE_PG = before
 
 
-def _group_of_all(timeout_s: float) -> dist.ProcessGroup:
-    """Return a new gloo group of all ranks."""
-    coming = f"te_models/compiling/{next(_calls)}"
-    store, me = dist.distributed_c10d._get_default_store(), dist.get_rank()
+def _own_group(timeout_s: float, of: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return a new gloo group of the ranks of a group; None: of all."""
+    whole = dist.group.WORLD if of is None else of
+    assert whole is not None, "torch.distributed is initialised"
+    coming = f"te_models/compiling/{whole.group_name}/{next(_calls[whole.group_name])}"
+    store, me, ranks = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_process_group_ranks(whole)
     store.set(f"{coming}/{me}", "")
     try:
-        group = dist.new_group(backend="cpu:gloo", timeout=timedelta(seconds=timeout_s))
+        # ranks outside of a smaller group do not come here
+        group = dist.new_group(
+            ranks, backend="cpu:gloo", timeout=timedelta(seconds=timeout_s), use_local_synchronization=of is not None
+        )
     except RuntimeError as error:
-        names = _without(coming, range(dist.get_world_size()))
         raise MissingRanksError(
-            f"rank {me} waited in vain to compile a model together with rank {names}: all ranks must call "
-            "compile_model, and equally often"
+            f"rank {me} waited in vain to compile a model together with rank {_without(coming, ranks)}: all ranks must "
+            "call compile_model, and equally often"
         ) from error
-    assert isinstance(group, dist.ProcessGroup), "every rank is in it"
+    assert isinstance(group, dist.ProcessGroup), "this rank is in it"
     return group
 
 

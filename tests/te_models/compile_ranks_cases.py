@@ -110,6 +110,26 @@ def uncompiled() -> dict[str, Any]:
     return {"error": _error_of(lambda: compile_model(build("dense"), backend=Graphs(), timeout_s=SHORT_TIMEOUT_S))}
 
 
+def stages() -> dict[str, Any]:
+    """Two groups, as of two pipeline stages: the ranks of one compile another model, and call it more often. Every rank
+    names a group that it is not in, too."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    groups = [dist.new_group([r for r in range(ranks) if r % 2 == stage]) for stage in (0, 1)]
+    stage, graphs = rank % 2, Graphs()
+    model = build("dense" if stage else "moe")
+    options = {"backend": graphs, "timeout_s": SHORT_TIMEOUT_S}
+    try:
+        compile_model(model, process_group=groups[1 - stage], **options)
+        refusal = None
+    except ValueError as error:
+        refusal = str(error)
+    compile_model(model, process_group=groups[stage], **options)
+    for step in range(2 + 2 * stage):  # from the second call on, lengths differ between the ranks of a stage
+        loss = model(ids := token_ids(2, 9 + (5 + rank) * min(step, 1), seed=rank), labels=ids).loss
+        loss.backward()
+    return {"graphs": graphs.seen, "refusal": refusal}
+
+
 def _error_of(call: Callable[[], object]) -> str:
     try:
         call()
@@ -130,6 +150,7 @@ CASES = {
     "desert": lambda: desert("dense"),
     "absent": lambda: absent("dense"),
     "uncompiled": uncompiled,
+    "stages": stages,
     "block_desert": lambda: desert("deep_moe", "block"),
     "block_absent": lambda: absent("deep_moe", "block"),
 }

@@ -17,9 +17,10 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="th
 TRAINED = ("dense", "moe", "block", "late", "slow", "mxfp8", "delayed", "block_delayed")
 MISSING = {"desert": "call a compiled model", "absent": "call a compiled model", "uncompiled": "compile a model"}
 """In vain, with the rank that is missing."""
+MISSING_CASES = (*MISSING, "block_desert", "block_absent")
 LAUNCHES = {
     "two": (2, ("block", "delayed", *MISSING)),
-    "four": (4, ("slow",)),
+    "four": (4, ("slow", "stages")),
     "two_full": (2, ("dense", "moe", "late", "slow", "mxfp8", "block_delayed", "block_desert", "block_absent")),
     "four_full": (4, (*(case for case in TRAINED if case != "slow"), *MISSING)),
 }
@@ -32,7 +33,7 @@ def cases(missing: bool) -> list[Any]:
         pytest.param(name, case, marks=pytest.mark.slow if name.endswith("full") else (), id=f"{name}-{case}")
         for name, (_, cases) in LAUNCHES.items()
         for case in cases
-        if (case not in TRAINED) == missing
+        if case in (MISSING_CASES if missing else TRAINED)
     ]
 
 
@@ -74,3 +75,13 @@ def test_a_timeout_names_the_missing_rank(launch: str, case: str, outcomes: Call
         else:
             expected = f"rank {rank} waited in vain to {MISSING[case.removeprefix('block_')]} together with rank 1:"
             assert expected in outcome[case]["error"]
+
+
+def test_groups_compile_apart(outcomes: Callable) -> None:
+    """Ranks of a process group compile together, and wait for no others, which call another model less often."""
+    found = [outcome["stages"] for outcome in outcomes("four")]
+    assert found[0]["graphs"] == found[2]["graphs"] and found[1]["graphs"] == found[3]["graphs"]
+    assert len(found[0]["graphs"]) == len(found[1]["graphs"]) == 2 and found[0]["graphs"] != found[1]["graphs"]
+    assert [f["refusal"] for f in found] == [
+        f"process_group does not contain this rank, {rank}; allowed: a group that does" for rank in range(4)
+    ]
