@@ -23,9 +23,10 @@ from te_models.layers.quantizer import Usage
 from .boxes import Shape
 from .threads import in_turn
 
-BAND_ELEMENTS = 1 << 19
-"""Elements of a band, so many that the calls of its dozens of operations cost little; a matrix that is too wide for it
-has bands of one block of rows."""
+BAND_ELEMENTS = 1 << 20
+"""Elements of a band, so many that the calls of its dozens of operations cost little, each of which may wait for the
+interpreter lock (MXFP8, two cores, processor seconds per GB: 10 with 2^16, 4.9 with 2^18, 3.8 with 2^19, 3.5 with 2^20,
+4.2 with 2^22); a matrix that is too wide for it has bands of one block of rows."""
 
 _AHEAD = 4
 """Bands that are being quantized or wait to be taken."""

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 from concurrent.futures import Future
 
 import torch
 
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 2 << 20
 """Large enough that per-chunk Python costs nothing, small enough that a chunk is in the cache when it is hashed."""
 
 
 class Buffer:
     """Memory as a torch tensor of bytes and as a memoryview, and the background work that still reads it."""
 
-    def __init__(self, memory: bytearray | torch.Tensor) -> None:
-        """memory: that of a contiguous tensor of bytes on the CPU is used as it is; the buffer keeps it alive."""
-        if isinstance(memory, torch.Tensor):
-            self.bytes = memoryview((ctypes.c_ubyte * len(memory)).from_address(memory.data_ptr()))
-            self.tensor = memory
-        else:
-            self.bytes = memoryview(memory)
-            self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    def __init__(self, memory: torch.Tensor) -> None:
+        """memory: that of a contiguous tensor of bytes on the CPU, which the buffer keeps alive."""
+        self.tensor, self.address = memory, memory.data_ptr()
+        self.bytes = memoryview((ctypes.c_ubyte * len(memory)).from_address(self.address))
         self.pending: list[Future[None]] = []
 
     def wait(self) -> None:
@@ -31,11 +28,13 @@ class Buffer:
 
 
 class Ring:
-    """Buffers handed out in turn; one that is still being read is waited for."""
+    """Buffers handed out in turn, which begin at a page of memory; one that is still being read is waited for."""
 
     def __init__(self, buffers: int = 8, nbytes: int = CHUNK_BYTES) -> None:
         self.nbytes = nbytes
-        self._buffers = [Buffer(bytearray(nbytes)) for _ in range(buffers)]
+        # private, as memory of the process; pages that are never used are never there
+        maps = [mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(buffers)]
+        self._buffers = [Buffer(torch.frombuffer(memory, dtype=torch.uint8)) for memory in maps]
         self._turn = 0
 
     def next(self) -> Buffer:
@@ -43,3 +42,12 @@ class Ring:
         buffer = self._buffers[self._turn]
         buffer.wait()
         return buffer
+
+    def wait(self) -> None:
+        """Wait until nobody reads any of the buffers, and raise what one's reader raised."""
+        for buffer in self._buffers:
+            buffer.wait()
+
+    def pending(self) -> list[Future[None]]:
+        """List the background work that still reads the buffers."""
+        return [future for buffer in self._buffers for future in buffer.pending]

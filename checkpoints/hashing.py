@@ -29,11 +29,14 @@ class FileRecord:
 
 
 class Lane:
-    """The buffers and threads through which one file at a time passes: two that hash, one that waits for the disk."""
+    """The buffers and threads through which one file at a time passes: two that hash, two that wait for the disk.
+
+    ring: where data is put together; staging: where it waits for the disk.
+    """
 
     def __init__(self) -> None:
-        self.ring = Ring()
-        self.of_file, self.of_tensor, self.disk = (ThreadPoolExecutor(max_workers=1) for _ in range(3))
+        self.ring, self.staging = Ring(), Ring(buffers=4)
+        self.of_file, self.of_tensor, self.disk = (ThreadPoolExecutor(max_workers=count) for count in (1, 1, 2))
 
     def __enter__(self) -> Self:
         return self

@@ -28,6 +28,22 @@ def read_piece(store: Store, piece: Piece) -> torch.Tensor:
     return part.permute((*kept, *dropped)).reshape(extents(piece.box))
 
 
+def read_copy(store: Store, piece: Piece) -> torch.Tensor | None:
+    """Return a copy of the piece's source elements, shaped like its place in the output; None where they do not follow
+    one another in a file. What is read once is there sooner than through a memory map, a page at a time."""
+    info = store.tensors[piece.source]
+    interval = flat_interval(piece.source_box, info.shape)
+    dtype = torch_dtype(info.dtype)
+    packed = bits_of(info.dtype) != 8 * dtype.itemsize
+    if interval is None or piece.permutes or packed or not store.can_read_bytes(piece.source):
+        return None
+    part = torch.empty(extents(piece.box), dtype=dtype)
+    if part.numel():
+        buffer = Buffer(part.flatten().view(torch.uint8))
+        store.read_into(piece.source, interval[0] * dtype.itemsize, buffer.bytes)
+    return part
+
+
 def read_rows(store: Store, field: Output, begin: int, end: int) -> torch.Tensor:
     """Return indices begin .. end - 1 along the first dimension of what a plan moves to an output; all of a scalar."""
     shape = (end - begin, *field.shape[1:]) if field.shape else ()

@@ -15,7 +15,7 @@ from te_models.layers import QuantizedTensor
 
 from .dtypes import torch_dtype
 from .links import Namespace, Piece, compose
-from .move import cut_pieces, fill_tensor, read_piece
+from .move import cut_pieces, fill_tensor, read_copy, read_piece
 from .naming import ExpertLayout, expected_tensors
 from .parts import Cuts, Part, Ranges, cut_shape
 from .quantized_format import SUFFIXES, quantizer_of, rebuild
@@ -64,11 +64,13 @@ class Parameters:
 
     def part(self, entry: str, axis: int, begin: int, end: int) -> torch.Tensor:
         """Return indices begin .. end - 1 of a stored entry along `axis`, in its stored dtype; callers never write to
-        it, for where it lies in a file as it is here it is no copy."""
+        it, for where it lies in memory as it is here it is no copy."""
         axis %= len(self._target.stored[entry].shape)
         pieces = list(cut_pieces(self._pieces[entry], axis, begin, end))
         if len(pieces) == 1:
-            found = read_piece(self.store, pieces[0])
+            found = read_copy(self.store, pieces[0])
+            if found is None:
+                found = read_piece(self.store, pieces[0])
             if found.is_contiguous() and found.dtype == self.dtype(entry):
                 return found
         return self.entry(entry, {axis: ((begin, end),)})

@@ -10,15 +10,16 @@ their number. Files with computed tensors take turns: one computes at a time, so
 from __future__ import annotations
 
 import hashlib
-import os
 import threading
 from collections.abc import Sequence
-from concurrent.futures import wait
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Self
 
+import torch
+
 from .buffers import Buffer
+from .disk_file import DiskFile
 from .hashing import Digests, FileRecord, Lane
 from .meter import Meter, Progress
 from .move import stream
@@ -29,14 +30,7 @@ from .threads import cores, run_all
 from .weight_files import INDEX
 
 MAX_FILES_AT_ONCE = 4
-"""Each file at work has buffers of 8 MiB."""
-
-_WRITE_BYTES = 32 << 10
-"""Bytes per write call. Larger ones make Linux (6.18, ext4) look for large contiguous pages for its cache, which took
-up to eight times the processor time of the whole copy (0.5 s/GiB at 32 KiB; 1 to 3.9 s from 64 KiB to 4 MiB)."""
-
-_FLUSH_BYTES = 128 << 20
-"""Bytes after which a thread starts flushing, so that the disk works while data is still moving."""
+"""Each file at work has buffers of 24 MiB."""
 
 
 def write_weights(
@@ -62,8 +56,9 @@ def write_weights(
     def write(shard: Shard) -> FileRecord:
         computed = any(output.compute is not None for output in shard.outputs)
         with computing if computed else nullcontext(), Lane() as lane:
-            with HashedFile(folder / shard.file, lane) as file:
-                file.write_header(header_bytes(shard))
+            header = header_bytes(shard)
+            with HashedFile(folder / shard.file, len(header) + shard.nbytes, lane) as file:
+                file.write_header(header)
                 for output in shard.outputs:
                     missing = output.nbytes
                     for buffer, nbytes in stream(store, output, lane.ring):
@@ -95,47 +90,33 @@ def write_small_file(path: Path, data: bytes) -> FileRecord:
 
 
 class HashedFile:
-    """A file being written, hashed (as a whole and tensor by tensor) and flushed to the disk by threads meanwhile."""
+    """A file being written, hashed (as a whole and tensor by tensor) and brought to the disk by threads meanwhile."""
 
-    def __init__(self, path: Path, lane: Lane) -> None:
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    def __init__(self, path: Path, nbytes: int, lane: Lane) -> None:
+        self._file, self._nbytes = DiskFile(path, nbytes, lane.staging, lane.disk), nbytes
         self.digests = Digests(lane)
-        self._disk, self._size = lane.disk, 0
-        self._flushed, self._flush = 0, self._disk.submit(lambda: None)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
         try:
-            wait([self._flush])
             if kind is None:
-                self._flush.result()
-                os.fsync(self._fd)
+                self._file.finish()
         finally:
-            os.close(self._fd)
+            self._file.close()
 
     def write_header(self, data: bytes) -> None:
         """Write bytes that belong to no tensor."""
         self.digests.add_header(data)
-        self._write(data)
+        memory = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self._file.append(memory.data_ptr(), len(memory))
 
     def write_buffer(self, buffer: Buffer, nbytes: int) -> None:
         """Write the first bytes of a buffer, and hash them while this thread goes on."""
-        data = buffer.bytes[:nbytes]
-        self.digests.add(buffer, data)
-        self._write(data)
-        if self._size - self._flushed >= _FLUSH_BYTES and self._flush.done():
-            self._flush.result()  # a disk error is reported once, so it must not be lost here
-            self._flush, self._flushed = self._disk.submit(os.fsync, self._fd), self._size
-
-    def _write(self, data: bytes | memoryview) -> None:
-        view = memoryview(data)
-        while len(view):
-            written = os.write(self._fd, view[:_WRITE_BYTES])
-            self._size += written
-            view = view[written:]
+        self.digests.add(buffer, buffer.bytes[:nbytes])
+        self._file.append(buffer.address, nbytes)
 
     def record(self) -> FileRecord:
         """Return the digests and the size; waits for the hashing threads."""
-        return self.digests.record(self._size)
+        return self.digests.record(self._nbytes)

@@ -170,7 +170,7 @@ def test_a_full_disk_is_reported(hf_folder: HFFolder, tmp_path: Path, monkeypatc
         raise OSError(28, "No space left on device")
 
     source = hf_folder("llama")
-    monkeypatch.setattr(os, "write", full)
+    monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(CheckpointError, match=r"writing .* failed: No space left on device"):
         import_hf(source, tmp_path / "ours")
     monkeypatch.undo()
