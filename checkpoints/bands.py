@@ -28,6 +28,9 @@ BAND_ELEMENTS = 1 << 20
 interpreter lock (MXFP8, two cores, processor seconds per GB: 10 with 2^16, 4.9 with 2^18, 3.8 with 2^19, 3.5 with 2^20,
 4.2 with 2^22); a matrix that is too wide for it has bands of one block of rows."""
 
+_DECODED_ELEMENTS = 1 << 19
+"""Elements of a band of values: fewer, since they take up more memory than what they are quantized to."""
+
 _AHEAD = 4
 """Bands that are being quantized or wait to be taken."""
 
@@ -41,11 +44,11 @@ Amaxes = dict[Usage, torch.Tensor]
 """What parts of one matrix must agree on; empty in a format without a number per matrix."""
 
 
-def bands(quantizer: Quantizer, shape: Shape) -> list[Rows]:
-    """Cut the rows of a matrix [rows, columns] between the blocks of the format."""
+def bands(quantizer: Quantizer, shape: Shape, elements: int = BAND_ELEMENTS) -> list[Rows]:
+    """Cut the rows of a matrix [rows, columns] between the blocks of the format, into bands of about `elements`."""
     rows, columns = shape
     block = alignment(quantizer, -2)
-    step = max(1, BAND_ELEMENTS // max(1, columns * block)) * block
+    step = max(1, elements // max(1, columns * block)) * block
     return [(begin, min(rows, begin + step)) for begin in range(0, rows, step)]
 
 
@@ -148,7 +151,7 @@ def dequantize_bands(
     """
     usage = quantizer.stored_usages()[0]
     layouts = [layout for layout in field_layouts(quantizer) if layout.usage == usage]
-    for band in bands(quantizer, shape):
+    for band in bands(quantizer, shape, _DECODED_ELEMENTS):
         fields = {layout.name: read(layout.name, layout.axis(-2), field_rows(layout, band)) for layout in layouts}
         yield quantizer.dequantize_fields(fields, dtype, (band[1] - band[0], shape[1]))
 

@@ -136,7 +136,7 @@ class _Fields:
         return [self._ready.pop(field)]
 
     def _quantize(self, fields: dict[str, torch.Tensor], streamed: str | None = None) -> Iterator[torch.Tensor]:
-        large = math.prod(self._shape) >= 4 * BAND_ELEMENTS
+        large = math.prod(self._shape) >= 2 * BAND_ELEMENTS
         if large and streamed is None:
             return_freed_memory()  # of the parameter before
         # each matrix has its own scales, so this is what quantizing the whole stack gives
