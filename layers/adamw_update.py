@@ -39,7 +39,9 @@ def update_(work: list[Update], group: dict[str, Any], noop: Tensor | None) -> N
         found_inf = None if noop is None else (noop.reshape(()) != 0).to(device, torch.float32)
         leading = [update.piece.state["step"] for update in updates if update.piece.begin == 0]
         if leading:
-            torch._foreach_add_(leading, 1 if found_inf is None else 1 - found_inf)  # type: ignore[attr-defined]
+            # a tensor by itself would be taken for a number, which the host has to wait for
+            more = 1 if found_inf is None else [1 - found_inf] * len(leading)
+            torch._foreach_add_(leading, more)  # type: ignore[attr-defined]
         if torch.compiler.is_compiling():
             # the fused kernel on lists cannot be functionalized (torch 2.13)
             for update in updates:

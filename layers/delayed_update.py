@@ -72,7 +72,8 @@ def _update(rule: DelayedRule, modules: list[QuantizedModule], group: dist.Proce
     last = torch.cat(amaxes, dim=1)
     history = torch.cat([m.delayed_history(history_len - 1) for m in modules], dim=2)
     scale = torch.cat([m.fp8_scale for m in modules], dim=1)
-    limits = torch.tensor([torch.finfo(dtype).max for dtype in _DTYPES[hybrid]], device=last.device)[:, None]
+    # written on the device: a copy of a list from the host would make the host wait, and no CUDA graph takes it
+    limits = torch.stack([torch.full_like(last[0], torch.finfo(dtype).max) for dtype in _DTYPES[hybrid]])
     amax_of = torch.cat((last[None], history))
     scale = next_scale(scale, amax_of, last, limits, margin, algorithm)
     history = next_history(history, last)

@@ -77,7 +77,7 @@ class GroupedLinear(TensorParallelModule, GemmModule):
         if not bias and self.single_grouped_bias:
             self.bias = None
         self.reset_parameters()
-        self.separate_stream()
+        self.complete_state()
         store_weights_as_asked(self)
         for name, parameter in self.named_parameters():
             self.mark_part(parameter, self._member_dim(name))

@@ -62,7 +62,7 @@ class LayerNormLinear(TensorParallelModule, PrecedingNorm, GemmModule):
         self.weight = empty_parameter(out_features, in_features, **new)
         self.bias = empty_parameter(out_features, **new) if bias else None
         self.reset_parameters()
-        self.separate_stream()
+        self.complete_state()
         store_weights_as_asked(self)
         self.mark_part(self.weight, self.split_dim())
         self.mark_part(self.bias, self.split_dim(bias=True))

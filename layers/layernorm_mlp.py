@@ -86,7 +86,7 @@ class LayerNormMLP(TensorParallelModule, PrecedingNorm, GemmModule):
         self.fc2_weight = empty_parameter(hidden_size, ffn_hidden_size, **new)
         self.fc2_bias = empty_parameter(hidden_size, **new) if bias else None
         self.reset_parameters()
-        self.separate_stream()
+        self.complete_state()
         store_weights_as_asked(self)
         fc1_dim, fc2_dim = self._split_dims()
         self.mark_part(self.fc1_weight, fc1_dim, self._blocks)

@@ -51,7 +51,7 @@ class Linear(TensorParallelModule, GemmModule):
         self.weight = empty_parameter(out_features, in_features, params_dtype=params_dtype, device=device)
         self.bias = empty_parameter(out_features, params_dtype=params_dtype, device=device) if bias else None
         self.reset_parameters()
-        self.separate_stream()
+        self.complete_state()
         store_weights_as_asked(self)
         self.mark_part(self.weight, self.split_dim())
         self.mark_part(self.bias, self.split_dim(bias=True))

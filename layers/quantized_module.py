@@ -94,24 +94,33 @@ class QuantizedModule(nn.Module):
         super().__setstate__(values)
         self._register()  # copy.deepcopy comes this way, past __init__
 
-    def separate_stream(self) -> None:
-        """Give this module a stream of random bits of its own where its construction drew nothing from torch's CPU
-        generator (on another device, or without random values), whose state then is also the next module's: one that
-        follows from how many modules were built before. Layers call it at the end of their construction."""
+    def complete_state(self) -> None:
+        """Finish the live state of a layer whose parameters are made; layers call it at the end of their construction.
+
+        It moves to where the parameters are. And where the construction drew nothing from torch's CPU generator (on
+        another device, or without random values), whose state then is also the next module's, the stream of random
+        bits becomes one of this module's own, which follows from how many modules were built before."""
         if default_seed() == self._seed:
             self.fp8_rng_state[0] += 1 + self._ordinal % (STREAMS - 1)
+        self._place_state()
+
+    def _place_state(self) -> None:
+        """Move the live state to the parameters' device, unless that is the meta device, where it never lives."""
+        parameter = next(self.parameters(), None)
+        if parameter is None or parameter.device.type == "meta":
+            return
+        for name in _STATE_NAMES:
+            value = getattr(self, name)
+            if value is not None:
+                setattr(self, name, value.to(parameter.device))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         marks = {name: dict(vars(p)) for name, p in self._parameters.items() if type(p) is nn.Parameter}
         super()._apply(fn, recurse)
         for name, attributes in marks.items():  # coming from the meta device, parameters are new objects
             vars(self._parameters[name]).update(attributes)
+        self._place_state()
         parameter = next(self.parameters(), None)
-        if parameter is not None and parameter.device.type != "meta":
-            for name in _STATE_NAMES:
-                value = getattr(self, name)
-                if value is not None:
-                    setattr(self, name, value.to(parameter.device))
         if parameter is not None:
             move_kept_weights(self, parameter.device, parameter.dtype)
         return self

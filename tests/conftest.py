@@ -34,7 +34,10 @@ def fresh_compiler() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not HAS_GPU:
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs an accelerator, and this machine has none"))
+    for item in items:
+        if not item.get_closest_marker("gpu"):
+            continue
+        # no accelerator has a GEMM for every format; that one is missing is for other tests to find
+        item.add_marker(pytest.mark.filterwarnings("ignore:.* runs as emulation:RuntimeWarning"))
+        if not HAS_GPU:
+            item.add_marker(pytest.mark.skip(reason="needs an accelerator, and this machine has none"))

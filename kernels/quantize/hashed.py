@@ -50,7 +50,8 @@ def hash_key(seed: int, stream: int, device: torch.device | str = "cpu") -> Tens
     for word in (seed, seed >> 32, stream):
         state = _mix_word((state + _INCREMENT ^ word) & _MASK)
     words = (state, _mix_word((state + _INCREMENT) & _MASK))
-    return torch.tensor([_signed(word) for word in words], dtype=torch.int32, device=device)
+    # filled on the device: for a list from the host it would make the host wait
+    return torch.stack([torch.full((), _signed(word), dtype=torch.int32, device=device) for word in words])
 
 
 def hashed_bits(key: Tensor, step: Tensor, begin: Tensor, shape: Sequence[int]) -> Tensor:

@@ -50,7 +50,8 @@ class Embedding(nn.Module):
         x = self.word_embeddings(input_ids)
         multiplier = self.config.multiplier
         if multiplier == "sqrt_hidden_in_weight_dtype":
-            x = x * torch.tensor(math.sqrt(x.shape[-1]), dtype=x.dtype, device=x.device)
+            # filled on the device: for a number from the host it would make the host wait
+            x = x * torch.full((), math.sqrt(x.shape[-1]), dtype=x.dtype, device=x.device)
         elif multiplier != 1.0:
             x = x * multiplier
         if self.position_embeddings is not None:

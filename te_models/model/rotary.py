@@ -24,6 +24,7 @@ class RotaryEmbedding(ConstantModule):
     """
 
     frequencies: Tensor
+    long_frequencies: Tensor  # of "longrope" only, for sequences longer than those of the first training
 
     def __init__(
         self, rope: RopeConfig, head_dim: int, max_position_embeddings: int, device: torch.device | str | None = None
@@ -50,16 +51,26 @@ class RotaryEmbedding(ConstantModule):
         )
 
     def constants(self, device: torch.device) -> dict[str, Tensor]:
-        return {"frequencies": self._frequencies(None, device)[0]}
+        found = {"frequencies": self._frequencies(None, device)[0]}
+        if self.rope.scaling == "longrope":
+            # made here: its divisors are a list, and a device that is given one in every call makes the host wait
+            longest = torch.full((), torch.iinfo(torch.int64).max, device=device)
+            found["long_frequencies"] = self._frequencies(longest, device)[0]
+        return found
 
     @property
     def by_length(self) -> bool:
         """Whether the frequencies depend on the length of the sequence."""
         return self.rope.scaling in ("dynamic", "longrope") and self.rope.alpha is None
 
+    @property
+    def original_length(self) -> int:
+        """The length of the sequences of the first training."""
+        return self.rope.original_max_position_embeddings or self.max_position_embeddings
+
     def stage(self, length: int) -> int:
         """Return what the frequencies depend on: sequences of the same stage are rotated alike."""
-        original = self.rope.original_max_position_embeddings or self.max_position_embeddings
+        original = self.original_length
         if not self.by_length:
             return 0
         return int(length > original) if self.rope.scaling == "longrope" else max(length, original)
@@ -68,5 +79,9 @@ class RotaryEmbedding(ConstantModule):
         """position_ids: [B or 1, S] int64 -> (cos, sin), float32 [B or 1, S, R/2]."""
         frequencies = self.frequencies
         if self.by_length:
-            frequencies = self._frequencies(position_ids.max() + 1, position_ids.device)[0]
+            length = position_ids.max() + 1
+            if self.rope.scaling == "longrope":
+                frequencies = torch.where(length > self.original_length, self.long_frequencies, frequencies)
+            else:
+                frequencies = self._frequencies(length, position_ids.device)[0]
         return rope_tables(position_ids, frequencies, self.attention_factor)

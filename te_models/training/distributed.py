@@ -46,7 +46,8 @@ def ranks_from_environment(device: str) -> Ranks:
         return Ranks()
     owns_group = not dist.is_initialized()
     if owns_group:
-        dist.init_process_group("nccl" if device == "cuda" else "gloo")
+        # numbers on the host, such as losses and random states, are exchanged, too
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
     return Ranks(dist.get_rank(), dist.get_world_size(), int(os.environ.get("LOCAL_RANK", "0")), owns_group)
 
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import re
 import subprocess
+import warnings
+
+import pytest
+from _pytest.config import parse_warning_filter
 
 from tests.structure.tree import ROOT, pyproject
 
@@ -21,6 +25,23 @@ def test_warnings_are_errors() -> None:
     assert options["filterwarnings"][0] == "error"
     assert options["xfail_strict"] is True
     assert "--strict-markers" in options["addopts"]
+
+
+ON_A_GPU = [
+    "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing operations (Triggered",
+    "Attempting to run cuBLAS, but there was no current CUDA context! Attempting to set the primary context...",
+    "TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled. Consider setting",
+    "\nOnline softmax is disabled on the fly since Inductor decides to\nsplit the reduction. Cut an issue to PyTorch",
+]
+"""What torch 2.11 says where there is a GPU, of itself and for our information."""
+
+
+@pytest.mark.parametrize("message", ON_A_GPU)
+def test_warnings_that_only_a_gpu_brings_are_no_errors(message: str) -> None:
+    with warnings.catch_warnings():
+        for line in pyproject()["tool"]["pytest"]["ini_options"]["filterwarnings"]:
+            warnings.filterwarnings(*parse_warning_filter(line, escape=False))
+        warnings.warn(message, UserWarning, stacklevel=1)
 
 
 def test_readme_shows_the_two_commands_and_ci_runs_one() -> None:

@@ -66,7 +66,7 @@ class BasicLinear(GemmModule, BasicOperation):
         self.init_method = init_method or default_init_method
         self.weight = empty_parameter(out_features, in_features, params_dtype=params_dtype, device=device)
         self.reset_parameters()
-        self.separate_stream()
+        self.complete_state()
         store_weights_as_asked(self)
 
     @torch.no_grad()
