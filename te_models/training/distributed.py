@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's place. `rank` 0 writes files and shows progress."""
+    """This process's place. `rank` 0 writes files and shows progress. local_rank: its device; None: the current one."""
 
     rank: int = 0
     world_size: int = 1
-    local_rank: int = 0
+    local_rank: int | None = None
     owns_group: bool = False
 
     @property
@@ -40,14 +40,15 @@ def is_main_process() -> bool:
 
 
 def ranks_from_environment(device: str) -> Ranks:
-    """Join the process group that torchrun described (RANK, WORLD_SIZE, MASTER_ADDR, ...); one rank without it."""
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size == 1:
+    """Return the place in the process group that the caller has joined, or join the one that torchrun described (RANK,
+    WORLD_SIZE, MASTER_ADDR, ...); one rank without either."""
+    joined = dist.is_available() and dist.is_initialized()
+    if not joined and int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return Ranks()
-    owns_group = not dist.is_initialized()
-    if owns_group:
+    if not joined:
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    return Ranks(dist.get_rank(), dist.get_world_size(), int(os.environ.get("LOCAL_RANK", "0")), owns_group)
+    local = os.environ.get("LOCAL_RANK")
+    return Ranks(dist.get_rank(), dist.get_world_size(), None if local is None else int(local), not joined)
 
 
 def average_gradients(
@@ -76,22 +77,30 @@ def average_gradients(
 
 
 def mean_over_ranks(value: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """Return the mean of a scalar over the ranks."""
-    if ranks.world_size > 1:
-        value = value.clone()
-        dist.all_reduce(value)
-        value /= ranks.world_size
-    return value
+    """Return the mean of a tensor over the ranks, on the tensor's device."""
+    if ranks.world_size == 1:
+        return value
+    total = _sendable(value).clone()
+    dist.all_reduce(total)
+    return (total / ranks.world_size).to(value.device)
+
+
+def _sendable(value: torch.Tensor) -> torch.Tensor:
+    """Return the tensor where the process group takes it: NCCL takes none in main memory."""
+    devices = [pair.partition(":")[0] for pair in dist.get_backend_config().split(",")]
+    return value if value.device.type in devices else value.to(devices[0])
 
 
 def gather_tensors(tensors: dict[str, torch.Tensor], ranks: Ranks) -> dict[str, torch.Tensor]:
     """Return every rank's tensors under `{rank}.{name}`; all ranks give the same names and shapes."""
     result = {}
     for name, tensor in sorted(tensors.items()):
-        parts = [torch.empty_like(tensor) for _ in range(ranks.world_size)] if ranks.world_size > 1 else [tensor]
+        parts = [tensor]
         if ranks.world_size > 1:
-            dist.all_gather(parts, tensor)
-        result |= {f"{rank}.{name}": part for rank, part in enumerate(parts)}
+            sent = _sendable(tensor)
+            parts = [torch.empty_like(sent) for _ in range(ranks.world_size)]
+            dist.all_gather(parts, sent)
+        result |= {f"{rank}.{name}": part.to(tensor.device) for rank, part in enumerate(parts)}
     return result
 
 

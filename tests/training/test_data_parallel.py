@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from te_models.training import TrainConfig, train
+from te_models.training import TrainConfig, TrainingCheckpointError, train
+from te_models.training.distributed import Ranks, gather_tensors, mean_over_ranks, ranks_from_environment
+from te_models.training.start import check_same_start
 from tests.ranks import run_on_ranks
 from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_model, tiny_run
 
@@ -72,3 +74,36 @@ def test_the_command_line_reports_once(tmp_path: Path) -> None:
         first, second = run_on_ranks(["-m", "te_models", "train", str(file), option], timeout=120)
         assert json.loads(first)["output_dir" if option == "--dry-run" else "step"]
         assert second == ""
+
+
+def test_numbers_go_where_the_backend_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL takes no tensor in main memory, where the losses of a step and the random states are."""
+
+    def send(*arguments: torch.Tensor) -> None:
+        raise RuntimeError(f"sent from {arguments[-1].device}")
+
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda: "meta:nccl")
+    for name in ("all_reduce", "all_gather"):
+        monkeypatch.setattr(torch.distributed, name, send)
+    with pytest.raises(RuntimeError, match="sent from meta"):
+        mean_over_ranks(torch.zeros(2), Ranks(0, 2))
+    with pytest.raises(RuntimeError, match="sent from meta"):
+        gather_tensors({"state": torch.zeros(2)}, Ranks(0, 2))
+
+
+def test_ranks_that_see_different_checkpoints_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = {"0.step": torch.tensor([4]), "1.step": torch.tensor([0])}
+    monkeypatch.setattr("te_models.training.start.gather_tensors", lambda tensors, ranks: steps)
+    with pytest.raises(TrainingCheckpointError, match="rank 0 continues from step 4 and rank 1 from step 0"):
+        check_same_start(None, Ranks(1, 2))
+
+
+def test_a_group_that_the_caller_joined_is_used_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ranks would train one by one otherwise, all into one folder."""
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert ranks_from_environment("cpu") == Ranks()
+    for name, value in {"is_initialized": True, "get_rank": 1, "get_world_size": 2}.items():
+        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+    ranks = ranks_from_environment("cpu")
+    assert (ranks.rank, ranks.world_size, ranks.local_rank, ranks.owns_group) == (1, 2, None, False)
