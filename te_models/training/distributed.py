@@ -1,8 +1,9 @@
 """Data parallelism over processes that torchrun started: which windows are mine, and the mean of everybody's gradients.
 
-Every rank holds the whole model. Gradients are averaged in one all-reduce per dtype over a flat buffer, after the last
-micro-batch; the reduction gives the same bits on every rank, so parameters never drift apart. Without torchrun's
-environment there is one rank and nothing here communicates. (Sharded training with FSDP2 is a later concern.)
+Every rank holds the whole model, but for experts where they are distributed (`expert_ranks`). Gradients are averaged in
+one all-reduce per dtype over a flat buffer, after the last micro-batch; the reduction gives the same bits on every
+rank, so parameters never drift apart. Without torchrun's environment there is one rank and nothing here communicates.
+(Sharded training with FSDP2 is a later concern.)
 """
 
 from __future__ import annotations
@@ -52,27 +53,44 @@ def ranks_from_environment(device: str) -> Ranks:
 
 
 def average_gradients(
-    parameters: Iterable[torch.nn.Parameter], ranks: Ranks, *, distributed: Iterable[torch.nn.Parameter] = ()
+    parameters: Iterable[torch.nn.Parameter],
+    ranks: Ranks,
+    *,
+    distributed: Iterable[torch.nn.Parameter] = (),
+    copies: dist.ProcessGroup | None = None,
 ) -> None:
     """Replace every gradient by its mean over the ranks. A parameter without a gradient must lack it on all of them.
 
-    distributed: those of the parameters that only this rank has, as `GPTModel.expert_parameters` lists them. Their
-    gradients are sums over all ranks already and are divided only.
+    distributed: those of the parameters that only a part of the ranks has, as `GPTModel.expert_parameters` lists them.
+    Their gradients are sums over the ranks that share a copy of all experts, and are summed over `copies`, the ranks
+    that have the same ones, too; None: no other rank has them.
     """
     if ranks.world_size == 1:
         return
     own = {id(parameter) for parameter in distributed}
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    everyone: list[torch.Tensor] = []
+    few: list[torch.Tensor] = []
     for parameter in parameters:
-        if parameter.grad is not None and id(parameter) in own:
-            parameter.grad.div_(ranks.world_size)
-        elif parameter.grad is not None:
-            by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
-    for gradients in by_dtype.values():
-        flat = torch.cat([g.reshape(-1) for g in gradients])
-        dist.all_reduce(flat)
-        flat.div_(ranks.world_size)
-        for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        if parameter.grad is not None:
+            (few if id(parameter) in own else everyone).append(parameter.grad)
+    _sum(everyone, None, ranks.world_size)
+    if copies is not None and copies.size() > 1:
+        _sum(few, copies, ranks.world_size)
+    else:
+        for gradient in few:
+            gradient.div_(ranks.world_size)
+
+
+def _sum(gradients: Iterable[torch.Tensor], group: dist.ProcessGroup | None, count: int) -> None:
+    """Replace gradients by their sums over a group divided by `count`, in one all-reduce per dtype."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    for together in by_dtype.values():
+        flat = torch.cat([g.reshape(-1) for g in together])
+        dist.all_reduce(flat, group=group)
+        flat.div_(count)
+        for gradient, part in zip(together, flat.split([g.numel() for g in together]), strict=True):
             gradient.copy_(part.view_as(gradient))
 
 

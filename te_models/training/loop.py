@@ -26,6 +26,7 @@ from .checkpoint import TrainingState, checkpoint_dir, export_model, load_state,
 from .config import TrainConfig
 from .data import Windows
 from .distributed import Ranks, barrier, gather_tensors, ranks_from_environment
+from .expert_ranks import expert_mesh
 from .metrics import METRICS, MetricsFile, finite, plot_loss
 from .schedule import lr_at
 from .seeding import derive_seed, random_state, restore_random_state, seed_all
@@ -75,10 +76,12 @@ def _run(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Exit
     step, position = (start.step, start.position) if start else (0, 0)
 
     # Model, optimizer, data.
-    model = build_model(config, device, checkpoint)
+    mesh = expert_mesh(config.expert_model_parallel_size, ranks, device)
+    model = build_model(config, device, checkpoint, mesh)
     model.activation_checkpointing = config.model.activation_checkpointing
     model.output_layer.loss_chunk_tokens = config.model.loss_chunk_tokens
-    optimizer = build_optimizer(config, model)
+    optimizer = build_optimizer(config, model, mesh)
+    saves = ranks.is_main if optimizer.experts is None else optimizer.experts.saves  # has a part of what is saved
     if start:
         optimizer.load_state_tensors(start.tensors)
     if ranks.is_main:
@@ -162,20 +165,22 @@ def _run(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Exit
             progress.update()
 
         if _is_due(step, config.checkpoint.every, config.steps) and not checkpoint_dir(output_dir, step).exists():
-            tensors = optimizer.state_tensors()
+            tensors = optimizer.whole_state_tensors() if saves else {}
             tensors |= {f"rng.{name}": t for name, t in gather_tensors(random_state(), ranks).items()}
             tensors |= {f"recipe.{name}": t for name, t in gather_tensors(recipe_state(model), ranks).items()}
             if ranks.is_main:
                 state = TrainingState(step, position, ranks.world_size, config.to_dict(), tensors)
                 keep_last = config.checkpoint.keep_last
                 save_checkpoint(output_dir, model, state, origin=config.model.path, keep_last=keep_last)
+            elif saves:  # the main rank writes its experts, too
+                export_model(model, output_dir, output_dir, config.model.path)
             barrier(ranks)
 
     # The result: an ordinary model folder, the metrics, and a picture of them.
-    if ranks.is_main:
+    if saves:
         export_model(model, output_dir / FINAL, output_dir, config.model.path)
-        if config.log.plot:
-            plot_loss({output_dir.name: output_dir / METRICS}, output_dir / PLOT)
+    if ranks.is_main and config.log.plot:
+        plot_loss({output_dir.name: output_dir / METRICS}, output_dir / PLOT)
     barrier(ranks)
     return TrainResult(output_dir / FINAL, output_dir / METRICS, step, loss, validation_loss)
 

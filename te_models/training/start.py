@@ -33,6 +33,8 @@ def check_same_run(config: TrainConfig, start: TrainingState, ranks: Ranks) -> N
         for name in ("seed", "model", "data", "optimizer", "schedule", "precision")
         if json.dumps(config.to_dict()[name]) != json.dumps(start.config.get(name))
     ]
+    size = start.config.get("expert_model_parallel_size", 1)  # checkpoints of before had all experts on every rank
+    changed += ["expert_model_parallel_size"] if config.expert_model_parallel_size != size else []
     if changed:
         raise ConfigError(f"cannot continue from step {start.step}: {', '.join(changed)} differ from the checkpoint's")
     if ranks.world_size != start.world_size:
