@@ -11,28 +11,35 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+PATIENCE = timedelta(days=7)
+
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's place. `rank` 0 writes files and shows progress. local_rank: its device; None: the current one."""
+    """This process's place. `rank` 0 writes files and shows progress. local_rank: its device; None: the current one.
+    waiting: the group in which the others wait for rank 0, who may have hours of text to tokenize."""
 
     rank: int = 0
     world_size: int = 1
     local_rank: int | None = None
     owns_group: bool = False
+    waiting: dist.ProcessGroup | None = None
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
     def leave(self) -> None:
-        """Leave the process group, if this run joined it and not its caller."""
+        """Leave the process groups that this run joined, and not its caller's."""
         if self.owns_group:
             dist.destroy_process_group()
+        elif self.waiting is not None:
+            dist.destroy_process_group(self.waiting)
 
 
 def is_main_process() -> bool:
@@ -49,7 +56,8 @@ def ranks_from_environment(device: str) -> Ranks:
     if not joined:
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
     local = os.environ.get("LOCAL_RANK")
-    return Ranks(dist.get_rank(), dist.get_world_size(), None if local is None else int(local), not joined)
+    waiting = dist.new_group(backend="gloo", timeout=PATIENCE) if dist.is_gloo_available() else None
+    return Ranks(dist.get_rank(), dist.get_world_size(), None if local is None else int(local), not joined, waiting)
 
 
 def average_gradients(
@@ -123,6 +131,6 @@ def gather_tensors(tensors: dict[str, torch.Tensor], ranks: Ranks) -> dict[str, 
 
 
 def barrier(ranks: Ranks) -> None:
-    """Wait until every rank is here."""
+    """Wait until every rank is here, however long rank 0 writes: the collectives of gradients give up after minutes."""
     if ranks.world_size > 1:
-        dist.barrier()
+        dist.barrier(group=ranks.waiting)

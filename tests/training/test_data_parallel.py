@@ -59,6 +59,24 @@ def test_two_ranks_equal_one_and_resume(tmp_path: Path) -> None:
     assert_same_bits(tensors_under(Path(resumed.output_dir) / "final"), two)
 
 
+def test_ranks_wait_for_a_data_set_however_long_it_takes(tmp_path: Path) -> None:
+    """Longer than their collectives wait for each other: half an hour, and ten minutes on GPUs."""
+    file, script = tmp_path / "config.json", tmp_path / "ranks.py"
+    file.write_text(tiny_run(tmp_path, moe=False, steps=1).to_json())
+    setup = """
+import time, torch.distributed as dist
+from datetime import timedelta
+import te_models.training.build as build
+def slowly(*arguments, build_dataset=build.build_dataset):
+    time.sleep(5)
+    return build_dataset(*arguments)
+build.build_dataset = slowly
+dist.init_process_group("gloo", timeout=timedelta(seconds=3))
+"""
+    script.write_text(setup + SCRIPT + "dist.destroy_process_group()\n")
+    run_on_ranks([str(script), str(file)], timeout=120)
+
+
 def test_the_command_line_reports_once(tmp_path: Path) -> None:
     config = tiny_run(tmp_path, steps=1)
     values = [config.output_dir, config.data.path, config.data.text[0]]
@@ -103,7 +121,7 @@ def test_a_group_that_the_caller_joined_is_used_without_torchrun(monkeypatch: py
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     assert ranks_from_environment("cpu") == Ranks()
-    for name, value in {"is_initialized": True, "get_rank": 1, "get_world_size": 2}.items():
-        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+    for name, value in {"is_initialized": True, "get_rank": 1, "get_world_size": 2, "new_group": None}.items():
+        monkeypatch.setattr(torch.distributed, name, lambda value=value, **_: value)
     ranks = ranks_from_environment("cpu")
     assert (ranks.rank, ranks.world_size, ranks.local_rank, ranks.owns_group) == (1, 2, None, False)
