@@ -206,6 +206,8 @@ def test_a_cache_that_does_not_fit_is_refused(pairs) -> None:
         ours(token_ids(2, 2), cache=cache)
     with pytest.raises(ValueError, match="at least 1"):
         KVCache(ours.config, 0, 4)
+    with pytest.raises(ValueError, match=r"holds torch\.float64, but the model computes in torch\.float32"):
+        ours(token_ids(1, 2), cache=KVCache(ours.config, 1, 4, dtype=torch.float64))
     ours(token_ids(1, 2), cache=cache)
     with pytest.raises(ValueError, match=r"attention_mask has shape \(1, 1\); allowed: \[1, 3\]"):
         ours(token_ids(1, 1), cache=cache, attention_mask=torch.ones(1, 1))
