@@ -29,7 +29,7 @@ from .distributed import Ranks, barrier, gather_tensors, ranks_from_environment
 from .expert_ranks import expert_mesh
 from .metrics import METRICS, MetricsFile, finite, plot_loss
 from .schedule import lr_at
-from .seeding import derive_seed, random_state, restore_random_state, seed_all
+from .seeding import derive_seed, random_state, restore_random_state, rounding_seed, seed_all
 from .start import check_same_run, check_same_start, find_start
 from .step import LossFunction, evaluate, make_loss_function, make_weight_cache, train_step
 
@@ -106,7 +106,7 @@ def _run(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Exit
         mode=config.compile_mode,
     )
     quantize_weights = make_weight_cache(model, config.precision, device)
-    set_rounding_seed(model, derive_seed(config.seed, "rounding", ranks.rank) >> 20)
+    set_rounding_seed(model, rounding_seed(config.seed, ranks.rank))
 
     # Files and progress: rank 0 only.
     output_dir.mkdir(parents=True, exist_ok=True)
