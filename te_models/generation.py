@@ -85,6 +85,13 @@ def stream(
     experts are distributed.
     """
     mask = _check(input_ids, attention_mask, max_new_tokens, temperature, top_k, top_p)
+    if model.config.embedding.position_embedding_type == "learned_absolute":
+        longest, positions = int(mask.sum(dim=1).max()), model.config.max_position_embeddings
+        if longest + max_new_tokens - 1 > positions:  # the last token is not read
+            raise ValueError(
+                f"max_new_tokens is {max_new_tokens} after {longest} tokens; allowed: up to {positions - longest + 1}, "
+                f"because the model has learned {positions} positions"
+            )
     ends = () if eos_token_id is None else (eos_token_id,) if isinstance(eos_token_id, int) else tuple(eos_token_id)
     if pad_token_id is None:
         pad_token_id = ends[0] if ends else 0

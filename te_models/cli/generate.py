@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..extras import require
+from ..tokenizer import read_tokenizer
 from .parser import Verbs, emit, verb
 
 DESCRIPTION = """\
@@ -45,6 +45,9 @@ def run(args: argparse.Namespace) -> int:
     """Print the prompt and its continuation."""
     if args.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens is {args.max_new_tokens}; allowed: 1 or more")
+    for option in ("top_k", "top_p"):
+        if getattr(args, option) is not None and args.temperature == 0:
+            raise ValueError(f"--{option.replace('_', '-')} needs --temperature above 0: at 0 the best token is taken")
     from te_models.checkpoints.hub import local_folder
 
     folder = local_folder(args.model)
@@ -60,6 +63,11 @@ def run(args: argparse.Namespace) -> int:
 
     model = GPTModel.from_pretrained(folder, dtype=getattr(torch, args.dtype), device=args.device)
     room = model.config.max_position_embeddings - len(prompt_ids)
+    if room < 1:
+        raise ValueError(
+            f"the prompt has {len(prompt_ids)} tokens; allowed: fewer than the model's "
+            f"{model.config.max_position_embeddings} positions"
+        )
     if args.max_new_tokens > room:
         raise ValueError(
             f"--max-new-tokens is {args.max_new_tokens}; allowed: 1..{room}, the positions after the prompt"
@@ -112,7 +120,7 @@ def _tokenizer(folder: Path) -> tuple[Any, int | None]:
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise ValueError(f"{folder} has no tokenizer.json; --tokenizer names a folder that has one")
-    tokenizer = require("tokenizers", "hf", feature="generate").Tokenizer.from_file(str(file))
+    tokenizer = read_tokenizer(file, "generate")
     settings = folder / "tokenizer_config.json"
     eos = json.loads(settings.read_text(encoding="utf-8")).get("eos_token") if settings.is_file() else None
     eos = eos["content"] if isinstance(eos, dict) else eos

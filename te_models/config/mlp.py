@@ -59,6 +59,7 @@ class RouterConfig(ConfigPart):
         if self.num_groups is not None and self.topk_groups is not None:
             inside = 0 < self.topk_groups <= self.num_groups
             check(inside, "router.topk_groups", self.topk_groups, f"1..num_groups = {self.num_groups}")
+        check(self.normalize_eps >= 0, "router.normalize_eps", self.normalize_eps, "zero or a positive number")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,3 +107,9 @@ class MoEConfig(ConfigPart):
             groups,
             f"a divisor of num_moe_experts = {experts}",
         )
+        if groups is not None:
+            left = experts // groups * (self.router.topk_groups or 0)
+            topk, allowed = self.moe_router_topk, f"1..{left}, the experts of router.topk_groups groups"
+            check(topk <= left, "moe.moe_router_topk", topk, allowed)
+        for name in ("aux_loss_coeff", "z_loss_coeff"):
+            check(getattr(self, name) >= 0, f"moe.{name}", getattr(self, name), "zero or a positive number")

@@ -46,6 +46,10 @@ class EmbeddingConfig(ConfigPart):
     logits_softcap: float | None = None
     output_bias: bool = False
 
+    def _validate(self) -> None:
+        cap = self.logits_softcap
+        check(cap is None or cap > 0, "embedding.logits_softcap", cap, "a positive number or null")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(ConfigPart):
@@ -91,15 +95,15 @@ class ModelConfig(ConfigPart):
                 f"a number, because hidden_size = {self.hidden_size} is not a multiple of {heads} heads",
             )
             object.__setattr__(self, "attention", self.attention.replace(kv_channels=self.hidden_size // heads))
-        channels = self.attention.kv_channels or 0
-        rotary = round(channels * self.rope.rotary_percent)
-        if self.embedding.position_embedding_type == "rope" and self.attention.mla is None:
-            check(
-                rotary % 2 == 0,
-                "rope.rotary_percent",
-                self.rope.rotary_percent,
-                f"a fraction that rotates an even number of the {channels} head channels",
-            )
+        channels = self.rope_channels
+        for name, rope in (("rope", self.rope), ("rope_sliding", self.rope_sliding)):
+            if self.embedding.position_embedding_type == "rope" and rope is not None:
+                check(
+                    round(channels * rope.rotary_percent) % 2 == 0,
+                    f"{name}.rotary_percent",
+                    rope.rotary_percent,
+                    f"a fraction that rotates an even number of the {channels} head channels",
+                )
         kind: LayerType = "sliding" if self.attention.window_size is not None else "full"
         kinds = (kind,) * self.num_layers if self.layer_types is None else self.layer_types
         object.__setattr__(self, "layer_types", kinds)
@@ -110,6 +114,7 @@ class ModelConfig(ConfigPart):
             given = layer_type not in kinds or getattr(self.attention, name) is not None
             check(given, f"attention.{name}", None, f"a size, because layer_types has {layer_type!r} layers")
         check(0 <= self.hidden_dropout < 1, "hidden_dropout", self.hidden_dropout, "0 <= p < 1")
+        check(self.init_method_std >= 0, "init_method_std", self.init_method_std, "zero or a positive number")
         if self.moe is not None:
             every = tuple(range(self.num_layers))
             layers = every if self.moe.layers is None else self.moe.layers

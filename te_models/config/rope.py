@@ -72,3 +72,5 @@ class RopeConfig(ConfigPart):
             elif name not in optional:
                 check(value is None, f"rope.{name}", value, f"null, because rope.scaling is {self.scaling!r}")
         check(self.factor is None or self.factor > 0, "rope.factor", self.factor, "a positive number")
+        original = self.original_max_position_embeddings
+        check(original is None or original > 0, "rope.original_max_position_embeddings", original, "a positive integer")

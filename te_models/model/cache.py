@@ -55,6 +55,10 @@ class LayerCache:
     def update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store key [B, S, G, D] and value [B, S, G, Dv] behind the valid positions. Return views of all that this
         call's queries can see, [B, L, G, D] and [B, L, G, Dv], the queries' own positions last."""
+        if key.dtype != self.key.dtype and not torch.is_autocast_enabled(key.device.type):
+            raise ValueError(
+                f"the cache holds {self.key.dtype}, but the model computes in {key.dtype}; pass that as its dtype"
+            )
         begin, end = self.length, self.length + key.shape[1]
         self.key[:, begin:end] = key
         self.value[:, begin:end] = value
@@ -65,7 +69,8 @@ class LayerCache:
 class KVCache:
     """Keys and values of all layers of a model for a batch of sequences of up to max_length tokens.
 
-    tp_size: `GPTModel.tp_size`; each rank keeps those of its own heads.
+    dtype: what the model computes in (None: torch's default). tp_size: `GPTModel.tp_size`; each rank keeps those of its
+    own heads.
 
     Example:
         cache = KVCache(model.config, batch_size=1, max_length=256, dtype=torch.bfloat16)

@@ -168,6 +168,8 @@ class GPTModel(nn.Module):
             raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; allowed: [batch, sequence]")
         if labels is not None and last_logits_only:
             raise ValueError("labels were given with last_logits_only; a loss needs the logits of all tokens")
+        if labels is not None and labels.shape != input_ids.shape:
+            raise ValueError(f"labels has shape {tuple(labels.shape)}; allowed: {tuple(input_ids.shape)}, as input_ids")
         batch, length = input_ids.shape
         if self._ep_group_name is not None and self.expert_model_parallel_size > 1:
             check_same_tokens(batch * length, input_ids.device, self._ep_group_name)
@@ -183,6 +185,10 @@ class GPTModel(nn.Module):
             attention_mask = attention_mask.bool()
         if position_ids is None:
             position_ids = torch.arange(begin, begin + length, device=input_ids.device)[None]
+        elif position_ids.dim() != 2 or position_ids.shape[0] not in (1, batch) or position_ids.shape[1] != length:
+            raise ValueError(
+                f"position_ids has shape {tuple(position_ids.shape)}; allowed: [{batch}, {length}] or [1, {length}]"
+            )
         if begin and self.decoder.by_length and not torch.compiler.is_compiling():
             end = int(position_ids.max()) + 1
             if self.decoder.rotary_stage(end) != self.decoder.rotary_stage(end - length):

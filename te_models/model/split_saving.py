@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,8 +29,16 @@ if TYPE_CHECKING:
 _WRITTEN, _FAILED = -1, -2
 
 
-def save_split(model: GPTModel, folder: str | os.PathLike[str], source_dir: Path | None) -> None:
+def save_split(
+    model: GPTModel,
+    folder: str | os.PathLike[str],
+    source_dir: str | os.PathLike[str] | None,
+    *,
+    overwrite: bool = False,
+) -> None:
     """Write a split model; called by all of its ranks. Quantized weights are put together as they are.
+
+    folder, source_dir, overwrite: see `save_model`; what the first rank says counts.
 
     Raises CheckpointError on every rank where a matrix is split whose format has one number per matrix, and the ranks
     have different ones, and where the first rank cannot write.
@@ -45,7 +52,15 @@ def save_split(model: GPTModel, folder: str | os.PathLike[str], source_dir: Path
             raise CheckpointError(f"the first rank could not write {os.fspath(folder)}; it says why")
         return
     try:
-        save_model(parts.wholes(), model.config, folder, source_dir=source_dir, source=model.origin, fetch=parts.fetch)
+        save_model(
+            parts.wholes(),
+            model.config,
+            folder,
+            source_dir=source_dir,
+            source=model.origin,
+            fetch=parts.fetch,
+            overwrite=overwrite,
+        )
     except Exception:
         parts.announce(_FAILED)
         raise

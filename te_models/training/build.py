@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,9 +16,13 @@ from ..model import GPTModel
 from .build_data import build_dataset
 from .config import DataConfig, TrainConfig
 from .data import DataError, TokenDataset, read_meta
+from .expert_ranks import expert_ranks
 from .optimizer import Optimizer
 from .precision import build_recipe
 from .seeding import derive_seed
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16-mixed": torch.float32}
 
@@ -30,8 +35,11 @@ def resolve_device(name: str) -> str:
     return ("cuda" if available else "cpu") if name == "auto" else name
 
 
-def build_model(config: TrainConfig, device: str, checkpoint: Path | None) -> GPTModel:
-    """Return the model of a checkpoint, of `model.path`, or a random one from the run's seed."""
+def build_model(config: TrainConfig, device: str, checkpoint: Path | None, mesh: DeviceMesh | None = None) -> GPTModel:
+    """Return the model of a checkpoint, of `model.path`, or a random one from the run's seed.
+
+    mesh: distributes its experts, over the dimension "ep".
+    """
     precision = config.precision
     path = checkpoint / "model" if checkpoint is not None else config.model.path
     dtype, layout = DTYPES[precision.dtype], config.model.expert_layout
@@ -40,12 +48,15 @@ def build_model(config: TrainConfig, device: str, checkpoint: Path | None) -> GP
         if precision.quantized_weights:
             with open_checkpoint(path) as source:
                 weights = build_recipe(precision, source.config.num_layers)
-        return GPTModel.from_pretrained(path, dtype=dtype, device=device, recipe=weights, expert_layout=layout)
+        return GPTModel.from_pretrained(
+            path, dtype=dtype, device=device, recipe=weights, expert_layout=layout, device_mesh=mesh
+        )
     torch.manual_seed(derive_seed(config.seed, "initial weights"))
     model_config = read_model_config(config)
     weights = build_recipe(precision, model_config.num_layers) if precision.quantized_weights else None
     with contextlib.nullcontext() if weights is None else quantized_model_init(enabled=True, recipe=weights):
-        return GPTModel(model_config, params_dtype=dtype, device=device, expert_layout=layout)
+        group = None if mesh is None else mesh.get_group("ep")
+        return GPTModel(model_config, params_dtype=dtype, device=device, expert_layout=layout, ep_group=group)
 
 
 def read_model_config(config: TrainConfig) -> ModelConfig:
@@ -59,10 +70,11 @@ def read_model_config(config: TrainConfig) -> ModelConfig:
         raise ConfigError(f"cannot read model.config_file {path}: {error.strerror}") from None
 
 
-def build_optimizer(config: TrainConfig, model: torch.nn.Module) -> Optimizer:
+def build_optimizer(config: TrainConfig, model: GPTModel, mesh: DeviceMesh | None = None) -> Optimizer:
     """Return AdamW for the model; quantized weights, or with `master_weights` all of fewer bits, get masters."""
     seed = derive_seed(config.seed, "optimizer moments")
-    return Optimizer(model.named_parameters(), config.optimizer, seed=seed, compile=config.compile)
+    experts = expert_ranks(model.expert_parameters(), mesh)
+    return Optimizer(model.named_parameters(), config.optimizer, seed=seed, compile=config.compile, experts=experts)
 
 
 def open_data(config: DataConfig, *, vocab_size: int, may_build: bool) -> TokenDataset:

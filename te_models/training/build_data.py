@@ -17,7 +17,7 @@ from pathlib import Path
 
 from te_models.checkpoints.atomic import new_folder
 
-from ..extras import require
+from ..tokenizer import read_tokenizer
 from .data import FORMAT, DataError, TokenDataset
 
 PIECE = 1 << 20  # characters tokenized at once; a piece ends at a line end
@@ -50,14 +50,14 @@ def load_encoder(tokenizer: str) -> Encoder:
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise DataError(f"the tokenizer folder {folder} has no tokenizer.json")
-    model = require("tokenizers", "hf", feature="tokenizing text").Tokenizer.from_file(str(file))
+    model = read_tokenizer(file, "tokenizing text")
     eos = _eos_token(folder)
     eos_id = None if eos is None else model.token_to_id(eos)
     if eos is not None and eos_id is None:
         raise DataError(
             f"{folder}/tokenizer_config.json names the eos_token {eos!r}, which tokenizer.json does not have"
         )
-    size = model.get_vocab_size(with_added_tokens=True)
+    size = max(model.get_vocab(with_added_tokens=True).values(), default=-1) + 1  # there may be gaps
     return Encoder(tokenizer, lambda text: model.encode(text, add_special_tokens=False).ids, size, eos_id)
 
 

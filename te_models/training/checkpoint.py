@@ -25,6 +25,8 @@ from safetensors.torch import load_file, save_file
 from te_models.checkpoints import save_model
 from te_models.checkpoints.atomic import new_folder
 
+from ..model.split_saving import save_split
+
 if TYPE_CHECKING:
     from ..model import GPTModel
 
@@ -68,10 +70,14 @@ def latest_checkpoint(output_dir: Path) -> Path | None:
 def export_model(model: GPTModel, folder: Path, output_dir: Path, origin: str | None) -> None:
     """Write the model as an ordinary folder, with the tokenizer and the family of the model that training began with.
 
-    They are taken from the newest checkpoint, so that only the first save needs the original folder `origin`.
+    They are taken from the newest checkpoint, so that only the first save needs the original folder `origin`. Where
+    experts are distributed, all ranks that share the first copy of them call this, and the first one writes.
     """
     newest = latest_checkpoint(output_dir)
     source = newest / "model" if newest else origin
+    if model.ep_group is not None:
+        save_split(model, folder, source, overwrite=True)
+        return
     with torch.no_grad():
         save_model(dict(model.stored_tensors()), model.config, folder, source_dir=source, overwrite=True)
 

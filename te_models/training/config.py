@@ -205,6 +205,7 @@ class TrainConfig(ConfigPart):
     is refused. `deterministic` asks torch for reproducible kernels only, so that two runs are equal bit for bit.
     `compile_mode` "whole" makes one graph of the whole loss: the fastest steps, and a compile time that grows with the
     number of layers. "block" compiles one layer, which all equal layers share: the choice for short runs.
+    `expert_model_parallel_size` n gives each of n consecutive ranks 1/n of the experts.
     """
 
     output_dir: str
@@ -215,6 +216,7 @@ class TrainConfig(ConfigPart):
     compile_mode: Literal["whole", "block"] = "whole"
     resume: bool = True
     deterministic: bool = True
+    expert_model_parallel_size: int = 1
     model: ModelSource
     data: DataConfig
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -227,6 +229,8 @@ class TrainConfig(ConfigPart):
     def _validate(self) -> None:
         check(self.steps > 0, "steps", self.steps, "a positive integer")
         check(self.seed >= 0, "seed", self.seed, "zero or a positive integer")
+        size = self.expert_model_parallel_size
+        check(size > 0, "expert_model_parallel_size", size, "a positive integer")
         warmup, decay = self.schedule.warmup_steps, self.schedule.decay_steps or 0
         check(
             warmup + decay <= self.steps,

@@ -1,8 +1,9 @@
 """Data parallelism over processes that torchrun started: which windows are mine, and the mean of everybody's gradients.
 
-Every rank holds the whole model. Gradients are averaged in one all-reduce per dtype over a flat buffer, after the last
-micro-batch; the reduction gives the same bits on every rank, so parameters never drift apart. Without torchrun's
-environment there is one rank and nothing here communicates. (Sharded training with FSDP2 is a later concern.)
+Every rank holds the whole model, but for experts where they are distributed (`expert_ranks`). Gradients are averaged in
+one all-reduce per dtype over a flat buffer, after the last micro-batch; the reduction gives the same bits on every
+rank, so parameters never drift apart. Without torchrun's environment there is one rank and nothing here communicates.
+(Sharded training with FSDP2 is a later concern.)
 """
 
 from __future__ import annotations
@@ -10,28 +11,35 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+PATIENCE = timedelta(days=7)
+
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's place. `rank` 0 writes files and shows progress."""
+    """This process's place. `rank` 0 writes files and shows progress. local_rank: its device; None: the current one.
+    waiting: the group in which the others wait for rank 0, who may have hours of text to tokenize."""
 
     rank: int = 0
     world_size: int = 1
-    local_rank: int = 0
+    local_rank: int | None = None
     owns_group: bool = False
+    waiting: dist.ProcessGroup | None = None
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
     def leave(self) -> None:
-        """Leave the process group, if this run joined it and not its caller."""
+        """Leave the process groups that this run joined, and not its caller's."""
         if self.owns_group:
             dist.destroy_process_group()
+        elif self.waiting is not None:
+            dist.destroy_process_group(self.waiting)
 
 
 def is_main_process() -> bool:
@@ -40,63 +48,90 @@ def is_main_process() -> bool:
 
 
 def ranks_from_environment(device: str) -> Ranks:
-    """Join the process group that torchrun described (RANK, WORLD_SIZE, MASTER_ADDR, ...); one rank without it."""
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size == 1:
+    """Return the place in the process group that the caller has joined, or join the one that torchrun described (RANK,
+    WORLD_SIZE, MASTER_ADDR, ...); one rank without either."""
+    joined = dist.is_available() and dist.is_initialized()
+    if not joined and int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return Ranks()
-    owns_group = not dist.is_initialized()
-    if owns_group:
+    if not joined:
         # numbers on the host, such as losses and random states, are exchanged, too
         dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
-    return Ranks(dist.get_rank(), dist.get_world_size(), int(os.environ.get("LOCAL_RANK", "0")), owns_group)
+    local = os.environ.get("LOCAL_RANK")
+    waiting = dist.new_group(backend="gloo", timeout=PATIENCE) if dist.is_gloo_available() else None
+    return Ranks(dist.get_rank(), dist.get_world_size(), None if local is None else int(local), not joined, waiting)
 
 
 def average_gradients(
-    parameters: Iterable[torch.nn.Parameter], ranks: Ranks, *, distributed: Iterable[torch.nn.Parameter] = ()
+    parameters: Iterable[torch.nn.Parameter],
+    ranks: Ranks,
+    *,
+    distributed: Iterable[torch.nn.Parameter] = (),
+    copies: dist.ProcessGroup | None = None,
 ) -> None:
     """Replace every gradient by its mean over the ranks. A parameter without a gradient must lack it on all of them.
 
-    distributed: those of the parameters that only this rank has, as `GPTModel.expert_parameters` lists them. Their
-    gradients are sums over all ranks already and are divided only.
+    distributed: those of the parameters that only a part of the ranks has, as `GPTModel.expert_parameters` lists them.
+    Their gradients are sums over the ranks that share a copy of all experts, and are summed over `copies`, the ranks
+    that have the same ones, too; None: no other rank has them.
     """
     if ranks.world_size == 1:
         return
     own = {id(parameter) for parameter in distributed}
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    everyone: list[torch.Tensor] = []
+    few: list[torch.Tensor] = []
     for parameter in parameters:
-        if parameter.grad is not None and id(parameter) in own:
-            parameter.grad.div_(ranks.world_size)
-        elif parameter.grad is not None:
-            by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
-    for gradients in by_dtype.values():
-        flat = torch.cat([g.reshape(-1) for g in gradients])
-        dist.all_reduce(flat)
-        flat.div_(ranks.world_size)
-        for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        if parameter.grad is not None:
+            (few if id(parameter) in own else everyone).append(parameter.grad)
+    _sum(everyone, None, ranks.world_size)
+    if copies is not None and copies.size() > 1:
+        _sum(few, copies, ranks.world_size)
+    else:
+        for gradient in few:
+            gradient.div_(ranks.world_size)
+
+
+def _sum(gradients: Iterable[torch.Tensor], group: dist.ProcessGroup | None, count: int) -> None:
+    """Replace gradients by their sums over a group divided by `count`, in one all-reduce per dtype."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    for together in by_dtype.values():
+        flat = torch.cat([g.reshape(-1) for g in together])
+        dist.all_reduce(flat, group=group)
+        flat.div_(count)
+        for gradient, part in zip(together, flat.split([g.numel() for g in together]), strict=True):
             gradient.copy_(part.view_as(gradient))
 
 
 def mean_over_ranks(value: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """Return the mean of a scalar over the ranks."""
-    if ranks.world_size > 1:
-        value = value.clone()
-        dist.all_reduce(value)
-        value /= ranks.world_size
-    return value
+    """Return the mean of a tensor over the ranks, on the tensor's device."""
+    if ranks.world_size == 1:
+        return value
+    total = _sendable(value).clone()
+    dist.all_reduce(total)
+    return (total / ranks.world_size).to(value.device)
+
+
+def _sendable(value: torch.Tensor) -> torch.Tensor:
+    """Return the tensor where the process group takes it: NCCL takes none in main memory."""
+    devices = [pair.partition(":")[0] for pair in dist.get_backend_config().split(",")]
+    return value if value.device.type in devices else value.to(devices[0])
 
 
 def gather_tensors(tensors: dict[str, torch.Tensor], ranks: Ranks) -> dict[str, torch.Tensor]:
     """Return every rank's tensors under `{rank}.{name}`; all ranks give the same names and shapes."""
     result = {}
     for name, tensor in sorted(tensors.items()):
-        parts = [torch.empty_like(tensor) for _ in range(ranks.world_size)] if ranks.world_size > 1 else [tensor]
+        parts = [tensor]
         if ranks.world_size > 1:
-            dist.all_gather(parts, tensor)
-        result |= {f"{rank}.{name}": part for rank, part in enumerate(parts)}
+            sent = _sendable(tensor)
+            parts = [torch.empty_like(sent) for _ in range(ranks.world_size)]
+            dist.all_gather(parts, sent)
+        result |= {f"{rank}.{name}": part.to(tensor.device) for rank, part in enumerate(parts)}
     return result
 
 
 def barrier(ranks: Ranks) -> None:
-    """Wait until every rank is here."""
+    """Wait until every rank is here, however long rank 0 writes: the collectives of gradients give up after minutes."""
     if ranks.world_size > 1:
-        dist.barrier()
+        dist.barrier(group=ranks.waiting)

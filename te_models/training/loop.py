@@ -8,7 +8,6 @@ which is why an interrupted run continues bit for bit.
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,23 +22,18 @@ from ..config import ConfigError
 from ..extras import require
 from ..memory import return_freed_memory
 from .build import build_model, build_optimizer, open_data, resolve_device
-from .checkpoint import (
-    TrainingState,
-    checkpoint_dir,
-    export_model,
-    latest_checkpoint,
-    load_state,
-    save_checkpoint,
-)
+from .checkpoint import TrainingState, checkpoint_dir, export_model, load_state, save_checkpoint
 from .config import TrainConfig
 from .data import Windows
 from .distributed import Ranks, barrier, gather_tensors, ranks_from_environment
-from .metrics import MetricsFile, finite, plot_loss
+from .expert_ranks import expert_mesh
+from .metrics import METRICS, MetricsFile, finite, plot_loss
 from .schedule import lr_at
-from .seeding import derive_seed, random_state, restore_random_state, seed_all
+from .seeding import derive_seed, random_state, restore_random_state, rounding_seed, seed_all
+from .start import check_same_run, check_same_start, find_start
 from .step import LossFunction, evaluate, make_loss_function, make_weight_cache, train_step
 
-METRICS, PLOT, FINAL = "metrics.jsonl", "loss.png", "final"
+PLOT, FINAL = "loss.png", "final"
 
 
 @dataclass(frozen=True)
@@ -61,7 +55,7 @@ def train(config: TrainConfig) -> TrainResult:
     """
     device = resolve_device(config.device)
     ranks = ranks_from_environment(device)
-    if device == "cuda":
+    if device == "cuda" and ranks.local_rank is not None:
         torch.cuda.set_device(ranks.local_rank)
     try:
         with _deterministic(config.deterministic), contextlib.ExitStack() as opened:
@@ -76,15 +70,18 @@ def _run(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Exit
     output_dir = Path(config.output_dir)
     checkpoint = find_start(config, output_dir)
     start = load_state(checkpoint) if checkpoint else None
+    check_same_start(start, ranks)
     if start:
         check_same_run(config, start, ranks)
     step, position = (start.step, start.position) if start else (0, 0)
 
     # Model, optimizer, data.
-    model = build_model(config, device, checkpoint)
+    mesh = expert_mesh(config.expert_model_parallel_size, ranks, device)
+    model = build_model(config, device, checkpoint, mesh)
     model.activation_checkpointing = config.model.activation_checkpointing
     model.output_layer.loss_chunk_tokens = config.model.loss_chunk_tokens
-    optimizer = build_optimizer(config, model)
+    optimizer = build_optimizer(config, model, mesh)
+    saves = ranks.is_main if optimizer.experts is None else optimizer.experts.saves  # has a part of what is saved
     if start:
         optimizer.load_state_tensors(start.tensors)
     if ranks.is_main:
@@ -109,7 +106,7 @@ def _run(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Exit
         mode=config.compile_mode,
     )
     quantize_weights = make_weight_cache(model, config.precision, device)
-    set_rounding_seed(model, derive_seed(config.seed, "rounding", ranks.rank) >> 20)
+    set_rounding_seed(model, rounding_seed(config.seed, ranks.rank))
 
     # Files and progress: rank 0 only.
     output_dir.mkdir(parents=True, exist_ok=True)
@@ -168,47 +165,24 @@ def _run(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Exit
             progress.update()
 
         if _is_due(step, config.checkpoint.every, config.steps) and not checkpoint_dir(output_dir, step).exists():
-            tensors = optimizer.state_tensors()
+            tensors = optimizer.whole_state_tensors() if saves else {}
             tensors |= {f"rng.{name}": t for name, t in gather_tensors(random_state(), ranks).items()}
             tensors |= {f"recipe.{name}": t for name, t in gather_tensors(recipe_state(model), ranks).items()}
             if ranks.is_main:
                 state = TrainingState(step, position, ranks.world_size, config.to_dict(), tensors)
                 keep_last = config.checkpoint.keep_last
                 save_checkpoint(output_dir, model, state, origin=config.model.path, keep_last=keep_last)
+            elif saves:  # the main rank writes its experts, too
+                export_model(model, output_dir, output_dir, config.model.path)
             barrier(ranks)
 
     # The result: an ordinary model folder, the metrics, and a picture of them.
-    if ranks.is_main:
+    if saves:
         export_model(model, output_dir / FINAL, output_dir, config.model.path)
-        if config.log.plot:
-            plot_loss({output_dir.name: output_dir / METRICS}, output_dir / PLOT)
+    if ranks.is_main and config.log.plot:
+        plot_loss({output_dir.name: output_dir / METRICS}, output_dir / PLOT)
     barrier(ranks)
     return TrainResult(output_dir / FINAL, output_dir / METRICS, step, loss, validation_loss)
-
-
-def find_start(config: TrainConfig, output_dir: Path) -> Path | None:
-    """Return the checkpoint to continue from. Raises ConfigError where `resume` is off and the directory is used."""
-    if config.resume:
-        return latest_checkpoint(output_dir)
-    if (output_dir / METRICS).exists() or (output_dir / "checkpoints").exists():
-        raise ConfigError(f"{output_dir} holds another run and resume is off; choose another output_dir")
-    return None
-
-
-def check_same_run(config: TrainConfig, start: TrainingState, ranks: Ranks) -> None:
-    """Refuse to continue a run whose numbers would silently be those of another: name the fields that changed.
-
-    Fields that decide only how long, how fast or how visibly it runs may change.
-    """
-    changed = [
-        name
-        for name in ("seed", "model", "data", "optimizer", "schedule", "precision")
-        if json.dumps(config.to_dict()[name]) != json.dumps(start.config.get(name))
-    ]
-    if changed:
-        raise ConfigError(f"cannot continue from step {start.step}: {', '.join(changed)} differ from the checkpoint's")
-    if ranks.world_size != start.world_size:
-        raise ConfigError(f"cannot continue a run of {start.world_size} ranks with {ranks.world_size}")
 
 
 def validation_batches(config: TrainConfig, windows: Windows, ranks: Ranks) -> list[torch.Tensor]:

@@ -16,6 +16,9 @@ from te_models.checkpoints.atomic import replace_text
 
 from ..extras import require
 
+METRICS = "metrics.jsonl"
+"""The file's name in a run's folder."""
+
 
 class MetricsFile:
     """Append-only metrics, to be used in a `with`. `keep_steps`: how many steps the run that continues has finished."""
@@ -68,8 +71,8 @@ def plot_loss(curves: dict[str, Path], out: Path) -> None:
     axes = figure.subplots()
     for label, path in curves.items():
         rows = read_metrics(path)
-        train = [(row["step"], row["loss"]) for row in rows]
-        (line,) = axes.plot(*zip(*train), label=label, linewidth=1.2)
+        steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
+        (line,) = axes.plot(steps, losses, label=label, linewidth=1.2)
         validation = [(row["step"], row["validation_loss"]) for row in rows if "validation_loss" in row]
         if validation:
             axes.plot(*zip(*validation), "o--", markersize=3, color=line.get_color(), label=f"{label}, validation")

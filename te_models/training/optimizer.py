@@ -7,13 +7,14 @@ that is filled before each step: its value is data, so nothing that reads it spe
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from te_models.layers import FusedAdamW, gradient_of
 
 from .config import OptimizerConfig
+from .expert_ranks import ExpertRanks
 
 
 def is_decayed(name: str, parameter: torch.Tensor) -> bool:
@@ -28,6 +29,7 @@ class Optimizer:
         named_parameters: (FQN, parameter) pairs; the FQNs name the state in checkpoints.
         seed: of the stochastic rounding of moments in fewer bits than 32.
         compile: see `FusedAdamW`.
+        experts: how experts are distributed over ranks; None: each rank has all.
     """
 
     def __init__(
@@ -37,8 +39,10 @@ class Optimizer:
         *,
         seed: int = 0,
         compile: bool = False,
+        experts: ExpertRanks | None = None,
     ) -> None:
         self.config = config
+        self.experts = experts
         self.parameters = {name: p for name, p in named_parameters if p.requires_grad}
         device = next(iter(self.parameters.values())).device
         self.lr = torch.zeros((), dtype=torch.float32, device=device)
@@ -75,9 +79,16 @@ class Optimizer:
 
     @torch.no_grad()
     def clip_gradients(self) -> torch.Tensor:
-        """Scale the gradients to a 2-norm of at most `clip_grad_norm`; return the norm before, a float32 scalar."""
-        gradients = [g for g in map(gradient_of, self.parameters.values()) if g is not None]
+        """Scale the gradients to a 2-norm of at most `clip_grad_norm`; return the norm before, a float32 scalar.
+
+        It is that of the whole model: the experts of all ranks count, each once."""
+        found = [(p, g) for p in self.parameters.values() if (g := gradient_of(p)) is not None]
+        gradients = [g for _, g in found]
         norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
+        if self.experts is not None:
+            mine = [self.experts.owns(p) for p, _ in found]
+            others = [n for n, own in zip(norms, mine, strict=True) if not own]
+            norms = [*others, self.experts.norm(n for n, own in zip(norms, mine, strict=True) if own)]
         norm = torch.linalg.vector_norm(torch.stack(norms))
         limit = self.config.clip_grad_norm
         if limit is not None and norm > limit:
@@ -87,15 +98,26 @@ class Optimizer:
         return norm
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """Return moments, step counts and masters by name, ready for safetensors."""
-        return {
-            f"optimizer.{name}.{key}": value
-            for name, parameter in self.parameters.items()
-            for key, value in self._adamw.state[parameter].items()
-        }
+        """Return moments, step counts and masters by name, ready for safetensors; of experts this rank's."""
+        return {key: value for _, key, value in self._state()}
+
+    def whole_state_tensors(self) -> dict[str, torch.Tensor]:
+        """Return `state_tensors` of the whole model on the first rank; called by all that share its copy of experts."""
+        experts = self.experts
+        if experts is None:
+            return self.state_tensors()
+        return {key: experts.whole(value) if experts.owns(p) else value for p, key, value in self._state()}
 
     @torch.no_grad()
     def load_state_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Undo `state_tensors`. Raises KeyError for a missing tensor: the caller has checked the configuration."""
-        for name, value in self.state_tensors().items():
-            value.copy_(tensors[name])
+        """Undo `whole_state_tensors`. Raises KeyError for a missing tensor: the caller checked the configuration."""
+        experts = self.experts
+        for parameter, key, value in self._state():
+            whole = tensors[key]
+            value.copy_(experts.own(whole) if experts is not None and experts.owns(parameter) else whole)
+
+    def _state(self) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
+        """Yield (parameter, name, tensor) of the state."""
+        for name, parameter in self.parameters.items():
+            for key, value in self._adamw.state[parameter].items():
+                yield parameter, f"optimizer.{name}.{key}", value

@@ -14,6 +14,8 @@ import struct
 
 import torch
 
+from te_models.layers.rounding_seed import SEEDS
+
 _PYTHON_STATE = struct.Struct("<I625I?d")
 """`random.getstate()`: version, the Mersenne twister's numbers and index, the spare Gaussian if there is one."""
 
@@ -22,6 +24,11 @@ def derive_seed(seed: int, *labels: str | int) -> int:
     """Return a 63-bit seed for a named purpose; distinct label sequences give independent seeds."""
     digest = hashlib.sha256(json.dumps([seed, *labels]).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
+
+
+def rounding_seed(seed: int, rank: int) -> int:
+    """Return the seed of stochastic rounding of a rank, one that `set_rounding_seed` takes."""
+    return (derive_seed(seed, "rounding", rank) >> 20) % SEEDS
 
 
 def seed_all(seed: int) -> None:

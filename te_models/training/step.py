@@ -132,7 +132,9 @@ def train_step(
             loss, aux_loss = loss_function(input_ids)
         (loss / len(micro_batches)).backward()
         total += torch.stack([loss.detach() - aux_loss, aux_loss]).cpu() / len(micro_batches)
-    average_gradients(optimizer.parameters.values(), ranks)
+    experts = optimizer.experts
+    distributed, copies = ((), None) if experts is None else (experts.parameters, experts.copies)
+    average_gradients(optimizer.parameters.values(), ranks, distributed=distributed, copies=copies)
     norm = optimizer.clip_gradients()
     grad_norm, skip = float(norm), optimizer.config.skip_nonfinite
     mean_loss, mean_aux = mean_over_ranks(total, ranks).tolist()

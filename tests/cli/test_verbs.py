@@ -265,6 +265,30 @@ def test_generate_reads_standard_input(model: Path) -> None:
 def test_generate_refuses_more_than_the_positions(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(model), "--prompt", "x", "--max-new-tokens", "128"]) == 2
     assert "allowed: 1..127" in capsys.readouterr().err
+    assert main(["generate", str(model), "--prompt", "\x01" * 129, "--max-new-tokens", "1"]) == 2
+    assert "the prompt has 129 tokens; allowed: fewer than the model's 128 positions" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--top-k", "--top-p"])
+def test_generate_refuses_options_of_sampling_that_nothing_would_read(
+    model: Path, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", str(model), "--prompt", "x", option, "1"]) == 2
+    assert f"{option} needs --temperature above 0" in capsys.readouterr().err
+
+
+def test_generate_reads_the_whole_prompt(hf: Path, model: Path, tmp_path: Path, capsys) -> None:
+    """Also where tokenizer.json says to cut texts and to fill them up."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(hf / "tokenizer.json"))
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=30, pad_id=0)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    words = ["generate", model, "--prompt", "def f(x):", "--max-new-tokens", 8]
+    expected = run_json(capsys, *words)["tokens"]
+    shutil.copy(hf / "tokenizer_config.json", tmp_path)
+    assert run_json(capsys, *words, "--tokenizer", tmp_path)["tokens"] == expected
 
 
 def test_train_then_generate(model: Path, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

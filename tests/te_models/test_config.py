@@ -24,6 +24,10 @@ from te_models import (
 from tests.te_models.configs import VARIANTS, model_configs, tiny, tiny_moe
 
 
+def latent(**changes: int) -> AttentionConfig:
+    return AttentionConfig(num_attention_heads=4, mla=MLAConfig(**changes))
+
+
 @settings(deadline=None, max_examples=100)
 @given(model_configs())
 def test_json_round_trip_is_exact(config: ModelConfig) -> None:
@@ -83,6 +87,13 @@ def test_lists_become_tuples_and_integers_become_floats() -> None:
         (lambda: tiny(layer_types=("full", "chunked")), "attention.chunk_size is None"),
         (lambda: tiny(layer_types=("full", "local")), r"layer_types\[1\] is 'local'"),
         (lambda: tiny(rope=RopeConfig(rotary_percent=0.9)), "rope.rotary_percent is 0.9"),
+        (lambda: tiny(rope_sliding=RopeConfig(rotary_percent=0.9)), "rope_sliding.rotary_percent is 0.9"),
+        (
+            lambda: tiny(attention=latent(qk_pos_emb_head_dim=7)),
+            "rope.rotary_percent is 1.0; .* of the 7 head channels",
+        ),
+        (lambda: tiny(init_method_std=-0.02), "init_method_std is -0.02; allowed: zero or a positive number"),
+        (lambda: EmbeddingConfig(logits_softcap=0), "embedding.logits_softcap is 0.0; allowed: a positive number"),
         (lambda: tiny(mlp={"ffn_hidden_size": 4, "gate": True}), "MLPConfig has no field 'gate'"),
         (lambda: tiny(mlp={}), "MLPConfig needs the field 'ffn_hidden_size'"),
         (lambda: tiny(mlp=None), "ModelConfig.mlp is None"),
@@ -101,12 +112,23 @@ def test_lists_become_tuples_and_integers_become_floats() -> None:
         (lambda: NormConfig(normalization="LayerNorm", bias=True, has_weight=False), "norm.bias is True"),
         (lambda: RopeConfig(scaling="linear"), "rope.factor is None; allowed: a value"),
         (lambda: RopeConfig(factor=2.0), "rope.factor is 2.0; allowed: null, because rope.scaling is 'none'"),
+        (
+            lambda: RopeConfig(scaling="dynamic", original_max_position_embeddings=0),
+            "embeddings is 0; allowed: a positive",
+        ),
         (lambda: RopeConfig(scaling="ntk"), "RopeConfig.scaling is 'ntk'"),
         (lambda: MLPConfig(ffn_hidden_size=4, activation="swish"), "MLPConfig.activation is 'swish'"),
         (lambda: MLPConfig(ffn_hidden_size=4, clamp=-1.0), "mlp.clamp is -1.0"),
         (lambda: RouterConfig(num_groups=2), "router.topk_groups is None"),
         (lambda: RouterConfig(num_groups=2, topk_groups=3), "router.topk_groups is 3; allowed: 1..num_groups = 2"),
         (lambda: tiny_moe(moe_router_topk=5), "moe.moe_router_topk is 5; allowed: 1..num_moe_experts = 4"),
+        (lambda: tiny_moe(aux_loss_coeff=-0.01), "moe.aux_loss_coeff is -0.01; allowed: zero or a positive number"),
+        (lambda: tiny_moe(z_loss_coeff=-1), "moe.z_loss_coeff is -1.0"),
+        (lambda: RouterConfig(normalize_eps=-1), "router.normalize_eps is -1.0"),
+        (
+            lambda: tiny_moe(RouterConfig(num_groups=4, topk_groups=1)),
+            "moe.moe_router_topk is 2; allowed: 1..1, the experts of router.topk_groups groups",
+        ),
         (lambda: tiny_moe(layers=(1, 0)), "moe.layers"),
         (lambda: tiny_moe(layers=(2,)), "moe.layers"),
         (lambda: tiny_moe(shared_expert_gate=True), "moe.shared_expert_gate is True"),

@@ -9,6 +9,7 @@ import torch
 
 from te_models import GPTModel, KVCache, generate, stream
 from te_models.generation import filter_logits
+from tests.te_models.configs import VARIANTS
 from tests.te_models.hf_models import hf_model, token_ids
 
 NO_END = -1
@@ -184,6 +185,18 @@ def test_impossible_arguments_are_refused_at_once(pairs, arguments: dict, says: 
         stream(ours, **{"input_ids": token_ids(1, 4), "max_new_tokens": 2, **arguments})
 
 
+def test_text_beyond_the_learned_positions_is_refused_at_once() -> None:
+    ours = GPTModel(VARIANTS["learned_positions"]).eval()
+    ids = token_ids(1, 60) % ours.config.vocab_size
+    assert generate(ours, ids, 5).shape == (1, 65)  # the last of 64 positions gives the last token
+    with pytest.raises(ValueError, match=r"max_new_tokens is 6 after 60 tokens; allowed: up to 5, .* 64 positions"):
+        stream(ours, ids, 6)
+    padded = torch.cat((torch.zeros(1, 4, dtype=torch.int64), ids), dim=1)
+    mask = torch.ones_like(padded)
+    mask[:, :4] = 0
+    assert torch.equal(generate(ours, padded, 5, attention_mask=mask)[:, 4:], generate(ours, ids, 5))
+
+
 def test_a_cache_that_does_not_fit_is_refused(pairs) -> None:
     _, ours = pairs("llama")
     cache = KVCache(ours.config, 1, 4)
@@ -193,6 +206,8 @@ def test_a_cache_that_does_not_fit_is_refused(pairs) -> None:
         ours(token_ids(2, 2), cache=cache)
     with pytest.raises(ValueError, match="at least 1"):
         KVCache(ours.config, 0, 4)
+    with pytest.raises(ValueError, match=r"holds torch\.float64, but the model computes in torch\.float32"):
+        ours(token_ids(1, 2), cache=KVCache(ours.config, 1, 4, dtype=torch.float64))
     ours(token_ids(1, 2), cache=cache)
     with pytest.raises(ValueError, match=r"attention_mask has shape \(1, 1\); allowed: \[1, 3\]"):
         ours(token_ids(1, 1), cache=cache, attention_mask=torch.ones(1, 1))

@@ -282,6 +282,12 @@ def test_wrong_calls_are_refused() -> None:
         model(torch.zeros(1, 3, dtype=torch.int64), attention_mask=torch.ones(1, 4))
     with pytest.raises(ValueError, match=r"attention_mask has shape \(1, 3\); allowed: \[2, 3\]"):
         model(torch.zeros(2, 3, dtype=torch.int64), attention_mask=torch.ones(1, 3))
+    ids = torch.zeros(2, 3, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"labels has shape \(1, 3\); allowed: \(2, 3\), as input_ids"):
+        model(ids, labels=ids[:1])
+    for wrong in (torch.zeros(2, 1), torch.zeros(3, 3), torch.zeros(3)):
+        with pytest.raises(ValueError, match=r"position_ids has shape .*; allowed: \[2, 3\] or \[1, 3\]"):
+            model(ids, position_ids=wrong.long())
     with pytest.raises(ValueError, match="a loss needs the logits of all tokens"):
         model(torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 3, dtype=torch.int64), last_logits_only=True)
     with pytest.raises(ValueError, match="no router losses"):

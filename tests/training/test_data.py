@@ -75,6 +75,22 @@ def test_a_hugging_face_tokenizer_gives_its_own_ids(tmp_path: Path) -> None:
     assert dataset.tokens.to(torch.int64).tolist() == [*ids, tokenizer.token_to_id("<end>")]
 
 
+def test_a_tokenizer_that_cuts_and_fills_up_texts_reads_all_of_them(tmp_path: Path) -> None:
+    """Some tokenizer.json files say how long a text may be; and ids may have gaps."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "<unk>": 2, "c": 9}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=8, pad_id=2)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.txt").write_text("a b c a b c a")
+    (tmp_path / "b.txt").write_text("b b")
+    dataset = build_dataset(tmp_path / "d", [tmp_path / "*.txt"], str(tmp_path))
+    assert dataset.vocab_size == 10
+    assert sorted(dataset.tokens.tolist()) == sorted([0, 1, 9, 0, 1, 9, 0, 1, 1])
+
+
 def test_wrong_sources_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no text file matches"):
         build_dataset(tmp_path / "d", [tmp_path / "*.absent"], "bytes")

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from te_models.training import TrainConfig, train
+from te_models.training import TrainConfig, TrainingCheckpointError, train
+from te_models.training.distributed import Ranks, gather_tensors, mean_over_ranks, ranks_from_environment
+from te_models.training.start import check_same_start
 from tests.ranks import run_on_ranks
 from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_model, tiny_run
 
@@ -57,6 +59,24 @@ def test_two_ranks_equal_one_and_resume(tmp_path: Path) -> None:
     assert_same_bits(tensors_under(Path(resumed.output_dir) / "final"), two)
 
 
+def test_ranks_wait_for_a_data_set_however_long_it_takes(tmp_path: Path) -> None:
+    """Longer than their collectives wait for each other: half an hour, and ten minutes on GPUs."""
+    file, script = tmp_path / "config.json", tmp_path / "ranks.py"
+    file.write_text(tiny_run(tmp_path, moe=False, steps=1).to_json())
+    setup = """
+import time, torch.distributed as dist
+from datetime import timedelta
+import te_models.training.build as build
+def slowly(*arguments, build_dataset=build.build_dataset):
+    time.sleep(5)
+    return build_dataset(*arguments)
+build.build_dataset = slowly
+dist.init_process_group("gloo", timeout=timedelta(seconds=3))
+"""
+    script.write_text(setup + SCRIPT + "dist.destroy_process_group()\n")
+    run_on_ranks([str(script), str(file)], timeout=120)
+
+
 def test_the_command_line_reports_once(tmp_path: Path) -> None:
     config = tiny_run(tmp_path, steps=1)
     values = [config.output_dir, config.data.path, config.data.text[0]]
@@ -72,3 +92,36 @@ def test_the_command_line_reports_once(tmp_path: Path) -> None:
         first, second = run_on_ranks(["-m", "te_models", "train", str(file), option], timeout=120)
         assert json.loads(first)["output_dir" if option == "--dry-run" else "step"]
         assert second == ""
+
+
+def test_numbers_go_where_the_backend_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL takes no tensor in main memory, where the losses of a step and the random states are."""
+
+    def send(*arguments: torch.Tensor) -> None:
+        raise RuntimeError(f"sent from {arguments[-1].device}")
+
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda: "meta:nccl")
+    for name in ("all_reduce", "all_gather"):
+        monkeypatch.setattr(torch.distributed, name, send)
+    with pytest.raises(RuntimeError, match="sent from meta"):
+        mean_over_ranks(torch.zeros(2), Ranks(0, 2))
+    with pytest.raises(RuntimeError, match="sent from meta"):
+        gather_tensors({"state": torch.zeros(2)}, Ranks(0, 2))
+
+
+def test_ranks_that_see_different_checkpoints_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = {"0.step": torch.tensor([4]), "1.step": torch.tensor([0])}
+    monkeypatch.setattr("te_models.training.start.gather_tensors", lambda tensors, ranks: steps)
+    with pytest.raises(TrainingCheckpointError, match="rank 0 continues from step 4 and rank 1 from step 0"):
+        check_same_start(None, Ranks(1, 2))
+
+
+def test_a_group_that_the_caller_joined_is_used_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ranks would train one by one otherwise, all into one folder."""
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert ranks_from_environment("cpu") == Ranks()
+    for name, value in {"is_initialized": True, "get_rank": 1, "get_world_size": 2, "new_group": None}.items():
+        monkeypatch.setattr(torch.distributed, name, lambda value=value, **_: value)
+    ranks = ranks_from_environment("cpu")
+    assert (ranks.rank, ranks.world_size, ranks.local_rank, ranks.owns_group) == (1, 2, None, False)

@@ -60,3 +60,6 @@ def test_a_run_writes_what_it_measured_and_a_picture(tmp_path: Path) -> None:
     assert png.startswith(b"\x89PNG\r\n\x1a\n")
     plot_loss({"a": result.metrics_file, "b": result.metrics_file}, tmp_path / "two.png")
     assert (tmp_path / "two.png").read_bytes() != png
+    (tmp_path / "empty.jsonl").touch()
+    plot_loss({"nothing yet": tmp_path / "empty.jsonl"}, tmp_path / "empty.png")
+    assert (tmp_path / "empty.png").exists()

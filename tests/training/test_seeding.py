@@ -1,11 +1,15 @@
 """Derived seeds and saved random states."""
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
 
-from te_models.training.seeding import derive_seed, random_state, restore_random_state, seed_all
+from te_models.layers import Linear, set_rounding_seed
+from te_models.training import train
+from te_models.training.seeding import derive_seed, random_state, restore_random_state, rounding_seed, seed_all
+from tests.training.runs import tiny_run
 
 
 def test_derived_seeds_differ_by_every_label() -> None:
@@ -14,6 +18,16 @@ def test_derived_seeds_differ_by_every_label() -> None:
     assert derive_seed(1, 23) != derive_seed(12, 3)
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert derive_seed(3, "x") == derive_seed(3, "x")
+
+
+def test_every_seed_trains_on_every_rank(tmp_path: Path) -> None:
+    """Streams of stochastic rounding take 42 bits."""
+    layer = Linear(16, 16)
+    seeds = {rounding_seed(seed, rank) for seed in (*range(50), 2**62, 2**80) for rank in range(8)}
+    assert len(seeds) == 52 * 8
+    for seed in seeds:
+        set_rounding_seed(layer, seed)
+    assert train(tiny_run(tmp_path, seed=1, steps=1)).step == 1
 
 
 @pytest.mark.parametrize("gaussians", [0, 1])

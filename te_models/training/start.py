@@ -1,0 +1,54 @@
+"""Where a run starts: at the newest checkpoint or at nothing, on every rank alike, and only if it is the same run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from ..config import ConfigError
+from .checkpoint import TrainingCheckpointError, TrainingState, latest_checkpoint
+from .config import TrainConfig
+from .distributed import Ranks, gather_tensors
+from .metrics import METRICS
+
+
+def find_start(config: TrainConfig, output_dir: Path) -> Path | None:
+    """Return the checkpoint to continue from. Raises ConfigError where `resume` is off and the directory is used."""
+    if config.resume:
+        return latest_checkpoint(output_dir)
+    if (output_dir / METRICS).exists() or (output_dir / "checkpoints").exists():
+        raise ConfigError(f"{output_dir} holds another run and resume is off; choose another output_dir")
+    return None
+
+
+def check_same_run(config: TrainConfig, start: TrainingState, ranks: Ranks) -> None:
+    """Refuse to continue a run whose numbers would silently be those of another: name the fields that changed.
+
+    Fields that decide only how long, how fast or how visibly it runs may change.
+    """
+    changed = [
+        name
+        for name in ("seed", "model", "data", "optimizer", "schedule", "precision")
+        if json.dumps(config.to_dict()[name]) != json.dumps(start.config.get(name))
+    ]
+    size = start.config.get("expert_model_parallel_size", 1)  # checkpoints of before had all experts on every rank
+    changed += ["expert_model_parallel_size"] if config.expert_model_parallel_size != size else []
+    if changed:
+        raise ConfigError(f"cannot continue from step {start.step}: {', '.join(changed)} differ from the checkpoint's")
+    if ranks.world_size != start.world_size:
+        raise ConfigError(f"cannot continue a run of {start.world_size} ranks with {ranks.world_size}")
+
+
+def check_same_start(start: TrainingState | None, ranks: Ranks) -> None:
+    """Raise TrainingCheckpointError, on every rank, where ranks found different checkpoints: they would train different
+    models from there on, and average their gradients."""
+    found = gather_tensors({"step": torch.tensor([0 if start is None else start.step])}, ranks)
+    steps = [int(found[f"{rank}.step"]) for rank in range(ranks.world_size)]
+    for rank, step in enumerate(steps):
+        if step != steps[0]:
+            raise TrainingCheckpointError(
+                f"rank 0 continues from step {steps[0]} and rank {rank} from step {step}; output_dir must be a folder "
+                "that all ranks see"
+            )

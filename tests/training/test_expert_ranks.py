@@ -1,0 +1,115 @@
+"""Training with experts distributed over ranks equals training on one rank, and continues bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from te_models.config import ConfigError
+from te_models.training import (
+    CheckpointConfig,
+    EvaluationConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    TrainConfig,
+    latest_checkpoint,
+    train,
+)
+from te_models.training.distributed import Ranks
+from te_models.training.expert_ranks import expert_mesh
+from tests.ranks import run_on_ranks
+from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_run
+
+SCRIPT = """
+import shutil, sys, torch
+import torch.distributed as dist
+from pathlib import Path
+from te_models.training import TrainConfig, train
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+config = TrainConfig.from_json(Path(sys.argv[1]).read_text())
+train(config)
+if dist.get_rank() == 0:
+    name = "checkpoints/step-00000002"
+    shutil.copytree(Path(config.output_dir) / name, Path(config.output_dir + "-resumed") / name)
+dist.barrier()
+train(config.replace(output_dir=config.output_dir + "-resumed"))
+dist.destroy_process_group()
+"""
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
+
+
+def run_of(tmp_path: Path, name: str, accumulation: int, **changes: Any) -> TrainConfig:
+    """A run of four micro-batches a step in all, whose gradients are clipped."""
+    optimizer = OptimizerConfig(lr=3e-3, clip_grad_norm=0.1)
+    values = {"steps": 3, "optimizer": optimizer, "checkpoint": CheckpointConfig(every=2, keep_last=0)} | changes
+    config = tiny_run(tmp_path, name, moe=True, evaluation=EvaluationConfig(every=2, batches=1), **values)
+    return config.replace(data=config.data.replace(gradient_accumulation=accumulation))
+
+
+def train_and_resume(config: TrainConfig, ranks: int, tmp_path: Path) -> None:
+    """Train over so many ranks with two ranks to a copy of the experts; then again from the second step on, bitwise."""
+    config = config.replace(expert_model_parallel_size=2)
+    file, script = tmp_path / "config.json", tmp_path / "ranks.py"
+    file.write_text(config.to_json())
+    script.write_text(SCRIPT)
+    run_on_ranks([str(script), str(file)], ranks=ranks, timeout=180)
+    first, again = Path(config.output_dir), Path(config.output_dir + "-resumed")
+    for folder in ("final", "checkpoints/step-00000003"):
+        assert_same_bits(tensors_under(again / folder), tensors_under(first / folder))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_distributed_experts_train_as_on_one_rank(ranks: int, tmp_path: Path) -> None:
+    alone = run_of(tmp_path, "alone", 4)
+    train(alone)
+    together = run_of(tmp_path, "together", 4 // ranks)
+    train_and_resume(together, ranks, tmp_path)
+    for row, expected in zip(curve(together), curve(alone), strict=True):
+        assert row[5] == expected[5]  # the same tokens
+        assert row[1] == pytest.approx(expected[1], rel=1e-6)  # loss
+        assert row[2] == pytest.approx(expected[2], rel=1e-5)  # router losses
+        assert row[4] == pytest.approx(expected[4], rel=1e-5)  # the norm: every expert counts, and once
+        assert row[4] > 0.1
+    # what is saved is the whole model: its weights, and the moments of all experts where one rank has them
+    one, two = (tensors_under(latest_checkpoint(Path(run.output_dir))) for run in (alone, together))
+    assert one.keys() <= two.keys()  # of the random states there is one for each rank
+    for name, expected in one.items():
+        if "rng." not in name:
+            assert two[name].shape == expected.shape, name
+        if "exp_avg" in name:  # of the gradients, which is how an expert in a wrong place would show
+            assert (two[name] - expected).norm() <= 1e-3 * expected.norm() + 1e-12, name
+        elif name.startswith("model/"):
+            close = (two[name] - expected).abs() < 1e-5
+            assert close.float().mean() > 0.99 and (two[name] - expected).abs().max() < 3 * 3e-3, name
+
+
+def test_weights_and_moments_of_eight_bits_continue(tmp_path: Path) -> None:
+    run = run_of(
+        tmp_path,
+        "quantized",
+        2,
+        precision=PrecisionConfig(dtype="bf16", recipe="mxfp8", quantized_weights=True),
+        optimizer=OptimizerConfig(moment_dtype="float8"),
+    )
+    train_and_resume(run, 2, tmp_path)
+
+
+def test_what_cannot_be_shared_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expert_model_parallel_size is 0; allowed: a positive integer"):
+        tiny_run(tmp_path, expert_model_parallel_size=0)
+    with pytest.raises(ConfigError, match="is 2; allowed: a divisor of the number of ranks, 3"):
+        expert_mesh(2, Ranks(0, 3), "cpu")
+    with pytest.raises(ConfigError, match="is 2; allowed: a divisor of the number of ranks, 1"):
+        train(tiny_run(tmp_path, moe=True, expert_model_parallel_size=2))
+
+
+def test_a_run_continues_only_with_its_own_distribution(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path, moe=True, steps=2)
+    train(run)
+    with pytest.raises(ConfigError, match="cannot continue from step 2: expert_model_parallel_size differ"):
+        train(run.replace(expert_model_parallel_size=2))
