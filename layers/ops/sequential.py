@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -26,6 +28,18 @@ class Sequential(nn.Sequential):
         self._grouped: tuple[tuple[nn.Module, ...], tuple[bool, ...]] = ((), ())
         self._groups: tuple[Group, ...] = ()
         self.groups()
+
+    def __getitem__(self, idx: Any) -> Any:
+        found = super().__getitem__(idx)
+        if isinstance(idx, slice):
+            found.recompute = self.recompute
+        return found
+
+    def __add__(self, other: nn.Sequential) -> Sequential:
+        return Sequential(*super().__add__(other), recompute=self.recompute)
+
+    def __mul__(self, other: int) -> Sequential:
+        return Sequential(*super().__mul__(other), recompute=self.recompute)
 
     def groups(self) -> tuple[Group, ...]:
         """Return the modules as they run: an OperationFuser for neighbouring operations, others, and operations with

@@ -40,6 +40,29 @@ def test_extra_inputs_that_no_operation_takes_are_refused() -> None:
         ops.Sequential(nn.Identity(), ops.AddExtraInput())(x)
 
 
+def test_what_is_no_tensor_is_refused() -> None:
+    x = torch.randn(5, 8)
+    with pytest.raises(TypeError, match="extra input 1 of operations is a list; allowed: a tensor"):
+        ops.GroupedLinear(2, 8, 4)(x, [2, 3])
+    with pytest.raises(TypeError, match="the input of operations is a tuple; allowed: a tensor"):
+        ops.Sequential(ops.Sequential(ops.MakeExtraOutput()), ops.SiLU())(x)
+
+
+def test_slices_sums_and_products_are_of_the_same_kind() -> None:
+    model = ops.Sequential(ops.SiLU(), ops.ConstantScale(2.0), recompute=True)
+    more, foreign = ops.Sequential(ops.AddExtraInput()), nn.Sequential(nn.Tanh())
+    x = torch.randn(2, 4, requires_grad=True)
+    for found, extra in ((model[:1], ()), (model + more, (x,)), (2 * model, ()), (model + foreign, ())):
+        assert type(found) is ops.Sequential and found.recompute
+        expected = x
+        for module in found:
+            expected = module(expected, *(extra if isinstance(module, ops.AddExtraInput) else ()))
+        torch.testing.assert_close(found(x, *extra), expected)
+    assert model[0] is (model + more)[0]
+    with pytest.raises(ValueError, match="only objects of Sequential class"):
+        model + nn.ModuleList()
+
+
 def test_results_do_not_alias_inputs_or_each_other() -> None:
     x = torch.randn(2, 4, requires_grad=True)
     y, extra = ops.Sequential(ops.Identity(), ops.MakeExtraOutput())(x)
