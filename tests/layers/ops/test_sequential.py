@@ -139,3 +139,17 @@ def test_recomputation_repeats_the_first_run(name: str | None) -> None:
     assert_equal(plain, step(model, name, [x], run=run))
     assert_equal(state, [m.fp8_amax for m in (model[1].linear, model[4].linear)])
     assert sum(kept) < of_plain / 4
+
+
+@pytest.mark.parametrize("name", [None, "delayed", "mxfp8"], ids=str)
+def test_saved_tensor_hooks_around_a_whole_step(name: str | None) -> None:
+    """Backward pass included, in which norms and activations are differentiated."""
+    torch.manual_seed(0)
+    model = ops.Sequential(ops.RMSNorm(64), ops.Linear(64, 128), ops.SwiGLU(), ops.L2Norm(), ops.Linear(64, 64))
+    x, packed = torch.randn(33, 64), []
+    expected = step(model, name, [x])
+    with torch.autograd.graph.save_on_cpu():
+        assert_equal(expected, step(model, name, [x]))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t.clone(), lambda t: t):
+        assert_equal(expected, step(model, name, [x]))
+    assert len(packed) > 5
