@@ -9,6 +9,15 @@ from torch import Tensor
 
 
 def gradients_of(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, ...]:
-    """Return the gradients of `function(*inputs)` in every input, given dy of its result; it runs again for that."""
-    pull = torch.func.vjp(function, *inputs)[1]
-    return pull(dy)
+    """Return the gradients of `function(*inputs)` in every input, given dy of its result; it runs again for that.
+
+    For the backward pass of an autograd function, also under `create_graph`.
+    """
+    if torch.compiler.is_compiling():
+        return torch.func.vjp(function, *inputs)[1](dy)
+    # eagerly torch.func refuses saved-tensor hooks, which a training step may have around its backward pass
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        own = [t.view_as(t) if again and t.requires_grad else t.detach().requires_grad_() for t in inputs]
+        y = function(*own)
+    return torch.autograd.grad(y, own, dy, create_graph=again)

@@ -161,7 +161,7 @@ def dense_gradients(
             return (None,)
 
         (dw,) = run_wgrad(wgrad, (weight,), (left, right), compute)
-    return first_derivative(dx, override), first_derivative(dw, override)
+    return first_derivative(dx, override, dy, weight), first_derivative(dw, override, dy, *tensors)
 
 
 def bias_gradient(dy: Tensor, dtype: torch.dtype) -> Tensor:

@@ -166,8 +166,8 @@ def grouped_gradients(
             return (None,) * len(weights)
 
         found = run_wgrad(wgrad, weights, (left, right), compute)
-        dw = tuple(first_derivative(gradient, override) for gradient in found)
-    return first_derivative(dx, override), dw
+        dw = tuple(first_derivative(gradient, override, dy, *tensors) for gradient in found)
+    return first_derivative(dx, override, dy, *weights), dw
 
 
 def bias_rows_gradient(dy: Tensor, m_splits: Tensor) -> Tensor:

@@ -38,10 +38,13 @@ Input = Tensor | QuantizedRows
 
 
 def taken(x: Tensor) -> Input:
-    """Return what a group is given, a quantized matrix as its bare fields."""
+    """Return what a group is given, a quantized matrix as its bare fields; of rows by group and of stacks, whose fields
+    lie otherwise, the values."""
     if not isinstance(x, QuantizedTensor):
         return x
     x.require_matrix("be the input of an operation")
+    if type(x) is not TENSOR_CLASSES[x.quantizer.FORMAT]:
+        return x.dequantize()
     storage = STORAGE_CLASSES[x.quantizer.FORMAT](x.fields, x.quantizer, x.shape, x.dtype)
     return QuantizedRows(storage, x.shape)
 

@@ -6,6 +6,7 @@ inputs. `Plan` says which is which; it holds the operations and constants, no te
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from te_models.kernels.torch_versions import own_result
 
+from ..second_derivatives import made_inside
 from .call import Computed, Input, Needs, OperationCall, OperationContext, QuantizedRows, handed_out, taken
 from .operation import BasicOperation, FusedOperation
 
@@ -97,6 +99,7 @@ class GroupFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: Plan, x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         y, extra_outputs, contexts = run_forward(plan, taken(x), tensors, save=True)
+        given = [t for t in (x, *tensors) if t is not None]
         saved: list[Tensor | None] = []
         live: list[Tensor | None] = []
         left = []  # of each context, what is not a tensor
@@ -106,8 +109,10 @@ class GroupFunction(torch.autograd.Function):
             left.append((len(context.saved), len(context.live), context.constants))
         ctx.save_for_backward(*saved)
         ctx.live, ctx.left, ctx.plan = live, left, plan
+        if not torch.compiler.is_compiling():  # a graph has no second derivatives
+            inputs = {id(t) for t in given}
+            ctx.made = [c.needs.input and t is not None and id(t) not in inputs for c in contexts for t in c.saved]
         # autograd wants results that are not each other
-        given = [t for t in (x, *tensors) if t is not None]
         results: list[Tensor] = []
         for result in (handed_out(own_result(y) if isinstance(y, Tensor) else y), *extra_outputs):
             results.append(result.clone() if any(result is other for other in (*results, *given)) else result)
@@ -116,7 +121,12 @@ class GroupFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor, *extra_gradients: Tensor) -> tuple[Tensor | None, ...]:
         plan: Plan = ctx.plan
-        contexts = _contexts(plan, ctx.left, ctx.saved_tensors, ctx.live)
+        saved = ctx.saved_tensors
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            kinds = list(zip(saved, ctx.made, strict=True))
+            depends_on = [dy, *extra_gradients, *(t for t, made in kinds if not made)]
+            saved = [made_inside(t, depends_on) if made else t for t, made in kinds]
+        contexts = _contexts(plan, ctx.left, saved, ctx.live)
         extras: list[tuple[Tensor, ...]] = []
         at = 0
         for step in plan.steps:
@@ -145,7 +155,7 @@ class GroupFunction(torch.autograd.Function):
         return None, dx, *found
 
 
-def _contexts(plan: Plan, left: Any, saved: tuple[Any, ...], live: list[Any]) -> list[OperationContext]:
+def _contexts(plan: Plan, left: Any, saved: Sequence[Any], live: list[Any]) -> list[OperationContext]:
     """Rebuild each step's context from what `forward` kept."""
     contexts = []
     at = live_at = 0

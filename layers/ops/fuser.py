@@ -34,11 +34,16 @@ class OperationFuser:
 
     def __call__(self, x: Tensor, *extra_inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Run the group. x: its input, which may be a quantized matrix; extra_inputs: those of the operations, in
-        order. Returns the output, or (output, *extra outputs). ValueError for another number of extra inputs."""
+        order. Returns the output, or (output, *extra outputs). ValueError for another number of extra inputs, TypeError
+        for one that is no tensor."""
         if len(extra_inputs) != self.num_extra_inputs:
             raise ValueError(
                 f"{len(extra_inputs)} extra inputs were given; the operations take {self.num_extra_inputs}"
             )
+        for i, given in enumerate((x, *extra_inputs)):
+            if not isinstance(given, Tensor):
+                what = f"extra input {i}" if i else "the input"
+                raise TypeError(f"{what} of operations is a {type(given).__name__}; allowed: a tensor")
         grad = torch.is_grad_enabled()
         needed = grad and x.requires_grad
         steps: list[Step] = []

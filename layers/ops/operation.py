@@ -45,9 +45,9 @@ class FusibleOperation(nn.Module):
 
     def forward(self, x: Tensor, *extra_inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Run this operation alone; see `Sequential`."""
-        from .fuser import OperationFuser
+        from .groups import groups_of, parts_of, run_groups
 
-        return OperationFuser((self,))(x, *extra_inputs)
+        return run_groups(groups_of(*parts_of(self.basic_operations())), x, *extra_inputs)
 
 
 class BasicOperation(FusibleOperation):
@@ -77,6 +77,11 @@ class BasicOperation(FusibleOperation):
 
     def basic_operations(self) -> tuple[BasicOperation, ...]:
         return (self,)
+
+    def forward(self, x: Tensor, *extra_inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+        from .fuser import OperationFuser
+
+        return OperationFuser((self,))(x, *extra_inputs)
 
     def fuser_arguments(self, device_type: str) -> OperationArguments:
         """Look up parameters, live state and the recipe in force. device_type: of the group's input."""

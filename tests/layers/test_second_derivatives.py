@@ -1,4 +1,6 @@
-"""A second derivative through a quantized layer is an error; first ones, and those of high precision, are not."""
+"""A second derivative through a quantized layer is an error; first ones, and those of high precision, are not.
+
+Operations that run as a group have them where the backward pass reads inputs of the group only."""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from te_models.layers import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear, Recipe, autocast, ops, recipe
@@ -70,3 +73,65 @@ def test_an_input_that_is_used_twice(recipe_name: str | None) -> None:
     if recipe_name is None:
         found[1].square().sum().backward()
         assert torch.count_nonzero(layer[1].weight.grad) > 0
+
+
+SINGLE = {
+    "linear": (lambda: ops.BasicLinear(8, 8), lambda op, x: F.linear(x, op.weight)),
+    "silu": (ops.SiLU, lambda op, x: F.silu(x)),
+    "norm": (lambda: ops.RMSNorm(8), lambda op, x: F.rms_norm(x, (8,), op.weight, op.eps)),
+}
+
+
+def of_penalty(run: Callable, x: Tensor, parameters: list[Tensor]) -> tuple[Tensor, ...]:
+    """The gradients of a gradient penalty beside a loss, as `torch.autograd.grad` gives them."""
+    loss = run(x).square().sum()
+    found = torch.autograd.grad(loss, [x, *parameters], create_graph=True)
+    return torch.autograd.grad(loss + sum(g.square().sum() for g in found), [x, *parameters])
+
+
+@pytest.mark.parametrize("shape", [(6, 8), (2, 3, 8)])
+@pytest.mark.parametrize("name", SINGLE)
+def test_operations_by_themselves_have_one(name: str, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    build, formula = SINGLE[name]
+    operation, x = build(), torch.randn(shape, requires_grad=True)
+    expected = of_penalty(lambda x: formula(operation, x), x, parameters := list(operation.parameters()))
+    for got, wanted in zip(of_penalty(operation, x, parameters), expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_group_has_none_through_what_its_operations_hand_on(frozen: bool) -> None:
+    """The value between two operations has no history: without a word, its share was missing."""
+    model, x = ops.Sequential(ops.BasicLinear(8, 8), ops.SiLU()), torch.randn(6, 8, requires_grad=True)
+    model.requires_grad_(not frozen)
+    parameters = [] if frozen else [model[0].weight]
+    with pytest.raises(RuntimeError, match="a second derivative goes through a value that one operation hands to"):
+        of_penalty(model, x, parameters)
+    apart = nn.Sequential(*model)
+    expected = of_penalty(lambda x: F.silu(F.linear(x, model[0].weight)), x, parameters)
+    for got, wanted in zip(of_penalty(apart, x, parameters), expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_computed_from_constants_alone_needs_none() -> None:
+    norm, linear = ops.RMSNorm(8).requires_grad_(False), ops.BasicLinear(8, 4)
+    model, x = ops.Sequential(norm, linear), torch.randn(6, 8)
+    (found,) = torch.autograd.grad(model(x).square().sum(), [linear.weight], create_graph=True)
+    found.square().sum().backward()
+    (again,) = torch.autograd.grad(F.linear(norm(x), linear.weight).square().sum(), [linear.weight], create_graph=True)
+    torch.testing.assert_close(linear.weight.grad, torch.autograd.grad(again.square().sum(), [linear.weight])[0])
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_quantized_layer_is_refused_among_other_ways_too(name: str) -> None:
+    """`torch.autograd.grad` goes only where its inputs are; with a loss beside the penalty that was no error."""
+    build, arguments = LAYERS[name]
+    layer, x = build(), torch.randn(8, 32, requires_grad=True)
+
+    def run(x: Tensor) -> Tensor:
+        with autocast(recipe=recipe("mxfp8")):
+            return layer(x, *arguments)
+
+    with pytest.raises(RuntimeError, match="a second derivative through a quantized layer does not exist"):
+        of_penalty(run, x, list(layer.parameters()))

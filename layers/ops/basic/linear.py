@@ -21,6 +21,8 @@ from ...stored_weight import store_weights_as_asked
 from ..call import Computed, Gradients, Input, OperationArguments, OperationCall, OperationContext, QuantizedRows
 from ..operation import BasicOperation
 
+_AS_GIVEN = ("plain", "original")  # forms of `Kept` in which the input is kept as it is
+
 
 class LinearConstants(NamedTuple):
     """What a linear operation computes with. dtype: of its GEMMs where `torch.amp.autocast` decides, else None."""
@@ -117,16 +119,20 @@ class BasicLinear(GemmModule, BasicOperation):
 
     def op_forward_save_ctx(self, ctx: OperationContext, x: Input, computed: Computed, call: OperationCall) -> None:
         (weight,), (cached, main_grad, _, *tensors) = call.parameters, call.tensors
-        live = LiveState(*tensors)
-        ctx.save_for_backward(weight, cached, live.scale, live.key, *computed.saved)
+        live, notes, kept = LiveState(*tensors), computed.notes, computed.saved
+        if notes.kept.form in _AS_GIVEN and isinstance(x, Tensor) and x.dtype == notes.dtype:
+            kept = (x, *kept[1:])  # the very input, not a matrix made of it: it has second derivatives
+        ctx.save_for_backward(weight, cached, live.scale, live.key, *kept)
         ctx.save_live(main_grad, live.grad_amax, live.grad_statistics)
-        ctx.constants = computed.notes
+        ctx.constants = notes
 
     def op_backward(self, ctx: OperationContext, dy: Tensor, extra_gradients: tuple[Tensor, ...]) -> Gradients:
         weight, cached, scale, key, *tensors = ctx.saved
         main_grad, grad_amax, grad_statistics = ctx.live
         notes: LinearNotes = ctx.constants
         live = LiveState(scale, None, grad_amax, None, grad_statistics, key)
+        if notes.kept.form in _AS_GIVEN:
+            tensors[0] = tensors[0].reshape(-1, tensors[0].shape[-1])
         rows = dy.to(notes.dtype).reshape(-1, dy.shape[-1])
         dx, dw = dense_gradients(
             rows,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from ..basic import ActivationOperation, GroupedLinear, ScaledGLU
 from ..call import Computed, Input, OperationCall
 from ..operation import BasicOperation, FusedOperation
+from .fitting import begins_with
 
 
 class ForwardGroupedMLP(FusedOperation):
@@ -14,9 +15,8 @@ class ForwardGroupedMLP(FusedOperation):
 
     @classmethod
     def matches(cls, operations: Sequence[BasicOperation]) -> int:
-        if len(operations) < 3 or not isinstance(operations[1], ActivationOperation | ScaledGLU):
-            return 0
-        return 3 if isinstance(operations[0], GroupedLinear) and isinstance(operations[2], GroupedLinear) else 0
+        between = (ActivationOperation, ScaledGLU)
+        return 3 if any(begins_with(operations, GroupedLinear, kind, GroupedLinear) for kind in between) else 0
 
     def fuser_forward_compute(self, x: Input, calls: Sequence[OperationCall]) -> tuple[Computed, ...]:
         first, between, last = self.operations

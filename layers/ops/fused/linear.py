@@ -11,11 +11,7 @@ from torch import Tensor
 from ..basic import ActivationOperation, AddExtraInput, BasicLinear, Bias, ConstantScale, MakeExtraOutput
 from ..call import Computed, Gradients, Input, OperationCall, OperationContext
 from ..operation import BasicOperation, FusedOperation
-
-
-def begins_with(operations: Sequence[BasicOperation], *kinds: type[BasicOperation]) -> bool:
-    """Whether the first operations are of these kinds."""
-    return len(operations) >= len(kinds) and all(isinstance(o, k) for o, k in zip(operations, kinds, strict=False))
+from .fitting import begins_with
 
 
 class _ForwardLinear(FusedOperation):
@@ -77,7 +73,7 @@ class BackwardLinearAdd(FusedOperation):
 
     @classmethod
     def matches(cls, operations: Sequence[BasicOperation]) -> int:
-        return 2 if begins_with(operations, MakeExtraOutput, BasicLinear) else 0
+        return 2 if begins_with(operations, MakeExtraOutput, BasicLinear, backward=True) else 0
 
     def fuser_backward(
         self, contexts: Sequence[OperationContext], dy: Tensor, extra_gradients: Sequence[tuple[Tensor, ...]]

@@ -67,6 +67,77 @@ def test_a_module_between_operations_ends_the_group() -> None:
     assert [type(g) for g in model.groups()] == [ops.OperationFuser, nn.ReLU, ops.OperationFuser]
 
 
+class TwiceLinear(ops.BasicLinear):
+    """y = 2 x w^T, in the form of two methods."""
+
+    def op_forward_compute(self, x, call):
+        found = super().op_forward_compute(x, call)
+        return found._replace(output=2 * found.output)
+
+    def op_forward_save_ctx(self, ctx, x, computed, call):
+        super().op_forward_save_ctx(ctx, x, computed, call)
+
+    def op_backward(self, ctx, dy, extra_gradients):
+        return super().op_backward(ctx, 2 * dy, extra_gradients)
+
+
+class TwiceGELU(ops.GELU):
+    """2 x, in the form of one method, beside the two that it inherits."""
+
+    def op_forward(self, ctx, x, call):
+        return ops.Computed(2 * x)
+
+    def op_backward(self, ctx, dy, extra_gradients):
+        return ops.Gradients(2 * dy)
+
+
+class TwiceScale(ops.ConstantScale):
+    """y = 2 scale x; the backward pass takes its factor from what is saved."""
+
+    def op_forward(self, ctx, x, call):
+        ctx.constants = 2 * self.scale
+        return ops.Computed(2 * self.scale * x)
+
+
+class TwiceExtra(ops.MakeExtraOutput):
+    """y = x; the extra output is 2 x."""
+
+    def op_forward(self, ctx, x, call):
+        return ops.Computed(x, extra_outputs=(2 * x,))
+
+    def op_backward(self, ctx, dy, extra_gradients):
+        return ops.Gradients(dy + 2 * extra_gradients[0])
+
+
+OVERRIDDEN = {
+    "linear": [TwiceLinear(32, 16), ops.Bias(16), ops.GELU()],
+    "activation": [ops.BasicLinear(32, 16), ops.Bias(16), TwiceGELU()],
+    "scale": [ops.BasicLinear(32, 16), TwiceScale(0.5), ops.AddExtraInput()],
+    "extra": [TwiceExtra(), ops.BasicLinear(32, 16)],
+}
+
+
+@pytest.mark.parametrize("name", OVERRIDDEN)
+def test_a_subclass_with_a_pass_of_its_own_is_not_fused_away(name: str) -> None:
+    """A fusion computes what the class does that it knows, not what another made of it."""
+    torch.manual_seed(0)
+    modules = OVERRIDDEN[name]
+    inputs = [torch.randn(24, 32), *([torch.randn(24, 16)] if name == "scale" else [])]
+    model = ops.Sequential(*modules)
+
+    def one_by_one(x, *extra_inputs):
+        found, left = [], list(extra_inputs)
+        for module in modules:
+            x = module(x, *(left.pop() for _ in range(module.NUM_EXTRA_INPUTS)))
+            if module.NUM_EXTRA_OUTPUTS:
+                x, extra = x
+                found.append(extra)
+        return (x, *found) if found else x
+
+    for a, b in zip(step(model, None, inputs, run=one_by_one), step(model, None, inputs), strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-6, atol=1e-6)
+
+
 class LinearScale(ops.FusedOperation):
     """A fusion of the one-method form, in both passes."""
 

@@ -10,6 +10,7 @@ from te_models.layers import (
     Float8BlockScaling,
     Float8CurrentScaling,
     Float8CurrentScalingQuantizer,
+    GroupedRows,
     MXFP8BlockScaling,
     MXFP8Quantizer,
     NVFP4BlockScaling,
@@ -77,6 +78,22 @@ def test_what_it_would_have_made_is_read(quantizer: Quantizer, chosen: Recipe, m
 
     monkeypatch.setattr(QuantizedStorage, "dequantize", no_values)
     assert_equal(expected, run(chosen, quantizer.quantize(x)))
+
+
+@pytest.mark.parametrize("quantizer", [MXFP8Quantizer(), Float8CurrentScalingQuantizer()], ids=str)
+@pytest.mark.parametrize("name", [None, "mxfp8"], ids=str)
+def test_rows_by_group_and_stacks_are_dequantized(name: str | None, quantizer: Quantizer) -> None:
+    """Their fields have scales by group, in rows of their own."""
+    torch.manual_seed(0)
+    m_splits = torch.tensor([20, 0, 45])
+    rows = GroupedRows.quantize_rows(torch.randn(65, 128), m_splits, quantizer)
+    stack = quantizer.quantize_grouped(torch.randn(2, 32, 128))
+    grouped, linear = ops.GroupedLinear(3, 128, 64, bias=False), ops.BasicLinear(128, 64)
+    with autocast(enabled=name is not None, recipe=name and recipe(name)):
+        assert torch.equal(grouped(rows, m_splits), grouped(rows.dequantize(), m_splits))
+        for given in (rows, stack):
+            for operation in (linear, ops.SiLU(), ops.Identity()):
+                assert torch.equal(operation(given), operation(given.dequantize()))
 
 
 def test_inference_needs_no_copy_for_the_gradient() -> None:

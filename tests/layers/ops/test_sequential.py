@@ -40,6 +40,29 @@ def test_extra_inputs_that_no_operation_takes_are_refused() -> None:
         ops.Sequential(nn.Identity(), ops.AddExtraInput())(x)
 
 
+def test_what_is_no_tensor_is_refused() -> None:
+    x = torch.randn(5, 8)
+    with pytest.raises(TypeError, match="extra input 1 of operations is a list; allowed: a tensor"):
+        ops.GroupedLinear(2, 8, 4)(x, [2, 3])
+    with pytest.raises(TypeError, match="the input of operations is a tuple; allowed: a tensor"):
+        ops.Sequential(ops.Sequential(ops.MakeExtraOutput()), ops.SiLU())(x)
+
+
+def test_slices_sums_and_products_are_of_the_same_kind() -> None:
+    model = ops.Sequential(ops.SiLU(), ops.ConstantScale(2.0), recompute=True)
+    more, foreign = ops.Sequential(ops.AddExtraInput()), nn.Sequential(nn.Tanh())
+    x = torch.randn(2, 4, requires_grad=True)
+    for found, extra in ((model[:1], ()), (model + more, (x,)), (2 * model, ()), (model + foreign, ())):
+        assert type(found) is ops.Sequential and found.recompute
+        expected = x
+        for module in found:
+            expected = module(expected, *(extra if isinstance(module, ops.AddExtraInput) else ()))
+        torch.testing.assert_close(found(x, *extra), expected)
+    assert model[0] is (model + more)[0]
+    with pytest.raises(ValueError, match="only objects of Sequential class"):
+        model + nn.ModuleList()
+
+
 def test_results_do_not_alias_inputs_or_each_other() -> None:
     x = torch.randn(2, 4, requires_grad=True)
     y, extra = ops.Sequential(ops.Identity(), ops.MakeExtraOutput())(x)
@@ -116,3 +139,17 @@ def test_recomputation_repeats_the_first_run(name: str | None) -> None:
     assert_equal(plain, step(model, name, [x], run=run))
     assert_equal(state, [m.fp8_amax for m in (model[1].linear, model[4].linear)])
     assert sum(kept) < of_plain / 4
+
+
+@pytest.mark.parametrize("name", [None, "delayed", "mxfp8"], ids=str)
+def test_saved_tensor_hooks_around_a_whole_step(name: str | None) -> None:
+    """Backward pass included, in which norms and activations are differentiated."""
+    torch.manual_seed(0)
+    model = ops.Sequential(ops.RMSNorm(64), ops.Linear(64, 128), ops.SwiGLU(), ops.L2Norm(), ops.Linear(64, 64))
+    x, packed = torch.randn(33, 64), []
+    expected = step(model, name, [x])
+    with torch.autograd.graph.save_on_cpu():
+        assert_equal(expected, step(model, name, [x]))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t.clone(), lambda t: t):
+        assert_equal(expected, step(model, name, [x]))
+    assert len(packed) > 5
