@@ -58,6 +58,20 @@ def test_weights_config_and_logits(tmp_path: Path, case: str) -> None:
     assert_close(torch.cat(steps, dim=1), expected)
 
 
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_a_configuration_written_afresh_is_the_same_model_to_transformers(case: str) -> None:
+    """As of a model that was never a Hugging Face one: nothing of an older config.json stands beside it."""
+    theirs = make(case)
+    values = json.loads(theirs.config.to_json_string())
+    family = FAMILIES[values["model_type"]]
+    written = json.loads(json.dumps(family.write_config(family.read_config(values))))
+    config = transformers.AutoConfig.for_model(family.model_type, pad_token_id=0, **written)
+    again = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    again.load_state_dict(theirs.state_dict())
+    assert torch.equal(again(tokens(41)).logits, theirs(tokens(41)).logits)
+
+
 def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
     assert (got - expected).abs().max() <= BOUND * expected.abs().max()
 
