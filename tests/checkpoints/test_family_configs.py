@@ -185,6 +185,19 @@ def test_published_spellings_of_gpt_neox_20b_and_hunyuan_a13b() -> None:
             read("hunyuan_v1_moe", **{**published, name: value})
 
 
+def test_published_fields_of_qwen3_coder_and_llama_4_scout() -> None:
+    coder = {"use_qk_norm": True, "qkv_bias": False, "shared_expert_intermediate_size": 0, "max_window_layers": 62}
+    assert read("qwen3_moe", **coder) == read("qwen3_moe")
+    for number, flag in ((4, True), (0, False)):
+        hf = {"model_type": "llama4_text", **SMALL, "attn_temperature_tuning": number}
+        config = read("llama4_text", attn_temperature_tuning=flag)
+        assert FAMILIES["llama4_text"].read_config(hf) == config
+        exported = export_config(config, Source("llama4_text", hf, "BF16"), FAMILIES["llama4_text"], "BF16")
+        assert exported["attn_temperature_tuning"] == number
+    with pytest.raises(CheckpointError, match=r"attn_temperature_tuning = 4\.5, which is not true or false"):
+        read("llama4_text", attn_temperature_tuning=4.5)
+
+
 def test_experts() -> None:
     moe = read("qwen3_moe", num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, num_hidden_layers=4).moe
     assert moe is not None and moe.router.normalize and moe.layers == (0, 1, 2, 3)
