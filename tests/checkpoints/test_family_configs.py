@@ -78,6 +78,9 @@ def test_null_means_the_default_and_comes_back(family: str) -> None:
         ("ernie4_5_moe", {"moe_norm_min": None}),
         ("ernie4_5_moe", {"router_aux_loss_coef": None, "output_router_logits": True}),
         ("llama", {"hidden_size": None}),
+        ("glm4", {"partial_rotary_factor": None}),
+        ("glm4_moe", {"partial_rotary_factor": None}),
+        ("phi", {"partial_rotary_factor": None}),
     ],
 )
 def test_null_is_refused_where_transformers_cannot_compute_with_it(family: str, fields: dict[str, Any]) -> None:
