@@ -106,3 +106,8 @@ class MoEConfig(ConfigPart):
             groups,
             f"a divisor of num_moe_experts = {experts}",
         )
+        if groups is not None and self.router.topk_groups is not None:
+            size, topk = experts // groups, self.moe_router_topk
+            enough = self.router.topk_groups * size >= topk
+            what = f"so many groups of {size} that they have moe_router_topk = {topk} experts"
+            check(enough, "router.topk_groups", self.router.topk_groups, what)
