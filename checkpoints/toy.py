@@ -43,10 +43,10 @@ def toy(
     """Write the Hugging Face folder `dst` with the first `layers` layers of `src` and their first `experts` experts.
 
     If none of the first layers of a mixture has experts, the last of them is the first layer that has. A token uses as
-    many experts as before, or all that are left; groups of experts that no longer come out even are dropped. Quantized
-    weights stay quantized, number for number, and the folder declares their format. Tensors that the model does not use
-    stay, too: layers that predict further tokens, with so many experts, and the parts beside a text model, which see
-    images.
+    many experts as before, or all that are left; groups of experts that no longer come out even, or are too small, are
+    dropped. Quantized weights stay quantized, number for number, and the folder declares their format. Tensors that the
+    model does not use stay, too: layers that predict further tokens, with so many experts, and the parts beside a text
+    model, which see images.
     """
     with open_checkpoint(src, storage=VALUES) as ckpt:
         if ckpt.kind != "hf":
@@ -103,10 +103,14 @@ def _small_config(config: ModelConfig, chosen: Sequence[int], experts: int | Non
         moe["moe_router_topk"] = min(experts, moe["moe_router_topk"])
     if moe is not None:
         moe["layers"] = [place for place, i in enumerate(chosen) if config.is_moe_layer(i)]
+    groups = None if moe is None else moe["router"]["num_groups"]
+    if groups is not None and moe["num_moe_experts"] < 2 * groups:
+        # transformers values a group by the sum of its two best experts, and fails if there is only one
+        moe["router"] |= {"num_groups": None, "topk_groups": None}
     try:
         return ModelConfig.from_dict(values)
     except ConfigError as error:
-        if moe is None or moe["router"]["num_groups"] is None:
+        if groups is None:
             raise CheckpointError(f"this part of the model is none: {error}") from None
     moe["router"] |= {"num_groups": None, "topk_groups": None}
     return ModelConfig.from_dict(values)

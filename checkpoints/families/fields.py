@@ -122,7 +122,8 @@ class Nullable:
 
 @dataclass(frozen=True)
 class Fixed:
-    """A property that every model of the family has and config.json does not mention."""
+    """A property that every model of the family has and transformers' class has no field for. names: fields that some
+    published files mention it in all the same; nothing depends on them."""
 
     path: str
     value: Any

@@ -76,6 +76,20 @@ class YarnScores:
         return self.rope.write(config)
 
 
+@dataclass(frozen=True)
+class KeysForEveryHead:
+    """`num_key_value_heads`, from which transformers computes how often it repeats keys: it must be the number of
+    heads, whatever the class's default is."""
+
+    names: tuple[str, ...] = ("num_key_value_heads",)
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        return {}
+
+    def write(self, config: ModelConfig) -> Values:
+        return {"num_key_value_heads": config.attention.num_attention_heads}
+
+
 def latent_fields(
     *,
     query_rank: int,
@@ -86,6 +100,7 @@ def latent_fields(
     """Return the fields of latent attention; the arguments are the class's defaults."""
     return (
         QueryRank(query_rank),
+        KeysForEveryHead(),
         Field("kv_lora_rank", "attention.mla.kv_lora_rank", int, 512),
         Field("qk_nope_head_dim", "attention.mla.qk_head_dim", int, nope),
         Field("qk_rope_head_dim", "attention.mla.qk_pos_emb_head_dim", int, 64),

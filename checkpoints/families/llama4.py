@@ -61,12 +61,15 @@ class Layers:
 
 @dataclass(frozen=True)
 class Tuning:
-    """`attn_temperature_tuning`: queries of layers without position encoding grow with the logarithm of position."""
+    """`attn_temperature_tuning`: queries of layers without position encoding grow with the logarithm of position.
+
+    In the first files of Scout it is 4, which the code of that time took for true."""
 
     names: tuple[str, ...] = ("attn_temperature_tuning", "floor_scale", "attn_scale")
 
     def read(self, hf: Mapping[str, Any]) -> Values:
-        if not read_typed(hf, "attn_temperature_tuning", bool, True):
+        tuned = hf.get("attn_temperature_tuning")
+        if not (tuned if type(tuned) is int else read_typed(hf, "attn_temperature_tuning", bool, True)):
             return {}
         at = "attention.temperature_tuning"
         return {

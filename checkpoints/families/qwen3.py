@@ -13,7 +13,7 @@ QWEN3 = Family(
     architecture="Qwen3ForCausalLM",
     fields=(
         *decoder_fields(max_positions=32768, kv_heads=32, head_dim=128),
-        Fixed("attention.qk_layernorm", "head"),
+        Fixed("attention.qk_layernorm", "head", ("use_qk_norm",)),  # Qwen3-Coder says so, too
         ATTENTION_BIAS,
         PerLayerWindow(),
         Rope(),

@@ -16,7 +16,7 @@ QWEN3_MOE = Family(
     architecture="Qwen3MoeForCausalLM",
     fields=(
         *decoder_fields(max_positions=32768, kv_heads=4),
-        Fixed("attention.qk_layernorm", "head"),
+        Fixed("attention.qk_layernorm", "head", ("use_qk_norm",)),  # Qwen3-Coder says so, too
         ATTENTION_BIAS,
         OneOf(("num_experts", "num_local_experts"), "moe.num_moe_experts", int, 128),
         Field("num_experts_per_tok", "moe.moe_router_topk", int, 8),

@@ -87,6 +87,9 @@ class Rope:
         if unknown:
             raise CheckpointError(f"config.json has the unknown rope parameter {shorten_value(unknown[0])}")
         values = outside | {k: v for k, v in values.items() if v is not None}
+        if self.partial not in (None, 1.0) and "partial_rotary_factor" in hf and "partial_rotary_factor" not in values:
+            # to transformers null is not the class's fraction, as if it were absent, but all of the head, or an error
+            raise CheckpointError("config.json has partial_rotary_factor = None, which is not a number")
         kind = values.get("rope_type", values.get("type", "default"))
         if not isinstance(kind, str) or kind not in self.types:
             raise CheckpointError(

@@ -26,6 +26,9 @@ from .fields import one_of
 from .format import FLOAT_SCALES, Part, WeightFormat, is_e4m3
 
 BLOCK = (128, 128)
+E4M3 = ("e4m3", "float8_e4m3fn")
+"""Names of the numbers in `fmt`: DeepSeek's, and torch's, as in the files of MiniMax-M2."""
+
 _ACTIVATIONS = ("input_scale", "activation_scale")
 
 
@@ -81,7 +84,7 @@ TENSOR = per_tensor(name="fp8-per-tensor", scale_suffix="_scale_inv", activation
 
 def read(config: Mapping[str, Any]) -> WeightFormat:
     """Return the format that `quantization_config` declares."""
-    one_of(config, "fmt", ("e4m3",), "e4m3")
+    one_of(config, "fmt", E4M3, "e4m3")
     one_of(config, "activation_scheme", ("dynamic", "static"), "dynamic")
     block = config.get("weight_block_size", list(BLOCK))
     if block is None:

@@ -23,6 +23,7 @@ from te_models.layers.quantizer.base import Fields, Usage
 
 from .fields import one_of
 from .format import BYTE_SCALES, Part, WeightFormat, is_e4m3
+from .fp8 import E4M3
 
 _ROWWISE = MXFP8Quantizer(columnwise=False)
 
@@ -88,7 +89,7 @@ def read_mxfp4(config: Mapping[str, Any]) -> WeightFormat:
 
 def read_mxfp8(config: Mapping[str, Any]) -> WeightFormat:
     """Return the format that transformers calls mxfp8."""
-    one_of(config, "fmt", ("e4m3",), "e4m3")
+    one_of(config, "fmt", E4M3, "e4m3")
     return mxfp8_format("mxfp8", "_scale_inv")
 
 

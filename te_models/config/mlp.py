@@ -107,9 +107,10 @@ class MoEConfig(ConfigPart):
             groups,
             f"a divisor of num_moe_experts = {experts}",
         )
-        if groups is not None:
-            left = experts // groups * (self.router.topk_groups or 0)
-            topk, allowed = self.moe_router_topk, f"1..{left}, the experts of router.topk_groups groups"
-            check(topk <= left, "moe.moe_router_topk", topk, allowed)
+        if groups is not None and self.router.topk_groups is not None:
+            size, topk = experts // groups, self.moe_router_topk
+            enough = self.router.topk_groups * size >= topk
+            what = f"so many groups of {size} that they have moe_router_topk = {topk} experts"
+            check(enough, "router.topk_groups", self.router.topk_groups, what)
         for name in ("aux_loss_coeff", "z_loss_coeff"):
             check(getattr(self, name) >= 0, f"moe.{name}", getattr(self, name), "zero or a positive number")

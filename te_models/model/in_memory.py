@@ -7,6 +7,8 @@ of the state dict tell the form.
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Container, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,9 +51,10 @@ def to_hf(gpt: GPTModel, family: str | None, *, dequantize: bool) -> transformer
     chosen.write_config(gpt.config)  # raises if the family cannot express the model
     converter = AutoConverter(gpt.config, chosen, gpt.origin)
     tensors = dict(gpt.stored_tensors())
-    values = converter.hf_config(tensors)
-    config = transformers.AutoConfig.for_model(**values)
-    dtype = getattr(torch, values.get("dtype") or values["torch_dtype"])
+    if chosen.model_type not in transformers.CONFIG_MAPPING:
+        raise CheckpointError(_without_class(gpt, chosen.model_type, transformers.CONFIG_MAPPING))
+    config = transformers.AutoConfig.for_model(**converter.hf_config(tensors))
+    dtype = _main_dtype(tensors)  # not that of config.json, which its files may contradict
     with torch.device(next(iter(tensors.values())).device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     form = chosen.form_of(gpt.config, model.state_dict())
@@ -70,3 +73,26 @@ def to_hf(gpt: GPTModel, family: str | None, *, dequantize: bool) -> transformer
             f"{', '.join((*missing, *result.unexpected_keys))}"
         )
     return model.eval()
+
+
+def _main_dtype(tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
+    """Return the dtype that most numbers have."""
+    numbers: Counter[torch.dtype] = Counter()
+    for tensor in tensors.values():
+        numbers[tensor.dtype] += tensor.numel()
+    return numbers.most_common(1)[0][0]
+
+
+def _without_class(gpt: GPTModel, family: str, known: Container[str]) -> str:
+    """Return the sentence that transformers has no class for a family, with those for which it has one."""
+    from te_models.checkpoints import FAMILIES, CheckpointError
+
+    others = []
+    for name, other in FAMILIES.items():
+        try:
+            other.write_config(gpt.config)
+        except CheckpointError:
+            continue
+        others += [name] if name in known else []
+    allowed = f"; allowed: {', '.join(others)}" if others else ""
+    return f"this transformers has no class for the family {family!r}{allowed}"

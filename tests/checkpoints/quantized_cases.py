@@ -269,6 +269,11 @@ CASES: dict[str, Case] = {
     "fp8-bf16-scales": Case("qwen3", fp8_block(torch.bfloat16), FP8_CONFIG),
     "fp8-ue8m0": Case("qwen3_moe", fp8_block(pow2=True), FP8_CONFIG | {"scale_fmt": "ue8m0"}),
     "fp8-moe": Case("qwen3_moe", fp8_block(), FP8_CONFIG),
+    "fp8-by-torch-s-name": Case(  # the declaration of MiniMax-M2
+        "qwen3_moe",
+        fp8_block(),
+        FP8_CONFIG | {"fmt": "float8_e4m3fn", "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"]},
+    ),
     "fp8-latent": Case("deepseek_v3", fp8_block(), FP8_CONFIG),
     "fp8-per-tensor": Case(
         "qwen3_moe", per_tensor(False, suffix="_scale_inv", activation="activation_scale"), STATIC_CONFIG

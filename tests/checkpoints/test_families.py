@@ -22,6 +22,8 @@ from tests.checkpoints.hf_cases import CASES as FIRST
 from tests.checkpoints.hf_cases import assert_same_bits, plain, stored, transformers
 
 BOUND = 1e-5
+FIRST_CASES = {family: case for case, (family, _) in reversed(CASES.items())}
+"""Family -> its first case."""
 
 
 def save(model: transformers.PreTrainedModel, folder: Path, **options: Any) -> Path:
@@ -58,6 +60,60 @@ def test_weights_config_and_logits(tmp_path: Path, case: str) -> None:
     assert_close(torch.cat(steps, dim=1), expected)
 
 
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_a_configuration_written_afresh_is_the_same_model_to_transformers(case: str) -> None:
+    """As of a model that was never a Hugging Face one: nothing of an older config.json stands beside it."""
+    theirs = make(case)
+    values = json.loads(theirs.config.to_json_string())
+    family = FAMILIES[values["model_type"]]
+    written = json.loads(json.dumps(family.write_config(family.read_config(values))))
+    config = transformers.AutoConfig.for_model(family.model_type, pad_token_id=0, **written)
+    again = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    again.load_state_dict(theirs.state_dict())
+    assert torch.equal(again(tokens(41)).logits, theirs(tokens(41)).logits)
+
+
+@pytest.mark.parametrize("family", FIRST_CASES)
+@torch.no_grad()
+def test_every_number_of_the_configuration_counts(family: str) -> None:
+    """With all of its numbers changed, those that the cases leave at the class's default, too."""
+    theirs = make(FIRST_CASES[family])
+    values = json.loads(theirs.config.to_json_string())
+    known = {name for entry in FAMILIES[family].fields for name in entry.names} - OF_TRAINING
+    other = {name: changed(name, value) for name, value in values.items() if name in known}
+    assert sum(other[name] != values[name] for name in other) >= 1
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = transformers.AutoConfig.for_model(**{**values, **other})
+        theirs_changed = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    theirs_changed.load_state_dict(theirs.state_dict())
+    expected = theirs_changed(tokens(41)).logits
+    assert (expected - theirs(tokens(41)).logits).abs().max() > 0.01 * expected.abs().max()
+    assert_close(GPTModel.from_hf(theirs_changed).eval()(tokens(41)).logits, expected)
+
+
+OF_TRAINING = {
+    "attention_dropout",
+    "attn_pdrop",
+    "hidden_dropout",
+    "initializer_range",
+    "resid_pdrop",
+    "residual_dropout",
+    "router_aux_loss_coef",
+    "moe_norm_min",  # may be no larger than what vanishes
+}
+
+
+def changed(name: str, value: Any) -> Any:
+    """Another value for each float, also those that describe the rotation; such an epsilon is not lost in rounding."""
+    if isinstance(value, dict):
+        return {key: changed(key, inner) for key, inner in value.items()}
+    if not isinstance(value, float) or name in ("partial_rotary_factor", "alpha"):
+        return value
+    return 0.07 if "eps" in name else value * 1.37
+
+
 def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
     assert (got - expected).abs().max() <= BOUND * expected.abs().max()
 
@@ -75,10 +131,6 @@ def test_padding(tmp_path: Path, case: str) -> None:
     got = ours(ids, attention_mask=mask).logits
     assert got.isfinite().all()
     assert_close(got[kept], theirs(ids, attention_mask=mask).logits[kept])
-
-
-FIRST_CASES = {family: case for case, (family, _) in reversed(CASES.items())}
-"""Family -> its first case."""
 
 
 @pytest.mark.parametrize("family", FIRST_CASES)

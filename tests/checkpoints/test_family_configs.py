@@ -78,6 +78,9 @@ def test_null_means_the_default_and_comes_back(family: str) -> None:
         ("ernie4_5_moe", {"moe_norm_min": None}),
         ("ernie4_5_moe", {"router_aux_loss_coef": None, "output_router_logits": True}),
         ("llama", {"hidden_size": None}),
+        ("glm4", {"partial_rotary_factor": None}),
+        ("glm4_moe", {"partial_rotary_factor": None}),
+        ("phi", {"partial_rotary_factor": None}),
     ],
 )
 def test_null_is_refused_where_transformers_cannot_compute_with_it(family: str, fields: dict[str, Any]) -> None:
@@ -183,6 +186,19 @@ def test_published_spellings_of_gpt_neox_20b_and_hunyuan_a13b() -> None:
     for name, value in (("use_qk_norm", False), ("use_cla", True), ("n_group", 2), ("routed_scaling_factor", 0)):
         with pytest.raises(CheckpointError, match=f"{name} = {value}; supported"):
             read("hunyuan_v1_moe", **{**published, name: value})
+
+
+def test_published_fields_of_qwen3_coder_and_llama_4_scout() -> None:
+    coder = {"use_qk_norm": True, "qkv_bias": False, "shared_expert_intermediate_size": 0, "max_window_layers": 62}
+    assert read("qwen3_moe", **coder) == read("qwen3_moe")
+    for number, flag in ((4, True), (0, False)):
+        hf = {"model_type": "llama4_text", **SMALL, "attn_temperature_tuning": number}
+        config = read("llama4_text", attn_temperature_tuning=flag)
+        assert FAMILIES["llama4_text"].read_config(hf) == config
+        exported = export_config(config, Source("llama4_text", hf, "BF16"), FAMILIES["llama4_text"], "BF16")
+        assert exported["attn_temperature_tuning"] == number
+    with pytest.raises(CheckpointError, match=r"attn_temperature_tuning = 4\.5, which is not true or false"):
+        read("llama4_text", attn_temperature_tuning=4.5)
 
 
 def test_experts() -> None:

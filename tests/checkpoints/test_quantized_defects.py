@@ -132,7 +132,7 @@ DEFECTS: dict[str, tuple[str, Edit, str]] = {
         config(),
         r"weight_scale_inv' has shape \[\] where \[2, 2\] is expected",
     ),
-    "other numbers": ("fp8-dense", config(fmt="e5m2"), "fmt = 'e5m2'; supported: e4m3"),
+    "other numbers": ("fp8-dense", config(fmt="e5m2"), "fmt = 'e5m2'; supported: e4m3, float8_e4m3fn"),
     "other scales": ("fp8-dense", config(scale_fmt="ue4m3"), "scale_fmt = 'ue4m3'; supported: float, ue8m0"),
     "other algorithm": (
         "modelopt-nvfp4",

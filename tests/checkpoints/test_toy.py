@@ -59,6 +59,24 @@ def test_every_family(tmp_path: Path, case: str) -> None:
     assert (ours(ids).logits - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
+@pytest.mark.parametrize("case", ["deepseek_v2", "deepseek_v3", "exaone_moe", "dots1"])
+@torch.no_grad()
+def test_groups_of_one_expert_are_dropped(tmp_path: Path, case: str) -> None:
+    """Of four groups with two experts each: two of them would have fewer experts than a token uses, and transformers
+    cannot value a group of one."""
+    source = save(case, tmp_path / "hf")
+    router = inspect(source).config["moe"]["router"]
+    assert (router["num_groups"], router["topk_groups"]) == (4, 2)
+    for experts, groups in ((4, None), (8, 4)):
+        toy(source, tmp_path / f"toy{experts}", layers=2, experts=experts)
+        assert inspect(tmp_path / f"toy{experts}").config["moe"]["router"]["num_groups"] == groups
+    small = tmp_path / "toy4"
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(small, dtype=torch.float32, attn_implementation="eager")
+    ids = torch.arange(3, 20)[None]
+    ours, expected = GPTModel.from_pretrained(small, dtype=torch.float32).eval(), theirs(ids).logits
+    assert (ours(ids).logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
 @pytest.mark.parametrize("case", ["qwen2_moe", "deepseek_v3", "exaone_moe"])
 def test_the_fused_form_is_kept(tmp_path: Path, case: str) -> None:
     source = save(case, tmp_path / "hf", save_original_format=False)

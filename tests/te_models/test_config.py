@@ -133,6 +133,10 @@ def test_lists_become_tuples_and_integers_become_floats() -> None:
         (lambda: tiny_moe(layers=(2,)), "moe.layers"),
         (lambda: tiny_moe(shared_expert_gate=True), "moe.shared_expert_gate is True"),
         (lambda: tiny_moe(RouterConfig(num_groups=3, topk_groups=1)), "router.num_groups is 3"),
+        (
+            lambda: tiny_moe(RouterConfig(num_groups=4, topk_groups=1), num_moe_experts=8, moe_router_topk=3),
+            "router.topk_groups is 1; allowed: so many groups of 2 that they have moe_router_topk = 3 experts",
+        ),
         (lambda: EmbeddingConfig(multiplier="sqrt"), "EmbeddingConfig.multiplier is 'sqrt'"),
         (lambda: ModelConfig.from_json("{"), "not valid JSON"),
         (lambda: ModelConfig.from_json("[]"), r"ModelConfig is \[\]"),

@@ -137,6 +137,28 @@ def test_wrong_state_dicts_are_refused(tmp_path: Path) -> None:
         GPTModel.from_pretrained(tmp_path / "fp8").to_hf()
 
 
+def edit(folder: Path, **changes: str) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def test_the_dtype_is_that_of_the_weights_whatever_config_json_says(tmp_path: Path) -> None:
+    theirs = model_of("llama")
+    edit(save(theirs, tmp_path), dtype="bfloat16", torch_dtype="bfloat16")
+    back = GPTModel.from_pretrained(tmp_path).to_hf()
+    assert back.dtype == torch.float32
+    assert_same_bits(back.state_dict(), theirs.state_dict())
+
+
+def test_a_family_without_a_class_in_transformers_is_named_with_one_that_has(tmp_path: Path) -> None:
+    theirs = model_of("deepseek_v3")
+    edit(save(theirs, tmp_path), model_type="kimi_k2")
+    ours = GPTModel.from_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"family 'kimi_k2'; allowed: deepseek_v3, glm4_moe_lite$"):
+        ours.to_hf()
+    assert_same_bits(ours.to_hf("deepseek_v3").state_dict(), theirs.state_dict())
+
+
 @pytest.mark.parametrize("layout", ["grouped", "per-gemm"])
 @pytest.mark.parametrize("stored_as", ["current", "mxfp8", "nvfp4"])
 def test_values_of_quantized_weights_in_memory_are_those_of_files(tmp_path: Path, stored_as: str, layout: str) -> None:
