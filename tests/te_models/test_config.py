@@ -125,10 +125,6 @@ def test_lists_become_tuples_and_integers_become_floats() -> None:
         (lambda: tiny_moe(aux_loss_coeff=-0.01), "moe.aux_loss_coeff is -0.01; allowed: zero or a positive number"),
         (lambda: tiny_moe(z_loss_coeff=-1), "moe.z_loss_coeff is -1.0"),
         (lambda: RouterConfig(normalize_eps=-1), "router.normalize_eps is -1.0"),
-        (
-            lambda: tiny_moe(RouterConfig(num_groups=4, topk_groups=1)),
-            "moe.moe_router_topk is 2; allowed: 1..1, the experts of router.topk_groups groups",
-        ),
         (lambda: tiny_moe(layers=(1, 0)), "moe.layers"),
         (lambda: tiny_moe(layers=(2,)), "moe.layers"),
         (lambda: tiny_moe(shared_expert_gate=True), "moe.shared_expert_gate is True"),
