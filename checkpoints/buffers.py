@@ -8,7 +8,7 @@ from concurrent.futures import Future
 
 import torch
 
-CHUNK_BYTES = 2 << 20
+CHUNK_BYTES = 1 << 20
 """Large enough that per-chunk Python costs nothing, small enough that a chunk is in the cache when it is hashed."""
 
 

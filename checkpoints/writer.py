@@ -30,7 +30,7 @@ from .threads import cores, run_all
 from .weight_files import INDEX
 
 MAX_FILES_AT_ONCE = 4
-"""Each file at work has buffers of 24 MiB."""
+"""Each file at work has buffers of 12 MiB."""
 
 
 def write_weights(
