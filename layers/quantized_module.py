@@ -102,25 +102,23 @@ class QuantizedModule(nn.Module):
         bits becomes one of this module's own, which follows from how many modules were built before."""
         if default_seed() == self._seed:
             self.fp8_rng_state[0] += 1 + self._ordinal % (STREAMS - 1)
-        self._place_state()
+        self._place_state(next(self.parameters()).device)
 
-    def _place_state(self) -> None:
-        """Move the live state to the parameters' device, unless that is the meta device, where it never lives."""
-        parameter = next(self.parameters(), None)
-        if parameter is None or parameter.device.type == "meta":
-            return
-        for name in _STATE_NAMES:
+    def _place_state(self, device: torch.device) -> None:
+        """Move the live state to a device, unless that is the meta device, where it never lives."""
+        for name in () if device.type == "meta" else _STATE_NAMES:
             value = getattr(self, name)
             if value is not None:
-                setattr(self, name, value.to(parameter.device))
+                setattr(self, name, value.to(device))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         marks = {name: dict(vars(p)) for name, p in self._parameters.items() if type(p) is nn.Parameter}
         super()._apply(fn, recurse)
         for name, attributes in marks.items():  # coming from the meta device, parameters are new objects
             vars(self._parameters[name]).update(attributes)
-        self._place_state()
         parameter = next(self.parameters(), None)
+        # without parameters, what happens to some other tensor tells
+        self._place_state((fn(self.fp8_scale.new_empty(0)) if parameter is None else parameter).device)
         if parameter is not None:
             move_kept_weights(self, parameter.device, parameter.dtype)
         return self

@@ -116,11 +116,19 @@ def _scales(operand: ScaledOperand) -> tuple[list[Tensor], list[ScalingType], li
     return [_padded_inner(operand.scale_inv)], [ScalingType.BlockWise128x128], [plain]
 
 
+def _readable(data: Tensor) -> Tensor:
+    """Return data as the library reads it: K contiguous, rows at multiples of 16 bytes, which those of a part of a
+    wider matrix need not be at."""
+    data = k_contiguous(data)
+    aligned = data.stride(0) % 16 == 0 and data.data_ptr() % 16 == 0
+    return data if aligned else data.clone(memory_format=torch.contiguous_format)
+
+
 def scaled_gemm(
     left: ScaledOperand, right: ScaledOperand, out_dtype: torch.dtype, bias: Tensor | None, split_accumulation: bool
 ) -> Tensor:
     """Return `left @ right^T + bias`, for operands that `reason_against` has nothing against."""
-    a, b = k_contiguous(left.data), k_contiguous(right.data)
+    a, b = _readable(left.data), _readable(right.data)
     if left.kind == "nvfp4":
         a, b = a.view(torch.float4_e2m1fn_x2), b.view(torch.float4_e2m1fn_x2)
     # only a per-tensor GEMM with a bfloat16 result is known to take a bias of its dtype everywhere

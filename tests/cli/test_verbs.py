@@ -297,6 +297,7 @@ def test_train_then_generate(model: Path, hf: Path, tmp_path: Path, capsys: pyte
     config.write_text(f"""
 output_dir = "{tmp_path}/run"
 steps = 3
+device = "cpu"
 compile = false
 [model]
 path = "{model}"

@@ -214,3 +214,23 @@ def test_microscaling_and_square_scales_reach_the_library_as_it_wants_them() -> 
     (blocks, whole), recipes, _ = native._scales(packed)
     assert (blocks.dtype, whole.shape, len(recipes)) == (torch.float8_e4m3fn, (1,), 2)
     assert torch.equal(whole[0], q.global_decode(packed.amax))
+
+
+@pytest.mark.parametrize(("inner", "begin", "copied"), [(64, 0, False), (104, 0, True), (128, 8, True)])
+def test_parts_of_a_wider_matrix_reach_the_library_aligned(
+    inner: int, begin: int, copied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes rows that begin at multiples of 16 bytes; others are copied."""
+    taken: list[torch.Tensor] = []
+
+    def scaled_mm(a: torch.Tensor, b: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        taken.extend((a, b.t()))
+        return torch.zeros(())
+
+    monkeypatch.setattr(native.F, "scaled_mm", scaled_mm)
+    parts = [side._replace(data=side.data[:, begin : begin + 64]) for side in pair("per_tensor", (5, 32, inner))]
+    native.scaled_gemm(*parts, torch.bfloat16, None, True)
+    for found, part in zip(taken, parts, strict=True):
+        assert torch.equal(found.view(torch.uint8), part.data.view(torch.uint8))
+        assert found.stride(1) == 1 and found.stride(0) % 16 == 0 and found.data_ptr() % 16 == 0
+        assert (found.data_ptr() != part.data.data_ptr()) == copied

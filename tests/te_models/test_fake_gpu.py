@@ -49,6 +49,15 @@ def test_live_state_is_on_the_device_that_a_layer_is_made_on(kind: str) -> None:
         assert LAYERS[kind](device="meta").fp8_scale.device.type == "cpu"
 
 
+def test_live_state_of_an_operation_without_parameters_moves_with_it() -> None:
+    with fake_gpu():
+        quantize = ops.Quantize()
+        before = quantize.fp8_scale.device
+        for device, expected in (("meta", before), ("cuda", torch.empty(0, device="cuda").device)):
+            quantize.to_empty(device=device)
+            assert {quantize.fp8_scale.device, quantize.fp8_rng_state.device} == {expected}
+
+
 @needs_cuda_build
 @pytest.mark.parametrize(
     ("kind", "name"), [*((kind, None) for kind in MODELS), *((kind, n) for kind in ("dense", "moe") for n in NAMES[1:])]

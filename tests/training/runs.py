@@ -43,6 +43,7 @@ def tiny_run(tmp_path: Path, name: str = "run", *, moe: bool = False, **changes:
     values: dict[str, Any] = {
         "output_dir": str(tmp_path / name),
         "steps": 6,
+        "device": "cpu",  # also where there is a GPU, which ranks could not share; tests of that ask for it
         "compile": False,
         "model": ModelSource(config=tiny_model(moe=moe)),
         "data": DataConfig(

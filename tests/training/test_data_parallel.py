@@ -83,7 +83,7 @@ def test_the_command_line_reports_once(tmp_path: Path) -> None:
     output_dir, data, text = map(json.dumps, values)
     file = tmp_path / "train.toml"
     file.write_text(
-        f"output_dir = {output_dir}\nsteps = 1\ncompile = false\nlog.progress = false\n"
+        f"output_dir = {output_dir}\nsteps = 1\ndevice = 'cpu'\ncompile = false\nlog.progress = false\n"
         f'[data]\npath = {data}\ntext = [{text}]\ntokenizer = "bytes"\nsequence_length = 32\n'
         f'[precision]\ndtype = "fp32"\n[model]\nconfig_file = {json.dumps(str(tmp_path / "model.json"))}\n'
     )

@@ -26,16 +26,18 @@ from te_models.training import (
 from te_models.training.checkpoint import load_state
 from te_models.training.metrics import finite
 from te_models.training.precision import build_recipe
+from tests.layers.matrix_recipes import DEVICES
 from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_model, tiny_run
 
 ONE_LAYER = ModelSource(config=tiny_model(layers=1))
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
 @pytest.mark.parametrize("name", ["delayed", "nvfp4"])
-def test_a_resumed_run_continues_bit_for_bit(name: str, moe: bool, tmp_path: Path) -> None:
+def test_a_resumed_run_continues_bit_for_bit(name: str, moe: bool, device: str, tmp_path: Path) -> None:
     precision = PrecisionConfig(dtype="fp32", recipe=name, cache_weights=True)
-    whole = tiny_run(tmp_path, "whole", moe=moe, steps=4, precision=precision)
+    whole = tiny_run(tmp_path, "whole", moe=moe, steps=4, precision=precision, device=device)
     train(whole)
     halves = whole.replace(output_dir=str(tmp_path / "halves"))
     shutil.copytree(whole.output_dir, halves.output_dir)
