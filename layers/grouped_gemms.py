@@ -21,6 +21,7 @@ from te_models.kernels.grouped_gemm import (
     scaled_grouped_gemm_wgrad,
     scaled_grouped_gemm_wgrad_accumulate_,
 )
+from te_models.kernels.without_autocast import without_autocast
 
 from .delayed import bind
 from .dense_gemms import (
@@ -192,7 +193,8 @@ def _weights_side(
         return weight_side(stacked, quantizer, usage, dtype, scale, amax)
     check_format(first, quantizer)
     names = first.quantizer.field_names()
-    fields = {name: torch.stack([w.fields[name] for w in weights]) for name in names}  # type: ignore[attr-defined]
+    with without_autocast(first.fields[names[0]]):  # torch.amp.autocast refuses to stack eight-bit numbers
+        fields = {name: torch.stack([w.fields[name] for w in weights]) for name in names}  # type: ignore[attr-defined]
     return side_of_fields(first.quantizer, fields, usage, dtype, (len(weights), *first.shape))
 
 

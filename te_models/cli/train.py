@@ -34,6 +34,9 @@ def run(args: argparse.Namespace) -> int:
     from ..training.config import load_config
     from ..training.distributed import is_main_process
 
+    later = [word for word in args.overrides if word.endswith(".toml")]
+    if later and not Path(args.config).exists():  # the value of an option that came first was taken for the file
+        raise ValueError(f"CONFIG.toml comes before its keys: te-models train {later[0]} --KEY VALUE")
     overrides = ["--help"] if args.help_keys else args.overrides
     config = load_config(args.config, overrides)
     if args.dry_run:

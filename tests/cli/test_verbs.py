@@ -323,6 +323,8 @@ def test_train_names_a_wrong_key(tmp_path: Path, capsys: pytest.CaptureFixture[s
     (tmp_path / "train.toml").write_text('output_dir = "x"\nstepz = 3\n')
     assert main(["train", str(tmp_path / "train.toml")]) == 2
     assert "'stepz'" in capsys.readouterr().err
+    assert main(["train", "--steps", "3", str(tmp_path / "train.toml")]) == 2
+    assert "CONFIG.toml comes before its keys: te-models train" in capsys.readouterr().err
 
 
 def test_converters_say_what_they_keep_and_leave_out(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from te_models.layers import GroupedLinear, autocast, ops, recipe
+from te_models.layers import GroupedLinear, autocast, ops, quantized_model_init, recipe
 
 LAYOUTS = [(weight, bias) for weight in (True, False) for bias in (True, False)]
 
@@ -45,3 +45,20 @@ def test_the_bias_follows_the_weight_unless_told_otherwise(bias: bool | None) ->
     layer = GroupedLinear(2, 32, 32, single_grouped_weight=False, single_grouped_bias=bias)
     assert layer.single_grouped_bias is bool(bias) and hasattr(layer, "bias") is bool(bias)
     assert ("bias=True (grouped), per-GEMM" in repr(layer)) is bool(bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["current", "block", "mxfp8", "nvfp4"])
+def test_stored_weights_of_either_layout_compute_under_torch_autocast(name: str, dtype: torch.dtype) -> None:
+    x, splits, found = torch.randn(48, 64), torch.tensor([16, 0, 32]), []
+    for grouped in (True, False):
+        torch.manual_seed(0)
+        with quantized_model_init(recipe=recipe(name)):
+            layer = GroupedLinear(3, 64, 32, single_grouped_weight=grouped, params_dtype=dtype)
+        with torch.amp.autocast("cpu", torch.bfloat16), autocast(recipe=recipe(name)):
+            y = layer(x, splits)
+        y.float().square().sum().backward()
+        gradients = [p.grad.float().flatten() for p in layer.members()[0]]
+        found.append((y, torch.cat(gradients)))
+    assert found[0][0].dtype is torch.bfloat16
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
