@@ -6,6 +6,7 @@ A group runs its operations without calling them as modules, so an operation wit
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -65,7 +66,7 @@ def run_groups(groups: Sequence[Group], x: Tensor, *extra_inputs: Tensor) -> Ten
     extra_outputs: list[Tensor] = []
     at = 0
     for group, (takes, gives) in zip(groups, counts, strict=True):
-        result = group(x, *extra_inputs[at : at + takes])
+        result: Any = group(x, *extra_inputs[at : at + takes])
         at += takes
         if gives:
             x, *found = result

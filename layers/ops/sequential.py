@@ -30,7 +30,7 @@ class Sequential(nn.Sequential):
         self.groups()
 
     def __getitem__(self, idx: Any) -> Any:
-        found = super().__getitem__(idx)
+        found: Any = super().__getitem__(idx)
         if isinstance(idx, slice):
             found.recompute = self.recompute
         return found

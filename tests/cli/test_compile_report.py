@@ -69,6 +69,15 @@ def test_the_text_names_what_is_in_the_graphs(folders: dict, capsys) -> None:
     assert int(line.split()[1]) > 10
 
 
+def test_every_part_keeps_its_mode() -> None:
+    model = GPTModel(one_layer(VARIANTS["dense"]))
+    model.decoder.layers[0].eval()
+    before = [module.training for module in model.modules()]
+    with compile_report._kept_mode(model):
+        model.eval()
+    assert [module.training for module in model.modules()] == before
+
+
 def test_options_reach_the_report(folders: dict, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
