@@ -88,6 +88,9 @@ def _choose_layers(config: ModelConfig, number: int) -> list[int]:
     return chosen
 
 
+_UNGROUPED = {"num_groups": None, "topk_groups": None}
+
+
 def _small_config(config: ModelConfig, chosen: Sequence[int], experts: int | None) -> ModelConfig:
     values = config.to_dict()
     values["num_layers"] = len(chosen)
@@ -103,16 +106,15 @@ def _small_config(config: ModelConfig, chosen: Sequence[int], experts: int | Non
         moe["moe_router_topk"] = min(experts, moe["moe_router_topk"])
     if moe is not None:
         moe["layers"] = [place for place, i in enumerate(chosen) if config.is_moe_layer(i)]
-    groups = None if moe is None else moe["router"]["num_groups"]
-    if groups is not None and moe["num_moe_experts"] < 2 * groups:
+    if moe is not None and moe["num_moe_experts"] < 2 * (moe["router"]["num_groups"] or 0):
         # transformers values a group by the sum of its two best experts, and fails if there is only one
-        moe["router"] |= {"num_groups": None, "topk_groups": None}
+        moe["router"] |= _UNGROUPED
     try:
         return ModelConfig.from_dict(values)
     except ConfigError as error:
-        if groups is None:
+        if moe is None or moe["router"]["num_groups"] is None:
             raise CheckpointError(f"this part of the model is none: {error}") from None
-    moe["router"] |= {"num_groups": None, "topk_groups": None}
+    moe["router"] |= _UNGROUPED
     return ModelConfig.from_dict(values)
 
 

@@ -122,13 +122,44 @@ def compare_logits(
 
 
 def load_theirs(folder: str | os.PathLike[str], dtype: torch.dtype) -> Any:
-    """Load a folder with transformers, from the disk only.
+    """Load a folder with transformers, from the disk only, and without running code that the folder brings.
 
     Attention is the eager one, which is what the model says: the others of transformers may leave soft-capping out.
+    Raises ValueError where transformers cannot read the folder, say because of its quantized format.
     """
     transformers = require("transformers", "hf", feature="the comparison")
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    return load(folder, dtype=dtype, local_files_only=True, attn_implementation="eager").eval()
+    try:
+        config = _their_config(folder)
+        texts = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+        auto = transformers.AutoModelForCausalLM if texts else transformers.AutoModelForImageTextToText
+        model = auto.from_pretrained(folder, config=config, dtype=dtype, attn_implementation="eager", **_OPTIONS)
+    except OSError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        reason = reason if len(reason) <= 300 else f"{reason[:297]}..."
+        raise ValueError(f"transformers cannot read {folder}: {type(error).__name__}: {reason}") from error
+    for p in model.parameters():  # dequantized weights are in bfloat16, whatever was asked for
+        if p.is_floating_point() and torch.promote_types(p.dtype, dtype) == dtype:
+            p.data = p.data.to(dtype)
+    return model.eval()
+
+
+_OPTIONS = {"local_files_only": True, "trust_remote_code": False}
+_SAME_CLASS = {"kimi_k2": "deepseek_v3"}
+"""Kinds of which transformers has no class -> the one that their code is a copy of."""
+
+
+def _their_config(folder: str | os.PathLike[str]) -> Any:
+    transformers = require("transformers", "hf", feature="the comparison")
+    values, _ = transformers.PreTrainedConfig.get_config_dict(folder, local_files_only=True)
+    kind = values.get("model_type")
+    if kind in _SAME_CLASS and kind not in transformers.CONFIG_MAPPING:
+        return transformers.AutoConfig.for_model(**{**values, "model_type": _SAME_CLASS[kind]})
+    config = transformers.AutoConfig.from_pretrained(folder, **_OPTIONS)
+    if kind == "minimax_m2" and values.get("rotary_dim"):  # which transformers 5.17 ignores: it rotates the whole head
+        config.rope_parameters.setdefault("partial_rotary_factor", values["rotary_dim"] / config.head_dim)
+    return config
 
 
 def relative_error(value: Tensor, reference: Tensor) -> float:
@@ -197,7 +228,7 @@ def _windows(folder: os.PathLike[str], vocabulary: int, tokens: int, text: str |
         ids = torch.randint(vocabulary, (tokens,), generator=torch.Generator().manual_seed(seed))
     else:
         transformers = require("transformers", "hf", feature="the comparison")
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **_OPTIONS)
         ids = torch.tensor(tokenizer(text)["input_ids"][:tokens], dtype=torch.int64)
         if ids.numel() == 0:
             raise ValueError("the text has no tokens")

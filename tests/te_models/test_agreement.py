@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from te_models.agreement import compare_logits, kl_divergence
 from te_models.checkpoints import import_hf, quantize
 from te_models.cli.main import main
+from tests.checkpoints import quantized_cases, test_text_part
 from tests.checkpoints.family_cases import CASES, make
 from tests.te_models.hf_models import CASES as FIRST
 from tests.te_models.hf_models import hf_model
@@ -59,6 +60,44 @@ def test_the_first_layer_that_differs_is_named(tmp_path: Path) -> None:
     assert report.tokens == 70 and report.kl_max >= report.kl_mean > 1e-4
     assert report.stages["layer 0"] < 1e-5 < report.stages["layer 1"]
     assert compare_logits(source, tmp_path / "ours", tolerance=10.0).agree
+
+
+def edit_config(folder: Path, **changes: object) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+CODE = {"AutoConfig": "configuration.Config", "AutoModelForCausalLM": "modeling.Model"}
+
+
+def test_folders_that_transformers_does_not_open_by_itself_agree(tmp_path: Path) -> None:
+    """A model that sees images and has no class for text alone, a kind that only has code of its own, which is not run,
+    and a number of channels that transformers ignores."""
+    images = test_text_part.save(test_text_part.make("mistral3-of-ministral3"), tmp_path / "mistral3")
+    kimi = save("deepseek_v3", tmp_path / "kimi")
+    edit_config(kimi, model_type="kimi_k2", auto_map=CODE)
+    minimax = save("minimax_m2", tmp_path / "minimax")
+    edit_config(minimax, rotary_dim=8, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+    for folder in (images, kimi, minimax):
+        report = compare_logits(folder, folder, tokens=20)
+        assert report.agree and report.argmax_agreement == 1.0, folder
+        assert next(iter(report.stages)) == "embedding"
+
+
+def test_weights_that_transformers_dequantizes_are_compared_in_the_dtype(tmp_path: Path) -> None:
+    folder, _ = quantized_cases.make(quantized_cases.CASES["mxfp4-gpt-oss"], tmp_path, torch.float32)
+    report = compare_logits(folder, folder, tokens=20)
+    assert report.agree and report.relative_error < 1e-5
+
+
+def test_what_transformers_cannot_read_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = save("llama", tmp_path / "hf")
+    import_hf(source, tmp_path / "ours")
+    edit_config(source, model_type="something", auto_map=CODE)
+    capsys.readouterr()
+    assert main(["verify", "--logits", str(source), str(tmp_path / "ours")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"te-models: transformers cannot read {source}: ValueError: ") and "code" in line
 
 
 def test_quantized_weights_are_close_and_not_equal(tmp_path: Path) -> None:
