@@ -58,6 +58,7 @@ def ranks_from_environment(device: str) -> Ranks:
         dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
     local = os.environ.get("LOCAL_RANK")
     waiting = dist.new_group(backend="gloo", timeout=PATIENCE) if dist.is_gloo_available() else None
+    assert not isinstance(waiting, int), "every rank is in it"
     return Ranks(dist.get_rank(), dist.get_world_size(), None if local is None else int(local), not joined, waiting)
 
 
