@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,7 +57,7 @@ def ranks_from_environment(device: str) -> Ranks:
     if not joined:
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
     local = os.environ.get("LOCAL_RANK")
-    waiting = dist.new_group(backend="gloo", timeout=PATIENCE) if dist.is_gloo_available() else None
+    waiting: Any = dist.new_group(backend="gloo", timeout=PATIENCE) if dist.is_gloo_available() else None
     return Ranks(dist.get_rank(), dist.get_world_size(), None if local is None else int(local), not joined, waiting)
 
 
