@@ -28,9 +28,6 @@ BAND_ELEMENTS = 1 << 20
 interpreter lock (MXFP8, two cores, processor seconds per GB: 10 with 2^16, 4.9 with 2^18, 3.8 with 2^19, 3.5 with 2^20,
 4.2 with 2^22); a matrix that is too wide for it has bands of one block of rows."""
 
-_DECODED_ELEMENTS = 1 << 19
-"""Elements of a band of values: fewer, since they take up more memory than what they are quantized to."""
-
 _AHEAD = 4
 """Bands that are being quantized or wait to be taken."""
 
@@ -44,8 +41,12 @@ Amaxes = dict[Usage, torch.Tensor]
 """What parts of one matrix must agree on; empty in a format without a number per matrix."""
 
 
-def bands(quantizer: Quantizer, shape: Shape, elements: int = BAND_ELEMENTS) -> list[Rows]:
-    """Cut the rows of a matrix [rows, columns] between the blocks of the format, into bands of about `elements`."""
+def bands(quantizer: Quantizer, shape: Shape, *, decoded: bool = False) -> list[Rows]:
+    """Cut the rows of a matrix [rows, columns] between the blocks of the format.
+
+    decoded: for values, in bands of half as many, since values take more memory than what they are quantized to.
+    """
+    elements = BAND_ELEMENTS // 2 if decoded else BAND_ELEMENTS
     rows, columns = shape
     block = alignment(quantizer, -2)
     step = max(1, elements // max(1, columns * block)) * block
@@ -151,7 +152,7 @@ def dequantize_bands(
     """
     usage = quantizer.stored_usages()[0]
     layouts = [layout for layout in field_layouts(quantizer) if layout.usage == usage]
-    for band in bands(quantizer, shape, _DECODED_ELEMENTS):
+    for band in bands(quantizer, shape, decoded=True):
         fields = {layout.name: read(layout.name, layout.axis(-2), field_rows(layout, band)) for layout in layouts}
         yield quantizer.dequantize_fields(fields, dtype, (band[1] - band[0], shape[1]))
 
