@@ -14,7 +14,7 @@ from te_models.config import ModelConfig
 
 from .common import ATTENTION_BIAS, decoder_fields
 from .family import Family
-from .fields import Field, Fixed, Only, Values
+from .fields import Field, Fixed, Values
 from .layer_fields import LayerPattern
 from .moe_fields import ExpertSize, RouterLoss
 from .names import Fused, Names, per_expert
@@ -59,10 +59,9 @@ GPT_OSS = Family(
         replace(ATTENTION_BIAS, default=True),
         Fixed("attention.sinks", True),
         Fixed("norm.cast_order", "weight_first"),
-        Fixed("mlp.clamp", 7.0),
         Fixed("mlp.alpha", 1.702),
         Fixed("mlp.up_offset", 1.0),
-        Only("swiglu_limit", 7.0),
+        Field("swiglu_limit", "mlp.clamp", float, 7.0),
         Field("num_local_experts", "moe.num_moe_experts", int, 128),
         Field("num_experts_per_tok", "moe.moe_router_topk", int, 4),
         Fixed("moe.bias", True),
