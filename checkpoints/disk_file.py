@@ -41,7 +41,7 @@ class DiskFile:
         self._fd, self._direct = os.open(path, flags, 0o666), False
         self._chunk: Buffer | None = None  # being filled, from its begin to `_used`, with what goes to `_offset`
         self._used, self._offset, self._flushed = 0, 0, 0
-        self._flush: Future[None] | None = None
+        self._flush: Future[None] = disk.submit(lambda: None)
         try:
             _reserve(self._fd, nbytes)
         except OSError:
@@ -69,14 +69,13 @@ class DiskFile:
                 self._used += padding
             self._submit()
         self._staging.wait()
-        if self._flush is not None:
-            self._flush.result()
+        self._flush.result()
         os.ftruncate(self._fd, self._nbytes)
         os.fsync(self._fd)
 
     def close(self) -> None:
         """Wait for the threads, whatever came of their work, and close."""
-        wait(self._staging.pending() + ([] if self._flush is None else [self._flush]))
+        wait([self._flush, *self._staging.pending()])
         os.close(self._fd)
 
     def _submit(self) -> None:
@@ -84,9 +83,8 @@ class DiskFile:
         data, offset, self._offset = self._chunk.bytes[: self._used], self._offset, self._offset + self._used
         self._chunk.pending.append(self._disk.submit(self._write, data, offset))
         self._chunk = None
-        if not self._direct and offset - self._flushed >= _FLUSH_BYTES and (self._flush is None or self._flush.done()):
-            if self._flush is not None:
-                self._flush.result()  # a disk error is reported once, so it must not be lost here
+        if not self._direct and offset - self._flushed >= _FLUSH_BYTES and self._flush.done():
+            self._flush.result()  # a disk error is reported once, so it must not be lost here
             self._flush, self._flushed = self._disk.submit(os.fsync, self._fd), offset
 
     def _write(self, data: memoryview, offset: int) -> None:

@@ -32,16 +32,24 @@ def read_copy(store: Store, piece: Piece) -> torch.Tensor | None:
     """Return a copy of the piece's source elements, shaped like its place in the output; None where they do not follow
     one another in a file. What is read once is there sooner than through a memory map, a page at a time."""
     info = store.tensors[piece.source]
-    interval = flat_interval(piece.source_box, info.shape)
-    dtype = torch_dtype(info.dtype)
-    packed = bits_of(info.dtype) != 8 * dtype.itemsize
-    if interval is None or piece.permutes or packed or not store.can_read_bytes(piece.source):
+    interval, dtype = _file_bytes(store, piece), torch_dtype(info.dtype)
+    if interval is None or bits_of(info.dtype) != 8 * dtype.itemsize:
         return None
     part = torch.empty(extents(piece.box), dtype=dtype)
     if part.numel():
         buffer = Buffer(part.flatten().view(torch.uint8))
-        store.read_into(piece.source, interval[0] * dtype.itemsize, buffer.bytes)
+        store.read_into(piece.source, interval[0], buffer.bytes)
     return part
+
+
+def _file_bytes(store: Store, piece: Piece) -> tuple[int, int] | None:
+    """Return which bytes of its source tensor a piece is; None where they do not follow one another in a file."""
+    info = store.tensors[piece.source]
+    interval = flat_interval(piece.source_box, info.shape)
+    if interval is None or piece.permutes or not store.can_read_bytes(piece.source):
+        return None
+    begin, end = (edge * (bits_of(info.dtype) or 0) // 8 for edge in interval)
+    return begin, end
 
 
 def read_rows(store: Store, field: Output, begin: int, end: int) -> torch.Tensor:
@@ -127,10 +135,9 @@ def _in_order(pieces: Sequence[Piece], shape: Shape) -> list[Piece] | None:
 
 
 def _stream_piece(store: Store, piece: Piece, dtype: str, ring: Ring) -> Iterator[tuple[Buffer, int]]:
-    info = store.tensors[piece.source]
-    interval = flat_interval(piece.source_box, info.shape)
-    if interval is not None and info.dtype == dtype and not piece.permutes and store.can_read_bytes(piece.source):
-        begin, end = (edge * (bits_of(dtype) or 0) // 8 for edge in interval)
+    interval = _file_bytes(store, piece) if store.tensors[piece.source].dtype == dtype else None
+    if interval is not None:
+        begin, end = interval
         for position in range(begin, end, ring.nbytes):
             buffer, n = ring.next(), min(ring.nbytes, end - position)
             store.read_into(piece.source, position, buffer.bytes[:n])
