@@ -15,6 +15,12 @@ _E4M3_SATURATES = torch.__version__ >= "2.13"
 _EVERY_TRACE_EXPORTS = torch.__version__ < "2.13"
 
 
+def constant_when_traced(function: C) -> C:
+    """Do as `torch.compiler.assume_constant_result`, without the import of the compiler at start-up (2.11 to 2.15)."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 def own_result(y: Tensor) -> Tensor:
     """Return y, the result of the forward of a `torch.autograd.Function`, as a tensor that no other value in it is.
 
@@ -43,6 +49,7 @@ def splits_loops(device: torch.device) -> bool:
     return TORCH_2_11 and device.type == "cpu" and torch.compiler.is_compiling()
 
 
+@constant_when_traced
 def exporting() -> bool:
     """Return whether this runs for `torch.export`.
 
@@ -61,9 +68,3 @@ def saturating_cast(x: Tensor, fp8_dtype: torch.dtype) -> Tensor:
         limit = torch.finfo(fp8_dtype).max
         x = x.clamp(-limit, limit)
     return x.to(fp8_dtype)
-
-
-def constant_when_traced(function: C) -> C:
-    """Do as `torch.compiler.assume_constant_result`, without the import of the compiler at start-up (2.11 to 2.15)."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function

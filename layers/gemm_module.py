@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from .dense_gemms import GemmOptions
+from .dense_gemms import DEFAULT_OPTIONS, GemmOptions
 from .quantized_module import QuantizedModule
 from .wgrad import weight_gradient
 
@@ -33,7 +33,7 @@ class GemmModule(QuantizedModule):
     def gemm_options(self, *weights: nn.Parameter) -> GemmOptions:
         """Return how the gradients of `weights` are to be made, of several together."""
         if not self.fuse_wgrad_accumulation and self._later is None:
-            return GemmOptions(self.save_original_input)
+            return GemmOptions(True) if self.save_original_input else DEFAULT_OPTIONS
         return GemmOptions(
             self.save_original_input, weight_gradient(weights, self.fuse_wgrad_accumulation, self._later)
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from te_models.kernels import quantize as q
@@ -46,7 +47,7 @@ def linear(
     if quantizers is None and options.wgrad is None:
         if isinstance(weight, QuantizedTensor):
             weight = weight.dequantize(dtype)
-        return torch.nn.functional.linear(x, weight.to(dtype), None if bias is None else bias.to(dtype))
+        return F.linear(x, weight.to(dtype), None if bias is None else bias.to(dtype))
     quantizers = quantizers or HIGH_PRECISION
     return run_linear(x, weight, bias, cached, module.live_state(quantizers), How(quantizers, options, gemm))
 

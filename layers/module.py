@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from te_models.kernels.torch_versions import constant_when_traced
+
 InitMethod = Callable[[Tensor], object]
 
 
@@ -15,6 +17,7 @@ def default_init_method(weight: Tensor) -> Tensor:
     return nn.init.normal_(weight, mean=0.0, std=0.023)
 
 
+@constant_when_traced  # torch guards its autocast itself; traced, each function named here would be one more guard
 def autocast_dtype(device_type: str) -> torch.dtype | None:
     """Return the dtype that an enabled `torch.amp.autocast` of this device asks for, or None."""
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
@@ -23,7 +26,8 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
 def compute_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype a GEMM on x runs in: that of an enabled `torch.amp.autocast`, else x's own. ValueError for
     integers, to which the weights would be rounded."""
-    require_floating(x.dtype)
+    if not x.is_floating_point():
+        require_floating(x.dtype)
     return autocast_dtype(x.device.type) or x.dtype
 
 

@@ -85,3 +85,19 @@ def test_quantized_inputs_and_outputs_of_graphs() -> None:
     assert_equal(results[0], results[1])
     assert_equal(results[0], results[2])
     assert counters["stats"]["unique_graphs"] == 2
+
+
+@pytest.mark.parametrize("name", [None, "delayed", "mxfp8"], ids=str)
+def test_compiled_inside_of_saved_tensor_hooks(name: str | None) -> None:
+    """They see what the graph saves; it is the graph of a call outside of them."""
+    torch.manual_seed(0)
+    model, packed = mlp(), []
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    inputs = [torch.randn(33, 96) for _ in range(2)]
+    expected = step(model, name, inputs)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t.clone(), lambda t: t):
+        assert_equal(expected, step(model, name, inputs, run=compiled))
+    seen = len(packed)
+    assert seen > 5
+    assert_equal(expected, step(model, name, inputs, run=compiled))
+    assert len(packed) == seen and counters["stats"]["unique_graphs"] == 1
