@@ -170,6 +170,10 @@ def _experts(config: ModelConfig, p: str) -> Iterator[tuple[str, Shape]]:
     shared = moe.shared_expert_intermediate_size
     if shared is not None:
         yield f"{p}mlp.shared_experts.linear_fc1.weight", (gates * shared, H)
+        if config.mlp.bias:
+            yield f"{p}mlp.shared_experts.linear_fc1.bias", (gates * shared,)
         yield f"{p}mlp.shared_experts.linear_fc2.weight", (H, shared)
+        if config.mlp.bias:
+            yield f"{p}mlp.shared_experts.linear_fc2.bias", (H,)
         if moe.shared_expert_gate:
             yield f"{p}mlp.shared_experts.gate_weight", (1, H)

@@ -174,13 +174,11 @@ class Names:
             name = at + self.selection_bias
             yield f"{ours}router.expert_bias", Unsqueezed(name) if self.selection_bias_unsqueezed else At(name)
         yield from self.experts.weights(config, f"{ours}experts.", at)
-        width = moe.shared_expert_intermediate_size
+        width, bias = moe.shared_expert_intermediate_size, config.mlp.bias
         if width is not None:
-            fc1 = [at + name for name in self.shared_fc1]
-            yield from self._linear(f"{ours}shared_experts.linear_fc1", fc1, (width,) * len(fc1), False)
-            yield from self._linear(
-                f"{ours}shared_experts.linear_fc2", [at + self.shared_fc2], (config.hidden_size,), False
-            )
+            fc1, fc2 = [at + name for name in self.shared_fc1], [at + self.shared_fc2]
+            yield from self._linear(f"{ours}shared_experts.linear_fc1", fc1, (width,) * len(fc1), bias)
+            yield from self._linear(f"{ours}shared_experts.linear_fc2", fc2, (config.hidden_size,), bias)
             if moe.shared_expert_gate:
                 yield f"{ours}shared_experts.gate_weight", At(f"{at}{self.shared_gate}.weight")
 

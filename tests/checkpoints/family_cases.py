@@ -225,6 +225,17 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "ernie4_5_moe-biases": (
+        "ernie4_5_moe",
+        {
+            "use_bias": True,
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_intermediate_size": 24,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+        },
+    ),
     "hunyuan_v1_moe": (
         "hunyuan_v1_moe",
         {
@@ -262,6 +273,7 @@ LATENT = {
     "qk_rope_head_dim": 4,
     "v_head_dim": 6,
 }
+GREEDY = {**SIGMOID, "n_group": None, "topk_group": None}
 YARN_SCORES = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3}
 LATENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": (
@@ -277,7 +289,15 @@ LATENTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v2-greedy-plain-q": (
         "deepseek_v2",
-        {**SIGMOID, **LATENT, "q_lora_rank": None, "n_group": None, "topk_group": None, "tie_word_embeddings": True},
+        {**GREEDY, **LATENT, "q_lora_rank": None, "tie_word_embeddings": True},
+    ),
+    "deepseek_v2-biases": (
+        "deepseek_v2",
+        {**GREEDY, **LATENT, "first_k_dense_replace": 1, "attention_bias": True, "mlp_bias": True},
+    ),
+    "deepseek_v2-biases-plain-q": (
+        "deepseek_v2",
+        {**GREEDY, **LATENT, "q_lora_rank": None, "attention_bias": True},
     ),
     "deepseek_v3": (
         "deepseek_v3",
@@ -323,6 +343,7 @@ LATENTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "hy_v3": ("hy_v3", {**ROUTED, "head_dim": 16, "num_shared_experts": 2, "attention_bias": True}),
+    "hy_v3-biases": ("hy_v3", {**ROUTED, "head_dim": 8, "mlp_bias": True}),
 }
 CASES = {**DENSE, **MIXTURES, **LATENTS}
 

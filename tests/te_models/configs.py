@@ -100,6 +100,9 @@ VARIANTS: dict[str, ModelConfig] = {
     ),
     "moe_shared": tiny_moe(shared_expert_intermediate_size=40, shared_expert_gate=True, layers=(1,)),
     "moe_biases": tiny_moe(RouterConfig(linear_bias=True, score_after_topk=True), bias=True),
+    "moe_shared_biases": tiny_moe(shared_expert_intermediate_size=40, layers=(1,)).replace(
+        mlp=MLPConfig(ffn_hidden_size=48, bias=True)
+    ),
     "moe_sandwich": tiny_moe().replace(block="sandwich"),
     "latent": tiny(attention=AttentionConfig(num_attention_heads=4, mla=MLAConfig(q_lora_rank=12, **LATENT))),
     "latent_plain_q_interleaved": tiny(
