@@ -125,8 +125,10 @@ def _latent_attention(config: ModelConfig, p: str) -> Iterator[tuple[str, Shape]
     if _normed(config):
         yield from _norm(config, f"{ours}linear_qkv_down.", "layer_norm_")
     yield f"{ours}linear_qkv_down.weight", (rows, H)
-    if a.add_qkv_bias:
+    if a.add_qkv_bias and mla.q_lora_rank is not None:
         yield f"{ours}linear_qkv_down.bias", (rows,)
+    elif a.add_qkv_bias:
+        yield f"{ours}latent_bias", (mla.kv_lora_rank + mla.qk_pos_emb_head_dim,)
     if mla.q_lora_rank is not None:
         yield f"{ours}linear_q_up.layer_norm_weight", (mla.q_lora_rank,)
         yield f"{ours}linear_q_up.weight", (N * qk, mla.q_lora_rank)

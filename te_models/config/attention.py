@@ -10,7 +10,8 @@ from .part import ConfigPart, check
 
 @dataclass(frozen=True, kw_only=True)
 class MLAConfig(ConfigPart):
-    """Multi-latent attention (DeepSeek-V2, arXiv 2405.04434). `q_lora_rank` None means a plain query projection."""
+    """Multi-latent attention (DeepSeek-V2, arXiv 2405.04434). `q_lora_rank` None means a plain query projection, which
+    has no bias: `add_qkv_bias` is then that of the latent of k and v and of the rotated key part."""
 
     q_lora_rank: int | None = None
     kv_lora_rank: int = 512
@@ -87,6 +88,4 @@ class AttentionConfig(ConfigPart):
             object.__setattr__(self, "v_head_dim", self.mla.v_head_dim)
             plain = self.qk_layernorm == "none" and groups == heads and not self.sinks and self.clip_qkv is None
             check(plain, "attention.mla", self.mla, "null with grouped queries, qk_layernorm, sinks or clip_qkv")
-            biased = self.add_qkv_bias and self.mla.q_lora_rank is None
-            check(not biased, "attention.add_qkv_bias", True, "false where mla.q_lora_rank is null")
         check(0 <= self.attention_dropout < 1, "attention.attention_dropout", self.attention_dropout, "0 <= p < 1")

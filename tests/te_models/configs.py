@@ -109,6 +109,9 @@ VARIANTS: dict[str, ModelConfig] = {
         attention=AttentionConfig(num_attention_heads=4, mla=MLAConfig(**LATENT), add_output_bias=True),
         rope=RopeConfig(style="interleaved"),
     ),
+    "latent_biases_plain_q": tiny(
+        attention=AttentionConfig(num_attention_heads=4, mla=MLAConfig(**LATENT), add_qkv_bias=True)
+    ),
     "chunked_l2_temperature": tiny(
         attention=AttentionConfig(
             num_attention_heads=4,
