@@ -107,8 +107,9 @@ def _attention(config: ModelConfig, p: str) -> Iterator[tuple[str, Shape]]:
     if a.add_qkv_bias:
         yield f"{p}self_attention.linear_qkv.bias", (rows,)
     if a.qk_layernorm in ("head", "full"):
-        yield f"{p}self_attention.q_layernorm.weight", (D if a.qk_layernorm == "head" else N * D,)
-        yield f"{p}self_attention.k_layernorm.weight", (D if a.qk_layernorm == "head" else G * D,)
+        for norm, heads in (("q_layernorm", N), ("k_layernorm", G)):
+            for kind in ("weight", "bias") if a.qk_layernorm_bias else ("weight",):
+                yield f"{p}self_attention.{norm}.{kind}", (D if a.qk_layernorm == "head" else heads * D,)
     if a.sinks:
         yield f"{p}self_attention.core_attention.softmax_offset", (N,)
     yield f"{p}self_attention.linear_proj.weight", (H, N * Dv)

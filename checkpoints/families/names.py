@@ -155,7 +155,8 @@ class Names:
             yield f"{ours}linear_qkv.{kind}", layout
         if a.qk_layernorm in ("head", "full"):
             for ours_name, name in zip(("q_layernorm", "k_layernorm"), self.qk_norms):
-                yield f"{ours}{ours_name}.weight", At(f"{at}{name}.weight")
+                for kind in ("weight", "bias") if a.qk_layernorm_bias else ("weight",):
+                    yield f"{ours}{ours_name}.{kind}", At(f"{at}{name}.{kind}")
         if a.sinks:
             yield f"{ours}core_attention.softmax_offset", At(at + self.sinks)
         yield from self._linear(f"{ours}linear_proj", [at + self.proj], (config.hidden_size,), a.add_output_bias)

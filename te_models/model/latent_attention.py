@@ -55,6 +55,8 @@ class LatentAttention(nn.Module):
             softcap=a.softcap,
             **build.new,
         )
+        if a.softmax_scale_by_layer:
+            self.core_attention.softmax_scale /= layer + 1  # assigned, it is data: layers share a graph
         self.linear_proj = make_output_linear(config, heads * mla.v_head_dim, a.add_output_bias, build)
         self.reset_parameters()
 

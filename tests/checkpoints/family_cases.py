@@ -81,6 +81,7 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16, "sliding_window": 7},
     ),
     "phi": ("phi", {}),
+    "phi-qk-norms": ("phi", {"qk_layernorm": True, "num_key_value_heads": 4}),
     "olmo": ("olmo", {}),
     "olmo-clipped-biases": ("olmo", {"clip_qkv": 0.7, "attention_bias": True, "tie_word_embeddings": True}),
     "olmo2": ("olmo2", {}),
@@ -127,6 +128,8 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt2": ("gpt2", {"n_inner": 48}),
     "gpt2-default-inner": ("gpt2", {"activation_function": "relu"}),
+    "gpt2-scaled-by-layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+    "gpt2-unscaled": ("gpt2", {"scale_attn_weights": False, "tie_word_embeddings": False}),
     "gpt_neox": ("gpt_neox", {}),
     "gpt_neox-sequential": (
         "gpt_neox",

@@ -67,6 +67,16 @@ VARIANTS: dict[str, ModelConfig] = {
         embedding=EmbeddingConfig(output_bias=True),
     ),
     "qk_head": tiny(attention=AttentionConfig(num_attention_heads=4, num_query_groups=2, qk_layernorm="head")),
+    "qk_biases_scale_by_layer": tiny(
+        attention=AttentionConfig(
+            num_attention_heads=4,
+            num_query_groups=2,
+            qk_layernorm="head",
+            qk_layernorm_bias=True,
+            softmax_scale_by_layer=True,
+        ),
+        norm=NormConfig(normalization="LayerNorm", bias=True),
+    ),
     "qk_full": tiny(attention=AttentionConfig(num_attention_heads=4, num_query_groups=2, qk_layernorm="full")),
     "qk_after_rope": tiny(
         attention=AttentionConfig(num_attention_heads=4, qk_layernorm="head", qk_layernorm_after_rope=True)

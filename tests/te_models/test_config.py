@@ -103,7 +103,11 @@ def test_lists_become_tuples_and_integers_become_floats() -> None:
         (lambda: AttentionConfig(num_attention_heads=4, temperature_tuning=(1.0,)), "temperature_tuning"),
         (lambda: TemperatureConfig(floor_scale=0, attn_scale=1), "temperature.floor_scale is 0.0"),
         (lambda: AttentionConfig(num_attention_heads=4, mla=MLAConfig(), sinks=True), "attention.mla is MLAConfig"),
-        (lambda: AttentionConfig(num_attention_heads=4, mla=MLAConfig(), add_qkv_bias=True), "add_qkv_bias is True"),
+        (lambda: AttentionConfig(num_attention_heads=4, qk_layernorm_bias=True), "qk_layernorm_bias is True"),
+        (
+            lambda: tiny(attention=AttentionConfig(num_attention_heads=4, qk_layernorm="head", qk_layernorm_bias=True)),
+            "qk_layernorm_bias is True; allowed: false with RMSNorm",
+        ),
         (lambda: MLAConfig(q_lora_rank=0), "mla.q_lora_rank is 0"),
         (lambda: AttentionConfig(num_attention_heads=4, attention_dropout=1.0), "attention_dropout is 1.0"),
         (lambda: MLAConfig(kv_lora_rank=0), "mla.kv_lora_rank is 0"),
