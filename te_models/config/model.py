@@ -100,8 +100,9 @@ class ModelConfig(ConfigPart):
         channels = self.rope_channels
         for name, rope in (("rope", self.rope), ("rope_sliding", self.rope_sliding)):
             if self.embedding.position_embedding_type == "rope" and rope is not None:
+                rotated = int(channels * rope.rotary_percent)
                 check(
-                    round(channels * rope.rotary_percent) % 2 == 0,
+                    rotated > 0 and rotated % 2 == 0,
                     f"{name}.rotary_percent",
                     rope.rotary_percent,
                     f"a fraction that rotates an even number of the {channels} head channels",

@@ -87,6 +87,8 @@ def test_lists_become_tuples_and_integers_become_floats() -> None:
         (lambda: tiny(layer_types=("full", "chunked")), "attention.chunk_size is None"),
         (lambda: tiny(layer_types=("full", "local")), r"layer_types\[1\] is 'local'"),
         (lambda: tiny(rope=RopeConfig(rotary_percent=0.9)), "rope.rotary_percent is 0.9"),
+        (lambda: tiny(rope=RopeConfig(rotary_percent=0.7)), "rope.rotary_percent is 0.7"),  # 5 of 8 channels
+        (lambda: tiny(rope=RopeConfig(rotary_percent=0.1)), "rope.rotary_percent is 0.1"),
         (lambda: tiny(rope_sliding=RopeConfig(rotary_percent=0.9)), "rope_sliding.rotary_percent is 0.9"),
         (
             lambda: tiny(attention=latent(qk_pos_emb_head_dim=7)),
