@@ -345,6 +345,20 @@ LATENTS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
+    "llama4-dense": (  # as MobileLLM-R1
+        "llama4_text",
+        {
+            "intermediate_size_mlp": 48,
+            "head_dim": 8,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "moe_layers": [],
+            "interleave_moe_layer_step": 0,
+            "no_rope_layers": [1, 1],
+            "attention_chunk_size": 7,
+            "tie_word_embeddings": True,
+        },
+    ),
     "hy_v3": ("hy_v3", {**ROUTED, "head_dim": 16, "num_shared_experts": 2, "attention_bias": True}),
     "hy_v3-biases": ("hy_v3", {**ROUTED, "head_dim": 8, "mlp_bias": True}),
 }
