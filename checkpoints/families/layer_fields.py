@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from te_models.config import LayerType, ModelConfig
 
@@ -109,12 +109,12 @@ class WindowedFrom:
 class LayerPattern:
     """`layer_types`; without them every `period`-th layer is full, the others have the window.
 
-    unrotated: full layers have no position encoding (as long as there is a window).
+    unrotated: full layers have no position encoding; "beside windows": unless the family's window is null.
     """
 
     window: int | None
     period: int
-    unrotated: bool = False
+    unrotated: bool | Literal["beside windows"] = False
     names: tuple[str, ...] = ("sliding_window", "layer_types", "sliding_window_pattern")
 
     def read(self, hf: Mapping[str, Any]) -> Values:
@@ -128,7 +128,8 @@ class LayerPattern:
                 raise CheckpointError(f"config.json has sliding_window_pattern = {shorten_value(period)}")
             layers = range(1, read_typed(hf, "num_hidden_layers", int, REQUIRED) + 1)
             types = ["sliding_attention" if window is not None and i % period else "full_attention" for i in layers]
-        full: LayerType = "nope" if self.unrotated and window is not None else "full"
+        unrotated = window is not None if self.unrotated == "beside windows" else self.unrotated
+        full: LayerType = "nope" if unrotated else "full"
         kinds = [
             "sliding" if t == "sliding_attention" else full for t in check_names(types, "layer type", _LAYER_TYPES)
         ]
