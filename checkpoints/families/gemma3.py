@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from .common import decoder_fields
 from .family import Family
-from .fields import Fixed, Nullable
+from .fields import Fixed, Nullable, Only
 from .gemma2 import GEMMA2_COMMON
 from .layer_fields import LayerPattern
 from .names import SANDWICH, Names
@@ -27,7 +27,7 @@ GEMMA3_TEXT = Family(
         *GEMMA2_COMMON,
         Fixed("attention.qk_layernorm", "head"),
         LayerPattern(window=4096, period=6),
-        Nullable("attn_logit_softcapping", "attention.softcap", None),
+        Only("attn_logit_softcapping", None),  # a field of the class without effect: no release has a cap
         Nullable("final_logit_softcapping", "embedding.logits_softcap", None),
         RopePerLayerType(theta=1e6, sliding_theta=1e4, local="rope_local_base_freq"),
     ),

@@ -201,6 +201,26 @@ def test_published_fields_of_qwen3_coder_and_llama_4_scout() -> None:
         read("llama4_text", attn_temperature_tuning=4.5)
 
 
+def test_gelu_of_gemma_is_the_tanh_form() -> None:
+    """Published files: gemma-7b-it says the first, gemma-7b the second, gemma-1.1 the third."""
+    for names in (("gelu", None), ("gelu", "gelu_pytorch_tanh"), ("gelu_pytorch_tanh", None)):
+        config = read("gemma", **dict(zip(("hidden_act", "hidden_activation"), names)))
+        assert config.mlp.activation == "gelu_tanh"
+        assert FAMILIES["gemma"].write_config(config)["hidden_act"] == "gelu_pytorch_tanh"
+    exact = read("gemma", hidden_act="gelu_pytorch_tanh", hidden_activation="gelu")
+    assert exact.mlp.activation == "gelu"
+    assert FAMILIES["gemma"].read_config(FAMILIES["gemma"].write_config(exact)) == exact
+    with pytest.raises(CheckpointError, match="hidden_activation = 'gelu2'; supported"):
+        read("gemma", hidden_activation="gelu2")
+
+
+def test_cohere2_without_a_window_and_a_cap_of_gemma3() -> None:
+    assert read("cohere2", sliding_window=None).layer_types == ("nope", "nope")
+    assert read("exaone_moe", sliding_window=None).layer_types == ("full", "full")
+    with pytest.raises(CheckpointError, match=r"attn_logit_softcapping = 50\.0; supported: None"):
+        read("gemma3_text", attn_logit_softcapping=50.0)
+
+
 def test_experts() -> None:
     moe = read("qwen3_moe", num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, num_hidden_layers=4).moe
     assert moe is not None and moe.router.normalize and moe.layers == (0, 1, 2, 3)
