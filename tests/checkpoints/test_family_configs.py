@@ -134,6 +134,29 @@ def test_legacy_rope_means_the_same(legacy: dict[str, Any], current: dict[str, A
     assert theirs[0] == theirs[1], "transformers agrees that both mean the same"
 
 
+def test_legacy_rope_of_gemma3_and_olmo3() -> None:
+    """What old files say of scaling is true of the full layers; transformers agrees, but for olmo3's one base."""
+    kinds = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+    linear = {"rope_type": "linear", "factor": 8.0}
+    legacy = {"rope_theta": 2e6, "rope_local_base_freq": 2e4, "rope_scaling": linear}
+    nested = {
+        "full_attention": {**linear, "rope_theta": 2e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+    }
+    assert read("gemma3_text", **kinds, **legacy) == read("gemma3_text", **kinds, rope_parameters=nested)
+    theirs = transformers.AutoConfig.for_model("gemma3_text", **SMALL, **kinds, **deepcopy(legacy))
+    assert theirs.rope_parameters == nested
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "attention_factor": 1.2}
+    legacy = {"rope_theta": 2e6, "rope_scaling": yarn}
+    nested = {
+        "full_attention": {**yarn, "rope_theta": 2e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 2e6},
+    }
+    assert read("olmo3", **kinds, **legacy) == read("olmo3", **kinds, rope_parameters=nested)
+    theirs = transformers.AutoConfig.for_model("olmo3", **SMALL, **kinds, **deepcopy(legacy))
+    assert theirs.rope_parameters == {**nested, "sliding_attention": {"rope_type": "default", "rope_theta": 5e5}}
+
+
 def test_rope_values() -> None:
     rope = read(rope_parameters=LLAMA3_ROPE).rope
     assert rope == RopeConfig(
