@@ -28,7 +28,7 @@ class LayerRange:
         start, end, interval = (read_typed(hf, name, int, default) for name, default in zip(self.names, (1, -1, 1)))
         layers = read_typed(hf, "num_hidden_layers", int, REQUIRED)
         if interval < 1:
-            raise CheckpointError(f"config.json has moe_layer_interval = {interval}")
+            raise CheckpointError(f"config.json has moe_layer_interval = {interval}; allowed: a positive integer")
         last = layers - 1 if end == -1 else min(end, layers - 1)
         return {"moe.layers": [i for i in range(max(start, 0), last + 1) if (i + 1) % interval == 0]}
 

@@ -125,7 +125,9 @@ class LayerPattern:
         if types is None:
             period = hf.get("sliding_window_pattern", self.period)
             if not isinstance(period, int) or isinstance(period, bool) or period < 1:
-                raise CheckpointError(f"config.json has sliding_window_pattern = {shorten_value(period)}")
+                raise CheckpointError(
+                    f"config.json has sliding_window_pattern = {shorten_value(period)}; allowed: a positive integer"
+                )
             layers = range(1, read_typed(hf, "num_hidden_layers", int, REQUIRED) + 1)
             types = ["sliding_attention" if window is not None and i % period else "full_attention" for i in layers]
         unrotated = window is not None if self.unrotated == "beside windows" else self.unrotated
@@ -159,7 +161,7 @@ class UnrotatedLayers:
 
     def read(self, hf: Mapping[str, Any]) -> Values:
         if read_typed(hf, "use_sliding_window", bool, False):
-            raise CheckpointError("config.json has use_sliding_window = True, which this family cannot express")
+            raise CheckpointError("config.json has use_sliding_window = True; supported: false")
         for kind in read_typed(hf, "layer_types", list, None) or []:
             check_names([kind], "layer type", ["full_attention"])
         return {"layer_types": ["full" if rotates else "nope" for rotates in read_rotating(hf)]}
@@ -185,5 +187,5 @@ def read_rotating(hf: Mapping[str, Any]) -> list[Any]:
         return rotating
     interval = read_typed(hf, "no_rope_layer_interval", int, 4)
     if interval < 1:
-        raise CheckpointError(f"config.json has no_rope_layer_interval = {interval}")
+        raise CheckpointError(f"config.json has no_rope_layer_interval = {interval}; allowed: a positive integer")
     return [int(i % interval != 0) for i in range(1, read_typed(hf, "num_hidden_layers", int, REQUIRED) + 1)]

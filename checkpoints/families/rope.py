@@ -98,7 +98,7 @@ class Rope:
         fraction = read_typed(values, "partial_rotary_factor", float, 1.0 if self.partial is None else self.partial)
         if fraction != 1.0 and self.partial is None:
             raise CheckpointError(
-                f"config.json has partial_rotary_factor = {fraction}, which this family does not have"
+                f"config.json has partial_rotary_factor = {fraction}, which this family does not have; supported: 1"
             )
         scaling = _TYPES[kind]
         result: Values = {"rotary_base": read_typed(values, "rope_theta", float, self.theta), "scaling": scaling}
