@@ -99,7 +99,7 @@ class WindowedFrom:
             first = read_typed(hf, "max_window_layers", int, self.first)
             layers = range(read_typed(hf, "num_hidden_layers", int, REQUIRED))
             hf = {**hf, "layer_types": ["sliding_attention" if i >= first else "full_attention" for i in layers]}
-        return pattern.read({**hf, "sliding_window_pattern": 1})
+        return pattern.read(hf)
 
     def write(self, config: ModelConfig) -> Values:
         return LayerPattern(self.window, 1).write(config)
@@ -109,13 +109,18 @@ class WindowedFrom:
 class LayerPattern:
     """`layer_types`; without them every `period`-th layer is full, the others have the window.
 
+    pattern: `sliding_window_pattern`, which the family's files may have, is the period.
     unrotated: full layers have no position encoding; "beside windows": unless the family's window is null.
     """
 
     window: int | None
     period: int
+    pattern: bool = False
     unrotated: bool | Literal["beside windows"] = False
-    names: tuple[str, ...] = ("sliding_window", "layer_types", "sliding_window_pattern")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("sliding_window", "layer_types") + (("sliding_window_pattern",) if self.pattern else ())
 
     def read(self, hf: Mapping[str, Any]) -> Values:
         window = hf.get("sliding_window", self.window)
@@ -123,7 +128,7 @@ class LayerPattern:
             window = read_typed(hf, "sliding_window", int, self.window)
         types = read_typed(hf, "layer_types", list, None)
         if types is None:
-            period = hf.get("sliding_window_pattern", self.period)
+            period = hf.get("sliding_window_pattern", self.period) if self.pattern else self.period
             if not isinstance(period, int) or isinstance(period, bool) or period < 1:
                 raise CheckpointError(
                     f"config.json has sliding_window_pattern = {shorten_value(period)}; allowed: a positive integer"

@@ -155,6 +155,25 @@ def test_legacy_rope_of_gemma3_and_olmo3() -> None:
     assert read("olmo3", **kinds, **legacy) == read("olmo3", **kinds, rope_parameters=nested)
     theirs = transformers.AutoConfig.for_model("olmo3", **SMALL, **kinds, **deepcopy(legacy))
     assert theirs.rope_parameters == {**nested, "sliding_attention": {"rope_type": "default", "rope_theta": 5e5}}
+    # the older spelling of the kind; and both forms in one file
+    older = {"type": "linear", "factor": 8.0}
+    assert read("gemma3_text", **kinds, rope_scaling=older) == read("gemma3_text", **kinds, rope_scaling=linear)
+    both = read("olmo3", **kinds, rope_parameters=nested, rope_scaling={"factor": 4.0})
+    theirs = transformers.AutoConfig.for_model(
+        "olmo3", **SMALL, **kinds, rope_parameters=deepcopy(nested), rope_scaling={"factor": 4.0}
+    )
+    assert both == read("olmo3", **kinds, rope_parameters=theirs.rope_parameters)
+    assert (both.rope.scaling, both.rope.factor, both.rope.attention_factor) == ("yarn", 4.0, 1.2)
+
+
+def test_names_that_only_some_families_know() -> None:
+    for family in ("gemma2", "gpt_oss", "olmo3"):
+        assert read(family, num_hidden_layers=4, sliding_window_pattern=3) == read(family, num_hidden_layers=4)
+    for family in ("gemma3_text", "cohere2", "exaone_moe"):
+        kinds = read(family, num_hidden_layers=4, sliding_window_pattern=3).layer_types
+        assert kinds is not None and [kind == "sliding" for kind in kinds] == [True, True, False, True]
+    older = read("gpt_neox", rotary_emb_base=500, rotary_pct=0.5, rope_theta=1e4, partial_rotary_factor=0.25)
+    assert (older.rope.rotary_base, older.rope.rotary_percent) == (500.0, 0.5)
 
 
 def test_rope_values() -> None:
