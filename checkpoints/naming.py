@@ -107,8 +107,9 @@ def _attention(config: ModelConfig, p: str) -> Iterator[tuple[str, Shape]]:
     if a.add_qkv_bias:
         yield f"{p}self_attention.linear_qkv.bias", (rows,)
     if a.qk_layernorm in ("head", "full"):
-        yield f"{p}self_attention.q_layernorm.weight", (D if a.qk_layernorm == "head" else N * D,)
-        yield f"{p}self_attention.k_layernorm.weight", (D if a.qk_layernorm == "head" else G * D,)
+        for norm, heads in (("q_layernorm", N), ("k_layernorm", G)):
+            for kind in ("weight", "bias") if a.qk_layernorm_bias else ("weight",):
+                yield f"{p}self_attention.{norm}.{kind}", (D if a.qk_layernorm == "head" else heads * D,)
     if a.sinks:
         yield f"{p}self_attention.core_attention.softmax_offset", (N,)
     yield f"{p}self_attention.linear_proj.weight", (H, N * Dv)
@@ -125,8 +126,10 @@ def _latent_attention(config: ModelConfig, p: str) -> Iterator[tuple[str, Shape]
     if _normed(config):
         yield from _norm(config, f"{ours}linear_qkv_down.", "layer_norm_")
     yield f"{ours}linear_qkv_down.weight", (rows, H)
-    if a.add_qkv_bias:
+    if a.add_qkv_bias and mla.q_lora_rank is not None:
         yield f"{ours}linear_qkv_down.bias", (rows,)
+    elif a.add_qkv_bias:
+        yield f"{ours}latent_bias", (mla.kv_lora_rank + mla.qk_pos_emb_head_dim,)
     if mla.q_lora_rank is not None:
         yield f"{ours}linear_q_up.layer_norm_weight", (mla.q_lora_rank,)
         yield f"{ours}linear_q_up.weight", (N * qk, mla.q_lora_rank)
@@ -170,6 +173,10 @@ def _experts(config: ModelConfig, p: str) -> Iterator[tuple[str, Shape]]:
     shared = moe.shared_expert_intermediate_size
     if shared is not None:
         yield f"{p}mlp.shared_experts.linear_fc1.weight", (gates * shared, H)
+        if config.mlp.bias:
+            yield f"{p}mlp.shared_experts.linear_fc1.bias", (gates * shared,)
         yield f"{p}mlp.shared_experts.linear_fc2.weight", (H, shared)
+        if config.mlp.bias:
+            yield f"{p}mlp.shared_experts.linear_fc2.bias", (H,)
         if moe.shared_expert_gate:
             yield f"{p}mlp.shared_experts.gate_weight", (1, H)

@@ -159,6 +159,12 @@ def _their_config(folder: str | os.PathLike[str]) -> Any:
     config = transformers.AutoConfig.from_pretrained(folder, **_OPTIONS)
     if kind == "minimax_m2" and values.get("rotary_dim"):  # which transformers 5.17 ignores: it rotates the whole head
         config.rope_parameters.setdefault("partial_rotary_factor", values["rotary_dim"] / config.head_dim)
+    if kind == "gemma":  # 5.17 ignores hidden_activation, and that published files mean the tanh form by "gelu"
+        written = values.get("hidden_activation")
+        config.hidden_act = written or ("gelu_pytorch_tanh" if config.hidden_act == "gelu" else config.hidden_act)
+    text = config.get_text_config()
+    if text.model_type == "llama4_text" and text.attention_chunk_size is None:  # 5.17 needs a number
+        text.attention_chunk_size = text.max_position_embeddings
     return config
 
 

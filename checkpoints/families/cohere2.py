@@ -19,7 +19,7 @@ COHERE2 = Family(
         Fixed("block", "parallel_shared_norm"),
         ATTENTION_BIAS,
         Field("logit_scale", "embedding.logits_multiplier", float, 0.0625),
-        LayerPattern(window=4096, period=4, unrotated=True),
+        LayerPattern(window=4096, period=4, pattern=True, unrotated=True),
         Fixed("rope.style", "interleaved"),
         Rope(),
     ),

@@ -11,7 +11,7 @@ from te_models.config import ModelConfig
 from ..errors import CheckpointError
 from .common import decoder_fields
 from .family import Family
-from .fields import REQUIRED, Field, Fixed, OneOf, Only, Values, get_path, read_typed
+from .fields import REQUIRED, Field, Fixed, OneOf, Spread, Values, get_path, read_typed
 from .moe_fields import RouterLoss, SharedExperts
 from .names import Fused, Names
 from .rope import Rope
@@ -28,7 +28,7 @@ class LayerRange:
         start, end, interval = (read_typed(hf, name, int, default) for name, default in zip(self.names, (1, -1, 1)))
         layers = read_typed(hf, "num_hidden_layers", int, REQUIRED)
         if interval < 1:
-            raise CheckpointError(f"config.json has moe_layer_interval = {interval}")
+            raise CheckpointError(f"config.json has moe_layer_interval = {interval}; allowed: a positive integer")
         last = layers - 1 if end == -1 else min(end, layers - 1)
         return {"moe.layers": [i for i in range(max(start, 0), last + 1) if (i + 1) % interval == 0]}
 
@@ -59,6 +59,7 @@ class SmallestSum:
         return {"moe_norm_min": get_path(config, "moe.router.normalize_eps")}
 
 
+_BIASES = ("attention.add_qkv_bias", "attention.add_output_bias", "mlp.bias", "embedding.output_bias")
 _FORM = Names(selection_bias="mlp.moe_statics.e_score_correction_bias", selection_bias_unsqueezed=True)
 
 ERNIE4_5_MOE = Family(
@@ -66,7 +67,7 @@ ERNIE4_5_MOE = Family(
     architecture="Ernie4_5_MoeForCausalLM",
     fields=(
         *decoder_fields(max_positions=131072, norm_eps=1e-5, kv_heads=4, tied=True),
-        Only("use_bias", False, null=True),
+        Spread("use_bias", _BIASES, null=True),
         OneOf(("moe_num_experts", "num_experts", "num_local_experts"), "moe.num_moe_experts", int, 64),
         OneOf(("moe_k", "num_experts_per_tok"), "moe.moe_router_topk", int, 6),
         Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 1536),

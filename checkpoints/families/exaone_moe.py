@@ -29,7 +29,7 @@ EXAONE_MOE = Family(
         LayerKinds(),
         *sigmoid_router(default_scale=2.5),
         Groups(),
-        LayerPattern(window=4096, period=4, unrotated=True),
+        LayerPattern(window=4096, period=4, pattern=True, unrotated="beside windows"),
         Rope(),
     ),
     names=_FORM,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
+import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -112,9 +113,10 @@ class Family:
         known = {name for entry in self.fields for name in entry.names}
         for name, neutral in _NEUTRAL.items():
             if name in hf and name not in known and not any(hf[name] == value for value in neutral):
+                allowed = " or ".join(map(json.dumps, neutral))
                 raise CheckpointError(
                     f"config.json has {name} = {shorten_value(hf[name])}, which changes the model in a way that "
-                    f"the family {self.model_type!r} cannot express"
+                    f"the family {self.model_type!r} cannot express; allowed: {allowed}"
                 )
         nested: dict[str, Any] = {}
         for entry in self.fields:

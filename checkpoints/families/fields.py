@@ -165,18 +165,20 @@ class Choice:
 
 @dataclass(frozen=True)
 class Spread:
-    """A field that sets several paths to the same value."""
+    """A field that sets several paths to the same value; with `null` null means the default, too."""
 
     hf: str
     paths: tuple[str, ...]
     default: bool = False
+    null: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
         return (self.hf,)
 
     def read(self, hf: Mapping[str, Any]) -> Values:
-        return dict.fromkeys(self.paths, read_typed(hf, self.hf, bool, self.default))
+        absent = self.null and hf.get(self.hf) is None
+        return dict.fromkeys(self.paths, self.default if absent else read_typed(hf, self.hf, bool, self.default))
 
     def write(self, config: ModelConfig) -> Values:
         return {self.hf: get_path(config, self.paths[0])}

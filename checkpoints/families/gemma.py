@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from .common import ATTENTION_BIAS, decoder_fields
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from te_models.config import ModelConfig
+
+from .common import ACTIVATIONS, ATTENTION_BIAS, decoder_fields
 from .family import Family
-from .fields import Fixed
+from .fields import Choice, Fixed, Values, read_typed
 from .rope import Rope
 
 GEMMA_COMMON = (
@@ -14,11 +20,38 @@ GEMMA_COMMON = (
     ATTENTION_BIAS,
 )
 
+_TANH = "gelu_pytorch_tanh"
+
+
+@dataclass(frozen=True)
+class Activation:
+    """`hidden_activation`; without it `hidden_act`, where "gelu" means the tanh form, as published files have it: with
+    that Gemma was trained, and transformers 4 computed. transformers 5.17 does not read the first name and takes the
+    second at its word."""
+
+    names: tuple[str, ...] = ("hidden_act", "hidden_activation")
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        name = "hidden_act" if hf.get("hidden_activation") is None else "hidden_activation"
+        value = read_typed(hf, name, str, _TANH)
+        value = _TANH if (name, value) == ("hidden_act", "gelu") else value
+        return Choice(name, "mlp.activation", ACTIVATIONS, _TANH).read({name: value})
+
+    def write(self, config: ModelConfig) -> Values:
+        values = Choice("hidden_act", "mlp.activation", ACTIVATIONS, _TANH).write(config)
+        return values | ({"hidden_activation": "gelu"} if config.mlp.activation == "gelu" else {})
+
+
 GEMMA = Family(
     model_type="gemma",
     architecture="GemmaForCausalLM",
     fields=(
-        *decoder_fields(max_positions=8192, kv_heads=16, head_dim=256, tied=True, activation="gelu_pytorch_tanh"),
+        *(
+            entry
+            for entry in decoder_fields(max_positions=8192, kv_heads=16, head_dim=256, tied=True)
+            if entry.names != ("hidden_act",)
+        ),
+        Activation(),
         *GEMMA_COMMON,
         Rope(),
     ),

@@ -30,6 +30,23 @@ class InnerSize:
         return {"n_inner": None if size == 4 * config.hidden_size else size}
 
 
+@dataclass(frozen=True)
+class ScoreScale:
+    """`scale_attn_weights`: scores divided by the root of the head's size, or not. `scale_attn_by_inverse_layer_idx`:
+    by the number of the layer, too, from 1, as Stanford's Mistral models and codeparrot have it. These also say
+    `reorder_and_upcast_attn`, scores in float32, which changes no more than rounding: torch's attention has them so."""
+
+    names: tuple[str, ...] = ("scale_attn_weights", "scale_attn_by_inverse_layer_idx")
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        scaled, by_layer = (read_typed(hf, name, bool, default) for name, default in zip(self.names, (True, False)))
+        return {"attention.softmax_scale_by_layer": by_layer} | ({} if scaled else {"attention.softmax_scale": 1.0})
+
+    def write(self, config: ModelConfig) -> Values:
+        a = config.attention
+        return dict(zip(self.names, (a.softmax_scale is None, a.softmax_scale_by_layer)))
+
+
 _FORM = Names(
     embedding="transformer.wte",
     positions="transformer.wpe",
@@ -59,6 +76,7 @@ GPT2 = Family(
         Field("attn_pdrop", "attention.attention_dropout", float, 0.1),
         Field("resid_pdrop", "hidden_dropout", float, 0.1),
         Field("initializer_range", "init_method_std", float, 0.02),
+        ScoreScale(),
         *layer_norm(bias=True),
         Fixed("mlp.gated", False),
         Fixed("mlp.bias", True),

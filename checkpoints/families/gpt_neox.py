@@ -34,14 +34,14 @@ _ROPE = Rope(partial=0.25)
 
 @dataclass(frozen=True)
 class NeoXRope:
-    """The rotary embedding, whose base and fraction older files call `rotary_emb_base` and `rotary_pct`."""
+    """The rotary embedding, whose base and fraction older files call `rotary_emb_base` and `rotary_pct`; these win."""
 
     rope: Rope = _ROPE
     names: tuple[str, ...] = (*Rope.names, "rotary_emb_base", "rotary_pct")
 
     def read(self, hf: Mapping[str, Any]) -> Values:
         older = {"rope_theta": hf.get("rotary_emb_base"), "partial_rotary_factor": hf.get("rotary_pct")}
-        return self.rope.read({k: v for k, v in older.items() if v is not None} | dict(hf))
+        return self.rope.read({**hf, **{k: v for k, v in older.items() if v is not None}})
 
     def write(self, config: ModelConfig) -> Values:
         return self.rope.write(config)

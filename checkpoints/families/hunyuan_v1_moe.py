@@ -97,6 +97,7 @@ HUNYUAN_V1_MOE = Family(
         SameInAllLayers("num_experts", "moe.num_moe_experts", "num_local_experts"),
         SameInAllLayers("moe_topk", "moe.moe_router_topk", "num_experts_per_tok"),
         Fixed("moe.router.dtype", "float32"),
+        # transformers 5.17 forgets `alpha` in sequences longer than max_position_embeddings; the release does not.
         Rope(alpha=True, extra=("beta_fast", "beta_slow", "mscale", "mscale_all_dim")),
     ),
     names=_FORM,

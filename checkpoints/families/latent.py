@@ -23,7 +23,9 @@ def latent_attention(config: ModelConfig, at: str, ours: str) -> Iterator[tuple[
     q = "q_proj" if mla.q_lora_rank is None else "q_a_proj"
     q_rows = mla.q_lora_rank or a.num_attention_heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim)
     kv_rows = mla.kv_lora_rank + mla.qk_pos_emb_head_dim
-    for kind in ("weight", "bias") if a.add_qkv_bias else ("weight",):
+    if a.add_qkv_bias and mla.q_lora_rank is None:
+        yield f"{ours}latent_bias", At(f"{at}kv_a_proj_with_mqa.bias")
+    for kind in ("weight", "bias") if a.add_qkv_bias and mla.q_lora_rank is not None else ("weight",):
         parts = (At(f"{at}{q}.{kind}"), q_rows), (At(f"{at}kv_a_proj_with_mqa.{kind}"), kv_rows)
         yield f"{ours}linear_qkv_down.{kind}", Concat(*parts)
     for name, theirs in (("linear_q_up", "q"), ("linear_kv_up", "kv")):

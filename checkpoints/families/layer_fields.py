@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from te_models.config import LayerType, ModelConfig
 
@@ -99,7 +99,7 @@ class WindowedFrom:
             first = read_typed(hf, "max_window_layers", int, self.first)
             layers = range(read_typed(hf, "num_hidden_layers", int, REQUIRED))
             hf = {**hf, "layer_types": ["sliding_attention" if i >= first else "full_attention" for i in layers]}
-        return pattern.read({**hf, "sliding_window_pattern": 1})
+        return pattern.read(hf)
 
     def write(self, config: ModelConfig) -> Values:
         return LayerPattern(self.window, 1).write(config)
@@ -109,13 +109,18 @@ class WindowedFrom:
 class LayerPattern:
     """`layer_types`; without them every `period`-th layer is full, the others have the window.
 
-    unrotated: full layers have no position encoding (as long as there is a window).
+    pattern: `sliding_window_pattern`, which the family's files may have, is the period.
+    unrotated: full layers have no position encoding; "beside windows": unless the family's window is null.
     """
 
     window: int | None
     period: int
-    unrotated: bool = False
-    names: tuple[str, ...] = ("sliding_window", "layer_types", "sliding_window_pattern")
+    pattern: bool = False
+    unrotated: bool | Literal["beside windows"] = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("sliding_window", "layer_types") + (("sliding_window_pattern",) if self.pattern else ())
 
     def read(self, hf: Mapping[str, Any]) -> Values:
         window = hf.get("sliding_window", self.window)
@@ -123,12 +128,15 @@ class LayerPattern:
             window = read_typed(hf, "sliding_window", int, self.window)
         types = read_typed(hf, "layer_types", list, None)
         if types is None:
-            period = hf.get("sliding_window_pattern", self.period)
+            period = hf.get("sliding_window_pattern", self.period) if self.pattern else self.period
             if not isinstance(period, int) or isinstance(period, bool) or period < 1:
-                raise CheckpointError(f"config.json has sliding_window_pattern = {shorten_value(period)}")
+                raise CheckpointError(
+                    f"config.json has sliding_window_pattern = {shorten_value(period)}; allowed: a positive integer"
+                )
             layers = range(1, read_typed(hf, "num_hidden_layers", int, REQUIRED) + 1)
             types = ["sliding_attention" if window is not None and i % period else "full_attention" for i in layers]
-        full: LayerType = "nope" if self.unrotated and window is not None else "full"
+        unrotated = window is not None if self.unrotated == "beside windows" else self.unrotated
+        full: LayerType = "nope" if unrotated else "full"
         kinds = [
             "sliding" if t == "sliding_attention" else full for t in check_names(types, "layer type", _LAYER_TYPES)
         ]
@@ -158,7 +166,7 @@ class UnrotatedLayers:
 
     def read(self, hf: Mapping[str, Any]) -> Values:
         if read_typed(hf, "use_sliding_window", bool, False):
-            raise CheckpointError("config.json has use_sliding_window = True, which this family cannot express")
+            raise CheckpointError("config.json has use_sliding_window = True; supported: false")
         for kind in read_typed(hf, "layer_types", list, None) or []:
             check_names([kind], "layer type", ["full_attention"])
         return {"layer_types": ["full" if rotates else "nope" for rotates in read_rotating(hf)]}
@@ -184,5 +192,5 @@ def read_rotating(hf: Mapping[str, Any]) -> list[Any]:
         return rotating
     interval = read_typed(hf, "no_rope_layer_interval", int, 4)
     if interval < 1:
-        raise CheckpointError(f"config.json has no_rope_layer_interval = {interval}")
+        raise CheckpointError(f"config.json has no_rope_layer_interval = {interval}; allowed: a positive integer")
     return [int(i % interval != 0) for i in range(1, read_typed(hf, "num_hidden_layers", int, REQUIRED) + 1)]

@@ -12,7 +12,7 @@ from te_models.config import ModelConfig
 from ..errors import CheckpointError
 from .common import ATTENTION_BIAS, decoder_fields
 from .family import Family
-from .fields import REQUIRED, Field, Fixed, Values, get_path, read_typed
+from .fields import REQUIRED, Entry, Field, Fixed, Values, read_typed
 from .layer_fields import check_names, read_rotating
 from .moe_fields import RouterLoss
 from .names import Fused, Names, per_expert
@@ -38,17 +38,15 @@ class Layers:
         pairs = list(zip(rotating, check_names(kinds, "layer type", _KINDS)))
         if (0, _KINDS[0]) in pairs:
             raise CheckpointError(
-                "config.json has chunked_attention in a layer that does not rotate, which is not supported"
+                "config.json has chunked_attention in a layer that does not rotate; allowed there: full_attention"
             )
         result: Values = {
             "layer_types": ["nope" if not rotates else kind.removesuffix("_attention") for rotates, kind in pairs]
         }
-        size = hf.get("attention_chunk_size", 8192)
-        return (
-            result
-            if size is None
-            else result | {"attention.chunk_size": read_typed(hf, "attention_chunk_size", int, 8192)}
-        )
+        if hf.get("attention_chunk_size", 8192) is None:
+            # Llama Guard 4: one chunk of any length. transformers 5.17 makes a mask of chunks all the same, and fails.
+            return {"layer_types": ["full" if kind == "chunked" else kind for kind in result["layer_types"]]}
+        return result | {"attention.chunk_size": read_typed(hf, "attention_chunk_size", int, 8192)}
 
     def write(self, config: ModelConfig) -> Values:
         kinds = config.layer_types or ()
@@ -92,25 +90,54 @@ class Tuning:
 
 
 @dataclass(frozen=True)
+class ExpertSizes:
+    """`intermediate_size` is the width of the experts and of the shared one."""
+
+    names: tuple[str, ...] = ("intermediate_size",)
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        size = read_typed(hf, "intermediate_size", int, REQUIRED)
+        return {"moe.moe_ffn_hidden_size": size, "moe.shared_expert_intermediate_size": size}
+
+    def write(self, config: ModelConfig) -> Values:
+        return {}
+
+
+@dataclass(frozen=True)
 class Sizes:
-    """`intermediate_size` is the width of the experts and of the shared one, `intermediate_size_mlp` that of dense
-    layers."""
+    """`intermediate_size_mlp` is the width of dense layers, `intermediate_size` that of the experts, which reads it."""
 
     names: tuple[str, ...] = ("intermediate_size", "intermediate_size_mlp")
 
     def read(self, hf: Mapping[str, Any]) -> Values:
-        size = read_typed(hf, "intermediate_size", int, REQUIRED)
-        return {
-            "moe.moe_ffn_hidden_size": size,
-            "moe.shared_expert_intermediate_size": size,
-            "mlp.ffn_hidden_size": read_typed(hf, "intermediate_size_mlp", int, 16384),
-        }
+        return {"mlp.ffn_hidden_size": read_typed(hf, "intermediate_size_mlp", int, 16384)}
 
     def write(self, config: ModelConfig) -> Values:
-        return {
-            "intermediate_size": get_path(config, "moe.moe_ffn_hidden_size"),
-            "intermediate_size_mlp": config.mlp.ffn_hidden_size,
-        }
+        dense = config.mlp.ffn_hidden_size
+        experts = dense if config.moe is None else config.moe.moe_ffn_hidden_size
+        return {"intermediate_size": experts, "intermediate_size_mlp": dense}
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """What experts need, in a model that has some. Dense ones (MobileLLM-R1, Llama Guard 4) have no `moe_layers`, and
+    mostly zero experts of which zero are used; what else they say of experts means nothing."""
+
+    entries: tuple[Entry, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for entry in self.entries for name in entry.names)
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        if not MoELayers().read(hf)["moe.layers"]:
+            return {}
+        return {path: value for entry in self.entries for path, value in entry.read(hf).items()}
+
+    def write(self, config: ModelConfig) -> Values:
+        if config.moe is None:
+            return {"moe_layers": [], "num_local_experts": 0, "num_experts_per_tok": 0}
+        return {name: value for entry in self.entries for name, value in entry.write(config).items()}
 
 
 @dataclass(frozen=True)
@@ -125,7 +152,9 @@ class MoELayers:
             return {"moe.layers": layers}
         step = read_typed(hf, "interleave_moe_layer_step", int, 1)
         if step < 1:
-            raise CheckpointError(f"config.json has interleave_moe_layer_step = {step}")
+            raise CheckpointError(
+                f"config.json has interleave_moe_layer_step = {step} and no moe_layers; allowed: a positive step"
+            )
         return {"moe.layers": list(range(step - 1, read_typed(hf, "num_hidden_layers", int, REQUIRED), step))}
 
     def write(self, config: ModelConfig) -> Values:
@@ -154,6 +183,18 @@ _FORM = Names(
     shared_fc2="feed_forward.shared_expert.down_proj",
 )
 
+_MIXTURE = (
+    MoELayers(),
+    ExpertSizes(),
+    Field("num_local_experts", "moe.num_moe_experts", int, 16),
+    Field("num_experts_per_tok", "moe.moe_router_topk", int, 1),
+    Fixed("moe.router.score", "sigmoid"),
+    Fixed("moe.router.score_after_topk", True),
+    Fixed("moe.router.normalize", False),
+    Fixed("moe.router.apply_on_input", True),
+    RouterLoss(),
+)
+
 LLAMA4_TEXT = Family(
     model_type="llama4_text",
     architecture="Llama4ForCausalLM",
@@ -168,14 +209,7 @@ LLAMA4_TEXT = Family(
         UseQKNorm(),
         Layers(),
         Tuning(),
-        MoELayers(),
-        Field("num_local_experts", "moe.num_moe_experts", int, 16),
-        Field("num_experts_per_tok", "moe.moe_router_topk", int, 1),
-        Fixed("moe.router.score", "sigmoid"),
-        Fixed("moe.router.score_after_topk", True),
-        Fixed("moe.router.normalize", False),
-        Fixed("moe.router.apply_on_input", True),
-        RouterLoss(),
+        Mixture(_MIXTURE),
         Fixed("rope.style", "interleaved"),
         Rope(theta=5e5),
     ),

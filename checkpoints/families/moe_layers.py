@@ -24,7 +24,7 @@ class SparseLayers:
         dense = read_typed(hf, "mlp_only_layers", list, None) or []
         layers = read_typed(hf, "num_hidden_layers", int, REQUIRED)
         if step < 1:
-            raise CheckpointError(f"config.json has decoder_sparse_step = {step}")
+            raise CheckpointError(f"config.json has decoder_sparse_step = {step}; allowed: a positive integer")
         return {"moe.layers": [i for i in range(layers) if (i + 1) % step == 0 and i not in dense]}
 
     def write(self, config: ModelConfig) -> Values:

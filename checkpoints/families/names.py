@@ -155,7 +155,8 @@ class Names:
             yield f"{ours}linear_qkv.{kind}", layout
         if a.qk_layernorm in ("head", "full"):
             for ours_name, name in zip(("q_layernorm", "k_layernorm"), self.qk_norms):
-                yield f"{ours}{ours_name}.weight", At(f"{at}{name}.weight")
+                for kind in ("weight", "bias") if a.qk_layernorm_bias else ("weight",):
+                    yield f"{ours}{ours_name}.{kind}", At(f"{at}{name}.{kind}")
         if a.sinks:
             yield f"{ours}core_attention.softmax_offset", At(at + self.sinks)
         yield from self._linear(f"{ours}linear_proj", [at + self.proj], (config.hidden_size,), a.add_output_bias)
@@ -174,13 +175,11 @@ class Names:
             name = at + self.selection_bias
             yield f"{ours}router.expert_bias", Unsqueezed(name) if self.selection_bias_unsqueezed else At(name)
         yield from self.experts.weights(config, f"{ours}experts.", at)
-        width = moe.shared_expert_intermediate_size
+        width, bias = moe.shared_expert_intermediate_size, config.mlp.bias
         if width is not None:
-            fc1 = [at + name for name in self.shared_fc1]
-            yield from self._linear(f"{ours}shared_experts.linear_fc1", fc1, (width,) * len(fc1), False)
-            yield from self._linear(
-                f"{ours}shared_experts.linear_fc2", [at + self.shared_fc2], (config.hidden_size,), False
-            )
+            fc1, fc2 = [at + name for name in self.shared_fc1], [at + self.shared_fc2]
+            yield from self._linear(f"{ours}shared_experts.linear_fc1", fc1, (width,) * len(fc1), bias)
+            yield from self._linear(f"{ours}shared_experts.linear_fc2", fc2, (config.hidden_size,), bias)
             if moe.shared_expert_gate:
                 yield f"{ours}shared_experts.gate_weight", At(f"{at}{self.shared_gate}.weight")
 

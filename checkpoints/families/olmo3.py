@@ -16,6 +16,9 @@ OLMO3 = Family(
         *decoder_fields(max_positions=2048, norm_eps=1e-5),
         *OLMO2_COMMON,
         LayerPattern(window=4096, period=4),
+        # Old files have one `rope_theta`, of all layers, and `rope_scaling` (yarn), of the full ones: so the release
+        # (transformers 4.57) and the paper. transformers 5.17 gives `rope_theta` to the full layers only, and to the
+        # others 500000, which is what published files say.
         RopePerLayerType(theta=5e5, sliding_theta=5e5),
     ),
     names=Names(norms=POST),

@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from te_models.config import ModelConfig
+
 from .common import decoder_fields, layer_norm
 from .family import Family
-from .fields import Field, Fixed
+from .fields import Field, Fixed, Values, read_typed
 from .names import Names
 from .rope import Rope
+
+
+@dataclass(frozen=True)
+class QKLayerNorm:
+    """`qk_layernorm`: a LayerNorm with bias of each head of q and k."""
+
+    names: tuple[str, ...] = ("qk_layernorm",)
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        normed = read_typed(hf, "qk_layernorm", bool, False)
+        return {"attention.qk_layernorm": "head" if normed else "none", "attention.qk_layernorm_bias": normed}
+
+    def write(self, config: ModelConfig) -> Values:
+        return {"qk_layernorm": config.attention.qk_layernorm == "head"}
+
 
 PHI = Family(
     model_type="phi",
@@ -21,11 +42,13 @@ PHI = Family(
         Fixed("attention.add_qkv_bias", True),
         Fixed("attention.add_output_bias", True),
         Fixed("embedding.output_bias", True),
+        QKLayerNorm(),
         Rope(partial=0.5),
     ),
     names=Names(
         final_norm="model.final_layernorm",
         norms=("input_layernorm", None, None, None),
+        qk_norms=("self_attn.q_layernorm", "self_attn.k_layernorm"),
         proj="self_attn.dense",
         fc1=("mlp.fc1",),
         fc2="mlp.fc2",

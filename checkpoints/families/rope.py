@@ -98,7 +98,7 @@ class Rope:
         fraction = read_typed(values, "partial_rotary_factor", float, 1.0 if self.partial is None else self.partial)
         if fraction != 1.0 and self.partial is None:
             raise CheckpointError(
-                f"config.json has partial_rotary_factor = {fraction}, which this family does not have"
+                f"config.json has partial_rotary_factor = {fraction}, which this family does not have; supported: 1"
             )
         scaling = _TYPES[kind]
         result: Values = {"rotary_base": read_typed(values, "rope_theta", float, self.theta), "scaling": scaling}
@@ -144,7 +144,7 @@ class RopePerLayerType:
     """One rotary embedding for full, one for sliding layers: `rope_parameters` holds an object for each.
 
     Older files have `rope_theta` and `rope_scaling` for the full layers; for the sliding ones `rope_local_base_freq`
-    (Gemma 3) or the same base (OLMo 3).
+    (Gemma 3) or the same base (OLMo 3). Where a file has both forms, `rope_scaling` wins field by field.
     """
 
     theta: float
@@ -163,7 +163,7 @@ class RopePerLayerType:
         ):
             values = nested.get(theirs) or {}
             if theirs == "full_attention" and hf.get("rope_scaling") is not None:
-                values = hf["rope_scaling"]
+                values = _overlaid(values, hf["rope_scaling"])
             outside = {"rope_theta": hf[base]} if hf.get(base) is not None else {}
             fields = Rope(theta).rope_fields(hf, values, outside)
             result |= {f"{ours}.{name}": value for name, value in fields.items()}
@@ -174,6 +174,14 @@ class RopePerLayerType:
         nested = {"full_attention": full.rope_values(config.rope)}
         nested["sliding_attention"] = sliding.rope_values(config.rope_sliding or config.rope)
         return {"rope_parameters": nested}
+
+
+def _overlaid(values: Any, scaling: Any) -> Any:
+    """Return rope parameters with those of an old `rope_scaling`, which may spell `rope_type` as `type`."""
+    if not isinstance(values, dict) or not isinstance(scaling, dict):
+        return scaling if isinstance(values, dict) else values  # which is refused
+    older = "type" in scaling and "rope_type" not in scaling
+    return {name: value for name, value in values.items() if not (older and name == "rope_type")} | scaling
 
 
 def _read_original_length(hf: Mapping[str, Any], values: Values, result: Values, default: int | None) -> None:

@@ -10,7 +10,8 @@ from .part import ConfigPart, check
 
 @dataclass(frozen=True, kw_only=True)
 class MLAConfig(ConfigPart):
-    """Multi-latent attention (DeepSeek-V2, arXiv 2405.04434). `q_lora_rank` None means a plain query projection."""
+    """Multi-latent attention (DeepSeek-V2, arXiv 2405.04434). `q_lora_rank` None means a plain query projection, which
+    has no bias: `add_qkv_bias` is then that of the latent of k and v and of the rotated key part."""
 
     q_lora_rank: int | None = None
     kv_lora_rank: int = 512
@@ -44,10 +45,11 @@ class AttentionConfig(ConfigPart):
     """Self attention. `kv_channels` is the head dimension; `num_query_groups` the number of key/value heads (GQA).
 
     `window_size` counts visible positions, the query's own included, in "sliding" layers; `chunk_size` likewise in
-    "chunked" ones. `softmax_scale` None means 1/sqrt(head dim). `softcap` is tanh soft-capping of the scores.
-    `qk_layernorm`: an RMSNorm of each "head" of q and k, of all of them together ("full"), or of each head without
-    weight ("l2", only in layers with a position encoding); `clip_qkv` clamps q, k and v behind it. With `mla`,
-    `kv_channels` and `v_head_dim` follow from it.
+    "chunked" ones. `softmax_scale` None means 1/sqrt(head dim); `softmax_scale_by_layer` divides it by the layer's
+    number, from 1. `softcap` is tanh soft-capping of the scores. `qk_layernorm`: the model's kind of norm for each
+    "head" of q and k, for all of them together ("full"), or an RMSNorm of each head without weight ("l2", only in
+    layers with a position encoding); `qk_layernorm_bias` gives a LayerNorm its bias; `clip_qkv` clamps q, k and v
+    behind it. With `mla`, `kv_channels` and `v_head_dim` follow from it.
     """
 
     num_attention_heads: int
@@ -58,7 +60,9 @@ class AttentionConfig(ConfigPart):
     add_output_bias: bool = False
     qk_layernorm: Literal["none", "head", "full", "l2"] = "none"
     qk_layernorm_after_rope: bool = False
+    qk_layernorm_bias: bool = False
     softmax_scale: float | None = None
+    softmax_scale_by_layer: bool = False
     softcap: float | None = None
     sinks: bool = False
     output_gate: bool = False
@@ -82,11 +86,11 @@ class AttentionConfig(ConfigPart):
         for name in ("softmax_scale", "softcap", "clip_qkv"):
             value = getattr(self, name)
             check(value is None or value > 0, f"attention.{name}", value, "a positive number or null")
+        plain = self.qk_layernorm_bias and self.qk_layernorm not in ("head", "full")
+        check(not plain, "attention.qk_layernorm_bias", True, "false unless qk_layernorm is 'head' or 'full'")
         if self.mla is not None:
             object.__setattr__(self, "kv_channels", self.mla.qk_head_dim + self.mla.qk_pos_emb_head_dim)
             object.__setattr__(self, "v_head_dim", self.mla.v_head_dim)
             plain = self.qk_layernorm == "none" and groups == heads and not self.sinks and self.clip_qkv is None
             check(plain, "attention.mla", self.mla, "null with grouped queries, qk_layernorm, sinks or clip_qkv")
-            biased = self.add_qkv_bias and self.mla.q_lora_rank is None
-            check(not biased, "attention.add_qkv_bias", True, "false where mla.q_lora_rank is null")
         check(0 <= self.attention_dropout < 1, "attention.attention_dropout", self.attention_dropout, "0 <= p < 1")

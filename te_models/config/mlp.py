@@ -66,6 +66,7 @@ class RouterConfig(ConfigPart):
 class MoEConfig(ConfigPart):
     """A mixture of experts. `layers` lists the indices of MoE layers (None: all); the others are dense.
 
+    `bias` is that of the experts; a shared expert has biases if `mlp.bias` is true, as dense layers do.
     `shared_expert_intermediate_size` None means no shared expert; `shared_expert_gate` multiplies its output by the
     sigmoid of a one-row projection of the input. `aux_loss_coeff` is the load-balancing loss weight (arXiv 2101.03961),
     `z_loss_coeff` the router z-loss weight (arXiv 2202.08906).

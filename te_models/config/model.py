@@ -95,11 +95,14 @@ class ModelConfig(ConfigPart):
                 f"a number, because hidden_size = {self.hidden_size} is not a multiple of {heads} heads",
             )
             object.__setattr__(self, "attention", self.attention.replace(kv_channels=self.hidden_size // heads))
+        bias = self.attention.qk_layernorm_bias and self.norm.normalization == "RMSNorm"
+        check(not bias, "attention.qk_layernorm_bias", True, "false with RMSNorm")
         channels = self.rope_channels
         for name, rope in (("rope", self.rope), ("rope_sliding", self.rope_sliding)):
             if self.embedding.position_embedding_type == "rope" and rope is not None:
+                rotated = int(channels * rope.rotary_percent)
                 check(
-                    round(channels * rope.rotary_percent) % 2 == 0,
+                    rotated > 0 and rotated % 2 == 0,
                     f"{name}.rotary_percent",
                     rope.rotary_percent,
                     f"a fraction that rotates an even number of the {channels} head channels",

@@ -45,7 +45,7 @@ class SelfAttention(nn.Module):
         self.linear_qkv = make_input_linear(config, rows, a.add_qkv_bias, build, normed=normed)
         if self.norm_kind in ("head", "full"):
             full = self.norm_kind == "full"
-            norm = config.norm.replace(has_weight=True, bias=False)
+            norm = config.norm.replace(has_weight=True, bias=a.qk_layernorm_bias)
             self.q_layernorm = make_norm(norm, self.q_size if full else self.head_dim, build)
             self.k_layernorm = make_norm(norm, self.k_size if full else self.head_dim, build)
         self.core_attention = DotProductAttention(
@@ -59,6 +59,8 @@ class SelfAttention(nn.Module):
             softmax_type="learnable" if a.sinks else "vanilla",
             **build.new,
         )
+        if a.softmax_scale_by_layer:
+            self.core_attention.softmax_scale /= layer + 1  # assigned, it is data: layers share a graph
         self.linear_proj = make_output_linear(config, all_heads * self.v_head_dim, a.add_output_bias, build)
 
     def forward(
@@ -107,8 +109,8 @@ class SelfAttention(nn.Module):
         t = t.unflatten(-1, (-1, self.head_dim))
         if self.linear_proj.tp_size > 1:
             # every rank has the weight and applies it to its own heads only: its gradients are summed over the ranks
-            weight = self.linear_proj.whole_rows(norm.get_parameter("weight"))
-            return self._clipped(torch.func.functional_call(norm, {"weight": weight}, (t,)))
+            shared = {name: self.linear_proj.whole_rows(p) for name, p in norm.named_parameters()}
+            return self._clipped(torch.func.functional_call(norm, shared, (t,)))
         return self._clipped(norm(t))
 
     def _normed_whole(self, t: Tensor, norm: nn.Module) -> Tensor:

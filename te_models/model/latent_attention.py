@@ -23,7 +23,8 @@ from .rotary import Rotary
 
 class LatentAttention(nn.Module):
     """The attention sublayer, without residual connection. `linear_qkv_down` holds the rows of q, or of its latent with
-    `mla.q_lora_rank`, then of the latent of k and v, then of the rotated key part.
+    `mla.q_lora_rank`, then of the latent of k and v, then of the rotated key part. Of q itself it has no bias:
+    `latent_bias` [C + R] is then that of the others.
 
     Where layers are split, each rank computes its own heads; `linear_qkv_down` is on every rank."""
 
@@ -37,7 +38,11 @@ class LatentAttention(nn.Module):
         heads = a.num_attention_heads
         q_size = heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim)
         self.sizes = [mla.q_lora_rank or q_size, mla.kv_lora_rank, mla.qk_pos_emb_head_dim]
-        self.linear_qkv_down = make_input_linear(config, sum(self.sizes), a.add_qkv_bias, build.whole, normed=normed)
+        bias, plain = a.add_qkv_bias, mla.q_lora_rank is None
+        self.linear_qkv_down = make_input_linear(
+            config, sum(self.sizes), bias and not plain, build.whole, normed=normed
+        )
+        self.latent_bias = build.parameter(sum(self.sizes[1:])) if bias and plain else None
         self.linear_q_up = None if mla.q_lora_rank is None else self._up(config, mla.q_lora_rank, q_size, build)
         self.linear_kv_up = self._up(config, mla.kv_lora_rank, heads * (mla.qk_head_dim + mla.v_head_dim), build)
         self.core_attention = DotProductAttention(
@@ -50,7 +55,16 @@ class LatentAttention(nn.Module):
             softcap=a.softcap,
             **build.new,
         )
+        if a.softmax_scale_by_layer:
+            self.core_attention.softmax_scale /= layer + 1  # assigned, it is data: layers share a graph
         self.linear_proj = make_output_linear(config, heads * mla.v_head_dim, a.add_output_bias, build)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Start without a bias; the projections have their own."""
+        if self.latent_bias is not None:
+            self.latent_bias.zero_()
 
     def _up(self, config: ModelConfig, latent: int, rows: int, build: Build) -> LayerNormLinear:
         return LayerNormLinear(
@@ -76,6 +90,9 @@ class LatentAttention(nn.Module):
         """x: [B, S, H] -> [B, S, H]. Arguments as for `SelfAttention`."""
         mla = self.mla
         q, latent, shared = self.linear_qkv_down(x).split(self.sizes, dim=-1)
+        if self.latent_bias is not None:
+            ours, everyones = self.latent_bias.to(latent.dtype).split(self.sizes[1:])
+            latent, shared = latent + ours, shared + everyones
         # of what every rank computed and uses for its own heads, the gradient is summed over the ranks; the projections
         # up from a latent do so themselves
         split, heads = self.linear_proj, self.core_attention.num_attention_heads

@@ -39,7 +39,8 @@ class MLP(nn.Module):
 
 
 class SharedExperts(nn.Module):
-    """The experts every token uses, as one MLP; with `gate_weight` [1, H] times `sigmoid(x gate_weight^T)`."""
+    """The experts every token uses, as one MLP, with the biases of a dense one; with `gate_weight` [1, H] times
+    `sigmoid(x gate_weight^T)`."""
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
@@ -50,8 +51,9 @@ class SharedExperts(nn.Module):
         self.init_method = init_method(config)
         self.gate_weight = build.parameter(1, config.hidden_size) if config.moe.shared_expert_gate else None
         self.reset_parameters()
-        self.linear_fc1 = make_input_linear(config, width * (2 if config.mlp.gated else 1), False, build, normed=False)
-        self.linear_fc2 = make_output_linear(config, width, False, build)
+        rows, bias = width * (2 if config.mlp.gated else 1), config.mlp.bias
+        self.linear_fc1 = make_input_linear(config, rows, bias, build, normed=False)
+        self.linear_fc2 = make_output_linear(config, width, bias, build)
 
     def reset_parameters(self) -> None:
         """Initialise the gate anew; the projections have their own."""

@@ -81,6 +81,7 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16, "sliding_window": 7},
     ),
     "phi": ("phi", {}),
+    "phi-qk-norms": ("phi", {"qk_layernorm": True, "num_key_value_heads": 4}),
     "olmo": ("olmo", {}),
     "olmo-clipped-biases": ("olmo", {"clip_qkv": 0.7, "attention_bias": True, "tie_word_embeddings": True}),
     "olmo2": ("olmo2", {}),
@@ -127,6 +128,8 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt2": ("gpt2", {"n_inner": 48}),
     "gpt2-default-inner": ("gpt2", {"activation_function": "relu"}),
+    "gpt2-scaled-by-layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+    "gpt2-unscaled": ("gpt2", {"scale_attn_weights": False, "tie_word_embeddings": False}),
     "gpt_neox": ("gpt_neox", {}),
     "gpt_neox-sequential": (
         "gpt_neox",
@@ -225,6 +228,17 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "ernie4_5_moe-biases": (
+        "ernie4_5_moe",
+        {
+            "use_bias": True,
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_intermediate_size": 24,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+        },
+    ),
     "hunyuan_v1_moe": (
         "hunyuan_v1_moe",
         {
@@ -262,6 +276,7 @@ LATENT = {
     "qk_rope_head_dim": 4,
     "v_head_dim": 6,
 }
+GREEDY = {**SIGMOID, "n_group": None, "topk_group": None}
 YARN_SCORES = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3}
 LATENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": (
@@ -277,7 +292,15 @@ LATENTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v2-greedy-plain-q": (
         "deepseek_v2",
-        {**SIGMOID, **LATENT, "q_lora_rank": None, "n_group": None, "topk_group": None, "tie_word_embeddings": True},
+        {**GREEDY, **LATENT, "q_lora_rank": None, "tie_word_embeddings": True},
+    ),
+    "deepseek_v2-biases": (
+        "deepseek_v2",
+        {**GREEDY, **LATENT, "first_k_dense_replace": 1, "attention_bias": True, "mlp_bias": True},
+    ),
+    "deepseek_v2-biases-plain-q": (
+        "deepseek_v2",
+        {**GREEDY, **LATENT, "q_lora_rank": None, "attention_bias": True},
     ),
     "deepseek_v3": (
         "deepseek_v3",
@@ -322,7 +345,22 @@ LATENTS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
+    "llama4-dense": (  # as MobileLLM-R1
+        "llama4_text",
+        {
+            "intermediate_size_mlp": 48,
+            "head_dim": 8,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "moe_layers": [],
+            "interleave_moe_layer_step": 0,
+            "no_rope_layers": [1, 1],
+            "attention_chunk_size": 7,
+            "tie_word_embeddings": True,
+        },
+    ),
     "hy_v3": ("hy_v3", {**ROUTED, "head_dim": 16, "num_shared_experts": 2, "attention_bias": True}),
+    "hy_v3-biases": ("hy_v3", {**ROUTED, "head_dim": 8, "mlp_bias": True}),
 }
 CASES = {**DENSE, **MIXTURES, **LATENTS}
 

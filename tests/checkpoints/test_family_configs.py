@@ -134,6 +134,48 @@ def test_legacy_rope_means_the_same(legacy: dict[str, Any], current: dict[str, A
     assert theirs[0] == theirs[1], "transformers agrees that both mean the same"
 
 
+def test_legacy_rope_of_gemma3_and_olmo3() -> None:
+    """What old files say of scaling is true of the full layers; transformers agrees, but for olmo3's one base."""
+    kinds = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+    linear = {"rope_type": "linear", "factor": 8.0}
+    legacy = {"rope_theta": 2e6, "rope_local_base_freq": 2e4, "rope_scaling": linear}
+    nested = {
+        "full_attention": {**linear, "rope_theta": 2e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+    }
+    assert read("gemma3_text", **kinds, **legacy) == read("gemma3_text", **kinds, rope_parameters=nested)
+    theirs = transformers.AutoConfig.for_model("gemma3_text", **SMALL, **kinds, **deepcopy(legacy))
+    assert theirs.rope_parameters == nested
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "attention_factor": 1.2}
+    legacy = {"rope_theta": 2e6, "rope_scaling": yarn}
+    nested = {
+        "full_attention": {**yarn, "rope_theta": 2e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 2e6},
+    }
+    assert read("olmo3", **kinds, **legacy) == read("olmo3", **kinds, rope_parameters=nested)
+    theirs = transformers.AutoConfig.for_model("olmo3", **SMALL, **kinds, **deepcopy(legacy))
+    assert theirs.rope_parameters == {**nested, "sliding_attention": {"rope_type": "default", "rope_theta": 5e5}}
+    # the older spelling of the kind; and both forms in one file
+    older = {"type": "linear", "factor": 8.0}
+    assert read("gemma3_text", **kinds, rope_scaling=older) == read("gemma3_text", **kinds, rope_scaling=linear)
+    both = read("olmo3", **kinds, rope_parameters=nested, rope_scaling={"factor": 4.0})
+    theirs = transformers.AutoConfig.for_model(
+        "olmo3", **SMALL, **kinds, rope_parameters=deepcopy(nested), rope_scaling={"factor": 4.0}
+    )
+    assert both == read("olmo3", **kinds, rope_parameters=theirs.rope_parameters)
+    assert (both.rope.scaling, both.rope.factor, both.rope.attention_factor) == ("yarn", 4.0, 1.2)
+
+
+def test_names_that_only_some_families_know() -> None:
+    for family in ("gemma2", "gpt_oss", "olmo3"):
+        assert read(family, num_hidden_layers=4, sliding_window_pattern=3) == read(family, num_hidden_layers=4)
+    for family in ("gemma3_text", "cohere2", "exaone_moe"):
+        kinds = read(family, num_hidden_layers=4, sliding_window_pattern=3).layer_types
+        assert kinds is not None and [kind == "sliding" for kind in kinds] == [True, True, False, True]
+    older = read("gpt_neox", rotary_emb_base=500, rotary_pct=0.5, rope_theta=1e4, partial_rotary_factor=0.25)
+    assert (older.rope.rotary_base, older.rope.rotary_percent) == (500.0, 0.5)
+
+
 def test_rope_values() -> None:
     rope = read(rope_parameters=LLAMA3_ROPE).rope
     assert rope == RopeConfig(
@@ -199,6 +241,26 @@ def test_published_fields_of_qwen3_coder_and_llama_4_scout() -> None:
         assert exported["attn_temperature_tuning"] == number
     with pytest.raises(CheckpointError, match=r"attn_temperature_tuning = 4\.5, which is not true or false"):
         read("llama4_text", attn_temperature_tuning=4.5)
+
+
+def test_gelu_of_gemma_is_the_tanh_form() -> None:
+    """Published files: gemma-7b-it says the first, gemma-7b the second, gemma-1.1 the third."""
+    for names in (("gelu", None), ("gelu", "gelu_pytorch_tanh"), ("gelu_pytorch_tanh", None)):
+        config = read("gemma", **dict(zip(("hidden_act", "hidden_activation"), names)))
+        assert config.mlp.activation == "gelu_tanh"
+        assert FAMILIES["gemma"].write_config(config)["hidden_act"] == "gelu_pytorch_tanh"
+    exact = read("gemma", hidden_act="gelu_pytorch_tanh", hidden_activation="gelu")
+    assert exact.mlp.activation == "gelu"
+    assert FAMILIES["gemma"].read_config(FAMILIES["gemma"].write_config(exact)) == exact
+    with pytest.raises(CheckpointError, match="hidden_activation = 'gelu2'; supported"):
+        read("gemma", hidden_activation="gelu2")
+
+
+def test_cohere2_without_a_window_and_a_cap_of_gemma3() -> None:
+    assert read("cohere2", sliding_window=None).layer_types == ("nope", "nope")
+    assert read("exaone_moe", sliding_window=None).layer_types == ("full", "full")
+    with pytest.raises(CheckpointError, match=r"attn_logit_softcapping = 50\.0; supported: None"):
+        read("gemma3_text", attn_logit_softcapping=50.0)
 
 
 def test_experts() -> None:

@@ -67,6 +67,16 @@ VARIANTS: dict[str, ModelConfig] = {
         embedding=EmbeddingConfig(output_bias=True),
     ),
     "qk_head": tiny(attention=AttentionConfig(num_attention_heads=4, num_query_groups=2, qk_layernorm="head")),
+    "qk_biases_scale_by_layer": tiny(
+        attention=AttentionConfig(
+            num_attention_heads=4,
+            num_query_groups=2,
+            qk_layernorm="head",
+            qk_layernorm_bias=True,
+            softmax_scale_by_layer=True,
+        ),
+        norm=NormConfig(normalization="LayerNorm", bias=True),
+    ),
     "qk_full": tiny(attention=AttentionConfig(num_attention_heads=4, num_query_groups=2, qk_layernorm="full")),
     "qk_after_rope": tiny(
         attention=AttentionConfig(num_attention_heads=4, qk_layernorm="head", qk_layernorm_after_rope=True)
@@ -100,11 +110,17 @@ VARIANTS: dict[str, ModelConfig] = {
     ),
     "moe_shared": tiny_moe(shared_expert_intermediate_size=40, shared_expert_gate=True, layers=(1,)),
     "moe_biases": tiny_moe(RouterConfig(linear_bias=True, score_after_topk=True), bias=True),
+    "moe_shared_biases": tiny_moe(shared_expert_intermediate_size=40, layers=(1,)).replace(
+        mlp=MLPConfig(ffn_hidden_size=48, bias=True)
+    ),
     "moe_sandwich": tiny_moe().replace(block="sandwich"),
     "latent": tiny(attention=AttentionConfig(num_attention_heads=4, mla=MLAConfig(q_lora_rank=12, **LATENT))),
     "latent_plain_q_interleaved": tiny(
         attention=AttentionConfig(num_attention_heads=4, mla=MLAConfig(**LATENT), add_output_bias=True),
         rope=RopeConfig(style="interleaved"),
+    ),
+    "latent_biases_plain_q": tiny(
+        attention=AttentionConfig(num_attention_heads=4, mla=MLAConfig(**LATENT), add_qkv_bias=True)
     ),
     "chunked_l2_temperature": tiny(
         attention=AttentionConfig(

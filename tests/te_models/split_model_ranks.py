@@ -42,6 +42,8 @@ CASES = (
     "minimax_m2",
     "deepseek_v2-greedy-plain-q",
     "deepseek_v3",
+    "phi-qk-norms",
+    "deepseek_v2-biases-plain-q",
 )
 QUANTIZED_CASES = ("current", "block", "mxfp8", "nvfp4")
 LARGE = ModelConfig(

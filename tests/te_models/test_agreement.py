@@ -72,13 +72,17 @@ CODE = {"AutoConfig": "configuration.Config", "AutoModelForCausalLM": "modeling.
 
 def test_folders_that_transformers_does_not_open_by_itself_agree(tmp_path: Path) -> None:
     """A model that sees images and has no class for text alone, a kind that only has code of its own, which is not run,
-    and a number of channels that transformers ignores."""
+    and fields of published files that transformers ignores, takes for another value, or cannot run with."""
     images = test_text_part.save(test_text_part.make("mistral3-of-ministral3"), tmp_path / "mistral3")
     kimi = save("deepseek_v3", tmp_path / "kimi")
     edit_config(kimi, model_type="kimi_k2", auto_map=CODE)
     minimax = save("minimax_m2", tmp_path / "minimax")
     edit_config(minimax, rotary_dim=8, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
-    for folder in (images, kimi, minimax):
+    gemma = save("gemma", tmp_path / "gemma")
+    edit_config(gemma, hidden_act="gelu", hidden_activation=None)
+    guard = save("llama4-dense", tmp_path / "guard")
+    edit_config(guard, attention_chunk_size=None)
+    for folder in (images, kimi, minimax, gemma, guard):
         report = compare_logits(folder, folder, tokens=20)
         assert report.agree and report.argmax_agreement == 1.0, folder
         assert next(iter(report.stages)) == "embedding"

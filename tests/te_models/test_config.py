@@ -87,6 +87,8 @@ def test_lists_become_tuples_and_integers_become_floats() -> None:
         (lambda: tiny(layer_types=("full", "chunked")), "attention.chunk_size is None"),
         (lambda: tiny(layer_types=("full", "local")), r"layer_types\[1\] is 'local'"),
         (lambda: tiny(rope=RopeConfig(rotary_percent=0.9)), "rope.rotary_percent is 0.9"),
+        (lambda: tiny(rope=RopeConfig(rotary_percent=0.7)), "rope.rotary_percent is 0.7"),  # 5 of 8 channels
+        (lambda: tiny(rope=RopeConfig(rotary_percent=0.1)), "rope.rotary_percent is 0.1"),
         (lambda: tiny(rope_sliding=RopeConfig(rotary_percent=0.9)), "rope_sliding.rotary_percent is 0.9"),
         (
             lambda: tiny(attention=latent(qk_pos_emb_head_dim=7)),
@@ -103,7 +105,11 @@ def test_lists_become_tuples_and_integers_become_floats() -> None:
         (lambda: AttentionConfig(num_attention_heads=4, temperature_tuning=(1.0,)), "temperature_tuning"),
         (lambda: TemperatureConfig(floor_scale=0, attn_scale=1), "temperature.floor_scale is 0.0"),
         (lambda: AttentionConfig(num_attention_heads=4, mla=MLAConfig(), sinks=True), "attention.mla is MLAConfig"),
-        (lambda: AttentionConfig(num_attention_heads=4, mla=MLAConfig(), add_qkv_bias=True), "add_qkv_bias is True"),
+        (lambda: AttentionConfig(num_attention_heads=4, qk_layernorm_bias=True), "qk_layernorm_bias is True"),
+        (
+            lambda: tiny(attention=AttentionConfig(num_attention_heads=4, qk_layernorm="head", qk_layernorm_bias=True)),
+            "qk_layernorm_bias is True; allowed: false with RMSNorm",
+        ),
         (lambda: MLAConfig(q_lora_rank=0), "mla.q_lora_rank is 0"),
         (lambda: AttentionConfig(num_attention_heads=4, attention_dropout=1.0), "attention_dropout is 1.0"),
         (lambda: MLAConfig(kv_lora_rank=0), "mla.kv_lora_rank is 0"),
