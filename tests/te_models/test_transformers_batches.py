@@ -1,0 +1,50 @@
+"""What TEModelForCausalLM is given beside tokens: caches of other kinds."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="TEModelForCausalLM is a transformers model")
+import transformers
+
+from te_models.hf import TEModelForCausalLM
+from tests.checkpoints.family_cases import CASES, make
+from tests.te_models.hf_models import hf_model
+
+SETTINGS = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+def both(case: str, folder: Path) -> tuple[Any, TEModelForCausalLM]:
+    theirs = make(case) if case in CASES else hf_model(case)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs.save_pretrained(folder)
+    return theirs, TEModelForCausalLM.from_pretrained(folder)
+
+
+def prompt(batch: int = 2, length: int = 11) -> torch.Tensor:
+    return torch.randint(3, 61, (batch, length), generator=torch.Generator().manual_seed(length))
+
+
+@pytest.mark.parametrize("case", ["gemma3", "gpt_oss", "mistral-window"])
+def test_a_cache_that_keeps_only_what_windows_reach(case: str, tmp_path: Path) -> None:
+    theirs, ours = both(case, tmp_path)
+    cache = lambda: transformers.DynamicCache(config=theirs.config)  # noqa: E731
+    assert any(cache().is_sliding)
+    expected = theirs.generate(prompt(), **SETTINGS)
+    assert torch.equal(ours.generate(prompt(), past_key_values=cache(), **SETTINGS), expected)
+
+
+@torch.no_grad()
+def test_a_cache_that_drops_what_a_layer_sees_is_refused(tmp_path: Path) -> None:
+    windows, _ = both("mistral-window", tmp_path / "a")
+    _, ours = both("llama", tmp_path / "b")
+    cache = transformers.DynamicCache(config=windows.config)
+    ours(prompt(), past_key_values=cache)
+    with pytest.raises(ValueError, match=r"layer 0 of the DynamicCache keeps 4 of the 11 positions .* allowed: Dynamic"):
+        ours(prompt(2, 1), past_key_values=cache)
