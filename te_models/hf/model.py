@@ -21,6 +21,7 @@ from ..model import GPTModel
 from .cache import TransformersCache
 from .config import TEConfig
 from .loading import load
+from .packing import same_text
 from .saving import save
 
 if TYPE_CHECKING:
@@ -79,7 +80,8 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
     ) -> modeling_outputs.CausalLMOutputWithPast | modeling_outputs.MoeCausalLMOutputWithPast | tuple[Any, ...]:
         """Return logits, the loss of `labels`, and the cache.
 
-        input_ids: [B, S]. attention_mask: [B, L], 0 where a token is padding. position_ids: [B or 1, S].
+        input_ids: [B, S]. attention_mask: [B, L], 0 where a token is padding. position_ids: [B or 1, S]; without mask
+        and cache, one that is not one more than the one before begins another text, which does not see those before.
         past_key_values: extended by this call; with use_cache and without one, a new one. labels: [B, S], usually
         input_ids, -100 does not count: position s is scored on labels[s + 1]. logits_to_keep: of how many last
         positions, or of which; 0 is all. output_hidden_states: also return the embeddings, the result of each layer but
@@ -96,6 +98,8 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
             raise ValueError(f"attention_mask has shape {tuple(attention_mask.shape)}; allowed: [batch, keys]")
         if past_key_values is None and use_cache:
             past_key_values = transformers.DynamicCache(config=self.config)
+        if past_key_values is None and attention_mask is None and position_ids is not None:
+            attention_mask = same_text(position_ids, input_ids.shape[0])
         cache = None if past_key_values is None else TransformersCache(past_key_values, self.gpt.config)
         last_only = labels is None and isinstance(logits_to_keep, int) and logits_to_keep == 1
         with autocast(recipe=self.recipe) if self.recipe is not None else contextlib.nullcontext():
@@ -210,6 +214,13 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
     def get_input_embeddings(self) -> nn.Module:
         """Return the embedding."""
         return self.gpt.embedding.word_embeddings
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """Return how many numbers the parameters hold: all, or those that are trained, or those outside of the tables
+        of tokens and positions (by which Trainer estimates its operations)."""
+        tables = {id(p) for p in self.gpt.embedding.parameters()} if exclude_embeddings else set()
+        counted = (p for p in self.parameters() if id(p) not in tables)
+        return sum(p.numel() for p in counted if p.requires_grad or not only_trainable)
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
         """Raise ValueError: the vocabulary is part of the configuration."""

@@ -1,4 +1,4 @@
-"""What TEModelForCausalLM is given beside tokens: caches of other kinds."""
+"""What TEModelForCausalLM is given beside tokens: caches of other kinds, several texts in a row."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from tests.checkpoints.family_cases import CASES, make
 from tests.te_models.hf_models import hf_model
 
 SETTINGS = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2], [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2]])
+"""Of three texts in two rows, and the first tokens of others."""
 
 
 def both(case: str, folder: Path) -> tuple[Any, TEModelForCausalLM]:
@@ -48,3 +50,21 @@ def test_a_cache_that_drops_what_a_layer_sees_is_refused(tmp_path: Path) -> None
     ours(prompt(), past_key_values=cache)
     with pytest.raises(ValueError, match=r"layer 0 of the DynamicCache keeps 4 of the 11 positions .* allowed: Dynamic"):
         ours(prompt(2, 1), past_key_values=cache)
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma3", "qwen3_moe", "deepseek_v3", "gpt_oss", "llama4"])
+@torch.no_grad()
+def test_positions_that_begin_anew_begin_another_text(case: str, tmp_path: Path) -> None:
+    """Each text as if it were alone. In transformers, too, but for two families that pass no positions on."""
+    theirs, ours = both(case, tmp_path)
+    got = ours(prompt(), position_ids=POSITIONS).logits
+    for row, begin, end in ((0, 0, 8), (0, 8, 11), (1, 0, 3), (1, 3, 8), (1, 8, 11)):
+        alone = ours(prompt()[row : row + 1, begin:end]).logits
+        torch.testing.assert_close(got[row : row + 1, begin:end], alone, rtol=1e-4, atol=2e-5)
+    if case not in ("gpt_oss", "llama4"):
+        for positions in (POSITIONS, POSITIONS[1:]):
+            expected = theirs(prompt(), position_ids=positions, use_cache=False).logits
+            torch.testing.assert_close(ours(prompt(), position_ids=positions).logits, expected, rtol=1e-4, atol=2e-5)
+    assert torch.equal(ours(prompt(), position_ids=torch.arange(11)[None]).logits, ours(prompt()).logits)
+    with pytest.raises(ValueError, match="position_ids has shape"):
+        ours(prompt(), position_ids=POSITIONS[[0, 0, 0]])
