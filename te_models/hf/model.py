@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -23,6 +24,7 @@ from .config import TEConfig
 from .loading import load
 from .packing import same_text
 from .saving import save
+from .stored_state import joined_fields
 
 if TYPE_CHECKING:
     import transformers
@@ -210,6 +212,11 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
         """
         if is_main_process:
             save(self, Path(save_directory), state_dict, max_shard_size, options)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As in torch; also from the tensors of our files, where weights stored quantized are several. Raises
+        ValueError where the model does not store such a weight in the same format."""
+        return super().load_state_dict(joined_fields(self.gpt, state_dict), strict, assign)
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the embedding."""

@@ -164,7 +164,7 @@ def test_a_reader_that_leaves_is_no_error(words: list[str]) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 def test_output_that_cannot_be_written_is_an_error() -> None:
-    with open("/dev/full", "w") as full:
+    with Path("/dev/full").open("w") as full:
         assert run_into(full, "--help") == (3, b"te-models: standard output: No space left on device\n")
 
 

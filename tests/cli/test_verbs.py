@@ -324,9 +324,15 @@ def test_what_generate_cannot_use_is_bad_input(model: Path, tmp_path: Path, caps
         (["--prompt", "x", "--device", "no-such"], "--device is 'no-such'; allowed here: cpu"),
         (["--prompt", "x", "--device", "cuda:99"], "--device is 'cuda:99'; allowed here: cpu"),
         (["--prompt", "a\udcff"], "the prompt is not UTF-8 text"),
-        (["--prompt", "x", "--temperature", "1", "--seed", str(2**64)], f"seed is {2**64}; allowed: -2**63 to 2**64 - 1"),
+        (
+            ["--prompt", "x", "--temperature", "1", "--seed", str(2**64)],
+            f"seed is {2**64}; allowed: -2**63 to 2**64 - 1",
+        ),
         (["--prompt-file", str(tmp_path)], f"{tmp_path}: Is a directory"),
-        (["--prompt-file", str(tmp_path / "bytes")], f"{tmp_path}/bytes is not UTF-8 text: invalid start byte at byte 2"),
+        (
+            ["--prompt-file", str(tmp_path / "bytes")],
+            f"{tmp_path}/bytes is not UTF-8 text: invalid start byte at byte 2",
+        ),
     ):
         assert main(["generate", str(model), *words]) == 2
         assert capsys.readouterr().err.startswith(f"te-models: {says}")

@@ -48,7 +48,9 @@ def test_a_cache_that_drops_what_a_layer_sees_is_refused(tmp_path: Path) -> None
     _, ours = both("llama", tmp_path / "b")
     cache = transformers.DynamicCache(config=windows.config)
     ours(prompt(), past_key_values=cache)
-    with pytest.raises(ValueError, match=r"layer 0 of the DynamicCache keeps 4 of the 11 positions .* allowed: Dynamic"):
+    with pytest.raises(
+        ValueError, match=r"layer 0 of the DynamicCache keeps 4 of the 11 positions .* allowed: Dynamic"
+    ):
         ours(prompt(2, 1), past_key_values=cache)
 
 
