@@ -135,7 +135,7 @@ def test_trainer_under_a_recipe_with_layers_recomputed(theirs: Any, tokenizer: A
 
 def test_trainer_smooths_labels_of_the_next_tokens(theirs: Any, tokenizer: Any, tmp_path: Path) -> None:
     ours = TEModelForCausalLM.from_pretrained(save(theirs, tmp_path / "hf"))
-    options = {"label_smoothing_factor": 0.2, "max_steps": 2, "save_strategy": "no"}
+    options = {"label_smoothing_factor": 0.2, "max_steps": 8, "save_strategy": "no"}
     run, reference = (trainer(m, tokenizer, tmp_path / "out", **options) for m in (ours, theirs))
     run.train()
     reference.model_accepts_loss_kwargs = False
