@@ -26,10 +26,16 @@ else:
     transformers = require("transformers", "hf", feature="te_models.hf")
 
 _WITHOUT_MEANING = {
-    # What transformers' own callers pass along, with the values that ask for nothing.
+    # What transformers' own callers pass along, and its defaults, with the values that ask for nothing. Whether there
+    # is a cache is said by the call and by the generation's configuration.
     "adapter_kwargs": (None, {}),
+    "ignore_mismatched_sizes": (None, False),
+    "output_loading_info": (None, False),
+    "subfolder": (None, ""),
     "trust_remote_code": (None, False),
+    "use_cache": (None, True, False),
     "use_safetensors": (None, True),
+    "weights_only": (None, True),
     "low_cpu_mem_usage": (None, True, False),
     "attn_implementation": (None, "sdpa"),
     "_from_auto": (None, True, False),

@@ -60,6 +60,8 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
     def __init__(self, config: TEConfig, *, gpt: GPTModel | None = None) -> None:
         """config: what to build, from random values; gpt: a model to use instead, which must be the configured one."""
         super().__init__(config)
+        if gpt is not None and gpt.config != config.model_config:
+            raise ValueError("gpt is not the model of config; allowed: TEConfig(config=gpt.config.to_dict())")
         model = GPTModel(config.model_config, expert_layout=config.expert_layout) if gpt is None else gpt  # type: ignore[arg-type]
         object.__setattr__(self, "gpt", model)  # not as a submodule: parameters would have two names
         for name, part in model.named_children():
@@ -125,7 +127,8 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
             result = modeling_outputs.CausalLMOutputWithPast(**values)
         else:
             result = modeling_outputs.MoeCausalLMOutputWithPast(**values, aux_loss=output.aux_loss)
-        return result.to_tuple() if return_dict is False else result
+        as_tuple = not (self.config.return_dict if return_dict is None else return_dict)
+        return result.to_tuple() if as_tuple else result
 
     def prepare_inputs_for_generation(  # type: ignore[override]
         self,
@@ -141,7 +144,8 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
         transformers lets generate take the other arguments of `forward` because these here are called kwargs.
         """
         cached = 0 if past_key_values is None else past_key_values.get_seq_length()
-        if past_key_values is not None and cached and self.gpt.decoder.by_length:
+        whole = attention_mask is None or attention_mask.shape[1] == input_ids.shape[1]  # else only the new tokens
+        if past_key_values is not None and cached and whole and self.gpt.decoder.by_length:
             mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
             lengths = (int(mask[:, :n].sum(dim=1).max()) for n in (cached, mask.shape[1]))
             if len({self.gpt.decoder.rotary_stage(length) for length in lengths}) > 1:
@@ -232,6 +236,11 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
         """Raise ValueError: the vocabulary is part of the configuration."""
         raise ValueError(f"the vocabulary of {self.gpt.config.vocab_size} tokens cannot be resized")
+
+    def set_attn_implementation(self, attn_implementation: str | dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Raise ValueError for another attention than "sdpa": there is one."""
+        if attn_implementation != "sdpa":
+            raise ValueError(f"attn_implementation is {attn_implementation!r}; allowed: 'sdpa', the model has no other")
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Any = None, **kwargs: Any) -> None:
         """Recompute each layer in the backward pass; there is one way to do it, and no arguments."""

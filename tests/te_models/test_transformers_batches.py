@@ -54,6 +54,21 @@ def test_a_cache_that_drops_what_a_layer_sees_is_refused(tmp_path: Path) -> None
         ours(prompt(2, 1), past_key_values=cache)
 
 
+def test_new_tokens_alone_cannot_fill_a_cache_anew(tmp_path: Path) -> None:
+    """Which frequencies that change with the length ask for: what is in the cache has to be given, too."""
+    _, ours = both("phi3-longrope-window", tmp_path)
+    original = ours.gpt.decoder.rotary_embeddings[0].original_length
+    cache, begin = transformers.DynamicCache(), prompt(1, original - 2)
+    first = ours.generate(begin, past_key_values=cache, **(SETTINGS | {"max_new_tokens": 2}))
+    new = torch.cat((first[:, -1:], prompt(1, 4)), dim=1)
+    mask = torch.ones(1, original + 4, dtype=torch.int64)
+    with pytest.raises(ValueError, match="reset it and give all tokens again"):
+        ours.generate(new, attention_mask=mask, past_key_values=cache, **SETTINGS)
+    whole = torch.cat((first, new[:, 1:]), dim=1)
+    expected = ours.generate(whole, use_cache=False, **SETTINGS)
+    assert torch.equal(ours.generate(whole, past_key_values=cache, **SETTINGS), expected)
+
+
 @pytest.mark.parametrize("case", ["llama", "gemma3", "qwen3_moe", "deepseek_v3", "gpt_oss", "llama4"])
 @torch.no_grad()
 def test_positions_that_begin_anew_begin_another_text(case: str, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ pytest.importorskip("transformers", reason="TEModelForCausalLM is a transformers
 import transformers
 
 from te_models.checkpoints import inspect, open_checkpoint
-from te_models.hf import TEModelForCausalLM
+from te_models.hf import TEConfig, TEModelForCausalLM
 from tests.te_models.hf_models import hf_model
 
 
@@ -75,3 +75,31 @@ def test_parameters_are_counted_as_transformers_does(theirs: Any, tmp_path: Path
     ours.get_input_embeddings().requires_grad_(False)
     assert ours.num_parameters(only_trainable=True) == ours.num_parameters() - 97 * 32
     assert ours.num_parameters(True, True) == ours.num_parameters(exclude_embeddings=True)
+
+
+def test_options_at_their_defaults_ask_for_nothing(theirs: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "ours"
+    TEModelForCausalLM.from_pretrained(tmp_path / "hf").save_pretrained(folder)
+    defaults = {"subfolder": "", "output_loading_info": False, "ignore_mismatched_sizes": False, "weights_only": True}
+    for use_cache in (True, False):
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, use_cache=use_cache, **defaults)
+        assert type(loaded) is TEModelForCausalLM
+    for name, other in (("subfolder", "a"), ("output_loading_info", True), ("weights_only", False)):
+        with pytest.raises(ValueError, match=f"{name} is {other!r}, which .* cannot honour"):
+            TEModelForCausalLM.from_pretrained(folder, **{name: other})
+
+
+def test_models_that_are_made_and_asked_for_tuples(theirs: Any, tmp_path: Path) -> None:
+    ours = TEModelForCausalLM.from_pretrained(tmp_path / "hf")
+    with torch.device("meta"):
+        empty = transformers.AutoModelForCausalLM.from_config(ours.config)
+    assert {p.device.type for p in empty.parameters()} == {"meta"}
+    assert empty.state_dict().keys() == ours.state_dict().keys()
+    with pytest.raises(ValueError, match="gpt is not the model of config"):
+        TEModelForCausalLM(TEConfig(config=ours.gpt.config.replace(max_position_embeddings=7).to_dict()), gpt=ours.gpt)
+    with pytest.raises(ValueError, match="attn_implementation is 'eager'; allowed: 'sdpa'"):
+        ours.set_attn_implementation("eager")
+    ours.set_attn_implementation("sdpa")
+    ours.config.return_dict = False
+    assert type(ours(torch.arange(3, 8)[None])) is tuple
+    assert type(ours(torch.arange(3, 8)[None], return_dict=True)) is not tuple
