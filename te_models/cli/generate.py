@@ -13,7 +13,9 @@ from .parser import Verbs, emit, read_text, verb
 
 DESCRIPTION = """\
 Continue a prompt with a model folder (ours or Hugging Face's), using a key-value cache.
-The tokenizer is the one in the folder, or --tokenizer's. The same seed gives the same text."""
+The tokenizer is the one in the folder, or --tokenizer's; a token that it puts before every text
+is put there. Ends where the model, or the tokenizer, says that a text ends. The same seed gives
+the same text."""
 
 
 def add(verbs: Verbs) -> None:
