@@ -85,3 +85,12 @@ def test_positions_that_begin_anew_begin_another_text(case: str, tmp_path: Path)
     assert torch.equal(ours(prompt(), position_ids=torch.arange(11)[None]).logits, ours(prompt()).logits)
     with pytest.raises(ValueError, match="position_ids has shape"):
         ours(prompt(), position_ids=POSITIONS[[0, 0, 0]])
+
+
+@torch.no_grad()
+def test_texts_in_a_row_compile_to_one_graph(tmp_path: Path) -> None:
+    _, ours = both("gemma3", tmp_path)
+    compiled = torch.compile(ours, fullgraph=True, backend="eager")
+    for positions in (POSITIONS, torch.arange(11).expand(2, -1)):
+        expected = ours(prompt(), position_ids=positions).logits
+        torch.testing.assert_close(compiled(prompt(), position_ids=positions).logits, expected, rtol=1e-5, atol=1e-5)
