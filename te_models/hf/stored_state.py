@@ -4,6 +4,7 @@ them when it resumes, and when it goes back to the best model."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -32,5 +33,6 @@ def joined_fields(gpt: GPTModel, state: Mapping[str, Tensor]) -> dict[str, Tenso
         for entry in given:
             del joined[entry]
         values = {field: given[name + SUFFIXES[field]] for field in parameter.fields}
-        joined[name] = type(parameter)(values, parameter.quantizer, parameter.shape, parameter.dtype)
+        cls: Any = type(parameter)
+        joined[name] = cls(values, parameter.quantizer, parameter.shape, parameter.dtype)
     return joined
