@@ -55,7 +55,7 @@ def default_rounding_seed(model: nn.Module) -> None:
 
 def _set_streams(model: nn.Module, seed: int) -> None:
     for i, (_, module) in enumerate(quantized_modules(model)):
-        module.fp8_rng_state.copy_(torch.tensor([seed * STREAMS + i, 0]))
+        module.fp8_rng_state.copy_(torch.tensor([seed * STREAMS + i, 0], device="cpu"))
 
 
 def recipe_state(model: nn.Module) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ vocabulary, H hidden.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,8 +51,9 @@ class AgreementReport:
         return self.relative_error <= self.tolerance
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON values."""
-        return {"agree": self.agree, **asdict(self)}
+        """Return the report as JSON values; errors that are no numbers are None."""
+        stages = {name: _finite(error) for name, error in self.stages.items()}
+        return {"agree": self.agree, **{n: _finite(v) for n, v in asdict(self).items()}, "stages": stages}
 
     def __str__(self) -> str:
         worst = max(self.stages, key=lambda name: self.stages[name])
@@ -64,6 +66,10 @@ class AgreementReport:
             f"  first divergence  {self.first_divergence or 'none'}",
         ]
         return "\n".join(lines)
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def compare_logits(
@@ -86,6 +92,7 @@ def compare_logits(
         seed: of the random tokens.
     """
     from te_models.checkpoints.hub import local_folder
+    from te_models.checkpoints.strict_json import read_object
 
     if tokens < 1:
         raise ValueError(f"tokens is {tokens}; allowed: 1 or more")
@@ -95,6 +102,9 @@ def compare_logits(
     if not limit >= 0:
         raise ValueError(f"tolerance is {tolerance}; allowed: 0 or more")
     folder = local_folder(theirs)
+    config = folder / "config.json"
+    if config.is_file() and read_object(config).get("model_type") == "te_models":
+        raise ValueError(f"{theirs} is a te_models folder; allowed: a Hugging Face folder, which transformers can read")
     model = load_theirs(folder, dtype)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     windows = _windows(folder, vocabulary, tokens, text, seed)

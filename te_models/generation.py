@@ -44,6 +44,7 @@ def _check(
     temperature: float,
     top_k: int | None,
     top_p: float | None,
+    seed: int | None,
 ) -> Tensor:
     """Raise ValueError for an impossible argument; return the prompts' mask, [B, S] bool."""
     if input_ids.dim() != 2 or input_ids.shape[1] == 0:
@@ -56,6 +57,8 @@ def _check(
         raise ValueError(f"top_k is {top_k}; allowed: 1 or more, or None")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p is {top_p}; allowed: 0 < top_p <= 1, or None")
+    if seed is not None and not -(2**63) <= seed < 2**64:
+        raise ValueError(f"seed is {seed}; allowed: -2**63 to 2**64 - 1")
     if attention_mask is None:
         return torch.ones_like(input_ids, dtype=torch.bool)
     if attention_mask.shape != input_ids.shape:
@@ -84,7 +87,7 @@ def stream(
     A row that has ended yields the padding token; the iteration stops when all have, on all ranks of a model whose
     experts are distributed.
     """
-    mask = _check(input_ids, attention_mask, max_new_tokens, temperature, top_k, top_p)
+    mask = _check(input_ids, attention_mask, max_new_tokens, temperature, top_k, top_p, seed)
     if model.config.embedding.position_embedding_type == "learned_absolute":
         longest, positions = int(mask.sum(dim=1).max()), model.config.max_position_embeddings
         if longest + max_new_tokens - 1 > positions:  # the last token is not read

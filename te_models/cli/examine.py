@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from .parser import Verbs, emit, table, verb
-from .progress import byte_progress
+from .parser import Verbs, emit, read_text, table, verb
+from .progress import byte_progress, loading_bars
 
 
 def add(verbs: Verbs) -> None:
@@ -134,10 +134,11 @@ def _compare_logits(args: argparse.Namespace, options: dict[str, Any]) -> int:
     from ..agreement import compare_logits
 
     if "text" in options:
-        options["text"] = Path(options["text"]).read_text(encoding="utf-8")
+        options["text"] = read_text(options["text"])
     if "dtype" in options:
         options["dtype"] = getattr(torch, options["dtype"])
-    report = compare_logits(args.a, args.b, **options)
+    with loading_bars():
+        report = compare_logits(args.a, args.b, **options)
     emit(args, report.to_dict(), str(report))
     return 0 if report.agree else 1
 

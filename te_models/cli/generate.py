@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from ..tokenizer import read_tokenizer
-from .parser import Verbs, emit, verb
+from .parser import Verbs, emit, read_text, verb
 
 DESCRIPTION = """\
 Continue a prompt with a model folder (ours or Hugging Face's), using a key-value cache.
-The tokenizer is the one in the folder, or --tokenizer's. The same seed gives the same text."""
+The tokenizer is the one in the folder, or --tokenizer's; a token that it puts before every text
+is put there. Ends where the model, or the tokenizer, says that a text ends. The same seed gives
+the same text."""
 
 
 def add(verbs: Verbs) -> None:
@@ -50,12 +51,12 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"--{option.replace('_', '-')} needs --temperature above 0: at 0 the best token is taken")
     from te_models.checkpoints.hub import local_folder
 
+    _check_device(args.device)
     folder = local_folder(args.model)
     tokenizer, eos = _tokenizer(local_folder(args.tokenizer) if args.tokenizer else folder)
+    ends = sorted({*_ends(folder), *(() if eos is None else (eos,))})
     prompt = _prompt(args)
-    prompt_ids = tokenizer.encode(prompt, add_special_tokens=False).ids
-    if not prompt_ids:
-        raise ValueError("the prompt is empty")
+    prompt_ids = _prompt_ids(tokenizer, prompt)
 
     import torch
 
@@ -80,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         top_k=args.top_k,
         top_p=args.top_p,
         seed=args.seed,
-        eos_token_id=eos,
+        eos_token_id=ends,
     )
     start, new, text = time.perf_counter(), [], ""
     if not args.json:
@@ -109,10 +110,40 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check_device(name: str) -> None:
+    import torch
+
+    gpus = torch.cuda.device_count()
+    allowed = ["cpu", *(["cuda"] if gpus else []), *(f"cuda:{i}" for i in range(gpus))]
+    if name not in allowed:
+        raise ValueError(f"--device is {name!r}; allowed here: {', '.join(allowed)}")
+
+
 def _prompt(args: argparse.Namespace) -> str:
     if args.prompt_file is not None:
-        return Path(args.prompt_file).read_text(encoding="utf-8")
-    return sys.stdin.read() if args.prompt == "-" else args.prompt
+        return read_text(args.prompt_file)
+    if args.prompt != "-":
+        prompt = args.prompt
+    elif sys.stdin is None:
+        raise ValueError("--prompt - reads standard input, which is closed")
+    else:
+        prompt = sys.stdin.read()
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise ValueError("the prompt is not UTF-8 text") from None
+    return prompt
+
+
+def _prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
+    """The tokens to continue: as transformers, with those that the tokenizer puts before every text, but without those
+    that it puts behind it. A prompt that has the first ones written out gets no second ones."""
+    plain = tokenizer.encode(prompt, add_special_tokens=False).ids
+    if not plain:
+        raise ValueError("the prompt is empty")
+    whole = tokenizer.encode(prompt).ids
+    before = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
+    return plain if plain[:before] == whole[:before] else whole[:before] + plain
 
 
 def _tokenizer(folder: Path) -> tuple[Any, int | None]:
@@ -121,7 +152,18 @@ def _tokenizer(folder: Path) -> tuple[Any, int | None]:
     if not file.is_file():
         raise ValueError(f"{folder} has no tokenizer.json; --tokenizer names a folder that has one")
     tokenizer = read_tokenizer(file, "generate")
-    settings = folder / "tokenizer_config.json"
-    eos = json.loads(settings.read_text(encoding="utf-8")).get("eos_token") if settings.is_file() else None
-    eos = eos["content"] if isinstance(eos, dict) else eos
-    return tokenizer, None if eos is None else tokenizer.token_to_id(eos)
+    eos = _settings(folder / "tokenizer_config.json").get("eos_token")
+    eos = eos.get("content") if isinstance(eos, dict) else eos
+    return tokenizer, tokenizer.token_to_id(eos) if isinstance(eos, str) else None
+
+
+def _ends(folder: Path) -> list[int]:
+    """The ids of the tokens at which the model itself says that generation ends, such as the end of a turn."""
+    ends = _settings(folder / "generation_config.json").get("eos_token_id")
+    return [i for i in (ends if isinstance(ends, list) else [ends]) if type(i) is int]
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    from te_models.checkpoints.strict_json import read_object
+
+    return read_object(file) if file.is_file() else {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 from ..extras import MissingExtraError
@@ -45,40 +46,67 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code. Usage errors exit with 2, as argparse does."""
+    code, debug = 0, False
+    try:
+        try:
+            args = _parse(argv)
+            debug = args.debug
+            code = args.run(args)
+        finally:
+            _flush()
+    except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
+        pass
+    except (KeyboardInterrupt, Exception) as error:
+        if debug:
+            traceback.print_exc()
+        code = _told(error)
+    return code
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = build_parser()
     args, rest = parser.parse_known_args(argv)
     if args.verb == "train":
         args.overrides = rest
     elif rest:
         parser.error(f"{args.verb} does not take {' '.join(rest)!r}; see: te-models {args.verb} --help")
-    if args.debug:
-        return args.run(args)
+    return args
+
+
+def _flush() -> None:
+    """Write what was printed while errors are still told: the interpreter would only complain when it ends."""
+    if sys.stdout is None:
+        return
     try:
-        return args.run(args)
-    except KeyboardInterrupt as interrupt:  # a conversion says what it left for the next run
-        return _fail(130, "interrupted" + (f"; {interrupt}" if str(interrupt) else ""))
-    except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except (
-        ValueError,
-        MissingExtraError,
-        FileNotFoundError,
-        FileExistsError,
-        NotADirectoryError,
-        PermissionError,
-    ) as error:
-        # A disk that fills up during a conversion arrives as a ValueError whose cause is the system's error.
-        return _fail(3 if isinstance(error.__cause__, OSError) else 2, _sentence(error))
-    except (MemoryError, OSError) as error:
-        return _fail(3, _sentence(error))
-    except Exception as error:
-        return _fail(3, f"{type(error).__name__}: {_sentence(error)} (--debug shows where)")
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # it would try once more
+        error.filename = "standard output"
+        raise
 
 
-def _sentence(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
+def _told(error: BaseException) -> int:
+    """Say in one sentence what went wrong and return the exit code."""
+    match error:
+        case KeyboardInterrupt():  # a conversion says what it left for the next run
+            return _fail(130, "interrupted" + (f"; {error}" if str(error) else ""))
+        case OSError() if isinstance(error, _OF_INPUT):
+            return _fail(2, _sentence(error))
+        case ValueError() | MissingExtraError():
+            # A disk that fills up during a conversion arrives as a ValueError whose cause is the system's error.
+            return _fail(3 if isinstance(error.__cause__, OSError) else 2, _sentence(error))
+        case MemoryError() | OSError():
+            return _fail(3, _sentence(error))
+        case _:
+            return _fail(3, f"{type(error).__name__}: {_sentence(error)} (--debug shows where)")
+
+
+_OF_INPUT = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
+
+
+def _sentence(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     return " ".join(str(error).split()) or type(error).__name__
 
 

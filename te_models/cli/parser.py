@@ -6,6 +6,7 @@ import argparse
 import json
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 Verbs = Any  # argparse's subparsers action, which has no public name
@@ -39,6 +40,14 @@ def verb(
 def emit(args: argparse.Namespace, result: dict[str, Any], text: str) -> None:
     """Print `result` as JSON or `text`, whichever the user asked for."""
     print(json.dumps(result, indent=2, allow_nan=False) if args.json else text)
+
+
+def read_text(file: str) -> str:
+    """Return the content of a UTF-8 file; ValueError names one that is something else."""
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8 text: {error.reason} at byte {error.start}") from None
 
 
 def table(rows: list[tuple[str, ...]], indent: str = "") -> str:

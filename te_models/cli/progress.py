@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from ..extras import require
+
 SECONDS_BETWEEN = 0.1
 
 
@@ -30,6 +32,20 @@ def byte_progress(title: str) -> Iterator[Callable[[int, int], None]]:
         yield report
     finally:
         print("\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def loading_bars() -> Iterator[None]:
+    """Let transformers show how far it is with loading where a person is watching, and only there."""
+    logging = require("transformers", "hf", feature="the comparison").utils.logging
+    shown = logging.is_progress_bar_enabled()
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def progress_text(done: int, total: int, seconds: float) -> str:

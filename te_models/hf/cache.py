@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class TransformersLayer:
-    """One layer of a transformers cache."""
+    """One layer of a transformers cache: of all positions, or of those that a sliding window reaches."""
 
     def __init__(self, past: transformers.Cache, layer: int, length: int, window: int | None) -> None:
         self.past = past
@@ -26,9 +26,17 @@ class TransformersLayer:
         self.window = window
 
     def update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """As `LayerCache.update`: store [B, S, G, D] and [B, S, G, Dv], return all that the queries can see."""
+        """As `LayerCache.update`: store [B, S, G, D] and [B, S, G, Dv], return all that the queries can see. Raises
+        ValueError if the cache has dropped some of it."""
         keys, values = self.past.update(key.transpose(1, 2), value.transpose(1, 2), self.layer)
-        first = 0 if self.window is None else max(0, self.length - (self.window - 1))
+        reached = self.length if self.window is None else min(self.length, self.window - 1)
+        needed = reached + key.shape[1]
+        if keys.shape[2] < needed:
+            raise ValueError(
+                f"layer {self.layer} of the {type(self.past).__name__} keeps {keys.shape[2] - key.shape[1]} of the "
+                f"{reached} positions that this layer looks at; allowed: DynamicCache(), which keeps all"
+            )
+        first = keys.shape[2] - needed
         return keys[:, :, first:].transpose(1, 2), values[:, :, first:].transpose(1, 2)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from te_models.checkpoints.dtypes import as_torch_dtype, torch_dtype
 from te_models.checkpoints.hub import local_folder
 from te_models.layers import Recipe
 
+from ..config import ModelConfig
 from ..extras import require
 from ..model import GPTModel
 from .config import TEConfig
@@ -24,10 +26,16 @@ else:
     transformers = require("transformers", "hf", feature="te_models.hf")
 
 _WITHOUT_MEANING = {
-    # What transformers' own callers pass along, with the values that ask for nothing.
+    # What transformers' own callers pass along, and its defaults, with the values that ask for nothing. Whether there
+    # is a cache is said by the call and by the generation's configuration.
     "adapter_kwargs": (None, {}),
+    "ignore_mismatched_sizes": (None, False),
+    "output_loading_info": (None, False),
+    "subfolder": (None, ""),
     "trust_remote_code": (None, False),
+    "use_cache": (None, True, False),
     "use_safetensors": (None, True),
+    "weights_only": (None, True),
     "low_cpu_mem_usage": (None, True, False),
     "attn_implementation": (None, "sdpa"),
     "_from_auto": (None, True, False),
@@ -49,7 +57,7 @@ def load(
     """Return the model, its configuration, and the folder's generation_config.json."""
     hub = {option: value for option, value in options.items() if option in _HUB and value is not None}
     # transformers' Auto classes take this option out of the call and put it into the configuration.
-    within = None if config is None else config._attn_implementation
+    within = getattr(config, "_attn_implementation", None)
     for option, value in ({"attn_implementation": within} | dict(options)).items():
         if option in _HUB or option == "_commit_hash":
             continue
@@ -59,8 +67,8 @@ def load(
     folder = local_folder(name, **hub)
     with open_checkpoint(folder) as checkpoint:
         found = TEConfig.of(checkpoint)
-        if config is not None and config.model_config != checkpoint.config:
-            raise ValueError(f"config does not describe the model in {name}; change the folder, or leave config out")
+        if config is not None:
+            found = _given(config, found, checkpoint.config, name)
         if dtype is None or dtype == "auto":
             wanted = torch_dtype(main_dtype(checkpoint))
         else:
@@ -73,6 +81,18 @@ def load(
     if (folder / "generation_config.json").is_file():
         generation = transformers.GenerationConfig.from_pretrained(folder)
     return gpt, found, generation
+
+
+def _given(config: Any, of_folder: TEConfig, model: ModelConfig, name: object) -> TEConfig:
+    """Return a copy of the configuration that a user, or transformers' Auto classes, give for the model of a folder: it
+    may set what is no part of the model, as output_hidden_states."""
+    if not isinstance(config, TEConfig):
+        raise ValueError(f"config is a {type(config).__name__}; allowed: a TEConfig, or None for that of the folder")
+    if config.model_config != model:
+        raise ValueError(f"config does not describe the model in {name}; change the folder, or leave config out")
+    copied = copy.deepcopy(config)
+    copied.source = of_folder.source
+    return copied
 
 
 def _device(device_map: torch.device | str | int | Mapping[str, Any] | None) -> torch.device | None:

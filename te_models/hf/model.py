@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -21,7 +22,9 @@ from ..model import GPTModel
 from .cache import TransformersCache
 from .config import TEConfig
 from .loading import load
+from .packing import same_text
 from .saving import save
+from .stored_state import joined_fields
 
 if TYPE_CHECKING:
     import transformers
@@ -57,6 +60,8 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
     def __init__(self, config: TEConfig, *, gpt: GPTModel | None = None) -> None:
         """config: what to build, from random values; gpt: a model to use instead, which must be the configured one."""
         super().__init__(config)
+        if gpt is not None and gpt.config != config.model_config:
+            raise ValueError("gpt is not the model of config; allowed: TEConfig(config=gpt.config.to_dict())")
         model = GPTModel(config.model_config, expert_layout=config.expert_layout) if gpt is None else gpt  # type: ignore[arg-type]
         object.__setattr__(self, "gpt", model)  # not as a submodule: parameters would have two names
         for name, part in model.named_children():
@@ -79,7 +84,8 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
     ) -> modeling_outputs.CausalLMOutputWithPast | modeling_outputs.MoeCausalLMOutputWithPast | tuple[Any, ...]:
         """Return logits, the loss of `labels`, and the cache.
 
-        input_ids: [B, S]. attention_mask: [B, L], 0 where a token is padding. position_ids: [B or 1, S].
+        input_ids: [B, S]. attention_mask: [B, L], 0 where a token is padding. position_ids: [B or 1, S]; without mask
+        and cache, one that is not one more than the one before begins another text, which does not see those before.
         past_key_values: extended by this call; with use_cache and without one, a new one. labels: [B, S], usually
         input_ids, -100 does not count: position s is scored on labels[s + 1]. logits_to_keep: of how many last
         positions, or of which; 0 is all. output_hidden_states: also return the embeddings, the result of each layer but
@@ -96,6 +102,8 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
             raise ValueError(f"attention_mask has shape {tuple(attention_mask.shape)}; allowed: [batch, keys]")
         if past_key_values is None and use_cache:
             past_key_values = transformers.DynamicCache(config=self.config)
+        if past_key_values is None and attention_mask is None and position_ids is not None:
+            attention_mask = same_text(position_ids, input_ids.shape[0])
         cache = None if past_key_values is None else TransformersCache(past_key_values, self.gpt.config)
         last_only = labels is None and isinstance(logits_to_keep, int) and logits_to_keep == 1
         with autocast(recipe=self.recipe) if self.recipe is not None else contextlib.nullcontext():
@@ -119,7 +127,8 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
             result = modeling_outputs.CausalLMOutputWithPast(**values)
         else:
             result = modeling_outputs.MoeCausalLMOutputWithPast(**values, aux_loss=output.aux_loss)
-        return result.to_tuple() if return_dict is False else result
+        as_tuple = not (self.config.return_dict if return_dict is None else return_dict)
+        return result.to_tuple() if as_tuple else result
 
     def prepare_inputs_for_generation(  # type: ignore[override]
         self,
@@ -135,7 +144,8 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
         transformers lets generate take the other arguments of `forward` because these here are called kwargs.
         """
         cached = 0 if past_key_values is None else past_key_values.get_seq_length()
-        if past_key_values is not None and cached and self.gpt.decoder.by_length:
+        whole = attention_mask is None or attention_mask.shape[1] == input_ids.shape[1]  # else only the new tokens
+        if past_key_values is not None and cached and whole and self.gpt.decoder.by_length:
             mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
             lengths = (int(mask[:, :n].sum(dim=1).max()) for n in (cached, mask.shape[1]))
             if len({self.gpt.decoder.rotary_stage(length) for length in lengths}) > 1:
@@ -207,13 +217,30 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
         if is_main_process:
             save(self, Path(save_directory), state_dict, max_shard_size, options)
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As in torch; also from the tensors of our files, where weights stored quantized are several. Raises
+        ValueError where the model does not store such a weight in the same format."""
+        return super().load_state_dict(joined_fields(self.gpt, state_dict), strict, assign)
+
     def get_input_embeddings(self) -> nn.Module:
         """Return the embedding."""
         return self.gpt.embedding.word_embeddings
 
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """Return how many numbers the parameters hold: all, or those that are trained, or those outside of the tables
+        of tokens and positions (by which Trainer estimates its operations)."""
+        tables = {id(p) for p in self.gpt.embedding.parameters()} if exclude_embeddings else set()
+        counted = (p for p in self.parameters() if id(p) not in tables)
+        return sum(p.numel() for p in counted if p.requires_grad or not only_trainable)
+
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
         """Raise ValueError: the vocabulary is part of the configuration."""
         raise ValueError(f"the vocabulary of {self.gpt.config.vocab_size} tokens cannot be resized")
+
+    def set_attn_implementation(self, attn_implementation: str | dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Raise ValueError for another attention than "sdpa": there is one."""
+        if attn_implementation != "sdpa":
+            raise ValueError(f"attn_implementation is {attn_implementation!r}; allowed: 'sdpa', the model has no other")
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Any = None, **kwargs: Any) -> None:
         """Recompute each layer in the backward pass; there is one way to do it, and no arguments."""

@@ -62,11 +62,13 @@ def save(
             model.gpt.config,
             written,
             source_dir=origin if origin is not None and origin.is_dir() else None,
+            source=model.gpt.origin,
             max_shard_bytes=parse_size(max_shard_size),
         )
         if model.generation_config is not None:
             model.generation_config.save_pretrained(written)
         _narrow_manifest(written)
+        _leave_tokenizer(written, folder)
         _move_in(written, folder)
     finally:
         shutil.rmtree(temporary)
@@ -90,6 +92,16 @@ def _move_in(written: Path, folder: Path) -> None:
     for old in folder.iterdir():
         if _WEIGHTS.fullmatch(old.name) and old.name not in new:
             old.unlink()
+
+
+def _leave_tokenizer(written: Path, folder: Path) -> None:
+    """Where `folder` has files beside the model, such as a tokenizer that was saved before the model and may have other
+    tokens than that of the model's origin, bring none: the files of one tokenizer belong together."""
+    names = [str(path.relative_to(written)) for path in written.rglob("*") if path.is_file()]
+    beside = [name for name in names if name not in (CONFIG, MANIFEST, _GENERATION) and not _WEIGHTS.fullmatch(name)]
+    if any((folder / name).exists() for name in beside):
+        for name in beside:
+            (written / name).unlink()
 
 
 def _narrow_manifest(folder: Path) -> None:

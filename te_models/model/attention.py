@@ -71,9 +71,9 @@ class SelfAttention(nn.Module):
         cache: LayerMemory | None = None,
         query_scale: Tensor | None = None,
     ) -> Tensor:
-        """x: [B, S, H] -> [B, S, H]. rotary: tables of the positions; None: no rotation. hidden_keys: [B, 1, 1, L]
-        bool, True where a key is padding. cache: takes this call's keys and values, gives all. query_scale: [B or 1, S,
-        1, 1] float32, what the queries are multiplied by."""
+        """x: [B, S, H] -> [B, S, H]. rotary: tables of the positions; None: no rotation. hidden_keys: [B, 1, 1 or S, L]
+        bool, True where a key is padding, or hidden from a query. cache: takes this call's keys and values, gives all.
+        query_scale: [B or 1, S, 1, 1] float32, what the queries are multiplied by."""
         qkv = self.linear_qkv(x)
         q, k = self._queries_and_keys(qkv, rotary)
         if query_scale is not None:
@@ -138,12 +138,13 @@ class SelfAttention(nn.Module):
 
 def other_chunks(queries: int, keys: int, size: int, hidden_keys: Tensor | None, device: torch.device) -> Tensor:
     """Return what chunked attention hides, broadcastable to [B, 1, S, L] bool: keys outside the query's own chunk, and
-    what `hidden_keys` [B, 1, 1, L] hides already. Chunks of `size` positions count from the first key that is no
-    padding; the queries are the last positions."""
+    what `hidden_keys` [B, 1, 1 or S, L] hides already. Chunks of `size` positions count from the first key that is not
+    hidden; the queries are the last positions."""
     position = torch.arange(keys, device=device)
     if hidden_keys is None:
         chunk = (position // size)[None, None]
         return chunk[..., None, :] != chunk[..., keys - queries :, None]
     begin = hidden_keys.long().cumprod(dim=-1).sum(dim=-1, keepdim=True)
     chunk = torch.div(position - begin, size, rounding_mode="floor")
-    return hidden_keys | (chunk != chunk[..., keys - queries :].transpose(2, 3))
+    own = torch.div(position[keys - queries :, None] - begin, size, rounding_mode="floor")
+    return hidden_keys | (chunk != own)

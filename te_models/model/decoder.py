@@ -64,7 +64,8 @@ class Decoder(nn.Module):
         cache: Memory | None = None,
         states: list[Tensor] | None = None,
     ) -> tuple[Tensor, list[RouterOutput]]:
-        """x: [B, S, H]; position_ids: [B or 1, S]; attention_mask: [B, L] bool, False where a key is padding.
+        """x: [B, S, H]; position_ids: [B or 1, S]; attention_mask: [B, L] bool, False where a key is padding, or
+        [B, S, L], False where a key is hidden from a query.
 
         Returns ([B, S, H] after the final norm, what each MoE layer's router decided). states: a list that gets x, the
         result of each layer but the last, and what is returned, all [B, S, H].
@@ -72,7 +73,9 @@ class Decoder(nn.Module):
         tables = [rotary(position_ids) for rotary in self.rotary_embeddings]
         query_scale = None if self.temperature is None else temperature_of(position_ids, self.temperature)
         hidden_keys = token_mask = None
-        if attention_mask is not None:
+        if attention_mask is not None and attention_mask.dim() == 3:
+            hidden_keys = ~attention_mask[:, None]
+        elif attention_mask is not None:
             hidden_keys = ~attention_mask[:, None, None, :]
             token_mask = attention_mask[:, -x.shape[1] :]
         recompute = self.activation_checkpointing and torch.is_grad_enabled() and cache is None

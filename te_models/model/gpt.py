@@ -157,7 +157,8 @@ class GPTModel(nn.Module):
 
         input_ids: [B, S] int64. labels: [B, S] int64, usually input_ids: position s is scored on labels[s + 1], -100
         does not count. position_ids: [B or 1, S] (None: counting on from the cache). attention_mask: [B, L] bool or
-        0/1, false where a token is padding, L counting cached tokens. cache: a KVCache, extended by this call.
+        0/1, false where a token is padding, L counting cached tokens; or [B, S, L], false where a token does not see
+        another, as of another text in its row. cache: a KVCache, extended by this call.
         return_logits=False leaves the logits out: cheaper where only the loss is wanted. last_logits_only: logits
         [B, 1, V] of the last position, for generation. return_hidden_states: also what the layers compute.
 
@@ -178,9 +179,11 @@ class GPTModel(nn.Module):
             cache.check_room(batch, length)
             begin = cache.length
         if attention_mask is not None:
-            if attention_mask.dim() != 2 or attention_mask.shape != (batch, begin + length):
+            keys = begin + length
+            if tuple(attention_mask.shape) not in ((batch, keys), (batch, length, keys)):
                 raise ValueError(
-                    f"attention_mask has shape {tuple(attention_mask.shape)}; allowed: [{batch}, {begin + length}]"
+                    f"attention_mask has shape {tuple(attention_mask.shape)}; allowed: [{batch}, {keys}] or "
+                    f"[{batch}, {length}, {keys}]"
                 )
             attention_mask = attention_mask.bool()
         if position_ids is None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -105,7 +108,9 @@ def test_info_as_text(capsys: pytest.CaptureFixture[str]) -> None:
         (ValueError("size is 3;\n  allowed: 4"), 2, "size is 3; allowed: 4"),
         (MissingExtraError("x needs the package 'y'"), 2, "x needs the package 'y'"),
         (FileNotFoundError(2, "No such file or directory", "a/b"), 2, "a/b: No such file or directory"),
+        (IsADirectoryError(21, "Is a directory", "a/b"), 2, "a/b: Is a directory"),
         (OSError(28, "No space left on device", "a/b"), 3, "a/b: No space left on device"),
+        (OSError(5, "Input/output error"), 3, "Input/output error"),
         (MemoryError(), 3, "MemoryError"),
         (TypeError("a bug"), 3, "TypeError: a bug (--debug shows where)"),
         (KeyboardInterrupt(), 130, "interrupted"),
@@ -124,13 +129,60 @@ def test_errors_become_one_sentence(
     assert captured.err == f"te-models: {sentence}\n"
 
 
-def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("error", "code"), [(ValueError("deep inside"), 2), (TypeError("deep inside"), 3)])
+def test_debug_shows_the_traceback_beside_the_sentence(
+    error: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the same exit code: 1, that of an uncaught exception, means that the answer is no."""
+
     def fail() -> None:
-        raise ValueError("deep inside")
+        raise error
 
     monkeypatch.setattr(info, "collect", fail)
-    with pytest.raises(ValueError, match="deep inside"):
-        main(["info", "--debug"])
+    assert main(["info", "--debug"]) == code
+    printed = capsys.readouterr().err
+    assert "Traceback" in printed and "in fail\n" in printed
+    assert printed.splitlines()[-1].startswith("te-models: ") and "deep inside" in printed.splitlines()[-1]
+
+
+def run_into(output: Any, *words: str) -> tuple[int, bytes]:
+    """Run the command line with another standard output, written when it is full or at the end, as usual; return the
+    exit code and what it says."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-m", "te_models", *words]
+    run = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, env=environment)
+    return run.returncode, run.stderr
+
+
+@pytest.mark.parametrize("words", [["--help"], ["verify", "--help"]])
+def test_a_reader_that_leaves_is_no_error(words: list[str]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    assert run_into(write, *words) == (0, b"")
+    os.close(write)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_output_that_cannot_be_written_is_an_error() -> None:
+    with Path("/dev/full").open("w") as full:
+        assert run_into(full, "--help") == (3, b"te-models: standard output: No space left on device\n")
+
+
+def test_the_answer_reaches_whoever_reads_only_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exit code stays that of the answer where the text cannot be printed any more."""
+
+    class Left(io.StringIO):
+        def flush(self) -> None:
+            raise BrokenPipeError(32, "Broken pipe")
+
+        def fileno(self) -> int:
+            return scratch
+
+    scratch = os.open(os.devnull, os.O_WRONLY)
+    monkeypatch.setattr(info, "run", lambda args: 1)
+    monkeypatch.setattr(sys, "stdout", Left())
+    assert main(["info"]) == 1
+    os.close(scratch)
 
 
 @pytest.mark.parametrize(

@@ -291,6 +291,53 @@ def test_generate_reads_the_whole_prompt(hf: Path, model: Path, tmp_path: Path, 
     assert run_json(capsys, *words, "--tokenizer", tmp_path)["tokens"] == expected
 
 
+def test_generate_begins_and_ends_a_text_as_transformers_does(hf: Path, tmp_path: Path, capsys) -> None:
+    """With the token that the tokenizer puts before every text, up to any token at which the model says it ends."""
+    import transformers
+    from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
+
+    folder = tmp_path / "hf"
+    shutil.copytree(hf, folder)
+    tokenizer = Tokenizer.from_file(str(hf / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<end>"])
+    first = tokenizer.token_to_id("x")
+    tokenizer.post_processor = TemplateProcessing(single="x $A <end>", special_tokens=[("x", first), ("<end>", 0)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32)
+    ids = torch.tensor([[first, *tokenizer.encode("def f(", add_special_tokens=False).ids]])
+    expected = theirs.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
+    words = ["generate", folder, "--max-new-tokens", 20, "--dtype", "float32", "--prompt"]
+    new = expected[0, ids.shape[1] :].tolist()
+    assert run_json(capsys, *words, "def f(")["tokens"] == run_json(capsys, *words, "xdef f(")["tokens"] == new
+    values = {"eos_token_id": [299, new[5]]}
+    (folder / "generation_config.json").write_text(json.dumps(values))
+    assert run_json(capsys, *words, "def f(")["tokens"] == new[: new.index(new[5]) + 1]
+    (folder / "generation_config.json").write_text("{")
+    assert main([*map(str, words), "def f("]) == 2
+    assert "generation_config.json is not valid JSON" in capsys.readouterr().err
+
+
+def test_what_generate_cannot_use_is_bad_input(model: Path, tmp_path: Path, capsys) -> None:
+    (tmp_path / "bytes").write_bytes(b"ab\xff")
+    for words, says in (
+        (["--prompt", "x", "--device", "no-such"], "--device is 'no-such'; allowed here: cpu"),
+        (["--prompt", "x", "--device", "cuda:99"], "--device is 'cuda:99'; allowed here: cpu"),
+        (["--prompt", "a\udcff"], "the prompt is not UTF-8 text"),
+        (
+            ["--prompt", "x", "--temperature", "1", "--seed", str(2**64)],
+            f"seed is {2**64}; allowed: -2**63 to 2**64 - 1",
+        ),
+        (["--prompt-file", str(tmp_path)], f"{tmp_path}: Is a directory"),
+        (
+            ["--prompt-file", str(tmp_path / "bytes")],
+            f"{tmp_path}/bytes is not UTF-8 text: invalid start byte at byte 2",
+        ),
+    ):
+        assert main(["generate", str(model), *words]) == 2
+        assert capsys.readouterr().err.startswith(f"te-models: {says}")
+
+
 def test_train_then_generate(model: Path, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text.py").write_text(TEXT * 20)
     config = tmp_path / "train.toml"

@@ -54,11 +54,12 @@ if transformers.utils.is_accelerate_available():
 """,
 }
 TRAINING = "transformers.Trainer(model, arguments, train_dataset=data).train()"
+WITH_OPTIMIZER = TRAINING.replace("data)", "data, optimizers=(optimizer, None))")
 HAS_TRAINER = importlib.util.find_spec("accelerate") is not None
 CHANGES = {
     "docs/parallel.md": [('"cuda", (2, 4)', '"cpu", (1, 1)')],
     "docs/training.md": [('["--steps", "500"]', '["--steps", "2"]')],
-    "docs/transformers.md": [] if HAS_TRAINER else [(TRAINING, "")],
+    "docs/transformers.md": [] if HAS_TRAINER else [(TRAINING, ""), (WITH_OPTIMIZER, "")],
 }
 
 

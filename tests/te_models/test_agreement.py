@@ -115,8 +115,11 @@ def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = save("llama", tmp_path / "hf")
     import_hf(source, tmp_path / "ours")
     pair = [str(source), str(tmp_path / "ours")]
+    capsys.readouterr()
     assert main(["verify", "--logits", *pair, "--tokens", "20", "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    assert printed.err == ""  # no bars of transformers, where nobody is watching
+    result = json.loads(printed.out)
     assert result["agree"] is True and result["tokens"] == 20 and result["dtype"] == "float32"
     assert main(["verify", "--logits", *pair, "--dtype", "bfloat16", "--tolerance", "1e-9"]) == 1
     assert capsys.readouterr().out.startswith("differ: 256 tokens in bfloat16\n")
@@ -124,8 +127,24 @@ def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--tokens needs --logits" in capsys.readouterr().err
     assert main(["verify", *pair, "--logits", "--tokens", "0"]) == 2
     assert "tokens is 0; allowed: 1 or more" in capsys.readouterr().err
+    assert main(["verify", "--logits", *pair[::-1]]) == 2
+    assert f"{pair[1]} is a te_models folder; allowed: a Hugging Face folder" in capsys.readouterr().err
     other = save("qwen2", tmp_path / "qwen2")
     assert main(["verify", "--logits", str(other), str(tmp_path / "ours")]) == 1
+
+
+def test_results_that_are_no_numbers_are_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = save("llama", tmp_path / "hf")
+    folders = [str(source), str(source)]
+    assert main(["verify", "--logits", *folders, "--tolerance", "inf", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tolerance"] is None
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][0] = torch.nan
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    assert main(["verify", "--logits", *folders, "--json"]) == 1
+    result = json.loads(capsys.readouterr().out)
+    assert result["agree"] is False and result["relative_error"] is result["stages"]["layer 1"] is None
+    assert result["first_divergence"] == "layer 1" and result["stages"]["layer 0"] < 1e-4
 
 
 def test_a_text_is_read_with_the_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

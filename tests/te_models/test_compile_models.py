@@ -180,6 +180,19 @@ def test_padding_masks_do_not_recompile() -> None:
     assert counter.frame_count == 1
 
 
+def test_masks_of_several_texts_do_not_recompile() -> None:
+    model = build("moe")
+    counter = count("eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    ids = token_ids(2, 9)
+    for length in (9, 4, 2):
+        text = (torch.arange(9) // length).expand(2, -1)
+        mask = text[:, :, None] == text[:, None, :]
+        expected = loss_and_gradients(model, model, ids, attention_mask=mask)
+        assert_same(loss_and_gradients(model, compiled, ids, attention_mask=mask), expected)
+    assert counter.frame_count == 1
+
+
 @pytest.mark.parametrize("name", ["dense", "moe"])
 def test_activation_checkpointing_is_one_graph(name: str) -> None:
     model = build(name, activation_checkpointing=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ import torch
 
 pytest.importorskip("transformers", reason="TEModelForCausalLM is a transformers model")
 import transformers
+from safetensors.torch import load_file
 
 from te_models import GPTModel
-from te_models.checkpoints import verify
+from te_models.checkpoints import reshard, verify
 from te_models.hf import TEModelForCausalLM
 from te_models.layers import MXFP8BlockScaling
 
@@ -129,6 +131,45 @@ def test_trainer_under_a_recipe_with_layers_recomputed(theirs: Any, tokenizer: A
     run.train()
     assert ours.is_gradient_checkpointing
     assert losses(run)[-1] < 0.6 * losses(run)[0]
+
+
+def test_trainer_smooths_labels_of_the_next_tokens(theirs: Any, tokenizer: Any, tmp_path: Path) -> None:
+    ours = TEModelForCausalLM.from_pretrained(save(theirs, tmp_path / "hf"))
+    options = {"label_smoothing_factor": 0.2, "max_steps": 8, "save_strategy": "no"}
+    run, reference = (trainer(m, tokenizer, tmp_path / "out", **options) for m in (ours, theirs))
+    run.train()
+    reference.model_accepts_loss_kwargs = False
+    reference.train()
+    assert losses(run) == pytest.approx(losses(reference), rel=2e-3)
+
+
+def test_trainer_goes_on_with_weights_stored_quantized(theirs: Any, tokenizer: Any, tmp_path: Path) -> None:
+    """From a checkpoint in one file or in several, and from the best one at the end."""
+    source, ids = save(theirs, tmp_path / "hf"), torch.arange(3, 9)[None]
+
+    def run(folder: str, **options: Any) -> tuple[transformers.Trainer, torch.Tensor]:
+        resume = options.pop("resume", None)
+        model = TEModelForCausalLM.from_pretrained(source, recipe=MXFP8BlockScaling())
+        trained = trainer(model, tokenizer, tmp_path / folder, max_steps=4, **{"save_steps": 2, **options})
+        trained.train(resume_from_checkpoint=resume)
+        return trained, model.eval()(ids).logits
+
+    _, expected = run("a")
+    checkpoint = tmp_path / "a/checkpoint-2"
+    assert torch.equal(run("b", resume=str(checkpoint), save_strategy="no")[1], expected)
+    reshard(checkpoint, tmp_path / "split", max_shard_bytes=20_000)
+    for file in checkpoint.glob("*.pt*"):
+        shutil.copy(file, tmp_path / "split")
+    shutil.copy(checkpoint / "trainer_state.json", tmp_path / "split")
+    assert (tmp_path / "split/model.safetensors.index.json").is_file()
+    assert torch.equal(run("c", resume=str(tmp_path / "split"), save_strategy="no")[1], expected)
+    best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+    best |= {"metric_for_best_model": "eval_loss", "greater_is_better": True}  # the first one
+    found, logits = run("d", **best)
+    assert found.state.best_model_checkpoint == str(tmp_path / "d/checkpoint-2") and not torch.equal(logits, expected)
+    assert torch.equal(logits, TEModelForCausalLM.from_pretrained(found.state.best_model_checkpoint)(ids).logits)
+    with pytest.raises(ValueError, match="is stored quantized, and the model does not have it in that format"):
+        TEModelForCausalLM.from_pretrained(source).load_state_dict(load_file(checkpoint / "model.safetensors"))
 
 
 def test_pipeline(theirs: Any, tokenizer: Any, tmp_path: Path) -> None:

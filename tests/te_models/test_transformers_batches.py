@@ -1,0 +1,96 @@
+"""What TEModelForCausalLM is given beside tokens: caches of other kinds, several texts in a row."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="TEModelForCausalLM is a transformers model")
+import transformers
+
+from te_models.hf import TEModelForCausalLM
+from tests.checkpoints.family_cases import CASES, make
+from tests.te_models.hf_models import hf_model
+
+SETTINGS = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2], [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2]])
+"""Of three texts in two rows, and the first tokens of others."""
+
+
+def both(case: str, folder: Path) -> tuple[Any, TEModelForCausalLM]:
+    theirs = make(case) if case in CASES else hf_model(case)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs.save_pretrained(folder)
+    return theirs, TEModelForCausalLM.from_pretrained(folder)
+
+
+def prompt(batch: int = 2, length: int = 11) -> torch.Tensor:
+    return torch.randint(3, 61, (batch, length), generator=torch.Generator().manual_seed(length))
+
+
+@pytest.mark.parametrize("case", ["gemma3", "gpt_oss", "mistral-window"])
+def test_a_cache_that_keeps_only_what_windows_reach(case: str, tmp_path: Path) -> None:
+    theirs, ours = both(case, tmp_path)
+    cache = lambda: transformers.DynamicCache(config=theirs.config)  # noqa: E731
+    assert any(cache().is_sliding)
+    expected = theirs.generate(prompt(), **SETTINGS)
+    assert torch.equal(ours.generate(prompt(), past_key_values=cache(), **SETTINGS), expected)
+
+
+@torch.no_grad()
+def test_a_cache_that_drops_what_a_layer_sees_is_refused(tmp_path: Path) -> None:
+    windows, _ = both("mistral-window", tmp_path / "a")
+    _, ours = both("llama", tmp_path / "b")
+    cache = transformers.DynamicCache(config=windows.config)
+    ours(prompt(), past_key_values=cache)
+    with pytest.raises(
+        ValueError, match=r"layer 0 of the DynamicCache keeps 4 of the 11 positions .* allowed: Dynamic"
+    ):
+        ours(prompt(2, 1), past_key_values=cache)
+
+
+def test_new_tokens_alone_cannot_fill_a_cache_anew(tmp_path: Path) -> None:
+    """Which frequencies that change with the length ask for: what is in the cache has to be given, too."""
+    _, ours = both("phi3-longrope-window", tmp_path)
+    original = ours.gpt.decoder.rotary_embeddings[0].original_length
+    cache, begin = transformers.DynamicCache(), prompt(1, original - 2)
+    first = ours.generate(begin, past_key_values=cache, **(SETTINGS | {"max_new_tokens": 2}))
+    new = torch.cat((first[:, -1:], prompt(1, 4)), dim=1)
+    mask = torch.ones(1, original + 4, dtype=torch.int64)
+    with pytest.raises(ValueError, match="reset it and give all tokens again"):
+        ours.generate(new, attention_mask=mask, past_key_values=cache, **SETTINGS)
+    whole = torch.cat((first, new[:, 1:]), dim=1)
+    expected = ours.generate(whole, use_cache=False, **SETTINGS)
+    assert torch.equal(ours.generate(whole, past_key_values=cache, **SETTINGS), expected)
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma3", "qwen3_moe", "deepseek_v3", "gpt_oss", "llama4"])
+@torch.no_grad()
+def test_positions_that_begin_anew_begin_another_text(case: str, tmp_path: Path) -> None:
+    """Each text as if it were alone. In transformers, too, but for two families that pass no positions on."""
+    theirs, ours = both(case, tmp_path)
+    got = ours(prompt(), position_ids=POSITIONS).logits
+    for row, begin, end in ((0, 0, 8), (0, 8, 11), (1, 0, 3), (1, 3, 8), (1, 8, 11)):
+        alone = ours(prompt()[row : row + 1, begin:end]).logits
+        torch.testing.assert_close(got[row : row + 1, begin:end], alone, rtol=1e-4, atol=2e-5)
+    if case not in ("gpt_oss", "llama4"):
+        for positions in (POSITIONS, POSITIONS[1:]):
+            expected = theirs(prompt(), position_ids=positions, use_cache=False).logits
+            torch.testing.assert_close(ours(prompt(), position_ids=positions).logits, expected, rtol=1e-4, atol=2e-5)
+    assert torch.equal(ours(prompt(), position_ids=torch.arange(11)[None]).logits, ours(prompt()).logits)
+    with pytest.raises(ValueError, match="position_ids has shape"):
+        ours(prompt(), position_ids=POSITIONS[[0, 0, 0]])
+
+
+@torch.no_grad()
+def test_texts_in_a_row_compile_to_one_graph(tmp_path: Path) -> None:
+    _, ours = both("gemma3", tmp_path)
+    compiled = torch.compile(ours, fullgraph=True, backend="eager")
+    for positions in (POSITIONS, torch.arange(11).expand(2, -1)):
+        expected = ours(prompt(), position_ids=positions).logits
+        torch.testing.assert_close(compiled(prompt(), position_ids=positions).logits, expected, rtol=1e-5, atol=1e-5)
