@@ -115,6 +115,7 @@ def _check_device(name: str) -> None:
 
     gpus = torch.cuda.device_count()
     allowed = ["cpu", *(["cuda"] if gpus else []), *(f"cuda:{i}" for i in range(gpus))]
+    allowed += ["mps"] if torch.backends.mps.is_available() else []
     if name not in allowed:
         raise ValueError(f"--device is {name!r}; allowed here: {', '.join(allowed)}")
 
