@@ -279,6 +279,13 @@ def a_shard_that_knows_its_group_can_be_copied(mesh: DeviceMesh) -> None:
     assert same_bits(copied, shard) and copied.amax_group == mesh.get_group().group_name
 
 
+def weight_gradients_that_come_later_are_refused(mesh: DeviceMesh) -> None:
+    """They would be those of a tensor that nobody looks at any more."""
+    module = fully_shard(Linear(IN, OUT, bias=False, delay_wgrad_compute=True), mesh=mesh)
+    module(torch.randn(8, IN)).sum().backward()
+    refused(module.backward_dw, "allowed: layers built without delay_wgrad_compute", error=RuntimeError)
+
+
 def cuts_through_blocks_are_refused(mesh: DeviceMesh) -> None:
     for name, rows in (("float8_block", 128), ("mxfp8", 32), ("nvfp4", 16)):
         module = Linear(128, rows, bias=False)
@@ -300,11 +307,11 @@ def fewer_bytes_are_sent(mesh: DeviceMesh) -> None:
     assert sum(t.numel() * t.itemsize for t in sent) == OUT // RANKS * IN + 4 * (OUT // RANKS // 128) * (IN // 128)
 
 
-def refused(action: Callable[[], object], *words: str) -> None:
+def refused(action: Callable[[], object], *words: str, error: type[Exception] = ValueError) -> None:
     try:
         action()
-    except ValueError as error:
-        assert all(word in str(error) for word in words), str(error)
+    except error as raised:
+        assert all(word in str(raised) for word in words), str(raised)
     else:
         raise AssertionError(f"no error that says {words}")
 
@@ -336,6 +343,7 @@ def cases() -> dict[str, Callable[[DeviceMesh], None]]:
         add(shards_with_scales_of_their_own_are_refused, name, False)
     add(a_shard_in_main_memory_learns_its_group)
     add(a_shard_that_knows_its_group_can_be_copied)
+    add(weight_gradients_that_come_later_are_refused)
     for function in (cuts_through_blocks_are_refused, unequal_shards_are_refused, fewer_bytes_are_sent):
         add(function)
     return found
