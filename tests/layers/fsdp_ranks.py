@@ -29,6 +29,8 @@ from te_models.layers import (
     QuantizedTensor,
     Quantizer,
     autocast,
+    cache_weights,
+    microbatch,
     quantized_model_init,
     recipe,
     share_scales,
@@ -286,6 +288,48 @@ def weight_gradients_that_come_later_are_refused(mesh: DeviceMesh) -> None:
     refused(module.backward_dw, "allowed: layers built without delay_wgrad_compute", error=RuntimeError)
 
 
+def weights_are_kept_for_micro_batches(mesh: DeviceMesh) -> None:
+    """By the first one, in which they are whole; not before."""
+    whole, module = (build_plain() for _ in range(2))
+    fully_shard(module, mesh=mesh)
+    x = torch.randn(TOKENS, IN, generator=torch.Generator().manual_seed(8))
+    for layer in (whole, module):
+        for first in (True, False):
+            with autocast(recipe=recipe("mxfp8")), microbatch(first=first):
+                layer(x).square().mean().backward()
+    torch.testing.assert_close(module.weight.grad.full_tensor(), whole.weight.grad, rtol=1e-6, atol=0)
+    with autocast(recipe=recipe("mxfp8")):
+        refused(lambda: cache_weights(module), "are sharded by FSDP2 here", "microbatch(first=True)")
+
+
+def data_parallel_copies_average_gradients(name: str, grouped: bool, mesh: DeviceMesh) -> None:
+    """DistributedDataParallel leaves stored weights alone where it is told that all ranks have the same."""
+    whole, module = (build(FORMATS[name], grouped) for _ in range(2))
+    x = torch.randn(TOKENS, IN, generator=torch.Generator().manual_seed(9))
+    run(whole, x).square().mean().backward()
+    copy_of = nn.parallel.DistributedDataParallel(Runs(module), init_sync=False)
+    assert same_bits(module.weight, whole.weight)
+    copy_of(mine(x)).square().mean().backward()
+    torch.testing.assert_close(module.weight.grad, whole.weight.grad, rtol=1e-4, atol=1e-6)
+
+
+class Runs(nn.Module):
+    """`run` as a module's forward pass."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return run(self.layer, x)
+
+
+def build_plain() -> nn.Module:
+    """A layer with a plain weight, the same in every process."""
+    torch.manual_seed(0)
+    return Linear(IN, OUT, bias=False)
+
+
 def cuts_through_blocks_are_refused(mesh: DeviceMesh) -> None:
     for name, rows in (("float8_block", 128), ("mxfp8", 32), ("nvfp4", 16)):
         module = Linear(128, rows, bias=False)
@@ -331,6 +375,7 @@ def cases() -> dict[str, Callable[[DeviceMesh], None]]:
         add(state_dicts_load_shard_by_shard, name, grouped)
         add(mixed_precision_changes_no_stored_number, name, grouped)
         add(copies_hold_the_whole, name, grouped)
+        add(data_parallel_copies_average_gradients, name, grouped)
     for name in RECIPES:
         for grouped in (False, True):
             add(a_recipe_uses_the_gathered_numbers, name, grouped)
@@ -344,6 +389,7 @@ def cases() -> dict[str, Callable[[DeviceMesh], None]]:
     add(a_shard_in_main_memory_learns_its_group)
     add(a_shard_that_knows_its_group_can_be_copied)
     add(weight_gradients_that_come_later_are_refused)
+    add(weights_are_kept_for_micro_batches)
     for function in (cuts_through_blocks_are_refused, unequal_shards_are_refused, fewer_bytes_are_sent):
         add(function)
     return found
