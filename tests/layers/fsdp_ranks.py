@@ -22,12 +22,15 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from te_models.layers import (
+    CustomRecipe,
     FusedAdamW,
     GroupedLinear,
     GroupedTensor,
     Linear,
+    MXFP8Quantizer,
     QuantizedTensor,
     Quantizer,
+    QuantizerRole,
     autocast,
     cache_weights,
     microbatch,
@@ -302,6 +305,20 @@ def weights_are_kept_for_micro_batches(mesh: DeviceMesh) -> None:
         refused(lambda: cache_weights(module), "are sharded by FSDP2 here", "microbatch(first=True)")
 
 
+def recipes_know_the_class_of_a_sharded_layer(mesh: DeviceMesh) -> None:
+    """And not the one that `fully_shard` makes of it."""
+    seen: set[str] = set()
+
+    def factory(role: QuantizerRole) -> Quantizer:
+        seen.add(role.module)
+        return MXFP8Quantizer()
+
+    module = fully_shard(build_plain(), mesh=mesh)
+    with autocast(recipe=CustomRecipe(qfactory=factory)):
+        module(torch.randn(TOKENS, IN))
+    assert "Linear" in seen and "FSDPLinear" not in seen, seen
+
+
 def data_parallel_copies_average_gradients(name: str, grouped: bool, mesh: DeviceMesh) -> None:
     """DistributedDataParallel leaves stored weights alone where it is told that all ranks have the same."""
     whole, module = (build(FORMATS[name], grouped) for _ in range(2))
@@ -390,6 +407,7 @@ def cases() -> dict[str, Callable[[DeviceMesh], None]]:
     add(a_shard_that_knows_its_group_can_be_copied)
     add(weight_gradients_that_come_later_are_refused)
     add(weights_are_kept_for_micro_batches)
+    add(recipes_know_the_class_of_a_sharded_layer)
     for function in (cuts_through_blocks_are_refused, unequal_shards_are_refused, fewer_bytes_are_sent):
         add(function)
     return found
