@@ -7,6 +7,7 @@ and all gradients. Its outcome, "ok" or a traceback, is written to RESULTS.<rank
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -24,6 +25,7 @@ from te_models.layers import (
     quantized_model_init,
     recipe,
 )
+from te_models.layers.collectives import all_gather, reduce_scatter
 from te_models.layers.tensor_parallel import part_of
 from tests.ranks import report_cases
 from tests.te_models.configs import tiny, tiny_moe
@@ -183,6 +185,14 @@ def a_group_of_other_ranks_is_refused() -> None:
             assert dist.get_rank() == 0
 
 
+def torch_has_nothing_to_warn_of() -> None:
+    x = torch.arange(4.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(all_gather(x, dist.group.WORLD), torch.cat((x, x)))
+        assert torch.equal(reduce_scatter(x, dist.group.WORLD), 2 * x.chunk(2)[dist.get_rank()])
+
+
 CASES: dict[str, Callable[[], None]] = {
     f"{kind}-{'sequence' if sequence else 'plain'}-{name}": (
         lambda kind=kind, sequence=sequence, name=name: split_layers_are_the_whole_ones(kind, sequence, name)
@@ -198,6 +208,7 @@ CASES |= {
     "a_row_of_a_pipeline_has_no_bias": a_row_of_a_pipeline_has_no_bias,
     "quantized_weights_are_marked": quantized_weights_are_marked,
     "a_group_of_other_ranks_is_refused": a_group_of_other_ranks_is_refused,
+    "torch_has_nothing_to_warn_of": torch_has_nothing_to_warn_of,
 }
 
 
