@@ -69,8 +69,12 @@ def _shards(tensor: Any) -> Iterator[tuple[int, int]]:
 
 
 def shared_amaxes(quantizer: Quantizer, x: Tensor, group: Any) -> dict[Usage, Tensor]:
-    """Return the amaxes that quantizing x needs, reduced over a process group, by usage."""
+    """Return the amaxes that quantizing x needs, reduced over a process group, by usage. group: it, or its name."""
+    from torch.distributed import distributed_c10d
+
     amaxes = quantizer.amaxes(x)
+    if isinstance(group, str):
+        group = distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
     for amax in amaxes.values():
         dist.all_reduce(amax, dist.ReduceOp.MAX, group)
     return amaxes
@@ -101,7 +105,7 @@ def share_scales(module: nn.Module) -> None:
         if isinstance(parameter, DTensor) and isinstance(parameter._local_tensor, QuantizedTensor):
             local, mesh = parameter._local_tensor, parameter.device_mesh
             if is_one_matrix(local) and one_per_matrix(local):
-                local.amax_group = mesh.get_group(mesh.ndim - 1)
+                local.amax_group = mesh.get_group(mesh.ndim - 1).group_name
     for part in module.modules():
         hand_to_shards(part)
 
@@ -112,9 +116,18 @@ class GathersQuantized:
     def fsdp_pre_all_gather(
         self: Any, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """Return (the bytes of every field, nothing). ValueError where the shards are not equal."""
+        """Return (the bytes of every field, whether they are one tensor). ValueError where the shards are not equal, or
+        cut along another dimension than the first."""
         x: QuantizedTensor = self
+        hand_to_shards(module)
         ranks = mesh.size()
+        if ranks == 1 or _are_copies(outer_size, module):  # nothing is gathered, and torch reads one tensor
+            return (_packed(x),), True
+        if x.shape[1:] != outer_size[1:]:
+            raise ValueError(
+                f"a {type(x).__name__} of shape {tuple(outer_size)} has shards of shape {tuple(x.shape)}; "
+                "allowed: shards along the first dimension, Shard(0)"
+            )
         if outer_size[0] % ranks:
             raise ValueError(
                 f"a {type(x).__name__} of shape {tuple(outer_size)} cannot be sharded over {ranks} ranks: its first "
@@ -122,15 +135,17 @@ class GathersQuantized:
             )
         if x.amax_group is None and is_one_matrix(x) and one_per_matrix(x):
             _check_shared(x, mesh)
-            x.amax_group = mesh.get_group()
-        hand_to_shards(module)
-        return tuple(_bytes(field) for field in x.fields.values()), None
+            for shard in (x, *_kept_elsewhere(x, outer_size, module)):
+                shard.amax_group = mesh.get_group().group_name
+        return tuple(_bytes(field) for field in x.fields.values()), False
 
     def fsdp_post_all_gather(
-        self: Any, outputs: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None
+        self: Any, outputs: tuple[Tensor, ...], packed: bool, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """Return the whole parameter in `dtype` and the tensors it owns, or refill `out`."""
         x: QuantizedTensor = self
+        if packed:  # the fields of `out` are views of what was filled just now
+            return None if out is not None else (x.wrap(_unpacked(x, outputs[0]), dtype=dtype), ())
         fields, owned = {}, []
         for layout, gathered in zip(x.layouts, outputs, strict=True):
             field = getattr(x, layout.name)
@@ -158,6 +173,47 @@ class GathersQuantized:
 def _bytes(field: Tensor) -> Tensor:
     """Return a field as contiguous bytes, at least one-dimensional."""
     return field.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _kept_elsewhere(x: QuantizedTensor, whole: torch.Size, module: nn.Module | None) -> list[QuantizedTensor]:
+    """Return the shard that x, of a parameter of shape `whole`, may be a copy of; none where there are several.
+
+    With `CPUOffloadPolicy` parameters stay in main memory, and what is gathered is a new copy on the device each time.
+    """
+    alike = [p for p in map(local_part, _own(whole, module)) if getattr(p, "quantizer", None) == x.quantizer]
+    return alike if len(alike) == 1 else []  # type: ignore[return-value]
+
+
+def _are_copies(whole: torch.Size, module: nn.Module | None) -> bool:
+    """Whether ranks have copies, and no shards, of a parameter of this shape: torch's `replicate`."""
+    own = _own(whole, module)
+    return bool(own) and all(local_part(p) is not p and not list(_shards(p)) for p in own)
+
+
+def _own(shape: torch.Size, module: nn.Module | None) -> list[Tensor]:
+    return [] if module is None else [p for p in module.parameters(recurse=False) if p.shape == shape]
+
+
+_ALIGN = 16  # bytes, as GEMMs of eight-bit numbers ask for
+
+
+def _packed(x: QuantizedTensor) -> Tensor:
+    """Return the bytes of all fields one behind the other, as one tensor."""
+    parts: list[Tensor] = []
+    for field in x.fields.values():
+        parts += [_bytes(field)]
+        parts += [parts[-1].new_zeros(-parts[-1].numel() % _ALIGN)]
+    return torch.cat(parts)
+
+
+def _unpacked(x: QuantizedTensor, packed: Tensor) -> dict[str, Tensor]:
+    """Undo `_packed`: return the fields as views. x: whose fields have these shapes."""
+    fields, begin = {}, 0
+    for name, field in x.fields.items():
+        size = field.numel() * field.itemsize
+        fields[name] = packed.view(-1)[begin : begin + size].view(field.dtype).view(field.shape)
+        begin += size + -size % _ALIGN
+    return fields
 
 
 def _check_shared(x: QuantizedTensor, mesh: DeviceMesh) -> None:

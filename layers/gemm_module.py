@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch import nn
 
 from .dense_gemms import DEFAULT_OPTIONS, GemmOptions
+from .fsdp import local_part
 from .quantized_module import QuantizedModule
 from .wgrad import weight_gradient
 
@@ -40,9 +41,14 @@ class GemmModule(QuantizedModule):
 
     def backward_dw(self) -> None:
         """Compute the weight gradients that backward left out, oldest first. Raises RuntimeError without
-        delay_wgrad_compute, and where the input or the gradient of the output, of which one that is not quantized is
-        kept as it is, was written to since the backward pass."""
+        delay_wgrad_compute, where the input or the gradient of the output, of which one that is not quantized is kept
+        as it is, was written to since the backward pass, and of weights that FSDP2 shards."""
         if self._later is None:
             raise RuntimeError("backward_dw needs a layer built with delay_wgrad_compute=True")
+        if self._later and any(local_part(p) is not p for p in self.parameters(recurse=False)):
+            raise RuntimeError(
+                "FSDP2 has sharded the weights again and reduces no gradient that comes after the backward pass; "
+                "allowed: layers built without delay_wgrad_compute"
+            )
         while self._later:
             self._later.pop(0)()

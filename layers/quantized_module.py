@@ -62,6 +62,7 @@ class QuantizedModule(nn.Module):
     def __init__(self, num_gemms: int = 1, name: str = "") -> None:
         super().__init__()
         self.recipe_use = RecipeUse()
+        self.kind = type(self).__name__  # as recipes know it; `fully_shard` makes another class of the module
         self.name = name
         self.reduce_amax = True  # False: other ranks have other GEMMs here, so delayed scaling reduces no amaxes
         self.delayed_rule: DelayedRule | None = None

@@ -32,8 +32,8 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
     """Base of quantized tensors. Attributes: see `QuantizedFields`.
 
     shares_scale: whether this is a slice of a matrix whose one scale also serves the rest of it, so that it cannot be
-    requantized apart; amax_group: the process group over which the amax of a requantization is reduced, for the shards
-    of one matrix (see `fsdp`).
+    requantized apart; amax_group: the process group, or its name, over which the amax of a requantization is reduced,
+    for the shards of one matrix (see `fsdp`; a name, because copies are made of what a tensor holds).
     """
 
     RANK: ClassVar[int] = 2

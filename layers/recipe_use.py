@@ -46,7 +46,7 @@ class RecipeUse:
 def choose(recipe: Recipe, module: QuantizedModule) -> Choice:
     """Return what a recipe that goes by names means for a layer."""
     own = recipe.for_module(module.name)
-    return own, None if own is None else own.quantizers(type(module).__name__, module.name)
+    return own, None if own is None else own.quantizers(module.kind, module.name)
 
 
 def choose_for_all(recipe: Recipe | None, modules: Callable[[], Iterable[QuantizedModule]]) -> bool:

@@ -34,7 +34,7 @@ def store_weights_as_asked(module: QuantizedModule, stored: dict[int, nn.Paramet
     its_recipe = recipe.for_module(module.name)
     if its_recipe is None:
         return
-    quantizer = its_recipe.quantizers(type(module).__name__, module.name).weight
+    quantizer = its_recipe.quantizers(module.kind, module.name).weight
     stored = {} if stored is None else stored
     for name in module.weight_names():
         weight = getattr(module, name)

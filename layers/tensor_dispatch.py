@@ -80,6 +80,16 @@ def _to_copy(x: QuantizedTensor, *, dtype: torch.dtype | None = None, device: An
     return new
 
 
+def _pin_memory(x: QuantizedTensor, device: Any = None) -> QuantizedTensor:
+    new = x.map_fields(lambda field: field.pin_memory()).keep_attributes(x)
+    new.shares_scale = False
+    return new
+
+
+def _is_pinned(x: QuantizedTensor, device: Any = None) -> bool:
+    return all(field.is_pinned() for field in x.fields.values())
+
+
 def _empty_like(x: QuantizedTensor, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Tensor:
     return x.empty_like(device, dtype)
 
@@ -109,6 +119,8 @@ _KEEPS_QUANTIZED: dict[Any, Callable[..., Any]] = {
     aten.alias.default: views.alias,
     aten.clone.default: _clone,
     aten._to_copy.default: _to_copy,
+    aten._pin_memory.default: _pin_memory,
+    aten.is_pinned.default: _is_pinned,
     aten.empty_like.default: _empty_like,
     aten.new_empty.default: _new_empty,
     aten.new_zeros.default: _new_zeros,

@@ -54,6 +54,8 @@ class TensorParallelModule(nn.Module):
         group = dist.group.WORLD if tp_group is None else tp_group
         assert group is not None
         size = dist.get_world_size(group)
+        if size < 1:
+            raise ValueError(f"tp_group does not contain this rank, {dist.get_rank()}; allowed: a group that does")
         if self.tp_size not in (1, size):
             raise ValueError(f"tp_group has {size} ranks, but the weights are split over {self.tp_size}")
         self.tp_size, self.tp_rank, self.tp_group_name = size, dist.get_rank(group), group.group_name

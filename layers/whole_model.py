@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .autocast import microbatch
+from .fsdp import local_part
 from .quantized_module import QuantizedModule
 from .recipe import Recipe
 from .rounding_seed import SEEDS, STREAMS, default_seed
@@ -26,10 +27,16 @@ def name_modules(model: nn.Module) -> None:
 
 def cache_weights(model: nn.Module, *, noop: Tensor | None = None) -> None:
     """Quantize every weight once, under the recipe in force, for micro-batches that run, compiled or not, under
-    `microbatch(first=False)`. Call it inside `autocast`, again after each optimizer step. noop: see `microbatch`."""
+    `microbatch(first=False)`. Call it inside `autocast`, again after each optimizer step. noop: see `microbatch`.
+    ValueError for weights that FSDP2 shards, which are whole within a call of their layer only."""
     with microbatch(first=True, noop=noop):
-        for _, module in quantized_modules(model):
+        for name, module in quantized_modules(model):
             for weights, gemm in module.gemm_weights():
+                if any(local_part(weight) is not weight for weight in weights):
+                    raise ValueError(
+                        f"the weights of {name or type(module).__name__} are sharded by FSDP2 here; allowed: "
+                        "microbatch(first=True) around the first micro-batch"
+                    )
                 module.cached_weight(weights, True, gemm)
             use = module.recipe_use
             use.calibrated |= use.recorded  # an update is due at the exit, also where gradients are off for this call

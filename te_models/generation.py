@@ -154,6 +154,8 @@ def _steps(
                     last_logits_only=True,
                 )
                 token = torch.where(running, sampler(output.logits[:, -1]), pad_token_id)
+                if model.tp_group is not None and sampler.temperature > 0:  # whose generators may stand elsewhere
+                    dist.broadcast(token, group=model.tp_group, group_src=0)
             yield token
             running = running & ~torch.isin(token, ends_tensor)
             if not _any(running, model.ep_group):
@@ -201,8 +203,9 @@ def generate(
 
     input_ids: [B, S] int64. attention_mask: [B, S], false where a prompt is padded (left only). temperature 0 takes
     the best token; above 0 samples from softmax(logits / temperature), restricted by top_k and top_p, from a generator
-    seeded with `seed` (None: torch's global one). eos_token_id ends a row, which is then filled with pad_token_id
-    (None: the first eos). Raises ValueError for an impossible argument.
+    seeded with `seed` (None: torch's global one); of ranks that share split layers the first one draws. eos_token_id
+    ends a row, which is then filled with pad_token_id (None: the first eos). Raises ValueError for an impossible
+    argument.
     """
     steps = stream(
         model,

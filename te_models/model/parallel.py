@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
 
 def check_split(config: ModelConfig, build: Build) -> None:
-    """Raise ConfigError naming the first field because of which the model cannot be built so."""
+    """Raise ConfigError naming the first field because of which the model cannot be built so, ValueError for a group
+    that does not contain this rank."""
+    for name, group in {"tp_group": build.tp_group, "ep_group": build.ep_group}.items():
+        if group is not None and dist.get_rank(group) < 0:
+            raise ValueError(f"{name} does not contain this rank, {dist.get_rank()}; allowed: a group that does")
     if build.ep_group is not None:
         check_distribution(config, build.expert_model_parallel_size, build.expert_layout)
     check_layers(config, build.tp_size)

@@ -68,9 +68,12 @@ def average_gradients(
     *,
     distributed: Iterable[torch.nn.Parameter] = (),
     copies: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Replace every gradient by its mean over the ranks. A parameter without a gradient must lack it on all of them.
 
+    group: the ranks that are meant, where others have other parts of the layers (`tp`): `ranks` counts those of it
+    alone; None: all.
     distributed: those of the parameters that only a part of the ranks has, as `GPTModel.expert_parameters` lists them.
     Their gradients are sums over the ranks that share a copy of all experts, and are summed over `copies`, the ranks
     that have the same ones, too; None: no other rank has them.
@@ -83,7 +86,7 @@ def average_gradients(
     for parameter in parameters:
         if parameter.grad is not None:
             (few if id(parameter) in own else everyone).append(parameter.grad)
-    _sum(everyone, None, ranks.world_size)
+    _sum(everyone, group, ranks.world_size)
     if copies is not None and copies.size() > 1:
         _sum(few, copies, ranks.world_size)
     else:

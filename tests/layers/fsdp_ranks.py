@@ -6,6 +6,7 @@ one start of two processes serves all tests.
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import sys
@@ -18,16 +19,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from te_models.layers import (
+    CustomRecipe,
     FusedAdamW,
     GroupedLinear,
     GroupedTensor,
     Linear,
+    MXFP8Quantizer,
     QuantizedTensor,
     Quantizer,
+    QuantizerRole,
     autocast,
+    cache_weights,
+    microbatch,
     quantized_model_init,
     recipe,
     share_scales,
@@ -237,6 +243,110 @@ def masters_of_shards_start_from_the_preserved_values(name: str, when: str, mesh
         assert module.weight.get_high_precision_init_val() is None
 
 
+@functools.cache
+def copies() -> DeviceMesh:
+    """Shards over one rank, copies over two."""
+    return init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("copies", "shards"))
+
+
+def copies_hold_the_whole(name: str, grouped: bool, mesh: DeviceMesh) -> None:
+    """Where one rank has all shards nothing is gathered, and torch reads one tensor of a parameter."""
+    whole, module = (build(FORMATS[name], grouped) for _ in range(2))
+    fully_shard(module, mesh=copies())
+    x = torch.randn(TOKENS, IN, generator=torch.Generator().manual_seed(7))
+    for _ in range(2):  # the second time refills the buffers of the first
+        assert same_bits(gathered(module), whole.weight)
+        run(whole, x).square().mean().backward()
+        run(module, mine(x)).square().mean().backward()
+    torch.testing.assert_close(module.weight.grad.full_tensor(), whole.weight.grad, rtol=1e-4, atol=1e-6)
+
+
+def other_dimensions_are_refused(grouped: bool, mesh: DeviceMesh) -> None:
+    module = fully_shard(build(FORMATS["mxfp8"], grouped), mesh=mesh, shard_placement_fn=lambda parameter: Shard(1))
+    refused(lambda: gathered(module), "allowed: shards along the first dimension, Shard(0)")
+
+
+def a_shard_in_main_memory_learns_its_group(mesh: DeviceMesh) -> None:
+    """With CPUOffloadPolicy a copy of it is gathered, but the shard itself is what an optimizer writes to."""
+    module = fully_shard(build(FORMATS["float8"], False), mesh=mesh)
+    shard = module.weight._local_tensor
+    copied = shard.to("cpu", copy=True)
+    copied.fsdp_pre_all_gather(mesh, module.weight.shape, module.weight.stride(), module, None)
+    assert shard.amax_group == copied.amax_group == mesh.get_group().group_name
+
+
+def a_shard_that_knows_its_group_can_be_copied(mesh: DeviceMesh) -> None:
+    """With all that it holds, as an asynchronous checkpoint copies it."""
+    module = fully_shard(build(FORMATS["nvfp4"], False), mesh=mesh)
+    share_scales(module)
+    shard = module.weight._local_tensor
+    copied = copy.deepcopy(shard)
+    assert same_bits(copied, shard) and copied.amax_group == mesh.get_group().group_name
+
+
+def weight_gradients_that_come_later_are_refused(mesh: DeviceMesh) -> None:
+    """They would be those of a tensor that nobody looks at any more."""
+    module = fully_shard(Linear(IN, OUT, bias=False, delay_wgrad_compute=True), mesh=mesh)
+    module(torch.randn(8, IN)).sum().backward()
+    refused(module.backward_dw, "allowed: layers built without delay_wgrad_compute", error=RuntimeError)
+
+
+def weights_are_kept_for_micro_batches(mesh: DeviceMesh) -> None:
+    """By the first one, in which they are whole; not before."""
+    whole, module = (build_plain() for _ in range(2))
+    fully_shard(module, mesh=mesh)
+    x = torch.randn(TOKENS, IN, generator=torch.Generator().manual_seed(8))
+    for layer in (whole, module):
+        for first in (True, False):
+            with autocast(recipe=recipe("mxfp8")), microbatch(first=first):
+                layer(x).square().mean().backward()
+    torch.testing.assert_close(module.weight.grad.full_tensor(), whole.weight.grad, rtol=1e-6, atol=0)
+    with autocast(recipe=recipe("mxfp8")):
+        refused(lambda: cache_weights(module), "are sharded by FSDP2 here", "microbatch(first=True)")
+
+
+def recipes_know_the_class_of_a_sharded_layer(mesh: DeviceMesh) -> None:
+    """And not the one that `fully_shard` makes of it."""
+    seen: set[str] = set()
+
+    def factory(role: QuantizerRole) -> Quantizer:
+        seen.add(role.module)
+        return MXFP8Quantizer()
+
+    module = fully_shard(build_plain(), mesh=mesh)
+    with autocast(recipe=CustomRecipe(qfactory=factory)):
+        module(torch.randn(TOKENS, IN))
+    assert "Linear" in seen and "FSDPLinear" not in seen, seen
+
+
+def data_parallel_copies_average_gradients(name: str, grouped: bool, mesh: DeviceMesh) -> None:
+    """DistributedDataParallel leaves stored weights alone where it is told that all ranks have the same."""
+    whole, module = (build(FORMATS[name], grouped) for _ in range(2))
+    x = torch.randn(TOKENS, IN, generator=torch.Generator().manual_seed(9))
+    run(whole, x).square().mean().backward()
+    copy_of = nn.parallel.DistributedDataParallel(Runs(module), init_sync=False)
+    assert same_bits(module.weight, whole.weight)
+    copy_of(mine(x)).square().mean().backward()
+    torch.testing.assert_close(module.weight.grad, whole.weight.grad, rtol=1e-4, atol=1e-6)
+
+
+class Runs(nn.Module):
+    """`run` as a module's forward pass."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return run(self.layer, x)
+
+
+def build_plain() -> nn.Module:
+    """A layer with a plain weight, the same in every process."""
+    torch.manual_seed(0)
+    return Linear(IN, OUT, bias=False)
+
+
 def cuts_through_blocks_are_refused(mesh: DeviceMesh) -> None:
     for name, rows in (("float8_block", 128), ("mxfp8", 32), ("nvfp4", 16)):
         module = Linear(128, rows, bias=False)
@@ -245,9 +355,10 @@ def cuts_through_blocks_are_refused(mesh: DeviceMesh) -> None:
 
 
 def unequal_shards_are_refused(mesh: DeviceMesh) -> None:
-    module = GroupedLinear(3, 32, 32, bias=False)
-    module.weight = nn.Parameter(FORMATS["mxfp8"].quantize_grouped(torch.randn(3, 32, 32)))
-    refused(lambda: gathered(fully_shard(module, mesh=mesh)), "must be a multiple of 2")
+    for experts in (3, 1):
+        module = GroupedLinear(experts, 32, 32, bias=False)
+        module.weight = nn.Parameter(FORMATS["mxfp8"].quantize_grouped(torch.randn(experts, 32, 32)))
+        refused(lambda module=module: gathered(fully_shard(module, mesh=mesh)), "must be a multiple of 2")
 
 
 def fewer_bytes_are_sent(mesh: DeviceMesh) -> None:
@@ -257,11 +368,11 @@ def fewer_bytes_are_sent(mesh: DeviceMesh) -> None:
     assert sum(t.numel() * t.itemsize for t in sent) == OUT // RANKS * IN + 4 * (OUT // RANKS // 128) * (IN // 128)
 
 
-def refused(action: Callable[[], object], *words: str) -> None:
+def refused(action: Callable[[], object], *words: str, error: type[Exception] = ValueError) -> None:
     try:
         action()
-    except ValueError as error:
-        assert all(word in str(error) for word in words), str(error)
+    except error as raised:
+        assert all(word in str(raised) for word in words), str(raised)
     else:
         raise AssertionError(f"no error that says {words}")
 
@@ -280,14 +391,23 @@ def cases() -> dict[str, Callable[[DeviceMesh], None]]:
         add(values_written_into_shards_share_the_scale, name, grouped)
         add(state_dicts_load_shard_by_shard, name, grouped)
         add(mixed_precision_changes_no_stored_number, name, grouped)
+        add(copies_hold_the_whole, name, grouped)
+        add(data_parallel_copies_average_gradients, name, grouped)
     for name in RECIPES:
         for grouped in (False, True):
             add(a_recipe_uses_the_gathered_numbers, name, grouped)
+    for grouped in (False, True):
+        add(other_dimensions_are_refused, grouped)
     for name in PRESERVED:
         for when in ("first forward pass", "init_state", "after a write"):
             add(masters_of_shards_start_from_the_preserved_values, name, when)
     for name in ("float8", "nvfp4", "nvfp4_1d"):
         add(shards_with_scales_of_their_own_are_refused, name, False)
+    add(a_shard_in_main_memory_learns_its_group)
+    add(a_shard_that_knows_its_group_can_be_copied)
+    add(weight_gradients_that_come_later_are_refused)
+    add(weights_are_kept_for_micro_batches)
+    add(recipes_know_the_class_of_a_sharded_layer)
     for function in (cuts_through_blocks_are_refused, unequal_shards_are_refused, fewer_bytes_are_sent):
         add(function)
     return found

@@ -7,12 +7,14 @@ and all gradients. Its outcome, "ok" or a traceback, is written to RESULTS.<rank
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from te_models import GPTModel
 from te_models.layers import (
     GroupedLinear,
     LayerNormLinear,
@@ -23,8 +25,10 @@ from te_models.layers import (
     quantized_model_init,
     recipe,
 )
+from te_models.layers.collectives import all_gather, reduce_scatter
 from te_models.layers.tensor_parallel import part_of
 from tests.ranks import report_cases
+from tests.te_models.configs import tiny, tiny_moe
 
 RANKS, ROWS, HIDDEN, FFN, EXPERTS = 2, 64, 128, 256, 3
 RECIPES = (None, "current", "mxfp8", "delayed")
@@ -162,6 +166,33 @@ def quantized_weights_are_marked() -> None:
     assert layer.tp_group is dist.group.WORLD
 
 
+def a_group_of_other_ranks_is_refused() -> None:
+    group = dist.new_group([0])
+    builders = {
+        "tp_group": (
+            lambda: Linear(HIDDEN, FFN, tp_group=group, parallel_mode="column"),
+            lambda: GPTModel(tiny(), tp_group=group),
+        ),
+        "ep_group": (lambda: GPTModel(tiny_moe(), ep_group=group),),
+    }
+    for name, build_one in ((name, one) for name, several in builders.items() for one in several):
+        try:
+            build_one()
+        except ValueError as error:
+            assert dist.get_rank() == 1
+            assert str(error) == f"{name} does not contain this rank, 1; allowed: a group that does"
+        else:
+            assert dist.get_rank() == 0
+
+
+def torch_has_nothing_to_warn_of() -> None:
+    x = torch.arange(4.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(all_gather(x, dist.group.WORLD), torch.cat((x, x)))
+        assert torch.equal(reduce_scatter(x, dist.group.WORLD), 2 * x.chunk(2)[dist.get_rank()])
+
+
 CASES: dict[str, Callable[[], None]] = {
     f"{kind}-{'sequence' if sequence else 'plain'}-{name}": (
         lambda kind=kind, sequence=sequence, name=name: split_layers_are_the_whole_ones(kind, sequence, name)
@@ -176,6 +207,8 @@ CASES |= {
     "grouped_members_are_split-per_gemm_bias": lambda: grouped_members_are_split(True, False),
     "a_row_of_a_pipeline_has_no_bias": a_row_of_a_pipeline_has_no_bias,
     "quantized_weights_are_marked": quantized_weights_are_marked,
+    "a_group_of_other_ranks_is_refused": a_group_of_other_ranks_is_refused,
+    "torch_has_nothing_to_warn_of": torch_has_nothing_to_warn_of,
 }
 
 

@@ -165,6 +165,22 @@ def test_a_device_move_moves_every_field(quantized: QuantizedTensor) -> None:
     assert same_bits(back, quantized)
 
 
+def test_pinned_memory_is_of_every_field(quantized: QuantizedTensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `CPUOffloadPolicy` of FSDP2 asks for, which went on with plain values."""
+    pinned: set[int] = set()
+
+    def pin(field: torch.Tensor) -> torch.Tensor:  # where there is no accelerator, torch pins nothing
+        pinned.add(id(copied := field.clone()))
+        return copied
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda field: id(field) in pinned)
+    quantized.tensor_model_parallel = True
+    new = torch.ops.aten._pin_memory.default(quantized)
+    assert type(new) is type(quantized) and same_bits(new, quantized) and new.tensor_model_parallel
+    assert torch.ops.aten.is_pinned.default(new) and not torch.ops.aten.is_pinned.default(quantized)
+
+
 def test_repr_names_the_class(quantized: QuantizedTensor) -> None:
     assert repr(quantized).startswith(f"{type(quantized).__name__}(shape=")
 

@@ -114,6 +114,11 @@ def check(folder: Path, saved: Path) -> None:
     mask[0, :3] = 0
     tokens = [generate(model, ids, 6, attention_mask=mask) for model in (whole, split)]
     assert torch.equal(*tokens)
+    torch.manual_seed(rank)  # sampled tokens are the same, too, wherever the ranks' generators stand
+    sampled = generate(split, ids, 6, temperature=1.0)
+    first = sampled.clone()
+    dist.broadcast(first, 0)
+    assert torch.equal(sampled, first)
     split.save_pretrained(saved)
     assert verify(folder, saved).equal
 
