@@ -3,6 +3,9 @@
 May import: `te_models.kernels`.
 """
 
+import importlib
+from typing import Any
+
 from .attention import DotProductAttention
 from .autocast import (
     autocast,
@@ -56,8 +59,19 @@ from .recipes import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
+from .recompute import checkpoint
 from .report import RecipeReport, quantization_statistics, recipe_report
 from .stored_weight import store_weights
+from .te_names import (
+    fp8_autocast,
+    fp8_model_init,
+    is_bf16_available,
+    is_fp8_available,
+    is_fp8_block_scaling_available,
+    is_mxfp8_available,
+    is_nvfp4_available,
+    missing,
+)
 from .tensor_classes import (
     Float8BlockwiseTensor,
     Float8Tensor,
@@ -128,11 +142,19 @@ __all__ = [
     "RecipeReport",
     "autocast",
     "cache_weights",
+    "checkpoint",
     "collect_statistics",
     "current_recipe",
     "default_rounding_seed",
     "first_last_layers_bf16",
+    "fp8_autocast",
+    "fp8_model_init",
     "gradient_of",
+    "is_bf16_available",
+    "is_fp8_available",
+    "is_fp8_block_scaling_available",
+    "is_mxfp8_available",
+    "is_nvfp4_available",
     "load_recipe_state",
     "microbatch",
     "name_modules",
@@ -150,3 +172,9 @@ __all__ = [
     "store_weights",
     "update_delayed_scaling",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "ops":  # a package of its own, which not every program needs
+        return importlib.import_module(f"{__name__}.ops")
+    raise AttributeError(missing(name))
