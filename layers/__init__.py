@@ -26,6 +26,7 @@ from .grouped_tensor import GroupedRows, GroupedTensor
 from .layernorm_linear import LayerNormLinear
 from .layernorm_mlp import LayerNormMLP
 from .linear import Linear
+from .multihead_attention import MultiheadAttention
 from .norm import LayerNorm, RMSNorm
 from .op_results import QuantizedResult, quantized_like
 from .overrides import PerModuleRecipe, first_last_layers_bf16
@@ -61,6 +62,7 @@ from .recipes import (
 )
 from .recompute import checkpoint
 from .report import RecipeReport, quantization_statistics, recipe_report
+from .rotary import RotaryPositionEmbedding, apply_rotary_pos_emb
 from .stored_weight import store_weights
 from .te_names import (
     fp8_autocast,
@@ -80,6 +82,7 @@ from .tensor_classes import (
     MXFP8Tensor,
     NVFP4Tensor,
 )
+from .transformer_layer import TransformerLayer
 from .whole_model import (
     cache_weights,
     default_rounding_seed,
@@ -126,6 +129,7 @@ __all__ = [
     "MXFP8Quantizer",
     "MXFP8Tensor",
     "MXFP8TensorStorage",
+    "MultiheadAttention",
     "NVFP4BlockScaling",
     "NVFP4Quantizer",
     "NVFP4Tensor",
@@ -140,6 +144,9 @@ __all__ = [
     "RMSNorm",
     "Recipe",
     "RecipeReport",
+    "RotaryPositionEmbedding",
+    "TransformerLayer",
+    "apply_rotary_pos_emb",
     "autocast",
     "cache_weights",
     "checkpoint",
