@@ -142,7 +142,7 @@ class GroupedLinear(TensorParallelModule, GemmModule):
         weights, _ = self.members()
         bias = None if self.parallel_mode == "row" else self._stacked_bias()
         cached = self.cached_weight(weights, is_first_microbatch)
-        how = {"cached": cached, "options": self.gemm_options(*weights)}
+        how = {"cached": cached, "options": self.gemm_options(*weights, first=is_first_microbatch)}
         return grouped_linear(self, x, weights, bias, m_splits, permutation=permutation, row_align=row_align, **how)
 
     def with_bias(self, y: Tensor, m_splits: Tensor) -> Tensor:

@@ -85,7 +85,7 @@ class LayerNormLinear(TensorParallelModule, PrecedingNorm, GemmModule):
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor | tuple[Tensor | None, ...]:
         """x: [..., in_features] -> [..., out_features], in the compute dtype. is_first_microbatch: as for `Linear`."""
         cached = self.cached_weight((self.weight,), is_first_microbatch, gemm=0)
-        how: dict[str, Any] = {"cached": cached, "options": self.gemm_options(self.weight)}
+        how: dict[str, Any] = {"cached": cached, "options": self.gemm_options(self.weight, first=is_first_microbatch)}
         bias, normed = None if self.return_bias else self.bias, None
         if self.parallel_mode is None and not self.return_layernorm_output:
             norm, parameters = self.preceding_norm(), (self.layer_norm_weight, self.layer_norm_bias)

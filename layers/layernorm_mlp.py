@@ -149,7 +149,7 @@ class LayerNormMLP(TensorParallelModule, PrecedingNorm, GemmModule):
 
     def _how(self, gemm: int, weight: nn.Parameter, is_first_microbatch: bool | None) -> dict[str, Any]:
         cached = self.cached_weight((weight,), is_first_microbatch, gemm)
-        return {"gemm": gemm, "cached": cached, "options": self.gemm_options(weight)}
+        return {"gemm": gemm, "cached": cached, "options": self.gemm_options(weight, first=is_first_microbatch)}
 
     def extra_repr(self) -> str:
         return f"{self.normalization}, {self.hidden_size}, {self.ffn_hidden_size}, {self.activation}"

@@ -70,9 +70,10 @@ class Linear(TensorParallelModule, GemmModule):
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor | tuple[Tensor, Tensor | None]:
         """x: [..., in_features] -> [..., out_features], in the compute dtype. is_first_microbatch: True quantizes the
-        weight and keeps the result, False uses what was kept, None quantizes without keeping."""
+        weight and keeps the result, False uses what was kept, None quantizes without keeping; True writes to a main
+        gradient, see `GemmModule`."""
         cached = self.cached_weight((self.weight,), is_first_microbatch, gemm=0)
-        options, row = self.gemm_options(self.weight), self.parallel_mode == "row"
+        options, row = self.gemm_options(self.weight, first=is_first_microbatch), self.parallel_mode == "row"
         if self.parallel_mode == "column":
             x = self.whole_rows(x)
         bias = None if self.return_bias else self.bias
