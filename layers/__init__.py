@@ -26,10 +26,18 @@ from .grouped_tensor import GroupedRows, GroupedTensor
 from .layernorm_linear import LayerNormLinear
 from .layernorm_mlp import LayerNormMLP
 from .linear import Linear
+from .moe_permutation import (
+    moe_permute,
+    moe_permute_with_probs,
+    moe_sort_chunks_by_index,
+    moe_sort_chunks_by_index_with_probs,
+    moe_unpermute,
+)
 from .multihead_attention import MultiheadAttention
 from .norm import LayerNorm, RMSNorm
 from .op_results import QuantizedResult, quantized_like
 from .overrides import PerModuleRecipe, first_last_layers_bf16
+from .parallel_cross_entropy import parallel_cross_entropy
 from .quantized_module import QuantizedModule
 from .quantized_storage import (
     Float8BlockwiseTensorStorage,
@@ -164,7 +172,13 @@ __all__ = [
     "is_nvfp4_available",
     "load_recipe_state",
     "microbatch",
+    "moe_permute",
+    "moe_permute_with_probs",
+    "moe_sort_chunks_by_index",
+    "moe_sort_chunks_by_index_with_probs",
+    "moe_unpermute",
     "name_modules",
+    "parallel_cross_entropy",
     "prepare_recipe_state",
     "quantization_statistics",
     "quantized_like",
