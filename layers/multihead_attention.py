@@ -85,6 +85,10 @@ class MultiheadAttention(nn.Module):
             raise ValueError(f"hidden_size is {hidden_size}; allowed: a multiple of {num_attention_heads} heads")
         if return_layernorm_output and not input_layernorm:
             raise ValueError("return_layernorm_output needs input_layernorm=True")
+        self.interleaved = fuse_qkv_params and qkv_weight_interleaved
+        ranks = tp_size if tp_group is None else dist.get_world_size(tp_group)
+        if set_parallel_mode and ranks > 1 and not self.interleaved:
+            raise ValueError("set_parallel_mode over several ranks needs fuse_qkv_params=True, whose rows go by head")
         split = {"tp_group": tp_group, "tp_size": tp_size} if set_parallel_mode else {}
         new = {"params_dtype": params_dtype, "device": device}
         self.core_attention = DotProductAttention(
@@ -103,7 +107,6 @@ class MultiheadAttention(nn.Module):
         )
         self.attention_type, self.qkv_format = attention_type, qkv_format
         self.head_dim = kv_channels or hidden_size // num_attention_heads
-        self.interleaved = fuse_qkv_params and qkv_weight_interleaved
         self.rotary_pos_interleaved = rotary_pos_interleaved
         self.return_bias, self.return_layernorm_output = return_bias, return_layernorm_output
         queries, groups = num_attention_heads * self.head_dim, (num_gqa_groups or num_attention_heads) * self.head_dim
