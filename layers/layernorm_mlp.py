@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -29,13 +30,17 @@ MLP_ACTIVATIONS = {
     "swiglu": ("silu", True),
     "srelu": ("squared_relu", False),
     "sreglu": ("squared_relu", True),
+    "clamped_swiglu": ("silu", True),
 }
+_CLAMPED = {"limit": 7.0, "alpha": 1.702}
 
 
 class LayerNormMLP(TensorParallelModule, PrecedingNorm, GemmModule):
     """`y = act(norm(x) w1^T + b1) w2^T + b2`. Transformer Engine: `te.pytorch.LayerNormMLP`.
 
     activation: a key of MLP_ACTIVATIONS; the *glu ones are gated, fc1 then has 2 * ffn_hidden_size rows [gate | up].
+    "clamped_swiglu" is gpt-oss's, with activation_params limit (7.0) and alpha (1.702). output_layer_init_method: of
+    fc2_weight, None: N(0, 0.023^2).
     Parameters: layer_norm_weight, layer_norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias. set_parallel_mode: split
     fc1 by column and fc2 by row over the ranks of tp_group, see `tensor_parallel`; of a gated fc1 each rank has its
     part of the gate rows and of the up rows (partition_stride 2). return_bias: as for `Linear`, of fc2;
@@ -47,7 +52,6 @@ class LayerNormMLP(TensorParallelModule, PrecedingNorm, GemmModule):
     @takes_at_default(
         **TRACKER,
         **USER_BUFFERS,
-        activation_params=None,
         return_layernorm_output_gathered=False,
         seq_length=None,
         micro_batch_size=None,
@@ -62,6 +66,7 @@ class LayerNormMLP(TensorParallelModule, PrecedingNorm, GemmModule):
         *,
         normalization: str = "LayerNorm",
         activation: str = "gelu",
+        activation_params: Mapping[str, float] | None = None,
         zero_centered_gamma: bool = False,
         cast_order: str | None = None,
         sequence_parallel: bool = False,
@@ -88,10 +93,11 @@ class LayerNormMLP(TensorParallelModule, PrecedingNorm, GemmModule):
         self.hidden_size = hidden_size
         self.ffn_hidden_size = ffn_hidden_size
         self.activation = activation
+        self._act = _activation(activation, activation_params)
         self.init_method = init_method or default_init_method
         self.return_bias = return_bias
         self.return_layernorm_output = return_layernorm_output
-        self.output_layer_init_method = output_layer_init_method or self.init_method
+        self.output_layer_init_method = output_layer_init_method or default_init_method
         new = {"params_dtype": params_dtype, "device": device}
         self._blocks = 2 if MLP_ACTIVATIONS[activation][1] else 1  # of fc1's rows: the gate's and the others, or one
         rows = ffn_hidden_size * self._blocks
@@ -136,9 +142,9 @@ class LayerNormMLP(TensorParallelModule, PrecedingNorm, GemmModule):
             norm, parameters = self.preceding_norm(), (self.layer_norm_weight, self.layer_norm_bias)
             how = self._how(0, fc1, is_first_microbatch)
             hidden = preceded_linear(self, norm, x, parameters, fc1, self.fc1_bias, **how)
-        activation, how = Activation(*MLP_ACTIVATIONS[self.activation]), self._how(1, fc2, is_first_microbatch)
+        how = self._how(1, fc2, is_first_microbatch)
         bias = None if self.return_bias else self.fc2_bias
-        y = preceded_linear(self, activation, hidden, (None, None), fc2, None if split else bias, **how)
+        y = preceded_linear(self, self._act, hidden, (None, None), fc2, None if split else bias, **how)
         y = self.summed(y, bias) if split else y
         results: tuple[Tensor | None, ...] = (y,)
         if self.return_bias:
@@ -153,3 +159,14 @@ class LayerNormMLP(TensorParallelModule, PrecedingNorm, GemmModule):
 
     def extra_repr(self) -> str:
         return f"{self.normalization}, {self.hidden_size}, {self.ffn_hidden_size}, {self.activation}"
+
+
+def _activation(name: str, params: Mapping[str, float] | None) -> Activation:
+    """Return the activation of this name. ValueError for parameters that it does not have."""
+    known = _CLAMPED if name == "clamped_swiglu" else {}
+    unknown = sorted(set(params or {}) - set(known))
+    if unknown:
+        raise ValueError(f"activation_params has {unknown[0]!r} with activation {name!r}; allowed: {sorted(known)}")
+    given = {**known, **(params or {})}
+    clamped = {"clamp": given["limit"], "alpha": given["alpha"], "up_offset": 1.0} if known else {}
+    return Activation(*MLP_ACTIVATIONS[name], **clamped)

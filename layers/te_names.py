@@ -50,16 +50,35 @@ _INSTEAD = {
     "InferenceParams": "te_models.GPTModel generates with te_models.KVCache",
     "QuantizedTensorStorage": "it is QuantizedStorage",
     "SplitAlongDim": "use torch.split",
+    "common": "te_models.layers.recipes has what is in transformer_engine.common.recipe",
     "destroy_ub": "collectives are torch.distributed's, without user buffers",
+    "distributed": "checkpoint is here",
+    "fused_compute_score_for_moe_aux_loss": "te_models.kernels.router has routers and their losses",
+    "fused_moe_aux_loss": "te_models.kernels.router has routers and their losses",
+    "fused_topk_with_score_function": "te_models.kernels.router has routers and their losses",
     "get_cpu_offload_context": "use torch.autograd.graph.save_on_cpu",
     "get_default_recipe": "it is Float8CurrentScaling()",
     "get_default_fp8_recipe": "it is Float8CurrentScaling()",
     "get_device_compute_capability": "use torch.cuda.get_device_capability",
     "initialize_ub": "collectives are torch.distributed's, without user buffers",
     "make_graphed_callables": "use torch.compile(mode='reduce-overhead')",
+    "mark_not_offload": "use torch.autograd.graph.save_on_cpu",
+    "moe_permute_and_pad_with_probs": "use moe_permute_with_probs: GroupedLinear pads what a format wants itself",
     "onnx_export": "use torch.export",
     "optimizers": "FusedAdamW is here; its weight_decay is 0.01 unless given",
 }
+_OPERATIONS_INSTEAD = {
+    "L2Normalization": "it is L2Norm",
+    "ScaledClampedQGeGLU": "ClampedSwiGLU is here, without probabilities",
+    "register_backward_fusion": "append to FUSIONS",
+    "register_forward_fusion": "append to FUSIONS",
+}
+
+
+def missing_operation(name: str) -> str:
+    """Return the sentence for a name that `te_models.layers.ops` does not have."""
+    instead = f": {_OPERATIONS_INSTEAD[name]}" if name in _OPERATIONS_INSTEAD else ""
+    return f"module 'te_models.layers.ops' has no attribute {name!r}{instead}"
 
 
 def missing(name: str) -> str:

@@ -5,6 +5,7 @@ S length, B batch, H hidden.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, Unpack
 
 import torch
@@ -45,7 +46,6 @@ class TransformerLayer(nn.Module):
         ub_tp_comm_overlap=False,
         seq_length=None,
         micro_batch_size=None,
-        activation_params=None,
     )
     def __init__(
         self,
@@ -82,6 +82,7 @@ class TransformerLayer(nn.Module):
         qkv_weight_interleaved: bool = True,
         bias: bool = True,
         activation: str = "gelu",
+        activation_params: Mapping[str, float] | None = None,
         normalization: str = "LayerNorm",
         device: torch.device | str | None = None,
         attn_input_format: QkvFormat = "sbhd",
@@ -166,6 +167,7 @@ class TransformerLayer(nn.Module):
             **common,
             output_layer_init_method=output_layer_init_method,
             activation=activation,
+            activation_params=activation_params,
             return_layernorm_output=of_norm,
             name=f"{name}.layernorm_mlp" if name else "",
         )

@@ -179,3 +179,36 @@ def test_pickled_extra_state_is_left_and_said() -> None:
     with pytest.warns(UserWarning, match=r"proj\._extra_state, a pickled state .* which is not read") as warned:
         block.load_state_dict(state)
     assert len(warned) == 1 and torch.equal(block.proj.weight, state["proj.weight"])
+
+
+def test_delayed_scaling_takes_all_arguments_at_their_defaults() -> None:
+    given = {"fp8_dpa": False, "fp8_mha": False, "scaling_factor_compute_algo": None}
+    made = DelayedScaling(margin=1, **given, override_linear_precision=(False, False, False))
+    assert made == DelayedScaling(margin=1) and made.replace(margin=0) == DelayedScaling()
+    assert te.Recipe.from_json(made.to_json()) == made
+    for name, value in {"fp8_dpa": True, "fp8_mha": True, "override_linear_precision": (False, False, True)}.items():
+        with pytest.raises(ValueError, match=f"{name} is .*, which this library does not have"):
+            DelayedScaling(**{name: value})
+
+
+def test_the_clamped_swiglu_and_its_parameters() -> None:
+    torch.manual_seed(0)
+    for given in (None, {"limit": 0.5}, {"limit": 0.7, "alpha": 2.0}):
+        mlp = te.LayerNormMLP(16, 32, activation="clamped_swiglu", activation_params=given)
+        nn.init.normal_(mlp.fc1_weight)
+        limit, alpha = (given or {}).get("limit", 7.0), (given or {}).get("alpha", 1.702)
+        x = torch.randn(4, 16)
+        gate, up = nn.functional.linear(mlp.normed(x), mlp.fc1_weight, mlp.fc1_bias).chunk(2, -1)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        hidden = gate * torch.sigmoid(alpha * gate) * (up + 1)
+        torch.testing.assert_close(mlp(x), nn.functional.linear(hidden, mlp.fc2_weight, mlp.fc2_bias))
+    with pytest.raises(ValueError, match=r"activation_params has 'beta' with activation 'clamped_swiglu'; allowed: \["):
+        te.LayerNormMLP(16, 32, activation="clamped_swiglu", activation_params={"beta": 1.0})
+    with pytest.raises(ValueError, match="activation_params has 'limit' with activation 'gelu'"):
+        te.LayerNormMLP(16, 32, activation_params={"limit": 1.0})
+
+
+def test_each_weight_of_an_mlp_starts_by_its_own_method() -> None:
+    """As in Transformer Engine, init_method is not that of fc2."""
+    mlp = te.LayerNormMLP(64, 64, init_method=nn.init.ones_)
+    assert bool((mlp.fc1_weight == 1).all()) and 0.02 < mlp.fc2_weight.std() < 0.026
