@@ -10,11 +10,9 @@ from .attention_mask import Window
 from .score_bias import BiasType
 
 
-class AttentionOptions(TypedDict, total=False):
-    """Keyword arguments of `DotProductAttention.forward` that modules around it pass on."""
+class CoreOptions(TypedDict, total=False):
+    """Keyword arguments of `DotProductAttention.forward` that a transformer layer passes on."""
 
-    attn_mask_type: str | None
-    window_size: Window | None
     bottom_right_diagonal: bool | None
     checkpoint_core_attention: bool
     core_attention_bias_type: BiasType
@@ -29,3 +27,10 @@ class AttentionOptions(TypedDict, total=False):
     fast_zero_fill: bool
     inference_params: None
     pad_between_seqs: bool | None
+
+
+class AttentionOptions(CoreOptions, total=False):
+    """Those that `MultiheadAttention` passes on."""
+
+    attn_mask_type: str | None
+    window_size: Window | None

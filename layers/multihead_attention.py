@@ -121,7 +121,7 @@ class MultiheadAttention(nn.Module):
         }
 
         def projection(rows: int, part: str, normed: bool) -> nn.Module:
-            named = column | {"name": f"{name}.{part}" if name else ""}
+            named: dict[str, Any] = column | {"name": f"{name}.{part}" if name else ""}
             return LayerNormLinear(hidden_size, rows, **named, **norm) if normed else Linear(hidden_size, rows, **named)
 
         cross = attention_type == "cross"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .attention_layout import QkvFormat
 from .attention_mask import AttentionMask, Window
-from .attention_options import AttentionOptions
+from .attention_options import CoreOptions
 from .layernorm_mlp import LayerNormMLP
 from .module import InitMethod
 from .multihead_attention import MultiheadAttention, RotaryAngles
@@ -195,7 +195,7 @@ class TransformerLayer(nn.Module):
         enc_dec_window_size: Window | None = None,
         is_first_microbatch: bool | None = None,
         rotary_pos_emb: RotaryAngles | None = None,
-        **options: Unpack[AttentionOptions],
+        **options: Unpack[CoreOptions],
     ) -> Tensor:
         """hidden_states: [S, B, H] ("bshd": [B, S, H]; "thd": [T, H]) -> alike.
 
@@ -208,12 +208,13 @@ class TransformerLayer(nn.Module):
             raise ValueError("encoder_output and enc_dec_attn_mask are for layer_type 'decoder'")
         if self.inter_attention is not None and any(options.get(name) is not None for name in _LENGTHS):
             raise ValueError(f"{_LENGTHS[0]} is for layer_type 'encoder'; give attention_mask and enc_dec_attn_mask")
-        options |= {"attn_mask_type": self_attn_mask_type, "window_size": window_size}
         attended = self.self_attention(
             hidden_states,
             attention_mask,
             is_first_microbatch=is_first_microbatch,
             rotary_pos_emb=rotary_pos_emb,
+            attn_mask_type=self_attn_mask_type,
+            window_size=window_size,
             **options,
         )
         if self.parallel_attention_mlp:

@@ -155,23 +155,19 @@ def test_norms_of_queries_and_keys_lie_before_or_behind_the_rotation(kind: Any, 
     torch.testing.assert_close(m(x, rotary_pos_emb=angles), expected)
 
 
-def test_packed_sequences_under_fp8_compiled_are_those_of_each_sequence() -> None:
-    """Per-row blocks: a row's numbers do not depend on its neighbours."""
-    torch._dynamo.reset()
+@pytest.mark.parametrize("compiled", [True, False])
+def test_packed_sequences_are_those_of_each_sequence(compiled: bool) -> None:
+    """Compiled as one graph; and in MXFP8, where a row's numbers do not depend on its neighbours."""
     block = layer(attn_input_format="thd", self_attn_mask_type="padding_causal", normalization="RMSNorm", bias=False)
     angles = te.RotaryPositionEmbedding(D)(S)
     cu = torch.tensor([0, 2, 6], dtype=torch.int32)
     lengths: Any = {"cu_seqlens_q": cu, "cu_seqlens_kv": cu, "max_seqlen_q": 4, "max_seqlen_kv": 4}
-
-    def step(x: Tensor) -> Tensor:
-        with te.autocast(recipe=te.MXFP8BlockScaling()):
-            return block(x, rotary_pos_emb=angles, **lengths)
-
-    x = torch.randn(6, H)
-    y = torch.compile(step, fullgraph=True, backend="aot_eager")(x)
-    torch.testing.assert_close(y, step(x))
+    torch._dynamo.reset()
+    run = torch.compile(block, fullgraph=True, backend="eager") if compiled else block
     alone = layer(normalization="RMSNorm", bias=False)
-    with te.autocast(recipe=te.MXFP8BlockScaling()):
+    x = torch.randn(6, H)
+    with te.autocast(enabled=not compiled, recipe=te.MXFP8BlockScaling()):
+        y = run(x, rotary_pos_emb=angles, **lengths)
         parts = [alone(x[a:b, None], rotary_pos_emb=angles)[:, 0] for a, b in ((0, 2), (2, 6))]
     torch.testing.assert_close(y, torch.cat(parts), rtol=1e-4, atol=1e-4)
 
@@ -237,5 +233,7 @@ def test_calls_that_do_not_fit_are_refused() -> None:
         layer(layer_type="decoder")(x, encoder_output=x, cu_seqlens_q=torch.tensor([0, 1]))
     with pytest.raises(ValueError, match=r"inference_params is .*, which this library"):
         layer()(x, inference_params=object())
+    with pytest.raises(TypeError, match="multiple values for keyword argument 'attn_mask_type'"):
+        layer()(x, attn_mask_type="no_mask")
     with pytest.raises(ValueError, match="seq_len_interpolation_factor and pretrained_max_position_embeddings mean"):
         te.RotaryPositionEmbedding(D, seq_len_interpolation_factor=2)

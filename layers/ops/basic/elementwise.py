@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,7 +79,8 @@ class Reshape(BasicOperation):
 
     def __init__(self, *shape: int | Sequence[int]) -> None:
         super().__init__()
-        self.shape = torch.Size(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
+        given: Any = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        self.shape = torch.Size(given)
 
     def op_forward_compute(self, x: Tensor, call: OperationCall) -> Computed:
         return Computed(x.reshape(self.shape))
