@@ -171,6 +171,15 @@ def test_state_dicts_with_empty_extra_state_load(extra: Any) -> None:
     assert torch.equal(block.mlp.fc2_bias, state["mlp.fc2_bias"])
 
 
+def test_states_of_operations_load() -> None:
+    """There every operation has such a key, also one without parameters."""
+    model = te.ops.Sequential(te.ops.LayerNorm(8), te.ops.Linear(8, 8), te.ops.GELU(), te.ops.Quantize())
+    state = {name: torch.randn_like(value) for name, value in model.state_dict().items()}
+    extra = {f"{name}._extra_state": torch.empty(0, dtype=torch.uint8) for name, _ in model.named_modules() if name}
+    model.load_state_dict(state | extra)
+    assert torch.equal(model[1].linear.weight, state["1.linear.weight"])
+
+
 class Opened:
     def __reduce__(self) -> Any:
         return pytest.fail, ("a pickle was opened",)
