@@ -3,6 +3,9 @@
 May import: `te_models.kernels`.
 """
 
+import importlib
+from typing import Any
+
 from .attention import DotProductAttention
 from .autocast import (
     autocast,
@@ -23,9 +26,18 @@ from .grouped_tensor import GroupedRows, GroupedTensor
 from .layernorm_linear import LayerNormLinear
 from .layernorm_mlp import LayerNormMLP
 from .linear import Linear
+from .moe_permutation import (
+    moe_permute,
+    moe_permute_with_probs,
+    moe_sort_chunks_by_index,
+    moe_sort_chunks_by_index_with_probs,
+    moe_unpermute,
+)
+from .multihead_attention import MultiheadAttention
 from .norm import LayerNorm, RMSNorm
 from .op_results import QuantizedResult, quantized_like
 from .overrides import PerModuleRecipe, first_last_layers_bf16
+from .parallel_cross_entropy import parallel_cross_entropy
 from .quantized_module import QuantizedModule
 from .quantized_storage import (
     Float8BlockwiseTensorStorage,
@@ -56,8 +68,20 @@ from .recipes import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
+from .recompute import checkpoint
 from .report import RecipeReport, quantization_statistics, recipe_report
+from .rotary import RotaryPositionEmbedding, apply_rotary_pos_emb
 from .stored_weight import store_weights
+from .te_names import (
+    fp8_autocast,
+    fp8_model_init,
+    is_bf16_available,
+    is_fp8_available,
+    is_fp8_block_scaling_available,
+    is_mxfp8_available,
+    is_nvfp4_available,
+    missing,
+)
 from .tensor_classes import (
     Float8BlockwiseTensor,
     Float8Tensor,
@@ -66,6 +90,7 @@ from .tensor_classes import (
     MXFP8Tensor,
     NVFP4Tensor,
 )
+from .transformer_layer import TransformerLayer
 from .whole_model import (
     cache_weights,
     default_rounding_seed,
@@ -112,6 +137,7 @@ __all__ = [
     "MXFP8Quantizer",
     "MXFP8Tensor",
     "MXFP8TensorStorage",
+    "MultiheadAttention",
     "NVFP4BlockScaling",
     "NVFP4Quantizer",
     "NVFP4Tensor",
@@ -126,16 +152,33 @@ __all__ = [
     "RMSNorm",
     "Recipe",
     "RecipeReport",
+    "RotaryPositionEmbedding",
+    "TransformerLayer",
+    "apply_rotary_pos_emb",
     "autocast",
     "cache_weights",
+    "checkpoint",
     "collect_statistics",
     "current_recipe",
     "default_rounding_seed",
     "first_last_layers_bf16",
+    "fp8_autocast",
+    "fp8_model_init",
     "gradient_of",
+    "is_bf16_available",
+    "is_fp8_available",
+    "is_fp8_block_scaling_available",
+    "is_mxfp8_available",
+    "is_nvfp4_available",
     "load_recipe_state",
     "microbatch",
+    "moe_permute",
+    "moe_permute_with_probs",
+    "moe_sort_chunks_by_index",
+    "moe_sort_chunks_by_index_with_probs",
+    "moe_unpermute",
     "name_modules",
+    "parallel_cross_entropy",
     "prepare_recipe_state",
     "quantization_statistics",
     "quantized_like",
@@ -150,3 +193,9 @@ __all__ = [
     "store_weights",
     "update_delayed_scaling",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "ops":  # a package of its own, which not every program needs
+        return importlib.import_module(f"{__name__}.ops")
+    raise AttributeError(missing(name))

@@ -1,4 +1,4 @@
-"""Softmax attention through torch's scaled_dot_product_attention, which picks the device's best kernel.
+"""Softmax attention over given queries, keys and values.
 
 B batch, S query length, L key length, N query heads, G key/value heads (query groups), D head channels.
 """
@@ -7,33 +7,55 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Self
+from typing import Literal, Self
 
 import torch
-import torch.nn.functional as F
+import torch.distributed as dist
 from torch import Tensor, nn
+
+from .attention_core import attend
+from .attention_layout import QkvFormat, batch_first, check_format, from_batch_first
+from .attention_mask import AttentionMask, Masking, Window, mask_type_of, masks_of, window_of
+from .recompute import checkpointed
+from .score_bias import BiasType, ScoreBias
+from .te_arguments import TRACKER, require_default, takes_at_default
+from .te_extra_state import leave_extra_state
+
+_SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
 
 class DotProductAttention(nn.Module):
-    """Grouped-query attention over given q, k, v. Transformer Engine: `te.pytorch.DotProductAttention` ("bshd").
+    """Grouped-query attention over given q, k, v. Transformer Engine: `te.pytorch.DotProductAttention`.
 
-    attn_mask_type: "causal" (query i of S sees keys up to L - S + i, so a KV cache needs no mask) or "no_mask".
-    window_size: number of visible positions, the query's own included, with "causal" only. softcap:
-    `softcap * tanh(score / softcap)` (Gemma 2). softmax_type "learnable": one extra logit per head, parameter
-    softmax_offset [N], that takes probability and adds nothing (gpt-oss sinks); "vanilla": none. softmax_scale None:
-    1/sqrt(kv_channels). It may be assigned later: from then on it is data, and queries are multiplied by it, so that
-    another value recompiles nothing. ValueError for options that it does not have.
+    kv_channels: channels of a head, or a pair, of q and k and of v. qkv_format: see `QkvFormat`. attn_mask_type: see
+    `MaskType`; a KV cache wants "causal_bottom_right", in which the last query sees all keys. window_size: a pair, how
+    many keys are visible before and behind a query's own place, or, with a causal type, one number of visible
+    positions, the query's own included. softcap: `softcap * tanh(score / softcap)` (Gemma 2). softmax_type
+    "off-by-one": one extra logit, 0, that takes probability and adds nothing; "learnable": one per head, parameter
+    softmax_offset [N] (gpt-oss sinks). softmax_scale None: 1/sqrt(channels of q). It may be assigned later: from then
+    on it is data, and queries are multiplied by it, so that another value recompiles nothing. tp_size or tp_group:
+    how many ranks share the heads; this module has its share of them. Without meaning for the result: layer_number,
+    attention_type, sequence_parallel (q, k and v are whole sequences). ValueError for options that it does not have.
     """
 
+    @takes_at_default(
+        **TRACKER, cp_group=None, cp_global_ranks=None, cp_stream=None, cp_comm_type="p2p", return_max_logit=False
+    )
     def __init__(
         self,
         num_attention_heads: int,
-        kv_channels: int,
+        kv_channels: int | tuple[int, int],
         num_gqa_groups: int | None = None,
         attention_dropout: float = 0.0,
         *,
+        qkv_format: QkvFormat = "sbhd",
         attn_mask_type: str = "causal",
-        window_size: int | None = None,
+        window_size: Window | None = None,
+        sequence_parallel: bool = False,
+        tp_size: int = 1,
+        tp_group: dist.ProcessGroup | None = None,
+        layer_number: int | None = None,
+        attention_type: Literal["self", "cross"] = "self",
         softmax_scale: float | None = None,
         softcap: float | None = None,
         softmax_type: str = "vanilla",
@@ -42,33 +64,37 @@ class DotProductAttention(nn.Module):
     ) -> None:
         super().__init__()
         for name, value, allowed in (
-            ("attn_mask_type", attn_mask_type, ("causal", "no_mask")),
-            ("softmax_type", softmax_type, ("vanilla", "learnable")),
+            ("softmax_type", softmax_type, _SOFTMAX_TYPES),
+            ("attention_type", attention_type, ("self", "cross")),
         ):
             if value not in allowed:
                 raise ValueError(f"{name} is {value!r}; allowed: {', '.join(map(repr, allowed))}")
-        self.num_attention_heads = num_attention_heads
-        self.num_gqa_groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
-        if self.num_gqa_groups < 1 or num_attention_heads % self.num_gqa_groups:
+        groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+        if groups < 1 or num_attention_heads % groups:
             raise ValueError(f"num_gqa_groups is {num_gqa_groups}; allowed: a divisor of {num_attention_heads} heads")
-        if window_size is not None and not (isinstance(window_size, int) and window_size > 0):
-            raise ValueError(f"window_size is {window_size!r}; allowed: a positive number of positions, or None")
-        if window_size is not None and attn_mask_type != "causal":
-            raise ValueError(f"window_size is {window_size} with attn_mask_type {attn_mask_type!r}; allowed: 'causal'")
+        ranks = tp_size if tp_group is None else dist.get_world_size(tp_group)
+        if ranks < 1 or groups % ranks:
+            raise ValueError(f"tp_size is {ranks}; allowed: a divisor of {groups} key/value heads")
         if softcap is not None and softcap <= 0:
             raise ValueError(f"softcap is {softcap}; allowed: a positive number, or None")
+        check_format(qkv_format)
+        self.register_load_state_dict_pre_hook(leave_extra_state)
+        self.num_attention_heads, self.num_gqa_groups = num_attention_heads // ranks, groups // ranks
         self.attention_dropout = attention_dropout
-        self.attn_mask_type = attn_mask_type
+        self.qkv_format = qkv_format
+        self.attn_mask_type = mask_type_of(attn_mask_type)
         self.window_size = window_size
-        self._scale = 1.0 / math.sqrt(kv_channels) if softmax_scale is None else softmax_scale
+        window_of(window_size, self.attn_mask_type)
+        channels = kv_channels if isinstance(kv_channels, int) else kv_channels[0]
+        self._scale = 1.0 / math.sqrt(channels) if softmax_scale is None else softmax_scale
         self._assigned_scale: Tensor | None = None  # float32 [], whatever the module's dtype
         self._device = device
         self.softcap = softcap
+        self.softmax_type = softmax_type
         self.softmax_offset = None
         if softmax_type == "learnable":
-            self.softmax_offset = nn.Parameter(
-                torch.zeros(num_attention_heads, dtype=params_dtype or torch.get_default_dtype(), device=device)
-            )
+            new = {"dtype": params_dtype or torch.get_default_dtype(), "device": device}
+            self.softmax_offset = nn.Parameter(torch.zeros(self.num_attention_heads, **new))  # type: ignore[arg-type]
 
     @property
     def softmax_scale(self) -> float:
@@ -95,76 +121,93 @@ class DotProductAttention(nn.Module):
         if self.softmax_offset is not None:
             nn.init.zeros_(self.softmax_offset)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """query: [B, S, N, D]; key: [B, L, G, D]; value: [B, L, G, Dv]; attention_mask: bool, broadcastable to
-        [B, N, S, L], True where a key is hidden (Transformer Engine's convention), added to the mask type's own.
-        Returns [B, S, N * Dv]. A row with every key hidden gives zeros.
+    def forward(
+        self,
+        query_layer: Tensor,
+        key_layer: Tensor,
+        value_layer: Tensor,
+        attention_mask: AttentionMask | None = None,
+        *,
+        qkv_format: QkvFormat | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None,
+        cu_seqlens_q_padded: Tensor | None = None,
+        cu_seqlens_kv_padded: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        attn_mask_type: str | None = None,
+        window_size: Window | None = None,
+        bottom_right_diagonal: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        core_attention_bias_type: BiasType = "no_bias",
+        core_attention_bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        fast_zero_fill: bool = True,
+        inference_params: None = None,
+        pad_between_seqs: bool | None = None,
+        fp8_output: bool = False,
+        num_splits: int | None = 1,
+    ) -> Tensor:
+        """query_layer: [S, B, N, D]; key_layer: [L, B, G, D]; value_layer: [L, B, G, Dv]; returns [S, B, N * Dv]. So in
+        "sbhd"; of [B, S, N, D] in "bshd" [B, S, N * Dv], of [T, N, D] in "thd" [T, N * Dv]. A row with every key hidden
+        gives zeros, padding among them.
+
+        attention_mask: bool, True is hidden. With a padding type [B, 1, 1, S], or a pair of them, of queries and keys;
+        with any other broadcastable to [B, N, S, L], on top of what the type hides. cu_seqlens_q, cu_seqlens_kv [B + 1]
+        with a padding type: sums of the numbers of real rows, in place of a mask; in "thd" of the sequences' lengths,
+        with cu_seqlens_*_padded where there is padding between them. They stay on the device (max_seqlen_* and
+        pad_between_seqs may be given and are not needed); the mask of packed sequences is [T, T].
+        core_attention_bias: added to the scores, broadcastable to [B, N, S, L]: "pre_scale_bias" before scaling,
+        "post_scale_bias" behind it; "alibi": minus the distance times alibi_slopes [N] or [B, N], None: the usual ones.
+        bottom_right_diagonal: whether distances count from the ends of the two sequences; None: as the mask type says.
+        checkpoint_core_attention: compute it again in the backward pass. qkv_format, attn_mask_type, window_size: in
+        place of the module's. ValueError for what is contradictory, missing, or not there.
         """
-        for name, given, heads in (
-            ("query", query, self.num_attention_heads),
-            ("key", key, self.num_gqa_groups),
-            ("value", value, self.num_gqa_groups),
-        ):
-            if given.dim() != 4 or given.shape[2] != heads:
-                raise ValueError(f"{name} has shape {tuple(given.shape)}; allowed: [batch, length, {heads}, channels]")
-        if self._assigned_scale is None:
-            scale = self._scale
-        else:
+        for name, given, default in (("fast_zero_fill", fast_zero_fill, True), ("fp8_output", fp8_output, False)):
+            require_default(name, given, default)
+        require_default("inference_params", inference_params, None)
+        if num_splits not in (None, 0, 1):
+            raise ValueError(f"num_splits is {num_splits!r}, which this library does not have; allowed: 1")
+        layout = self.qkv_format if qkv_format is None else qkv_format
+        check_format(layout)
+        query = batch_first("query", query_layer, self.num_attention_heads, layout)
+        key = batch_first("key", key_layer, self.num_gqa_groups, layout)
+        value = batch_first("value", value_layer, self.num_gqa_groups, layout)
+        masking = Masking(
+            self.attn_mask_type if attn_mask_type is None else mask_type_of(attn_mask_type),
+            self.window_size if window_size is None else window_size,
+            bottom_right_diagonal,
+            attention_mask,
+            (cu_seqlens_q, cu_seqlens_kv),
+            (cu_seqlens_q_padded, cu_seqlens_kv_padded),
+            ScoreBias(core_attention_bias_type, core_attention_bias, alibi_slopes),
+            packed=layout == "thd",
+        )
+        plain = self.softcap is None and self.softmax_type == "vanilla"
+        masks = masks_of(masking, query, key, self._scale_now(), plain=plain)
+        arguments = query, key, value, *masks
+        out = checkpointed(self._attend, *arguments) if checkpoint_core_attention else self._attend(*arguments)
+        return from_batch_first(out, layout)
+
+    def _scale_now(self) -> float | Tensor:
+        return self._scale if self._assigned_scale is None else self._assigned_scale
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, bias: Tensor | None, causal: bool
+    ) -> Tensor:
+        """[B, S, N, D], [B, L, G, D], [B, L, G, Dv] -> [B, S, N * Dv]. The others: see `attend`."""
+        scale = self._scale
+        if self._assigned_scale is not None:
             exact = query.to(torch.promote_types(query.dtype, torch.float32))
             query, scale = (exact * self._assigned_scale).to(query.dtype), 1.0
+        sink = self.softmax_offset
+        if self.softmax_type == "off-by-one":
+            sink = query.new_zeros(self.num_attention_heads)
         query, key, value = (t.transpose(1, 2) for t in (query, key, value))
-        length, keys = query.shape[2], key.shape[2]
-        causal = self.attn_mask_type == "causal"
-        plain = self.window_size is None and attention_mask is None and length == keys
-        explicit = self.softcap is not None or self.softmax_offset is not None
-        visible = None
-        if attention_mask is not None or (causal and (explicit or not plain)):
-            visible = self._visible(length, keys, attention_mask, query.device)
-        if explicit:
-            out = self._explicit(query, key, value, visible, scale)
-        else:
-            out = F.scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                attn_mask=visible,
-                dropout_p=self.attention_dropout if self.training else 0.0,
-                is_causal=causal and visible is None,
-                scale=scale,
-                enable_gqa=self.num_gqa_groups != self.num_attention_heads,
-            )
-        return out.transpose(1, 2).flatten(2)
-
-    def _visible(self, length: int, keys: int, hidden: Tensor | None, device: torch.device) -> Tensor:
-        """Return the bool mask, True where a query may look, broadcastable to [B, N, S, L]."""
-        if self.attn_mask_type == "causal":
-            distance = torch.arange(keys - length, keys, device=device)[:, None] - torch.arange(keys, device=device)
-            visible = distance >= 0
-            if self.window_size is not None:
-                visible = visible & (distance < self.window_size)
-            return visible if hidden is None else visible & ~hidden
-        assert hidden is not None
-        return ~hidden
-
-    def _explicit(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scale: float) -> Tensor:
-        """Attention with soft-capped scores or a sink logit, softmax in float32."""
-        repeat = self.num_attention_heads // self.num_gqa_groups
-        key, value = (t.repeat_interleave(repeat, dim=1) for t in (key, value))
-        scores = (query @ key.transpose(2, 3)).float() * scale
-        if self.softcap is not None:
-            scores = self.softcap * torch.tanh(scores / self.softcap)
-        if visible is not None:
-            scores = scores.masked_fill(~visible, float("-inf"))
-        if self.softmax_offset is not None:
-            sink = self.softmax_offset.float()[None, :, None, None].expand(*scores.shape[:3], 1)
-            probabilities = torch.softmax(torch.cat([scores, sink], dim=-1), dim=-1)[..., :-1]
-        else:
-            probabilities = torch.softmax(scores, dim=-1)
-            if visible is not None:
-                probabilities = probabilities.masked_fill(~visible, 0.0)
-        probabilities = F.dropout(probabilities.to(value.dtype), self.attention_dropout, self.training)
-        return probabilities @ value
+        dropout = self.attention_dropout if self.training else 0.0
+        how = {"causal": causal, "scale": scale, "softcap": self.softcap, "dropout": dropout}
+        return attend(query, key, value, visible, bias, sink, **how).transpose(1, 2).flatten(2)
 
     def extra_repr(self) -> str:
-        heads = f"heads={self.num_attention_heads}, groups={self.num_gqa_groups}"
+        heads = f"heads={self.num_attention_heads}, groups={self.num_gqa_groups}, {self.qkv_format}"
         return f"{heads}, {self.attn_mask_type}, window={self.window_size}"

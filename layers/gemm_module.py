@@ -13,7 +13,8 @@ from .wgrad import weight_gradient
 
 
 class GemmModule(QuantizedModule):
-    """fuse_wgrad_accumulation: weight gradients are added to `weight.main_grad` in place and `weight.grad` stays None.
+    """fuse_wgrad_accumulation: weight gradients are added to `weight.main_grad` in place and `weight.grad` stays None;
+    a call with `is_first_microbatch=True` writes them there instead, so that nobody has to zero it.
     delay_wgrad_compute: backward leaves weight gradients out until `backward_dw()`. save_original_input: keep the
     input as it is for wgrad and quantize it in the backward pass, which saves memory where several layers share it.
     Names and meanings are Transformer Engine's."""
@@ -31,12 +32,13 @@ class GemmModule(QuantizedModule):
         self.save_original_input = save_original_input
         self._later: list[Callable[[], None]] | None = [] if delay_wgrad_compute else None
 
-    def gemm_options(self, *weights: nn.Parameter) -> GemmOptions:
-        """Return how the gradients of `weights` are to be made, of several together."""
+    def gemm_options(self, *weights: nn.Parameter, first: bool | None = None) -> GemmOptions:
+        """Return how the gradients of `weights` are to be made, of several together. first: `is_first_microbatch` of
+        this call; where it is True a main gradient is written to and not added to, as in Transformer Engine."""
         if not self.fuse_wgrad_accumulation and self._later is None:
             return GemmOptions(True) if self.save_original_input else DEFAULT_OPTIONS
         return GemmOptions(
-            self.save_original_input, weight_gradient(weights, self.fuse_wgrad_accumulation, self._later)
+            self.save_original_input, weight_gradient(weights, self.fuse_wgrad_accumulation, self._later, first is True)
         )
 
     def backward_dw(self) -> None:

@@ -17,6 +17,7 @@ from .quantized_tensor import QuantizedTensor
 from .row_groups import check_values
 from .sides import quantized_gemms
 from .stored_weight import store_weights_as_asked
+from .te_arguments import TRACKER, USER_BUFFERS, takes_at_default
 from .tensor_parallel import ParallelMode, TensorParallelModule
 
 
@@ -33,6 +34,7 @@ class GroupedLinear(TensorParallelModule, GemmModule):
     The other options: see `GemmModule`; in the per-GEMM layout every weight has a `main_grad` of its own.
     """
 
+    @takes_at_default(**TRACKER, **USER_BUFFERS, sequence_parallel=False, return_bias=False)
     def __init__(
         self,
         num_gemms: int,
@@ -140,7 +142,7 @@ class GroupedLinear(TensorParallelModule, GemmModule):
         weights, _ = self.members()
         bias = None if self.parallel_mode == "row" else self._stacked_bias()
         cached = self.cached_weight(weights, is_first_microbatch)
-        how = {"cached": cached, "options": self.gemm_options(*weights)}
+        how = {"cached": cached, "options": self.gemm_options(*weights, first=is_first_microbatch)}
         return grouped_linear(self, x, weights, bias, m_splits, permutation=permutation, row_align=row_align, **how)
 
     def with_bias(self, y: Tensor, m_splits: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from .module import InitMethod, default_init_method, empty_parameter
 from .norm import PrecedingNorm
 from .preceded_linear import preceded_linear
 from .stored_weight import store_weights_as_asked
+from .te_arguments import TRACKER, USER_BUFFERS, takes_at_default
 from .tensor_parallel import TensorParallelModule
 
 
@@ -22,10 +23,12 @@ class LayerNormLinear(TensorParallelModule, PrecedingNorm, GemmModule):
 
     Parameters: layer_norm_weight [in] (unless norm_weight is False), layer_norm_bias [in] (with norm_bias, by default
     for LayerNorm), weight [out, in], bias [out]. cast_order None: each norm's own default. parallel_mode "column" and
-    its companions: as for `Linear`; under sequence parallelism each rank normalises its own rows. The other options:
-    see `GemmModule`.
+    its companions: as for `Linear`; under sequence parallelism each rank normalises its own rows. return_bias: as for
+    `Linear`; return_layernorm_output: return norm(x), too, behind y and a returned bias. The other options: see
+    `GemmModule`.
     """
 
+    @takes_at_default(**TRACKER, **USER_BUFFERS, parameters_split=None, return_layernorm_output_gathered=False)
     def __init__(
         self,
         in_features: int,
@@ -43,6 +46,8 @@ class LayerNormLinear(TensorParallelModule, PrecedingNorm, GemmModule):
         tp_group: dist.ProcessGroup | None = None,
         tp_size: int = 1,
         init_method: InitMethod | None = None,
+        return_bias: bool = False,
+        return_layernorm_output: bool = False,
         params_dtype: torch.dtype | None = None,
         parallel_mode: Literal["column"] | None = None,
         device: torch.device | str | None = None,
@@ -57,6 +62,8 @@ class LayerNormLinear(TensorParallelModule, PrecedingNorm, GemmModule):
         self.in_features = in_features
         self.out_features = out_features
         self.init_method = init_method or default_init_method
+        self.return_bias = return_bias
+        self.return_layernorm_output = return_layernorm_output
         new = {"params_dtype": params_dtype, "device": device}
         self.add_norm(in_features, normalization, eps, zero_centered_gamma, cast_order, norm_weight, norm_bias, **new)
         self.weight = empty_parameter(out_features, in_features, **new)
@@ -75,15 +82,24 @@ class LayerNormLinear(TensorParallelModule, PrecedingNorm, GemmModule):
         if self.bias is not None:
             self.bias.zero_()
 
-    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor | tuple[Tensor | None, ...]:
         """x: [..., in_features] -> [..., out_features], in the compute dtype. is_first_microbatch: as for `Linear`."""
         cached = self.cached_weight((self.weight,), is_first_microbatch, gemm=0)
-        how: dict[str, Any] = {"cached": cached, "options": self.gemm_options(self.weight)}
-        if self.parallel_mode is None:
+        how: dict[str, Any] = {"cached": cached, "options": self.gemm_options(self.weight, first=is_first_microbatch)}
+        bias, normed = None if self.return_bias else self.bias, None
+        if self.parallel_mode is None and not self.return_layernorm_output:
             norm, parameters = self.preceding_norm(), (self.layer_norm_weight, self.layer_norm_bias)
-            return preceded_linear(self, norm, x, parameters, self.weight, self.bias, **how)
-        x = self.whole_rows(self.normed(x, self.for_own_rows))
-        return linear(self, x, self.weight, self.bias, **how)
+            y = preceded_linear(self, norm, x, parameters, self.weight, bias, **how)
+        else:
+            normed = self.normed(x, None if self.parallel_mode is None else self.for_own_rows)
+            y = linear(
+                self, normed if self.parallel_mode is None else self.whole_rows(normed), self.weight, bias, **how
+            )
+        results: tuple[Tensor | None, ...] = (y,)
+        if self.return_bias:  # this rank's part of it, beside whole rows
+            results += (None if self.bias is None else self.bias.to(y.dtype),)
+        results += (normed,) if self.return_layernorm_output else ()
+        return results if len(results) > 1 else y
 
     def extra_repr(self) -> str:
         return f"{self.normalization}, {self.in_features}, {self.out_features}, bias={self.bias is not None}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from .module import InitMethod, default_init_method, empty_parameter
 from .norm import PrecedingNorm
 from .preceded_linear import preceded_linear
 from .stored_weight import store_weights_as_asked
+from .te_arguments import TRACKER, USER_BUFFERS, takes_at_default
 from .tensor_parallel import TensorParallelModule
 
 # Transformer Engine's activation names -> (ours, gated)
@@ -28,20 +30,33 @@ MLP_ACTIVATIONS = {
     "swiglu": ("silu", True),
     "srelu": ("squared_relu", False),
     "sreglu": ("squared_relu", True),
+    "clamped_swiglu": ("silu", True),
 }
+_CLAMPED = {"limit": 7.0, "alpha": 1.702}
 
 
 class LayerNormMLP(TensorParallelModule, PrecedingNorm, GemmModule):
     """`y = act(norm(x) w1^T + b1) w2^T + b2`. Transformer Engine: `te.pytorch.LayerNormMLP`.
 
     activation: a key of MLP_ACTIVATIONS; the *glu ones are gated, fc1 then has 2 * ffn_hidden_size rows [gate | up].
+    "clamped_swiglu" is gpt-oss's, with activation_params limit (7.0) and alpha (1.702). output_layer_init_method: of
+    fc2_weight, None: N(0, 0.023^2).
     Parameters: layer_norm_weight, layer_norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias. set_parallel_mode: split
     fc1 by column and fc2 by row over the ranks of tp_group, see `tensor_parallel`; of a gated fc1 each rank has its
-    part of the gate rows and of the up rows (partition_stride 2).
+    part of the gate rows and of the up rows (partition_stride 2). return_bias: as for `Linear`, of fc2;
+    return_layernorm_output: return norm(x), too, behind y and a returned bias.
     """
 
     STATISTICS_SLOTS = ("fc1", "fc2")
 
+    @takes_at_default(
+        **TRACKER,
+        **USER_BUFFERS,
+        return_layernorm_output_gathered=False,
+        seq_length=None,
+        micro_batch_size=None,
+        checkpoint=False,
+    )
     def __init__(
         self,
         hidden_size: int,
@@ -51,6 +66,7 @@ class LayerNormMLP(TensorParallelModule, PrecedingNorm, GemmModule):
         *,
         normalization: str = "LayerNorm",
         activation: str = "gelu",
+        activation_params: Mapping[str, float] | None = None,
         zero_centered_gamma: bool = False,
         cast_order: str | None = None,
         sequence_parallel: bool = False,
@@ -59,6 +75,8 @@ class LayerNormMLP(TensorParallelModule, PrecedingNorm, GemmModule):
         tp_size: int = 1,
         init_method: InitMethod | None = None,
         output_layer_init_method: InitMethod | None = None,
+        return_bias: bool = False,
+        return_layernorm_output: bool = False,
         params_dtype: torch.dtype | None = None,
         set_parallel_mode: bool = False,
         device: torch.device | str | None = None,
@@ -75,8 +93,11 @@ class LayerNormMLP(TensorParallelModule, PrecedingNorm, GemmModule):
         self.hidden_size = hidden_size
         self.ffn_hidden_size = ffn_hidden_size
         self.activation = activation
+        self._act = _activation(activation, activation_params)
         self.init_method = init_method or default_init_method
-        self.output_layer_init_method = output_layer_init_method or self.init_method
+        self.return_bias = return_bias
+        self.return_layernorm_output = return_layernorm_output
+        self.output_layer_init_method = output_layer_init_method or default_init_method
         new = {"params_dtype": params_dtype, "device": device}
         self._blocks = 2 if MLP_ACTIVATIONS[activation][1] else 1  # of fc1's rows: the gate's and the others, or one
         rows = ffn_hidden_size * self._blocks
@@ -110,23 +131,42 @@ class LayerNormMLP(TensorParallelModule, PrecedingNorm, GemmModule):
     def weight_names(self) -> tuple[str, ...]:
         return ("fc1_weight", "fc2_weight")
 
-    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor | tuple[Tensor | None, ...]:
         """x: [..., hidden_size] -> [..., hidden_size], in the compute dtype. is_first_microbatch: as for `Linear`."""
-        fc1, fc2, split = self.fc1_weight, self.fc2_weight, self.set_parallel_mode
-        if split:
-            x = self.whole_rows(self.normed(x, self.for_own_rows))
+        fc1, fc2, split, normed = self.fc1_weight, self.fc2_weight, self.set_parallel_mode, None
+        if split or self.return_layernorm_output:
+            normed = self.normed(x, self.for_own_rows if split else None)
+            x = self.whole_rows(normed) if split else normed
             hidden = linear(self, x, fc1, self.fc1_bias, **self._how(0, fc1, is_first_microbatch))
         else:
             norm, parameters = self.preceding_norm(), (self.layer_norm_weight, self.layer_norm_bias)
             how = self._how(0, fc1, is_first_microbatch)
             hidden = preceded_linear(self, norm, x, parameters, fc1, self.fc1_bias, **how)
-        activation, how = Activation(*MLP_ACTIVATIONS[self.activation]), self._how(1, fc2, is_first_microbatch)
-        y = preceded_linear(self, activation, hidden, (None, None), fc2, None if split else self.fc2_bias, **how)
-        return self.summed(y, self.fc2_bias) if split else y
+        how = self._how(1, fc2, is_first_microbatch)
+        bias = None if self.return_bias else self.fc2_bias
+        y = preceded_linear(self, self._act, hidden, (None, None), fc2, None if split else bias, **how)
+        y = self.summed(y, bias) if split else y
+        results: tuple[Tensor | None, ...] = (y,)
+        if self.return_bias:
+            own = self.for_own_rows(self.fc2_bias) if split and self.fc2_bias is not None else self.fc2_bias
+            results += (None if own is None else own.to(y.dtype),)
+        results += (normed,) if self.return_layernorm_output else ()
+        return results if len(results) > 1 else y
 
     def _how(self, gemm: int, weight: nn.Parameter, is_first_microbatch: bool | None) -> dict[str, Any]:
         cached = self.cached_weight((weight,), is_first_microbatch, gemm)
-        return {"gemm": gemm, "cached": cached, "options": self.gemm_options(weight)}
+        return {"gemm": gemm, "cached": cached, "options": self.gemm_options(weight, first=is_first_microbatch)}
 
     def extra_repr(self) -> str:
         return f"{self.normalization}, {self.hidden_size}, {self.ffn_hidden_size}, {self.activation}"
+
+
+def _activation(name: str, params: Mapping[str, float] | None) -> Activation:
+    """Return the activation of this name. ValueError for parameters that it does not have."""
+    known = _CLAMPED if name == "clamped_swiglu" else {}
+    unknown = sorted(set(params or {}) - set(known))
+    if unknown:
+        raise ValueError(f"activation_params has {unknown[0]!r} with activation {name!r}; allowed: {sorted(known)}")
+    given = {**known, **(params or {})}
+    clamped = {"clamp": given["limit"], "alpha": given["alpha"], "up_offset": 1.0} if known else {}
+    return Activation(*MLP_ACTIVATIONS[name], **clamped)

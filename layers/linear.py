@@ -12,6 +12,7 @@ from .gemm_module import GemmModule
 from .linear_function import linear
 from .module import InitMethod, default_init_method, empty_parameter
 from .stored_weight import store_weights_as_asked
+from .te_arguments import TRACKER, USER_BUFFERS, takes_at_default
 from .tensor_parallel import ParallelMode, TensorParallelModule
 
 
@@ -21,9 +22,11 @@ class Linear(TensorParallelModule, GemmModule):
     weight: [out_features, in_features]; bias: [out_features]. params_dtype: dtype of the parameters (None: torch's
     default); init_method: fills the weight in place (None: N(0, 0.023^2)); the bias starts at zero. parallel_mode: how
     the weight is split over the ranks of tp_group, see `tensor_parallel`; in_features and out_features are the unsplit
-    sizes, the attributes of that name this rank's. The other options: see `GemmModule`; name: see `QuantizedModule`.
+    sizes, the attributes of that name this rank's. return_bias: return (y without bias, bias): the caller adds it. The
+    other options: see `GemmModule`; name: see `QuantizedModule`.
     """
 
+    @takes_at_default(**TRACKER, **USER_BUFFERS, parameters_split=None)
     def __init__(
         self,
         in_features: int,
@@ -35,6 +38,7 @@ class Linear(TensorParallelModule, GemmModule):
         tp_group: dist.ProcessGroup | None = None,
         tp_size: int = 1,
         init_method: InitMethod | None = None,
+        return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
         parallel_mode: ParallelMode | None = None,
         device: torch.device | str | None = None,
@@ -48,6 +52,7 @@ class Linear(TensorParallelModule, GemmModule):
         self.in_features = in_features
         self.out_features = out_features
         self.init_method = init_method or default_init_method
+        self.return_bias = return_bias
         self.weight = empty_parameter(out_features, in_features, params_dtype=params_dtype, device=device)
         self.bias = empty_parameter(out_features, params_dtype=params_dtype, device=device) if bias else None
         self.reset_parameters()
@@ -63,15 +68,21 @@ class Linear(TensorParallelModule, GemmModule):
         if self.bias is not None:
             self.bias.zero_()
 
-    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor | tuple[Tensor, Tensor | None]:
         """x: [..., in_features] -> [..., out_features], in the compute dtype. is_first_microbatch: True quantizes the
-        weight and keeps the result, False uses what was kept, None quantizes without keeping."""
+        weight and keeps the result, False uses what was kept, None quantizes without keeping; True writes to a main
+        gradient, see `GemmModule`."""
         cached = self.cached_weight((self.weight,), is_first_microbatch, gemm=0)
-        options, row = self.gemm_options(self.weight), self.parallel_mode == "row"
+        options, row = self.gemm_options(self.weight, first=is_first_microbatch), self.parallel_mode == "row"
         if self.parallel_mode == "column":
             x = self.whole_rows(x)
-        y = linear(self, x, self.weight, None if row else self.bias, cached=cached, options=options)
-        return self.summed(y, self.bias) if row else y
+        bias = None if self.return_bias else self.bias
+        y = linear(self, x, self.weight, None if row else bias, cached=cached, options=options)
+        y = self.summed(y, bias) if row else y
+        if not self.return_bias:
+            return y
+        own = self.bias if self.bias is None or not row else self.for_own_rows(self.bias)
+        return y, None if own is None else own.to(y.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"

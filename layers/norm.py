@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from te_models.kernels.norm import Norm, layer_norm, rms_norm
 
 from .module import empty_parameter
+from .te_arguments import takes_at_default
+from .te_extra_state import leave_extra_state
 
 
 class _Norm(nn.Module):
@@ -18,7 +20,7 @@ class _Norm(nn.Module):
 
     def __init__(
         self,
-        hidden_size: int,
+        hidden_size: int | Sequence[int],
         eps: float,
         zero_centered_gamma: bool,
         cast_order: str,
@@ -30,7 +32,12 @@ class _Norm(nn.Module):
         super().__init__()
         if cast_order not in ("weight_first", "weight_last"):
             raise ValueError(f"cast_order is {cast_order!r}; allowed: 'weight_first', 'weight_last'")
+        if not isinstance(hidden_size, int):  # as torch and Transformer Engine take it
+            if len(hidden_size) != 1:
+                raise ValueError(f"hidden_size is {hidden_size!r}; allowed: a number, or a sequence of one number")
+            (hidden_size,) = hidden_size
         self.hidden_size = hidden_size
+        self.register_load_state_dict_pre_hook(leave_extra_state)
         self.eps = eps
         self.zero_centered_gamma = zero_centered_gamma
         self.cast_order = cast_order
@@ -58,9 +65,10 @@ class RMSNorm(_Norm):
     is rounded, see `te_models.kernels.norm`. Transformer Engine: `te.pytorch.RMSNorm`.
     """
 
+    @takes_at_default(sequence_parallel=None)
     def __init__(
         self,
-        hidden_size: int,
+        hidden_size: int | Sequence[int],
         eps: float = 1e-5,
         *,
         zero_centered_gamma: bool = False,
@@ -79,9 +87,10 @@ class RMSNorm(_Norm):
 class LayerNorm(_Norm):
     """Layer norm: `gamma * (x - mean) / sqrt(var + eps) + beta`; arguments as for RMSNorm, plus `bias`."""
 
+    @takes_at_default(sequence_parallel=None)
     def __init__(
         self,
-        hidden_size: int,
+        hidden_size: int | Sequence[int],
         eps: float = 1e-5,
         *,
         zero_centered_gamma: bool = False,

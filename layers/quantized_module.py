@@ -33,6 +33,7 @@ from .recipe_use import Choice, RecipeUse, choose
 from .recipes import DelayedRule, DelayedScaling
 from .recompute import once, recomputing, refuse_around_a_graph, same_as_first_run, scratch_like
 from .rounding_seed import STREAMS, default_seed
+from .te_extra_state import leave_extra_state
 from .weight_cache import keep_weight, kept_weight, move_kept_weights
 
 _DELAYED_NAMES = ("fp8_scale", "fp8_amax", "fp8_grad_amax", "fp8_history")
@@ -63,7 +64,7 @@ class QuantizedModule(nn.Module):
         super().__init__()
         self.recipe_use = RecipeUse()
         self.kind = type(self).__name__  # as recipes know it; `fully_shard` makes another class of the module
-        self.name = name
+        self.name = name or ""  # Transformer Engine's None
         self.reduce_amax = True  # False: other ranks have other GEMMs here, so delayed scaling reduces no amaxes
         self.delayed_rule: DelayedRule | None = None
         self.fp8_history: Tensor | None = None
@@ -72,6 +73,7 @@ class QuantizedModule(nn.Module):
         self.fp8_grad_amax = torch.zeros_like(self.fp8_scale[0])
         self.fp8_statistics = self.fp8_scale.new_zeros(len(self.STATISTICS_SLOTS), 2, len(STATISTICS))
         self.fp8_grad_statistics = self.fp8_scale.new_zeros(len(self.STATISTICS_SLOTS), len(STATISTICS))
+        self.register_load_state_dict_pre_hook(leave_extra_state)
         self._register()
         self._seed = default_seed()
         self._stream_prepared = False

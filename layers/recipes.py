@@ -4,7 +4,7 @@ operand, and the options under Transformer Engine's names."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor
@@ -19,6 +19,7 @@ from .quantizer import (
     Quantizer,
 )
 from .recipe import Format, GemmQuantizers, QuantizerRole, Recipe, Role
+from .te_arguments import require_default
 
 AmaxAlgorithm = Literal["max", "most_recent"] | Callable[[Tensor], Tensor]
 DelayedRule = tuple[int, int, AmaxAlgorithm, bool, bool]
@@ -31,7 +32,8 @@ class DelayedScaling(Recipe):
     amax_history_len: how many steps are remembered. amax_compute_algo: "max" over them, "most_recent", or a function
     of the history [length, ...], newest first, that returns amaxes [...]. reduce_amax: take the maximum over the ranks
     of the amax reduction group that `autocast` is given. Weights that `quantized_model_init` stores are scaled by their
-    own amax whenever they are requantized, so a stored weight is never clipped by an old scale.
+    own amax whenever they are requantized, so a stored weight is never clipped by an old scale. fp8_dpa, fp8_mha,
+    scaling_factor_compute_algo, override_linear_precision: Transformer Engine's, at their defaults.
     """
 
     NAME: ClassVar[str] = "delayed"
@@ -40,8 +42,18 @@ class DelayedScaling(Recipe):
     amax_history_len: int = 1024
     amax_compute_algo: AmaxAlgorithm = "max"
     reduce_amax: bool = True
+    fp8_dpa: InitVar[bool] = False
+    fp8_mha: InitVar[bool] = False
+    scaling_factor_compute_algo: InitVar[None] = None
+    override_linear_precision: InitVar[tuple[bool, bool, bool]] = (False, False, False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(
+        self, fp8_dpa: bool, fp8_mha: bool, scaling_factor_compute_algo: None, override_linear_precision: Any
+    ) -> None:
+        require_default("fp8_dpa", fp8_dpa, False)
+        require_default("fp8_mha", fp8_mha, False)
+        require_default("scaling_factor_compute_algo", scaling_factor_compute_algo, None)
+        require_default("override_linear_precision", tuple(override_linear_precision), (False, False, False))
         if type(self.amax_history_len) is not int or self.amax_history_len < 1:
             raise ValueError(f"amax_history_len is {self.amax_history_len!r}; allowed: a positive integer")
         if not callable(self.amax_compute_algo) and self.amax_compute_algo not in ("max", "most_recent"):

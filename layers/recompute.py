@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 from torch._guards import TracingContext
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from .autocast import put_in_force, recompute_contexts, state
+from .te_arguments import require_default
 
 if TYPE_CHECKING:
     from .quantized_module import LiveState
@@ -151,8 +153,30 @@ def refuse_around_a_graph() -> None:
         )
 
 
-def checkpointed(function: Callable[..., Any], *arguments: Any) -> Any:
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    distribute_saved_activations: bool = False,
+    get_rng_state_tracker: None = None,
+    tp_group: Any = None,
+    use_reentrant: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """Return `function(*args, **kwargs)`, keeping only the arguments for the backward pass, in which it runs again.
+
+    It repeats the first run under its recipe and scales. Transformer Engine: `te.checkpoint`. Gradients do not depend
+    on use_reentrant (they are made without reentry), nor on tp_group. ValueError where saved activations are to be
+    distributed, for a tracker of random states, whose numbers would differ in the second run, and for a context_fn.
+    """
+    require_default("distribute_saved_activations", distribute_saved_activations, False)
+    require_default("get_rng_state_tracker", get_rng_state_tracker, None)
+    if "context_fn" in kwargs:
+        raise ValueError("context_fn is given; use torch.utils.checkpoint with recompute_contexts(save)")
+    return checkpointed(function, *args, **kwargs)
+
+
+def checkpointed(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """Return `function(*arguments)`, keeping only the arguments for the backward pass, in which it runs again."""
     # in a graph the compiler recomputes what it traced: no state is looked up a second time
     contexts: dict[str, Any] = {} if torch.compiler.is_compiling() else {"context_fn": recompute_contexts}
-    return checkpoint(function, *arguments, use_reentrant=False, **contexts)
+    return checkpoint_of_torch(function, *arguments, use_reentrant=False, **contexts, **named)

@@ -35,12 +35,16 @@ class WeightGradient:
 
 
 def weight_gradient(
-    weights: tuple[nn.Parameter, ...], fuse_wgrad_accumulation: bool, later: list[Callable[[], None]] | None
+    weights: tuple[nn.Parameter, ...],
+    fuse_wgrad_accumulation: bool,
+    later: list[Callable[[], None]] | None,
+    overwrite: bool = False,
 ) -> WeightGradient | None:
-    """Return what to do with the gradients of `weights`, computed together; None: what autograd does."""
+    """Return what to do with the gradients of `weights`, computed together; None: what autograd does. overwrite: write
+    to main gradients in any case."""
     if not fuse_wgrad_accumulation:
         return None if later is None else WeightGradient(later=later)
-    members = tuple(_into_main_grad(weight, later) for weight in weights)
+    members = tuple(_into_main_grad(weight, later, overwrite) for weight in weights)
     return members[0] if len(members) == 1 else WeightGradient(later=later, members=members)
 
 
@@ -50,7 +54,7 @@ def main_grads(how: WeightGradient | None) -> tuple[Tensor, ...]:
     return () if how is None else tuple(one.main_grad for one in how.each() if one.main_grad is not None)
 
 
-def _into_main_grad(weight: nn.Parameter, later: list[Callable[[], None]] | None) -> WeightGradient:
+def _into_main_grad(weight: nn.Parameter, later: list[Callable[[], None]] | None, overwrite: bool) -> WeightGradient:
     if not (torch.is_grad_enabled() and weight.requires_grad):  # evaluation, or a frozen weight: nothing is accumulated
         return WeightGradient(later=later, wanted=False)
     main_grad = getattr(weight, "main_grad", None)
@@ -58,7 +62,7 @@ def _into_main_grad(weight: nn.Parameter, later: list[Callable[[], None]] | None
         raise ValueError("fuse_wgrad_accumulation needs weight.main_grad, a tensor of the weight's shape; it has none")
     if main_grad.shape != weight.shape:
         raise ValueError(f"weight.main_grad has shape {tuple(main_grad.shape)}; expected {tuple(weight.shape)}")
-    return WeightGradient(main_grad, bool(getattr(weight, "overwrite_main_grad", False)), later)
+    return WeightGradient(main_grad, overwrite or bool(getattr(weight, "overwrite_main_grad", False)), later)
 
 
 def run_wgrad(

@@ -76,7 +76,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
-        raise AttributeError(f"module 'te_models' has no attribute {name!r}")
+        raise AttributeError(f"module 'te_models' has no attribute {name!r}; the layer set is te_models.layers")
     value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
     globals()[name] = value
     return value

@@ -3,6 +3,9 @@
 May import: `te_models.kernels` and the rest of `te_models.layers`.
 """
 
+from typing import Any
+
+from ..te_names import missing_operation
 from .basic import (
     GEGLU,
     GELU,
@@ -30,6 +33,7 @@ from .basic import (
     ScaledGLU,
     ScaledSwiGLU,
     SiLU,
+    SReGLU,
     SReLU,
     SwiGLU,
 )
@@ -84,6 +88,7 @@ __all__ = [
     "ReLU",
     "ReduceScatter",
     "Reshape",
+    "SReGLU",
     "SReLU",
     "ScaledGEGLU",
     "ScaledGLU",
@@ -92,3 +97,7 @@ __all__ = [
     "SiLU",
     "SwiGLU",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    raise AttributeError(missing_operation(name))

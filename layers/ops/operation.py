@@ -8,11 +8,12 @@ the compiler runs the second once, on fake tensors. It may rely on the input, th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from ..sides import AnyQuantizer
+from ..te_extra_state import leave_extra_state
 from .call import Computed, Gradients, Input, OperationArguments, OperationCall, OperationContext
 
 
@@ -48,6 +49,10 @@ class FusibleOperation(nn.Module):
         from .groups import groups_of, parts_of, run_groups
 
         return run_groups(groups_of(*parts_of(self.basic_operations())), x, *extra_inputs)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        leave_extra_state(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class BasicOperation(FusibleOperation):

@@ -53,6 +53,8 @@ class SelfAttention(nn.Module):
             self.head_dim,
             self.num_groups,
             a.attention_dropout,
+            qkv_format="bshd",
+            attn_mask_type="causal_bottom_right",
             window_size=a.window_size if config.layer_type(layer) == "sliding" else None,
             softmax_scale=a.softmax_scale,
             softcap=a.softcap,

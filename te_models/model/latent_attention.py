@@ -50,6 +50,8 @@ class LatentAttention(nn.Module):
             mla.qk_head_dim + mla.qk_pos_emb_head_dim,
             None,
             a.attention_dropout,
+            qkv_format="bshd",
+            attn_mask_type="causal_bottom_right",
             window_size=a.window_size if config.layer_type(layer) == "sliding" else None,
             softmax_scale=a.softmax_scale,
             softcap=a.softcap,

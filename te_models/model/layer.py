@@ -36,6 +36,11 @@ class TransformerLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int = 0, build: Build | None = None) -> None:
         super().__init__()
+        if not isinstance(config, ModelConfig):
+            raise TypeError(
+                f"config is {config!r}; allowed: a ModelConfig (Transformer Engine's layer of this name is "
+                "te_models.layers.TransformerLayer)"
+            )
         check_supported(config)
         build = build or Build()
         self.block = config.block

@@ -20,6 +20,7 @@ from te_models.layers import (
     LayerNormLinear,
     LayerNormMLP,
     Linear,
+    TransformerLayer,
     autocast,
     ops,
     quantized_model_init,
@@ -48,6 +49,27 @@ class Attentionish(nn.Module):
         return self.second(torch.tanh(self.first(x)))
 
 
+class OneSequence(nn.Module):
+    """A transformer layer on rows that are one sequence."""
+
+    def __init__(self, **split: object) -> None:
+        super().__init__()
+        self.layer = TransformerLayer(
+            HIDDEN,
+            FFN,
+            4,
+            2,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            fuse_qkv_params=True,
+            **split,
+            **(split and {"set_parallel_mode": True}),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x[:, None])[:, 0]
+
+
 KINDS: dict[str, Callable[..., nn.Module]] = {
     "pair": lambda **split: Attentionish(False, **split),
     "normed_pair": lambda **split: Attentionish(True, **split),
@@ -55,6 +77,7 @@ KINDS: dict[str, Callable[..., nn.Module]] = {
     "gated_mlp": lambda **split: LayerNormMLP(
         HIDDEN, FFN, normalization="RMSNorm", activation="swiglu", **split, **(split and {"set_parallel_mode": True})
     ),
+    "transformer_layer": OneSequence,
 }
 
 

@@ -16,6 +16,11 @@ from te_models.layers import DotProductAttention
 B, N, D, DV = 2, 4, 8, 6
 
 
+def attention(*arguments: Any, **options: Any) -> DotProductAttention:
+    """The last query sees all keys, as with a cache."""
+    return DotProductAttention(*arguments, **{"qkv_format": "bshd", "attn_mask_type": "causal_bottom_right"} | options)
+
+
 def inputs(length: int, keys: int, groups: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
     shapes = ((B, length, N, D), (B, keys, groups, D), (B, keys, groups, DV))
@@ -76,11 +81,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_values_and_gradients(name: str, length: int, keys: int, groups: int, hide: bool) -> None:
     options = dict(OPTIONS[name])
-    layer = DotProductAttention(
+    layer = attention(
         N,
         D,
         groups,
-        attn_mask_type="causal" if options.get("causal", True) else "no_mask",
+        attn_mask_type="causal_bottom_right" if options.get("causal", True) else "no_mask",
         window_size=options.get("window"),
         softmax_scale=options.get("scale"),
         softcap=options.get("softcap"),
@@ -110,8 +115,8 @@ def test_values_and_gradients(name: str, length: int, keys: int, groups: int, hi
 def test_dropout_is_for_training_only() -> None:
     tensors = inputs(6, 6, N)
     for options in ({}, {"softcap": 5.0}):
-        layer = DotProductAttention(N, D, attention_dropout=0.5, **options)
-        kept = DotProductAttention(N, D, **options)(*tensors)
+        layer = attention(N, D, attention_dropout=0.5, **options)
+        kept = attention(N, D, **options)(*tensors)
         assert not torch.allclose(layer(*tensors), kept)
         assert torch.equal(layer.eval()(*tensors), kept)
 
@@ -122,22 +127,27 @@ def test_dropout_is_for_training_only() -> None:
         ({"num_gqa_groups": 0}, "num_gqa_groups is 0; allowed: a divisor of 4 heads"),
         ({"num_gqa_groups": 3}, "num_gqa_groups is 3; allowed: a divisor of 4 heads"),
         ({"window_size": 0}, "window_size is 0; allowed: a positive number"),
-        ({"window_size": (3, 0)}, r"window_size is \(3, 0\); allowed: a positive number"),
+        ({"window_size": (3, -2)}, r"window_size is \(3, -2\); allowed: a positive number"),
+        ({"window_size": (3, -1), "attn_mask_type": "no_mask"}, r"window_size is \(3, -1\) with attn_mask_type"),
         ({"window_size": 3, "attn_mask_type": "no_mask"}, "window_size is 3 with attn_mask_type 'no_mask'"),
         ({"softcap": 0.0}, "softcap is 0.0; allowed: a positive number"),
-        ({"attn_mask_type": "padding"}, "attn_mask_type is 'padding'; allowed: 'causal', 'no_mask'"),
-        ({"softmax_type": "off-by-one"}, "softmax_type is 'off-by-one'; allowed: 'vanilla', 'learnable'"),
+        ({"attn_mask_type": "full"}, "attn_mask_type is 'full'; allowed: 'no_mask', 'padding', 'causal'"),
+        ({"softmax_type": "two"}, "softmax_type is 'two'; allowed: 'vanilla', 'off-by-one', 'learnable'"),
+        ({"qkv_format": "bhsd"}, "qkv_format is 'bhsd'; allowed: 'sbhd', 'bshd', 'thd'"),
+        ({"tp_size": 3}, "tp_size is 3; allowed: a divisor of 4 key/value heads"),
+        ({"cp_comm_type": "a2a"}, "cp_comm_type is 'a2a', which this library does not have; allowed: 'p2p'"),
+        ({"return_max_logit": True}, "return_max_logit is True, which this library does not have; allowed: False"),
     ],
 )
 def test_options_that_it_does_not_have_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        DotProductAttention(N, D, **options)
+        attention(N, D, **options)
 
 
 def test_another_layout_is_refused() -> None:
     """Heads before positions, or another number of heads, would be computed with as if they were right."""
     query, key, value = inputs(6, 6, 2)
-    layer = DotProductAttention(N, D, 2)
+    layer = attention(N, D, 2)
     with pytest.raises(ValueError, match=r"query has shape \(2, 4, 6, 8\); allowed: \[batch, length, 4, channels\]"):
         layer(query.transpose(1, 2), key, value)
     with pytest.raises(ValueError, match=r"key has shape \(2, 6, 4, 8\); allowed: \[batch, length, 2, channels\]"):
@@ -149,7 +159,7 @@ def test_assigning_a_scale_recompiles_once(options: dict[str, Any]) -> None:
     """The first one makes data of a number; the others are data."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
-    layer = DotProductAttention(N, D, **options)
+    layer = attention(N, D, **options)
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
     tensors = inputs(6, 6, N)
     seen = []
@@ -157,18 +167,18 @@ def test_assigning_a_scale_recompiles_once(options: dict[str, Any]) -> None:
         if scale is not None:
             layer.softmax_scale = scale
             assert layer.softmax_scale == scale
-        built = DotProductAttention(N, D, softmax_scale=scale, **options)
+        built = attention(N, D, softmax_scale=scale, **options)
         torch.testing.assert_close(compiled(*tensors), built(*tensors))
         seen.append(counter.frame_count)
     assert seen[1:] == [seen[0] + 1] * 4
 
 
 def test_an_assigned_scale_moves_and_stays_exact() -> None:
-    layer = DotProductAttention(N, D)
+    layer = attention(N, D)
     layer.softmax_scale = 0.3
     layer.to(torch.bfloat16)
     tensors = [t.detach().bfloat16() for t in inputs(6, 6, N)]
-    expected = DotProductAttention(N, D, softmax_scale=0.3)(*tensors)
+    expected = attention(N, D, softmax_scale=0.3)(*tensors)
     assert (layer(*tensors) - expected).norm() <= 2**-7 * expected.norm()  # the query is rounded once more
     copied = copy.deepcopy(layer)
     copied.softmax_scale = 0.6

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from te_models.layers import GroupedLinear, LayerNormMLP, Linear, autocast, ops, recipe
+from te_models.layers import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear, autocast, ops, recipe
 
 SPLITS = torch.tensor([3, 5, 8])
 
@@ -82,3 +84,36 @@ def test_what_a_delayed_gradient_reads_is_not_written_to(grouped: bool, written:
     tensors[written].fill_(1.0)  # the quantized copies are the layer's own
     layer.backward_dw()
     assert all(weight.grad is not None for weight in layer.parameters())
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("name", [None, "mxfp8"], ids=str)
+@pytest.mark.parametrize(
+    "kind", [Linear, LayerNormLinear, LayerNormMLP, experts, GroupedLinear], ids=lambda kind: kind.__name__
+)
+def test_the_first_micro_batch_writes_to_main_gradients(
+    kind: Callable[..., nn.Module], name: str, delayed: bool
+) -> None:
+    """Scripts that tell Transformer Engine which one is the first zero nothing; sums grew over all steps."""
+    torch.manual_seed(0)
+    sizes = {"GroupedLinear": (3, 64, 32), "experts": ()}.get(kind.__name__, (64, 32))
+    layer = kind(*sizes, fuse_wgrad_accumulation=True, delay_wgrad_compute=delayed)
+    weights = [p for n, p in layer.named_parameters() if "weight" in n and "layer_norm" not in n]
+    rest = (SPLITS,) if isinstance(layer, GroupedLinear) else ()
+
+    def run(first: bool | None, batch: Tensor) -> list[Tensor]:
+        with autocast(enabled=name is not None, recipe=name and recipe(name)):
+            layer(batch, *rest, is_first_microbatch=first).sum().backward()
+        if delayed:
+            layer.backward_dw()
+        return [weight.main_grad.clone() for weight in weights]
+
+    batches = torch.randn(2, 16, 64)
+    for weight in weights:
+        weight.main_grad = torch.full(weight.shape, 7.0)
+    one = run(True, batches[0])
+    assert all(grad.abs().max() > 0 for grad in one)
+    both = run(False, batches[1])
+    assert all(torch.equal(a, b) for a, b in zip(one, run(True, batches[0]), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(both, run(False, batches[1]), strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(one, both, strict=True))

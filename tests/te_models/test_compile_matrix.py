@@ -59,7 +59,7 @@ class Attention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.core = DotProductAttention(4, 16, 2)
+        self.core = DotProductAttention(4, 16, 2, qkv_format="bshd")
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = x.split([64, 32, 32], dim=-1)

@@ -11,6 +11,7 @@ from .activation import (
     ScaledGLU,
     ScaledSwiGLU,
     SiLU,
+    SReGLU,
     SReLU,
     SwiGLU,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "ReLU",
     "ReduceScatter",
     "Reshape",
+    "SReGLU",
     "SReLU",
     "ScaledGEGLU",
     "ScaledGLU",

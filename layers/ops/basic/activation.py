@@ -86,6 +86,12 @@ class ReGLU(ActivationOperation):
     ACTIVATION = Activation("relu", gated=True)
 
 
+class SReGLU(ActivationOperation):
+    """`max(gate, 0)^2 * up`."""
+
+    ACTIVATION = Activation("squared_relu", gated=True)
+
+
 class SwiGLU(ActivationOperation):
     """`silu(gate) * up`."""
 

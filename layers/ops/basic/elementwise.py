@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -72,11 +75,12 @@ class Dropout(BasicOperation):
 
 
 class Reshape(BasicOperation):
-    """`y = x.reshape(shape)`; one entry may be -1."""
+    """`y = x.reshape(shape)`; one entry may be -1. shape: numbers, or one sequence of them."""
 
-    def __init__(self, *shape: int) -> None:
+    def __init__(self, *shape: int | Sequence[int]) -> None:
         super().__init__()
-        self.shape = shape
+        given: Any = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        self.shape = torch.Size(given)
 
     def op_forward_compute(self, x: Tensor, call: OperationCall) -> Computed:
         return Computed(x.reshape(self.shape))

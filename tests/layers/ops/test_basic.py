@@ -39,6 +39,7 @@ CASES = {
     "silu": (ops.SiLU(), F.silu),
     "geglu": (ops.GEGLU(), gated(tanh_gelu)),
     "reglu": (ops.ReGLU(), gated(F.relu)),
+    "sreglu": (ops.SReGLU(), gated(lambda x: F.relu(x) ** 2)),
     "swiglu": (ops.SwiGLU(), gated(F.silu)),
     "clamped_swiglu": (ops.ClampedSwiGLU(1.0, 1.5, 0.5), clamped),
     "constant_scale": (ops.ConstantScale(-2.5), lambda x: -2.5 * x),

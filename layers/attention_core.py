@@ -1,0 +1,78 @@
+"""Softmax attention: torch's scaled_dot_product_attention, or written out where scores are changed in a way it has not.
+
+B batch, S query length, L key length, N query heads, G key/value heads (query groups), D head channels.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor | None,
+    bias: Tensor | None,
+    sink: Tensor | None,
+    *,
+    causal: bool,
+    scale: float,
+    softcap: float | None,
+    dropout: float,
+) -> Tensor:
+    """Return attention of query [B, N, S, D] over key [B, G, L, D] and value [B, G, L, Dv]: [B, N, S, Dv].
+
+    visible: bool, broadcastable to [B, N, S, L], None: everything; bias: likewise, added to the scaled scores in
+    float32; sink: one extra logit per head [N]; causal: of equally many queries and keys, in place of `visible`. A
+    query that sees no key gets zeros.
+    """
+    if softcap is not None or sink is not None or (bias is not None and bias.dtype != query.dtype):
+        return _explicit(query, key, value, visible, bias, sink, scale, softcap, dropout)
+    mask = visible
+    if bias is not None:
+        mask = bias if visible is None else torch.where(visible, bias, float("-inf"))
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=causal,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def _explicit(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor | None,
+    bias: Tensor | None,
+    sink: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    dropout: float,
+) -> Tensor:
+    """Attention with soft-capped scores or a sink logit, softmax in float32."""
+    repeat = query.shape[1] // key.shape[1]
+    key, value = (t.repeat_interleave(repeat, dim=1) for t in (key, value))
+    scores = (query @ key.transpose(2, 3)).float() * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias.float()
+    if visible is not None:
+        scores = scores.masked_fill(~visible, float("-inf"))
+    if sink is not None:
+        logit = sink.float()[None, :, None, None].expand(*scores.shape[:3], 1)
+        probabilities = torch.softmax(torch.cat([scores, logit], dim=-1), dim=-1)[..., :-1]
+    else:
+        probabilities = torch.softmax(scores, dim=-1)
+        if visible is not None:
+            probabilities = probabilities.masked_fill(~visible, 0.0)
+    probabilities = F.dropout(probabilities.to(value.dtype), dropout)
+    return probabilities @ value
