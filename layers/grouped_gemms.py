@@ -23,7 +23,7 @@ from te_models.kernels.grouped_gemm import (
 )
 from te_models.kernels.without_autocast import without_autocast
 
-from .delayed import bind
+from .delayed import bind, bind_gradient
 from .dense_gemms import (
     HIGH_PRECISION,
     USAGES,
@@ -121,9 +121,9 @@ def grouped_gradients(
     of_x, fields = kept.parts(tensors)
     quantizer = IdentityQuantizer()
     if not override:
-        quantizer = bind(quantizers.grad_output, scale, live.grad_amax, "grad_output")
+        quantizer = bind_gradient(quantizers.grad_output, live.gradient)
         if live.grad_statistics is not None:
-            unrecorded = bind(quantizers.grad_output, scale, None, "grad_output")
+            unrecorded = bind_gradient(quantizers.grad_output, live.gradient, record=False)
             note_statistics(live.grad_statistics[0], unrecorded, dy, key, rows)
     align = alignment(quantizers, dy.device)
     usages: tuple[Usage, ...] = tuple(u for u, needed in zip(USAGES, needs, strict=True) if needed)
