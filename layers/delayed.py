@@ -1,14 +1,16 @@
 """Delayed scaling: quantizers with a live scale, and the update that follows every step.
 
 Per module three roles (input, weight, grad_output) times G GEMMs. Slot 0 of the amax history, `fp8_amax` [2, G] and
-`fp8_grad_amax` [G], collects this step's amaxes; `fp8_history` [length - 1, 3, G] holds the earlier ones, newest first;
-`fp8_scale` [3, G] is what the step uses. All three roles are updated at one point, the exit of the outermost autocast
-region in which the module ran: the forward roles from the region, the gradient role from the backward passes since the
-last update. As a gradient scale is only read in a backward pass, this equals an update after each backward pass, and it
-is the same eagerly and compiled.
+`fp8_gradient[0]` [G], collects this step's amaxes; `fp8_history` [length - 1, 3, G] holds the earlier ones, newest
+first; `fp8_scale` [3, G] is what the step uses. All three roles are updated at one point, the exit of the outermost
+autocast region in which the module ran: the forward roles from the region, the gradient role from the backward passes
+since the last update. As a gradient scale is only read in a backward pass, and as it is when that pass runs, this
+equals an update after each backward pass whose forward pass has left its region, and it is the same eagerly and
+compiled.
 
-A new scale is a new tensor: a pass between forward and backward keeps the one it began with. The amaxes are one tensor
-for good, so that backward passes after the exit of their region still write to what the next update reads.
+A new scale is a new tensor: a pass between forward and backward keeps those of its input and weight. What backward
+passes use, `fp8_gradient` [2, G] with the amaxes and, once more, the scales of gradients, is one tensor for good, so
+that those after the exit of their region read what that exit wrote, and write to what the next update reads.
 """
 
 from __future__ import annotations
@@ -158,17 +160,29 @@ def bind(
 ) -> Quantizer | Float8Quantizer:
     """Return the quantizer to use: itself, or under delayed scaling the live one of a role.
 
-    scale: [3, G]; amax: [2, G] of the forward roles, [G] of the gradient, or None to record nothing; gemm: the one
-    meant, None for all together.
+    Of a forward role; see `bind_gradient`. scale: [3, G]; amax: [2, G], or None to record nothing; gemm: the one meant,
+    None for all together.
     """
     if not isinstance(quantizer, DelayedScalingQuantizer):
         return quantizer
     assert scale is not None, "a delayed quantizer comes with its module's scales"
     row = ROLES.index(role)
-    mine = amax[row] if amax is not None and amax.dim() == 2 else amax
+    mine = None if amax is None else amax[row]
     if gemm is None:
         return quantizer.bind(scale[row], mine)
     return quantizer.bind(scale[row, gemm], None if mine is None else mine[gemm])
+
+
+def bind_gradient(
+    quantizer: Quantizer, gradient: Tensor | None, gemm: int | None = None, *, record: bool = True
+) -> Quantizer | Float8Quantizer:
+    """Return the quantizer of gradients to use, as `bind`. gradient: [2, G], the amax to raise (unless told not to
+    `record`) and the scale, both as they are when the backward pass runs."""
+    if not isinstance(quantizer, DelayedScalingQuantizer):
+        return quantizer
+    assert gradient is not None, "a delayed quantizer comes with its module's scales"
+    amax, scale = (gradient if gemm is None else gradient[:, gemm]).unbind(0)
+    return quantizer.bind(scale, amax if record else None)
 
 
 def value_of(quantizer: Quantizer | Float8Quantizer) -> Quantizer:

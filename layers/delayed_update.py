@@ -61,7 +61,7 @@ def update_delayed_scaling(
 
 
 def _update(rule: DelayedRule, modules: list[QuantizedModule], group: dist.ProcessGroup | None) -> None:
-    amaxes = [torch.cat((m.fp8_amax, m.fp8_grad_amax[None])) for m in modules]
+    amaxes = [torch.cat((m.fp8_amax, m.fp8_gradient[:1])) for m in modules]
     history_len, margin, algorithm, reduce_amax, hybrid = rule
     if reduce_amax and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
         shared = [i for i, module in enumerate(modules) if module.reduce_amax]
@@ -79,12 +79,4 @@ def _update(rule: DelayedRule, modules: list[QuantizedModule], group: dist.Proce
     history = next_history(history, last)
     parts = zip(modules, history.split(sizes, dim=2), scale.split(sizes, dim=1), strict=True)
     for module, its_history, its_scale in parts:
-        # a new scale, because a backward pass that is still to come needs the old one; the same amax, because that
-        # pass will write to it
-        module.fp8_history, module.fp8_scale = its_history.contiguous(), its_scale.contiguous()
-        module.fp8_amax.zero_()
-        if torch.compiler.is_compiling():
-            module.fp8_grad_amax.zero_()
-        else:
-            # a backward pass to come will write here and not read, so autograd need not see that it changed
-            module.fp8_grad_amax.data.zero_()
+        module.move_scales_on(its_scale.contiguous(), its_history.contiguous())

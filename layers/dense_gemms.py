@@ -19,7 +19,7 @@ from torch import Tensor
 
 from te_models.kernels.gemm import Operand
 
-from .delayed import bind, value_of
+from .delayed import bind, bind_gradient, value_of
 from .kept import Kept, gradient_sides, keep, keep_weight, note_statistics
 from .quantized_module import LiveState
 from .quantized_storage import QuantizedStorage
@@ -132,10 +132,10 @@ def dense_gradients(
     of_x, weight_fields = kept.parts(tensors)
     quantizer = IdentityQuantizer()
     if not override:
-        quantizer = bind(quantizers.grad_output, scale, live.grad_amax, "grad_output", gemm)
+        quantizer = bind_gradient(quantizers.grad_output, live.gradient, gemm)
         if live.grad_statistics is not None:
             noted = live.grad_statistics[gemm % live.grad_statistics.shape[0]]
-            note_statistics(noted, bind(quantizers.grad_output, scale, None, "grad_output", gemm), dy, key)
+            note_statistics(noted, bind_gradient(quantizers.grad_output, live.gradient, gemm, record=False), dy, key)
     usages: tuple[Usage, ...] = tuple(u for u, needed in zip(USAGES, needs, strict=True) if needed)
     dy_sides = gradient_sides(quantizer, dy, usages, dtype, key)
     dx = dw = None

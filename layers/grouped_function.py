@@ -128,7 +128,7 @@ class _GroupedLinear(torch.autograd.Function):
         cached: QuantizedTensor | None,
         scale: Tensor | None,
         amax: Tensor | None,
-        grad_amax: Tensor | None,
+        gradient: Tensor | None,
         statistics: Tensor | None,
         grad_statistics: Tensor | None,
         key: Tensor | None,
@@ -141,7 +141,7 @@ class _GroupedLinear(torch.autograd.Function):
         *tensors: Tensor,
     ) -> Tensor:
         weights = tensors[:count]
-        live = LiveState(scale, amax, grad_amax, statistics, grad_statistics, key)
+        live = LiveState(scale, amax, gradient, statistics, grad_statistics, key)
         rows = RowGroups(m_splits, ends, group)
         order = _permutation(slot_of_row, row_of_slot, padding_rows, m_splits)
         given = x if order is None else permuted(x, order, quantizers, dtype)
@@ -151,7 +151,7 @@ class _GroupedLinear(torch.autograd.Function):
         permutation = slot_of_row, row_of_slot, padding_rows
         ctx.save_for_backward(*permutation, m_splits, ends, group, cached, scale, key, *weights, *kept)
         # not saved, as in `_Linear`
-        ctx.main_grads, ctx.grad_amax, ctx.grad_statistics = tensors[count:], grad_amax, grad_statistics
+        ctx.main_grads, ctx.gradient, ctx.grad_statistics = tensors[count:], gradient, grad_statistics
         ctx.quantizers, ctx.options, ctx.dtype, ctx.weights = quantizers, options, dtype, count
         ctx.aligned, ctx.x_dtype = aligned, x.dtype
         return own_result(y)
@@ -160,7 +160,7 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         # read once: a checkpoint of another library recomputes for one reading
         slot, row, padding, m_splits, ends, group, cached, scale, key, *rest = ctx.saved_tensors
-        live = LiveState(scale, None, ctx.grad_amax, None, ctx.grad_statistics, key)
+        live = LiveState(scale, None, ctx.gradient, None, ctx.grad_statistics, key)
         dx, dw = grouped_gradients(
             dy,
             tuple(rest[: ctx.weights]),

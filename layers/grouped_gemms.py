@@ -23,7 +23,7 @@ from te_models.kernels.grouped_gemm import (
 )
 from te_models.kernels.without_autocast import without_autocast
 
-from .delayed import bind
+from .delayed import bind, bind_gradient
 from .dense_gemms import (
     HIGH_PRECISION,
     USAGES,
@@ -121,9 +121,9 @@ def grouped_gradients(
     of_x, fields = kept.parts(tensors)
     quantizer = IdentityQuantizer()
     if not override:
-        quantizer = bind(quantizers.grad_output, scale, live.grad_amax, "grad_output")
+        quantizer = bind_gradient(quantizers.grad_output, live.gradient)
         if live.grad_statistics is not None:
-            unrecorded = bind(quantizers.grad_output, scale, None, "grad_output")
+            unrecorded = bind_gradient(quantizers.grad_output, live.gradient, record=False)
             note_statistics(live.grad_statistics[0], unrecorded, dy, key, rows)
     align = alignment(quantizers, dy.device)
     usages: tuple[Usage, ...] = tuple(u for u, needed in zip(USAGES, needs, strict=True) if needed)
@@ -206,9 +206,17 @@ def alignment(quantizers: GemmQuantizers, device: torch.device) -> int:
     return max(align, MIN_ROW_ALIGNMENT) if quantized_gemms(device) else align
 
 
+def contractible(rows: Side, dtype: torch.dtype) -> Side:
+    """Return rows as grouped GEMMs take them: dequantized where a block has several rows, which no kernel reads."""
+    if not isinstance(rows, ScaledOperand) or rows.block is None or rows.block[0] == 1:
+        return rows
+    values, scale, _ = rows.dequantized(dtype if rows.exact_in_bfloat16 else torch.float32)
+    return Operand(values, scale, f"{rows.kind} rows in {rows.block[0]}x{rows.block[1]} blocks")
+
+
 def _rows_product(left: RowsSide, weight: Side, usage: Usage, rows: RowGroups, dtype: torch.dtype) -> Tensor:
     """fprop and dgrad: rows times their group's matrix. usage: of the weight."""
-    values, padding = left
+    values, padding = contractible(left.side, dtype), left.padding
     sizes = rows.m_splits if padding is None else padding.sizes
     if isinstance(values, ScaledOperand) and isinstance(weight, ScaledOperand):
         y = scaled_grouped_gemm(values, weight, sizes, dtype)
@@ -236,6 +244,7 @@ def plain_weights(weights: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
 
 def _wgrad_product(left: Side, right: Side, splits: Tensor, dtype: torch.dtype) -> Tensor:
     """Return each group's `left @ right^T` over its rows, [G, N, K]."""
+    left, right = contractible(left, dtype), contractible(right, dtype)
     if isinstance(left, ScaledOperand) and isinstance(right, ScaledOperand):
         return scaled_grouped_gemm_wgrad(left, right, splits, dtype)
     a, b = both_plain("scaled_grouped_gemm_wgrad", left, right, dtype)
@@ -244,6 +253,7 @@ def _wgrad_product(left: Side, right: Side, splits: Tensor, dtype: torch.dtype) 
 
 
 def _accumulate_wgrad_(main_grad: Tensor, left: Side, right: Side, splits: Tensor, accumulate: bool) -> None:
+    left, right = contractible(left, torch.bfloat16), contractible(right, torch.bfloat16)
     if isinstance(left, ScaledOperand) and isinstance(right, ScaledOperand):
         scaled_grouped_gemm_wgrad_accumulate_(main_grad, left, right, splits, accumulate=accumulate)
         return

@@ -88,18 +88,18 @@ class _Linear(torch.autograd.Function):
         main_grad: Tensor | None,
         scale: Tensor | None,
         amax: Tensor | None,
-        grad_amax: Tensor | None,
+        gradient: Tensor | None,
         statistics: Tensor | None,
         grad_statistics: Tensor | None,
         key: Tensor | None,
         wanted: tuple[bool, bool],
         *how: Any,
     ) -> Tensor:
-        live = LiveState(scale, amax, grad_amax, statistics, grad_statistics, key)
+        live = LiveState(scale, amax, gradient, statistics, grad_statistics, key)
         y, ctx.kept, tensors = dense_fprop(x, weight, bias, cached, live, How(*how), x.dtype, wanted)
         ctx.save_for_backward(weight, cached, scale, key, *tensors)
         # not saved: backward writes to them, also between the forward and the backward pass of another call
-        ctx.main_grad, ctx.grad_amax, ctx.grad_statistics = main_grad, grad_amax, grad_statistics
+        ctx.main_grad, ctx.gradient, ctx.grad_statistics = main_grad, gradient, grad_statistics
         ctx.how = how
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.dtype = x.dtype
@@ -108,7 +108,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         weight, cached, scale, key, *tensors = ctx.saved_tensors
-        live = LiveState(scale, None, ctx.grad_amax, None, ctx.grad_statistics, key)
+        live = LiveState(scale, None, ctx.gradient, None, ctx.grad_statistics, key)
         needs = ctx.needs_input_grad
         dx, dw = dense_gradients(
             dy, weight, cached, ctx.main_grad, live, How(*ctx.how), ctx.kept, tensors, ctx.dtype, needs[:2]

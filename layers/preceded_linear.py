@@ -95,7 +95,7 @@ class _PrecededLinear(torch.autograd.Function):
         main_grad: Tensor | None,
         scale: Tensor | None,
         amax: Tensor | None,
-        grad_amax: Tensor | None,
+        gradient: Tensor | None,
         statistics: Tensor | None,
         grad_statistics: Tensor | None,
         key: Tensor | None,
@@ -105,7 +105,7 @@ class _PrecededLinear(torch.autograd.Function):
         keeps: bool,
         *how: Any,
     ) -> Tensor:
-        live = LiveState(scale, amax, grad_amax, statistics, grad_statistics, key)
+        live = LiveState(scale, amax, gradient, statistics, grad_statistics, key)
         quantizer = input_quantizer(How(*how), live, keeps, x.device)
         fused = fused_output(quantizer, dtype, dtype)
         assert quantizer is not None and fused is not None, "the caller has asked"
@@ -114,7 +114,7 @@ class _PrecededLinear(torch.autograd.Function):
         y, ctx.kept, tensors = dense_fprop(rows, weight, bias, cached, live, How(*how), dtype, (before, keeps))
         ctx.save_for_backward(x, p, q, weight, cached, scale, key, *ctx_tensors, *tensors)
         # not saved, as in `_Linear`
-        ctx.main_grad, ctx.grad_amax, ctx.grad_statistics = main_grad, grad_amax, grad_statistics
+        ctx.main_grad, ctx.gradient, ctx.grad_statistics = main_grad, gradient, grad_statistics
         ctx.first, ctx.dtype, ctx.how, ctx.shape, ctx.own = first, dtype, how, shape, len(ctx_tensors)
         ctx.bias_dtype = None if bias is None else bias.dtype
         return own_result(y.view(*shape[:-1], y.shape[-1]))
@@ -123,7 +123,7 @@ class _PrecededLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, p, q, weight, cached, scale, key, *rest = ctx.saved_tensors
         own, tensors = tuple(rest[: ctx.own]), rest[ctx.own :]
-        live = LiveState(scale, None, ctx.grad_amax, None, ctx.grad_statistics, key)
+        live = LiveState(scale, None, ctx.gradient, None, ctx.grad_statistics, key)
         needs, how, main_grad = ctx.needs_input_grad, How(*ctx.how), ctx.main_grad
         before = any(needs[:3])
         rows = dy.reshape(-1, dy.shape[-1])

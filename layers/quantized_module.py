@@ -3,13 +3,14 @@
 State, kept as plain tensors beside the parameters (G GEMMs; the 3 roles are input, weight and grad_output):
 
     fp8_scale [3, G], fp8_history [L, 3, G]           delayed scaling, see `delayed`
-    fp8_amax [2, G], fp8_grad_amax [G]                what it has recorded since the last update
+    fp8_amax [2, G]                                   what its forward passes have recorded since the last update
+    fp8_gradient [2, G]                               of gradients, the amax recorded since then and the scale
     fp8_statistics [S, 2, 5], fp8_grad_statistics     of S GEMMs apart, see `quantization_statistics`; [S, 5]
     fp8_rng_state [2] int64                           (seed, counter) of stochastic rounding
 
 It is tiny and always there, so that a compiled graph finds it in its first call. It never lives on the meta device.
-What backward passes write has tensors of its own: those may be written between the forward and the backward pass of
-another call, which the compiler supports for a tensor that no forward pass writes.
+What backward passes read and write has tensors of its own: those may be written between the forward and the backward
+pass of another call, which the compiler supports for a tensor that no forward pass writes.
 """
 
 from __future__ import annotations
@@ -38,7 +39,15 @@ from .weight_cache import keep_weight, kept_weight, move_kept_weights
 
 _DELAYED_NAMES = ("fp8_scale", "fp8_amax", "fp8_grad_amax", "fp8_history")
 _SAVED_NAMES = (*_DELAYED_NAMES, "fp8_rng_state")
-_STATE_NAMES = (*_SAVED_NAMES, "fp8_statistics", "fp8_grad_statistics")
+_PLACED_NAMES = (
+    "fp8_gradient",
+    "_fp8_scale",
+    "fp8_amax",
+    "fp8_history",
+    "fp8_rng_state",
+    "fp8_statistics",
+    "fp8_grad_statistics",
+)
 _ordinals = itertools.count()
 _modules: weakref.WeakValueDictionary[int, QuantizedModule] = weakref.WeakValueDictionary()
 
@@ -48,7 +57,7 @@ class LiveState(NamedTuple):
 
     scale: Tensor | None = None
     amax: Tensor | None = None
-    grad_amax: Tensor | None = None
+    gradient: Tensor | None = None
     statistics: Tensor | None = None
     grad_statistics: Tensor | None = None
     key: Tensor | None = None
@@ -68,9 +77,9 @@ class QuantizedModule(nn.Module):
         self.reduce_amax = True  # False: other ranks have other GEMMs here, so delayed scaling reduces no amaxes
         self.delayed_rule: DelayedRule | None = None
         self.fp8_history: Tensor | None = None
-        self.fp8_scale = torch.ones(len(ROLES), num_gemms, device=_real_default_device())
+        self._fp8_scale = torch.ones(len(ROLES), num_gemms, device=_real_default_device())
         self.fp8_amax = torch.zeros_like(self.fp8_scale[:2])
-        self.fp8_grad_amax = torch.zeros_like(self.fp8_scale[0])
+        self.fp8_gradient = torch.stack((self.fp8_amax[0], self.fp8_scale[2]))
         self.fp8_statistics = self.fp8_scale.new_zeros(len(self.STATISTICS_SLOTS), 2, len(STATISTICS))
         self.fp8_grad_statistics = self.fp8_scale.new_zeros(len(self.STATISTICS_SLOTS), len(STATISTICS))
         self.register_load_state_dict_pre_hook(leave_extra_state)
@@ -88,6 +97,34 @@ class QuantizedModule(nn.Module):
     def name(self, name: str) -> None:
         self._name = name
         self.recipe_use.chosen = self.recipe_use.chosen_for = None
+
+    @property
+    def fp8_scale(self) -> Tensor:
+        """The scale of each role, [3, G]. What is written to it is that of gradients, too, from now on."""
+        return self._fp8_scale
+
+    @fp8_scale.setter
+    def fp8_scale(self, scale: Tensor) -> None:
+        self._fp8_scale = scale
+        self.fp8_gradient = torch.stack((self.fp8_gradient[0], scale[2]))
+
+    @property
+    def fp8_grad_amax(self) -> Tensor:
+        """The amax of gradients that was recorded since the last update, [G]."""
+        return self.fp8_gradient[0]
+
+    def move_scales_on(self, scale: Tensor, history: Tensor) -> None:
+        """Take the scales [3, G] and the history of an update, and begin to record anew."""
+        # a new scale, because a backward pass that is still to come needs the old one; the same tensor for gradients,
+        # because that pass will read and write it
+        self._fp8_scale, self.fp8_history = scale, history
+        self.fp8_amax.zero_()
+        gradient = torch.stack((torch.zeros_like(scale[2]), scale[2]))
+        if torch.compiler.is_compiling():
+            self.fp8_gradient.copy_(gradient)
+        else:
+            # autograd need not see that it changed: a backward pass to come wants it as it is then
+            self.fp8_gradient.data.copy_(gradient)
 
     def _register(self) -> None:
         self._ordinal = next(_ordinals)
@@ -109,7 +146,7 @@ class QuantizedModule(nn.Module):
 
     def _place_state(self, device: torch.device) -> None:
         """Move the live state to a device, unless that is the meta device, where it never lives."""
-        for name in () if device.type == "meta" else _STATE_NAMES:
+        for name in () if device.type == "meta" else _PLACED_NAMES:
             value = getattr(self, name)
             if value is not None:
                 setattr(self, name, value.to(device))
@@ -193,12 +230,13 @@ class QuantizedModule(nn.Module):
 
     def live_state(self, quantizers: GemmQuantizers) -> LiveState:
         """Return the live tensors that a forward pass with `quantizers` needs."""
-        scale = amax = grad_amax = statistics = grad_statistics = key = None
+        scale = amax = gradient = statistics = grad_statistics = key = None
         compiling = torch.compiler.is_compiling()
         if self.delayed_rule is not None:
             scale = self.fp8_scale
-            if self.training:  # evaluation uses the scales and leaves no trace in them
-                amax, grad_amax = self.fp8_amax, self.fp8_grad_amax
+            # evaluation uses the scales and leaves no trace in them
+            amax = self.fp8_amax if self.training else None
+            gradient = self.fp8_gradient if self.training else self.fp8_gradient.clone()
         if state().statistics and self.training:
             statistics, grad_statistics = self.fp8_statistics, self.fp8_grad_statistics
         if quantizers.grad_output.needs_key() and torch.is_grad_enabled():
@@ -208,7 +246,7 @@ class QuantizedModule(nn.Module):
             moved_on = torch.stack((key[0], key[1] + 1))
             if compiling or not recomputing():
                 noted(setattr, self, "fp8_rng_state", moved_on)
-        live = LiveState(scale, amax, grad_amax, statistics, grad_statistics, key)
+        live = LiveState(scale, amax, gradient, statistics, grad_statistics, key)
         if not compiling:
             return same_as_first_run(live)
         if scale is not None or key is not None:
@@ -287,8 +325,11 @@ class QuantizedModule(nn.Module):
             if shape != expected.shape:
                 raise ValueError(f"{name} has shape {tuple(value.shape)}; expected {tuple(expected.shape)}")
             with torch.inference_mode(mode=False):  # training steps write to it, whatever mode it is loaded in
-                own = torch.empty_like(value, device=expected.device, dtype=expected.dtype)
-            setattr(self, name, own.copy_(value))
+                own = torch.empty_like(value, device=expected.device, dtype=expected.dtype).copy_(value)
+                if name == "fp8_grad_amax":
+                    self.fp8_gradient = torch.stack((own, self.fp8_scale[2]))
+                else:
+                    setattr(self, name, own)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -31,6 +31,7 @@ def step(layer: torch.nn.Module, run, name: str | None, *args, train: bool = Tru
     # the same random bits and delayed scales in every call
     set_rounding_seed(layer, 1)
     layer.fp8_scale = torch.full_like(layer.fp8_scale, 8.0)
+    layer.fp8_grad_amax.zero_()
     x = args[0].detach().requires_grad_(train)
     with torch.set_grad_enabled(train), autocast(enabled=name is not None, recipe=fresh(name)):
         y = run(x, *args[1:])

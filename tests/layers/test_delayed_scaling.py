@@ -87,6 +87,30 @@ def test_histories_and_scales_follow_the_definition(recipe: DelayedScaling) -> N
     assert emulated["input"].scale != 1 and emulated["grad_output"].scale != 1
 
 
+@pytest.mark.parametrize("compiled, inside", [(False, False), (True, False), (True, True)])
+def test_a_backward_pass_scales_by_the_gradients_of_the_one_before(compiled: bool, inside: bool) -> None:
+    """Gradients of 2^-20 vanish in E5M2 unless they are scaled: in the first step only, wherever the region ends."""
+    torch._dynamo.reset()
+    layer = Linear(16, 16, bias=False, params_dtype=torch.bfloat16)
+    with torch.no_grad():
+        layer.weight.copy_(torch.eye(16))
+
+    def run(x: Tensor) -> Tensor:
+        with autocast(recipe=RECIPE) if inside else contextlib.nullcontext():
+            return layer(x)
+
+    run = torch.compile(run, fullgraph=True) if compiled else run
+    dy = torch.linspace(1, 2, 64).view(4, 16).to(torch.bfloat16) * 2.0**-20
+    for factor, seen in ((1.0, 0.0), (2.0, 1.0), (0.5, 2.0)):
+        x = torch.ones(4, 16, dtype=torch.bfloat16, requires_grad=True)
+        with contextlib.nullcontext() if inside else autocast(recipe=RECIPE):
+            y = run(x)
+        y.backward(dy * factor)
+        scale = torch.tensor(MAX["grad_output"]) / (seen * dy.max().float()) if seen else torch.tensor(1.0)
+        scaled = (dy.float() * factor * scale).clamp(max=MAX["grad_output"]).to(torch.float8_e5m2).float()
+        torch.testing.assert_close(x.grad.float(), scaled * (1 / scale), rtol=2.0**-7, atol=0)
+
+
 def test_an_algorithm_may_be_a_function_of_the_history() -> None:
     recipe = DelayedScaling(amax_history_len=3, amax_compute_algo=lambda history: history.mean(0))
     layer = Linear(16, 16, bias=False)

@@ -101,6 +101,7 @@ def step(
     set_rounding_seed(module, 1)
     for _, layer in quantized_modules(module):
         layer.fp8_scale = torch.full_like(layer.fp8_scale, 4.0)
+        layer.fp8_grad_amax.zero_()
     with torch.set_grad_enabled(train), autocast(enabled=name is not None, recipe=fresh(name)):
         y, x = call(kind, run, tokens, tokens, device)
     if not train:

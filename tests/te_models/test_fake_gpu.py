@@ -43,7 +43,7 @@ def test_live_state_is_on_the_device_that_a_layer_is_made_on(kind: str) -> None:
     """Kernels read scales, amaxes and random keys; a layer that is moved takes them along."""
     with fake_gpu():
         layer = LAYERS[kind](device="cuda")
-        state = {name: value for name, value in vars(layer).items() if name.startswith("fp8_") and value is not None}
+        state = {n: value for n, value in vars(layer).items() if n.lstrip("_").startswith("fp8_") and value is not None}
         assert len(state) == 6
         assert {value.device for value in state.values()} == {next(layer.parameters()).device}
         assert LAYERS[kind](device="meta").fp8_scale.device.type == "cpu"

@@ -87,14 +87,14 @@ class GroupedLinear(BasicOperation, GroupedLinearModule):
         weights = call.parameters[: call.constants.weights]
         rows, tensors = computed.saved[:3], computed.saved[3:]
         ctx.save_for_backward(*rows, cached, live.scale, live.key, *weights, *tensors)
-        ctx.save_live(live.grad_amax, live.grad_statistics, *into)
+        ctx.save_live(live.gradient, live.grad_statistics, *into)
         biases = call.parameters[call.constants.weights :]
         of_bias = (biases[0].dtype, biases[0].dim() == 2) if biases else (None, False)
         ctx.constants = (call.constants, x.dtype, *of_bias, *computed.notes)
 
     def op_backward(self, ctx: OperationContext, dy: Tensor, extra_gradients: tuple[Tensor, ...]) -> Gradients:
         m_splits, ends, group, cached, scale, key, *rest = ctx.saved
-        grad_amax, grad_statistics, *into = ctx.live
+        gradient, grad_statistics, *into = ctx.live
         constants, x_dtype, bias_dtype, stacked_bias, kept, dtype = ctx.constants
         dy = dy.to(dtype)
         dx, dw = grouped_gradients(
@@ -103,7 +103,7 @@ class GroupedLinear(BasicOperation, GroupedLinearModule):
             cached,
             tuple(into),
             RowGroups(m_splits, ends, group),
-            LiveState(scale, None, grad_amax, None, grad_statistics, key),
+            LiveState(scale, None, gradient, None, grad_statistics, key),
             constants.quantizers,
             constants.options,
             kept,

@@ -123,14 +123,14 @@ class BasicLinear(GemmModule, BasicOperation):
         if notes.kept.form in _AS_GIVEN and isinstance(x, Tensor) and x.dtype == notes.dtype:
             kept = (x, *kept[1:])  # the very input, not a matrix made of it: it has second derivatives
         ctx.save_for_backward(weight, cached, live.scale, live.key, *kept)
-        ctx.save_live(main_grad, live.grad_amax, live.grad_statistics)
+        ctx.save_live(main_grad, live.gradient, live.grad_statistics)
         ctx.constants = notes
 
     def op_backward(self, ctx: OperationContext, dy: Tensor, extra_gradients: tuple[Tensor, ...]) -> Gradients:
         weight, cached, scale, key, *tensors = ctx.saved
-        main_grad, grad_amax, grad_statistics = ctx.live
+        main_grad, gradient, grad_statistics = ctx.live
         notes: LinearNotes = ctx.constants
-        live = LiveState(scale, None, grad_amax, None, grad_statistics, key)
+        live = LiveState(scale, None, gradient, None, grad_statistics, key)
         if notes.kept.form in _AS_GIVEN:
             tensors[0] = tensors[0].reshape(-1, tensors[0].shape[-1])
         rows = dy.to(notes.dtype).reshape(-1, dy.shape[-1])

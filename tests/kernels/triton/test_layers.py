@@ -130,6 +130,36 @@ def test_rows_come_to_the_gemms_as_kernels_make_them(
         assert (got.cpu().float() - want.float()).norm() <= 2.0**-7 * want.float().norm()
 
 
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        layers.Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1),
+        layers.Float8BlockScaling(grad_block_scaling_dim=2, w_block_scaling_dim=1),
+        layers.Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1, use_f32_scales=True),
+    ],
+    ids=["input", "gradient", "float32 scales"],
+)
+def test_rows_in_blocks_of_several_rows_fall_back(
+    recipe: layers.Recipe, accumulate: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No grouped kernel reads them; two of the three GEMMs have them."""
+
+    def main_grad(where: torch.device) -> Tensor | None:
+        return torch.ones(len(SPLITS), OUTER, INNER, device=where) if accumulate else None
+
+    cpu = torch.device("cpu")
+    expected = step("GroupedLinear", recipe, cpu, main_grad(cpu))
+    if device.type == "cpu":
+        gemms_as_on_a_gpu(monkeypatch)
+    reset_gemm_counts()
+    with pytest.warns(RuntimeWarning, match="no kernel for .* rows in 128x128 blocks"):
+        found = step("GroupedLinear", recipe, device, main_grad(device))
+    assert emulations() == 2
+    for got, want in zip(found, expected, strict=True):
+        assert (got.cpu().float() - want.float()).norm() <= 2.0**-7 * want.float().norm()
+
+
 def experts_step(recipe: layers.Recipe, device: torch.device) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     module = layers.GroupedLinear(2, INNER, OUTER, bias=False, params_dtype=torch.bfloat16, device=device)

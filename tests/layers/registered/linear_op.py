@@ -82,7 +82,7 @@ def _gradients(
     )
 
 
-@operation("test_linear_backward", _gradients, mutates=("grad_amax", "grad_statistics", "main_grad"), places=3)
+@operation("test_linear_backward", _gradients, mutates=("gradient", "grad_statistics", "main_grad"), places=3)
 def linear_backward(
     dy: Tensor,
     kept: Tensor | QuantizedStorage | None,
@@ -90,7 +90,7 @@ def linear_backward(
     cached: QuantizedTensor | None,
     main_grad: Tensor | None,
     scale: Tensor | None,
-    grad_amax: Tensor | None,
+    gradient: Tensor | None,
     grad_statistics: Tensor | None,
     key: Tensor | None,
     quantizers: GemmQuantizers,
@@ -100,7 +100,7 @@ def linear_backward(
     needs: list[bool],
 ) -> tuple[Tensor | None, ...]:
     """dy: [T, N] -> gradients of x [T, K], weight [N, K] and bias [N]."""
-    live = LiveState(scale, None, grad_amax, None, grad_statistics, key)
+    live = LiveState(scale, None, gradient, None, grad_statistics, key)
     wgrad = None if main_grad is None else WeightGradient(main_grad, overwrite)
     how = How(quantizers, GemmOptions(wgrad=wgrad), gemm)
     form, tensors = _as_kept(kept, quantizers)
@@ -152,7 +152,7 @@ def linear_op(
         gemm=gemm,
         save_original_input=options.save_original_input,
         main_grad=None if wgrad is None else wgrad.main_grad,
-        grad_amax=live.grad_amax,
+        gradient=live.gradient,
         grad_statistics=live.grad_statistics,
         key=live.key,
         overwrite=wgrad is not None and wgrad.overwrite,
