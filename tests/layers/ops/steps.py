@@ -41,7 +41,7 @@ def step(
     reset(model)
     leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in inputs]
     with autocast(enabled=name is not None, recipe=fresh(name)):
-        found = (run or model)(*leaves)
+        found = (model if run is None else run)(*leaves)
     outputs = list(found) if isinstance(found, tuple) else [found]
     grads = [torch.linspace(-1, 1, y.numel()).view(y.shape).to(y.dtype) * (i + 1) for i, y in enumerate(outputs)]
     torch.autograd.backward(outputs, grads)
