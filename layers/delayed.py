@@ -152,7 +152,7 @@ class Float8Quantizer:
 
 def raise_(recorded: Tensor, amax: Tensor) -> None:
     """Raise recorded amaxes to `amax`, in place. NaN is ignored."""
-    recorded.copy_(torch.fmax(recorded, amax.float()))
+    recorded.copy_(torch.fmax(recorded, amax.detach().float()))
 
 
 def bind(
@@ -181,7 +181,7 @@ def bind_gradient(
     if not isinstance(quantizer, DelayedScalingQuantizer):
         return quantizer
     assert gradient is not None, "a delayed quantizer comes with its module's scales"
-    amax, scale = (gradient if gemm is None else gradient[:, gemm]).unbind(0)
+    amax, scale = (gradient[row] if gemm is None else gradient[row, gemm] for row in range(2))
     return quantizer.bind(scale, amax if record else None)
 
 
