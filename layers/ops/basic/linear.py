@@ -127,7 +127,8 @@ class BasicLinear(GemmModule, BasicOperation):
         ctx.constants = notes
 
     def op_backward(self, ctx: OperationContext, dy: Tensor, extra_gradients: tuple[Tensor, ...]) -> Gradients:
-        weight, cached, scale, key, *tensors = ctx.saved
+        weight, cached, scale, key, *rest = ctx.saved
+        tensors = list(rest)  # which torch 2.11 traces as a tuple
         main_grad, gradient, grad_statistics = ctx.live
         notes: LinearNotes = ctx.constants
         live = LiveState(scale, None, gradient, None, grad_statistics, key)
