@@ -9,10 +9,14 @@ import pytest
 import torch
 from torch import nn
 
+from te_models.kernels.torch_versions import TORCH_2_11
 from te_models.layers import FusedAdamW, GroupedLinear, Linear, QuantizedTensor, autocast, quantized_model_init, recipe
 from tests.layers.bits import raw, same_bits, weight_quantizers
 
 OPTIONS = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.3}
+NOT_COMPILED = pytest.mark.xfail(
+    TORCH_2_11, raises=torch._inductor.exc.InductorError, reason="the C++ backend of torch 2.11 ends in an assertion"
+)
 
 
 def quantized_parameter(name: str, grouped: bool = False) -> nn.Parameter:
@@ -151,7 +155,7 @@ def test_compiled_encoding_has_the_same_bits(moments: str) -> None:
         assert torch.equal(eager, compiled)
 
 
-@pytest.mark.parametrize("name", ["float8", "mxfp8"])
+@pytest.mark.parametrize("name", ["float8", pytest.param("mxfp8", marks=NOT_COMPILED)])
 def test_compiled_requantization_has_the_same_bits(name: str) -> None:
     results = []
     for compiled in (False, True):
@@ -175,7 +179,13 @@ def test_more_shapes_than_the_compilers_limit_stay_compiled() -> None:
 
 @pytest.mark.parametrize(
     ("name", "moments"),
-    [("plain", "float32"), ("plain", "bfloat16"), ("bf16", "float32"), ("mxfp8", "float8"), ("nvfp4", "float32")],
+    [
+        ("plain", "float32"),
+        ("plain", "bfloat16"),
+        ("bf16", "float32"),
+        pytest.param("mxfp8", "float8", marks=NOT_COMPILED),
+        ("nvfp4", "float32"),
+    ],
 )
 def test_a_step_compiled_whole_equals_eager(name: str, moments: str) -> None:
     """One graph for all steps, learning rates and flags. A step's terms are rounded a handful of times in float32."""
