@@ -91,3 +91,17 @@ def write_result(name: str, payload: dict[str, Any]) -> Path:
     result = {"benchmark": name, "measured_at": AT_START, "machine": machine()} | payload
     file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return file
+
+
+def update_result(name: str, parts: dict[str, Any], packages: Sequence[str]) -> Path:
+    """Put parts that were measured again into bench/results/<name>.json, each with the commit that it was measured at.
+
+    ValueError where the file is of another machine or of other versions: its ratios would not be of one kind.
+    """
+    result = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    here = {"machine": machine(), "versions": versions(*packages)}
+    for what, value in here.items():
+        if result[what] != value:
+            raise ValueError(f"{name}.json has {what} {result[what]}, and here it is {value}; measure all parts again")
+    apart = result.get("measured_apart", {}) | dict.fromkeys(parts, AT_START)
+    return write_result(name, result | parts | {"measured_at": result["measured_at"], "measured_apart": apart})

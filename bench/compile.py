@@ -1,6 +1,6 @@
 """What compiling costs and gives: overhead of one call, compiled step against eager step, cold compile time by depth.
 
-    python -m bench.compile [calls|cold|steps ...]   these parts only: prints, writes nothing
+    python -m bench.compile [calls|cold|steps ...]   these parts only: prints, and with --update writes them to the file
 
 calls   microseconds of a tiny Linear beyond torch.nn.Linear's, eager and compiled.
 cold    seconds until the first train step is done, in a new process with empty caches, at 4 and 32 layers, in block
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
 
-from bench.common import interleave, ratio, versions, write_result
+from bench.common import interleave, ratio, update_result, versions, write_result
 from bench.recipes import NAMES, named
 from bench.shapes import Shape
 from bench.steps import our_step
@@ -162,7 +162,9 @@ PARTS = {"calls": calls, "cold": cold, "steps": steps}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", help=", ".join(PARTS))
-    parts = parser.parse_args().parts
+    parser.add_argument("--update", action="store_true", help="write these parts to the file, each with its commit")
+    options = parser.parse_args()
+    parts = options.parts
     for name in parts:
         if name not in PARTS:
             parser.error(f"there is no part {name!r}; allowed: {', '.join(PARTS)}")
@@ -171,6 +173,8 @@ def main() -> None:
     if len(found) == len(PARTS):
         payload = {"versions": versions("torch"), "targets": TARGETS, **found}
         print(f"written to {write_result('compile', payload)}")
+    elif options.update:
+        print(f"written to {update_result('compile', found, ['torch'])}")
 
 
 if __name__ == "__main__":

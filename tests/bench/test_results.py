@@ -67,6 +67,20 @@ def test_every_result_is_written_with_it(tmp_path: Path, monkeypatch: pytest.Mon
     assert written["cases"] == [1]
 
 
+def test_parts_that_are_measured_again_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    payload = {"versions": common.versions("torch"), "calls": 1, "cold": 2}
+    file = common.write_result("some", payload)
+    before = json.loads(file.read_text(encoding="utf-8")) | {"measured_at": {"commit": "older", "changed": []}}
+    file.write_text(json.dumps(before))
+    after = json.loads(common.update_result("some", {"calls": 3}, ["torch"]).read_text(encoding="utf-8"))
+    assert after == before | {"calls": 3, "measured_apart": {"calls": AT_START}}
+    file.write_text(json.dumps(before | {"versions": {}}))
+    with pytest.raises(ValueError, match="has versions {}, and here it is"):
+        common.update_result("some", {"calls": 3}, ["torch"])
+    assert json.loads(file.read_text(encoding="utf-8"))["calls"] == 1
+
+
 def ran(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> list[list[str]]:
     """The benchmarks that the command starts, each with its arguments."""
     seen: list[list[str]] = []
