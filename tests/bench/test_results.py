@@ -76,7 +76,7 @@ def test_parts_that_are_measured_again_say_so(tmp_path: Path, monkeypatch: pytes
     after = json.loads(common.update_result("some", {"calls": 3}, ["torch"]).read_text(encoding="utf-8"))
     assert after == before | {"calls": 3, "measured_apart": {"calls": AT_START}}
     file.write_text(json.dumps(before | {"versions": {}}))
-    with pytest.raises(ValueError, match="has versions .*, and here it is"):
+    with pytest.raises(ValueError, match=r"has versions .*, and here it is"):
         common.update_result("some", {"calls": 3}, ["torch"])
     assert json.loads(file.read_text(encoding="utf-8"))["calls"] == 1
 
