@@ -45,13 +45,18 @@ def batch_first(name: str, given: Tensor, heads: int, qkv_format: str) -> Tensor
     rank = 3 if qkv_format == "thd" else 4
     if given.dim() != rank or given.shape[-2] != heads:
         raise ValueError(f"{name} has shape {tuple(given.shape)}; allowed: {_SHAPES[qkv_format].format(heads)}")
+    return moved_batch_first(given, qkv_format)
+
+
+def moved_batch_first(given: Tensor, qkv_format: str) -> Tensor:
+    """Return what is laid out so as [B, S, ...], packed sequences as a batch of one."""
     if qkv_format == "thd":
         return given[None]
     return given.transpose(0, 1) if qkv_format == "sbhd" else given
 
 
 def from_batch_first(out: Tensor, qkv_format: str) -> Tensor:
-    """Undo `batch_first` for a result [B, S, C]."""
+    """Undo `moved_batch_first` for a result [B, S, ...]."""
     if qkv_format == "thd":
         return out[0]
     return out.transpose(0, 1) if qkv_format == "sbhd" else out

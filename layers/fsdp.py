@@ -12,7 +12,7 @@ requantized reduces its amax over the ranks first (`amax_group`, set at the firs
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .initial_values import hand_to_shards
+from .process_groups import resolve_group
 from .quantizer import Quantizer, Usage
 
 if TYPE_CHECKING:
@@ -35,6 +36,11 @@ def local_part(tensor: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def sharded(tensors: Iterable[Tensor]) -> bool:
+    """Whether any of these is kept in shards."""
+    return any(local_part(tensor) is not tensor for tensor in tensors)
 
 
 def largest_part(tensor: Tensor) -> int:
@@ -70,11 +76,9 @@ def _shards(tensor: Any) -> Iterator[tuple[int, int]]:
 
 def shared_amaxes(quantizer: Quantizer, x: Tensor, group: Any) -> dict[Usage, Tensor]:
     """Return the amaxes that quantizing x needs, reduced over a process group, by usage. group: it, or its name."""
-    from torch.distributed import distributed_c10d
-
     amaxes = quantizer.amaxes(x)
     if isinstance(group, str):
-        group = distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+        group = resolve_group(group)
     for amax in amaxes.values():
         dist.all_reduce(amax, dist.ReduceOp.MAX, group)
     return amaxes

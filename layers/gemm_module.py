@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import nn
+from torch import Tensor, nn
 
 from .dense_gemms import DEFAULT_OPTIONS, GemmOptions
-from .fsdp import local_part
+from .fsdp import sharded
 from .quantized_module import QuantizedModule
 from .wgrad import weight_gradient
 
@@ -32,6 +32,19 @@ class GemmModule(QuantizedModule):
         self.save_original_input = save_original_input
         self._later: list[Callable[[], None]] | None = [] if delay_wgrad_compute else None
 
+    return_bias = return_layernorm_output = False  # layers that have these options set them
+
+    def results(
+        self, y: Tensor, bias: Tensor | None, normed: Tensor | None = None
+    ) -> Tensor | tuple[Tensor | None, ...]:
+        """Return y, or with it what the layer was told to return: its bias, in y's dtype, and the normed input."""
+        found: tuple[Tensor | None, ...] = (y,)
+        if self.return_bias:
+            found += (None if bias is None else bias.to(y.dtype),)
+        if self.return_layernorm_output:
+            found += (normed,)
+        return found if len(found) > 1 else y
+
     def gemm_options(self, *weights: nn.Parameter, first: bool | None = None) -> GemmOptions:
         """Return how the gradients of `weights` are to be made, of several together. first: `is_first_microbatch` of
         this call; where it is True a main gradient is written to and not added to, as in Transformer Engine."""
@@ -47,7 +60,7 @@ class GemmModule(QuantizedModule):
         as it is, was written to since the backward pass, and of weights that FSDP2 shards."""
         if self._later is None:
             raise RuntimeError("backward_dw needs a layer built with delay_wgrad_compute=True")
-        if self._later and any(local_part(p) is not p for p in self.parameters(recurse=False)):
+        if self._later and sharded(self.parameters(recurse=False)):
             raise RuntimeError(
                 "FSDP2 has sharded the weights again and reduces no gradient that comes after the backward pass; "
                 "allowed: layers built without delay_wgrad_compute"

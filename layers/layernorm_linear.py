@@ -95,11 +95,7 @@ class LayerNormLinear(TensorParallelModule, PrecedingNorm, GemmModule):
             y = linear(
                 self, normed if self.parallel_mode is None else self.whole_rows(normed), self.weight, bias, **how
             )
-        results: tuple[Tensor | None, ...] = (y,)
-        if self.return_bias:  # this rank's part of it, beside whole rows
-            results += (None if self.bias is None else self.bias.to(y.dtype),)
-        results += (normed,) if self.return_layernorm_output else ()
-        return results if len(results) > 1 else y
+        return self.results(y, self.bias, normed)  # this rank's part of the bias, beside whole rows
 
     def extra_repr(self) -> str:
         return f"{self.normalization}, {self.in_features}, {self.out_features}, bias={self.bias is not None}"

@@ -146,12 +146,10 @@ class LayerNormMLP(TensorParallelModule, PrecedingNorm, GemmModule):
         bias = None if self.return_bias else self.fc2_bias
         y = preceded_linear(self, self._act, hidden, (None, None), fc2, None if split else bias, **how)
         y = self.summed(y, bias) if split else y
-        results: tuple[Tensor | None, ...] = (y,)
-        if self.return_bias:
-            own = self.for_own_rows(self.fc2_bias) if split and self.fc2_bias is not None else self.fc2_bias
-            results += (None if own is None else own.to(y.dtype),)
-        results += (normed,) if self.return_layernorm_output else ()
-        return results if len(results) > 1 else y
+        own = self.fc2_bias
+        if self.return_bias and split and own is not None:
+            own = self.for_own_rows(own)
+        return self.results(y, own, normed)
 
     def _how(self, gemm: int, weight: nn.Parameter, is_first_microbatch: bool | None) -> dict[str, Any]:
         cached = self.cached_weight((weight,), is_first_microbatch, gemm)

@@ -68,7 +68,7 @@ class Linear(TensorParallelModule, GemmModule):
         if self.bias is not None:
             self.bias.zero_()
 
-    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor | tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor | tuple[Tensor | None, ...]:
         """x: [..., in_features] -> [..., out_features], in the compute dtype. is_first_microbatch: True quantizes the
         weight and keeps the result, False uses what was kept, None quantizes without keeping; True writes to a main
         gradient, see `GemmModule`."""
@@ -79,10 +79,10 @@ class Linear(TensorParallelModule, GemmModule):
         bias = None if self.return_bias else self.bias
         y = linear(self, x, self.weight, None if row else bias, cached=cached, options=options)
         y = self.summed(y, bias) if row else y
-        if not self.return_bias:
-            return y
-        own = self.bias if self.bias is None or not row else self.for_own_rows(self.bias)
-        return y, None if own is None else own.to(y.dtype)
+        own = self.bias
+        if self.return_bias and row and own is not None:
+            own = self.for_own_rows(own)
+        return self.results(y, own)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"

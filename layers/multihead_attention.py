@@ -91,9 +91,10 @@ class MultiheadAttention(nn.Module):
             raise ValueError("set_parallel_mode over several ranks needs fuse_qkv_params=True, whose rows go by head")
         split = {"tp_group": tp_group, "tp_size": tp_size} if set_parallel_mode else {}
         new = {"params_dtype": params_dtype, "device": device}
+        self.head_dim = kv_channels or hidden_size // num_attention_heads
         self.core_attention = DotProductAttention(
             num_attention_heads,
-            kv_channels or hidden_size // num_attention_heads,
+            self.head_dim,
             num_gqa_groups,
             attention_dropout,
             qkv_format=qkv_format,
@@ -106,7 +107,6 @@ class MultiheadAttention(nn.Module):
             **new,
         )
         self.attention_type, self.qkv_format = attention_type, qkv_format
-        self.head_dim = kv_channels or hidden_size // num_attention_heads
         self.rotary_pos_interleaved = rotary_pos_interleaved
         self.return_bias, self.return_layernorm_output = return_bias, return_layernorm_output
         queries, groups = num_attention_heads * self.head_dim, (num_gqa_groups or num_attention_heads) * self.head_dim

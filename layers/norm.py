@@ -164,3 +164,7 @@ def default_cast_order(normalization: str) -> str:
     if normalization not in orders:
         raise ValueError(f"normalization is {normalization!r}; allowed: 'LayerNorm', 'RMSNorm'")
     return orders[normalization]
+
+
+NORMS: dict[str, type[RMSNorm | LayerNorm]] = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}
+"""By Transformer Engine's names."""

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from te_models.kernels.norm import l2_norm
 
-from .norm import LayerNorm, RMSNorm
+from .norm import NORMS
 
 QkNorm = Literal["RMSNorm", "LayerNorm", "L2Normalization"]
-_NORMS = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}
 
 
 class L2Normalization(nn.Module):
@@ -36,9 +35,9 @@ def qk_norm(kind: QkNorm | None, channels: int, eps: float, **new: Any) -> nn.Mo
         return None
     if kind == "L2Normalization":
         return L2Normalization(eps)
-    if kind not in _NORMS:
+    if kind not in NORMS:
         raise ValueError(f"qk_norm_type is {kind!r}; allowed: None, 'RMSNorm', 'LayerNorm', 'L2Normalization'")
-    return _NORMS[kind](channels, eps, **new)
+    return NORMS[kind](channels, eps, **new)
 
 
 def split_qkv(mixed: Tensor, heads: int, groups: int, *, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from te_models.kernels.rope import apply_rope
 
-from .attention_layout import QkvFormat, check_format, packed_rows
+from .attention_layout import QkvFormat, check_format, from_batch_first, moved_batch_first, packed_rows
 from .te_arguments import require_default
 
 
@@ -86,7 +86,7 @@ def apply_rotary_pos_emb(
         raise ValueError(f"cu_seqlens is {is_given} with tensor_format {tensor_format!r}; it is for 'thd'")
     half = freqs.shape[-1] // 2
     angles = freqs[:, 0, 0, 0::2] if interleaved else freqs[:, 0, 0, :half]
-    x = t.transpose(0, 1) if tensor_format == "sbhd" else t[None] if tensor_format == "thd" else t
+    x = moved_batch_first(t, tensor_format)
     if cu_seqlens is not None:
         rows = packed_rows(x.shape[1], cu_seqlens, None)
         position = rows.position[0].clamp(max=freqs.shape[0] - 1)
@@ -100,4 +100,4 @@ def apply_rotary_pos_emb(
         angles = angles[: x.shape[1]][None] if start_positions is None else angles[start_positions[:, None] + position]
     style = "interleaved" if interleaved else "half"
     y = apply_rope(x, angles.cos(), angles.sin(), style)
-    return y.transpose(0, 1) if tensor_format == "sbhd" else y[0] if tensor_format == "thd" else y
+    return from_batch_first(y, tensor_format)

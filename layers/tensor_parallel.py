@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from .collectives import all_gather, all_reduce, reduce_scatter
 from .module import InitMethod
+from .process_groups import check_member, resolve_group
 
 ParallelMode = Literal["column", "row"]
 _WEIGHT_DIM = {"column": 0, "row": 1}
@@ -53,9 +54,8 @@ class TensorParallelModule(nn.Module):
             )
         group = dist.group.WORLD if tp_group is None else tp_group
         assert group is not None
+        check_member("tp_group", group)
         size = dist.get_world_size(group)
-        if size < 1:
-            raise ValueError(f"tp_group does not contain this rank, {dist.get_rank()}; allowed: a group that does")
         if self.tp_size not in (1, size):
             raise ValueError(f"tp_group has {size} ranks, but the weights are split over {self.tp_size}")
         self.tp_size, self.tp_rank, self.tp_group_name = size, dist.get_rank(group), group.group_name
@@ -63,11 +63,7 @@ class TensorParallelModule(nn.Module):
     @property
     def tp_group(self) -> dist.ProcessGroup | None:
         """The process group; None if the layer is not split."""
-        if self.tp_size == 1:
-            return None
-        from torch.distributed import distributed_c10d
-
-        return distributed_c10d._resolve_process_group(self.tp_group_name)  # type: ignore[arg-type]
+        return None if self.tp_size == 1 else resolve_group(self.tp_group_name)
 
     def split_features(
         self,

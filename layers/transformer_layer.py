@@ -19,7 +19,7 @@ from .attention_options import CoreOptions
 from .layernorm_mlp import LayerNormMLP
 from .module import InitMethod
 from .multihead_attention import MultiheadAttention, RotaryAngles
-from .norm import LayerNorm, RMSNorm
+from .norm import NORMS
 from .qkv import QkNorm
 from .te_arguments import TRACKER, USER_BUFFERS, takes_at_default
 
@@ -134,7 +134,7 @@ class TransformerLayer(nn.Module):
             "qk_norm_before_rope": qk_norm_before_rope,
             "softmax_type": softmax_type,
         }
-        attention |= common | {"init_method": init_method, "output_layer_init_method": output_layer_init_method}
+        attention |= common | {"output_layer_init_method": output_layer_init_method}
         self.self_attention = MultiheadAttention(
             hidden_size,
             num_attention_heads,
@@ -173,8 +173,7 @@ class TransformerLayer(nn.Module):
         )
         self.layernorm = None
         if output_layernorm:
-            kinds = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
-            self.layernorm = kinds[normalization](
+            self.layernorm = NORMS[normalization](
                 hidden_size,
                 layernorm_epsilon,
                 zero_centered_gamma=zero_centered_gamma,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .autocast import microbatch
-from .fsdp import local_part
+from .fsdp import sharded
 from .quantized_module import QuantizedModule
 from .recipe import Recipe
 from .rounding_seed import SEEDS, STREAMS, default_seed
@@ -32,7 +32,7 @@ def cache_weights(model: nn.Module, *, noop: Tensor | None = None) -> None:
     with microbatch(first=True, noop=noop):
         for name, module in quantized_modules(model):
             for weights, gemm in module.gemm_weights():
-                if any(local_part(weight) is not weight for weight in weights):
+                if sharded(weights):
                     raise ValueError(
                         f"the weights of {name or type(module).__name__} are sharded by FSDP2 here; allowed: "
                         "microbatch(first=True) around the first micro-batch"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,9 +39,11 @@ def decoder_fields(
     norm_name: str = "rms_norm_eps",
     init_std: float = 0.02,
     dropout: float = 0.0,
+    without: Collection[str] = (),
 ) -> tuple[Entry, ...]:
-    """Return the fields of a decoder with grouped-query attention; the arguments are the class's names and defaults."""
-    return (
+    """Return the fields of a decoder with grouped-query attention; the arguments are the class's names and defaults.
+    without: fields that the class does not have, or reads in a way of its own."""
+    entries: tuple[Entry, ...] = (
         Field("vocab_size", "vocab_size", int),
         Field("hidden_size", "hidden_size", int),
         Field("num_hidden_layers", "num_layers", int),
@@ -56,6 +58,7 @@ def decoder_fields(
         KeyValueHeads(kv_heads),
         HeadDim(head_dim),
     )
+    return tuple(entry for entry in entries if not set(entry.names) <= set(without))
 
 
 def layer_norm(*, bias: bool, weight: bool = True) -> tuple[Entry, ...]:

@@ -46,11 +46,7 @@ GEMMA = Family(
     model_type="gemma",
     architecture="GemmaForCausalLM",
     fields=(
-        *(
-            entry
-            for entry in decoder_fields(max_positions=8192, kv_heads=16, head_dim=256, tied=True)
-            if entry.names != ("hidden_act",)
-        ),
+        *decoder_fields(max_positions=8192, kv_heads=16, head_dim=256, tied=True, without=("hidden_act",)),
         Activation(),
         *GEMMA_COMMON,
         Rope(),

@@ -58,18 +58,17 @@ _FORM = Names(
     fc1=("mlp.dense_h_to_4h",),
     fc2="mlp.dense_4h_to_h",
 )
-_NOT_IN_CLASS = ({"head_dim"}, {"num_key_value_heads"})
 
 GPT_NEOX = Family(
     model_type="gpt_neox",
     architecture="GPTNeoXForCausalLM",
     fields=(
-        *(
-            entry
-            for entry in decoder_fields(
-                max_positions=2048, norm_eps=1e-5, norm_name="layer_norm_eps", activation="gelu"
-            )
-            if set(entry.names) not in _NOT_IN_CLASS
+        *decoder_fields(
+            max_positions=2048,
+            norm_eps=1e-5,
+            norm_name="layer_norm_eps",
+            activation="gelu",
+            without=("head_dim", "num_key_value_heads"),
         ),
         *layer_norm(bias=True),
         replace(ATTENTION_BIAS, default=True),

@@ -11,23 +11,10 @@ from te_models.config import ModelConfig
 from ..errors import CheckpointError
 from .common import ATTENTION_BIAS, decoder_fields
 from .family import Family
-from .fields import REQUIRED, Fixed, OneOf, Only, Values, get_path, read_typed, shorten_value
+from .fields import Fixed, OneOf, Only, Values, get_path, shorten_value
+from .moe_fields import ExpertSize
 from .names import Fused, Names
 from .rope import Rope
-
-
-@dataclass(frozen=True)
-class OneSize:
-    """`intermediate_size` is the width of every expert and of the shared one."""
-
-    names: tuple[str, ...] = ("intermediate_size",)
-
-    def read(self, hf: Mapping[str, Any]) -> Values:
-        size = read_typed(hf, "intermediate_size", int, REQUIRED)
-        return {"moe.moe_ffn_hidden_size": size, "moe.shared_expert_intermediate_size": size}
-
-    def write(self, config: ModelConfig) -> Values:
-        return {}
 
 
 @dataclass(frozen=True)
@@ -88,7 +75,7 @@ HUNYUAN_V1_MOE = Family(
     architecture="HunYuanMoEV1ForCausalLM",
     fields=(
         *decoder_fields(max_positions=2048, norm_eps=1e-5),
-        OneSize(),
+        ExpertSize(shared=True),
         ATTENTION_BIAS,
         Only("use_qk_norm", True),
         SwitchedOff(),

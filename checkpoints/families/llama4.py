@@ -14,7 +14,7 @@ from .common import ATTENTION_BIAS, decoder_fields
 from .family import Family
 from .fields import REQUIRED, Entry, Field, Fixed, Values, read_typed
 from .layer_fields import check_names, read_rotating
-from .moe_fields import RouterLoss
+from .moe_fields import ExpertSize, RouterLoss
 from .names import Fused, Names, per_expert
 from .rope import Rope
 from .text_part import TextPart, with_images
@@ -87,20 +87,6 @@ class Tuning:
             "floor_scale": int(scale) if scale.is_integer() else scale,
             "attn_scale": tuning.attn_scale,
         }
-
-
-@dataclass(frozen=True)
-class ExpertSizes:
-    """`intermediate_size` is the width of the experts and of the shared one."""
-
-    names: tuple[str, ...] = ("intermediate_size",)
-
-    def read(self, hf: Mapping[str, Any]) -> Values:
-        size = read_typed(hf, "intermediate_size", int, REQUIRED)
-        return {"moe.moe_ffn_hidden_size": size, "moe.shared_expert_intermediate_size": size}
-
-    def write(self, config: ModelConfig) -> Values:
-        return {}
 
 
 @dataclass(frozen=True)
@@ -185,7 +171,7 @@ _FORM = Names(
 
 _MIXTURE = (
     MoELayers(),
-    ExpertSizes(),
+    ExpertSize(shared=True),
     Field("num_local_experts", "moe.num_moe_experts", int, 16),
     Field("num_experts_per_tok", "moe.moe_router_topk", int, 1),
     Fixed("moe.router.score", "sigmoid"),

@@ -37,12 +37,17 @@ class RouterLoss:
 
 @dataclass(frozen=True)
 class ExpertSize:
-    """`intermediate_size` is the experts' width; there is no dense MLP, or one of the same width."""
+    """`intermediate_size` is the experts' width, with `shared` also that of the shared one; there is no dense MLP, or
+    one of the same width, or one with a field of its own."""
 
+    shared: bool = False
     names: tuple[str, ...] = ("intermediate_size",)
 
     def read(self, hf: Mapping[str, Any]) -> Values:
-        return {"moe.moe_ffn_hidden_size": read_typed(hf, "intermediate_size", int, REQUIRED)}
+        size = read_typed(hf, "intermediate_size", int, REQUIRED)
+        return {"moe.moe_ffn_hidden_size": size} | (
+            {"moe.shared_expert_intermediate_size": size} if self.shared else {}
+        )
 
     def write(self, config: ModelConfig) -> Values:
         return {}

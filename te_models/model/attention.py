@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from te_models.kernels.norm import rms_norm, rms_norm_by
 from te_models.kernels.rope import apply_rope
-from te_models.layers import DotProductAttention, RMSNorm
+from te_models.layers import RMSNorm
 
 from ..config import ModelConfig
-from .build import Build, make_input_linear, make_norm, make_output_linear
+from .build import Build, make_core_attention, make_input_linear, make_norm, make_output_linear
 from .cache import LayerMemory
 from .rotary import Rotary
 
@@ -48,21 +48,7 @@ class SelfAttention(nn.Module):
             norm = config.norm.replace(has_weight=True, bias=a.qk_layernorm_bias)
             self.q_layernorm = make_norm(norm, self.q_size if full else self.head_dim, build)
             self.k_layernorm = make_norm(norm, self.k_size if full else self.head_dim, build)
-        self.core_attention = DotProductAttention(
-            self.num_heads,
-            self.head_dim,
-            self.num_groups,
-            a.attention_dropout,
-            qkv_format="bshd",
-            attn_mask_type="causal_bottom_right",
-            window_size=a.window_size if config.layer_type(layer) == "sliding" else None,
-            softmax_scale=a.softmax_scale,
-            softcap=a.softcap,
-            softmax_type="learnable" if a.sinks else "vanilla",
-            **build.new,
-        )
-        if a.softmax_scale_by_layer:
-            self.core_attention.softmax_scale /= layer + 1  # assigned, it is data: layers share a graph
+        self.core_attention = make_core_attention(config, layer, self.num_heads, self.head_dim, self.num_groups, build)
         self.linear_proj = make_output_linear(config, all_heads * self.v_head_dim, a.add_output_bias, build)
 
     def forward(

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from te_models.layers import LayerNorm, LayerNormLinear, Linear, RMSNorm
+from te_models.layers import DotProductAttention, LayerNorm, LayerNormLinear, Linear, RMSNorm
 
 from ..config import ConfigError, ModelConfig, NormConfig
 
@@ -115,6 +115,30 @@ def make_norm(norm: NormConfig, size: int, build: Build) -> RMSNorm | LayerNorm:
     if norm.normalization == "RMSNorm":
         return RMSNorm(size, norm.layernorm_epsilon, **shared)
     return LayerNorm(size, norm.layernorm_epsilon, bias=norm.bias, **shared)
+
+
+def make_core_attention(
+    config: ModelConfig, layer: int, heads: int, channels: int, groups: int, build: Build
+) -> DotProductAttention:
+    """Return softmax attention of this layer, of a rank's own heads and key/value heads; the last query sees all keys,
+    as with a cache. channels: of a head of q and k."""
+    a = config.attention
+    attention = DotProductAttention(
+        heads,
+        channels,
+        groups,
+        a.attention_dropout,
+        qkv_format="bshd",
+        attn_mask_type="causal_bottom_right",
+        window_size=a.window_size if config.layer_type(layer) == "sliding" else None,
+        softmax_scale=a.softmax_scale,
+        softcap=a.softcap,
+        softmax_type="learnable" if a.sinks else "vanilla",
+        **build.new,
+    )
+    if a.softmax_scale_by_layer:
+        attention.softmax_scale /= layer + 1  # assigned, it is data: layers share a graph
+    return attention
 
 
 def make_output_linear(config: ModelConfig, in_features: int, bias: bool, build: Build) -> Linear:

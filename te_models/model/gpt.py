@@ -24,6 +24,7 @@ from te_models.layers import (
     store_weights,
 )
 from te_models.layers.expert_parallel import check_same_tokens
+from te_models.layers.process_groups import resolve_group
 
 from ..config import ModelConfig
 from .build import Build, ExpertLayout
@@ -34,7 +35,7 @@ from .in_memory import converter_of, fill_from_hf, to_hf
 from .kept_dtypes import keep_dtypes
 from .moe import Experts
 from .output import ModelOutput, OutputLayer, RouterLossWeights
-from .parallel import check_split, groups_of, place_of, resolve_group
+from .parallel import check_split, groups_of, place_of
 from .split_saving import save_split
 from .support import check_supported
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from te_models.kernels.rope import apply_rope
-from te_models.layers import DotProductAttention, LayerNormLinear
+from te_models.layers import LayerNormLinear
 
 from ..config import ModelConfig
-from .build import Build, init_method, make_input_linear, make_output_linear
+from .build import Build, init_method, make_core_attention, make_input_linear, make_output_linear
 from .cache import LayerMemory
 from .rotary import Rotary
 
@@ -45,20 +45,9 @@ class LatentAttention(nn.Module):
         self.latent_bias = build.parameter(sum(self.sizes[1:])) if bias and plain else None
         self.linear_q_up = None if mla.q_lora_rank is None else self._up(config, mla.q_lora_rank, q_size, build)
         self.linear_kv_up = self._up(config, mla.kv_lora_rank, heads * (mla.qk_head_dim + mla.v_head_dim), build)
-        self.core_attention = DotProductAttention(
-            heads // build.tp_size,
-            mla.qk_head_dim + mla.qk_pos_emb_head_dim,
-            None,
-            a.attention_dropout,
-            qkv_format="bshd",
-            attn_mask_type="causal_bottom_right",
-            window_size=a.window_size if config.layer_type(layer) == "sliding" else None,
-            softmax_scale=a.softmax_scale,
-            softcap=a.softcap,
-            **build.new,
-        )
-        if a.softmax_scale_by_layer:
-            self.core_attention.softmax_scale /= layer + 1  # assigned, it is data: layers share a graph
+        channels = mla.qk_head_dim + mla.qk_pos_emb_head_dim
+        own_heads = heads // build.tp_size
+        self.core_attention = make_core_attention(config, layer, own_heads, channels, own_heads, build)
         self.linear_proj = make_output_linear(config, heads * mla.v_head_dim, a.add_output_bias, build)
         self.reset_parameters()
 

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from te_models.layers.process_groups import check_member
+
 from ..config import ConfigError, ModelConfig
 from .build import Build
 
@@ -21,8 +23,8 @@ def check_split(config: ModelConfig, build: Build) -> None:
     """Raise ConfigError naming the first field because of which the model cannot be built so, ValueError for a group
     that does not contain this rank."""
     for name, group in {"tp_group": build.tp_group, "ep_group": build.ep_group}.items():
-        if group is not None and dist.get_rank(group) < 0:
-            raise ValueError(f"{name} does not contain this rank, {dist.get_rank()}; allowed: a group that does")
+        if group is not None:
+            check_member(name, group)
     if build.ep_group is not None:
         check_distribution(config, build.expert_model_parallel_size, build.expert_layout)
     check_layers(config, build.tp_size)
@@ -64,13 +66,6 @@ def check_layers(config: ModelConfig, ranks: int) -> None:
     for name, size in sizes.items():
         if size % ranks:
             raise ConfigError(f"{name} is {size}, which {ranks} ranks cannot share equally")
-
-
-def resolve_group(name: str) -> dist.ProcessGroup:
-    """Return the process group of a name. Models keep names, so that they can be copied."""
-    from torch.distributed import distributed_c10d
-
-    return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def groups_of(mesh: DeviceMesh | None) -> dict[str, dist.ProcessGroup]:

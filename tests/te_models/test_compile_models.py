@@ -167,27 +167,28 @@ def test_an_expert_without_tokens_in_a_compiled_step() -> None:
         assert gradient[[1, 2]].abs().amax(dim=(1, 2)).min() > 0
 
 
-def test_padding_masks_do_not_recompile() -> None:
+def padding_mask(padding: int) -> Tensor:
+    mask = torch.ones(2, 9, dtype=torch.int64)
+    mask[0, :padding] = 0
+    return mask
+
+
+def texts_mask(length: int) -> Tensor:
+    text = (torch.arange(9) // length).expand(2, -1)
+    return text[:, :, None] == text[:, None, :]
+
+
+@pytest.mark.parametrize(
+    "masks",
+    [[padding_mask(n) for n in (0, 3, 8)], [texts_mask(n) for n in (9, 4, 2)]],
+    ids=["padding", "several texts"],
+)
+def test_masks_do_not_recompile(masks: list[Tensor]) -> None:
     model = build("moe")
     counter = count("eager")
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     ids = token_ids(2, 9)
-    for padding in (0, 3, 8):
-        mask = torch.ones_like(ids)
-        mask[0, :padding] = 0
-        expected = loss_and_gradients(model, model, ids, attention_mask=mask)
-        assert_same(loss_and_gradients(model, compiled, ids, attention_mask=mask), expected)
-    assert counter.frame_count == 1
-
-
-def test_masks_of_several_texts_do_not_recompile() -> None:
-    model = build("moe")
-    counter = count("eager")
-    compiled = torch.compile(model, fullgraph=True, backend=counter)
-    ids = token_ids(2, 9)
-    for length in (9, 4, 2):
-        text = (torch.arange(9) // length).expand(2, -1)
-        mask = text[:, :, None] == text[:, None, :]
+    for mask in masks:
         expected = loss_and_gradients(model, model, ids, attention_mask=mask)
         assert_same(loss_and_gradients(model, compiled, ids, attention_mask=mask), expected)
     assert counter.frame_count == 1
