@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from te_models.layers import load_recipe_state, quantization_statistics, recipe_state, set_rounding_seed
+from te_models.layers import quantization_statistics, recipe_state, set_rounding_seed
 
 from ..config import ConfigError
 from ..extras import require
@@ -29,8 +29,8 @@ from .distributed import Ranks, barrier, gather_tensors, ranks_from_environment
 from .expert_ranks import expert_mesh
 from .metrics import METRICS, MetricsFile, finite, plot_loss
 from .schedule import lr_at
-from .seeding import derive_seed, random_state, restore_random_state, rounding_seed, seed_all
-from .start import check_same_run, check_same_start, find_start
+from .seeding import derive_seed, random_state, rounding_seed, seed_all
+from .start import check_same_run, check_same_start, find_start, restore_generators
 from .step import LossFunction, evaluate, make_loss_function, make_weight_cache, train_step
 
 PLOT, FINAL = "loss.png", "final"
@@ -116,10 +116,7 @@ def _run(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Exit
         progress = opened.enter_context(_progress_bar(config, step)) if config.log.progress else None
     seed_all(derive_seed(config.seed, "run", ranks.rank))
     if start:
-        prefix = f"rng.{ranks.rank}."
-        restore_random_state({k.removeprefix(prefix): t for k, t in start.tensors.items() if k.startswith(prefix)})
-        prefix = f"recipe.{ranks.rank}."
-        load_recipe_state(model, {k.removeprefix(prefix): t for k, t in start.tensors.items() if k.startswith(prefix)})
+        restore_generators(start, ranks, model)
 
     micro_batches_per_step = config.data.gradient_accumulation * ranks.world_size
     tokens_per_step = micro_batches_per_step * B * S

@@ -6,12 +6,16 @@ import json
 from pathlib import Path
 
 import torch
+from torch import nn
+
+from te_models.layers import load_recipe_state
 
 from ..config import ConfigError
 from .checkpoint import TrainingCheckpointError, TrainingState, latest_checkpoint
 from .config import TrainConfig
 from .distributed import Ranks, gather_tensors
 from .metrics import METRICS
+from .seeding import restore_random_state
 
 
 def find_start(config: TrainConfig, output_dir: Path) -> Path | None:
@@ -26,19 +30,40 @@ def find_start(config: TrainConfig, output_dir: Path) -> Path | None:
 def check_same_run(config: TrainConfig, start: TrainingState, ranks: Ranks) -> None:
     """Refuse to continue a run whose numbers would silently be those of another: name the fields that changed.
 
-    Fields that decide only how long, how fast or how visibly it runs may change.
+    Fields that decide only how long, how fast or how visibly it runs may change, and so may the number of ranks, with
+    as much less or more accumulation: the same windows are a step.
     """
+    now, before = config.to_dict(), start.config
+    per_step = now["data"].pop("gradient_accumulation") * ranks.world_size
+    data = dict(before.get("data", {}))
+    accumulated = data.pop("gradient_accumulation", 1)
+    before = before | {"data": data}
     changed = [
         name
         for name in ("seed", "model", "data", "optimizer", "schedule", "precision")
-        if json.dumps(config.to_dict()[name]) != json.dumps(start.config.get(name))
+        if json.dumps(now[name]) != json.dumps(before.get(name))
     ]
-    size = start.config.get("expert_model_parallel_size", 1)  # checkpoints of before had all experts on every rank
+    size = before.get("expert_model_parallel_size", 1)  # checkpoints of before had all experts on every rank
     changed += ["expert_model_parallel_size"] if config.expert_model_parallel_size != size else []
     if changed:
         raise ConfigError(f"cannot continue from step {start.step}: {', '.join(changed)} differ from the checkpoint's")
-    if ranks.world_size != start.world_size:
-        raise ConfigError(f"cannot continue a run of {start.world_size} ranks with {ranks.world_size}")
+    if per_step != accumulated * start.world_size:
+        raise ConfigError(
+            f"cannot continue from step {start.step}: a step had {accumulated * start.world_size} micro-batches, "
+            f"data.gradient_accumulation {accumulated} on each of {start.world_size} ranks, and has {per_step} on "
+            f"{ranks.world_size}; allowed: a gradient_accumulation with the same product"
+        )
+
+
+def restore_generators(start: TrainingState, ranks: Ranks, model: nn.Module) -> None:
+    """Restore this rank's random states and its recipes' live state. A rank that the checkpoint does not know keeps its
+    own random states; scales are the same on all ranks that have the same layers."""
+    own, known = f"rng.{ranks.rank}.", ranks.rank < start.world_size
+    if known:
+        restore_random_state({k.removeprefix(own): t for k, t in start.tensors.items() if k.startswith(own)})
+    own = f"recipe.{ranks.rank % start.world_size}."
+    state = {k.removeprefix(own): t for k, t in start.tensors.items() if k.startswith(own)}
+    load_recipe_state(model, {k: t for k, t in state.items() if known or not k.endswith("fp8_rng_state")})
 
 
 def check_same_start(start: TrainingState | None, ranks: Ranks) -> None:

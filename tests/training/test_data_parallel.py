@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from te_models.training import TrainConfig, TrainingCheckpointError, train
+from te_models.config import ConfigError
+from te_models.layers import DelayedScaling, Linear, recipe_state, set_rounding_seed
+from te_models.training import PrecisionConfig, TrainConfig, TrainingCheckpointError, train
+from te_models.training.checkpoint import TrainingState
 from te_models.training.distributed import Ranks, gather_tensors, mean_over_ranks, ranks_from_environment
-from te_models.training.start import check_same_start
+from te_models.training.start import check_same_run, check_same_start, restore_generators
 from tests.ranks import run_on_ranks
 from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_model, tiny_run
 
@@ -57,6 +60,48 @@ def test_two_ranks_equal_one_and_resume(tmp_path: Path) -> None:
     shutil.copytree(Path(ranks.output_dir) / checkpoint, Path(resumed.output_dir) / checkpoint)
     train_on_two_ranks(resumed, tmp_path)
     assert_same_bits(tensors_under(Path(resumed.output_dir) / "final"), two)
+
+
+@pytest.mark.parametrize("recipe", ["none", "delayed"])
+def test_another_number_of_ranks_continues(tmp_path: Path, recipe: str) -> None:
+    """One rank for two steps, then two for two, then one again: the losses are those of one rank all along."""
+    precision = PrecisionConfig(dtype="fp32" if recipe == "none" else "bf16", recipe=recipe)
+    alone = tiny_run(tmp_path, "alone", moe=False, steps=6, precision=precision)
+    train(alone)
+    two, one = (alone.replace(output_dir=str(tmp_path / name)) for name in ("two", "one"))
+    for before, after, step in ((alone, two, 2), (two, one, 4)):
+        checkpoint = Path("checkpoints") / f"step-{step:08d}"
+        shutil.copytree(Path(before.output_dir) / checkpoint, Path(after.output_dir) / checkpoint)
+        if after is two:
+            train_on_two_ranks(two.replace(data=two.data.replace(gradient_accumulation=1)), tmp_path)
+        else:
+            train(one)
+        for row, expected in zip(curve(after), curve(alone)[step:], strict=True):
+            assert row[5] == expected[5]
+            assert row[1] == pytest.approx(expected[1], rel=1e-5 if recipe == "none" else 2e-3)
+
+
+def test_a_rank_that_the_checkpoint_does_not_know_takes_scales_and_no_random_numbers() -> None:
+    model = Linear(32, 32)
+    model.prepare_recipe_state(DelayedScaling(amax_history_len=2))
+    set_rounding_seed(model, 7)
+    state = recipe_state(model)
+    given = {name: torch.full_like(t, 3) for name, t in state.items()}
+    tensors = {f"recipe.{rank}.{name}": t + rank for rank in (0, 1) for name, t in given.items()}
+    restore_generators(TrainingState(1, 0, 2, {}, tensors), Ranks(3, 4), model)
+    for name, now in recipe_state(model).items():
+        torch.testing.assert_close(now, state[name] if "rng" in name else given[name] + 1, rtol=0, atol=0)
+
+
+def test_a_step_of_other_windows_is_refused(tmp_path: Path) -> None:
+    config = tiny_run(tmp_path, steps=1)
+    start = TrainingState(1, 4, 2, config.to_dict(), {})
+    check_same_run(config, start, Ranks(0, 2))
+    check_same_run(config.replace(data=config.data.replace(gradient_accumulation=1)), start, Ranks(3, 4))
+    with pytest.raises(ConfigError, match="had 4 micro-batches.* on each of 2 ranks, and has 8 on 4; allowed: a grad"):
+        check_same_run(config, start, Ranks(0, 4))
+    with pytest.raises(ConfigError, match="data differ"):
+        check_same_run(config.replace(data=config.data.replace(micro_batch_size=4)), start, Ranks(0, 2))
 
 
 def test_ranks_wait_for_a_data_set_however_long_it_takes(tmp_path: Path) -> None:
