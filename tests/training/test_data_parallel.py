@@ -98,7 +98,7 @@ def test_a_step_of_other_windows_is_refused(tmp_path: Path) -> None:
     start = TrainingState(1, 4, 2, config.to_dict(), {})
     check_same_run(config, start, Ranks(0, 2))
     check_same_run(config.replace(data=config.data.replace(gradient_accumulation=1)), start, Ranks(3, 4))
-    with pytest.raises(ConfigError, match="had 4 micro-batches.* on each of 2 ranks, and has 8 on 4; allowed: a grad"):
+    with pytest.raises(ConfigError, match=r"had 4 micro-batches.* on each of 2 ranks, and has 8 on 4; allowed: a grad"):
         check_same_run(config, start, Ranks(0, 4))
     with pytest.raises(ConfigError, match="data differ"):
         check_same_run(config.replace(data=config.data.replace(micro_batch_size=4)), start, Ranks(0, 2))
