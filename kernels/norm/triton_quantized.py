@@ -15,7 +15,7 @@ from torch import Tensor
 from ..quantize.output import QuantizedOutput
 from ..quantize.triton_output import Destination, store_quantized
 from ..quantize.triton_output import tile as output_tile
-from .triton import fwd_warps, norm_fwd, row_statistics, scale_and_round, tile
+from .triton import contiguous, fwd_warps, norm_fwd, row_statistics, scale_and_round, tile
 
 
 @triton.jit(do_not_specialize=["num_rows", "epsilon_bits"])
@@ -108,7 +108,7 @@ def norm_quantized(
 ) -> tuple[list[Tensor], Tensor, Tensor]:
     """Return what `output` defines of the norm [T, H] of x [T, H], rounded to dtype; mean [T] (empty unless centered),
     rstd [T]."""
-    x = x.contiguous()
+    x, (weight, bias) = x.contiguous(), contiguous(weight, bias)
     rows, columns = x.shape
     destination = Destination(output, x, scale, dtype)
     flags = (centered, zero_centered, weight_last)
