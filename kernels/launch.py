@@ -22,6 +22,11 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def shared_memory(device: torch.device) -> int:
+    """Return how many bytes of a GPU's shared memory one program can have."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def as_matrix(x: Tensor) -> Tensor:
     """Return x [..., C] as [rows, C], also where C is 0."""
     return x.reshape(x.shape[:-1].numel(), x.shape[-1])
