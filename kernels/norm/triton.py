@@ -223,6 +223,7 @@ def norm_fwd(
             BLOCK_R=block_r,
             BLOCK_C=block_c,
             num_warps=fwd_warps(block_r * block_c),
+            enable_fp_fusion=False,  # else it depends on the kernel which products are rounded; quantized, y is this y
         )
     return y, mean, rstd
 

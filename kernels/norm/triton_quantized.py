@@ -139,6 +139,7 @@ def norm_quantized(
             BLOCK_R=block_r,
             BLOCK_C=block_c,
             num_warps=warps,
+            enable_fp_fusion=False,  # as in `norm_fwd`
             **destination.constants(),
         )
     return destination.tensors, mean, rstd

@@ -51,7 +51,8 @@ def summary(compiled: Any) -> dict[str, int]:
     """Return what tells whether the tensor cores are used asynchronously, and whether the program fits.
 
     shared: bytes; wgmma, copies: instructions; wide: loads and stores of 16 bytes that are not copies; in_flight:
-    products that the loop leaves running; stack: bytes per thread that did not fit the registers.
+    products that the loop leaves running; stack: bytes per thread that did not fit the registers; fused:
+    multiplications that are not rounded before an addition.
     """
     ptx = compiled.asm["ptx"]
     return {
@@ -60,6 +61,7 @@ def summary(compiled: Any) -> dict[str, int]:
         "in_flight": max(map(int, re.findall(r"wgmma\.wait_group\.sync\.aligned (\d+)", ptx)), default=0),
         "copies": ptx.count("cp.async.c"),
         "wide": len(re.findall(r"(?:ld|st)\.global\S*\.v4", ptx)),
+        "fused": ptx.count("fma.rn.f32"),
         "stack": _stack(compiled.asm["cubin"]),
     }
 
