@@ -80,8 +80,8 @@ def _stack(cubin: bytes) -> int:
     return int(found[1])
 
 
-def in_child(module: str) -> dict[str, dict[str, int]]:
-    """Run `module` as a program that prints {name: summary} as JSON, without the interpreter."""
+def in_child(module: str) -> dict[str, Any]:
+    """Run `module` as a program that prints what it found as JSON, without the interpreter."""
     # triton 3.9 warns where nobody says whether it may fuse a multiplication and an addition
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_DEFAULT_FP_FUSION": "1"}
     run = subprocess.run([sys.executable, "-m", module], env=environment, capture_output=True, text=True, check=False)
