@@ -7,6 +7,7 @@ Triton's typed program for compute capability 9.0, which takes a tenth of a seco
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -74,7 +75,8 @@ def main() -> dict[str, Any]:
     torch.manual_seed(0)
     with as_on_a_gpu(torch.device("cpu")):
         for name, arguments in samples():
-            OPERATIONS[name].op(*arguments)
+            with contextlib.suppress(NotImplementedError):  # torch 2.11 has no scaled GEMM for a CPU
+                OPERATIONS[name].op(*arguments)
     return {"launches": len(checked.seen), "failed": checked.failed}
 
 
