@@ -18,7 +18,8 @@ from ..quantize.triton_output import tile as output_tile
 from .triton import contiguous, fwd_warps, norm_fwd, row_statistics, scale_and_round, tile
 
 
-@triton.jit(do_not_specialize=["num_rows", "epsilon_bits"])
+# num_rows is specialised: transposed copies are stored 16 bytes at a time where it is a multiple of 16.
+@triton.jit(do_not_specialize=["epsilon_bits"])
 def norm_quantize_kernel(
     x_ptr,
     weight_ptr,

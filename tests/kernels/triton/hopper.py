@@ -52,7 +52,7 @@ def summary(compiled: Any) -> dict[str, int]:
 
     shared: bytes; wgmma, copies: instructions; wide: loads and stores of 16 bytes that are not copies; in_flight:
     products that the loop leaves running; stack: bytes per thread that did not fit the registers; fused:
-    multiplications that are not rounded before an addition.
+    multiplications that are not rounded before an addition; bytes: stores of one byte.
     """
     ptx = compiled.asm["ptx"]
     return {
@@ -61,6 +61,7 @@ def summary(compiled: Any) -> dict[str, int]:
         "in_flight": max(map(int, re.findall(r"wgmma\.wait_group\.sync\.aligned (\d+)", ptx)), default=0),
         "copies": ptx.count("cp.async.c"),
         "wide": len(re.findall(r"(?:ld|st)\.global\S*\.v4", ptx)),
+        "bytes": len(re.findall(r"st\.global\.\w*8", ptx)),
         "fused": ptx.count("fma.rn.f32"),
         "stack": _stack(compiled.asm["cubin"]),
     }
