@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
 import torch
+from torch import Tensor
 
 
-def on_accelerator(x: torch.Tensor) -> bool:
+def on_accelerator(x: Tensor) -> bool:
     """Whether kernels serve x, for quantization; elsewhere the reference does."""
     return x.is_cuda
 
@@ -17,6 +22,34 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def as_matrix(x: torch.Tensor) -> torch.Tensor:
+def shared_memory(device: torch.device) -> int:
+    """Return how many bytes of a GPU's shared memory one program can have."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def as_matrix(x: Tensor) -> Tensor:
     """Return x [..., C] as [rows, C], also where C is 0."""
     return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def on_gpu_of_arguments(function: Callable) -> Callable:
+    """Return function, run with the GPU of its arguments' tensors as the current one, as torch runs its own operations:
+    Triton starts a kernel on the current GPU, wherever its tensors are."""
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        with torch.cuda.device(_gpu_of(args)):
+            return function(*args)
+
+    return run
+
+
+def _gpu_of(args: Iterable[Any]) -> torch.device | None:
+    """Return the device of the first tensor on a GPU, also inside lists; None where there is none."""
+    for arg in args:
+        found = arg.device if isinstance(arg, Tensor) and arg.is_cuda else None
+        if isinstance(arg, (list, tuple)):
+            found = _gpu_of(arg)
+        if found is not None:
+            return found
+    return None

@@ -5,7 +5,6 @@ B batch, S queries, L keys, N heads.
 
 from __future__ import annotations
 
-import math
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -38,13 +37,15 @@ class ScoreBias(NamedTuple):
         """Return what is added to the scaled scores, broadcastable to [B, N, S, L]. distance: [B or 1, 1, S, L]."""
         self.check()
         if self.kind == "alibi":
-            slopes = torch.tensor(usual_slopes(heads), device=device) if self.slopes is None else self.slopes
+            slopes = usual_slopes(heads, device) if self.slopes is None else self.slopes
             return -distance.abs() * slopes.float().unflatten(-1, (-1, 1, 1))
         return self.bias * scale if self.kind == "pre_scale_bias" and self.bias is not None else self.bias
 
 
-def usual_slopes(heads: int) -> list[float]:
-    """Return ALiBi's slope of each head: the powers of 2^(-8/n), n the largest power of two up to `heads`, and for the
-    heads beyond n every other power of 2^(-4/n)."""
-    n = 2 ** math.floor(math.log2(heads))
-    return [2 ** (-8 * i / n) for i in range(1, n + 1)] + [2 ** (-4 * i / n) for i in range(1, 2 * (heads - n), 2)]
+def usual_slopes(heads: int, device: torch.device) -> Tensor:
+    """Return ALiBi's slope of each head, float32 [N]: the powers of 2^(-8/n), n the largest power of two up to `heads`,
+    and for the heads beyond n every other power of 2^(-4/n)."""
+    n = 1 << (int(heads).bit_length() - 1)
+    # computed on the device: given a list, it makes the host wait in every call, and no CUDA graph takes that
+    number = torch.arange(heads, dtype=torch.float32, device=device)
+    return torch.exp2(torch.where(number < n, (number + 1) * (-8 / n), ((number - n) * 2 + 1) * (-4 / n)))

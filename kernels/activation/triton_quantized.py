@@ -11,7 +11,8 @@ from ..quantize.triton_output import Destination, store_quantized, tile
 from .triton import activation_tile, clamp_limit, rounded, tile_of_program
 
 
-@triton.jit(do_not_specialize=["num_rows", "epsilon_bits"])
+# num_rows is specialised: transposed copies are stored 16 bytes at a time where it is a multiple of 16.
+@triton.jit(do_not_specialize=["epsilon_bits"])
 def activation_quantize_kernel(
     x_ptr,
     probability_ptr,

@@ -85,8 +85,11 @@ def _accumulate_by_chunks(out: Tensor, left: Tensor, right: Tensor, accumulate: 
 
 def _accumulate_on_device(out: Tensor, left: Tensor, right: Tensor, accumulate: bool, scale: Tensor | None) -> None:
     """Never read the scale on the host; a product with an epilogue of its own is kept in float32."""
-    if scale is None and out.dtype in (left.dtype, torch.float32) and accumulate:
-        torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
+    if scale is None and out.dtype in (left.dtype, torch.float32):
+        if accumulate:
+            torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
+        else:
+            torch.mm(left, right, out_dtype=out.dtype, out=out)
         return
     product = torch.mm(left, right, out_dtype=torch.float32)
     if scale is not None:

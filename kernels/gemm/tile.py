@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..launch import shared_memory
 from .operand import ScaledOperand
 from .transpose import k_contiguous
 
@@ -20,6 +21,7 @@ NONE, PER_TENSOR, BLOCK_128, MICRO = 0, 1, 2, 3
 _MODES = {"per_tensor": PER_TENSOR, "float32": BLOCK_128, "pow2": BLOCK_128, "e8m0": MICRO}
 _BLOCK_128, _MICRO = tl.constexpr(BLOCK_128), tl.constexpr(MICRO)
 GROUP_M = 8
+_WIDE_MEMORY = 160 * 1024  # bytes of shared memory that a wide tile's values in flight take at least
 
 
 class Side(NamedTuple):
@@ -182,6 +184,7 @@ def config(side: Side, rows: int, columns: int, *, narrow: bool) -> Config:
 
     A wide tile reads less of `a` per product. narrow: not a wide one, because the kernel needs its registers for a
     second accumulator (split sums, 128-blocks) or for what it adds to; it would spill (test_hopper.py compiles all).
+    Nor is a tile wide on consumers' GPUs and compute capability 8.9, whose 99 KiB of shared memory hold a narrow one.
     """
     if not side.data.is_cuda:
         # the interpreter: small tiles, so that small tests have many, ragged ones among them
@@ -196,4 +199,5 @@ def config(side: Side, rows: int, columns: int, *, narrow: bool) -> Config:
         return Config(64, 128, block_k, 4, stages)
     half = side.mode == NONE and side.data.element_size() == 2
     wide = columns >= 256 and not narrow and (half or side.mode == PER_TENSOR)
+    wide = wide and shared_memory(side.data.device) >= _WIDE_MEMORY
     return Config(128, 256 if wide else 128, block_k, 8, stages)

@@ -181,6 +181,11 @@ def fwd_warps(elements: int) -> int:
     return min(max(elements // 512, 4), 32)
 
 
+def contiguous(*parameters: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return weight and bias as kernels read them, element by element."""
+    return tuple(None if parameter is None else parameter.contiguous() for parameter in parameters)
+
+
 def norm_fwd(
     x: Tensor,
     weight: Tensor | None,
@@ -195,7 +200,7 @@ def norm_fwd(
 
     dtype None: only the statistics are wanted, and y comes back empty.
     """
-    x = x.contiguous()
+    x, (weight, bias) = x.contiguous(), contiguous(weight, bias)
     rows, columns = x.shape
     y = x.new_empty(0) if dtype is None else torch.empty_like(x, dtype=dtype)
     rstd = x.new_empty(rows, dtype=torch.float32)
@@ -218,6 +223,7 @@ def norm_fwd(
             BLOCK_R=block_r,
             BLOCK_C=block_c,
             num_warps=fwd_warps(block_r * block_c),
+            enable_fp_fusion=False,  # else it depends on the kernel which products are rounded; quantized, y is this y
         )
     return y, mean, rstd
 
@@ -235,7 +241,7 @@ def norm_bwd(
     bias_grad: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x [T, H], weight [H] and bias [H] (those empty where their dtype is None)."""
-    dy, x = dy.contiguous(), x.contiguous()
+    dy, x, (weight,) = dy.contiguous(), x.contiguous(), contiguous(weight)
     rows, columns = x.shape
     dx = torch.empty_like(x)
     block_r, block_c = tile(columns)

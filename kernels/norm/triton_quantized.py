@@ -15,10 +15,11 @@ from torch import Tensor
 from ..quantize.output import QuantizedOutput
 from ..quantize.triton_output import Destination, store_quantized
 from ..quantize.triton_output import tile as output_tile
-from .triton import fwd_warps, norm_fwd, row_statistics, scale_and_round, tile
+from .triton import contiguous, fwd_warps, norm_fwd, row_statistics, scale_and_round, tile
 
 
-@triton.jit(do_not_specialize=["num_rows", "epsilon_bits"])
+# num_rows is specialised: transposed copies are stored 16 bytes at a time where it is a multiple of 16.
+@triton.jit(do_not_specialize=["epsilon_bits"])
 def norm_quantize_kernel(
     x_ptr,
     weight_ptr,
@@ -108,7 +109,7 @@ def norm_quantized(
 ) -> tuple[list[Tensor], Tensor, Tensor]:
     """Return what `output` defines of the norm [T, H] of x [T, H], rounded to dtype; mean [T] (empty unless centered),
     rstd [T]."""
-    x = x.contiguous()
+    x, (weight, bias) = x.contiguous(), contiguous(weight, bias)
     rows, columns = x.shape
     destination = Destination(output, x, scale, dtype)
     flags = (centered, zero_centered, weight_last)
@@ -139,6 +140,7 @@ def norm_quantized(
             BLOCK_R=block_r,
             BLOCK_C=block_c,
             num_warps=warps,
+            enable_fp_fusion=False,  # as in `norm_fwd`
             **destination.constants(),
         )
     return destination.tensors, mean, rstd

@@ -24,7 +24,7 @@ def permute_kernel(
             for k in tl.static_range(K):
                 row = tl.load(row_of_slot_ptr + program * K + k)
                 tl.store(y_ptr + row * H + columns, x, mask=columns < H)
-    else:
+    elif padding_ptr is not None:
         fill_with_zeros(y_ptr, tl.load(padding_ptr + program - tokens), H, B)
 
 
@@ -83,7 +83,7 @@ def unpermute_bwd_kernel(
             tl.store(dy_ptr + at, dy.to(dy_ptr.dtype.element_ty), mask=inside)
         if d_weight_ptr is not None:
             tl.store(d_weight_ptr + program * K + k, products, mask=k < K)
-    else:
+    elif padding_ptr is not None:
         fill_with_zeros(dy_ptr, tl.load(padding_ptr + program - tokens), H, B)
 
 

@@ -13,7 +13,8 @@ from ..quantize.output import QuantizedOutput
 from ..quantize.triton_output import Destination, store_quantized, tile
 
 
-@triton.jit(do_not_specialize=["num_rows", "epsilon_bits"])
+# num_rows is specialised: transposed copies are stored 16 bytes at a time where it is a multiple of 16.
+@triton.jit(do_not_specialize=["epsilon_bits"])
 def permute_quantize_kernel(
     x_ptr,
     slot_of_row_ptr,

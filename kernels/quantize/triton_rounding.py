@@ -9,6 +9,8 @@ compiler may fuse the two into one rounding.
 # A kernel takes plain values for its constexpr parameters, which choose its branches; triton's types know neither.
 from __future__ import annotations
 
+import struct
+
 import torch
 import triton
 import triton.language as tl
@@ -209,7 +211,8 @@ def inverse_of_e8m0(byte):
 
 def float32_bits(value: float) -> int:
     """Return the bits of a nonnegative value rounded to float32."""
-    return int(torch.tensor(value, dtype=torch.float32).view(torch.int32))
+    # not by way of a tensor: under `torch.set_default_device` it would be on the GPU, and the host wait for it
+    return struct.unpack("<i", struct.pack("<f", value))[0]
 
 
 def native_fp8(device: torch.device) -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 
+from ..launch import on_gpu_of_arguments
 from .arguments import Parameter, parameters_of, values_of
 from .output import Output
 from .results import allocate_results, filled_up, flatten_results, make_results
@@ -98,6 +99,8 @@ def operation(
         op = torch.library.custom_op(f"te_models::{name}", flat, mutates_args=written)
         entry = Registered(name, op, parameters, results, depends_on, written, returns, whole, own_places)
         op.register_fake(entry.fake)
+        if any(slot.holds_tensor for p in parameters for slot in p.slots):
+            op.register_kernel("cuda", on_gpu_of_arguments(flat))
         _REGISTERED[name] = entry
         return op
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_models.kernels.gemm import gemm_wgrad_accumulate_
+from te_models.kernels.gemm.reference import accumulate_product
 from te_models.kernels.grouped_gemm import grouped_gemm_wgrad_accumulate_
 
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
@@ -21,6 +25,29 @@ def bound(before: Tensor, magnitudes: Tensor, rows: int, operand: torch.dtype, g
     """Products summed in float32, rounded to the operands' dtype (CPU), and the sum to the gradient's dtype."""
     product = (UNIT[operand] + 2 * rows * UNIT[torch.float32]) * magnitudes
     return 2 * product + UNIT[grad] * (before.abs() + magnitudes) + 1e-30
+
+
+class Calls(TorchDispatchMode):
+    """The operations that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found.append(func)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("grad", [torch.float32, torch.bfloat16])
+def test_a_device_writes_a_product_where_it_belongs(grad: torch.dtype) -> None:
+    """Not to a float32 buffer first: that of an output layer's weight took as much memory as the logits."""
+    x = torch.empty(64, 48, dtype=torch.bfloat16, device="meta")
+    main_grad = torch.empty(48, 48, dtype=grad, device="meta")
+    with Calls() as calls:
+        accumulate_product(main_grad, x.t(), x, False, None)
+    assert calls.found[-1] is torch.ops.aten.mm.dtype_out
+    assert len([call for call in calls.found if call is not torch.ops.aten.t.default]) == 1
 
 
 @pytest.mark.parametrize("accumulate", [True, False])

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from te_models.layers import DotProductAttention
+from te_models.layers.score_bias import ScoreBias, usual_slopes
 
 B, N, G, D = 3, 4, 2, 8
 Sees = Callable[[int, int, int], bool]  # (sequence, query, key) -> bool
@@ -143,6 +145,18 @@ def test_biases(kind: str, softmax_type: str) -> None:
     close(layer(q, k, v, **given), theirs)
     layer.softmax_scale = 1 / math.sqrt(D)  # as data
     close(layer(q, k, v, **given), theirs)
+
+
+@pytest.mark.parametrize("heads", [1, 4, 6, 12, 16, 40, 64])
+def test_slopes_of_alibi(heads: int) -> None:
+    """Made on the device: for a list from the host it would wait in every call, and no CUDA graph takes that."""
+    n = 2 ** math.floor(math.log2(heads))
+    theirs = [2 ** (-8 * i / n) for i in range(1, n + 1)] + [2 ** (-4 * i / n) for i in range(1, 2 * (heads - n), 2)]
+    torch.testing.assert_close(usual_slopes(heads, torch.device("cpu")), torch.tensor(theirs), rtol=2**-22, atol=0)
+    bias = ScoreBias("alibi").values(torch.zeros(1, 1, 2, 3, device="meta"), heads, 1.0, torch.device("meta"))
+    assert bias is not None and bias.shape == (1, heads, 2, 3)
+    traced = make_fx(lambda d: ScoreBias("alibi").values(d, heads, 1.0, d.device))(torch.zeros(1, 1, 2, 3))
+    assert [node.target for node in traced.graph.nodes if node.op == "get_attr"] == []
 
 
 def test_recomputed_attention_has_the_same_gradients() -> None:

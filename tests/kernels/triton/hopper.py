@@ -51,7 +51,8 @@ def summary(compiled: Any) -> dict[str, int]:
     """Return what tells whether the tensor cores are used asynchronously, and whether the program fits.
 
     shared: bytes; wgmma, copies: instructions; wide: loads and stores of 16 bytes that are not copies; in_flight:
-    products that the loop leaves running; stack: bytes per thread that did not fit the registers.
+    products that the loop leaves running; stack: bytes per thread that did not fit the registers; fused:
+    multiplications that are not rounded before an addition; bytes: stores of one byte.
     """
     ptx = compiled.asm["ptx"]
     return {
@@ -60,6 +61,8 @@ def summary(compiled: Any) -> dict[str, int]:
         "in_flight": max(map(int, re.findall(r"wgmma\.wait_group\.sync\.aligned (\d+)", ptx)), default=0),
         "copies": ptx.count("cp.async.c"),
         "wide": len(re.findall(r"(?:ld|st)\.global\S*\.v4", ptx)),
+        "bytes": len(re.findall(r"st\.global\.\w*8", ptx)),
+        "fused": ptx.count("fma.rn.f32"),
         "stack": _stack(compiled.asm["cubin"]),
     }
 
@@ -78,8 +81,8 @@ def _stack(cubin: bytes) -> int:
     return int(found[1])
 
 
-def in_child(module: str) -> dict[str, dict[str, int]]:
-    """Run `module` as a program that prints {name: summary} as JSON, without the interpreter."""
+def in_child(module: str) -> dict[str, Any]:
+    """Run `module` as a program that prints what it found as JSON, without the interpreter."""
     # triton 3.9 warns where nobody says whether it may fuse a multiplication and an addition
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_DEFAULT_FP_FUSION": "1"}
     run = subprocess.run([sys.executable, "-m", module], env=environment, capture_output=True, text=True, check=False)

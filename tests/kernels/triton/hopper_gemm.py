@@ -13,7 +13,7 @@ from typing import Any
 from te_models.kernels.gemm import tile, triton_transpose
 from te_models.kernels.gemm import triton as dense
 from te_models.kernels.grouped_gemm import triton as grouped
-from tests.kernels.triton.hopper import compile_kernel, summary
+from tests.kernels.triton.hopper import SHARED_MEMORY, compile_kernel, summary
 
 # name: mode, values, scales, rows of the right side's blocks
 FORMATS = {
@@ -27,7 +27,8 @@ ROWS = (16, 64, 4096)
 
 def side(mode: int) -> Any:
     """Stand in for a Side on a GPU, as far as `config` and `dot_dtype` look at it."""
-    return SimpleNamespace(mode=mode, data=SimpleNamespace(is_cuda=True, element_size=lambda: 2 if mode == 0 else 1))
+    data = SimpleNamespace(is_cuda=True, device=None, element_size=lambda: 2 if mode == 0 else 1)
+    return SimpleNamespace(mode=mode, data=data)
 
 
 def launch(kernel: Any, name: str, rows: int, split: bool, out: str, units: tuple[str, ...], **more: Any) -> Any:
@@ -49,6 +50,7 @@ def launch(kernel: Any, name: str, rows: int, split: bool, out: str, units: tupl
 def cases() -> dict[str, Any]:
     """Return {case: compiled kernel}."""
     found = {}
+    tile.shared_memory = lambda device: SHARED_MEMORY
     for name in FORMATS:
         for rows in ROWS:
             for split in (True, False) if name == "per tensor" else (True,):

@@ -34,6 +34,9 @@ from tests.kernels.triton.hopper import summary
 POINTERS = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.float8_e5m2: "*fp8e5",
     torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
@@ -50,8 +53,11 @@ OUTPUTS = {
 }
 
 
-def compile_launch(kernel: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """Compile `kernel[grid](*arguments, **named)` as triton would specialise it."""
+def specialised(
+    kernel: Any, arguments: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[dict[str, str], dict[tuple[int], Any], dict[tuple[int], Any], dict[str, Any]]:
+    """Return types, constants and known alignments of the arguments of `kernel[grid](*arguments, **named)`, and the
+    options, as triton would specialise it."""
     values = dict(zip(kernel.arg_names, arguments, strict=False)) | named
     signature, constants, attributes = {}, {}, {}
     for i, parameter in enumerate(kernel.params):
@@ -67,8 +73,13 @@ def compile_launch(kernel: Any, arguments: tuple[Any, ...], named: dict[str, Any
             signature[parameter.name] = "i32"
             if fixed and value % 16 == 0:
                 attributes[(i,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constants, attributes)
-    return compile(source, target=GPUTarget("cuda", 90, 32), options=values)
+    return signature, constants, attributes, values
+
+
+def compile_launch(kernel: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """Compile `kernel[grid](*arguments, **named)` as triton would specialise it."""
+    *parts, options = specialised(kernel, arguments, named)
+    return compile(ASTSource(kernel, *parts), target=GPUTarget("cuda", 90, 32), options=options)
 
 
 def launches() -> Iterator[tuple[Any, ...]]:

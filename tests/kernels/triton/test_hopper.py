@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from tests.kernels.triton.hopper import SHARED_MEMORY, can_compile, in_child
+
+SMALLER = 101376  # bytes of shared memory at compute capability 8.6, 8.9 and 12.0
 
 Summaries = dict[str, dict[str, int]]
 
@@ -20,6 +24,24 @@ def compiled() -> Summaries:
 
 def test_shared_memory_fits(compiled: Summaries) -> None:
     assert max(found["shared"] for found in compiled.values()) <= SHARED_MEMORY
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("narrow", [True, False])
+def test_values_in_flight_fit_a_smaller_gpu(narrow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There the pipeline holds a stage less than it has; a wide tile's did not fit."""
+    from tests.kernels.triton import hopper_gemm
+    from tests.kernels.triton.hopper_gemm import tile
+
+    wide = []
+    for memory in (SMALLER, SHARED_MEMORY):
+        monkeypatch.setattr(tile, "shared_memory", lambda device, memory=memory: memory)
+        for mode, rows in itertools.product((tile.NONE, tile.PER_TENSOR, tile.BLOCK_128, tile.MICRO), (1, 64, 4096)):
+            side = hopper_gemm.side(mode)
+            m, n, k, _, stages = tile.config(side, rows, 4096, narrow=narrow)
+            assert (stages - 1) * (m + n) * k * side.data.element_size() <= memory
+            wide += [memory] * (n > 128)
+    assert wide == ([] if narrow else [SHARED_MEMORY] * 2)
 
 
 def test_sums_stay_in_registers(compiled: Summaries) -> None:

@@ -7,6 +7,9 @@ import torch
 from torch import Tensor
 
 from te_models.kernels.norm import op, reference
+from te_models.kernels.norm.quantized import norm_quantized
+from te_models.kernels.quantize.output import QuantizedOutput
+from te_models.kernels.registry import flatten
 
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 EPS = 1e-5
@@ -172,6 +175,23 @@ def test_gradients_through_autograd(device) -> None:
     expected = torch.autograd.grad(reference.layer_norm(x, weight, bias, EPS), (x, weight), dy)
     for a, b in zip(got, expected, strict=True):
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("spread", [lambda p: p.repeat_interleave(2)[::2], lambda p: p[:1].expand(40)], ids=["", "one"])
+def test_parameters_with_strides(device, spread) -> None:
+    """Every other element of a larger tensor, one number for all columns."""
+    x, *parameters = inputs(3, 40, torch.bfloat16, torch.bfloat16, True, True, device)
+    weight, bias = (spread(p) for p in parameters)
+    assert not weight.is_contiguous() and not bias.is_contiguous()
+    whole = (weight.contiguous(), bias.contiguous())
+    flags, dtypes, output = (True, False, False), (torch.float32, torch.float32), QuantizedOutput(block=32)
+    results = []
+    for w, b in ((weight, bias), whole):
+        y, mean, rstd = op.norm_fwd(x, w, b, EPS, *flags)
+        quantized = norm_quantized(x, w, b, EPS, *flags, None, *flatten(output))
+        results.append([y, *op.norm_bwd(y, x, w, mean, rstd, *flags, *dtypes), *quantized])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one.float(), other.float())
 
 
 def test_a_row_too_long_is_refused(device) -> None:

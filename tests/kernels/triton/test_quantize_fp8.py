@@ -25,6 +25,16 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 DTYPES = [torch.float32, torch.bfloat16]
 
 
+@pytest.mark.parametrize("value", [0.0, 1e-12, 0.1, 448.0, 1e-45, 3.4e38])
+def test_epsilon_is_no_tensor(value, device) -> None:
+    """Where new tensors are made on a GPU, its bits would be, and the host would wait for them in every launch."""
+    from te_models.kernels.quantize.triton_rounding import float32_bits
+
+    with torch.device("meta"):
+        bits = float32_bits(value)
+    assert bits == torch.tensor(value, device="cpu").view(torch.int32).item()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("block, kind", BLOCKS, ids=str)
 def test_blockwise(block, kind, dtype, device) -> None:
