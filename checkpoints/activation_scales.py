@@ -53,6 +53,7 @@ def scale_outputs(
     """
     modules = {part for name in plain.stored for part in _modules(name)}
     beside = {scale_beside(weight, kind) for weight in weights for kind in weight_format.activations}
+    beside |= {f"{module}.{kind}" for module in modules for kind in weight_format.attention}
     kept = {n: t for n, t in scales.items() if n not in taken and (n in beside or n.rpartition(".")[0] in modules)}
     written, used = dict(kept), set(kept)
     source = _source(ckpt)

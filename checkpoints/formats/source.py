@@ -192,7 +192,7 @@ def _activations(
         projections = (x.stored for x in plain.links if ".self_attention." in x.name and is_linear_weight(x.name))
         modules = dict.fromkeys(name.rsplit(".", 2)[0] for name in projections)
         names += [f"{module}.{kind}" for module in modules for kind in weight_format.attention]
-    return tuple(name for name in names if name in files.tensors)
+    return tuple(name for name in dict.fromkeys(names) if name in files.tensors)
 
 
 def _match(
