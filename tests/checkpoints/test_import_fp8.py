@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from te_models import GPTModel
 from te_models.checkpoints import CheckpointError, dequantize, export_hf, import_hf, inspect, open_checkpoint, verify
@@ -78,6 +79,27 @@ def test_bfloat16_scales_become_float32(tmp_path: Path) -> None:
     assert plan.report is not None and "fp8 -> float8_block: re-encoded exact" in str(plan.report)
     dequantize(tmp_path / "ours", tmp_path / "values")
     assert verify(tmp_path / "values", reference).equal
+
+
+@pytest.mark.parametrize("storage", ["float8_block", "mxfp8"])
+def test_scales_that_are_bytes_are_taken_over_and_come_back(tmp_path: Path, storage: str) -> None:
+    """As transformers writes them where the declaration says ue8m0."""
+    source, reference = make(CASES["fp8-ue8m0"], tmp_path)
+    tensors = stored(source)
+    for name in [name for name in tensors if name.endswith("_scale_inv")]:
+        tensors[name] = tensors[name].to(torch.float8_e8m0fnu)
+    tensors["model.layers.0.self_attn.o_proj.weight_scale_inv"].view(torch.uint8)[0] = 0  # 2^-127, a subnormal number
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    plan = import_hf(source, tmp_path / "ours", storage=storage)
+    assert plan.report is not None
+    assert {line.kind for line in plan.report.lines.values()} == {"exact", "re-encoded exact"}
+    export_hf(tmp_path / "ours", tmp_path / "back")
+    assert_same_bits(stored(tmp_path / "back"), tensors)
+    dequantize(tmp_path / "ours", tmp_path / "values")
+    import_hf(reference, tmp_path / "reference-ours")
+    values, expected = stored(tmp_path / "values"), stored(tmp_path / "reference-ours")
+    changed = {n for n in expected if not torch.equal(values[n], expected[n])}
+    assert changed == {"decoder.layers.0.self_attention.linear_proj.weight"}
 
 
 def test_cut_blocks_are_refused_or_requantized_as_asked(tmp_path: Path) -> None:
