@@ -214,8 +214,8 @@ def open_checkpoint(
     """Open a checkpoint folder, or download the model of a hub id (`org/name`, `org/name@revision`) and open that.
 
     Reads config.json and headers and checks that they fit each other, no tensor data (but the scales of matrices that
-    have one for all of their numbers). storage: which of our forms a quantized Hugging Face folder is read as, or
-    "values"; None: the first that its format has. any_storage: one that its format does not have is allowed, too, and
-    read as values (`quantized.wanted` then says what to make of them).
+    have one for all of their numbers, or that are promised to be powers of two). storage: which of our forms a
+    quantized Hugging Face folder is read as, or "values"; None: the first that its format has. any_storage: one that
+    its format does not have is allowed, too, and read as values (`quantized.wanted` then says what to make of them).
     """
     return Checkpoint(local_folder(path), storage, any_storage=any_storage)

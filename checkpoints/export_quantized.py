@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from te_models.layers.quantizer import Quantizer
+from te_models.layers.quantizer import Float8BlockQuantizer, Quantizer
 
 from .activation_scales import scale_outputs
 from .carried_values import carried_modules, carried_undeclared_as_values
@@ -69,6 +69,7 @@ def plan_quantized_export(
         allow_requantize: quantize anew what the format cannot take over.
     """
     quantizers = {name: quantizer_of(name, meta)[0] for name, meta in ckpt.formats.items()}
+    quantizers |= _promised(ckpt, quantizers)
     original, known = _original(ckpt), ckpt.source.quantization if ckpt.source is not None else None
     others = known is not None and known.get("others", False)
     weight_format, declaration = _choose(set(quantizers.values()), original, others, wanted, allow_requantize)
@@ -207,6 +208,14 @@ def _original(ckpt: Checkpoint) -> Declaration | None:
     if ckpt.source is None or ckpt.source.quantization is None:
         return None
     return parse(ckpt.source.config.get("quantization_config"), ckpt.source.quantization.get("separate"))
+
+
+def _promised(ckpt: Checkpoint, quantizers: Mapping[str, Quantizer]) -> dict[str, Quantizer]:
+    """Return the forms that the original files promised, of parameters whose scales do not keep that promise."""
+    details = ckpt.source.quantization if ckpt.source is not None else None
+    loose, strict = (Float8BlockQuantizer(force_pow_2_scales=x) for x in (False, True))
+    unkept = details.get("unkept", []) if details is not None else []
+    return {name: strict for name in unkept if quantizers.get(name) == loose}
 
 
 def _choose(

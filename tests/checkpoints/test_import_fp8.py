@@ -102,6 +102,31 @@ def test_scales_that_are_bytes_are_taken_over_and_come_back(tmp_path: Path, stor
     assert changed == {"decoder.layers.0.self_attention.linear_proj.weight"}
 
 
+@pytest.mark.parametrize("layout", ["grouped", "per-gemm"])
+def test_scales_that_do_not_keep_their_promise_are_taken_over(tmp_path: Path, layout: str) -> None:
+    """As in DeepSeek-V3.1-Terminus: the declaration says ue8m0, and some scales are no powers of two."""
+    source, _ = make(CASES["fp8-ue8m0"], tmp_path)
+    tensors = stored(source)
+    for name in ("model.layers.0.self_attn.o_proj", "model.layers.1.mlp.experts.1.up_proj"):
+        tensors[f"{name}.weight_scale_inv"] *= 1.3
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    plan = import_hf(source, tmp_path / "ours", layout=layout)
+    assert plan.report is not None and {line.kind for line in plan.report.lines.values()} == {"exact"}
+    with open_checkpoint(tmp_path / "ours") as ckpt:
+        kept = {name: meta["quantizer"]["force_pow_2_scales"] for name, meta in ckpt.formats.items()}
+    loose = {"decoder.layers.0.self_attention.linear_proj.weight", "decoder.layers.1.mlp.experts.linear_fc1.weight"}
+    assert {name for name, pow2 in kept.items() if not pow2} == loose and len(kept) == 8
+    assert verify(source, tmp_path / "ours").equal
+    export_hf(tmp_path / "ours", tmp_path / "back")
+    assert_same_bits(stored(tmp_path / "back"), tensors)
+    assert json.loads((tmp_path / "back/config.json").read_text()) == json.loads((source / "config.json").read_text())
+    import_hf(source, tmp_path / "expected", dequantize=True)
+    dequantize(tmp_path / "ours", tmp_path / "values")
+    assert verify(tmp_path / "values", tmp_path / "expected").equal
+    with pytest.raises(CheckpointError, match=r"o_proj.weight_scale_inv' .* as storage in mxfp8 needs"):
+        import_hf(source, tmp_path / "x", storage="mxfp8")
+
+
 def test_cut_blocks_are_refused_or_requantized_as_asked(tmp_path: Path) -> None:
     source, reference = make(Case("qwen3_moe-ragged", fp8_block(), FP8_CONFIG), tmp_path)
     with pytest.raises(
