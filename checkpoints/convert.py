@@ -70,13 +70,12 @@ def import_hf(
         dequantize: store the values of quantized weights.
     """
     check_layout(layout)
+    wanted = as_torch_dtype(dtype)
     with ExitStack() as stack:
-        ckpt = stack.enter_context(
-            open_checkpoint(src, storage=VALUES if dequantize else storage, any_storage=allow_requantize)
-        )
+        how = {"any_storage": allow_requantize, "float32": wanted is not None}  # so that values are rounded once
+        ckpt = stack.enter_context(open_checkpoint(src, storage=VALUES if dequantize else storage, **how))
         if ckpt.kind != "hf":
             raise CheckpointError(f"{src} is already a te_models folder; relayout changes its expert layout")
-        wanted = as_torch_dtype(dtype)
         if ckpt.quantized is not None:
             if dequantize and (allow_requantize or storage is not None):
                 raise CheckpointError("dequantized weights are stored as values: choose no storage and no requantizing")

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from .checkpoint import Checkpoint
-from .dtypes import FLOATS, with_most_bytes
+from .dtypes import FLOATS, dtype_name, with_most_bytes
 from .families import FAMILIES
 from .formats.details import details_of
 from .te_folder import Source
@@ -37,5 +37,7 @@ def _are_others(ckpt: Checkpoint, quantized: Collection[str]) -> bool:
 
 def main_dtype(ckpt: Checkpoint) -> str:
     """Return the dtype that most bytes of a checkpoint's plain weights have; float32 where there are none."""
+    if ckpt.quantized is not None:
+        return dtype_name(ckpt.quantized.dtype)
     plain = (ckpt.tensors[name] for name, stored in ckpt.namespace.stored.items() if stored.dtypes == FLOATS)
     return with_most_bytes(((info.dtype, info.nbytes) for info in plain), "F32")

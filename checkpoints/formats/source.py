@@ -103,11 +103,12 @@ def open_quantized(
     storage: str | None,
     where: str,
     any_storage: bool = False,
+    float32: bool = False,
 ) -> QuantizedFiles:
     """Read the headers of quantized files, whose plain form a family stores as `plain` says.
 
     storage: a key of the format's `storages` or `then`, None for its first, VALUES for none; with any_storage also one
-    of FORMS.
+    of FORMS. float32: values are read as such, not in the dtype of the other weights.
     """
     weight_format = declaration.format
     weights = quantized_weights(plain, files, weight_format)
@@ -144,7 +145,9 @@ def open_quantized(
                     if view is not None:
                         views[part_name] = view
         else:
-            views[weight] = value_view(files, weight, weight_format, plain.stored[weight].shape, name)
+            views[weight] = value_view(
+                files, weight, weight_format, plain.stored[weight].shape, "F32" if float32 else name
+            )
     return QuantizedFiles(
         declaration, files, ViewStore(files, views, hidden), found, tuple(weights), activations, quantizer, dtype, other
     )

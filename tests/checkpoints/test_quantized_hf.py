@@ -83,6 +83,23 @@ def test_dequantized_weights_are_the_reference_s(tmp_path: Path, case: str) -> N
     assert stored(tmp_path / "plain").keys() == stored(reference).keys()
 
 
+@pytest.mark.parametrize("case", ["fp8-dense", "modelopt-nvfp4", "channel"])
+def test_values_are_rounded_once(tmp_path: Path, case: str) -> None:
+    """To the dtype that is asked for, not to that of the other weights before."""
+    source, _ = make(CASES.get(case, CHANNEL), tmp_path)
+    _, reference = make(CASES.get(case, CHANNEL), tmp_path / "float32", torch.float32)
+    import_hf(source, tmp_path / "found", dequantize=True, dtype="float32")
+    import_hf(reference, tmp_path / "expected")
+    found, expected = stored(tmp_path / "found"), stored(tmp_path / "expected")
+    name = "decoder.layers.1.self_attention.linear_proj.weight"
+    error = (found[name].double() - expected[name].double()).abs()
+    assert (error <= 2.0**-22 * expected[name].double().abs()).all()
+    export_hf(tmp_path / "found", tmp_path / "back")
+    assert json.loads((tmp_path / "back/config.json").read_text())["dtype"] == "float32"
+    import_hf(source, tmp_path / "half", dequantize=True, dtype="float16")
+    assert torch.equal(stored(tmp_path / "half")[name], found[name].half())
+
+
 @pytest.mark.parametrize("case", ["mxfp4-gpt-oss", "modelopt-nvfp4", "modelopt-fp8", "mxfp8-quantized"])
 def test_logits_are_those_of_transformers_on_the_decoded_weights(tmp_path: Path, case: str) -> None:
     source, reference = make(CASES[case], tmp_path, torch.float32)
