@@ -52,6 +52,8 @@ _ALGORITHMS = {"FP8": FP8, "NVFP4": NVFP4, "W4A16_NVFP4": NVFP4}
 
 def read(config: Mapping[str, Any]) -> WeightFormat:
     """Return the format that `quantization_config`, or `quantization` of hf_quant_config.json, declares."""
+    nested = config.get("quantization")  # some versions wrote the whole of hf_quant_config.json there
+    config = nested if isinstance(nested, dict) else config
     algorithm = config.get("quant_algo")
     if not isinstance(algorithm, str) or algorithm not in _ALGORITHMS:
         raise CheckpointError(

@@ -229,6 +229,15 @@ def test_modelopt_s_scales_of_the_cache_come_back(tmp_path: Path, case: str, att
     assert kept == {n for n in scales if ".0." in n}
 
 
+def test_a_declaration_inside_of_config_json_may_be_the_whole_file(tmp_path: Path) -> None:
+    nested = {"quant_method": "modelopt", **modelopt("NVFP4", group_size=16)}
+    source, _ = make(replace(CASES["modelopt-nvfp4"], config=nested, separate=None), tmp_path)
+    import_hf(source, tmp_path / "ours")
+    export_hf(tmp_path / "ours", tmp_path / "back")
+    assert_same_bits(stored(source), stored(tmp_path / "back"))
+    assert json.loads((tmp_path / "back/config.json").read_text())["quantization_config"] == nested
+
+
 def test_weights_alone_in_nvfp4_are_taken_over(tmp_path: Path) -> None:
     """ModelOpt has a name of its own for them."""
     source, _ = make(replace(CASES["modelopt-nvfp4"], separate=modelopt("W4A16_NVFP4", group_size=16)), tmp_path)
