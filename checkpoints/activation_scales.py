@@ -1,9 +1,10 @@
 """Scales of activations in an export: no conversion computes with them, and they come back where files have a place.
 
 A scale belongs to a weight (`input_scale`), or to the attention around it (`k_scale`). Where the export stores the
-weight under the name that it had, its scale comes back as it was. In another form of the family the weight is a part of
-another tensor, or consists of several; then each matrix gets the scale that its parts had, if that is one number. A
-scale of gate and another one of up are none of both: such ones are named as left out.
+weight as it was, under its name or another, it has the scales that it had. In another form of the family the weight is
+a part of another tensor, or consists of several; then each matrix gets the scale that its parts had, if that is one
+number. A scale of gate and another one of up are none of both: such ones are named as left out. Only scales of what
+goes into a matrix are shared by its parts: that of the keys (`k_proj.k_scale`) is none of the queries and values.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .boxes import Shape
+from .boxes import Box, Shape
 from .checkpoint import Checkpoint
 from .dtypes import dtype_name
 from .families import FAMILIES
@@ -23,6 +24,8 @@ from .formats.format import scale_beside
 from .joined_amaxes import Key, matrix_keys
 from .links import Namespace
 from .plan import Output
+
+_OF_INPUTS = ("input_scale", "activation_scale", "input_global_scale")
 
 
 @dataclass(frozen=True)
@@ -50,30 +53,65 @@ def scale_outputs(
     """
     modules = {part for name in plain.stored for part in _modules(name)}
     beside = {scale_beside(weight, kind) for weight in weights for kind in weight_format.activations}
+    beside |= {f"{module}.{kind}" for module in modules for kind in weight_format.attention}
     kept = {n: t for n, t in scales.items() if n not in taken and (n in beside or n.rpartition(".")[0] in modules)}
     written, used = dict(kept), set(kept)
-    by_kind = _by_matrix(ckpt, scales, weight_format)
+    source = _source(ckpt)
+    twins = _twins(plain, source)
+    by_kind = _by_matrix(ckpt, source, scales, weight_format)
     for weight, keys in _matrices(plain, ckpt).items():
         for kind, known in by_kind.items():
             name = scale_beside(weight, kind)
             parts = [scale for key in keys if (scale := _common(known[key])) is not None]
             alike = len({(scale.number.dtype, scale.one) for scale in parts}) == 1
-            if weight in weights and name not in written and name not in taken and alike and len(parts) == len(keys):
+            free = weight in weights and weight not in twins and name not in written and name not in taken
+            if free and alike and len(parts) == len(keys):
                 shape = (*plain.stored[weight].shape[:-2], *((1,) if parts[0].one else ()))
                 written[name] = torch.stack([scale.number for scale in parts]).view(shape)
                 used |= {scale.origin for key in keys for scale in known[key]}
+    for weight, twin in twins.items():
+        names = ((scale_beside(weight, kind), scale_beside(twin, kind)) for kind in weight_format.activations)
+        for name, origin in names:
+            if origin in scales and name not in written and name not in taken:
+                written[name] = scales[origin]
+                used.add(origin)
     left_out = tuple(name for name in scales if name not in used)
     return [_constant(name, value) for name, value in written.items()], left_out
 
 
-def _by_matrix(
-    ckpt: Checkpoint, scales: Mapping[str, torch.Tensor], weight_format: WeightFormat
-) -> dict[str, dict[Key, list[_Scale]]]:
-    """Return the scales that parts of each matrix of the model had, by kind."""
-    found: dict[str, dict[Key, list[_Scale]]] = {kind: defaultdict(list) for kind in weight_format.activations}
+def _source(ckpt: Checkpoint) -> Namespace | None:
+    """Return how the files that a folder was imported from store the model."""
     if ckpt.source is None or ckpt.source.family not in FAMILIES:
+        return None
+    return FAMILIES[ckpt.source.family].namespace(ckpt.config, ckpt.source.form)
+
+
+def _twins(plain: Namespace, source: Namespace | None) -> dict[str, str]:
+    """Return each stored weight that is the same part of the model as one of `source` -> that one: it has the scales
+    that this one had, and no others."""
+    if source is None:
+        return {}
+    known = {place: name for name, place in _places(source).items()}
+    return {name: known[place] for name, place in _places(plain).items() if place in known}
+
+
+def _places(namespace: Namespace) -> dict[str, tuple[tuple[str, Box], ...]]:
+    """Return stored weight -> which parts of which parameters it is."""
+    places: dict[str, list[tuple[str, Box]]] = defaultdict(list)
+    for link in namespace.links:
+        if len(link.stored_box) >= 2:
+            places[link.stored].append((link.name, link.box))
+    return {name: tuple(found) for name, found in places.items()}
+
+
+def _by_matrix(
+    ckpt: Checkpoint, source: Namespace | None, scales: Mapping[str, torch.Tensor], weight_format: WeightFormat
+) -> dict[str, dict[Key, list[_Scale]]]:
+    """Return the scales of inputs that parts of each matrix of the model had, by kind."""
+    kinds = (kind for kind in weight_format.activations if kind in _OF_INPUTS)
+    found: dict[str, dict[Key, list[_Scale]]] = {kind: defaultdict(list) for kind in kinds}
+    if source is None:
         return found
-    source = FAMILIES[ckpt.source.family].namespace(ckpt.config, ckpt.source.form)
     for weight, keys in _matrices(source, ckpt).items():
         for kind, known in found.items():
             name = scale_beside(weight, kind)

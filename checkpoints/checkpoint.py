@@ -55,7 +55,9 @@ class Checkpoint:
         quantized: what a Hugging Face folder declares about quantization, and where; None: it is not quantized.
     """
 
-    def __init__(self, path: Path, storage: str | None = None, *, any_storage: bool = False) -> None:
+    def __init__(
+        self, path: Path, storage: str | None = None, *, any_storage: bool = False, float32: bool = False
+    ) -> None:
         if not path.is_dir():
             raise CheckpointError(f"{path} is not a folder")
         values = read_object(plain_file(path, CONFIG), f"{path}/{CONFIG}")
@@ -76,12 +78,12 @@ class Checkpoint:
         self.store: Store = self.files
         self.quantized: QuantizedFiles | None = None
         try:
-            self._check(declaration, storage, any_storage)
+            self._check(declaration, storage, any_storage, float32)
         except BaseException:
             self.close()
             raise
 
-    def _check(self, declaration: Declaration | None, storage: str | None, any_storage: bool) -> None:
+    def _check(self, declaration: Declaration | None, storage: str | None, any_storage: bool, float32: bool) -> None:
         if self.layout is not None:
             stored: dict[str, Description] = {}
             for file, metadata in self.files.metadata.items():
@@ -96,7 +98,13 @@ class Checkpoint:
                 plain = family.namespace(self.config, form)
                 where = str(self.path)
                 self.quantized = open_quantized(
-                    self.files, plain, declaration, storage=storage, any_storage=any_storage, where=where
+                    self.files,
+                    plain,
+                    declaration,
+                    storage=storage,
+                    any_storage=any_storage,
+                    float32=float32,
+                    where=where,
                 )
                 self.store, self.formats = self.quantized.store, self.quantized.found.formats
         match_tensors(self.tensors, self.namespace.stored, where=str(self.path), unused=self.unused)
@@ -209,13 +217,14 @@ class Checkpoint:
 
 
 def open_checkpoint(
-    path: str | os.PathLike[str], *, storage: str | None = None, any_storage: bool = False
+    path: str | os.PathLike[str], *, storage: str | None = None, any_storage: bool = False, float32: bool = False
 ) -> Checkpoint:
     """Open a checkpoint folder, or download the model of a hub id (`org/name`, `org/name@revision`) and open that.
 
     Reads config.json and headers and checks that they fit each other, no tensor data (but the scales of matrices that
-    have one for all of their numbers). storage: which of our forms a quantized Hugging Face folder is read as, or
-    "values"; None: the first that its format has. any_storage: one that its format does not have is allowed, too, and
-    read as values (`quantized.wanted` then says what to make of them).
+    have one for all of their numbers, or that are promised to be powers of two). storage: which of our forms a
+    quantized Hugging Face folder is read as, or "values"; None: the first that its format has. any_storage: one that
+    its format does not have is allowed, too, and read as values (`quantized.wanted` then says what to make of them).
+    float32: values of quantized weights are read in it, not in the dtype of the other weights.
     """
-    return Checkpoint(local_folder(path), storage, any_storage=any_storage)
+    return Checkpoint(local_folder(path), storage, any_storage=any_storage, float32=float32)

@@ -19,25 +19,25 @@ import torch
 from .carried import names_in_export, our_names
 from .carried_values import carried_as_values, carried_undeclared_as_values
 from .checkpoint import Checkpoint, open_checkpoint
-from .dtypes import FLOATS, as_torch_dtype, with_most_bytes
+from .dtypes import as_torch_dtype
 from .errors import CheckpointError, shorten
 from .export_quantized import plan_quantized_export
 from .formats import SEPARATE
-from .formats.details import details_of
 from .formats.source import VALUES
 from .hf_config import choose_family, export_config, weight_dtype
 from .import_quantized import plan_quantized_import
 from .meter import Progress
 from .moved_report import moved_report
 from .naming import ExpertLayout, check_layout
+from .origin import source_of
 from .output_folder import write_conversion
 from .plan import Plan, make_plan
 from .shards import MAX_SHARD_BYTES
 from .store import Store
 from .stored_values import as_values
 from .strict_json import dump_object
-from .te_folder import Source, TEFolder
-from .te_namespace import formats_in_layout, te_namespace
+from .te_folder import TEFolder
+from .te_namespace import formats_in_layout, grouped_formats, te_namespace
 from .tied import copies_in_export
 
 PathLike = str | os.PathLike[str]
@@ -70,13 +70,12 @@ def import_hf(
         dequantize: store the values of quantized weights.
     """
     check_layout(layout)
+    wanted = as_torch_dtype(dtype)
     with ExitStack() as stack:
-        ckpt = stack.enter_context(
-            open_checkpoint(src, storage=VALUES if dequantize else storage, any_storage=allow_requantize)
-        )
+        how = {"any_storage": allow_requantize, "float32": wanted is not None}  # so that values are rounded once
+        ckpt = stack.enter_context(open_checkpoint(src, storage=VALUES if dequantize else storage, **how))
         if ckpt.kind != "hf":
             raise CheckpointError(f"{src} is already a te_models folder; relayout changes its expert layout")
-        wanted = as_torch_dtype(dtype)
         if ckpt.quantized is not None:
             if dequantize and (allow_requantize or storage is not None):
                 raise CheckpointError("dequantized weights are stored as values: choose no storage and no requantizing")
@@ -105,7 +104,9 @@ def import_hf(
             ckpt,
             Path(dst),
             plan,
-            TEFolder(layout, ckpt.config, source_of(ckpt)).to_bytes(),
+            TEFolder(
+                layout, ckpt.config, source_of(ckpt, grouped_formats(ckpt.config, layout, plan.formats))
+            ).to_bytes(),
             overwrite=overwrite,
             max_shard_bytes=max_shard_bytes,
             progress=progress,
@@ -238,22 +239,8 @@ def _check_choice(ckpt: Checkpoint, format: str | None, *, allow_requantize: boo
         raise CheckpointError("dequantized weights are written as values: choose no format and no requantizing")
 
 
-def source_of(ckpt: Checkpoint) -> Source | None:
-    """Return what a folder made from this checkpoint records about its origin."""
-    if ckpt.kind == "te_models" or ckpt.source is None:
-        return ckpt.source
-    details = details_of(ckpt.quantized) if ckpt.quantized is not None and ckpt.formats else None
-    return replace(ckpt.source, dtype=main_dtype(ckpt), quantization=details, tied_copies=tuple(ckpt.tied_copies))
-
-
 def refuse_quantized(ckpt: Checkpoint, verb: str) -> None:
     """Raise CheckpointError if the checkpoint holds quantized parameters."""
     if ckpt.formats:
         names = shorten(ckpt.formats, 2)
         raise CheckpointError(f"{ckpt.path} has quantized weights ({names}) and cannot be {verb}; dequantize it first")
-
-
-def main_dtype(ckpt: Checkpoint) -> str:
-    """Return the dtype that most bytes of a checkpoint's plain weights have; float32 where there are none."""
-    plain = (ckpt.tensors[name] for name, stored in ckpt.namespace.stored.items() if stored.dtypes == FLOATS)
-    return with_most_bytes(((info.dtype, info.nbytes) for info in plain), "F32")

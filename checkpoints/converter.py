@@ -13,13 +13,14 @@ from te_models.layers import QuantizedTensor
 
 from .carried import carried_tensors, our_names
 from .checkpoint import open_checkpoint
-from .convert import PathLike, source_of
+from .convert import PathLike
 from .dtypes import as_torch_dtype, dtype_name
 from .errors import CheckpointError, shorten
 from .families import Family, family_of
 from .hf_config import choose_family, export_config
 from .load import layout_of
 from .naming import ExpertLayout, check_layout
+from .origin import source_of
 from .state_dicts import convert_tensors
 from .store import MemoryStore
 from .strict_json import parse_object

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from te_models.layers.quantizer import Quantizer
+from te_models.layers.quantizer import Float8BlockQuantizer, Quantizer
 
 from .activation_scales import scale_outputs
 from .carried_values import carried_modules, carried_undeclared_as_values
@@ -69,8 +69,10 @@ def plan_quantized_export(
         allow_requantize: quantize anew what the format cannot take over.
     """
     quantizers = {name: quantizer_of(name, meta)[0] for name, meta in ckpt.formats.items()}
-    original = _original(ckpt)
-    weight_format, declaration = _choose(set(quantizers.values()), original, wanted, allow_requantize)
+    quantizers |= _promised(ckpt, quantizers)
+    original, known = _original(ckpt), ckpt.source.quantization if ckpt.source is not None else None
+    others = known is not None and known.get("others", False)
+    weight_format, declaration = _choose(set(quantizers.values()), original, others, wanted, allow_requantize)
     weights = {link.stored for link in plain.links if link.name in quantizers}
     plain = upright(plain, weights)
     _check_columns(plain, weights, weight_format)
@@ -175,6 +177,8 @@ def _complete(
             )
     outputs = [output for weight in sorted(weights) for output in by_weight[weight]]
     left_out = moved.plan.ignored
+    if details is None and ckpt.source is not None and ckpt.source.quantization is not None:
+        left_out += tuple(activation_scales(ckpt.source.quantization))
     if details is not None:
         taken = {output.name for output in (*outputs, *moved.plan.outputs)}
         scales, unsaid = scale_outputs(ckpt, activation_scales(details), weight_format, plain, weights, taken)
@@ -206,14 +210,22 @@ def _original(ckpt: Checkpoint) -> Declaration | None:
     return parse(ckpt.source.config.get("quantization_config"), ckpt.source.quantization.get("separate"))
 
 
+def _promised(ckpt: Checkpoint, quantizers: Mapping[str, Quantizer]) -> dict[str, Quantizer]:
+    """Return the forms that the original files promised, of parameters whose scales do not keep that promise."""
+    details = ckpt.source.quantization if ckpt.source is not None else None
+    loose, strict = (Float8BlockQuantizer(force_pow_2_scales=x) for x in (False, True))
+    unkept = details.get("unkept", []) if details is not None else []
+    return {name: strict for name in unkept if quantizers.get(name) == loose}
+
+
 def _choose(
-    quantizers: set[Quantizer], original: Declaration | None, wanted: str | None, allow_requantize: bool
+    quantizers: set[Quantizer], original: Declaration | None, others: bool, wanted: str | None, allow_requantize: bool
 ) -> tuple[WeightFormat, Declaration | None]:
-    """Return the format to write, and the original declaration if that is what it says."""
+    """Return the format to write, and the original declaration if that says so of the same weights."""
     if original is not None and wanted in (None, original.format.name):
         taken = all(original.format.takes(q) or original.format.takes_even(q) for q in quantizers)
         if taken or (wanted is not None and allow_requantize and original.format.storages):
-            return original.format, original
+            return original.format, None if others else original
     if wanted is None:
         return format_fitting(quantizers), None
     return format_named(wanted, quantizers, allow_requantize=allow_requantize), None

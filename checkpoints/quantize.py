@@ -15,12 +15,13 @@ from .bands import Rows, dequantize_bands
 from .carried import our_names
 from .carried_values import carried_undeclared_as_values
 from .checkpoint import Checkpoint, open_checkpoint
-from .convert import PathLike, refuse_quantized, source_of
+from .convert import PathLike, refuse_quantized
 from .dtypes import as_torch_dtype, dtype_name
 from .errors import CheckpointError
 from .meter import Progress
 from .moved_report import moved_report
 from .naming import is_linear_weight
+from .origin import source_of
 from .output_folder import write_conversion
 from .overflow import check_decoded
 from .parameters import Parameters

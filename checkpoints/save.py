@@ -14,11 +14,12 @@ from te_models.layers import QuantizedTensor
 
 from .carried import our_names
 from .checkpoint import open_checkpoint
-from .convert import PathLike, source_of
+from .convert import PathLike
 from .errors import CheckpointError
 from .load import check_shapes, layout_of
 from .meter import Progress
 from .naming import expected_tensors
+from .origin import source_of
 from .output_folder import write_folder
 from .plan import Output, Plan, make_plan
 from .quantized_format import Description, describe, stored_fields
@@ -81,7 +82,7 @@ def save_model(
             Path(out_dir),
             plan,
             joined,
-            TEFolder(layout, config, source_of(origin) if origin is not None else source).to_bytes(),
+            TEFolder(layout, config, source_of(origin, formats) if origin is not None else source).to_bytes(),
             sidecars_from=origin.path if origin is not None else None,
             overwrite=overwrite,
             max_shard_bytes=max_shard_bytes,

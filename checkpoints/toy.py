@@ -14,7 +14,7 @@ from typing import Any
 from te_models.config import ConfigError, ModelConfig
 
 from .checkpoint import Checkpoint, open_checkpoint
-from .convert import PathLike, main_dtype
+from .convert import PathLike
 from .errors import CheckpointError
 from .families import FAMILIES, Family
 from .formats import SEPARATE
@@ -22,6 +22,7 @@ from .formats.source import VALUES
 from .hf_config import export_config
 from .meter import Progress
 from .moved_report import moved_report
+from .origin import main_dtype
 from .output_folder import write_conversion
 from .plan import Plan
 from .shards import MAX_SHARD_BYTES

@@ -18,7 +18,7 @@ from te_models.config import ConfigError, ModelConfig, MoEConfig
 
 from .boxes import Box, Range, Shape
 from .checkpoint import open_checkpoint
-from .convert import PathLike, main_dtype, refuse_quantized, source_of
+from .convert import PathLike, refuse_quantized
 from .dtypes import dtype_name, torch_dtype
 from .errors import CheckpointError
 from .hf_config import find_family
@@ -27,6 +27,7 @@ from .links import Link, Namespace
 from .meter import Progress
 from .move import fill_tensor
 from .naming import ExpertLayout, check_layout, expected_tensors
+from .origin import main_dtype, source_of
 from .output_folder import write_conversion
 from .plan import Output, Plan, make_plan
 from .shards import MAX_SHARD_BYTES

@@ -17,6 +17,7 @@ from .families.family import differing_fields
 from .links import compose, identity_namespace
 from .meter import Progress
 from .move import stream
+from .origin import differing_scales
 from .plan import Output, copy_of
 from .quantized_format import SUFFIXES
 
@@ -54,12 +55,15 @@ def verify(a: PathLike, b: PathLike, *, progress: Progress | None = None) -> Ver
     tensors that travel along unused. A stored output layer that should repeat the embedding, and does not, differs.
 
     Quantized parameters are compared as stored (data and scales). Two Hugging Face folders of different files but equal
-    content are equal; so are a Hugging Face folder and its import in either layout.
+    content are equal; so are a Hugging Face folder and its import in either layout. Scales of activations are compared
+    where both folders have files of one format and form, now or before their import.
     """
     report = VerifyReport()
     with open_checkpoint(a) as left, open_checkpoint(b) as right:
         for path in differing_fields(left.config.to_dict(), right.config.to_dict()):
             report.add(f"config: {path} differs")
+        for difference in differing_scales(left, right):
+            report.add(difference)
         outputs_a, outputs_b = _canonical_outputs(left), _canonical_outputs(right)
         for outputs, copies in zip((outputs_a, outputs_b), output_layers(left, right)):
             outputs |= copies

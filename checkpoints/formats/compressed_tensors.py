@@ -7,7 +7,9 @@ mxfp8-quantized         X.weight F8_E4M3 [M, K]        X.weight_scale U8 [M, K/3
 float-quantized         X.weight F8_E4M3 [M, K]        X.weight_scale BF16 or F32, by `strategy`: "tensor" [1],
                                                        "channel" [M, 1], "block" [M/128, K/128]
 
-The scales of the key-value cache are `self_attn.k_scale` and `self_attn.v_scale`, beside the projections.
+The scales of the key-value cache are `self_attn.k_scale` and `self_attn.v_scale`, beside the projections. Rotations in
+`transform_config` are in the stored weights where they are of weights, and undone by another weight; where they are of
+activations, the model computes them, which ours do not: such folders are refused.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any
 from te_models.layers.quantizer import NVFP4Quantizer
 
 from ..errors import CheckpointError
+from ..families.fields import shorten_value
 from .fields import one_of, section
 from .format import FLOAT_SCALES, WHOLE, Part, WeightFormat
 from .fp8 import BLOCK, blocks_128, per_tensor
@@ -59,6 +62,7 @@ CHANNEL = WeightFormat(
     activations=_ACTIVATIONS,
     attention=_ATTENTION,
 )
+_OF_WEIGHTS = ("weight_input", "weight_output")
 _FORMATS = {f.name: f for f in (NVFP4, MXFP4, MXFP8)}
 _STRATEGIES = {"tensor": TENSOR, "channel": CHANNEL, "block": BLOCKS}
 _WEIGHTS: dict[str, dict[str, Any]] = {
@@ -71,10 +75,14 @@ _WEIGHTS: dict[str, dict[str, Any]] = {
 def read(config: Mapping[str, Any]) -> WeightFormat:
     """Return the format that `quantization_config` declares; all of its groups must have the same one."""
     name = one_of(config, "format", (*_FORMATS, "float-quantized"), None)
+    _check_sparsity(config.get("sparsity_config"))
+    _check_transforms(config.get("transform_config"))
     if name != "float-quantized":
         return _FORMATS[name]
     found: dict[str, WeightFormat] = {}
     for group in section(config, "config_groups").values():
+        if isinstance(group, dict) and "weights" in group and group["weights"] is None:
+            continue  # it quantizes activations alone
         weights = section(group if isinstance(group, dict) else {}, "weights")
         one_of(weights, "num_bits", (8,), None)
         one_of(weights, "type", ("float",), None)
@@ -91,6 +99,29 @@ def read(config: Mapping[str, Any]) -> WeightFormat:
             "supported: one strategy for all"
         )
     return next(iter(found.values()))
+
+
+def _check_sparsity(sparsity: object) -> None:
+    form = sparsity.get("format") if isinstance(sparsity, dict) else sparsity
+    if form not in (None, "dense"):
+        raise CheckpointError(
+            f"the quantization configuration has a sparsity_config with the format {shorten_value(form)}; "
+            "supported: dense"
+        )
+
+
+def _check_transforms(transforms: object) -> None:
+    """Refuse transforms of activations, which the model has to compute because the stored weights are made for them."""
+    schemes = transforms.get("config_groups") if isinstance(transforms, dict) else transforms
+    for scheme in schemes.values() if isinstance(schemes, dict) else [schemes]:
+        places = scheme.get("apply") if isinstance(scheme, dict) else scheme
+        for place in places if isinstance(places, list) else [places]:
+            location = place.get("location") if isinstance(place, dict) else place
+            if location is not None and location not in _OF_WEIGHTS:
+                raise CheckpointError(
+                    "the quantization configuration has a transform_config with the location "
+                    f"{shorten_value(location)}, which models here do not compute; supported: {', '.join(_OF_WEIGHTS)}"
+                )
 
 
 def write(weight_format: WeightFormat, plain: list[str]) -> dict[str, Any]:

@@ -114,7 +114,7 @@ def hf_config_of(weight_format: WeightFormat, plain: list[str]) -> tuple[dict[st
     """Return (`quantization_config` of config.json, hf_quant_config.json) for a model whose linear modules `plain` are
     not quantized."""
     name = weight_format.name
-    if name in ("fp8", fp8.TENSOR.name):
+    if name in ("fp8", fp8.TENSOR.name, fp8.AUTOFP8.name):
         return fp8.write(weight_format, plain), None
     if name in ("mxfp4", "mxfp8"):
         return mx.write(name, plain), None

@@ -3,15 +3,18 @@
 It travels in our config.json, under "source":
 
     "quantization": {"separate": ... the content of hf_quant_config.json, or null ...,
+                     "others": true, "unkept": ["decoder.layers.0.self_attention.linear_proj.weight"],
                      "dtypes": {"_scale_inv": "BF16"}, "ones": {"_global_scale": true},
                      "numbers": {"model.layers.0.mlp.down_proj.weight_scale_2": 0.0003},
                      "activations": [{"dtype": "F32", "shape": [],
                                       "scales": {"model.layers.0.mlp.down_proj.input_scale": 0.25}}]}
 
-dtypes and ones: how tensors are written that may be written in several ways (ones: in shape [1] instead of []);
-numbers: numbers of whole matrices that no amax gives back; activations: scales of activations, with which no conversion
-computes, listed by dtype and shape: a number each, or a list where there are several. A mixture has one for each matrix
-of each expert, so they must be few JSON values. Folders written before hold {name: [dtype, shape, [numbers]]} there.
+others: other weights are quantized here than in those files, so that their declaration is not true of an export (false
+where it is absent); unkept: parameters whose scales are not the powers of two which that promises; dtypes and ones: how
+tensors are written that may be written in several ways (ones: in shape [1] instead of []); numbers: numbers of whole
+matrices that no amax gives back; activations: scales of activations, with which no conversion computes, listed by dtype
+and shape: a number each, or a list where there are several. A mixture has one for each matrix of each expert, so they
+must be few JSON values. Folders written before hold {name: [dtype, shape, [numbers]]} there.
 """
 
 from __future__ import annotations
@@ -22,25 +25,33 @@ from typing import Any
 
 import torch
 
+from te_models.layers.quantizer import Float8BlockQuantizer
+
 from ..dtypes import bits_of, dtype_name, torch_dtype
 from ..errors import CheckpointError
 from .encode import number_amax, written_number
 from .source import QuantizedFiles
 
 _MOST_VALUES = 4096
+_ALWAYS = {"separate", "dtypes", "ones", "numbers", "activations"}
 
 
-def details_of(quantized: QuantizedFiles) -> dict[str, Any]:
-    """Return the details of quantized files, as JSON values."""
+def details_of(quantized: QuantizedFiles, *, others: bool = False) -> dict[str, Any]:
+    """Return the details of quantized files, as JSON values; others: whether other weights are quantized than there."""
     first = quantized.weights[0]
     infos = {part: quantized.files.tensors[first + part.suffix] for part in quantized.format.parts}
-    return {
+    details = {
         "separate": None if quantized.declaration.separate is None else dict(quantized.declaration.separate),
         "dtypes": {part.suffix: info.dtype for part, info in infos.items()},
         "ones": {part.suffix: info.shape[-1:] == (1,) for part, info in infos.items() if part.block is None},
         "numbers": dict(_unrestored(quantized)),
         "activations": group_scales({name: quantized.files.view(name) for name in quantized.activations}),
     }
+    loose, strict = (Float8BlockQuantizer(force_pow_2_scales=x).to_dict() for x in (False, True))
+    promised = any(quantizer.to_dict() == strict for quantizer in quantized.format.storages.values())
+    formats = quantized.found.formats if promised else {}
+    unkept = [name for name, meta in formats.items() if meta["quantizer"] == loose]
+    return details | ({"others": True} if others else {}) | ({"unkept": unkept} if unkept else {})
 
 
 def _unrestored(quantized: QuantizedFiles) -> Iterator[tuple[str, float]]:
@@ -88,7 +99,7 @@ def _listed(activations: Any) -> Iterator[tuple[str, Any, Any, list[Any]]]:
 
 def check_details(details: Any) -> Mapping[str, Any]:
     """Return details that were read from a file if they are such; raise CheckpointError otherwise."""
-    if not isinstance(details, dict) or set(details) != {"separate", "dtypes", "ones", "numbers", "activations"}:
+    if not isinstance(details, dict) or set(details) - {"others", "unkept"} != _ALWAYS:
         raise CheckpointError("config.json has a 'source' whose quantization is not what an import writes")
     separate, dtypes, ones, numbers = (details[name] for name in ("separate", "dtypes", "ones", "numbers"))
     good = (separate is None or isinstance(separate, dict)) and all(
@@ -96,7 +107,10 @@ def check_details(details: Any) -> Mapping[str, Any]:
     )
     good = good and all(isinstance(x, str) and bits_of(x) is not None for x in dtypes.values())
     good = good and all(isinstance(x, float) for x in numbers.values())
-    good = good and all(isinstance(x, bool) for x in ones.values()) and _are_scales(details["activations"])
+    good = good and all(isinstance(x, bool) for x in (*ones.values(), details.get("others", False)))
+    unkept = details.get("unkept", [])
+    good = good and isinstance(unkept, list) and all(isinstance(x, str) for x in unkept)
+    good = good and _are_scales(details["activations"])
     if not good:
         raise CheckpointError("config.json has a 'source' whose quantization is not what an import writes")
     return details

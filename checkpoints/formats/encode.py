@@ -34,8 +34,13 @@ def encoder(
 
     def cast(scales: Tensor) -> Tensor:
         scales = numbers.scale_to_float(scales)
-        narrow = scales.to(torch_dtype(dtype))
-        if not torch.equal(narrow.float(), scales):
+        if dtype == "F8_E8M0":
+            holds, narrow = numbers.is_power_of_two(scales).all(), numbers.power_of_two_to_e8m0(scales)
+            narrow = narrow.view(torch.float8_e8m0fnu)
+        else:
+            narrow = scales.to(torch_dtype(dtype))
+            holds = (narrow.float() == scales).all()
+        if not holds:
             raise CheckpointError(f"{name} was stored in {dtype}, which does not hold its scales any more")
         return narrow
 

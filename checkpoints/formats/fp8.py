@@ -3,14 +3,18 @@ per matrix, where `weight_block_size` is null (Ministral 3 Instruct).
 
     X.weight F8_E4M3 [M, K]    X.weight_scale_inv F32 or BF16 [M/128, K/128], rounded up    value = weight * scale
     X.weight F8_E4M3 [M, K]    X.weight_scale_inv F32 or BF16 [] or [1]                     value = weight * scale
+    X.weight F8_E4M3 [M, K]    X.weight_scale     F32 or BF16 [] or [1]                     value = weight * scale
 
-`scale_fmt` "ue8m0" promises scales of blocks that are powers of two. `activation_scheme` "static" comes with
+The last is AutoFP8's, whose declaration has no `weight_block_size` but `ignored_layers`.
+`scale_fmt` "ue8m0" promises scales of blocks that are powers of two; transformers writes them as bytes (F8_E8M0), and
+DeepSeek in float32. `activation_scheme` "static" comes with
 `X.activation_scale`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from te_models.layers.quantizer import (
@@ -39,7 +43,7 @@ def blocks_128(*, name: str, scale_suffix: str, pow2: bool, activations: tuple[s
         element="e4m3",
         parts=(
             Part("data", "", ("F8_E4M3",), "elements", (1, 1)),
-            Part("scale_inv", scale_suffix, FLOAT_SCALES, "scale", BLOCK),
+            Part("scale_inv", scale_suffix, (*FLOAT_SCALES, "F8_E8M0") if pow2 else FLOAT_SCALES, "scale", BLOCK),
         ),
         storages={
             "float8_block": Float8BlockQuantizer(force_pow_2_scales=pow2),
@@ -80,12 +84,16 @@ def _takes_blocks(quantizer: Quantizer, pow2: bool) -> bool:
 
 
 TENSOR = per_tensor(name="fp8-per-tensor", scale_suffix="_scale_inv", activations=_ACTIVATIONS)
+_AUTOFP8 = per_tensor(name="autofp8", scale_suffix="_scale", activations=("input_scale", "output_scale"))
+AUTOFP8 = replace(_AUTOFP8, attention=("kv_scale", "k_scale", "v_scale"))
 
 
 def read(config: Mapping[str, Any]) -> WeightFormat:
     """Return the format that `quantization_config` declares."""
     one_of(config, "fmt", E4M3, "e4m3")
     one_of(config, "activation_scheme", ("dynamic", "static"), "dynamic")
+    if "weight_block_size" not in config and "ignored_layers" in config:
+        return AUTOFP8
     block = config.get("weight_block_size", list(BLOCK))
     if block is None:
         one_of(config, "scale_fmt", ("float",), "float")
@@ -108,6 +116,8 @@ def has_power_of_two_scales(weight_format: WeightFormat) -> bool:
 
 def write(weight_format: WeightFormat, plain: list[str]) -> dict[str, Any]:
     """Return `quantization_config` for a model whose linear modules `plain` are not quantized."""
+    if weight_format == AUTOFP8:
+        return {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": plain}
     config: dict[str, Any] = {
         "quant_method": "fp8",
         "fmt": "e4m3",

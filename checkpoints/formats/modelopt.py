@@ -4,12 +4,14 @@
     NVFP4    X.weight U8 [M, K/2]       X.weight_scale F8_E4M3 [M, K/16]        value = e2m1 * scale * scale_2
              X.weight_scale_2 F32 []
 
-`X.input_scale` and the scales of the key-value cache belong to activations.
+`X.input_scale` and the scales of the key-value cache belong to activations. The latter are `self_attn.k_proj.k_scale`
+and `self_attn.v_proj.v_scale` also where these projections are not quantized, or latent attention has none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from te_models.layers.quantizer import NVFP4Quantizer, Quantizer
@@ -21,6 +23,7 @@ from .format import Part, WeightFormat
 from .fp8 import per_tensor
 
 _ACTIVATIONS = ("input_scale", "k_scale", "v_scale", "output_scale")
+_ATTENTION = ("k_proj.k_scale", "v_proj.v_scale")
 
 
 def takes_nvfp4(quantizer: Quantizer) -> bool:
@@ -39,14 +42,18 @@ NVFP4 = WeightFormat(
     storages={"nvfp4": NVFP4Quantizer(columnwise=False)},
     takes=takes_nvfp4,
     activations=_ACTIVATIONS,
+    attention=_ATTENTION,
     columns=16,
 )
-FP8 = per_tensor(name="modelopt-fp8", scale_suffix="_scale", activations=_ACTIVATIONS)
-_ALGORITHMS = {"FP8": FP8, "NVFP4": NVFP4}
+_FP8 = per_tensor(name="modelopt-fp8", scale_suffix="_scale", activations=_ACTIVATIONS)
+FP8 = replace(_FP8, attention=_ATTENTION)
+_ALGORITHMS = {"FP8": FP8, "NVFP4": NVFP4, "W4A16_NVFP4": NVFP4}
 
 
 def read(config: Mapping[str, Any]) -> WeightFormat:
     """Return the format that `quantization_config`, or `quantization` of hf_quant_config.json, declares."""
+    nested = config.get("quantization")  # some versions wrote the whole of hf_quant_config.json there
+    config = nested if isinstance(nested, dict) else config
     algorithm = config.get("quant_algo")
     if not isinstance(algorithm, str) or algorithm not in _ALGORITHMS:
         raise CheckpointError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -67,15 +67,13 @@ class QuantizedFiles:
     def check_scales(self) -> None:
         """Read all scales, once, and raise CheckpointError for one that no quantization gives: NaN, infinite, negative.
 
-        Scales that are promised, or have to be, powers of two are checked for that as well.
+        Scales that become bytes have to be powers of two.
         """
         _ = self._checked
 
     @cached_property
     def _checked(self) -> bool:
-        pow2 = self.quantizer is not None and (
-            self.quantizer.FORMAT == "mxfp8" or getattr(self.quantizer, "force_pow_2_scales", False)
-        )
+        pow2 = self.quantizer is not None and self.quantizer.FORMAT == "mxfp8"
         for weight in self.weights:
             for part in self.format.scales:
                 _check_scale(self.files, weight + part.suffix, part, pow2=pow2)
@@ -105,11 +103,12 @@ def open_quantized(
     storage: str | None,
     where: str,
     any_storage: bool = False,
+    float32: bool = False,
 ) -> QuantizedFiles:
     """Read the headers of quantized files, whose plain form a family stores as `plain` says.
 
     storage: a key of the format's `storages` or `then`, None for its first, VALUES for none; with any_storage also one
-    of FORMS.
+    of FORMS. float32: values are read as such, not in the dtype of the other weights.
     """
     weight_format = declaration.format
     weights = quantized_weights(plain, files, weight_format)
@@ -123,6 +122,8 @@ def open_quantized(
     dtype = torch_dtype(name)
     parameters = {link.name for link in plain.links if link.stored in weights}
     wanted = {p: quantizer for p in parameters if quantizer is not None and is_linear_weight(p)}
+    loose = Float8BlockQuantizer(force_pow_2_scales=False)
+    wanted |= dict.fromkeys(_unkept(files, plain, wanted, weight_format), loose)
 
     def same(a: str, b: str) -> bool:
         return torch.equal(files.view(a).flatten().float(), files.view(b).flatten().float())
@@ -144,7 +145,9 @@ def open_quantized(
                     if view is not None:
                         views[part_name] = view
         else:
-            views[weight] = value_view(files, weight, weight_format, plain.stored[weight].shape, name)
+            views[weight] = value_view(
+                files, weight, weight_format, plain.stored[weight].shape, "F32" if float32 else name
+            )
     return QuantizedFiles(
         declaration, files, ViewStore(files, views, hidden), found, tuple(weights), activations, quantizer, dtype, other
     )
@@ -192,7 +195,7 @@ def _activations(
         projections = (x.stored for x in plain.links if ".self_attention." in x.name and is_linear_weight(x.name))
         modules = dict.fromkeys(name.rsplit(".", 2)[0] for name in projections)
         names += [f"{module}.{kind}" for module in modules for kind in weight_format.attention]
-    return tuple(name for name in names if name in files.tensors)
+    return tuple(name for name in dict.fromkeys(names) if name in files.tensors)
 
 
 def _match(
@@ -222,22 +225,44 @@ def _match(
     match_tensors(files.tensors, expected, where=where, unused=strangers)
 
 
+def _unkept(
+    files: FileStore, plain: Namespace, wanted: Mapping[str, Quantizer], weight_format: WeightFormat
+) -> set[str]:
+    """Return the parameters of which a scale is not the power of two that the format promises, as in published files
+    (`self_attn.o_proj` of DeepSeek-V3.1-Terminus); this reads the scales of such formats."""
+    part, pow2 = weight_format.part("scale_inv"), Float8BlockQuantizer(force_pow_2_scales=True)
+    found: set[str] = set()
+    for link in plain.links:
+        name = link.stored + part.suffix
+        if wanted.get(link.name) != pow2 or link.name in found or name not in files.tensors:
+            continue
+        if not all(numbers.is_power_of_two(scales).all() for scales in _scales(files, name)):
+            found.add(link.name)
+    return found
+
+
 def main_float(files: FileStore, names: Iterable[str], plain: Namespace) -> str:
     """Return the dtype that most bytes of these plain tensors have; bfloat16 where there are none."""
     present = (files.tensors[name] for name in names if name in files.tensors and plain.stored[name].convertible)
     return with_most_bytes(((info.dtype, info.nbytes) for info in present if info.dtype in FLOATS), "BF16")
 
 
-def _check_scale(files: FileStore, name: str, part: Part, *, pow2: bool) -> None:
+def _scales(files: FileStore, name: str) -> Iterator[torch.Tensor]:
+    """Yield all scales of a tensor as float32, a part at a time."""
     stored = files.view(name)
     step = max(1, (1 << 22) // max(1, stored[:1].numel() if stored.dim() else 1))
     for begin in range(0, stored.shape[0] if stored.dim() else 1, step):
-        scales = numbers.scale_to_float(stored[begin : begin + step] if stored.dim() else stored)
+        yield numbers.scale_to_float(stored[begin : begin + step] if stored.dim() else stored)
+
+
+def _check_scale(files: FileStore, name: str, part: Part, *, pow2: bool) -> None:
+    for scales in _scales(files, name):
         if not torch.isfinite(scales).all():
             raise CheckpointError(f"{name!r} has a scale that is NaN or infinite, so its weight has no values")
         if (scales < 0).any() or (part.meaning in ("factor", "divisor") and (scales == 0).any()):
             raise CheckpointError(f"{name!r} has a scale that is zero or negative, so its weight has no values")
         if pow2 and part.meaning == "scale" and not numbers.is_power_of_two(scales).all():
             raise CheckpointError(
-                f"{name!r} has a scale that is not a power of two, as its format promises or its storage needs"
+                f"{name!r} has a scale that is not a power of two, as storage in mxfp8 needs; --storage float8_block "
+                "takes it over"
             )

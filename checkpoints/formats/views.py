@@ -90,6 +90,8 @@ def _conversion(files: FileStore, name: str, part: Part, dtype: str) -> Callable
         return numbers.amax_of_divisor
     if part.meaning != "elements" and dtype == "U8" and files.tensors[name].dtype == "F8_E8M0":
         return lambda scales: scales.view(torch.uint8)
+    if part.meaning != "elements" and dtype == "F32" and files.tensors[name].dtype == "F8_E8M0":
+        return numbers.scale_to_float
     if part.meaning != "elements" and dtype == "U8" and files.tensors[name].dtype != "U8":
         return lambda scales: numbers.power_of_two_to_e8m0(scales.float())
     return None

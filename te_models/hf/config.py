@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from te_models.checkpoints import Checkpoint
-from te_models.checkpoints.convert import source_of
+from te_models.checkpoints.origin import source_of
 from te_models.checkpoints.te_folder import MODEL_TYPE, TEFolder
 
 from ..config import ModelConfig

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_models.checkpoints import open_checkpoint
-from te_models.checkpoints.convert import main_dtype
 from te_models.checkpoints.dtypes import as_torch_dtype, torch_dtype
 from te_models.checkpoints.hub import local_folder
+from te_models.checkpoints.origin import main_dtype
 from te_models.layers import Recipe
 
 from ..config import ModelConfig

@@ -255,7 +255,7 @@ class GPTModel(nn.Module):
         CheckpointError or ConfigError.
         """
         from te_models.checkpoints import open_checkpoint
-        from te_models.checkpoints.convert import source_of
+        from te_models.checkpoints.origin import source_of
 
         with open_checkpoint(folder) as checkpoint:
             target = torch.empty((), device=device).device

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from te_models.checkpoints import CheckpointError, export_hf, import_hf, open_checkpoint, toy
+from te_models.checkpoints import CheckpointError, export_hf, import_hf, open_checkpoint, toy, verify
 from te_models.checkpoints.formats.details import activation_scales, details_of, group_scales
 from te_models.checkpoints.strict_json import parse_object
 from te_models.checkpoints.te_folder import TEFolder
@@ -127,3 +127,38 @@ def test_a_folder_holds_the_scales_of_the_largest_mixtures(tmp_path: Path) -> No
     folder = TEFolder("grouped", config, replace(origin, quantization=details))
     with pytest.raises(CheckpointError, match=r"config\.json that would be written holds more than the 400000 values"):
         folder.to_bytes()
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_weight_gets_no_scales_that_it_did_not_have(tmp_path: Path, gone: bool) -> None:
+    """Those of keys and values are beside two of three tensors that become one matrix (ModelOpt with an FP8 cache)."""
+    source, _ = make(CASES["modelopt-fp8"], tmp_path)
+    attention = "model.layers.0.self_attn"
+    tensors = stored(source)
+    if gone:
+        del tensors[f"{attention}.q_proj.input_scale"], tensors[f"{LAYER}.0.up_proj.input_scale"]
+    scales = {f"{attention}.{x}_proj.{x}_scale": torch.tensor(0.5) for x in "kv"}
+    save_file(tensors | scales, source / "model.safetensors", metadata={"format": "pt"})
+    import_hf(source, tmp_path / "ours")
+    assert not export_hf(tmp_path / "ours", tmp_path / "back").ignored
+    assert_same_bits(tensors | scales, stored(tmp_path / "back"))
+    assert not export_hf(tmp_path / "ours", tmp_path / "fused", form="fused").ignored
+    assert {n for n in stored(tmp_path / "fused") if n.endswith(("k_scale", "v_scale"))} == set(scales)
+
+
+def test_verify_compares_them(tmp_path: Path) -> None:
+    source, _ = make(CASES["modelopt-fp8"], tmp_path)
+    import_hf(source, tmp_path / "ours")
+    export_hf(tmp_path / "ours", tmp_path / "back")
+    export_hf(tmp_path / "ours", tmp_path / "other", format="float-quantized")
+    for other in ("ours", "back", "other"):  # another format has a place for none of them
+        assert verify(source, tmp_path / other).equal and verify(tmp_path / other, source).equal
+    name = f"{LAYER}.1.up_proj.input_scale"
+    before = stored(source)[name].item()
+    change(tmp_path / "back", {name: torch.tensor(9.0)})
+    report = verify(tmp_path / "ours", tmp_path / "back")
+    assert not report.equal and report.differences == [f"{name}: [{before}] and [9.0]"]
+    tensors = {n: t for n, t in stored(source).items() if n != name}
+    save_file(tensors, tmp_path / "back/model.safetensors", metadata={"format": "pt"})
+    report = verify(tmp_path / "back", source)
+    assert not report.equal and report.differences == [f"{name}: only in {source}"]

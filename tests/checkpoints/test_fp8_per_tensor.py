@@ -152,3 +152,20 @@ def test_scales_that_differ_inside_of_a_matrix_are_no_scale_of_it(tmp_path: Path
     assert plan.report is not None
     (line,) = (line for line in plan.report.lines.values() if line.kind == "requantized")
     assert (line.tensors, line.count) == ("mlp.linear_fc2.weight", 1) and line.max_error
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_what_autofp8_wrote_is_taken_over_and_comes_back(tmp_path: Path, joined: bool) -> None:
+    """`quant_method` fp8 without blocks, with the scales' names of compressed-tensors and one scale for the cache."""
+    declared = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
+    source, reference = make(Case("qwen3", per_tensor(False, joined=joined), declared), tmp_path, torch.float32)
+    scale = {"model.layers.0.self_attn.kv_scale": torch.tensor(0.3)}
+    save_file({**stored(source), **scale}, source / "model.safetensors", metadata={"format": "pt"})
+    import_hf(source, tmp_path / "ours", storage=None if joined else "float8_block")
+    assert inspect(tmp_path / "ours").formats == {"float8" if joined else "float8_block": 8}
+    assert not export_hf(tmp_path / "ours", tmp_path / "back").ignored
+    assert_same_bits(stored(source), stored(tmp_path / "back"))
+    written = json.loads((tmp_path / "back/config.json").read_text())
+    assert written == json.loads((source / "config.json").read_text())
+    dequantize(tmp_path / "ours", tmp_path / "values")
+    assert verify(tmp_path / "values", reference).equal

@@ -35,6 +35,12 @@ def config(**fields: object) -> Edit:
     return lambda folder: edit_config(folder, quantization_config=FP8_CONFIG | fields)
 
 
+def compression(**fields: object) -> Edit:
+    """Return what edits quantization_config of compressed-tensors."""
+    values = compressed("float-quantized", num_bits=8, strategy="tensor") | fields
+    return lambda folder: edit_config(folder, quantization_config=values)
+
+
 def separate(**fields: object) -> Edit:
     """Return what edits hf_quant_config.json."""
     return lambda folder: (folder / "hf_quant_config.json").write_text(json.dumps(modelopt("NVFP4", **fields)))
@@ -52,11 +58,11 @@ SCALE = f"{Q}_scale_inv"
 SEPARATE = "hf_quant_config.json"
 EXPERTS = "model.layers.0.mlp.experts.down_proj"
 PACKED = "model.layers.0.mlp.experts.2.up_proj.weight"
+ROTATIONS = [{"targets": ["re:.*down_proj$"], "location": where} for where in ("weight_input", "input")]
 DEFECTS: dict[str, tuple[str, Edit, str]] = {
     "NaN scale": ("fp8-dense", set_value(SCALE, float("nan")), f"'{SCALE}' has a scale that is NaN"),
     "infinite scale": ("fp8-dense", set_value(SCALE, float("inf")), f"'{SCALE}' has a scale that is NaN or infinite"),
     "negative scale": ("fp8-dense", set_value(SCALE, -1.0), f"'{SCALE}' has a scale that is zero or negative"),
-    "no power of two": ("fp8-ue8m0", set_value(SCALE, 0.3), f"'{SCALE}' has a scale that is not a power of two"),
     "NaN byte": ("mxfp4-gpt-oss", set_byte(f"{EXPERTS}_scales", 255), f"'{EXPERTS}_scales' has a scale that is NaN"),
     "NaN block scale": (
         "modelopt-nvfp4",
@@ -167,6 +173,21 @@ DEFECTS: dict[str, tuple[str, Edit, str]] = {
         lambda folder: edit_config(folder, quantization_config=compressed("marlin-24")),
         "format = 'marlin-24'; supported: nvfp4-pack-quantized",
     ),
+    "transformed activations": (
+        "float-quantized-tensor",
+        compression(transform_config={"config_groups": {"R4": {"type": "hadamard", "apply": ROTATIONS}}}),
+        "has a transform_config with the location 'input', which models here do not compute; supported: weight_input",
+    ),
+    "sparse weights": (
+        "float-quantized-tensor",
+        compression(sparsity_config={"format": "sparse-24-bitmask", "targets": ["Linear"]}),
+        "has a sparsity_config with the format 'sparse-24-bitmask'; supported: dense",
+    ),
+    "groups of activations alone": (
+        "float-quantized-tensor",
+        compression(config_groups={"attention": {"targets": ["LlamaAttention"], "weights": None}}),
+        "has groups with the strategies none; supported: one strategy for all",
+    ),
     "no groups": (
         "float-quantized-tensor",
         lambda folder: edit_config(
@@ -191,11 +212,29 @@ def test_a_quantized_folder_is_refused(tmp_path: Path, defect: str) -> None:
         import_hf(folder, tmp_path / "new" / "ours")
 
 
+def test_declarations_that_say_nothing_of_values_are_read(tmp_path: Path) -> None:
+    """As llm-compressor writes them: fields that are empty or of activations, rotations that are in the weights."""
+    source, _ = make(CASES["float-quantized-tensor"], tmp_path)
+    values = compressed("float-quantized", num_bits=8, strategy="tensor")
+    groups = values["config_groups"] | {"attention": {"targets": ["Attention"], "weights": None}}
+    for fields in (
+        {"sparsity_config": {}, "transform_config": {}, "version": "0.10.2", "quantization_status": "frozen"},
+        {"sparsity_config": {"format": "dense", "global_sparsity": 0.1}, "global_compression_ratio": 1.5},
+        {"transform_config": {"config_groups": {"R1": {"type": "hadamard", "apply": ROTATIONS[:1]}}}},
+        {"config_groups": groups, "kv_cache_scheme": {"num_bits": 8, "type": "float"}},
+    ):
+        compression(**fields)(source)
+        import_hf(source, tmp_path / "ours", overwrite=True)
+        export_hf(tmp_path / "ours", tmp_path / "back", overwrite=True)
+        written = json.loads((tmp_path / "back/config.json").read_text())["quantization_config"]
+        assert written == values | fields
+
+
 def test_options_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     source, reference = make(CASES["fp8-dense"], tmp_path)
     for options, message in (
         ({"storage": "nvfp4"}, "fp8 cannot be stored as 'nvfp4'; allowed: float8_block, mxfp8"),
-        ({"storage": "mxfp8"}, "not a power of two, as its format promises or its storage needs"),
+        ({"storage": "mxfp8"}, "not a power of two, as storage in mxfp8 needs; --storage float8_block takes"),
         ({"dequantize": True, "allow_requantize": True}, "choose no storage and no requantizing"),
     ):
         with pytest.raises(CheckpointError, match=message):

@@ -6,6 +6,7 @@ import importlib
 import json
 import re
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,11 +23,12 @@ from te_models.checkpoints import (
     quantize,
     relayout,
     reshard,
+    toy,
     verify,
 )
 from te_models.layers.quantizer import Quantizer
 from tests.checkpoints.hf_cases import assert_same_bits, refused, stored, transformers
-from tests.checkpoints.quantized_cases import CASES, CHANNEL, logits, make
+from tests.checkpoints.quantized_cases import CASES, CHANNEL, logits, make, modelopt
 
 quantizer_finegrained_fp8 = importlib.import_module("transformers.quantizers.quantizer_finegrained_fp8")
 
@@ -79,6 +81,23 @@ def test_dequantized_weights_are_the_reference_s(tmp_path: Path, case: str) -> N
     assert "quantization_config" not in json.loads((tmp_path / "plain/config.json").read_text())
     assert not (tmp_path / "plain/hf_quant_config.json").exists()
     assert stored(tmp_path / "plain").keys() == stored(reference).keys()
+
+
+@pytest.mark.parametrize("case", ["fp8-dense", "modelopt-nvfp4", "channel"])
+def test_values_are_rounded_once(tmp_path: Path, case: str) -> None:
+    """To the dtype that is asked for, not to that of the other weights before."""
+    source, _ = make(CASES.get(case, CHANNEL), tmp_path)
+    _, reference = make(CASES.get(case, CHANNEL), tmp_path / "float32", torch.float32)
+    import_hf(source, tmp_path / "found", dequantize=True, dtype="float32")
+    import_hf(reference, tmp_path / "expected")
+    found, expected = stored(tmp_path / "found"), stored(tmp_path / "expected")
+    name = "decoder.layers.1.self_attention.linear_proj.weight"
+    error = (found[name].double() - expected[name].double()).abs()
+    assert (error <= 2.0**-22 * expected[name].double().abs()).all()
+    export_hf(tmp_path / "found", tmp_path / "back")
+    assert json.loads((tmp_path / "back/config.json").read_text())["dtype"] == "float32"
+    import_hf(source, tmp_path / "half", dequantize=True, dtype="float16")
+    assert torch.equal(stored(tmp_path / "half")[name], found[name].half())
 
 
 @pytest.mark.parametrize("case", ["mxfp4-gpt-oss", "modelopt-nvfp4", "modelopt-fp8", "mxfp8-quantized"])
@@ -192,6 +211,44 @@ def test_scales_of_the_key_value_cache_come_back(tmp_path: Path, case: str) -> N
         with refused(f"not part of this model: '{name}'", tmp_path):
             import_hf(source, tmp_path / "x")
         save_file({n: t for n, t in stored(source).items() if n != name}, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("case", ["modelopt-fp8", "modelopt-nvfp4", "modelopt-nvfp4-latent"])
+@pytest.mark.parametrize("attention", [False, True])
+def test_modelopt_s_scales_of_the_cache_come_back(tmp_path: Path, case: str, attention: bool) -> None:
+    """They have names of projections, which need not be quantized, nor be there in latent attention."""
+    known = CASES[case]
+    source, _ = make(replace(known, chosen=lambda n: known.chosen(n) and (attention or ".mlp." in n)), tmp_path)
+    scales = {f"model.layers.{i}.self_attn.{x}_proj.{x}_scale": torch.tensor(i + 0.3) for i in (0, 1) for x in "kv"}
+    save_file({**stored(source), **scales}, source / "model.safetensors", metadata={"format": "pt"})
+    assert import_hf(source, tmp_path / "ours").ignored == ()
+    assert export_hf(tmp_path / "ours", tmp_path / "back").ignored == ()
+    assert_same_bits(stored(source), stored(tmp_path / "back"))
+    toy(source, tmp_path / "toy", layers=1)
+    kept = {n for n in stored(tmp_path / "toy") if n.endswith(("k_scale", "v_scale"))}
+    assert kept == {n for n in scales if ".0." in n}
+
+
+def test_a_declaration_inside_of_config_json_may_be_the_whole_file(tmp_path: Path) -> None:
+    nested = {"quant_method": "modelopt", **modelopt("NVFP4", group_size=16)}
+    source, _ = make(replace(CASES["modelopt-nvfp4"], config=nested, separate=None), tmp_path)
+    import_hf(source, tmp_path / "ours")
+    export_hf(tmp_path / "ours", tmp_path / "back")
+    assert_same_bits(stored(source), stored(tmp_path / "back"))
+    assert json.loads((tmp_path / "back/config.json").read_text())["quantization_config"] == nested
+
+
+def test_weights_alone_in_nvfp4_are_taken_over(tmp_path: Path) -> None:
+    """ModelOpt has a name of its own for them."""
+    source, _ = make(replace(CASES["modelopt-nvfp4"], separate=modelopt("W4A16_NVFP4", group_size=16)), tmp_path)
+    tensors = {n: t for n, t in stored(source).items() if not n.endswith("input_scale")}
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    import_hf(source, tmp_path / "ours")
+    export_hf(tmp_path / "ours", tmp_path / "back")
+    assert_same_bits(tensors, stored(tmp_path / "back"))
+    assert (
+        json.loads((tmp_path / "back/hf_quant_config.json").read_text())["quantization"]["quant_algo"] == "W4A16_NVFP4"
+    )
 
 
 def test_resharding_keeps_the_declaration(tmp_path: Path) -> None:
