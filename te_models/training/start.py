@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,15 +24,20 @@ def find_start(config: TrainConfig, output_dir: Path) -> Path | None:
     return None
 
 
+_FREE = {"model": ("activation_checkpointing", "loss_chunk_tokens"), "optimizer": ("skip_nonfinite",)}
+"""What is changed to get a run going again: less memory, and past a step that it always stops at."""
+
+
 def check_same_run(config: TrainConfig, start: TrainingState, ranks: Ranks) -> None:
     """Refuse to continue a run whose numbers would silently be those of another: name the fields that changed.
 
-    Fields that decide only how long, how fast or how visibly it runs may change.
+    Fields that decide only how long, how fast, in how much memory or how visibly it runs may change.
     """
+    now = config.to_dict()
     changed = [
         name
         for name in ("seed", "model", "data", "optimizer", "schedule", "precision")
-        if json.dumps(config.to_dict()[name]) != json.dumps(start.config.get(name))
+        if _fixed(name, now[name]) != _fixed(name, start.config.get(name))
     ]
     size = start.config.get("expert_model_parallel_size", 1)  # checkpoints of before had all experts on every rank
     changed += ["expert_model_parallel_size"] if config.expert_model_parallel_size != size else []
@@ -39,6 +45,13 @@ def check_same_run(config: TrainConfig, start: TrainingState, ranks: Ranks) -> N
         raise ConfigError(f"cannot continue from step {start.step}: {', '.join(changed)} differ from the checkpoint's")
     if ranks.world_size != start.world_size:
         raise ConfigError(f"cannot continue a run of {start.world_size} ranks with {ranks.world_size}")
+
+
+def _fixed(name: str, values: Any) -> str:
+    """Return what must not change of a table, as a text."""
+    if isinstance(values, dict):
+        values = {key: value for key, value in values.items() if key not in _FREE.get(name, ())}
+    return json.dumps(values)
 
 
 def check_same_start(start: TrainingState | None, ranks: Ranks) -> None:

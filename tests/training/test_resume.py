@@ -2,10 +2,13 @@
 
 import json
 import shutil
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from te_models.config import ConfigError
 from te_models.training import (
@@ -16,9 +19,11 @@ from te_models.training import (
     TrainConfig,
     latest_checkpoint,
     list_checkpoints,
+    loop,
     train,
 )
-from te_models.training.checkpoint import TrainingCheckpointError, load_state
+from te_models.training.checkpoint import TrainingCheckpointError, TrainingState, load_state
+from te_models.training.step import StepResult, train_step
 from tests.training.child import run_and_kill_from_outside, run_until_killed
 from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_run
 
@@ -120,6 +125,29 @@ def test_a_finished_run_has_nothing_left_to_do(reference: Reference) -> None:
     assert_same_bits(tensors_under(Path(reference.config.output_dir)), before)
 
 
+def test_a_continued_run_lets_go_of_what_it_read(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensors map the file, which would take its place on the disk for the whole run after it was removed."""
+    config = reference.run_of("continued")
+    shutil.copytree(
+        Path(reference.config.output_dir) / "checkpoints" / "step-00000004",
+        Path(config.output_dir) / "checkpoints" / "step-00000004",
+    )
+    read: list[weakref.ref[torch.Tensor]] = []
+
+    def load(folder: Path) -> TrainingState:
+        state = load_state(folder)
+        read.extend(map(weakref.ref, state.tensors.values()))
+        return state
+
+    def step(*arguments: Any, **options: Any) -> StepResult:
+        assert read and all(tensor() is None for tensor in read)
+        return train_step(*arguments, **options)
+
+    monkeypatch.setattr(loop, "load_state", load)
+    monkeypatch.setattr(loop, "train_step", step)
+    assert train(config).step == 6
+
+
 def test_keep_last_keeps_the_newest(reference: Reference) -> None:
     config = reference.run_of("keep", checkpoint=CheckpointConfig(every=1, keep_last=2))
     train(config)
@@ -142,6 +170,18 @@ def test_a_different_run_is_refused_by_name(reference: Reference) -> None:
             train(reference.config.replace(**{name: value}))
     with pytest.raises(ConfigError, match="holds another run and resume is off"):
         train(reference.config.replace(resume=False))
+
+
+def test_what_gets_a_run_going_again_may_change(reference: Reference) -> None:
+    """A run that always stops at an infinite gradient, or runs out of memory, had to begin anew; it is the same run."""
+    config = reference.run_of("going-again")
+    run_until_killed(config, "step", 3)
+    source, optimizer = config.model, config.optimizer
+    config = config.replace(
+        model=source.replace(activation_checkpointing=True), optimizer=optimizer.replace(skip_nonfinite=True)
+    )
+    train(config)
+    reference.assert_equal(config)
 
 
 def test_damaged_checkpoints_are_named(reference: Reference, tmp_path: Path) -> None:
