@@ -24,7 +24,7 @@ def find_start(config: TrainConfig, output_dir: Path) -> Path | None:
     return None
 
 
-_FREE = {"model": ("activation_checkpointing", "loss_chunk_tokens"), "optimizer": ("skip_nonfinite",)}
+_FREE = {"model.activation_checkpointing", "model.loss_chunk_tokens", "optimizer.skip_nonfinite"}
 """What is changed to get a run going again: less memory, and past a step that it always stops at."""
 
 
@@ -33,12 +33,8 @@ def check_same_run(config: TrainConfig, start: TrainingState, ranks: Ranks) -> N
 
     Fields that decide only how long, how fast, in how much memory or how visibly it runs may change.
     """
-    now = config.to_dict()
-    changed = [
-        name
-        for name in ("seed", "model", "data", "optimizer", "schedule", "precision")
-        if _fixed(name, now[name]) != _fixed(name, start.config.get(name))
-    ]
+    now, before = _fields(config.to_dict()), _fields(start.config)
+    changed = [name for name in now | before if now.get(name) != before.get(name) and name not in _FREE]
     size = start.config.get("expert_model_parallel_size", 1)  # checkpoints of before had all experts on every rank
     changed += ["expert_model_parallel_size"] if config.expert_model_parallel_size != size else []
     if changed:
@@ -47,11 +43,14 @@ def check_same_run(config: TrainConfig, start: TrainingState, ranks: Ranks) -> N
         raise ConfigError(f"cannot continue a run of {start.world_size} ranks with {ranks.world_size}")
 
 
-def _fixed(name: str, values: Any) -> str:
-    """Return what must not change of a table, as a text."""
-    if isinstance(values, dict):
-        values = {key: value for key, value in values.items() if key not in _FREE.get(name, ())}
-    return json.dumps(values)
+def _fields(config: dict[str, Any]) -> dict[str, str]:
+    """Return what decides a run's numbers, by name (`optimizer.lr`), as texts."""
+    found = {}
+    for name in ("seed", "model", "data", "optimizer", "schedule", "precision"):
+        value = config.get(name)
+        table = {f"{name}.{key}": v for key, v in value.items()} if isinstance(value, dict) else {name: value}
+        found |= {key: json.dumps(v) for key, v in table.items()}
+    return found
 
 
 def check_same_start(start: TrainingState | None, ranks: Ranks) -> None:

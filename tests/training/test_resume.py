@@ -161,12 +161,12 @@ def test_nothing_is_pickled(reference: Reference) -> None:
 
 
 def test_a_different_run_is_refused_by_name(reference: Reference) -> None:
-    for name, value in {
-        "seed": 1,
-        "optimizer": OptimizerConfig(lr=1.0),
-        "precision": PrecisionConfig(dtype="bf16"),
-    }.items():
-        with pytest.raises(ConfigError, match=f"cannot continue from step 6: {name} differ"):
+    for name, field, value in (
+        ("seed", "seed", 1),
+        ("optimizer", "optimizer.lr, optimizer.eps", OptimizerConfig(lr=1.0, eps=1e-6)),
+        ("precision", "precision.dtype", PrecisionConfig(dtype="bf16")),
+    ):
+        with pytest.raises(ConfigError, match=f"cannot continue from step 6: {field} differ"):
             train(reference.config.replace(**{name: value}))
     with pytest.raises(ConfigError, match="holds another run and resume is off"):
         train(reference.config.replace(resume=False))
