@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
+from te_models.checkpoints import CheckpointError
 from te_models.config import ConfigError
 from te_models.training import (
     CheckpointConfig,
@@ -116,6 +118,17 @@ def test_other_precisions_resume_bitwise(tmp_path: Path, dtype: str) -> None:
     run_until_killed(interrupted, "step", 3)
     train(interrupted)
     Reference(tmp_path, config).assert_equal(interrupted)
+
+
+def test_a_full_disk_is_told_by_the_checkpoints_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("te_models.training.checkpoint.save_file", fail)
+    config = tiny_run(tmp_path)
+    with pytest.raises(CheckpointError, match=r"writing .*step-00000002 failed: training.safetensors: .*No space left"):
+        train(config)
+    assert [path.name for path in Path(config.output_dir).iterdir()] == ["metrics.jsonl"]
 
 
 def test_a_finished_run_has_nothing_left_to_do(reference: Reference) -> None:
