@@ -12,7 +12,7 @@ from te_models.kernels.quantize import hash_key, hashed_bits
 from . import moments
 from .adamw_update import Update
 from .compiled_by_shape import compiled_by_shape
-from .fsdp import largest_part, rows_like
+from .fsdp import largest_part, local_part, rows_like
 from .moments import MOMENT_DTYPES, MomentDtype
 
 MOMENT_KEYS: dict[str, tuple[str, ...]] = {
@@ -44,11 +44,22 @@ class MomentStore:
             dtype = torch.bfloat16 if self.dtype == "bfloat16" else working_dtype(local)
             names = MOMENT_KEYS[self.dtype]
             return {name: torch.zeros_like(parameter, dtype=dtype, requires_grad=False) for name in names}
-        blocks = -(-largest_part(parameter) // moments.BLOCK)
-        data = torch.zeros(blocks, moments.BLOCK, device=local.device).to(torch.float8_e4m3fn)
+        blocks = _blocks_of(parameter)
+        data = torch.zeros(*blocks, moments.BLOCK, device=local.device).to(torch.float8_e4m3fn)
         scale_inv = torch.ones(blocks, device=local.device)
         fields = (rows_like(parameter, field) for field in (data, scale_inv, data.clone(), scale_inv.clone()))
         return dict(zip(MOMENT_KEYS["float8"], fields, strict=True))
+
+    def check_shapes(self, parameter: Tensor, state: dict[str, Tensor]) -> None:
+        """Raise ValueError for FP8 moments of another number of shards, whose blocks hold other elements."""
+        if self.dtype != "float8":
+            return
+        found, blocks = tuple(local_part(state["exp_avg_scale_inv"]).shape), _blocks_of(parameter)
+        if found != blocks:
+            raise ValueError(
+                f"the state dict holds FP8 moments in blocks {found} of a parameter of shape {tuple(parameter.shape)}, "
+                f"and here they are {blocks}: it was sharded over another number of ranks; allowed: the same number"
+            )
 
     def read(self, state: dict[str, Tensor], like: Tensor) -> tuple[Tensor, Tensor]:
         """Return both moments in the shape and dtype of `like`; where the state has them so, its very tensors."""
@@ -76,6 +87,14 @@ class MomentStore:
             # float32 numbers that bfloat16 holds: the cast is exact
             encoded = [word.view(torch.float32).view_as(update.first) for word in words]
         return dict(zip(MOMENT_KEYS[self.dtype], encoded, strict=True))
+
+
+def _blocks_of(parameter: Tensor) -> tuple[int, ...]:
+    """Return the shape of the scales of this rank's FP8 moments. Shards that end within a block have a dimension more:
+    their blocks are other ones with each number of ranks, which a distributed checkpoint then tells by the shape."""
+    size = largest_part(parameter)
+    blocks = -(-size // moments.BLOCK)
+    return (1, blocks) if size % moments.BLOCK and size != parameter.numel() else (blocks,)
 
 
 def working_dtype(parameter: Tensor) -> torch.dtype:

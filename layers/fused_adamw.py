@@ -76,17 +76,22 @@ class FusedAdamW(torch.optim.Optimizer):
         """Create the state of all parameters now and not at their first update."""
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.requires_grad and not self.state[parameter]:
-                    self.state[parameter] = self._new_state(parameter, group)
+                if parameter.requires_grad:
+                    self._state_of(parameter, group)
 
-    def _new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        local = local_part(parameter)
-        state = {"step": torch.zeros((), dtype=torch.float32, device=local.device)}
-        if isinstance(local, QuantizedTensor) or (group["master_weights"] and local.dtype.itemsize < 4):
+    def _state_of(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """Return a parameter's state, with what it lacks: all of it, or a master where one was loaded without."""
+        state: dict[str, Tensor] = self.state[parameter]
+        local, new = local_part(parameter), not state
+        if new:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=local.device)
+        quantized = isinstance(local, QuantizedTensor)
+        if "master" not in state and (quantized or (group["master_weights"] and local.dtype.itemsize < 4)):
             state["master"] = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
-            before = take_initial_value(parameter, local) if isinstance(local, QuantizedTensor) else None
+            before = take_initial_value(parameter, local) if quantized else None
             local_part(state["master"]).copy_(_values(local, torch.float32) if before is None else before)
-        state |= self._moments.zeros(parameter, local)
+        if new:
+            state |= self._moments.zeros(parameter, local)
         return state
 
     @torch.no_grad()
@@ -117,10 +122,9 @@ class FusedAdamW(torch.optim.Optimizer):
                 gradient = gradient_of(parameter)
                 if gradient is None:
                     continue
-                if not self.state[parameter]:
-                    self.state[parameter] = self._new_state(parameter, group)
+                state = self._state_of(parameter, group)
                 chunk = _CHUNK.get(parameter.device.type, _CHUNK_ELSEWHERE)
-                for piece in pieces(parameter, gradient, self.state[parameter], index, chunk):
+                for piece in pieces(parameter, gradient, state, index, chunk):
                     if work and sum(update.weight.numel() for update in work) + piece.parameter.numel() > chunk:
                         self._finish(work, group, noop)
                         work = []
@@ -146,7 +150,9 @@ class FusedAdamW(torch.optim.Optimizer):
                 _write(update.piece.parameter, update.weight, noop)
             for name, value in self._moments.rounded(update).items():
                 kept = update.piece.state[name]
-                _write(kept if kept.shape == value.shape else kept[: len(value)], value, noop)
+                if kept.shape != value.shape:  # the blocks of a shard, of which a small one has fewer
+                    kept = kept.view(-1)[: value.numel()].view_as(value)
+                _write(kept, value, noop)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients; a `.main_grad` is a persistent buffer and is zeroed."""
@@ -160,9 +166,14 @@ class FusedAdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a state dict, every tensor in the dtype it was saved in (torch's own casts to the parameter's).
 
-        ValueError where it was saved with another moment_dtype.
+        A master that this optimizer keeps and the state dict lacks, say of a weight that was not quantized then, starts
+        from the present weight at the next step. ValueError where it was saved with another moment_dtype, and for FP8
+        moments of other shards.
         """
+        masters = [group["master_weights"] for group in self.param_groups]
         super().load_state_dict(state_dict)
+        for group, wanted in zip(self.param_groups, masters, strict=True):
+            group["master_weights"] |= wanted
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]
         mine = [p for group in self.param_groups for p in group["params"]]
         for i, parameter in zip(saved, mine, strict=True):
@@ -177,6 +188,7 @@ class FusedAdamW(torch.optim.Optimizer):
                     f"the state dict holds moments of dtype {entries['exp_avg'].dtype}, but this optimizer was made "
                     f"with moment_dtype={self._moments.dtype!r}; make it with the dtype that was saved"
                 )
+            self._moments.check_shapes(parameter, entries)
             clear_initial_value(parameter)
             device = parameter.device
             self.state[parameter] = {name: value.to(device, copy=True) for name, value in entries.items()}

@@ -86,7 +86,7 @@ def encode_second(v: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
 
 def decode_first(data: Tensor, scale_inv: Tensor, shape: torch.Size) -> Tensor:
     """Return the first moment in float32."""
-    return (data.float() * scale_inv[:, None]).view(-1)[: shape.numel()].view(shape)
+    return (data.float() * scale_inv[..., None]).view(-1)[: shape.numel()].view(shape)
 
 
 def decode_second(data: Tensor, scale_inv: Tensor, shape: torch.Size) -> Tensor:

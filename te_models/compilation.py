@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # a torch without distributed has none
 
 Mode = Literal["whole", "block"]
 M = TypeVar("M", bound=torch.nn.Module)
+T = TypeVar("T")
 
 
 def compile_model(
@@ -83,8 +84,30 @@ def compile_part(
     compiles are one size to torch otherwise, so that a number of tokens that equals a layer's width, a constant, or a
     batch as large as its length, had one more graph for other calls."""
     module.compile(fullgraph=fullgraph, dynamic=dynamic, backend=backend)
-    if dynamic is not False:
-        module._compiled_call_impl = _sizes_apart(module._compiled_call_impl)  # type: ignore[arg-type]
+    compiled: Any = module._compiled_call_impl
+    module._compiled_call_impl = with_room(compiled if dynamic is False else _sizes_apart(compiled))
+
+
+GRAPHS = 64
+"""How many graphs torch may make of one piece of code. It expects eight, and layers of four kinds (with windows and
+without, in FP8 and in bf16, dense and of experts) have as many in training and evaluation alone."""
+
+
+def with_room(function: Callable[..., T]) -> Callable[..., T]:
+    """Return a compiled function that may have `GRAPHS` graphs, where one more than torch expects is an error."""
+    import torch._dynamo.config as config
+
+    def call(*args: Any, **kwargs: Any) -> T:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        before = config.recompile_limit
+        config.recompile_limit = max(before, GRAPHS)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            config.recompile_limit = before
+
+    return call
 
 
 def _sizes_apart(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,8 +10,9 @@ from __future__ import annotations
 from .cache import TransformersCache
 from .config import TEConfig
 from .model import TEModelForCausalLM
+from .recipe_state import RecipeStateCallback
 from .registration import register
 
-__all__ = ["TEConfig", "TEModelForCausalLM", "TransformersCache", "register"]
+__all__ = ["RecipeStateCallback", "TEConfig", "TEModelForCausalLM", "TransformersCache", "register"]
 
 register()

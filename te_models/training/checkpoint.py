@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from te_models.checkpoints import save_model
@@ -85,11 +86,15 @@ def export_model(model: GPTModel, folder: Path, output_dir: Path, origin: str | 
 def save_checkpoint(
     output_dir: Path, model: GPTModel, state: TrainingState, *, origin: str | None, keep_last: int
 ) -> Path:
-    """Write the checkpoint of `state.step`, then remove all but the newest `keep_last` (0: remove none)."""
+    """Write the checkpoint of `state.step`, then remove all but the newest `keep_last` (0: remove none). Raises
+    CheckpointError, and leaves nothing of it, where it cannot be written."""
     target = checkpoint_dir(output_dir, state.step)
     with new_folder(target, overwrite=False) as folder:
         export_model(model, folder / "model", output_dir, origin)
-        save_file({name: t.contiguous() for name, t in state.tensors.items()}, folder / "training.safetensors")
+        try:
+            save_file({name: t.contiguous() for name, t in state.tensors.items()}, folder / "training.safetensors")
+        except SafetensorError as error:  # a full disk; it does not say which file
+            raise OSError(f"training.safetensors: {error}") from error
         values = {"version": 1, "step": state.step, "position": state.position, "world_size": state.world_size}
         text = json.dumps(values | {"config": state.config}, indent=2, allow_nan=False)
         (folder / "training.json").write_text(text + "\n", encoding="utf-8")

@@ -16,6 +16,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from te_models.layers import gradient_of
+
 PATIENCE = timedelta(days=7)
 
 
@@ -70,7 +72,8 @@ def average_gradients(
     copies: dist.ProcessGroup | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Replace every gradient by its mean over the ranks. A parameter without a gradient must lack it on all of them.
+    """Replace every gradient, `.grad` or `.main_grad`, by its mean over the ranks. A parameter without a gradient must
+    lack it on all of them.
 
     group: the ranks that are meant, where others have other parts of the layers (`tp`): `ranks` counts those of it
     alone; None: all.
@@ -84,8 +87,9 @@ def average_gradients(
     everyone: list[torch.Tensor] = []
     few: list[torch.Tensor] = []
     for parameter in parameters:
-        if parameter.grad is not None:
-            (few if id(parameter) in own else everyone).append(parameter.grad)
+        gradient = gradient_of(parameter)
+        if gradient is not None:
+            (few if id(parameter) in own else everyone).append(gradient)
     _sum(everyone, group, ranks.world_size)
     if copies is not None and copies.size() > 1:
         _sum(few, copies, ranks.world_size)

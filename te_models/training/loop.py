@@ -8,6 +8,7 @@ which is why an interrupted run continues bit for bit.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from .metrics import METRICS, MetricsFile, finite, plot_loss
 from .schedule import lr_at
 from .seeding import derive_seed, random_state, rounding_seed, seed_all
 from .start import check_same_run, check_same_start, find_start, restore_generators
-from .step import LossFunction, evaluate, make_loss_function, make_weight_cache, train_step
+from .step import LossFunction, TrainingError, evaluate, make_loss_function, make_weight_cache, train_step
 
 PLOT, FINAL = "loss.png", "final"
 
@@ -66,6 +67,9 @@ def train(config: TrainConfig) -> TrainResult:
 
 def _run(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.ExitStack) -> TrainResult:
     """Do the run. What is entered in `opened` is closed at the end, also when a step raises."""
+    if config.log.plot:
+        require("matplotlib.figure", "plot", feature="the loss plot (log.plot)")  # now, and not after the last step
+
     # Where to start: from a checkpoint, or from nothing.
     output_dir = Path(config.output_dir)
     checkpoint = find_start(config, output_dir)
@@ -117,6 +121,7 @@ def _run(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Exit
     seed_all(derive_seed(config.seed, "run", ranks.rank))
     if start:
         restore_generators(start, ranks, model)
+    start = None  # its tensors map a file, which would take its place on the disk as long as the run goes on
 
     micro_batches_per_step = config.data.gradient_accumulation * ranks.world_size
     tokens_per_step = micro_batches_per_step * B * S
@@ -152,6 +157,8 @@ def _run(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Exit
         row |= {"tokens_per_second": tokens_per_step / seconds, "seconds": time.perf_counter() - begun}
         if validation and _is_due(step, config.evaluation.every, config.steps):
             validation_loss = evaluate_model(model, loss_function, validation, device, ranks)
+            if not math.isfinite(validation_loss):
+                raise TrainingError(f"step {step}: the validation loss is {validation_loss}; lower optimizer.lr?")
             row["validation_loss"] = validation_loss
         if noting:
             row["quantization"] = finite(quantization_statistics(model))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,30 +28,29 @@ def find_start(config: TrainConfig, output_dir: Path) -> Path | None:
     return None
 
 
+_FREE = {"model.activation_checkpointing", "model.loss_chunk_tokens", "optimizer.skip_nonfinite"}
+"""What is changed to get a run going again: less memory, and past a step that it always stops at."""
+_ACCUMULATION = "data.gradient_accumulation"
+
+
 def check_same_run(config: TrainConfig, start: TrainingState, ranks: Ranks) -> None:
     """Refuse to continue a run whose numbers would silently be those of another: name the fields that changed.
 
-    Fields that decide only how long, how fast or how visibly it runs may change, and so may the number of ranks, with
-    as much less or more accumulation: the same windows are a step.
+    Fields that decide only how long, how fast, in how much memory or how visibly it runs may change, and so may the
+    number of ranks, with as much less or more accumulation: the same windows are a step.
     """
-    now, before = config.to_dict(), start.config
-    per_step = now["data"].pop("gradient_accumulation") * ranks.world_size
-    data = dict(before.get("data", {}))
-    accumulated = data.pop("gradient_accumulation", 1)
-    before = before | {"data": data}
-    changed = [
-        name
-        for name in ("seed", "model", "data", "optimizer", "schedule", "precision")
-        if json.dumps(now[name]) != json.dumps(before.get(name))
-    ]
-    size = before.get("expert_model_parallel_size", 1)  # checkpoints of before had all experts on every rank
+    now, before = _fields(config.to_dict()), _fields(start.config)
+    per_step = int(now.pop(_ACCUMULATION)) * ranks.world_size
+    accumulated = int(before.pop(_ACCUMULATION, 1))
+    changed = [name for name in now | before if now.get(name) != before.get(name) and name not in _FREE]
+    size = start.config.get("expert_model_parallel_size", 1)  # checkpoints of before had all experts on every rank
     changed += ["expert_model_parallel_size"] if config.expert_model_parallel_size != size else []
     if changed:
         raise ConfigError(f"cannot continue from step {start.step}: {', '.join(changed)} differ from the checkpoint's")
     if per_step != accumulated * start.world_size:
         raise ConfigError(
             f"cannot continue from step {start.step}: a step had {accumulated * start.world_size} micro-batches, "
-            f"data.gradient_accumulation {accumulated} on each of {start.world_size} ranks, and has {per_step} on "
+            f"{_ACCUMULATION} {accumulated} on each of {start.world_size} ranks, and has {per_step} on "
             f"{ranks.world_size}; allowed: a gradient_accumulation with the same product"
         )
 
@@ -64,6 +64,16 @@ def restore_generators(start: TrainingState, ranks: Ranks, model: nn.Module) -> 
     own = f"recipe.{ranks.rank % start.world_size}."
     state = {k.removeprefix(own): t for k, t in start.tensors.items() if k.startswith(own)}
     load_recipe_state(model, {k: t for k, t in state.items() if known or not k.endswith("fp8_rng_state")})
+
+
+def _fields(config: dict[str, Any]) -> dict[str, str]:
+    """Return what decides a run's numbers, by name (`optimizer.lr`), as texts."""
+    found = {}
+    for name in ("seed", "model", "data", "optimizer", "schedule", "precision"):
+        value = config.get(name)
+        table = {f"{name}.{key}": v for key, v in value.items()} if isinstance(value, dict) else {name: value}
+        found |= {key: json.dumps(v) for key, v in table.items()}
+    return found
 
 
 def check_same_start(start: TrainingState | None, ranks: Ranks) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from te_models.layers import Recipe, autocast, cache_weights, collect_statistics, microbatch
 
-from ..compilation import Mode, compile_model
+from ..compilation import Mode, compile_model, with_room
 from ..model import GPTModel
 from .config import PrecisionConfig
 from .distributed import Ranks, average_gradients, mean_over_ranks
@@ -81,7 +81,7 @@ def make_loss_function(
     if compiled and mode == "block":
         compile_model(model, "block", dynamic=False)
     elif compiled:
-        function = torch.compile(loss_function, fullgraph=True, dynamic=False)
+        function = with_room(torch.compile(loss_function, fullgraph=True, dynamic=False))  # of all runs of a process
 
     def with_precision(input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         with compute_precision(precision, recipe, device):
@@ -139,9 +139,8 @@ def train_step(
     grad_norm, skip = float(norm), optimizer.config.skip_nonfinite
     mean_loss, mean_aux = mean_over_ranks(total, ranks).tolist()
     if not (math.isfinite(mean_loss) and (skip or math.isfinite(grad_norm))):
-        raise TrainingError(
-            f"step {step}: the loss is {mean_loss} and the gradient norm {grad_norm}; lower optimizer.lr?"
-        )
+        hint = "optimizer.skip_nonfinite goes on past it" if math.isfinite(mean_loss) else "lower optimizer.lr?"
+        raise TrainingError(f"step {step}: the loss is {mean_loss} and the gradient norm {grad_norm}; {hint}")
     optimizer.step(lr, noop=~torch.isfinite(norm) if skip else None)
     return StepResult(mean_loss, mean_aux, grad_norm, skipped=not math.isfinite(grad_norm))
 

@@ -7,9 +7,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -23,11 +25,11 @@ ROWS = (256, 3, 1)
 """Of the weight: over two ranks equal shards, unequal ones, and one that is empty."""
 
 
-def stepped(moments: str, rows: int) -> tuple[Linear, FusedAdamW]:
+def stepped(moments: str, rows: int, columns: int = 200) -> tuple[Linear, FusedAdamW]:
     """Return a layer and its optimizer after two steps."""
     torch.manual_seed(0)
-    model = Linear(200, rows, bias=False)
-    x, slope = torch.randn(2, 16, 200), torch.randn(16, rows)
+    model = Linear(columns, rows, bias=False)
+    x, slope = torch.randn(2, 16, columns), torch.randn(16, rows)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     optimizer = FusedAdamW(model.parameters(), lr=0.01, moment_dtype=moments)
     for batch in x:
@@ -60,10 +62,40 @@ def moments_come_back_on_every_rank(moments: str, rows: int, folder: Path) -> No
     optimizer.step()
 
 
+def other_shards_are_refused(folder: Path) -> None:
+    """Shards of 100 elements and a whole of 200 have two blocks of moments, which hold other elements."""
+    model, optimizer = stepped("float8", 2, 100)
+    dcp.save(get_optimizer_state_dict(model, optimizer), checkpoint_id=folder)
+    whole = Linear(100, 2, bias=False)
+    alone = FusedAdamW(whole.parameters(), lr=0.01, moment_dtype="float8")
+    with pytest.raises(CheckpointException, match="Size mismatch"):
+        dcp.load(get_optimizer_state_dict(whole, alone), checkpoint_id=folder)
+    with pytest.raises(ValueError, match="sharded over another number of ranks"):
+        alone.load_state_dict(optimizer.state_dict())
+
+
+def whole_blocks_serve_any_number_of_ranks(folder: Path) -> None:
+    model, optimizer = stepped("float8", 4, 64)
+    dcp.save(get_optimizer_state_dict(model, optimizer), checkpoint_id=folder)
+    whole = Linear(64, 4, bias=False)
+    alone = FusedAdamW(whole.parameters(), lr=0.01, moment_dtype="float8")
+    found = get_optimizer_state_dict(whole, alone)
+    dcp.load(found, checkpoint_id=folder)
+    set_optimizer_state_dict(whole, alone, found)
+    rank = torch.distributed.get_rank()
+    for name, tensor in optimizer.state[model.weight].items():
+        here = alone.state[whole.weight][name]
+        mine = here.chunk(2)[rank] if here.dim() else here
+        assert torch.equal(mine.float(), local_part(tensor).float()), name
+
+
 def cases(folder: Path) -> dict[str, Callable[[], None]]:
     """Return the cases by name."""
     case = moments_come_back_on_every_rank
-    return {f"{m}-{rows}": functools.partial(case, m, rows, folder / f"{m}{rows}") for m in MOMENTS for rows in ROWS}
+    found = {f"{m}-{rows}": functools.partial(case, m, rows, folder / f"{m}{rows}") for m in MOMENTS for rows in ROWS}
+    found["other shards"] = functools.partial(other_shards_are_refused, folder / "other")
+    found["whole blocks"] = functools.partial(whole_blocks_serve_any_number_of_ranks, folder / "whole")
+    return found
 
 
 if __name__ == "__main__":

@@ -111,6 +111,25 @@ def test_a_state_dict_resumes_bitwise(name: str, moments: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["bf16", "mxfp8"])
+def test_a_state_that_was_saved_without_masters_gets_them(name: str) -> None:
+    """Of a run whose weights were plain: without one, a small update would be rounded away in every step."""
+    plain = nn.Parameter(torch.ones(32, 64, dtype=torch.bfloat16))
+    saved = FusedAdamW([plain], **OPTIONS)
+    train([plain], saved, range(1))
+    parameter = nn.Parameter(torch.ones(32, 64, dtype=torch.bfloat16)) if name == "bf16" else quantized_parameter(name)
+    optimizer = FusedAdamW([parameter], master_weights=True, **OPTIONS)
+    optimizer.load_state_dict(saved.state_dict())
+    with torch.no_grad():
+        parameter.fill_(2.0)  # the weights may be loaded after the optimizer
+    assert "master" not in optimizer.state[parameter]
+    parameter.grad = torch.zeros(parameter.shape, dtype=parameter.dtype)
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()
+    assert torch.equal(optimizer.state[parameter]["master"], torch.full((32, 64), 2.0))
+    assert optimizer.state[parameter]["step"] == 2 and optimizer.param_groups[0]["master_weights"]
+
+
+@pytest.mark.parametrize("name", ["bf16", "mxfp8"])
 def test_weights_that_were_loaded_stay_once_the_masters_know_them(name: str) -> None:
     parameter = nn.Parameter(torch.ones(32, 64, dtype=torch.bfloat16)) if name == "bf16" else quantized_parameter(name)
     optimizer = FusedAdamW([parameter], lr=1e-4, master_weights=True)

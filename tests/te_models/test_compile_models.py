@@ -306,6 +306,16 @@ def test_compile_model_compiles_a_layer_whole() -> None:
     assert counter.frame_count == 1
 
 
+@torch.no_grad()
+def test_layers_of_many_kinds_have_room_for_their_graphs() -> None:
+    """More than torch expects of one function: it was an error in the evaluation, or the generation, of such models."""
+    model = compile_model(build("mixed_layers"), "block", dynamic=False, backend="eager")
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for length in (5, 6, 7):
+            model(token_ids(1, length))
+        assert torch._dynamo.config.recompile_limit == 1
+
+
 def test_blocks_are_those_of_a_model() -> None:
     with pytest.raises(
         ValueError, match='mode is "block" and the model a Linear; allowed: a GPTModel, or mode="whole"'

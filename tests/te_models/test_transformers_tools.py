@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 
 from te_models import GPTModel
 from te_models.checkpoints import reshard, verify
-from te_models.hf import TEModelForCausalLM
-from te_models.layers import MXFP8BlockScaling
+from te_models.hf import RecipeStateCallback, TEModelForCausalLM
+from te_models.layers import DelayedScaling, MXFP8BlockScaling
 
 SENTENCES = ["a b c d e f g h", "b c d e f g h a", "c d e f g h a b"] * 8
 
@@ -170,6 +170,26 @@ def test_trainer_goes_on_with_weights_stored_quantized(theirs: Any, tokenizer: A
     assert torch.equal(logits, TEModelForCausalLM.from_pretrained(found.state.best_model_checkpoint)(ids).logits)
     with pytest.raises(ValueError, match="is stored quantized, and the model does not have it in that format"):
         TEModelForCausalLM.from_pretrained(source).load_state_dict(load_file(checkpoint / "model.safetensors"))
+
+
+def test_trainer_goes_on_with_the_state_of_a_recipe(theirs: Any, tokenizer: Any, tmp_path: Path) -> None:
+    """Without the callback the scales of delayed scaling begin at 1 again, and the losses are others."""
+    source = save(theirs, tmp_path / "hf")
+
+    def run(resume: str | None, callback: bool = True) -> list[float]:
+        model = TEModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        model.recipe = DelayedScaling()
+        trained = trainer(model, tokenizer, tmp_path / "out", max_steps=4, save_steps=2)
+        if callback:
+            trained.add_callback(RecipeStateCallback())
+        trained.train(resume_from_checkpoint=resume)
+        return losses(trained)[-2:]
+
+    whole, checkpoint = run(None), tmp_path / "out/checkpoint-2"
+    assert run(str(checkpoint)) == whole != run(str(checkpoint), callback=False)
+    (checkpoint / "recipe_state.0.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"recipe_state.0.safetensors is missing"):
+        run(str(checkpoint))
 
 
 def test_pipeline(theirs: Any, tokenizer: Any, tmp_path: Path) -> None:

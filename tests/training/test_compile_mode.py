@@ -49,6 +49,19 @@ def test_layers_share_one_graph_and_compute_what_eager_does(recipe: str, monkeyp
         torch.testing.assert_close(compiled.grad, eager.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
+def test_a_process_may_train_many_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each one is a graph of the same code, of which torch expects eight; so many runs of a sweep ended in an error."""
+    plain = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **options: plain(function, **options, backend="eager"))
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for length in (8, 9, 10):
+            function = make_loss_function(
+                GPTModel(tiny_model(layers=1)), PrecisionConfig(dtype="fp32"), "cpu", compiled=True
+            )
+            function(torch.zeros(1, length, dtype=torch.int64))
+        assert torch._dynamo.config.recompile_limit == 1
+
+
 def test_a_run_accepts_the_mode(tmp_path: Path) -> None:
     """Really compiled: the losses are those of the eager run."""
     from te_models.training import train

@@ -13,7 +13,13 @@ from te_models.config import ConfigError
 from te_models.layers import DelayedScaling, Linear, recipe_state, set_rounding_seed
 from te_models.training import PrecisionConfig, TrainConfig, TrainingCheckpointError, train
 from te_models.training.checkpoint import TrainingState
-from te_models.training.distributed import Ranks, gather_tensors, mean_over_ranks, ranks_from_environment
+from te_models.training.distributed import (
+    Ranks,
+    average_gradients,
+    gather_tensors,
+    mean_over_ranks,
+    ranks_from_environment,
+)
 from te_models.training.start import check_same_run, check_same_start, restore_generators
 from tests.ranks import run_on_ranks
 from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_model, tiny_run
@@ -100,7 +106,7 @@ def test_a_step_of_other_windows_is_refused(tmp_path: Path) -> None:
     check_same_run(config.replace(data=config.data.replace(gradient_accumulation=1)), start, Ranks(3, 4))
     with pytest.raises(ConfigError, match=r"had 4 micro-batches.* on each of 2 ranks, and has 8 on 4; allowed: a grad"):
         check_same_run(config, start, Ranks(0, 4))
-    with pytest.raises(ConfigError, match="data differ"):
+    with pytest.raises(ConfigError, match="data.micro_batch_size differ"):
         check_same_run(config.replace(data=config.data.replace(micro_batch_size=4)), start, Ranks(0, 2))
 
 
@@ -152,6 +158,17 @@ def test_numbers_go_where_the_backend_takes_them(monkeypatch: pytest.MonkeyPatch
         mean_over_ranks(torch.zeros(2), Ranks(0, 2))
     with pytest.raises(RuntimeError, match="sent from meta"):
         gather_tensors({"state": torch.zeros(2)}, Ranks(0, 2))
+
+
+def test_main_gradients_are_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of layers with fuse_wgrad_accumulation: each rank would train its own model otherwise."""
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda flat, **_: flat.mul_(3))
+    fused, plain = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    fused.main_grad = torch.full((2,), 4.0)
+    plain.grad = torch.full((2,), 6.0)
+    average_gradients([fused, plain], Ranks(0, 2))
+    assert fused.main_grad.tolist() == [6.0, 6.0] and fused.grad is None
+    assert plain.grad.tolist() == [9.0, 9.0]
 
 
 def test_ranks_that_see_different_checkpoints_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from te_models.training import EvaluationConfig, TrainingError, loop, plot_loss, read_metrics, train
+from te_models.extras import MissingExtraError
+from te_models.training import (
+    EvaluationConfig,
+    TrainingError,
+    list_checkpoints,
+    loop,
+    plot_loss,
+    read_metrics,
+    train,
+)
 from te_models.training.metrics import MetricsFile
 from tests.training.runs import tiny_run
 
@@ -43,6 +52,26 @@ def test_a_step_that_raises_leaves_closed_files(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(TrainingError, match="loss is nan"):
         train(tiny_run(tmp_path))
     assert [file._file.closed for file in opened] == [True]
+
+
+def test_a_missing_package_for_the_plot_is_told_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(module: str, extra: str, *, feature: str) -> None:
+        raise MissingExtraError(f"{feature} needs the extra {extra}")
+
+    config = tiny_run(tmp_path)
+    monkeypatch.setattr(loop, "require", absent)
+    with pytest.raises(MissingExtraError, match=r"the loss plot \(log.plot\) needs the extra plot"):
+        train(config.replace(log=config.log.replace(plot=True)))
+    assert not Path(config.output_dir).exists()
+
+
+def test_a_validation_loss_that_is_not_finite_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the checkpoint of that step, and not as a complaint of JSON."""
+    monkeypatch.setattr(loop, "evaluate_model", lambda *_: float("nan"))
+    config = tiny_run(tmp_path, evaluation=EvaluationConfig(every=4, batches=1))
+    with pytest.raises(TrainingError, match="step 4: the validation loss is nan"):
+        train(config)
+    assert [folder.name for folder in list_checkpoints(Path(config.output_dir))] == ["step-00000002"]
 
 
 def test_a_run_writes_what_it_measured_and_a_picture(tmp_path: Path) -> None:

@@ -2,11 +2,16 @@
 
 import json
 import shutil
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors import SafetensorError
 
+from te_models.checkpoints import CheckpointError
 from te_models.config import ConfigError
 from te_models.training import (
     CheckpointConfig,
@@ -16,9 +21,11 @@ from te_models.training import (
     TrainConfig,
     latest_checkpoint,
     list_checkpoints,
+    loop,
     train,
 )
-from te_models.training.checkpoint import TrainingCheckpointError, load_state
+from te_models.training.checkpoint import TrainingCheckpointError, TrainingState, load_state
+from te_models.training.step import StepResult, train_step
 from tests.training.child import run_and_kill_from_outside, run_until_killed
 from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_run
 
@@ -113,11 +120,45 @@ def test_other_precisions_resume_bitwise(tmp_path: Path, dtype: str) -> None:
     Reference(tmp_path, config).assert_equal(interrupted)
 
 
+def test_a_full_disk_is_told_by_the_checkpoints_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("te_models.training.checkpoint.save_file", fail)
+    config = tiny_run(tmp_path)
+    with pytest.raises(CheckpointError, match=r"writing .*step-00000002 failed: training.safetensors: .*No space left"):
+        train(config)
+    assert [path.name for path in Path(config.output_dir).iterdir()] == ["metrics.jsonl"]
+
+
 def test_a_finished_run_has_nothing_left_to_do(reference: Reference) -> None:
     before = tensors_under(Path(reference.config.output_dir))
     result = train(reference.config)
     assert (result.step, result.loss) == (6, None)
     assert_same_bits(tensors_under(Path(reference.config.output_dir)), before)
+
+
+def test_a_continued_run_lets_go_of_what_it_read(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensors map the file, which would take its place on the disk for the whole run after it was removed."""
+    config = reference.run_of("continued")
+    shutil.copytree(
+        Path(reference.config.output_dir) / "checkpoints" / "step-00000004",
+        Path(config.output_dir) / "checkpoints" / "step-00000004",
+    )
+    read: list[weakref.ref[torch.Tensor]] = []
+
+    def load(folder: Path) -> TrainingState:
+        state = load_state(folder)
+        read.extend(map(weakref.ref, state.tensors.values()))
+        return state
+
+    def step(*arguments: Any, **options: Any) -> StepResult:
+        assert read and all(tensor() is None for tensor in read)
+        return train_step(*arguments, **options)
+
+    monkeypatch.setattr(loop, "load_state", load)
+    monkeypatch.setattr(loop, "train_step", step)
+    assert train(config).step == 6
 
 
 def test_keep_last_keeps_the_newest(reference: Reference) -> None:
@@ -133,15 +174,27 @@ def test_nothing_is_pickled(reference: Reference) -> None:
 
 
 def test_a_different_run_is_refused_by_name(reference: Reference) -> None:
-    for name, value in {
-        "seed": 1,
-        "optimizer": OptimizerConfig(lr=1.0),
-        "precision": PrecisionConfig(dtype="bf16"),
-    }.items():
-        with pytest.raises(ConfigError, match=f"cannot continue from step 6: {name} differ"):
+    for name, field, value in (
+        ("seed", "seed", 1),
+        ("optimizer", "optimizer.lr, optimizer.eps", OptimizerConfig(lr=1.0, eps=1e-6)),
+        ("precision", "precision.dtype", PrecisionConfig(dtype="bf16")),
+    ):
+        with pytest.raises(ConfigError, match=f"cannot continue from step 6: {field} differ"):
             train(reference.config.replace(**{name: value}))
     with pytest.raises(ConfigError, match="holds another run and resume is off"):
         train(reference.config.replace(resume=False))
+
+
+def test_what_gets_a_run_going_again_may_change(reference: Reference) -> None:
+    """A run that always stops at an infinite gradient, or runs out of memory, had to begin anew; it is the same run."""
+    config = reference.run_of("going-again")
+    run_until_killed(config, "step", 3)
+    source, optimizer = config.model, config.optimizer
+    config = config.replace(
+        model=source.replace(activation_checkpointing=True), optimizer=optimizer.replace(skip_nonfinite=True)
+    )
+    train(config)
+    reference.assert_equal(config)
 
 
 def test_damaged_checkpoints_are_named(reference: Reference, tmp_path: Path) -> None:
