@@ -37,7 +37,7 @@ class GroupedTensor(QuantizedTensor):
         """Return member `index` as a per-GEMM tensor that shares this tensor's storage."""
         self.require_matrix("be indexed by member")
         fields = {name: field[index] for name, field in self.fields.items()}
-        return TENSOR_CLASSES[self.quantizer.FORMAT](fields, self.quantizer, self.shape[1:], self.dtype)
+        return self.view_of(fields, shape=self.shape[1:], cls=TENSOR_CLASSES[self.quantizer.FORMAT])
 
     def members(self) -> list[QuantizedTensor]:
         """Return all members, sharing this tensor's storage."""

@@ -163,6 +163,21 @@ def test_a_slice_that_shares_its_scale_is_read_only(name: str) -> None:
     assert same_bits(base, before)
 
 
+@pytest.mark.parametrize("name", ONE_SCALE)
+def test_views_of_a_slice_that_shares_its_scale_are_read_only(name: str) -> None:
+    """A member of it has that scale, too: what is written to one would change the rows outside of the slice."""
+    base = make(name, 3, 64, 64)
+    before = base.clone()
+    part = base[:, :32]
+    views = [part[0], part.unbind(0)[1], part.member(2), part[1:], part.detach(), part[0].view(-1)]
+    for view in [*views, *([] if name == "nvfp4" else [part.mT, part[0].mT])]:
+        with pytest.raises(ValueError, match="shares the one scale"):
+            view.mul_(2.0)
+    assert same_bits(base, before)
+    part[0].clone().mul_(2.0)
+    base[0].mul_(2.0)
+
+
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
 def test_views_without_a_meaning_are_refused(name: str) -> None:
     base = make(name, 32, 64)
