@@ -139,7 +139,7 @@ class GroupedRows(QuantizedTensor):
         for name, field in (self.fields | {"m_splits": self.m_splits}).items():
             new = m_splits.to(field.dtype) if name == "m_splits" else source[name]
             field.copy_(new if noop is None else unless(noop, new.to(field.device), field))
-        return self
+        return self._written()
 
     # --- members and operands --------------------------------------------------------------------------------------
 

@@ -112,6 +112,12 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
         for name, field in self.fields.items():
             new = source[name] if noop is None else unless(noop, source[name].to(field.device), field)
             field.copy_(new)
+        return self._written()
+
+    def _written(self) -> Self:
+        """Let autograd know that the values are others now: a backward pass that saved those before is an error."""
+        if not torch.compiler.is_compiling():  # the compiler counts writes of a graph by itself
+            torch.autograd.graph.increment_version(self)
         return self
 
     @property

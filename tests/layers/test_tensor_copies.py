@@ -106,6 +106,20 @@ def test_out_arguments_are_requantized(quantized: QuantizedTensor) -> None:
     assert pointers(quantized) == before
 
 
+@pytest.mark.parametrize("write", ["quantize_", "data", "copy_"])
+def test_a_backward_pass_after_its_weight_was_written_to_is_an_error(quantized: QuantizedTensor, write: str) -> None:
+    """As for a plain weight: gradients of other values than those of the forward pass are no gradients."""
+    parameter, values = nn.Parameter(quantized), torch.ones(quantized.shape)
+    y = parameter * torch.randn(quantized.shape, requires_grad=True)
+    with torch.no_grad():
+        if write == "data":
+            parameter.data = values
+        else:
+            getattr(parameter, write)(values)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 def test_writing_a_wrong_shape_is_refused(quantized: QuantizedTensor) -> None:
     with pytest.raises(ValueError, match="cannot quantize shape"):
         quantized.copy_(torch.ones(7))
