@@ -217,6 +217,19 @@ def test_pickle_round_trip(quantized: QuantizedTensor) -> None:
     assert same_bits(pickle.loads(pickle.dumps(quantized)), quantized)
 
 
+def test_a_parameter_is_pickled_with_what_users_have_set(quantized: QuantizedTensor) -> None:
+    """As a plain one is; the entries of a state dict, which are no parameters, have none."""
+    parameter = nn.Parameter(quantized)
+    parameter.partition_dim, parameter.hook = 1, print
+    file = io.BytesIO()
+    torch.save([parameter, parameter.detach()], file)
+    file.seek(0)
+    for again in (pickle.loads(pickle.dumps(parameter)), torch.load(file, weights_only=True)[0]):
+        assert again.partition_dim == 1 and not hasattr(again, "hook") and same_bits(again, quantized)
+    file.seek(0)
+    assert not hasattr(torch.load(file, weights_only=True)[1], "partition_dim")
+
+
 def test_shared_memory_holds_every_field(quantized: QuantizedTensor) -> None:
     """torch's own way reaches for a storage that the wrapper does not have, and the process dies."""
     before = quantized.clone()
@@ -272,8 +285,10 @@ def test_module_moves_keep_class_bits_and_attributes(name: str, grouped: bool) -
     assert {field.device.type for field in module.weight.fields.values()} == {"meta"}
 
 
-def test_parameters_that_leave_the_meta_device_keep_attributes() -> None:
-    module = Linear(64, 32, device="meta")
+@pytest.mark.parametrize("name", [None, *RECIPES])
+def test_parameters_that_leave_the_meta_device_keep_attributes(name: str | None) -> None:
+    with quantized_model_init(enabled=name is not None, recipe=name and recipe(name)):
+        module = Linear(64, 32, device="meta")
     module.weight.partition_dim = 0
     module.to_empty(device="cpu")
     assert module.weight.device.type == "cpu" and module.weight.partition_dim == 0
