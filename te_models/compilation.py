@@ -35,7 +35,7 @@ def compile_model(
     mode "whole" makes one graph of a whole call: the fastest steps, and a compile time that grows with the number of
     layers. "block" compiles one transformer layer, which all equal layers share, and the output layer: the compile
     time of a few layers whatever the depth; embedding and final norm stay eager. A single layer, or any other module,
-    is compiled whole.
+    is compiled whole. Called once more, it compiles anew, in this mode.
     dynamic: None compiles for the first shape and once more, for all shapes, when it changes; True for all shapes at
     once; False anew for each shape. Always fullgraph: what cannot be one graph is an error, not a slow path.
 
@@ -50,6 +50,8 @@ def compile_model(
     if process_group is not None and dist.get_rank(process_group) < 0:
         raise ValueError(f"process_group does not contain this rank, {dist.get_rank()}; allowed: a group that does")
     modules = compiled_parts(model, mode)
+    # what was compiled as a whole before would go on as one graph, with its blocks in it
+    model._compiled_call_impl = None
     for module in modules:
         compile_part(module, dynamic=dynamic, backend=backend)
     if dynamic is not False and _several_ranks(process_group):

@@ -267,6 +267,14 @@ def test_compile_model(mode: str) -> None:
     assert not counters["graph_break"]
 
 
+def test_a_model_that_was_compiled_whole_is_compiled_by_block() -> None:
+    model, ids = build("moe"), token_ids(2, 9)
+    compile_model(model, backend="eager")(ids)
+    counter = count("eager")
+    compile_model(model, "block", backend=counter)(ids)
+    assert counter.frame_count == 2
+
+
 @pytest.mark.parametrize(("kind", "first"), [("linear", (96,)), ("gpt", (4, 4)), ("gpt", (2, 32))])
 def test_equal_sizes_in_the_first_call_are_not_one_size(kind: str, first: tuple[int, ...]) -> None:
     """Rows as many as columns; a batch as large as the length, and as a number of experts; a length as the width."""
