@@ -84,9 +84,21 @@ def compile_part(
     """Compile a module in place. Where sizes may change, each is one of its own: two that are equal in the call that
     compiles are one size to torch otherwise, so that a number of tokens that equals a layer's width, a constant, or a
     batch as large as its length, had one more graph for other calls."""
-    module.compile(fullgraph=fullgraph, dynamic=dynamic, backend=backend)
+    call: Callable[..., Any] = module._call_impl
+    if type(module).__module__.startswith("torch.nn."):
+        call = _one_frame_more(call)
+    module._compiled_call_impl = torch.compile(call, fullgraph=fullgraph, dynamic=dynamic, backend=backend)
     if dynamic is not False:
         module._compiled_call_impl = _sizes_apart(module._compiled_call_impl)  # type: ignore[arg-type]
+
+
+def _one_frame_more(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls one: of torch's own modules, torch compiles only what is called in another frame."""
+
+    def outer(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    return outer
 
 
 def _sizes_apart(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -314,6 +314,15 @@ def test_compile_model_compiles_a_layer_whole() -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize("dynamic", [None, False])
+def test_compile_model_compiles_a_module_of_torch(dynamic: bool | None) -> None:
+    model, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()), torch.randn(3, 8)
+    expected = model(x)
+    counter = count("eager")
+    assert torch.equal(compile_model(model, dynamic=dynamic, backend=counter)(x), expected)
+    assert counter.frame_count == 1 and list(model.state_dict()) == ["0.weight", "0.bias"]
+
+
 def test_blocks_are_those_of_a_model() -> None:
     with pytest.raises(
         ValueError, match='mode is "block" and the model a Linear; allowed: a GPTModel, or mode="whole"'
