@@ -267,6 +267,7 @@ def test_compile_model(mode: str) -> None:
     assert not counters["graph_break"]
 
 
+@torch.no_grad()
 def test_a_model_that_was_compiled_whole_is_compiled_by_block() -> None:
     model, ids = build("moe"), token_ids(2, 9)
     compile_model(model, backend="eager")(ids)
