@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, NoReturn, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -167,6 +167,13 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
     def is_shared(self) -> bool:
         """Whether the fields are in shared memory."""
         return all(getattr(self, name).is_shared() for name in self._inner_names())
+
+    def __dlpack__(self, **options: Any) -> NoReturn:
+        raise BufferError(f"a {type(self).__name__} has no memory that holds its values; call dequantize() first")
+
+    def apply_(self, callable: Any) -> NoReturn:
+        """Refuse: torch would call a function of what it takes for the values in memory."""
+        raise TypeError(f"apply_ does not know a {type(self).__name__}; call dequantize() first, and copy_ the result")
 
     # --- copies ----------------------------------------------------------------------------------------------------
 

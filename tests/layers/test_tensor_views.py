@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -59,6 +60,16 @@ def test_raw_bytes_are_not_to_be_had() -> None:
     with pytest.raises(ValueError, match="as_strided"):
         base.as_strided((4,), (1,))
     assert torch.equal(base.as_strided((32, 32), (32, 1)).dequantize(), base.dequantize())
+
+
+def test_memory_that_does_not_hold_the_values_is_not_handed_out() -> None:
+    """torch read through a null pointer, and numpy read what else lay there."""
+    base = make("mxfp8", 32, 32)
+    for read in (torch.from_dlpack, np.from_dlpack):
+        with pytest.raises(BufferError, match="a MXFP8Tensor has no memory that holds its values; call dequantize"):
+            read(base)
+    with pytest.raises(TypeError, match="apply_ does not know a MXFP8Tensor"):
+        base.apply_(lambda x: x)
 
 
 @pytest.mark.parametrize(
