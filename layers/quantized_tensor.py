@@ -264,6 +264,7 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle as plain tensors and one JSON string, so that torch.load(weights_only=True) reads it."""
         self.require_matrix("be saved; clone() its base")
+        self.quantizer.require_storable()
         inner = {name: _as_bytes(getattr(self, name)) for name in self._inner_names()}
         flags = (self.requires_grad, isinstance(self, nn.Parameter))
         marks = (self._marks(),) if isinstance(self, nn.Parameter) and self._marks() else ()

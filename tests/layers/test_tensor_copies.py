@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from te_models.checkpoints import plain_state_dict
 from te_models.layers import (
     DelayedScaling,
     Float8BlockQuantizer,
@@ -243,6 +245,21 @@ def test_a_view_is_not_saved_with_half_of_its_meaning() -> None:
     view = MXFP8Quantizer().quantize(torch.randn(32, 32)).view(-1)
     with pytest.raises(ValueError, match="cannot be saved"):
         torch.save(view, io.BytesIO())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Louder(MXFP8Quantizer):
+    """A user's own, with a field that no file knows."""
+
+    factor: float = 2.0
+
+
+def test_what_no_file_could_be_read_back_from_is_not_saved() -> None:
+    x = Louder().quantize(torch.randn(32, 32))
+    for save in (lambda: torch.save({"x": x}, io.BytesIO()), lambda: plain_state_dict({"x": x})):
+        with pytest.raises(ValueError, match="by Louder cannot be saved: files of .* do not know factor"):
+            save()
+    assert copy.deepcopy(x).quantizer == Louder()
 
 
 def test_files_that_contradict_themselves_are_refused() -> None:
