@@ -257,7 +257,7 @@ class Louder(MXFP8Quantizer):
 def test_what_no_file_could_be_read_back_from_is_not_saved() -> None:
     x = Louder().quantize(torch.randn(32, 32))
     for save in (lambda: torch.save({"x": x}, io.BytesIO()), lambda: plain_state_dict({"x": x})):
-        with pytest.raises(ValueError, match="by Louder cannot be saved: files of .* do not know factor"):
+        with pytest.raises(ValueError, match=r"by Louder cannot be saved: files of .* do not know factor"):
             save()
     assert copy.deepcopy(x).quantizer == Louder()
 
