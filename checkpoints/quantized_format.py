@@ -50,7 +50,9 @@ Description = Mapping[str, Any]
 
 
 def describe(quantizer: Quantizer, logical_dtype: torch.dtype) -> Description:
-    """Return the metadata of a parameter; `quantizer` is exact, the other entries are for readers of other projects."""
+    """Return the metadata of a parameter; `quantizer` is exact, the other entries are for readers of other projects.
+    ValueError for a quantizer that could not be read back."""
+    quantizer.require_storable()
     return {
         "format": quantizer.FORMAT,
         "logical_dtype": str(logical_dtype).removeprefix("torch."),

@@ -37,7 +37,7 @@ class GroupedTensor(QuantizedTensor):
         """Return member `index` as a per-GEMM tensor that shares this tensor's storage."""
         self.require_matrix("be indexed by member")
         fields = {name: field[index] for name, field in self.fields.items()}
-        return TENSOR_CLASSES[self.quantizer.FORMAT](fields, self.quantizer, self.shape[1:], self.dtype)
+        return self.view_of(fields, shape=self.shape[1:], cls=TENSOR_CLASSES[self.quantizer.FORMAT])
 
     def members(self) -> list[QuantizedTensor]:
         """Return all members, sharing this tensor's storage."""
@@ -139,7 +139,7 @@ class GroupedRows(QuantizedTensor):
         for name, field in (self.fields | {"m_splits": self.m_splits}).items():
             new = m_splits.to(field.dtype) if name == "m_splits" else source[name]
             field.copy_(new if noop is None else unless(noop, new.to(field.device), field))
-        return self
+        return self._written()
 
     # --- members and operands --------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, NoReturn, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from .quantized_storage import STORAGE_CLASSES, QuantizedFields, QuantizedStorag
 from .quantizer import Fields, Quantizer
 
 T = TypeVar("T", bound="QuantizedTensor")
-Meta = tuple[Quantizer, torch.dtype, torch.Size | None]
+Meta = tuple[Quantizer, torch.dtype, torch.Size | None, bool]
 
 
 class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
@@ -112,6 +112,12 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
         for name, field in self.fields.items():
             new = source[name] if noop is None else unless(noop, source[name].to(field.device), field)
             field.copy_(new)
+        return self._written()
+
+    def _written(self) -> Self:
+        """Let autograd know that the values are others now: a backward pass that saved those before is an error."""
+        if not torch.compiler.is_compiling():  # the compiler counts writes of a graph by itself
+            torch.autograd.graph.increment_version(self)
         return self
 
     @property
@@ -162,6 +168,13 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
         """Whether the fields are in shared memory."""
         return all(getattr(self, name).is_shared() for name in self._inner_names())
 
+    def __dlpack__(self, **options: Any) -> NoReturn:
+        raise BufferError(f"a {type(self).__name__} has no memory that holds its values; call dequantize() first")
+
+    def apply_(self, callable: Any) -> NoReturn:
+        """Refuse: torch would call a function of what it takes for the values in memory."""
+        raise TypeError(f"apply_ does not know a {type(self).__name__}; call dequantize() first, and copy_ the result")
+
     # --- copies ----------------------------------------------------------------------------------------------------
 
     def wrap(self, fields: Fields, **changes: Any) -> Any:
@@ -171,6 +184,12 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
             values["matrix_shape"] = self.matrix_shape
         values |= changes
         return values.pop("cls", type(self))(fields, **values)
+
+    def view_of(self, fields: Fields, **changes: Any) -> Any:
+        """Return `wrap` of views of the fields, which shares its scale with others where this tensor does."""
+        new = self.wrap(fields, **changes)
+        new.shares_scale = self.shares_scale
+        return new
 
     def map_fields(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Self:
         """Return a tensor of the same kind whose fields are `function` of these."""
@@ -220,18 +239,21 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], Meta]:
         matrix_shape = None if self.shape == self.matrix_shape else self.matrix_shape
-        return self._inner_names(), (self.quantizer, self.dtype, matrix_shape)
+        return self._inner_names(), (self.quantizer, self.dtype, matrix_shape, self.shares_scale)
 
     @classmethod
     def __tensor_unflatten__(cls, inner: Fields, meta: Meta, outer_size: torch.Size, outer_stride: Any) -> Self:
-        quantizer, dtype, matrix_shape = meta
-        return cls(inner, quantizer, outer_size, dtype, matrix_shape=matrix_shape)
+        quantizer, dtype, matrix_shape, shares_scale = meta
+        new = cls(inner, quantizer, outer_size, dtype, matrix_shape=matrix_shape)
+        new.shares_scale = shares_scale
+        return new
 
     def _stable_hash_for_caching(self) -> str:
         """Return what a compiled graph depends on, the same in every process: the key of the compiler's cache."""
         layout = [(n, f.shape, f.stride(), f.dtype, f.device) for n in self._inner_names() for f in (getattr(self, n),)]
         logical = (self.shape, self.matrix_shape, self.dtype, self.device, self.requires_grad, self.quantizer.to_dict())
-        return hashlib.sha256(repr((type(self).__qualname__, logical, layout)).encode()).hexdigest()
+        kind = (type(self).__qualname__, self.shares_scale)
+        return hashlib.sha256(repr((kind, logical, layout)).encode()).hexdigest()
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -242,12 +264,20 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle as plain tensors and one JSON string, so that torch.load(weights_only=True) reads it."""
         self.require_matrix("be saved; clone() its base")
+        self.quantizer.require_storable()
         inner = {name: _as_bytes(getattr(self, name)) for name in self._inner_names()}
         flags = (self.requires_grad, isinstance(self, nn.Parameter))
+        marks = (self._marks(),) if isinstance(self, nn.Parameter) and self._marks() else ()
         quantizer = json.dumps(self.quantizer.to_dict(), sort_keys=True)
         from .tensor_classes import rebuild_quantized
 
-        return rebuild_quantized, (type(self).__name__, quantizer, tuple(self.shape), self.dtype, inner, flags)
+        return rebuild_quantized, (type(self).__name__, quantizer, tuple(self.shape), self.dtype, inner, flags, *marks)
+
+    def _marks(self) -> dict[str, Any]:
+        """Return what users have set on a parameter (a parallel attribute, say) as far as it is plain values."""
+        own = {"shares_scale", "amax_group", "_is_param"}
+        plain = (bool, int, float, str, type(None))
+        return {n: v for n, v in vars(self).items() if n not in own and type(v) in plain}
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return (

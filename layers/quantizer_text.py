@@ -23,7 +23,9 @@ from .quantizer import Quantizer
 
 
 def text_of(quantizer: Quantizer) -> str:
-    """Return the text of a quantizer. TypeError for one that holds live state."""
+    """Return the text of a quantizer. TypeError for one that holds live state, and for what is no quantizer."""
+    if not isinstance(quantizer, Quantizer):
+        raise TypeError(f"a {type(quantizer).__name__} was passed where an operation takes a quantizer")
     if not torch.compiler.is_compiling():
         return _text(quantizer)
     if TORCH_2_11:  # a quantizer is no constant there, but its fields are

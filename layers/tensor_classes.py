@@ -51,11 +51,18 @@ CLASSES: dict[str, type[QuantizedTensor]] = {c.__name__: c for c in TENSOR_CLASS
 
 
 def rebuild_quantized(
-    name: str, quantizer: str, shape: tuple[int, ...], dtype: torch.dtype, inner: Fields, flags: tuple[bool, bool]
+    name: str,
+    quantizer: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    inner: Fields,
+    flags: tuple[bool, bool],
+    marks: dict[str, Any] | None = None,
 ) -> QuantizedTensor:
     """Return the tensor that `QuantizedTensor.__reduce_ex__` described. ValueError where the parts do not fit.
 
-    Reads data and never runs code from the file, so it is registered as safe for torch.load(weights_only=True).
+    marks: what users have set on a parameter. Reads data and never runs code from the file, so it is registered as safe
+    for torch.load(weights_only=True).
     """
     if name not in CLASSES:
         raise ValueError(f"the quantized tensor has class {name!r}; allowed: {', '.join(CLASSES)}")
@@ -63,6 +70,8 @@ def rebuild_quantized(
     tensor = CLASSES[name].rebuild(inner, value, torch.Size(shape), dtype)
     requires_grad, is_parameter = flags
     made: Any = nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
+    for mark, value in (marks or {}).items():
+        vars(made).setdefault(mark, value)  # never one of its own fields
     return made
 
 

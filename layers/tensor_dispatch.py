@@ -91,7 +91,9 @@ def _is_pinned(x: QuantizedTensor, device: Any = None) -> bool:
 
 
 def _empty_like(x: QuantizedTensor, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Tensor:
-    return x.empty_like(device, dtype)
+    new = x.empty_like(device, dtype).keep_attributes(x)  # `Module.to_empty` puts it in the parameter's place
+    new.shares_scale = False
+    return new
 
 
 def _new_empty(

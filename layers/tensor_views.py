@@ -70,7 +70,7 @@ def transpose(x: QuantizedTensor, dim0: int, dim1: int) -> QuantizedTensor:
         # relative to the transposed matrix, a field that was not stored transposed is
         keep = layout.block is None or layout.transposed != layouts[name].transposed
         fields[name] = getattr(x, layout.name) if keep else getattr(x, layout.name).mT
-    return x.wrap(fields, quantizer=turned, shape=torch.Size((*x.shape[:-2], x.shape[-1], x.shape[-2])))
+    return x.view_of(fields, quantizer=turned, shape=torch.Size((*x.shape[:-2], x.shape[-1], x.shape[-2])))
 
 
 _OTHER = {"rowwise": "columnwise", "columnwise": "rowwise"}
@@ -107,7 +107,7 @@ def narrow(x: QuantizedTensor, dim: int, start: int, stop: int) -> QuantizedTens
     x.require_cuttable("be sliced")
     shape = torch.Size((*x.shape[:dim], stop - start, *x.shape[dim + 1 :]))
     if dim < x.dim() - 2:  # a batch dimension, which every field has
-        return x.wrap({n: f.narrow(dim, start, stop - start) for n, f in x.fields.items()}, shape=shape)
+        return x.view_of({n: f.narrow(dim, start, stop - start) for n, f in x.fields.items()}, shape=shape)
     side = dim - x.dim()  # -2 or -1
     align = alignment(x.quantizer, side)
     for cut in (start, stop):
@@ -124,8 +124,8 @@ def narrow(x: QuantizedTensor, dim: int, start: int, stop: int) -> QuantizedTens
             fields[layout.name], shared = field, True
         else:
             fields[layout.name] = field.narrow(layout.axis(side), *layout.entries(start, stop, side))
-    new = x.wrap(fields, shape=shape)
-    new.shares_scale = shared or x.shares_scale
+    new = x.view_of(fields, shape=shape)
+    new.shares_scale |= shared
     return new
 
 
@@ -147,7 +147,7 @@ def select(x: QuantizedTensor, dim: int, index: int) -> Any:
         raise refused("select", x)
     fields = {name: field.select(dim, index) for name, field in x.fields.items()}
     shape = torch.Size((*x.shape[:dim], *x.shape[dim + 1 :]))
-    return x.wrap(fields, shape=shape, cls=TENSOR_CLASSES[x.quantizer.FORMAT])
+    return x.view_of(fields, shape=shape, cls=TENSOR_CLASSES[x.quantizer.FORMAT])
 
 
 def unbind(x: QuantizedTensor, dim: int = 0) -> list[Any]:

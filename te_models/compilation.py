@@ -36,7 +36,7 @@ def compile_model(
     mode "whole" makes one graph of a whole call: the fastest steps, and a compile time that grows with the number of
     layers. "block" compiles one transformer layer, which all equal layers share, and the output layer: the compile
     time of a few layers whatever the depth; embedding and final norm stay eager. A single layer, or any other module,
-    is compiled whole.
+    is compiled whole. Called once more, it compiles anew, in this mode.
     dynamic: None compiles for the first shape and once more, for all shapes, when it changes; True for all shapes at
     once; False anew for each shape. Always fullgraph: what cannot be one graph is an error, not a slow path.
 
@@ -51,6 +51,8 @@ def compile_model(
     if process_group is not None and dist.get_rank(process_group) < 0:
         raise ValueError(f"process_group does not contain this rank, {dist.get_rank()}; allowed: a group that does")
     modules = compiled_parts(model, mode)
+    # what was compiled as a whole before would go on as one graph, with its blocks in it
+    model._compiled_call_impl = None
     for module in modules:
         compile_part(module, dynamic=dynamic, backend=backend)
     if dynamic is not False and _several_ranks(process_group):
@@ -83,8 +85,10 @@ def compile_part(
     """Compile a module in place. Where sizes may change, each is one of its own: two that are equal in the call that
     compiles are one size to torch otherwise, so that a number of tokens that equals a layer's width, a constant, or a
     batch as large as its length, had one more graph for other calls."""
-    module.compile(fullgraph=fullgraph, dynamic=dynamic, backend=backend)
-    compiled: Any = module._compiled_call_impl
+    call: Callable[..., Any] = module._call_impl
+    if type(module).__module__.startswith("torch.nn."):
+        call = _one_frame_more(call)
+    compiled = torch.compile(call, fullgraph=fullgraph, dynamic=dynamic, backend=backend)
     module._compiled_call_impl = with_room(compiled if dynamic is False else _sizes_apart(compiled))
 
 
@@ -108,6 +112,15 @@ def with_room(function: Callable[..., T]) -> Callable[..., T]:
             config.recompile_limit = before
 
     return call
+
+
+def _one_frame_more(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls one: of torch's own modules, torch compiles only what is called in another frame."""
+
+    def outer(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    return outer
 
 
 def _sizes_apart(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -74,6 +74,8 @@ def _object(hint: Any) -> Kind | None:
     hints = typing.get_type_hints(hint)
 
     def take(value: Any) -> list[Any]:
+        if type(value) is not hint:  # of a subclass fields would be lost
+            raise TypeError(f"a {type(value).__name__} was passed where an operation takes a {hint.__name__}")
         return [getattr(value, name) for name in names]
 
     def make(parts: Sequence[Any]) -> Any:

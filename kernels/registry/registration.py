@@ -120,9 +120,12 @@ def caller(op: CustomOpDef) -> Callable[..., Any]:
     defaults = {p.name: p.default for p in entry.parameters if p.default is not inspect.Parameter.empty}
 
     def call(*args: Any, **keywords: Any) -> Any:
-        values = {**defaults, **dict(zip(names, args, strict=False)), **keywords}
-        if len(values) != len(names):
-            raise TypeError(f"{entry.name} takes {', '.join(names)}; it was given {', '.join(values)}")
+        given = dict(zip(names, args, strict=False))
+        values = {**defaults, **given, **keywords}
+        twice = any(name in given for name in keywords)
+        if len(args) > len(names) or twice or len(values) != len(names) or any(name not in values for name in names):
+            got = [*given, *(f"argument {i + 1}" for i in range(len(names), len(args))), *keywords]
+            raise TypeError(f"{entry.name} takes {', '.join(names)}; it was given {', '.join(got) or 'nothing'}")
         flat: list[Any] = []
         for parameter in entry.parameters:
             flat += parameter.flat(values[parameter.name])
@@ -147,7 +150,12 @@ def _flat(
     places: int,
 ) -> Callable:
     """Return the implementation as a function of the schema's arguments. results: None where they fit a schema."""
-    if results is None and all(isinstance(p.layout, Slot) and p.layout.decode is None for p in parameters):
+    hints = typing.get_type_hints(function)
+    as_it_is = all(
+        isinstance(p.layout, Slot) and p.layout.decode is None and p.layout.annotation == hints[p.name]
+        for p in parameters
+    )
+    if results is None and as_it_is:
         return function
 
     def implementation(*flat: Any) -> Any:
@@ -165,7 +173,7 @@ def _flat(
         for slot in parameter.slots
     ]
     if results is None:
-        returned = typing.get_type_hints(function)["return"]
+        returned = hints["return"]
     else:
         returned = tuple[(Tensor,) * places] if places else list[Tensor]  # type: ignore[misc]
     returned = None if returned is type(None) else returned  # which infer_schema does not know

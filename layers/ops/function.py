@@ -15,19 +15,9 @@ from torch import Tensor
 from te_models.kernels.torch_versions import own_result
 
 from ..second_derivatives import made_inside
-from .call import Computed, Input, Needs, OperationCall, OperationContext, QuantizedRows, handed_out, taken
+from .call import Computed, Input, OperationCall, OperationContext, QuantizedRows, handed_out, taken
 from .operation import BasicOperation, FusedOperation
-
-
-class Step(NamedTuple):
-    """A basic operation in a group: how many tensors of each kind are its own, and its constants."""
-
-    operation: BasicOperation
-    parameters: int
-    tensors: int
-    extra_inputs: int
-    constants: Any
-    needs: Needs
+from .returned import Step, check_computed, check_gradients
 
 
 class Plan(NamedTuple):
@@ -65,6 +55,7 @@ def run_forward(
         if isinstance(x, QuantizedRows) and not plan.steps[begin].operation.TAKES_QUANTIZED:
             x = x.dequantize()
         computed = _compute(operation, contexts[begin:end], x, calls[begin:end], save)
+        check_computed(operation, plan.steps[begin:end], computed)
         for result in computed:
             extra_outputs += result.extra_outputs
         x = computed[-1].output
@@ -140,11 +131,12 @@ class GroupFunction(torch.autograd.Function):
                 dx = None
                 found = [None] * sum(s.parameters + s.tensors + s.extra_inputs for s in plan.steps[:end]) + found
                 break
-            assert dx is not None, "an operation whose input needs a gradient returns one"
+            assert dx is not None, "checked where it was returned"
             if isinstance(operation, FusedOperation):
                 gradients = operation.fuser_backward(contexts[begin:end], dx, extras[begin:end])
             else:
                 gradients = (operation.op_backward(contexts[begin], dx, extras[begin]),)
+            check_gradients(operation, plan.steps[begin:end], gradients)
             dx = gradients[0].input
             mine: list[Tensor | None] = []
             for step, gradient in zip(plan.steps[begin:end], gradients, strict=True):

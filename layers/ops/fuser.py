@@ -10,8 +10,9 @@ from torch import Tensor
 from te_models.kernels.torch_versions import fix_width
 
 from .call import Needs, handed_out, taken
-from .function import GroupFunction, Plan, Step, run_forward
+from .function import GroupFunction, Plan, run_forward
 from .operation import BasicOperation, FusedOperation, FusibleOperation
+from .returned import Step
 
 Part = tuple[BasicOperation | FusedOperation, int, int]
 

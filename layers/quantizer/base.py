@@ -233,6 +233,19 @@ class Quantizer(ValueObject):
         """Return a copy that makes other copies."""
         return dataclasses.replace(self, rowwise=rowwise, columnwise=columnwise)
 
+    def require_storable(self) -> None:
+        """Raise ValueError where `from_dict` could not read what `to_dict` writes: a user's class with fields, or a
+        format, of its own."""
+        from . import QUANTIZERS
+
+        known = {f.name for f in dataclasses.fields(QUANTIZERS[self.FORMAT])} if self.FORMAT in QUANTIZERS else set()
+        own = [f.name for f in dataclasses.fields(self) if f.name not in known]
+        if own:
+            raise ValueError(
+                f"a tensor quantized by {type(self).__name__} cannot be saved: files of the format {self.FORMAT!r} do "
+                f"not know {', '.join(own)}; save its dequantize()d values"
+            )
+
     def to_dict(self) -> dict[str, Any]:
         """Return {"format": ..., field: plain JSON value}."""
         return {"format": self.FORMAT} | {f.name: _to_json(getattr(self, f.name)) for f in dataclasses.fields(self)}

@@ -251,6 +251,42 @@ def test_the_type_added_last_is_asked_first() -> None:
     assert caller(op)(torch.ones(()), Options(kind="down")) == 2
 
 
+def test_a_literal_beside_types_that_a_schema_knows() -> None:
+    @operation("test_literal", lambda x: like(x))
+    def op(x: Tensor, kind: Literal["up", "down"], other: Literal["up"] | None = None) -> Tensor:
+        return x * (2 if kind == "up" else 3)
+
+    assert schema_of(op) == "te_models::test_literal(Tensor x, str kind, str? other=None) -> Tensor"
+    assert caller(op)(torch.ones(()), "down") == op(torch.ones(()), "down") == 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoreOptions(Options):
+    limit: float = 7.0
+
+
+def test_arguments_that_do_not_fit_are_refused() -> None:
+    """Each was dropped, or named by what failed on it."""
+
+    @operation("test_arguments", lambda x: like(x))
+    def op(x: Tensor, options: Options, quantizer: MXFP8Quantizer | None = None) -> Tensor:
+        return x * options.factor
+
+    call, x = caller(op), torch.ones(2)
+    assert torch.equal(call(x, options=Options(factor=2.0)), 2 * x)
+    takes = "test_arguments takes x, options, quantizer; it was given "
+    for arguments, keywords, message in (
+        ((x, Options(), None, 1), {}, takes + "x, options, quantizer, argument 4"),
+        ((x,), {"option": Options()}, takes + "x, option"),
+        ((x, Options()), {"x": x}, takes + "x, options, x"),
+        ((), {}, takes + "nothing"),
+        ((x, MoreOptions()), {}, "a MoreOptions was passed where an operation takes a Options"),
+        ((x, Options(), 3), {}, "a int was passed where an operation takes a quantizer"),
+    ):
+        with pytest.raises(TypeError, match=re.escape(message)):
+            call(*arguments, **keywords)
+
+
 class Halves(NamedTuple):
     """Results within results, one of them absent."""
 

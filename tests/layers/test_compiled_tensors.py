@@ -76,3 +76,14 @@ def test_the_key_of_the_compilers_cache_tells_tensors_apart() -> None:
     other += [base.clone().update_usage(columnwise=False), nn.Parameter(base)]
     assert len({x._stable_hash_for_caching() for x in same}) == 1
     assert len({x._stable_hash_for_caching() for x in (base, *other)}) == 1 + len(other)
+
+
+def test_a_slice_that_shares_its_scale_is_read_only_in_a_graph() -> None:
+    compiled = torch.compile(lambda x: x[:16], fullgraph=True, backend="aot_eager")
+    base = make("float8", 0)
+    before = base.clone()
+    for part in (base[:16], compiled(base)):
+        assert part.shares_scale
+        with pytest.raises(Exception, match="shares the one scale"):
+            torch.compile(lambda x: x.mul_(2.0), fullgraph=True, backend="aot_eager")(part)
+    assert same_bits(base, before)

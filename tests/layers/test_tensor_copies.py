@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from te_models.checkpoints import plain_state_dict
 from te_models.layers import (
     DelayedScaling,
     Float8BlockQuantizer,
@@ -104,6 +106,20 @@ def test_out_arguments_are_requantized(quantized: QuantizedTensor) -> None:
     assert torch.add(x, 1, out=quantized) is quantized
     assert same_bits(quantized, quantized.quantizer.quantize_fields(x + 1))
     assert pointers(quantized) == before
+
+
+@pytest.mark.parametrize("write", ["quantize_", "data", "copy_"])
+def test_a_backward_pass_after_its_weight_was_written_to_is_an_error(quantized: QuantizedTensor, write: str) -> None:
+    """As for a plain weight: gradients of other values than those of the forward pass are no gradients."""
+    parameter, values = nn.Parameter(quantized), torch.ones(quantized.shape)
+    y = parameter * torch.randn(quantized.shape, requires_grad=True)
+    with torch.no_grad():
+        if write == "data":
+            parameter.data = values
+        else:
+            getattr(parameter, write)(values)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
 
 
 def test_writing_a_wrong_shape_is_refused(quantized: QuantizedTensor) -> None:
@@ -203,6 +219,19 @@ def test_pickle_round_trip(quantized: QuantizedTensor) -> None:
     assert same_bits(pickle.loads(pickle.dumps(quantized)), quantized)
 
 
+def test_a_parameter_is_pickled_with_what_users_have_set(quantized: QuantizedTensor) -> None:
+    """As a plain one is; the entries of a state dict, which are no parameters, have none."""
+    parameter = nn.Parameter(quantized)
+    parameter.partition_dim, parameter.hook = 1, print
+    file = io.BytesIO()
+    torch.save([parameter, parameter.detach()], file)
+    file.seek(0)
+    for again in (pickle.loads(pickle.dumps(parameter)), torch.load(file, weights_only=True)[0]):
+        assert again.partition_dim == 1 and not hasattr(again, "hook") and same_bits(again, quantized)
+    file.seek(0)
+    assert not hasattr(torch.load(file, weights_only=True)[1], "partition_dim")
+
+
 def test_shared_memory_holds_every_field(quantized: QuantizedTensor) -> None:
     """torch's own way reaches for a storage that the wrapper does not have, and the process dies."""
     before = quantized.clone()
@@ -216,6 +245,21 @@ def test_a_view_is_not_saved_with_half_of_its_meaning() -> None:
     view = MXFP8Quantizer().quantize(torch.randn(32, 32)).view(-1)
     with pytest.raises(ValueError, match="cannot be saved"):
         torch.save(view, io.BytesIO())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Louder(MXFP8Quantizer):
+    """A user's own, with a field that no file knows."""
+
+    factor: float = 2.0
+
+
+def test_what_no_file_could_be_read_back_from_is_not_saved() -> None:
+    x = Louder().quantize(torch.randn(32, 32))
+    for save in (lambda: torch.save({"x": x}, io.BytesIO()), lambda: plain_state_dict({"x": x})):
+        with pytest.raises(ValueError, match=r"by Louder cannot be saved: files of .* do not know factor"):
+            save()
+    assert copy.deepcopy(x).quantizer == Louder()
 
 
 def test_files_that_contradict_themselves_are_refused() -> None:
@@ -258,8 +302,10 @@ def test_module_moves_keep_class_bits_and_attributes(name: str, grouped: bool) -
     assert {field.device.type for field in module.weight.fields.values()} == {"meta"}
 
 
-def test_parameters_that_leave_the_meta_device_keep_attributes() -> None:
-    module = Linear(64, 32, device="meta")
+@pytest.mark.parametrize("name", [None, *RECIPES])
+def test_parameters_that_leave_the_meta_device_keep_attributes(name: str | None) -> None:
+    with quantized_model_init(enabled=name is not None, recipe=name and recipe(name)):
+        module = Linear(64, 32, device="meta")
     module.weight.partition_dim = 0
     module.to_empty(device="cpu")
     assert module.weight.device.type == "cpu" and module.weight.partition_dim == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -59,6 +60,16 @@ def test_raw_bytes_are_not_to_be_had() -> None:
     with pytest.raises(ValueError, match="as_strided"):
         base.as_strided((4,), (1,))
     assert torch.equal(base.as_strided((32, 32), (32, 1)).dequantize(), base.dequantize())
+
+
+def test_memory_that_does_not_hold_the_values_is_not_handed_out() -> None:
+    """torch read through a null pointer, and numpy read what else lay there."""
+    base = make("mxfp8", 32, 32)
+    for read in (torch.from_dlpack, np.from_dlpack):
+        with pytest.raises(BufferError, match="a MXFP8Tensor has no memory that holds its values; call dequantize"):
+            read(base)
+    with pytest.raises(TypeError, match="apply_ does not know a MXFP8Tensor"):
+        base.apply_(lambda x: x)
 
 
 @pytest.mark.parametrize(
@@ -161,6 +172,21 @@ def test_a_slice_that_shares_its_scale_is_read_only(name: str) -> None:
     part.clone().mul_(2.0)
     part.to(torch.bfloat16).zero_()
     assert same_bits(base, before)
+
+
+@pytest.mark.parametrize("name", ONE_SCALE)
+def test_views_of_a_slice_that_shares_its_scale_are_read_only(name: str) -> None:
+    """A member of it has that scale, too: what is written to one would change the rows outside of the slice."""
+    base = make(name, 3, 64, 64)
+    before = base.clone()
+    part = base[:, :32]
+    views = [part[0], part.unbind(0)[1], part.member(2), part[1:], part.detach(), part[0].view(-1)]
+    for view in [*views, *([] if name == "nvfp4" else [part.mT, part[0].mT])]:
+        with pytest.raises(ValueError, match="shares the one scale"):
+            view.mul_(2.0)
+    assert same_bits(base, before)
+    part[0].clone().mul_(2.0)
+    base[0].mul_(2.0)
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])

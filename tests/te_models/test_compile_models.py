@@ -267,6 +267,15 @@ def test_compile_model(mode: str) -> None:
     assert not counters["graph_break"]
 
 
+@torch.no_grad()
+def test_a_model_that_was_compiled_whole_is_compiled_by_block() -> None:
+    model, ids = build("moe"), token_ids(2, 9)
+    compile_model(model, backend="eager")(ids)
+    counter = count("eager")
+    compile_model(model, "block", backend=counter)(ids)
+    assert counter.frame_count == 2
+
+
 @pytest.mark.parametrize(("kind", "first"), [("linear", (96,)), ("gpt", (4, 4)), ("gpt", (2, 32))])
 def test_equal_sizes_in_the_first_call_are_not_one_size(kind: str, first: tuple[int, ...]) -> None:
     """Rows as many as columns; a batch as large as the length, and as a number of experts; a length as the width."""
@@ -314,6 +323,15 @@ def test_layers_of_many_kinds_have_room_for_their_graphs() -> None:
         for length in (5, 6, 7):
             model(token_ids(1, length))
         assert torch._dynamo.config.recompile_limit == 1
+
+
+@pytest.mark.parametrize("dynamic", [None, False])
+def test_compile_model_compiles_a_module_of_torch(dynamic: bool | None) -> None:
+    model, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()), torch.randn(3, 8)
+    expected = model(x)
+    counter = count("eager")
+    assert torch.equal(compile_model(model, dynamic=dynamic, backend=counter)(x), expected)
+    assert counter.frame_count == 1 and list(model.state_dict()) == ["0.weight", "0.bias"]
 
 
 def test_blocks_are_those_of_a_model() -> None:

@@ -124,3 +124,58 @@ def test_nothing_is_saved_where_nothing_goes_backward() -> None:
     assert cube.saves == 0
     cube(torch.ones(2, requires_grad=True))
     assert cube.saves == 1
+
+
+def returning(computed=None, gradients=None, **members) -> ops.BasicOperation:
+    """An operation that returns what these functions make of x, or dy."""
+    passes = {
+        "op_forward": lambda self, ctx, x, call: ops.Computed(x) if computed is None else computed(x),
+        "op_backward": lambda self, ctx, dy, extra: ops.Gradients(dy) if gradients is None else gradients(dy),
+    }
+    return type("Mine", (ops.BasicOperation,), passes | members)()
+
+
+@pytest.mark.parametrize(
+    "mine, error, message",
+    [
+        (returning(lambda x: 2 * x), TypeError, "forward pass of Mine returned a Tensor; allowed: a Computed"),
+        (returning(NUM_EXTRA_OUTPUTS=1), ValueError, "returned 0 extra outputs; Mine declares NUM_EXTRA_OUTPUTS = 1"),
+        (
+            returning(lambda x: ops.Computed(x, extra_outputs=(x + 1,))),
+            ValueError,
+            "forward pass of Mine returned 1 extra outputs; Mine declares NUM_EXTRA_OUTPUTS = 0",
+        ),
+        (returning(None, lambda dy: 2 * dy), TypeError, "backward pass of Mine returned a Tensor; allowed: a Grad"),
+        (returning(None, lambda dy: ops.Gradients(None)), ValueError, "Mine returned no gradient of its input, which"),
+        (returning(None, lambda dy: ops.Gradients(dy, (dy,))), ValueError, "gradients of 1 parameters; Mine has 0"),
+        (
+            returning(None, lambda dy: ops.Gradients(dy, extra_inputs=(dy,))),
+            ValueError,
+            "backward pass of Mine returned gradients of 1 extra inputs; Mine has 0",
+        ),
+    ],
+)
+def test_what_an_operation_returns_is_what_it_declares(mine, error: type, message: str) -> None:
+    """An extra output too many was dropped, or passed for that of the next operation."""
+    x = torch.ones(3, requires_grad=True)
+    for model in (mine, ops.Sequential(ops.GELU(), mine, ops.MakeExtraOutput())):
+        with pytest.raises(error, match=message):
+            found = model(x)
+            (found[0] if isinstance(found, tuple) else found).sum().backward()
+
+
+class Short(ops.FusedOperation):
+    """Two operations in one step, which returns the result of one."""
+
+    @classmethod
+    def matches(cls, operations):
+        return 2 if [type(o) for o in operations[:2]] == [ops.Identity, ops.Identity] else 0
+
+    def fuser_forward(self, contexts, x, calls):
+        return (ops.Computed(x),)
+
+
+def test_a_fusion_returns_a_result_of_each_operation(monkeypatch) -> None:
+    monkeypatch.setattr("te_models.layers.ops.fused.FUSIONS", [Short])
+    with pytest.raises(ValueError, match="forward pass of Short returned 1 results; allowed: 2"):
+        ops.Sequential(ops.Identity(), ops.Identity())(torch.ones(3))
