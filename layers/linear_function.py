@@ -21,6 +21,7 @@ from .dense_gemms import DEFAULT_OPTIONS, HIGH_PRECISION, GemmOptions, How, bias
 from .module import compute_dtype
 from .quantized_module import LiveState, QuantizedModule
 from .quantized_tensor import QuantizedTensor
+from .recipe import GemmQuantizers
 
 
 def linear(
@@ -38,9 +39,22 @@ def linear(
     module: whose quantizers and live state serve, in column `gemm`. x: [..., in]; weight: [out, in], plain or
     quantized; bias: [out] or None; cached: the weight quantized in an earlier micro-batch.
     """
+    return linear_by(module.quantizers(), module, x, weight, bias, gemm, cached, options)
+
+
+def linear_by(
+    quantizers: GemmQuantizers | None,
+    module: QuantizedModule,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gemm: int,
+    cached: QuantizedTensor | None,
+    options: GemmOptions,
+) -> Tensor:
+    """Return `linear` for a caller that has asked for the module's quantizers already."""
     dtype = compute_dtype(x)
     x = x.to(dtype)
-    quantizers = module.quantizers()
     if state().calibrating:
         module.calibrate("input", largest(x.reshape(-1, x.shape[-1])), gemm)
         module.calibrate("weight", largest(weight), gemm)

@@ -20,7 +20,7 @@ from te_models.kernels.torch_versions import fix_width, own_result
 from .autocast import state
 from .dense_gemms import DEFAULT_OPTIONS, GemmOptions, How, bias_gradient, dense_fprop, dense_gradients
 from .handover import fused_output, handed_over, input_quantizer
-from .linear_function import gradients_wanted, linear, run_linear
+from .linear_function import gradients_wanted, linear_by, run_linear
 from .module import autocast_dtype
 from .quantized_module import LiveState, QuantizedModule
 from .quantized_tensor import QuantizedTensor
@@ -45,7 +45,7 @@ def preceded_linear(
     """
     quantizers = module.quantizers()
     if quantizers is None or state().calibrating or not quantized_gemms(x.device):
-        return linear(module, _plain(first, x, parameters), weight, bias, gemm=gemm, cached=cached, options=options)
+        return linear_by(quantizers, module, _plain(first, x, parameters), weight, bias, gemm, cached, options)
     dtype = first.output_dtype(x, *parameters) if isinstance(first, Norm) else x.dtype
     wanted = autocast_dtype(x.device.type) or dtype
     how, live = How(quantizers, options, gemm), module.live_state(quantizers)

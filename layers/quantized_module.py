@@ -171,6 +171,9 @@ class QuantizedModule(nn.Module):
 
     def quantizers(self) -> GemmQuantizers | None:
         """Return this module's quantizers under the recipe in force; None: high precision."""
+        use = self.recipe_use
+        if state().compute is None and not torch.compiler.is_compiling() and (use.asked, use.ran) == ("none", None):
+            return None  # as in the call before: nothing to choose or to write down
         recipe, made = self._chosen()
         noted(self._note, state().compute, recipe)
         if recipe is None or state().calibrating:

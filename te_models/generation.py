@@ -90,6 +90,10 @@ def stream(
     mask = _check(input_ids, attention_mask, max_new_tokens, temperature, top_k, top_p, seed)
     if model.config.embedding.position_embedding_type == "learned_absolute":
         longest, positions = int(mask.sum(dim=1).max()), model.config.max_position_embeddings
+        if longest > positions:
+            raise ValueError(
+                f"a prompt has {longest} tokens; allowed: up to {positions}, as many positions are learned"
+            )
         if longest + max_new_tokens - 1 > positions:  # the last token is not read
             raise ValueError(
                 f"max_new_tokens is {max_new_tokens} after {longest} tokens; allowed: up to {positions - longest + 1}, "

@@ -161,6 +161,8 @@ def permute(x: Tensor, permutation: Permutation, *, dtype: torch.dtype | None = 
     the gradient is summed in float32 and rounded once, to x's dtype.
     """
     order = (permutation.slot_of_row, permutation.row_of_slot, permutation.padding_rows)
+    if not torch.is_grad_enabled():
+        return _spread(x.to(dtype or x.dtype), *order)
     return _Permute.apply(x, *order, dtype or x.dtype)
 
 
@@ -172,5 +174,7 @@ def unpermute(
     weights: [T, K] from `router_topk`, or None where rows carry their weight already. The sum runs in float32, k = 0
     first, and is rounded once. Differentiable in y and weights.
     """
+    if not torch.is_grad_enabled():
+        return _sum(y, permutation.row_of_slot, weights, dtype or y.dtype)
     order = (permutation.slot_of_row, permutation.row_of_slot, permutation.padding_rows, dtype or y.dtype)
     return _Sum.apply(y, *order) if weights is None else _WeightedSum.apply(y, weights, *order)

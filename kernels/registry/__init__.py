@@ -8,6 +8,7 @@ results of their own as a `Result`.
 
 from .arguments import flatten
 from .boundary import differentiable
+from .direct import direct
 from .gradient import gradient_of
 from .kinds import Encoded, Kind, add_kind
 from .output import Alias, Output, Result, absent, like, matrix_like
@@ -24,6 +25,7 @@ __all__ = [
     "add_kind",
     "caller",
     "differentiable",
+    "direct",
     "flatten",
     "gradient_of",
     "like",

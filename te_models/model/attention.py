@@ -66,7 +66,8 @@ class SelfAttention(nn.Module):
         q, k = self._queries_and_keys(qkv, rotary)
         if query_scale is not None:
             q = q * query_scale.to(q.dtype)
-        v = self._clipped(qkv[..., self.q_size + self.k_size :]).unflatten(-1, (self.num_groups, self.v_head_dim))
+        v = self._clipped(qkv[..., self.q_size + self.k_size :])
+        v = torch.unflatten(v, -1, (self.num_groups, self.v_head_dim))
         if cache is not None:
             k, v = cache.update(k, v)
             if hidden_keys is not None:
@@ -78,8 +79,8 @@ class SelfAttention(nn.Module):
     def _queries_and_keys(self, qkv: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
         if self.norm_kind in ("none", "l2"):
             # One rotation of q and k side by side: half the kernels of two.
-            qk = self._clipped(qkv[..., : self.q_size + self.k_size]).unflatten(-1, (-1, self.head_dim))
-            qk = self._rotated(qk, rotary)
+            qk = self._clipped(qkv[..., : self.q_size + self.k_size])
+            qk = self._rotated(torch.unflatten(qk, -1, (-1, self.head_dim)), rotary)
             if self.norm_kind == "l2" and rotary is not None:
                 qk = rms_norm(qk, None, self.epsilon)
             return qk[:, :, : self.num_heads], qk[:, :, self.num_heads :]

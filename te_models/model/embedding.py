@@ -46,7 +46,8 @@ class Embedding(nn.Module):
             self.position_embeddings = Table(config.max_position_embeddings, config, build)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """input_ids: [B, S], position_ids: [B or 1, S] -> [B, S, H] in the weight's dtype."""
+        """input_ids: [B, S], position_ids: [B or 1, S] -> [B, S, H] in the weight's dtype. Raises IndexError for an id
+        or a position outside of its table, where that can be seen without waiting for a device."""
         x = self.word_embeddings(input_ids)
         multiplier = self.config.multiplier
         if multiplier == "sqrt_hidden_in_weight_dtype":
@@ -55,5 +56,14 @@ class Embedding(nn.Module):
         elif multiplier != 1.0:
             x = x * multiplier
         if self.position_embeddings is not None:
+            self._check_positions(position_ids, self.position_embeddings.weight.shape[0])
             x = x + self.position_embeddings(position_ids)
         return F.dropout(x, self.hidden_dropout, self.training) if self.hidden_dropout > 0 else x
+
+    def _check_positions(self, position_ids: Tensor, learned: int) -> None:
+        readable = type(position_ids) is Tensor and position_ids.device.type == "cpu" and position_ids.numel() > 0
+        if readable and not torch.compiler.is_compiling() and int(position_ids.max()) >= learned:
+            raise IndexError(
+                f"a token is at position {int(position_ids.max())}; allowed: up to {learned - 1}, because the model "
+                f"has learned {learned} positions"
+            )

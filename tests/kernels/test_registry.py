@@ -414,3 +414,32 @@ def test_the_example_of_the_documentation_runs(tmp_path: Path, monkeypatch: pyte
 @dataclasses.dataclass
 class Changing:
     x: int = 0
+
+
+def test_a_direct_call_goes_past_the_dispatcher_where_nobody_looks() -> None:
+    """The results and the errors are the same; modes, autograd and tensor subclasses see the call."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from te_models.kernels.grouped_gemm import grouped_gemm
+    from te_models.kernels.registry import direct
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            names.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    names: list[str] = []
+    call = direct(grouped_gemm)
+    a, b, splits = torch.randn(5, 8), torch.randn(2, 3, 8), torch.tensor([2, 3])
+    with torch.no_grad():
+        with torch.profiler.profile() as profile:
+            assert torch.equal(call(a, b, splits), grouped_gemm(a, b, splits))
+        assert [e.count for e in profile.key_averages() if e.key == "te_models::grouped_gemm"] == [1]
+        with Seen():
+            call(a, b, splits)
+        assert names == ["te_models.grouped_gemm.default"]
+        with pytest.raises(ValueError, match="add up to 6"):
+            call(a, b, torch.tensor([3, 3]))
+    b.requires_grad_()
+    call(a, b, splits).sum().backward()
+    assert b.grad is not None

@@ -266,3 +266,14 @@ def test_compiled_choice_equals_eager_ties_included() -> None:
         got_weights, got_indices = compiled(logits, 4)
         assert torch.equal(got_indices, indices)
         assert torch.allclose(got_weights, weights, rtol=16 * UNIT, atol=0)
+
+
+@pytest.mark.parametrize("groups", [{}, {"num_groups": 4, "topk_groups": 2}], ids=["all", "groups"])
+def test_few_tokens_choose_as_many_do(groups: dict) -> None:
+    """By sorting, with the same ties: to the lower index, also among scores that are -inf."""
+    levels = torch.tensor([-torch.inf, -1.0, 0.0, 2.0])
+    logits = levels[torch.randint(4, (200, 16), generator=torch.Generator().manual_seed(0))]
+    many = router_topk(logits, 4, score="sigmoid", normalize=False, **groups)
+    few = [router_topk(rows, 4, score="sigmoid", normalize=False, **groups) for rows in logits.split(10)]
+    for one, parts in zip(many, zip(*few, strict=True), strict=True):
+        assert torch.equal(one, torch.cat(parts))

@@ -214,3 +214,34 @@ def test_what_would_not_be_looked_at_is_refused(given: dict[str, Any], message: 
         DotProductAttention(N, D, G, qkv_format="bshd")(*inputs(5, 5), **given)
     with pytest.raises(ValueError, match="allowed with qkv_format 'thd': a padding type"):
         DotProductAttention(N, D, G, qkv_format="thd")(*(t[0] for t in inputs(5, 5)))
+
+
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("hide", [False, True])
+@pytest.mark.parametrize("window", [None, 9, 4])
+def test_one_token_with_a_cache_has_no_mask_and_copies_no_keys(
+    window: int | None, hide: bool, dtype: torch.dtype, near: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks at all keys, unless some are padding or beyond its window; heads that share keys are one head."""
+    seen: dict[str, Any] = {}
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def noted(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **how: Any
+    ) -> Tensor:
+        seen.update(query=query.shape, mask=attn_mask, gqa=how.get("enable_gqa", False))
+        return attend(query, key, value, attn_mask, *rest, **how)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
+    q, k, v = (t.to(dtype) for t in inputs(1, 9))
+    hidden = torch.zeros(B, 1, 1, 9, dtype=torch.bool)
+    hidden[1, ..., :3] = hide
+    module = DotProductAttention(
+        N, D, G, qkv_format="bshd", attn_mask_type="causal_bottom_right", window_size=window
+    ).eval()
+    got = module(q, k, v, hidden if hide else None)
+    reached = 9 if window is None else window
+    found = expected(q, k, v, lambda b, i, j: j >= 9 - reached and not hidden[b, 0, 0, j])
+    torch.testing.assert_close(got.double(), found, rtol=near, atol=near)
+    assert (seen["query"], seen["gqa"]) == ((B, G, N // G, D), False)
+    assert (seen["mask"] is None) == (not hide and reached == 9)

@@ -191,6 +191,11 @@ def test_text_beyond_the_learned_positions_is_refused_at_once() -> None:
     assert generate(ours, ids, 5).shape == (1, 65)  # the last of 64 positions gives the last token
     with pytest.raises(ValueError, match=r"max_new_tokens is 6 after 60 tokens; allowed: up to 5, .* 64 positions"):
         stream(ours, ids, 6)
+    whole = torch.cat((ids, ids[:, :6]), dim=1)
+    with pytest.raises(ValueError, match="a prompt has 66 tokens; allowed: up to 64"):
+        stream(ours, whole, 1)
+    with pytest.raises(IndexError, match=r"a token is at position 65; allowed: up to 63, .* learned 64 positions"):
+        ours(whole)
     padded = torch.cat((torch.zeros(1, 4, dtype=torch.int64), ids), dim=1)
     mask = torch.ones_like(padded)
     mask[:, :4] = 0

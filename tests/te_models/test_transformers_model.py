@@ -315,3 +315,17 @@ def test_assisted_generation_and_arguments_of_forward(pair: Any) -> None:
     assert torch.equal(ours.generate(prompt(1), logits_to_keep=1, **settings), expected)
     with pytest.raises(ValueError, match="not used by the model"):
         ours.generate(prompt(1), no_such_argument=1, **settings)
+
+
+@torch.no_grad()
+def test_a_mask_that_hides_nothing_is_none(pair: Any) -> None:
+    """generate gives one; attention without a mask is faster. A mask of another shape is refused, whatever it says."""
+    _, ours, _ = pair("llama")
+    given: list[Any] = []
+    ours.gpt.register_forward_pre_hook(lambda _, args, named: given.append(named["attention_mask"]), with_kwargs=True)
+    ours.generate(prompt(), max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert given == [None] * 3
+    ours(**padded(prompt(), 4))
+    assert given[-1] is not None
+    with pytest.raises(ValueError, match=r"attention_mask has shape \(2, 5\); allowed: \[2, 11\]"):
+        ours(prompt(), attention_mask=torch.ones(2, 5))

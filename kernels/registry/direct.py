@@ -1,0 +1,34 @@
+"""Calls of an implementation past the dispatcher, where nobody could tell.
+
+A call of a registered operation takes 60 to 200 us of Python on CPU, which is the time of a GEMM of one token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._library.custom_ops import CustomOpDef
+
+
+def direct(op: CustomOpDef) -> Callable[..., Any]:
+    """Return an operation as a function of the schema's arguments. Where gradients are off, nothing compiles, and no
+    mode or tensor subclass would see the call, it is the implementation itself: same results, same errors."""
+    implementation = op._init_fn
+
+    def call(*args: Any) -> Any:
+        return implementation(*args) if _unseen(args) else op(*args)
+
+    return call
+
+
+def _unseen(args: tuple[Any, ...]) -> bool:
+    return (
+        not torch.compiler.is_compiling()
+        and not torch.is_grad_enabled()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and all(type(a) in (Tensor, nn.Parameter) for a in args if isinstance(a, Tensor))
+    )
