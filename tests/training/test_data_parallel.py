@@ -106,7 +106,7 @@ def test_a_step_of_other_windows_is_refused(tmp_path: Path) -> None:
     check_same_run(config.replace(data=config.data.replace(gradient_accumulation=1)), start, Ranks(3, 4))
     with pytest.raises(ConfigError, match=r"had 4 micro-batches.* on each of 2 ranks, and has 8 on 4; allowed: a grad"):
         check_same_run(config, start, Ranks(0, 4))
-    with pytest.raises(ConfigError, match="data.micro_batch_size differ"):
+    with pytest.raises(ConfigError, match=r"data.micro_batch_size differ"):
         check_same_run(config.replace(data=config.data.replace(micro_batch_size=4)), start, Ranks(0, 2))
 
 
