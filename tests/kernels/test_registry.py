@@ -440,6 +440,7 @@ def test_a_direct_call_goes_past_the_dispatcher_where_nobody_looks() -> None:
         assert names == ["te_models.grouped_gemm.default"]
         with pytest.raises(ValueError, match="add up to 6"):
             call(a, b, torch.tensor([3, 3]))
+        assert call(a.to("meta"), b.to("meta"), splits.to("meta")).shape == (5, 3)  # only the CPU's calls are direct
     b.requires_grad_()
     call(a, b, splits).sum().backward()
     assert b.grad is not None
