@@ -106,11 +106,11 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
             attention_mask = same_text(position_ids, input_ids.shape[0])
         cache = None if past_key_values is None else TransformersCache(past_key_values, self.gpt.config)
         keys = (input_ids.shape[0], input_ids.shape[1] + (0 if cache is None else cache.length))
-        looks = attention_mask is not None and (attention_mask.device.type == "cpu" or not torch.is_grad_enabled())
-        if looks and attention_mask.shape == keys and not torch.compiler.is_compiling():
+        if attention_mask is not None and attention_mask.shape == keys and not torch.compiler.is_compiling():
             # transformers looks, too: attention without a mask is faster, and without padding generate gives one; a
             # training step would wait for the device
-            attention_mask = None if bool(attention_mask.all()) else attention_mask
+            free = attention_mask.device.type == "cpu" or not torch.is_grad_enabled()
+            attention_mask = None if free and bool(attention_mask.all()) else attention_mask
         last_only = labels is None and isinstance(logits_to_keep, int) and logits_to_keep == 1
         with autocast(recipe=self.recipe) if self.recipe is not None else contextlib.nullcontext():
             output = self.gpt(
