@@ -222,7 +222,7 @@ def test_ctrl_c_keeps_finished_files(hf_folder: HFFolder, tmp_path: Path, caplog
     source, out = hf_folder("mixtral"), tmp_path / "out"
     working = interrupted(do_import, source, out, files=2)
     code = (
-        "import itertools, pathlib, sys, time\n"
+        "import itertools, pathlib, signal, sys, time\n"
         "from te_models.checkpoints.writer import HashedFile\n"
         "from te_models.cli.main import main\n"
         "real, begun, sent = HashedFile.write_header, itertools.count(1), pathlib.Path(sys.argv[1])\n"
@@ -232,6 +232,7 @@ def test_ctrl_c_keeps_finished_files(hf_folder: HFFolder, tmp_path: Path, caplog
         "        time.sleep(0.01)\n"
         "    real(self, data)\n"
         "HashedFile.write_header = write_header\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
         "sys.exit(main(sys.argv[2:]))\n"
     )
     words = ["import", str(source), str(out), "--max-shard-size", str(SHARD_BYTES)]
