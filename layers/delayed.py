@@ -70,7 +70,8 @@ class Float8Quantizer:
     @property
     def value(self) -> Float8CurrentScalingQuantizer:
         """The quantizer whose fields this one fills."""
-        return Float8CurrentScalingQuantizer(fp8_dtype=self.fp8_dtype)
+        # the epsilon is said because torch 2.11 makes a float that it finds, as a default is, a variable of the graph
+        return Float8CurrentScalingQuantizer(fp8_dtype=self.fp8_dtype, amax_epsilon=0.0)
 
     def __fx_repr__(self) -> NoReturn:
         raise TypeError("a Float8Quantizer holds live tensors (scale, amax) and cannot be a constant of a graph")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from te_models.kernels.asserted import asserted
+from te_models.kernels.torch_versions import own_result
 
 from .collectives import all_gather, reduce_scatter
 
@@ -35,7 +36,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
         ctx.group, ctx.dtype = group, x.dtype
-        return all_gather(x, group).float()
+        return own_result(all_gather(x, group).float())
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
@@ -46,7 +47,7 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, group: str, dtype: torch.dtype) -> Tensor:
         ctx.group, ctx.dtype = group, y.dtype
-        return reduce_scatter(y, group).to(dtype)
+        return own_result(reduce_scatter(y, group).to(dtype))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import warnings
 
-from te_models.kernels.torch_versions import constant_when_traced
+import torch
+
+from te_models.kernels.torch_versions import TORCH_2_11, constant_when_traced
 
 from .delayed import DelayedScalingQuantizer
 from .quantized_tensor import QuantizedTensor
@@ -33,7 +35,8 @@ def check_format(weight: QuantizedTensor, quantizer: Quantizer) -> None:
     """Raise ValueError where a quantized weight is not in the format that the recipe in force wants; warn once where it
     is in another form of that format."""
     stored = weight.quantizer
-    if stored is quantizer or stored == quantizer:
+    # traced by torch 2.11 under dynamic=True, a comparison makes graph inputs of floats; the form has none
+    if stored is quantizer or (not (TORCH_2_11 and torch.compiler.is_compiling()) and stored == quantizer):
         return
     if stored.FORMAT != quantizer.FORMAT:
         raise ValueError(
