@@ -40,6 +40,15 @@ def fix_width(x: Tensor) -> None:
         operator.index(x.shape[-1])
 
 
+def smaller(a: int, b: int) -> int:
+    """Return the smaller of two sizes, without a guard where one is a variable of the graph.
+
+    Traced by torch 2.11, `torch.sym_min` of two constants stops the compiler, and `min` knows variables, too.
+    """
+    least = min if TORCH_2_11 and torch.compiler.is_compiling() else torch.sym_min
+    return least(a, b)  # type: ignore[return-value]  # typed as int or float; of two sizes it is one
+
+
 def splits_loops(device: torch.device) -> bool:
     """Return whether a compiled division of a loop variable is to be avoided on this device.
 

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..torch_versions import smaller
+
 
 class Permutation(NamedTuple):
     """Where each row comes from and goes to; all on the device of the router's indices, nothing is read on the host.
@@ -32,8 +34,7 @@ class Permutation(NamedTuple):
 
 def row_count(slots: int, num_experts: int, align: int) -> int:
     """Return R: enough rows for any distribution of the slots, so that it depends on shapes only."""
-    # sym_min is typed as int or float; of two counts it is a count
-    rows: int = slots + torch.sym_min(slots, num_experts) * (align - 1)  # pyright: ignore[reportAssignmentType]
+    rows = slots + smaller(slots, num_experts) * (align - 1)
     return (rows + align - 1) // align * align
 
 
