@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from te_models.layers.quantizer import Float8BlockQuantizer, Quantizer
+from te_models.layers.quantizer import Quantizer
 
 from .activation_scales import scale_outputs
 from .carried_values import carried_modules, carried_undeclared_as_values
@@ -25,6 +25,7 @@ from .export_requantized import requantized_outputs
 from .fitting import too_wide_parameters, uneven_parameters
 from .formats import Declaration, WeightFormat, format_fitting, format_named, hf_config_of, parse
 from .formats.details import activation_scales
+from .formats.fp8 import FLOAT_BLOCKS, POW2_BLOCKS
 from .formats.namespace import FieldNamespace, field_namespace, upright
 from .joined_amaxes import JoinedAmaxes, matrix_keys
 from .links import Namespace
@@ -213,9 +214,8 @@ def _original(ckpt: Checkpoint) -> Declaration | None:
 def _promised(ckpt: Checkpoint, quantizers: Mapping[str, Quantizer]) -> dict[str, Quantizer]:
     """Return the forms that the original files promised, of parameters whose scales do not keep that promise."""
     details = ckpt.source.quantization if ckpt.source is not None else None
-    loose, strict = (Float8BlockQuantizer(force_pow_2_scales=x) for x in (False, True))
     unkept = details.get("unkept", []) if details is not None else []
-    return {name: strict for name in unkept if quantizers.get(name) == loose}
+    return {name: POW2_BLOCKS for name in unkept if quantizers.get(name) == FLOAT_BLOCKS}
 
 
 def _choose(

@@ -101,17 +101,7 @@ def with_room(function: Callable[..., T]) -> Callable[..., T]:
     """Return a compiled function that may have `GRAPHS` graphs, where one more than torch expects is an error."""
     import torch._dynamo.config as config
 
-    def call(*args: Any, **kwargs: Any) -> T:
-        if torch.compiler.is_compiling():
-            return function(*args, **kwargs)
-        before = config.recompile_limit
-        config.recompile_limit = max(before, GRAPHS)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            config.recompile_limit = before
-
-    return call
+    return _compiled_under(config, "recompile_limit", lambda before: max(before, GRAPHS), function)
 
 
 def _one_frame_more(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -123,18 +113,26 @@ def _one_frame_more(call: Callable[..., Any]) -> Callable[..., Any]:
     return outer
 
 
-def _sizes_apart(function: Callable[..., Any]) -> Callable[..., Any]:
+def _sizes_apart(function: Callable[..., T]) -> Callable[..., T]:
     import torch.fx.experimental._config as config
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    return _compiled_under(config, "use_duck_shape", lambda before: False, function)
+
+
+def _compiled_under(
+    config: Any, name: str, changed: Callable[[Any], Any], function: Callable[..., T]
+) -> Callable[..., T]:
+    """Return a compiled function that finds another value of a setting that torch reads when it traces a call."""
+
+    def call(*args: Any, **kwargs: Any) -> T:
         if torch.compiler.is_compiling():  # inlined into a graph whose caller decides
             return function(*args, **kwargs)
-        before = config.use_duck_shape
-        config.use_duck_shape = False  # read when a call is traced; config.patch takes 100 us more
+        before = getattr(config, name)
+        setattr(config, name, changed(before))  # config.patch takes 100 us more
         try:
             return function(*args, **kwargs)
         finally:
-            config.use_duck_shape = before
+            setattr(config, name, before)
 
     return call
 

@@ -25,11 +25,10 @@ from typing import Any
 
 import torch
 
-from te_models.layers.quantizer import Float8BlockQuantizer
-
 from ..dtypes import bits_of, dtype_name, torch_dtype
 from ..errors import CheckpointError
 from .encode import number_amax, written_number
+from .fp8 import FLOAT_BLOCKS, POW2_BLOCKS
 from .source import QuantizedFiles
 
 _MOST_VALUES = 4096
@@ -47,9 +46,8 @@ def details_of(quantized: QuantizedFiles, *, others: bool = False) -> dict[str, 
         "numbers": dict(_unrestored(quantized)),
         "activations": group_scales({name: quantized.files.view(name) for name in quantized.activations}),
     }
-    loose, strict = (Float8BlockQuantizer(force_pow_2_scales=x).to_dict() for x in (False, True))
-    promised = any(quantizer.to_dict() == strict for quantizer in quantized.format.storages.values())
-    formats = quantized.found.formats if promised else {}
+    formats = quantized.found.formats if POW2_BLOCKS in quantized.format.storages.values() else {}
+    loose = FLOAT_BLOCKS.to_dict()
     unkept = [name for name, meta in formats.items() if meta["quantizer"] == loose]
     return details | ({"others": True} if others else {}) | ({"unkept": unkept} if unkept else {})
 

@@ -14,7 +14,6 @@ DeepSeek in float32. `activation_scheme` "static" comes with
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from te_models.layers.quantizer import (
@@ -34,6 +33,8 @@ E4M3 = ("e4m3", "float8_e4m3fn")
 """Names of the numbers in `fmt`: DeepSeek's, and torch's, as in the files of MiniMax-M2."""
 
 _ACTIVATIONS = ("input_scale", "activation_scale")
+FLOAT_BLOCKS, POW2_BLOCKS = (Float8BlockQuantizer(force_pow_2_scales=pow2) for pow2 in (False, True))
+"""The two forms that 128x128 blocks are stored in, by their scales."""
 
 
 def blocks_128(*, name: str, scale_suffix: str, pow2: bool, activations: tuple[str, ...]) -> WeightFormat:
@@ -46,7 +47,7 @@ def blocks_128(*, name: str, scale_suffix: str, pow2: bool, activations: tuple[s
             Part("scale_inv", scale_suffix, (*FLOAT_SCALES, "F8_E8M0") if pow2 else FLOAT_SCALES, "scale", BLOCK),
         ),
         storages={
-            "float8_block": Float8BlockQuantizer(force_pow_2_scales=pow2),
+            "float8_block": POW2_BLOCKS if pow2 else FLOAT_BLOCKS,
             "mxfp8": MXFP8Quantizer(two_dimensional=True),
         },
         takes=lambda quantizer: _takes_blocks(quantizer, pow2),
@@ -55,7 +56,9 @@ def blocks_128(*, name: str, scale_suffix: str, pow2: bool, activations: tuple[s
     )
 
 
-def per_tensor(*, name: str, scale_suffix: str, activations: tuple[str, ...]) -> WeightFormat:
+def per_tensor(
+    *, name: str, scale_suffix: str, activations: tuple[str, ...], attention: tuple[str, ...] = ()
+) -> WeightFormat:
     """Return the format of E4M3 with one floating-point scale per matrix.
 
     What a parameter joins may have several scales; then they are exact in blocks, which repeat them.
@@ -69,11 +72,12 @@ def per_tensor(*, name: str, scale_suffix: str, activations: tuple[str, ...]) ->
         ),
         storages={
             "float8": Float8CurrentScalingQuantizer(),
-            "float8_block": Float8BlockQuantizer(force_pow_2_scales=False),
+            "float8_block": FLOAT_BLOCKS,
         },
         takes=lambda q: q.FORMAT == "float8" and is_e4m3(q),
         takes_even=lambda q: _takes_blocks(q, pow2=False),
         activations=activations,
+        attention=attention,
     )
 
 
@@ -84,8 +88,12 @@ def _takes_blocks(quantizer: Quantizer, pow2: bool) -> bool:
 
 
 TENSOR = per_tensor(name="fp8-per-tensor", scale_suffix="_scale_inv", activations=_ACTIVATIONS)
-_AUTOFP8 = per_tensor(name="autofp8", scale_suffix="_scale", activations=("input_scale", "output_scale"))
-AUTOFP8 = replace(_AUTOFP8, attention=("kv_scale", "k_scale", "v_scale"))
+AUTOFP8 = per_tensor(
+    name="autofp8",
+    scale_suffix="_scale",
+    activations=("input_scale", "output_scale"),
+    attention=("kv_scale", "k_scale", "v_scale"),
+)
 
 
 def read(config: Mapping[str, Any]) -> WeightFormat:
@@ -111,7 +119,7 @@ def _blocks(*, pow2: bool) -> WeightFormat:
 
 def has_power_of_two_scales(weight_format: WeightFormat) -> bool:
     """Whether the declaration promises scales that are powers of two."""
-    return weight_format.storages["float8_block"] == Float8BlockQuantizer(force_pow_2_scales=True)
+    return weight_format.storages["float8_block"] == POW2_BLOCKS
 
 
 def write(weight_format: WeightFormat, plain: list[str]) -> dict[str, Any]:

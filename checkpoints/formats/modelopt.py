@@ -11,7 +11,6 @@ and `self_attn.v_proj.v_scale` also where these projections are not quantized, o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from te_models.layers.quantizer import NVFP4Quantizer, Quantizer
@@ -45,8 +44,7 @@ NVFP4 = WeightFormat(
     attention=_ATTENTION,
     columns=16,
 )
-_FP8 = per_tensor(name="modelopt-fp8", scale_suffix="_scale", activations=_ACTIVATIONS)
-FP8 = replace(_FP8, attention=_ATTENTION)
+FP8 = per_tensor(name="modelopt-fp8", scale_suffix="_scale", activations=_ACTIVATIONS, attention=_ATTENTION)
 _ALGORITHMS = {"FP8": FP8, "NVFP4": NVFP4, "W4A16_NVFP4": NVFP4}
 
 

@@ -25,6 +25,7 @@ from ..store import FileStore
 from . import numbers
 from .encode import number_amax, number_error
 from .format import Declaration, Part, WeightFormat, scale_beside
+from .fp8 import FLOAT_BLOCKS, POW2_BLOCKS
 from .namespace import FieldNamespace, field_namespace, upright
 from .views import View, ViewStore, field_view, value_view
 
@@ -122,8 +123,7 @@ def open_quantized(
     dtype = torch_dtype(name)
     parameters = {link.name for link in plain.links if link.stored in weights}
     wanted = {p: quantizer for p in parameters if quantizer is not None and is_linear_weight(p)}
-    loose = Float8BlockQuantizer(force_pow_2_scales=False)
-    wanted |= dict.fromkeys(_unkept(files, plain, wanted, weight_format), loose)
+    wanted |= dict.fromkeys(_unkept(files, plain, wanted, weight_format), FLOAT_BLOCKS)
 
     def same(a: str, b: str) -> bool:
         return torch.equal(files.view(a).flatten().float(), files.view(b).flatten().float())
@@ -230,11 +230,11 @@ def _unkept(
 ) -> set[str]:
     """Return the parameters of which a scale is not the power of two that the format promises, as in published files
     (`self_attn.o_proj` of DeepSeek-V3.1-Terminus); this reads the scales of such formats."""
-    part, pow2 = weight_format.part("scale_inv"), Float8BlockQuantizer(force_pow_2_scales=True)
+    part = weight_format.part("scale_inv")
     found: set[str] = set()
     for link in plain.links:
         name = link.stored + part.suffix
-        if wanted.get(link.name) != pow2 or link.name in found or name not in files.tensors:
+        if wanted.get(link.name) != POW2_BLOCKS or link.name in found or name not in files.tensors:
             continue
         if not all(numbers.is_power_of_two(scales).all() for scales in _scales(files, name)):
             found.add(link.name)
