@@ -23,7 +23,7 @@ from .errors import CheckpointError
 from .export_report import add_moved
 from .export_requantized import requantized_outputs
 from .fitting import too_wide_parameters, uneven_parameters
-from .formats import Declaration, WeightFormat, format_fitting, format_named, hf_config_of, parse
+from .formats import Declaration, WeightFormat, format_fitting, format_named, hf_config_of, modelopt, parse
 from .formats.details import activation_scales
 from .formats.fp8 import FLOAT_BLOCKS, POW2_BLOCKS
 from .formats.namespace import FieldNamespace, field_namespace, upright
@@ -195,6 +195,7 @@ def _complete(
     else:
         plan = carried_undeclared_as_values(plan, ckpt.files, moved.carried, ckpt.source, moved.dtype)
         config, separate = hf_config_of(weight_format, [*_plain_modules(plain, weights), *carried_modules(plan)])
+        plan = replace(plan, notes=(*plan.notes, modelopt.UNCALIBRATED)) if weight_format == modelopt.FP8 else plan
     return QuantizedExport(
         plan,
         Plan(tuple(plain_outputs)),

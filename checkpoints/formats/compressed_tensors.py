@@ -65,10 +65,17 @@ CHANNEL = WeightFormat(
 _OF_WEIGHTS = ("weight_input", "weight_output")
 _FORMATS = {f.name: f for f in (NVFP4, MXFP4, MXFP8)}
 _STRATEGIES = {"tensor": TENSOR, "channel": CHANNEL, "block": BLOCKS}
+_BY_SIXTEEN = {"group_size": 16, "strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"}
+_BY_THIRTY_TWO = {"group_size": 32, "strategy": "group", "scale_dtype": "torch.uint8"}
+_ACTIVATIONS_OF: dict[str, dict[str, Any]] = {
+    "tensor": {"strategy": "tensor"},
+    "channel": {"strategy": "token"},
+    "block": {"strategy": "group", "group_size": BLOCK[1]},
+}
 _WEIGHTS: dict[str, dict[str, Any]] = {
-    "nvfp4-pack-quantized": {"num_bits": 4, "group_size": 16, "strategy": "tensor_group"},
-    "mxfp4-pack-quantized": {"num_bits": 4, "group_size": 32, "strategy": "group"},
-    "mxfp8-quantized": {"num_bits": 8, "group_size": 32, "strategy": "group"},
+    "nvfp4-pack-quantized": {"num_bits": 4} | _BY_SIXTEEN,
+    "mxfp4-pack-quantized": {"num_bits": 4} | _BY_THIRTY_TWO,
+    "mxfp8-quantized": {"num_bits": 8} | _BY_THIRTY_TWO,
 }
 
 
@@ -125,16 +132,28 @@ def _check_transforms(transforms: object) -> None:
 
 
 def write(weight_format: WeightFormat, plain: list[str]) -> dict[str, Any]:
-    """Return `quantization_config` for a model whose linear modules `plain` are not quantized."""
+    """Return `quantization_config` for a model whose linear modules `plain` are not quantized.
+
+    E4M3 with float scales asks for activations in E4M3 as they come, which needs no scale in the files, as fp8's
+    "dynamic" does and as readers want for experts; with other weights, activations stay in high precision.
+    """
     weights: dict[str, Any] = {"type": "float", "symmetric": True, "dynamic": False}
+    activations: dict[str, Any] | None = None
     if weight_format.name == "float-quantized":
         strategy = next(s for s, f in _STRATEGIES.items() if f == weight_format)
+        activations = weights | {"num_bits": 8, "dynamic": True} | _ACTIVATIONS_OF[strategy]
         weights |= {"num_bits": 8, "strategy": strategy}
         if strategy == "block":
             weights["block_structure"] = list(BLOCK)
     else:
         weights |= _WEIGHTS[weight_format.name]
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    group = {
+        "targets": ["Linear"],
+        "format": weight_format.name,  # where a group has none, some versions infer another one from its numbers
+        "weights": weights,
+        "input_activations": activations,
+        "output_activations": None,
+    }
     return {
         "quant_method": "compressed-tensors",
         "format": weight_format.name,

@@ -28,15 +28,16 @@ WRITABLE: dict[str, tuple[WeightFormat, ...]] = {
     "fp8": (fp8.read({"scale_fmt": "ue8m0"}), fp8.read({})),
     "mxfp8": (mx.read_mxfp8({}),),
     "mxfp4": (mx.read_mxfp4({}),),
-    "modelopt-fp8": (modelopt.FP8,),
-    "modelopt-nvfp4": (modelopt.NVFP4,),
     "nvfp4-pack-quantized": (compressed_tensors.NVFP4,),
+    "fp8-per-tensor": (fp8.TENSOR,),
     "mxfp4-pack-quantized": (compressed_tensors.MXFP4,),
     "mxfp8-quantized": (compressed_tensors.MXFP8,),
     "float-quantized": (compressed_tensors.TENSOR, compressed_tensors.BLOCKS),
-    "fp8-per-tensor": (fp8.TENSOR,),
+    "modelopt-fp8": (modelopt.FP8,),
+    "modelopt-nvfp4": (modelopt.NVFP4,),
 }
-"""Names that `te-models export --format` takes; the first format that takes the stored form is written."""
+"""Names that `te-models export --format` takes; the first format that takes the stored form is written. ModelOpt's come
+last, since their readers also want scales of activations, which only a calibrated folder has."""
 
 
 def declared(values: Mapping[str, Any], folder: Path) -> Declaration | None:
@@ -119,5 +120,5 @@ def hf_config_of(weight_format: WeightFormat, plain: list[str]) -> tuple[dict[st
     if name in ("mxfp4", "mxfp8"):
         return mx.write(name, plain), None
     if name.startswith("modelopt-"):
-        return None, modelopt.write(name.removeprefix("modelopt-").upper(), plain)
+        return None, modelopt.write(weight_format, plain)
     return compressed_tensors.write(weight_format, plain), None

@@ -45,6 +45,10 @@ NVFP4 = WeightFormat(
     columns=16,
 )
 FP8 = per_tensor(name="modelopt-fp8", scale_suffix="_scale", activations=_ACTIVATIONS, attention=_ATTENTION)
+UNCALIBRATED = (
+    "readers of modelopt-fp8 need an input_scale of every layer, which these weights have not; fp8-per-tensor and "
+    "float-quantized hold the same numbers without"
+)
 _ALGORITHMS = {"FP8": FP8, "NVFP4": NVFP4, "W4A16_NVFP4": NVFP4}
 
 
@@ -63,9 +67,10 @@ def read(config: Mapping[str, Any]) -> WeightFormat:
     return _ALGORITHMS[algorithm]
 
 
-def write(algorithm: str, plain: list[str]) -> dict[str, Any]:
-    """Return hf_quant_config.json for a model whose linear modules `plain` are not quantized."""
-    quantization: dict[str, Any] = {"quant_algo": algorithm, "kv_cache_quant_algo": None, "exclude_modules": plain}
-    if algorithm == "NVFP4":
-        quantization["group_size"] = 16
+def write(weight_format: WeightFormat, plain: list[str]) -> dict[str, Any]:
+    """Return hf_quant_config.json for a model whose linear modules `plain` are not quantized, without scales of
+    activations; FP8 has no name of its own for that."""
+    quantization: dict[str, Any] = {"quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": plain}
+    if weight_format == NVFP4:
+        quantization |= {"quant_algo": "W4A16_NVFP4", "group_size": 16}
     return {"producer": {"name": "te_models", "version": "0.1.0"}, "quantization": quantization}

@@ -294,8 +294,8 @@ def test_the_exports_of_recipes_come_back(tmp_path: Path) -> None:
     import_hf(reference, tmp_path / "plain")
     for recipe, form in (
         ("block", "fp8"),
-        ("current", "modelopt-fp8"),
-        ("delayed", "modelopt-fp8"),
+        ("current", "fp8-per-tensor"),
+        ("delayed", "fp8-per-tensor"),
         ("mxfp8", "mxfp8"),
     ):
         quantize(tmp_path / "plain", tmp_path / recipe, recipe)
