@@ -43,6 +43,7 @@ class AllLayersWindow:
 
 
 _LAYER_TYPES = {"full_attention": "full", "sliding_attention": "sliding"}
+_WITHOUT_WINDOW = "config.json has sliding_attention layers, but use_sliding_window is not true with a sliding_window"
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class PerLayerWindow:
         else:
             kinds = [_LAYER_TYPES[t] for t in check_names(types, "layer type", _LAYER_TYPES)]
         if "sliding" in kinds and window is None:
-            raise CheckpointError("config.json has sliding_attention layers, but use_sliding_window is not true")
+            raise CheckpointError(_WITHOUT_WINDOW)
         return {"layer_types": kinds} | ({} if window is None else {"attention.window_size": window})
 
     def write(self, config: ModelConfig) -> Values:
@@ -165,20 +166,34 @@ class UnrotatedLayers:
     )
 
     def read(self, hf: Mapping[str, Any]) -> Values:
-        if read_typed(hf, "use_sliding_window", bool, False):
-            raise CheckpointError("config.json has use_sliding_window = True; supported: false")
-        for kind in read_typed(hf, "layer_types", list, None) or []:
-            check_names([kind], "layer type", ["full_attention"])
-        return {"layer_types": ["full" if rotates else "nope" for rotates in read_rotating(hf)]}
+        rotating = read_rotating(hf)
+        used = read_typed(hf, "use_sliding_window", bool, False) and hf.get("sliding_window") is not None
+        types = read_typed(hf, "layer_types", list, None)
+        if types is None:
+            types = ["full_attention" if rotates or not used else "sliding_attention" for rotates in rotating]
+        if len(types) != len(rotating):
+            raise CheckpointError(f"config.json has {len(types)} layer_types and {len(rotating)} no_rope_layers")
+        seen = [_LAYER_TYPES[t] for t in check_names(types, "layer type", _LAYER_TYPES)]
+        if "sliding" in seen and not used:
+            raise CheckpointError(_WITHOUT_WINDOW)
+        kinds = [layer_type(*layer) for layer in zip(seen, rotating)]
+        window = {"attention.window_size": read_typed(hf, "sliding_window", int, REQUIRED)} if used else {}
+        return {"layer_types": kinds} | window
 
     def write(self, config: ModelConfig) -> Values:
-        kinds = config.layer_types or ()
+        layers, window = range(config.num_layers), config.attention.window_size
         return {
-            "no_rope_layers": [0 if kind == "nope" else 1 for kind in kinds],
-            "layer_types": ["full_attention" if kind in ("full", "nope") else kind for kind in kinds],
-            "use_sliding_window": False,
-            "sliding_window": None,
+            "no_rope_layers": [int(config.rotates(i)) for i in layers],
+            "layer_types": ["sliding_attention" if config.window_size(i) else "full_attention" for i in layers],
+            "use_sliding_window": window is not None,
+            "sliding_window": window,
         }
+
+
+def layer_type(seen: str, rotates: bool) -> LayerType:
+    """Return the kind of a layer whose queries see "full", "sliding" or "chunked"."""
+    found: LayerType = seen if rotates else "nope" if seen == "full" else f"{seen}_nope"  # type: ignore[assignment]
+    return found
 
 
 def read_rotating(hf: Mapping[str, Any]) -> list[Any]:

@@ -13,7 +13,7 @@ from ..errors import CheckpointError
 from .common import ATTENTION_BIAS, decoder_fields
 from .family import Family
 from .fields import REQUIRED, Entry, Field, Fixed, Values, read_typed
-from .layer_fields import check_names, read_rotating
+from .layer_fields import check_names, layer_type, read_rotating
 from .moe_fields import ExpertSize, RouterLoss
 from .names import Fused, Names, per_expert
 from .rope import Rope
@@ -36,23 +36,19 @@ class Layers:
         if len(kinds) != len(rotating):
             raise CheckpointError(f"config.json has {len(kinds)} layer_types and {len(rotating)} no_rope_layers")
         pairs = list(zip(rotating, check_names(kinds, "layer type", _KINDS)))
-        if (0, _KINDS[0]) in pairs:
-            raise CheckpointError(
-                "config.json has chunked_attention in a layer that does not rotate; allowed there: full_attention"
-            )
-        result: Values = {
-            "layer_types": ["nope" if not rotates else kind.removesuffix("_attention") for rotates, kind in pairs]
-        }
         if hf.get("attention_chunk_size", 8192) is None:
             # Llama Guard 4: one chunk of any length. transformers 5.17 makes a mask of chunks all the same, and fails.
-            return {"layer_types": ["full" if kind == "chunked" else kind for kind in result["layer_types"]]}
-        return result | {"attention.chunk_size": read_typed(hf, "attention_chunk_size", int, 8192)}
+            return {"layer_types": [layer_type("full", rotates) for rotates in rotating]}
+        return {
+            "layer_types": [layer_type(kind.removesuffix("_attention"), rotates) for rotates, kind in pairs],
+            "attention.chunk_size": read_typed(hf, "attention_chunk_size", int, 8192),
+        }
 
     def write(self, config: ModelConfig) -> Values:
-        kinds = config.layer_types or ()
+        layers = range(config.num_layers)
         return {
-            "no_rope_layers": [0 if kind == "nope" else 1 for kind in kinds],
-            "layer_types": [_KINDS[0] if kind == "chunked" else _KINDS[1] for kind in kinds],
+            "no_rope_layers": [int(config.rotates(i)) for i in layers],
+            "layer_types": [_KINDS[0] if config.chunk_size(i) else _KINDS[1] for i in layers],
             "attention_chunk_size": config.attention.chunk_size,
         }
 

@@ -11,7 +11,8 @@ from .mlp import MLPConfig, MoEConfig
 from .part import ConfigError, ConfigPart, check
 from .rope import RopeConfig
 
-LayerType = Literal["full", "sliding", "chunked", "nope"]
+LayerType = Literal["full", "sliding", "chunked", "nope", "sliding_nope", "chunked_nope"]
+"""What the queries of a layer see; "nope" of the whole past, and the others so named, without position encoding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,9 +114,10 @@ class ModelConfig(ConfigPart):
         check(
             len(kinds) == self.num_layers, "layer_types", kinds, f"one entry for each of the {self.num_layers} layers"
         )
-        for layer_type, name in (("sliding", "window_size"), ("chunked", "chunk_size")):
-            given = layer_type not in kinds or getattr(self.attention, name) is not None
-            check(given, f"attention.{name}", None, f"a size, because layer_types has {layer_type!r} layers")
+        for seen, name in (("sliding", "window_size"), ("chunked", "chunk_size")):
+            of_kind = [kind for kind in kinds if kind.startswith(seen)]
+            given = not of_kind or getattr(self.attention, name) is not None
+            check(given, f"attention.{name}", None, f"a size, because layer_types has {''.join(of_kind[:1])!r} layers")
         check(0 <= self.hidden_dropout < 1, "hidden_dropout", self.hidden_dropout, "0 <= p < 1")
         check(self.init_method_std >= 0, "init_method_std", self.init_method_std, "zero or a positive number")
         if self.moe is not None:
@@ -130,6 +132,18 @@ class ModelConfig(ConfigPart):
         assert self.layer_types is not None, "filled in by validation"
         return self.layer_types[layer]
 
+    def window_size(self, layer: int) -> int | None:
+        """Positions that a query of layer number `layer` sees, its own included; None: all before it."""
+        return self.attention.window_size if self.layer_type(layer).startswith("sliding") else None
+
+    def chunk_size(self, layer: int) -> int | None:
+        """Positions of the chunks that hide each other in layer number `layer`; None: there are no chunks."""
+        return self.attention.chunk_size if self.layer_type(layer).startswith("chunked") else None
+
+    def rotates(self, layer: int) -> bool:
+        """Whether layer number `layer` has position encoding, if layers have."""
+        return not self.layer_type(layer).endswith("nope")
+
     def is_moe_layer(self, layer: int) -> bool:
         """Whether layer number `layer` (from 0) has experts."""
         return self.moe is not None and layer in (self.moe.layers or ())
@@ -143,10 +157,10 @@ class ModelConfig(ConfigPart):
 
     def rope_of(self, layer: int) -> RopeConfig | None:
         """The rotary embedding of layer number `layer`; None where the layer has no position encoding."""
-        kind = self.layer_type(layer)
-        if self.embedding.position_embedding_type != "rope" or kind == "nope":
+        if self.embedding.position_embedding_type != "rope" or not self.rotates(layer):
             return None
-        return self.rope_sliding if kind == "sliding" and self.rope_sliding is not None else self.rope
+        sliding = self.layer_type(layer) == "sliding"
+        return self.rope_sliding if sliding and self.rope_sliding is not None else self.rope
 
     def to_json(self) -> str:
         """Return the configuration as indented JSON with sorted keys; `from_json` restores an equal value."""

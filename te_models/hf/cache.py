@@ -53,11 +53,7 @@ class TransformersCache:
             )
         self.past = past
         self.length = int(past.get_seq_length())
-        window = config.attention.window_size
-        self.layers = [
-            TransformersLayer(past, i, self.length, window if kind == "sliding" else None)
-            for i, kind in enumerate(config.layer_types or ())
-        ]
+        self.layers = [TransformersLayer(past, i, self.length, config.window_size(i)) for i in range(config.num_layers)]
 
     def check_room(self, batch_size: int, tokens: int) -> None:
         """There always is: the cache grows, and refuses another batch size itself."""

@@ -37,7 +37,7 @@ class SelfAttention(nn.Module):
         self.norm_after_rope = a.qk_layernorm_after_rope
         rope = config.rope_of(layer)
         self.rope_style = "half" if rope is None else rope.style
-        self.chunk_size = a.chunk_size if config.layer_type(layer) == "chunked" else None
+        self.chunk_size = config.chunk_size(layer)
         self.epsilon = config.norm.layernorm_epsilon
         self.q_size, self.k_size = self.num_heads * self.head_dim, self.num_groups * self.head_dim
         self.v_size = self.num_groups * self.v_head_dim

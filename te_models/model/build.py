@@ -130,7 +130,7 @@ def make_core_attention(
         a.attention_dropout,
         qkv_format="bshd",
         attn_mask_type="causal_bottom_right",
-        window_size=a.window_size if config.layer_type(layer) == "sliding" else None,
+        window_size=config.window_size(layer),
         softmax_scale=a.softmax_scale,
         softcap=a.softcap,
         softmax_type="learnable" if a.sinks else "vanilla",

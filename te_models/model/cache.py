@@ -100,11 +100,11 @@ class KVCache:
         self.max_length = max_length
         self.length = 0
         self.layers: list[LayerCache] = []
-        for kind in config.layer_types or ():
+        for i in range(config.num_layers):
             key, value = (
                 torch.zeros(batch_size, max_length, groups, size, dtype=dtype, device=device) for size in sizes
             )
-            self.layers.append(LayerCache(key, value, a.window_size if kind == "sliding" else None))
+            self.layers.append(LayerCache(key, value, config.window_size(i)))
 
     def check_room(self, batch_size: int, tokens: int) -> None:
         """Raise ValueError unless `tokens` more positions of `batch_size` sequences fit."""

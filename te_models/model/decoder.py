@@ -36,7 +36,7 @@ class Decoder(nn.Module):
             self.rotary_of_layer.append(None if rope is None else ropes.index(rope))
         self.temperature = config.attention.temperature_tuning
         self.tuned_layers = [
-            self.temperature is not None and (self.temperature.layers == "all" or config.layer_type(i) == "nope")
+            self.temperature is not None and (self.temperature.layers == "all" or not config.rotates(i))
             for i in range(config.num_layers)
         ]
         self.rotary_embeddings = nn.ModuleList(

@@ -7,10 +7,10 @@ from ..config import ConfigError, ModelConfig
 
 def unsupported(config: ModelConfig) -> list[tuple[str, object]]:
     """Return the fields (name, value) of `config` that ask for something the model does not implement."""
-    a, m = config.attention, config.mlp
+    a, m, layers = config.attention, config.mlp, range(config.num_layers)
     asked = {
         "attention.output_gate": (a.output_gate, a.output_gate),
-        "layer_types": (a.mla is not None and "chunked" in (config.layer_types or ()), config.layer_types),
+        "layer_types": (a.mla is not None and any(map(config.chunk_size, layers)), config.layer_types),
         # Only the clamped activation reads these two; elsewhere they would be ignored silently.
         "mlp.alpha": (m.clamp is None and m.alpha != 1.0, m.alpha),
         "mlp.up_offset": (m.clamp is None and m.up_offset != 0.0, m.up_offset),

@@ -115,6 +115,16 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
         "smollm3",
         {"no_rope_layers": [0, 1], "tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
     ),
+    "smollm3-windows": ("smollm3", {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 5}),
+    "smollm3-rotated-windows": (
+        "smollm3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "no_rope_layers": [1, 0],
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
     "starcoder2": ("starcoder2", {"sliding_window": 5}),
     "starcoder2-no-bias": ("starcoder2", {"use_bias": False, "tie_word_embeddings": False}),
     "nemotron": ("nemotron", {}),
@@ -343,6 +353,18 @@ LATENTS: dict[str, tuple[str, dict[str, Any]]] = {
             "use_qk_norm": False,
             "attn_temperature_tuning": False,
             "attention_bias": True,
+        },
+    ),
+    "llama4-other-chunks": (
+        "llama4_text",
+        {
+            "intermediate_size_mlp": 40,
+            "head_dim": 8,
+            "num_local_experts": 4,
+            "attention_chunk_size": 5,
+            "floor_scale": 4,
+            "no_rope_layers": [1, 0],
+            "layer_types": ["full_attention", "chunked_attention"],
         },
     ),
     "llama4-dense": (  # as MobileLLM-R1

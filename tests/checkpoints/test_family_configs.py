@@ -214,6 +214,10 @@ def test_windows() -> None:
     assert read("qwen3_moe", use_sliding_window=True, sliding_window=5).layer_types == ("sliding", "sliding")
     with pytest.raises(CheckpointError, match="use_sliding_window is not true"):
         read("qwen2", layer_types=["sliding_attention", "full_attention"])
+    with pytest.raises(CheckpointError, match="use_sliding_window is not true"):
+        read("smollm3", layer_types=["sliding_attention", "full_attention"], sliding_window=4)
+    with pytest.raises(CheckpointError, match="3 layer_types and 2 no_rope_layers"):
+        read("smollm3", layer_types=["full_attention"] * 3)
     with pytest.raises(CheckpointError, match="layer type 'chunked_attention'"):
         read("qwen2", layer_types=["chunked_attention", "full_attention"])
 
