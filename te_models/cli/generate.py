@@ -39,6 +39,9 @@ def add(verbs: Verbs) -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (0)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="weights and compute")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (cpu)")
+    parser.add_argument(
+        "--dequantize", action="store_true", help="compute with the values of quantized weights, faster"
+    )
     parser.add_argument("--tokenizer", metavar="DIR", help="a folder with tokenizer.json, if DIR has none")
 
 
@@ -62,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
 
     from .. import GPTModel, stream
 
-    model = GPTModel.from_pretrained(folder, dtype=getattr(torch, args.dtype), device=args.device)
+    dtype = getattr(torch, args.dtype)
+    model = GPTModel.from_pretrained(folder, dtype=dtype, device=args.device, dequantize=args.dequantize)
     room = model.config.max_position_embeddings - len(prompt_ids)
     if room < 1:
         raise ValueError(

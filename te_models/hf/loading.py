@@ -52,6 +52,7 @@ def load(
     device_map: torch.device | str | int | Mapping[str, Any] | None,
     recipe: Recipe | None,
     expert_layout: str | None,
+    dequantize: bool,
     options: Mapping[str, Any],
 ) -> tuple[GPTModel, TEConfig, transformers.GenerationConfig | None]:
     """Return the model, its configuration, and the folder's generation_config.json."""
@@ -65,7 +66,7 @@ def load(
             raise ValueError(f"{option} is {value!r}, which TEModelForCausalLM.from_pretrained cannot honour")
     device = _device(device_map)
     folder = local_folder(name, **hub)
-    with open_checkpoint(folder) as checkpoint:
+    with open_checkpoint(folder, storage="values" if dequantize else None) as checkpoint:
         found = TEConfig.of(checkpoint)
         if config is not None:
             found = _given(config, found, checkpoint.config, name)
@@ -76,7 +77,9 @@ def load(
     layout: Any = expert_layout or found.expert_layout
     found.expert_layout, found.dtype = layout, wanted
     found.name_or_path = str(name)
-    gpt = GPTModel.from_pretrained(folder, dtype=wanted, device=device, recipe=recipe, expert_layout=layout)
+    gpt = GPTModel.from_pretrained(
+        folder, dtype=wanted, device=device, recipe=recipe, expert_layout=layout, dequantize=dequantize
+    )
     generation = None
     if (folder / "generation_config.json").is_file():
         generation = transformers.GenerationConfig.from_pretrained(folder)

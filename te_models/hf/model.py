@@ -175,6 +175,7 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
         device_map: torch.device | str | int | dict[str, Any] | None = None,
         recipe: Recipe | None = None,
         expert_layout: str | None = None,
+        dequantize: bool = False,
         **options: Any,
     ) -> Self:
         """Load a folder of ours, or of a Hugging Face family; weights stored quantized stay so.
@@ -185,6 +186,7 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
             device_map: the one device to load to, or a mapping from "" to it.
             recipe: store the linear layers' weights in its quantized format.
             expert_layout: "grouped" or "per-gemm"; None means that of the folder.
+            dequantize: store the values of weights that are stored quantized.
             options: of transformers' own from_pretrained: those that choose a download are used, those that mean
                 nothing here must be at their defaults.
 
@@ -197,6 +199,7 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
             device_map=device_map,
             recipe=recipe,
             expert_layout=expert_layout,
+            dequantize=dequantize,
             options=options,
         )
         model = cls(folder_config, gpt=gpt)

@@ -244,27 +244,32 @@ class GPTModel(nn.Module):
         recipe: Recipe | None = None,
         expert_layout: ExpertLayout = "grouped",
         device_mesh: DeviceMesh | None = None,
+        dequantize: bool = False,
     ) -> Self:
         """Load a folder written by `save_pretrained`, or a Hugging Face model folder or hub id (`org/name@revision`).
 
         dtype: of the parameters, whatever the files have (None: torch's default); only routers that the family keeps in
         float32 stay so. recipe: store the linear layers' weights in its quantized format; None keeps what the folder
-        has, weights stored quantized bit for bit (`te-models dequantize` makes a folder of plain ones). device_mesh:
+        has, weights stored quantized bit for bit. dequantize: store the values of those, which take the memory of
+        `dtype` and, without FP8 hardware, a fraction of the time to compute with. device_mesh:
         split the model over the mesh, or over its dimension "tp", and distribute the experts over its dimension "ep";
         each rank reads only the parts that are its own. Tensors stream from the files into the model one by one. Raises
-        CheckpointError or ConfigError.
+        CheckpointError, ConfigError, or ValueError for a recipe for weights that are to be dequantized.
         """
         from te_models.checkpoints import open_checkpoint
         from te_models.checkpoints.origin import source_of
 
-        with open_checkpoint(folder) as checkpoint:
+        if dequantize and recipe is not None:
+            raise ValueError("dequantize stores values, and a recipe quantized weights: choose one of them")
+        with open_checkpoint(folder, storage="values" if dequantize else None, float32=dequantize) as checkpoint:
             target = torch.empty((), device=device).device
             split: dict[str, Any] = {**groups_of(device_mesh), "expert_layout": expert_layout}
             if recipe is None:
                 model = cls(checkpoint.config, params_dtype=dtype, device="meta", **split)
                 keep_dtypes(model, checkpoint.family, checkpoint.dtype_of)
                 model.to_empty(device=target)
-                for name, value in checkpoint.empty_quantized(expert_layout, target, place_of(model)):
+                quantized = checkpoint.empty_quantized(expert_layout, target, place_of(model))
+                for name, value in () if dequantize else quantized:
                     owner, _, key = name.rpartition(".")
                     parameter: Any = nn.Parameter(value)  # still quantized
                     setattr(model.get_submodule(owner), key, parameter.keep_attributes(model.get_parameter(name)))
@@ -273,7 +278,7 @@ class GPTModel(nn.Module):
                     model = cls(checkpoint.config, params_dtype=dtype, device=target, **split)
                 keep_dtypes(model, checkpoint.family, checkpoint.dtype_of)
             checkpoint.load_into(dict(model.stored_tensors()), place=place_of(model))
-            model.origin = source_of(checkpoint)
+            model.origin = source_of(checkpoint, () if dequantize else None)
         model.pretrained_folder = checkpoint.path
         return model
 

@@ -100,6 +100,29 @@ def test_values_are_rounded_once(tmp_path: Path, case: str) -> None:
     assert torch.equal(stored(tmp_path / "half")[name], found[name].half())
 
 
+@pytest.mark.parametrize("case", ["fp8-moe", "mxfp4-gpt-oss", "modelopt-nvfp4", "channel"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_of_values_is_loaded_on_request(tmp_path: Path, case: str, dtype: torch.dtype) -> None:
+    """The values that an import stores, rounded once; also of a format that our storage does not take over."""
+    source, _ = make(CASES.get(case, CHANNEL), tmp_path)
+    import_hf(source, tmp_path / "values", dequantize=True, dtype=dtype)
+    expected = dict(GPTModel.from_pretrained(tmp_path / "values", dtype=dtype).stored_tensors())
+    folders = [source]
+    if case != "channel":
+        import_hf(source, tmp_path / "ours")
+        folders.append(tmp_path / "ours")
+    for folder in folders:
+        model = GPTModel.from_pretrained(folder, dtype=dtype, dequantize=True)
+        found = dict(model.stored_tensors())
+        if "nvfp4" in case and folder != source:  # ours has amaxes, of whose factors some are rounded
+            torch.testing.assert_close(found, expected, rtol=2.0**-7 if dtype == torch.bfloat16 else 2.0**-22, atol=0)
+        else:
+            assert_same_bits(found, expected)
+        model.save_pretrained(tmp_path / f"{folder.name}-again")
+        export_hf(tmp_path / f"{folder.name}-again", tmp_path / f"{folder.name}-plain")
+        assert "quantization_config" not in json.loads((tmp_path / f"{folder.name}-plain/config.json").read_text())
+
+
 @pytest.mark.parametrize("case", ["mxfp4-gpt-oss", "modelopt-nvfp4", "modelopt-fp8", "mxfp8-quantized"])
 def test_logits_are_those_of_transformers_on_the_decoded_weights(tmp_path: Path, case: str) -> None:
     source, reference = make(CASES[case], tmp_path, torch.float32)

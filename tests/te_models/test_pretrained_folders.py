@@ -48,6 +48,9 @@ def test_a_quantized_folder_loads_and_saves_as_it_is(name: str, tmp_path: Path) 
     for fqn, parameter in values.named_parameters():
         expected = stored[fqn].dequantize() if isinstance(stored[fqn], QuantizedTensor) else stored[fqn]
         assert torch.equal(parameter, expected), fqn
+    assert_same(GPTModel.from_pretrained(tmp_path / "quantized", dequantize=True), values)
+    with pytest.raises(ValueError, match="choose one of them"):
+        GPTModel.from_pretrained(tmp_path / "quantized", dequantize=True, recipe=recipe(name))
 
 
 def test_small_files_travel_along(tmp_path: Path) -> None:
