@@ -12,6 +12,7 @@ from torch import Tensor
 C = TypeVar("C", bound=Callable)
 TORCH_2_11 = torch.__version__ < "2.12"
 _E4M3_SATURATES = torch.__version__ >= "2.13"
+_SPLITS_LOOPS = torch.__version__ < "2.13"
 _EVERY_TRACE_EXPORTS = torch.__version__ < "2.13"
 
 
@@ -52,10 +53,10 @@ def smaller(a: int, b: int) -> int:
 def splits_loops(device: torch.device) -> bool:
     """Return whether a compiled division of a loop variable is to be avoided on this device.
 
-    Inductor's C++ backend splits a loop by the divisor. That of torch 2.11 fails ("unexpected group") where two steps
-    that it has fused then have different loops, as with blocks along the rows beside blocks along the columns.
+    Inductor's C++ backend splits a loop by the divisor. Those of torch 2.11 and 2.12 fail ("unexpected group") where
+    two steps that are fused then have different loops, as with blocks along the rows beside blocks along the columns.
     """
-    return TORCH_2_11 and device.type == "cpu" and torch.compiler.is_compiling()
+    return _SPLITS_LOOPS and device.type == "cpu" and torch.compiler.is_compiling()
 
 
 @constant_when_traced
