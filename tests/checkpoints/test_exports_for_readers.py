@@ -48,7 +48,7 @@ def test_compressed_tensors_decodes_what_is_written(tmp_path: Path, recipe: str,
     model, loading = transformers.AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=torch.float32,
-        quantization_config=transformers.CompressedTensorsConfig(run_compressed=False),
+        quantization_config=transformers.CompressedTensorsConfig(dequantize=True),
         output_loading_info=True,
     )
     assert not loading["missing_keys"] and not loading["unexpected_keys"] and not loading["mismatched_keys"]
