@@ -35,6 +35,7 @@ WRITABLE: dict[str, tuple[WeightFormat, ...]] = {
     "float-quantized": (compressed_tensors.TENSOR, compressed_tensors.BLOCKS),
     "modelopt-fp8": (modelopt.FP8,),
     "modelopt-nvfp4": (modelopt.NVFP4,),
+    "modelopt-mxfp8": (modelopt.MXFP8,),
 }
 """Names that `te-models export --format` takes; the first format that takes the stored form is written. ModelOpt's come
 last, since their readers also want scales of activations, which only a calibrated folder has."""

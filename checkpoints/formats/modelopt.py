@@ -3,6 +3,7 @@
     FP8      X.weight F8_E4M3 [M, K]    X.weight_scale F32 []                   value = weight * scale
     NVFP4    X.weight U8 [M, K/2]       X.weight_scale F8_E4M3 [M, K/16]        value = e2m1 * scale * scale_2
              X.weight_scale_2 F32 []
+    MXFP8    X.weight F8_E4M3 [M, K]    X.weight_scale U8 [M, K/32]             value = weight * 2^(scale - 127)
 
 `X.input_scale` and the scales of the key-value cache belong to activations. The latter are `self_attn.k_proj.k_scale`
 and `self_attn.v_proj.v_scale` also where these projections are not quantized, or latent attention has none.
@@ -11,6 +12,7 @@ and `self_attn.v_proj.v_scale` also where these projections are not quantized, o
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from te_models.layers.quantizer import NVFP4Quantizer, Quantizer
@@ -20,6 +22,7 @@ from ..families.fields import shorten_value
 from .fields import one_of
 from .format import Part, WeightFormat
 from .fp8 import per_tensor
+from .mx import mxfp8_format
 
 _ACTIVATIONS = ("input_scale", "k_scale", "v_scale", "output_scale")
 _ATTENTION = ("k_proj.k_scale", "v_proj.v_scale")
@@ -45,11 +48,18 @@ NVFP4 = WeightFormat(
     columns=16,
 )
 FP8 = per_tensor(name="modelopt-fp8", scale_suffix="_scale", activations=_ACTIVATIONS, attention=_ATTENTION)
+_MXFP8 = mxfp8_format("modelopt-mxfp8", "_scale")
+MXFP8 = replace(_MXFP8, activations=_ACTIVATIONS, attention=_ATTENTION)
 UNCALIBRATED = (
     "readers of modelopt-fp8 need an input_scale of every layer, which these weights have not; fp8-per-tensor and "
     "float-quantized hold the same numbers without"
 )
-_ALGORITHMS = {"FP8": FP8, "NVFP4": NVFP4, "W4A16_NVFP4": NVFP4}
+_ALGORITHMS = {"FP8": FP8, "NVFP4": NVFP4, "W4A16_NVFP4": NVFP4, "MXFP8": MXFP8}
+_WRITTEN: dict[str, dict[str, Any]] = {
+    FP8.name: {"quant_algo": "FP8"},
+    NVFP4.name: {"quant_algo": "W4A16_NVFP4", "group_size": 16},
+    MXFP8.name: {"quant_algo": "MXFP8", "group_size": 32},
+}
 
 
 def read(config: Mapping[str, Any]) -> WeightFormat:
@@ -62,15 +72,15 @@ def read(config: Mapping[str, Any]) -> WeightFormat:
             f"the ModelOpt configuration has quant_algo = {shorten_value(algorithm)}; supported: "
             f"{', '.join(_ALGORITHMS)}"
         )
-    if algorithm == "NVFP4":
-        one_of(config, "group_size", (16,), 16)
-    return _ALGORITHMS[algorithm]
+    found = _ALGORITHMS[algorithm]
+    if "group_size" in _WRITTEN[found.name]:
+        size = _WRITTEN[found.name]["group_size"]
+        one_of(config, "group_size", (size,), size)
+    return found
 
 
 def write(weight_format: WeightFormat, plain: list[str]) -> dict[str, Any]:
     """Return hf_quant_config.json for a model whose linear modules `plain` are not quantized, without scales of
     activations; FP8 has no name of its own for that."""
-    quantization: dict[str, Any] = {"quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": plain}
-    if weight_format == NVFP4:
-        quantization |= {"quant_algo": "W4A16_NVFP4", "group_size": 16}
+    quantization = _WRITTEN[weight_format.name] | {"kv_cache_quant_algo": None, "exclude_modules": plain}
     return {"producer": {"name": "te_models", "version": "0.1.0"}, "quantization": quantization}

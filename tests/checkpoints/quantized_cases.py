@@ -289,6 +289,7 @@ CASES: dict[str, Case] = {
     "modelopt-fp8-in-config": Case("qwen3", per_tensor(False), {"quant_method": "modelopt", "quant_algo": "FP8"}),
     "modelopt-nvfp4": Case("qwen3_moe", _NVFP4_OPT, separate=modelopt("NVFP4", group_size=16)),
     "modelopt-nvfp4-latent": Case("deepseek_v3", _NVFP4_OPT, separate=modelopt("NVFP4", group_size=16)),
+    "modelopt-mxfp8": Case("qwen3_moe", mxfp8("_scale"), separate=modelopt("MXFP8", group_size=32)),
     "nvfp4-pack-quantized": Case("qwen3_moe", _NVFP4_CT, compressed("nvfp4-pack-quantized", num_bits=4)),
     "mxfp8-quantized": Case("qwen3_moe-ragged", mxfp8("_scale"), compressed("mxfp8-quantized", num_bits=8)),
     "mxfp8-quantized-e8m0": Case(

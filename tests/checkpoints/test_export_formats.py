@@ -38,7 +38,7 @@ from tests.checkpoints.quantized_cases import CASES, Case, fp8_block, make
 POW2 = CASES["fp8-ue8m0"]
 RECIPES = {"mxfp8": "mxfp8", "block": "fp8", "current": "fp8-per-tensor", "nvfp4": "nvfp4-pack-quantized"}
 """Recipe -> the format in which its weights are written."""
-EIGHT_BITS = ("fp8", "mxfp8", "modelopt-fp8", "float-quantized", "mxfp8-quantized")
+EIGHT_BITS = ("fp8", "mxfp8", "modelopt-fp8", "float-quantized", "mxfp8-quantized", "modelopt-mxfp8")
 
 
 @pytest.fixture(scope="module")

@@ -145,6 +145,11 @@ DEFECTS: dict[str, tuple[str, Edit, str]] = {
         separate(quant_algo="W4A8_AWQ"),
         "quant_algo = 'W4A8_AWQ'; supported: FP8, N",
     ),
+    "other group of 32": (
+        "modelopt-mxfp8",
+        separate(quant_algo="MXFP8", group_size=16),
+        "group_size = 16; supported: 32",
+    ),
     "other group": ("modelopt-nvfp4", separate(group_size=32), "group_size = 32; supported: 16"),
     "two declarations": (
         "modelopt-nvfp4",
