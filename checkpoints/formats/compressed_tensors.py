@@ -23,8 +23,8 @@ from te_models.layers.quantizer import NVFP4Quantizer
 from ..errors import CheckpointError
 from ..families.fields import shorten_value
 from .fields import one_of, section
-from .format import FLOAT_SCALES, WHOLE, Part, WeightFormat
-from .fp8 import BLOCK, blocks_128, per_tensor
+from .format import Part, WeightFormat
+from .fp8 import BLOCK, blocks_128, per_channel, per_tensor
 from .modelopt import takes_nvfp4
 from .mx import mxfp4_format, mxfp8_format
 
@@ -48,20 +48,11 @@ NVFP4 = WeightFormat(
 _MXFP4 = mxfp4_format("mxfp4-pack-quantized", "_packed", "_scale", grouped=False)
 MXFP4 = replace(_MXFP4, activations=_ACTIVATIONS, attention=_ATTENTION)
 MXFP8 = replace(mxfp8_format("mxfp8-quantized", "_scale"), activations=_ACTIVATIONS, attention=_ATTENTION)
-_TENSOR = per_tensor(name="float-quantized", scale_suffix="_scale", activations=_ACTIVATIONS)
-TENSOR = replace(_TENSOR, attention=_ATTENTION)
-_BLOCKS = blocks_128(name="float-quantized", scale_suffix="_scale", pow2=False, activations=_ACTIVATIONS)
-BLOCKS = replace(_BLOCKS, attention=_ATTENTION)
-CHANNEL = WeightFormat(
-    name="float-quantized",
-    element="e4m3",
-    parts=(
-        Part("data", "", ("F8_E4M3",), "elements", (1, 1)),
-        Part("scale_inv", "_scale", FLOAT_SCALES, "scale", (1, WHOLE)),
-    ),
-    activations=_ACTIVATIONS,
-    attention=_ATTENTION,
+TENSOR = per_tensor(name="float-quantized", scale_suffix="_scale", activations=_ACTIVATIONS, attention=_ATTENTION)
+BLOCKS = blocks_128(
+    name="float-quantized", scale_suffix="_scale", pow2=False, activations=_ACTIVATIONS, attention=_ATTENTION
 )
+CHANNEL = per_channel(name="float-quantized", activations=_ACTIVATIONS, attention=_ATTENTION, entries="matrix")
 _OF_WEIGHTS = ("weight_input", "weight_output")
 _FORMATS = {f.name: f for f in (NVFP4, MXFP4, MXFP8)}
 _STRATEGIES = {"tensor": TENSOR, "channel": CHANNEL, "block": BLOCKS}

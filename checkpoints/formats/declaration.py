@@ -36,6 +36,7 @@ WRITABLE: dict[str, tuple[WeightFormat, ...]] = {
     "modelopt-fp8": (modelopt.FP8,),
     "modelopt-nvfp4": (modelopt.NVFP4,),
     "modelopt-mxfp8": (modelopt.MXFP8,),
+    "modelopt-fp8-pb-wo": (modelopt.BLOCKS,),
 }
 """Names that `te-models export --format` takes; the first format that takes the stored form is written. ModelOpt's come
 last, since their readers also want scales of activations, which only a calibrated folder has."""

@@ -19,6 +19,7 @@ from te_models.layers.quantizer import FP8Quantizer, Quantizer
 
 from ..boxes import Shape
 
+Entries = Literal["matrix", "apart", "column"]
 Element = Literal["e4m3", "e2m1"]
 Meaning = Literal["elements", "scale", "factor", "divisor"]
 FLOAT_SCALES = ("F32", "BF16", "F16")
@@ -40,6 +41,8 @@ class Part:
         block: rows and columns of the weight per entry; None: one entry per matrix, in shape [] or [1].
         grouped: the last dimension is cut into groups of this many bytes, [..., K/32, 16].
         one: one entry per matrix is written in shape [1].
+        entries: how those per block lie: as a matrix, "apart" with dimensions of size 1, [M/128, 1, K/128, 1], or as
+            a "column" without its last dimension, [M].
     """
 
     field: str
@@ -49,12 +52,15 @@ class Part:
     block: tuple[int, int] | None
     grouped: int | None = None
     one: bool = False
+    entries: Entries = "matrix"
 
     def shapes(self, weight: Shape) -> tuple[Shape, ...]:
         """Return the shapes that it may have in files for a weight of this shape."""
         if self.block is None:
             return (weight[:-2], (*weight[:-2], 1))
         shape = over_blocks(weight, self.block)
+        if self.entries != "matrix":
+            return ((*shape[:-1], 1, shape[-1], 1) if self.entries == "apart" else shape[:-1],)
         return ((*shape[:-1], -(-shape[-1] // self.grouped), self.grouped),) if self.grouped else (shape,)
 
 

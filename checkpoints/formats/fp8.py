@@ -26,7 +26,7 @@ from te_models.layers.quantizer import (
 from ..errors import CheckpointError
 from ..families.fields import shorten_value
 from .fields import one_of
-from .format import FLOAT_SCALES, Part, WeightFormat, is_e4m3
+from .format import FLOAT_SCALES, WHOLE, Entries, Part, WeightFormat, is_e4m3
 
 BLOCK = (128, 128)
 E4M3 = ("e4m3", "float8_e4m3fn")
@@ -37,14 +37,23 @@ FLOAT_BLOCKS, POW2_BLOCKS = (Float8BlockQuantizer(force_pow_2_scales=pow2) for p
 """The two forms that 128x128 blocks are stored in, by their scales."""
 
 
-def blocks_128(*, name: str, scale_suffix: str, pow2: bool, activations: tuple[str, ...]) -> WeightFormat:
+def blocks_128(
+    *,
+    name: str,
+    scale_suffix: str,
+    pow2: bool,
+    activations: tuple[str, ...],
+    attention: tuple[str, ...] = (),
+    entries: Entries = "matrix",
+) -> WeightFormat:
     """Return the format of E4M3 in 128x128 blocks with floating-point scales."""
+    dtypes = (*FLOAT_SCALES, "F8_E8M0") if pow2 else FLOAT_SCALES
     return WeightFormat(
         name=name,
         element="e4m3",
         parts=(
             Part("data", "", ("F8_E4M3",), "elements", (1, 1)),
-            Part("scale_inv", scale_suffix, (*FLOAT_SCALES, "F8_E8M0") if pow2 else FLOAT_SCALES, "scale", BLOCK),
+            Part("scale_inv", scale_suffix, dtypes, "scale", BLOCK, entries=entries),
         ),
         storages={
             "float8_block": POW2_BLOCKS if pow2 else FLOAT_BLOCKS,
@@ -53,6 +62,23 @@ def blocks_128(*, name: str, scale_suffix: str, pow2: bool, activations: tuple[s
         takes=lambda quantizer: _takes_blocks(quantizer, pow2),
         takes_even=lambda q: isinstance(q, MXFP8Quantizer) and q.two_dimensional and is_e4m3(q),
         activations=activations,
+        attention=attention,
+    )
+
+
+def per_channel(
+    *, name: str, activations: tuple[str, ...], attention: tuple[str, ...], entries: Entries
+) -> WeightFormat:
+    """Return the format of E4M3 with a scale per row, which no form of ours has."""
+    return WeightFormat(
+        name=name,
+        element="e4m3",
+        parts=(
+            Part("data", "", ("F8_E4M3",), "elements", (1, 1)),
+            Part("scale_inv", "_scale", FLOAT_SCALES, "scale", (1, WHOLE), entries=entries),
+        ),
+        activations=activations,
+        attention=attention,
     )
 
 

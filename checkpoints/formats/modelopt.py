@@ -1,9 +1,11 @@
 """NVIDIA ModelOpt: hf_quant_config.json, or `quant_method` "modelopt" in config.json.
 
-    FP8      X.weight F8_E4M3 [M, K]    X.weight_scale F32 []                   value = weight * scale
-    NVFP4    X.weight U8 [M, K/2]       X.weight_scale F8_E4M3 [M, K/16]        value = e2m1 * scale * scale_2
-             X.weight_scale_2 F32 []
-    MXFP8    X.weight F8_E4M3 [M, K]    X.weight_scale U8 [M, K/32]             value = weight * 2^(scale - 127)
+    FP8          X.weight F8_E4M3 [M, K]    X.weight_scale F32 []                    value = weight * scale
+      by block, "FP8_PB_WO"                 X.weight_scale F32 [M/128, 1, K/128, 1]
+      by row, "FP8_PER_CHANNEL_PER_TOKEN"   X.weight_scale F32 [M]
+    MXFP8        X.weight F8_E4M3 [M, K]    X.weight_scale U8 [M, K/32]              value = weight * 2^(scale - 127)
+    NVFP4        X.weight U8 [M, K/2]       X.weight_scale F8_E4M3 [M, K/16]         value = e2m1 * scale * scale_2
+                 X.weight_scale_2 F32 []
 
 `X.input_scale` and the scales of the key-value cache belong to activations. The latter are `self_attn.k_proj.k_scale`
 and `self_attn.v_proj.v_scale` also where these projections are not quantized, or latent attention has none.
@@ -21,7 +23,7 @@ from ..errors import CheckpointError
 from ..families.fields import shorten_value
 from .fields import one_of
 from .format import Part, WeightFormat
-from .fp8 import per_tensor
+from .fp8 import blocks_128, per_channel, per_tensor
 from .mx import mxfp8_format
 
 _ACTIVATIONS = ("input_scale", "k_scale", "v_scale", "output_scale")
@@ -50,15 +52,26 @@ NVFP4 = WeightFormat(
 FP8 = per_tensor(name="modelopt-fp8", scale_suffix="_scale", activations=_ACTIVATIONS, attention=_ATTENTION)
 _MXFP8 = mxfp8_format("modelopt-mxfp8", "_scale")
 MXFP8 = replace(_MXFP8, activations=_ACTIVATIONS, attention=_ATTENTION)
+BLOCKS = blocks_128(
+    name="modelopt-fp8-pb-wo",
+    scale_suffix="_scale",
+    pow2=False,
+    activations=_ACTIVATIONS,
+    attention=_ATTENTION,
+    entries="apart",
+)
+CHANNEL = per_channel(name="modelopt-fp8-per-channel", activations=_ACTIVATIONS, attention=_ATTENTION, entries="column")
 UNCALIBRATED = (
     "readers of modelopt-fp8 need an input_scale of every layer, which these weights have not; fp8-per-tensor and "
     "float-quantized hold the same numbers without"
 )
-_ALGORITHMS = {"FP8": FP8, "NVFP4": NVFP4, "W4A16_NVFP4": NVFP4, "MXFP8": MXFP8}
+_ALGORITHMS = {"FP8": FP8, "NVFP4": NVFP4, "W4A16_NVFP4": NVFP4, "MXFP8": MXFP8, "FP8_PB_WO": BLOCKS}
+_ALGORITHMS |= {"FP8_PER_CHANNEL_PER_TOKEN": CHANNEL}
 _WRITTEN: dict[str, dict[str, Any]] = {
     FP8.name: {"quant_algo": "FP8"},
     NVFP4.name: {"quant_algo": "W4A16_NVFP4", "group_size": 16},
     MXFP8.name: {"quant_algo": "MXFP8", "group_size": 32},
+    BLOCKS.name: {"quant_algo": "fp8_pb_wo"},
 }
 
 
@@ -67,14 +80,14 @@ def read(config: Mapping[str, Any]) -> WeightFormat:
     nested = config.get("quantization")  # some versions wrote the whole of hf_quant_config.json there
     config = nested if isinstance(nested, dict) else config
     algorithm = config.get("quant_algo")
-    if not isinstance(algorithm, str) or algorithm not in _ALGORITHMS:
+    if not isinstance(algorithm, str) or algorithm.upper() not in _ALGORITHMS:  # ModelOpt writes fp8_pb_wo so
         raise CheckpointError(
             f"the ModelOpt configuration has quant_algo = {shorten_value(algorithm)}; supported: "
             f"{', '.join(_ALGORITHMS)}"
         )
-    found = _ALGORITHMS[algorithm]
-    if "group_size" in _WRITTEN[found.name]:
-        size = _WRITTEN[found.name]["group_size"]
+    found = _ALGORITHMS[algorithm.upper()]
+    size = _WRITTEN.get(found.name, {}).get("group_size")
+    if size is not None:
         one_of(config, "group_size", (size,), size)
     return found
 

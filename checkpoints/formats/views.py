@@ -151,6 +151,8 @@ def region(
     assert block is not None, "a field with one entry per matrix comes from a part that has one"
     if part.grouped is not None:
         stored = stored.flatten(-2)
+    if part.entries != "matrix":
+        stored = stored.squeeze(-1).squeeze(-2) if part.entries == "apart" else stored[..., None]
     if block == part.block:
         return convert(stored[slices(box)])
     rows, columns = (torch.arange(*r) * size // theirs for r, size, theirs in zip(box[-2:], block, part.block))

@@ -126,6 +126,16 @@ def fp8_block(scale_dtype: torch.dtype = torch.float32, pow2: bool = False, suff
     return encode
 
 
+def shaped(encode: Encoder, reshape: Callable[[torch.Tensor], torch.Tensor]) -> Encoder:
+    """Return what stores the scales of another encoder in another shape."""
+
+    def encode_and_reshape(name: str, weight: torch.Tensor, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+        tensors, values = encode(name, weight, generator)
+        return tensors | {f"{name}_scale": reshape(tensors[f"{name}_scale"])}, values
+
+    return encode_and_reshape
+
+
 def shared(name: str) -> torch.Generator:
     """Return a generator that is the same for projections that a model joins: q, k, v and gate, up."""
     key = name
@@ -289,6 +299,9 @@ CASES: dict[str, Case] = {
     "modelopt-fp8-in-config": Case("qwen3", per_tensor(False), {"quant_method": "modelopt", "quant_algo": "FP8"}),
     "modelopt-nvfp4": Case("qwen3_moe", _NVFP4_OPT, separate=modelopt("NVFP4", group_size=16)),
     "modelopt-nvfp4-latent": Case("deepseek_v3", _NVFP4_OPT, separate=modelopt("NVFP4", group_size=16)),
+    "modelopt-fp8-pb-wo": Case(
+        "qwen3_moe", shaped(fp8_block(suffix="_scale"), lambda s: s[:, None, :, None]), separate=modelopt("fp8_pb_wo")
+    ),
     "modelopt-mxfp8": Case("qwen3_moe", mxfp8("_scale"), separate=modelopt("MXFP8", group_size=32)),
     "nvfp4-pack-quantized": Case("qwen3_moe", _NVFP4_CT, compressed("nvfp4-pack-quantized", num_bits=4)),
     "mxfp8-quantized": Case("qwen3_moe-ragged", mxfp8("_scale"), compressed("mxfp8-quantized", num_bits=8)),
@@ -307,6 +320,9 @@ CASES: dict[str, Case] = {
 }
 """Folders that are taken over number for number."""
 
+MODELOPT_CHANNEL = Case(
+    "qwen3_moe", shaped(per_channel, lambda s: s[:, 0].float()), separate=modelopt("FP8_PER_CHANNEL_PER_TOKEN")
+)
 CHANNEL = Case("qwen3_moe", per_channel, compressed("float-quantized", num_bits=8, strategy="channel"))
 
 

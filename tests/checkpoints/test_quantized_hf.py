@@ -28,7 +28,7 @@ from te_models.checkpoints import (
 )
 from te_models.layers.quantizer import Quantizer
 from tests.checkpoints.hf_cases import assert_same_bits, refused, stored, transformers
-from tests.checkpoints.quantized_cases import CASES, CHANNEL, logits, make, modelopt
+from tests.checkpoints.quantized_cases import CASES, CHANNEL, MODELOPT_CHANNEL, logits, make, modelopt
 
 quantizer_finegrained_fp8 = importlib.import_module("transformers.quantizers.quantizer_finegrained_fp8")
 
@@ -72,9 +72,10 @@ def test_import_and_export_restore_every_byte(tmp_path: Path, case: str) -> None
     assert_values(tmp_path / "values", reference, case)
 
 
-@pytest.mark.parametrize("case", [*CASES, "channel"])
+@pytest.mark.parametrize("case", [*CASES, "channel", "modelopt-channel"])
 def test_dequantized_weights_are_the_reference_s(tmp_path: Path, case: str) -> None:
-    source, reference = make(CASES.get(case, CHANNEL), tmp_path, torch.float32)
+    cases = CASES | {"channel": CHANNEL, "modelopt-channel": MODELOPT_CHANNEL}
+    source, reference = make(cases[case], tmp_path, torch.float32)
     import_hf(source, tmp_path / "values", dequantize=True)
     assert_values(tmp_path / "values", reference, case)
     export_hf(tmp_path / "values", tmp_path / "plain")
