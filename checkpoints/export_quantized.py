@@ -15,6 +15,7 @@ import torch
 from te_models.layers.quantizer import Quantizer
 
 from .activation_scales import scale_outputs
+from .boxes import Shape
 from .carried_values import carried_modules, carried_undeclared_as_values
 from .checkpoint import Checkpoint
 from .conversion_report import ConversionReport
@@ -27,11 +28,13 @@ from .formats import Declaration, WeightFormat, format_fitting, format_named, hf
 from .formats.details import activation_scales
 from .formats.fp8 import FLOAT_BLOCKS, POW2_BLOCKS
 from .formats.namespace import FieldNamespace, field_namespace, upright
+from .formats.stacks import stacks
 from .joined_amaxes import JoinedAmaxes, matrix_keys
 from .links import Namespace
 from .parameters import Parameters
 from .plan import Plan, make_plan
 from .quantized_format import describe, quantizer_of
+from .stacked_outputs import stacked_outputs, unequal_stacks
 from .store import Store
 from .stored_values import as_values
 from .te_namespace import te_namespace
@@ -75,6 +78,7 @@ def plan_quantized_export(
     others = known is not None and known.get("others", False)
     weight_format, declaration = _choose(set(quantizers.values()), original, others, wanted, allow_requantize)
     weights = {link.stored for link in plain.links if link.name in quantizers}
+    lying = {name: shape for name, shape in stacks(plain, weight_format).items() if name in weights}
     plain = upright(plain, weights)
     _check_columns(plain, weights, weight_format)
     anew = {name: "" for name, q in quantizers.items() if not (weight_format.takes(q) or weight_format.takes_even(q))}
@@ -83,6 +87,7 @@ def plan_quantized_export(
         uneven = moved.found.inexact or uneven_parameters(
             moved.store, moved.plan, moved.found, weight_format, quantizers
         )
+        uneven = uneven or unequal_stacks(moved.store, moved.plan, moved.found, weight_format, lying)
         if allow_requantize and not uneven:
             uneven = too_wide_parameters(moved.store, moved.plan, moved.found, weight_format)
         if not uneven:
@@ -94,7 +99,7 @@ def plan_quantized_export(
                 "--allow-requantize, or --dequantize"
             )
         anew |= uneven
-    return _complete(ckpt, plain, weights, weight_format, declaration, quantizers, anew, moved)
+    return _complete(ckpt, plain, weights, weight_format, declaration, quantizers, anew, moved, lying)
 
 
 @dataclass(frozen=True)
@@ -151,6 +156,7 @@ def _complete(
     quantizers: Mapping[str, Quantizer],
     anew: Mapping[str, str],
     moved: _Moved,
+    lying: Mapping[str, Shape],
 ) -> QuantizedExport:
     """Return the export whose quantized weights are encoded from fields, or quantized from values (`anew`)."""
     found, store = moved.found, moved.store
@@ -164,6 +170,7 @@ def _complete(
     plain_by_name = {output.name: output for output in moved.plan.outputs}
     lines = {n: report.add(n, "requantized", str(ckpt.formats[n]["format"]), weight_format.name) for n in anew}
     joined, keys = JoinedAmaxes(weight_format.quantizer), matrix_keys(plain.links, anew)
+    keys |= {weight: keys[weight][:1] * len(keys[weight]) for weight in lying if weight in keys}  # one number for all
     for link in plain.links:
         if link.name in anew and link.stored not in by_weight:
             by_weight[link.stored] = requantized_outputs(
@@ -176,6 +183,8 @@ def _complete(
                 joined,
                 keys[link.stored],
             )
+    for weight in lying:
+        by_weight[weight] = stacked_outputs(store, by_weight[weight], weight, weight_format)
     outputs = [output for weight in sorted(weights) for output in by_weight[weight]]
     left_out = moved.plan.ignored
     if details is None and ckpt.source is not None and ckpt.source.quantization is not None:

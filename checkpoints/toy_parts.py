@@ -20,6 +20,7 @@ from .checkpoint import Checkpoint
 from .errors import CheckpointError, shorten
 from .families import Family
 from .formats.format import scale_beside
+from .formats.stacks import stacked_name
 from .links import Link, Namespace, Piece, compose
 from .plan import Output, Plan, copy_of
 from .toy_unused import unused_outputs
@@ -105,8 +106,10 @@ def _quantized(part: Part, source: str, name: str, shape: Shape) -> Iterator[Out
     assert ckpt.quantized is not None, "called for quantized weights only"
     if shape[-2:] != whole[-2:]:
         raise CheckpointError(f"{name} cannot be cut out of {source}, which is quantized")
-    for suffix in (p.suffix for p in ckpt.quantized.format.parts):
-        yield _first(part, source + suffix, name + suffix, shape[:-2], whole[:-2])
+    for p in ckpt.quantized.format.parts:
+        lies = source + p.suffix not in ckpt.files.tensors  # as a stack of experts that another name tells
+        old, new = (stacked_name(w, p) if lies else w + p.suffix for w in (source, name))
+        yield _first(part, old, new, shape[:-2], whole[:-2])
     for kind in ckpt.quantized.format.activations:
         scale = scale_beside(source, kind)
         if scale in ckpt.quantized.activations:

@@ -82,6 +82,7 @@ class WeightFormat:
         attention: the same beside the projections of attention, which scale its queries, keys and values; also in the
             modules of single projections, `k_proj.k_scale`.
         columns: the weight's columns must be a multiple of this.
+        stacks_as_they_lie: of experts [E, in, out], see `stacks.py`.
     """
 
     name: str
@@ -95,6 +96,7 @@ class WeightFormat:
     activations: tuple[str, ...] = ()
     attention: tuple[str, ...] = ()
     columns: int = 1
+    stacks_as_they_lie: bool = False
 
     @property
     def data(self) -> Part:

@@ -65,6 +65,7 @@ UNCALIBRATED = (
     "readers of modelopt-fp8 need an input_scale of every layer, which these weights have not; fp8-per-tensor and "
     "float-quantized hold the same numbers without"
 )
+FP8, NVFP4, MXFP8, BLOCKS, CHANNEL = (replace(f, stacks_as_they_lie=True) for f in (FP8, NVFP4, MXFP8, BLOCKS, CHANNEL))
 _ALGORITHMS = {"FP8": FP8, "NVFP4": NVFP4, "W4A16_NVFP4": NVFP4, "MXFP8": MXFP8, "FP8_PB_WO": BLOCKS}
 _ALGORITHMS |= {"FP8_PER_CHANNEL_PER_TOKEN": CHANNEL}
 _WRITTEN: dict[str, dict[str, Any]] = {

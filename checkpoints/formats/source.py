@@ -27,6 +27,7 @@ from .encode import number_amax, number_error
 from .format import Declaration, Part, WeightFormat, scale_beside
 from .fp8 import FLOAT_BLOCKS, POW2_BLOCKS
 from .namespace import FieldNamespace, field_namespace, upright
+from .stacks import seen_upright
 from .views import View, ViewStore, field_view, value_view
 
 VALUES = "values"
@@ -112,6 +113,7 @@ def open_quantized(
     of FORMS. float32: values are read as such, not in the dtype of the other weights.
     """
     weight_format = declaration.format
+    files = seen_upright(files, plain, weight_format)
     weights = quantized_weights(plain, files, weight_format)
     if not weights:
         raise CheckpointError(f"{where} declares the format {weight_format.name} and has no tensor in it")

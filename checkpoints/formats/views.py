@@ -52,7 +52,7 @@ class ViewStore:
         return self._views[name].read(box)
 
     def can_read_bytes(self, name: str) -> bool:
-        return name not in self._views
+        return name not in self._views and self._files.can_read_bytes(name)
 
     def read_into(self, name: str, begin: int, buffer: memoryview) -> None:
         self._files.read_into(name, begin, buffer)

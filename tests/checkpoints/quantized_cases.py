@@ -54,6 +54,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3MoeConfig", _MOE),
     "qwen3_moe-ragged": ("Qwen3MoeConfig", _MOE | {"moe_intermediate_size": 96}),
     "deepseek_v3": ("DeepseekV3Config", _LATENT),
+    "llama4": ("Llama4TextConfig", {"intermediate_size": 96, "intermediate_size_mlp": 256, "num_local_experts": 3}),
     "gpt_oss": ("GptOssConfig", {"num_local_experts": 3, "num_experts_per_tok": 2, "intermediate_size": 96}),
 }
 
@@ -226,6 +227,28 @@ def mxfp4_packed(name: str, weight: torch.Tensor, generator: torch.Generator) ->
     return {f"{name}_packed": packed, f"{name}_scale": scales}, values
 
 
+def with_stacks(encode: Encoder) -> Encoder:
+    """Return what also makes stacks of experts as ModelOpt has them: [E, in, out], packed and scaled along `in`."""
+
+    def encode_any(name: str, weight: torch.Tensor, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+        if weight.dim() == 2:
+            return encode(name, weight, generator)
+        experts = [encode("x.weight", matrix.mT, generator) for matrix in weight]  # one name: they share their number
+        tensors: Tensors = {}
+        for key, first in experts[0][0].items():
+            parts = [tensors_of[key] for tensors_of, _ in experts]
+            stack = first if first.dim() < 2 else torch.stack([p.view(torch.uint8) for p in parts]).view(first.dtype).mT
+            tensors[name if key == "x.weight" else f"{name}_{key.removeprefix('x.')}"] = stack
+        return tensors, torch.stack([values for _, values in experts]).mT
+
+    return encode_any
+
+
+def linear_or_stack(name: str) -> bool:
+    """Whether a stored weight is one of a linear layer, or a stack of them."""
+    return name.endswith(("_proj.weight", "experts.gate_up_proj", "experts.down_proj"))
+
+
 @dataclass(frozen=True)
 class Case:
     """One kind of folder: the model, which stored weights are quantized, how, and what the folder says about it."""
@@ -301,6 +324,12 @@ CASES: dict[str, Case] = {
     "modelopt-nvfp4-latent": Case("deepseek_v3", _NVFP4_OPT, separate=modelopt("NVFP4", group_size=16)),
     "modelopt-fp8-pb-wo": Case(
         "qwen3_moe", shaped(fp8_block(suffix="_scale"), lambda s: s[:, None, :, None]), separate=modelopt("fp8_pb_wo")
+    ),
+    "modelopt-fp8-stacks": Case(
+        "llama4", with_stacks(per_tensor(False)), separate=modelopt("FP8"), chosen=linear_or_stack
+    ),
+    "modelopt-nvfp4-stacks": Case(
+        "gpt_oss", with_stacks(_NVFP4_OPT), separate=modelopt("NVFP4", group_size=16), chosen=linear_or_stack
     ),
     "modelopt-mxfp8": Case("qwen3_moe", mxfp8("_scale"), separate=modelopt("MXFP8", group_size=32)),
     "nvfp4-pack-quantized": Case("qwen3_moe", _NVFP4_CT, compressed("nvfp4-pack-quantized", num_bits=4)),

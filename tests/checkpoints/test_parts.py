@@ -68,7 +68,9 @@ def test_each_rank_loads_its_own_experts(tmp_path: Path, case: str, monkeypatch:
         load(checkpoint, Place(ep_rank=0, ep_size=ranks))
     one_by_one = {name for name in read if ".experts." in name and ".experts.0." in name}
     others = {name for name in read if f".experts.{experts - 1}." in name}
-    assert not others and bool(one_by_one) == (case != "mxfp4-gpt-oss")  # whose files hold all experts as one tensor
+    assert not others and bool(one_by_one) == (
+        case != "mxfp4-gpt-oss" and "stacks" not in case
+    )  # whose files hold all experts as one tensor
 
 
 @pytest.mark.parametrize("case", CUT_BETWEEN_BLOCKS)
