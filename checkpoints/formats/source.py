@@ -131,6 +131,13 @@ def open_quantized(
         return torch.equal(files.view(a).flatten().float(), files.view(b).flatten().float())
 
     found = field_namespace(plain, weights, weight_format, wanted, dtype, same)
+    if storage is None and FLOAT_BLOCKS in weight_format.storages.values():
+        # one scale per matrix is exact in blocks that repeat it, where what a parameter joins has several
+        blocks = wanted | dict.fromkeys(found.inexact.keys() & wanted.keys(), FLOAT_BLOCKS)
+        again = field_namespace(plain, weights, weight_format, blocks, dtype, same)
+        wanted |= {name: FLOAT_BLOCKS for name in found.inexact if name in again.formats}
+        found = field_namespace(plain, weights, weight_format, wanted, dtype, same)
+    owners = {link.stored: link.name for link in plain.links}
     if quantizer is not None:
         found.inexact |= dict.fromkeys(sorted(parameters - {*wanted}), _NOT_LINEAR)
     elif storage is None or other is not None:
@@ -143,7 +150,7 @@ def open_quantized(
                 part_name = weight + part.suffix
                 if part_name in found.fields:
                     hidden.discard(part_name)
-                    view = field_view(files, weight, part, quantizer, found.fields[part_name])
+                    view = field_view(files, weight, part, wanted[owners[weight]], found.fields[part_name])
                     if view is not None:
                         views[part_name] = view
         else:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from te_models import GPTModel
 from te_models.checkpoints import CheckpointError, dequantize, export_hf, import_hf, inspect, quantize, relayout, verify
 from tests.checkpoints.hf_cases import assert_same_bits, refused, stored, transformers
 from tests.checkpoints.quantized_cases import (
@@ -105,10 +106,10 @@ def test_transformers_reads_what_the_export_writes(tmp_path: Path, case: str, mo
     assert_same_bits(found.state_dict(), expected.state_dict())
 
 
-@pytest.mark.parametrize("layout", ["grouped", "per-gemm"])
+@pytest.mark.parametrize(("layout", "storage"), [("grouped", None), ("grouped", "float8_block"), ("per-gemm", None)])
 @pytest.mark.parametrize("case", ["fp8-per-tensor", "modelopt-fp8", "float-quantized-tensor"])
-def test_scales_that_differ_are_exact_in_blocks(tmp_path: Path, case: str, layout: str) -> None:
-    """Of q, k and v, of gate and up: each has blocks of its own, which repeat its scale."""
+def test_scales_that_differ_are_exact_in_blocks(tmp_path: Path, case: str, layout: str, storage: str | None) -> None:
+    """Of q, k and v, of gate and up: each has blocks of its own, which repeat its scale. Other weights have one."""
     known = CASES[case]
     fp8 = case == "fp8-per-tensor"
     encode = OWN if fp8 else per_tensor("float" in case, joined=False)
@@ -116,11 +117,13 @@ def test_scales_that_differ_are_exact_in_blocks(tmp_path: Path, case: str, layou
     with refused(
         r"linear_qkv.weight .* differ, and it has one scale for both .*; --storage float8_block takes", tmp_path
     ):
-        import_hf(source, tmp_path / "ours")
-    plan = import_hf(source, tmp_path / "ours", storage="float8_block", layout=layout)
+        import_hf(source, tmp_path / "ours", storage="float8")
+    plan = import_hf(source, tmp_path / "ours", storage=storage, layout=layout)
     assert plan.report is not None
     assert {line.kind for line in plan.report.lines.values()} == {"exact", "re-encoded exact"}
-    assert set(inspect(tmp_path / "ours").formats) == {"float8_block"}
+    assert set(inspect(tmp_path / "ours").formats) == {"float8_block"} | ({"float8"} if storage is None else set())
+    hf, ours = (GPTModel.from_pretrained(folder).state_dict() for folder in (source, tmp_path / "ours"))
+    assert all(torch.equal(value.dequantize(), ours[name].dequantize()) for name, value in hf.items())
     dequantize(tmp_path / "ours", tmp_path / "values")
     assert verify(tmp_path / "values", reference).equal
     plan = export_hf(tmp_path / "ours", tmp_path / "back")

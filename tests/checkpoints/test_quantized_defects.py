@@ -106,9 +106,9 @@ DEFECTS: dict[str, tuple[str, Edit, str]] = {
         "not part of this model: 'model.norm.weight_scale_inv'",
     ),
     "scales differ": (
-        "modelopt-fp8",
-        set_value(f"{GATE}_scale", 1.0),
-        "'.*gate_proj.weight_scale' and '.*up_proj.weight_scale' differ, and it has one scale for both",
+        "modelopt-nvfp4",
+        set_value(f"{GATE}_scale_2", 1.0),
+        "'.*gate_proj.weight_scale_2' and '.*up_proj.weight_scale_2' differ, and it has one scale for both",
     ),
     "half quantized": (
         "fp8-dense",
