@@ -11,11 +11,12 @@ import torch
 
 from .buffers import Ring
 from .carried import our_names
-from .checkpoint import Checkpoint, open_checkpoint
+from .checkpoint import Checkpoint
 from .convert import PathLike
 from .families.family import differing_fields
 from .meter import Progress
 from .naming import expected_tensors
+from .pair import open_pair
 from .parameters import Parameters
 from .plan import copy_of
 from .verify import VerifyReport, compare_bits, output_layers
@@ -73,7 +74,7 @@ def diff(a: PathLike, b: PathLike, *, progress: Progress | None = None) -> DiffR
     measures. The tensors of the report are in the order of their relative difference, the largest first.
     """
     report = DiffReport()
-    with open_checkpoint(a) as left, open_checkpoint(b) as right:
+    with open_pair(a, b) as (left, right):
         mine, theirs = left.config.to_dict(), right.config.to_dict()
         for path in differing_fields(mine, theirs):
             report.config[path] = _at(mine, path), _at(theirs, path)
@@ -112,7 +113,7 @@ def _at(values: Any, path: str) -> Any:
 def _kind(parameters: Parameters, name: str) -> str:
     if name in parameters.formats:
         return str(parameters.formats[name]["format"])
-    return str(parameters.dtype(name)).removeprefix("torch.")
+    return " with ".join(sorted(str(dtype).removeprefix("torch.") for dtype in parameters.dtypes(name)))
 
 
 def _values(parameters: Parameters, name: str) -> Iterator[torch.Tensor]:

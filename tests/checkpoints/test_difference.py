@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from te_models.checkpoints import diff, import_hf, quantize, relayout
+from te_models.checkpoints import diff, import_hf, quantize, relayout, verify
 from te_models.cli.main import main
 from tests.checkpoints.hf_cases import HFFolder
+from tests.checkpoints.quantized_cases import CASES, make
 
 NAME = "decoder.layers.0.mlp.linear_fc2.weight"
 
@@ -94,3 +97,17 @@ def test_the_verb(hf_folder: HFFolder, tmp_path: Path, capsys: pytest.CaptureFix
     out = capsys.readouterr().out
     assert "parameter" in out and NAME in out and out.endswith("7 parameters have equal values, 8 differ\n")
     assert main(["diff", str(source), str(tmp_path / "absent")]) == 2
+
+
+def test_scales_that_no_form_of_ours_takes_over_are_seen(tmp_path: Path) -> None:
+    """Gate and up of 96 rows cut blocks of 128, so they are compared as values, which bfloat16 would round."""
+    source, _ = make(replace(CASES["fp8-moe"], model="qwen3_moe-ragged"), tmp_path)
+    shutil.copytree(source, tmp_path / "other")
+    name = "model.layers.1.mlp.experts.1.gate_proj.weight_scale_inv"
+    scales = change(tmp_path / "other", name, None)
+    change(tmp_path / "other", name, torch.nextafter(scales, torch.ones(())))
+    (difference,) = verify(source, tmp_path / "other").differences
+    assert difference.startswith("decoder.layers.1.mlp.experts.linear_fc1.weight[1, 0, 0]: ")
+    (found,) = diff(source, tmp_path / "other").tensors
+    assert found.name == "decoder.layers.1.mlp.experts.linear_fc1.weight" and 0 < found.relative < 1e-6
+    assert verify(source, source).equal and diff(source, source).equal
