@@ -214,6 +214,12 @@ def test_force_replaces_a_model_folder_and_nothing_else(
     assert main(["import", str(hf), str(other), "--force"]) == 2
     assert "not a model folder" in capsys.readouterr().err
     assert [file.name for file in other.iterdir()] == ["thesis.tex"]
+    for config in ('{"name": "my-app"}', "[]", "{", '{"model_type": 3}'):  # of another program
+        (other / "config.json").write_text(config)
+        assert main(["import", str(hf), str(other), "--force"]) == 2
+        assert "not a model folder" in capsys.readouterr().err and (other / "thesis.tex").exists()
+    (out / "config.json").write_text("{")
+    assert main(["import", str(hf), str(out), "--force"]) == 0  # damaged, with weights
 
 
 @pytest.mark.parametrize("out", [".", "model/..", "link"])
@@ -221,7 +227,7 @@ def test_what_contains_the_folder_that_is_read_is_not_replaced(
     hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], out: str
 ) -> None:
     shutil.copytree(hf, tmp_path / "model")
-    (tmp_path / "config.json").write_text("{}")  # --force takes it for a model folder
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')  # --force takes it for a model folder
     (tmp_path / "link").symlink_to(".")
     monkeypatch.chdir(tmp_path)
     before = {path: path.read_bytes() for path in (tmp_path / "model").iterdir()}
