@@ -13,7 +13,8 @@ from te_models.checkpoints import inspect, quantize
 from te_models.checkpoints.statistics import scale_statistics
 from te_models.cli.main import main
 from te_models.layers import QuantizedTensor
-from tests.checkpoints.hf_cases import HFFolder
+from tests.checkpoints.hf_cases import HFFolder, stored
+from tests.checkpoints.quantized_cases import CASES, CHANNEL, make
 
 
 def test_parts_add_up_and_are_what_they_say(hf_folder: HFFolder) -> None:
@@ -38,10 +39,10 @@ def test_scales_are_counted_and_read(hf_folder: HFFolder, tmp_path: Path, recipe
     model = GPTModel.from_pretrained(tmp_path / "fp8")
     weights = [p for p in model.parameters() if isinstance(p, QuantizedTensor)]
     assert summary.parameters == len(weights) and summary.weights == sum(w.numel() for w in weights)
-    stored = {
+    sizes = {
         kind: sum(t.nbytes for w in weights for f, t in w.fields.items() if kind in f) for kind in ("data", "scale")
     }
-    assert (summary.data_bytes, summary.scale_bytes) == (stored["data"], stored["scale"])
+    assert (summary.data_bytes, summary.scale_bytes) == (sizes["data"], sizes["scale"])
     assert bits <= summary.bits_per_weight < 1.05 * bits
     statistics = scale_statistics(tmp_path / "fp8")[name]
     scales = torch.cat([w.fields["rowwise_scale_inv"].flatten() for w in weights])
@@ -65,3 +66,33 @@ def test_the_verb(hf_folder: HFFolder, tmp_path: Path, capsys: pytest.CaptureFix
     assert "of these    embedding 1,952, attention" in out or "of these    embedding 1,952, norms" in out
     assert main(["inspect", str(hf_folder("qwen3")), "--scales", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["scales"] == {}
+
+
+@pytest.mark.parametrize(("case", "name"), [("mxfp4-gpt-oss", "mxfp4"), ("channel", "float-quantized")])
+def test_a_hugging_face_folder_has_what_its_files_hold(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str, name: str
+) -> None:
+    """Not the form in which an import would store it: MXFP4 becomes MXFP8, and channels have no form at all."""
+    source, reference = make(CASES.get(case, CHANNEL), tmp_path)
+    files, plain = stored(source), stored(reference)
+    scales = [t for n, t in files.items() if n.endswith(("_scales", "_scale"))]
+    data = [t for n, t in files.items() if n.endswith("_blocks") or t.dtype == torch.float8_e4m3fn]
+    weights = sum(t.numel() for n, t in plain.items() if n not in files or files[n].dtype != t.dtype)
+    found = inspect(source)
+    assert found.formats == {name: len(data)}
+    summary = found.quantized[name]
+    assert (summary.parameters, summary.weights) == (len(data), weights)
+    assert (summary.data_bytes, summary.scale_bytes) == (sum(t.nbytes for t in data), sum(t.nbytes for t in scales))
+    assert f"{name}: {len(data)} tensors, {8 * (summary.data_bytes + summary.scale_bytes) / weights:.2f} b" in str(
+        found
+    )
+    values = torch.cat([t.flatten().double() for t in scales])
+    values = 2 ** (values - 127) if case == "mxfp4-gpt-oss" else values
+    statistics = scale_statistics(source)[name]
+    assert (statistics.count, statistics.smallest, statistics.largest) == (
+        values.numel(),
+        values.min().item(),
+        values.max().item(),
+    )
+    assert main(["inspect", str(source), "--scales", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["scales"][name]["count"] == values.numel()
