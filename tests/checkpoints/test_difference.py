@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from te_models.checkpoints import diff, import_hf, quantize, relayout, verify
+from te_models.checkpoints import bands, diff, difference, import_hf, quantize, relayout, verify
+from te_models.checkpoints.parameters import Parameters
 from te_models.cli.main import main
 from tests.checkpoints.hf_cases import HFFolder
 from tests.checkpoints.quantized_cases import CASES, make
@@ -111,3 +112,32 @@ def test_scales_that_no_form_of_ours_takes_over_are_seen(tmp_path: Path) -> None
     (found,) = diff(source, tmp_path / "other").tensors
     assert found.name == "decoder.layers.1.mlp.experts.linear_fc1.weight" and 0 < found.relative < 1e-6
     assert verify(source, source).equal and diff(source, source).equal
+
+
+@pytest.mark.parametrize("recipe", ["current", "mxfp8", "nvfp4"])
+def test_quantized_parameters_are_read_in_parts(
+    hf_folder: HFFolder, tmp_path: Path, recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts in one parameter, of which no whole copy is made, give what parts of any size give."""
+    import_hf(hf_folder("qwen3_moe", dtype=torch.float32), tmp_path / "ours")
+    quantize(tmp_path / "ours", tmp_path / "q", recipe)
+    folders = (tmp_path / "ours", tmp_path / "q")
+    whole = diff(*folders).tensors
+    monkeypatch.setattr(Parameters, "quantized", lambda *_: pytest.fail("a whole parameter"))
+    monkeypatch.setattr(bands, "BAND_ELEMENTS", 1 << 10)
+    monkeypatch.setattr(difference, "_PART", 700)
+    parts = diff(*folders).tensors
+    assert len(whole) == 8 and any(".experts." in found.name for found in whole)
+    for a, b in zip(whole, parts, strict=True):
+        assert (a.name, a.differing, a.elements, a.largest) == (b.name, b.differing, b.elements, b.largest)
+        assert a.relative == pytest.approx(b.relative, rel=1e-9)
+
+
+def test_numbers_that_float32_does_not_tell_apart(hf_folder: HFFolder, tmp_path: Path) -> None:
+    source, name = hf_folder("llama", dtype=torch.float32), "model.norm.weight"
+    shutil.copytree(source, tmp_path / "other")
+    wide = change(source, name, None).double()
+    change(source, name, wide)
+    change(tmp_path / "other", name, wide * (1 + 2.0**-40))
+    (found,) = diff(source, tmp_path / "other").tensors
+    assert found.relative == pytest.approx(2.0**-40, rel=1e-3)
