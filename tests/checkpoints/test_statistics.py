@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from te_models import GPTModel
-from te_models.checkpoints import inspect, quantize
-from te_models.checkpoints.statistics import scale_statistics
+from te_models.checkpoints import inspect, quantize, statistics
+from te_models.checkpoints.statistics import ScaleStatistics, scale_statistics
 from te_models.cli.main import main
 from te_models.layers import QuantizedTensor
 from tests.checkpoints.hf_cases import HFFolder, stored
@@ -32,7 +32,7 @@ def test_parts_add_up_and_are_what_they_say(hf_folder: HFFolder) -> None:
     assert inspect(hf_folder("llama-tied-biases-llama3")).parts.keys() == {"embedding", "norms", "attention", "mlp"}
 
 
-@pytest.mark.parametrize(("recipe", "bits"), [("current", 8), ("block", 8), ("mxfp8", 16.5)])
+@pytest.mark.parametrize(("recipe", "bits"), [("current", 8), ("block", 8), ("mxfp8", 16.5), ("nvfp4", 4.5)])
 def test_scales_are_counted_and_read(hf_folder: HFFolder, tmp_path: Path, recipe: str, bits: float) -> None:
     quantize(hf_folder("qwen3_moe"), tmp_path / "fp8", recipe)
     ((name, summary),) = inspect(tmp_path / "fp8").quantized.items()
@@ -40,16 +40,26 @@ def test_scales_are_counted_and_read(hf_folder: HFFolder, tmp_path: Path, recipe
     weights = [p for p in model.parameters() if isinstance(p, QuantizedTensor)]
     assert summary.parameters == len(weights) and summary.weights == sum(w.numel() for w in weights)
     sizes = {
-        kind: sum(t.nbytes for w in weights for f, t in w.fields.items() if kind in f) for kind in ("data", "scale")
+        kind: sum(t.nbytes for w in weights for f, t in w.fields.items() if f.endswith(ends))
+        for kind, ends in (("data", "_data"), ("scale", ("_scale_inv", "_amax")))
     }
     assert (summary.data_bytes, summary.scale_bytes) == (sizes["data"], sizes["scale"])
     assert bits <= summary.bits_per_weight < 1.05 * bits
-    statistics = scale_statistics(tmp_path / "fp8")[name]
+    found = scale_statistics(tmp_path / "fp8")[name]
     scales = torch.cat([w.fields["rowwise_scale_inv"].flatten() for w in weights])
     values = 2.0 ** (scales.double() - 127) if scales.dtype == torch.uint8 else scales.double()
-    assert statistics.count == values.numel()
-    assert (statistics.smallest, statistics.largest) == (values.min().item(), values.max().item())
-    assert statistics.smallest <= statistics.median <= statistics.largest
+    assert found.count == values.numel()
+    assert (found.smallest, found.largest) == (values.min().item(), values.max().item())
+    assert found.median == values.median().item()
+
+
+def test_scales_of_eight_bits_are_kept_as_counts() -> None:
+    """NVFP4 has one for 16 weights: all of a large model's are more than fit in memory."""
+    stored = torch.randint(0, 127, (300, 200), dtype=torch.uint8)
+    for dtype in (torch.uint8, torch.float8_e4m3fn):
+        values, counts = statistics._counted(stored.view(dtype))
+        assert len(values) == len(counts) == 127 and int(counts.sum()) == stored.numel()
+        assert int(counts[values.argmin()]) == int((stored == 0).sum())
 
 
 def test_the_verb(hf_folder: HFFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,11 +98,8 @@ def test_a_hugging_face_folder_has_what_its_files_hold(
     )
     values = torch.cat([t.flatten().double() for t in scales])
     values = 2 ** (values - 127) if case == "mxfp4-gpt-oss" else values
-    statistics = scale_statistics(source)[name]
-    assert (statistics.count, statistics.smallest, statistics.largest) == (
-        values.numel(),
-        values.min().item(),
-        values.max().item(),
-    )
+    of_files = scale_statistics(source)[name]
+    expected = ScaleStatistics(values.numel(), *(f(values).item() for f in (torch.min, torch.median, torch.max)))
+    assert of_files == expected
     assert main(["inspect", str(source), "--scales", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["scales"][name]["count"] == values.numel()
