@@ -99,9 +99,10 @@ def _of_files(ckpt: Checkpoint, quantized: QuantizedFiles) -> FormatSummary:
 
 def scale_statistics(path: PathLike) -> dict[str, ScaleStatistics]:
     """Return format -> statistics of the rowwise scales of all its parameters, or of the scales of a Hugging Face
-    folder's blocks; reads the scales, no weights."""
+    folder's blocks; reads the scales, no weights. One that is no number is a CheckpointError that names its tensor."""
     found: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     with open_checkpoint(path) as ckpt:
+        ckpt.check_scales()
         for name, stored in _scales(ckpt) if ckpt.quantized is None else _scales_of_files(ckpt.quantized):
             found.setdefault(name, []).append(_counted(stored))
     return {name: _statistics(*map(torch.cat, zip(*parts))) for name, parts in found.items()}

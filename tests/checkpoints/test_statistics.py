@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from te_models import GPTModel
 from te_models.checkpoints import inspect, quantize, statistics
@@ -103,3 +104,12 @@ def test_a_hugging_face_folder_has_what_its_files_hold(
     assert of_files == expected
     assert main(["inspect", str(source), "--scales", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["scales"][name]["count"] == values.numel()
+
+
+def test_a_scale_that_is_no_number_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, _ = make(CASES["fp8-dense"], tmp_path)
+    tensors, name = stored(source), "model.layers.1.mlp.up_proj.weight_scale_inv"
+    tensors[name][0, 0] = torch.nan
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    assert main(["inspect", str(source), "--scales", "--json"]) == 2
+    assert f"{name!r} has a scale that is NaN" in capsys.readouterr().err
