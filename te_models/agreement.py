@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest difference of logits, as a part of the largest logit, that still counts as agreement."""
 
 _WINDOW = 64
+_TOKENIZERS = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
 
 
 @dataclass(frozen=True)
@@ -257,6 +259,8 @@ def _windows(
     if text is None:
         ids = torch.randint(vocabulary, (tokens,), generator=torch.Generator().manual_seed(seed))
     else:
+        if not any(any(Path(folder).glob(name)) for name in _TOKENIZERS):  # transformers makes up an empty one for some
+            raise ValueError(f"{folder} has no tokenizer to read the text with; allowed: a folder with tokenizer.json")
         transformers = require("transformers", "hf", feature="the comparison")
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **_OPTIONS)
         ids = torch.tensor(tokenizer(text)["input_ids"][:tokens], dtype=torch.int64)

@@ -206,3 +206,13 @@ def test_a_text_is_read_with_the_tokenizer(tmp_path: Path, capsys: pytest.Captur
     assert json.loads(capsys.readouterr().out)["tokens"] == 4
     assert main(["verify", "--logits", *folders, "--text", str(tmp_path / "empty")]) == 2
     assert "the text has no tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("case", ["gemma2", "qwen2", "llama"])
+def test_a_text_needs_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str) -> None:
+    """transformers makes one up for some families, without words: a model of one token would agree with any."""
+    source = str(save(case, tmp_path / "hf"))
+    (tmp_path / "text").write_text("a b b a")
+    capsys.readouterr()
+    assert main(["verify", "--logits", source, source, "--text", str(tmp_path / "text")]) == 2
+    assert "hf has no tokenizer to read the text with" in capsys.readouterr().err
