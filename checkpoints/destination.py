@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
-from .errors import CheckpointError, quote
+from .errors import CheckpointError, quote, shorten
 
 
 def named(destination: Path) -> Path:
@@ -58,6 +59,19 @@ def check_not_above(source: Path, destination: Path) -> None:
     surroundings. The folder itself may be replaced: it stays until the new one is complete."""
     if destination.resolve() in source.resolve().parents:
         raise CheckpointError(f"{destination} contains the folder that is read; choose another destination")
+
+
+def check_in_place(source: Path, destination: Path, kept: Collection[str]) -> None:
+    """Raise CheckpointError where `destination` is the folder that is read and has files that are not `kept`: neither
+    read nor copied, they would be gone."""
+    if not (destination.exists() and destination.samefile(source)):
+        return
+    lost = sorted(path.name for path in source.iterdir() if path.name not in kept)
+    if lost:
+        raise CheckpointError(
+            f"{destination} is the folder that is read, and replacing it would remove {shorten(lost)}; choose another "
+            "destination, or move them away first"
+        )
 
 
 def check_space(destination: Path, nbytes: int) -> None:

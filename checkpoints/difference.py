@@ -11,17 +11,21 @@ import torch
 
 from .buffers import Ring
 from .carried import our_names
-from .checkpoint import Checkpoint, open_checkpoint
+from .checkpoint import Checkpoint
 from .convert import PathLike
 from .families.family import differing_fields
 from .meter import Progress
-from .naming import expected_tensors
+from .naming import ExpertLayout, expected_tensors
+from .pair import open_pair
 from .parameters import Parameters
 from .plan import copy_of
+from .quantized_outputs import value_bands
 from .verify import VerifyReport, compare_bits, output_layers
 
 _PART = 1 << 20
 """Elements that are compared at a time."""
+
+_LAYOUTS: tuple[ExpertLayout, ExpertLayout] = ("grouped", "per-gemm")
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ def diff(a: PathLike, b: PathLike, *, progress: Progress | None = None) -> DiffR
     measures. The tensors of the report are in the order of their relative difference, the largest first.
     """
     report = DiffReport()
-    with open_checkpoint(a) as left, open_checkpoint(b) as right:
+    with open_pair(a, b) as (left, right):
         mine, theirs = left.config.to_dict(), right.config.to_dict()
         for path in differing_fields(mine, theirs):
             report.config[path] = _at(mine, path), _at(theirs, path)
@@ -84,13 +88,17 @@ def diff(a: PathLike, b: PathLike, *, progress: Progress | None = None) -> DiffR
                 report.notes.append(f"{name}: only in {a if name in shapes else b}")
             elif shapes[name] != other[name]:
                 report.notes.append(f"{name}: {list(shapes[name])} and {list(other[name])}")
-        sides = [Parameters(c.store, c.namespace, c.config, c.formats, "grouped") for c in (left, right)]
+        sides, members = (
+            [Parameters(c.store, c.namespace, c.config, c.formats, layout) for c in (left, right)]
+            for layout in _LAYOUTS
+        )
         total, done = sum(math.prod(shapes[name]) for name in common), 0
         for name in common:
             kinds = [_kind(parameters, name) for parameters in sides]
             if kinds[0] != kinds[1]:
                 report.notes.append(f"{name}: {kinds[0]} and {kinds[1]}")
-            found = _compare(name, math.prod(shapes[name]), *(_values(parameters, name) for parameters in sides))
+            values = (_values(*side, name) for side in zip(sides, members))
+            found = _compare(name, math.prod(shapes[name]), *values)
             if found.differing:
                 report.tensors.append(found)
             else:
@@ -112,23 +120,39 @@ def _at(values: Any, path: str) -> Any:
 def _kind(parameters: Parameters, name: str) -> str:
     if name in parameters.formats:
         return str(parameters.formats[name]["format"])
-    return str(parameters.dtype(name)).removeprefix("torch.")
+    return " with ".join(sorted(str(dtype).removeprefix("torch.") for dtype in parameters.dtypes(name)))
 
 
-def _values(parameters: Parameters, name: str) -> Iterator[torch.Tensor]:
-    """Yield the values of a parameter as float32 [n], some rows at a time; the parts depend on its shape only."""
+def _values(parameters: Parameters, members: Parameters, name: str) -> Iterator[torch.Tensor]:
+    """Yield the values of a parameter as float32 or wider [n], some rows at a time."""
+    if name in parameters.formats:
+        yield from (band.flatten() for _, band in value_bands(parameters, members, name, torch.float32))
+        return
     shape = parameters.shapes[name]
-    whole = parameters.quantized(name).dequantize(torch.float32) if name in parameters.formats else None
     rows = max(1, _PART // max(1, math.prod(shape[1:])))
     for begin in range(0, shape[0], rows):
-        end = min(begin + rows, shape[0])
-        part = parameters.part(name, 0, begin, end) if whole is None else whole[begin:end]
-        yield part.to(torch.float32).flatten()
+        part = parameters.part(name, 0, begin, min(begin + rows, shape[0]))
+        yield part.to(torch.promote_types(part.dtype, torch.float32)).flatten()
+
+
+def _paired(a: Iterator[torch.Tensor], b: Iterator[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the same parts of two parameters of equal shape, which come in parts of other sizes."""
+    x = y = torch.empty(0)
+    while True:
+        x = next(a, None) if x.numel() == 0 else x
+        y = next(b, None) if y.numel() == 0 else y
+        if x is None or y is None:
+            assert x is y, "both have as many elements"
+            return
+        n = min(x.numel(), y.numel())
+        if n:
+            yield x[:n], y[:n]
+        x, y = x[n:], y[n:]
 
 
 def _compare(name: str, elements: int, a: Iterator[torch.Tensor], b: Iterator[torch.Tensor]) -> TensorDifference:
     differing, largest, squares, reference = 0, 0.0, 0.0, 0.0
-    for x, y in zip(a, b, strict=True):
+    for x, y in _paired(a, b):
         difference = torch.where((x == y) | (x.isnan() & y.isnan()), 0.0, (x - y).abs())
         differing += int(torch.count_nonzero(difference))  # NaN counts
         largest = max(largest, math.nan if difference.isnan().any() else float(difference.max()), key=_nan_last)

@@ -44,11 +44,11 @@ def choose_family(config: ModelConfig, source: Source | None, wanted: str | None
 
 
 def find_family(config: ModelConfig) -> Family:
-    """Return the first family that can express the model, or raise CheckpointError with each family's reason."""
+    """Return the first family that can express the model, or raise CheckpointError with the nearest ones' reasons."""
     try:
         return first_that_expresses((family for family in FAMILIES.values() if text_part(family) is None), config)
     except CheckpointError as error:
-        raise CheckpointError(f"no family can store this model: {error}") from None
+        raise CheckpointError(f"no family can store this model; of the nearest, {error}") from None
 
 
 def export_config(config: ModelConfig, source: Source | None, family: Family, stored_dtype: str) -> dict[str, Any]:

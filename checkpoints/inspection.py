@@ -17,7 +17,8 @@ from .statistics import FormatSummary, count_parts, summarize_formats
 class Inspection:
     """A folder's content. `parameters` counts logical weights, `active_parameters` those that one token uses, `parts`
     those of each part of the model; `carried_bytes` are those of tensors that the model does not use and conversions
-    keep; `formats` counts the parameters in each quantized format, `quantized` says what they take."""
+    keep; `formats` counts the parameters in each quantized format, of a Hugging Face folder the tensors in the one that
+    it declares, and `quantized` says what they take."""
 
     path: str
     kind: str
@@ -65,10 +66,11 @@ class Inspection:
             lines.append(f"  experts     {self.layout} layout")
         if self.carried_bytes:
             lines.append(f"  carried     {self.carried_bytes / 1e6:.1f} MB that the model does not use")
+        counted = "tensors" if self.kind == "hf" else "parameters"
         for name, f in self.quantized.items():
             share = f.scale_bytes / (f.data_bytes + f.scale_bytes)
             lines.append(
-                f"  quantized   {name}: {f.parameters} parameters, {f.bits_per_weight:.2f} bits per weight, of which "
+                f"  quantized   {name}: {f.parameters} {counted}, {f.bits_per_weight:.2f} bits per weight, of which "
                 f"{share:.1%} scales"
             )
         return "\n".join(lines)
@@ -83,6 +85,7 @@ def inspect(path: PathLike) -> Inspection:
         moe = ckpt.config.moe
         idle = in_experts * (moe.num_moe_experts - moe.moe_router_topk) // moe.num_moe_experts if moe else 0
         sizes: Counter[str] = Counter()
+        formats = summarize_formats(ckpt)
         for name, info in ckpt.files.tensors.items():
             sizes[ckpt.files.file_of[name]] += info.nbytes
         return Inspection(
@@ -97,8 +100,8 @@ def inspect(path: PathLike) -> Inspection:
             active_parameters=total - idle,
             parts=count_parts(shapes),
             dtypes=dict(Counter(info.dtype for info in ckpt.files.tensors.values())),
-            formats=dict(Counter(str(meta["format"]) for meta in ckpt.formats.values())),
-            quantized=summarize_formats(ckpt),
+            formats={name: summary.parameters for name, summary in formats.items()},
+            quantized=formats,
             config=ckpt.config.to_dict(),
             tensors={name: (info.dtype, info.shape) for name, info in ckpt.files.tensors.items()},
         )

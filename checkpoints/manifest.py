@@ -29,6 +29,13 @@ def manifest_bytes(records: Mapping[str, FileRecord]) -> bytes:
 
 def read_manifest(folder: Path) -> dict[str, FileRecord]:
     """Read a folder's manifest.json."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder")
+    if not (folder / MANIFEST).exists() and not (folder / MANIFEST).is_symlink():
+        raise CheckpointError(
+            f"{folder} has no {MANIFEST} that it could be checked against: te-models writes one into each of its "
+            "folders; a second folder may be named to compare it with"
+        )
     files = read_object(plain_file(folder, MANIFEST), MANIFEST).get("files")
     if not isinstance(files, dict):
         raise CheckpointError(f"{MANIFEST} has no 'files'")
@@ -58,8 +65,6 @@ def check_manifest(folder: str | Path, *, progress: Callable[[int, int], None] |
         CheckpointError: names the first file that is not as listed, and which of its tensors are damaged.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder")
     records = read_manifest(folder)
     paths = {name: file_inside(folder, name, MANIFEST) for name in records}
     total, done = sum(record.size for record in records.values()), 0

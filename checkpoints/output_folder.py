@@ -9,8 +9,9 @@ from pathlib import Path
 from .atomic import FINISHED, new_folder
 from .checkpoint import Checkpoint
 from .conversion_report import REPORT
-from .destination import check_destination, check_not_above, check_place, check_space
+from .destination import check_destination, check_in_place, check_not_above, check_place, check_space
 from .errors import CheckpointError
+from .formats import SEPARATE
 from .manifest import MANIFEST, manifest_bytes
 from .meter import Progress
 from .moved_report import moved_report
@@ -21,7 +22,10 @@ from .sidecars import find_sidecars, note_left_behind
 from .store import FileStore, Store
 from .strict_json import parse_object
 from .te_folder import CONFIG
+from .weight_files import INDEX
 from .writer import write_small_file, write_weights
+
+_WRITTEN_ANEW = (CONFIG, INDEX, MANIFEST, REPORT, SEPARATE)
 
 
 def write_folder(
@@ -53,6 +57,9 @@ def write_folder(
     sidecars: dict[str, Path] = {}
     if sidecars_from is not None:
         sidecars = find_sidecars(sidecars_from, parse_object(config, CONFIG))
+        if files is not None:
+            copied = {name.partition("/")[0] for name in sidecars}
+            check_in_place(sidecars_from, destination, {*files.metadata, *copied, *_WRITTEN_ANEW})
         plan = replace(plan, notes=plan.notes + note_left_behind(sidecars_from, sidecars))
     shards = split_shards(plan, max_shard_bytes)
     check_space(destination, plan.total_bytes)

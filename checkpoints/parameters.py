@@ -90,8 +90,11 @@ class Parameters:
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the stored dtype of an entry; one that holds the numbers of all where it is joined from several."""
-        found = {torch_dtype(self.store.tensors[piece.source].dtype) for piece in self._pieces[name]}
-        return functools.reduce(torch.promote_types, found)
+        return functools.reduce(torch.promote_types, self.dtypes(name))
+
+    def dtypes(self, name: str) -> set[torch.dtype]:
+        """Return the stored dtypes of the parts that an entry is joined from."""
+        return {torch_dtype(self.store.tensors[piece.source].dtype) for piece in self._pieces[name]}
 
     def members(self, name: str) -> Iterator[str]:
         """List the per-GEMM names of a grouped parameter."""

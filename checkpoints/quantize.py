@@ -11,7 +11,6 @@ import torch
 from te_models.layers import Recipe
 from te_models.layers import recipe as recipe_by_name
 
-from .bands import Rows, dequantize_bands
 from .carried import our_names
 from .carried_values import carried_undeclared_as_values
 from .checkpoint import Checkpoint, open_checkpoint
@@ -26,8 +25,8 @@ from .output_folder import write_conversion
 from .overflow import check_decoded
 from .parameters import Parameters
 from .plan import Output, Plan, make_plan
-from .quantized_format import SUFFIXES, describe, quantizer_of
-from .quantized_outputs import matrices, quantized_outputs
+from .quantized_format import describe
+from .quantized_outputs import quantized_outputs, value_bands
 from .shards import MAX_SHARD_BYTES
 from .te_folder import TEFolder
 from .te_namespace import formats_in_layout, te_namespace
@@ -151,15 +150,7 @@ def _dequantized(
     """Return the function that computes the values of one parameter, band after band."""
 
     def compute() -> Iterator[torch.Tensor]:
-        quantizer, _ = quantizer_of(name, params.formats[name])
-        source, names = matrices(params, members, name)
-        for matrix in names:
-
-            def read(field: str, axis: int, part: Rows | None, matrix: str = matrix) -> torch.Tensor:
-                entry = matrix + SUFFIXES[field]
-                return source.entry(entry) if part is None else source.part(entry, axis, *part)
-
-            for band in dequantize_bands(quantizer, params.shapes[name][-2:], dtype, read):
-                yield check_decoded(band, matrix)
+        for matrix, band in value_bands(params, members, name, dtype):
+            yield check_decoded(band, matrix)
 
     return compute

@@ -13,7 +13,7 @@ from te_models.layers.field_schema import empty_fields, field_layouts
 from te_models.layers.quantizer import Quantizer
 from te_models.memory import return_freed_memory
 
-from .bands import BAND_ELEMENTS, Amaxes, Matrix, Read, amaxes_once, quantize_bands
+from .bands import BAND_ELEMENTS, Amaxes, Matrix, Read, Rows, amaxes_once, dequantize_bands, quantize_bands
 from .boxes import Shape
 from .conversion_report import Measure
 from .parameters import Parameters
@@ -76,6 +76,22 @@ def _reader(source: Parameters, matrix: str) -> Read:
 def matrices(params: Parameters, members: Parameters, name: str) -> tuple[Parameters, list[str]]:
     """Return where to read the matrices of a parameter, which have their own scales, and their names there."""
     return (params, [name]) if len(params.shapes[name]) == 2 else (members, list(params.members(name)))
+
+
+def value_bands(
+    params: Parameters, members: Parameters, name: str, dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the values of a quantized parameter band after band, each with the name of its matrix; see `matrices`."""
+    quantizer, _ = quantizer_of(name, params.formats[name])
+    source, names = matrices(params, members, name)
+    for matrix in names:
+
+        def read(field: str, axis: int, part: Rows | None, matrix: str = matrix) -> torch.Tensor:
+            entry = matrix + SUFFIXES[field]
+            return source.entry(entry) if part is None else source.part(entry, axis, *part)
+
+        for band in dequantize_bands(quantizer, params.shapes[name][-2:], dtype, read):
+            yield matrix, band
 
 
 def _by_usage(quantizer: Quantizer) -> list[Quantizer]:

@@ -25,7 +25,7 @@ def parse_size(max_shard_size: int | str) -> int:
     """Return a number of bytes given as such or as text: "5GB" (10^9), "5GiB" (2^30) or plain digits."""
     if isinstance(max_shard_size, int):
         return max_shard_size
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmgt]?)(i?)b?", max_shard_size.strip().lower())
+    match = re.fullmatch(r"(\d{1,99}(?:\.\d+)?) ?([kmgt]?)(i?)b?", max_shard_size.strip().lower())
     size = 0
     if match is not None and (match[2] or not match[3]):
         size = int(float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " "))

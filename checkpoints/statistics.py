@@ -12,6 +12,9 @@ import torch
 from .boxes import Shape
 from .checkpoint import Checkpoint, open_checkpoint
 from .convert import PathLike
+from .families import FAMILIES
+from .formats.numbers import scale_to_float
+from .formats.source import QuantizedFiles
 from .header import byte_count
 from .naming import expected_tensors, is_expert_stack
 from .parameters import Parameters
@@ -22,8 +25,8 @@ _SCALES = SUFFIXES["rowwise_scale_inv"]
 
 @dataclass(frozen=True)
 class FormatSummary:
-    """The parameters of one quantized format: how many, their weights, the bytes of their numbers and of their scales
-    (all copies), and the bits that one weight takes."""
+    """The parameters of one quantized format, or the tensors of a Hugging Face folder that it stands for: how many,
+    their weights, the bytes of their numbers and of their scales (all copies), and the bits that one weight takes."""
 
     parameters: int
     weights: int
@@ -68,7 +71,9 @@ def _part(name: str) -> str:
 
 
 def summarize_formats(ckpt: Checkpoint) -> dict[str, FormatSummary]:
-    """Return format -> summary; nothing is read."""
+    """Return format -> summary, of a Hugging Face folder the format that it declares; nothing is read."""
+    if ckpt.quantized is not None:
+        return {ckpt.quantized.format.name: _of_files(ckpt, ckpt.quantized)}
     shapes = expected_tensors(ckpt.config)
     sums: dict[str, list[int]] = {}
     for name, meta in ckpt.formats.items():
@@ -81,23 +86,51 @@ def summarize_formats(ckpt: Checkpoint) -> dict[str, FormatSummary]:
     return {name: FormatSummary(*total) for name, total in sums.items()}
 
 
+def _of_files(ckpt: Checkpoint, quantized: QuantizedFiles) -> FormatSummary:
+    """Return the summary of what the files hold, which may not be the form that an import stores it in."""
+    plain = FAMILIES[ckpt.family or ""].namespace(ckpt.config, ckpt.source and ckpt.source.form)
+    tensors = ckpt.files.tensors
+    weights = sum(math.prod(plain.stored[name].shape) for name in quantized.weights)
+    data, *scales = (
+        sum(tensors[name + part.suffix].nbytes for name in quantized.weights) for part in quantized.format.parts
+    )
+    return FormatSummary(len(quantized.weights), weights, data, sum(scales))
+
+
 def scale_statistics(path: PathLike) -> dict[str, ScaleStatistics]:
-    """Return format -> statistics of the rowwise scales of all its parameters; reads the scales, no weights."""
+    """Return format -> statistics of the rowwise scales of all its parameters, or of the scales of a Hugging Face
+    folder's blocks; reads the scales, no weights. One that is no number is a CheckpointError that names its tensor."""
+    found: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     with open_checkpoint(path) as ckpt:
-        found: dict[str, list[torch.Tensor]] = {}
-        for name, scales in _scales(ckpt):
-            found.setdefault(str(ckpt.formats[name]["format"]), []).append(scales)
-    result = {}
-    for name, parts in found.items():
-        values = torch.cat(parts)
-        result[name] = ScaleStatistics(values.numel(), values.min().item(), values.median().item(), values.max().item())
-    return result
+        ckpt.check_scales()
+        for name, stored in _scales(ckpt) if ckpt.quantized is None else _scales_of_files(ckpt.quantized):
+            found.setdefault(name, []).append(_counted(stored))
+    return {name: _statistics(*map(torch.cat, zip(*parts))) for name, parts in found.items()}
+
+
+def _counted(stored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the values that scales have, and how many have each: of eight bits there are 256, however many scales."""
+    if stored.dtype.itemsize > 1:
+        return torch.unique(scale_to_float(stored), return_counts=True)
+    counts = torch.bincount(stored.contiguous().view(torch.uint8).flatten(), minlength=256)
+    codes = counts.nonzero().flatten()
+    return scale_to_float(codes.to(torch.uint8).view(stored.dtype)), counts[codes]
+
+
+def _statistics(values: torch.Tensor, counts: torch.Tensor) -> ScaleStatistics:
+    values, order = values.sort()
+    up_to = counts[order].cumsum(0)
+    middle = values[torch.searchsorted(up_to, (up_to[-1] - 1) // 2, right=True)]
+    return ScaleStatistics(int(up_to[-1]), values[0].item(), middle.item(), values[-1].item())
 
 
 def _scales(ckpt: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
     parameters = Parameters(ckpt.store, ckpt.namespace, ckpt.config, ckpt.formats, "grouped")
-    for name in ckpt.formats:
-        stored = parameters.entry(name + _SCALES)
-        # bytes are exponents of two, as the OCP microscaling specification stores them (E8M0)
-        values = torch.exp2(stored.float() - 127) if stored.dtype == torch.uint8 else stored.float()
-        yield name, values.flatten()
+    for name, meta in ckpt.formats.items():
+        yield str(meta["format"]), parameters.entry(name + _SCALES)
+
+
+def _scales_of_files(quantized: QuantizedFiles) -> Iterator[tuple[str, torch.Tensor]]:
+    parts = [part for part in quantized.format.scales if part.meaning == "scale"]
+    for name in (weight + part.suffix for weight in quantized.weights for part in parts):
+        yield quantized.format.name, quantized.files.view(name)

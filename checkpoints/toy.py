@@ -17,6 +17,7 @@ from .checkpoint import Checkpoint, open_checkpoint
 from .convert import PathLike
 from .errors import CheckpointError
 from .families import FAMILIES, Family
+from .families.moe_fields import Groups
 from .formats import SEPARATE
 from .formats.source import VALUES
 from .hf_config import export_config
@@ -59,6 +60,9 @@ def toy(
         part = Part(ckpt, family, form, config, tuple(chosen))
         plan, quantized = cut(part)
         plan = replace(plan, report=moved_report(plan, ckpt.files.tensors))
+        if experts == 1 and any(isinstance(entry, Groups) for entry in family.fields):
+            note = f"transformers does not run {family.model_type} with one expert: it values a group by its two best"
+            plan = replace(plan, notes=(*plan.notes, note))
         values, extra = _hf_config(ckpt, family, config), {}
         if ckpt.quantized is not None and quantized:
             declaration = ckpt.quantized.declaration

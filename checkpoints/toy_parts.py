@@ -81,9 +81,10 @@ def cut(part: Part) -> tuple[Plan, bool]:
         else:
             outputs.append(Output(name, files[source].dtype, shape, tuple(pieces)))
     outputs += _further(part)
+    outputs += (copy_of(files[copy], copy, copy) for copy in ckpt.tied_copies)
     kept = list(unused_outputs(part, target))
     carried = tuple(output.name for output in kept)
-    return Plan((*outputs, *kept), tuple(ckpt.tied_copies), carried=carried), found
+    return Plan((*outputs, *kept), carried=carried), found
 
 
 def renumbered(declaration: Mapping[str, Any], part: Part) -> dict[str, Any]:

@@ -88,10 +88,12 @@ def upcycle(
                 outputs.append(Output(name, by_name[name].dtype, shape, compute=compute, variant=variant))
             else:
                 outputs.append(by_name[name])
-        plan = Plan(tuple(outputs), plan.ignored)
+        family = _moe_family(config)
+        notes = () if family is not None else ("no Hugging Face family stores this mixture, so it cannot be exported",)
+        plan = Plan(tuple(outputs), plan.ignored, notes=notes)
         source = source_of(ckpt)
         if source is not None:
-            source = Source(_moe_family(config), source.config, source.dtype)
+            source = Source(family, source.config, source.dtype)
         return write_conversion(
             ckpt,
             Path(dst),

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from .boxes import intersect
 from .buffers import Ring
 from .carried import our_names
-from .checkpoint import Checkpoint, open_checkpoint
+from .checkpoint import Checkpoint
 from .convert import PathLike
-from .dtypes import bits_of, torch_dtype
+from .dtypes import FLOATS, bits_of, dtype_name, torch_dtype
 from .families.family import differing_fields
-from .links import compose, identity_namespace
+from .links import Piece, compose, identity_namespace
 from .meter import Progress
 from .move import stream
 from .origin import differing_scales
+from .pair import open_pair
 from .plan import Output, copy_of
 from .quantized_format import SUFFIXES
 
@@ -59,7 +62,7 @@ def verify(a: PathLike, b: PathLike, *, progress: Progress | None = None) -> Ver
     where both folders have files of one format and form, now or before their import.
     """
     report = VerifyReport()
-    with open_checkpoint(a) as left, open_checkpoint(b) as right:
+    with open_pair(a, b) as (left, right):
         for path in differing_fields(left.config.to_dict(), right.config.to_dict()):
             report.add(f"config: {path} differs")
         for difference in differing_scales(left, right):
@@ -79,7 +82,11 @@ def verify(a: PathLike, b: PathLike, *, progress: Progress | None = None) -> Ver
         total = sum(outputs_a[name].nbytes for name in common)
         rings = Ring(), Ring()
         for name in common:
-            compare_bits(report, left, outputs_a[name], right, outputs_b[name], rings)
+            parts = _parts_of_other_dtypes(left, outputs_a[name].pieces, right, outputs_b[name].pieces)
+            if parts is not None:
+                report.add(f"{name}: {parts}")
+            else:
+                compare_bits(report, left, outputs_a[name], right, outputs_b[name], rings)
             report.tensors += 1
             report.bytes += outputs_a[name].nbytes
             if progress is not None:
@@ -91,11 +98,35 @@ def _canonical_outputs(ckpt: Checkpoint) -> dict[str, Output]:
     target = identity_namespace(ckpt.namespace.canonical)
     outputs = {}
     for name, pieces in compose(ckpt.namespace, target).items():
-        dtypes = sorted({ckpt.tensors[piece.source].dtype for piece in pieces})
-        outputs[name] = Output(name, dtypes[0], target.canonical[name], tuple(pieces))
+        outputs[name] = Output(name, _joint_dtype(_dtypes(ckpt, pieces)), target.canonical[name], tuple(pieces))
     for name, copy in our_names(ckpt.carried).items():
         outputs[copy] = copy_of(ckpt.tensors[name], name, copy)
     return outputs
+
+
+def _dtypes(ckpt: Checkpoint, pieces: Iterable[Piece]) -> set[str]:
+    return {ckpt.tensors[piece.source].dtype for piece in pieces}
+
+
+def _joint_dtype(found: set[str]) -> str:
+    """Return the dtype that holds the numbers of all: rounded to another, different ones could be the same."""
+    if len(found) == 1 or not found <= FLOATS:
+        return min(found)
+    return dtype_name(functools.reduce(torch.promote_types, map(torch_dtype, sorted(found))))
+
+
+def _parts_of_other_dtypes(
+    left: Checkpoint, a: tuple[Piece, ...], right: Checkpoint, b: tuple[Piece, ...]
+) -> str | None:
+    """Return which part of a parameter has another dtype in each folder, where one of them joins it from several."""
+    if max(len(_dtypes(left, a)), len(_dtypes(right, b))) < 2:
+        return None
+    for x in a:
+        for y in b:
+            mine, theirs = left.tensors[x.source].dtype, right.tensors[y.source].dtype
+            if mine != theirs and intersect(x.box, y.box) is not None:
+                return f"{x.source} in {mine} and {y.source} in {theirs}"
+    return None
 
 
 def output_layers(left: Checkpoint, right: Checkpoint) -> tuple[dict[str, Output], dict[str, Output]]:

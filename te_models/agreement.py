@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest difference of logits, as a part of the largest logit, that still counts as agreement."""
 
 _WINDOW = 64
+_TOKENIZERS = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
 
 
 @dataclass(frozen=True)
@@ -86,13 +88,15 @@ def compare_logits(
 
     Arguments:
         dtype: of weights and computation.
-        tokens: how many tokens to look at, in windows of 64.
+        tokens: how many tokens to look at, in windows of 64, or of the positions that the model has if they are fewer.
         text: what to look at, read with the tokenizer of `theirs`; None takes random tokens.
         tolerance: see AgreementReport; None means TOLERANCES[dtype].
         seed: of the random tokens.
     """
+    from te_models.checkpoints import open_checkpoint
     from te_models.checkpoints.hub import local_folder
     from te_models.checkpoints.strict_json import read_object
+    from te_models.checkpoints.weight_files import open_weights, plain_file
 
     if tokens < 1:
         raise ValueError(f"tokens is {tokens}; allowed: 1 or more")
@@ -102,12 +106,18 @@ def compare_logits(
     if not limit >= 0:
         raise ValueError(f"tolerance is {tolerance}; allowed: 0 or more")
     folder = local_folder(theirs)
-    config = folder / "config.json"
-    if config.is_file() and read_object(config).get("model_type") == "te_models":
+    if not folder.is_dir():
+        raise ValueError(f"{theirs} is not a folder")
+    if read_object(plain_file(folder, "config.json"), f"{folder}/config.json").get("model_type") == "te_models":
         raise ValueError(f"{theirs} is a te_models folder; allowed: a Hugging Face folder, which transformers can read")
+    open_weights(
+        folder
+    ).close()  # pickled weights, and missing files of either folder, are refused before any is loaded
+    with open_checkpoint(ours) as checkpoint:
+        longest = min(_WINDOW, checkpoint.config.max_position_embeddings)
     model = load_theirs(folder, dtype)
     vocabulary = model.get_input_embeddings().weight.shape[0]
-    windows = _windows(folder, vocabulary, tokens, text, seed)
+    windows = _windows(folder, vocabulary, tokens, text, seed, longest)
     expected = [_their_stages(model, window) for window in windows]
     del model
     mine = GPTModel.from_pretrained(ours, dtype=dtype).eval()
@@ -116,6 +126,9 @@ def compare_logits(
     got = [_our_stages(mine, window) for window in windows]
     if expected[0].keys() != got[0].keys():
         raise ValueError(f"{theirs} has {len(expected[0]) - 2} layers and {ours} {len(got[0]) - 2}")
+    widths = [stages[0]["final norm"].shape[-1] for stages in (expected, got)]
+    if widths[0] != widths[1]:
+        raise ValueError(f"{theirs} has the hidden size {widths[0]} and {ours} {widths[1]}")
     errors = {name: relative_error(_all(got, name), _all(expected, name)) for name in expected[0]}
     divergence = kl_divergence(_all(expected, "logits"), _all(got, "logits"))
     return AgreementReport(
@@ -142,10 +155,11 @@ def load_theirs(folder: str | os.PathLike[str], dtype: torch.dtype) -> Any:
         config = _their_config(folder)
         texts = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
         auto = transformers.AutoModelForCausalLM if texts else transformers.AutoModelForImageTextToText
-        model = auto.from_pretrained(folder, config=config, dtype=dtype, attn_implementation="eager", **_OPTIONS)
-    except OSError:
-        raise
+        how = {"attn_implementation": "eager", "use_safetensors": True, **_OPTIONS}
+        model = auto.from_pretrained(folder, config=config, dtype=dtype, **how)
     except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None:  # the system's; the others are transformers' own
+            raise
         reason = " ".join(str(error).split())
         reason = reason if len(reason) <= 300 else f"{reason[:297]}..."
         raise ValueError(f"transformers cannot read {folder}: {type(error).__name__}: {reason}") from error
@@ -238,14 +252,18 @@ def _all(stages: list[Stages], name: str) -> Tensor:
     return torch.cat([stage[name].flatten(0, 1) for stage in stages])
 
 
-def _windows(folder: os.PathLike[str], vocabulary: int, tokens: int, text: str | None, seed: int) -> list[Tensor]:
-    """Return windows of up to 64 tokens, `tokens` in all or as many as the text has."""
+def _windows(
+    folder: os.PathLike[str], vocabulary: int, tokens: int, text: str | None, seed: int, longest: int
+) -> list[Tensor]:
+    """Return windows of up to `longest` tokens, `tokens` in all or as many as the text has."""
     if text is None:
         ids = torch.randint(vocabulary, (tokens,), generator=torch.Generator().manual_seed(seed))
     else:
+        if not any(any(Path(folder).glob(name)) for name in _TOKENIZERS):  # transformers makes up an empty one for some
+            raise ValueError(f"{folder} has no tokenizer to read the text with; allowed: a folder with tokenizer.json")
         transformers = require("transformers", "hf", feature="the comparison")
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **_OPTIONS)
         ids = torch.tensor(tokenizer(text)["input_ids"][:tokens], dtype=torch.int64)
         if ids.numel() == 0:
             raise ValueError("the text has no tokens")
-    return list(ids.split(_WINDOW))
+    return list(ids.split(longest))

@@ -83,6 +83,12 @@ _TRAINING_ONLY = (
     "attention.attention_dropout",
 )
 
+_FAR = 100
+"""As a distance: more than that of a family that differs in single fields."""
+
+_NEAREST = 3
+"""How many families give their reasons where none fits."""
+
 
 @dataclass(frozen=True)
 class Family:
@@ -129,18 +135,33 @@ class Family:
 
     def write_config(self, config: ModelConfig) -> Values:
         """Translate back; a configuration that this family cannot express raises CheckpointError naming a field."""
+        hf, obstacles = self._translate(config)
+        if obstacles:
+            raise CheckpointError(f"the family {self.model_type!r} cannot express {next(iter(obstacles.values()))}")
+        return hf
+
+    def _translate(self, config: ModelConfig) -> tuple[Values, dict[str, str]]:
+        """Return the fields of config.json, and the fields of the model that they do not say, with their values in
+        words; "" is the field where they say nothing that can be read."""
         hf: Values = {}
         for entry in self.fields:
             hf.update(entry.write(config))
-        reason = f"the family {self.model_type!r} cannot express"
         try:
             again = self.read_config(hf)
         except CheckpointError as error:
-            raise CheckpointError(f"{reason} this model: {error}") from None
-        for path in differing_fields(again.to_dict(), config.to_dict()):
-            if path not in _TRAINING_ONLY:
-                raise CheckpointError(f"{reason} {path} = {shorten_value(get_path(config, path))}")
-        return hf
+            return hf, {"": f"this model: {error}"}
+        paths = (path for path in differing_fields(again.to_dict(), config.to_dict()) if path not in _TRAINING_ONLY)
+        return hf, {path: f"{path} = {shorten_value(get_path(config, path))}" for path in paths}
+
+    def distance(self, config: ModelConfig) -> tuple[int, str]:
+        """Return how far the family is from expressing a model, and all that it cannot express, in words."""
+        try:
+            _, obstacles = self._translate(config)
+        except CheckpointError as error:
+            return 2 * _FAR, f"{self.model_type}: {error}"
+        far = sum(1 if "." in path else _FAR if path else 2 * _FAR for path in obstacles)  # a whole part is much
+        named, more = list(obstacles.values())[:4], len(obstacles) - 4
+        return far, f"{self.model_type} cannot express {', '.join(named)}" + (f" and {more} more" if more > 0 else "")
 
     @property
     def forms(self) -> dict[str, Names]:
@@ -179,16 +200,17 @@ class Family:
 
 
 def first_that_expresses(families: Iterable[Family], config: ModelConfig) -> Family:
-    """Return the first family that can express a model, or raise CheckpointError with each one's reason."""
+    """Return the first family that can express a model, or raise CheckpointError with the reasons of the nearest."""
     reasons = []
     for family in families:
         try:
             family.write_config(config)
-        except CheckpointError as error:
-            reasons.append(str(error))
+        except CheckpointError:
+            reasons.append(family.distance(config))
         else:
             return family
-    raise CheckpointError("; ".join(reasons))
+    nearest = sorted(reasons, key=lambda reason: reason[0])[:_NEAREST]
+    raise CheckpointError("; ".join(reason for _, reason in nearest))
 
 
 def _set(nested: dict[str, Any], path: str, value: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -75,10 +75,11 @@ class QuantizedFiles:
 
     @cached_property
     def _checked(self) -> bool:
-        pow2 = self.quantizer is not None and self.quantizer.FORMAT == "mxfp8"
+        bytes_wanted = self.quantizer is not None and self.quantizer.FORMAT == "mxfp8"
         for weight in self.weights:
+            taken = weight + self.format.data.suffix in self.found.fields
             for part in self.format.scales:
-                _check_scale(self.files, weight + part.suffix, part, pow2=pow2)
+                _check_scale(self.files, weight + part.suffix, part, pow2=bytes_wanted and taken)
         return True
 
     def factor_error(self) -> float:
@@ -125,7 +126,11 @@ def open_quantized(
     dtype = torch_dtype(name)
     parameters = {link.name for link in plain.links if link.stored in weights}
     wanted = {p: quantizer for p in parameters if quantizer is not None and is_linear_weight(p)}
-    wanted |= dict.fromkeys(_unkept(files, plain, wanted, weight_format), FLOAT_BLOCKS)
+    promised = {name for name, form in wanted.items() if form == POW2_BLOCKS}
+    wanted |= dict.fromkeys(_no_powers_of_two(files, plain, promised, weight_format), FLOAT_BLOCKS)
+    to_bytes = {name for name, form in wanted.items() if any_storage and form.FORMAT == "mxfp8"}
+    anew = _no_powers_of_two(files, plain, to_bytes, weight_format)
+    wanted = {name: form for name, form in wanted.items() if name not in anew}
 
     def same(a: str, b: str) -> bool:
         return torch.equal(files.view(a).flatten().float(), files.view(b).flatten().float())
@@ -142,6 +147,7 @@ def open_quantized(
         found.inexact |= dict.fromkeys(sorted(parameters - {*wanted}), _NOT_LINEAR)
     elif storage is None or other is not None:
         found.inexact |= dict.fromkeys(sorted(parameters), "no form of ours has such scales")
+    found.inexact |= dict.fromkeys(sorted(anew), "it has a scale that is not a power of two")
     views: dict[str, View] = {}
     hidden = {*activations, *(weight + part.suffix for weight in weights for part in weight_format.parts)}
     for weight in weights:
@@ -234,18 +240,18 @@ def _match(
     match_tensors(files.tensors, expected, where=where, unused=strangers)
 
 
-def _unkept(
-    files: FileStore, plain: Namespace, wanted: Mapping[str, Quantizer], weight_format: WeightFormat
+def _no_powers_of_two(
+    files: FileStore, plain: Namespace, parameters: Collection[str], weight_format: WeightFormat
 ) -> set[str]:
-    """Return the parameters of which a scale is not the power of two that the format promises, as in published files
-    (`self_attn.o_proj` of DeepSeek-V3.1-Terminus); this reads the scales of such formats."""
-    part = weight_format.part("scale_inv")
+    """Return those of the parameters of which a scale is not a power of two, be it promised, as in published files
+    (`self_attn.o_proj` of DeepSeek-V3.1-Terminus), or not; this reads their scales."""
+    part = weight_format.part("scale_inv") if parameters else None
     found: set[str] = set()
     for link in plain.links:
-        name = link.stored + part.suffix
-        if wanted.get(link.name) != POW2_BLOCKS or link.name in found or name not in files.tensors:
+        if part is None or link.name not in parameters or link.name in found:
             continue
-        if not all(numbers.is_power_of_two(scales).all() for scales in _scales(files, name)):
+        name = link.stored + part.suffix
+        if name in files.tensors and not all(numbers.is_power_of_two(s).all() for s in _scales(files, name)):
             found.add(link.name)
     return found
 
@@ -273,5 +279,5 @@ def _check_scale(files: FileStore, name: str, part: Part, *, pow2: bool) -> None
         if pow2 and part.meaning == "scale" and not numbers.is_power_of_two(scales).all():
             raise CheckpointError(
                 f"{name!r} has a scale that is not a power of two, as storage in mxfp8 needs; --storage float8_block "
-                "takes it over"
+                "takes it over, --allow-requantize quantizes it anew"
             )

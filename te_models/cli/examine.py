@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from .parser import Verbs, emit, read_text, table, verb
@@ -145,12 +144,14 @@ def _compare_logits(args: argparse.Namespace, options: dict[str, Any]) -> int:
 
 def _check_one(args: argparse.Namespace) -> int:
     from te_models.checkpoints import CheckpointError, check_manifest
+    from te_models.checkpoints.hub import local_folder
     from te_models.checkpoints.manifest import read_manifest
 
-    files, problem = len(read_manifest(Path(args.a))), None
+    folder = local_folder(args.a)
+    files, problem = len(read_manifest(folder)), None
     try:
         with byte_progress("verify") as progress:
-            check_manifest(args.a, progress=progress)
+            check_manifest(folder, progress=progress)
     except CheckpointError as error:
         problem = str(error)
     text = f"{args.a}: {problem or f'{files} files are as manifest.json says'}"

@@ -7,6 +7,7 @@ failed (disk full, out of memory, an error of ours); 130 interrupted.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 import traceback
@@ -47,6 +48,9 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code. Usage errors exit with 2, as argparse does."""
     code, debug = 0, False
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        # a name or a text that the terminal's encoding does not have is no reason for work that is done to fail
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
             args = _parse(argv)

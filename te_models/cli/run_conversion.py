@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -119,5 +120,19 @@ def _check_replaceable(out: Path, *, force: bool) -> None:
         return
     if not force:
         raise ValueError(f"{out} exists; --force replaces it")
-    if not (out / "config.json").is_file():
+    if not _is_model_folder(out):
         raise ValueError(f"{out} is not a model folder, so --force does not replace it")
+
+
+def _is_model_folder(folder: Path) -> bool:
+    """Whether a folder's config.json, which other programs have too, is that of a model, or weights lie beside it."""
+    from te_models.checkpoints import CheckpointError
+    from te_models.checkpoints.strict_json import read_object
+
+    config = folder / "config.json"
+    if not config.is_file():
+        return False
+    with contextlib.suppress(CheckpointError):  # damaged or not, what lies beside weights is replaced
+        if isinstance(read_object(config).get("model_type"), str):
+            return True
+    return any(folder.glob("*.safetensors"))

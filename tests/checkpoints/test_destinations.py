@@ -125,3 +125,22 @@ def test_a_source_that_is_no_path(tmp_path: Path, name: str | Path) -> None:
     for convert in (import_hf, reshard):
         with refused("^'a+'.* cannot be read: File name too long", tmp_path):
             convert(name, tmp_path / "ours")
+
+
+@pytest.mark.parametrize("lost", ["README.md", "pytorch_model.bin", "original/params.json", ".git/HEAD"])
+def test_what_lies_beside_a_model_is_not_lost_in_place(
+    hf_folder: HFFolder, tmp_path: Path, dry_run: bool, lost: str
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(hf_folder("llama"), folder)
+    (folder / "LICENSE").write_text("free")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates/tools.jinja").write_text("{}")
+    reshard(folder, folder, overwrite=True, max_shard_bytes=10_000)
+    (folder / lost).parent.mkdir(exist_ok=True)
+    (folder / lost).write_text("mine")
+    first = lost.partition("/")[0]
+    with refused(f"model is the folder that is read, and replacing it would remove '{first}'; choose", tmp_path):
+        reshard(folder, folder, overwrite=True, dry_run=dry_run)
+    reshard(folder, tmp_path / "other", overwrite=True, dry_run=dry_run)
+    assert (folder / lost).read_text() == "mine"

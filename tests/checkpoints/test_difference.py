@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from te_models.checkpoints import diff, import_hf, quantize, relayout
+from te_models.checkpoints import bands, diff, difference, import_hf, quantize, relayout, verify
+from te_models.checkpoints.parameters import Parameters
 from te_models.cli.main import main
 from tests.checkpoints.hf_cases import HFFolder
+from tests.checkpoints.quantized_cases import CASES, make
 
 NAME = "decoder.layers.0.mlp.linear_fc2.weight"
 
@@ -94,3 +98,46 @@ def test_the_verb(hf_folder: HFFolder, tmp_path: Path, capsys: pytest.CaptureFix
     out = capsys.readouterr().out
     assert "parameter" in out and NAME in out and out.endswith("7 parameters have equal values, 8 differ\n")
     assert main(["diff", str(source), str(tmp_path / "absent")]) == 2
+
+
+def test_scales_that_no_form_of_ours_takes_over_are_seen(tmp_path: Path) -> None:
+    """Gate and up of 96 rows cut blocks of 128, so they are compared as values, which bfloat16 would round."""
+    source, _ = make(replace(CASES["fp8-moe"], model="qwen3_moe-ragged"), tmp_path)
+    shutil.copytree(source, tmp_path / "other")
+    name = "model.layers.1.mlp.experts.1.gate_proj.weight_scale_inv"
+    scales = change(tmp_path / "other", name, None)
+    change(tmp_path / "other", name, torch.nextafter(scales, torch.ones(())))
+    (difference,) = verify(source, tmp_path / "other").differences
+    assert difference.startswith("decoder.layers.1.mlp.experts.linear_fc1.weight[1, 0, 0]: ")
+    (found,) = diff(source, tmp_path / "other").tensors
+    assert found.name == "decoder.layers.1.mlp.experts.linear_fc1.weight" and 0 < found.relative < 1e-6
+    assert verify(source, source).equal and diff(source, source).equal
+
+
+@pytest.mark.parametrize("recipe", ["current", "mxfp8", "nvfp4"])
+def test_quantized_parameters_are_read_in_parts(
+    hf_folder: HFFolder, tmp_path: Path, recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts in one parameter, of which no whole copy is made, give what parts of any size give."""
+    import_hf(hf_folder("qwen3_moe", dtype=torch.float32), tmp_path / "ours")
+    quantize(tmp_path / "ours", tmp_path / "q", recipe)
+    folders = (tmp_path / "ours", tmp_path / "q")
+    whole = diff(*folders).tensors
+    monkeypatch.setattr(Parameters, "quantized", lambda *_: pytest.fail("a whole parameter"))
+    monkeypatch.setattr(bands, "BAND_ELEMENTS", 1 << 10)
+    monkeypatch.setattr(difference, "_PART", 700)
+    parts = diff(*folders).tensors
+    assert len(whole) == 8 and any(".experts." in found.name for found in whole)
+    for a, b in zip(whole, parts, strict=True):
+        assert (a.name, a.differing, a.elements, a.largest) == (b.name, b.differing, b.elements, b.largest)
+        assert a.relative == pytest.approx(b.relative, rel=1e-9)
+
+
+def test_numbers_that_float32_does_not_tell_apart(hf_folder: HFFolder, tmp_path: Path) -> None:
+    source, name = hf_folder("llama", dtype=torch.float32), "model.norm.weight"
+    shutil.copytree(source, tmp_path / "other")
+    wide = change(source, name, None).double()
+    change(source, name, wide)
+    change(tmp_path / "other", name, wide * (1 + 2.0**-40))
+    (found,) = diff(source, tmp_path / "other").tensors
+    assert found.relative == pytest.approx(2.0**-40, rel=1e-3)

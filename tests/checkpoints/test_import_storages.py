@@ -93,13 +93,11 @@ def test_every_format_in_every_form(tmp_path: Path, case: str, storage: str) -> 
     try:
         import_hf(source, tmp_path / "ours", storage=storage)
     except CheckpointError as error:
-        assert "--allow-requantize" in str(error) or "power of two" in str(error)
+        assert "--allow-requantize" in str(error)
     else:
         assert set(inspect(tmp_path / "ours").formats) == {storage}
         return
     assert not (tmp_path / "ours").exists()
-    if case == "fp8-moe" and storage == "mxfp8":
-        return  # a form of the format, for scales that are powers of two
     plan = import_hf(source, tmp_path / "ours", storage=storage, allow_requantize=True)
     assert set(inspect(tmp_path / "ours").formats) == {storage}
     assert plan.report is not None
@@ -120,3 +118,18 @@ def test_unknown_forms_are_refused(tmp_path: Path) -> None:
             CheckpointError, match=r"mxfp4 cannot be stored as 'int4'; allowed: mxfp8, nvfp4; with --allow"
         ):
             import_hf(source, tmp_path / "ours", storage="int4", allow_requantize=allowed)
+
+
+def test_only_scales_that_are_no_powers_of_two_are_requantized_for_mxfp8(tmp_path: Path) -> None:
+    source, _ = make(CASES["fp8-ue8m0"], tmp_path, torch.float32)
+    file = source / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.experts.2.up_proj.weight_scale_inv"] *= 1.5
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"not a power of two.* --allow-requantize quantizes it anew"):
+        import_hf(source, tmp_path / "ours", storage="mxfp8")
+    plan = import_hf(source, tmp_path / "ours", storage="mxfp8", allow_requantize=True)
+    assert plan.report is not None
+    (anew,) = [x for x in plan.report.lines.values() if x.kind == "requantized"]
+    assert (anew.tensors, anew.count, anew.target) == ("mlp.experts.linear_fc1.weight", 1, "mxfp8") and anew.max_error
+    assert set(inspect(tmp_path / "ours").formats) == {"mxfp8"}

@@ -113,9 +113,15 @@ def test_verify_of_one_folder_checks_its_manifest(
     assert result["intact"] is False and "tokenizer.json does not have the SHA-256" in result["problem"]
     (tmp_path / "ours/manifest.json").unlink()
     assert main(["verify", str(tmp_path / "ours")]) == 2
-    assert "manifest.json of" in capsys.readouterr().err
+    assert "ours has no manifest.json that it could be checked against" in capsys.readouterr().err
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_there_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(CheckpointError, match="nowhere is not a folder"):
         check_manifest(tmp_path / "nowhere")
+    monkeypatch.setattr("te_models.checkpoints.hub._download", lambda repo, *_: tmp_path / repo)
+    for name, folder in ((str(tmp_path / "nowhere"), tmp_path / "nowhere"), ("org/name", tmp_path / "org/name")):
+        assert main(["verify", name]) == 2
+        assert capsys.readouterr().err == f"te-models: {folder} is not a folder\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import shutil
 import warnings
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from te_models import GPTModel
-from te_models.checkpoints import CheckpointError, export_hf, import_hf, quantize, relayout, verify
+from te_models.checkpoints import CheckpointError, diff, export_hf, import_hf, quantize, relayout, verify
 from te_models.layers import QuantizedTensor, recipe
 from tests.checkpoints import quantized_cases
 from tests.checkpoints.family_cases import make
@@ -112,3 +113,27 @@ def test_tensors_of_one_parameter_must_have_the_same(tmp_path: Path, pattern: st
     export_hf(tmp_path / "ours", tmp_path / "back")
     for name, tensor in stored(source).items():
         assert torch.equal(stored(tmp_path / "back")[name], tensor.float()), name
+
+
+def replace(folder: Path, source: Path, name: str, tensor: torch.Tensor) -> Path:
+    shutil.copytree(source, folder)
+    save_file({**stored(source), name: tensor}, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_parts_of_a_parameter_are_compared_as_they_are_stored(tmp_path: Path) -> None:
+    """Not rounded to the dtype of the others: a number that needs float32, and the same one rounded, both differ."""
+    name = "model.layers.1.self_attn.k_proj.weight"
+    source = mixed(tmp_path / "hf", ("*.1.self_attn.k_proj.weight",))
+    wide = stored(source)[name]
+    other = replace(tmp_path / "other", source, name, wide * (1 + 2.0**-20))
+    report = verify(source, other)
+    assert not report.equal and len(report.differences) == 1 and "1.self_attention.linear_qkv" in report.differences[0]
+    assert [t.name for t in diff(source, other).tensors] == ["decoder.layers.1.self_attention.linear_qkv.weight"]
+    exact = replace(tmp_path / "exact", source, name, wide.bfloat16().float())
+    rounded = replace(tmp_path / "rounded", source, name, wide.bfloat16())
+    (difference,) = verify(exact, rounded).differences
+    assert difference.endswith(f"{name} in F32 and {name} in BF16")
+    found = diff(exact, rounded)
+    assert not found.equal and not found.tensors and "bfloat16 with float32 and bfloat16" in found.notes[0]
+    assert verify(source, source).equal and diff(source, source).equal

@@ -144,6 +144,10 @@ def test_a_model_from_scratch_exports_as_a_family_that_fits(tmp_path: Path) -> N
     save_model(random_params(CONFIG, "grouped"), CONFIG, tmp_path / "moe")
     with pytest.raises(CheckpointError, match="no family can store this model"):
         export_hf(tmp_path / "moe", tmp_path / "x")
+    some = config.replace(moe=CONFIG.moe)
+    save_model(random_params(some, "grouped"), some, tmp_path / "some")
+    with pytest.raises(CheckpointError, match=r"of the nearest, qwen3_moe cannot express [^;]*; mixtral "):
+        export_hf(tmp_path / "some", tmp_path / "x")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -21,6 +21,7 @@ from te_models.checkpoints import (
     open_checkpoint,
     quantize,
     relayout,
+    toy,
     verify,
 )
 from tests.checkpoints.family_cases import make
@@ -65,6 +66,8 @@ def test_it_comes_back_whichever_way_the_model_goes(tmp_path: Path, case: str) -
     again = stored(tmp_path / "mxfp8-back")
     assert torch.equal(again[copy], expected[copy].float()) and torch.equal(again[embedding], again[copy])
     assert plan.report is not None and (copy, "converted", "BF16", "F32") in plan.report.lines
+    assert toy(source, tmp_path / "toy", layers=1).ignored == ()
+    assert torch.equal(stored(tmp_path / "toy")[copy], expected[copy])
     dequantize(tmp_path / "mxfp8", tmp_path / "values")
     export_hf(tmp_path / "values", tmp_path / "values-back")
     assert stored(tmp_path / "values-back").keys() == expected.keys()

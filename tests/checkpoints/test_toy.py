@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import warnings
 from pathlib import Path
@@ -75,6 +76,18 @@ def test_groups_of_one_expert_are_dropped(tmp_path: Path, case: str) -> None:
     ids = torch.arange(3, 20)[None]
     ours, expected = GPTModel.from_pretrained(small, dtype=torch.float32).eval(), theirs(ids).logits
     assert (ours(ids).logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize(("case", "noted"), [("glm4_moe", True), ("qwen2_moe", False)])
+@torch.no_grad()
+def test_one_expert_that_transformers_does_not_run_is_noted(tmp_path: Path, case: str, noted: bool) -> None:
+    plan = toy(save(case, tmp_path / "hf"), tmp_path / "toy", layers=2, experts=1)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "toy")
+    ids = torch.arange(3, 20)[None]
+    assert [f"transformers does not run {case} with one expert" in note for note in plan.notes] == [True] * noted
+    with pytest.raises(RuntimeError, match="out of range") if noted else contextlib.nullcontext():
+        theirs(ids)
+    assert GPTModel.from_pretrained(tmp_path / "toy")(ids).logits.isfinite().all()
 
 
 @pytest.mark.parametrize("case", ["qwen2_moe", "deepseek_v3", "exaone_moe"])

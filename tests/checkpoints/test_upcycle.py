@@ -20,7 +20,8 @@ CASES = {"llama": "mixtral", "mistral-window": "mixtral", "qwen3": "qwen3_moe", 
 def test_experts_are_copies_and_the_rest_is_unchanged(hf_folder: HFFolder, tmp_path: Path, case: str) -> None:
     source = hf_folder(case)
     import_hf(source, tmp_path / "dense")
-    upcycle(tmp_path / "dense", tmp_path / "moe", 4, 2)
+    plan = upcycle(tmp_path / "dense", tmp_path / "moe", 4, 2)
+    assert len(plan.notes) == (CASES[case] is None) and all("cannot be exported" in note for note in plan.notes)
     upcycle(source, tmp_path / "from-hf", 4, 2)
     assert_same_bits(stored(tmp_path / "moe"), stored(tmp_path / "from-hf"))
     dense, moe = stored(tmp_path / "dense"), stored(tmp_path / "moe")
@@ -38,8 +39,9 @@ def test_experts_are_copies_and_the_rest_is_unchanged(hf_folder: HFFolder, tmp_p
     with open_checkpoint(tmp_path / "moe") as ckpt:
         assert ckpt.family == CASES[case] and ckpt.config.moe is not None and ckpt.config.moe.router.normalize
     if CASES[case] is None:
-        with pytest.raises(CheckpointError, match="no family can store this model"):
+        with pytest.raises(CheckpointError, match="no family can store this model; of the nearest, ") as caught:
             export_hf(tmp_path / "moe", tmp_path / "hf")
+        assert len(str(caught.value)) < 600  # three of the families, not all
         return
     export_hf(tmp_path / "moe", tmp_path / "hf")
     assert verify(tmp_path / "moe", tmp_path / "hf").equal

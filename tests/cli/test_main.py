@@ -186,6 +186,20 @@ def test_the_answer_reaches_whoever_reads_only_a_part(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
+    ("encoding", "name", "written"), [("ascii", "mödel", rb"m\xf6del"), ("utf-8", "ö\udcff", b"\xc3\xb6\\udcff")]
+)
+def test_names_that_the_terminal_cannot_show_are_escaped(
+    monkeypatch: pytest.MonkeyPatch, encoding: str, name: str, written: bytes
+) -> None:
+    """The work is done by then, so its result is told."""
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(info, "run", lambda args: print(name) or 0)
+    monkeypatch.setattr(sys, "stdout", stdout)
+    assert main(["info"]) == 0
+    assert stdout.buffer.getvalue() == written + b"\n"
+
+
+@pytest.mark.parametrize(
     ("words", "says"),
     [
         ([], "VERB"),

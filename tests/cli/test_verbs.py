@@ -183,7 +183,7 @@ def test_reshard_splits_and_merges(model: Path, tmp_path: Path, capsys: pytest.C
 def test_sizes_of_shards(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = {"5GB": 5 * 10**9, "500mb": 5 * 10**8, "2GiB": 2**31, "1.5 kB": 1500, "17": 17, "1T": 10**12}
     assert {text: parse_size(text) for text in sizes} == sizes
-    for wrong in ("", "5PB", "-1", "5i", "0", "1e9"):
+    for wrong in ("", "5PB", "-1", "5i", "0", "1e9", "9" * 400):
         with pytest.raises(SystemExit):
             main(["reshard", str(model), str(tmp_path / "out"), f"--max-shard-size={wrong}"])
         assert "size" in capsys.readouterr().err
@@ -214,6 +214,12 @@ def test_force_replaces_a_model_folder_and_nothing_else(
     assert main(["import", str(hf), str(other), "--force"]) == 2
     assert "not a model folder" in capsys.readouterr().err
     assert [file.name for file in other.iterdir()] == ["thesis.tex"]
+    for config in ('{"name": "my-app"}', "[]", "{", '{"model_type": 3}'):  # of another program
+        (other / "config.json").write_text(config)
+        assert main(["import", str(hf), str(other), "--force"]) == 2
+        assert "not a model folder" in capsys.readouterr().err and (other / "thesis.tex").exists()
+    (out / "config.json").write_text("{")
+    assert main(["import", str(hf), str(out), "--force"]) == 0  # damaged, with weights
 
 
 @pytest.mark.parametrize("out", [".", "model/..", "link"])
@@ -221,7 +227,7 @@ def test_what_contains_the_folder_that_is_read_is_not_replaced(
     hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], out: str
 ) -> None:
     shutil.copytree(hf, tmp_path / "model")
-    (tmp_path / "config.json").write_text("{}")  # --force takes it for a model folder
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')  # --force takes it for a model folder
     (tmp_path / "link").symlink_to(".")
     monkeypatch.chdir(tmp_path)
     before = {path: path.read_bytes() for path in (tmp_path / "model").iterdir()}

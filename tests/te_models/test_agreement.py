@@ -10,11 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from te_models.agreement import compare_logits, kl_divergence
+from te_models import agreement
+from te_models.agreement import compare_logits, kl_divergence, load_theirs
 from te_models.checkpoints import import_hf, quantize
 from te_models.cli.main import main
 from tests.checkpoints import quantized_cases, test_text_part
 from tests.checkpoints.family_cases import CASES, make
+from tests.checkpoints.hf_cases import transformers
 from tests.te_models.hf_models import CASES as FIRST
 from tests.te_models.hf_models import hf_model
 
@@ -104,6 +106,49 @@ def test_what_transformers_cannot_read_is_one_sentence(tmp_path: Path, capsys: p
     assert line.startswith(f"te-models: transformers cannot read {source}: ValueError: ") and "code" in line
 
 
+def test_pickled_weights_are_never_opened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """transformers would open them, and find the same model."""
+    source = save("llama", tmp_path / "hf")
+    import_hf(source, tmp_path / "ours")
+    torch.save(load_file(source / "model.safetensors"), source / "pytorch_model.bin")
+    (source / "model.safetensors").unlink()
+    capsys.readouterr()
+    assert main(["verify", "--logits", str(source), str(tmp_path / "ours")]) == 2
+    assert "only pickled weights ('pytorch_model.bin'), which can run code" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"transformers cannot read .* model\.safetensors"):
+        load_theirs(source, torch.float32)
+
+
+def test_folders_that_are_not_there_are_named_before_any_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = save("llama", tmp_path / "hf")
+    monkeypatch.setattr(agreement, "load_theirs", lambda *_: pytest.fail("was loaded"))
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    for pair, missing in ((["gone", str(source)], "gone"), ([str(source), "away"], "away")):
+        assert main(["verify", "--logits", *pair]) == 2
+        assert capsys.readouterr().err == f"te-models: {missing} is not a folder\n"
+    (source / "config.json").rename(tmp_path / "config.json")
+    assert main(["verify", "--logits", str(source), str(source)]) == 2
+    assert "config.json of" in capsys.readouterr().err
+
+
+def test_windows_are_no_longer_than_the_positions(tmp_path: Path) -> None:
+    config = transformers.GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=2, n_positions=24)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "hf")
+    report = compare_logits(tmp_path / "hf", tmp_path / "hf", tokens=50)
+    assert report.agree and report.tokens == 50
+
+
+def test_models_of_other_sizes_are_refused(tmp_path: Path) -> None:
+    for width in (32, 48):
+        config = transformers.GPT2Config(vocab_size=97, n_embd=width, n_layer=2, n_head=2, n_positions=24)
+        transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / str(width))
+    with pytest.raises(ValueError, match=r"32 has the hidden size 32 and .*48 48"):
+        compare_logits(tmp_path / "32", tmp_path / "48", tokens=20)
+
+
 def test_quantized_weights_are_close_and_not_equal(tmp_path: Path) -> None:
     source = save("llama", tmp_path / "hf")
     quantize(source, tmp_path / "fp8", "block")
@@ -149,7 +194,6 @@ def test_results_that_are_no_numbers_are_json(tmp_path: Path, capsys: pytest.Cap
 
 def test_a_text_is_read_with_the_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import tokenizers
-    import transformers
 
     source = save("llama", tmp_path / "hf")
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 3, "b": 4, "?": 5}, unk_token="?"))
@@ -162,3 +206,13 @@ def test_a_text_is_read_with_the_tokenizer(tmp_path: Path, capsys: pytest.Captur
     assert json.loads(capsys.readouterr().out)["tokens"] == 4
     assert main(["verify", "--logits", *folders, "--text", str(tmp_path / "empty")]) == 2
     assert "the text has no tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("case", ["gemma2", "qwen2", "llama"])
+def test_a_text_needs_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str) -> None:
+    """transformers makes one up for some families, without words: a model of one token would agree with any."""
+    source = str(save(case, tmp_path / "hf"))
+    (tmp_path / "text").write_text("a b b a")
+    capsys.readouterr()
+    assert main(["verify", "--logits", source, source, "--text", str(tmp_path / "text")]) == 2
+    assert "hf has no tokenizer to read the text with" in capsys.readouterr().err
