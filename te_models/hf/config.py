@@ -21,7 +21,8 @@ class TEConfig(transformers.PreTrainedConfig):
     """The fields of `TEFolder`, and the names under which transformers looks for sizes.
 
     config: a `ModelConfig` as a dictionary. source: the Hugging Face checkpoint that the model comes from; the special
-    tokens are taken from there where they are not given.
+    tokens are taken from there where they are not given. use_cache: whether a call of the model that says nothing about
+    it returns a cache, as transformers' own models do.
 
     Example:
         TEConfig(config=ModelConfig(...).to_dict())
@@ -37,6 +38,7 @@ class TEConfig(transformers.PreTrainedConfig):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
+    use_cache: bool = True
 
     def __post_init__(self, **kwargs: Any) -> None:
         origin = (self.source or {}).get("config") or {}

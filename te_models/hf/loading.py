@@ -26,14 +26,14 @@ else:
     transformers = require("transformers", "hf", feature="te_models.hf")
 
 _WITHOUT_MEANING = {
-    # What transformers' own callers pass along, and its defaults, with the values that ask for nothing. Whether there
-    # is a cache is said by the call and by the generation's configuration.
+    # What transformers' own callers pass along, and its defaults, with the values that ask for nothing. That code of a
+    # folder may be run is a permission, which is not needed.
     "adapter_kwargs": (None, {}),
     "ignore_mismatched_sizes": (None, False),
     "output_loading_info": (None, False),
     "subfolder": (None, ""),
-    "trust_remote_code": (None, False),
-    "use_cache": (None, True, False),
+    "trust_remote_code": (None, True, False),
+    "use_cache": (None, True, False),  # see below
     "use_safetensors": (None, True),
     "weights_only": (None, True),
     "low_cpu_mem_usage": (None, True, False),
@@ -76,6 +76,8 @@ def load(
     layout: Any = expert_layout or found.expert_layout
     found.expert_layout, found.dtype = layout, wanted
     found.name_or_path = str(name)
+    if options.get("use_cache") is not None:
+        found.use_cache = options["use_cache"]
     gpt = GPTModel.from_pretrained(folder, dtype=wanted, device=device, recipe=recipe, expert_layout=layout)
     generation = None
     if (folder / "generation_config.json").is_file():

@@ -19,6 +19,7 @@ from te_models.layers import Recipe, autocast
 from ..extras import require
 from ..generation import positions_of
 from ..model import GPTModel
+from ..model.embedding import input_size
 from .cache import TransformersCache
 from .config import TEConfig
 from .loading import load
@@ -75,6 +76,7 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         past_key_values: transformers.Cache | None = None,
+        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
@@ -86,26 +88,30 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
 
         input_ids: [B, S]. attention_mask: [B, L], 0 where a token is padding. position_ids: [B or 1, S]; without mask
         and cache, one that is not one more than the one before begins another text, which does not see those before.
-        past_key_values: extended by this call; with use_cache and without one, a new one. labels: [B, S], usually
-        input_ids, -100 does not count: position s is scored on labels[s + 1]. logits_to_keep: of how many last
-        positions, or of which; 0 is all. output_hidden_states: also return the embeddings, the result of each layer but
-        the last, and that of the last one after the final norm, [B, S, hidden] each; None is as the configuration says.
-        Mixtures also return the router losses as `aux_loss`. Raises ValueError for output_attentions.
+        past_key_values: extended by this call; with use_cache and without one, a new one. inputs_embeds: [B, S,
+        hidden], in place of input_ids, as `get_input_embeddings()` gives them. labels: [B, S], usually input_ids, -100
+        does not count: position s is scored on labels[s + 1]. use_cache: None is as the configuration says, but no in
+        training mode and for several texts in a row. logits_to_keep: of how many last positions, or of which; 0 is all.
+        output_hidden_states: also return the embeddings, the result of each layer but the last, and that of the last
+        one after the final norm, [B, S, hidden] each; None is as the configuration says. Mixtures also return the
+        router losses as `aux_loss`. Raises ValueError for output_attentions.
         """
-        if input_ids is None:
-            raise ValueError("input_ids is None; this model takes token ids only, no embeddings")
+        batch, length = input_size(input_ids, inputs_embeds)
         if output_attentions:
             raise ValueError("output_attentions is True; allowed: False, for the attention's weights are never formed")
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         if attention_mask is not None and attention_mask.dim() != 2:
             raise ValueError(f"attention_mask has shape {tuple(attention_mask.shape)}; allowed: [batch, keys]")
+        if past_key_values is None and not use_cache and attention_mask is None and position_ids is not None:
+            attention_mask = same_text(position_ids, batch)
+        if use_cache is None:
+            several = attention_mask is not None and attention_mask.dim() == 3
+            use_cache = self.config.use_cache and not self.training and not several
         if past_key_values is None and use_cache:
             past_key_values = transformers.DynamicCache(config=self.config)
-        if past_key_values is None and attention_mask is None and position_ids is not None:
-            attention_mask = same_text(position_ids, input_ids.shape[0])
         cache = None if past_key_values is None else TransformersCache(past_key_values, self.gpt.config)
-        keys = (input_ids.shape[0], input_ids.shape[1] + (0 if cache is None else cache.length))
+        keys = (batch, length + (0 if cache is None else cache.length))
         if attention_mask is not None and attention_mask.shape == keys and not torch.compiler.is_compiling():
             # transformers looks, too: attention without a mask is faster, and without padding generate gives one; a
             # training step would wait for the device
@@ -118,6 +124,7 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
                 labels,
                 position_ids=position_ids,
                 attention_mask=attention_mask,
+                inputs_embeds=inputs_embeds,
                 cache=cache,
                 last_logits_only=last_only,
                 return_hidden_states=bool(output_hidden_states),
@@ -142,13 +149,17 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
         next_sequence_length: int | None = None,
         past_key_values: transformers.Cache | None = None,
         attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Return the arguments of the next call, as transformers does: the tokens that are not in the cache yet. Where
         the rotary frequencies change with the length of the sequence, these are all, and the cache is emptied.
 
-        transformers lets generate take the other arguments of `forward` because these here are called kwargs.
+        transformers lets generate take the other arguments of `forward` because these here are called kwargs. Raises
+        ValueError for a prompt without tokens.
         """
+        if input_ids.shape[1] == 0 and inputs_embeds is None:
+            raise ValueError("the prompt has no tokens; allowed: at least one, such as bos_token_id")
         cached = 0 if past_key_values is None else past_key_values.get_seq_length()
         whole = attention_mask is None or attention_mask.shape[1] == input_ids.shape[1]  # else only the new tokens
         if past_key_values is not None and cached and whole and self.gpt.decoder.by_length:
@@ -162,6 +173,7 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
             next_sequence_length=next_sequence_length,
             past_key_values=past_key_values,
             attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
             **kwargs,
         )
 

@@ -30,7 +30,7 @@ from ..config import ModelConfig
 from .build import Build, ExpertLayout
 from .cache import Memory
 from .decoder import Decoder
-from .embedding import Embedding
+from .embedding import Embedding, input_size
 from .in_memory import converter_of, fill_from_hf, to_hf
 from .kept_dtypes import keep_dtypes
 from .moe import Experts
@@ -144,9 +144,10 @@ class GPTModel(nn.Module):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         labels: Tensor | None = None,
         *,
+        inputs_embeds: Tensor | None = None,
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         cache: Memory | None = None,
@@ -157,24 +158,25 @@ class GPTModel(nn.Module):
         """Return logits and, given labels, the loss.
 
         input_ids: [B, S] int64. labels: [B, S] int64, usually input_ids: position s is scored on labels[s + 1], -100
-        does not count. position_ids: [B or 1, S] (None: counting on from the cache). attention_mask: [B, L] bool or
-        0/1, false where a token is padding, L counting cached tokens; or [B, S, L], false where a token does not see
-        another, as of another text in its row. cache: a KVCache, extended by this call.
+        does not count. inputs_embeds: [B, S, H], in place of input_ids, as `embedding.word_embeddings` gives them.
+        position_ids: [B or 1, S] (None: counting on from the cache). attention_mask: [B, L] bool or 0/1, false where a
+        token is padding, L counting cached tokens; or [B, S, L], false where a token does not see another, as of
+        another text in its row. cache: a KVCache, extended by this call.
         return_logits=False leaves the logits out: cheaper where only the loss is wanted. last_logits_only: logits
         [B, 1, V] of the last position, for generation. return_hidden_states: also what the layers compute.
 
         Raises ValueError where the rotary frequencies depend on the length ("longrope", "dynamic") and the cached
         tokens were rotated for another one: their keys and values are others now, and all have to be given again.
         """
-        if input_ids.dim() != 2:
-            raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; allowed: [batch, sequence]")
+        batch, length = input_size(input_ids, inputs_embeds)
+        given = input_ids if inputs_embeds is None else inputs_embeds
+        assert given is not None
         if labels is not None and last_logits_only:
             raise ValueError("labels were given with last_logits_only; a loss needs the logits of all tokens")
-        if labels is not None and labels.shape != input_ids.shape:
-            raise ValueError(f"labels has shape {tuple(labels.shape)}; allowed: {tuple(input_ids.shape)}, as input_ids")
-        batch, length = input_ids.shape
+        if labels is not None and labels.shape != (batch, length):
+            raise ValueError(f"labels has shape {tuple(labels.shape)}; allowed: {(batch, length)}, as input_ids")
         if self._ep_group_name is not None and self.expert_model_parallel_size > 1:
-            check_same_tokens(batch * length, input_ids.device, self._ep_group_name)
+            check_same_tokens(batch * length, given.device, self._ep_group_name)
         begin = 0
         if cache is not None:
             cache.check_room(batch, length)
@@ -188,7 +190,7 @@ class GPTModel(nn.Module):
                 )
             attention_mask = attention_mask.bool()
         if position_ids is None:
-            position_ids = torch.arange(begin, begin + length, device=input_ids.device)[None]
+            position_ids = torch.arange(begin, begin + length, device=given.device)[None]
         elif position_ids.dim() != 2 or position_ids.shape[0] not in (1, batch) or position_ids.shape[1] != length:
             raise ValueError(
                 f"position_ids has shape {tuple(position_ids.shape)}; allowed: [{batch}, {length}] or [1, {length}]"
@@ -200,7 +202,7 @@ class GPTModel(nn.Module):
                     f"sequences of {end} tokens are rotated otherwise than the {begin} in the cache; reset it and give "
                     "all tokens again, as generate does"
                 )
-        x = self.embedding(input_ids, position_ids)
+        x = self.embedding(input_ids, position_ids, inputs_embeds)
         states: list[Tensor] | None = [] if return_hidden_states else None
         x, routed = self.decoder(x, position_ids, attention_mask, cache, states)
         if cache is not None:

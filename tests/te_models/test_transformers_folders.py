@@ -84,6 +84,7 @@ def test_options_at_their_defaults_ask_for_nothing(theirs: Any, tmp_path: Path) 
     for use_cache in (True, False):
         loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, use_cache=use_cache, **defaults)
         assert type(loaded) is TEModelForCausalLM
+    assert type(TEModelForCausalLM.from_pretrained(folder, trust_remote_code=True)) is TEModelForCausalLM
     for name, other in (("subfolder", "a"), ("output_loading_info", True), ("weights_only", False)):
         with pytest.raises(ValueError, match=f"{name} is {other!r}, which .* cannot honour"):
             TEModelForCausalLM.from_pretrained(folder, **{name: other})

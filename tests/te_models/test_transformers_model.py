@@ -82,13 +82,13 @@ def test_logits_loss_and_outputs(pair: Any) -> None:
     torch.testing.assert_close(ours(ids, logits_to_keep=1).logits, got.logits[:, -1:], rtol=1e-5, atol=1e-6)
     assert torch.equal(ours(ids, logits_to_keep=3).logits, got.logits[:, -3:])
     assert torch.equal(ours(ids, logits_to_keep=torch.tensor([0, 4])).logits, got.logits[:, [0, 4]])
-    loss, logits = ours(ids, labels=ids, return_dict=False)
-    assert torch.equal(loss, got.loss) and torch.equal(logits, got.logits)
+    loss, logits, cache = ours(ids, labels=ids, return_dict=False)
+    assert torch.equal(loss, got.loss) and torch.equal(logits, got.logits) and cache.get_seq_length() == 11
     cached = ours(ids[:, :7], use_cache=True)
     assert cached.past_key_values.get_seq_length() == 7
     rest = ours(ids[:, 7:], past_key_values=cached.past_key_values).logits
     torch.testing.assert_close(rest, got.logits[:, 7:], rtol=1e-4, atol=1e-5)
-    assert ours(ids).past_key_values is None
+    assert ours(ids, use_cache=False).past_key_values is ours.train()(ids).past_key_values is None
 
 
 @torch.no_grad()
