@@ -251,9 +251,17 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
         counted = (p for p in self.parameters() if id(p) not in tables)
         return sum(p.numel() for p in counted if p.requires_grad or not only_trainable)
 
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
-        """Raise ValueError: the vocabulary is part of the configuration."""
-        raise ValueError(f"the vocabulary of {self.gpt.config.vocab_size} tokens cannot be resized")
+    def resize_token_embeddings(  # type: ignore[override]
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Module:
+        """Return the embedding. Raises ValueError for another size than it has: the vocabulary is part of the
+        configuration."""
+        vocabulary = self.gpt.config.vocab_size
+        asked = vocabulary if new_num_tokens is None else new_num_tokens
+        asked += -asked % (pad_to_multiple_of or 1)
+        if asked != vocabulary:
+            raise ValueError(f"the vocabulary of {vocabulary} tokens cannot be resized to {asked}")
+        return self.get_input_embeddings()
 
     def set_attn_implementation(self, attn_implementation: str | dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Raise ValueError for another attention than "sdpa": there is one."""

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 _GENERATION = "generation_config.json"
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-_WITHOUT_MEANING = ("save_peft_format", "save_original_format", "safe_serialization")
+# save_function is what accelerate's examples pass along, and transformers does not call it either; token is for uploads
+_WITHOUT_MEANING = ("save_peft_format", "save_original_format", "safe_serialization", "save_function", "token")
 
 
 def save(
