@@ -24,6 +24,7 @@ from te_models.layers import (
     store_weights,
 )
 from te_models.layers.expert_parallel import check_same_tokens
+from te_models.layers.fsdp import sharded
 from te_models.layers.process_groups import resolve_group
 
 from ..config import ModelConfig
@@ -36,6 +37,7 @@ from .kept_dtypes import keep_dtypes
 from .moe import Experts
 from .output import ModelOutput, OutputLayer, RouterLossWeights
 from .parallel import check_split, groups_of, place_of
+from .sharded_saving import save_sharded
 from .split_saving import save_split
 from .support import check_supported
 
@@ -313,14 +315,16 @@ class GPTModel(nn.Module):
         """Write parameters and configuration as safetensors and JSON; `from_pretrained` restores them bit for bit.
 
         The tokenizer and the other small files of the folder that the model came from, while it exists, come along.
-        Of a split model every rank calls this (of several copies, every rank of one), and the first one writes the
-        whole model, tensor after tensor.
+        Of a split model every rank calls this (of several copies, every rank of one), and of one that FSDP2 shards
+        every rank of its mesh: the first one writes the whole model, tensor after tensor.
         """
         from te_models.checkpoints import save_model
 
         source = self.pretrained_folder
         source = source if source and source.is_dir() else None
-        if self.tp_group is None and self.ep_group is None:
+        if sharded(self.parameters()):
+            save_sharded(self, folder, source)
+        elif self.tp_group is None and self.ep_group is None:
             save_model(dict(self.stored_tensors()), self.config, folder, source_dir=source, source=self.origin)
         else:
             save_split(self, folder, source)
