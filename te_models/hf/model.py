@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
-from te_models.layers import Recipe, autocast
+from te_models.layers import QuantizedTensor, Recipe, autocast
 
 from ..extras import require
 from ..generation import positions_of
@@ -250,6 +250,12 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
         tables = {id(p) for p in self.gpt.embedding.parameters()} if exclude_embeddings else set()
         counted = (p for p in self.parameters() if id(p) not in tables)
         return sum(p.numel() for p in counted if p.requires_grad or not only_trainable)
+
+    def get_memory_footprint(self, return_buffers: bool = True) -> int:  # type: ignore[override]
+        """Return the bytes of the parameters, and buffers: of quantized weights those that are stored."""
+        tensors = [*self.parameters(), *(self.buffers() if return_buffers else ())]
+        stored = (t.fields.values() if isinstance(t, QuantizedTensor) else (t,) for t in tensors)
+        return sum(field.numel() * field.element_size() for fields in stored for field in fields)
 
     def resize_token_embeddings(  # type: ignore[override]
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True

@@ -243,7 +243,7 @@ class GPTModel(nn.Module):
         cls,
         folder: str | os.PathLike[str],
         *,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
         recipe: Recipe | None = None,
         expert_layout: ExpertLayout = "grouped",
@@ -251,16 +251,18 @@ class GPTModel(nn.Module):
     ) -> Self:
         """Load a folder written by `save_pretrained`, or a Hugging Face model folder or hub id (`org/name@revision`).
 
-        dtype: of the parameters, whatever the files have (None: torch's default); only routers that the family keeps in
-        float32 stay so. recipe: store the linear layers' weights in its quantized format; None keeps what the folder
-        has, weights stored quantized bit for bit (`te-models dequantize` makes a folder of plain ones). device_mesh:
-        split the model over the mesh, or over its dimension "tp", and distribute the experts over its dimension "ep";
-        each rank reads only the parts that are its own. Tensors stream from the files into the model one by one. Raises
-        CheckpointError or ConfigError.
+        dtype: of the parameters, or its name, whatever the files have (None: torch's default); only routers that the
+        family keeps in float32 stay so. recipe: store the linear layers' weights in its quantized format; None keeps
+        what the folder has, weights stored quantized bit for bit (`te-models dequantize` makes a folder of plain ones).
+        device_mesh: split the model over the mesh, or over its dimension "tp", and distribute the experts over its
+        dimension "ep"; each rank reads only the parts that are its own. Tensors stream from the files into the model
+        one by one. Raises CheckpointError or ConfigError.
         """
         from te_models.checkpoints import open_checkpoint
+        from te_models.checkpoints.dtypes import as_torch_dtype
         from te_models.checkpoints.origin import source_of
 
+        dtype = as_torch_dtype(dtype)
         with open_checkpoint(folder) as checkpoint:
             target = torch.empty((), device=device).device
             split: dict[str, Any] = {**groups_of(device_mesh), "expert_layout": expert_layout}
@@ -286,7 +288,7 @@ class GPTModel(nn.Module):
         cls,
         model: transformers.PreTrainedModel | str | os.PathLike[str],
         *,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
         expert_layout: ExpertLayout = "grouped",
     ) -> Self:
@@ -296,8 +298,10 @@ class GPTModel(nn.Module):
         """
         if isinstance(model, str | os.PathLike):
             return cls.from_pretrained(model, dtype=dtype, device=device, expert_layout=expert_layout)
+        from te_models.checkpoints.dtypes import as_torch_dtype
+
         converter = converter_of(model)
-        ours = cls(converter.config, params_dtype=dtype, device="meta", expert_layout=expert_layout)
+        ours = cls(converter.config, params_dtype=as_torch_dtype(dtype), device="meta", expert_layout=expert_layout)
         fill_from_hf(ours, model, torch.empty((), device=device).device)
         ours.origin = converter.source
         return ours

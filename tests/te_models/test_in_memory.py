@@ -188,3 +188,14 @@ def test_unused_tensors_in_memory_are_left_out_or_kept(layout: Literal["grouped"
     assert_same_bits({name: back[name] for name in unused}, unused)
     with pytest.raises(CheckpointError, match=r"unknown: 'carried\.x'"):
         converter.to_hf({**kept, "carried.x": torch.ones(1)})
+
+
+def test_a_dtype_may_be_a_name_and_is_of_floating_point(tmp_path: Path) -> None:
+    theirs = hf_model("llama")
+    theirs.save_pretrained(tmp_path / "hf")
+    for source in (theirs, tmp_path / "hf"):
+        ours = GPTModel.from_hf(source, dtype="bfloat16")
+        assert {p.dtype for p in ours.parameters()} == {torch.bfloat16}
+        for dtype in (torch.int8, "bfloat17"):
+            with pytest.raises(CheckpointError, match=f"weights cannot be converted to {dtype}; choose float64"):
+                GPTModel.from_hf(source, dtype=dtype)

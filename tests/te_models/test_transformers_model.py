@@ -216,6 +216,9 @@ def test_quantized_folders_stay_quantized(pair: Any, tmp_path: Path) -> None:
     ours.save_pretrained(tmp_path / "again")
     assert verify(tmp_path / "fp8", tmp_path / "again").equal
     stored = TEModelForCausalLM.from_pretrained(source, recipe=Float8CurrentScaling())
+    fields = [f for p in stored.parameters() for f in (p.fields.values() if isinstance(p, QuantizedTensor) else (p,))]
+    assert stored.get_memory_footprint(return_buffers=False) == sum(field.nbytes for field in fields)
+    assert stored.get_memory_footprint() < TEModelForCausalLM.from_pretrained(source).get_memory_footprint()
     assert torch.equal(stored(prompt()).logits, ours(prompt()).logits)
 
 
