@@ -69,6 +69,12 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
             self.add_module(name, part)
         self.recipe: Recipe | None = None
         self.post_init()
+        self.train(model.training)
+
+    def train(self, mode: bool = True) -> Self:
+        """As in torch; `gpt`, which is no submodule, follows."""
+        self.gpt.training = mode
+        return super().train(mode)
 
     def forward(
         self,

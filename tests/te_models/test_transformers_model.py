@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("transformers", reason="TEModelForCausalLM is a transformers model")
 import transformers
 
-from te_models import GPTModel
+from te_models import GPTModel, generate
 from te_models.checkpoints import check_manifest, import_hf, quantize, verify
 from te_models.hf import TEConfig, TEModelForCausalLM
 from te_models.layers import Float8CurrentScaling, MXFP8BlockScaling, QuantizedTensor, autocast
@@ -89,6 +89,20 @@ def test_logits_loss_and_outputs(pair: Any) -> None:
     rest = ours(ids[:, 7:], past_key_values=cached.past_key_values).logits
     torch.testing.assert_close(rest, got.logits[:, 7:], rtol=1e-4, atol=1e-5)
     assert ours(ids, use_cache=False).past_key_values is ours.train()(ids).past_key_values is None
+
+
+@torch.no_grad()
+def test_the_gpt_model_is_in_the_same_mode(pair: Any) -> None:
+    """Or generation with it, which goes back to the mode that it found, would leave dropout on in evaluation."""
+    theirs, ours, _ = pair("gpt2")
+    assert theirs.config.resid_pdrop > 0 and not ours.training and not ours.gpt.training
+    expected = ours(prompt()).logits
+    generate(ours.gpt, prompt(), 2)
+    assert torch.equal(ours(prompt()).logits, expected)
+    assert ours.train().gpt.training and not ours.eval().gpt.training
+    config = TEConfig(config=ours.gpt.config.to_dict())
+    assert not TEModelForCausalLM(config, gpt=ours.gpt.eval()).training
+    assert TEModelForCausalLM(config, gpt=ours.gpt.train()).training
 
 
 @torch.no_grad()
