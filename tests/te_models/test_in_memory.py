@@ -199,3 +199,11 @@ def test_a_dtype_may_be_a_name_and_is_of_floating_point(tmp_path: Path) -> None:
         for dtype in (torch.int8, "bfloat17"):
             with pytest.raises(CheckpointError, match=f"weights cannot be converted to {dtype}; choose float64"):
                 GPTModel.from_hf(source, dtype=dtype)
+
+
+@torch.no_grad()
+def test_a_model_with_soft_capped_scores_computes_with_them() -> None:
+    """transformers' own choice of attention leaves them out."""
+    theirs = make("gemma2").eval()
+    ids = torch.arange(3, 23)[None]
+    torch.testing.assert_close(GPTModel.from_hf(theirs).to_hf()(ids).logits, theirs(ids).logits, rtol=1e-5, atol=1e-5)
