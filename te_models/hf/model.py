@@ -203,8 +203,9 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
             device_map: the one device to load to, or a mapping from "" to it.
             recipe: store the linear layers' weights in its quantized format.
             expert_layout: "grouped" or "per-gemm"; None means that of the folder.
-            options: of transformers' own from_pretrained: those that choose a download are used, those that mean
-                nothing here must be at their defaults.
+            options: of transformers' own from_pretrained: those that choose a download are used, and those that set
+                special tokens, use_cache, output_hidden_states or return_dict; what means nothing here must be at its
+                default.
 
         Raises ValueError for an option that cannot be honoured, CheckpointError for a folder that is not right.
         """
