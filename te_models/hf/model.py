@@ -65,11 +65,18 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
             raise ValueError("gpt is not the model of config; allowed: TEConfig(config=gpt.config.to_dict())")
         model = GPTModel(config.model_config, expert_layout=config.expert_layout) if gpt is None else gpt  # type: ignore[arg-type]
         object.__setattr__(self, "gpt", model)  # not as a submodule: parameters would have two names
-        for name, part in model.named_children():
-            self.add_module(name, part)
+        self._modules = model._modules  # what takes the place of a part does so in both
         self.recipe: Recipe | None = None
         self.post_init()
         self.train(model.training)
+
+    def _replicate_for_data_parallel(self) -> Self:
+        """Return the copy that torch's DataParallel then gives copies of the parts, and a `gpt` of these parts."""
+        copied = super()._replicate_for_data_parallel()
+        gpt = self.gpt._replicate_for_data_parallel()
+        gpt._modules = copied._modules
+        object.__setattr__(copied, "gpt", gpt)
+        return copied
 
     def train(self, mode: bool = True) -> Self:
         """As in torch; `gpt`, which is no submodule, follows."""

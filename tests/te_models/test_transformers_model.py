@@ -92,6 +92,39 @@ def test_logits_loss_and_outputs(pair: Any) -> None:
 
 
 @torch.no_grad()
+def test_what_takes_the_place_of_a_part_is_used(pair: Any) -> None:
+    """As peft does, with `modules_to_save`."""
+
+    class Doubled(torch.nn.Module):
+        def __init__(self, part: torch.nn.Module) -> None:
+            super().__init__()
+            self.part = part
+
+        def forward(self, *args: Any, **named: Any) -> Any:
+            logits, loss = self.part(*args, **named)
+            return 2 * logits, loss
+
+    _, ours, _ = pair("llama")
+    expected = 2 * ours(prompt()).logits
+    ours.output_layer = Doubled(ours.output_layer)
+    for model in (ours, copy.deepcopy(ours)):
+        assert torch.equal(model(prompt()).logits, expected)
+
+
+@torch.no_grad()
+def test_copies_for_data_parallel_compute_with_their_own_parts(pair: Any) -> None:
+    """`torch.nn.parallel.replicate` puts copies of the parts into what the model returns; here without devices."""
+    _, ours, _ = pair("llama")
+    other = copy.deepcopy(ours)
+    other.get_input_embeddings().weight.mul_(2)
+    copied = ours._replicate_for_data_parallel()
+    for name in ours._modules:
+        copied._modules[name] = other._modules[name]
+    assert torch.equal(copied(prompt()).logits, other(prompt()).logits)
+    assert not torch.equal(copied(prompt()).logits, ours(prompt()).logits)
+
+
+@torch.no_grad()
 def test_the_gpt_model_is_in_the_same_mode(pair: Any) -> None:
     """Or generation with it, which goes back to the mode that it found, would leave dropout on in evaluation."""
     theirs, ours, _ = pair("gpt2")
