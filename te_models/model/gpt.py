@@ -233,8 +233,9 @@ class GPTModel(nn.Module):
                 reset()
 
     def stored_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) of what a checkpoint holds: parameters, then buffers that are part of the state."""
-        yield from self.named_parameters()
+        """Yield (name, tensor) of what a checkpoint holds: parameters, one that is shared between layers under each of
+        its names, then buffers that are part of the state."""
+        yield from self.named_parameters(remove_duplicate=False)
         stored = self.state_dict().keys()
         yield from ((name, buffer) for name, buffer in self.named_buffers() if name in stored)
 
