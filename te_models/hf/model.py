@@ -64,18 +64,26 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
         if gpt is not None and gpt.config != config.model_config:
             raise ValueError("gpt is not the model of config; allowed: TEConfig(config=gpt.config.to_dict())")
         model = GPTModel(config.model_config, expert_layout=config.expert_layout) if gpt is None else gpt  # type: ignore[arg-type]
-        object.__setattr__(self, "gpt", model)  # not as a submodule: parameters would have two names
-        self._modules = model._modules  # what takes the place of a part does so in both
+        self.gpt = model
         self.recipe: Recipe | None = None
         self.post_init()
         self.train(model.training)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As in torch, but for `gpt`: not as a submodule, or parameters would have two names."""
+        if name != "gpt":
+            super().__setattr__(name, value)
+            return
+        object.__setattr__(self, name, value)
+        if isinstance(value, GPTModel):
+            self._modules = value._modules  # what takes the place of a part does so in both
 
     def _replicate_for_data_parallel(self) -> Self:
         """Return the copy that torch's DataParallel then gives copies of the parts, and a `gpt` of these parts."""
         copied = super()._replicate_for_data_parallel()
         gpt = self.gpt._replicate_for_data_parallel()
         gpt._modules = copied._modules
-        object.__setattr__(copied, "gpt", gpt)
+        copied.gpt = gpt
         return copied
 
     def train(self, mode: bool = True) -> Self:

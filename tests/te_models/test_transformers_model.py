@@ -112,6 +112,19 @@ def test_what_takes_the_place_of_a_part_is_used(pair: Any) -> None:
 
 
 @torch.no_grad()
+def test_the_gpt_model_may_be_compiled_or_another_one(pair: Any, tmp_path: Path) -> None:
+    _, ours, folder = pair("llama")
+    expected, names = ours(prompt()).logits, list(ours.state_dict())
+    ours.gpt = torch.compile(ours.gpt, backend="eager")
+    assert torch.equal(ours(prompt()).logits, expected) and list(ours.state_dict()) == names
+    ours.save_pretrained(tmp_path / "saved")
+    other = GPTModel.from_pretrained(folder).double()
+    ours.gpt = other
+    assert ours.dtype == torch.float64 and next(ours.parameters()) is next(other.parameters())
+    torch.testing.assert_close(ours(prompt()).logits.float(), expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
 def test_copies_for_data_parallel_compute_with_their_own_parts(pair: Any) -> None:
     """`torch.nn.parallel.replicate` puts copies of the parts into what the model returns; here without devices."""
     _, ours, _ = pair("llama")
