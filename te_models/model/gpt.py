@@ -211,7 +211,9 @@ class GPTModel(nn.Module):
             cache.advance(length)
         if last_logits_only:
             x = x[:, -1:]
-        logits, loss = self.output_layer(x, self.embedding.word_embeddings.weight, labels, return_logits=return_logits)
+        tied = self.config.embedding.share_embeddings_and_output_weights
+        weight = self.embedding.word_embeddings.weight if tied else None
+        logits, loss = self.output_layer(x, weight, labels, return_logits=return_logits)
         output = ModelOutput(logits=logits, loss=loss, hidden_states=None if states is None else tuple(states))
         if self.router_loss_weights is not None and routed:
             weights = self.router_loss_weights
