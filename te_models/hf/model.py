@@ -183,10 +183,13 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
             raise ValueError("the prompt has no tokens; allowed: at least one, such as bos_token_id")
         cached = 0 if past_key_values is None else past_key_values.get_seq_length()
         whole = attention_mask is None or attention_mask.shape[1] == input_ids.shape[1]  # else only the new tokens
-        if past_key_values is not None and cached and whole and self.gpt.decoder.by_length:
+        if past_key_values is not None and whole and self.gpt.decoder.by_length:
             mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-            lengths = (int(mask[:, :n].sum(dim=1).max()) for n in (cached, mask.shape[1]))
-            if len({self.gpt.decoder.rotary_stage(length) for length in lengths}) > 1:
+            before, now = (int(mask[:, :n].sum(dim=1).max()) for n in (cached, mask.shape[1]))
+            # tokens that assisted generation has tried and taken back were among those that others were rotated with
+            before = getattr(past_key_values, "rotated_as", before)
+            past_key_values.rotated_as = now
+            if cached and self.gpt.decoder.rotary_stage(before) != self.gpt.decoder.rotary_stage(now):
                 past_key_values.crop(-cached)  # a negative number of tokens is taken away
                 next_sequence_length, kwargs["position_ids"] = None, positions_of(mask)
         return super().prepare_inputs_for_generation(  # type: ignore[attr-defined]

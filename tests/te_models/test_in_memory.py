@@ -207,3 +207,14 @@ def test_a_model_with_soft_capped_scores_computes_with_them() -> None:
     theirs = make("gemma2").eval()
     ids = torch.arange(3, 23)[None]
     torch.testing.assert_close(GPTModel.from_hf(theirs).to_hf()(ids).logits, theirs(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["qwen2", "qwen3_moe"])
+def test_tensors_without_data_have_names_and_shapes(case: str) -> None:
+    """Tied or not."""
+    theirs = hf_model(case)
+    converter = AutoConverter.from_config(theirs.config)
+    ours = converter.from_hf({name: tensor.to("meta") for name, tensor in theirs.state_dict().items()})
+    expected = GPTModel.from_hf(theirs).state_dict()
+    assert {n: t.shape for n, t in ours.items()} == {n: t.shape for n, t in expected.items()}
+    assert all(tensor.is_meta for tensor in ours.values())

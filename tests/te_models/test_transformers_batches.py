@@ -69,6 +69,27 @@ def test_new_tokens_alone_cannot_fill_a_cache_anew(tmp_path: Path) -> None:
     assert torch.equal(ours.generate(whole, past_key_values=cache, **SETTINGS), expected)
 
 
+@torch.no_grad()
+def test_tokens_that_are_taken_back_leave_no_frequencies_behind(tmp_path: Path) -> None:
+    """As assisted generation does with what it has tried: the cache was filled for a longer text."""
+    _, ours = both("phi3-longrope-window", tmp_path)
+    original = ours.gpt.decoder.rotary_embeddings[0].original_length
+    cache, ids = transformers.DynamicCache(), prompt(1, original + 3)
+    for kept, tried in ((-5, 1), (-4, -4), (-3, 3), (-2, -2)):
+        kept, tried = original + kept, original + tried
+        given = ids[:, :tried]
+        inputs = ours.prepare_inputs_for_generation(
+            given,
+            next_sequence_length=tried - cache.get_seq_length(),
+            past_key_values=cache,
+            attention_mask=torch.ones_like(given),
+        )
+        logits = ours(**inputs).logits[:, -1]
+        torch.testing.assert_close(logits, ours(given).logits[:, -1], rtol=1e-4, atol=1e-5)
+        if kept < tried:
+            cache.crop(kept - tried)
+
+
 @pytest.mark.parametrize("case", ["llama", "gemma3", "qwen3_moe", "deepseek_v3", "gpt_oss", "llama4"])
 @torch.no_grad()
 def test_positions_that_begin_anew_begin_another_text(case: str, tmp_path: Path) -> None:
