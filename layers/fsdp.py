@@ -138,7 +138,7 @@ class GathersQuantized:
                 f"dimension must be a multiple of {ranks}, because gathered shards are not padded"
             )
         if x.amax_group is None and is_one_matrix(x) and one_per_matrix(x):
-            _check_shared(x, mesh)
+            check_shared(x, mesh.get_group())
             for shard in (x, *_kept_elsewhere(x, outer_size, module)):
                 shard.amax_group = mesh.get_group().group_name
         return tuple(_bytes(field) for field in x.fields.values()), False
@@ -220,13 +220,13 @@ def _unpacked(x: QuantizedTensor, packed: Tensor) -> dict[str, Tensor]:
     return fields
 
 
-def _check_shared(x: QuantizedTensor, mesh: DeviceMesh) -> None:
-    """Raise ValueError on every rank where shards of one matrix were given scales of their own."""
+def check_shared(x: QuantizedTensor, group: dist.ProcessGroup) -> None:
+    """Raise ValueError on every rank of the group where shards of one matrix were given scales of their own."""
     for name in one_per_matrix(x):
         scale = getattr(x, name).detach().clone()
         low, high = scale.clone(), scale.clone()
-        dist.all_reduce(low, dist.ReduceOp.MIN, mesh.get_group())
-        dist.all_reduce(high, dist.ReduceOp.MAX, mesh.get_group())
+        dist.all_reduce(low, dist.ReduceOp.MIN, group)
+        dist.all_reduce(high, dist.ReduceOp.MAX, group)
         if not torch.equal(low, high):
             raise ValueError(
                 f"the shards of a {type(x).__name__} have different scales, because values were written into them "

@@ -20,7 +20,8 @@ def default_init_method(weight: Tensor) -> Tensor:
 @constant_when_traced  # torch guards its autocast itself; traced, each function named here would be one more guard
 def autocast_dtype(device_type: str) -> torch.dtype | None:
     """Return the dtype that an enabled `torch.amp.autocast` of this device asks for, or None."""
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+    known = device_type != "meta"  # for which torch raises
+    return torch.get_autocast_dtype(device_type) if known and torch.is_autocast_enabled(device_type) else None
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

@@ -94,7 +94,7 @@ def block_scales(
     if scale_kind == "e8m0":
         stored = once(e8m0_from_amax(amax, fp8_dtype))
         return once(_e8m0_inverse(stored)), stored
-    overflow = torch.finfo(x.dtype).max
+    overflow = torch.finfo(x.dtype if x.dtype.itemsize <= 4 else torch.float32).max  # scales are float32
     scale = scale_from_amax(amax, fp8_dtype, pow2=scale_kind == "pow2", epsilon=epsilon, overflow=overflow)
     return once(scale), once(torch.div(torch.ones_like(scale), scale))
 

@@ -188,6 +188,7 @@ def quantize_blockwise(
         tiles = grouped_tiles(rows, groups, align, tile) if groups else x.shape[:-2].numel() * triton.cdiv(rows, tile)
         return (tiles * triton.cdiv(columns, meta["TILE_C"]),)
 
+    overflow = torch.finfo(x.dtype if x.dtype.itemsize <= 4 else torch.float32).max  # scales are float32
     _kernel[programs](
         x,
         *([t.view(torch.uint8) if t.dtype == fp8_dtype else t for t in row] or (None, None)),
@@ -208,8 +209,8 @@ def quantize_blockwise(
         KIND=kind,
         E4M3=fp8_dtype == torch.float8_e4m3fn,
         LARGEST=FP8_MAX[fp8_dtype],
-        OVERFLOW=torch.finfo(x.dtype).max,
-        OVERFLOW_EXPONENT=126 + math.frexp(torch.finfo(x.dtype).max)[1],
+        OVERFLOW=overflow,
+        OVERFLOW_EXPONENT=126 + math.frexp(overflow)[1],
         NATIVE=native_fp8(x.device),
     )
     return row + col

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from te_models.checkpoints import Checkpoint
+from te_models.checkpoints.families import family_of
+from te_models.checkpoints.formats import without_quantization
 from te_models.checkpoints.origin import source_of
-from te_models.checkpoints.te_folder import MODEL_TYPE, TEFolder
+from te_models.checkpoints.te_folder import MODEL_TYPE, Source, TEFolder
 
 from ..config import ModelConfig
 from ..extras import require
@@ -21,7 +23,8 @@ class TEConfig(transformers.PreTrainedConfig):
     """The fields of `TEFolder`, and the names under which transformers looks for sizes.
 
     config: a `ModelConfig` as a dictionary. source: the Hugging Face checkpoint that the model comes from; the special
-    tokens are taken from there where they are not given.
+    tokens are taken from there where they are not given. use_cache: whether a call of the model that says nothing about
+    it returns a cache, as transformers' own models do.
 
     Example:
         TEConfig(config=ModelConfig(...).to_dict())
@@ -37,6 +40,7 @@ class TEConfig(transformers.PreTrainedConfig):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
+    use_cache: bool = True
 
     def __post_init__(self, **kwargs: Any) -> None:
         origin = (self.source or {}).get("config") or {}
@@ -46,6 +50,21 @@ class TEConfig(transformers.PreTrainedConfig):
             if getattr(self, name) is None:
                 setattr(self, name, origin.get(name))
         super().__post_init__(**kwargs)
+
+    @classmethod
+    def get_config_dict(
+        cls, pretrained_model_name_or_path: Any, **kwargs: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """As in transformers; of a folder of a Hugging Face family, the fields of the same model here. Raises
+        CheckpointError for a family that is not supported."""
+        values, options = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        if values.get("model_type") in (None, MODEL_TYPE):
+            return values, options
+        family = family_of(values["model_type"])
+        kept = {name: values.pop(name) for name in ("_commit_hash",) if name in values}
+        kept |= {name: values[name] for name in ("dtype", "torch_dtype") if name in values}
+        model = family.read_config(without_quantization(values))
+        return TEFolder("grouped", model, Source(family.model_type, values, None)).to_dict() | kept, options
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> TEConfig:

@@ -11,6 +11,7 @@ import torch
 
 from te_models.checkpoints import open_checkpoint
 from te_models.checkpoints.dtypes import as_torch_dtype, torch_dtype
+from te_models.checkpoints.families.fields import shorten_value
 from te_models.checkpoints.hub import local_folder
 from te_models.checkpoints.origin import main_dtype
 from te_models.layers import Recipe
@@ -26,14 +27,13 @@ else:
     transformers = require("transformers", "hf", feature="te_models.hf")
 
 _WITHOUT_MEANING = {
-    # What transformers' own callers pass along, and its defaults, with the values that ask for nothing. Whether there
-    # is a cache is said by the call and by the generation's configuration.
+    # What transformers' own callers pass along, and its defaults, with the values that ask for nothing. That code of a
+    # folder may be run is a permission, which is not needed.
     "adapter_kwargs": (None, {}),
     "ignore_mismatched_sizes": (None, False),
     "output_loading_info": (None, False),
     "subfolder": (None, ""),
-    "trust_remote_code": (None, False),
-    "use_cache": (None, True, False),
+    "trust_remote_code": (None, True, False),
     "use_safetensors": (None, True),
     "weights_only": (None, True),
     "low_cpu_mem_usage": (None, True, False),
@@ -41,6 +41,8 @@ _WITHOUT_MEANING = {
     "_from_auto": (None, True, False),
     "_from_pipeline": (None, "text-generation"),
 }
+_FIELDS = ("bos_token_id", "eos_token_id", "output_hidden_states", "pad_token_id", "return_dict", "use_cache")
+"""Of the configuration, which the call may give instead, as in transformers."""
 _HUB = ("revision", "cache_dir", "token", "local_files_only", "force_download")
 
 
@@ -60,10 +62,12 @@ def load(
     # transformers' Auto classes take this option out of the call and put it into the configuration.
     within = getattr(config, "_attn_implementation", None)
     for option, value in ({"attn_implementation": within} | dict(options)).items():
-        if option in _HUB or option == "_commit_hash":
+        if option in (*_HUB, *_FIELDS, "_commit_hash"):
             continue
         if value not in _WITHOUT_MEANING.get(option, (None,)):
-            raise ValueError(f"{option} is {value!r}, which TEModelForCausalLM.from_pretrained cannot honour")
+            raise ValueError(
+                f"{option} is {shorten_value(value)}, which TEModelForCausalLM.from_pretrained cannot honour"
+            )
     device = _device(device_map)
     folder = local_folder(name, **hub)
     with open_checkpoint(folder, storage="values" if dequantize else None) as checkpoint:
@@ -77,6 +81,9 @@ def load(
     layout: Any = expert_layout or found.expert_layout
     found.expert_layout, found.dtype = layout, wanted
     found.name_or_path = str(name)
+    for field in _FIELDS:
+        if options.get(field) is not None:
+            setattr(found, field, options[field])
     gpt = GPTModel.from_pretrained(
         folder, dtype=wanted, device=device, recipe=recipe, expert_layout=layout, dequantize=dequantize
     )

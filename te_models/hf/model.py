@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
-from te_models.layers import Recipe, autocast
+from te_models.layers import QuantizedTensor, Recipe, autocast
 
 from ..extras import require
 from ..generation import positions_of
 from ..model import GPTModel
+from ..model.embedding import input_size
 from .cache import TransformersCache
 from .config import TEConfig
 from .loading import load
@@ -63,11 +64,32 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
         if gpt is not None and gpt.config != config.model_config:
             raise ValueError("gpt is not the model of config; allowed: TEConfig(config=gpt.config.to_dict())")
         model = GPTModel(config.model_config, expert_layout=config.expert_layout) if gpt is None else gpt  # type: ignore[arg-type]
-        object.__setattr__(self, "gpt", model)  # not as a submodule: parameters would have two names
-        for name, part in model.named_children():
-            self.add_module(name, part)
+        self.gpt = model
         self.recipe: Recipe | None = None
         self.post_init()
+        self.train(model.training)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As in torch, but for `gpt`: not as a submodule, or parameters would have two names."""
+        if name != "gpt":
+            super().__setattr__(name, value)
+            return
+        object.__setattr__(self, name, value)
+        if isinstance(value, GPTModel):
+            self._modules = value._modules  # what takes the place of a part does so in both
+
+    def _replicate_for_data_parallel(self) -> Self:
+        """Return the copy that torch's DataParallel then gives copies of the parts, and a `gpt` of these parts."""
+        copied = super()._replicate_for_data_parallel()
+        gpt = self.gpt._replicate_for_data_parallel()
+        gpt._modules = copied._modules
+        copied.gpt = gpt
+        return copied
+
+    def train(self, mode: bool = True) -> Self:
+        """As in torch; `gpt`, which is no submodule, follows."""
+        self.gpt.training = mode
+        return super().train(mode)
 
     def forward(
         self,
@@ -75,6 +97,7 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         past_key_values: transformers.Cache | None = None,
+        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
@@ -86,26 +109,30 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
 
         input_ids: [B, S]. attention_mask: [B, L], 0 where a token is padding. position_ids: [B or 1, S]; without mask
         and cache, one that is not one more than the one before begins another text, which does not see those before.
-        past_key_values: extended by this call; with use_cache and without one, a new one. labels: [B, S], usually
-        input_ids, -100 does not count: position s is scored on labels[s + 1]. logits_to_keep: of how many last
-        positions, or of which; 0 is all. output_hidden_states: also return the embeddings, the result of each layer but
-        the last, and that of the last one after the final norm, [B, S, hidden] each; None is as the configuration says.
-        Mixtures also return the router losses as `aux_loss`. Raises ValueError for output_attentions.
+        past_key_values: extended by this call; with use_cache and without one, a new one. inputs_embeds: [B, S,
+        hidden], in place of input_ids, as `get_input_embeddings()` gives them. labels: [B, S], usually input_ids, -100
+        does not count: position s is scored on labels[s + 1]. use_cache: None is as the configuration says, but no in
+        training mode and for several texts in a row. logits_to_keep: of how many last positions, or of which; 0 is all.
+        output_hidden_states: also return the embeddings, the result of each layer but the last, and that of the last
+        one after the final norm, [B, S, hidden] each; None is as the configuration says. Mixtures also return the
+        router losses as `aux_loss`. Raises ValueError for output_attentions.
         """
-        if input_ids is None:
-            raise ValueError("input_ids is None; this model takes token ids only, no embeddings")
+        batch, length = input_size(input_ids, inputs_embeds)
         if output_attentions:
             raise ValueError("output_attentions is True; allowed: False, for the attention's weights are never formed")
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         if attention_mask is not None and attention_mask.dim() != 2:
             raise ValueError(f"attention_mask has shape {tuple(attention_mask.shape)}; allowed: [batch, keys]")
+        if past_key_values is None and not use_cache and attention_mask is None and position_ids is not None:
+            attention_mask = same_text(position_ids, batch)
+        if use_cache is None:
+            several = attention_mask is not None and attention_mask.dim() == 3
+            use_cache = self.config.use_cache and not self.training and not several
         if past_key_values is None and use_cache:
             past_key_values = transformers.DynamicCache(config=self.config)
-        if past_key_values is None and attention_mask is None and position_ids is not None:
-            attention_mask = same_text(position_ids, input_ids.shape[0])
         cache = None if past_key_values is None else TransformersCache(past_key_values, self.gpt.config)
-        keys = (input_ids.shape[0], input_ids.shape[1] + (0 if cache is None else cache.length))
+        keys = (batch, length + (0 if cache is None else cache.length))
         if attention_mask is not None and attention_mask.shape == keys and not torch.compiler.is_compiling():
             # transformers looks, too: attention without a mask is faster, and without padding generate gives one; a
             # training step would wait for the device
@@ -118,6 +145,7 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
                 labels,
                 position_ids=position_ids,
                 attention_mask=attention_mask,
+                inputs_embeds=inputs_embeds,
                 cache=cache,
                 last_logits_only=last_only,
                 return_hidden_states=bool(output_hidden_states),
@@ -142,19 +170,26 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
         next_sequence_length: int | None = None,
         past_key_values: transformers.Cache | None = None,
         attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Return the arguments of the next call, as transformers does: the tokens that are not in the cache yet. Where
         the rotary frequencies change with the length of the sequence, these are all, and the cache is emptied.
 
-        transformers lets generate take the other arguments of `forward` because these here are called kwargs.
+        transformers lets generate take the other arguments of `forward` because these here are called kwargs. Raises
+        ValueError for a prompt without tokens.
         """
+        if input_ids.shape[1] == 0 and inputs_embeds is None:
+            raise ValueError("the prompt has no tokens; allowed: at least one, such as bos_token_id")
         cached = 0 if past_key_values is None else past_key_values.get_seq_length()
         whole = attention_mask is None or attention_mask.shape[1] == input_ids.shape[1]  # else only the new tokens
-        if past_key_values is not None and cached and whole and self.gpt.decoder.by_length:
+        if past_key_values is not None and whole and self.gpt.decoder.by_length:
             mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-            lengths = (int(mask[:, :n].sum(dim=1).max()) for n in (cached, mask.shape[1]))
-            if len({self.gpt.decoder.rotary_stage(length) for length in lengths}) > 1:
+            before, now = (int(mask[:, :n].sum(dim=1).max()) for n in (cached, mask.shape[1]))
+            # tokens that assisted generation has tried and taken back were among those that others were rotated with
+            before = getattr(past_key_values, "rotated_as", before)
+            past_key_values.rotated_as = now
+            if cached and self.gpt.decoder.rotary_stage(before) != self.gpt.decoder.rotary_stage(now):
                 past_key_values.crop(-cached)  # a negative number of tokens is taken away
                 next_sequence_length, kwargs["position_ids"] = None, positions_of(mask)
         return super().prepare_inputs_for_generation(  # type: ignore[attr-defined]
@@ -162,6 +197,7 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
             next_sequence_length=next_sequence_length,
             past_key_values=past_key_values,
             attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
             **kwargs,
         )
 
@@ -187,8 +223,9 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
             recipe: store the linear layers' weights in its quantized format.
             expert_layout: "grouped" or "per-gemm"; None means that of the folder.
             dequantize: store the values of weights that are stored quantized.
-            options: of transformers' own from_pretrained: those that choose a download are used, those that mean
-                nothing here must be at their defaults.
+            options: of transformers' own from_pretrained: those that choose a download are used, and those that set
+                special tokens, use_cache, output_hidden_states or return_dict; what means nothing here must be at its
+                default.
 
         Raises ValueError for an option that cannot be honoured, CheckpointError for a folder that is not right.
         """
@@ -242,9 +279,23 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
         counted = (p for p in self.parameters() if id(p) not in tables)
         return sum(p.numel() for p in counted if p.requires_grad or not only_trainable)
 
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
-        """Raise ValueError: the vocabulary is part of the configuration."""
-        raise ValueError(f"the vocabulary of {self.gpt.config.vocab_size} tokens cannot be resized")
+    def get_memory_footprint(self, return_buffers: bool = True) -> int:  # type: ignore[override]
+        """Return the bytes of the parameters, and buffers: of quantized weights those that are stored."""
+        tensors = [*self.parameters(), *(self.buffers() if return_buffers else ())]
+        stored = (t.fields.values() if isinstance(t, QuantizedTensor) else (t,) for t in tensors)
+        return sum(field.numel() * field.element_size() for fields in stored for field in fields)
+
+    def resize_token_embeddings(  # type: ignore[override]
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Module:
+        """Return the embedding. Raises ValueError for another size than it has: the vocabulary is part of the
+        configuration."""
+        vocabulary = self.gpt.config.vocab_size
+        asked = vocabulary if new_num_tokens is None else new_num_tokens
+        asked += -asked % (pad_to_multiple_of or 1)
+        if asked != vocabulary:
+            raise ValueError(f"the vocabulary of {vocabulary} tokens cannot be resized to {asked}")
+        return self.get_input_embeddings()
 
     def set_attn_implementation(self, attn_implementation: str | dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Raise ValueError for another attention than "sdpa": there is one."""

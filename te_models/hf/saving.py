@@ -19,13 +19,15 @@ from te_models.checkpoints.strict_json import read_object
 from te_models.checkpoints.te_folder import CONFIG, MODEL_TYPE
 from te_models.checkpoints.weight_files import INDEX, SINGLE
 from te_models.checkpoints.writer import write_small_file
+from te_models.layers.fsdp import sharded
 
 if TYPE_CHECKING:
     from .model import TEModelForCausalLM
 
 _GENERATION = "generation_config.json"
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-_WITHOUT_MEANING = ("save_peft_format", "save_original_format", "safe_serialization")
+# save_function is what accelerate's examples pass along, and transformers does not call it either; token is for uploads
+_WITHOUT_MEANING = ("save_peft_format", "save_original_format", "safe_serialization", "save_function", "token")
 
 
 def save(
@@ -46,12 +48,19 @@ def save(
         kind = read_object(folder / CONFIG).get("model_type")
         if kind != MODEL_TYPE:
             raise ValueError(f"{folder} holds a model of type {kind!r}; choose another folder")
-    tensors = dict(model.gpt.stored_tensors())
+    gpt = model.gpt
+    tensors = dict(gpt.stored_tensors())
+    split = state_dict is None and (gpt.tp_size > 1 or gpt.expert_model_parallel_size > 1)
     if state_dict is not None:
         missing = [name for name in tensors if name not in state_dict]
         if missing:
             raise ValueError(f"state_dict lacks parameters of the model: {shorten(missing)}")
         tensors = {name: state_dict[name] for name in tensors}
+    if split or sharded(tensors.values()):
+        raise ValueError(
+            "the model is shared by several ranks; allowed: model.gpt.save_pretrained(folder) on all of them, or a "
+            "state_dict of whole tensors"
+        )
     origin = model.gpt.pretrained_folder
     folder.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=".saving-", dir=folder))

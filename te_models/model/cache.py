@@ -13,6 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from te_models.layers.module import autocast_dtype
+
 from ..config import ModelConfig
 
 
@@ -55,7 +57,7 @@ class LayerCache:
     def update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store key [B, S, G, D] and value [B, S, G, Dv] behind the valid positions. Return views of all that this
         call's queries can see, [B, L, G, D] and [B, L, G, Dv], the queries' own positions last."""
-        if key.dtype != self.key.dtype and not torch.is_autocast_enabled(key.device.type):
+        if key.dtype != self.key.dtype and autocast_dtype(key.device.type) is None:
             raise ValueError(
                 f"the cache holds {self.key.dtype}, but the model computes in {key.dtype}; pass that as its dtype"
             )

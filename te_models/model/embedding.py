@@ -14,6 +14,21 @@ from ..config import ModelConfig
 from .build import Build, init_method
 
 
+def input_size(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[int, int]:
+    """Return (B, S) of what a model is to read, input_ids [B, S] or inputs_embeds [B, S, H]. Raises ValueError for none
+    of the two, for both, and for another shape."""
+    if (input_ids is None) == (inputs_embeds is None):
+        state = "None" if input_ids is None else "given"
+        raise ValueError(f"input_ids is {state} and inputs_embeds is {state}; allowed: one of the two")
+    if input_ids is not None and input_ids.dim() != 2:
+        raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; allowed: [batch, sequence]")
+    if inputs_embeds is not None and inputs_embeds.dim() != 3:
+        raise ValueError(f"inputs_embeds has shape {tuple(inputs_embeds.shape)}; allowed: [batch, sequence, hidden]")
+    given = inputs_embeds if input_ids is None else input_ids
+    assert given is not None
+    return given.shape[0], given.shape[1]
+
+
 class Table(nn.Module):
     """A lookup table: weight [rows, H]."""
 
@@ -45,10 +60,19 @@ class Embedding(nn.Module):
         if config.embedding.position_embedding_type == "learned_absolute":
             self.position_embeddings = Table(config.max_position_embeddings, config, build)
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """input_ids: [B, S], position_ids: [B or 1, S] -> [B, S, H] in the weight's dtype. Raises IndexError for an id
-        or a position outside of its table, where that can be seen without waiting for a device."""
-        x = self.word_embeddings(input_ids)
+    def forward(self, input_ids: Tensor | None, position_ids: Tensor, inputs_embeds: Tensor | None = None) -> Tensor:
+        """input_ids: [B, S], position_ids: [B or 1, S] -> [B, S, H] in the weight's dtype. inputs_embeds: [B, S, H], in
+        place of `word_embeddings[input_ids]`. Raises IndexError for an id or a position outside of its table, where
+        that can be seen without waiting for a device."""
+        if inputs_embeds is None:
+            assert input_ids is not None, "input_size has looked"
+            x = self.word_embeddings(input_ids)
+        else:
+            weight = self.word_embeddings.weight
+            if inputs_embeds.shape[-1] != weight.shape[-1]:
+                shape = tuple(inputs_embeds.shape)
+                raise ValueError(f"inputs_embeds has shape {shape}; allowed: [batch, sequence, {weight.shape[-1]}]")
+            x = inputs_embeds.to(weight.dtype)
         multiplier = self.config.multiplier
         if multiplier == "sqrt_hidden_in_weight_dtype":
             # filled on the device: for a number from the host it would make the host wait

@@ -24,18 +24,20 @@ from te_models.layers import (
     store_weights,
 )
 from te_models.layers.expert_parallel import check_same_tokens
+from te_models.layers.fsdp import sharded
 from te_models.layers.process_groups import resolve_group
 
 from ..config import ModelConfig
 from .build import Build, ExpertLayout
 from .cache import Memory
 from .decoder import Decoder
-from .embedding import Embedding
+from .embedding import Embedding, input_size
 from .in_memory import converter_of, fill_from_hf, to_hf
 from .kept_dtypes import keep_dtypes
 from .moe import Experts
 from .output import ModelOutput, OutputLayer, RouterLossWeights
 from .parallel import check_split, groups_of, place_of
+from .sharded_saving import save_sharded
 from .split_saving import save_split
 from .support import check_supported
 
@@ -144,9 +146,10 @@ class GPTModel(nn.Module):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         labels: Tensor | None = None,
         *,
+        inputs_embeds: Tensor | None = None,
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         cache: Memory | None = None,
@@ -157,24 +160,25 @@ class GPTModel(nn.Module):
         """Return logits and, given labels, the loss.
 
         input_ids: [B, S] int64. labels: [B, S] int64, usually input_ids: position s is scored on labels[s + 1], -100
-        does not count. position_ids: [B or 1, S] (None: counting on from the cache). attention_mask: [B, L] bool or
-        0/1, false where a token is padding, L counting cached tokens; or [B, S, L], false where a token does not see
-        another, as of another text in its row. cache: a KVCache, extended by this call.
+        does not count. inputs_embeds: [B, S, H], in place of input_ids, as `embedding.word_embeddings` gives them.
+        position_ids: [B or 1, S] (None: counting on from the cache). attention_mask: [B, L] bool or 0/1, false where a
+        token is padding, L counting cached tokens; or [B, S, L], false where a token does not see another, as of
+        another text in its row. cache: a KVCache, extended by this call.
         return_logits=False leaves the logits out: cheaper where only the loss is wanted. last_logits_only: logits
         [B, 1, V] of the last position, for generation. return_hidden_states: also what the layers compute.
 
         Raises ValueError where the rotary frequencies depend on the length ("longrope", "dynamic") and the cached
         tokens were rotated for another one: their keys and values are others now, and all have to be given again.
         """
-        if input_ids.dim() != 2:
-            raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; allowed: [batch, sequence]")
+        batch, length = input_size(input_ids, inputs_embeds)
+        given = input_ids if inputs_embeds is None else inputs_embeds
+        assert given is not None
         if labels is not None and last_logits_only:
             raise ValueError("labels were given with last_logits_only; a loss needs the logits of all tokens")
-        if labels is not None and labels.shape != input_ids.shape:
-            raise ValueError(f"labels has shape {tuple(labels.shape)}; allowed: {tuple(input_ids.shape)}, as input_ids")
-        batch, length = input_ids.shape
+        if labels is not None and labels.shape != (batch, length):
+            raise ValueError(f"labels has shape {tuple(labels.shape)}; allowed: {(batch, length)}, as input_ids")
         if self._ep_group_name is not None and self.expert_model_parallel_size > 1:
-            check_same_tokens(batch * length, input_ids.device, self._ep_group_name)
+            check_same_tokens(batch * length, given.device, self._ep_group_name)
         begin = 0
         if cache is not None:
             cache.check_room(batch, length)
@@ -188,7 +192,7 @@ class GPTModel(nn.Module):
                 )
             attention_mask = attention_mask.bool()
         if position_ids is None:
-            position_ids = torch.arange(begin, begin + length, device=input_ids.device)[None]
+            position_ids = torch.arange(begin, begin + length, device=given.device)[None]
         elif position_ids.dim() != 2 or position_ids.shape[0] not in (1, batch) or position_ids.shape[1] != length:
             raise ValueError(
                 f"position_ids has shape {tuple(position_ids.shape)}; allowed: [{batch}, {length}] or [1, {length}]"
@@ -200,14 +204,16 @@ class GPTModel(nn.Module):
                     f"sequences of {end} tokens are rotated otherwise than the {begin} in the cache; reset it and give "
                     "all tokens again, as generate does"
                 )
-        x = self.embedding(input_ids, position_ids)
+        x = self.embedding(input_ids, position_ids, inputs_embeds)
         states: list[Tensor] | None = [] if return_hidden_states else None
         x, routed = self.decoder(x, position_ids, attention_mask, cache, states)
         if cache is not None:
             cache.advance(length)
         if last_logits_only:
             x = x[:, -1:]
-        logits, loss = self.output_layer(x, self.embedding.word_embeddings.weight, labels, return_logits=return_logits)
+        tied = self.config.embedding.share_embeddings_and_output_weights
+        weight = self.embedding.word_embeddings.weight if tied else None
+        logits, loss = self.output_layer(x, weight, labels, return_logits=return_logits)
         output = ModelOutput(logits=logits, loss=loss, hidden_states=None if states is None else tuple(states))
         if self.router_loss_weights is not None and routed:
             weights = self.router_loss_weights
@@ -229,8 +235,9 @@ class GPTModel(nn.Module):
                 reset()
 
     def stored_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) of what a checkpoint holds: parameters, then buffers that are part of the state."""
-        yield from self.named_parameters()
+        """Yield (name, tensor) of what a checkpoint holds: parameters, one that is shared between layers under each of
+        its names, then buffers that are part of the state."""
+        yield from self.named_parameters(remove_duplicate=False)
         stored = self.state_dict().keys()
         yield from ((name, buffer) for name, buffer in self.named_buffers() if name in stored)
 
@@ -239,7 +246,7 @@ class GPTModel(nn.Module):
         cls,
         folder: str | os.PathLike[str],
         *,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
         recipe: Recipe | None = None,
         expert_layout: ExpertLayout = "grouped",
@@ -248,19 +255,21 @@ class GPTModel(nn.Module):
     ) -> Self:
         """Load a folder written by `save_pretrained`, or a Hugging Face model folder or hub id (`org/name@revision`).
 
-        dtype: of the parameters, whatever the files have (None: torch's default); only routers that the family keeps in
-        float32 stay so. recipe: store the linear layers' weights in its quantized format; None keeps what the folder
-        has, weights stored quantized bit for bit. dequantize: store the values of those, which take the memory of
-        `dtype` and, without FP8 hardware, a fraction of the time to compute with. device_mesh:
-        split the model over the mesh, or over its dimension "tp", and distribute the experts over its dimension "ep";
-        each rank reads only the parts that are its own. Tensors stream from the files into the model one by one. Raises
+        dtype: of the parameters, or its name, whatever the files have (None: torch's default); only routers that the
+        family keeps in float32 stay so. recipe: store the linear layers' weights in its quantized format; None keeps
+        what the folder has, weights stored quantized bit for bit. dequantize: store the values of those, which take
+        the memory of `dtype` and, without FP8 hardware, a fraction of the time to compute with. device_mesh: split the
+        model over the mesh, or over its dimension "tp", and distribute the experts over its dimension "ep"; each rank
+        reads only the parts that are its own. Tensors stream from the files into the model one by one. Raises
         CheckpointError, ConfigError, or ValueError for a recipe for weights that are to be dequantized.
         """
         from te_models.checkpoints import open_checkpoint
+        from te_models.checkpoints.dtypes import as_torch_dtype
         from te_models.checkpoints.origin import source_of
 
         if dequantize and recipe is not None:
             raise ValueError("dequantize stores values, and a recipe quantized weights: choose one of them")
+        dtype = as_torch_dtype(dtype)
         with open_checkpoint(folder, storage="values" if dequantize else None, float32=dequantize) as checkpoint:
             target = torch.empty((), device=device).device
             split: dict[str, Any] = {**groups_of(device_mesh), "expert_layout": expert_layout}
@@ -287,7 +296,7 @@ class GPTModel(nn.Module):
         cls,
         model: transformers.PreTrainedModel | str | os.PathLike[str],
         *,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
         expert_layout: ExpertLayout = "grouped",
     ) -> Self:
@@ -297,8 +306,10 @@ class GPTModel(nn.Module):
         """
         if isinstance(model, str | os.PathLike):
             return cls.from_pretrained(model, dtype=dtype, device=device, expert_layout=expert_layout)
+        from te_models.checkpoints.dtypes import as_torch_dtype
+
         converter = converter_of(model)
-        ours = cls(converter.config, params_dtype=dtype, device="meta", expert_layout=expert_layout)
+        ours = cls(converter.config, params_dtype=as_torch_dtype(dtype), device="meta", expert_layout=expert_layout)
         fill_from_hf(ours, model, torch.empty((), device=device).device)
         ours.origin = converter.source
         return ours
@@ -316,14 +327,16 @@ class GPTModel(nn.Module):
         """Write parameters and configuration as safetensors and JSON; `from_pretrained` restores them bit for bit.
 
         The tokenizer and the other small files of the folder that the model came from, while it exists, come along.
-        Of a split model every rank calls this (of several copies, every rank of one), and the first one writes the
-        whole model, tensor after tensor.
+        Of a split model every rank calls this (of several copies, every rank of one), and of one that FSDP2 shards
+        every rank of its mesh: the first one writes the whole model, tensor after tensor.
         """
         from te_models.checkpoints import save_model
 
         source = self.pretrained_folder
         source = source if source and source.is_dir() else None
-        if self.tp_group is None and self.ep_group is None:
+        if sharded(self.parameters()):
+            save_sharded(self, folder, source)
+        elif self.tp_group is None and self.ep_group is None:
             save_model(dict(self.stored_tensors()), self.config, folder, source_dir=source, source=self.origin)
         else:
             save_split(self, folder, source)

@@ -55,8 +55,10 @@ def to_hf(gpt: GPTModel, family: str | None, *, dequantize: bool) -> transformer
         raise CheckpointError(_without_class(gpt, chosen.model_type, transformers.CONFIG_MAPPING))
     config = transformers.AutoConfig.for_model(**converter.hf_config(tensors))
     dtype = _main_dtype(tensors)  # not that of config.json, which its files may contradict
+    # transformers' other attention leaves the soft-capping of scores out
+    attention = {} if gpt.config.attention.softcap is None else {"attn_implementation": "eager"}
     with torch.device(next(iter(tensors.values())).device):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, **attention)
     form = chosen.form_of(gpt.config, model.state_dict())
     given = converter.to_hf(tensors, form=form, dequantize=dequantize)
     for name, stored in chosen.namespace(gpt.config, form).stored.items():

@@ -71,14 +71,22 @@ class OutputLayer(nn.Module):
             self.bias.zero_()
 
     def forward(
-        self, x: Tensor, shared_weight: Tensor, labels: Tensor | None, *, return_logits: bool
+        self, x: Tensor, shared_weight: Tensor | None, labels: Tensor | None, *, return_logits: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """x: [B, S, H]; shared_weight: the embedding's [V, H], used when the layer has none; labels: [B, S].
+        """x: [B, S, H]; shared_weight: the embedding's [V, H], of a layer that has none; labels: [B, S].
 
-        Returns (logits [B, S, V] or None, loss or None). Without logits the loss never holds them in float32.
+        Returns (logits [B, S, V] or None, loss or None). Without logits the loss never holds them in float32. Raises
+        ValueError where the weight has no data, with which torch would multiply, and return any numbers.
         """
         dtype = compute_dtype(x)
-        weight = (shared_weight if self.weight is None else self.weight).to(dtype)
+        weight = self.weight if shared_weight is None else shared_weight
+        assert weight is not None, "shared, or the layer's own"
+        if weight.is_meta and not x.is_meta:
+            raise ValueError(
+                "the output layer shares the embedding's weight, which is on the meta device; allowed: a model whose "
+                "embedding is not offloaded"
+            )
+        weight = weight.to(dtype)
         bias = None if self.bias is None else self.bias.to(dtype)
         scaled = {"multiplier": self.config.logits_multiplier, "softcap": self.config.logits_softcap}
         x = x.to(dtype)

@@ -1,9 +1,4 @@
-"""Saving a model that is split over ranks: the first one writes, and the others send it their parts of a tensor when
-its turn comes, so that a rank's memory holds no more of the model than before, but for that tensor.
-
-The first rank drives: it announces the number of the tensor that it needs, every rank does its part of putting that
-one together, and so on until it announces that the files are written, or that they are not.
-"""
+"""Saving a model that is split over ranks: the others send the first one their parts of a tensor."""
 
 from __future__ import annotations
 
@@ -18,15 +13,13 @@ from torch import Tensor
 
 from te_models.layers import QuantizedTensor
 
-from ..memory import return_freed_memory
+from .collected_saving import Collection, save_collected
 from .parallel import place_of
 
 if TYPE_CHECKING:
     from te_models.checkpoints.parts import Cuts, Part
 
     from .gpt import GPTModel
-
-_WRITTEN, _FAILED = -1, -2
 
 
 def save_split(
@@ -38,33 +31,12 @@ def save_split(
 ) -> None:
     """Write a split model; called by all of its ranks. Quantized weights are put together as they are.
 
-    folder, source_dir, overwrite: see `save_model`; what the first rank says counts.
-
     Raises CheckpointError on every rank where a matrix is split whose format has one number per matrix, and the ranks
-    have different ones, and where the first rank cannot write.
+    have different ones, and as `save_collected` does.
     """
-    from te_models.checkpoints import CheckpointError, save_model
-
     parts = _Parts(model)
     parts.check_numbers()
-    if not parts.first:
-        if parts.serve() == _FAILED:
-            raise CheckpointError(f"the first rank could not write {os.fspath(folder)}; it says why")
-        return
-    try:
-        save_model(
-            parts.wholes(),
-            model.config,
-            folder,
-            source_dir=source_dir,
-            source=model.origin,
-            fetch=parts.fetch,
-            overwrite=overwrite,
-        )
-    except Exception:
-        parts.announce(_FAILED)
-        raise
-    parts.announce(_WRITTEN)
+    save_collected(parts, model, folder, source_dir, overwrite=overwrite)
 
 
 @dataclass(frozen=True)
@@ -114,7 +86,7 @@ class _Entry:
     """The parameter is split, and this number of it goes with every part."""
 
 
-class _Parts:
+class _Parts(Collection):
     """This rank's parts of a model, by the names that they have in files, and how they become the whole."""
 
     def __init__(self, model: GPTModel) -> None:
@@ -132,8 +104,8 @@ class _Parts:
         for name, tensor in self._tensors.items():
             by_tp, by_ep = ([its[name] for its in ranks] for ranks in owned)
             self._entries |= dict(self._entries_of(name, tensor, by_tp, by_ep))
-        self._names = list(self._entries)
-        self._device = self._entries[self._names[0]].own.device
+        self.names = list(self._entries)
+        self._device = self._entries[self.names[0]].own.device
 
     def _entries_of(
         self, name: str, tensor: Tensor, by_tp: list[Part], by_ep: list[Part]
@@ -157,7 +129,7 @@ class _Parts:
         not the same on all of them."""
         from te_models.checkpoints import CheckpointError
 
-        unlike = len(self._names)
+        unlike = len(self.names)
         for number, entry in enumerate(self._entries.values()):
             if entry.one_number and self._tp is not None:
                 own = entry.own.contiguous().flatten().view(torch.uint8)
@@ -169,12 +141,12 @@ class _Parts:
         for group in (self._tp, self._ep):
             if group is not None:
                 dist.all_reduce(found, dist.ReduceOp.MIN, group=group)
-        if int(found) < len(self._names):
-            parameter = self._entries[self._names[int(found)]].parameter
+        if int(found) < len(self.names):
+            parameter = self._entries[self.names[int(found)]].parameter
             raise CheckpointError(f"{parameter} is split over ranks that quantized it with scales of their own")
 
     def wholes(self) -> dict[str, Tensor]:
-        """Return the tensors that the files will hold, without their data."""
+        """See `Collection`."""
         from te_models.checkpoints.quantized_format import describe, empty
 
         found: dict[str, Tensor] = {}
@@ -186,23 +158,8 @@ class _Parts:
                 found[name] = torch.empty(shape, dtype=tensor.dtype, device="meta")
         return found
 
-    def fetch(self, name: str) -> Tensor:
-        """Return a whole tensor in main memory; on the first rank, while the others serve."""
-        number = self._names.index(name)
-        return_freed_memory()  # that of the tensor before, which the heap keeps for allocations of its size
-        self.announce(number)
-        found = self._collect(number)
-        assert found is not None, "the first rank puts the parts together"
-        return found
-
-    def serve(self) -> int:
-        """Send what the first rank asks for, until it announces the end; return what that is."""
-        while (number := self.announce(0)) >= 0:
-            self._collect(number)
-        return number
-
     def announce(self, number: int) -> int:
-        """Tell all ranks a number: on the first rank its own; return what the first one has told."""
+        """See `Collection`."""
         message = torch.tensor([number], device=self._device)
         if self._ep is not None and self._first_of_tp:
             dist.broadcast(message, group=self._ep, group_src=0)
@@ -211,9 +168,9 @@ class _Parts:
         return int(message)
 
     @torch.no_grad()
-    def _collect(self, number: int) -> Tensor | None:
-        """Do this rank's part of putting a tensor together; return it on the first rank."""
-        entry = self._entries[self._names[number]]
+    def collect(self, number: int) -> Tensor | None:
+        """See `Collection`."""
+        entry = self._entries[self.names[number]]
         found: Tensor | None = entry.own
         memory = torch.device("cpu")
         if entry.tp is not None:

@@ -69,6 +69,15 @@ def test_blockwise_equals_emulation(block: tuple[int, int], kind: str, dtype: to
 
 
 @pytest.mark.parametrize("block, kind", KINDS, ids=str)
+def test_float64_has_the_scales_of_float32(block: tuple[int, int], kind: str) -> None:
+    """Whose largest number is also where one that overflows stops."""
+    x = matrix((64, 256), torch.float32, 1)
+    x[:32, :128] = 2.0**-149
+    for got, expected in zip(*(quantize_blockwise(v, block, torch.float8_e4m3fn, kind) for v in (x.double(), x))):
+        assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("block, kind", KINDS, ids=str)
 @pytest.mark.parametrize("special", [float("nan"), float("inf"), -float("inf"), 0.0, 2.0**-149, 5.0])
 def test_special_blocks(block: tuple[int, int], kind: str, special: float) -> None:
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 import te_models
-from te_models import AttentionConfig, ConfigError, GPTModel, MLAConfig, MLPConfig, TransformerLayer
+from te_models import AttentionConfig, ConfigError, GPTModel, MLAConfig, MLPConfig, ModelConfig, TransformerLayer
 from te_models.checkpoints import expected_tensors
 from te_models.layers import (
     Float8CurrentScaling,
     MXFP8BlockScaling,
     QuantizedModule,
     QuantizedTensor,
+    Recipe,
     autocast,
     quantized_model_init,
 )
@@ -334,3 +335,15 @@ def test_quantized_weights_load_save_and_load_again(tmp_path: Path, recipe, layo
     assert torch.equal(logits[0], logits[1])
     assert torch.equal(logits[0], logits[2])
     assert not torch.equal(logits[0], exact(ids).logits)
+
+
+@pytest.mark.parametrize("config", [tiny(), tiny_moe()], ids=["dense", "moe"])
+@pytest.mark.parametrize("recipe", [None, MXFP8BlockScaling()], ids=["plain", "mxfp8"])
+def test_a_model_without_data_computes_shapes(config: ModelConfig, recipe: Recipe | None) -> None:
+    """As for counting operations before anything is loaded."""
+    model, ids = GPTModel(config, device="meta"), torch.zeros(2, 32, dtype=torch.int64, device="meta")
+    with autocast(enabled=recipe is not None, recipe=recipe):
+        output = model(ids, labels=ids)
+    output.loss.backward()
+    assert output.logits.is_meta and output.logits.shape == (2, 32, config.vocab_size)
+    assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())

@@ -188,3 +188,33 @@ def test_unused_tensors_in_memory_are_left_out_or_kept(layout: Literal["grouped"
     assert_same_bits({name: back[name] for name in unused}, unused)
     with pytest.raises(CheckpointError, match=r"unknown: 'carried\.x'"):
         converter.to_hf({**kept, "carried.x": torch.ones(1)})
+
+
+def test_a_dtype_may_be_a_name_and_is_of_floating_point(tmp_path: Path) -> None:
+    theirs = hf_model("llama")
+    theirs.save_pretrained(tmp_path / "hf")
+    for source in (theirs, tmp_path / "hf"):
+        ours = GPTModel.from_hf(source, dtype="bfloat16")
+        assert {p.dtype for p in ours.parameters()} == {torch.bfloat16}
+        for dtype in (torch.int8, "bfloat17"):
+            with pytest.raises(CheckpointError, match=f"weights cannot be converted to {dtype}; choose float64"):
+                GPTModel.from_hf(source, dtype=dtype)
+
+
+@torch.no_grad()
+def test_a_model_with_soft_capped_scores_computes_with_them() -> None:
+    """transformers' own choice of attention leaves them out."""
+    theirs = make("gemma2").eval()
+    ids = torch.arange(3, 23)[None]
+    torch.testing.assert_close(GPTModel.from_hf(theirs).to_hf()(ids).logits, theirs(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["qwen2", "qwen3_moe"])
+def test_tensors_without_data_have_names_and_shapes(case: str) -> None:
+    """Tied or not."""
+    theirs = hf_model(case)
+    converter = AutoConverter.from_config(theirs.config)
+    ours = converter.from_hf({name: tensor.to("meta") for name, tensor in theirs.state_dict().items()})
+    expected = GPTModel.from_hf(theirs).state_dict()
+    assert {n: t.shape for n, t in ours.items()} == {n: t.shape for n, t in expected.items()}
+    assert all(tensor.is_meta for tensor in ours.values())

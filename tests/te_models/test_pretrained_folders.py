@@ -10,7 +10,7 @@ import torch
 from te_models import GPTModel
 from te_models.checkpoints import dequantize, quantize
 from te_models.layers import GroupedTensor, QuantizedTensor, autocast, recipe
-from tests.te_models.configs import tiny_moe, token_ids
+from tests.te_models.configs import tiny, tiny_moe, token_ids
 
 
 def fields(model: GPTModel) -> dict[str, torch.Tensor]:
@@ -59,3 +59,16 @@ def test_small_files_travel_along(tmp_path: Path) -> None:
     model = GPTModel.from_pretrained(tmp_path / "first")
     model.save_pretrained(tmp_path / "second")
     assert (tmp_path / "second" / "tokenizer.json").read_text() == "{}"
+
+
+@torch.no_grad()
+def test_parameters_that_a_user_has_shared_are_saved_under_each_name(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = GPTModel(tiny())
+    model.output_layer.weight = model.embedding.word_embeddings.weight
+    model.decoder.layers[1] = model.decoder.layers[0]
+    model.save_pretrained(tmp_path / "saved")
+    loaded = GPTModel.from_pretrained(tmp_path / "saved")
+    ids = torch.arange(7)[None]
+    assert len(list(loaded.parameters())) > len(list(model.parameters()))
+    assert torch.equal(loaded(ids).logits, model(ids).logits)

@@ -1,4 +1,4 @@
-"""What TEModelForCausalLM is given beside tokens: caches of other kinds, several texts in a row."""
+"""What TEModelForCausalLM is given beside tokens, or instead: caches, several texts in a row, embeddings."""
 
 from __future__ import annotations
 
@@ -69,6 +69,27 @@ def test_new_tokens_alone_cannot_fill_a_cache_anew(tmp_path: Path) -> None:
     assert torch.equal(ours.generate(whole, past_key_values=cache, **SETTINGS), expected)
 
 
+@torch.no_grad()
+def test_tokens_that_are_taken_back_leave_no_frequencies_behind(tmp_path: Path) -> None:
+    """As assisted generation does with what it has tried: the cache was filled for a longer text."""
+    _, ours = both("phi3-longrope-window", tmp_path)
+    original = ours.gpt.decoder.rotary_embeddings[0].original_length
+    cache, ids = transformers.DynamicCache(), prompt(1, original + 3)
+    for kept, tried in ((-5, 1), (-4, -4), (-3, 3), (-2, -2)):
+        kept, tried = original + kept, original + tried
+        given = ids[:, :tried]
+        inputs = ours.prepare_inputs_for_generation(
+            given,
+            next_sequence_length=tried - cache.get_seq_length(),
+            past_key_values=cache,
+            attention_mask=torch.ones_like(given),
+        )
+        logits = ours(**inputs).logits[:, -1]
+        torch.testing.assert_close(logits, ours(given).logits[:, -1], rtol=1e-4, atol=1e-5)
+        if kept < tried:
+            cache.crop(kept - tried)
+
+
 @pytest.mark.parametrize("case", ["llama", "gemma3", "qwen3_moe", "deepseek_v3", "gpt_oss", "llama4"])
 @torch.no_grad()
 def test_positions_that_begin_anew_begin_another_text(case: str, tmp_path: Path) -> None:
@@ -94,3 +115,57 @@ def test_texts_in_a_row_compile_to_one_graph(tmp_path: Path) -> None:
     for positions in (POSITIONS, torch.arange(11).expand(2, -1)):
         expected = ours(prompt(), position_ids=positions).logits
         torch.testing.assert_close(compiled(prompt(), position_ids=positions).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma3", "qwen3_moe"])
+@torch.no_grad()
+def test_a_loop_of_ones_own_goes_on_from_the_cache(case: str, tmp_path: Path) -> None:
+    """Which every call returns that does not say otherwise, as in transformers: None in its place would be taken for
+    the beginning of a text, silently."""
+    theirs, ours = both(case, tmp_path)
+    found = []
+    for model in (theirs, ours):
+        step, cache = prompt(), None
+        for _ in range(4):
+            output = model(step, past_key_values=cache)
+            step, cache = output.logits[:, -1:].argmax(dim=-1), output.past_key_values
+        assert cache.get_seq_length() == 14
+        found.append(step)
+    assert torch.equal(*found)
+    loaded = TEModelForCausalLM.from_pretrained(tmp_path, use_cache=False)
+    assert loaded.config.use_cache is False and loaded(prompt()).past_key_values is None
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma3", "gpt2", "qwen3_moe", "granite"])
+@torch.no_grad()
+def test_embeddings_in_place_of_tokens(case: str, tmp_path: Path) -> None:
+    theirs, ours = both(case, tmp_path)
+    embed = [model.get_input_embeddings() for model in (theirs, ours)]
+    assert torch.equal(ours(inputs_embeds=embed[1](prompt())).logits, ours(prompt()).logits)
+    mask = torch.ones(2, 11, dtype=torch.int64)
+    mask[0, :4] = 0
+    for options in ({"attention_mask": mask}, {"num_beams": 3}):
+        expected, got = (
+            model.generate(inputs_embeds=e(prompt()), **SETTINGS, **options)
+            for model, e in zip((theirs, ours), embed, strict=True)
+        )
+        assert torch.equal(got, expected) and got.shape == (2, 12)
+
+
+@torch.no_grad()
+def test_a_call_without_tokens_says_what_is_missing(tmp_path: Path) -> None:
+    _, ours = both("llama", tmp_path)
+    with pytest.raises(ValueError, match="the prompt has no tokens; allowed: at least one"):
+        ours.generate(torch.zeros(1, 0, dtype=torch.int64), **SETTINGS)
+    values = ours.get_input_embeddings()(prompt())
+    for arguments, message in (
+        ({"input_ids": prompt()[0]}, r"input_ids has shape \(11,\); allowed: \[batch, sequence\]"),
+        (
+            {"input_ids": prompt(), "inputs_embeds": values},
+            "input_ids is given and inputs_embeds is given",
+        ),
+        ({"inputs_embeds": values[0]}, r"inputs_embeds has shape \(11, 32\); allowed: \[batch, sequence, hidden\]"),
+        ({"inputs_embeds": values[..., 1:]}, r"inputs_embeds has shape \(2, 11, 31\); allowed: .*, 32\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ours(**arguments)

@@ -13,8 +13,10 @@ import torch
 pytest.importorskip("transformers", reason="TEModelForCausalLM is a transformers model")
 import transformers
 
-from te_models.checkpoints import inspect, open_checkpoint
+from te_models import GPTModel
+from te_models.checkpoints import CheckpointError, inspect, open_checkpoint
 from te_models.hf import TEConfig, TEModelForCausalLM
+from tests.checkpoints.hf_cases import assert_same_bits
 from tests.te_models.hf_models import hf_model
 
 
@@ -59,6 +61,11 @@ def test_a_configuration_that_is_given_counts(theirs: Any, tmp_path: Path) -> No
     loaded = auto.from_pretrained(folder, output_hidden_states=True, pad_token_id=7)
     assert loaded.config.pad_token_id == 7
     assert len(loaded(torch.arange(3, 8)[None]).hidden_states) == 4
+    loaded = TEModelForCausalLM.from_pretrained(tmp_path / "hf", output_hidden_states=True, pad_token_id=7)
+    assert loaded.config.pad_token_id == 7
+    assert len(loaded(torch.arange(3, 8)[None]).hidden_states) == 4
+    with pytest.raises(ValueError, match=r"state_dict is .{,120}, which TEModelForCausalLM\.from_pretrained cannot"):
+        TEModelForCausalLM.from_pretrained(tmp_path / "hf", state_dict=loaded.state_dict())
     config = transformers.AutoConfig.from_pretrained(folder)
     config.use_cache, config.expert_layout = False, "per-gemm"
     loaded = TEModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.bfloat16)
@@ -84,6 +91,7 @@ def test_options_at_their_defaults_ask_for_nothing(theirs: Any, tmp_path: Path) 
     for use_cache in (True, False):
         loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, use_cache=use_cache, **defaults)
         assert type(loaded) is TEModelForCausalLM
+    assert type(TEModelForCausalLM.from_pretrained(folder, trust_remote_code=True)) is TEModelForCausalLM
     for name, other in (("subfolder", "a"), ("output_loading_info", True), ("weights_only", False)):
         with pytest.raises(ValueError, match=f"{name} is {other!r}, which .* cannot honour"):
             TEModelForCausalLM.from_pretrained(folder, **{name: other})
@@ -103,3 +111,37 @@ def test_models_that_are_made_and_asked_for_tuples(theirs: Any, tmp_path: Path) 
     ours.config.return_dict = False
     assert type(ours(torch.arange(3, 8)[None])) is tuple
     assert type(ours(torch.arange(3, 8)[None], return_dict=True)) is not tuple
+
+
+def test_a_vocabulary_of_the_same_size_is_no_other_one(theirs: Any, tmp_path: Path) -> None:
+    """As scripts ask for without looking: `resize_token_embeddings(len(tokenizer))`."""
+    ours = TEModelForCausalLM.from_pretrained(tmp_path / "hf")
+    for arguments in ((), (97,), (None, 97), (90, 97)):
+        assert ours.resize_token_embeddings(*arguments) is ours.get_input_embeddings()
+    for arguments, size in (((98,), 98), ((97, 8), 104)):
+        with pytest.raises(ValueError, match=f"the vocabulary of 97 tokens cannot be resized to {size}"):
+            ours.resize_token_embeddings(*arguments)
+
+
+def test_saving_as_the_examples_of_accelerate_do(theirs: Any, tmp_path: Path) -> None:
+    ours = TEModelForCausalLM.from_pretrained(tmp_path / "hf")
+    ours.save_pretrained(
+        tmp_path / "saved", is_main_process=True, save_function=torch.save, state_dict=ours.state_dict()
+    )
+    ours.save_pretrained(tmp_path / "saved", token="hf_x", safe_serialization=True, push_to_hub=False)
+    assert_same_bits(GPTModel.from_pretrained(tmp_path / "saved").state_dict(), ours.state_dict())
+
+
+def test_a_configuration_of_a_familys_folder(theirs: Any, tmp_path: Path) -> None:
+    """Which peft reads, too, when it saves an adapter of a model that comes from such a folder."""
+    ours = TEModelForCausalLM.from_pretrained(tmp_path / "hf")
+    config = TEConfig.from_pretrained(tmp_path / "hf", pad_token_id=7)
+    assert config.model_config == ours.gpt.config and (config.eos_token_id, config.pad_token_id) == (2, 7)
+    assert TEModelForCausalLM(config).state_dict().keys() == ours.state_dict().keys()
+    loaded = TEModelForCausalLM.from_pretrained(tmp_path / "hf", config=config)
+    assert_same_bits(loaded.state_dict(), ours.state_dict())
+    loaded.save_pretrained(tmp_path / "saved")
+    assert TEConfig.from_pretrained(tmp_path / "saved").source["config"]["moe_intermediate_size"] == 24
+    transformers.BertConfig().save_pretrained(tmp_path / "bert")
+    with pytest.raises(CheckpointError, match="'bert'"):
+        TEConfig.from_pretrained(tmp_path / "bert")

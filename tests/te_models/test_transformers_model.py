@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("transformers", reason="TEModelForCausalLM is a transformers model")
 import transformers
 
-from te_models import GPTModel
+from te_models import GPTModel, generate
 from te_models.checkpoints import check_manifest, import_hf, quantize, verify
 from te_models.hf import TEConfig, TEModelForCausalLM
 from te_models.layers import Float8CurrentScaling, MXFP8BlockScaling, QuantizedTensor, autocast
@@ -82,13 +82,73 @@ def test_logits_loss_and_outputs(pair: Any) -> None:
     torch.testing.assert_close(ours(ids, logits_to_keep=1).logits, got.logits[:, -1:], rtol=1e-5, atol=1e-6)
     assert torch.equal(ours(ids, logits_to_keep=3).logits, got.logits[:, -3:])
     assert torch.equal(ours(ids, logits_to_keep=torch.tensor([0, 4])).logits, got.logits[:, [0, 4]])
-    loss, logits = ours(ids, labels=ids, return_dict=False)
-    assert torch.equal(loss, got.loss) and torch.equal(logits, got.logits)
+    loss, logits, cache = ours(ids, labels=ids, return_dict=False)
+    assert torch.equal(loss, got.loss) and torch.equal(logits, got.logits) and cache.get_seq_length() == 11
     cached = ours(ids[:, :7], use_cache=True)
     assert cached.past_key_values.get_seq_length() == 7
     rest = ours(ids[:, 7:], past_key_values=cached.past_key_values).logits
     torch.testing.assert_close(rest, got.logits[:, 7:], rtol=1e-4, atol=1e-5)
-    assert ours(ids).past_key_values is None
+    assert ours(ids, use_cache=False).past_key_values is ours.train()(ids).past_key_values is None
+
+
+@torch.no_grad()
+def test_what_takes_the_place_of_a_part_is_used(pair: Any) -> None:
+    """As peft does, with `modules_to_save`."""
+
+    class Doubled(torch.nn.Module):
+        def __init__(self, part: torch.nn.Module) -> None:
+            super().__init__()
+            self.part = part
+
+        def forward(self, *args: Any, **named: Any) -> Any:
+            logits, loss = self.part(*args, **named)
+            return 2 * logits, loss
+
+    _, ours, _ = pair("llama")
+    expected = 2 * ours(prompt()).logits
+    ours.output_layer = Doubled(ours.output_layer)
+    for model in (ours, copy.deepcopy(ours)):
+        assert torch.equal(model(prompt()).logits, expected)
+
+
+@torch.no_grad()
+def test_the_gpt_model_may_be_compiled_or_another_one(pair: Any, tmp_path: Path) -> None:
+    _, ours, folder = pair("llama")
+    expected, names = ours(prompt()).logits, list(ours.state_dict())
+    ours.gpt = torch.compile(ours.gpt, backend="eager")
+    assert torch.equal(ours(prompt()).logits, expected) and list(ours.state_dict()) == names
+    ours.save_pretrained(tmp_path / "saved")
+    other = GPTModel.from_pretrained(folder).double()
+    ours.gpt = other
+    assert ours.dtype == torch.float64 and next(ours.parameters()) is next(other.parameters())
+    torch.testing.assert_close(ours(prompt()).logits.float(), expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_copies_for_data_parallel_compute_with_their_own_parts(pair: Any) -> None:
+    """`torch.nn.parallel.replicate` puts copies of the parts into what the model returns; here without devices."""
+    _, ours, _ = pair("llama")
+    other = copy.deepcopy(ours)
+    other.get_input_embeddings().weight.mul_(2)
+    copied = ours._replicate_for_data_parallel()
+    for name in ours._modules:
+        copied._modules[name] = other._modules[name]
+    assert torch.equal(copied(prompt()).logits, other(prompt()).logits)
+    assert not torch.equal(copied(prompt()).logits, ours(prompt()).logits)
+
+
+@torch.no_grad()
+def test_the_gpt_model_is_in_the_same_mode(pair: Any) -> None:
+    """Or generation with it, which goes back to the mode that it found, would leave dropout on in evaluation."""
+    theirs, ours, _ = pair("gpt2")
+    assert theirs.config.resid_pdrop > 0 and not ours.training and not ours.gpt.training
+    expected = ours(prompt()).logits
+    generate(ours.gpt, prompt(), 2)
+    assert torch.equal(ours(prompt()).logits, expected)
+    assert ours.train().gpt.training and not ours.eval().gpt.training
+    config = TEConfig(config=ours.gpt.config.to_dict())
+    assert not TEModelForCausalLM(config, gpt=ours.gpt.eval()).training
+    assert TEModelForCausalLM(config, gpt=ours.gpt.train()).training
 
 
 @torch.no_grad()
@@ -216,6 +276,9 @@ def test_quantized_folders_stay_quantized(pair: Any, tmp_path: Path) -> None:
     ours.save_pretrained(tmp_path / "again")
     assert verify(tmp_path / "fp8", tmp_path / "again").equal
     stored = TEModelForCausalLM.from_pretrained(source, recipe=Float8CurrentScaling())
+    fields = [f for p in stored.parameters() for f in (p.fields.values() if isinstance(p, QuantizedTensor) else (p,))]
+    assert stored.get_memory_footprint(return_buffers=False) == sum(field.nbytes for field in fields)
+    assert stored.get_memory_footprint() < TEModelForCausalLM.from_pretrained(source).get_memory_footprint()
     assert torch.equal(stored(prompt()).logits, ours(prompt()).logits)
 
 

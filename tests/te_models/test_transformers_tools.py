@@ -15,9 +15,9 @@ pytest.importorskip("transformers", reason="TEModelForCausalLM is a transformers
 import transformers
 from safetensors.torch import load_file
 
-from te_models import GPTModel
+from te_models import GPTModel, ModelConfig
 from te_models.checkpoints import reshard, verify
-from te_models.hf import RecipeStateCallback, TEModelForCausalLM
+from te_models.hf import RecipeStateCallback, TEConfig, TEModelForCausalLM
 from te_models.layers import DelayedScaling, MXFP8BlockScaling
 
 SENTENCES = ["a b c d e f g h", "b c d e f g h a", "c d e f g h a b"] * 8
@@ -206,3 +206,22 @@ def test_pipeline(theirs: Any, tokenizer: Any, tmp_path: Path) -> None:
     assert isinstance(generator.model, TEModelForCausalLM)
     assert results[0] == results[1]
     assert any(len(result[0]["generated_text"]) > len(text) for result, text in zip(results[0], prompts, strict=True))
+
+
+@torch.no_grad()
+def test_a_model_that_accelerate_offloads(theirs: Any, tmp_path: Path) -> None:
+    """Weights come when a module is called. That of an embedding is then gone again when an output layer shares it."""
+    accelerate = pytest.importorskip("accelerate", reason="it offloads")
+    ids = torch.arange(3, 9)[None]
+    ours = TEModelForCausalLM.from_pretrained(save(theirs, tmp_path / "hf"))
+    expected = ours(ids).logits
+    assert torch.equal(accelerate.cpu_offload(ours, execution_device=torch.device("cpu"))(ids).logits, expected)
+    tied = TEModelForCausalLM(TEConfig(config=tied_configuration(ours).to_dict())).eval()
+    accelerate.cpu_offload(tied, execution_device=torch.device("cpu"))
+    with pytest.raises(ValueError, match="shares the embedding's weight, which is on the meta device"):
+        tied(ids)
+
+
+def tied_configuration(model: TEModelForCausalLM) -> ModelConfig:
+    config = model.gpt.config
+    return config.replace(embedding=config.embedding.replace(share_embeddings_and_output_weights=True))
