@@ -188,7 +188,7 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
             before, now = (int(mask[:, :n].sum(dim=1).max()) for n in (cached, mask.shape[1]))
             # tokens that assisted generation has tried and taken back were among those that others were rotated with
             before = getattr(past_key_values, "rotated_as", before)
-            past_key_values.rotated_as = now
+            past_key_values.rotated_as = now  # type: ignore[attr-defined]
             if cached and self.gpt.decoder.rotary_stage(before) != self.gpt.decoder.rotary_stage(now):
                 past_key_values.crop(-cached)  # a negative number of tokens is taken away
                 next_sequence_length, kwargs["position_ids"] = None, positions_of(mask)
