@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -43,10 +44,11 @@ def two_steps(
     part: Callable[[Tensor], Tensor],
     group: Any = None,
     around: Callable[[int], Any] = contextlib.nullcontext,
+    steps: Iterable[int] = range(2),
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return the counts and the biases of each step. part: what of a micro-batch is seen; around: its context."""
     counts, biases = [], []
-    for step in range(2):
+    for step in steps:
         for i in range(2):
             ids = part(token_ids(4, 9, seed=2 * step + i))
             with around(i):
@@ -77,11 +79,27 @@ def distributed_data_parallel(folder: Path) -> None:
     as_in_one_process(folder, got)
 
 
-def sharded(folder: Path) -> None:
+def shard(folder: Path) -> nn.Module:
     model, mesh = GPTModel.from_pretrained(folder), init_device_mesh("cpu", (2,))
     for layer in model.decoder.layers:
         fully_shard(layer, mesh=mesh)
-    as_in_one_process(folder, two_steps(fully_shard(model, mesh=mesh), own))
+    return fully_shard(model, mesh=mesh)
+
+
+def sharded(folder: Path) -> None:
+    as_in_one_process(folder, two_steps(shard(folder), own))
+
+
+def sharded_and_continued(folder: Path) -> None:
+    """The second step begins from a checkpoint of the first."""
+    first, again = shard(folder), shard(folder)
+    counts, biases = two_steps(first, own, steps=[0])
+    checkpoint.save(first.state_dict(), checkpoint_id=f"{folder}-sharded")
+    state = again.state_dict()
+    checkpoint.load(state, checkpoint_id=f"{folder}-sharded")
+    again.load_state_dict(state)
+    more = two_steps(again, own, steps=[1])
+    as_in_one_process(folder, (counts + more[0], biases + more[1]))
 
 
 def distributed_experts(folder: Path) -> None:
@@ -95,7 +113,14 @@ def split_layers(folder: Path) -> None:
     as_in_one_process(folder, two_steps(GPTModel.from_pretrained(folder, device_mesh=mesh), everything), times=2)
 
 
-CASES = (data_parallel, distributed_data_parallel, sharded, distributed_experts, split_layers)
+CASES = (
+    data_parallel,
+    distributed_data_parallel,
+    sharded,
+    sharded_and_continued,
+    distributed_experts,
+    split_layers,
+)
 
 if __name__ == "__main__":
     report_cases({case.__name__: functools.partial(case, Path(sys.argv[1])) for case in CASES}, sys.argv[2])
