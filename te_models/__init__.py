@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         TemperatureConfig,
     )
     from .generation import generate, stream
-    from .model import GPTModel, KVCache, ModelOutput, MoELayer, TransformerLayer
+    from .model import GPTModel, KVCache, ModelOutput, MoELayer, TransformerLayer, update_expert_bias
 
 _HOME = {
     "compilation": ("compile_model",),
@@ -47,7 +47,7 @@ _HOME = {
         "TemperatureConfig",
     ),
     "generation": ("generate", "stream"),
-    "model": ("GPTModel", "KVCache", "MoELayer", "ModelOutput", "TransformerLayer"),
+    "model": ("GPTModel", "KVCache", "MoELayer", "ModelOutput", "TransformerLayer", "update_expert_bias"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
@@ -71,6 +71,7 @@ __all__ = [
     "compile_model",
     "generate",
     "stream",
+    "update_expert_bias",
 ]
 
 

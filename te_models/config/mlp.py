@@ -34,7 +34,8 @@ class RouterConfig(ConfigPart):
     """How tokens choose experts.
 
     `score`: "softmax" or "sigmoid" of the logits; `score_after_topk` applies it to the k selected logits only.
-    `expert_bias` adds a learned or buffered per-expert term to the scores for selection only (DeepSeek-V3).
+    `expert_bias` adds a number per expert to the scores for selection only (DeepSeek-V3). It is no parameter: training
+    moves it towards balance (`te_models.update_expert_bias`).
     `linear_bias` is an ordinary bias of the router projection. `normalize` divides the k probabilities by their sum
     (plus `normalize_eps`). `num_groups`/`topk_groups` restrict the choice to the best groups, a group's value being
     the "max" or the "top2_sum" of its scores. `apply_on_input` multiplies the expert's input instead of its output.

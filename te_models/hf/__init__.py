@@ -9,10 +9,18 @@ from __future__ import annotations
 
 from .cache import TransformersCache
 from .config import TEConfig
+from .expert_bias import ExpertBiasCallback
 from .model import TEModelForCausalLM
 from .recipe_state import RecipeStateCallback
 from .registration import register
 
-__all__ = ["RecipeStateCallback", "TEConfig", "TEModelForCausalLM", "TransformersCache", "register"]
+__all__ = [
+    "ExpertBiasCallback",
+    "RecipeStateCallback",
+    "TEConfig",
+    "TEModelForCausalLM",
+    "TransformersCache",
+    "register",
+]
 
 register()

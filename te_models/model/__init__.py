@@ -2,7 +2,8 @@
 
 gpt        the model: embedding, decoder, output; loading and saving     decoder   the stack of layers
 layer      one transformer layer, in five block kinds                     attention self attention
-mlp        dense MLP and shared experts                                   moe       router and experts
+mlp        dense MLP and shared experts                                   moe       routing and experts
+router     the router, what it decided, and its counts                    expert_bias  balance without a loss
 embedding  token and position embedding                                   output    logits, loss, ModelOutput
 rotary     cos and sin tables                                             cache     key-value cache
 build      how modules are created                                        support   what is refused
@@ -13,9 +14,20 @@ May import: everything but the command line.
 
 from .build import Build
 from .cache import KVCache
+from .expert_bias import update_expert_bias
 from .gpt import GPTModel
 from .layer import TransformerLayer
-from .moe import MoELayer, RouterOutput
+from .moe import MoELayer
 from .output import ModelOutput
+from .router import RouterOutput
 
-__all__ = ["Build", "GPTModel", "KVCache", "MoELayer", "ModelOutput", "RouterOutput", "TransformerLayer"]
+__all__ = [
+    "Build",
+    "GPTModel",
+    "KVCache",
+    "MoELayer",
+    "ModelOutput",
+    "RouterOutput",
+    "TransformerLayer",
+    "update_expert_bias",
+]

@@ -5,6 +5,8 @@ B batch, S sequence, L keys, H hidden, E experts.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -12,8 +14,9 @@ from ..config import ModelConfig, RopeConfig, TemperatureConfig
 from .build import Build, make_norm
 from .cache import Memory
 from .layer import TransformerLayer
-from .moe import RouterOutput
+from .moe import MoELayer
 from .rotary import Rotary, RotaryEmbedding
+from .router import RouterOutput
 
 
 class Decoder(nn.Module):
@@ -95,6 +98,7 @@ class Decoder(nn.Module):
                 recompute,
             )
             if decided is not None:
+                cast(MoELayer, layer.mlp).router.count(decided)
                 routed.append(decided)
         x = self.final_layernorm(x)
         if states is not None:

@@ -16,8 +16,9 @@ from .build import Build, make_norm
 from .cache import LayerMemory
 from .latent_attention import LatentAttention
 from .mlp import MLP
-from .moe import MoELayer, RouterOutput
+from .moe import MoELayer
 from .rotary import Rotary
+from .router import RouterOutput
 from .support import check_supported
 
 

@@ -9,76 +9,19 @@ to step without a host synchronisation and without recompiling. Where experts ar
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, Self
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from te_models.kernels.permute import Permutation, permute, sort_by_expert, unpermute
 from te_models.kernels.router import load_balancing_loss, router_probabilities, router_topk, router_z_loss
-from te_models.kernels.without_autocast import without_autocast
 from te_models.layers import GroupedLinear
 from te_models.layers.collectives import all_gather
 from te_models.layers.expert_parallel import gather_tokens, local_choices, sum_tokens
-from te_models.layers.module import compute_dtype
 
 from ..config import ModelConfig
 from .build import Build, LocalExperts, Normal, init_method, output_init_method
 from .mlp import SharedExperts, activate
-
-
-class RouterOutput(NamedTuple):
-    """What a layer's router decided, for losses and monitoring.
-
-    load_balancing_loss, z_loss: float32 scalars, zero where the configuration gives them no weight (they are not
-    computed then); tokens_per_expert: [E] int64. All of this rank's own tokens.
-    """
-
-    load_balancing_loss: Tensor
-    z_loss: Tensor
-    tokens_per_expert: Tensor
-
-
-class Router(nn.Module):
-    """The router projection. weight: [E, H]; bias: [E] if `linear_bias`; expert_bias: buffer [E], kept in float32."""
-
-    def __init__(self, config: ModelConfig, build: Build) -> None:
-        super().__init__()
-        assert config.moe is not None
-        self.config = config.moe.router
-        self.init_method = init_method(config)
-        experts = config.moe.num_moe_experts
-        self.weight = build.parameter(experts, config.hidden_size)
-        self.bias = build.parameter(experts) if self.config.linear_bias else None
-        bias = torch.empty(experts, dtype=torch.float32, device=build.device) if self.config.expert_bias else None
-        self.register_buffer("expert_bias", bias)
-        self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Initialise the projection anew; both biases start at zero."""
-        self.init_method(self.weight)
-        for bias in (self.bias, self.expert_bias):
-            if bias is not None:
-                bias.zero_()
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # Selection compares scores that differ by less than bfloat16 resolves, so this bias is never rounded.
-        exact = self.expert_bias
-        super()._apply(fn, recurse)
-        if exact is not None and self.expert_bias.dtype != torch.float32:
-            self.expert_bias = exact.to(self.expert_bias.device)
-        return self
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [T, H] -> logits [T, E], in float32 if the configuration says so, else in the compute dtype."""
-        dtype = torch.float32 if self.config.dtype == "float32" else compute_dtype(x)
-        bias = None if self.bias is None else self.bias.to(dtype)
-        x = x.to(dtype)
-        with without_autocast(x):
-            return F.linear(x, self.weight.to(dtype), bias)
+from .router import Router, RouterOutput, count_choices
 
 
 class Experts(nn.Module):
@@ -156,7 +99,7 @@ class MoELayer(nn.Module):
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None) -> tuple[Tensor, RouterOutput]:
         """x: [B, S, H] -> ([B, S, H], what the router decided). token_mask: [B, S] bool, False where a token is
-        padding: such tokens are routed like others, but do not enter the router losses."""
+        padding: such tokens are routed like others, but enter neither the router losses nor the balance of experts."""
         tokens = x.flatten(0, -2)
         r, moe = self.moe.router, self.moe
         logits = self.router(tokens)
@@ -195,8 +138,7 @@ class MoELayer(nn.Module):
                 results = self.experts(tokens, order.rows_per_expert, order, align)
                 return unpermute(results, order, weights), counts
         else:
-            every = torch.arange(self.moe.num_moe_experts, device=indices.device)
-            counts = (indices[..., None] == every).sum((0, 1))
+            counts = count_choices(indices, self.moe.num_moe_experts)
             tokens, weights = gather_tokens(tokens, group), gather_tokens(weights, group)
             indices = all_gather(indices, group)
             indices, weights = local_choices(indices, weights, self.experts.first_expert, experts)
@@ -217,4 +159,7 @@ class MoELayer(nn.Module):
             balance = load_balancing_loss(router_probabilities(logits, self.moe.router.score), indices, mask)
         if self.moe.z_loss_coeff > 0:
             z = router_z_loss(logits, mask)
-        return RouterOutput(balance, z, counts)
+        own = None
+        if mask is not None and self.router.counting:
+            own = count_choices(indices, self.moe.num_moe_experts, mask)
+        return RouterOutput(balance, z, counts, own)

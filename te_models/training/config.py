@@ -77,6 +77,8 @@ class OptimizerConfig(ConfigPart):
     `moment_dtype` is how the two running averages are kept; the eight-bit one has a scale per 128 values, and the two
     short ones round stochastically. `skip_nonfinite`: a step whose gradient has an infinity or a NaN changes no weight,
     moment or master, is marked in the metrics, and training goes on; without it, training stops.
+    `moe_router_bias_update_rate`: by how much a step moves the bias of each expert of a mixture with
+    `moe.router.expert_bias` towards balance (0: not at all). A skipped step does not.
     """
 
     lr: float = 3e-4
@@ -87,6 +89,7 @@ class OptimizerConfig(ConfigPart):
     master_weights: bool = False
     moment_dtype: Literal["float32", "bfloat16", "float8"] = "float32"
     skip_nonfinite: bool = False
+    moe_router_bias_update_rate: float = 1e-3
 
     def _validate(self) -> None:
         check(self.lr > 0, "optimizer.lr", self.lr, "a positive number")
@@ -96,6 +99,8 @@ class OptimizerConfig(ConfigPart):
         check(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "zero or a positive number")
         clip = self.clip_grad_norm
         check(clip is None or clip > 0, "optimizer.clip_grad_norm", clip, "a positive number or null")
+        rate = self.moe_router_bias_update_rate
+        check(rate >= 0, "optimizer.moe_router_bias_update_rate", rate, "zero or a positive number")
 
 
 @dataclass(frozen=True, kw_only=True)

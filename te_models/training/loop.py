@@ -22,6 +22,7 @@ from te_models.layers import quantization_statistics, recipe_state, set_rounding
 from ..config import ConfigError
 from ..extras import require
 from ..memory import return_freed_memory
+from ..model.expert_bias import has_expert_bias, max_load, update_expert_bias
 from .build import build_model, build_optimizer, open_data, resolve_device
 from .checkpoint import TrainingState, checkpoint_dir, export_model, load_state, save_checkpoint
 from .config import TrainConfig
@@ -125,6 +126,7 @@ def _run(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Exit
 
     micro_batches_per_step = config.data.gradient_accumulation * ranks.world_size
     tokens_per_step = micro_batches_per_step * B * S
+    balanced = has_expert_bias(model)
     begun = time.perf_counter()
     loss: float | None = None
     validation_loss: float | None = None
@@ -146,6 +148,9 @@ def _run(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Exit
             before=quantize_weights,
             statistics=noting,
         )
+        load = None
+        if balanced:
+            load = update_expert_bias(model, 0.0 if result.skipped else config.optimizer.moe_router_bias_update_rate)
         step, position, loss = step + 1, position + micro_batches_per_step * B, result.loss
         if device == "cpu":
             return_freed_memory()
@@ -154,6 +159,7 @@ def _run(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Exit
         row: dict[str, Any] = {"step": step, "loss": result.loss, "aux_loss": result.aux_loss, "lr": lr}
         row |= {"grad_norm": None if result.skipped else result.grad_norm, "tokens": step * tokens_per_step}
         row |= {"skipped": True} if result.skipped else {}
+        row |= {} if load is None else {"max_expert_load": float(max_load(load))}
         row |= {"tokens_per_second": tokens_per_step / seconds, "seconds": time.perf_counter() - begun}
         if validation and _is_due(step, config.evaluation.every, config.steps):
             validation_loss = evaluate_model(model, loss_function, validation, device, ranks)

@@ -31,6 +31,9 @@ def find_start(config: TrainConfig, output_dir: Path) -> Path | None:
 _FREE = {"model.activation_checkpointing", "model.loss_chunk_tokens", "optimizer.skip_nonfinite"}
 """What is changed to get a run going again: less memory, and past a step that it always stops at."""
 _ACCUMULATION = "data.gradient_accumulation"
+_RATE = "optimizer.moe_router_bias_update_rate"
+"""Absent from checkpoints of before there was one: such a run goes on, balanced from there on if it is a mixture with
+an expert bias."""
 
 
 def check_same_run(config: TrainConfig, start: TrainingState, ranks: Ranks) -> None:
@@ -42,6 +45,7 @@ def check_same_run(config: TrainConfig, start: TrainingState, ranks: Ranks) -> N
     now, before = _fields(config.to_dict()), _fields(start.config)
     per_step = int(now.pop(_ACCUMULATION)) * ranks.world_size
     accumulated = int(before.pop(_ACCUMULATION, 1))
+    before.setdefault(_RATE, now[_RATE])
     changed = [name for name in now | before if now.get(name) != before.get(name) and name not in _FREE]
     size = start.config.get("expert_model_parallel_size", 1)  # checkpoints of before had all experts on every rank
     changed += ["expert_model_parallel_size"] if config.expert_model_parallel_size != size else []

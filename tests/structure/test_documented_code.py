@@ -44,7 +44,12 @@ PRELUDES = {
     "docs/layers.md": "import torch\nx = torch.randn(4, 1024, dtype=torch.bfloat16)\n"
     + "rows, m_splits = torch.randn(16, 1024), torch.tensor([3, 0, 2, 4, 1, 5, 1, 0])\n",
     "docs/parallel.md": ONE_RANK + "rank, n = 0, 1\n",
-    "docs/training.md": "my_documents = lambda: [[1, 2, 3], [4, 5]]\n",
+    "docs/training.md": MODEL
+    + "from te_models import MoEConfig, RouterConfig\n"
+    + "router = RouterConfig(expert_bias=True)\n"
+    + "moe = MoEConfig(num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=16, router=router)\n"
+    + "model, steps = GPTModel(config.replace(moe=moe)), [[input_ids] * 2] * 2\n"
+    + "my_documents = lambda: [[1, 2, 3], [4, 5]]\n",
     "docs/transformers.md": """
 import transformers
 hf_model = transformers.AutoModelForCausalLM.from_pretrained("Qwen3-30B-A3B")

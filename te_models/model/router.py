@@ -1,0 +1,112 @@
+"""The router of a mixture of experts: its projection, what it decided, and how often it chose each expert.
+
+T tokens, H hidden, E experts, K experts per token.
+
+Counting is for balancing without an auxiliary loss (`expert_bias.py`). A layer returns what its router chose, and the
+decoder adds it up outside of the layer: what an activation checkpoint computes again is not counted again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from te_models.kernels.without_autocast import without_autocast
+from te_models.layers.module import compute_dtype
+from te_models.layers.recompute import recomputing
+
+from ..config import ModelConfig
+from .build import Build, init_method
+
+
+class RouterOutput(NamedTuple):
+    """What a layer's router decided, for losses, balancing and monitoring. All of this rank's own tokens.
+
+    load_balancing_loss, z_loss: float32 scalars, zero where the configuration gives them no weight (they are not
+    computed then); tokens_per_expert: [E] int64. balanced_per_expert: the same without padding, where a router with an
+    `expert_bias` counts and there may be padding; else None.
+    """
+
+    load_balancing_loss: Tensor
+    z_loss: Tensor
+    tokens_per_expert: Tensor
+    balanced_per_expert: Tensor | None = None
+
+
+class Router(nn.Module):
+    """The router projection. weight: [E, H]; bias: [E] if `linear_bias`. With the option `expert_bias` two buffers:
+    expert_bias [E], kept in float32, and expert_counts [E] int64, how many tokens chose each expert since the last
+    `update_expert_bias`, which no checkpoint holds."""
+
+    expert_bias: Tensor | None
+    expert_counts: Tensor | None
+
+    def __init__(self, config: ModelConfig, build: Build) -> None:
+        super().__init__()
+        assert config.moe is not None
+        self.config = config.moe.router
+        self.init_method = init_method(config)
+        experts = config.moe.num_moe_experts
+        self.weight = build.parameter(experts, config.hidden_size)
+        self.bias = build.parameter(experts) if self.config.linear_bias else None
+        bias = counts = None
+        if self.config.expert_bias:
+            bias = torch.empty(experts, dtype=torch.float32, device=build.device)
+            counts = torch.empty(experts, dtype=torch.int64, device=build.device)
+        self.register_buffer("expert_bias", bias)
+        self.register_buffer("expert_counts", counts, persistent=False)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initialise the projection anew; both biases and the counts start at zero."""
+        self.init_method(self.weight)
+        for tensor in (self.bias, self.expert_bias, self.expert_counts):
+            if tensor is not None:
+                tensor.zero_()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # Selection compares scores that differ by less than bfloat16 resolves, so this bias is never rounded.
+        exact, counts = self.expert_bias, self.expert_counts
+        super()._apply(fn, recurse)
+        bias, moved = self.expert_bias, self.expert_counts
+        if exact is not None and bias is not None and bias.dtype != torch.float32:
+            self.expert_bias = exact.to(bias.device)
+        if counts is not None and moved is not None:  # no file fills them after `to_empty`
+            _ = moved.zero_() if counts.is_meta else moved.copy_(counts)
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [T, H] -> logits [T, E], in float32 if the configuration says so, else in the compute dtype."""
+        dtype = torch.float32 if self.config.dtype == "float32" else compute_dtype(x)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        x = x.to(dtype)
+        with without_autocast(x):
+            return F.linear(x, self.weight.to(dtype), bias)
+
+    @property
+    def counting(self) -> bool:
+        """Whether choices count now: in training mode and with gradients, which evaluation and generation are not."""
+        possible = self.expert_counts is not None and not torch.compiler.is_exporting()
+        return possible and self.training and torch.is_grad_enabled()
+
+    def count(self, decided: RouterOutput) -> None:
+        """Add to `expert_counts` what this router decided, if choices count now. `GPTModel` calls it once for each
+        layer and forward pass; whoever calls layers alone may, outside of any activation checkpoint."""
+        if self.expert_counts is None or not self.counting:
+            return
+        if not torch.compiler.is_compiling() and recomputing():
+            return
+        own = decided.balanced_per_expert
+        self.expert_counts.add_(decided.tokens_per_expert if own is None else own)
+
+
+def count_choices(indices: Tensor, experts: int, mask: Tensor | None = None) -> Tensor:
+    """Return how many tokens chose each expert, [E] int64. indices: [T, K]; mask: [T] bool, True where a token counts
+    (None: all)."""
+    chosen = indices[..., None] == torch.arange(experts, device=indices.device)
+    return (chosen if mask is None else chosen & mask[:, None, None]).sum((0, 1))

@@ -1,0 +1,159 @@
+"""Runs that balance experts by their bias: it works, it continues bit for bit, and ranks change nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from te_models import GPTModel
+from te_models.config import ConfigError
+from te_models.training import (
+    CheckpointConfig,
+    EvaluationConfig,
+    ModelSource,
+    OptimizerConfig,
+    TrainConfig,
+    latest_checkpoint,
+    loop,
+    read_metrics,
+    train,
+)
+from tests.training.child import run_until_killed
+from tests.training.runs import assert_same_bits, balanced_model, curve, tensors_under, tiny_run
+from tests.training.test_expert_ranks import train_and_resume
+
+RATE = "moe_router_bias_update_rate"
+
+
+def run_of(tmp_path: Path, name: str, rate: float, *, accumulation: int = 2, **changes: Any) -> TrainConfig:
+    optimizer = OptimizerConfig(lr=1e-3, moe_router_bias_update_rate=rate, **changes.pop("optimizer", {}))
+    values = {"model": ModelSource(config=balanced_model()), "steps": 4} | changes
+    config = tiny_run(tmp_path, name, optimizer=optimizer, **values)
+    return config.replace(data=config.data.replace(gradient_accumulation=accumulation))
+
+
+def loads(config: TrainConfig) -> list[float]:
+    return [row["max_expert_load"] for row in read_metrics(Path(config.output_dir) / "metrics.jsonl")]
+
+
+def biases(folder: Path) -> list[torch.Tensor]:
+    return [t for name, t in tensors_under(folder).items() if name.endswith("router.expert_bias")]
+
+
+def save_unbalanced(folder: Path) -> None:
+    """A model whose tokens have a direction in common, which two experts of one group look for."""
+    torch.manual_seed(0)
+    model = GPTModel(balanced_model())
+    with torch.no_grad():
+        common = 0.05 * torch.randn(32)
+        model.embedding.word_embeddings.weight.add_(common)
+        for layer in model.decoder.layers[1:]:
+            layer.mlp.router.weight[:2] += common / 2
+    model.save_pretrained(folder)
+
+
+def test_experts_of_an_unbalanced_router_share_the_tokens(tmp_path: Path) -> None:
+    """Two of eight experts have every token, four times the mean, and keep them without the bias; the loss is the
+    same."""
+    save_unbalanced(tmp_path / "start")
+    runs = []
+    for rate in (0.0, 0.005):
+        changes = {"model": ModelSource(path=str(tmp_path / "start")), "checkpoint": CheckpointConfig(every=0)}
+        config = run_of(tmp_path, f"{rate}", rate, steps=200, accumulation=1, **changes)
+        config = config.replace(data=config.data.replace(micro_batch_size=4))
+        runs.append((train(config), sum(loads(config)[-20:]) / 20, loads(config)[0]))
+    (plain, before, first), (balanced, after, _) = runs
+    assert first > 3.9 and before > 3.9 and after < 2.8
+    assert balanced.loss == pytest.approx(plain.loss, rel=0.01)
+
+
+def test_a_run_continues_with_its_biases(tmp_path: Path) -> None:
+    evaluation = EvaluationConfig(every=1, batches=1)
+    config = run_of(tmp_path, "run", 0.01, evaluation=evaluation)
+    train(config)
+    again = config.replace(output_dir=str(tmp_path / "again"))
+    run_until_killed(again, "step", 3)
+    train(again)
+    assert curve(again) == curve(config) and loads(again) == loads(config)
+    one, two = Path(config.output_dir), Path(again.output_dir)
+    assert_same_bits(tensors_under(two / "final"), tensors_under(one / "final"))
+    found = biases(one / "final")
+    assert len(found) == 2 and all(bias.dtype is torch.float32 and bias.any() for bias in found)
+    # whole multiples of the rate: each step moved them once, and no evaluation did
+    steps = torch.stack(found) / 0.01
+    assert torch.allclose(steps, steps.round(), atol=1e-4) and steps.abs().max() <= 4
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
+def test_distributed_experts_are_balanced_as_on_one_rank(tmp_path: Path) -> None:
+    """And continue bit for bit, from biases that moved."""
+    alone = run_of(tmp_path, "alone", 0.01, accumulation=2, steps=3)
+    train(alone)
+    together = run_of(tmp_path, "together", 0.01, accumulation=1, steps=3)
+    train_and_resume(together, 2, tmp_path)
+    assert loads(together) == loads(alone)
+    expected, got = (biases(Path(run.output_dir) / "final") for run in (alone, together))
+    assert all(torch.equal(a, b) and a.any() for a, b in zip(expected, got, strict=True))
+
+
+def test_activation_checkpointing_counts_once(tmp_path: Path) -> None:
+    plain = run_of(tmp_path, "plain", 0.01)
+    again = run_of(tmp_path, "again", 0.01, model=plain.model.replace(activation_checkpointing=True))
+    for config in (plain, again):
+        train(config)
+    assert loads(again) == loads(plain)
+    assert_same_bits(tensors_under(Path(again.output_dir) / "final"), tensors_under(Path(plain.output_dir) / "final"))
+
+
+def test_a_skipped_step_moves_no_bias(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its counts go: the next step moves by its own."""
+    config = run_of(tmp_path, "run", 0.01, steps=2, optimizer={"skip_nonfinite": True})
+
+    def step(loss_function: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        weight = next(iter(optimizer.parameters.values()))
+        broken = weight.register_hook(lambda grad: grad * float("inf")) if kwargs["step"] == 1 else None
+        result = real(loss_function, optimizer, *args, **kwargs)
+        if broken is not None:
+            broken.remove()
+        return result
+
+    def update(model: Any, rate: float) -> torch.Tensor:
+        counts = real_update(model, rate)
+        biases = [layer.mlp.router.expert_bias.clone() for layer in model.decoder.layers[1:]]
+        seen.append((rate, counts.sum(-1).tolist(), biases))
+        return counts
+
+    real, real_update, seen = loop.train_step, loop.update_expert_bias, []
+    monkeypatch.setattr(loop, "train_step", step)
+    monkeypatch.setattr(loop, "update_expert_bias", update)
+    train(config)
+    rows = read_metrics(Path(config.output_dir) / "metrics.jsonl")
+    assert [row.get("skipped", False) for row in rows] == [True, False]
+    (first, tokens, still), (second, again, moved) = seen
+    assert (first, second) == (0.0, 0.01) and tokens == again == [2 * 2 * 32 * 2] * 2
+    assert not any(bias.any() for bias in still) and all(bias.any() for bias in moved)
+
+
+def test_the_rate_is_checked_and_part_of_the_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"optimizer.{RATE} is -0.001; allowed: zero or a positive number"):
+        OptimizerConfig(moe_router_bias_update_rate=-1e-3)
+    config = run_of(tmp_path, "run", 0.01, steps=2)
+    train(config)
+    with pytest.raises(ConfigError, match=f"cannot continue from step 2: optimizer.{RATE} differ"):
+        train(run_of(tmp_path, "run", 0.02))
+    # a checkpoint of before there was a rate
+    file = latest_checkpoint(Path(config.output_dir)) / "training.json"
+    values = json.loads(file.read_text())
+    del values["config"]["optimizer"][RATE]
+    file.write_text(json.dumps(values))
+    assert train(run_of(tmp_path, "run", 0.02)).step == 4
+
+
+def test_models_without_expert_bias_have_no_load_in_the_metrics(tmp_path: Path) -> None:
+    config = tiny_run(tmp_path, moe=True, steps=1)
+    train(config)
+    assert "max_expert_load" not in read_metrics(Path(config.output_dir) / "metrics.jsonl")[0]
