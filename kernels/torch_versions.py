@@ -12,7 +12,7 @@ from torch import Tensor
 C = TypeVar("C", bound=Callable)
 TORCH_2_11 = torch.__version__ < "2.12"
 _E4M3_SATURATES = torch.__version__ >= "2.13"
-_SPLITS_LOOPS = torch.__version__ < "2.13"
+SPLITS_LOOPS = torch.__version__ < "2.13"
 _EVERY_TRACE_EXPORTS = torch.__version__ < "2.13"
 
 
@@ -56,7 +56,7 @@ def splits_loops(device: torch.device) -> bool:
     Inductor's C++ backend splits a loop by the divisor. Those of torch 2.11 and 2.12 fail ("unexpected group") where
     two steps that are fused then have different loops, as with blocks along the rows beside blocks along the columns.
     """
-    return _SPLITS_LOOPS and device.type == "cpu" and torch.compiler.is_compiling()
+    return SPLITS_LOOPS and device.type == "cpu" and torch.compiler.is_compiling()
 
 
 @constant_when_traced
