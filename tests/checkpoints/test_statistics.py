@@ -79,6 +79,16 @@ def test_the_verb(hf_folder: HFFolder, tmp_path: Path, capsys: pytest.CaptureFix
     assert json.loads(capsys.readouterr().out)["scales"] == {}
 
 
+@pytest.mark.parametrize(("case", "bits"), [("modelopt-fp8-stacks", 8.0), ("modelopt-nvfp4-stacks", 4.5)])
+def test_stacks_that_lie_as_modelopt_has_them(tmp_path: Path, case: str, bits: float) -> None:
+    source, _ = make(CASES[case], tmp_path)
+    ((name, summary),) = inspect(source).quantized.items()
+    data = [n for n, t in stored(source).items() if t.dtype in (torch.float8_e4m3fn, torch.uint8) and "_scale" not in n]
+    assert summary.parameters == len(data) > 4
+    assert 8 * (summary.data_bytes + summary.scale_bytes) / summary.weights == pytest.approx(bits, rel=0.01)
+    assert scale_statistics(source)[name].count > 0
+
+
 @pytest.mark.parametrize(("case", "name"), [("mxfp4-gpt-oss", "mxfp4"), ("channel", "float-quantized")])
 def test_a_hugging_face_folder_has_what_its_files_hold(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str, name: str
