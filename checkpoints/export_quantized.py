@@ -6,7 +6,7 @@ differently (packed, in another dtype, its inverse) the part is encoded on the w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,6 @@ import torch
 from te_models.layers.quantizer import Quantizer
 
 from .activation_scales import scale_outputs
-from .boxes import Shape
 from .carried_values import carried_modules, carried_undeclared_as_values
 from .checkpoint import Checkpoint
 from .conversion_report import ConversionReport
@@ -78,7 +77,7 @@ def plan_quantized_export(
     others = known is not None and known.get("others", False)
     weight_format, declaration = _choose(set(quantizers.values()), original, others, wanted, allow_requantize)
     weights = {link.stored for link in plain.links if link.name in quantizers}
-    lying = {name: shape for name, shape in stacks(plain, weight_format).items() if name in weights}
+    lying = [name for name in stacks(plain, weight_format) if name in weights]
     plain = upright(plain, weights)
     _check_columns(plain, weights, weight_format)
     anew = {name: "" for name, q in quantizers.items() if not (weight_format.takes(q) or weight_format.takes_even(q))}
@@ -156,7 +155,7 @@ def _complete(
     quantizers: Mapping[str, Quantizer],
     anew: Mapping[str, str],
     moved: _Moved,
-    lying: Mapping[str, Shape],
+    lying: Sequence[str],
 ) -> QuantizedExport:
     """Return the export whose quantized weights are encoded from fields, or quantized from values (`anew`)."""
     found, store = moved.found, moved.store

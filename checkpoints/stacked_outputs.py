@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from .boxes import Shape
 from .dtypes import torch_dtype
 from .formats import WeightFormat
 from .formats.format import Part
@@ -15,24 +14,26 @@ from .formats.namespace import FieldNamespace
 from .formats.stacks import stacked_name
 from .move import read_bands
 from .plan import Output, Plan
+from .quantized_format import SUFFIXES
 from .store import Store
 
 _BAND = 1 << 20
 
 
 def unequal_stacks(
-    store: Store, plan: Plan, found: FieldNamespace, weight_format: WeightFormat, stacks: Mapping[str, Shape]
+    store: Store, plan: Plan, found: FieldNamespace, weight_format: WeightFormat, stacks: Sequence[str]
 ) -> dict[str, str]:
     """Return parameter -> why its experts cannot have one number; this reads such numbers."""
-    numbers = {weight + part.suffix: weight for weight in stacks for part in weight_format.scales if part.block is None}
-    owners, unequal = {link.stored: link.name for link in found.namespace.links}, dict[str, str]()
+    parts = [part for part in weight_format.scales if part.block is None]
+    numbers = {weight + part.suffix: part for weight in stacks for part in parts}
+    owners, unequal = found.owners, dict[str, str]()
     for output in plan.outputs:
-        if output.name not in numbers or output.name not in found.fields:
+        part = numbers.get(output.name)
+        if part is None or output.name not in found.fields:
             continue
         values = torch.cat([band.flatten() for _, band in read_bands(store, output, _BAND)])
         if not (values == values[0]).all():
-            name = owners[output.name]
-            parameter = next((p for p in found.formats if name.startswith(p)), name)
+            parameter = owners[output.name].removesuffix(SUFFIXES[f"rowwise_{part.field}"])
             unequal[parameter] = f"its experts have scales of their own, where {weight_format.name} has one for all"
     return unequal
 

@@ -110,9 +110,8 @@ def compare_logits(
         raise ValueError(f"{theirs} is not a folder")
     if read_object(plain_file(folder, "config.json"), f"{folder}/config.json").get("model_type") == "te_models":
         raise ValueError(f"{theirs} is a te_models folder; allowed: a Hugging Face folder, which transformers can read")
-    open_weights(
-        folder
-    ).close()  # pickled weights, and missing files of either folder, are refused before any is loaded
+    # pickled weights, and missing files of either folder, are refused before any is loaded
+    open_weights(folder).close()
     with open_checkpoint(ours) as checkpoint:
         longest = min(_WINDOW, checkpoint.config.max_position_embeddings)
     model = load_theirs(folder, dtype)

@@ -48,11 +48,13 @@ NVFP4 = WeightFormat(
     activations=_ACTIVATIONS,
     attention=_ATTENTION,
     columns=16,
+    stacks_as_they_lie=True,
 )
-FP8 = per_tensor(name="modelopt-fp8", scale_suffix="_scale", activations=_ACTIVATIONS, attention=_ATTENTION)
+_FP8 = per_tensor(name="modelopt-fp8", scale_suffix="_scale", activations=_ACTIVATIONS, attention=_ATTENTION)
+FP8 = replace(_FP8, stacks_as_they_lie=True)
 _MXFP8 = mxfp8_format("modelopt-mxfp8", "_scale")
-MXFP8 = replace(_MXFP8, activations=_ACTIVATIONS, attention=_ATTENTION)
-BLOCKS = blocks_128(
+MXFP8 = replace(_MXFP8, activations=_ACTIVATIONS, attention=_ATTENTION, stacks_as_they_lie=True)
+_BLOCKS = blocks_128(
     name="modelopt-fp8-pb-wo",
     scale_suffix="_scale",
     pow2=False,
@@ -60,14 +62,21 @@ BLOCKS = blocks_128(
     attention=_ATTENTION,
     entries="apart",
 )
-CHANNEL = per_channel(name="modelopt-fp8-per-channel", activations=_ACTIVATIONS, attention=_ATTENTION, entries="column")
+BLOCKS = replace(_BLOCKS, stacks_as_they_lie=True)
+_ROWS = per_channel(name="modelopt-fp8-per-channel", activations=_ACTIVATIONS, attention=_ATTENTION, entries="column")
+CHANNEL = replace(_ROWS, stacks_as_they_lie=True)
 UNCALIBRATED = (
     "readers of modelopt-fp8 need an input_scale of every layer, which these weights have not; fp8-per-tensor and "
     "float-quantized hold the same numbers without"
 )
-FP8, NVFP4, MXFP8, BLOCKS, CHANNEL = (replace(f, stacks_as_they_lie=True) for f in (FP8, NVFP4, MXFP8, BLOCKS, CHANNEL))
-_ALGORITHMS = {"FP8": FP8, "NVFP4": NVFP4, "W4A16_NVFP4": NVFP4, "MXFP8": MXFP8, "FP8_PB_WO": BLOCKS}
-_ALGORITHMS |= {"FP8_PER_CHANNEL_PER_TOKEN": CHANNEL}
+_ALGORITHMS = {
+    "FP8": FP8,
+    "NVFP4": NVFP4,
+    "W4A16_NVFP4": NVFP4,
+    "MXFP8": MXFP8,
+    "FP8_PB_WO": BLOCKS,
+    "FP8_PER_CHANNEL_PER_TOKEN": CHANNEL,
+}
 _WRITTEN: dict[str, dict[str, Any]] = {
     FP8.name: {"quant_algo": "FP8"},
     NVFP4.name: {"quant_algo": "W4A16_NVFP4", "group_size": 16},

@@ -136,12 +136,13 @@ def open_quantized(
         return torch.equal(files.view(a).flatten().float(), files.view(b).flatten().float())
 
     found = field_namespace(plain, weights, weight_format, wanted, dtype, same)
-    if storage is None and FLOAT_BLOCKS in weight_format.storages.values():
+    several = {name for name in found.inexact if wanted.get(name, FLOAT_BLOCKS) != FLOAT_BLOCKS}
+    if storage is None and several and FLOAT_BLOCKS in weight_format.storages.values():
         # one scale per matrix is exact in blocks that repeat it, where what a parameter joins has several
-        blocks = wanted | dict.fromkeys(found.inexact.keys() & wanted.keys(), FLOAT_BLOCKS)
-        again = field_namespace(plain, weights, weight_format, blocks, dtype, same)
-        wanted |= {name: FLOAT_BLOCKS for name in found.inexact if name in again.formats}
+        reasons = found.inexact
+        wanted |= dict.fromkeys(several, FLOAT_BLOCKS)
         found = field_namespace(plain, weights, weight_format, wanted, dtype, same)
+        found.inexact = {name: reasons[name] for name in found.inexact}
     owners = {link.stored: link.name for link in plain.links}
     if quantizer is not None:
         found.inexact |= dict.fromkeys(sorted(parameters - {*wanted}), _NOT_LINEAR)
