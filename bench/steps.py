@@ -10,7 +10,7 @@ import torch
 import te_models
 from te_models.layers import Recipe, autocast
 from te_models.training.config import OptimizerConfig, PrecisionConfig
-from te_models.training.optimizer import Optimizer
+from te_models.training.optimizer.adamw import Optimizer
 from te_models.training.step import make_loss_function
 
 Step = Callable[[], torch.Tensor]

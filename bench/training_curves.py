@@ -31,10 +31,10 @@ from te_models.quickstart.text import library_files
 from te_models.quickstart.tiny import VOCABULARY, train_tokenizer
 from te_models.training import build_dataset
 from te_models.training.config import OptimizerConfig, PrecisionConfig, ScheduleConfig
-from te_models.training.data import TokenDataset, Windows
-from te_models.training.distributed import ranks_from_environment
-from te_models.training.optimizer import Optimizer
-from te_models.training.schedule import lr_at
+from te_models.training.data.dataset import TokenDataset, Windows
+from te_models.training.optimizer.adamw import Optimizer
+from te_models.training.optimizer.schedule import lr_at
+from te_models.training.ranks.data_parallel import ranks_from_environment
 from te_models.training.step import make_loss_function, train_step
 
 BOUNDS = dict.fromkeys(NAMES, 0.02) | {"nvfp4": 0.04}

@@ -8,23 +8,23 @@ between stored tensors and the model's canonical ones (`links.py`, `ops.py`). Tw
 model (`load.py`) or a new folder (`writer.py`, `atomic.py`).
 """
 
-from .checkpoint import Checkpoint, open_checkpoint
-from .convert import export_hf, import_hf, relayout
-from .converter import AutoConverter
-from .difference import DiffReport, diff
-from .errors import CheckpointError
 from .families import FAMILIES
-from .inspection import Inspection, inspect
-from .manifest import check_manifest
-from .naming import ExpertLayout, expected_tensors
-from .plain_state_dicts import from_plain_state_dict, plain_state_dict
-from .plan import Plan
-from .quantize import dequantize, quantize
-from .reshard import reshard
-from .save import save_model
-from .toy import toy
-from .upcycle import upcycle
-from .verify import VerifyReport, verify
+from .folder.checkpoint import Checkpoint, open_checkpoint
+from .io.errors import CheckpointError
+from .io.manifest import check_manifest
+from .plan.param_shapes import ExpertLayout, expected_tensors
+from .plan.plan import Plan
+from .quantized.plain_state_dicts import from_plain_state_dict, plain_state_dict
+from .tools.convert import export_hf, import_hf, relayout
+from .tools.converter import AutoConverter
+from .tools.diff import DiffReport, diff
+from .tools.inspect import Inspection, inspect
+from .tools.quantize import dequantize, quantize
+from .tools.reshard import reshard
+from .tools.save import save_model
+from .tools.toy import toy
+from .tools.upcycle import upcycle
+from .tools.verify import VerifyReport, verify
 
 __all__ = [
     "FAMILIES",

@@ -1,13 +1,12 @@
 """Rewrites the generated parts of the documentation: `make docs`.
 
 A generated part stands between `<!-- begin NAME -->` and `<!-- end NAME -->`; what is around it is written by hand. The
-parts are the help of every verb (docs/cli.md), and the tree of packages and the table of tested versions (README.md). A
-test fails when one is stale.
+parts are the help of every verb (docs/cli.md), the folders (docs/layout.md) and the table of tested versions
+(docs/support.md). A test fails when one is stale.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import os
 import re
@@ -29,13 +28,12 @@ def fill(text: str, name: str, body: str) -> str:
 
 def cli_help() -> str:
     """The help of each verb as Markdown, 100 columns wide."""
-    from te_models.cli.main import build_parser
+    from te_models.cli.main import build_parser, verbs_of
 
     os.environ["COLUMNS"] = "102"
     parser = build_parser()
-    (verbs,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     parts = [f"```text\n{parser.format_help()}```"]
-    parts += [f"### {name}\n\n```text\n{sub.format_help()}```" for name, sub in verbs.choices.items()]
+    parts += [f"### {name}\n\n```text\n{sub.format_help()}```" for name, sub in verbs_of(parser).choices.items()]
     return "\n\n".join(parts)
 
 
@@ -50,16 +48,14 @@ def first_sentence(module: Path) -> str:
 
 
 def package_tree() -> str:
-    """Each package and module of the tree with a phrase; an operation's `reference.py` and `op.py` are left out."""
+    """Each folder of the four packages with the first sentence of its `__init__.py`."""
     lines: list[tuple[str, str]] = []
 
     def add(folder: Path, depth: int) -> None:
         lines.append((f"{'  ' * depth}{folder.name}/", first_sentence(folder / "__init__.py")))
-        for path in sorted(folder.iterdir(), key=lambda p: (p.is_dir(), p.name)):
+        for path in sorted(folder.iterdir()):
             if (path / "__init__.py").exists():
                 add(path, depth + 1)
-            elif path.suffix == ".py" and path.stem not in ("__init__", "__main__", "reference", "op"):
-                lines.append((f"{'  ' * (depth + 1)}{path.name}", first_sentence(path)))
 
     for folder in FOLDERS:
         add(ROOT / folder, 0)
@@ -78,8 +74,8 @@ def pages() -> dict[Path, str]:
     """Each page with generated parts: its text as it should be."""
     parts = [
         ("docs/cli.md", "cli-help", cli_help),
-        ("README.md", "support", support_table),
-        ("README.md", "package-tree", package_tree),
+        ("docs/support.md", "support", support_table),
+        ("docs/layout.md", "package-tree", package_tree),
     ]
     found: dict[Path, str] = {}
     for page, name, body in parts:

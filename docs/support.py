@@ -1,8 +1,8 @@
 """Run the tests of `make test` in this environment and record the result: `make support`.
 
 A row of docs/support.json is one environment (versions of Python, torch, triton and transformers, and the device) with
-what the tests said there; a later run in the same environment replaces it. `docs/generate.py` makes the table of the
-README from the rows. A run that pytest did not finish is not recorded.
+what the tests said there; a later run in the same environment replaces it. `docs/generate.py` makes the table of
+docs/support.md from the rows. A run that pytest did not finish is not recorded.
 """
 
 from __future__ import annotations

@@ -7,13 +7,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .compiling import compiling
+
 
 def gradients_of(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, ...]:
     """Return the gradients of `function(*inputs)` in every input, given dy of its result; it runs again for that.
 
     For the backward pass of an autograd function, also under `create_graph` and inside of saved-tensor hooks.
     """
-    if torch.compiler.is_compiling():
+    if compiling():
         from torch._functorch.eager_transforms import _vjp_with_argnums
 
         # torch.func.vjp without its refusal of saved-tensor hooks: those around a call of the graph see what the

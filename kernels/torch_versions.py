@@ -9,6 +9,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from .compiling import compiling
+
 C = TypeVar("C", bound=Callable)
 TORCH_2_11 = torch.__version__ < "2.12"
 _E4M3_SATURATES = torch.__version__ >= "2.13"
@@ -28,7 +30,7 @@ def own_result(y: Tensor) -> Tensor:
     Compiled by torch 2.11, every value computed there becomes a result. Where the last step returned its argument, as a
     cast to the dtype that it has, two results are one tensor, and the gradient of the first is silently zero.
     """
-    return y.view_as(y) if TORCH_2_11 and torch.compiler.is_compiling() else y
+    return y.view_as(y) if TORCH_2_11 and compiling() else y
 
 
 def fix_width(x: Tensor) -> None:
@@ -37,7 +39,7 @@ def fix_width(x: Tensor) -> None:
     Compiled by torch 2.11, sizes computed in there become results, too, and one that turns out to be a constant, such
     as that of a dimension that a weight has as well, stops the compiler.
     """
-    if TORCH_2_11 and torch.compiler.is_compiling():
+    if TORCH_2_11 and compiling():
         operator.index(x.shape[-1])
 
 
@@ -46,7 +48,7 @@ def smaller(a: int, b: int) -> int:
 
     Traced by torch 2.11, `torch.sym_min` of two constants stops the compiler, and `min` knows variables, too.
     """
-    least = min if TORCH_2_11 and torch.compiler.is_compiling() else torch.sym_min
+    least = min if TORCH_2_11 and compiling() else torch.sym_min
     return least(a, b)  # type: ignore[return-value]  # typed as int or float; of two sizes it is one
 
 
@@ -56,7 +58,7 @@ def splits_loops(device: torch.device) -> bool:
     Inductor's C++ backend splits a loop by the divisor. Those of torch 2.11 and 2.12 fail ("unexpected group") where
     two steps that are fused then have different loops, as with blocks along the rows beside blocks along the columns.
     """
-    return SPLITS_LOOPS and device.type == "cpu" and torch.compiler.is_compiling()
+    return SPLITS_LOOPS and device.type == "cpu" and compiling()
 
 
 @constant_when_traced

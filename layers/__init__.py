@@ -6,8 +6,12 @@ May import: `te_models.kernels`.
 import importlib
 from typing import Any
 
-from .attention import DotProductAttention
-from .autocast import (
+from .attention.dot_product_attention import DotProductAttention
+from .attention.multihead_attention import MultiheadAttention
+from .attention.rotary import RotaryPositionEmbedding, apply_rotary_pos_emb
+from .attention.transformer_layer import TransformerLayer
+from .dynamo.custom_op import QuantizedResult, quantized_like
+from .module.autocast import (
     autocast,
     collect_statistics,
     current_recipe,
@@ -16,39 +20,26 @@ from .autocast import (
     recompute_contexts,
     storage_recipe,
 )
-from .delayed import Float8Quantizer
-from .delayed_update import update_delayed_scaling
-from .fsdp import share_scales
-from .fused_adamw import FusedAdamW, gradient_of
-from .grouped_linear import GroupedLinear
-from .grouped_storage import GroupedTensorStorage
-from .grouped_tensor import GroupedRows, GroupedTensor
-from .layernorm_linear import LayerNormLinear
-from .layernorm_mlp import LayerNormMLP
-from .linear import Linear
-from .moe_permutation import (
-    moe_permute,
-    moe_permute_with_probs,
-    moe_sort_chunks_by_index,
-    moe_sort_chunks_by_index_with_probs,
-    moe_unpermute,
+from .module.base import QuantizedModule
+from .module.delayed_scaling import update_delayed_scaling
+from .module.grouped_linear import GroupedLinear
+from .module.layernorm_linear import LayerNormLinear
+from .module.layernorm_mlp import LayerNormMLP
+from .module.linear import Linear
+from .module.model_state import (
+    cache_weights,
+    default_rounding_seed,
+    load_recipe_state,
+    name_modules,
+    prepare_recipe_state,
+    recipe_state,
+    set_rounding_seed,
 )
-from .multihead_attention import MultiheadAttention
-from .norm import LayerNorm, RMSNorm
-from .op_results import QuantizedResult, quantized_like
-from .overrides import PerModuleRecipe, first_last_layers_bf16
-from .parallel_cross_entropy import parallel_cross_entropy
-from .quantized_module import QuantizedModule
-from .quantized_storage import (
-    Float8BlockwiseTensorStorage,
-    Float8TensorStorage,
-    HybridTensorStorage,
-    IdentityTensorStorage,
-    MXFP8TensorStorage,
-    NVFP4TensorStorage,
-    QuantizedStorage,
-)
-from .quantized_tensor import QuantizedTensor
+from .module.norm import LayerNorm, RMSNorm
+from .module.primary_weights import store_weights
+from .module.report import RecipeReport, quantization_statistics, recipe_report
+from .optimizer.fused_adamw import FusedAdamW, gradient_of
+from .optimizer.grad_scaler import GradScaler
 from .quantizer import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -59,8 +50,11 @@ from .quantizer import (
     NVFP4Quantizer,
     Quantizer,
 )
-from .recipe import RECIPES, Format, GemmQuantizers, QuantizerRole, Recipe, recipe
-from .recipes import (
+from .quantizer.delayed import Float8Quantizer
+from .recipe.activation_checkpoint import checkpoint
+from .recipe.base import RECIPES, Format, GemmQuantizers, QuantizerRole, Recipe, recipe
+from .recipe.per_module import PerModuleRecipe, first_last_layers_bf16
+from .recipe.recipes import (
     CustomRecipe,
     DelayedScaling,
     Float8BlockScaling,
@@ -68,11 +62,8 @@ from .recipes import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
-from .recompute import checkpoint
-from .report import RecipeReport, quantization_statistics, recipe_report
-from .rotary import RotaryPositionEmbedding, apply_rotary_pos_emb
-from .stored_weight import store_weights
-from .te_names import (
+from .te_compat.cross_entropy import parallel_cross_entropy
+from .te_compat.names import (
     fp8_autocast,
     fp8_model_init,
     is_bf16_available,
@@ -82,7 +73,16 @@ from .te_names import (
     is_nvfp4_available,
     missing,
 )
-from .tensor_classes import (
+from .te_compat.permutation import (
+    moe_permute,
+    moe_permute_with_probs,
+    moe_sort_chunks_by_index,
+    moe_sort_chunks_by_index_with_probs,
+    moe_unpermute,
+)
+from .tensor import averages as tensor_averages  # noqa: F401 (what torch does out of an operation's sight)
+from .tensor import collectives as tensor_collectives  # noqa: F401
+from .tensor.formats import (
     Float8BlockwiseTensor,
     Float8Tensor,
     HybridTensor,
@@ -90,15 +90,18 @@ from .tensor_classes import (
     MXFP8Tensor,
     NVFP4Tensor,
 )
-from .transformer_layer import TransformerLayer
-from .whole_model import (
-    cache_weights,
-    default_rounding_seed,
-    load_recipe_state,
-    name_modules,
-    prepare_recipe_state,
-    recipe_state,
-    set_rounding_seed,
+from .tensor.fsdp import share_scales
+from .tensor.grouped_storage import GroupedTensorStorage
+from .tensor.grouped_tensor import GroupedRows, GroupedTensor
+from .tensor.quantized_tensor import QuantizedTensor
+from .tensor.storage import (
+    Float8BlockwiseTensorStorage,
+    Float8TensorStorage,
+    HybridTensorStorage,
+    IdentityTensorStorage,
+    MXFP8TensorStorage,
+    NVFP4TensorStorage,
+    QuantizedStorage,
 )
 
 __all__ = [
@@ -119,6 +122,7 @@ __all__ = [
     "Format",
     "FusedAdamW",
     "GemmQuantizers",
+    "GradScaler",
     "GroupedLinear",
     "GroupedRows",
     "GroupedTensor",

@@ -1,18 +1,49 @@
-"""Collectives along the first dimension that stay inside a compiled graph: torch's functional ones, waited for.
+"""Process groups by name, and collectives along the first dimension that stay inside a compiled graph.
 
-group: a process group or its name.
+group: a process group or its name. Layers and models keep groups by name, so that they can be copied.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 # torch 2.13 has new names for them, and warns of the old ones
 _all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
 _reduce_scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+
+
+def resolve_group(name: str) -> dist.ProcessGroup:
+    """Return the process group of a name."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def check_group(name: str, group: object) -> None:
+    """Raise ValueError where the argument of this name is no process group, say a whole device mesh: which of its
+    dimensions is meant is the caller's to say."""
+    if isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER:
+        return
+    names = getattr(group, "mesh_dim_names", None) or ("tp",)
+    of_mesh = f", such as get_group({names[0]!r}) of a device mesh"
+    raise ValueError(f"{name} is a {type(group).__name__}; allowed: a process group{of_mesh}")
+
+
+def ranks_of(name: str, group: dist.ProcessGroup) -> int:
+    """Return how many ranks the argument of this name has. ValueError where it is no process group."""
+    check_group(name, group)
+    return dist.get_world_size(group)
+
+
+def check_member(name: str, group: dist.ProcessGroup) -> None:
+    """Raise ValueError where `group`, the argument of this name, is no process group, or one of other ranks."""
+    check_group(name, group)
+    if dist.get_rank(group) < 0:
+        raise ValueError(f"{name} does not contain this rank, {dist.get_rank()}; allowed: a group that does")
 
 
 def all_gather(x: Tensor, group: Any) -> Tensor:

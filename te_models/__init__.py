@@ -2,7 +2,7 @@
 
 Names are imported on first use, so `import te_models` costs little. What lives where:
 config       ModelConfig and its parts             model        GPTModel, TransformerLayer, MoELayer
-generation   generate, stream                      compilation  compile_model
+generation   generate, stream                      compile      compile_model
 training     train                                 cli          the command `te-models`
 kernels      maths on plain tensors                layers       the layer set and FP8 recipes
 checkpoints  Hugging Face and own files
@@ -14,7 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .compilation import compile_model
+    from .compile.compile_model import compile_model
     from .config import (
         AttentionConfig,
         ConfigError,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .model import GPTModel, KVCache, ModelOutput, MoELayer, TransformerLayer, update_expert_bias
 
 _HOME = {
-    "compilation": ("compile_model",),
+    "compile.compile_model": ("compile_model",),
     "config": (
         "AttentionConfig",
         "ConfigError",
@@ -50,6 +50,8 @@ _HOME = {
     "model": ("GPTModel", "KVCache", "MoELayer", "ModelOutput", "TransformerLayer", "update_expert_bias"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+__version__ = "0.1.0"
 
 __all__ = [
     "AttentionConfig",

@@ -16,6 +16,7 @@ from types import ModuleType
 EXTRAS: dict[str, tuple[str, ...]] = {
     "hf": ("transformers", "tokenizers", "huggingface_hub"),
     "trainer": ("accelerate",),
+    "peft": ("peft",),
     "gpu": ("triton",),
     "train": ("tqdm", "tyro"),
     "plot": ("matplotlib",),

@@ -7,11 +7,13 @@ test module is collected. It changes nothing else: without a GPU nothing but our
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 import torch
 from hypothesis import settings
+
+from tests.covering import mark_uncovered, within_budget
 
 # The same inputs in every run, so that a change is what breaks a test; the slow ones search for new inputs.
 settings.register_profile("repeatable", derandomize=True)
@@ -33,7 +35,9 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m deselects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_uncovered(items)
     for item in items:
         if not item.get_closest_marker("gpu"):
             continue
@@ -41,3 +45,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.filterwarnings("ignore:.* runs as emulation:RuntimeWarning"))
         if not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="needs an accelerator, and this machine has none"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    return (yield from within_budget(item))

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from te_models.kernels import quantize as q
-from te_models.kernels.quantize import blocks, grouped, nvfp4, nvfp4_copies, reference
+from te_models.kernels.quantize.fp8 import blocks, grouped, reference
+from te_models.kernels.quantize.nvfp4 import copies as nvfp4_copies
+from te_models.kernels.quantize.nvfp4 import reference as nvfp4
 
 from .case import Case, Run, as_tensors, nbytes, same_bits
 from .grouped import ragged

@@ -6,14 +6,16 @@ plan: its keys and shapes differ from what its configuration implies.
 
 from __future__ import annotations
 
-from ..errors import CheckpointError
+from te_models.suggestions import did_you_mean
+
+from ..io.errors import CheckpointError
+from .base.family import Family
 from .cohere2 import COHERE2
 from .deepseek_v2 import DEEPSEEK_V2
 from .deepseek_v3 import DEEPSEEK_V3, KIMI_K2
 from .dots1 import DOTS1
 from .ernie4_5_moe import ERNIE4_5_MOE
 from .exaone_moe import EXAONE_MOE
-from .family import Family
 from .flex_olmo import FLEX_OLMO
 from .gemma import GEMMA
 from .gemma2 import GEMMA2
@@ -105,5 +107,8 @@ __all__ = ["FAMILIES", "Family", "family_of"]
 def family_of(model_type: object) -> Family:
     """Return the family of a `model_type`, or raise CheckpointError naming the known ones."""
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise CheckpointError(f"model_type {model_type!r} is not supported; supported families: {', '.join(FAMILIES)}")
+        raise CheckpointError(
+            f"model_type {model_type!r} is not supported; supported families: {', '.join(FAMILIES)}"
+            f"{did_you_mean(model_type, FAMILIES)}"
+        )
     return FAMILIES[model_type]

@@ -3,12 +3,12 @@ the others see everything and have no position encoding (arXiv 2504.00698)."""
 
 from __future__ import annotations
 
-from .common import ATTENTION_BIAS, decoder_fields, layer_norm
-from .family import Family
-from .fields import Field, Fixed
-from .layer_fields import LayerPattern
-from .names import Names
-from .rope import Rope
+from .base.common import ATTENTION_BIAS, decoder_fields, layer_norm
+from .base.family import Family
+from .base.fields import Field, Fixed
+from .base.layer_fields import LayerPattern
+from .base.names import Names
+from .base.rope import Rope
 
 COHERE2 = Family(
     model_type="cohere2",

@@ -8,15 +8,15 @@ from typing import Any
 
 from te_models.config import ModelConfig
 
-from .common import ATTENTION_BIAS, HeadDim, KeyValueHeads, decoder_fields
-from .family import Family
-from .fields import Field, Fixed, OneOf, Only, Values, get_path, read_typed
-from .latent import latent_fields
-from .layer_fields import check_names
-from .moe_fields import Groups, SharedExperts
-from .moe_layers import FirstDense
-from .names import COMMON, Fused
-from .rope import Rope
+from .base.common import ATTENTION_BIAS, HeadDim, KeyValueHeads, decoder_fields
+from .base.family import Family
+from .base.fields import Field, Fixed, OneOf, Only, Values, get_path, read_typed
+from .base.latent import latent_fields
+from .base.layer_fields import check_names
+from .base.moe_fields import Groups, SharedExperts
+from .base.moe_layers import FirstDense
+from .base.names import COMMON, Fused
+from .base.rope import Rope
 
 
 @dataclass(frozen=True)

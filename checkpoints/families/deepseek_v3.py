@@ -9,17 +9,17 @@ from typing import Any
 
 from te_models.config import ModelConfig
 
-from .common import ATTENTION_BIAS
+from .base.common import ATTENTION_BIAS
+from .base.family import Family
+from .base.fields import Field, OneOf, Only, Values, read_typed
+from .base.latent import latent_fields
+from .base.moe_fields import Groups, SharedExperts, sigmoid_router
+from .base.moe_layers import FirstDense
+from .base.names import Fused
+from .base.rope import Rope
+from .base.unused import LAYERS_BEHIND
 from .deepseek_v2 import latent_decoder
-from .family import Family
-from .fields import Field, OneOf, Only, Values, read_typed
 from .glm4_moe import SIGMOID_NAMES
-from .latent import latent_fields
-from .moe_fields import Groups, SharedExperts, sigmoid_router
-from .moe_layers import FirstDense
-from .names import Fused
-from .rope import Rope
-from .unused import LAYERS_BEHIND
 
 
 @dataclass(frozen=True)

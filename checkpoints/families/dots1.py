@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .common import ATTENTION_BIAS, decoder_fields
-from .family import Family
-from .fields import Field, Fixed, OneOf
+from .base.common import ATTENTION_BIAS, decoder_fields
+from .base.family import Family
+from .base.fields import Field, Fixed, OneOf
+from .base.layer_fields import WindowedFrom
+from .base.moe_fields import Groups, SharedExperts, sigmoid_router
+from .base.moe_layers import FirstDense
+from .base.names import Fused
+from .base.rope import Rope
 from .glm4_moe import SIGMOID_NAMES
-from .layer_fields import WindowedFrom
-from .moe_fields import Groups, SharedExperts, sigmoid_router
-from .moe_layers import FirstDense
-from .names import Fused
-from .rope import Rope
 
 DOTS1 = Family(
     model_type="dots1",

@@ -8,14 +8,14 @@ from typing import Any
 
 from te_models.config import ModelConfig
 
-from ..errors import CheckpointError
-from .common import decoder_fields
-from .family import Family
-from .fields import REQUIRED, Field, Fixed, OneOf, Spread, Values, get_path, read_typed
-from .moe_fields import RouterLoss, SharedExperts
-from .names import Fused, Names
-from .rope import Rope
-from .unused import Unused
+from ..io.errors import CheckpointError
+from .base.common import decoder_fields
+from .base.family import Family
+from .base.fields import REQUIRED, Field, Fixed, OneOf, Spread, Values, get_path, read_typed
+from .base.moe_fields import RouterLoss, SharedExperts
+from .base.names import Fused, Names
+from .base.rope import Rope
+from .base.unused import Unused
 
 
 @dataclass(frozen=True)

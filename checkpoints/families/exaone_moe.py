@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .common import decoder_fields
-from .family import Family
-from .fields import Field, Fixed, OneOf
-from .layer_fields import LayerPattern
-from .moe_fields import Groups, SharedExperts, sigmoid_router
-from .moe_layers import LayerKinds
-from .names import Fused, Names
-from .rope import Rope
-from .unused import Unused
+from .base.common import decoder_fields
+from .base.family import Family
+from .base.fields import Field, Fixed, OneOf
+from .base.layer_fields import LayerPattern
+from .base.moe_fields import Groups, SharedExperts, sigmoid_router
+from .base.moe_layers import LayerKinds
+from .base.names import Fused, Names
+from .base.rope import Rope
+from .base.unused import Unused
 
 _FORM = Names(selection_bias="mlp.e_score_correction_bias")
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from .common import decoder_fields
-from .family import Family
-from .fields import Field, OneOf
-from .moe_fields import ExpertSize, RouterLoss
-from .names import POST, Fused, Names
+from .base.common import decoder_fields
+from .base.family import Family
+from .base.fields import Field, OneOf
+from .base.moe_fields import ExpertSize, RouterLoss
+from .base.names import POST, Fused, Names
+from .base.rope import Rope
 from .olmo2 import OLMO2_COMMON
-from .rope import Rope
 
 FLEX_OLMO = Family(
     model_type="flex_olmo",

@@ -8,10 +8,10 @@ from typing import Any
 
 from te_models.config import ModelConfig
 
-from .common import ACTIVATIONS, ATTENTION_BIAS, decoder_fields
-from .family import Family
-from .fields import Choice, Fixed, Values, read_typed
-from .rope import Rope
+from .base.common import ACTIVATIONS, ATTENTION_BIAS, decoder_fields
+from .base.family import Family
+from .base.fields import Choice, Fixed, Values, read_typed
+from .base.rope import Rope
 
 GEMMA_COMMON = (
     Fixed("norm.layernorm_zero_centered_gamma", True),

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from .common import decoder_fields
-from .converted import Converted
-from .family import Family
-from .fields import Fixed, Nullable
+from .base.common import decoder_fields
+from .base.converted import Converted
+from .base.family import Family
+from .base.fields import Fixed, Nullable
+from .base.layer_fields import LayerPattern
+from .base.names import SANDWICH, Names
+from .base.rope import Rope
 from .gemma import GEMMA_COMMON
-from .layer_fields import LayerPattern
-from .names import SANDWICH, Names
-from .rope import Rope
 
 GEMMA2_COMMON = (
     *GEMMA_COMMON,

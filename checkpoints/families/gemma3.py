@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from .common import decoder_fields
-from .family import Family
-from .fields import Fixed, Nullable, Only
+from .base.common import decoder_fields
+from .base.family import Family
+from .base.fields import Fixed, Nullable, Only
+from .base.layer_fields import LayerPattern
+from .base.names import SANDWICH, Names
+from .base.rope import RopePerLayerType
+from .base.text_part import TextPart, with_images
 from .gemma2 import GEMMA2_COMMON
-from .layer_fields import LayerPattern
-from .names import SANDWICH, Names
-from .rope import RopePerLayerType
-from .text_part import TextPart, with_images
 
 GEMMA3_TEXT = Family(
     model_type="gemma3_text",

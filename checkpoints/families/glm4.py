@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from .common import decoder_fields
-from .family import Family
-from .fields import Field, Fixed
-from .names import Names
-from .rope import Rope
+from .base.common import decoder_fields
+from .base.family import Family
+from .base.fields import Field, Fixed
+from .base.names import Names
+from .base.rope import Rope
 
 GLM4 = Family(
     model_type="glm4",

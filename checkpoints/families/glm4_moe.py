@@ -8,14 +8,14 @@ from typing import Any
 
 from te_models.config import ModelConfig
 
-from .common import decoder_fields
-from .family import Family
-from .fields import Field, OneOf, Values, read_typed
-from .moe_fields import Groups, SharedExperts, sigmoid_router
-from .moe_layers import FirstDense
-from .names import Fused, Names
-from .rope import Rope
-from .unused import LAYERS_BEHIND
+from .base.common import decoder_fields
+from .base.family import Family
+from .base.fields import Field, OneOf, Values, read_typed
+from .base.moe_fields import Groups, SharedExperts, sigmoid_router
+from .base.moe_layers import FirstDense
+from .base.names import Fused, Names
+from .base.rope import Rope
+from .base.unused import LAYERS_BEHIND
 
 
 @dataclass(frozen=True)

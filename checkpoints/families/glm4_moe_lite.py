@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .common import ATTENTION_BIAS
+from .base.common import ATTENTION_BIAS
+from .base.family import Family
+from .base.fields import Field, OneOf
+from .base.latent import latent_fields
+from .base.moe_fields import Groups, SharedExperts, sigmoid_router
+from .base.moe_layers import LayerKinds
+from .base.names import Fused
+from .base.rope import Rope
+from .base.unused import LAYERS_BEHIND
 from .deepseek_v2 import latent_decoder
 from .deepseek_v3 import RopeInterleave
-from .family import Family
-from .fields import Field, OneOf
 from .glm4_moe import SIGMOID_NAMES
-from .latent import latent_fields
-from .moe_fields import Groups, SharedExperts, sigmoid_router
-from .moe_layers import LayerKinds
-from .names import Fused
-from .rope import Rope
-from .unused import LAYERS_BEHIND
 
 GLM4_MOE_LITE = Family(
     model_type="glm4_moe_lite",

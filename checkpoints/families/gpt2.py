@@ -8,11 +8,11 @@ from typing import Any
 
 from te_models.config import ModelConfig
 
-from .common import ACTIVATIONS, layer_norm
-from .family import Family
-from .fields import REQUIRED, Choice, Field, Fixed, OneOf, Values, read_typed
-from .names import Names
-from .unused import Unused
+from .base.common import ACTIVATIONS, layer_norm
+from .base.family import Family
+from .base.fields import REQUIRED, Choice, Field, Fixed, OneOf, Values, read_typed
+from .base.names import Names
+from .base.unused import Unused
 
 
 @dataclass(frozen=True)

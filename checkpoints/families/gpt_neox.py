@@ -8,12 +8,12 @@ from typing import Any
 
 from te_models.config import ModelConfig
 
-from .common import ATTENTION_BIAS, decoder_fields, layer_norm
-from .family import Family
-from .fields import Field, Fixed, Values, read_typed
-from .names import Names
-from .rope import Rope
-from .unused import Unused
+from .base.common import ATTENTION_BIAS, decoder_fields, layer_norm
+from .base.family import Family
+from .base.fields import Field, Fixed, Values, read_typed
+from .base.names import Names
+from .base.rope import Rope
+from .base.unused import Unused
 
 
 @dataclass(frozen=True)

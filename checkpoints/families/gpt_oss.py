@@ -12,13 +12,13 @@ from typing import Any
 
 from te_models.config import ModelConfig
 
-from .common import ATTENTION_BIAS, decoder_fields
-from .family import Family
-from .fields import Field, Fixed, Values
-from .layer_fields import LayerPattern
-from .moe_fields import ExpertSize, RouterLoss
-from .names import Fused, Names, per_expert
-from .rope import Rope
+from .base.common import ATTENTION_BIAS, decoder_fields
+from .base.family import Family
+from .base.fields import Field, Fixed, Values
+from .base.layer_fields import LayerPattern
+from .base.moe_fields import ExpertSize, RouterLoss
+from .base.names import Fused, Names, per_expert
+from .base.rope import Rope
 
 _DEFAULT_ROPE = {
     "rope_type": "yarn",

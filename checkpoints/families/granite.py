@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from .common import ATTENTION_BIAS, decoder_fields
-from .converted import Converted
-from .family import Family
-from .fields import Field
-from .rope import Rope
+from .base.common import ATTENTION_BIAS, decoder_fields
+from .base.converted import Converted
+from .base.family import Family
+from .base.fields import Field
+from .base.rope import Rope
 
 GRANITE_COMMON = (
     *decoder_fields(max_positions=2048),

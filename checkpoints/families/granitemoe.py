@@ -9,11 +9,11 @@ from typing import Any
 
 from te_models.config import ModelConfig
 
-from .family import Family
-from .fields import Field, Fixed, Values, get_path, read_typed
+from .base.family import Family
+from .base.fields import Field, Fixed, Values, get_path, read_typed
+from .base.moe_fields import ExpertSize, RouterLoss
+from .base.names import Fused, Names, per_expert
 from .granite import GRANITE_COMMON
-from .moe_fields import ExpertSize, RouterLoss
-from .names import Fused, Names, per_expert
 
 
 @dataclass(frozen=True)

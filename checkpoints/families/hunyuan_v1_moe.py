@@ -8,13 +8,13 @@ from typing import Any
 
 from te_models.config import ModelConfig
 
-from ..errors import CheckpointError
-from .common import ATTENTION_BIAS, decoder_fields
-from .family import Family
-from .fields import Fixed, OneOf, Only, Values, get_path, shorten_value
-from .moe_fields import ExpertSize
-from .names import Fused, Names
-from .rope import Rope
+from ..io.errors import CheckpointError
+from .base.common import ATTENTION_BIAS, decoder_fields
+from .base.family import Family
+from .base.fields import Fixed, OneOf, Only, Values, get_path, shorten_value
+from .base.moe_fields import ExpertSize
+from .base.names import Fused, Names
+from .base.rope import Rope
 
 
 @dataclass(frozen=True)

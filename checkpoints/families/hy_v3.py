@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from .common import ATTENTION_BIAS, decoder_fields
-from .family import Family
-from .fields import Field, Fixed, OneOf
-from .moe_fields import SharedExperts
-from .moe_layers import LayerKinds
-from .names import Fused, Names
-from .rope import Rope
-from .unused import LAYERS_BEHIND
+from .base.common import ATTENTION_BIAS, decoder_fields
+from .base.family import Family
+from .base.fields import Field, Fixed, OneOf
+from .base.moe_fields import SharedExperts
+from .base.moe_layers import LayerKinds
+from .base.names import Fused, Names
+from .base.rope import Rope
+from .base.unused import LAYERS_BEHIND
 
 _FORM = Names(
     router="mlp.router.gate",

@@ -9,15 +9,15 @@ from typing import Any
 
 from te_models.config import ModelConfig
 
-from ..errors import CheckpointError
-from .common import ATTENTION_BIAS, decoder_fields
-from .family import Family
-from .fields import REQUIRED, Entry, Field, Fixed, Values, read_typed
-from .layer_fields import check_names, layer_type, read_rotating
-from .moe_fields import ExpertSize, RouterLoss
-from .names import Fused, Names, per_expert
-from .rope import Rope
-from .text_part import TextPart, with_images
+from ..io.errors import CheckpointError
+from .base.common import ATTENTION_BIAS, decoder_fields
+from .base.family import Family
+from .base.fields import REQUIRED, Entry, Field, Fixed, Values, read_typed
+from .base.layer_fields import check_names, layer_type, read_rotating
+from .base.moe_fields import ExpertSize, RouterLoss
+from .base.names import Fused, Names, per_expert
+from .base.rope import Rope
+from .base.text_part import TextPart, with_images
 
 _KINDS = ("chunked_attention", "full_attention")
 

@@ -12,15 +12,15 @@ from typing import Any
 
 from te_models.config import ModelConfig
 
-from ..errors import CheckpointError
-from .common import decoder_fields
-from .family import Family
-from .fields import Field, Fixed, OneOf, Only, Values, read_typed, shorten_value
+from ..io.errors import CheckpointError
+from .base.common import decoder_fields
+from .base.family import Family
+from .base.fields import Field, Fixed, OneOf, Only, Values, read_typed, shorten_value
+from .base.moe_fields import ExpertSize, RouterLoss
+from .base.names import Fused, Names
+from .base.rope import Rope
+from .base.unused import LAYERS_BEHIND
 from .mixtral import W1_W3_W2
-from .moe_fields import ExpertSize, RouterLoss
-from .names import Fused, Names
-from .rope import Rope
-from .unused import LAYERS_BEHIND
 
 _ROPE = Rope(theta=5e6, partial=1.0)
 

@@ -11,13 +11,13 @@ from typing import Any
 
 from te_models.config import ModelConfig
 
-from .common import decoder_fields
-from .family import Family
-from .fields import REQUIRED, Values, read_typed
-from .layer_fields import AllLayersWindow
+from .base.common import decoder_fields
+from .base.family import Family
+from .base.fields import REQUIRED, Values, read_typed
+from .base.layer_fields import AllLayersWindow
+from .base.rope import Rope
+from .base.text_part import TextPart, with_images
 from .mistral import MISTRAL
-from .rope import Rope
-from .text_part import TextPart, with_images
 
 _DEFAULT = {
     "rope_type": "yarn",

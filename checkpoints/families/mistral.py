@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from .common import decoder_fields
-from .family import Family
-from .layer_fields import AllLayersWindow
-from .rope import Rope
+from .base.common import decoder_fields
+from .base.family import Family
+from .base.layer_fields import AllLayersWindow
+from .base.rope import Rope
 
 MISTRAL = Family(
     model_type="mistral",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from .common import decoder_fields
-from .family import Family
-from .fields import Field
-from .layer_fields import AllLayersWindow
-from .moe_fields import ExpertSize, RouterLoss
-from .names import Fused, Names, PerExpert
-from .rope import Rope
+from .base.common import decoder_fields
+from .base.family import Family
+from .base.fields import Field
+from .base.layer_fields import AllLayersWindow
+from .base.moe_fields import ExpertSize, RouterLoss
+from .base.names import Fused, Names, PerExpert
+from .base.rope import Rope
 
 W1_W3_W2 = PerExpert(*(f"block_sparse_moe.experts.{{e}}.{name}" for name in ("w1", "w3", "w2")))
 """Mixtral's names for gate, up and down."""

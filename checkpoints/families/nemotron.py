@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from .common import ATTENTION_BIAS, decoder_fields, layer_norm
-from .family import Family
-from .fields import Field, Fixed
-from .names import Names
-from .rope import Rope
+from .base.common import ATTENTION_BIAS, decoder_fields, layer_norm
+from .base.family import Family
+from .base.fields import Field, Fixed
+from .base.names import Names
+from .base.rope import Rope
 
 NEMOTRON = Family(
     model_type="nemotron",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from .common import ATTENTION_BIAS, decoder_fields, layer_norm
-from .family import Family
-from .fields import Fixed, Nullable
-from .rope import Rope
+from .base.common import ATTENTION_BIAS, decoder_fields, layer_norm
+from .base.family import Family
+from .base.fields import Fixed, Nullable
+from .base.rope import Rope
 
 OLMO = Family(
     model_type="olmo",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from .common import ATTENTION_BIAS, decoder_fields
-from .family import Family
-from .fields import Fixed
-from .names import POST, Names
-from .rope import Rope
+from .base.common import ATTENTION_BIAS, decoder_fields
+from .base.family import Family
+from .base.fields import Fixed
+from .base.names import POST, Names
+from .base.rope import Rope
 
 OLMO2_COMMON = (
     Fixed("block", "post"),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from .common import decoder_fields
-from .family import Family
-from .layer_fields import LayerPattern
-from .names import POST, Names
+from .base.common import decoder_fields
+from .base.family import Family
+from .base.layer_fields import LayerPattern
+from .base.names import POST, Names
+from .base.rope import RopePerLayerType
 from .olmo2 import OLMO2_COMMON
-from .rope import RopePerLayerType
 
 OLMO3 = Family(
     model_type="olmo3",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from .common import ATTENTION_BIAS, decoder_fields
-from .family import Family
-from .fields import Field, Fixed, Nullable, OneOf
-from .moe_fields import ExpertSize, RouterLoss
-from .names import Fused, Names
-from .rope import Rope
+from .base.common import ATTENTION_BIAS, decoder_fields
+from .base.family import Family
+from .base.fields import Field, Fixed, Nullable, OneOf
+from .base.moe_fields import ExpertSize, RouterLoss
+from .base.names import Fused, Names
+from .base.rope import Rope
 
 OLMOE = Family(
     model_type="olmoe",

@@ -8,11 +8,11 @@ from typing import Any
 
 from te_models.config import ModelConfig
 
-from .common import decoder_fields, layer_norm
-from .family import Family
-from .fields import Field, Fixed, Values, read_typed
-from .names import Names
-from .rope import Rope
+from .base.common import decoder_fields, layer_norm
+from .base.family import Family
+from .base.fields import Field, Fixed, Values, read_typed
+from .base.names import Names
+from .base.rope import Rope
 
 
 @dataclass(frozen=True)

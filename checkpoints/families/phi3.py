@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from .common import decoder_fields
-from .family import Family
-from .fields import Field
-from .layer_fields import AllLayersWindow
-from .names import Names
-from .rope import Rope
+from .base.common import decoder_fields
+from .base.family import Family
+from .base.fields import Field
+from .base.layer_fields import AllLayersWindow
+from .base.names import Names
+from .base.rope import Rope
 
 PHI3 = Family(
     model_type="phi3",

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .common import decoder_fields
-from .family import Family
-from .fields import Field, Fixed, OneOf
-from .layer_fields import PerLayerWindow
-from .moe_fields import RouterLoss
-from .moe_layers import SparseLayers
-from .names import Fused, Names
-from .rope import Rope
+from .base.common import decoder_fields
+from .base.family import Family
+from .base.fields import Field, Fixed, OneOf
+from .base.layer_fields import PerLayerWindow
+from .base.moe_fields import RouterLoss
+from .base.moe_layers import SparseLayers
+from .base.names import Fused, Names
+from .base.rope import Rope
 
 _FORM = Names(
     shared_fc1=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from .common import ATTENTION_BIAS, decoder_fields
-from .family import Family
-from .fields import Fixed
-from .layer_fields import PerLayerWindow
-from .rope import Rope
+from .base.common import ATTENTION_BIAS, decoder_fields
+from .base.family import Family
+from .base.fields import Fixed
+from .base.layer_fields import PerLayerWindow
+from .base.rope import Rope
 
 QWEN3 = Family(
     model_type="qwen3",

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from .common import ATTENTION_BIAS, decoder_fields
-from .family import Family
-from .fields import Field, Fixed, OneOf
-from .layer_fields import AllLayersWindow
-from .moe_fields import RouterLoss
-from .moe_layers import SparseLayers
-from .names import Fused, Names
-from .rope import Rope
+from .base.common import ATTENTION_BIAS, decoder_fields
+from .base.family import Family
+from .base.fields import Field, Fixed, OneOf
+from .base.layer_fields import AllLayersWindow
+from .base.moe_fields import RouterLoss
+from .base.moe_layers import SparseLayers
+from .base.names import Fused, Names
+from .base.rope import Rope
 
 QWEN3_MOE = Family(
     model_type="qwen3_moe",

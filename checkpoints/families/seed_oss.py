@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from .common import decoder_fields
-from .family import Family
-from .fields import Field
-from .rope import Rope
+from .base.common import decoder_fields
+from .base.family import Family
+from .base.fields import Field
+from .base.rope import Rope
 
 SEED_OSS = Family(
     model_type="seed_oss",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from .common import ATTENTION_BIAS, decoder_fields
-from .family import Family
-from .fields import Field
-from .layer_fields import UnrotatedLayers
-from .rope import Rope
+from .base.common import ATTENTION_BIAS, decoder_fields
+from .base.family import Family
+from .base.fields import Field
+from .base.layer_fields import UnrotatedLayers
+from .base.rope import Rope
 
 SMOLLM3 = Family(
     model_type="smollm3",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from .common import decoder_fields, layer_norm
-from .family import Family
-from .fields import Field, Fixed, Spread
-from .layer_fields import AllLayersWindow
-from .names import Names
-from .rope import Rope
+from .base.common import decoder_fields, layer_norm
+from .base.family import Family
+from .base.fields import Field, Fixed, Spread
+from .base.layer_fields import AllLayersWindow
+from .base.names import Names
+from .base.rope import Rope
 
 STARCODER2 = Family(
     model_type="starcoder2",

@@ -20,8 +20,8 @@ from typing import Any
 
 from te_models.layers.quantizer import NVFP4Quantizer
 
-from ..errors import CheckpointError
-from ..families.fields import shorten_value
+from ..families.base.fields import shorten_value
+from ..io.errors import CheckpointError
 from .fields import one_of, section
 from .format import Part, WeightFormat
 from .fp8 import BLOCK, blocks_128, per_channel, per_tensor

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from te_models.layers.quantizer import Quantizer
+from te_models.suggestions import did_you_mean
 
-from ..errors import CheckpointError
-from ..families.fields import shorten_value
-from ..strict_json import read_object
-from ..weight_files import plain_file
+from ..families.base.fields import shorten_value
+from ..io.errors import CheckpointError
+from ..io.strict_json import read_object
+from ..io.weight_files import plain_file
 from . import compressed_tensors, fp8, modelopt, mx
 from .format import Declaration, WeightFormat
 
@@ -80,7 +81,7 @@ def parse(config: object, separate: Mapping[str, Any] | None) -> Declaration | N
 def format_named(name: str, quantizers: set[Quantizer], *, allow_requantize: bool = False) -> WeightFormat:
     """Return the format called `name` that takes all these forms of ours, or of `allow_requantize` the first one."""
     if name not in WRITABLE:
-        raise CheckpointError(f"the format is {name!r}; allowed: {', '.join(WRITABLE)}")
+        raise CheckpointError(f"the format is {name!r}; allowed: {', '.join(WRITABLE)}{did_you_mean(name, WRITABLE)}")
     for candidate in WRITABLE[name]:
         if all(candidate.takes(quantizer) for quantizer in quantizers):
             return candidate

@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
-from ..dtypes import bits_of, dtype_name, torch_dtype
-from ..errors import CheckpointError
+from ..io.dtypes import bits_of, dtype_name, torch_dtype
+from ..io.errors import CheckpointError
 from .encode import number_amax, written_number
 from .fp8 import FLOAT_BLOCKS, POW2_BLOCKS
 from .source import QuantizedFiles

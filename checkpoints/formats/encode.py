@@ -9,8 +9,8 @@ from torch import Tensor
 
 from te_models.kernels.quantize import global_decode
 
-from ..dtypes import torch_dtype
-from ..errors import CheckpointError
+from ..io.dtypes import torch_dtype
+from ..io.errors import CheckpointError
 from . import numbers
 from .format import Part
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import CheckpointError
-from ..families.fields import shorten_value
+from ..families.base.fields import shorten_value
+from ..io.errors import CheckpointError
 
 
 def one_of(config: Mapping[str, Any], name: str, allowed: tuple[Any, ...], default: Any) -> Any:

@@ -17,7 +17,7 @@ import torch
 
 from te_models.layers.quantizer import FP8Quantizer, Quantizer
 
-from ..boxes import Shape
+from ..io.boxes import Shape
 
 Entries = Literal["matrix", "apart", "column"]
 Element = Literal["e4m3", "e2m1"]

@@ -23,8 +23,8 @@ from te_models.layers.quantizer import (
     Quantizer,
 )
 
-from ..errors import CheckpointError
-from ..families.fields import shorten_value
+from ..families.base.fields import shorten_value
+from ..io.errors import CheckpointError
 from .fields import one_of
 from .format import FLOAT_SCALES, WHOLE, Entries, Part, WeightFormat, is_e4m3
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from te_models.layers.quantizer import NVFP4Quantizer, Quantizer
 
-from ..errors import CheckpointError
-from ..families.fields import shorten_value
+from ..families.base.fields import shorten_value
+from ..io.errors import CheckpointError
 from .fields import one_of
 from .format import Part, WeightFormat
 from .fp8 import blocks_128, per_channel, per_tensor

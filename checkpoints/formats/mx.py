@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from te_models.kernels.quantize import e8m0_to_float
-from te_models.kernels.quantize.nvfp4 import round_e2m1
+from te_models.kernels.quantize.nvfp4.reference import round_e2m1
 from te_models.layers.quantizer import MXFP8Quantizer, NVFP4Quantizer, Quantizer
 from te_models.layers.quantizer.base import Fields, Usage
 

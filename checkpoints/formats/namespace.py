@@ -15,9 +15,9 @@ import torch
 
 from te_models.layers.quantizer import Quantizer
 
-from ..boxes import Box, Range, Shape, extents
-from ..links import Link, Namespace, Stored
-from ..quantized_format import SUFFIXES, Description, describe, field_specs
+from ..io.boxes import Box, Range, Shape, extents
+from ..plan.quantized_format import SUFFIXES, Description, describe, field_specs
+from ..plan.tensor_map import Link, Namespace, Stored
 from .format import WeightFormat
 from .views import Block, field_blocks
 

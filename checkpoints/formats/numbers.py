@@ -14,7 +14,7 @@ from torch import Tensor
 
 from te_models.kernels.quantize import e8m0_to_float, fp8_to_float, global_decode
 
-from ..errors import CheckpointError
+from ..io.errors import CheckpointError
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _NO_CODE = 255

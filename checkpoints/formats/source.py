@@ -16,17 +16,19 @@ from te_models.layers.quantizer import (
     Quantizer,
 )
 
-from ..dtypes import FLOATS, torch_dtype, with_most_bytes
-from ..errors import CheckpointError
-from ..links import Namespace, Stored
-from ..naming import is_linear_weight
-from ..plan import match_tensors
-from ..store import FileStore
+from ..io.box_reads import cut_rows
+from ..io.dtypes import FLOATS, torch_dtype, with_most_bytes
+from ..io.errors import CheckpointError
+from ..io.store import FileStore
+from ..plan.param_shapes import is_linear_weight
+from ..plan.plan import match_tensors
+from ..plan.tensor_map import Namespace, Stored
 from . import numbers
 from .encode import number_amax, number_error
 from .format import Declaration, Part, WeightFormat, scale_beside
 from .fp8 import FLOAT_BLOCKS, POW2_BLOCKS
 from .namespace import FieldNamespace, field_namespace, upright
+from .scales import check_values
 from .stacks import seen_upright
 from .views import View, ViewStore, field_view, value_view
 
@@ -265,18 +267,15 @@ def main_float(files: FileStore, names: Iterable[str], plain: Namespace) -> str:
 
 def _scales(files: FileStore, name: str) -> Iterator[torch.Tensor]:
     """Yield all scales of a tensor as float32, a part at a time."""
-    stored = files.view(name)
-    step = max(1, (1 << 22) // max(1, stored[:1].numel() if stored.dim() else 1))
-    for begin in range(0, stored.shape[0] if stored.dim() else 1, step):
-        yield numbers.scale_to_float(stored[begin : begin + step] if stored.dim() else stored)
+    for box in cut_rows(files.tensors[name].shape, 1 << 22):
+        yield numbers.scale_to_float(files.read(name, box))
 
 
 def _check_scale(files: FileStore, name: str, part: Part, *, pow2: bool) -> None:
-    for scales in _scales(files, name):
-        if not torch.isfinite(scales).all():
-            raise CheckpointError(f"{name!r} has a scale that is NaN or infinite, so its weight has no values")
-        if (scales < 0).any() or (part.meaning in ("factor", "divisor") and (scales == 0).any()):
-            raise CheckpointError(f"{name!r} has a scale that is zero or negative, so its weight has no values")
+    for box in cut_rows(files.tensors[name].shape, 1 << 22):
+        stored = files.read(name, box)
+        check_values(name, stored)
+        scales = numbers.scale_to_float(stored)
         if pow2 and part.meaning == "scale" and not numbers.is_power_of_two(scales).all():
             raise CheckpointError(
                 f"{name!r} has a scale that is not a power of two, as storage in mxfp8 needs; --storage float8_block "

@@ -7,14 +7,14 @@ along `in`, which is the second dimension then, names the scales `X_weight_scale
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from torch import Tensor
 
-from ..boxes import Box, Shape, slices
-from ..header import TensorInfo, byte_count
-from ..links import Namespace
-from ..store import FileStore
+from ..io.boxes import Box, Shape, full, slices
+from ..io.header import TensorInfo, byte_count
+from ..io.store import FileStore
+from ..plan.tensor_map import Namespace
 from .format import Part, WeightFormat
 
 
@@ -35,7 +35,7 @@ def stacked_name(weight: str, part: Part) -> str:
 
 def seen_upright(files: FileStore, plain: Namespace, weight_format: WeightFormat) -> FileStore:
     """Return the files with the parts of such weights as [E, out, in], [E], and the names of the other formats."""
-    seen: dict[str, tuple[str, Shape, Callable[[Tensor], Tensor]]] = {}
+    seen: dict[str, tuple[str, Shape]] = {}
     for weight, shape in stacks(plain, weight_format).items():
         if not any(stacked_name(weight, part) in files.tensors for part in weight_format.scales):
             continue  # as the other formats have it, or not quantized
@@ -45,25 +45,22 @@ def seen_upright(files: FileStore, plain: Namespace, weight_format: WeightFormat
                 continue  # named when the tensors are matched
             if part.block is not None and len(info.shape) == 3:
                 upright = (info.shape[0], info.shape[2], info.shape[1])
-                seen[weight + part.suffix] = stacked_name(weight, part), upright, lambda t: t.transpose(-1, -2)
+                seen[weight + part.suffix] = stacked_name(weight, part), upright
             elif part.block is None and info.shape in ((), (1,)):
-                seen[weight + part.suffix] = stacked_name(weight, part), shape[:1], _repeated(shape[0])
+                seen[weight + part.suffix] = stacked_name(weight, part), shape[:1]
     return _Seen(files, seen) if seen else files
 
 
-def _repeated(experts: int) -> Callable[[Tensor], Tensor]:
-    return lambda number: number.reshape(1).expand(experts)
-
-
 class _Seen(FileStore):
-    """Files of which some tensors have another name and shape: `seen` gives the file's name, the shape, and how."""
+    """Files of which some tensors have another name and shape: `seen` gives the file's name and the shape, which is
+    [E, out, in] for a stack that lies as [E, in, out], and [E] for one number."""
 
-    def __init__(self, files: FileStore, seen: Mapping[str, tuple[str, Shape, Callable[[Tensor], Tensor]]]) -> None:
+    def __init__(self, files: FileStore, seen: Mapping[str, tuple[str, Shape]]) -> None:
         self._files, self._seen = files, seen
         self.metadata, self.file_of = files.metadata, dict(files.file_of)
-        hidden = {source for source, _, _ in seen.values()}
+        hidden = {source for source, _ in seen.values()}
         self.tensors = {name: info for name, info in files.tensors.items() if name not in hidden}
-        for name, (source, shape, _) in seen.items():
+        for name, (source, shape) in seen.items():
             dtype = files.tensors[source].dtype
             self.tensors[name] = TensorInfo(dtype, shape, 0, byte_count(dtype, shape))
             self.file_of[name] = files.file_of[source]
@@ -72,13 +69,16 @@ class _Seen(FileStore):
         self._files.close()
 
     def read(self, name: str, box: Box) -> Tensor:
-        return self.view(name)[slices(box)]
+        if name not in self._seen:
+            return self._files.read(name, box)
+        source, shape = self._seen[name]
+        if len(shape) == 1:
+            return self._files.view(source).reshape(1).expand(shape)[slices(box)]
+        experts, rows, columns = box
+        return self._files.read(source, (experts, columns, rows)).transpose(-1, -2)
 
     def view(self, name: str) -> Tensor:
-        if name not in self._seen:
-            return self._files.view(name)
-        source, _, change = self._seen[name]
-        return change(self._files.view(source))
+        return self.read(name, full(self.tensors[name].shape))
 
     def can_read_bytes(self, name: str) -> bool:
         return name not in self._seen

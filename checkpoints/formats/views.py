@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from te_models.kernels.quantize import fp8_to_float
-from te_models.kernels.quantize.blocks import times_blocks
-from te_models.layers.field_schema import field_layouts
+from te_models.kernels.quantize.fp8.blocks import times_blocks
 from te_models.layers.quantizer import Quantizer
+from te_models.layers.quantizer.schema import field_layouts
 
-from ..boxes import Box, Range, Shape, extents, slices
-from ..dtypes import torch_dtype
-from ..header import TensorInfo, byte_count
-from ..links import Stored
-from ..store import FileStore
+from ..io.boxes import Box, Range, Shape, extents, slices
+from ..io.dtypes import torch_dtype
+from ..io.header import TensorInfo, byte_count
+from ..io.store import FileStore
+from ..plan.tensor_map import Stored
 from . import numbers
 from .format import Part, WeightFormat
 
@@ -130,10 +130,14 @@ def unpacked(files: FileStore, name: str, part: Part, box: Box, dtype: torch.dty
     """Return a region of packed elements as values in `dtype`."""
     columns = box[-1]
     assert columns.step == 1, "no weight map interleaves columns of a quantized weight"
-    packed = files.view(name).flatten(-2) if part.grouped is not None else files.view(name)
-    whole = packed[(*slices(box[:-1]), slice(columns.start // 2, -(-columns.stop // 2)))]
-    first = columns.start % 2
-    return numbers.unpack_e2m1(whole, dtype)[..., first : first + columns.size]
+    first, last = columns.start // 2, -(-columns.stop // 2)
+    if part.grouped is None:
+        whole = files.read(name, (*box[:-1], Range(first, last)))
+    else:
+        group = part.grouped
+        groups = files.read(name, (*box[:-1], Range(first // group, -(-last // group)), Range(0, group)))
+        whole = groups.flatten(-2)[..., first % group :][..., : last - first]
+    return numbers.unpack_e2m1(whole, dtype)[..., columns.start % 2 :][..., : columns.size]
 
 
 def region(
@@ -143,21 +147,32 @@ def region(
 
     A coarser entry is repeated; one entry per matrix gets two dimensions of size 1 where the region has some.
     """
-    stored = files.view(name)
     if part.block is None:
+        stored = files.view(name)
         lead = box if block is None else box[:-2]
         found = convert(stored.reshape(stored.shape[: len(lead)])[slices(lead)])
         return found if block is None else found[..., None, None]
     assert block is not None, "a field with one entry per matrix comes from a part that has one"
-    if part.grouped is not None:
-        stored = stored.flatten(-2)
-    if part.entries != "matrix":
-        stored = stored.squeeze(-1).squeeze(-2) if part.entries == "apart" else stored[..., None]
     if block == part.block:
-        return convert(stored[slices(box)])
+        return convert(_entries(files, name, part, box))
     rows, columns = (torch.arange(*r) * size // theirs for r, size, theirs in zip(box[-2:], block, part.block))
-    stored = stored[slices(box[:-2])]
-    found = convert(stored[..., int(rows[0]) : int(rows[-1]) + 1, int(columns[0]) : int(columns[-1]) + 1])
+    around = (Range(int(indices[0]), int(indices[-1]) + 1) for indices in (rows, columns))
+    found = convert(_entries(files, name, part, (*box[:-2], *around)))
     # a row or column that repeats is looked up; eight-bit floats could not be
     found = found if len(rows) == found.shape[-2] else found.index_select(-2, rows - rows[0])
     return found if len(columns) == found.shape[-1] else found.index_select(-1, columns - columns[0])
+
+
+def _entries(files: FileStore, name: str, part: Part, box: Box) -> Tensor:
+    """Return a region of the matrix of entries of a part that has one per block, however they lie in the file."""
+    *lead, rows, columns = box
+    if part.entries == "apart":
+        return files.read(name, (*lead, rows, Range(0, 1), columns, Range(0, 1))).squeeze(-1).squeeze(-2)
+    if part.entries == "column":
+        return files.read(name, (*lead, rows))[..., None][..., slices((columns,))[0]]
+    if part.grouped is None:
+        return files.read(name, box)
+    group = part.grouped
+    found = files.read(name, (*lead, rows, Range(columns.start // group, -(-columns.stop // group)), Range(0, group)))
+    first = columns.start % group
+    return found.flatten(-2)[..., first : first + columns.stop - columns.start : columns.step]

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from ..custom_op import Output, absent, gradient_of, like, operation
 from ..launch import as_matrix
-from ..registry import Output, absent, gradient_of, like, operation
 from . import reference
 from .reference import ACTIVATIONS
 

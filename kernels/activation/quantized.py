@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ..custom_op import Output, flatten, matrix_like, operation
 from ..launch import as_matrix
 from ..quantize.output import QuantizedOutput
-from ..registry import Output, flatten, matrix_like, operation
 from . import reference
 from .op import check_name, flat
 

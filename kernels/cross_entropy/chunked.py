@@ -2,7 +2,8 @@
 
 T tokens, H hidden, V vocabulary, C tokens of a chunk. A chunk's logits [C, V] are overwritten by their gradient, which
 two GEMMs turn into the gradients of hidden states and weight before the next chunk begins. The weight's gradient is
-added up in float32 where there are several chunks.
+added up in float32 where there are several chunks; a CPU rounds the product of each chunk to the weight's dtype before,
+in which the gradient is returned in any case.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from ..gemm.reference import accumulate_product
 from . import rows
 from .reference import valid_count
 
+_ROWS = 128  # of the weight's gradient, whose product then stays in the cache
+
 
 def loss_and_gradients(
     hidden: Tensor,
@@ -25,10 +28,12 @@ def loss_and_gradients(
     softcap: Tensor | None,
     chunk_tokens: int,
     wanted: list[bool],
+    weight_grad_in_fp32: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the mean loss (float32 scalar) and the gradients of hidden [T, H], weight [V, H] and bias [V].
 
-    wanted: which of the three gradients; the others come back empty. Arguments as in `linear_cross_entropy`.
+    wanted: which of the three gradients; the others come back empty. weight_grad_in_fp32: the weight's in float32, no
+    product of which is rounded. Other arguments as in `linear_cross_entropy`.
     """
     if hidden.device.type == "cuda":
         from .triton import cross_entropy_grad_ as loss_and_gradient_
@@ -37,7 +42,7 @@ def loss_and_gradients(
     tokens, count = hidden.shape[0], valid_count(labels)
     scale = torch.ones_like(count) / count if any(wanted) else None
     chunks = [slice(begin, begin + chunk_tokens) for begin in range(0, tokens, chunk_tokens)]
-    sum_dtype = weight.dtype if len(chunks) <= 1 else torch.float32
+    sum_dtype = torch.float32 if weight_grad_in_fp32 or len(chunks) > 1 else weight.dtype
     loss = hidden.new_empty(tokens, dtype=torch.float32)
     d_hidden = hidden.new_empty(hidden.shape if wanted[0] else 0)
     d_weight = weight.new_empty(weight.shape if wanted[1] else 0, dtype=sum_dtype)
@@ -50,8 +55,24 @@ def loss_and_gradients(
         if wanted[0]:
             torch.mm(logits, weight, out=d_hidden[chunk])
         if wanted[1]:
-            accumulate_product(d_weight, logits.t(), hidden[chunk], chunk.start > 0, None)
+            add = accumulate_product if weight_grad_in_fp32 else _add_product
+            add(d_weight, logits.t(), hidden[chunk], chunk.start > 0, None)
         if wanted[2]:
             d_bias += logits.sum(0, dtype=torch.float32)
     d_bias = d_bias if bias is None else d_bias.to(bias.dtype)
-    return loss.sum() / count, d_hidden, d_weight.to(weight.dtype), d_bias
+    d_weight = d_weight if weight_grad_in_fp32 else d_weight.to(weight.dtype)
+    return loss.sum() / count, d_hidden, d_weight, d_bias
+
+
+def _add_product(d_weight: Tensor, left: Tensor, right: Tensor, accumulate: bool, scale: None) -> None:
+    """Add `left @ right`, [V, C] x [C, H], to d_weight, or write it there."""
+    if d_weight.device.type != "cpu":
+        accumulate_product(d_weight, left, right, accumulate, None)
+    elif d_weight.dtype == left.dtype:
+        torch.addmm(d_weight, left, right, beta=float(accumulate), out=d_weight)  # beta 0 ignores what it holds
+    else:
+        buffer = left.new_empty(min(_ROWS, d_weight.shape[0]), d_weight.shape[1])
+        for begin in range(0, d_weight.shape[0], _ROWS):
+            target = d_weight[begin : begin + _ROWS]
+            product = torch.mm(left[begin : begin + _ROWS], right, out=buffer[: target.shape[0]])
+            _ = target.add_(product) if accumulate else target.copy_(product)

@@ -13,12 +13,14 @@ a chunk exist for a moment, at the price of a pass over [V, H] per chunk and one
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from ..registry import Output, absent, gradient_of, like, operation
+from ..compiling import compiling
+from ..custom_op import Output, absent, gradient_of, like, operation
 from . import reference, rows
 from .reference import IGNORE_INDEX, output_logits, shift_labels
 
@@ -54,12 +56,15 @@ def _backward_fwd(saved: SimpleNamespace, needs: set[str], scale: Tensor) -> dic
     return {"logits": cross_entropy_bwd(saved.logits, saved.labels, *saved.results, scale)}
 
 
-def _loss_and_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool]) -> tuple[Output, ...]:
+def _loss_and_gradients(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool], weight_grad_in_fp32: bool
+) -> tuple[Output, ...]:
     bias_dtype = torch.float32 if bias is None else bias.dtype
+    weight_dtype = torch.float32 if weight_grad_in_fp32 else weight.dtype
     return (
         like(hidden, (), torch.float32),
         like(hidden) if wanted[0] else absent(hidden),
-        like(weight) if wanted[1] else absent(weight),
+        like(weight, dtype=weight_dtype) if wanted[1] else absent(weight, weight_dtype),
         like(weight, weight.shape[:1], bias_dtype) if wanted[2] else absent(weight, bias_dtype),
     )
 
@@ -74,15 +79,19 @@ def linear_cross_entropy_op(
     softcap: Tensor | None,
     chunk_tokens: int,
     wanted: list[bool],
+    weight_grad_in_fp32: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the mean loss and the gradients of hidden, weight and bias that are `wanted` (the others empty).
+    """Return the mean loss and the gradients of hidden, weight and bias that are `wanted` (the others empty), each in
+    the dtype of its tensor, but for that of the weight where it is asked for in float32.
 
     multiplier, softcap: float32 scalars on hidden's device. Numbers would be constants of the compiled graph: under
     dynamic=True the compiler first makes a variable of a float, and compiles again when an op asks for its value.
     """
     from .chunked import loss_and_gradients
 
-    return loss_and_gradients(hidden, weight, labels, bias, multiplier, softcap, chunk_tokens, wanted)
+    return loss_and_gradients(
+        hidden, weight, labels, bias, multiplier, softcap, chunk_tokens, wanted, weight_grad_in_fp32
+    )
 
 
 @operation("scaled", lambda x: like(x))
@@ -99,6 +108,29 @@ def scaled(x: Tensor, factor: Tensor) -> Tensor:
 def _backward_linear(saved: SimpleNamespace, needs: set[str], grad: Tensor) -> dict[str, Tensor]:
     names = ("hidden", "weight", "bias")
     return {n: scaled(g, grad) for n, g, w in zip(names, saved.results, saved.wanted, strict=True) if w}
+
+
+class _AccumulatingLoss(torch.autograd.Function):
+    """`linear_cross_entropy_op` whose backward pass adds the weight's gradient to main_grad."""
+
+    @staticmethod
+    def forward(
+        ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, main_grad: Tensor, labels: Tensor, *rest: Any
+    ) -> Tensor:
+        loss, *gradients = linear_cross_entropy_op(hidden, weight, labels, bias, *rest, True)
+        ctx.save_for_backward(*gradients)
+        ctx.main_grad, ctx.wanted = main_grad, rest[-1]
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (grad,) = grads
+        hidden, weight, bias = ctx.saved_tensors
+        if ctx.wanted[1]:
+            ctx.main_grad.addcmul_(weight, grad)
+        dx = scaled(hidden, grad) if ctx.wanted[0] else None
+        return dx, None, scaled(bias, grad) if ctx.wanted[2] else None, *(None,) * 6
 
 
 class _WholeLoss(torch.autograd.Function):
@@ -156,13 +188,15 @@ def linear_cross_entropy(
     softcap: float | None = None,
     ignore_index: int = IGNORE_INDEX,
     chunk_tokens: int | None = None,
+    main_grad: Tensor | None = None,
 ) -> Tensor:
     """Return the mean cross entropy of the output layer's logits, a float32 scalar; 0 if no label is valid.
 
     hidden: [T, H]; weight: [V, H]; labels: [T] int64, ignore_index where a token does not count; bias: [V]; multiplier
     and softcap as in `output_logits`. chunk_tokens: hold the logits of so many tokens at a time, never of all, and
     compute gradients in the forward. None: of all tokens at once, which is faster where memory allows. Differentiable
-    once in hidden, weight and bias. Raises ValueError where chunk_tokens is below 1.
+    once in hidden, weight and bias. main_grad: [V, H] float32, to which the weight's gradient is added, unrounded,
+    while autograd gets none. Raises ValueError where chunk_tokens is below 1.
     """
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}; allowed: 1 or more, or None for all at once")
@@ -173,8 +207,11 @@ def linear_cross_entropy(
         chunk = torch.sym_max(1, hidden.shape[0]) if chunk_tokens is None else chunk_tokens
         factor = None if statically_known_true(multiplier == 1.0) else _scalar(multiplier, hidden.device)
         cap = None if softcap is None else _scalar(softcap, hidden.device)
+        if main_grad is not None:
+            return _AccumulatingLoss.apply(hidden, weight, bias, main_grad, labels, factor, cap, chunk, wanted)
         return linear_cross_entropy_op(hidden, weight, labels, bias, factor, cap, chunk, wanted)[0]
-    if torch.compiler.is_compiling():
-        return reference.linear_cross_entropy(hidden, weight, labels, bias, multiplier=multiplier, softcap=softcap)
-    logits = output_logits(hidden, weight, bias, multiplier=multiplier, softcap=softcap)
+    options: dict[str, Any] = {"multiplier": multiplier, "softcap": softcap, "main_grad": main_grad}
+    if compiling():
+        return reference.linear_cross_entropy(hidden, weight, labels, bias, **options)
+    logits = output_logits(hidden, weight, bias, **options)
     return _WholeLoss.apply(logits, labels) / reference.valid_count(labels)

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from ..gemm.accumulate import linear_accumulating
+
 IGNORE_INDEX = -100
 
 
@@ -20,13 +22,23 @@ def shift_labels(labels: Tensor) -> Tensor:
 
 
 def output_logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, multiplier: float = 1.0, softcap: float | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    multiplier: float = 1.0,
+    softcap: float | None = None,
+    main_grad: Tensor | None = None,
 ) -> Tensor:
     """Return `cap(multiplier * (hidden weight^T + bias))` with `cap(z) = softcap * tanh(z / softcap)` (Gemma 2).
 
-    hidden: [..., H]; weight: [V, H]; bias: [V]. Returns [..., V] in hidden's dtype.
+    hidden: [..., H]; weight: [V, H]; bias: [V]. Returns [..., V] in hidden's dtype. main_grad: where the gradient of
+    weight is added, in place of giving it to autograd.
     """
-    logits = F.linear(hidden, weight, bias)
+    if main_grad is None:
+        logits = F.linear(hidden, weight, bias)
+    else:
+        logits = linear_accumulating(hidden, weight, bias, main_grad)
     # Under dynamic=True a float is a variable of the graph; to ask for its value would compile everything twice.
     if not statically_known_true(multiplier == 1.0):
         logits = logits * multiplier
@@ -55,6 +67,8 @@ def linear_cross_entropy(
     *,
     multiplier: float = 1.0,
     softcap: float | None = None,
+    main_grad: Tensor | None = None,
 ) -> Tensor:
     """Return `cross_entropy(output_logits(hidden, weight, bias), labels)`. hidden: [T, H]; labels: [T]."""
-    return cross_entropy(output_logits(hidden, weight, bias, multiplier=multiplier, softcap=softcap), labels)
+    scaled = {"multiplier": multiplier, "softcap": softcap, "main_grad": main_grad}
+    return cross_entropy(output_logits(hidden, weight, bias, **scaled), labels)

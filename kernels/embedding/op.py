@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..asserted import asserted
-from ..registry import like, operation
+from ..compiling import compiling
+from ..custom_op import like, operation
 from . import reference
 
-__all__ = ["embedding", "embedding_backward"]
+__all__ = ["embedding", "embedding_accumulate_", "embedding_backward"]
 
 
 @operation("embedding_backward", lambda grad, num_rows: like(grad, (num_rows, grad.shape[1])))
@@ -27,24 +28,34 @@ def embedding_backward(grad: Tensor, ids: Tensor, num_rows: int) -> Tensor:
     return torch.ops.aten.embedding_dense_backward(grad, ids, num_rows, -1, False)
 
 
+@operation("embedding_accumulate_", lambda: None, mutates=("main_grad",))
+def embedding_accumulate_(main_grad: Tensor, grad: Tensor, ids: Tensor) -> None:
+    """Add each use's gradient, grad [T, H], to its row `ids[t]` of main_grad [V, H], a float32 tensor."""
+    main_grad.index_add_(0, ids, grad.to(main_grad.dtype))
+
+
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, ids: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx, ids: Tensor, weight: Tensor, main_grad: Tensor | None) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.num_rows = weight.shape[0]
+        ctx.num_rows, ctx.main_grad = weight.shape[0], main_grad
         return F.embedding(ids, weight)
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
         (grad,) = grads
         (ids,) = ctx.saved_tensors
-        return None, embedding_backward(grad.flatten(0, -2), ids.flatten(), ctx.num_rows)
+        if ctx.main_grad is None:
+            return None, embedding_backward(grad.flatten(0, -2), ids.flatten(), ctx.num_rows), None
+        embedding_accumulate_(ctx.main_grad, grad.flatten(0, -2), ids.flatten())
+        return None, None, None
 
 
-def embedding(ids: Tensor, weight: Tensor) -> Tensor:
+def embedding(ids: Tensor, weight: Tensor, main_grad: Tensor | None = None) -> Tensor:
     """Return the rows `weight[ids]`: ids [...] int64, weight [V, H] -> [..., H]. Raises IndexError for an id outside
-    the table (a graph: RuntimeError). Differentiable once in weight."""
-    if torch.compiler.is_compiling():
+    the table (a graph: RuntimeError). Differentiable once in weight; its gradient is added to main_grad, [V, H]
+    float32, and autograd gets none, where that is given."""
+    if compiling():
         rows = weight.shape[0]
         asserted(((ids >= 0) & (ids < rows)).all(), f"a token id or position is outside of its table of {rows} rows")
-    return _Embedding.apply(ids, weight)
+    return _Embedding.apply(ids, weight, main_grad)

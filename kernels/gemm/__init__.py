@@ -1,10 +1,10 @@
 """GEMM on quantized operands, and weight gradients added into a persistent gradient."""
 
-from .accumulate import gemm_wgrad_accumulate_
+from .accumulate import gemm_wgrad_accumulate_, linear_accumulating
+from .backends import gemm_counts, reset_gemm_counts, strict_gemms, traced_fallbacks
 from .op import Operand, explain_gemm, gemm, scaled_gemm, scaled_gemm_accumulate_
 from .operand import ScaledOperand
 from .reference import epilogue_scale
-from .rungs import gemm_counts, reset_gemm_counts, strict_gemms, traced_fallbacks
 
 __all__ = [
     "Operand",
@@ -14,6 +14,7 @@ __all__ = [
     "gemm",
     "gemm_counts",
     "gemm_wgrad_accumulate_",
+    "linear_accumulating",
     "reset_gemm_counts",
     "scaled_gemm",
     "scaled_gemm_accumulate_",

@@ -7,9 +7,10 @@ lives across steps is also what makes them fast on CPU: a gradient in fresh memo
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ..registry import operation
+from ..custom_op import operation
 from . import reference
 
 
@@ -35,3 +36,30 @@ def gemm_wgrad_accumulate_(
     """
     check_main_grad(main_grad, dy, x, (dy.shape[1], x.shape[1]))
     reference.accumulate_product(main_grad, dy.t(), x, accumulate, scale)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, main_grad: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.main_grad, ctx.bias_dtype = main_grad, None if bias is None else bias.dtype
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        (dy,) = grads
+        x, weight = ctx.saved_tensors
+        rows = dy.reshape(-1, dy.shape[-1])
+        if ctx.needs_input_grad[1]:
+            gemm_wgrad_accumulate_(ctx.main_grad, rows, x.reshape(-1, x.shape[-1]))
+        dx = (rows @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        db = rows.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+        return dx, None, db, None
+
+
+def linear_accumulating(x: Tensor, weight: Tensor, bias: Tensor | None, main_grad: Tensor) -> Tensor:
+    """Return `x @ weight^T + bias`; its backward pass adds the gradient of weight to main_grad, autograd gets none.
+
+    x: [..., K]; weight: [N, K]; bias: [N] or None, all of one dtype; main_grad: as for `gemm_wgrad_accumulate_`.
+    """
+    return _Linear.apply(x, weight, bias, main_grad)

@@ -1,24 +1,24 @@
-"""Which rung a scaled GEMM takes: the vendor's library, Triton, or the emulation."""
+"""Which backend a scaled GEMM takes: the vendor's library, Triton, or the emulation."""
 
 from __future__ import annotations
 
 import torch
 
 from . import native
+from .backends import Choice, Hardware, first_possible
 from .operand import ScaledOperand
-from .rungs import Choice, Hardware, first_possible
 
 _BLOCK_LENGTH = {"e8m0": 32, "float32": 128, "pow2": 128}
 
 
 def choose(left: ScaledOperand, right: ScaledOperand, out_dtype: torch.dtype, hw: Hardware) -> Choice:
     """Choose from shapes, formats and hardware alone."""
-    rungs = (
+    backends = (
         ("native", native.reason_against(left, right, out_dtype, hw)),
         ("triton", against_triton(left, right, hw)),
     )
     empty = left.outer == 0 or right.outer == 0 or left.inner == 0
-    return first_possible("scaled_gemm", rungs, fallback=hw.type != "cpu" and not empty)
+    return first_possible("scaled_gemm", backends, fallback=hw.type != "cpu" and not empty)
 
 
 def against_triton(left: ScaledOperand, right: ScaledOperand, hw: Hardware) -> str | None:

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
 from .. import quantize as q
+from .backends import Hardware
 from .operand import ScaledOperand
-from .rungs import Hardware
 from .transpose import k_contiguous
 
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)

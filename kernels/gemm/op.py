@@ -2,7 +2,8 @@
 
 `scaled_gemm` multiplies the quantized numbers themselves where the hardware can. On CPU it is the exact emulation, in
 plain torch, which the compiler fuses with the quantization around it; on an accelerator it is one registered op, whose
-rung is chosen, counted and reported at run time (`rungs`). `gemm` multiplies operands that already are dequantized.
+backend is chosen, counted and reported at run time (`backends`). `gemm` multiplies operands that already are
+dequantized.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..registry import Output, flatten, like, operation
+from ..custom_op import Output, flatten, like, operation
 from . import native
+from .backends import hardware, in_plain_torch, record
 from .choice import choose
 from .operand import ScaledOperand, emulation_dtype
 from .reference import Operand, gemm
-from .rungs import hardware, in_plain_torch, record
 
 __all__ = ["Operand", "explain_gemm", "gemm", "scaled_gemm", "scaled_gemm_accumulate_"]
 
@@ -56,7 +57,7 @@ def scaled_gemm_accumulate_(
 
 
 def explain_gemm(left: ScaledOperand, right: ScaledOperand, out_dtype: torch.dtype) -> str:
-    """Say in a sentence which rung `scaled_gemm` takes for such operands, and why not a faster one."""
+    """Say in a sentence which backend `scaled_gemm` takes for such operands, and why not a faster one."""
     _check(left, right)
     return str(choose(left, right, out_dtype, hardware(left.data.device)))
 
@@ -92,9 +93,9 @@ def _scaled_gemm(
 ) -> Tensor:
     choice = choose(left, right, out_dtype, hardware(left.data.device))
     record(choice, strict=strict)
-    if choice.rung == "native":
+    if choice.backend == "native":
         return native.scaled_gemm(left, right, out_dtype, bias, split_accumulation)
-    if choice.rung == "triton":
+    if choice.backend == "triton":
         from . import triton as kernels
 
         out = left.data.new_empty((left.outer, right.outer), dtype=out_dtype)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ..custom_op import operation
 from ..gemm.accumulate import check_main_grad
-from ..gemm.rungs import hardware, record
-from ..registry import operation
+from ..gemm.backends import hardware, record
 from . import reference
 from .choice import choose_plain
 
@@ -24,12 +24,12 @@ def grouped_gemm_wgrad_accumulate_(
     check_main_grad(main_grad, dy, x, (m_splits.shape[0], dy.shape[1], x.shape[1]))
     choice = choose_plain("grouped_gemm_wgrad_accumulate_", dy, x, hardware(dy.device))
     # torch's own grouped GEMM does not accumulate: the loop does
-    if choice.rung == "triton":
+    if choice.backend == "triton":
         from . import triton as kernels
 
         sides = kernels.Side.plain(dy.t()), kernels.Side.plain(x.t())
         record(choice, strict=False)
         kernels.grouped_gemm_wgrad(*sides, m_splits, main_grad, factor=scale, accumulate=accumulate)
         return
-    record(choice._replace(rung="loop"), strict=False)
+    record(choice._replace(backend="loop"), strict=False)
     reference.grouped_gemm_wgrad_accumulate(main_grad, dy, x, m_splits, accumulate, scale)

@@ -1,4 +1,4 @@
-"""Which rung a grouped GEMM takes.
+"""Which backend a grouped GEMM takes.
 
 Triton, one launch that reads the splits on the device; torch's own grouped GEMM; a loop of GEMMs, which waits for the
 splits to reach the host; the reference or the emulation. On CPU the loop of the reference is the intended way.
@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from ..gemm import native
+from ..gemm.backends import Choice, Hardware, first_possible, hardware
 from ..gemm.choice import against_formats
 from ..gemm.operand import ScaledOperand
-from ..gemm.rungs import Choice, Hardware, first_possible, hardware
 
 
 def choose_plain(operation: str, a: Tensor, b: Tensor, hw: Hardware) -> Choice:
     """Choose for unquantized operands: Triton, torch's grouped GEMM, else the reference's loop of GEMMs."""
-    rungs = (("triton", _against_triton(hw, (8, 0))), ("native", _against_native_plain(a, b, hw)))
-    return first_possible(operation, rungs, last="loop", fallback=hw.type != "cpu")
+    backends = (("triton", _against_triton(hw, (8, 0))), ("native", _against_native_plain(a, b, hw)))
+    return first_possible(operation, backends, last="loop", fallback=hw.type != "cpu")
 
 
 def choose_scaled(
@@ -26,18 +26,18 @@ def choose_scaled(
 ) -> Choice:
     """Choose for quantized operands: Triton, torch's grouped GEMM, a loop of scaled GEMMs, else the emulation."""
     triton = _against_triton(hw, (8, 9)) or against_formats(left, right)
-    rungs = [("triton", triton)]
+    backends = [("triton", triton)]
     if operation == "scaled_grouped_gemm" and right.data.shape[0]:
-        rungs.append(("native", _against_native_scaled(left, right, out_dtype, hw)))
-        rungs.append(("loop", native.reason_against(_first_rows(left), right.member(0), out_dtype, hw)))
+        backends.append(("native", _against_native_scaled(left, right, out_dtype, hw)))
+        backends.append(("loop", native.reason_against(_first_rows(left), right.member(0), out_dtype, hw)))
     empty = left.data.numel() == 0 or right.data.numel() == 0
-    return first_possible(operation, tuple(rungs), fallback=hw.type != "cpu" and not empty)
+    return first_possible(operation, tuple(backends), fallback=hw.type != "cpu" and not empty)
 
 
 def explain_grouped_gemm(
     left: Tensor | ScaledOperand, right: Tensor | ScaledOperand, out_dtype: torch.dtype = torch.bfloat16
 ) -> str:
-    """Say in a sentence which rung a grouped GEMM of such operands takes, and why not a faster one.
+    """Say in a sentence which backend a grouped GEMM of such operands takes, and why not a faster one.
 
     left, right: as the op takes them, both plain or both quantized; with a right side of two dimensions it is the
     weight gradient. out_dtype: of a product of quantized operands.

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from ..gemm.rungs import hardware, record
-from ..registry import gradient_of, like, operation
+from ..custom_op import gradient_of, like, operation
+from ..gemm.backends import hardware, record
 from . import reference
 from .choice import choose_plain
 
@@ -30,7 +30,7 @@ def grouped_gemm(a: Tensor, b: Tensor, m_splits: Tensor, transpose_b: bool = Tru
     """
     choice = choose_plain("grouped_gemm", a, b, hardware(a.device))
     record(choice, strict=False)
-    if choice.rung == "triton":
+    if choice.backend == "triton":
         from . import triton as kernels
 
         out = a.new_empty(a.shape[0], b.shape[1] if transpose_b else b.shape[2])
@@ -38,7 +38,7 @@ def grouped_gemm(a: Tensor, b: Tensor, m_splits: Tensor, transpose_b: bool = Tru
             kernels.Side.plain(a), kernels.Side.plain(b if transpose_b else b.mT), m_splits, out
         )
     a, b = a.contiguous(), b.contiguous()
-    if choice.rung == "loop":
+    if choice.backend == "loop":
         return reference.grouped_gemm(a, b, m_splits, transpose_b)
     offsets = m_splits.cumsum(0).to(torch.int32)
     return _zero_tail(_device_grouped_mm(a, b.transpose(1, 2) if transpose_b else b, offs=offsets), offsets)
@@ -52,13 +52,13 @@ def grouped_gemm_wgrad(dy: Tensor, x: Tensor, m_splits: Tensor) -> Tensor:
     """
     choice = choose_plain("grouped_gemm_wgrad", dy, x, hardware(dy.device))
     record(choice, strict=False)
-    if choice.rung == "triton":
+    if choice.backend == "triton":
         from . import triton as kernels
 
         out = dy.new_empty(m_splits.shape[0], dy.shape[1], x.shape[1])
         return kernels.grouped_gemm_wgrad(kernels.Side.plain(dy.t()), kernels.Side.plain(x.t()), m_splits, out)
     dy, x = dy.contiguous(), x.contiguous()
-    if choice.rung == "loop":
+    if choice.backend == "loop":
         return reference.grouped_gemm_wgrad(dy, x, m_splits)
     return _device_grouped_mm(dy.t(), x, offs=m_splits.cumsum(0).to(torch.int32))
 

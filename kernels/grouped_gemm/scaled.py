@@ -3,7 +3,7 @@
 Operands are `ScaledOperand` views with the contracted dimension last: rows [T, K] by weights [G, N, K] for fprop and
 dgrad (which takes the weight's columnwise copy), and columnwise copies [N, T] by [K, T] for wgrad. Per-tensor scales
 and NVFP4 amaxes are one per group, [G]. As with `scaled_gemm`, on CPU the compiler sees plain torch; on an accelerator
-this is one registered op that picks a rung at run time and never reads the splits on the host, but for the loop.
+this is one registered op that picks a backend at run time and never reads the splits on the host, but for the loop.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..compiling import compiling
+from ..custom_op import Output, flatten, like, operation
+from ..gemm.backends import Choice, hardware, in_plain_torch, record
 from ..gemm.operand import ScaledOperand
-from ..gemm.rungs import Choice, hardware, in_plain_torch, record
-from ..registry import Output, flatten, like, operation
 from . import emulation, library
 from .choice import choose_scaled
 from .reference import check_alignment
@@ -112,7 +113,7 @@ def _check_wgrad(left: ScaledOperand, right: ScaledOperand, m_splits: Tensor, sh
     for name, operand in (("left", left), ("right", right)):
         if operand.block is not None and operand.block[0] != 1:
             raise ValueError(f"{name}.block is {operand.block}; a weight gradient takes blocks along the rows only")
-    if m_splits.device.type == "cpu" and not torch.compiler.is_compiling():
+    if m_splits.device.type == "cpu" and not compiling():
         check_alignment(m_splits, max(ROW_ALIGNMENT[left.kind], ROW_ALIGNMENT[right.kind]))
 
 
@@ -131,15 +132,15 @@ def _rows(
 ) -> Tensor:
     choice = _choose("scaled_grouped_gemm", left, right, out_dtype)
     record(choice, strict=strict)
-    if choice.rung == "triton":
+    if choice.backend == "triton":
         from . import triton as kernels
 
         out = left.data.new_empty((left.outer, right.outer), dtype=out_dtype)
         sides = kernels.Side.of(left), kernels.Side.of(right)
         return kernels.grouped_gemm(*sides, m_splits, out, split_accumulation=split_accumulation)
-    if choice.rung == "native":
+    if choice.backend == "native":
         return library.rows(left, right, m_splits, split_accumulation)
-    if choice.rung == "loop":
+    if choice.backend == "loop":
         return library.loop(left, right, m_splits, out_dtype, split_accumulation)
     return emulation.rows(left, right, m_splits, out_dtype)
 
@@ -155,7 +156,7 @@ def _wgrad_accumulate_(
 ) -> None:
     choice = _choose("scaled_grouped_gemm_wgrad", left, right, main_grad.dtype)
     record(choice, strict=strict)
-    if choice.rung == "triton":
+    if choice.backend == "triton":
         from . import triton as kernels
 
         sides = kernels.Side.of(left), kernels.Side.of(right)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..custom_op import Output, flatten, matrix_like, operation
 from ..launch import as_matrix
 from ..quantize.output import QuantizedOutput
-from ..registry import Output, flatten, matrix_like, operation
 from . import op, reference
 
 __all__ = ["layer_norm_quantized", "norm_quantized", "rms_norm_quantized"]

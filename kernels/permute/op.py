@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..registry import Output, absent, like, operation
+from ..custom_op import Output, absent, like, operation
 from ..torch_versions import own_result
 from . import reference
 from .reference import Permutation, row_count

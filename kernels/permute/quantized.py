@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ..custom_op import flatten, like, operation
 from ..quantize.output import QuantizedOutput
-from ..registry import flatten, like, operation
 from . import reference
 from .reference import Permutation
 

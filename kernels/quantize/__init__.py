@@ -1,7 +1,7 @@
 """Casting to FP8 and FP4 with scale factors per tensor, per block and per microscaling (MX, NVFP4) block, and back."""
 
-from .decode import fp8_to_float
-from .op import (
+from .fp8.cpu import fp8_to_float
+from .fp8.op import (
     FP8_MAX,
     amax,
     blockwise_amax,

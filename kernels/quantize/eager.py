@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from ..compiling import compiling
+
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -20,7 +22,7 @@ def eager_on_cpu(x: Tensor) -> bool:
     return (
         x.device.type == "cpu"
         and type(x) in _PLAIN
-        and not torch.compiler.is_compiling()
+        and not compiling()
         and not (x.requires_grad and torch.is_grad_enabled())
         and _get_current_dispatch_mode() is None
     )

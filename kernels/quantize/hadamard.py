@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..without_autocast import without_autocast
-from .blocks import once
+from .fp8.blocks import once
 
 SIZE = 16
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..registry import Output, like
-from .blocks import grid
-from .grouped import padded_length
-from .nvfp4 import BLOCK
+from ..custom_op import Output, like
+from .fp8.blocks import grid
+from .fp8.grouped import padded_length
+from .nvfp4.reference import BLOCK
 
 
 def copy_by_blocks(

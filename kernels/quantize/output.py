@@ -12,9 +12,10 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from ..registry import Output, like
-from . import blocks, layout, reference
-from .reference import FP8_MAX
+from ..custom_op import Output, like
+from . import layout
+from .fp8 import blocks, reference
+from .fp8.reference import FP8_MAX
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 Salmon, Moraes, Dror, Shaw: "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011). Nothing is drawn from a state: the
 bits of an element are a function of (key, stream, element index), the same on every device and in every order, so a run
-can be repeated and resumed.
+can be repeated and resumed. On CPU in eager mode the words are made a cache full at a time and in place.
 """
 
 from __future__ import annotations
@@ -13,11 +13,35 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .blocks import once
 from .eager import eager_on_cpu
-from .random_eager import words
+from .fp8.blocks import once
 
 _MASK = 0xFFFFFFFF
+_AT_ONCE = 1 << 15
+"""Counters worked on at a time: 256 KiB for each of their words."""
+
+
+def words(
+    size: int, counter: tuple[int, int, int], keys: Sequence[tuple[int, int]], multipliers: tuple[int, int]
+) -> Tensor:
+    """Return `size` int32 words, four of each counter (i, *counter), i = 0, 1, ...; keys: those of every round."""
+    out = torch.empty((size + 3) // 4, 2, dtype=torch.int64)
+    for begin in range(0, len(out), _AT_ONCE):
+        c0 = torch.arange(begin, min(begin + _AT_ONCE, len(out)))
+        c1, c2, c3 = (torch.full_like(c0, word) for word in counter)
+        for k0, k1 in keys:
+            low0, low1 = c0 * multipliers[0], c2 * multipliers[1]  # modulo 2^64
+            c0, c2 = (
+                (product >> 32).bitwise_xor_(word).bitwise_xor_(k).bitwise_and_(_MASK)
+                for product, word, k in ((low1, c1, k0), (low0, c3, k1))
+            )
+            c1, c3 = low1, low0
+        part = out[begin : begin + len(c0)]
+        part[:, 0] = c0.bitwise_or_(c1.bitwise_left_shift_(32))
+        part[:, 1] = c2.bitwise_or_(c3.bitwise_left_shift_(32))
+    return out.view(torch.int32).flatten()[:size]
+
+
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .grouped import padded_length
+from .fp8.grouped import padded_length
 from .hadamard import SIGNS, SIZE
 from .triton_rounding import magnitude_bits
 from .triton_tiles import grouped_tiles, store_tile, tile_of_group

@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .fp8.reference import FP8_MAX
+from .fp8.triton_blockwise import quantize_tile
 from .output import QuantizedOutput
-from .reference import FP8_MAX
-from .triton_blockwise import quantize_tile
 from .triton_rounding import float32_bits, magnitude_bits, native_fp8, to_fp8
 from .triton_tiles import store_tile
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from ..registry import gradient_of, like, operation
+from ..custom_op import gradient_of, like, operation
 from . import reference
 from .frequencies import rope_frequencies
 from .reference import rope_tables

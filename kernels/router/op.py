@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from ..registry import Output, gradient_of, like, operation
+from ..custom_op import Output, gradient_of, like, operation
 from . import reference
 from .reference import load_balancing_loss, router_probabilities, router_z_loss
 

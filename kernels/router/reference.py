@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from ..compiling import compiling
+
 _FEW_TOKENS = 32  # up to which one sort is faster than a dozen passes: what a batch has when it generates
 
 
 def _choose(scores: Tensor, k: int) -> Tensor:
     """Return the indices of the k largest entries of each row, largest first, ties to the lower index: [T, k]."""
     left = scores.clamp(min=torch.finfo(scores.dtype).min)  # so that -inf marks taken entries only
-    if not torch.compiler.is_compiling() and scores.shape[0] <= _FEW_TOKENS:
+    if not compiling() and scores.shape[0] <= _FEW_TOKENS:
         return left.sort(dim=-1, descending=True, stable=True).indices[..., :k]
     columns = torch.arange(scores.shape[-1], device=scores.device)
     chosen = []

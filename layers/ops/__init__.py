@@ -5,7 +5,7 @@ May import: `te_models.kernels` and the rest of `te_models.layers`.
 
 from typing import Any
 
-from ..te_names import missing_operation
+from ..te_compat.names import missing_operation
 from .basic import (
     GEGLU,
     GELU,

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..quantized_storage import STORAGE_CLASSES, QuantizedStorage
-from ..quantized_tensor import QuantizedTensor
-from ..sides import AnyQuantizer
-from ..tensor_classes import TENSOR_CLASSES
+from ..functional.gemm_operand import AnyQuantizer
+from ..tensor.formats import TENSOR_CLASSES
+from ..tensor.quantized_tensor import QuantizedTensor
+from ..tensor.storage import STORAGE_CLASSES, QuantizedStorage
 
 
 class QuantizedRows(NamedTuple):

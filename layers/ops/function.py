@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from te_models.kernels.compiling import compiling
 from te_models.kernels.torch_versions import own_result
 
-from ..second_derivatives import made_inside
+from ..functional.double_backward import made_inside
 from .call import Computed, Input, OperationCall, OperationContext, QuantizedRows, handed_out, taken
 from .operation import BasicOperation, FusedOperation
 from .returned import Step, check_computed, check_gradients
@@ -100,7 +101,7 @@ class GroupFunction(torch.autograd.Function):
             left.append((len(context.saved), len(context.live), context.constants))
         ctx.save_for_backward(*saved)
         ctx.live, ctx.left, ctx.plan = live, left, plan
-        if not torch.compiler.is_compiling():  # a graph has no second derivatives
+        if not compiling():  # a graph has no second derivatives
             inputs = {id(t) for t in given}
             ctx.made = [c.needs.input and t is not None and id(t) not in inputs for c in contexts for t in c.saved]
         # autograd wants results that are not each other
@@ -113,7 +114,7 @@ class GroupFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, *extra_gradients: Tensor) -> tuple[Tensor | None, ...]:
         plan: Plan = ctx.plan
         saved = ctx.saved_tensors
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if torch.is_grad_enabled() and not compiling():
             kinds = list(zip(saved, ctx.made, strict=True))
             depends_on = [dy, *extra_gradients, *(t for t, made in kinds if not made)]
             saved = [made_inside(t, depends_on) if made else t for t, made in kinds]

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from ..sides import AnyQuantizer
-from ..te_extra_state import leave_extra_state
+from ..functional.gemm_operand import AnyQuantizer
+from ..module.te_extra_state import leave_extra_state
 from .call import Computed, Gradients, Input, OperationArguments, OperationCall, OperationContext
 
 
@@ -46,7 +46,7 @@ class FusibleOperation(nn.Module):
 
     def forward(self, x: Tensor, *extra_inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Run this operation alone; see `Sequential`."""
-        from .groups import groups_of, parts_of, run_groups
+        from .sequential import groups_of, parts_of, run_groups
 
         return run_groups(groups_of(*parts_of(self.basic_operations())), x, *extra_inputs)
 

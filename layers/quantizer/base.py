@@ -14,12 +14,12 @@ from torch import Tensor
 from te_models.kernels.gemm import Operand, ScaledOperand
 from te_models.kernels.quantize import QuantizedOutput
 
-from ..opaque import ValueObject, derived
-from ..row_groups import RowGroups
+from .group_offsets import RowGroups
+from .value import ValueObject, derived
 
 if TYPE_CHECKING:
-    from ..grouped_tensor import GroupedTensor
-    from ..quantized_tensor import QuantizedTensor
+    from ..tensor.grouped_tensor import GroupedTensor
+    from ..tensor.quantized_tensor import QuantizedTensor
 
 Usage = Literal["rowwise", "columnwise"]
 Fields = dict[str, Tensor]
@@ -217,7 +217,7 @@ class Quantizer(ValueObject):
 
     def quantize(self, x: Tensor, key: Tensor | None = None) -> QuantizedTensor:
         """Return x: [rows, columns] as a quantized tensor of the same logical shape and dtype."""
-        from ..tensor_classes import TENSOR_CLASSES
+        from ..tensor.formats import TENSOR_CLASSES
 
         return TENSOR_CLASSES[self.FORMAT].quantize(x, self, key)
 
@@ -225,7 +225,7 @@ class Quantizer(ValueObject):
 
     def quantize_grouped(self, x: Tensor, key: Tensor | None = None) -> GroupedTensor:
         """Return x: [num_gemms, rows, columns] as one grouped tensor, every member with its own scales."""
-        from ..grouped_tensor import GroupedTensor
+        from ..tensor.grouped_tensor import GroupedTensor
 
         return GroupedTensor.quantize(x, self, key)
 
@@ -252,18 +252,24 @@ class Quantizer(ValueObject):
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> Quantizer:
-        """Rebuild from `to_dict`; unknown formats, fields and dtypes raise ValueError by name."""
+        """Rebuild from `to_dict`; ValueError names an unknown format, field or dtype, or a value of another type than
+        its field's."""
         from . import QUANTIZERS
 
         values = dict(values)
         name = values.pop("format", None)
-        if name not in QUANTIZERS:
+        if not isinstance(name, str) or name not in QUANTIZERS:
             raise ValueError(f"quantized format is {name!r}; allowed: {', '.join(map(repr, QUANTIZERS))}")
         cls = QUANTIZERS[name]
-        known = {f.name for f in dataclasses.fields(cls)}
-        for field in values:
+        known = {f.name: type(f.default) for f in dataclasses.fields(cls)}
+        for field, value in values.items():
             if field not in known:
                 raise ValueError(f"{cls.__name__} has no field {field!r}; its fields are: {', '.join(sorted(known))}")
+            wanted = known[field]
+            if wanted in (bool, int, float) and type(value) not in (wanted, int if wanted is float else wanted):
+                raise ValueError(
+                    f"{cls.__name__} has {field} = {str(value)[:40]}; allowed: a value of {wanted.__name__}"
+                )
         return cls(**{field: cls._from_json(field, value) for field, value in values.items()})
 
     @classmethod

@@ -12,9 +12,9 @@ from torch import Tensor
 from te_models.kernels import quantize as q
 from te_models.kernels.gemm import Operand, ScaledOperand
 
-from ..opaque import derived, value_class
 from .base import Fields, Parts, Usage
 from .fp8 import FP8Quantizer, check_epsilon
+from .value import derived, value_class
 
 
 @dataclass(frozen=True, kw_only=True)

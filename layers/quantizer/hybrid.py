@@ -11,10 +11,10 @@ from torch import Tensor
 
 from te_models.kernels.gemm import Operand, ScaledOperand
 
-from ..opaque import derived, value_class
-from ..row_groups import RowGroups
 from .base import Fields, Quantizer, Usage
+from .group_offsets import RowGroups
 from .identity import IdentityQuantizer
+from .value import derived, value_class
 
 
 @value_class

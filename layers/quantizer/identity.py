@@ -12,8 +12,8 @@ from torch import Tensor
 from te_models.kernels import quantize as q
 from te_models.kernels.gemm import Operand
 
-from ..opaque import derived, value_class
 from .base import Parts, Quantizer, Usage
+from .value import derived, value_class
 
 
 @value_class

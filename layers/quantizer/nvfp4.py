@@ -12,9 +12,9 @@ from torch import Tensor
 from te_models.kernels import quantize as q
 from te_models.kernels.gemm import Operand, ScaledOperand
 
-from ..opaque import derived, value_class
-from ..row_groups import RowGroups
 from .base import Parts, Quantizer, Usage
+from .group_offsets import RowGroups
+from .value import derived, value_class
 
 _BLOCK = 16
 _NO_SHAPE = "packed NVFP4 fields do not tell their matrix's shape; pass shape, [..., rows, columns]"

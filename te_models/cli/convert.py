@@ -174,6 +174,7 @@ def _converter(
     parser.add_argument("out", metavar=folders[1], help="the folder to write")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan, write nothing")
     parser.add_argument("--force", action="store_true", help="replace an existing model folder at the output")
+    parser.add_argument("--no-verify", action="store_true", help="do not check what is read against manifest.json")
     if shard_size:
         parser.add_argument(
             "--max-shard-size", metavar="SIZE", type=_size, default="5GB", help="of a weight file, e.g. 500MB (5GB)"
@@ -184,7 +185,7 @@ def _converter(
 
 
 def _size(text: str) -> int:
-    from te_models.checkpoints.shards import parse_size
+    from te_models.checkpoints.write.shards import parse_size
 
     try:
         return parse_size(text)

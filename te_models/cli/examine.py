@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from .parser import Verbs, emit, read_text, table, verb
@@ -32,7 +33,8 @@ def add(verbs: Verbs) -> None:
         "whether two folders hold the same model, or one is intact",
         "Compare two model folders bit for bit, whatever their kind and layout. Exit code 0 if they\n"
         "hold the same model, 1 if not. With one folder: whether its files and tensors still have the\n"
-        "SHA-256 that its manifest.json says.\n\n"
+        "SHA-256 that its manifest.json says; a training checkpoint is checked as a run that continues\n"
+        "from it checks it.\n\n"
         "With --logits, compute instead: transformers runs A, a Hugging Face folder, and te_models runs\n"
         "B. Shows the divergence of next-token distributions, how often both put the same token first,\n"
         "and the first layer whose output differs by more than the tolerance. Exit code 0 if the logits\n"
@@ -68,7 +70,7 @@ def add(verbs: Verbs) -> None:
 def run_inspect(args: argparse.Namespace) -> int:
     """Print what the headers say."""
     from te_models.checkpoints import inspect
-    from te_models.checkpoints.statistics import scale_statistics
+    from te_models.checkpoints.tools.statistics import scale_statistics
 
     found = inspect(args.folder)
     text = str(found)
@@ -98,7 +100,7 @@ def run_verify(args: argparse.Namespace) -> int:
     if given:
         raise ValueError(f"--{next(iter(given))} needs --logits")
     if args.b is None:
-        return _check_one(args)
+        return _check_training(args) if (Path(args.a) / "training.json").exists() else _check_one(args)
 
     from te_models.checkpoints import verify
 
@@ -130,7 +132,7 @@ def run_diff(args: argparse.Namespace) -> int:
 def _compare_logits(args: argparse.Namespace, options: dict[str, Any]) -> int:
     import torch
 
-    from ..agreement import compare_logits
+    from ..compare_logits import compare_logits
 
     if "text" in options:
         options["text"] = read_text(options["text"])
@@ -144,16 +146,34 @@ def _compare_logits(args: argparse.Namespace, options: dict[str, Any]) -> int:
 
 def _check_one(args: argparse.Namespace) -> int:
     from te_models.checkpoints import CheckpointError, check_manifest
-    from te_models.checkpoints.hub import local_folder
-    from te_models.checkpoints.manifest import read_manifest
+    from te_models.checkpoints.io.hub import local_folder
+    from te_models.checkpoints.io.manifest import MANIFEST, read_manifest
 
     folder = local_folder(args.a)
-    files, problem = len(read_manifest(folder)), None
+    files, problem = 0, None
+    if not (folder / MANIFEST).exists():
+        read_manifest(folder)  # raises: there is nothing that the folder could be checked against
     try:
+        files = len(read_manifest(folder))
         with byte_progress("verify") as progress:
             check_manifest(folder, progress=progress)
     except CheckpointError as error:
         problem = str(error)
     text = f"{args.a}: {problem or f'{files} files are as manifest.json says'}"
+    emit(args, {"intact": problem is None, "files": files, "problem": problem}, text)
+    return 0 if problem is None else 1
+
+
+def _check_training(args: argparse.Namespace) -> int:
+    """Check a training checkpoint, and the model in it; 1 if it is not as it was written."""
+    from ..training import TrainingCheckpointError
+    from ..training.checkpoints.checkpoint import load_state
+
+    files, problem, step = sum(file.is_file() for file in Path(args.a).rglob("*")), None, 0
+    try:
+        step = load_state(Path(args.a)).step
+    except TrainingCheckpointError as error:
+        problem = str(error)
+    text = problem or f"{args.a}: {files} files of a training checkpoint of step {step} are as manifest.json says"
     emit(args, {"intact": problem is None, "files": files, "problem": problem}, text)
     return 0 if problem is None else 1

@@ -6,9 +6,8 @@ import argparse
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
-from ..tokenizer import read_tokenizer
+from ..tokenizer import FILE, Tokenizer, end_token, read_tokenizer
 from .parser import Verbs, emit, read_text, verb
 
 DESCRIPTION = """\
@@ -42,6 +41,7 @@ def add(verbs: Verbs) -> None:
     parser.add_argument(
         "--dequantize", action="store_true", help="compute with the values of quantized weights, faster"
     )
+    parser.add_argument("--no-verify", action="store_true", help="do not check the weights against manifest.json")
     parser.add_argument("--tokenizer", metavar="DIR", help="a folder with tokenizer.json, if DIR has none")
 
 
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     for option in ("top_k", "top_p"):
         if getattr(args, option) is not None and args.temperature == 0:
             raise ValueError(f"--{option.replace('_', '-')} needs --temperature above 0: at 0 the best token is taken")
-    from te_models.checkpoints.hub import local_folder
+    from te_models.checkpoints.io.hub import local_folder
 
     _check_device(args.device)
     folder = local_folder(args.model)
@@ -66,7 +66,13 @@ def run(args: argparse.Namespace) -> int:
     from .. import GPTModel, stream
 
     dtype = getattr(torch, args.dtype)
-    model = GPTModel.from_pretrained(folder, dtype=dtype, device=args.device, dequantize=args.dequantize)
+    how = {"device": args.device, "dequantize": args.dequantize, "verify": not args.no_verify}
+    model = GPTModel.from_pretrained(folder, dtype=dtype, **how)
+    if max(prompt_ids) >= model.config.vocab_size:
+        raise ValueError(
+            f"the tokenizer gives the prompt the token {max(prompt_ids)}, and the model has {model.config.vocab_size}: "
+            "it is another model's"
+        )
     room = model.config.max_position_embeddings - len(prompt_ids)
     if room < 1:
         raise ValueError(
@@ -92,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
         print(prompt, end="", flush=True)
     for token in steps:
         new.append(int(token))
-        grown = tokenizer.decode(new, skip_special_tokens=False)
+        grown = tokenizer.decode(new)
         # A character of several bytes can be cut by the end of a token: it is shown when it is complete.
         if not args.json and not grown.endswith("\N{REPLACEMENT CHARACTER}"):
             print(grown[len(text) :], end="", flush=True)
@@ -103,14 +109,14 @@ def run(args: argparse.Namespace) -> int:
             args,
             {
                 "prompt": prompt,
-                "text": tokenizer.decode(new, skip_special_tokens=False),
+                "text": tokenizer.decode(new),
                 "tokens": new,
                 "tokens_per_second": speed,
             },
             "",
         )
     else:
-        print(tokenizer.decode(new, skip_special_tokens=False)[len(text) :])
+        print(tokenizer.decode(new)[len(text) :])
     return 0
 
 
@@ -140,35 +146,32 @@ def _prompt(args: argparse.Namespace) -> str:
     return prompt
 
 
-def _prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
+def _prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
     """The tokens to continue: as transformers, with those that the tokenizer puts before every text, but without those
     that it puts behind it. A prompt that has the first ones written out gets no second ones."""
-    plain = tokenizer.encode(prompt, add_special_tokens=False).ids
+    plain = tokenizer.encode(prompt, add_special_tokens=False)
     if not plain:
         raise ValueError("the prompt is empty")
-    whole = tokenizer.encode(prompt).ids
+    whole = tokenizer.encode(prompt)
     before = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
     return plain if plain[:before] == whole[:before] else whole[:before] + plain
 
 
-def _tokenizer(folder: Path) -> tuple[Any, int | None]:
+def _tokenizer(folder: Path) -> tuple[Tokenizer, int | None]:
     """The tokenizer in `folder` and the id of the token that ends a text, if it names one."""
-    file = folder / "tokenizer.json"
-    if not file.is_file():
-        raise ValueError(f"{folder} has no tokenizer.json; --tokenizer names a folder that has one")
-    tokenizer = read_tokenizer(file, "generate")
-    eos = _settings(folder / "tokenizer_config.json").get("eos_token")
-    eos = eos.get("content") if isinstance(eos, dict) else eos
-    return tokenizer, tokenizer.token_to_id(eos) if isinstance(eos, str) else None
+    if not (folder / FILE).is_file():
+        raise ValueError(f"{folder} has no {FILE}; --tokenizer names a folder that has one")
+    tokenizer, eos = read_tokenizer(folder, "generate"), end_token(folder)
+    return tokenizer, None if eos is None else tokenizer.token_to_id(eos)
 
 
 def _ends(folder: Path) -> list[int]:
     """The ids of the tokens at which the model itself says that generation ends, such as the end of a turn."""
-    ends = _settings(folder / "generation_config.json").get("eos_token_id")
+    from te_models.checkpoints.io.strict_json import read_object
+    from te_models.checkpoints.io.weight_files import plain_file
+
+    name = "generation_config.json"
+    if not (folder / name).is_file():
+        return []
+    ends = read_object(plain_file(folder, name)).get("eos_token_id")
     return [i for i in (ends if isinstance(ends, list) else [ends]) if type(i) is int]
-
-
-def _settings(file: Path) -> dict[str, Any]:
-    from te_models.checkpoints.strict_json import read_object
-
-    return read_object(file) if file.is_file() else {}

@@ -93,7 +93,7 @@ def _compile_report(args: argparse.Namespace) -> int:
 
     from te_models.layers import recipe
 
-    from ..compile_report import compile_report
+    from ..compile.report import compile_report
     from ..model import GPTModel
 
     if args.recipe:
@@ -141,7 +141,7 @@ def _devices() -> list[dict[str, Any]]:
 
 
 def _recipes() -> dict[str, str]:
-    from te_models.layers.recipe import RECIPES
+    from te_models.layers.recipe.base import RECIPES
 
     return {name: (cls.__doc__ or "").partition("\n")[0] for name, cls in RECIPES.items()}
 

@@ -1,7 +1,7 @@
 """Entry point: build the parser, run one verb, turn what goes wrong into an exit code and one sentence.
 
 Exit codes: 0 done; 1 the answer is no (models differ, a check failed); 2 bad input or a missing package; 3 the work
-failed (disk full, out of memory, an error of ours); 130 interrupted.
+failed (disk full, out of memory, an error of ours); 130 interrupted; 143 training ended by SIGTERM.
 """
 
 from __future__ import annotations
@@ -13,11 +13,15 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from .. import __version__
 from ..extras import MissingExtraError
+from ..signals import Interrupted
+from ..suggestions import did_you_mean
 from . import convert, examine, generate, info, quickstart, train
 from .parser import Formatter
 
-GROUPS = (convert, examine, train, generate, quickstart, info)
+GROUPS = {"convert": (convert,), "inspect": (examine, info), "train": (train, quickstart), "generate": (generate,)}
+"""The headings of the help, and the modules that add the verbs under each."""
 
 EPILOG = """\
 The usual order of work:
@@ -26,7 +30,8 @@ The usual order of work:
   te-models train train.toml --model.path ./moe --steps 1000
   te-models export ./runs/moe/final ./hf-moe
 
-Exit codes: 0 done; 1 the answer is no; 2 bad input; 3 the work failed; 130 interrupted.
+Exit codes: 0 done; 1 the answer is no; 2 bad input; 3 the work failed; 130 interrupted;
+143 training ended by SIGTERM.
 """
 
 
@@ -34,15 +39,29 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all verbs."""
     parser = argparse.ArgumentParser(
         prog="te-models",
+        usage="te-models [-h] [--version] VERB ...",
         description="GPT and MoE models: convert, check, train and run them.",
         epilog=EPILOG,
         formatter_class=Formatter,
         allow_abbrev=False,
     )
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    for group in GROUPS:
-        group.add(verbs)
+    parser.add_argument("--version", action="version", version=f"te-models {__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True, help=argparse.SUPPRESS, prog="te-models")
+    listing = []
+    for heading, modules in GROUPS.items():
+        before = len(verbs._choices_actions)
+        for module in modules:
+            module.add(verbs)
+        rows = [(choice.dest, choice.help or "") for choice in verbs._choices_actions[before:]]
+        listing.append(f"{heading}:\n" + "\n".join(f"  {name:<14}{summary}" for name, summary in rows))
+    parser.description = "\n\n".join([parser.description or "", *listing])
     return parser
+
+
+def verbs_of(parser: argparse.ArgumentParser) -> argparse._SubParsersAction:
+    """Return the action of `build_parser`'s parser that holds the verbs: `choices` has the parser of each."""
+    (verbs,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return verbs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,15 +79,25 @@ def main(argv: Sequence[str] | None = None) -> int:
             _flush()
     except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
         pass
-    except (KeyboardInterrupt, Exception) as error:
+    except BaseException as error:
+        if not isinstance(error, (KeyboardInterrupt, Exception)) and not _is_panic(error):
+            raise
         if debug:
             traceback.print_exc()
         code = _told(error)
     return code
 
 
+def _is_panic(error: BaseException) -> bool:
+    """Whether a library in Rust gave up: what it raises then is no Exception, and has no class that can be imported."""
+    return type(error).__module__ == "pyo3_runtime"
+
+
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = build_parser()
+    words, verbs = sys.argv[1:] if argv is None else argv, verbs_of(parser).choices
+    if words and not words[0].startswith("-") and words[0] not in verbs:
+        parser.error(f"{words[0]!r} is not a verb; allowed: {', '.join(verbs)}{did_you_mean(words[0], verbs)}")
     args, rest = parser.parse_known_args(argv)
     if args.verb == "train":
         args.overrides = rest
@@ -92,6 +121,8 @@ def _flush() -> None:
 def _told(error: BaseException) -> int:
     """Say in one sentence what went wrong and return the exit code."""
     match error:
+        case Interrupted():
+            return _fail(error.exit_code, error.what + (f"; {error}" if str(error) else ""))
         case KeyboardInterrupt():  # a conversion says what it left for the next run
             return _fail(130, "interrupted" + (f"; {error}" if str(error) else ""))
         case OSError() if isinstance(error, _OF_INPUT):

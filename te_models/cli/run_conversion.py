@@ -89,6 +89,7 @@ def _convert(args: argparse.Namespace, function: Callable[..., Any], **options: 
     _check_replaceable(out, force=args.force)
     with byte_progress(args.verb) as progress:
         options |= {"overwrite": args.force, "dry_run": args.dry_run, "max_shard_bytes": args.max_shard_size}
+        options |= {"verify": not args.no_verify}
         plan = function(args.source, out, progress=progress, **options)
     result = {
         "verb": args.verb,
@@ -113,7 +114,7 @@ def _convert(args: argparse.Namespace, function: Callable[..., Any], **options: 
 
 def _check_replaceable(out: Path, *, force: bool) -> None:
     """Only a model folder is ever replaced, whatever the user typed for OUT."""
-    from te_models.checkpoints.destination import check_place
+    from te_models.checkpoints.io.destination import check_place
 
     check_place(out)
     if not out.is_dir() or not any(out.iterdir()):
@@ -127,7 +128,7 @@ def _check_replaceable(out: Path, *, force: bool) -> None:
 def _is_model_folder(folder: Path) -> bool:
     """Whether a folder's config.json, which other programs have too, is that of a model, or weights lie beside it."""
     from te_models.checkpoints import CheckpointError
-    from te_models.checkpoints.strict_json import read_object
+    from te_models.checkpoints.io.strict_json import read_object
 
     config = folder / "config.json"
     if not config.is_file():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from .part import ConfigPart, check
 
@@ -49,7 +49,8 @@ class AttentionConfig(ConfigPart):
     number, from 1. `softcap` is tanh soft-capping of the scores. `qk_layernorm`: the model's kind of norm for each
     "head" of q and k, for all of them together ("full"), or an RMSNorm of each head without weight ("l2", only in
     layers with a position encoding); `qk_layernorm_bias` gives a LayerNorm its bias; `clip_qkv` clamps q, k and v
-    behind it. With `mla`, `kv_channels` and `v_head_dim` follow from it.
+    behind it. Derived where None: `num_query_groups` from `num_attention_heads`, `kv_channels` from the model's
+    hidden_size; with `mla`, `kv_channels` and `v_head_dim` from that, which other values are refused with.
     """
 
     num_attention_heads: int
@@ -73,11 +74,18 @@ class AttentionConfig(ConfigPart):
     attention_dropout: float = 0.0
     mla: MLAConfig | None = None
 
+    def _derivations(self) -> dict[str, Any]:
+        heads, mla = {"num_query_groups": self.num_attention_heads}, self.mla
+        if mla is None:
+            return heads
+        return heads | {"kv_channels": mla.qk_head_dim + mla.qk_pos_emb_head_dim, "v_head_dim": mla.v_head_dim}
+
     def _validate(self) -> None:
         heads = self.num_attention_heads
         check(heads > 0, "attention.num_attention_heads", heads, "a positive integer")
-        groups = heads if self.num_query_groups is None else self.num_query_groups
-        object.__setattr__(self, "num_query_groups", groups)
+        self._fill()
+        groups = self.num_query_groups
+        assert groups is not None, "filled in"
         divides = 0 < groups <= heads and heads % groups == 0
         check(divides, "attention.num_query_groups", groups, f"a divisor of num_attention_heads = {heads}")
         for name in ("kv_channels", "v_head_dim", "window_size", "chunk_size"):
@@ -89,8 +97,10 @@ class AttentionConfig(ConfigPart):
         plain = self.qk_layernorm_bias and self.qk_layernorm not in ("head", "full")
         check(not plain, "attention.qk_layernorm_bias", True, "false unless qk_layernorm is 'head' or 'full'")
         if self.mla is not None:
-            object.__setattr__(self, "kv_channels", self.mla.qk_head_dim + self.mla.qk_pos_emb_head_dim)
-            object.__setattr__(self, "v_head_dim", self.mla.v_head_dim)
+            for name, value in self._derivations().items():
+                if name != "num_query_groups":
+                    allowed = f"null or {value}, because attention.mla says so"
+                    check(getattr(self, name) == value, f"attention.{name}", getattr(self, name), allowed)
             plain = self.qk_layernorm == "none" and groups == heads and not self.sinks and self.clip_qkv is None
             check(plain, "attention.mla", self.mla, "null with grouped queries, qk_layernorm, sinks or clip_qkv")
         check(0 <= self.attention_dropout < 1, "attention.attention_dropout", self.attention_dropout, "0 <= p < 1")

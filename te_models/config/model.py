@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from .attention import AttentionConfig
 from .mlp import MLPConfig, MoEConfig
@@ -13,6 +13,10 @@ from .rope import RopeConfig
 
 LayerType = Literal["full", "sliding", "chunked", "nope", "sliding_nope", "chunked_nope"]
 """What the queries of a layer see; "nope" of the whole past, and the others so named, without position encoding."""
+
+
+MAX_LAYERS = 10_000
+"""More than any model has: the kinds of all layers are a tuple, which is made before anything else looks at them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +68,8 @@ class ModelConfig(ConfigPart):
     `block`: "pre" (norm before each sublayer), "post" (after it), "sandwich" (both), "parallel" (attention and MLP
     side by side, two norms), "parallel_shared_norm" (side by side, one norm). `layer_types` gives one attention kind
     per layer (None: all "full", or all "sliding" when `attention.window_size` is set); `rope_sliding` replaces `rope`
-    in "sliding" layers (Gemma 3, OLMo 3).
+    in "sliding" layers (Gemma 3, OLMo 3). What is derived where it is None (`layer_types`, `moe.layers`, `attention`'s
+    `kv_channels`) is filled in, and derived again by `replace`: `config.replace(num_layers=4)` has 4 of them.
     """
 
     vocab_size: int
@@ -84,18 +89,28 @@ class ModelConfig(ConfigPart):
     hidden_dropout: float = 0.0
     init_method_std: float = 0.02
 
+    def _derivations(self) -> dict[str, Any]:
+        kind: LayerType = "sliding" if self.attention.window_size is not None else "full"
+        values: dict[str, Any] = {"layer_types": (kind,) * self.num_layers}
+        if self.attention.mla is None:
+            size, rest = divmod(self.hidden_size, self.attention.num_attention_heads)
+            values["attention.kv_channels"] = None if rest else size
+        if self.moe is not None:
+            values["moe.layers"] = tuple(range(self.num_layers))
+        return values
+
     def _validate(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_layers", "max_position_embeddings"):
             check(getattr(self, name) > 0, name, getattr(self, name), "a positive integer")
+        check(self.num_layers <= MAX_LAYERS, "num_layers", self.num_layers, f"at most {MAX_LAYERS}")
         heads = self.attention.num_attention_heads
-        if self.attention.kv_channels is None:
-            check(
-                self.hidden_size % heads == 0,
-                "attention.kv_channels",
-                None,
-                f"a number, because hidden_size = {self.hidden_size} is not a multiple of {heads} heads",
-            )
-            object.__setattr__(self, "attention", self.attention.replace(kv_channels=self.hidden_size // heads))
+        self._fill()
+        check(
+            self.attention.kv_channels is not None,
+            "attention.kv_channels",
+            None,
+            f"a number, because hidden_size = {self.hidden_size} is not a multiple of {heads} heads",
+        )
         bias = self.attention.qk_layernorm_bias and self.norm.normalization == "RMSNorm"
         check(not bias, "attention.qk_layernorm_bias", True, "false with RMSNorm")
         channels = self.rope_channels
@@ -108,9 +123,7 @@ class ModelConfig(ConfigPart):
                     rope.rotary_percent,
                     f"a fraction that rotates an even number of the {channels} head channels",
                 )
-        kind: LayerType = "sliding" if self.attention.window_size is not None else "full"
-        kinds = (kind,) * self.num_layers if self.layer_types is None else self.layer_types
-        object.__setattr__(self, "layer_types", kinds)
+        kinds = self.layer_types or ()
         check(
             len(kinds) == self.num_layers, "layer_types", kinds, f"one entry for each of the {self.num_layers} layers"
         )
@@ -121,11 +134,9 @@ class ModelConfig(ConfigPart):
         check(0 <= self.hidden_dropout < 1, "hidden_dropout", self.hidden_dropout, "0 <= p < 1")
         check(self.init_method_std >= 0, "init_method_std", self.init_method_std, "zero or a positive number")
         if self.moe is not None:
-            every = tuple(range(self.num_layers))
-            layers = every if self.moe.layers is None else self.moe.layers
-            ordered = list(layers) == sorted(set(layers)) and set(layers) <= set(every)
+            layers = self.moe.layers or ()
+            ordered = list(layers) == sorted(set(layers)) and all(0 <= i < self.num_layers for i in layers)
             check(ordered, "moe.layers", layers, f"increasing layer indices below num_layers = {self.num_layers}")
-            object.__setattr__(self, "moe", self.moe.replace(layers=layers))
 
     def layer_type(self, layer: int) -> LayerType:
         """The attention kind of layer number `layer` (from 0)."""

@@ -1,13 +1,19 @@
-"""Values of a configuration: frozen, checked against their annotations when made, exact as dictionaries."""
+"""Values of a configuration: frozen, checked against their annotations when made, exact as dictionaries.
+
+A field that is left at None may be filled in from others (a head dimension from the hidden size, a list of layers from
+their number). Each part remembers which of its fields were: `replace` derives them again, and keeps what was given.
+"""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import types
 import typing
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 
 class ConfigError(ValueError):
@@ -24,6 +30,13 @@ def check(condition: bool, where: str, value: object, allowed: str) -> None:
 class ConfigPart:
     """Base of all configuration parts: exact dictionary round trip, and type checks on construction."""
 
+    _derived: ClassVar[frozenset[str]] = frozenset()
+    """The fields that were left at None and filled in; instances with such fields have a set of their own."""
+    __replace__: ClassVar[Callable[..., Any]]
+
+    def __init_subclass__(cls) -> None:
+        cls.__replace__ = cls.replace  # `copy.replace` of Python 3.13
+
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))
         for f in dataclasses.fields(self):
@@ -33,7 +46,28 @@ class ConfigPart:
         self._validate()
 
     def _validate(self) -> None:
-        """Check relations between fields; raise ConfigError."""
+        """Check relations between fields and `_fill` those that are left at None; raise ConfigError."""
+
+    def _derivations(self) -> dict[str, Any]:
+        """Return what fields become that are left at None: of this part ("name") or of one inside it ("part.name")."""
+        return {}
+
+    def _fill(self, *, read: bool = False) -> None:
+        """Give the fields of `_derivations` that are None, or were derived before, their values, and remember which.
+
+        read: the fields come from a file, which has every field filled in: one with the derived value counts as such.
+        """
+        for path, value in self._derivations().items():
+            outer, _, name = path.rpartition(".")
+            part = getattr(self, outer) if outer else self
+            present = getattr(part, name)
+            if present is not None and name not in part._derived and not (read and present == value):
+                continue
+            if outer:  # a part may be in use elsewhere: this one is changed in a copy
+                part = copy.copy(part)
+                object.__setattr__(self, outer, part)
+            object.__setattr__(part, name, value)
+            object.__setattr__(part, "_derived", part._derived | {name})
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values: dict, list, str, int, float, bool, None."""
@@ -41,21 +75,37 @@ class ConfigPart:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Rebuild from `to_dict`. An unknown or missing field raises ConfigError by name."""
+        """Rebuild from `to_dict`. An unknown or missing field raises ConfigError by name.
+
+        A dictionary does not say which values were derived from others. One that has the value that would be derived
+        (a mixture in all layers, heads that share hidden_size) follows in `replace` what it derives from.
+        """
         check(isinstance(values, dict), cls.__name__, values, "an object of named fields")
         known = {f.name: f for f in dataclasses.fields(cls)}
-        for name in values:
-            if name not in known:
-                raise ConfigError(f"{cls.__name__} has no field {name!r}; its fields are: {', '.join(sorted(known))}")
+        _check_names(cls, values)
         for name, f in known.items():
             required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
             if required and name not in values:
                 raise ConfigError(f"{cls.__name__} needs the field {name!r}")
-        return cls(**values)
+        part = cls(**values)
+        part._fill(read=True)
+        return part
 
     def replace(self, **changes: Any) -> Self:
-        """Return a copy with the named fields changed, validated again."""
-        return dataclasses.replace(self, **changes)
+        """Return a copy with the named fields changed: what the constructor returns for the fields that this part was
+        given and these. Fields that were derived are derived again; ConfigError where given ones do not fit the change.
+        """
+        _check_names(type(self), changes)
+        given = {f.name: None if f.name in self._derived else getattr(self, f.name) for f in dataclasses.fields(self)}
+        return type(self)(**given | changes)
+
+
+def _check_names(cls: type[ConfigPart], values: Iterable[Any]) -> None:
+    """Raise ConfigError naming the first of `values` that is no field."""
+    known = {f.name for f in dataclasses.fields(cls)}
+    for name in values:
+        if name not in known:
+            raise ConfigError(f"{cls.__name__} has no field {name!r}; its fields are: {', '.join(sorted(known))}")
 
 
 def _plain(value: Any) -> Any:

@@ -1,8 +1,9 @@
 """Our models inside transformers: `TEModelForCausalLM`, for `generate`, `Trainer`, `pipeline` and the Auto classes.
 
-Importing this package registers it: then `AutoConfig`, `AutoModelForCausalLM` and `pipeline` take folders of ours.
-May import: transformers, which the extra `hf` brings; nothing else in te_models imports this package when it is
-imported itself.
+Importing this package registers it: then `AutoConfig`, `AutoModelForCausalLM` and `pipeline` take folders of ours, and
+peft, where it is installed, adapts our layers (`lora`).
+May import: transformers, which the extra `hf` brings, and in `lora` peft; nothing else in te_models imports this
+package when it is imported itself.
 """
 
 from __future__ import annotations

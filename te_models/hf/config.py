@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from te_models.checkpoints import Checkpoint
 from te_models.checkpoints.families import family_of
+from te_models.checkpoints.folder.provenance import source_of
+from te_models.checkpoints.folder.te_folder import MODEL_TYPE, Source, TEFolder
 from te_models.checkpoints.formats import without_quantization
-from te_models.checkpoints.origin import source_of
-from te_models.checkpoints.te_folder import MODEL_TYPE, Source, TEFolder
 
 from ..config import ModelConfig
 from ..extras import require

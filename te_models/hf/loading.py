@@ -5,15 +5,18 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from te_models.checkpoints import open_checkpoint
-from te_models.checkpoints.dtypes import as_torch_dtype, torch_dtype
-from te_models.checkpoints.families.fields import shorten_value
-from te_models.checkpoints.hub import local_folder
-from te_models.checkpoints.origin import main_dtype
+from te_models.checkpoints.families.base.fields import shorten_value
+from te_models.checkpoints.folder.provenance import main_dtype
+from te_models.checkpoints.folder.te_folder import CONFIG
+from te_models.checkpoints.io.dtypes import as_torch_dtype, torch_dtype
+from te_models.checkpoints.io.hub import local_folder
+from te_models.checkpoints.io.strict_json import read_object
 from te_models.layers import Recipe
 
 from ..config import ModelConfig
@@ -29,7 +32,6 @@ else:
 _WITHOUT_MEANING = {
     # What transformers' own callers pass along, and its defaults, with the values that ask for nothing. That code of a
     # folder may be run is a permission, which is not needed.
-    "adapter_kwargs": (None, {}),
     "ignore_mismatched_sizes": (None, False),
     "output_loading_info": (None, False),
     "subfolder": (None, ""),
@@ -43,6 +45,8 @@ _WITHOUT_MEANING = {
 }
 _FIELDS = ("bos_token_id", "eos_token_id", "output_hidden_states", "pad_token_id", "return_dict", "use_cache")
 """Of the configuration, which the call may give instead, as in transformers."""
+_ADAPTER_CONFIG = "adapter_config.json"
+_OF_ADAPTERS = ("adapter_kwargs", "adapter_name")
 _HUB = ("revision", "cache_dir", "token", "local_files_only", "force_download")
 
 
@@ -55,6 +59,7 @@ def load(
     recipe: Recipe | None,
     expert_layout: str | None,
     dequantize: bool,
+    verify: bool,
     options: Mapping[str, Any],
 ) -> tuple[GPTModel, TEConfig, transformers.GenerationConfig | None]:
     """Return the model, its configuration, and the folder's generation_config.json."""
@@ -62,7 +67,7 @@ def load(
     # transformers' Auto classes take this option out of the call and put it into the configuration.
     within = getattr(config, "_attn_implementation", None)
     for option, value in ({"attn_implementation": within} | dict(options)).items():
-        if option in (*_HUB, *_FIELDS, "_commit_hash"):
+        if option in (*_HUB, *_FIELDS, *_OF_ADAPTERS, "_commit_hash"):
             continue
         if value not in _WITHOUT_MEANING.get(option, (None,)):
             raise ValueError(
@@ -70,7 +75,7 @@ def load(
             )
     device = _device(device_map)
     folder = local_folder(name, **hub)
-    with open_checkpoint(folder, storage="values" if dequantize else None) as checkpoint:
+    with open_checkpoint(folder, storage="values" if dequantize else None, verify=False) as checkpoint:
         found = TEConfig.of(checkpoint)
         if config is not None:
             found = _given(config, found, checkpoint.config, name)
@@ -85,12 +90,49 @@ def load(
         if options.get(field) is not None:
             setattr(found, field, options[field])
     gpt = GPTModel.from_pretrained(
-        folder, dtype=wanted, device=device, recipe=recipe, expert_layout=layout, dequantize=dequantize
+        folder,
+        dtype=wanted,
+        device=device,
+        recipe=recipe,
+        expert_layout=layout,
+        dequantize=dequantize,
+        verify=verify,
     )
     generation = None
     if (folder / "generation_config.json").is_file():
         generation = transformers.GenerationConfig.from_pretrained(folder)
     return gpt, found, generation
+
+
+def find_adapter(
+    name: str | os.PathLike[str], options: Mapping[str, Any]
+) -> tuple[str | os.PathLike[str], dict[str, Any] | None]:
+    """Return (the folder or hub id of the model, how to call `load_adapter` for the adapter that comes with it, or
+    None).
+
+    As in transformers: a folder with an adapter_config.json holds an adapter of peft for the model beside it, else for
+    the model that the file names; of a hub id, transformers' Auto classes look and say so in `adapter_kwargs`. Raises
+    ValueError for other arguments of adapters, MissingExtraError where there is an adapter, and no peft.
+    """
+    given = dict(options.get("adapter_kwargs") or {})
+    adapter = given.pop("_adapter_model_path", None)
+    if unknown := sorted(set(given) - {"revision", "token"}):
+        raise ValueError(
+            f"adapter_kwargs has {unknown[0]!r}, which TEModelForCausalLM.from_pretrained cannot honour; allowed: "
+            "'revision', 'token'"
+        )
+    if adapter is None and (Path(name) / _ADAPTER_CONFIG).is_file():
+        adapter = name
+        if not (Path(name) / CONFIG).is_file():
+            name = read_object(Path(adapter) / _ADAPTER_CONFIG).get("base_model_name_or_path") or name
+    if adapter is None:
+        return name, None
+    require("peft", "peft", feature=f"the adapter in {adapter}")
+    return name, {
+        "peft_model_id": str(adapter),
+        "adapter_name": options.get("adapter_name"),
+        "adapter_kwargs": given,
+    }
 
 
 def _given(config: Any, of_folder: TEConfig, model: ModelConfig, name: object) -> TEConfig:

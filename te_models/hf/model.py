@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
+from te_models.kernels.compiling import compiling
 from te_models.layers import QuantizedTensor, Recipe, autocast
 
 from ..extras import require
@@ -22,7 +23,7 @@ from ..model import GPTModel
 from ..model.embedding import input_size
 from .cache import TransformersCache
 from .config import TEConfig
-from .loading import load
+from .loading import find_adapter, load
 from .packing import same_text
 from .saving import save
 from .stored_state import joined_fields
@@ -133,7 +134,7 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
             past_key_values = transformers.DynamicCache(config=self.config)
         cache = None if past_key_values is None else TransformersCache(past_key_values, self.gpt.config)
         keys = (batch, length + (0 if cache is None else cache.length))
-        if attention_mask is not None and attention_mask.shape == keys and not torch.compiler.is_compiling():
+        if attention_mask is not None and attention_mask.shape == keys and not compiling():
             # transformers looks, too: attention without a mask is faster, and without padding generate gives one; a
             # training step would wait for the device
             free = attention_mask.device.type == "cpu" or not torch.is_grad_enabled()
@@ -212,9 +213,11 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
         recipe: Recipe | None = None,
         expert_layout: str | None = None,
         dequantize: bool = False,
+        verify: bool = True,
         **options: Any,
     ) -> Self:
-        """Load a folder of ours, or of a Hugging Face family; weights stored quantized stay so.
+        """Load a folder of ours, or of a Hugging Face family; weights stored quantized stay so. Of a folder with an
+        adapter of peft: the model that it is for, with the adapter.
 
         Arguments:
             config: as transformers' Auto classes pass it; it must describe the model of the folder.
@@ -223,25 +226,30 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
             recipe: store the linear layers' weights in its quantized format.
             expert_layout: "grouped" or "per-gemm"; None means that of the folder.
             dequantize: store the values of weights that are stored quantized.
+            verify: check what is read against the folder's manifest.json, where it has one.
             options: of transformers' own from_pretrained: those that choose a download are used, and those that set
                 special tokens, use_cache, output_hidden_states or return_dict; what means nothing here must be at its
-                default.
+                default. adapter_name: under which an adapter is loaded ("default").
 
         Raises ValueError for an option that cannot be honoured, CheckpointError for a folder that is not right.
         """
+        folder, adapter = find_adapter(pretrained_model_name_or_path, options)
         gpt, folder_config, generation = load(
-            pretrained_model_name_or_path,
+            folder,
             config=config,
             dtype=options.pop("torch_dtype", None) if dtype is None else dtype,
             device_map=device_map,
             recipe=recipe,
             expert_layout=expert_layout,
             dequantize=dequantize,
+            verify=verify,
             options=options,
         )
         model = cls(folder_config, gpt=gpt)
         if generation is not None:
             model.generation_config = generation
+        if adapter is not None:
+            model.load_adapter(**adapter)
         return model.eval()
 
     def save_pretrained(  # type: ignore[override]
@@ -253,7 +261,8 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
         **options: Any,
     ) -> None:
         """Write a folder of ours, which `from_pretrained` here, `GPTModel.from_pretrained` and, once this package is
-        imported, `AutoModelForCausalLM.from_pretrained` read. Other files of an existing folder stay.
+        imported, `AutoModelForCausalLM.from_pretrained` read. Other files of an existing folder stay. Of a model with
+        adapters by `add_adapter` or `load_adapter`: the active adapter alone, as peft reads it.
 
         Arguments:
             is_main_process: False writes nothing.
@@ -313,6 +322,11 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
     @property
     def is_gradient_checkpointing(self) -> bool:
         """Whether layers are recomputed in the backward pass."""
+        return self.gpt.activation_checkpointing
+
+    @property
+    def is_activation_checkpointing(self) -> bool:
+        """The same under the name that newer versions of transformers ask for."""
         return self.gpt.activation_checkpointing
 
     def _init_weights(self, module: nn.Module) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from te_models.kernels.compiling import compiling
+
 
 def same_text(position_ids: Tensor, batch: int) -> Tensor | None:
     """position_ids: [B or 1, S] -> [B, S, S] bool, true where two tokens of a row belong to the same text; None where
@@ -19,7 +21,7 @@ def same_text(position_ids: Tensor, batch: int) -> Tensor | None:
     if position_ids.dim() != 2 or position_ids.shape[0] not in (1, batch):
         return None
     ends = position_ids.diff(dim=-1) != 1
-    if not torch.compiler.is_compiling() and not ends.any():
+    if not compiling() and not ends.any():
         return None
     number = torch.nn.functional.pad(ends.long().cumsum(dim=-1), (1, 0))
     return (number[:, :, None] == number[:, None, :]).expand(batch, -1, -1)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from te_models.layers import load_recipe_state, recipe_state
 
@@ -22,18 +27,19 @@ class RecipeStateCallback(transformers.TrainerCallback):
     """Saves the live state of a model's recipes beside Trainer's checkpoints, and reads it when Trainer resumes.
 
     Trainer keeps weights alone: without this, scales of delayed scaling begin at 1 again, and a run that goes on is
-    another one. One file per process, `recipe_state.RANK.safetensors`.
+    another one. One file per process, `recipe_state.RANK.safetensors`, with a SHA-256 of each tensor in its metadata.
 
     Example:
         transformers.Trainer(model, arguments, train_dataset=data, callbacks=[RecipeStateCallback()])
 
-    Raises ValueError when Trainer resumes from a checkpoint of a run without this.
+    Raises ValueError when Trainer resumes from a checkpoint of a run without this, and for a file that is not as it was
+    written: damaged, edited, or without one of its tensors.
     """
 
     def on_save(self, args: Any, state: Any, control: Any, *, model: torch.nn.Module, **_: Any) -> None:
         """Write the file of this process."""
         tensors = {name: tensor.clone() for name, tensor in recipe_state(model).items()}
-        save_file(tensors, _file(args, state))
+        save_file(tensors, _file(args, state), metadata={_DIGESTS: json.dumps(_digests(tensors))})
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: torch.nn.Module, **_: Any) -> None:
         """Read it, where training goes on from a checkpoint."""
@@ -45,7 +51,37 @@ class RecipeStateCallback(transformers.TrainerCallback):
                 f"{file} is missing; allowed: to resume from a checkpoint in output_dir that a Trainer with "
                 "RecipeStateCallback has saved, with as many processes, or without this callback"
             )
-        load_recipe_state(model, load_file(file))
+        load_recipe_state(model, _read(file))
+
+
+_DIGESTS = "sha256"
+"""The entry of the file's metadata: name -> digest, as JSON. Files of earlier releases have none."""
+
+
+def _digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return the SHA-256 of dtype, shape and data of each tensor."""
+    found = {}
+    for name, tensor in tensors.items():
+        own = tensor.detach().cpu().contiguous()
+        data = ctypes.string_at(own.data_ptr(), own.nbytes)
+        found[name] = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)} ".encode() + data).hexdigest()
+    return found
+
+
+def _read(file: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file; ValueError where they are not those that were written."""
+    try:
+        with safe_open(file, "pt") as opened:
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            digests = json.loads((opened.metadata() or {}).get(_DIGESTS, "null"))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ValueError(f"{file} cannot be read: {error}") from None
+    found = _digests(tensors)
+    if digests is not None and digests != found:
+        known = digests if isinstance(digests, dict) else {}
+        name = next(iter(name for name in {**known, **found} if known.get(name) != found.get(name)), _DIGESTS)
+        raise ValueError(f"{file} is not as it was written: {name!r} was changed, lost or added")
+    return tensors
 
 
 def _file(args: Any, state: Any) -> Path:

@@ -1,4 +1,4 @@
-"""Tell transformers' Auto classes about our folders."""
+"""Tell transformers' Auto classes about our folders, and peft about our layers."""
 
 from __future__ import annotations
 
@@ -22,3 +22,7 @@ def register() -> None:
     transformers.AutoModelForCausalLM.register(TEConfig, TEModelForCausalLM, exist_ok=True)
     # By this list of names Trainer tells whether label smoothing has to shift the labels by one token.
     modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[TEConfig.model_type] = TEModelForCausalLM.__name__
+    if transformers.utils.is_peft_available():
+        from . import lora  # which registers its adapters
+
+        lora.register()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import shutil
 import tempfile
@@ -9,21 +10,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors.torch import save_file
 from torch import Tensor
 
 from te_models.checkpoints import save_model
-from te_models.checkpoints.errors import shorten
-from te_models.checkpoints.manifest import MANIFEST, manifest_bytes, read_manifest
-from te_models.checkpoints.shards import parse_size
-from te_models.checkpoints.strict_json import read_object
-from te_models.checkpoints.te_folder import CONFIG, MODEL_TYPE
-from te_models.checkpoints.weight_files import INDEX, SINGLE
-from te_models.checkpoints.writer import write_small_file
-from te_models.layers.fsdp import sharded
+from te_models.checkpoints.folder.te_folder import CONFIG, MODEL_TYPE
+from te_models.checkpoints.io.errors import shorten
+from te_models.checkpoints.io.manifest import MANIFEST, manifest_bytes, read_manifest
+from te_models.checkpoints.io.strict_json import read_object
+from te_models.checkpoints.io.weight_files import INDEX, SINGLE
+from te_models.checkpoints.write.shards import parse_size
+from te_models.checkpoints.write.writer import write_small_file
+from te_models.layers.tensor.fsdp import sharded
 
 if TYPE_CHECKING:
     from .model import TEModelForCausalLM
 
+_ADAPTER = "adapter_model.safetensors"
 _GENERATION = "generation_config.json"
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 # save_function is what accelerate's examples pass along, and transformers does not call it either; token is for uploads
@@ -44,12 +47,20 @@ def save(
     for name, value in options.items():
         if value not in (None, False) and name not in _WITHOUT_MEANING:
             raise ValueError(f"{name} is {value!r}, which TEModelForCausalLM.save_pretrained cannot honour")
+    if model._hf_peft_config_loaded:
+        _save_adapter(model, folder, state_dict)
+        return
     if (folder / CONFIG).is_file():
         kind = read_object(folder / CONFIG).get("model_type")
         if kind != MODEL_TYPE:
             raise ValueError(f"{folder} holds a model of type {kind!r}; choose another folder")
     gpt = model.gpt
     tensors = dict(gpt.stored_tensors())
+    if any(".base_layer." in name for name in tensors):
+        raise ValueError(
+            "the model has adapters of peft; allowed: save_pretrained of the PeftModel, which writes them, or "
+            "merge_and_unload() first"
+        )
     split = state_dict is None and (gpt.tp_size > 1 or gpt.expert_model_parallel_size > 1)
     if state_dict is not None:
         missing = [name for name in tensors if name not in state_dict]
@@ -83,10 +94,29 @@ def save(
         shutil.rmtree(temporary)
 
 
+def _save_adapter(model: TEModelForCausalLM, folder: Path, state_dict: Mapping[str, Tensor] | None) -> None:
+    """Write the active adapter as peft does, with the names that a parameter has in a PeftModel."""
+    names = model.active_adapters()
+    if len(names) != 1:
+        raise ValueError(f"{len(names)} adapters are active; allowed: one, chosen with set_adapter, at a time")
+    tensors = model.get_adapter_state_dict(names[0], state_dict=None if state_dict is None else dict(state_dict))
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(
+        {f"base_model.model.{name}": tensor.contiguous() for name, tensor in tensors.items()},
+        folder / _ADAPTER,
+        metadata={"format": "pt"},
+    )
+    config = copy.copy(model.peft_config[names[0]])  # type: ignore[attr-defined]
+    config.inference_mode = True
+    config.save_pretrained(folder)
+
+
 def _move_in(written: Path, folder: Path) -> None:
     """Move a model's files to where an older one may be, so that the weights in `folder` are those of one of them if
     the process is killed: no file goes before others are complete that are read without it (`open_weights`). Only
     between two models in as many shards, which have the same names, there is a time when both are mixed."""
+    # the old digests fit none of the new files: without them, what lies there midway is read unchecked, not refused
+    (folder / MANIFEST).unlink(missing_ok=True)
     new = {str(path.relative_to(written)) for path in written.rglob("*") if path.is_file()}
     first = {name for name in new if _WEIGHTS.fullmatch(name)} - {SINGLE, INDEX}
     for name in sorted(first):
@@ -118,4 +148,4 @@ def _narrow_manifest(folder: Path) -> None:
     records = {n: r for n, r in read_manifest(folder).items() if n == CONFIG or _WEIGHTS.fullmatch(n)}
     if (folder / _GENERATION).is_file():
         records[_GENERATION] = write_small_file(folder / _GENERATION, (folder / _GENERATION).read_bytes())
-    write_small_file(folder / MANIFEST, manifest_bytes(records))
+    write_small_file(folder / MANIFEST, manifest_bytes(records, partial=True))

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from te_models.checkpoints.quantized_format import SUFFIXES, stored_fields
+from te_models.checkpoints.plan.quantized_format import SUFFIXES, stored_fields
 from te_models.layers import QuantizedTensor
 
 from ..model import GPTModel

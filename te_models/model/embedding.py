@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from te_models.kernels.compiling import compiling
 from te_models.kernels.embedding import embedding
+from te_models.layers.functional.wgrad import main_grad_of
 
 from ..config import ModelConfig
 from .build import Build, init_method
@@ -30,7 +32,9 @@ def input_size(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[
 
 
 class Table(nn.Module):
-    """A lookup table: weight [rows, H]."""
+    """A lookup table: weight [rows, H]. fuse_wgrad_accumulation: see `te_models.layers.Linear`; set it later."""
+
+    fuse_wgrad_accumulation = False
 
     def __init__(self, rows: int, config: ModelConfig, build: Build) -> None:
         super().__init__()
@@ -45,7 +49,7 @@ class Table(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids: [B, S] int64 -> [B, S, H]."""
-        return embedding(ids, self.weight)
+        return embedding(ids, self.weight, main_grad_of(self.weight, self.fuse_wgrad_accumulation))
 
 
 class Embedding(nn.Module):
@@ -86,7 +90,7 @@ class Embedding(nn.Module):
 
     def _check_positions(self, position_ids: Tensor, learned: int) -> None:
         readable = type(position_ids) is Tensor and position_ids.device.type == "cpu" and position_ids.numel() > 0
-        if readable and not torch.compiler.is_compiling() and int(position_ids.max()) >= learned:
+        if readable and not compiling() and int(position_ids.max()) >= learned:
             raise IndexError(
                 f"a token is at position {int(position_ids.max())}; allowed: up to {learned - 1}, because the model "
                 f"has learned {learned} positions"

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from te_models.layers.collectives import check_group
+
 from .router import Router
 
 if TYPE_CHECKING:  # a torch without distributed has none
@@ -47,6 +49,8 @@ def update_expert_bias(
     """
     if not isinstance(rate, Tensor):
         check_rate(rate)
+    if process_group is not None:
+        check_group("process_group", process_group)
     buffers = biases_and_counts(model)
     counts = torch.stack([own for _, own in buffers])
     if dist.is_available() and dist.is_initialized() and dist.get_world_size(process_group) > 1:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from te_models.kernels.compiling import compiling
 from te_models.layers import (
     Recipe,
     default_rounding_seed,
@@ -23,29 +24,29 @@ from te_models.layers import (
     storage_recipe,
     store_weights,
 )
-from te_models.layers.expert_parallel import check_same_tokens
-from te_models.layers.fsdp import sharded
-from te_models.layers.process_groups import resolve_group
+from te_models.layers.collectives import resolve_group
+from te_models.layers.distributed.expert_parallel import check_same_tokens
+from te_models.layers.tensor.fsdp import sharded
 
 from ..config import ModelConfig
 from .build import Build, ExpertLayout
 from .cache import Memory
 from .decoder import Decoder
 from .embedding import Embedding, input_size
-from .in_memory import converter_of, fill_from_hf, to_hf
-from .kept_dtypes import keep_dtypes
 from .moe import Experts
 from .output import ModelOutput, OutputLayer, RouterLossWeights
 from .parallel import check_split, groups_of, place_of
-from .sharded_saving import save_sharded
-from .split_saving import save_split
+from .pretrained.in_memory import converter_of, fill_from_hf, to_hf
+from .pretrained.keep_in_fp32 import keep_dtypes
+from .pretrained.sharded_saving import save_sharded
+from .pretrained.split_saving import save_split
 from .support import check_supported
 
 if TYPE_CHECKING:
     import transformers
     from torch.distributed.device_mesh import DeviceMesh
 
-    from te_models.checkpoints.te_folder import Source
+    from te_models.checkpoints.folder.te_folder import Source
 
 
 class GPTModel(nn.Module):
@@ -197,7 +198,7 @@ class GPTModel(nn.Module):
             raise ValueError(
                 f"position_ids has shape {tuple(position_ids.shape)}; allowed: [{batch}, {length}] or [1, {length}]"
             )
-        if begin and self.decoder.by_length and not torch.compiler.is_compiling():
+        if begin and self.decoder.by_length and not compiling():
             end = int(position_ids.max()) + 1
             if self.decoder.rotary_stage(end) != self.decoder.rotary_stage(end - length):
                 raise ValueError(
@@ -252,6 +253,7 @@ class GPTModel(nn.Module):
         expert_layout: ExpertLayout = "grouped",
         device_mesh: DeviceMesh | None = None,
         dequantize: bool = False,
+        verify: bool = True,
     ) -> Self:
         """Load a folder written by `save_pretrained`, or a Hugging Face model folder or hub id (`org/name@revision`).
 
@@ -259,18 +261,21 @@ class GPTModel(nn.Module):
         family keeps in float32 stay so. recipe: store the linear layers' weights in its quantized format; None keeps
         what the folder has, weights stored quantized bit for bit. dequantize: store the values of those, which take
         the memory of `dtype` and, without FP8 hardware, a fraction of the time to compute with. device_mesh: split the
-        model over the mesh, or over its dimension "tp", and distribute the experts over its dimension "ep"; each rank
-        reads only the parts that are its own. Tensors stream from the files into the model one by one. Raises
-        CheckpointError, ConfigError, or ValueError for a recipe for weights that are to be dequantized.
+        layers over its dimension "tp" and distribute the experts over its dimension "ep"; each rank reads only the
+        parts that are its own. verify: check every tensor that is read against the folder's manifest.json, where it has
+        one; the ranks of a split model share the work, so each sees the damage of its share. Tensors stream from the
+        files into the model one by one. Raises CheckpointError, ConfigError, or ValueError for a mesh with other
+        dimensions, or a recipe for weights that are to be dequantized.
         """
         from te_models.checkpoints import open_checkpoint
-        from te_models.checkpoints.dtypes import as_torch_dtype
-        from te_models.checkpoints.origin import source_of
+        from te_models.checkpoints.folder.provenance import source_of
+        from te_models.checkpoints.io.dtypes import as_torch_dtype
 
         if dequantize and recipe is not None:
             raise ValueError("dequantize stores values, and a recipe quantized weights: choose one of them")
         dtype = as_torch_dtype(dtype)
-        with open_checkpoint(folder, storage="values" if dequantize else None, float32=dequantize) as checkpoint:
+        storage = "values" if dequantize else None
+        with open_checkpoint(folder, storage=storage, float32=dequantize, verify=verify) as checkpoint:
             target = torch.empty((), device=device).device
             split: dict[str, Any] = {**groups_of(device_mesh), "expert_layout": expert_layout}
             if recipe is None:
@@ -306,7 +311,7 @@ class GPTModel(nn.Module):
         """
         if isinstance(model, str | os.PathLike):
             return cls.from_pretrained(model, dtype=dtype, device=device, expert_layout=expert_layout)
-        from te_models.checkpoints.dtypes import as_torch_dtype
+        from te_models.checkpoints.io.dtypes import as_torch_dtype
 
         converter = converter_of(model)
         ours = cls(converter.config, params_dtype=as_torch_dtype(dtype), device="meta", expert_layout=expert_layout)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from te_models.layers.recompute import checkpointed
+from te_models.layers.recipe.activation_checkpoint import checkpointed
 
 from ..config import ModelConfig
 from .attention import SelfAttention

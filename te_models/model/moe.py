@@ -4,7 +4,7 @@ B batch, S sequence, T = B*S tokens, H hidden, E experts, K experts per token, I
 
 Token counts per expert are data and stay on the device from the router to the grouped GEMM, so they change from step
 to step without a host synchronisation and without recompiling. Where experts are distributed over ranks, see
-`te_models.layers.expert_parallel`: T is then the tokens of all of them between dispatch and combination.
+`te_models.layers.distributed.expert_parallel`: T is then the tokens of all of them between dispatch and combination.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from te_models.kernels.permute import Permutation, permute, sort_by_expert, unpe
 from te_models.kernels.router import load_balancing_loss, router_probabilities, router_topk, router_z_loss
 from te_models.layers import GroupedLinear
 from te_models.layers.collectives import all_gather
-from te_models.layers.expert_parallel import gather_tokens, local_choices, sum_tokens
+from te_models.layers.distributed.expert_parallel import gather_tokens, local_choices, sum_tokens
 
 from ..config import ModelConfig
 from .build import Build, LocalExperts, Normal, init_method, output_init_method

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import register_dataclass
 
 from te_models.kernels.cross_entropy import cross_entropy, linear_cross_entropy, output_logits, shift_labels
-from te_models.layers.module import compute_dtype
+from te_models.layers.functional.wgrad import main_grad_of
+from te_models.layers.module.parameters import compute_dtype
 
 from ..config import ModelConfig
 from .build import Build, init_method
@@ -49,9 +51,12 @@ class OutputLayer(nn.Module):
     loss_chunk_tokens: set it to compute a loss without logits from the logits of so many tokens at a time. Memory then
     no longer grows with tokens x vocabulary: 8192 tokens, H 576, V 49152 in bfloat16 on CPU by 512 take 223 MB instead
     of 844, and about a fifth more time. None: all tokens at once, as good up to some 2000 tokens.
+
+    fuse_wgrad_accumulation: set it to add the weight's gradient to `weight.main_grad`, as in `te_models.layers.Linear`.
     """
 
     loss_chunk_tokens: int | None = None
+    fuse_wgrad_accumulation = False
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
@@ -86,9 +91,11 @@ class OutputLayer(nn.Module):
                 "the output layer shares the embedding's weight, which is on the meta device; allowed: a model whose "
                 "embedding is not offloaded"
             )
+        main_grad = main_grad_of(weight, self.fuse_wgrad_accumulation)
         weight = weight.to(dtype)
         bias = None if self.bias is None else self.bias.to(dtype)
-        scaled = {"multiplier": self.config.logits_multiplier, "softcap": self.config.logits_softcap}
+        scaled: dict[str, Any] = {"multiplier": self.config.logits_multiplier, "softcap": self.config.logits_softcap}
+        scaled["main_grad"] = main_grad
         x = x.to(dtype)
         targets = None if labels is None else shift_labels(labels).flatten()
         if not return_logits:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from te_models.layers.process_groups import check_member
+from te_models.layers.collectives import check_member
 
 from ..config import ConfigError, ModelConfig
 from .build import Build
@@ -14,7 +14,7 @@ from .build import Build
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from te_models.checkpoints.parts import Place
+    from te_models.checkpoints.plan.rank_shards import Place
 
     from .gpt import GPTModel
 
@@ -69,22 +69,47 @@ def check_layers(config: ModelConfig, ranks: int) -> None:
 
 
 def groups_of(mesh: DeviceMesh | None) -> dict[str, dist.ProcessGroup]:
-    """Return the groups of a mesh as arguments of a model: of its dimensions "tp" and "ep"; its only one, if it has
-    neither name, splits layers."""
+    """Return the groups of a mesh as arguments of a model: of its dimensions "tp" and "ep".
+
+    A dimension's name is all that says what its ranks share, so none is guessed: ValueError for every other name, whose
+    ranks would each compute with weights, or tokens, that the others do not have.
+    """
     if mesh is None:
         return {}
     names = mesh.mesh_dim_names or ()
-    found = {f"{name}_group": mesh.get_group(name) for name in ("tp", "ep") if name in names}
-    if not found and mesh.ndim != 1:
-        raise ValueError(
-            f"device_mesh has the dimensions {names or mesh.ndim}; allowed: one, or one that is called 'tp' or 'ep'"
-        )
-    return found or {"tp_group": mesh.get_group()}
+    if not names:
+        raise ValueError(f"device_mesh has {mesh.ndim} dimensions without names; allowed: dimensions {_NAMES}")
+    for name in names:
+        if name not in _MEANINGS:
+            own = [name for name in names if name in _MEANINGS]
+            part = f"; pass the part of the mesh that this call splits over, device_mesh{own}" if own else ""
+            what = f" ({_ELSEWHERE[name]})" if name in _ELSEWHERE else ""
+            raise ValueError(
+                f"device_mesh has the dimension {name!r}{what}, over which loading a model splits nothing; "
+                f"allowed: {_NAMES}{part}"
+            )
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"device_mesh does not contain this rank, {dist.get_rank()}; allowed: a mesh that does")
+    return {f"{name}_group": mesh.get_group(name) for name in names}
+
+
+_MEANINGS = ("tp", "ep")
+_NAMES = "'tp' (split layers) and 'ep' (distributed experts)"
+_ELSEWHERE = {
+    "pp": "pipeline stages",
+    "dp": "data parallelism",
+    "dp_replicate": "copies of the model",
+    "dp_shard": "FSDP2: call fully_shard on the loaded model",
+    "fsdp": "FSDP2: call fully_shard on the loaded model",
+    "cp": "context parallelism",
+    "etp": "tensor parallelism of experts alone",
+}
+"""Names that are usual for what does not happen here, or not yet."""
 
 
 def place_of(model: GPTModel) -> Place:
     """Return this rank's place among those that share the model."""
-    from te_models.checkpoints.parts import Place
+    from te_models.checkpoints.plan.rank_shards import Place
 
     tp, ep = model.tp_group, model.ep_group
     place = {} if tp is None else {"tp_rank": tp.rank(), "tp_size": tp.size()}

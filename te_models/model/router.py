@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from te_models.kernels.compiling import compiling
 from te_models.kernels.without_autocast import without_autocast
-from te_models.layers.module import compute_dtype
-from te_models.layers.recompute import recomputing
+from te_models.layers.module.parameters import compute_dtype
+from te_models.layers.recipe.activation_checkpoint import recomputing
 
 from ..config import ModelConfig
 from .build import Build, init_method
@@ -99,7 +100,7 @@ class Router(nn.Module):
         layer and forward pass; whoever calls layers alone may, outside of any activation checkpoint."""
         if self.expert_counts is None or not self.counting:
             return
-        if not torch.compiler.is_compiling() and recomputing():
+        if not compiling() and recomputing():
             return
         own = decided.balanced_per_expert
         self.expert_counts.add_(decided.tokens_per_expert if own is None else own)

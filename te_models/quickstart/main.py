@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..extras import require
-from . import convert_steps, export_step, import_step, train_step
+from . import steps
 from .report import Report, peak_rss_gib
 from .run import REAL, TINY, Run, Sizes
 from .smollm import smollm_folder
@@ -47,15 +47,15 @@ def run_quickstart(
         sizes = sizes if epochs is None else replace(sizes, epochs=epochs)
         run = _prepare(out, scratch, sizes, recipe, offline_tiny, report)
         report.begin("1 import")
-        import_step.run(run)
+        steps.import_model(run)
         report.begin("2 quantize")
-        convert_steps.quantized(run)
+        steps.quantized(run)
         report.begin("3 experts")
-        convert_steps.experts(run)
+        steps.experts(run)
         report.begin("4 train")
-        trained = train_step.run(run)
+        trained = steps.train_experts(run)
         report.begin("5 export")
-        export_step.run(run, trained)
+        steps.export_model(run, trained)
         report.end()
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

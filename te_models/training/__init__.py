@@ -3,8 +3,7 @@
 Start reading at `loop.py`. May import everything of te_models; nothing but the command line imports it.
 """
 
-from .build_data import build_dataset, write_dataset
-from .checkpoint import TrainingCheckpointError, latest_checkpoint, list_checkpoints
+from .checkpoints.checkpoint import TrainingCheckpointError, latest_checkpoint, list_checkpoints
 from .config import (
     CheckpointConfig,
     DataConfig,
@@ -17,10 +16,13 @@ from .config import (
     TrainConfig,
     load_config,
 )
-from .data import DataError, TokenDataset, Windows
+from .data.build import build_dataset, write_dataset
+from .data.dataset import TokenDataset, Windows
+from .data.token_file import DataError
 from .loop import TrainResult, train
-from .metrics import plot_loss, read_metrics
-from .schedule import lr_at
+from .metrics import MetricsError, plot_loss, read_metrics
+from .optimizer.schedule import lr_at
+from .ranks.monitor import LostRankError
 from .step import TrainingError
 
 __all__ = [
@@ -29,6 +31,8 @@ __all__ = [
     "DataError",
     "EvaluationConfig",
     "LogConfig",
+    "LostRankError",
+    "MetricsError",
     "ModelSource",
     "OptimizerConfig",
     "PrecisionConfig",

@@ -17,6 +17,9 @@ from typing import Any, Literal, Self
 
 from ..config import ConfigError, ConfigPart, ModelConfig, check
 
+_MOST_MINUTES = 7 * 24 * 60
+_MOST_STEPS = 10**12
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource(ConfigPart):
@@ -46,9 +49,9 @@ class ModelSource(ConfigPart):
 class DataConfig(ConfigPart):
     """The token data set and the shape of a batch.
 
-    `path` is a token data set (`te_models.training.data`). If nothing is there yet it is built from `text` (file names
-    or glob patterns) with `tokenizer` (a folder with tokenizer.json, or "bytes"). One optimizer step consumes
-    `micro_batch_size * gradient_accumulation * ranks` windows of `sequence_length` tokens.
+    `path` is a token data set (`te_models.training.data.dataset`). If nothing is there yet it is built from `text`
+    (file names or glob patterns) with `tokenizer` (a folder with tokenizer.json, or "bytes"). One optimizer step
+    consumes `micro_batch_size * gradient_accumulation * ranks` windows of `sequence_length` tokens.
     """
 
     path: str
@@ -74,6 +77,9 @@ class OptimizerConfig(ConfigPart):
 
     `clip_grad_norm` None switches clipping off. `master_weights` keeps a float32 copy of parameters that are stored in
     fewer bits and updates that; quantized weights always have one, because an FP8 weight cannot absorb a small update.
+    `accumulate_allreduce_grads_in_fp32`: add up the gradients of micro-batches, and of ranks, in float32 `main_grad`
+    buffers, 4 bytes per parameter where parameters have fewer bits; there are none where a step is one micro-batch on
+    one rank. Off, sums are rounded to the parameters' dtype each time.
     `moment_dtype` is how the two running averages are kept; the eight-bit one has a scale per 128 values, and the two
     short ones round stochastically. `skip_nonfinite`: a step whose gradient has an infinity or a NaN changes no weight,
     moment or master, is marked in the metrics, and training goes on; without it, training stops.
@@ -90,6 +96,7 @@ class OptimizerConfig(ConfigPart):
     moment_dtype: Literal["float32", "bfloat16", "float8"] = "float32"
     skip_nonfinite: bool = False
     moe_router_bias_update_rate: float = 1e-3
+    accumulate_allreduce_grads_in_fp32: bool = True
 
     def _validate(self) -> None:
         check(self.lr > 0, "optimizer.lr", self.lr, "a positive number")
@@ -105,16 +112,23 @@ class OptimizerConfig(ConfigPart):
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig(ConfigPart):
-    """The learning rate as a function of the step (`te_models.training.schedule`).
+    """The learning rate as a function of the step (`te_models.training.optimizer.schedule`).
 
-    `decay_steps` is the length of the final decay of "wsd" (None: a tenth of the run); "cosine" decays over all steps
-    after the warm-up. `min_lr_ratio` times `optimizer.lr` is where both end.
+    `decay_steps` is the length of the final decay of "wsd" (None: a tenth of the curve); "cosine" decays over all steps
+    after the warm-up. `min_lr_ratio` times `optimizer.lr` is where both end. `steps` is the length of the curve (None:
+    of the run); in steps after its end the learning rate stays where the curve ended.
+    `extend` says which curve a run follows whose checkpoint was trained with another one (other `steps`, `schedule` or
+    `optimizer.lr`): "hold" the checkpoint's, and after its end the rate that it ended with; "replace" the one that is
+    configured now, from the first step on that is not trained yet. None: such a run is refused unless the two curves
+    agree in every step that was trained.
     """
 
     kind: Literal["constant", "cosine", "wsd"] = "cosine"
     warmup_steps: int = 0
     decay_steps: int | None = None
     min_lr_ratio: float = 0.1
+    steps: int | None = None
+    extend: Literal["hold", "replace"] | None = None
 
     def _validate(self) -> None:
         check(self.warmup_steps >= 0, "schedule.warmup_steps", self.warmup_steps, "zero or a positive integer")
@@ -122,6 +136,7 @@ class ScheduleConfig(ConfigPart):
         check(decay is None or self.kind == "wsd", "schedule.decay_steps", decay, "null unless schedule.kind is 'wsd'")
         check(decay is None or decay > 0, "schedule.decay_steps", decay, "a positive integer or null")
         check(0 <= self.min_lr_ratio <= 1, "schedule.min_lr_ratio", self.min_lr_ratio, "0 <= ratio <= 1")
+        check(self.steps is None or self.steps > 0, "schedule.steps", self.steps, "a positive integer or null")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,12 +180,16 @@ class PrecisionConfig(ConfigPart):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(ConfigPart):
-    """Save every `every` steps (0: only at the end) and keep the newest `keep_last` (0: all)."""
+    """Save every `every` steps (0: not by steps), in the first step that ends more than `every_minutes` after the last
+    save (0: not by time), and at the end. Keep the newest `keep_last` (0: all)."""
 
     every: int = 0
+    every_minutes: float = 10.0
     keep_last: int = 2
 
     def _validate(self) -> None:
+        minutes = self.every_minutes
+        check(minutes >= 0, "checkpoint.every_minutes", minutes, "zero or a positive number")
         for name in ("every", "keep_last"):
             check(getattr(self, name) >= 0, f"checkpoint.{name}", getattr(self, name), "zero or a positive integer")
 
@@ -206,11 +225,14 @@ class LogConfig(ConfigPart):
 class TrainConfig(ConfigPart):
     """A whole training run. `output_dir` receives checkpoints/, metrics.jsonl, loss.png and final/.
 
-    With `resume` the run continues from the newest complete checkpoint in `output_dir`; without it, a used `output_dir`
-    is refused. `deterministic` asks torch for reproducible kernels only, so that two runs are equal bit for bit.
+    With `resume` the run continues from the newest checkpoint in `output_dir`, and refuses a damaged one; without it, a
+    used `output_dir` is refused. `resume_from` names the checkpoint to continue from instead
+    (OUTPUT_DIR/checkpoints/step-00000100, or one of another run with the same settings); newer ones in `output_dir` are
+    renamed. `deterministic` asks torch for reproducible kernels only, so that two runs are equal bit for bit.
     `compile_mode` "whole" makes one graph of the whole loss: the fastest steps, and a compile time that grows with the
     number of layers. "block" compiles one layer, which all equal layers share: the choice for short runs.
-    `expert_model_parallel_size` n gives each of n consecutive ranks 1/n of the experts.
+    `expert_model_parallel_size` n gives each of n consecutive ranks 1/n of the experts. A rank that does not answer for
+    `distributed_timeout_minutes` ends the run on all ranks.
     """
 
     output_dir: str
@@ -220,8 +242,10 @@ class TrainConfig(ConfigPart):
     compile: bool = True
     compile_mode: Literal["whole", "block"] = "whole"
     resume: bool = True
+    resume_from: str | None = None
     deterministic: bool = True
     expert_model_parallel_size: int = 1
+    distributed_timeout_minutes: float = 10.0
     model: ModelSource
     data: DataConfig
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -232,17 +256,16 @@ class TrainConfig(ConfigPart):
     log: LogConfig = field(default_factory=LogConfig)
 
     def _validate(self) -> None:
-        check(self.steps > 0, "steps", self.steps, "a positive integer")
+        check(0 < self.steps <= _MOST_STEPS, "steps", self.steps, f"a positive integer up to {_MOST_STEPS}")
         check(self.seed >= 0, "seed", self.seed, "zero or a positive integer")
+        check(self.resume or self.resume_from is None, "resume_from", self.resume_from, "null where resume is off")
         size = self.expert_model_parallel_size
         check(size > 0, "expert_model_parallel_size", size, "a positive integer")
+        minutes = self.distributed_timeout_minutes
+        check(0 < minutes <= _MOST_MINUTES, "distributed_timeout_minutes", minutes, f"up to {_MOST_MINUTES}, a week")
         warmup, decay = self.schedule.warmup_steps, self.schedule.decay_steps or 0
-        check(
-            warmup + decay <= self.steps,
-            "schedule.warmup_steps",
-            warmup,
-            f"warm-up and decay within steps = {self.steps}",
-        )
+        name, length = ("steps", self.steps) if self.schedule.steps is None else ("schedule.steps", self.schedule.steps)
+        check(warmup + decay <= length, "schedule.warmup_steps", warmup, f"warm-up and decay within {name} = {length}")
         has_validation = self.data.validation_fraction > 0
         check(
             has_validation or not self.evaluation.every,

@@ -9,33 +9,46 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from te_models.layers import quantization_statistics, recipe_state, set_rounding_seed
+from te_models.layers import quantization_statistics, set_rounding_seed
 
 from ..config import ConfigError
 from ..extras import require
 from ..memory import return_freed_memory
 from ..model.expert_bias import has_expert_bias, max_load, update_expert_bias
+from ..signals import Interrupted, StopSignals
 from .build import build_model, build_optimizer, open_data, resolve_device
-from .checkpoint import TrainingState, checkpoint_dir, export_model, load_state, save_checkpoint
+from .checkpoints.checkpoint import TrainingState, checkpoint_dir, export_model, save_checkpoint
+from .checkpoints.checks import MODEL
+from .checkpoints.start import (
+    check_same_data,
+    check_same_run,
+    complete_recipe_state,
+    naming_the_intact,
+    open_start,
+    restore_generators,
+    set_newer_aside,
+)
 from .config import TrainConfig
-from .data import Windows
-from .distributed import Ranks, barrier, gather_tensors, ranks_from_environment
-from .expert_ranks import expert_mesh
-from .metrics import METRICS, MetricsFile, finite, plot_loss
-from .schedule import lr_at
+from .data.dataset import Windows
+from .metrics import METRICS, MetricsFile, finite, plot_loss, read_metrics
+from .optimizer.learning_rate import LearningRate, continued_config
+from .preflight import FINAL, check_run
+from .ranks.data_parallel import Ranks, barrier, gather_tensors, largest_over_ranks, ranks_from_environment
+from .ranks.experts import expert_mesh
 from .seeding import derive_seed, random_state, rounding_seed, seed_all
-from .start import check_same_run, check_same_start, find_start, restore_generators
 from .step import LossFunction, TrainingError, evaluate, make_loss_function, make_weight_cache, train_step
 
-PLOT, FINAL = "loss.png", "final"
+PLOT = "loss.png"
 
 
 @dataclass(frozen=True)
@@ -56,53 +69,59 @@ def train(config: TrainConfig) -> TrainResult:
     the configuration asks and cannot be had, TrainingError if the loss stops being finite.
     """
     device = resolve_device(config.device)
-    ranks = ranks_from_environment(device)
-    if device == "cuda" and ranks.local_rank is not None:
-        torch.cuda.set_device(ranks.local_rank)
-    try:
-        with _deterministic(config.deterministic), contextlib.ExitStack() as opened:
-            return _run(config, device, ranks, opened)
-    finally:
-        ranks.leave()
+    timeout = timedelta(minutes=config.distributed_timeout_minutes)
+    with contextlib.ExitStack() as opened:
+        signals = opened.enter_context(StopSignals())
+        ranks = ranks_from_environment(device, timeout)
+        opened.callback(ranks.leave)
+        if device == "cuda" and ranks.local_rank is not None:
+            torch.cuda.set_device(ranks.local_rank)
+        ranks = opened.enter_context(ranks.monitored(timeout))
+        opened.enter_context(_deterministic(config.deterministic))
+        return _run(config, device, ranks, signals, opened)
 
 
-def _run(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.ExitStack) -> TrainResult:
+def _run(
+    config: TrainConfig, device: str, ranks: Ranks, signals: StopSignals, opened: contextlib.ExitStack
+) -> TrainResult:
     """Do the run. What is entered in `opened` is closed at the end, also when a step raises."""
-    if config.log.plot:
-        require("matplotlib.figure", "plot", feature="the loss plot (log.plot)")  # now, and not after the last step
-
     # Where to start: from a checkpoint, or from nothing.
     output_dir = Path(config.output_dir)
-    checkpoint = find_start(config, output_dir)
-    start = load_state(checkpoint) if checkpoint else None
-    check_same_start(start, ranks)
+    checkpoint, start = open_start(config, output_dir, ranks)
     if start:
         check_same_run(config, start, ranks)
+        config = continued_config(config, start.config, start.step)
     step, position = (start.step, start.position) if start else (0, 0)
-
-    # Model, optimizer, data.
     mesh = expert_mesh(config.expert_model_parallel_size, ranks, device)
-    model = build_model(config, device, checkpoint, mesh)
-    model.activation_checkpointing = config.model.activation_checkpointing
-    model.output_layer.loss_chunk_tokens = config.model.loss_chunk_tokens
-    optimizer = build_optimizer(config, model, mesh)
-    saves = ranks.is_main if optimizer.experts is None else optimizer.experts.saves  # has a part of what is saved
-    if start:
-        optimizer.load_state_tensors(start.tensors)
+    model_config, notes = check_run(config, checkpoint, device, reads_text=ranks.is_main)
     if ranks.is_main:
-        dataset = open_data(config.data, vocab_size=model.config.vocab_size, may_build=True)
+        read_metrics(output_dir / METRICS)  # a damaged one is refused now, and not when the loss is drawn
+    for note in notes if ranks.is_main else ():
+        print(f"te-models: note: {note}", file=sys.stderr)
+
+    # Data.
+    if ranks.is_main:
+        dataset = open_data(config.data, vocab_size=model_config.vocab_size, may_build=True)
     barrier(ranks)
     if not ranks.is_main:
-        dataset = open_data(config.data, vocab_size=model.config.vocab_size, may_build=False)
+        dataset = open_data(config.data, vocab_size=model_config.vocab_size, may_build=False)
+    digest = check_same_data(dataset, start, ranks)
     S, B, fraction = config.data.sequence_length, config.data.micro_batch_size, config.data.validation_fraction
-    if model.config.max_position_embeddings < S:
-        raise ConfigError(
-            f"data.sequence_length is {S}, but the model has {model.config.max_position_embeddings} positions"
-        )
     windows = Windows(dataset, S, "train", fraction, config.seed)
     validation = (
         validation_batches(config, Windows(dataset, S, "validation", fraction, config.seed), ranks) if fraction else []
     )
+
+    # Model and optimizer.
+    with naming_the_intact(checkpoint, output_dir):
+        model = build_model(config, device, checkpoint, mesh)
+    model.activation_checkpointing = config.model.activation_checkpointing
+    model.output_layer.loss_chunk_tokens = config.model.loss_chunk_tokens
+    optimizer = build_optimizer(config, model, mesh, world_size=ranks.world_size)
+    saves = ranks.is_main if optimizer.experts is None else optimizer.experts.saves  # has a part of what is saved
+    if start:
+        with naming_the_intact(checkpoint, output_dir):
+            optimizer.load_state_tensors(start.tensors)
     loss_function = make_loss_function(
         model,
         config.precision,
@@ -112,31 +131,41 @@ def _run(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Exit
     )
     quantize_weights = make_weight_cache(model, config.precision, device)
     set_rounding_seed(model, rounding_seed(config.seed, ranks.rank))
+    seed_all(derive_seed(config.seed, "run", ranks.rank))
+    if start:
+        complete_recipe_state(model, config.precision)
+        with naming_the_intact(checkpoint, output_dir):
+            restore_generators(start, ranks, model)
+    start = None  # its tensors map a file, which would take its place on the disk as long as the run goes on
+    origin = config.model.path if checkpoint is None else str(checkpoint / MODEL)
 
     # Files and progress: rank 0 only.
     output_dir.mkdir(parents=True, exist_ok=True)
     metrics = progress = None
     if ranks.is_main:
+        if checkpoint is not None and config.resume_from is not None:
+            set_newer_aside(checkpoint, step, output_dir)
         metrics = opened.enter_context(MetricsFile(output_dir / METRICS, keep_steps=step))
         progress = opened.enter_context(_progress_bar(config, step)) if config.log.progress else None
-    seed_all(derive_seed(config.seed, "run", ranks.rank))
-    if start:
-        restore_generators(start, ranks, model)
-    start = None  # its tensors map a file, which would take its place on the disk as long as the run goes on
 
     micro_batches_per_step = config.data.gradient_accumulation * ranks.world_size
     tokens_per_step = micro_batches_per_step * B * S
     balanced = has_expert_bias(model)
-    begun = time.perf_counter()
+    begun = saved = time.perf_counter()
     loss: float | None = None
     validation_loss: float | None = None
+    learning_rate = LearningRate.of(config)
+    if checkpoint and ranks.is_main:
+        print(f"te-models: continuing from step {step} of {config.steps}: {checkpoint}", file=sys.stderr)
     model.train()
+    deferred = opened.enter_context(contextlib.ExitStack())
+    deferred.enter_context(signals.deferred())
     while step < config.steps:
         step_begun = time.perf_counter()
         seed_all(derive_seed(config.seed, "step", step, ranks.rank))
         first = range(ranks.rank, micro_batches_per_step, ranks.world_size)
         micro_batches = [windows.batch(position + m * B, B).to(device) for m in first]
-        lr = lr_at(step, peak=config.optimizer.lr, steps=config.steps, schedule=config.schedule)
+        lr = learning_rate.at(step)
         noting = config.log.statistics_every > 0 and _is_due(step + 1, config.log.statistics_every, config.steps)
         result = train_step(
             loss_function,
@@ -174,21 +203,31 @@ def _run(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Exit
             progress.set_postfix(loss=f"{result.loss:.4f}", lr=f"{lr:.2e}", refresh=False)
             progress.update()
 
-        if _is_due(step, config.checkpoint.every, config.steps) and not checkpoint_dir(output_dir, step).exists():
+        late = config.checkpoint.every_minutes and time.perf_counter() - saved > 60 * config.checkpoint.every_minutes
+        # every rank saves, and ends, at the same step, whichever of them has the signal, and whatever its clock says
+        agreed = largest_over_ranks(torch.tensor([signals.received, int(ranks.is_main and late)]), ranks)
+        signum, late = agreed.tolist()
+        due = late or signum or _is_due(step, config.checkpoint.every, config.steps)
+        if due and not checkpoint_dir(output_dir, step).exists():
             tensors = optimizer.whole_state_tensors() if saves else {}
             tensors |= {f"rng.{name}": t for name, t in gather_tensors(random_state(), ranks).items()}
-            tensors |= {f"recipe.{name}": t for name, t in gather_tensors(recipe_state(model), ranks).items()}
+            recipe = complete_recipe_state(model, config.precision)
+            tensors |= {f"recipe.{name}": t for name, t in gather_tensors(recipe, ranks).items()}
             if ranks.is_main:
-                state = TrainingState(step, position, ranks.world_size, config.to_dict(), tensors)
+                state = TrainingState(step, position, ranks.world_size, config.to_dict(), tensors, digest)
                 keep_last = config.checkpoint.keep_last
-                save_checkpoint(output_dir, model, state, origin=config.model.path, keep_last=keep_last)
+                save_checkpoint(output_dir, model, state, origin=origin, keep_last=keep_last)
             elif saves:  # the main rank writes its experts, too
-                export_model(model, output_dir, output_dir, config.model.path)
+                export_model(model, output_dir, output_dir, origin)
             barrier(ranks)
+            saved = time.perf_counter()
+        if signum:
+            raise Interrupted(signum, f"step {step} of {config.steps} is saved in {checkpoint_dir(output_dir, step)}")
+    deferred.close()  # the last checkpoint is written: a signal ends the run at once again
 
     # The result: an ordinary model folder, the metrics, and a picture of them.
     if saves:
-        export_model(model, output_dir / FINAL, output_dir, config.model.path)
+        export_model(model, output_dir / FINAL, output_dir, origin)
     if ranks.is_main and config.log.plot:
         plot_loss({output_dir.name: output_dir / METRICS}, output_dir / PLOT)
     barrier(ranks)

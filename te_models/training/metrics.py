@@ -12,7 +12,7 @@ import math
 from pathlib import Path
 from typing import Any, Self
 
-from te_models.checkpoints.atomic import replace_text
+from te_models.checkpoints.io.atomic import replace_text
 
 from ..extras import require
 
@@ -41,14 +41,36 @@ class MetricsFile:
         self._file.close()
 
 
+class MetricsError(ValueError):
+    """A metrics file is damaged; the message names the file and the line."""
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the complete rows of a metrics file; an absent file has none."""
+    """Return the complete rows of a metrics file; an absent file has none.
+
+    Raises MetricsError for a line that is no object with a `step` and a `loss`.
+    """
     if not path.exists():
         return []
-    rows = []
-    for line in path.read_text(encoding="utf-8").split("\n")[:-1]:  # what follows the last newline was cut short
-        rows.append(json.loads(line))
-    return rows
+    if not path.is_file():  # reading a pipe would wait for a writer
+        raise MetricsError(f"{path} is not a file")
+    lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last newline was cut short
+    return [_row(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
+
+
+def _row(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line.decode("utf-8"), parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        raise MetricsError(f"{where} is damaged: {error}; move the file away to continue without it") from None
+    numbers = isinstance(row, dict) and type(row.get("step")) is int and type(row.get("loss")) in (int, float)
+    if not numbers or not math.isfinite(row["loss"]):
+        raise MetricsError(f"{where} has no step and loss in numbers; move the file away to continue without it")
+    return row
+
+
+def _no_number(word: str) -> float:
+    raise ValueError(f"{word} is not JSON")
 
 
 def finite(values: dict[str, dict[str, float]]) -> dict[str, dict[str, float | None]]:

@@ -11,12 +11,13 @@ import hashlib
 import json
 import random
 import struct
+from typing import Any
 
 import torch
 
-from te_models.layers.rounding_seed import SEEDS
+from te_models.layers.module.rounding_seed import SEEDS
 
-_PYTHON_STATE = struct.Struct("<I625I?d")
+PYTHON_STATE = struct.Struct("<I625I?d")
 """`random.getstate()`: version, the Mersenne twister's numbers and index, the spare Gaussian if there is one."""
 
 
@@ -43,7 +44,7 @@ def random_state() -> dict[str, torch.Tensor]:
     Their sizes are constant, so that ranks can exchange them.
     """
     version, numbers, gauss = random.getstate()
-    python = bytearray(_PYTHON_STATE.pack(version, *numbers, gauss is not None, gauss or 0.0))
+    python = bytearray(PYTHON_STATE.pack(version, *numbers, gauss is not None, gauss or 0.0))
     states = {"python": torch.frombuffer(python, dtype=torch.uint8), "torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -52,8 +53,13 @@ def random_state() -> dict[str, torch.Tensor]:
 
 def restore_random_state(states: dict[str, torch.Tensor]) -> None:
     """Undo `random_state`."""
-    version, *numbers, has_gauss, gauss = _PYTHON_STATE.unpack(bytes(states["python"].tolist()))
-    random.setstate((version, tuple(numbers), gauss if has_gauss else None))
+    random.setstate(python_state(states["python"]))
     torch.set_rng_state(states["torch"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
+
+
+def python_state(state: torch.Tensor) -> tuple[Any, ...]:
+    """Return the state of Python's generator, as `random.setstate` takes it, from its bytes: uint8, of PYTHON_STATE."""
+    version, *numbers, has_gauss, gauss = PYTHON_STATE.unpack(bytes(state.tolist()))
+    return version, tuple(numbers), gauss if has_gauss else None

@@ -18,12 +18,12 @@ import torch
 
 from te_models.layers import Recipe, autocast, cache_weights, collect_statistics, microbatch
 
-from ..compilation import Mode, compile_model, with_room
+from ..compile.compile_model import Mode, compile_model, with_room
 from ..model import GPTModel
 from .config import PrecisionConfig
-from .distributed import Ranks, average_gradients, mean_over_ranks
-from .optimizer import Optimizer
+from .optimizer.adamw import Optimizer
 from .precision import build_recipe
+from .ranks.data_parallel import Ranks, average_gradients, mean_over_ranks
 
 LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
@@ -131,6 +131,7 @@ def train_step(
         with microbatch(first=None if before is None else False), collect_statistics(noting):
             loss, aux_loss = loss_function(input_ids)
         (loss / len(micro_batches)).backward()
+        optimizer.accumulate_gradients()
         total += torch.stack([loss.detach() - aux_loss, aux_loss]).cpu() / len(micro_batches)
     experts = optimizer.experts
     distributed, copies = ((), None) if experts is None else (experts.parameters, experts.copies)

@@ -67,6 +67,7 @@ def test_unknown_sections_are_refused(capsys: pytest.CaptureFixture[str]) -> Non
     assert "there is no section 'norm'; allowed: quantize, norms, permute" in capsys.readouterr().err
 
 
+@pytest.mark.matrix
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 @pytest.mark.usefixtures("on_triton")
 @pytest.mark.parametrize("section", command.SECTIONS)
@@ -82,9 +83,10 @@ def test_every_case_runs(section: str) -> None:
     counts = {"quantize": 13, "norms": 8, "permute": 5, "grouped": 12, "linear": 4}
     assert len(rows) >= counts[section]
     if section == "grouped":
-        assert {rung for _, rung in gemm_counts()} == {"triton"}
+        assert {backend for _, backend in gemm_counts()} == {"triton"}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 @pytest.mark.usefixtures("on_triton")
 def test_a_wrong_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,6 +160,41 @@ HF_DEFECTS: dict[str, tuple[Edit, str]] = {
     "boolean for a number": (edit_config(num_hidden_layers=True), "num_hidden_layers = True, which is not an integer"),
     "zero heads": (edit_config(num_attention_heads=0, head_dim=None), "num_attention_heads = 0"),
     "negative size": (edit_config(vocab_size=-61), "vocab_size is -61"),
+    "a thousand layers of a thousand experts": (
+        edit_config(model_type="mixtral", num_hidden_layers=1000, num_local_experts=1000),
+        "claims 1000 experts in 1000 layers; at most 100000 in all",
+    ),
+    "a hundred layers of a thousand experts": (
+        edit_config(model_type="mixtral", num_hidden_layers=100, num_local_experts=1000),
+        r"claims 100 layers, which have 4 tensors each at least, and the files hold \d+",
+    ),
+    "a hundred thousand experts": (
+        edit_config(model_type="mixtral", num_hidden_layers=2, num_local_experts=50_000),
+        "missing: 'model.layers.0",
+    ),
+    "two thousand layers": (edit_config(num_hidden_layers=2000), "it claims 2000 layers, which have 4 tensors each"),
+    "escaped metadata": (
+        put_header(lambda: b'{"__metadata__":{"a":"' + rb"\u0041" * 10**7 + b'"}}'),
+        "more than the 2000000 escapes allowed",
+    ),
+    "large metadata": (
+        put_header(lambda: b'{"__metadata__":{"a":"' + b"x" * (60 << 20) + b'"}}'),
+        "the __metadata__ of model.safetensors has 62914568 bytes, more than the 16777216 allowed",
+    ),
+    "large header of another form": (
+        put_header(lambda: b'{"' + b"x" * (60 << 20) + b'": 1}'),
+        "not written as is usual, and too long to be parsed otherwise",
+    ),
+    "wide metadata": (
+        put_header(lambda: b'{"__metadata__":{"a":"' + b"x" * (15 << 20) + "😀".encode() + b'"}}'),
+        "characters beyond ASCII; allowed with these: 8388608 bytes",
+    ),
+    "escaped configuration": (
+        write(CONFIG, b'{"a": "' + rb"\u0041" * 5_000_000 + b'"}'),
+        "more than the 2000000 escapes allowed",
+    ),
+    "wide configuration": (write(CONFIG, b'{"a": "' + b"x" * (31 << 20) + "😀".encode() + b'"}'), "beyond ASCII"),
+    "long configuration": (write(CONFIG, b'{"a": "' + b"x" * (31 << 20) + b'"}'), "model_type None"),
     "billion layers": (edit_config(num_hidden_layers=10**9), "claims 1000000000 layers"),
     "quantized": (edit_config(quantization_config={"quant_method": "awq"}), "quantization by 'awq'; supported: fp8,"),
     "quantized by name only": (
@@ -219,7 +254,7 @@ HF_DEFECTS: dict[str, tuple[Edit, str]] = {
     "no usual header": (put_header(lambda: many_tensors(125_000, last="f32")), "holds more than the 400000 values"),
     "name not utf-8": (edit_raw(lambda raw: raw.replace(b"model.norm", b"model.nor\xff")), "is not UTF-8 text"),
     "name a surrogate": (edit_raw(lambda raw: raw.replace(b"model.norm", b"mo\\udc80mm")), "has an unusable name"),
-    "config oversize": (lambda folder: os.truncate(folder / CONFIG, 65 << 20), "more than the 67108864 allowed"),
+    "config oversize": (lambda folder: os.truncate(folder / CONFIG, 65 << 20), "more than the 33554432 allowed"),
     "config wide": (write(CONFIG, WIDE), "holds more than the 400000 values"),
     "config huge integer": (write(CONFIG, '{"vocab_size": ' + "9" * 5000 + "}"), "config.json is not valid JSON"),
     "config out of range": (write(CONFIG, '{"rms_norm_eps": 1e999}'), "contains a number out of range"),
@@ -353,6 +388,11 @@ def put_metadata(text: str) -> Edit:
     return edit
 
 
+def forget_digests(folder: Path) -> None:
+    """Remove what would already say that a file is another one."""
+    (folder / "manifest.json").unlink()
+
+
 def poison(suffix: str, value: float) -> Edit:
     return edit_quantized(lambda t, d: t[PROJ + suffix].view(-1)[-1:].fill_(value))
 
@@ -361,13 +401,20 @@ PROJ = "decoder.layers.0.self_attention.linear_proj.weight"
 SCALE = PROJ + "_scale_inv"
 
 QUANTIZED_DEFECTS: dict[str, tuple[str, Edit, str]] = {
-    "NaN scale": ("block", poison("_scale_inv", float("nan")), f"scales '{SCALE}' are not all finite"),
-    "infinite scale": ("block", poison("_scale_inv", float("inf")), f"scales '{SCALE}' are not all finite"),
-    "NaN scale of the tensor": ("current", poison("_scale_inv", float("nan")), f"scales '{SCALE}' are not all finite"),
-    "NaN exponent": ("mxfp8", poison("_scale_inv", 255), f"scales '{SCALE}' are not all finite"),
-    "NaN columnwise exponent": ("mxfp8", poison("_columnwise_scale_inv", 255), "_columnwise_scale_inv' are not all"),
-    "NaN fp8 scale": ("nvfp4", poison("_scale_inv", float("nan")), f"scales '{SCALE}' are not all finite"),
-    "NaN amax": ("nvfp4", poison("_amax", float("nan")), "_amax' are not all finite"),
+    "NaN scale": ("block", poison("_scale_inv", float("nan")), f"'{SCALE}' has a scale that is NaN or infinite"),
+    "infinite scale": ("block", poison("_scale_inv", float("inf")), f"'{SCALE}' has a scale that is NaN or infinite"),
+    "negative scale": ("block", poison("_scale_inv", -1.0), f"'{SCALE}' has a scale that is zero or negative"),
+    "zero scale": ("block", poison("_scale_inv", 0.0), f"'{SCALE}' has a scale that is zero or negative"),
+    "NaN scale of the tensor": ("current", poison("_scale_inv", float("nan")), f"'{SCALE}' has a scale that is NaN"),
+    "zero scale of the tensor": ("current", poison("_scale_inv", 0.0), f"'{SCALE}' has a scale that is zero or neg"),
+    "negative scale of the tensor": ("current", poison("_scale_inv", -2.0), f"'{SCALE}' has a scale that is zero or"),
+    "NaN exponent": ("mxfp8", poison("_scale_inv", 255), f"'{SCALE}' has a scale that is NaN"),
+    "NaN columnwise exponent": ("mxfp8", poison("_columnwise_scale_inv", 255), "_columnwise_scale_inv' has a scale"),
+    "NaN fp8 scale": ("nvfp4", poison("_scale_inv", float("nan")), f"'{SCALE}' has a scale that is NaN"),
+    "negative fp8 scale": ("nvfp4", poison("_scale_inv", -1.0), f"'{SCALE}' has a scale that is negative"),
+    "NaN amax": ("nvfp4", poison("_amax", float("nan")), "_amax' has a scale that is NaN"),
+    "negative amax": ("nvfp4", poison("_amax", -1.0), "_amax' has a scale that is negative"),
+    "NaN among the numbers": ("block", poison("", float("nan")), f"'{PROJ}' holds a NaN among its quantized numbers"),
     "block too many": (
         "block",
         edit_quantized(lambda t, d: t.update({SCALE: torch.ones(2, 1)})),
@@ -391,6 +438,16 @@ QUANTIZED_DEFECTS: dict[str, tuple[str, Edit, str]] = {
         "block",
         edit_quantized(lambda t, d: d[PROJ].update(quantizer={"type": "int3"})),
         "describes no known quantizer",
+    ),
+    "a list for a flag": (
+        "block",
+        edit_quantized(lambda t, d: d[PROJ]["quantizer"].update(columnwise=[])),
+        r"has columnwise = \[\]; allowed: a value of bool",
+    ),
+    "a large number for a flag": (
+        "mxfp8",
+        edit_quantized(lambda t, d: d[PROJ]["quantizer"].update(rowwise=2**64)),
+        "has rowwise = 18446744073709551616; allowed",
     ),
     "no quantizer": ("block", edit_quantized(lambda t, d: d[PROJ].pop("quantizer")), "lacks a 'quantizer'"),
     "description missing": ("block", edit_quantized(lambda t, d: d.pop(PROJ)), "not part of this model|has dtype"),

@@ -46,7 +46,7 @@ def main(source: Path, work: Path, count: int, seed: int) -> None:
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("te_models.checkpoints.resume").addHandler(handler)
+    logging.getLogger("te_models.checkpoints.write.resume").addHandler(handler)
     reports = []
     for number in range(count):
         name = sorted(CONVERSIONS)[number % len(CONVERSIONS)]

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from te_models.checkpoints import bands, dequantize, import_hf, quantize
+from te_models.checkpoints import dequantize, import_hf, quantize
+from te_models.checkpoints.quantized import row_blocks as bands
 from te_models.layers import Float8CurrentScalingQuantizer, HybridQuantizer, MXFP8Quantizer, Quantizer
 from te_models.layers import recipe as recipe_by_name
-from te_models.layers.field_schema import empty_fields
+from te_models.layers.quantizer.schema import empty_fields
 from tests.checkpoints.hf_cases import HFFolder
 
 NAMES = ("delayed", "current", "block", "mxfp8", "nvfp4")

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from te_models.checkpoints import FAMILIES, inspect
-from te_models.checkpoints.plan import Output, Plan
-from te_models.checkpoints.shards import header_bytes, split_shards
+from te_models.checkpoints.plan.plan import Output, Plan
+from te_models.checkpoints.write.shards import header_bytes, split_shards
 
 CHILD = Path(__file__).with_name("memory_child.py")
 MODELS: dict[str, dict[str, Any]] = {
@@ -118,6 +118,7 @@ QUANTIZED: dict[str, Any] = {
 """Models with large matrices: 128 MiB (dense, both halves of the gated MLP) and 4 times 32 MiB in bfloat16."""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="anonymous memory is read from Linux's /proc")
 @pytest.mark.parametrize(("model", "recipe"), [("dense", "mxfp8"), ("moe", "block")])
 def test_quantize_and_dequantize_stay_below_the_largest_tensor(tmp_path: Path, model: str, recipe: str) -> None:

@@ -12,8 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from te_models.checkpoints import bands, diff, difference, import_hf, quantize, relayout, verify
-from te_models.checkpoints.parameters import Parameters
+from te_models.checkpoints import diff, import_hf, quantize, relayout, verify
+from te_models.checkpoints.plan.parameters import Parameters
+from te_models.checkpoints.quantized import row_blocks as bands
+from te_models.checkpoints.tools import diff as difference
 from te_models.cli.main import main
 from tests.checkpoints.hf_cases import HFFolder
 from tests.checkpoints.quantized_cases import CASES, make

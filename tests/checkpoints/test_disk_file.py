@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from te_models.checkpoints import disk_file
-from te_models.checkpoints.buffers import Ring
-from te_models.checkpoints.disk_file import DiskFile
+from te_models.checkpoints.io import disk_file
+from te_models.checkpoints.io.buffers import Ring
+from te_models.checkpoints.io.disk_file import DiskFile
 
 CHUNK = 8192
 SIZES = (13, CHUNK - 13, 1, 3 * CHUNK, 4095, 0, 5 * CHUNK + 77)

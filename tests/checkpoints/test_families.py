@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from te_models import GPTModel, KVCache
 from te_models.checkpoints import FAMILIES, CheckpointError, export_hf, import_hf, open_checkpoint
-from te_models.checkpoints.families.names import Fused, PerExpert
-from te_models.checkpoints.families.text_part import text_part
+from te_models.checkpoints.families.base.names import Fused, PerExpert
+from te_models.checkpoints.families.base.text_part import text_part
 from te_models.cli.main import main
 from tests.checkpoints.family_cases import CASES, make
 from tests.checkpoints.hf_cases import CASES as FIRST
@@ -37,6 +37,7 @@ def tokens(length: int) -> torch.Tensor:
     return torch.randint(3, 61, (2, length), generator=torch.Generator().manual_seed(length))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
 def test_weights_config_and_logits(tmp_path: Path, case: str) -> None:
@@ -154,6 +155,7 @@ def test_wrong_tensors_are_named(tmp_path: Path, family: str) -> None:
                 open_checkpoint(source)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("family", [f for f in FIRST_CASES if "fused" in FAMILIES[f].forms])
 def test_fused_sharded_and_per_expert_files_are_the_same_model(tmp_path: Path, family: str) -> None:
     """transformers writes the form it holds in memory on request; the same bits come out of it, and go back into it."""

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from te_models.checkpoints import FAMILIES, CheckpointError
-from te_models.checkpoints.families.text_part import text_part
-from te_models.checkpoints.hf_config import export_config
-from te_models.checkpoints.strict_json import parse_object
-from te_models.checkpoints.te_folder import Source, TEFolder
+from te_models.checkpoints.families.base.text_part import text_part
+from te_models.checkpoints.folder.hf_config import export_config
+from te_models.checkpoints.folder.te_folder import Source, TEFolder
+from te_models.checkpoints.io.strict_json import parse_object
 from te_models.config import AttentionConfig, MLPConfig, ModelConfig, MoEConfig, RopeConfig, RouterConfig
 from tests.checkpoints.hf_cases import CASES, LLAMA3_ROPE, SMALL, YARN_ROPE, plain, transformers
 

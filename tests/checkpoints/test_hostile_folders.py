@@ -33,11 +33,13 @@ from tests.checkpoints.hostile_cases import (
     TE_DEFECTS,
     Edit,
     edit_tensors,
+    forget_digests,
 )
 from tests.checkpoints.quantized_cases import CASES, make
 from tests.checkpoints.test_quantized_defects import DEFECTS
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("defect", HF_DEFECTS)
 def test_hf_folder_is_refused(hf_folder: HFFolder, tmp_path: Path, defect: str) -> None:
     folder = hf_folder("llama")
@@ -71,6 +73,7 @@ def test_quantized_folder_is_refused(hf_folder: HFFolder, tmp_path: Path, defect
     recipe, edit, message = QUANTIZED_DEFECTS[defect]
     quantize(hf_folder("llama"), tmp_path / "quantized", recipe)
     edit(tmp_path / "quantized")
+    forget_digests(tmp_path / "quantized")
     for convert in (dequantize, lambda a, b: relayout(a, b, "per-gemm")):
         with refused(message, tmp_path):
             convert(tmp_path / "quantized", tmp_path / "out")
@@ -99,7 +102,7 @@ def test_each_is_refused_soon_and_in_little_memory(hf_folder: HFFolder, tmp_path
     for name, (recipe, edit, _) in QUANTIZED_DEFECTS.items():
         if not (tmp_path / recipe).exists():
             quantize(llama, tmp_path / recipe, recipe)
-        prepare(f"quantized {name}", "dequantize", tmp_path / recipe, edit)
+        prepare(f"quantized {name}", "dequantize", tmp_path / recipe, lambda f, edit=edit: (edit(f), forget_digests(f)))
     for name, (case, edit, _) in DEFECTS.items():
         if not (tmp_path / case).exists():
             make(CASES[case], tmp_path / case)

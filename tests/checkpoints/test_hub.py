@@ -14,7 +14,7 @@ import pytest
 
 from te_models import GPTModel
 from te_models.checkpoints import CheckpointError, import_hf, inspect, open_checkpoint, verify
-from te_models.checkpoints.hub import ALLOWED, IGNORED, local_folder
+from te_models.checkpoints.io.hub import ALLOWED, IGNORED, local_folder
 from te_models.extras import MissingExtraError
 from tests.checkpoints.hf_cases import HFFolder, assert_same_bits, stored
 

@@ -39,6 +39,7 @@ def set_scales(folder: Path, name: str, first: int, *, zero: bool = False) -> No
     save_file(tensors, file, {"format": "pt"})
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["grouped", "per-gemm"])
 @pytest.mark.parametrize("case", MXFP4)
 def test_mxfp4_is_exact_in_nvfp4(tmp_path: Path, case: str, layout: str) -> None:
@@ -85,6 +86,7 @@ def test_blocks_of_zeros_may_have_any_scale(tmp_path: Path, case: str, scale: in
     assert verify(tmp_path / "values", tmp_path / "expected").equal
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("storage", FORMS)
 @pytest.mark.parametrize("case", ["fp8-moe", "modelopt-fp8", "modelopt-nvfp4", "mxfp4-gpt-oss", "channel"])
 def test_every_format_in_every_form(tmp_path: Path, case: str, storage: str) -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from te_models.checkpoints import CheckpointError, atomic, import_hf, verify
-from te_models.checkpoints.atomic import new_folder
+from te_models.checkpoints import CheckpointError, import_hf, verify
+from te_models.checkpoints.io import atomic
+from te_models.checkpoints.io.atomic import new_folder
 from tests.checkpoints.hf_cases import HFFolder
 
 CHILD = Path(__file__).with_name("kill_child.py")

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from te_models.checkpoints import CheckpointError, check_manifest, import_hf, quantize, relayout
-from te_models.checkpoints.header import read_header
-from te_models.checkpoints.manifest import read_manifest
+from te_models.checkpoints import (
+    CheckpointError,
+    check_manifest,
+    import_hf,
+    open_checkpoint,
+    quantize,
+    relayout,
+    reshard,
+)
+from te_models.checkpoints.io.header import read_header
+from te_models.checkpoints.io.manifest import read_manifest
 from te_models.cli.main import main
 from tests.checkpoints.hf_cases import HFFolder
 
@@ -116,12 +126,66 @@ def test_verify_of_one_folder_checks_its_manifest(
     assert "ours has no manifest.json that it could be checked against" in capsys.readouterr().err
 
 
+def test_what_the_manifest_does_not_list_is_a_failure(
+    hf_folder: HFFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import_hf(hf_folder("llama"), tmp_path / "ours")
+    folder = tmp_path / "ours"
+    (folder / ".gitattributes").write_text("")  # part of no folder
+    assert main(["verify", str(folder)]) == 0
+    (folder / "extra.safetensors").write_bytes(b"")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates/tool.jinja").write_text("x")
+    capsys.readouterr()
+    assert main(["verify", str(folder)]) == 1
+    text = "holds what manifest.json does not list: 'additional_chat_templates/tool.jinja', 'extra.safetensors'"
+    assert text in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda values: values.update(format_version=2), "has format_version 2; this release reads version 1"),
+        (lambda values: values.update(format_version=True), "has format_version True"),
+        (lambda values: values.pop("format_version"), "has format_version None"),
+        (lambda values: values.update(files={}), "manifest.json has no 'files'"),
+        (lambda values: values.pop("files"), "manifest.json has no 'files'"),
+        (lambda values: values["files"].pop("model.safetensors"), "not list"),
+        (lambda values: values["files"]["model.safetensors"].update(header="0"), "header"),
+        (lambda values: values["files"]["model.safetensors"]["tensors"].popitem(), "tensor"),
+    ],
+)
+def test_a_manifest_that_says_too_little(
+    hf_folder: HFFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str], edit: Callable[[Any], Any], message: str
+) -> None:
+    """It is a failure for `verify` and an error for every reader."""
+    import_hf(hf_folder("llama"), tmp_path / "ours")
+    manifest = tmp_path / "ours/manifest.json"
+    values = json.loads(manifest.read_text())
+    edit(values)
+    manifest.write_text(json.dumps(values))
+    assert main(["verify", str(tmp_path / "ours")]) == 1
+    assert message in capsys.readouterr().out
+    for read in (open_checkpoint, lambda folder: relayout(folder, tmp_path / "out", "per-gemm")):
+        with pytest.raises(CheckpointError, match=message):
+            read(tmp_path / "ours")
+
+
+def test_a_changed_small_file_is_noticed_by_readers(hf_folder: HFFolder, tmp_path: Path) -> None:
+    import_hf(hf_folder("llama"), tmp_path / "ours")
+    (tmp_path / "ours/tokenizer.json").write_text('{"version": "2.0"}')
+    for read in (open_checkpoint, lambda folder: reshard(folder, tmp_path / "out")):
+        with pytest.raises(CheckpointError, match=r"tokenizer\.json does not have the SHA-256"):
+            read(tmp_path / "ours")
+    reshard(tmp_path / "ours", tmp_path / "out", verify=False)
+
+
 def test_a_folder_that_is_not_there_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(CheckpointError, match="nowhere is not a folder"):
         check_manifest(tmp_path / "nowhere")
-    monkeypatch.setattr("te_models.checkpoints.hub._download", lambda repo, *_: tmp_path / repo)
+    monkeypatch.setattr("te_models.checkpoints.io.hub._download", lambda repo, *_: tmp_path / repo)
     for name, folder in ((str(tmp_path / "nowhere"), tmp_path / "nowhere"), ("org/name", tmp_path / "org/name")):
         assert main(["verify", name]) == 2
         assert capsys.readouterr().err == f"te-models: {folder} is not a folder\n"

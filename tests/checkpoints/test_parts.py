@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import te_models.checkpoints.move as move
+import te_models.checkpoints.plan.stream as move
 from te_models.checkpoints import Checkpoint, CheckpointError, expected_tensors, open_checkpoint
-from te_models.checkpoints.parts import WHOLE, Place, parts
+from te_models.checkpoints.plan.rank_shards import WHOLE, Place, parts
 from te_models.layers import QuantizedTensor
 from tests.checkpoints.quantized_cases import CASES, make
 from tests.layers.bits import same_bits
@@ -50,6 +50,7 @@ def check(source: Path, places: list[Place]) -> None:
             assert cut >= 2
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", WITH_EXPERTS)
 def test_each_rank_loads_its_own_experts(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source, _ = make(CASES[case], tmp_path)
@@ -57,13 +58,15 @@ def test_each_rank_loads_its_own_experts(tmp_path: Path, case: str, monkeypatch:
         experts = checkpoint.config.moe.num_moe_experts
     ranks = 2 if experts % 2 == 0 else experts
     check(source, [Place(ep_rank=rank, ep_size=ranks) for rank in range(ranks)])
-    read, kept = set(), move.read_piece
+    read: set[str] = set()
+    for name in ("read_piece", "_read_in_place"):
+        kept = getattr(move, name)
 
-    def noted(store, piece):
-        read.add(piece.source)
-        return kept(store, piece)
+        def noted(store, piece, *out, kept=kept):
+            read.add(piece.source)
+            return kept(store, piece, *out)
 
-    monkeypatch.setattr(move, "read_piece", noted)
+        monkeypatch.setattr(move, name, noted)
     with open_checkpoint(source) as checkpoint:
         load(checkpoint, Place(ep_rank=0, ep_size=ranks))
     one_by_one = {name for name in read if ".experts." in name and ".experts.0." in name}

@@ -208,6 +208,7 @@ DEFECTS: dict[str, tuple[str, Edit, str]] = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_a_quantized_folder_is_refused(tmp_path: Path, defect: str) -> None:
     case, edit, message = DEFECTS[defect]

@@ -46,6 +46,7 @@ def assert_values(folder: Path, reference: Path, case: str) -> None:
         assert (error <= (2.0**-22 * value.double().abs() if case in ROUNDED else 0)).all(), name
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", CASES)
 def test_import_and_export_restore_every_byte(tmp_path: Path, case: str) -> None:
     source, reference = make(CASES[case], tmp_path, torch.float32)
@@ -72,6 +73,7 @@ def test_import_and_export_restore_every_byte(tmp_path: Path, case: str) -> None
     assert_values(tmp_path / "values", reference, case)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", [*CASES, "channel", "modelopt-channel"])
 def test_dequantized_weights_are_the_reference_s(tmp_path: Path, case: str) -> None:
     cases = CASES | {"channel": CHANNEL, "modelopt-channel": MODELOPT_CHANNEL}
@@ -101,6 +103,7 @@ def test_values_are_rounded_once(tmp_path: Path, case: str) -> None:
     assert torch.equal(stored(tmp_path / "half")[name], found[name].half())
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", ["fp8-moe", "mxfp4-gpt-oss", "modelopt-nvfp4", "channel"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_of_values_is_loaded_on_request(tmp_path: Path, case: str, dtype: torch.dtype) -> None:

@@ -11,9 +11,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from te_models.checkpoints import CheckpointError, check_manifest, import_hf, inspect, quantize, reshard, verify
-from te_models.checkpoints.manifest import read_manifest
-from te_models.checkpoints.shards import MAX_SHARD_TENSORS
-from te_models.checkpoints.weight_files import INDEX, SINGLE
+from te_models.checkpoints.io.manifest import read_manifest
+from te_models.checkpoints.io.weight_files import INDEX, SINGLE
+from te_models.checkpoints.write.shards import MAX_SHARD_TENSORS
 from tests.checkpoints.hf_cases import HFFolder, assert_same_bits, stored
 
 

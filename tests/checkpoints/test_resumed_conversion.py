@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from te_models.checkpoints import CheckpointError, import_hf, quantize, upcycle
-from te_models.checkpoints.writer import HashedFile
+from te_models.checkpoints.write.writer import HashedFile
 from te_models.cli.main import main
 from tests.checkpoints.hf_cases import HFFolder
 from tests.checkpoints.quantized_cases import CASES, make
@@ -83,7 +83,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def notes(caplog: pytest.LogCaptureFixture) -> list[str]:
-    found = [r.getMessage() for r in caplog.records if r.name == "te_models.checkpoints.resume"]
+    found = [r.getMessage() for r in caplog.records if r.name == "te_models.checkpoints.write.resume"]
     caplog.clear()
     return found
 
@@ -223,7 +223,7 @@ def test_ctrl_c_keeps_finished_files(hf_folder: HFFolder, tmp_path: Path, caplog
     working = interrupted(do_import, source, out, files=2)
     code = (
         "import itertools, pathlib, signal, sys, time\n"
-        "from te_models.checkpoints.writer import HashedFile\n"
+        "from te_models.checkpoints.write.writer import HashedFile\n"
         "from te_models.cli.main import main\n"
         "real, begun, sent = HashedFile.write_header, itertools.count(1), pathlib.Path(sys.argv[1])\n"
         "def write_header(self, data):\n"
@@ -285,8 +285,8 @@ def test_the_bytes_do_not_depend_on_the_number_of_files_at_once(
 ) -> None:
     source = hf_folder("mixtral")
     do_import(source, tmp_path / "reference")
-    monkeypatch.setattr("te_models.checkpoints.writer.cores", lambda: at_once)
-    monkeypatch.setattr("te_models.checkpoints.writer.MAX_FILES_AT_ONCE", 8)
+    monkeypatch.setattr("te_models.checkpoints.write.writer.cores", lambda: at_once)
+    monkeypatch.setattr("te_models.checkpoints.write.writer.MAX_FILES_AT_ONCE", 8)
     do_import(source, tmp_path / "out")
     assert content(tmp_path / "out") == content(tmp_path / "reference")
     quantize(source, tmp_path / "fp8", "mxfp8", max_shard_bytes=SHARD_BYTES)

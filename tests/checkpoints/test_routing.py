@@ -90,6 +90,7 @@ def options_that_choose(router: RouterConfig) -> dict[str, dict[str, Any]]:
     return changes
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", [*MOE_CASES, KIMI_K2])
 @torch.no_grad()
 def test_routing_is_identical(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from te_models.checkpoints import CheckpointError, reshard
-from te_models.checkpoints.header import MAX_HEADER_BYTES, parse_header, read_header
+from te_models.checkpoints.io.header import MAX_HEADER_BYTES, parse_header, read_header
 
 
 def entry(dtype: str = "F32", shape: Any = (2, 3), offsets: Any = (0, 24)) -> dict[str, Any]:

@@ -118,7 +118,8 @@ def test_a_manifest_names_no_other_folder(source: Path, tmp_path: Path) -> None:
 def test_a_run_that_was_killed_among_them_goes_on(source: Path, tmp_path: Path) -> None:
     code = """if True:
         import os, signal, sys
-        from te_models.checkpoints import import_hf, output_folder
+        from te_models.checkpoints import import_hf
+        from te_models.checkpoints.write import output_folder
         output_folder.manifest_bytes = lambda records: os.kill(os.getpid(), signal.SIGKILL)
         import_hf(*sys.argv[1:])
     """

@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 from te_models import GPTModel
-from te_models.checkpoints import inspect, quantize, statistics
-from te_models.checkpoints.statistics import ScaleStatistics, scale_statistics
+from te_models.checkpoints import inspect, quantize
+from te_models.checkpoints.tools import statistics
+from te_models.checkpoints.tools.statistics import ScaleStatistics, scale_statistics
 from te_models.cli.main import main
 from te_models.layers import QuantizedTensor
 from tests.checkpoints.hf_cases import HFFolder, stored

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from te_models import GPTModel
 from te_models.checkpoints import FAMILIES, AutoConverter, CheckpointError, export_hf, import_hf, open_checkpoint, toy
-from te_models.checkpoints.families.text_part import text_part
+from te_models.checkpoints.families.base.text_part import text_part
 from tests.checkpoints.family_cases import CASES as TEXTS
 from tests.checkpoints.family_cases import SIZES, fill
 from tests.checkpoints.hf_cases import assert_same_bits, stored, transformers

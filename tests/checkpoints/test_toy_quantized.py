@@ -25,6 +25,7 @@ def number_of_experts(folder: Path) -> int | None:
     return None if count is None else count - 1
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", ALL)
 def test_the_stored_numbers_are_those_of_the_original(tmp_path: Path, case: str) -> None:
     source, reference = make(ALL[case], tmp_path)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from te_models.checkpoints.boxes import Range, slices
-from te_models.checkpoints.checkpoint import open_checkpoint
+from te_models.checkpoints.folder.checkpoint import open_checkpoint
 from te_models.checkpoints.formats.source import VALUES
+from te_models.checkpoints.io.boxes import Range, slices
 from tests.checkpoints.quantized_cases import CASES, CHANNEL, make
 
 

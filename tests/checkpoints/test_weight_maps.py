@@ -11,13 +11,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from te_models.checkpoints import CheckpointError
-from te_models.checkpoints.boxes import Box, Range, count, flat_interval, full, slices, tiles
-from te_models.checkpoints.buffers import Ring
-from te_models.checkpoints.links import Link, Namespace, Stored, compose, identity_namespace, split_stacks
-from te_models.checkpoints.move import fill_tensor, split_piece, stream
-from te_models.checkpoints.ops import At, Concat, Deinterleaved, Layout, Rows, Stack, Transpose, Unsqueezed
-from te_models.checkpoints.plan import Output, make_plan
-from te_models.checkpoints.store import MemoryStore
+from te_models.checkpoints.io.boxes import Box, Range, count, flat_interval, full, slices, tiles
+from te_models.checkpoints.io.buffers import Ring
+from te_models.checkpoints.io.store import MemoryStore
+from te_models.checkpoints.plan.layout_ops import (
+    At,
+    Concat,
+    Deinterleaved,
+    Layout,
+    Rows,
+    Stack,
+    Transpose,
+    Unsqueezed,
+)
+from te_models.checkpoints.plan.plan import Output, make_plan
+from te_models.checkpoints.plan.stream import fill_tensor, split_piece, stream
+from te_models.checkpoints.plan.tensor_map import Link, Namespace, Stored, compose, identity_namespace, split_stacks
 
 
 def namespace(shape: tuple[int, ...], layout: Layout) -> Namespace:

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from te_models.checkpoints.plan import Output
-from te_models.checkpoints.shards import Shard
-from te_models.checkpoints.store import MemoryStore
-from te_models.checkpoints.writer import write_weights
+from te_models.checkpoints.io.store import MemoryStore
+from te_models.checkpoints.plan.plan import Output
+from te_models.checkpoints.write.shards import Shard
+from te_models.checkpoints.write.writer import write_weights
 
 
 @pytest.mark.parametrize("elements", [3, 5])

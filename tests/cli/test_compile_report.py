@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from te_models import GPTModel, compile_report
+from te_models import GPTModel
 from te_models.cli.main import main
+from te_models.compile import report as compile_report
 from tests.te_models.configs import VARIANTS, one_layer
 
 SLOW = pytest.mark.slow
@@ -93,6 +94,7 @@ def test_options_reach_the_report(folders: dict, capsys, monkeypatch: pytest.Mon
     assert seen == [(True, False, block), (False, True, whole)]
 
 
+@pytest.mark.slow
 def test_a_break_is_told_and_fails(folders: dict, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     load = GPTModel.from_pretrained
 

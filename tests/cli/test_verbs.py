@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from te_models.checkpoints.shards import parse_size
+from te_models.checkpoints.write.shards import parse_size
 from te_models.cli.main import main
 from te_models.layers import recipe
 from tests.byte_tokenizer import byte_tokenizer

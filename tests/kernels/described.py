@@ -12,7 +12,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_structure
 
-from te_models.kernels.registry import Registered
+from te_models.kernels.custom_op import Registered
 from tests.kernels.triton.quantize_cases import assert_bitwise
 
 Arguments = tuple[Any, ...]

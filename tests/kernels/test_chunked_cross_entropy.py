@@ -142,3 +142,25 @@ def test_multipliers_and_caps_share_one_graph() -> None:
         loss = compiled(x.requires_grad_(), weight, labels, chunk_tokens=4, **options)
         assert torch.allclose(loss, linear_cross_entropy(x, weight, labels, **options))
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("chunk_tokens", [None, 20, 1000])
+def test_a_main_gradient_gets_the_unrounded_sum(chunk_tokens: int | None, compiled: bool) -> None:
+    """The loss and the other gradients stay as they are."""
+    x, weight, bias, labels = inputs(63, 32, 97, torch.bfloat16)
+    options = {"multiplier": 0.5, "softcap": 3.0, "chunk_tokens": chunk_tokens}
+    function = linear_cross_entropy
+    if compiled:
+        function = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
+    main_grad, results = torch.ones(97, 32), []
+    for given in (None, main_grad):
+        leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
+        loss = function(leaves[0], leaves[1], labels, leaves[2], **options, main_grad=given)
+        (loss / 4).backward()
+        results.append([loss.detach(), *(leaf.grad for leaf in leaves)])
+    (*before, rounded_dw, db), (*after, none, same_db) = ([r[0], r[1], r[2], r[3]] for r in results)
+    torch.testing.assert_close([*after, same_db], [*before, db], rtol=2**-7, atol=1e-6)
+    added = main_grad.double() - 1
+    assert none is None and (added - rounded_dw.double()).norm() <= 2**-8 * rounded_dw.double().norm()
+    assert (added - added.bfloat16()).norm() >= 2**-11 * added.norm()  # of sums that were not rounded

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from te_models.kernels.quantize import e8m0_table, reference
+from te_models.kernels.quantize.fp8 import cpu as e8m0_table
+from te_models.kernels.quantize.fp8 import reference
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("fp8_dtype", (torch.float8_e4m3fn, torch.float8_e5m2), ids=str)
 @pytest.mark.parametrize("block", ((1, 32), (32, 1), (32, 32)), ids=str)
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)

@@ -52,3 +52,19 @@ def test_compiled_equals_eager_for_any_number_of_tokens() -> None:
             out.square().sum().backward()
             gradients.append((out.detach(), weight.grad))
         assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_a_main_gradient_gets_the_unrounded_sum(backend: str | None) -> None:
+    torch._dynamo.reset()
+    ids = torch.tensor([[1, 3, 3], [0, 3, 1]])
+    weight = torch.randn(5, 8).bfloat16().requires_grad_()
+    grad, main_grad = torch.randn(2, 3, 8).bfloat16(), torch.ones(5, 8)
+    run = embedding if backend is None else torch.compile(embedding, fullgraph=True, backend=backend)
+    out = run(ids, weight, main_grad)
+    assert torch.equal(out, weight[ids])
+    for _ in range(2):
+        out.backward(grad, retain_graph=True)
+    expected = torch.ones(5, 8).double().index_add_(0, ids.flatten(), 2 * grad.flatten(0, 1).double())
+    assert weight.grad is None
+    torch.testing.assert_close(main_grad.double(), expected, rtol=0, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Grouped GEMM, plain and quantized, on CPU: values, gradients, edges of the splits, rungs, compiled."""
+"""Grouped GEMM, plain and quantized, on CPU: values, gradients, edges of the splits, backends, compiled."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import torch
 import torch._dynamo.testing
 from torch import Tensor
 
-from te_models.kernels.gemm import ScaledOperand, rungs
-from te_models.kernels.gemm.rungs import Hardware
+from te_models.kernels.custom_op import flatten
+from te_models.kernels.gemm import ScaledOperand
+from te_models.kernels.gemm import backends as backends
+from te_models.kernels.gemm.backends import Hardware
 from te_models.kernels.grouped_gemm import (
     ROW_ALIGNMENT,
     emulation,
@@ -22,7 +24,6 @@ from te_models.kernels.grouped_gemm import (
     scaled_grouped_gemm_wgrad_accumulate_,
 )
 from te_models.kernels.grouped_gemm.choice import choose_plain, choose_scaled
-from te_models.kernels.registry import flatten
 from tests.kernels.scaled_cases import assert_within, exact, normal, quantized
 from tests.kernels.triton.test_grouped_gemm import FORMATS, SPLITS, check_wgrad, exact_rows, quantized_rows, ranges
 
@@ -78,7 +79,7 @@ def operands(formats: str, splits: list[int], tail: int, inner: int = 150) -> tu
 def test_quantized_rows(formats: str, splits: list[int], tail: int, dtype: torch.dtype) -> None:
     left, right = operands(formats, splits, tail)
     count = torch.tensor(splits)
-    # the emulation, and the rung that takes one scaled GEMM per group
+    # the emulation, and the backend that takes one scaled GEMM per group
     for y in (scaled_grouped_gemm(left, right, count, dtype), library.loop(left, right, count, dtype, True)):
         for g, (begin, end) in enumerate(ranges(splits)):
             assert_within(y[begin:end], exact_rows(left, begin, end, g, 1), exact(right)[g], roundings=2)
@@ -118,45 +119,45 @@ def test_nvfp4_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("formats", "hw", "rung"),
+    ("formats", "hw", "backend"),
     [
         ("pow2", H100, "triton"),
         ("mxfp8", H100, "triton"),
         ("per_tensor", H100, "triton"),
-        ("pow2", NO_TRITON, "emulation"),  # blocks of E5M2 by E4M3: no rung but Triton
+        ("pow2", NO_TRITON, "emulation"),  # blocks of E5M2 by E4M3: no backend but Triton
         ("pow2", Hardware("cpu"), "emulation"),
     ],
 )
-def test_rungs_of_quantized_rows(formats: str, hw: Hardware, rung: str) -> None:
+def test_backends_of_quantized_rows(formats: str, hw: Hardware, backend: str) -> None:
     left, right = operands(formats, [16, 16], 0, inner=128)
     choice = choose_scaled("scaled_grouped_gemm", left, right, torch.bfloat16, hw)
-    assert choice.rung == rung
-    assert choice.fallback == (rung == "emulation" and hw.type == "cuda")
+    assert choice.backend == backend
+    assert choice.fallback == (backend == "emulation" and hw.type == "cuda")
 
 
-def test_rungs_without_triton() -> None:
+def test_backends_without_triton() -> None:
     rows, weight = normal(32, 128, seed=1), normal(2, 32, 128, seed=2)
     blocks = quantized(rows, "pow2", (1, 128)), quantized(weight, "pow2", (128, 128))
-    assert choose_scaled("scaled_grouped_gemm", *blocks, torch.bfloat16, NO_TRITON).rung == "loop"
+    assert choose_scaled("scaled_grouped_gemm", *blocks, torch.bfloat16, NO_TRITON).backend == "loop"
     whole = quantized(rows, "per_tensor", None), quantized(weight, "per_tensor", None)
     whole = whole[0]._replace(scale_inv=whole[0].scale_inv.expand(2)), whole[1]
-    assert choose_scaled("scaled_grouped_gemm", *whole, torch.bfloat16, NO_TRITON).rung == "native"
-    assert choose_scaled("scaled_grouped_gemm", *whole, torch.float32, NO_TRITON).rung == "loop"
-    for tensors, hw, rung in (
+    assert choose_scaled("scaled_grouped_gemm", *whole, torch.bfloat16, NO_TRITON).backend == "native"
+    assert choose_scaled("scaled_grouped_gemm", *whole, torch.float32, NO_TRITON).backend == "loop"
+    for tensors, hw, backend in (
         ((rows, weight), H100, "triton"),
         ((rows, weight), NO_TRITON, "native"),
         ((rows.float(), weight.float()), NO_TRITON, "loop"),
         ((rows, weight), Hardware("cpu"), "loop"),
     ):
-        assert choose_plain("grouped_gemm", *tensors, hw).rung == rung
+        assert choose_plain("grouped_gemm", *tensors, hw).backend == backend
 
 
 def test_explanations_and_counts() -> None:
-    rungs.reset_gemm_counts()
+    backends.reset_gemm_counts()
     left, right = operands("pow2", [4, 4], 0)
     splits = torch.tensor([4, 4])
     scaled_grouped_gemm(left, right, splits, torch.bfloat16)
-    assert rungs.gemm_counts() == {("scaled_grouped_gemm", "emulation"): 1, ("grouped_gemm", "loop"): 1}
+    assert backends.gemm_counts() == {("scaled_grouped_gemm", "emulation"): 1, ("grouped_gemm", "loop"): 1}
     assert explain_grouped_gemm(torch.ones(2, 2), torch.ones(1, 2, 2)).startswith(
         "grouped_gemm runs as loop; not triton"
     )

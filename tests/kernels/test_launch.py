@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from te_models.kernels.custom_op import like, operation, registration
 from te_models.kernels.launch import on_gpu_of_arguments
 from te_models.kernels.norm.op import norm_fwd
-from te_models.kernels.registry import like, operation, registration
 
 
 @pytest.fixture

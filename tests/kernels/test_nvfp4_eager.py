@@ -10,7 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from te_models.kernels.quantize import blocks, nvfp4, nvfp4_eager, random, random_eager
+from te_models.kernels.quantize import random
+from te_models.kernels.quantize import random as random_eager
+from te_models.kernels.quantize.fp8 import blocks
+from te_models.kernels.quantize.nvfp4 import cpu as nvfp4_eager
+from te_models.kernels.quantize.nvfp4 import reference as nvfp4
 
 BLOCKS = [(1, 16), (16, 16), (16, 1)]
 

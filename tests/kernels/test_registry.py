@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from te_models.kernels.registry import (
+from te_models.kernels.custom_op import (
     Alias,
     Encoded,
     Kind,
@@ -26,11 +26,13 @@ from te_models.kernels.registry import (
     differentiable,
     flatten,
     gradient_of,
-    kinds,
     like,
     operation,
     registered,
     registration,
+)
+from te_models.kernels.custom_op import (
+    schema as kinds,
 )
 from te_models.layers import MXFP8Quantizer
 
@@ -420,8 +422,8 @@ def test_a_direct_call_goes_past_the_dispatcher_where_nobody_looks() -> None:
     """The results and the errors are the same; modes, autograd and tensor subclasses see the call."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
+    from te_models.kernels.custom_op import direct
     from te_models.kernels.grouped_gemm import grouped_gemm
-    from te_models.kernels.registry import direct
 
     class Seen(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):

@@ -13,7 +13,7 @@ from te_models.kernels.quantize import (
     round_blockwise,
     round_per_tensor,
 )
-from te_models.kernels.quantize.rounding import round_fp8
+from te_models.kernels.quantize.fp8.rounding import round_fp8
 from te_models.kernels.torch_versions import saturating_cast
 
 FORMATS = list(FP8_MAX)
@@ -62,6 +62,7 @@ def test_the_cast_saturates(fp8_dtype: torch.dtype, compiled: bool) -> None:
     assert_same(function(v, fp8_dtype).float(), expected(v, fp8_dtype))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["float32", "pow2", "e8m0"])
 @pytest.mark.parametrize("fp8_dtype", FORMATS)
 def test_blocks_round_as_they_are_quantized(fp8_dtype: torch.dtype, kind: str) -> None:

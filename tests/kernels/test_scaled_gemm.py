@@ -1,4 +1,4 @@
-"""Scaled GEMM: the emulation against float64, which rung is chosen and why, counters, layouts for the library."""
+"""Scaled GEMM: the emulation against float64, which backend is chosen and why, counters, layouts for the library."""
 
 from __future__ import annotations
 
@@ -6,11 +6,20 @@ import pytest
 import torch
 
 from te_models.kernels import quantize as q
-from te_models.kernels.gemm import ScaledOperand, explain_gemm, native, rungs, scaled_gemm, scaled_gemm_accumulate_
+from te_models.kernels.custom_op import flatten
+from te_models.kernels.gemm import (
+    ScaledOperand,
+    explain_gemm,
+    native,
+    scaled_gemm,
+    scaled_gemm_accumulate_,
+)
+from te_models.kernels.gemm import (
+    backends as backends,
+)
+from te_models.kernels.gemm.backends import Hardware
 from te_models.kernels.gemm.choice import choose
 from te_models.kernels.gemm.op import _scaled_gemm
-from te_models.kernels.gemm.rungs import Hardware
-from te_models.kernels.registry import flatten
 from tests.kernels.scaled_cases import E5M2, SIDES, assert_within, exact, normal, quantized
 
 H100 = Hardware("cuda", (9, 0), True, (13, 0))
@@ -71,24 +80,24 @@ RUNGS = [
 ]
 
 
-@pytest.mark.parametrize(("sides", "shape", "hw", "rung"), RUNGS, ids=str)
-def test_rungs(sides: str, shape: tuple[int, int, int], hw: Hardware, rung: str) -> None:
+@pytest.mark.parametrize(("sides", "shape", "hw", "backend"), RUNGS, ids=str)
+def test_backends(sides: str, shape: tuple[int, int, int], hw: Hardware, backend: str) -> None:
     choice = choose(*pair(sides, shape), torch.bfloat16, hw)
-    assert choice.rung == rung
-    assert choice.fallback == (rung == "emulation" and hw.type == "cuda")
+    assert choice.backend == backend
+    assert choice.fallback == (backend == "emulation" and hw.type == "cuda")
     assert [name for name, _ in choice.passed_over] == ["native", "triton"][
-        : ["native", "triton", "emulation"].index(rung)
+        : ["native", "triton", "emulation"].index(backend)
     ]
 
 
-def test_what_no_rung_multiplies_is_emulated() -> None:
+def test_what_no_backend_multiplies_is_emulated() -> None:
     left, right = normal(64, 128, seed=1), normal(64, 128, seed=2)
     block, whole = quantized(left, "pow2", (1, 128)), quantized(right, "per_tensor", None)
-    assert choose(block, whole, torch.bfloat16, H100).rung == "emulation"
+    assert choose(block, whole, torch.bfloat16, H100).backend == "emulation"
     squares = quantized(left, "pow2", (128, 128)), quantized(right, "pow2", (128, 128))
-    assert choose(*squares, torch.bfloat16, H100).rung == "triton"
+    assert choose(*squares, torch.bfloat16, H100).backend == "triton"
     gradients = quantized(left, "per_tensor", None, E5M2), quantized(right, "per_tensor", None, E5M2)
-    assert choose(*gradients, torch.bfloat16, H100).rung == "triton"
+    assert choose(*gradients, torch.bfloat16, H100).backend == "triton"
 
 
 def test_explanation_counts_one_warning_and_strictness() -> None:
@@ -97,18 +106,18 @@ def test_explanation_counts_one_warning_and_strictness() -> None:
         "scaled_gemm runs as emulation; not native: it needs a CUDA device, this is cpu; not triton: it needs a CUDA "
         "device, this is cpu"
     )
-    rungs.reset_gemm_counts()
+    backends.reset_gemm_counts()
     scaled_gemm(left, right, torch.bfloat16)
-    assert rungs.gemm_counts() == {("scaled_gemm", "emulation"): 1}
+    assert backends.gemm_counts() == {("scaled_gemm", "emulation"): 1}
     with pytest.raises(ValueError, match="strict asks for a GEMM on the quantized numbers themselves"):
         scaled_gemm(left, right, torch.bfloat16, strict=True)
     fallback = choose(left, right, torch.bfloat16, H100)
     with pytest.warns(RuntimeWarning, match=r"not native: nvfp4 blocks need compute capability 10\.0"):
-        rungs.record(fallback, strict=False)
-    rungs.record(fallback, strict=False)  # counted, not told again: a second warning would fail this test
-    assert rungs.gemm_counts() == {("scaled_gemm", "emulation"): 3}
-    rungs.reset_gemm_counts()
-    assert rungs.gemm_counts() == {}
+        backends.record(fallback, strict=False)
+    backends.record(fallback, strict=False)  # counted, not told again: a second warning would fail this test
+    assert backends.gemm_counts() == {("scaled_gemm", "emulation"): 3}
+    backends.reset_gemm_counts()
+    assert backends.gemm_counts() == {}
 
 
 def test_operands_that_do_not_fit_are_errors() -> None:

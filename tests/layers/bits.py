@@ -29,6 +29,11 @@ def weight_quantizers() -> dict[str, Quantizer]:
     }
 
 
+def in_dtype(x: QuantizedTensor, dtype: torch.dtype) -> QuantizedTensor:
+    """The same fields with another logical dtype, as a converted module has them."""
+    return x.map_fields(lambda field: field, dtype)
+
+
 def raw(field: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor."""
     return field.detach().contiguous().flatten().view(torch.uint8)

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from te_models.layers import FusedAdamW, Linear
-from te_models.layers.fsdp import local_part
+from te_models.layers.tensor.fsdp import local_part
 from tests.ranks import report_cases
 
 MOMENTS = ("float32", "bfloat16", "float8")

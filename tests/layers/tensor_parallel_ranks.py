@@ -27,7 +27,7 @@ from te_models.layers import (
     recipe,
 )
 from te_models.layers.collectives import all_gather, reduce_scatter
-from te_models.layers.tensor_parallel import part_of
+from te_models.layers.distributed.tensor_parallel import part_of
 from tests.ranks import report_cases
 from tests.te_models.configs import tiny, tiny_moe
 

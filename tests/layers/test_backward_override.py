@@ -70,6 +70,7 @@ def test_dequantized_uses_what_fprop_multiplied(name: str, grouped: bool) -> Non
     torch.testing.assert_close(dw, expected[1], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("override", ["high_precision", "dequantized"])
 @pytest.mark.parametrize("name", ["delayed", "mxfp8"])
 def test_compiled_equals_eager(name: str, override: str) -> None:

@@ -27,8 +27,8 @@ from te_models.layers import (
     Recipe,
     autocast,
 )
-from te_models.layers.delayed import Float8Quantizer
 from te_models.layers.quantizer import Quantizer
+from te_models.layers.quantizer.delayed import Float8Quantizer
 from tests.layers.bits import same_bits, weight_quantizers
 from tests.layers.quantizer.examples import DELAYED, EXAMPLES
 from tests.layers.quantizer.test_values import WithGroup
@@ -77,6 +77,7 @@ _BY_INDUCTOR = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("name", "backend"), [*((name, "aot_eager") for name in weight_quantizers()), *_BY_INDUCTOR])
 def test_fp8_output_keeps_its_quantizer_through_the_compiled_path(name: str, backend: str) -> None:
     """A quantized tensor that a graph makes comes out with the quantizer that made it, and can be used as such."""

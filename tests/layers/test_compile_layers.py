@@ -76,6 +76,7 @@ MATRIX = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind, name, stored, train", MATRIX)
 def test_one_graph_for_all_shapes_splits_and_equal_recipes(
@@ -107,6 +108,7 @@ def test_one_graph_for_all_shapes_splits_and_equal_recipes(
     assert seen == ([1, 1, 1, 2, 2, 2] if train else [1, 1, 1])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", NAMES, ids=str)
 @pytest.mark.parametrize("kind", ["linear", "grouped"])
 def test_inductor_computes_the_same_bits(kind: str, name: str | None) -> None:
@@ -119,6 +121,7 @@ def test_inductor_computes_the_same_bits(kind: str, name: str | None) -> None:
     assert graphs() == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["linear", "grouped"])
 def test_inductor_takes_quantized_parameters(kind: str) -> None:
     """Warnings are errors here: the compiler's cache must be able to key on the parameter's class."""

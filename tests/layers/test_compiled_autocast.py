@@ -48,6 +48,7 @@ def assert_same(got: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "name", "outer", "inner"),
     [

@@ -68,6 +68,7 @@ def test_a_step_compiled_whole(kind: str, quantized: bool) -> None:
         torch.testing.assert_close(whole[0], eager[0], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @NOT_COMPILED
 def test_a_step_compiled_in_part() -> None:
     """The rate is a number; requantization and the encoding of moments are compiled."""

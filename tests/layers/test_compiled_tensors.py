@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from te_models.layers import GroupedTensor, NVFP4Quantizer, QuantizedTensor
-from tests.layers.bits import same_bits, weight_quantizers
+from tests.layers.bits import in_dtype, same_bits, weight_quantizers
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -62,6 +62,19 @@ def test_graphs_quantize_and_update_in_place(name: str) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+def test_graphs_return_the_values_in_another_dtype() -> None:
+    def function(x: QuantizedTensor) -> tuple[torch.Tensor, ...]:
+        return x.float(), x.to(torch.bfloat16), x.detach().clone().double(), torch.empty_like(x, dtype=torch.float16)
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for seed in range(2):
+        x = make("mxfp8", seed)
+        for got, expected in zip(compiled(x)[:3], function(x), strict=False):
+            assert type(got) is torch.Tensor and got.dtype == expected.dtype and torch.equal(got, expected)
+        assert type(compiled(x)[3]) is torch.Tensor
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
 def test_another_format_or_usage_is_another_graph() -> None:
     compiled = torch.compile(lambda x: x.dequantize() + 1, fullgraph=True, backend="aot_eager")
     for i, x in enumerate((make("mxfp8", 0), make("mxfp8", 0).update_usage(columnwise=False), make("float8", 0)), 1):
@@ -72,7 +85,7 @@ def test_another_format_or_usage_is_another_graph() -> None:
 def test_the_key_of_the_compilers_cache_tells_tensors_apart() -> None:
     base = make("mxfp8", 0)
     same = [base, make("mxfp8", 1), base.clone()]
-    other = [make("float8", 0), make("mxfp8", 0, True), base.to(torch.bfloat16), base.view(-1), base.t()]
+    other = [make("float8", 0), make("mxfp8", 0, True), in_dtype(base, torch.bfloat16), base.view(-1), base.t()]
     other += [base.clone().update_usage(columnwise=False), nn.Parameter(base)]
     assert len({x._stable_hash_for_caching() for x in same}) == 1
     assert len({x._stable_hash_for_caching() for x in (base, *other)}) == 1 + len(other)

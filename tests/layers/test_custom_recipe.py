@@ -17,7 +17,7 @@ from te_models.layers import (
     autocast,
     quantized_model_init,
 )
-from te_models.layers.delayed import DelayedScalingQuantizer
+from te_models.layers.quantizer.delayed import DelayedScalingQuantizer
 
 
 @pytest.mark.parametrize("grouped", [False, True])

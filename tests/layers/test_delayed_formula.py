@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from te_models.layers.delayed import Float8Quantizer, next_history, next_scale
+from te_models.layers.quantizer.delayed import Float8Quantizer, next_history, next_scale
 from tests.layers import emulation as em
 from tests.layers.quantizer.inputs import DTYPES, matrices
 

@@ -21,6 +21,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Tensor]]:
     return [load_file(results.with_suffix(f".{rank}")) for rank in range(2)]
 
 
+@pytest.mark.slow
 def test_compiled_steps_with_a_resume_equal_eager_ones_on_each_rank(ranks: list[dict[str, Tensor]]) -> None:
     for found in ranks:
         for key in ("outputs", "scales", "histories"):

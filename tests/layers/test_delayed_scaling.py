@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -29,10 +30,10 @@ from te_models.layers import (
     current_recipe,
     load_recipe_state,
     ops,
-    quantized_module,
     recipe_state,
     recompute_contexts,
 )
+from te_models.layers.module import base as quantized_module
 from tests.layers.delayed_ranks import Experts
 
 MAX = {"input": 448.0, "weight": 448.0, "grad_output": 57344.0}
@@ -493,6 +494,8 @@ def test_state_moves_by_name_and_refuses_what_does_not_fit() -> None:
         load_recipe_state(target, {"left.fp8_scale": state["up.fp8_scale"]})
     with pytest.raises(ValueError, match=r"fp8_scale has shape \(3, 2\); expected \(3, 1\)"):
         load_recipe_state(target, {"up.fp8_scale": torch.ones(3, 2)})
+    with pytest.raises(ValueError, match=r"fp8_scale has dtype torch.int64; expected torch.float32"):
+        load_recipe_state(target, {"up.fp8_scale": torch.ones(3, 1, dtype=torch.int64)})
 
 
 def test_training_goes_on_after_loading_in_inference_mode() -> None:
@@ -508,9 +511,8 @@ def test_training_goes_on_after_loading_in_inference_mode() -> None:
 
 def test_a_module_may_be_freed_while_the_live_ones_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = Linear(8, 8)
-    ordinals = [kept._ordinal, 10**9]  # the second one's module is freed between the two steps of listing
-    modules = quantized_module._modules
-    monkeypatch.setattr(modules, "keys", lambda: ordinals)
+    references = [weakref.ref(kept), lambda: None]  # the second one's module is freed between the two steps of listing
+    monkeypatch.setattr(quantized_module._modules, "valuerefs", lambda: references)
     assert quantized_module.live_modules() == [kept]
 
 

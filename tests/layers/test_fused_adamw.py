@@ -452,6 +452,48 @@ def test_wrong_arguments_are_named() -> None:
         other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
+@pytest.mark.parametrize("moments", ["float32", "bfloat16", "float8"])
+def test_a_state_that_does_not_fit_is_refused(moments: str) -> None:
+    """The fused update writes as many elements as the weight has, wherever that leads in a smaller moment's memory; and
+    a moment of another dtype was copied before each update, and never moved."""
+    weight = nn.Parameter(torch.ones(4, 64, dtype=torch.bfloat16))
+    optimizer = FusedAdamW([weight], master_weights=True, moment_dtype=moments)
+    train([weight], optimizer, range(1))
+    good = optimizer.state_dict()
+    fresh = nn.Parameter(torch.ones(4, 64, dtype=torch.bfloat16))
+    other = FusedAdamW([fresh], master_weights=True, moment_dtype=moments)
+    for name, value in good["state"][0].items():
+        for wrong, message in (
+            (value[None].clone(), r"allowed: \(|in blocks \(1, "),
+            (value.reshape(-1)[:1].repeat(3), r"allowed: \(|in blocks \(3,\)"),
+            (value.to(torch.float16), f"holds {name} of shape .* and torch.float16"),
+            (value.double(), f"holds {name} of shape .* and torch.float64"),
+            (value.tolist(), f"holds '{name}' as (list|float); allowed: tensors"),
+            (None, f"lacks '{name}' for a parameter|moments of moment_dtype"),
+        ):
+            if (wrong is None and name == "master") or (name == "exp_avg" and moments == "bfloat16"):
+                continue
+            bad = copy.deepcopy(good)
+            bad["state"][0][name] = wrong
+            if wrong is None:
+                del bad["state"][0][name]
+            with pytest.raises(ValueError, match=message) as error:
+                other.load_state_dict(bad)
+            assert "\n" not in str(error.value)
+            assert not other.state, "nothing was taken over"
+    renamed = copy.deepcopy(good)
+    renamed["state"][0]["master_param"] = renamed["state"][0].pop("master")
+    with pytest.raises(ValueError, match="holds 'master_param' for a parameter; its entries are exp_avg"):
+        other.load_state_dict(renamed)
+    other.load_state_dict(good)
+    train([weight], optimizer, range(1, 2))
+    with torch.no_grad():
+        fresh.copy_(weight)
+    train([fresh], other, range(1, 2))
+    for name, value in optimizer.state[weight].items():
+        assert torch.equal(value.float(), other.state[fresh][name].float()), name
+
+
 def test_working_copies_of_few_parameters_exist_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step's float32 copies are bounded, whatever the size of the model."""
     parameters = [torch.nn.Parameter(torch.ones(size, dtype=torch.bfloat16)) for size in (40, 30, 50, 120, 10, 60)]
@@ -465,7 +507,7 @@ def test_working_copies_of_few_parameters_exist_at_a_time(monkeypatch: pytest.Mo
         together.append([update.weight.numel() for update in work])
         finish(work, *rest)
 
-    monkeypatch.setattr("te_models.layers.fused_adamw._CHUNK", {"cpu": 100})
+    monkeypatch.setattr("te_models.layers.optimizer.fused_adamw._CHUNK", {"cpu": 100})
     monkeypatch.setattr(optimizer, "_finish", noted)
     optimizer.step()
     assert together == [[40, 30], [50], [100], [20, 10, 60]]
@@ -481,7 +523,7 @@ def test_a_parameter_in_pieces_is_updated_as_a_whole_one(
     """Random bits included: they are those of the element, not of its place in a piece."""
     results = []
     for chunk in (1 << 20, 64, 128):  # whole vectors: the update's own kernel rounds otherwise past the last one
-        monkeypatch.setattr("te_models.layers.fused_adamw._CHUNK", {"cpu": chunk})
+        monkeypatch.setattr("te_models.layers.optimizer.fused_adamw._CHUNK", {"cpu": chunk})
         torch.manual_seed(0)
         parameter = torch.nn.Parameter(torch.randn(30, 11, dtype=torch.bfloat16))
         optimizer = FusedAdamW([parameter], lr=0.1, weight_decay=0.3, master_weights=master, moment_dtype=moments)

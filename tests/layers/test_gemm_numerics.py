@@ -55,6 +55,7 @@ def gradients(
     return y.detach(), x.grad, layer.weight.grad
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", UNIT, ids=str)
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("stored", [False, True], ids=["plain", "primary"])
@@ -84,6 +85,7 @@ def stacked(layer: GroupedLinear, of: Callable[[torch.Tensor], torch.Tensor]) ->
     return list(found[0]) if len(found) == 1 else found
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("stored", [False, True], ids=["plain", "primary"])

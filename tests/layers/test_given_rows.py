@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from te_models.layers import GroupedLinear, GroupedRows, Quantizer, autocast, given_rows, recipe, sides
+from te_models.layers import GroupedLinear, GroupedRows, Quantizer, autocast, recipe
+from te_models.layers.functional import gemm_operand as sides
+from te_models.layers.functional import quantized_rows as given_rows
 from tests.layers.ops.steps import assert_equal, fresh, reset
 
 NAMES = ["current", "block", "mxfp8", "nvfp4"]

@@ -26,7 +26,7 @@ from te_models.layers import (
     QuantizedTensor,
     Quantizer,
 )
-from te_models.layers.row_groups import RowGroups
+from te_models.layers.quantizer.group_offsets import RowGroups
 from tests.layers.bits import raw, same_bits
 
 FORMATS: dict[str, Quantizer] = {
@@ -156,7 +156,7 @@ def test_copies_moves_and_files(name: str) -> None:
     assert grouped.detach().rowwise_data.data_ptr() == grouped.rowwise_data.data_ptr()
     assert grouped.clone().m_splits.data_ptr() != grouped.m_splits.data_ptr()
     half = grouped.to(torch.bfloat16)
-    assert half.dtype is half.dequantize().dtype is torch.bfloat16 and same_rows(half, grouped)
+    assert type(half) is torch.Tensor and torch.equal(half, grouped.dequantize().to(torch.bfloat16))
     meta = grouped.to("meta")
     assert {f.device.type for f in (*meta.fields.values(), meta.m_splits)} == {"meta"}
     empty = torch.empty_like(grouped)
@@ -218,6 +218,7 @@ def test_operands_of_grouped_gemms(name: str) -> None:
         torch.testing.assert_close(y[begins[i] : begins[i] + splits[i]], expected, rtol=1e-5, atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4_rht"])
 def test_compiled_functions_take_and_return_rows_of_any_splits(name: str) -> None:
     torch._dynamo.reset()
@@ -289,7 +290,7 @@ def test_what_the_layout_does_not_allow_is_refused() -> None:
 
 
 def test_a_file_with_wrong_splits_is_refused() -> None:
-    from te_models.layers.tensor_classes import rebuild_quantized
+    from te_models.layers.tensor.formats import rebuild_quantized
 
     _, (name, quantizer, shape, dtype, fields, flags) = make("mxfp8").__reduce_ex__(2)
     for wrong, message in ((torch.tensor([200, 0, 0, 0]), "add up to at most 170"), (None, "m_splits is None")):

@@ -32,7 +32,7 @@ from te_models.layers import (
     recipe_report,
     store_weights,
 )
-from te_models.layers.overrides import matches
+from te_models.layers.recipe.per_module import matches
 from te_models.model import GPTModel
 from tests.te_models.configs import VOCAB, tiny
 
@@ -141,7 +141,7 @@ def test_the_first_matching_rule_decides() -> None:
     assert MIXED.for_module("decoder.layers.1.mlp.linear_fc1") == MXFP8BlockScaling()
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_model_runs_and_reports_each_layer_as_asked(compiled: bool) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)

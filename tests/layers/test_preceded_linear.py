@@ -14,10 +14,10 @@ from te_models.layers import (
     autocast,
     collect_statistics,
     ops,
-    preceded_linear,
     recipe,
-    sides,
 )
+from te_models.layers.functional import gemm_operand as sides
+from te_models.layers.functional import norm_linear as preceded_linear
 from te_models.layers.quantizer import MXFP8Quantizer
 from tests.layers.ops.steps import NAMES, assert_equal, step
 
@@ -96,6 +96,7 @@ def test_on_cpu_they_stay_apart(made: list, monkeypatch: pytest.MonkeyPatch) -> 
     assert not made
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("name", ["delayed", "current", "block", "mxfp8"])
 @pytest.mark.parametrize("kind", ["layer_norm", "swiglu", "operations", "linear"])

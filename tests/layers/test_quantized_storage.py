@@ -25,10 +25,10 @@ from te_models.layers import (
     QuantizedTensor,
     Quantizer,
 )
-from te_models.layers.field_schema import empty_fields, entry_suffix, field_layouts
-from te_models.layers.quantized_storage import STORAGE_CLASSES
 from te_models.layers.quantizer import QUANTIZERS
-from te_models.layers.tensor_classes import TENSOR_CLASSES
+from te_models.layers.quantizer.schema import empty_fields, entry_suffix, field_layouts
+from te_models.layers.tensor.formats import TENSOR_CLASSES
+from te_models.layers.tensor.storage import STORAGE_CLASSES
 from tests.layers.bits import raw, same_bits, weight_quantizers
 
 FORMATS = weight_quantizers()

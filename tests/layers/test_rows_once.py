@@ -25,15 +25,15 @@ from te_models.layers import (
     Quantizer,
     QuantizerRole,
     Recipe,
-    aligned_rows,
     autocast,
     collect_statistics,
-    grouped_function,
     recipe,
-    row_groups,
     set_rounding_seed,
-    sides,
 )
+from te_models.layers.functional import aligned_rows
+from te_models.layers.functional import gemm_operand as sides
+from te_models.layers.functional import grouped_linear as grouped_function
+from te_models.layers.quantizer import group_offsets as row_groups
 
 NAMES = ["delayed", "current", "block", "mxfp8", "nvfp4"]
 SPLITS = [33, 0, 25]

@@ -27,7 +27,7 @@ from te_models.layers import (
     recompute_contexts,
     set_rounding_seed,
 )
-from te_models.layers.whole_model import quantized_modules
+from te_models.layers.module.model_state import quantized_modules
 from tests.layers.matrix_recipes import NAMES, fresh
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -153,6 +153,7 @@ def compiled(block: Block, saved: str, name: str | None) -> tuple[list[Tensor], 
     return three_steps(block, run, name), products
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "nvfp4" else pytest.mark.slow) for n in NAMES])
 def test_compiled_the_same_is_kept(name: str | None) -> None:
     eager = three_steps(block := build(), block, name)

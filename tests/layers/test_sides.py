@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from te_models.kernels.gemm import ScaledOperand, gemm_counts, reset_gemm_counts, strict_gemms, traced_fallbacks
+from te_models.kernels.gemm.backends import Hardware
 from te_models.kernels.gemm.choice import choose
-from te_models.kernels.gemm.rungs import Hardware
 from te_models.layers import (
     CustomRecipe,
     GroupedLinear,
@@ -21,8 +21,8 @@ from te_models.layers import (
     quantized_model_init,
     recipe,
     set_rounding_seed,
-    sides,
 )
+from te_models.layers.functional import gemm_operand as sides
 
 RECIPES = ["delayed", "current", "block", "mxfp8", "nvfp4"]
 
@@ -121,7 +121,7 @@ def test_values_of_a_format_without_packed_numbers_are_a_fallback(monkeypatch: p
     monkeypatch.setattr(sides, "_DEQUANTIZING_DEVICES", ())
     with pytest.warns(RuntimeWarning, match="there is no kernel for nvfp4 by nvfp4"):
         run("grouped", CustomRecipe(qfactory=factory), torch.float32, stored=False)
-    ran = {name: count for (name, rung), count in gemm_counts().items() if name.startswith("scaled")}
+    ran = {name: count for (name, backend), count in gemm_counts().items() if name.startswith("scaled")}
     assert ran == {"scaled_grouped_gemm": 4, "scaled_grouped_gemm_wgrad": 2}
 
 
@@ -147,7 +147,7 @@ def test_four_bit_weights_in_squares_have_packed_numbers_for_dgrad(
     if not grouped:
         key = torch.zeros(2, dtype=torch.int64)
         left = sides.side(quantizers.grad_output, torch.randn(32, 64).bfloat16(), "rowwise", torch.bfloat16, key)
-        assert choose(left, right, torch.bfloat16, Hardware("cuda", (10, 0), True, (12, 9))).rung == "native"
+        assert choose(left, right, torch.bfloat16, Hardware("cuda", (10, 0), True, (12, 9))).backend == "native"
 
 
 def test_a_fallback_in_a_compiled_graph_is_counted_when_it_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:

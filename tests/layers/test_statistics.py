@@ -34,7 +34,7 @@ from te_models.layers import (
     recipe,
     set_rounding_seed,
 )
-from te_models.layers.row_groups import RowGroups
+from te_models.layers.quantizer.group_offsets import RowGroups
 
 
 def fp8(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:

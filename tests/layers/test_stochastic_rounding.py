@@ -33,7 +33,7 @@ from te_models.layers import (
     recipe_state,
     set_rounding_seed,
 )
-from te_models.layers.grouped_rows import quantize_rows
+from te_models.layers.tensor.grouped_rows import quantize_rows
 from tests.layers import emulation_nvfp4 as em
 from tests.layers.bits import raw, same_bits
 

@@ -28,8 +28,8 @@ from te_models.layers import (
     ops,
     quantized_model_init,
     recipe_report,
-    stored_form,
 )
+from te_models.layers.functional import weight_format as stored_form
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: Linear(256, 128, bias=False),
@@ -77,6 +77,7 @@ OTHER_FORMS = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("stored, wanted, text", OTHER_FORMS)
 def test_another_form_of_the_format_runs_and_warns_once(

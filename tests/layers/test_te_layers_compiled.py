@@ -85,6 +85,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, name", CASES)
 def test_one_graph_for_all_lengths(kind: str, name: str | None) -> None:
     torch.manual_seed(0)

@@ -12,7 +12,7 @@ from torch import nn
 
 import te_models
 import te_models.layers as te
-from te_models.layers.recipes import DelayedScaling, Format
+from te_models.layers.recipe.recipes import DelayedScaling, Format
 
 LAYERS = {
     "Linear": lambda **options: te.Linear(16, 24, **options),

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import te_models.layers as te
-from te_models.layers import recipes as recipe
+from te_models.layers.recipe import recipes as recipe
 
 HIDDEN, FFN, HEADS, SEQ, BATCH = 64, 128, 4, 16, 2
 

@@ -25,8 +25,8 @@ from te_models.layers import (
     quantized_model_init,
     recipe,
 )
-from te_models.layers.tensor_classes import rebuild_quantized
-from tests.layers.bits import same_bits, weight_quantizers
+from te_models.layers.tensor.formats import rebuild_quantized
+from tests.layers.bits import in_dtype, same_bits, weight_quantizers
 
 FORMATS = weight_quantizers()
 
@@ -163,11 +163,65 @@ def test_empty_like_is_quantized_and_zeros_like_is_what_moments_are_made_of(quan
     assert type(torch.ones_like(quantized)) is torch.Tensor
 
 
-def test_another_dtype_changes_what_is_read_and_no_stored_number(quantized: QuantizedTensor) -> None:
-    for half in (quantized.half(), quantized.to(torch.float16)):
-        assert half.dtype is half.dequantize().dtype is (half + 1).dtype is torch.float16
-        assert same_bits(half, quantized)
-    assert quantized.to(torch.int32).dtype is torch.int32
+def test_another_dtype_is_that_of_the_values(quantized: QuantizedTensor) -> None:
+    values = quantized.dequantize(torch.float64)
+    float64, float16 = torch.float64, torch.float16
+    for plain in (
+        quantized.half(),
+        quantized.to(float16),
+        quantized.type(float16),
+        quantized.to("cpu", float16),
+        quantized.type_as(torch.ones((), dtype=float16)),
+        quantized.double(),
+        quantized.to(float64),
+        quantized.bfloat16(),
+        quantized.float(),
+        quantized.detach().clone().float(),
+        nn.Parameter(quantized).detach().float(),
+        quantized.to(torch.int32),
+    ):
+        assert type(plain) is torch.Tensor and torch.equal(plain, values.to(plain.dtype))
+    assert quantized.half().dtype is float16 and quantized.double().dtype is float64
+    meta = quantized.to("meta", float16)
+    assert type(meta) is torch.Tensor and (meta.dtype, meta.shape, meta.is_meta) == (float16, quantized.shape, True)
+
+
+def test_the_same_dtype_is_no_conversion(quantized: QuantizedTensor) -> None:
+    for same in (quantized.to(torch.float32), quantized.to("cpu", copy=True), quantized.to(torch.float32, copy=True)):
+        assert type(same) is type(quantized) and same_bits(same, quantized)
+
+
+def test_new_tensors_of_another_dtype_are_plain(quantized: QuantizedTensor) -> None:
+    """What a float32 master of a bfloat16 weight is allocated with."""
+    half = in_dtype(quantized, torch.bfloat16)
+    for new in (
+        torch.empty_like(half, dtype=torch.float32),
+        torch.zeros_like(half, dtype=torch.float32),
+        half.new_empty(half.shape, dtype=torch.float32),
+        half.new_zeros(half.shape, dtype=torch.float32),
+        torch.empty_like(half, dtype=torch.float32, device="meta"),
+    ):
+        assert type(new) is torch.Tensor and new.dtype is torch.float32 and new.shape == half.shape
+    assert type(torch.empty_like(half)) is type(torch.empty_like(half, dtype=torch.bfloat16)) is type(half)
+    master = torch.empty_like(half, dtype=torch.float32).copy_(half)
+    assert torch.equal(master, half.dequantize(torch.float32))
+
+
+def test_gradients_pass_a_conversion(quantized: QuantizedTensor) -> None:
+    parameter = nn.Parameter(quantized)
+    for convert in (parameter.float, parameter.double, lambda: parameter.to(torch.bfloat16)):
+        parameter.grad = None
+        (convert() * 2).sum().backward()
+        assert type(parameter.grad) is torch.Tensor and parameter.grad.eq(2).all()
+        assert parameter.grad.dtype is torch.float32
+
+
+def test_lists_are_copied_bit_for_bit(quantized: QuantizedTensor) -> None:
+    into = [torch.empty_like(quantized), torch.zeros(quantized.shape), torch.empty_like(quantized)]
+    plain = torch.ones(quantized.shape)
+    torch._foreach_copy_(into, [quantized, quantized, plain])
+    assert same_bits(into[0], quantized) and torch.equal(into[1], quantized.dequantize())
+    assert same_bits(into[2], torch.empty_like(quantized).copy_(plain))
 
 
 def test_a_device_move_moves_every_field(quantized: QuantizedTensor) -> None:
@@ -206,7 +260,7 @@ def test_repr_names_the_class(quantized: QuantizedTensor) -> None:
 
 def test_torch_save_is_read_with_weights_only(quantized: QuantizedTensor) -> None:
     file = io.BytesIO()
-    torch.save({"w": quantized, "p": nn.Parameter(quantized.to(torch.bfloat16)), "plain": torch.ones(2)}, file)
+    torch.save({"w": quantized, "p": nn.Parameter(in_dtype(quantized, torch.bfloat16)), "plain": torch.ones(2)}, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=True)
     assert type(loaded["w"]) is type(quantized) and same_bits(loaded["w"], quantized)
@@ -369,6 +423,7 @@ def test_clipping_and_adamw_in_a_training_step(name: str, grouped: bool) -> None
     assert type(state["exp_avg"]) is type(state["exp_avg_sq"]) is torch.Tensor
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("name", RECIPES)
 def test_compiled_steps_see_updates_of_the_storage(name: str, grouped: bool) -> None:

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from te_models.kernels import quantize as q
-from te_models.layers import GroupedLinear, LayerNormMLP, Linear, autocast, dense_gemms, kept, ops, recipe, sides
+from te_models.layers import GroupedLinear, LayerNormMLP, Linear, autocast, ops, recipe
+from te_models.layers.functional import dense_gemms
+from te_models.layers.functional import gemm_operand as sides
+from te_models.layers.functional import saved_input as kept
 from tests.layers.ops.steps import NAMES, assert_equal, step
 
 SPLITS = [5, 0, 30]

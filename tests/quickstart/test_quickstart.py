@@ -13,13 +13,14 @@ import pytest
 import torch
 import transformers
 
-from te_models.agreement import load_theirs
 from te_models.cli.main import main
-from te_models.quickstart import train_step
-from te_models.quickstart.compare import stored
+from te_models.compare_logits import load_theirs
+from te_models.quickstart import steps, tiny
 from te_models.quickstart.report import Check, Report
 from te_models.quickstart.run import TINY, Run
+from te_models.quickstart.steps import stored
 from te_models.quickstart.text import library_files, windows_of
+from te_models.training import train
 
 STEPS = {"0 prepare", "1 import", "2 quantize", "3 experts", "4 train", "5 export"}
 
@@ -53,6 +54,18 @@ def check_output(out: Path, layers: int) -> dict:
     return report
 
 
+@pytest.mark.slow
+def test_the_steps_without_the_compiler(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (steps, tiny):
+        monkeypatch.setattr(module, "train", lambda config: train(config.replace(compile=False)))
+    assert main(["quickstart", "--offline-tiny", "--out", str(tmp_path / "out")]) == 0
+    check_output(tmp_path / "out", layers=4)
+    assert "all 20 checks passed" in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_the_offline_quickstart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     assert main(["quickstart", "--offline-tiny", "--out", str(out)]) == 0
@@ -83,7 +96,7 @@ def train_again(out: Path, tmp_path: Path, **changes: float) -> list[Check]:
     shutil.copytree(out / "moe", again / "moe")
     report = Report(verbose=False)
     report.begin("4 train")
-    train_step.run(
+    steps.train_experts(
         Run(
             out=again,
             scratch=scratch,

@@ -7,7 +7,17 @@ import statistics
 import subprocess
 import sys
 
-HEAVY = ("transformers", "triton", "torch._inductor", "tokenizers", "tyro", "matplotlib", "numpy.testing")
+HEAVY = (
+    "transformers",
+    "peft",
+    "accelerate",
+    "triton",
+    "torch._inductor",
+    "tokenizers",
+    "tyro",
+    "matplotlib",
+    "numpy.testing",
+)
 
 
 def child(script: str) -> str:

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from te_models import GPTModel, RouterConfig, compile_model
-from te_models.compile_ranks import MissingRanksError
+from te_models.compile.ranks import MissingRanksError
 from te_models.layers import autocast, recipe
-from te_models.layers.whole_model import quantized_modules
+from te_models.layers.module.model_state import quantized_modules
 from tests.te_models.configs import VARIANTS, one_layer, tiny_moe, token_ids
 
 STEPS = ((9, 9), (9, 14), (9, 14), (3, 30), (17, 2), (9, 9))

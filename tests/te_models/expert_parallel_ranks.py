@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from te_models import GPTModel, RouterConfig, generate
 from te_models.checkpoints import expected_tensors, verify
-from te_models.checkpoints.parts import Place, parts
-from te_models.checkpoints.quantized_format import stored_fields
+from te_models.checkpoints.plan.quantized_format import stored_fields
+from te_models.checkpoints.plan.rank_shards import Place, parts
 from te_models.layers import GroupedTensor, QuantizedTensor, autocast, recipe
-from te_models.training.distributed import Ranks, average_gradients
+from te_models.training.ranks.data_parallel import Ranks, average_gradients
 from tests.layers.bits import raw
 from tests.te_models.configs import VARIANTS, one_layer, tiny_moe, token_ids
 from tests.te_models.split_model_ranks import Reads

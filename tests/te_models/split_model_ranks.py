@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-import te_models.checkpoints.move as move
+import te_models.checkpoints.plan.stream as move
 from te_models import AttentionConfig, GPTModel, ModelConfig, compile_model, generate
 from te_models.checkpoints import CheckpointError, expected_tensors, open_checkpoint, verify
-from te_models.checkpoints.parts import Place, parts
+from te_models.checkpoints.io.boxes import count
+from te_models.checkpoints.plan.rank_shards import Place, parts
 from te_models.config import MLPConfig
 from te_models.layers import QuantizedTensor
 from te_models.memory import return_freed_memory
@@ -63,18 +64,23 @@ class Reads:
     """Counts the bytes of tensors that are read while it is active."""
 
     def __enter__(self) -> Reads:
-        self.bytes, self._read = 0, move.read_piece
+        self.bytes, self._read, self._in_place = 0, move.read_piece, move._read_in_place
 
         def read(store, piece):
             found = self._read(store, piece)
             self.bytes += found.numel() * found.element_size()
             return found
 
-        move.read_piece = read
+        def read_in_place(store, piece, out):
+            done = self._in_place(store, piece, out)
+            self.bytes += count(piece.box) * out.element_size() if done else 0
+            return done
+
+        move.read_piece, move._read_in_place = read, read_in_place
         return self
 
     def __exit__(self, *_: object) -> None:
-        move.read_piece = self._read
+        move.read_piece, move._read_in_place = self._read, self._in_place
 
 
 def part_of(config, name: str, whole: torch.Tensor, rank: int, layout: str) -> torch.Tensor:
@@ -167,7 +173,7 @@ def check_quantized(folder: Path, saved: Path) -> None:
 def check_memory(saved: Path) -> None:
     """Saving takes the memory of the largest tensor and of the part that comes on the rank that writes, and nothing on
     the other one."""
-    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (RANKS,))
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
     split = GPTModel(LARGE, tp_group=mesh.get_group())
     shapes = expected_tensors(LARGE)
     sizes = [4 * math.prod(shape) for shape in shapes.values()]
@@ -205,7 +211,7 @@ def grown(function: Callable[[], object]) -> int:
 
 def compiled(folder: Path) -> None:
     """One graph of a split model, on every rank."""
-    mesh = init_device_mesh("cpu", (RANKS,))
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
     split = GPTModel.from_pretrained(folder, device_mesh=mesh)
     ids = torch.randint(3, 61, (2, 16), generator=torch.Generator().manual_seed(0))
     expected = split(ids, labels=ids)

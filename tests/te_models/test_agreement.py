@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from te_models import agreement
-from te_models.agreement import compare_logits, kl_divergence, load_theirs
+from te_models import compare_logits as agreement
 from te_models.checkpoints import import_hf, quantize
 from te_models.cli.main import main
+from te_models.compare_logits import compare_logits, kl_divergence, load_theirs
 from tests.checkpoints import quantized_cases, test_text_part
 from tests.checkpoints.family_cases import CASES, make
 from tests.checkpoints.hf_cases import transformers
@@ -39,6 +39,7 @@ def test_kl_divergence_is_that_of_torch() -> None:
     assert torch.equal(kl_divergence(p, p), torch.zeros(5, dtype=torch.float64))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", [*FIRST, *CASES])
 def test_the_same_model_agrees_in_every_layer(tmp_path: Path, case: str) -> None:
     source = save(case, tmp_path / "hf")

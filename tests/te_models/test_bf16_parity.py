@@ -42,6 +42,7 @@ def distance(a: Tensor, b: Tensor) -> float:
     return (a.float() - b.float()).pow(2).mean().sqrt().item()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
 def test_logits_are_as_near_to_the_exact_ones(case: str) -> None:

@@ -49,6 +49,7 @@ CASES = {
 """A recipe, and how many different layers a dense model has under it."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_layers_that_run_alike_share_a_graph(case: str) -> None:
     make, kinds = CASES[case]

@@ -55,6 +55,7 @@ def assert_found(later: dict, first: dict, traces: int) -> None:
     assert (later["loss"], later["norm"]) == (first["loss"], first["norm"])
 
 
+@pytest.mark.slow
 def test_another_machine_finds_what_was_compiled(tmp_path: Path) -> None:
     artifacts = tmp_path / "artifacts"
     first = run("mxfp8", tmp_path / "caches", artifacts, "save")

@@ -55,6 +55,7 @@ def two_steps(model: GPTModel, name: str | None) -> list[list[Tensor]]:
     return steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "mode", "name"), CASES)
 def test_the_first_call_compiles_and_computes_what_eager_does(kind: str, mode: str, name: str | None) -> None:
     model = build(kind)
@@ -68,6 +69,7 @@ def test_the_first_call_compiles_and_computes_what_eager_does(kind: str, mode: s
     assert counters["stats"]["unique_graphs"] == (1 if mode == "whole" else 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["nvfp4", pytest.param("delayed", marks=pytest.mark.slow)])
 def test_the_training_step_compiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
@@ -80,6 +82,7 @@ def test_the_training_step_compiles(name: str, monkeypatch: pytest.MonkeyPatch) 
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [None, "mxfp8", "nvfp4"])
 def test_a_compiled_model_keeps_less(name: str | None) -> None:
     """Bytes that the one graph keeps for its backward pass, without the weights."""
@@ -106,6 +109,7 @@ def test_a_compiled_model_keeps_less(name: str | None) -> None:
     assert kept[True] < 0.7 * kept[False], kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["delayed", "nvfp4"])
 def test_operations_recompute_in_the_first_call_of_a_graph(name: str) -> None:
     def step(wrap: Callable[[ops.Sequential], Callable]) -> list[Tensor]:

@@ -41,6 +41,7 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     return outcomes(tmp_path_factory.mktemp("fsdp"), SLOW, 1800)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", FAST)
 def test_two_ranks(case: str, fast: Outcomes) -> None:
     assert [outcome[case] for outcome in fast] == ["ok", "ok"]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from te_models import GPTModel, ModelConfig, MoELayer, TransformerLayer
 from te_models.layers import DotProductAttention, autocast, set_rounding_seed
-from te_models.layers.whole_model import quantized_modules
+from te_models.layers.module.model_state import quantized_modules
 from te_models.model.build import Build
 from tests.layers.matrix_recipes import (
     DEVICES,
@@ -111,6 +111,7 @@ def step(
     return [y.detach(), *([] if x is None else [x.grad]), *(p.grad for p in module.parameters())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("kind", "name", "stored", "train"), MATRIX)
 def test_one_graph_whatever_changes(kind: str, name: str | None, stored: bool, train: bool, device: str) -> None:

@@ -54,6 +54,7 @@ MATRIX = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("name", "backend"), MATRIX)
 def test_every_variant_is_one_graph(name: str, backend: str) -> None:
     model = build(name)
@@ -68,6 +69,7 @@ def test_every_variant_is_one_graph(name: str, backend: str) -> None:
         assert torch.equal(compiled(ids).logits, model(ids).logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qk_head", "moe"])
 def test_inductor_agrees_with_eager(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One layer, dynamic at once: a cold C++ compiler takes seconds for each kernel. Compiled sums run in another
@@ -95,6 +97,7 @@ def test_inductor_in_bfloat16_is_as_exact_as_eager() -> None:
     assert compiled.logits.dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
@@ -118,6 +121,7 @@ def test_token_counts_do_not_recompile(name: str, backend: str) -> None:
     assert counter.frame_count == 2
 
 
+@pytest.mark.slow
 def test_dynamic_from_the_start_compiles_once() -> None:
     model = build("moe")
     counter = count("eager")

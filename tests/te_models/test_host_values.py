@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_models import RopeConfig
 from te_models.layers import DelayedScaling, FusedAdamW, Linear, autocast
-from te_models.layers.delayed_update import update_delayed_scaling
-from te_models.layers.recipe import Format
+from te_models.layers.module.delayed_scaling import update_delayed_scaling
+from te_models.layers.recipe.base import Format
 from te_models.model.build import Build
 from te_models.model.embedding import Embedding
 from te_models.model.rotary import RotaryEmbedding

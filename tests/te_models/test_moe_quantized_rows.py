@@ -10,7 +10,10 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from te_models import ModelConfig, MoELayer, RouterConfig
-from te_models.layers import aligned_rows, autocast, grouped_function, recipe, sides
+from te_models.layers import autocast, recipe
+from te_models.layers.functional import aligned_rows
+from te_models.layers.functional import gemm_operand as sides
+from te_models.layers.functional import grouped_linear as grouped_function
 from te_models.model import moe
 from tests.te_models.configs import tiny_moe
 

@@ -11,11 +11,11 @@ pytest.importorskip("transformers", reason="the model is compared with transform
 import transformers
 
 from te_models import GPTModel
-from te_models.agreement import compare_logits
 from te_models.checkpoints import dequantize, export_hf, import_hf, quantize, relayout, reshard, upcycle
+from te_models.compare_logits import compare_logits
 from te_models.hf import TEModelForCausalLM
-from te_models.quickstart.compare import perplexity
 from te_models.quickstart.smollm import smollm_folder
+from te_models.quickstart.steps import perplexity
 from tests.checkpoints.hf_cases import assert_same_bits, stored
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]

@@ -13,7 +13,8 @@ import torch
 
 pytest.importorskip("transformers", reason="TEModelForCausalLM is a transformers model")
 import transformers
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from te_models import GPTModel, ModelConfig
 from te_models.checkpoints import reshard, verify
@@ -172,6 +173,7 @@ def test_trainer_goes_on_with_weights_stored_quantized(theirs: Any, tokenizer: A
         TEModelForCausalLM.from_pretrained(source).load_state_dict(load_file(checkpoint / "model.safetensors"))
 
 
+@pytest.mark.slow
 def test_trainer_goes_on_with_the_state_of_a_recipe(theirs: Any, tokenizer: Any, tmp_path: Path) -> None:
     """Without the callback the scales of delayed scaling begin at 1 again, and the losses are others."""
     source = save(theirs, tmp_path / "hf")
@@ -187,7 +189,21 @@ def test_trainer_goes_on_with_the_state_of_a_recipe(theirs: Any, tokenizer: Any,
 
     whole, checkpoint = run(None), tmp_path / "out/checkpoint-2"
     assert run(str(checkpoint)) == whole != run(str(checkpoint), callback=False)
-    (checkpoint / "recipe_state.0.safetensors").unlink()
+    file = checkpoint / "recipe_state.0.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[:-2] + bytes([data[-2] ^ 1]) + data[-1:])
+    with pytest.raises(ValueError, match=r"is not as it was written: '.*' was changed, lost or added"):
+        run(str(checkpoint))
+    tensors = load_file(file)
+    tensors.popitem()
+    with safe_open(file, "pt") as opened:
+        save_file(tensors, file, metadata=opened.metadata())
+    with pytest.raises(ValueError, match=r"is not as it was written"):
+        run(str(checkpoint))
+    file.write_bytes(data[:100])
+    with pytest.raises(ValueError, match=r"recipe_state.0.safetensors cannot be read"):
+        run(str(checkpoint))
+    file.unlink()
     with pytest.raises(ValueError, match=r"recipe_state.0.safetensors is missing"):
         run(str(checkpoint))
 

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-import te_models.checkpoints.atomic as atomic
-import te_models.training.checkpoint as checkpoint
+import te_models.checkpoints.io.atomic as atomic
+import te_models.training.checkpoints.checkpoint as checkpoint
 import te_models.training.loop as loop
 from te_models.training import TrainConfig, read_metrics
 
@@ -62,8 +62,8 @@ def _run(config: dict[str, Any], where: str, count: int) -> None:
     def flush(path: Path) -> None:
         return kill() if tick() else real_flush(path)
 
-    def save_file(tensors: dict[str, Any], path: Path) -> None:
-        real_save(tensors, path)
+    def save_file(tensors: dict[str, Any], path: Path, **options: Any) -> None:
+        real_save(tensors, path, **options)
         if tick():
             with path.open("ab") as file:
                 file.truncate(path.stat().st_size // 2)

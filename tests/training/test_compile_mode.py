@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from te_models import GPTModel, compilation
+from te_models import GPTModel
+from te_models.compile import compile_model as compilation
 from te_models.training import PrecisionConfig
 from te_models.training.step import make_loss_function
 from tests.training.runs import curve, tiny_model, tiny_run
@@ -62,6 +63,7 @@ def test_a_process_may_train_many_models(monkeypatch: pytest.MonkeyPatch) -> Non
         assert torch._dynamo.config.recompile_limit == 1
 
 
+@pytest.mark.slow
 def test_a_run_accepts_the_mode(tmp_path: Path) -> None:
     """Really compiled: the losses are those of the eager run."""
     from te_models.training import train

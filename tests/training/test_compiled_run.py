@@ -47,6 +47,7 @@ def assert_near_eager(config: TrainConfig, tmp_path: Path, recipe: str) -> None:
         assert loss == pytest.approx(expected, rel=2**-9 if recipe == "none" else 2**-7), f"step {step}"
 
 
+@pytest.mark.slow
 def test_one_graph_serves_a_run_that_is_killed_and_resumed(tmp_path: Path) -> None:
     """Learning rate, tokens per expert, data and step change all the time, and nothing is compiled again."""
     config = compiled_run(tmp_path, "mxfp8", moe=True)

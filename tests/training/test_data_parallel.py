@@ -12,16 +12,17 @@ import torch
 from te_models.config import ConfigError
 from te_models.layers import DelayedScaling, Linear, recipe_state, set_rounding_seed
 from te_models.training import PrecisionConfig, TrainConfig, TrainingCheckpointError, train
-from te_models.training.checkpoint import TrainingState
-from te_models.training.distributed import (
+from te_models.training.checkpoints.checkpoint import TrainingState, load_state
+from te_models.training.checkpoints.start import check_same_run, check_same_start, restore_generators
+from te_models.training.ranks.data_parallel import (
     Ranks,
     average_gradients,
     gather_tensors,
     mean_over_ranks,
     ranks_from_environment,
 )
-from te_models.training.start import check_same_run, check_same_start, restore_generators
 from tests.ranks import run_on_ranks
+from tests.training.edited import edit_tensors, seal
 from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_model, tiny_run
 
 SCRIPT = """
@@ -60,6 +61,15 @@ def test_two_ranks_equal_one_and_resume(tmp_path: Path) -> None:
         close = (tensor - one[name]).abs() < 1e-5
         assert close.float().mean() > 0.99 and (tensor - one[name]).abs().max() < 3 * 3e-3, name
 
+    # The state of each rank is in the checkpoint, and is missed where it was lost.
+    checkpoint = Path(ranks.output_dir) / "checkpoints" / "step-00000002"
+    for name in ("rng.1.python", "rng.1.torch"):
+        broken = shutil.copytree(checkpoint, tmp_path / name / checkpoint.name)
+        edit_tensors(broken, lambda tensors, name=name: tensors.pop(name))
+        seal(broken)
+        with pytest.raises(TrainingCheckpointError, match="holds other rng tensors of rank 1 than of rank 0"):
+            load_state(broken)
+
     # From the checkpoint of its second step, a run of two ranks continues bitwise.
     resumed = ranks.replace(output_dir=str(tmp_path / "resumed"))
     checkpoint = Path("checkpoints") / "step-00000002"
@@ -68,6 +78,7 @@ def test_two_ranks_equal_one_and_resume(tmp_path: Path) -> None:
     assert_same_bits(tensors_under(Path(resumed.output_dir) / "final"), two)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["none", "delayed"])
 def test_another_number_of_ranks_continues(tmp_path: Path, recipe: str) -> None:
     """One rank for two steps, then two for two, then one again: the losses are those of one rank all along."""
@@ -110,6 +121,7 @@ def test_a_step_of_other_windows_is_refused(tmp_path: Path) -> None:
         check_same_run(config.replace(data=config.data.replace(micro_batch_size=4)), start, Ranks(0, 2))
 
 
+@pytest.mark.slow
 def test_ranks_wait_for_a_data_set_however_long_it_takes(tmp_path: Path) -> None:
     """Longer than their collectives wait for each other: half an hour, and ten minutes on GPUs."""
     file, script = tmp_path / "config.json", tmp_path / "ranks.py"
@@ -171,10 +183,20 @@ def test_main_gradients_are_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plain.grad.tolist() == [9.0, 9.0]
 
 
-def test_ranks_that_see_different_checkpoints_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = {"0.step": torch.tensor([4]), "1.step": torch.tensor([0])}
-    monkeypatch.setattr("te_models.training.start.gather_tensors", lambda tensors, ranks: steps)
-    with pytest.raises(TrainingCheckpointError, match="rank 0 continues from step 4 and rank 1 from step 0"):
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ([4, 7, 0], [0, 0, 0], "rank 0 continues from step 4 and rank 1 from step 0"),
+        ([4, 7, 0], [4, 8, 0], "rank 0 and rank 1 see different checkpoints of step 4"),
+        ([0, 0, 1], [4, 7, 0], "rank 0 has no checkpoint that it can continue from; it says why"),
+    ],
+)
+def test_ranks_that_see_different_checkpoints_are_refused(
+    first: list[int], second: list[int], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {"0.start": torch.tensor(first), "1.start": torch.tensor(second)}
+    monkeypatch.setattr("te_models.training.checkpoints.start.gather_tensors", lambda tensors, ranks: found)
+    with pytest.raises(TrainingCheckpointError, match=message):
         check_same_start(None, Ranks(1, 2))
 
 
@@ -183,7 +205,7 @@ def test_a_group_that_the_caller_joined_is_used_without_torchrun(monkeypatch: py
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     assert ranks_from_environment("cpu") == Ranks()
-    for name, value in {"is_initialized": True, "get_rank": 1, "get_world_size": 2, "new_group": None}.items():
+    for name, value in {"is_initialized": True, "get_rank": 1, "get_world_size": 2}.items():
         monkeypatch.setattr(torch.distributed, name, lambda value=value, **_: value)
     ranks = ranks_from_environment("cpu")
     assert (ranks.rank, ranks.world_size, ranks.local_rank, ranks.owns_group) == (1, 2, None, False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from te_models.training import (
     EvaluationConfig,
     ModelSource,
     OptimizerConfig,
+    ScheduleConfig,
     TrainConfig,
     latest_checkpoint,
     loop,
@@ -23,6 +23,7 @@ from te_models.training import (
     train,
 )
 from tests.training.child import run_until_killed
+from tests.training.edited import edit_values, seal
 from tests.training.runs import assert_same_bits, balanced_model, curve, tensors_under, tiny_run
 from tests.training.test_expert_ranks import train_and_resume
 
@@ -146,11 +147,11 @@ def test_the_rate_is_checked_and_part_of_the_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"cannot continue from step 2: optimizer.{RATE} differ"):
         train(run_of(tmp_path, "run", 0.02))
     # a checkpoint of before there was a rate
-    file = latest_checkpoint(Path(config.output_dir)) / "training.json"
-    values = json.loads(file.read_text())
-    del values["config"]["optimizer"][RATE]
-    file.write_text(json.dumps(values))
-    assert train(run_of(tmp_path, "run", 0.02)).step == 4
+    checkpoint = latest_checkpoint(Path(config.output_dir))
+    edit_values(checkpoint, lambda values: values["config"]["optimizer"].pop(RATE))
+    seal(checkpoint)
+    longer = run_of(tmp_path, "run", 0.02, schedule=ScheduleConfig(extend="hold"))
+    assert train(longer).step == 4
 
 
 def test_models_without_expert_bias_have_no_load_in_the_metrics(tmp_path: Path) -> None:

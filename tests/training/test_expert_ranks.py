@@ -18,8 +18,8 @@ from te_models.training import (
     latest_checkpoint,
     train,
 )
-from te_models.training.distributed import Ranks
-from te_models.training.expert_ranks import expert_mesh
+from te_models.training.ranks.data_parallel import Ranks
+from te_models.training.ranks.experts import expert_mesh
 from tests.ranks import run_on_ranks
 from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_run
 
@@ -88,6 +88,7 @@ def test_distributed_experts_train_as_on_one_rank(ranks: int, tmp_path: Path) ->
             assert close.float().mean() > 0.99 and (two[name] - expected).abs().max() < 3 * 3e-3, name
 
 
+@pytest.mark.slow
 def test_weights_and_moments_of_eight_bits_continue(tmp_path: Path) -> None:
     run = run_of(
         tmp_path,

@@ -1,6 +1,7 @@
 """The metrics file and the loss plot."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,12 @@ import pytest
 from te_models.extras import MissingExtraError
 from te_models.training import (
     EvaluationConfig,
+    MetricsError,
     TrainingError,
     list_checkpoints,
     loop,
     plot_loss,
+    preflight,
     read_metrics,
     train,
 )
@@ -59,7 +62,7 @@ def test_a_missing_package_for_the_plot_is_told_before_the_run(tmp_path: Path, m
         raise MissingExtraError(f"{feature} needs the extra {extra}")
 
     config = tiny_run(tmp_path)
-    monkeypatch.setattr(loop, "require", absent)
+    monkeypatch.setattr(preflight, "require", absent)
     with pytest.raises(MissingExtraError, match=r"the loss plot \(log.plot\) needs the extra plot"):
         train(config.replace(log=config.log.replace(plot=True)))
     assert not Path(config.output_dir).exists()
@@ -92,3 +95,47 @@ def test_a_run_writes_what_it_measured_and_a_picture(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").touch()
     plot_loss({"nothing yet": tmp_path / "empty.jsonl"}, tmp_path / "empty.png")
     assert (tmp_path / "empty.png").exists()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"step": 2, "loss": 1.0',
+        b"\xff\xfe",
+        b"[1, 2]",
+        b'{"loss": 1.0}',
+        b'{"step": true, "loss": 1.0}',
+        b'{"step": 2, "loss": "low"}',
+        b'{"step": 2, "loss": NaN}',
+        b'{"step": 2, "loss": 1e999}',
+        b"[" * 100_000,
+        b"",
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1, "loss": 2.0}\n' + line + b'\n{"step": 3, "loss": 2.0}\n')
+    before = path.read_bytes()
+    for read in (read_metrics, lambda path: MetricsFile(path, keep_steps=3)):
+        with pytest.raises(MetricsError, match=r"metrics\.jsonl, line 2 .*; move the file away"):
+            read(path)
+    assert path.read_bytes() == before
+
+
+def test_a_pipe_is_no_metrics_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "metrics.jsonl")  # reading it would wait for ever
+    with pytest.raises(MetricsError, match="is not a file"):
+        read_metrics(tmp_path / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027])
+def test_what_a_run_writes_has_the_mode_of_new_files(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        train(tiny_run(tmp_path, steps=1))
+    finally:
+        os.umask(before)
+    modes = {path.relative_to(tmp_path): path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}
+    assert any(path.name == "training.safetensors" for path in modes)
+    for path, mode in modes.items():
+        assert mode == (0o777 if (tmp_path / path).is_dir() else 0o666) & ~umask, path

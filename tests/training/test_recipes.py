@@ -12,7 +12,7 @@ import torch
 
 from te_models.config import ConfigError
 from te_models.layers import DelayedScaling, Float8BlockScaling, MXFP8BlockScaling, PerModuleRecipe
-from te_models.layers.kept import note_statistics
+from te_models.layers.functional.saved_input import note_statistics
 from te_models.training import (
     EvaluationConfig,
     LogConfig,
@@ -23,7 +23,7 @@ from te_models.training import (
     read_metrics,
     train,
 )
-from te_models.training.checkpoint import load_state
+from te_models.training.checkpoints.checkpoint import load_state
 from te_models.training.metrics import finite
 from te_models.training.precision import build_recipe
 from tests.layers.matrix_recipes import DEVICES
@@ -110,7 +110,7 @@ def test_only_the_steps_that_are_due_pay_for_statistics(tmp_path: Path, monkeypa
         noted.append(arguments[1])
         note_statistics(*arguments)
 
-    for module in ("dense_gemms", "grouped_gemms", "weight_cache"):
+    for module in ("functional.dense_gemms", "functional.grouped_gemms", "module.weight_cache"):
         monkeypatch.setattr(f"te_models.layers.{module}.note_statistics", spy)
     curves = []
     for every in (0, 2):

@@ -17,8 +17,8 @@ from te_models.training import (
     train,
 )
 from te_models.training.build import build_model, build_optimizer
-from te_models.training.distributed import Ranks
-from te_models.training.optimizer import Optimizer
+from te_models.training.optimizer.adamw import Optimizer
+from te_models.training.ranks.data_parallel import Ranks
 from te_models.training.step import make_loss_function, train_step
 from tests.training.runs import assert_same_bits, tiny_model, tiny_run
 

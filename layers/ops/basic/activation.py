@@ -7,14 +7,14 @@ from torch import Tensor
 
 from te_models.kernels.activation import Activation
 
-from ...handover import fused_output, handed_over
-from ...module import autocast_dtype
+from ...functional.fused_quantize import fused_output, handed_over
+from ...module.parameters import autocast_dtype
 from ..call import Computed, Gradients, Input, OperationArguments, OperationCall, OperationContext, QuantizedRows
 from ..operation import BasicOperation
 
 
 class ActivationOperation(BasicOperation):
-    """Base of activations. x: [..., F], or [gate | up] [..., 2F] for a gated one; the result: [..., F].
+    """Base of activations. x: [..., F], or gate and up side by side, [..., 2 F], for a gated one; the result: [..., F].
 
     Where the next operation is a GEMM under a recipe, the result is handed over quantized.
     """

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...dense_gemms import bias_gradient
-from ...module import empty_parameter
+from ...functional.dense_gemms import bias_gradient
+from ...module.parameters import empty_parameter
 from ..call import Computed, Gradients, OperationArguments, OperationCall, OperationContext
 from ..operation import BasicOperation
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ...collectives import all_gather, all_reduce, reduce_scatter
+from ...collectives import all_gather, all_reduce, check_group, reduce_scatter
 from ..call import Computed, Gradients, OperationCall, OperationContext
 from ..operation import BasicOperation
 
@@ -20,6 +20,8 @@ class _Collective(BasicOperation):
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
+        if group is not None:
+            check_group("group", group)
         self.group_name = None if group is None else group.group_name
 
     def _gather(self, x: Tensor) -> Tensor:

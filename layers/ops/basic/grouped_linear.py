@@ -7,16 +7,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...delayed import raise_
-from ...dense_gemms import HIGH_PRECISION, GemmOptions
-from ...grouped_gemms import bias_rows_gradient, grouped_fprop, grouped_gradients, stacked
-from ...grouped_linear import GroupedLinear as GroupedLinearModule
-from ...linear_function import largest
-from ...module import autocast_dtype, require_floating
-from ...quantized_module import LiveState
-from ...recipe import GemmQuantizers
-from ...row_groups import RowGroups
-from ...wgrad import main_grads
+from ...functional.dense_gemms import GemmOptions
+from ...functional.grouped_gemms import bias_rows_gradient, grouped_fprop, grouped_gradients, stacked
+from ...functional.linear import largest
+from ...functional.wgrad import main_grads
+from ...module.base import LiveState
+from ...module.grouped_linear import GroupedLinear as GroupedLinearModule
+from ...module.parameters import autocast_dtype, require_floating
+from ...quantizer.delayed import raise_
+from ...quantizer.group_offsets import RowGroups
+from ...recipe.base import HIGH_PRECISION, GemmQuantizers
 from ..call import Computed, Gradients, OperationArguments, OperationCall, OperationContext
 from ..operation import BasicOperation
 

@@ -7,17 +7,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...delayed import raise_
-from ...dense_gemms import HIGH_PRECISION, How, dense_fprop, dense_gradients
-from ...gemm_module import GemmModule
-from ...handover import input_quantizer, reads_as_given
-from ...kept import Kept
-from ...linear_function import largest
-from ...module import InitMethod, autocast_dtype, default_init_method, empty_parameter, require_floating
-from ...quantized_module import LiveState
-from ...quantized_storage import QuantizedStorage
-from ...sides import AnyQuantizer
-from ...stored_weight import store_weights_as_asked
+from ...functional.dense_gemms import How, dense_fprop, dense_gradients
+from ...functional.fused_quantize import input_quantizer, reads_as_given
+from ...functional.gemm_operand import AnyQuantizer
+from ...functional.linear import largest
+from ...functional.saved_input import Kept
+from ...module.base import LiveState
+from ...module.gemm import GemmModule
+from ...module.parameters import InitMethod, autocast_dtype, default_init_method, empty_parameter, require_floating
+from ...module.primary_weights import store_weights_as_asked
+from ...quantizer.delayed import raise_
+from ...recipe.base import HIGH_PRECISION
+from ...tensor.storage import QuantizedStorage
 from ..call import Computed, Gradients, Input, OperationArguments, OperationCall, OperationContext, QuantizedRows
 from ..operation import BasicOperation
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from te_models.kernels.derivative import gradients_of
 from te_models.kernels.norm import Norm, l2_norm
 
-from ...handover import fused_output, handed_over
-from ...module import autocast_dtype
-from ...norm import LayerNorm as LayerNormModule
-from ...norm import RMSNorm as RMSNormModule
+from ...functional.fused_quantize import fused_output, handed_over
+from ...module.norm import LayerNorm as LayerNormModule
+from ...module.norm import RMSNorm as RMSNormModule
+from ...module.parameters import autocast_dtype
 from ..call import Computed, Gradients, Input, OperationArguments, OperationCall, OperationContext, QuantizedRows
 from ..operation import BasicOperation
 

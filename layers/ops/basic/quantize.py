@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...delayed import bind, raise_, value_of
-from ...dense_gemms import HIGH_PRECISION
-from ...linear_function import largest
-from ...quantized_module import LiveState, QuantizedModule
-from ...quantized_storage import STORAGE_CLASSES
+from ...functional.linear import largest
+from ...module.base import LiveState, QuantizedModule
+from ...quantizer.delayed import bind, raise_, value_of
+from ...recipe.base import HIGH_PRECISION
+from ...tensor.storage import STORAGE_CLASSES
 from ..call import Computed, Gradients, Input, OperationArguments, OperationCall, OperationContext, QuantizedRows
 from ..operation import BasicOperation
 

@@ -7,13 +7,14 @@ from torch import Tensor
 
 from te_models.kernels import launch
 from te_models.kernels import quantize as q
+from te_models.kernels.custom_op import flatten
 from te_models.kernels.gemm import op as dense
-from te_models.kernels.gemm.rungs import Hardware
+from te_models.kernels.gemm.backends import Hardware
 from te_models.kernels.grouped_gemm import accumulate, op, scaled
 from te_models.kernels.permute import Permutation
 from te_models.kernels.permute.quantized import permute_quantized_op
-from te_models.kernels.registry import flatten
-from te_models.layers import aligned_rows, sides
+from te_models.layers.functional import aligned_rows
+from te_models.layers.functional import gemm_operand as sides
 
 # torch with an older CUDA: 128-blocks then are for Triton, too
 H100 = Hardware("cuda", (9, 0), True, (12, 8))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from te_models.kernels.quantize import triton_grouped as grouped
+from te_models.kernels.quantize.fp8 import triton_grouped as grouped
 from tests.kernels.triton.hopper import compile_kernel, summary
 
 BLOCKS = {

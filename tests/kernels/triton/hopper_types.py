@@ -19,7 +19,9 @@ from triton.compiler.compiler import ASTSource, make_backend
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
-from te_models.kernels.quantize import triton_blockwise, triton_nvfp4, triton_output, triton_tensor
+from te_models.kernels.quantize import triton_output
+from te_models.kernels.quantize.fp8 import triton_blockwise, triton_tensor
+from te_models.kernels.quantize.nvfp4 import triton as triton_nvfp4
 from tests.kernels.triton.hopper_rows import specialised
 from tests.kernels.triton.op_samples import FAMILIES
 from tests.kernels.triton.quantizer_samples import as_on_a_gpu

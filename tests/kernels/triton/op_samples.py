@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_models.kernels.custom_op import flatten
 from te_models.kernels.gemm import ScaledOperand
-from te_models.kernels.quantize import registered_nvfp4
-from te_models.kernels.registry import flatten
+from te_models.kernels.quantize.nvfp4 import registered as registered_nvfp4
 from tests.kernels import scaled_cases
 from tests.kernels.triton import (
     quantizer_samples,
@@ -126,7 +126,7 @@ def losses(device: torch.device) -> Iterator[tuple[str, Arguments]]:
         yield "scaled", (hidden, factor)
         for own, option, wanted in itertools.product((bias, None), (factor, None), range(8)):
             flags = [bool(wanted & 1), bool(wanted & 2), bool(wanted & 4) and own is not None]
-            yield "linear_cross_entropy", (hidden, weight, labels, own, option, option, 2, flags)
+            yield "linear_cross_entropy", (hidden, weight, labels, own, option, option, 2, flags, option is None)
 
 
 def fp8(device: torch.device) -> Iterator[tuple[str, Arguments]]:
@@ -191,7 +191,9 @@ def grouped_gemms(device: torch.device) -> Iterator[tuple[str, Arguments]]:
 def embeddings(device: torch.device) -> Iterator[tuple[str, Arguments]]:
     ids = torch.tensor([0, 2, 2, 1, 0, 4], device=device)
     for dtype in (F32, BF16):
-        yield "embedding_backward", (torch.randn(6, 4, device=device).to(dtype), ids, 5)
+        gradient = torch.randn(6, 4, device=device).to(dtype)
+        yield "embedding_backward", (gradient, ids, 5)
+        yield "embedding_accumulate_", (torch.zeros(5, 4, device=device), gradient, ids)
 
 
 def _moved(operand: ScaledOperand, device: torch.device) -> ScaledOperand:

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from te_models import layers
+from te_models.kernels.custom_op import registered
 from te_models.kernels.quantize import QuantizedOutput
-from te_models.kernels.registry import registered
-from te_models.layers.grouped_rows import dequantize_rows, quantize_rows
 from te_models.layers.quantizer import NVFP4Quantizer, Quantizer
-from te_models.layers.recipe import Format, GemmQuantizers
+from te_models.layers.recipe.base import Format, GemmQuantizers
+from te_models.layers.tensor.grouped_rows import dequantize_rows, quantize_rows
 from tests.kernels.described import Arguments, Calls, with_tensors
 from tests.kernels.triton.as_on_a_gpu import gemms_as_on_a_gpu, rows_as_on_a_gpu
 from tests.kernels.triton.quantize_cases import ordinary

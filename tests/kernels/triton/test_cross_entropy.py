@@ -68,6 +68,7 @@ def check_both(device, shape, dtype) -> None:
     check_gradient(got, gradient, scale[:, None], size, dtype)
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize(("multiplier", "softcap"), [(1.0, None), (0.5, None), (0.5, 3.0)])
 @pytest.mark.parametrize("shape", [(4, 129), (2, 8193)])

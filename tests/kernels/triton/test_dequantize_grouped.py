@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from te_models.kernels import quantize as q
-from te_models.kernels.quantize.dequantize_grouped import definition, dequantize_grouped
+from te_models.kernels.quantize.fp8.dequantize_grouped import definition, dequantize_grouped
 from tests.kernels.triton.hopper import SHARED_MEMORY, can_compile, in_child
 from tests.kernels.triton.quantize_cases import BLOCKS, E4M3, E5M2, SPLITS, assert_bitwise, ordinary
 
@@ -38,7 +38,7 @@ def test_definition_is_each_group_by_itself(
 def run(
     rows: int, splits: list[int], block: tuple[int, int] | None, kind: str, columns: int, device: torch.device
 ) -> None:
-    from te_models.kernels.quantize import triton_grouped
+    from te_models.kernels.quantize.fp8 import triton_grouped
 
     x, m_splits = ordinary((rows, columns), torch.float32), torch.tensor(splits)
     for dtype in (torch.float32, torch.bfloat16):
@@ -55,6 +55,7 @@ def run(
             assert_bitwise(triton_grouped.dequantize(*moved, rows, block, dtype), expected)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("block", "kind"), [(None, ""), *COPIES], ids=str)
 @pytest.mark.parametrize(("splits", "rows"), SPLITS, ids=str)
 def test_kernel_equals_definition(

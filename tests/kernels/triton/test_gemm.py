@@ -93,7 +93,7 @@ def test_copies_with_the_contracted_dimension_contiguous(shape: tuple[int, ...],
 def test_real_sizes(sides: str, shape: tuple[int, int, int], device: torch.device) -> None:
     """Triton and the library where it takes the operands: within the bound, and the same bits when run again."""
     from te_models.kernels.gemm import native, scaled_gemm
-    from te_models.kernels.gemm.rungs import hardware
+    from te_models.kernels.gemm.backends import hardware
 
     rows, columns, length = shape
     left = quantized(normal(rows, length, seed=1, device=device), *SIDES[sides][0])

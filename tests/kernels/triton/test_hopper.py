@@ -22,6 +22,7 @@ def compiled() -> Summaries:
     return in_child("tests.kernels.triton.hopper_gemm")
 
 
+@pytest.mark.slow
 def test_shared_memory_fits(compiled: Summaries) -> None:
     assert max(found["shared"] for found in compiled.values()) <= SHARED_MEMORY
 

@@ -19,6 +19,7 @@ def compiled() -> dict[str, dict[str, Any]]:
     return in_child("tests.kernels.triton.hopper_rows")
 
 
+@pytest.mark.slow
 def test_every_program_fits(compiled) -> None:
     assert len(compiled) > 50
     assert max(found["shared"] for found in compiled.values()) <= SHARED_MEMORY

@@ -35,7 +35,7 @@ SPLITS = [5, 0, 20]
 
 
 def emulations() -> int:
-    return sum(count for (_, rung), count in gemm_counts().items() if rung == "emulation")
+    return sum(count for (_, backend), count in gemm_counts().items() if backend == "emulation")
 
 
 def step(kind: str, recipe: layers.Recipe, device: torch.device, main_grad: Tensor | None) -> list[Tensor]:
@@ -63,6 +63,7 @@ def step(kind: str, recipe: layers.Recipe, device: torch.device, main_grad: Tens
     return [y.detach(), x.grad, dw]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("kind", ["Linear", "GroupedLinear"])
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -80,7 +81,7 @@ def test_quantized_numbers_reach_the_kernels(
         gemms_as_on_a_gpu(monkeypatch)
     reset_gemm_counts()
     found = step(kind, RECIPES[recipe], device, main_grad(device))
-    scaled = {name: rung for name, rung in gemm_counts() if name.startswith("scaled")}
+    scaled = {name: backend for name, backend in gemm_counts() if name.startswith("scaled")}
     assert scaled and emulations() == (3 if recipe in EMULATED else 0)
     for got, want in zip(found, expected, strict=True):
         assert (got.cpu().float() - want.float()).norm() <= 2.0**-7 * want.float().norm()

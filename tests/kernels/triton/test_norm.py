@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from te_models.kernels.custom_op import flatten
 from te_models.kernels.norm import op, reference
 from te_models.kernels.norm.quantized import norm_quantized
 from te_models.kernels.quantize.output import QuantizedOutput
-from te_models.kernels.registry import flatten
 
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 EPS = 1e-5
@@ -91,6 +91,7 @@ def flags(option) -> tuple[bool, bool, bool]:
     return option[0], option[1], option[2]
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize(("dtype", "weight_dtype"), MIXED)

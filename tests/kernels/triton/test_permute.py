@@ -103,6 +103,7 @@ def check_rows(device, case, dtype) -> None:
     assert torch.equal(got.view(torch.uint8), expected.contiguous().view(torch.uint8))
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

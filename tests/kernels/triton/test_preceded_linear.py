@@ -10,11 +10,13 @@ import torch
 from te_models.kernels.activation import Activation
 from te_models.kernels.activation import op as activation_op
 from te_models.kernels.activation import quantized as activation_quantized
+from te_models.kernels.custom_op import flatten
 from te_models.kernels.norm import Norm
 from te_models.kernels.norm import op as norm_op
 from te_models.kernels.norm import quantized as norm_quantized
-from te_models.kernels.registry import flatten
-from te_models.layers import LayerNormLinear, LayerNormMLP, preceded_linear, sides
+from te_models.layers import LayerNormLinear, LayerNormMLP
+from te_models.layers.functional import gemm_operand as sides
+from te_models.layers.functional import norm_linear as preceded_linear
 from tests.layers.ops.steps import assert_equal, step
 
 MODULES = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from te_models.kernels.quantize import blocks, grouped, reference, registered
+from te_models.kernels.quantize.fp8 import blocks, grouped, reference, registered
 from tests.kernels.triton.quantize_cases import (
     BLOCKS,
     E4M3,
@@ -44,6 +44,7 @@ def test_blockwise(block, kind, dtype, device) -> None:
         assert_all(got, reference.quantize_blockwise_both(x, block, E4M3, kind))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("block, kind", [BLOCKS[0], BLOCKS[2], BLOCKS[4], BLOCKS[5]], ids=str)
 def test_lengths(block, kind, device) -> None:
     for length in LENGTHS:

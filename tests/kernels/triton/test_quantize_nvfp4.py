@@ -7,7 +7,10 @@ import torch
 from torch import Tensor
 
 from te_models.kernels import launch
-from te_models.kernels.quantize import hadamard, nvfp4, nvfp4_copies, op_nvfp4
+from te_models.kernels.quantize import hadamard
+from te_models.kernels.quantize.nvfp4 import copies as nvfp4_copies
+from te_models.kernels.quantize.nvfp4 import op as op_nvfp4
+from te_models.kernels.quantize.nvfp4 import reference as nvfp4
 from te_models.kernels.quantize.random import random_bits
 from tests.kernels.triton.quantize_cases import (
     LENGTHS,
@@ -40,6 +43,7 @@ def on_cpu(key: Tensor | None) -> Tensor | None:
     return None if key is None else key.cpu()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("block_rows", [1, 16])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rowwise(shape, block_rows, device) -> None:
@@ -49,6 +53,7 @@ def test_rowwise(shape, block_rows, device) -> None:
             assert_all(got, nvfp4.quantize_nvfp4(x, block_rows=block_rows))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("with_rht", [False, True], ids=["plain", "rht"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_both_copies(shape, with_rht, device) -> None:
@@ -116,6 +121,7 @@ def test_amax_of_blocks(device) -> None:
         assert_all(got, nvfp4.quantize_nvfp4(x, block_rows=rows, amax=amax))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
 @pytest.mark.parametrize("with_rht", [False, True], ids=["plain", "rht"])
 @pytest.mark.parametrize("splits, rows", SPLITS, ids=str)

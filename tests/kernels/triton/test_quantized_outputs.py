@@ -7,12 +7,12 @@ import torch
 
 from te_models.kernels.activation import op as activation_op
 from te_models.kernels.activation import quantized as activation
+from te_models.kernels.custom_op import flatten
 from te_models.kernels.norm import op as norm_op
 from te_models.kernels.norm import quantized as norm
 from te_models.kernels.permute import quantized as permute
 from te_models.kernels.permute import reference as permute_reference
 from te_models.kernels.quantize.output import QuantizedOutput
-from te_models.kernels.registry import flatten
 from tests.kernels.triton.quantize_cases import assert_bitwise, hard
 
 E5M2 = torch.float8_e5m2
@@ -86,6 +86,7 @@ def check_permute(device, case, dtype, output) -> None:
     compare(got, permute_reference.gather_rows(x, p.slot_of_row, topk, align > 1), scale, output)
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("output", OUTPUTS, ids=names)
 @pytest.mark.parametrize("option", NORMS, ids=str)
@@ -102,6 +103,7 @@ def test_norm_sizes(device, dtype, shape, output) -> None:
     check_norm(device, shape, dtype, NORMS[1], output)
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("output", OUTPUTS, ids=names)
 @pytest.mark.parametrize("option", ACTIVATIONS, ids=str)

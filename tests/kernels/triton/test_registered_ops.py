@@ -13,8 +13,8 @@ from torch import Tensor
 
 from te_models import kernels
 from te_models.kernels.activation.reference import ACTIVATIONS
+from te_models.kernels.custom_op import Registered, like, operation, registered, registration
 from te_models.kernels.gemm.operand import Kind
-from te_models.kernels.registry import Registered, like, operation, registered, registration
 from tests.kernels.described import Arguments, check_description, tensors
 from tests.kernels.triton.op_samples import FAMILIES, Family
 from tests.kernels.triton.quantizer_samples import as_on_a_gpu
@@ -37,6 +37,7 @@ def samples(family: Family, device: torch.device) -> list[tuple[str, Arguments]]
     return list(family(device))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
 def test_results_are_as_described(device, family) -> None:
     given = samples(family, device)
@@ -49,6 +50,7 @@ DIFFERENTIABLE = {"x", "weight", "bias", "probabilities", "logits", "hidden", "a
 ONE_BYTE = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
 def test_opcheck(device, family) -> None:
     """torch's own checks, on a few samples of each operation; one of them cannot compare FP8."""

@@ -100,6 +100,7 @@ def check(device, tokens, counts, scores, dtype) -> None:
     assert ((got.double() - expected).abs() <= relative * terms + rounding * expected.abs()).all()
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize("scores", SCORES, ids=str)

@@ -31,6 +31,7 @@ def expected(name: str, rank: int, ranks: list[dict[str, Tensor]]) -> tuple[Tens
     return 6 * (x[0] + x[1]), 6 * dy[rank]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
 @pytest.mark.parametrize("name", ["gather", "scatter", "reduce"])
 def test_values_and_gradients(name: str, mode: str, ranks: list[dict[str, Tensor]]) -> None:

@@ -57,6 +57,7 @@ def test_each_gemm_may_have_splits_of_its_own() -> None:
     torch.testing.assert_close(model(x, SPLITS, p, other), model[2](hidden, other), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n == "mxfp8" else pytest.mark.slow) for n in NAMES], ids=str
 )

@@ -18,8 +18,8 @@ from te_models.layers import (
     ops,
     recipe,
 )
-from te_models.layers.delayed import DelayedScalingQuantizer
 from te_models.layers.ops.call import Computed, OperationCall
+from te_models.layers.quantizer.delayed import DelayedScalingQuantizer
 from tests.layers.ops.steps import NAMES, assert_equal, fresh, step
 
 FUSED = {"delayed", "block", "mxfp8"}

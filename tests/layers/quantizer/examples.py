@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from te_models.layers.delayed import DelayedScalingQuantizer
 from te_models.layers.quantizer import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -14,6 +13,7 @@ from te_models.layers.quantizer import (
     NVFP4Quantizer,
     Quantizer,
 )
+from te_models.layers.quantizer.delayed import DelayedScalingQuantizer
 
 E5M2 = torch.float8_e5m2
 

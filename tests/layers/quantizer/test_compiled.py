@@ -43,6 +43,7 @@ def test_one_graph_per_value() -> None:
         assert counter.frame_count == count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columnwise_stored", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_inductor_rounds_stochastically_to_the_same_bits(columnwise_stored: bool) -> None:
     """Random bits are a function of key and index, and the key's numbers are no constants of the graph. The transform's

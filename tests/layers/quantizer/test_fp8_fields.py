@@ -54,6 +54,7 @@ def same_codes(got: np.ndarray, expected: np.ndarray, fmt: em.Format) -> bool:
     return np.array_equal(np.isnan(fmt.decode(got)), nan) and np.array_equal(got[~nan], expected[~nan])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_fields_equal_the_emulation(name: str, dtype: torch.dtype) -> None:
@@ -75,6 +76,7 @@ def test_fields_equal_the_emulation(name: str, dtype: torch.dtype) -> None:
             np.testing.assert_array_equal(scale_inv.numpy(), stored, err_msg=f"{what} {usage}", strict=True)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_dequantized_values_equal_the_emulation(name: str, dtype: torch.dtype) -> None:

@@ -67,6 +67,7 @@ def assert_same(
     np.testing.assert_array_equal(codes[meaningful], wanted[meaningful], err_msg=what)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_fields_equal_the_emulation(name: str, dtype: torch.dtype) -> None:
@@ -84,6 +85,7 @@ def test_fields_equal_the_emulation(name: str, dtype: torch.dtype) -> None:
             assert_same(fields, usage, emulated(quantizer, usage, values), f"{what} {usage}", rotated)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_operands_equal_the_emulation(name: str, dtype: torch.dtype) -> None:

@@ -18,7 +18,7 @@ from te_models.layers.quantizer import (
     NVFP4Quantizer,
     Quantizer,
 )
-from te_models.layers.row_groups import RowGroups
+from te_models.layers.quantizer.group_offsets import RowGroups
 from tests.layers import emulation as em
 from tests.layers.bits import raw
 from tests.layers.emulation_nvfp4 import E2M1

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from te_models.layers.delayed import Float8Quantizer
 from te_models.layers.quantizer import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -17,6 +16,7 @@ from te_models.layers.quantizer import (
     MXFP8Quantizer,
     NVFP4Quantizer,
 )
+from te_models.layers.quantizer.delayed import Float8Quantizer
 from tests.layers import emulation as em
 from tests.layers import emulation_nvfp4 as em4
 from tests.layers.quantizer.inputs import DTYPES, NAMES, matrices
@@ -87,6 +87,7 @@ def counted(x: np.ndarray, scale: np.ndarray, block: tuple[int, int], fmt: em.Fo
     }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_statistics_equal_numpy(name: str, dtype: torch.dtype) -> None:

@@ -14,8 +14,6 @@ import torch
 import torch.distributed as dist
 
 from te_models.kernels.quantize import quantize_nvfp4, random_hadamard
-from te_models.layers.delayed import Float8Quantizer
-from te_models.layers.opaque import ValueObject, value_class
 from te_models.layers.quantizer import (
     QUANTIZERS,
     Float8BlockQuantizer,
@@ -26,6 +24,8 @@ from te_models.layers.quantizer import (
     NVFP4Quantizer,
     Quantizer,
 )
+from te_models.layers.quantizer.delayed import Float8Quantizer
+from te_models.layers.quantizer.value import ValueObject, value_class
 from tests.layers.quantizer.examples import DELAYED, EXAMPLES, STOCHASTIC
 
 ALL = EXAMPLES | {"stochastic": STOCHASTIC, "delayed": DELAYED}

@@ -12,16 +12,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from te_models.kernels.registry import Alias, Output, differentiable, like, operation
+from te_models.kernels.custom_op import Alias, Output, differentiable, like, operation
 from te_models.layers import QuantizedStorage, QuantizedTensor
-from te_models.layers.dense_gemms import DEFAULT_OPTIONS, GemmOptions, How, bias_gradient, dense_fprop, dense_gradients
-from te_models.layers.kept import Kept
-from te_models.layers.module import compute_dtype
-from te_models.layers.op_results import QuantizedResult, quantized_like
-from te_models.layers.quantized_module import LiveState, QuantizedModule
-from te_models.layers.quantizer_text import with_usages
-from te_models.layers.recipe import GemmQuantizers
-from te_models.layers.wgrad import WeightGradient
+from te_models.layers.dynamo.custom_op import QuantizedResult, quantized_like
+from te_models.layers.dynamo.quantizer_string import with_usages
+from te_models.layers.functional.dense_gemms import (
+    DEFAULT_OPTIONS,
+    GemmOptions,
+    How,
+    bias_gradient,
+    dense_fprop,
+    dense_gradients,
+)
+from te_models.layers.functional.saved_input import Kept
+from te_models.layers.functional.wgrad import WeightGradient
+from te_models.layers.module.base import LiveState, QuantizedModule
+from te_models.layers.module.parameters import compute_dtype
+from te_models.layers.recipe.base import GemmQuantizers
 
 
 class Forward(NamedTuple):
@@ -134,7 +141,7 @@ def linear_op(
     cached: QuantizedTensor | None = None,
     options: GemmOptions = DEFAULT_OPTIONS,
 ) -> Tensor:
-    """Do what `te_models.layers.linear_function.linear` does under a recipe."""
+    """Do what `te_models.layers.functional.linear.linear` does under a recipe."""
     x = x.to(compute_dtype(x))
     quantizers = module.quantizers()
     assert quantizers is not None, "in high precision there is nothing to register"

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from te_models.kernels.registry import Alias, Result, caller, like, operation
+from te_models.kernels.custom_op import Alias, Result, caller, like, operation
 from te_models.layers import (
     Float8Quantizer,
     GroupedRows,
@@ -16,8 +16,7 @@ from te_models.layers import (
     QuantizedTensor,
     Quantizer,
 )
-from te_models.layers.op_arguments import Live
-from te_models.layers.op_results import QuantizedResult, quantized_like
+from te_models.layers.dynamo.custom_op import Live, QuantizedResult, quantized_like
 
 
 class Stored(NamedTuple):

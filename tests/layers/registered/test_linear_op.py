@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
-from te_models.kernels.registry import differentiable, registered
+from te_models.kernels.custom_op import differentiable, registered
 from te_models.layers import (
     CustomRecipe,
     DelayedScaling,
@@ -24,9 +24,9 @@ from te_models.layers import (
     collect_statistics,
     quantized_model_init,
 )
-from te_models.layers.dense_gemms import GemmOptions
-from te_models.layers.linear_function import linear
-from te_models.layers.wgrad import WeightGradient
+from te_models.layers.functional.dense_gemms import GemmOptions
+from te_models.layers.functional.linear import linear
+from te_models.layers.functional.wgrad import WeightGradient
 from tests.kernels.described import Calls, check_description
 from tests.layers.quantizer.examples import EXAMPLES
 from tests.layers.registered.linear_op import linear_backward, linear_forward, linear_op
@@ -71,6 +71,7 @@ def inputs(dtype: torch.dtype = torch.bfloat16, rows: int = ROWS) -> Tensor:
     return torch.randn(rows, IN, generator=torch.Generator().manual_seed(2)).to(dtype)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("name", RECIPES)
 def test_real_and_fake_agree(name: str, weights: str) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
-from te_models.kernels.registry import Alias, caller, operation, registered, registration
+from te_models.kernels.custom_op import Alias, caller, operation, registered, registration
 from te_models.layers import (
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
@@ -31,10 +31,9 @@ from te_models.layers import (
     QuantizedTensor,
     Quantizer,
 )
-from te_models.layers.op_arguments import Live
-from te_models.layers.op_results import quantized_like
-from te_models.layers.opaque import value_class
-from te_models.layers.quantizer_text import quantizer_of, text_of, with_usages
+from te_models.layers.dynamo.custom_op import Live, quantized_like
+from te_models.layers.dynamo.quantizer_string import quantizer_of, text_of, with_usages
+from te_models.layers.quantizer.value import value_class
 from tests.kernels.described import check_description, tensors
 from tests.layers.bits import raw, same_bits
 from tests.layers.quantizer.examples import DELAYED, EXAMPLES, STOCHASTIC
@@ -70,6 +69,7 @@ def cases(quantizer: Quantizer) -> Iterator[tuple[Tensor, Tensor | None]]:
         yield torch.randn(40, 48), torch.tensor([7, 0, 26])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("usage", USAGES, ids=["both", "rowwise", "columnwise"])
 @pytest.mark.parametrize("name", ALL)
 def test_fields_are_as_described(name: str, usage: tuple[bool, bool]) -> None:
@@ -110,6 +110,7 @@ def test_opcheck(name: str) -> None:
     )
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", MOST)
 def test_results_keep_their_quantizer_through_the_compiled_path(name: str) -> None:
     """And equal ones, made anew, recompile nothing."""
@@ -247,7 +248,7 @@ def test_a_text_rebuilds_its_quantizer(quantizer: Quantizer) -> None:
 @pytest.mark.slow
 def test_a_text_is_the_same_in_another_process() -> None:
     code = (
-        "from te_models.layers.quantizer_text import text_of; from te_models.layers import NVFP4Quantizer as Q;"
+        "from te_models.layers.dynamo.quantizer_string import text_of; from te_models.layers import NVFP4Quantizer as Q;"  # noqa: E501
         "print(text_of(Q(with_rht=True)))"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()

@@ -1,0 +1,110 @@
+"""Configuration entries that most decoder families share."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from te_models.config import ModelConfig
+
+from ...io.errors import CheckpointError
+from .fields import REQUIRED, Choice, Entry, Field, Fixed, Spread, Values, read_typed
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "squared_relu",
+}
+
+
+ATTENTION_BIAS = Spread("attention_bias", ("attention.add_qkv_bias", "attention.add_output_bias"))
+"""`attention_bias`: one flag for the q, k, v and output projections."""
+
+
+def decoder_fields(
+    *,
+    max_positions: int,
+    norm_eps: float = 1e-6,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    tied: bool = False,
+    activation: str = "silu",
+    activation_name: str = "hidden_act",
+    norm_name: str = "rms_norm_eps",
+    init_std: float = 0.02,
+    dropout: float = 0.0,
+    without: Collection[str] = (),
+) -> tuple[Entry, ...]:
+    """Return the fields of a decoder with grouped-query attention; the arguments are the class's names and defaults.
+    without: fields that the class does not have, or reads in a way of its own."""
+    entries: tuple[Entry, ...] = (
+        Field("vocab_size", "vocab_size", int),
+        Field("hidden_size", "hidden_size", int),
+        Field("num_hidden_layers", "num_layers", int),
+        Field("num_attention_heads", "attention.num_attention_heads", int),
+        Field("max_position_embeddings", "max_position_embeddings", int, max_positions),
+        Field(norm_name, "norm.layernorm_epsilon", float, norm_eps),
+        Field("intermediate_size", "mlp.ffn_hidden_size", int),
+        Field("tie_word_embeddings", "embedding.share_embeddings_and_output_weights", bool, tied),
+        Field("attention_dropout", "attention.attention_dropout", float, dropout, null=True),
+        Field("initializer_range", "init_method_std", float, init_std),
+        Choice(activation_name, "mlp.activation", ACTIVATIONS, activation),
+        KeyValueHeads(kv_heads),
+        HeadDim(head_dim),
+    )
+    return tuple(entry for entry in entries if not set(entry.names) <= set(without))
+
+
+def layer_norm(*, bias: bool, weight: bool = True) -> tuple[Entry, ...]:
+    """Return what makes the norm a LayerNorm instead of an RMSNorm."""
+    return (
+        Fixed("norm.normalization", "LayerNorm"),
+        Fixed("norm.cast_order", "weight_first"),
+        Fixed("norm.has_weight", weight),
+        Fixed("norm.bias", bias),
+    )
+
+
+@dataclass(frozen=True)
+class KeyValueHeads:
+    """`num_key_value_heads`: null means as many as query heads; absent means `default`."""
+
+    default: int | None
+    names: tuple[str, ...] = ("num_key_value_heads",)
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        if "num_key_value_heads" not in hf and self.default is not None:
+            return {"attention.num_query_groups": self.default}
+        heads = read_typed(hf, "num_key_value_heads", int, None)
+        return {} if heads is None else {"attention.num_query_groups": heads}
+
+    def write(self, config: ModelConfig) -> Values:
+        return {"num_key_value_heads": config.attention.num_query_groups}
+
+
+@dataclass(frozen=True)
+class HeadDim:
+    """`head_dim`: null means hidden_size / heads, rounded down as transformers does; absent means `default`."""
+
+    default: int | None
+    names: tuple[str, ...] = ("head_dim",)
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        if "head_dim" not in hf and self.default is not None:
+            return {"attention.kv_channels": self.default}
+        size = read_typed(hf, "head_dim", int, None)
+        if size is None:
+            heads = read_typed(hf, "num_attention_heads", int, REQUIRED)
+            if heads <= 0:
+                raise CheckpointError(f"config.json has num_attention_heads = {heads}")
+            size = read_typed(hf, "hidden_size", int, REQUIRED) // heads
+        return {"attention.kv_channels": size}
+
+    def write(self, config: ModelConfig) -> Values:
+        return {"head_dim": config.attention.kv_channels}

@@ -1,0 +1,231 @@
+"""What a family is, and how its maps are applied to a whole configuration."""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+import json
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from te_models.config import ConfigError, ModelConfig
+
+from ...io.errors import CheckpointError, shorten
+from ...io.limits import check_counts, holds_experts
+from ...plan.param_shapes import expected_tensors
+from ...plan.tensor_map import Link, Namespace, Stored
+from .fields import Entry, Values, get_path, shorten_value
+from .names import COMMON, Names
+from .unused import CONSTANTS, Unused
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    # Fields of some family that change the mathematics -> the values with which they do not. A family that has the
+    # field names it in its map; in any other it must be neutral, which also catches wrongly labelled folders.
+    "attention_bias": (None, False),
+    "attention_chunk_size": (None,),
+    "attention_multiplier": (None,),
+    "attn_logit_softcapping": (None,),
+    "add_cross_attention": (None, False),
+    "alibi": (None, False),
+    "attention_out_bias": (None, False),
+    "clip_qkv": (None,),
+    "embedding_multiplier": (None, 1),
+    "final_logit_softcapping": (None,),
+    "first_k_dense_replace": (None, 0),
+    "is_encoder_decoder": (None, False),
+    "kv_lora_rank": (None,),
+    "layer_types": (None,),
+    "logit_scale": (None, 1),
+    "logits_scaling": (None, 1),
+    "mlp_bias": (None, False),
+    "moe_layer_freq": (None, 1),
+    "n_group": (None, 1),
+    "n_routed_experts": (None, 0),
+    "n_shared_experts": (None, 0),
+    "no_rope_layers": (None,),
+    "num_experts": (None, 0),
+    "num_local_experts": (None, 0),
+    "num_shared_experts": (None, 0),
+    "parallel_attn": (None, False),
+    "q_lora_rank": (None,),
+    "qk_layernorm": (None, False),
+    "quantization_config": (None,),
+    "query_pre_attn_scalar": (None,),
+    "residual_multiplier": (None, 1),
+    "rope_interleaved": (None, False),
+    "rotary_dim": (None,),
+    "routed_scaling_factor": (None, 1),
+    "router_jitter_noise": (None, 0),
+    "scale_embeddings": (None, False),
+    "shared_expert_intermediate_size": (None, 0),
+    "sliding_window": (None,),
+    "swiglu_limit": (None,),
+    "scale_attn_by_inverse_layer_idx": (None, False),
+    "scale_attn_weights": (None, True),
+    "shared_intermediate_size": (None, 0),
+    "use_bias": (None, False),
+    "use_bidirectional_attention": (None, False),
+    "use_mrope": (None, False),
+    "use_parallel_residual": (None, False),
+    "use_qk_norm": (None, False),
+    "use_sliding_window": (None, False),
+    "v_head_dim": (None,),
+}
+
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+_TRAINING_ONLY = (
+    "hidden_dropout",
+    "init_method_std",
+    "moe.aux_loss_coeff",
+    "moe.z_loss_coeff",
+    "attention.attention_dropout",
+)
+
+_FAR = 100
+"""As a distance: more than that of a family that differs in single fields."""
+
+_NEAREST = 3
+"""How many families give their reasons where none fits."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One Hugging Face architecture.
+
+    Arguments:
+        model_type: the `model_type` of its config.json; also the family's name.
+        architecture: the transformers class, written to `architectures`.
+        fields: the configuration map.
+        names: the weight map; an export writes it.
+        other_names: further forms in which its files exist; which one a folder has is told by its tensors' names.
+        unused: tensors that files may hold and the model does not use; an import keeps them for the export.
+        keeps_dtype: patterns of parameters that files hold in a precision of their own.
+    """
+
+    model_type: str
+    architecture: str
+    fields: tuple[Entry, ...]
+    names: Names = COMMON
+    other_names: tuple[Names, ...] = ()
+    unused: Unused = CONSTANTS
+    keeps_dtype: tuple[str, ...] = ("*.router.expert_bias",)
+
+    def read_config(self, hf: Mapping[str, Any]) -> ModelConfig:
+        """Translate config.json; a flag that changes the mathematics and cannot be expressed raises CheckpointError."""
+        for layers, experts in itertools.product(("num_hidden_layers", "n_layer"), _EXPERT_COUNTS):
+            check_counts(hf.get(layers), hf.get(experts))
+        known = {name for entry in self.fields for name in entry.names}
+        for name, neutral in _NEUTRAL.items():
+            if name in hf and name not in known and not any(hf[name] == value for value in neutral):
+                allowed = " or ".join(map(json.dumps, neutral))
+                raise CheckpointError(
+                    f"config.json has {name} = {shorten_value(hf[name])}, which changes the model in a way that "
+                    f"the family {self.model_type!r} cannot express; allowed: {allowed}"
+                )
+        nested: dict[str, Any] = {}
+        for entry in self.fields:
+            for path, value in entry.read(hf).items():
+                _set(nested, path, value)
+        try:
+            return ModelConfig.from_dict(nested)
+        except ConfigError as error:
+            raise CheckpointError(f"config.json does not describe a valid {self.model_type} model: {error}") from None
+
+    def write_config(self, config: ModelConfig) -> Values:
+        """Translate back; a configuration that this family cannot express raises CheckpointError naming a field."""
+        hf, obstacles = self._translate(config)
+        if obstacles:
+            raise CheckpointError(f"the family {self.model_type!r} cannot express {next(iter(obstacles.values()))}")
+        return hf
+
+    def _translate(self, config: ModelConfig) -> tuple[Values, dict[str, str]]:
+        """Return the fields of config.json, and the fields of the model that they do not say, with their values in
+        words; "" is the field where they say nothing that can be read."""
+        hf: Values = {}
+        for entry in self.fields:
+            hf.update(entry.write(config))
+        try:
+            again = self.read_config(hf)
+        except CheckpointError as error:
+            return hf, {"": f"this model: {error}"}
+        paths = (path for path in differing_fields(again.to_dict(), config.to_dict()) if path not in _TRAINING_ONLY)
+        return hf, {path: f"{path} = {shorten_value(get_path(config, path))}" for path in paths}
+
+    def distance(self, config: ModelConfig) -> tuple[int, str]:
+        """Return how far the family is from expressing a model, and all that it cannot express, in words."""
+        try:
+            _, obstacles = self._translate(config)
+        except CheckpointError as error:
+            return 2 * _FAR, f"{self.model_type}: {error}"
+        far = sum(1 if "." in path else _FAR if path else 2 * _FAR for path in obstacles)  # a whole part is much
+        named, more = list(obstacles.values())[:4], len(obstacles) - 4
+        return far, f"{self.model_type} cannot express {', '.join(named)}" + (f" and {more} more" if more > 0 else "")
+
+    @property
+    def forms(self) -> dict[str, Names]:
+        """The forms in which files of this family exist, by name; the first is the published one."""
+        return {names.form: names for names in (self.names, *self.other_names)}
+
+    def form_of(self, config: ModelConfig, found: Collection[str]) -> str:
+        """Return the form that has most of the tensor names in `found`."""
+        if not self.other_names:
+            return self.names.form
+        forms = [
+            form for form, names in self.forms.items() if not names.experts_apart or holds_experts(config, len(found))
+        ]
+        namespaces = {form: self.namespace(config, form).stored for form in forms}
+        return max(namespaces, key=lambda form: sum(name in namespaces[form] for name in found))
+
+    def namespace(self, config: ModelConfig, form: str | None = None) -> Namespace:
+        """Return how files of this family store the model; None means the published form."""
+        forms = self.forms
+        if form is not None and form not in forms:
+            raise CheckpointError(f"the family {self.model_type!r} has no form {form!r}; its forms: {', '.join(forms)}")
+        return self._namespace(config, self.names if form is None else forms[form])
+
+    def _namespace(self, config: ModelConfig, names: Names) -> Namespace:
+        canonical = expected_tensors(config)
+        stored: dict[str, Stored] = {}
+        links: list[Link] = []
+        for name, layout in names.weights(config):
+            if name not in canonical:
+                raise CheckpointError(f"the family {self.model_type!r} has {name}, which this model does not have")
+            convertible = not any(fnmatch.fnmatchcase(name, pattern) for pattern in self.keeps_dtype)
+            for p in layout.place(canonical[name]):
+                stored[p.stored] = Stored(p.stored_shape, convertible=convertible)
+                links.append(Link(name, p.box, p.stored, p.stored_box, p.axes))
+        absent = set(canonical) - {link.name for link in links}
+        if absent:
+            raise CheckpointError(f"the family {self.model_type!r} cannot store {shorten(sorted(absent))}")
+        return Namespace(canonical, stored, tuple(links))
+
+
+def first_that_expresses(families: Iterable[Family], config: ModelConfig) -> Family:
+    """Return the first family that can express a model, or raise CheckpointError with the reasons of the nearest."""
+    reasons = []
+    for family in families:
+        try:
+            family.write_config(config)
+        except CheckpointError:
+            reasons.append(family.distance(config))
+        else:
+            return family
+    nearest = sorted(reasons, key=lambda reason: reason[0])[:_NEAREST]
+    raise CheckpointError("; ".join(reason for _, reason in nearest))
+
+
+def _set(nested: dict[str, Any], path: str, value: Any) -> None:
+    *parents, leaf = path.split(".")
+    for name in parents:
+        nested = nested.setdefault(name, {})
+    nested[leaf] = value
+
+
+def differing_fields(a: Any, b: Any, path: str = "") -> list[str]:
+    """Return the dotted paths at which two nested dictionaries differ."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        names = {**a, **b}
+        return [p for n in names for p in differing_fields(a.get(n), b.get(n), f"{path}.{n}" if path else n)]
+    return [] if a == b else [path]

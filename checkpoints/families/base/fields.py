@@ -1,0 +1,228 @@
+"""Configuration maps: Hugging Face's config.json <-> `ModelConfig`, as small values that read and write.
+
+A map is a tuple of entries. Each reads some Hugging Face fields into flat `ModelConfig` paths ("attention.kv_channels")
+and writes them back. Reading follows transformers: a field that is absent has the class's default, which is part of the
+entry, because files of older releases leave it out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from te_models.config import ModelConfig
+
+from ...io.errors import CheckpointError
+
+Values = dict[str, Any]
+REQUIRED: Any = object()
+
+
+class Entry(Protocol):
+    """One entry of a configuration map."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The Hugging Face fields that this entry understands."""
+        ...
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        """Return ModelConfig path -> value; paths may be left out to keep ModelConfig's default."""
+        ...
+
+    def write(self, config: ModelConfig) -> Values:
+        """Return Hugging Face field -> value."""
+        ...
+
+
+def get_path(config: Any, path: str) -> Any:
+    """Return the value at a dotted path of a configuration, None below an absent part."""
+    for name in path.split("."):
+        config = getattr(config, name) if config is not None else None
+    return config
+
+
+def read_typed(hf: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
+    """Return field `name` as `kind`; `default` where it is absent.
+
+    A default of REQUIRED makes absence an error; a default of None allows null as well.
+    """
+    value = hf.get(name, default)
+    if value is REQUIRED:
+        raise CheckpointError(f"config.json has no {name!r}")
+    if value is None and (default is None or name not in hf):
+        return None
+    if kind is float and isinstance(value, int) and abs(value) < 2**53:
+        value = value if isinstance(value, bool) else float(value)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise CheckpointError(f"config.json has {name} = {shorten_value(value)}, which is not {_KIND_NAMES[kind]}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise CheckpointError(f"config.json has {name} out of range")
+    return value
+
+
+def shorten_value(value: Any) -> str:
+    """Return a value for a message, cut where it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of thousands of digits
+        return "a huge number"
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+_KIND_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string", list: "a list"}
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field that means the same on both sides. `default` None also allows null: ModelConfig's own default. null: null
+    means the default, too, because transformers takes it and computes the same."""
+
+    hf: str
+    path: str
+    kind: type
+    default: Any = REQUIRED
+    null: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.hf,)
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        value = self.default
+        if not self.null or hf.get(self.hf) is not None:
+            value = read_typed(hf, self.hf, self.kind, self.default)
+        return {} if value is None else {self.path: value}
+
+    def write(self, config: ModelConfig) -> Values:
+        return {self.hf: get_path(config, self.path)}
+
+
+@dataclass(frozen=True)
+class Nullable:
+    """A number that may be null, which is not the same as absent: then it has the class's `default`."""
+
+    hf: str
+    path: str
+    default: float | None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.hf,)
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        value = hf.get(self.hf, self.default)
+        return {self.path: None if value is None else read_typed(hf, self.hf, float, self.default)}
+
+    def write(self, config: ModelConfig) -> Values:
+        return {self.hf: get_path(config, self.path)}
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A property that every model of the family has and transformers' class has no field for. names: fields that some
+    published files mention it in all the same; nothing depends on them."""
+
+    path: str
+    value: Any
+    names: tuple[str, ...] = ()
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        return {self.path: self.value}
+
+    def write(self, config: ModelConfig) -> Values:
+        return {}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A field whose values have other names; of several names of a value the default or the first is written."""
+
+    hf: str
+    path: str
+    values: dict[str, str]
+    default: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.hf,)
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        value = read_typed(hf, self.hf, str, self.default)
+        if value not in self.values:
+            raise CheckpointError(
+                f"config.json has {self.hf} = {shorten_value(value)}; supported: {', '.join(self.values)}"
+            )
+        return {self.path: self.values[value]}
+
+    def write(self, config: ModelConfig) -> Values:
+        inverse = {ours: theirs for theirs, ours in reversed(self.values.items())}
+        inverse[self.values[self.default]] = self.default
+        return {self.hf: inverse.get(get_path(config, self.path))}
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A field that sets several paths to the same value; with `null` null means the default, too."""
+
+    hf: str
+    paths: tuple[str, ...]
+    default: bool = False
+    null: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.hf,)
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        absent = self.null and hf.get(self.hf) is None
+        return dict.fromkeys(self.paths, self.default if absent else read_typed(hf, self.hf, bool, self.default))
+
+    def write(self, config: ModelConfig) -> Values:
+        return {self.hf: get_path(config, self.paths[0])}
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """A field that releases name differently; where several are present they must agree. The first is written."""
+
+    names: tuple[str, ...]
+    path: str
+    kind: type
+    default: Any = REQUIRED
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        found = {name: read_typed(hf, name, self.kind, REQUIRED) for name in self.names if name in hf}
+        if len(set(found.values())) > 1:
+            raise CheckpointError("config.json has " + " and ".join(f"{n} = {hf[n]}" for n in found))
+        value = next(iter(found.values())) if found else read_typed({}, self.names[0], self.kind, self.default)
+        return {self.path: value}
+
+    def write(self, config: ModelConfig) -> Values:
+        return {self.names[0]: get_path(config, self.path)}
+
+
+@dataclass(frozen=True)
+class Only:
+    """A field whose other values would change the model: absent or `value`, which is written; with `null` also null."""
+
+    hf: str
+    value: Any
+    null: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.hf,)
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        value = hf.get(self.hf, self.value)
+        if value is None and self.null:
+            return {}
+        if value != self.value or type(value) is not type(self.value):
+            raise CheckpointError(f"config.json has {self.hf} = {shorten_value(value)}; supported: {self.value!r}")
+        return {}
+
+    def write(self, config: ModelConfig) -> Values:
+        return {self.hf: self.value}

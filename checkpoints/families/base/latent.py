@@ -1,0 +1,111 @@
+"""Latent attention in files: DeepSeek's names, which all families with it use, and its configuration fields."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from te_models.config import ModelConfig
+
+from ...io.errors import CheckpointError
+from ...plan.layout_ops import At, Concat, Layout
+from .fields import Entry, Field, Values, read_typed
+from .rope import Rope
+
+
+def latent_attention(config: ModelConfig, at: str, ours: str) -> Iterator[tuple[str, Layout]]:
+    """Yield the weight map of one layer's attention, without the norm before it."""
+    a, mla = config.attention, config.attention.mla
+    assert mla is not None, "called for latent attention only"
+    at = f"{at}self_attn."
+    q = "q_proj" if mla.q_lora_rank is None else "q_a_proj"
+    q_rows = mla.q_lora_rank or a.num_attention_heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim)
+    kv_rows = mla.kv_lora_rank + mla.qk_pos_emb_head_dim
+    if a.add_qkv_bias and mla.q_lora_rank is None:
+        yield f"{ours}latent_bias", At(f"{at}kv_a_proj_with_mqa.bias")
+    for kind in ("weight", "bias") if a.add_qkv_bias and mla.q_lora_rank is not None else ("weight",):
+        parts = (At(f"{at}{q}.{kind}"), q_rows), (At(f"{at}kv_a_proj_with_mqa.{kind}"), kv_rows)
+        yield f"{ours}linear_qkv_down.{kind}", Concat(*parts)
+    for name, theirs in (("linear_q_up", "q"), ("linear_kv_up", "kv")):
+        if name == "linear_kv_up" or mla.q_lora_rank is not None:
+            yield f"{ours}{name}.layer_norm_weight", At(f"{at}{theirs}_a_layernorm.weight")
+            yield f"{ours}{name}.weight", At(f"{at}{theirs}_b_proj.weight")
+    for kind in ("weight", "bias") if a.add_output_bias else ("weight",):
+        yield f"{ours}linear_proj.{kind}", At(f"{at}o_proj.{kind}")
+
+
+@dataclass(frozen=True)
+class QueryRank:
+    """`q_lora_rank`: null means that q has no latent; absent means `default`."""
+
+    default: int
+    names: tuple[str, ...] = ("q_lora_rank",)
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        if hf.get("q_lora_rank", self.default) is None:
+            return {"attention.mla.q_lora_rank": None}
+        return {"attention.mla.q_lora_rank": read_typed(hf, "q_lora_rank", int, self.default)}
+
+    def write(self, config: ModelConfig) -> Values:
+        mla = config.attention.mla
+        return {"q_lora_rank": None if mla is None else mla.q_lora_rank}
+
+
+@dataclass(frozen=True)
+class YarnScores:
+    """The rotary embedding. Under yarn `mscale_all_dim` also scales the softmax, by the square of what it gives."""
+
+    nope: int
+    rope_dim: int
+    rope: Rope
+    names: tuple[str, ...] = Rope.names
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        result = self.rope.read(hf)
+        mscale, factor = result.get("rope.mscale_all_dim"), result.get("rope.factor")
+        if result["rope.scaling"] == "yarn" and mscale and factor:
+            sizes = zip(("qk_nope_head_dim", "qk_rope_head_dim"), (self.nope, self.rope_dim))
+            channels = sum(read_typed(hf, name, int, default) for name, default in sizes)
+            if not 0 < channels < 1 << 31 or factor <= 0:
+                raise CheckpointError(f"config.json has {channels} channels per head and a rope factor of {factor}")
+            stretch = 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+            result["attention.softmax_scale"] = channels**-0.5 * stretch * stretch
+        return result
+
+    def write(self, config: ModelConfig) -> Values:
+        return self.rope.write(config)
+
+
+@dataclass(frozen=True)
+class KeysForEveryHead:
+    """`num_key_value_heads`, from which transformers computes how often it repeats keys: it must be the number of
+    heads, whatever the class's default is."""
+
+    names: tuple[str, ...] = ("num_key_value_heads",)
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        return {}
+
+    def write(self, config: ModelConfig) -> Values:
+        return {"num_key_value_heads": config.attention.num_attention_heads}
+
+
+def latent_fields(
+    *,
+    query_rank: int,
+    nope: int = 128,
+    value: int = 128,
+    rope: Rope,
+) -> tuple[Entry, ...]:
+    """Return the fields of latent attention; the arguments are the class's defaults."""
+    return (
+        QueryRank(query_rank),
+        KeysForEveryHead(),
+        Field("kv_lora_rank", "attention.mla.kv_lora_rank", int, 512),
+        Field("qk_nope_head_dim", "attention.mla.qk_head_dim", int, nope),
+        Field("qk_rope_head_dim", "attention.mla.qk_pos_emb_head_dim", int, 64),
+        Field("v_head_dim", "attention.mla.v_head_dim", int, value),
+        YarnScores(nope, 64, rope),
+    )

@@ -1,0 +1,217 @@
+"""Weight maps of decoders: a family says how its files call and store each part, the configuration says which exist.
+
+`Names` is the whole description of one way to store a family; a family whose files come in several ways has several.
+A name may hold `{i}`, the number of the layer, and in experts `{e}`, the number of the expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from te_models.config import ModelConfig
+
+from ...plan.layout_ops import At, Concat, Deinterleaved, Layout, Rows, Stack, Transpose, Unsqueezed
+from ...plan.param_shapes import head_sizes
+from .latent import latent_attention
+
+Weights = Iterator[tuple[str, Layout]]
+Norms = tuple[str | None, str | None, str | None, str | None]
+GATE_UP_DOWN = ("gate", "up", "down")
+
+PRE: Norms = ("input_layernorm", None, "post_attention_layernorm", None)
+POST: Norms = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+SANDWICH: Norms = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+
+
+@dataclass(frozen=True)
+class PerExpert:
+    """Each expert's projections are tensors of their own."""
+
+    gate: str = "mlp.experts.{e}.gate_proj"
+    up: str = "mlp.experts.{e}.up_proj"
+    down: str = "mlp.experts.{e}.down_proj"
+
+    def weights(self, config: ModelConfig, ours: str, at: str) -> Weights:
+        moe = config.moe
+        assert moe is not None, "called for MoE layers only"
+        rows, experts = moe.moe_ffn_hidden_size, range(moe.num_moe_experts)
+        for kind in ("weight", "bias") if moe.bias else ("weight",):
+            gate, up, down = (
+                [At(f"{at}{name.format(e=e)}.{kind}") for e in experts] for name in (self.gate, self.up, self.down)
+            )
+            yield f"{ours}linear_fc1.{kind}", Stack(*(Concat((g, rows), (u, rows)) for g, u in zip(gate, up)))
+            yield f"{ours}linear_fc2.{kind}", Stack(*down)
+
+
+@dataclass(frozen=True)
+class Fused:
+    """All experts of a layer in one tensor each: fc1 holds the gate rows, then the up rows.
+
+    transposed: stored [E, in, out]. interleaved: gate and up rows in turn instead. The biases' names end in `_bias`.
+    """
+
+    fc1: str = "mlp.experts.gate_up_proj"
+    fc2: str = "mlp.experts.down_proj"
+    transposed: bool = False
+    interleaved: bool = False
+
+    def weights(self, config: ModelConfig, ours: str, at: str) -> Weights:
+        fc1, fc2 = at + self.fc1, at + self.fc2
+        columns: Layout = Deinterleaved(fc1, 2, 2 if self.transposed else 1) if self.interleaved else At(fc1)
+        yield f"{ours}linear_fc1.weight", Transpose(columns) if self.transposed else columns
+        yield f"{ours}linear_fc2.weight", Transpose(At(fc2)) if self.transposed else At(fc2)
+        if config.moe is not None and config.moe.bias:
+            bias = f"{fc1}_bias"
+            yield f"{ours}linear_fc1.bias", Deinterleaved(bias, 2, 1) if self.interleaved else At(bias)
+            yield f"{ours}linear_fc2.bias", At(f"{fc2}_bias")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Names:
+    """How one kind of file stores a decoder. The defaults are the names that llama and qwen3_moe introduced.
+
+    Arguments:
+        form: what this kind of file is called; "published" is what transformers writes.
+        loadable: whether transformers loads such files.
+        norms: before attention, after it, before the MLP, after it; None where the family has none.
+        qkv, fc1, shared_fc1: the projections that ours holds one after the other; one name: fused in that order.
+        heads_in_turn: the fused projection holds q, k and v of the first head, then of the second, and so on.
+        transposed: linear weights are stored [in, out].
+        selection_bias: the bias that only selects experts; None: the family has none.
+        selection_bias_unsqueezed: it is stored as [1, E].
+    """
+
+    form: str = "published"
+    loadable: bool = True
+    embedding: str = "model.embed_tokens"
+    positions: str = "model.embed_positions"
+    final_norm: str = "model.norm"
+    output: str = "lm_head"
+    layer: str = "model.layers.{i}"
+    norms: Norms = PRE
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    heads_in_turn: bool = False
+    transposed: bool = False
+    qk_norms: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
+    sinks: str = "self_attn.sinks"
+    proj: str = "self_attn.o_proj"
+    fc1: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    fc2: str = "mlp.down_proj"
+    router: str = "mlp.gate"
+    selection_bias: str | None = None
+    selection_bias_unsqueezed: bool = False
+    experts: PerExpert | Fused = PerExpert()
+    shared_fc1: tuple[str, ...] = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
+    shared_fc2: str = "mlp.shared_experts.down_proj"
+    shared_gate: str = "mlp.shared_expert_gate"
+
+    @property
+    def experts_apart(self) -> bool:
+        """Whether every expert has tensors of its own."""
+        return isinstance(self.experts, PerExpert)
+
+    def weights(self, config: ModelConfig) -> Weights:
+        """Yield canonical parameter name -> where its parts are stored, for a configuration."""
+        embedding = config.embedding
+        yield "embedding.word_embeddings.weight", At(f"{self.embedding}.weight")
+        if embedding.position_embedding_type == "learned_absolute":
+            yield "embedding.position_embeddings.weight", At(f"{self.positions}.weight")
+        for i in range(config.num_layers):
+            at, ours = f"{self.layer.format(i=i)}.", f"decoder.layers.{i}."
+            yield from self._norms(config, at, ours, moe=config.is_moe_layer(i))
+            attention = self._attention if config.attention.mla is None else latent_attention
+            yield from attention(config, at, f"{ours}self_attention.")
+            yield from (self._moe if config.is_moe_layer(i) else self._mlp)(config, at, f"{ours}mlp.")
+        yield from _norm(config, "decoder.final_layernorm.", self.final_norm)
+        if not embedding.share_embeddings_and_output_weights:
+            yield "output_layer.weight", At(f"{self.output}.weight")
+        if embedding.output_bias:
+            yield "output_layer.bias", At(f"{self.output}.bias")
+
+    def _norms(self, config: ModelConfig, at: str, ours: str, *, moe: bool) -> Weights:
+        shared = config.block == "parallel_shared_norm"
+        qkv = "linear_qkv_down" if config.attention.mla is not None else "linear_qkv"
+        places = (
+            "input_layernorm." if shared else f"self_attention.{qkv}.layer_norm_",
+            "post_self_attn_layernorm.",
+            "pre_mlp_layernorm." if moe else "mlp.linear_fc1.layer_norm_",
+            "post_mlp_layernorm.",
+        )
+        for place, name in zip(places, self.norms):
+            if name is not None:
+                yield from _norm(config, ours + place, at + name)
+
+    def _attention(self, config: ModelConfig, at: str, ours: str) -> Weights:
+        a = config.attention
+        heads, groups, size = head_sizes(config)
+        for kind in ("weight", "bias") if a.add_qkv_bias else ("weight",):
+            sizes = (heads * size, groups * size, groups * (a.v_head_dim or size))
+            layout = self._joined([at + name for name in self.qkv], kind, sizes)
+            if self.heads_in_turn:
+                name, total = f"{at}{self.qkv[0]}.{kind}", sum(sizes)
+                order = [3 * head + part for part in range(3) for head in range(heads)]
+                layout = Concat(*((Rows(name, place * size, total), size) for place in order))
+            yield f"{ours}linear_qkv.{kind}", layout
+        if a.qk_layernorm in ("head", "full"):
+            for ours_name, name in zip(("q_layernorm", "k_layernorm"), self.qk_norms):
+                for kind in ("weight", "bias") if a.qk_layernorm_bias else ("weight",):
+                    yield f"{ours}{ours_name}.{kind}", At(f"{at}{name}.{kind}")
+        if a.sinks:
+            yield f"{ours}core_attention.softmax_offset", At(at + self.sinks)
+        yield from self._linear(f"{ours}linear_proj", [at + self.proj], (config.hidden_size,), a.add_output_bias)
+
+    def _mlp(self, config: ModelConfig, at: str, ours: str) -> Weights:
+        m = config.mlp
+        fc1 = [at + name for name in self.fc1]
+        yield from self._linear(f"{ours}linear_fc1", fc1, (m.ffn_hidden_size,) * len(fc1), m.bias)
+        yield from self._linear(f"{ours}linear_fc2", [at + self.fc2], (config.hidden_size,), m.bias)
+
+    def _moe(self, config: ModelConfig, at: str, ours: str) -> Weights:
+        moe = config.moe
+        assert moe is not None, "called for MoE layers only"
+        yield from self._linear(f"{ours}router", [at + self.router], (moe.num_moe_experts,), moe.router.linear_bias)
+        if moe.router.expert_bias and self.selection_bias is not None:
+            name = at + self.selection_bias
+            yield f"{ours}router.expert_bias", Unsqueezed(name) if self.selection_bias_unsqueezed else At(name)
+        yield from self.experts.weights(config, f"{ours}experts.", at)
+        width, bias = moe.shared_expert_intermediate_size, config.mlp.bias
+        if width is not None:
+            fc1, fc2 = [at + name for name in self.shared_fc1], [at + self.shared_fc2]
+            yield from self._linear(f"{ours}shared_experts.linear_fc1", fc1, (width,) * len(fc1), bias)
+            yield from self._linear(f"{ours}shared_experts.linear_fc2", fc2, (config.hidden_size,), bias)
+            if moe.shared_expert_gate:
+                yield f"{ours}shared_experts.gate_weight", At(f"{at}{self.shared_gate}.weight")
+
+    def _linear(self, ours: str, theirs: list[str], sizes: tuple[int, ...], bias: bool) -> Weights:
+        for kind in ("weight", "bias") if bias else ("weight",):
+            yield f"{ours}.{kind}", self._joined(theirs, kind, sizes)
+
+    def _joined(self, theirs: list[str], kind: str, sizes: tuple[int, ...]) -> Layout:
+        if len(theirs) == 1:
+            layout: Layout = At(f"{theirs[0]}.{kind}")
+            return Transpose(layout) if self.transposed and kind == "weight" else layout
+        return Concat(*((At(f"{name}.{kind}"), size) for name, size in zip(theirs, sizes, strict=True)))
+
+
+def per_expert(names: Names, experts: str) -> Names:
+    """Return the form of a family with fused experts in which each has weights of its own, [out, in]: what tools that
+    quantize linear layers write. experts: what the experts of a layer are called."""
+    single = PerExpert(*(f"{experts}.{{e}}.{x}_proj" for x in GATE_UP_DOWN))
+    return replace(names, form="per-expert", loadable=False, experts=single)
+
+
+COMMON = Names()
+"""The names that llama and qwen3_moe introduced."""
+
+
+def _norm(config: ModelConfig, ours: str, theirs: str) -> Weights:
+    if config.norm.has_weight:
+        yield f"{ours}weight", At(f"{theirs}.weight")
+    if config.norm.bias:
+        yield f"{ours}bias", At(f"{theirs}.bias")

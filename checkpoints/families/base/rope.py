@@ -1,0 +1,199 @@
+"""The rotary embedding in config.json: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (4).
+
+Precedence follows transformers 5: `rope_scaling` replaces `rope_parameters`; inside, `rope_theta` and `rope_type`
+(older: `type`) win over the fields of the same name outside. Keys that the rope type does not use are ignored there and
+here; keys nobody knows are refused, because they may change the rotation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from te_models.config import ModelConfig, RopeConfig
+
+from ...io.errors import CheckpointError
+from .fields import REQUIRED, Values, read_typed, shorten_value
+
+_TYPES = {
+    "default": "none",
+    "linear": "linear",
+    "dynamic": "dynamic",
+    "yarn": "yarn",
+    "longrope": "longrope",
+    "su": "longrope",
+    "llama3": "llama3",
+}
+_NUMBERS = {
+    "none": (),
+    "linear": ("factor",),
+    "dynamic": ("factor", "alpha"),
+    "yarn": ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor"),
+    "longrope": ("factor", "attention_factor"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+_WITH_ORIGINAL_LENGTH = ("yarn", "longrope", "llama3")
+_KNOWN = {
+    "rope_type",
+    "type",
+    "rope_theta",
+    "partial_rotary_factor",
+    "original_max_position_embeddings",
+    "truncate",
+    "short_factor",
+    "long_factor",
+}.union(*_NUMBERS.values())
+
+
+@dataclass(frozen=True)
+class Rope:
+    """The rotary embedding.
+
+    Arguments:
+        theta: the family's base.
+        partial: the rotated fraction of the head where the file does not say; None: always all of it.
+        types: the extensions that the family's classes know.
+        original: the family's length before extension where the file does not say; it has a field of its own, outside.
+        alpha: "dynamic" may have a fixed `alpha`.
+        extra: further keys of `rope_parameters`, which another entry reads.
+    """
+
+    theta: float = 10000.0
+    partial: float | None = None
+    types: tuple[str, ...] = tuple(_TYPES)
+    original: int | None = None
+    alpha: bool = False
+    extra: tuple[str, ...] = ()
+    names: tuple[str, ...] = (
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+        "partial_rotary_factor",
+        "original_max_position_embeddings",
+    )
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        values = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+        outside = {name: hf[name] for name in ("rope_theta", "partial_rotary_factor") if hf.get(name) is not None}
+        return {f"rope.{name}": value for name, value in self.rope_fields(hf, values, outside).items()}
+
+    def rope_fields(self, hf: Mapping[str, Any], values: Any, outside: Values) -> Values:
+        """Return the fields of RopeConfig that `values` give, those in `outside` where it does not have them."""
+        if not isinstance(values, dict):
+            raise CheckpointError(f"config.json has rope parameters that are not an object: {shorten_value(values)}")
+        known = _KNOWN.union(self.extra, ("alpha",) if self.alpha else ())
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise CheckpointError(f"config.json has the unknown rope parameter {shorten_value(unknown[0])}")
+        values = outside | {k: v for k, v in values.items() if v is not None}
+        if self.partial not in (None, 1.0) and "partial_rotary_factor" in hf and "partial_rotary_factor" not in values:
+            # to transformers null is not the class's fraction, as if it were absent, but all of the head, or an error
+            raise CheckpointError("config.json has partial_rotary_factor = None, which is not a number")
+        kind = values.get("rope_type", values.get("type", "default"))
+        if not isinstance(kind, str) or kind not in self.types:
+            raise CheckpointError(
+                f"config.json has the rope type {shorten_value(kind)}; supported: {', '.join(self.types)}"
+            )
+        fraction = read_typed(values, "partial_rotary_factor", float, 1.0 if self.partial is None else self.partial)
+        if fraction != 1.0 and self.partial is None:
+            raise CheckpointError(
+                f"config.json has partial_rotary_factor = {fraction}, which this family does not have; supported: 1"
+            )
+        scaling = _TYPES[kind]
+        result: Values = {"rotary_base": read_typed(values, "rope_theta", float, self.theta), "scaling": scaling}
+        result["rotary_percent"] = fraction
+        for name in _NUMBERS[scaling]:
+            result[name] = read_typed(values, name, float, None)
+        if scaling in _WITH_ORIGINAL_LENGTH:
+            _read_original_length(hf, values, result, self.original)
+        if scaling == "yarn":
+            # 32, 1 and true are transformers' values for absent (or zero) ones; written out so that nobody has to guess
+            result["beta_fast"], result["beta_slow"] = result["beta_fast"] or 32.0, result["beta_slow"] or 1.0
+            result["truncate"] = read_typed(values, "truncate", bool, True)
+        if scaling == "longrope":
+            result["short_factor"] = read_typed(values, "short_factor", list, REQUIRED)
+            result["long_factor"] = read_typed(values, "long_factor", list, REQUIRED)
+        return {name: value for name, value in result.items() if value is not None}
+
+    def write(self, config: ModelConfig) -> Values:
+        values: Values = {"rope_parameters": self.rope_values(config.rope)}
+        if self.original is not None and config.rope.original_max_position_embeddings is not None:
+            values["original_max_position_embeddings"] = config.rope.original_max_position_embeddings
+        return values
+
+    def rope_values(self, rope: RopeConfig) -> Values:
+        """Return the object that describes `rope`."""
+        inverse = {ours: theirs for theirs, ours in reversed(_TYPES.items())}
+        values: Values = {"rope_type": inverse.get(rope.scaling, rope.scaling), "rope_theta": rope.rotary_base}
+        for name in (*_NUMBERS.get(rope.scaling, ()), "original_max_position_embeddings", "truncate"):
+            value = getattr(rope, name)
+            if value is not None:
+                values[name] = value
+        for name in ("short_factor", "long_factor"):
+            factors = getattr(rope, name)
+            if factors is not None:
+                values[name] = list(factors)
+        if self.partial is not None:
+            values["partial_rotary_factor"] = rope.rotary_percent
+        return values
+
+
+@dataclass(frozen=True)
+class RopePerLayerType:
+    """One rotary embedding for full, one for sliding layers: `rope_parameters` holds an object for each.
+
+    Older files have `rope_theta` and `rope_scaling` for the full layers; for the sliding ones `rope_local_base_freq`
+    (Gemma 3) or the same base (OLMo 3). Where a file has both forms, `rope_scaling` wins field by field.
+    """
+
+    theta: float
+    sliding_theta: float
+    local: str | None = None
+    names: tuple[str, ...] = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq")
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        nested = hf.get("rope_parameters") or {}
+        if not isinstance(nested, dict) or not set(nested) <= {"full_attention", "sliding_attention"}:
+            raise CheckpointError("config.json has rope_parameters that are not one object for each layer type")
+        result: Values = {}
+        for ours, theirs, theta, base in (
+            ("rope", "full_attention", self.theta, "rope_theta"),
+            ("rope_sliding", "sliding_attention", self.sliding_theta, self.local or "rope_theta"),
+        ):
+            values = nested.get(theirs) or {}
+            if theirs == "full_attention" and hf.get("rope_scaling") is not None:
+                values = _overlaid(values, hf["rope_scaling"])
+            outside = {"rope_theta": hf[base]} if hf.get(base) is not None else {}
+            fields = Rope(theta).rope_fields(hf, values, outside)
+            result |= {f"{ours}.{name}": value for name, value in fields.items()}
+        return result
+
+    def write(self, config: ModelConfig) -> Values:
+        full, sliding = Rope(self.theta), Rope(self.sliding_theta)
+        nested = {"full_attention": full.rope_values(config.rope)}
+        nested["sliding_attention"] = sliding.rope_values(config.rope_sliding or config.rope)
+        return {"rope_parameters": nested}
+
+
+def _overlaid(values: Any, scaling: Any) -> Any:
+    """Return rope parameters with those of an old `rope_scaling`, which may spell `rope_type` as `type`."""
+    if not isinstance(values, dict) or not isinstance(scaling, dict):
+        return scaling if isinstance(values, dict) else values  # which is refused
+    older = "type" in scaling and "rope_type" not in scaling
+    return {name: value for name, value in values.items() if not (older and name == "rope_type")} | scaling
+
+
+def _read_original_length(hf: Mapping[str, Any], values: Values, result: Values, default: int | None) -> None:
+    """Fill the length before extension (a field outside wins) and an absent factor, which the lengths imply."""
+    original = read_typed(hf, "original_max_position_embeddings", int, default)
+    original = original or read_typed(values, "original_max_position_embeddings", int, None)
+    longest = read_typed(hf, "max_position_embeddings", int, None)
+    original = longest if original is None else original
+    if original is None or (result["factor"] is None and longest is None):
+        raise CheckpointError("config.json has no 'max_position_embeddings'")
+    if original <= 0:
+        raise CheckpointError(f"config.json has original_max_position_embeddings = {original}")
+    result["original_max_position_embeddings"] = original
+    if result["factor"] is None:
+        result["factor"] = longest / original

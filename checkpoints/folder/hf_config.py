@@ -1,0 +1,79 @@
+"""The config.json of an export: the original one, changed only where the model has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from te_models.config import ModelConfig
+
+from ..families import FAMILIES, Family, family_of
+from ..families.base.family import first_that_expresses
+from ..families.base.text_part import text_part
+from ..io.dtypes import torch_dtype, with_most_bytes
+from ..io.errors import CheckpointError
+from ..plan.plan import Plan
+from .te_folder import Source
+
+# Fields that do not belong to an architecture, kept when a model is exported as another family than it came from.
+_NEUTRAL_FIELDS = (
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "use_cache",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+)
+
+
+def choose_family(config: ModelConfig, source: Source | None, wanted: str | None) -> Family:
+    """Return the family to export as: the wanted one, else the recorded one, else the first that fits the model."""
+    if wanted is not None:
+        family = family_of(wanted)
+        part = text_part(family)
+        if part is not None and (source is None or source.family != wanted):
+            texts = " or ".join(repr(text.model_type) for text in part.families)
+            raise CheckpointError(
+                f"models of the family {wanted!r} also see images, which this one does not; see {texts}"
+            )
+        return family
+    if source is not None and source.family is not None:
+        return family_of(source.family)
+    return find_family(config)
+
+
+def find_family(config: ModelConfig) -> Family:
+    """Return the first family that can express the model, or raise CheckpointError with the nearest ones' reasons."""
+    try:
+        return first_that_expresses((family for family in FAMILIES.values() if text_part(family) is None), config)
+    except CheckpointError as error:
+        raise CheckpointError(f"no family can store this model; of the nearest, {error}") from None
+
+
+def export_config(config: ModelConfig, source: Source | None, family: Family, stored_dtype: str) -> dict[str, Any]:
+    """Return config.json for a model exported as `family`; stored_dtype: that of most of its weights."""
+    original: dict[str, Any] = {}
+    if source is not None:
+        same_family = source.config.get("model_type") == family.model_type
+        original = {k: v for k, v in source.config.items() if same_family or k in _NEUTRAL_FIELDS}
+        original.pop("quantization_config", None)  # what it says is true of the original's files only
+    if not original:
+        original = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    values = original
+    if "model_type" not in original or family.read_config(original) != config:
+        part = text_part(family)
+        ours = family.write_config(config) | ({} if part is None else part.rewritten(original, config))
+        replaced = {name for entry in family.fields for name in entry.names}
+        values = {k: v for k, v in original.items() if k not in replaced} | ours
+        values |= {"model_type": family.model_type, "architectures": [family.architecture]}
+    if source is None or source.dtype != stored_dtype or not {"dtype", "torch_dtype"} & set(values):
+        key = "torch_dtype" if "torch_dtype" in values and "dtype" not in values else "dtype"
+        values = values | {key: str(torch_dtype(stored_dtype)).removeprefix("torch.")}
+    return values
+
+
+def weight_dtype(plan: Plan, copies: Collection[str]) -> str:
+    """Return the dtype that most bytes of a model's weights have in a plan, outputs named in `copies` aside."""
+    weights = (output for output in plan.outputs if output.name not in plan.carried and output.name not in copies)
+    return with_most_bytes(((output.dtype, output.nbytes) for output in weights), "F32")

@@ -1,0 +1,218 @@
+"""Folders and files that appear under their final name complete, or not at all.
+
+A new folder is put together in a working folder beside its destination, flushed to the disk with everything in it, and
+renamed. An existing one is replaced only when that is asked for, by exchanging the two names in one system call where
+the kernel has it (`renameat2(RENAME_EXCHANGE)`, Linux), so that at every moment the name leads to one complete folder,
+old or new. A run that is killed, or interrupted with Ctrl-C, leaves its working folder, `.NAME.partial`; the next run
+to the same destination goes on from it if it is the same job, and otherwise removes it. The working folder is locked
+while a run uses it, so two runs to one destination cannot disturb each other: the second is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from .destination import check_destination, named, working_folder
+from .errors import CheckpointError
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+_CONTENT, _JOB, _OLD = "content", "job", "old"
+"""What a working folder holds: the result, what it is a result of, and the folder that it replaces."""
+
+_MAX_NOTE = 4096
+
+FINISHED = "finished"
+"""Where in a working folder there is a note of every file of the result that is complete."""
+
+
+@contextlib.contextmanager
+def new_folder(destination: Path, *, overwrite: bool, job: str | None = None) -> Iterator[Path]:
+    """Yield an empty folder; rename it to `destination` when the block ends, remove it when the block fails.
+
+    An interruption by the user does not remove what a later run can use: finished files. job: says what is being made.
+    Where a killed run of the same job left its folder, that one is yielded, as it was
+    left; whatever else the block keeps beside it (in `folder.parent`) is there too.
+    """
+    check_destination(destination, overwrite=overwrite)
+    destination = named(destination)
+    made = _make_parents(destination.parent)
+    try:
+        working, lock = _lock_working_folder(destination)
+    except BaseException:
+        _remove_empty(made)
+        raise
+    try:
+        _restore(working, destination)
+        check_destination(destination, overwrite=overwrite)
+        content = _prepare(working, job)
+        yield content
+        _flush_tree(content)
+        (working / _JOB).unlink(missing_ok=True)  # what lies there after the exchange of names is not this job's
+        _publish(content, destination, overwrite=overwrite)
+        shutil.rmtree(working)
+        flush(destination.parent)
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and (kept := _finished(working)):
+            raise KeyboardInterrupt(
+                f"{working} has {kept} finished files: the same command goes on from there"
+            ) from None
+        shutil.rmtree(working, ignore_errors=True)
+        _remove_empty(made)
+        if isinstance(error, OSError):
+            raise CheckpointError(f"writing {destination} failed: {error.strerror or error}") from error
+        raise
+    finally:
+        os.close(lock)
+
+
+def replace_text(destination: Path, text: str) -> None:
+    """Give a file new contents in one step: whoever opens it, even after a power cut, reads the old text or the new."""
+    temporary = destination.with_name(f".{destination.name}.partial")
+    temporary.write_text(text, encoding="utf-8")
+    flush(temporary)
+    temporary.rename(destination)
+    flush(destination.parent)
+
+
+def flush(path: Path) -> None:
+    """Flush a file's data, or a folder's entries, to the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _lock_working_folder(destination: Path) -> tuple[Path, int]:
+    """Return the working folder and its lock, which the system releases when the process ends, however it does."""
+    working = working_folder(destination)
+    while True:
+        try:
+            working.mkdir(mode=0o700, exist_ok=True)
+            lock = os.open(working, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            if destination.parent.is_dir():
+                continue  # another run finished and removed it between the two calls
+            raise CheckpointError(f"cannot write in {destination.parent}: it was removed") from None
+        except OSError as error:
+            raise CheckpointError(f"cannot write in {destination.parent}: {error.strerror}") from None
+        try:
+            if os.fstat(lock).st_uid != os.geteuid():
+                raise CheckpointError(f"{working} belongs to another user; choose another destination")
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if working.exists() and os.path.samestat(os.fstat(lock), working.lstat()):
+                return working, lock
+        except BlockingIOError:
+            os.close(lock)
+            raise CheckpointError(f"another process is writing {destination}; wait for it") from None
+        except OSError as error:
+            os.close(lock)
+            raise CheckpointError(f"cannot lock {working}: {error.strerror}") from None
+        except BaseException:
+            os.close(lock)
+            raise
+        os.close(lock)  # another run finished between the two calls, and the lock is on its removed folder
+
+
+def _restore(working: Path, destination: Path) -> None:
+    """Put back the folder that a run wanted to replace when it was killed, where names cannot be exchanged."""
+    if (working / _OLD).is_dir() and not destination.exists():
+        (working / _OLD).rename(destination)
+
+
+def _prepare(working: Path, job: str | None) -> Path:
+    """Empty the working folder unless it is of the same job; return the folder in it that becomes the result."""
+    content, note = working / _CONTENT, working / _JOB
+    same = job is not None and content.is_dir() and not content.is_symlink() and _read(note) == job
+    if not same:
+        for path in working.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        content.mkdir()
+        if job is not None:
+            note.write_text(job)
+    return content
+
+
+def _finished(working: Path) -> int:
+    """Return how many files of a job are complete in its working folder."""
+    return len(list((working / FINISHED).glob("*.json"))) if (working / _JOB).exists() else 0
+
+
+def _read(path: Path) -> str | None:
+    """Return a short text; None where it is none, or no regular file: a pipe would be waited for without end."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        return os.read(fd, _MAX_NOTE).decode() if stat.S_ISREG(os.fstat(fd).st_mode) else None
+    except (OSError, ValueError):
+        return None
+    finally:
+        os.close(fd)
+
+
+def _flush_tree(folder: Path) -> None:
+    for root, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            flush(Path(root, name))
+        flush(Path(root))
+
+
+def _publish(content: Path, destination: Path, *, overwrite: bool) -> None:
+    """Give the folder its final name; what had that name before is then in the working folder."""
+    if destination.exists() and any(destination.iterdir()):
+        if not overwrite:  # it appeared while we wrote
+            raise CheckpointError(f"{destination} exists; choose another destination or pass overwrite")
+        if not _exchange(content, destination):
+            destination.rename(content.with_name(_OLD))
+            try:
+                content.rename(destination)
+            except OSError:
+                content.with_name(_OLD).rename(destination)
+                raise
+    else:
+        content.rename(destination)
+    flush(destination.parent)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Swap two names atomically; False where the system cannot."""
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return False
+    return renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0
+
+
+def _make_parents(folder: Path) -> list[Path]:
+    made = []
+    for path in (*reversed(folder.parents), folder):
+        if not path.exists():
+            try:
+                path.mkdir()
+            except FileExistsError:
+                continue
+            except OSError as error:
+                _remove_empty(made)
+                raise CheckpointError(f"cannot create {path}: {error.strerror}") from None
+            made.append(path)
+    return made
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    for path in reversed(folders):
+        with contextlib.suppress(OSError):
+            path.rmdir()

@@ -1,0 +1,156 @@
+"""The vocabulary of weight maps: how one canonical tensor is laid out in a family's files.
+
+A weight map says `canonical name -> expression`, and an expression says where the parts of that tensor are stored:
+
+    Stored tensor as it is      At("model.norm.weight")
+    q | k | v in one tensor     Concat((At("...q_proj.weight"), 4096), (At("...k_proj.weight"), 1024), ...)
+    one tensor per expert       Stack(At("...experts.0.w2.weight"), At("...experts.1.w2.weight"), ...)
+    stored as [in, out]         Transpose(At("...c_attn.weight"))
+    stored as g0 u0 g1 u1 ...   Deinterleaved("...gate_up_proj_bias", parts=2, dim=1)
+    some rows of a tensor       Rows("...query_key_value.weight", begin=64, total=192)
+    with a dimension in front   Unsqueezed("...e_score_correction_bias")
+
+Expressions are values without a direction: `place` lists which part of the canonical tensor is which part of which
+stored tensor, and reading the list from either side is import or export. Shapes follow from the canonical tensor and
+the declared sizes; orientation is declared, never guessed from shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..io.boxes import Box, Range, Shape, full, shift
+from ..io.errors import CheckpointError
+
+Axes = tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A part of the canonical tensor and its place, `stored[stored_box]`, in a tensor of shape `stored_shape`."""
+
+    box: Box
+    stored: str
+    stored_box: Box
+    stored_shape: Shape
+    axes: Axes
+
+
+class Layout(Protocol):
+    """An expression of a weight map."""
+
+    def place(self, shape: Shape) -> Iterator[Placed]:
+        """List the parts of a canonical tensor of this shape and where they are stored."""
+        ...
+
+
+@dataclass(frozen=True)
+class At:
+    """The whole tensor, stored under `name`."""
+
+    name: str
+
+    def place(self, shape: Shape) -> Iterator[Placed]:
+        yield Placed(full(shape), self.name, full(shape), shape, tuple(range(len(shape))))
+
+
+@dataclass(frozen=True, init=False)
+class Concat:
+    """Parts one after the other along dimension `dim`, each with its size there."""
+
+    parts: tuple[tuple[Layout, int], ...]
+    dim: int
+
+    def __init__(self, *parts: tuple[Layout, int], dim: int = 0) -> None:
+        object.__setattr__(self, "parts", parts)
+        object.__setattr__(self, "dim", dim)
+
+    def place(self, shape: Shape) -> Iterator[Placed]:
+        d = self.dim
+        if sum(size for _, size in self.parts) != shape[d]:
+            raise CheckpointError(
+                f"a concatenation of {[size for _, size in self.parts]} rows cannot fill {list(shape)}"
+            )
+        offset = 0
+        for part, size in self.parts:
+            for p in part.place((*shape[:d], size, *shape[d + 1 :])):
+                yield Placed(shift(p.box, d, offset), p.stored, p.stored_box, p.stored_shape, p.axes)
+            offset += size
+
+
+@dataclass(frozen=True, init=False)
+class Stack:
+    """Equal parts, each without dimension 0, one per index of dimension 0 (experts)."""
+
+    parts: tuple[Layout, ...]
+
+    def __init__(self, *parts: Layout) -> None:
+        object.__setattr__(self, "parts", parts)
+
+    def place(self, shape: Shape) -> Iterator[Placed]:
+        if len(self.parts) != shape[0]:
+            raise CheckpointError(f"a stack of {len(self.parts)} tensors cannot fill {list(shape)}")
+        for number, part in enumerate(self.parts):
+            for p in part.place(shape[1:]):
+                axes = tuple(None if axis is None else axis + 1 for axis in p.axes)
+                yield Placed((Range(number, number + 1), *p.box), p.stored, p.stored_box, p.stored_shape, axes)
+
+
+@dataclass(frozen=True)
+class Transpose:
+    """The last two dimensions are stored swapped."""
+
+    inner: Layout
+
+    def place(self, shape: Shape) -> Iterator[Placed]:
+        n = len(shape)
+        swapped = {n - 2: n - 1, n - 1: n - 2}
+        for p in self.inner.place((*shape[:-2], shape[-1], shape[-2])):
+            box = (*p.box[:-2], p.box[-1], p.box[-2])
+            axes = tuple(axis if axis is None else swapped.get(axis, axis) for axis in p.axes)
+            yield Placed(box, p.stored, p.stored_box, p.stored_shape, axes)
+
+
+@dataclass(frozen=True)
+class Deinterleaved:
+    """`parts` equal blocks along `dim`, stored element by element in turn (gate, up, gate, up, ...)."""
+
+    name: str
+    parts: int
+    dim: int
+
+    def place(self, shape: Shape) -> Iterator[Placed]:
+        d, n = self.dim, shape[self.dim]
+        if n % self.parts:
+            raise CheckpointError(f"{self.name}: {n} is not a multiple of {self.parts} interleaved parts")
+        size, whole = n // self.parts, full(shape)
+        for number in range(self.parts):
+            box = (*whole[:d], Range(number * size, (number + 1) * size), *whole[d + 1 :])
+            strided = (*whole[:d], Range(number, number + n, self.parts), *whole[d + 1 :])
+            yield Placed(box, self.name, strided, shape, tuple(range(len(shape))))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows `begin` and following of a stored tensor of `total` rows; other expressions account for its other rows."""
+
+    name: str
+    begin: int
+    total: int
+
+    def place(self, shape: Shape) -> Iterator[Placed]:
+        whole, stored_shape = full(shape), (self.total, *shape[1:])
+        yield Placed(whole, self.name, shift(whole, 0, self.begin), stored_shape, tuple(range(len(shape))))
+
+
+@dataclass(frozen=True)
+class Unsqueezed:
+    """The whole tensor, stored with an additional first dimension of size 1."""
+
+    name: str
+
+    def place(self, shape: Shape) -> Iterator[Placed]:
+        stored_shape = (1, *shape)
+        yield Placed(full(shape), self.name, full(stored_shape), stored_shape, (None, *range(len(shape))))

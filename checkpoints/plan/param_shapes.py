@@ -1,0 +1,182 @@
+"""The names and shapes of a model's parameters, as `GPTModel` registers them and our files store them.
+
+Legend: H hidden, V vocabulary, P positions, N query heads, G key/value heads, D head dim, F dense ffn, E experts,
+I expert ffn. Every gated first projection holds its gate rows, then its up rows; `linear_qkv` holds q, then k, then v;
+`linear_qkv_down` (latent attention) q or its latent, then the latent of k and v, then the rotated part of k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, get_args
+
+from te_models.config import ModelConfig
+
+from ..io.boxes import Shape
+from ..io.errors import CheckpointError
+
+ExpertLayout = Literal["grouped", "per-gemm"]
+
+
+def check_layout(layout: str) -> ExpertLayout:
+    """Return `layout` if it is one; raise CheckpointError naming the choices otherwise."""
+    if layout != "grouped" and layout != "per-gemm":
+        raise CheckpointError(
+            f"the expert layout is {layout!r}; allowed: {', '.join(map(repr, get_args(ExpertLayout)))}"
+        )
+    return layout
+
+
+def expected_tensors(config: ModelConfig, layout: ExpertLayout = "grouped") -> dict[str, Shape]:
+    """Return the name and shape of every parameter, in model order.
+
+    `layout` "grouped" stores the experts' weights as one `weight [E, out, in]`, "per-gemm" as `weight0`, `weight1` and
+    so on, each `[out, in]`.
+    """
+    grouped = dict(_tensors(config))
+    if check_layout(layout) == "grouped":
+        return grouped
+    names: dict[str, Shape] = {}
+    for name, shape in grouped.items():
+        if is_expert_stack(name):
+            names.update((f"{name}{g}", shape[1:]) for g in range(shape[0]))
+        else:
+            names[name] = shape
+    return names
+
+
+def is_expert_stack(name: str) -> bool:
+    """Whether a grouped-layout name is a stack over experts, the only thing in which the layouts differ."""
+    return ".mlp.experts." in name
+
+
+def is_linear_weight(name: str) -> bool:
+    """Whether a parameter is the weight of a linear layer that runs under a recipe (a router is not)."""
+    return ".linear_" in name and name.rpartition(".")[2].startswith("weight")
+
+
+def head_sizes(config: ModelConfig) -> tuple[int, int, int]:
+    """Return (N, G, D): query heads, key/value heads, head dimension."""
+    a = config.attention
+    assert a.num_query_groups is not None and a.kv_channels is not None, "a valid configuration has them filled in"
+    return a.num_attention_heads, a.num_query_groups, a.kv_channels
+
+
+def _tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
+    H, V, emb = config.hidden_size, config.vocab_size, config.embedding
+    yield "embedding.word_embeddings.weight", (V, H)
+    if emb.position_embedding_type == "learned_absolute":
+        yield "embedding.position_embeddings.weight", (config.max_position_embeddings, H)
+    for i in range(config.num_layers):
+        p = f"decoder.layers.{i}."
+        if config.block == "parallel_shared_norm":
+            yield from _norm(config, f"{p}input_layernorm.", "")
+        yield from (_attention if config.attention.mla is None else _latent_attention)(config, p)
+        if config.block == "sandwich" or config.block == "post":
+            yield from _norm(config, f"{p}post_self_attn_layernorm.", "")
+        yield from _experts(config, p) if config.is_moe_layer(i) else _dense(config, p)
+        if config.block == "sandwich" or config.block == "post":
+            yield from _norm(config, f"{p}post_mlp_layernorm.", "")
+    yield from _norm(config, "decoder.final_layernorm.", "")
+    if not emb.share_embeddings_and_output_weights:
+        yield "output_layer.weight", (V, H)
+    if emb.output_bias:
+        yield "output_layer.bias", (V,)
+
+
+def _normed(config: ModelConfig) -> bool:
+    """Whether the first projection of a sublayer has a norm of its own before it."""
+    return config.block not in ("post", "parallel_shared_norm")
+
+
+def _norm(config: ModelConfig, owner: str, prefix: str) -> Iterator[tuple[str, Shape]]:
+    if config.norm.has_weight:
+        yield f"{owner}{prefix}weight", (config.hidden_size,)
+    if config.norm.bias:
+        yield f"{owner}{prefix}bias", (config.hidden_size,)
+
+
+def _attention(config: ModelConfig, p: str) -> Iterator[tuple[str, Shape]]:
+    a, H = config.attention, config.hidden_size
+    N, G, D = head_sizes(config)
+    Dv = a.v_head_dim or D
+    rows = (N + G) * D + G * Dv
+    if _normed(config):
+        yield from _norm(config, f"{p}self_attention.linear_qkv.", "layer_norm_")
+    yield f"{p}self_attention.linear_qkv.weight", (rows, H)
+    if a.add_qkv_bias:
+        yield f"{p}self_attention.linear_qkv.bias", (rows,)
+    if a.qk_layernorm in ("head", "full"):
+        for norm, heads in (("q_layernorm", N), ("k_layernorm", G)):
+            for kind in ("weight", "bias") if a.qk_layernorm_bias else ("weight",):
+                yield f"{p}self_attention.{norm}.{kind}", (D if a.qk_layernorm == "head" else heads * D,)
+    if a.sinks:
+        yield f"{p}self_attention.core_attention.softmax_offset", (N,)
+    yield f"{p}self_attention.linear_proj.weight", (H, N * Dv)
+    if a.add_output_bias:
+        yield f"{p}self_attention.linear_proj.bias", (H,)
+
+
+def _latent_attention(config: ModelConfig, p: str) -> Iterator[tuple[str, Shape]]:
+    a, H = config.attention, config.hidden_size
+    mla, N = a.mla, a.num_attention_heads
+    assert mla is not None, "called for latent attention only"
+    ours, qk = f"{p}self_attention.", mla.qk_head_dim + mla.qk_pos_emb_head_dim
+    rows = (mla.q_lora_rank or N * qk) + mla.kv_lora_rank + mla.qk_pos_emb_head_dim
+    if _normed(config):
+        yield from _norm(config, f"{ours}linear_qkv_down.", "layer_norm_")
+    yield f"{ours}linear_qkv_down.weight", (rows, H)
+    if a.add_qkv_bias and mla.q_lora_rank is not None:
+        yield f"{ours}linear_qkv_down.bias", (rows,)
+    elif a.add_qkv_bias:
+        yield f"{ours}latent_bias", (mla.kv_lora_rank + mla.qk_pos_emb_head_dim,)
+    if mla.q_lora_rank is not None:
+        yield f"{ours}linear_q_up.layer_norm_weight", (mla.q_lora_rank,)
+        yield f"{ours}linear_q_up.weight", (N * qk, mla.q_lora_rank)
+    yield f"{ours}linear_kv_up.layer_norm_weight", (mla.kv_lora_rank,)
+    yield f"{ours}linear_kv_up.weight", (N * (mla.qk_head_dim + mla.v_head_dim), mla.kv_lora_rank)
+    yield f"{ours}linear_proj.weight", (H, N * mla.v_head_dim)
+    if a.add_output_bias:
+        yield f"{ours}linear_proj.bias", (H,)
+
+
+def _dense(config: ModelConfig, p: str) -> Iterator[tuple[str, Shape]]:
+    m, H = config.mlp, config.hidden_size
+    rows = m.ffn_hidden_size * (2 if m.gated else 1)
+    if _normed(config):
+        yield from _norm(config, f"{p}mlp.linear_fc1.", "layer_norm_")
+    yield f"{p}mlp.linear_fc1.weight", (rows, H)
+    if m.bias:
+        yield f"{p}mlp.linear_fc1.bias", (rows,)
+    yield f"{p}mlp.linear_fc2.weight", (H, m.ffn_hidden_size)
+    if m.bias:
+        yield f"{p}mlp.linear_fc2.bias", (H,)
+
+
+def _experts(config: ModelConfig, p: str) -> Iterator[tuple[str, Shape]]:
+    moe, H = config.moe, config.hidden_size
+    assert moe is not None, "called for MoE layers only"
+    E, I, gates = moe.num_moe_experts, moe.moe_ffn_hidden_size, 2 if config.mlp.gated else 1
+    if _normed(config):
+        yield from _norm(config, f"{p}pre_mlp_layernorm.", "")
+    yield f"{p}mlp.router.weight", (E, H)
+    if moe.router.linear_bias:
+        yield f"{p}mlp.router.bias", (E,)
+    if moe.router.expert_bias:
+        yield f"{p}mlp.router.expert_bias", (E,)
+    yield f"{p}mlp.experts.linear_fc1.weight", (E, gates * I, H)
+    if moe.bias:
+        yield f"{p}mlp.experts.linear_fc1.bias", (E, gates * I)
+    yield f"{p}mlp.experts.linear_fc2.weight", (E, H, I)
+    if moe.bias:
+        yield f"{p}mlp.experts.linear_fc2.bias", (E, H)
+    shared = moe.shared_expert_intermediate_size
+    if shared is not None:
+        yield f"{p}mlp.shared_experts.linear_fc1.weight", (gates * shared, H)
+        if config.mlp.bias:
+            yield f"{p}mlp.shared_experts.linear_fc1.bias", (gates * shared,)
+        yield f"{p}mlp.shared_experts.linear_fc2.weight", (H, shared)
+        if config.mlp.bias:
+            yield f"{p}mlp.shared_experts.linear_fc2.bias", (H,)
+        if moe.shared_expert_gate:
+            yield f"{p}mlp.shared_experts.gate_weight", (1, H)

@@ -1,0 +1,99 @@
+"""A checkpoint's parameters one by one, put together in memory, in either layout: for loading and for quantizing."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from types import MappingProxyType
+
+import torch
+
+from te_models.config import ModelConfig
+from te_models.layers import QuantizedTensor
+
+from ..io.dtypes import torch_dtype
+from ..io.store import Store
+from ..io.threads import cores, start_threads
+from .param_shapes import ExpertLayout, expected_tensors
+from .quantized_format import SUFFIXES, quantizer_of, rebuild
+from .rank_shards import Cuts, Part, Ranges, cut_shape
+from .stream import cut_pieces, fill_tensor, read_piece
+from .te_namespace import Formats, formats_in_layout, te_namespace
+from .tensor_map import Namespace, Piece, compose
+
+MAX_THREADS = 4
+"""Threads that compute with one parameter; each has working copies of a band of rows."""
+
+
+class Parameters:
+    """The parameters of `store`, whose tensors are as `source` says, under their names in `layout`.
+
+    formats: grouped-layout names of quantized parameters.
+    """
+
+    def __init__(
+        self, store: Store, source: Namespace, config: ModelConfig, formats: Formats, layout: ExpertLayout
+    ) -> None:
+        self.store = store
+        self.shapes = expected_tensors(config, layout)
+        self.formats = formats_in_layout(config, layout, formats)
+        self._target = te_namespace(config, layout, formats)
+        self._pieces = compose(source, self._target)
+
+    @cached_property
+    def threads(self) -> ThreadPoolExecutor:
+        """Threads to compute with the parameters; the same ones throughout, because each keeps memory for reuse."""
+        return start_threads(min(cores(), MAX_THREADS))
+
+    def fill_part(self, entry: str, cuts: Cuts, out: torch.Tensor) -> None:
+        """Copy the ranges of a stored entry that `cuts` says into a plain tensor; nothing else is read."""
+        self._fill(self._pieces[entry], list(cuts.items()), out)
+
+    def _fill(self, pieces: Sequence[Piece], cuts: Sequence[tuple[int, Ranges]], out: torch.Tensor) -> None:
+        if not cuts:
+            fill_tensor(self.store, pieces, out)
+            return
+        (axis, ranges), *rest = cuts
+        offset = 0
+        for begin, end in ranges:
+            inside = list(cut_pieces(pieces, axis, begin, end))
+            self._fill(inside, rest, out.narrow(axis, offset, end - begin))
+            offset += end - begin
+
+    def part(self, entry: str, axis: int, begin: int, end: int) -> torch.Tensor:
+        """Return indices begin .. end - 1 of a stored entry along `axis`, in its stored dtype; callers never write to
+        it, for where it lies in memory as it is here it is no copy."""
+        axis %= len(self._target.stored[entry].shape)
+        pieces = list(cut_pieces(self._pieces[entry], axis, begin, end))
+        if len(pieces) == 1:
+            found = read_piece(self.store, pieces[0])
+            if found.is_contiguous() and found.dtype == self.dtype(entry):
+                return found
+        return self.entry(entry, {axis: ((begin, end),)})
+
+    def entry(self, entry: str, cuts: Cuts = MappingProxyType({})) -> torch.Tensor:
+        """Return a stored entry in its stored dtype, or the ranges of it that `cuts` says."""
+        out = torch.empty(cut_shape(self._target.stored[entry].shape, cuts), dtype=self.dtype(entry))
+        self.fill_part(entry, cuts, out)
+        return out
+
+    def quantized(self, name: str, part: Part = Part()) -> QuantizedTensor:  # noqa: B008 (frozen)
+        """Return a quantized parameter, or a part of it, exactly as stored."""
+        quantizer, _ = quantizer_of(name, self.formats[name])
+        cuts = part.field_cuts(name, self.shapes[name], quantizer)
+        entries = {name + SUFFIXES[field]: self.entry(name + SUFFIXES[field], its) for field, its in cuts.items()}
+        return rebuild(name, entries, part.shape(self.shapes[name]), self.formats[name])
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the stored dtype of an entry; one that holds the numbers of all where it is joined from several."""
+        return functools.reduce(torch.promote_types, self.dtypes(name))
+
+    def dtypes(self, name: str) -> set[torch.dtype]:
+        """Return the stored dtypes of the parts that an entry is joined from."""
+        return {torch_dtype(self.store.tensors[piece.source].dtype) for piece in self._pieces[name]}
+
+    def members(self, name: str) -> Iterator[str]:
+        """List the per-GEMM names of a grouped parameter."""
+        return (f"{name}{g}" for g in range(self.shapes[name][0]))

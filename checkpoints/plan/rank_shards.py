@@ -1,0 +1,155 @@
+"""Which part of a parameter a rank of a split model owns: ranges of indices along one dimension, or two.
+
+Tensor parallelism splits the first projection of attention and of an MLP by rows, the second by columns. A projection
+that joins several (q, k and v; gate and up) is split in each of them, so that a rank has whole heads and matching gate
+and up rows. Of latent attention, the projection down to the latents is on every rank. Expert parallelism gives each
+rank consecutive whole experts, which tensor parallelism may split further.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from te_models.config import ModelConfig
+from te_models.layers.quantizer import Quantizer
+from te_models.layers.quantizer.schema import alignment, field_layouts
+
+from ..io.boxes import Shape
+from ..io.errors import CheckpointError
+from .param_shapes import head_sizes, is_expert_stack
+
+Ranges = tuple[tuple[int, int], ...]
+Cuts = Mapping[int, Ranges]
+"""Dimension -> the ranges (begin, end) of it that are meant, one after the other; all of the others."""
+
+_ATTENTION = re.compile(
+    r".*\.self_attention\.(linear_qkv\.(weight|bias)|linear_(q|kv)_up\.weight|linear_proj\.weight|"
+    r"(q|k)_layernorm\.weight|core_attention\..*)"
+)
+_MLP = re.compile(r".*\.mlp\.(shared_experts\.|experts\.)?linear_(fc1\.(weight|bias)|fc2\.weight)(\d*)")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank among those that share a model: number `tp_rank` of the `tp_size` that split layers, and `ep_rank` of the
+    `ep_size` among which experts are distributed."""
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    ep_rank: int = 0
+    ep_size: int = 1
+
+    @property
+    def number(self) -> int:
+        """The rank's number among those that share the model."""
+        return self.ep_rank * self.tp_size + self.tp_rank
+
+    @property
+    def count(self) -> int:
+        """How many ranks share the model."""
+        return self.ep_size * self.tp_size
+
+
+WHOLE = Place()
+"""The only rank of a model that is not split."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Indices of a parameter along `dim`: ranges (begin, end) in order; dim None: all of them. experts: (begin, end)
+    along dimension 0, of a stack of experts; None: all of them."""
+
+    dim: int | None = None
+    ranges: Ranges = ()
+    experts: tuple[int, int] | None = None
+
+    def cuts(self) -> Cuts:
+        """Return the ranges by dimension; none for the whole parameter."""
+        cuts: dict[int, Ranges] = {} if self.experts is None else {0: (self.experts,)}
+        return cuts if self.dim is None else cuts | {self.dim: self.ranges}
+
+    def shape(self, whole: Shape) -> Shape:
+        """Return the shape of the part."""
+        return cut_shape(whole, self.cuts())
+
+    def member(self) -> Part:
+        """Return the part that this one of a stack has of each of its experts."""
+        return Part(None if self.dim is None else self.dim - 1, self.ranges)
+
+    def field_cuts(self, name: str, whole: Shape, quantizer: Quantizer) -> dict[str, Cuts]:
+        """Return the ranges of each stored field that are this part of a quantized parameter of shape `whole`.
+
+        A field with one entry per matrix is whole: its number goes with every part. Raises CheckpointError where a
+        range begins or ends within a block.
+        """
+        side = 0 if self.dim is None else self.dim - len(whole)
+        if self.dim is not None:
+            block = alignment(quantizer, side)
+            edges = {edge for cut in self.ranges for edge in cut}
+            if any(edge % block and edge != whole[self.dim] for edge in edges):
+                what = "rows" if side == -2 else "columns"
+                raise CheckpointError(
+                    f"{name} is quantized in blocks of {block} {what}, between which it cannot be split so; "
+                    "allowed: fewer ranks, or plain weights (te-models dequantize)"
+                )
+        found: dict[str, Cuts] = {}
+        for layout in field_layouts(quantizer):
+            cuts: dict[int, Ranges] = {} if self.experts is None else {0: (self.experts,)}
+            if self.dim is not None and layout.block is not None:
+                entries = (layout.entries(begin, end, side) for begin, end in self.ranges)
+                cuts[len(whole) + layout.axis(side)] = tuple((first, first + count) for first, count in entries)
+            found[layout.name] = cuts
+        return found
+
+
+def cut_shape(whole: Shape, cuts: Cuts) -> Shape:
+    """Return the shape of what is left of a tensor."""
+    return tuple(sum(e - b for b, e in cuts[d]) if d in cuts else n for d, n in enumerate(whole))
+
+
+def parts(config: ModelConfig, shapes: Mapping[str, Shape], place: Place) -> dict[str, Part]:
+    """Return what a rank owns of each parameter; names and shapes are those of `expected_tensors`, in the grouped
+    layout where experts are distributed."""
+    return {name: _part(config, name, shape, place) for name, shape in shapes.items()}
+
+
+def _part(config: ModelConfig, name: str, shape: Shape, place: Place) -> Part:
+    experts = None
+    if place.ep_size > 1 and is_expert_stack(name):
+        own = shape[0] // place.ep_size
+        experts = (place.ep_rank * own, (place.ep_rank + 1) * own)
+    split = _split(config, name, shape) if place.tp_size > 1 else None
+    if split is None:
+        return Part(experts=experts)
+    dim, blocks = split
+    ranges, offset = [], 0
+    for size in blocks:
+        own = size // place.tp_size
+        ranges.append((offset + place.tp_rank * own, offset + (place.tp_rank + 1) * own))
+        offset += size
+    return Part(dim, tuple(ranges), experts)
+
+
+def _split(config: ModelConfig, name: str, shape: Shape) -> tuple[int, tuple[int, ...]] | None:
+    """Return the dimension that is split and the blocks along it; None for what every rank has."""
+    match = _ATTENTION.fullmatch(name)
+    if match is not None:
+        if "_layernorm" in match[1] and config.attention.qk_layernorm != "full":
+            return None  # one norm for every head
+        if "_up" in match[1]:
+            return 0, (shape[0],)
+        if not match[1].startswith("linear_qkv"):
+            dim = len(shape) - 1
+            return dim, (shape[dim],)
+        heads, groups, size = head_sizes(config)
+        return 0, (heads * size, groups * size, groups * (config.attention.v_head_dim or size))
+    match = _MLP.fullmatch(name)
+    if match is None:
+        return None
+    if match[2] == "fc2.weight":
+        dim, blocks = len(shape) - 1, 1
+    else:
+        dim, blocks = len(shape) - (2 if match[3] == "weight" else 1), 2 if config.mlp.gated else 1
+    return dim, (shape[dim] // blocks,) * blocks

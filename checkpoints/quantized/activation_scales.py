@@ -1,0 +1,152 @@
+"""Scales of activations in an export: no conversion computes with them, and they come back where files have a place.
+
+A scale belongs to a weight (`input_scale`), or to the attention around it (`k_scale`). Where the export stores the
+weight as it was, under its name or another, it has the scales that it had. In another form of the family the weight is
+a part of another tensor, or consists of several; then each matrix gets the scale that its parts had, if that is one
+number. A scale of gate and another one of up are none of both: such ones are named as left out. Only scales of what
+goes into a matrix are shared by its parts: that of the keys (`k_proj.k_scale`) is none of the queries and values.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ..families import FAMILIES
+from ..folder.checkpoint import Checkpoint
+from ..formats import WeightFormat
+from ..formats.format import scale_beside
+from ..io.boxes import Box, Shape
+from ..io.dtypes import dtype_name
+from ..plan.plan import Output
+from ..plan.tensor_map import Namespace
+from .shared_amax import Key, matrix_keys
+
+_OF_INPUTS = ("input_scale", "activation_scale", "input_global_scale")
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """The scale of one matrix: the number, in the shape [1] instead of [], and the tensor that it is from."""
+
+    number: torch.Tensor
+    one: bool
+    origin: str
+
+
+def scale_outputs(
+    ckpt: Checkpoint,
+    scales: Mapping[str, torch.Tensor],
+    weight_format: WeightFormat,
+    plain: Namespace,
+    weights: set[str],
+    taken: set[str],
+) -> tuple[list[Output], tuple[str, ...]]:
+    """Return the outputs of an export that are scales of activations, and the names of those that it cannot have.
+
+    Arguments:
+        scales: those of the files that `ckpt` was imported from, by name.
+        plain: how the export stores the model; weights: its quantized weights; taken: names that other outputs have.
+    """
+    modules = {part for name in plain.stored for part in _modules(name)}
+    beside = {scale_beside(weight, kind) for weight in weights for kind in weight_format.activations}
+    beside |= {f"{module}.{kind}" for module in modules for kind in weight_format.attention}
+    kept = {n: t for n, t in scales.items() if n not in taken and (n in beside or n.rpartition(".")[0] in modules)}
+    written, used = dict(kept), set(kept)
+    source = _source(ckpt)
+    twins = _twins(plain, source)
+    by_kind = _by_matrix(ckpt, source, scales, weight_format)
+    for weight, keys in _matrices(plain, ckpt).items():
+        for kind, known in by_kind.items():
+            name = scale_beside(weight, kind)
+            parts = [scale for key in keys if (scale := _common(known[key])) is not None]
+            alike = len({(scale.number.dtype, scale.one) for scale in parts}) == 1
+            free = weight in weights and weight not in twins and name not in written and name not in taken
+            if free and alike and len(parts) == len(keys):
+                shape = (*plain.stored[weight].shape[:-2], *((1,) if parts[0].one else ()))
+                written[name] = torch.stack([scale.number for scale in parts]).view(shape)
+                used |= {scale.origin for key in keys for scale in known[key]}
+    for weight, twin in twins.items():
+        names = ((scale_beside(weight, kind), scale_beside(twin, kind)) for kind in weight_format.activations)
+        for name, origin in names:
+            if origin in scales and name not in written and name not in taken:
+                written[name] = scales[origin]
+                used.add(origin)
+    left_out = tuple(name for name in scales if name not in used)
+    return [_constant(name, value) for name, value in written.items()], left_out
+
+
+def _source(ckpt: Checkpoint) -> Namespace | None:
+    """Return how the files that a folder was imported from store the model."""
+    if ckpt.source is None or ckpt.source.family not in FAMILIES:
+        return None
+    return FAMILIES[ckpt.source.family].namespace(ckpt.config, ckpt.source.form)
+
+
+def _twins(plain: Namespace, source: Namespace | None) -> dict[str, str]:
+    """Return each stored weight that is the same part of the model as one of `source` -> that one: it has the scales
+    that this one had, and no others."""
+    if source is None:
+        return {}
+    known = {place: name for name, place in _places(source).items()}
+    return {name: known[place] for name, place in _places(plain).items() if place in known}
+
+
+def _places(namespace: Namespace) -> dict[str, tuple[tuple[str, Box], ...]]:
+    """Return stored weight -> which parts of which parameters it is."""
+    places: dict[str, list[tuple[str, Box]]] = defaultdict(list)
+    for link in namespace.links:
+        if len(link.stored_box) >= 2:
+            places[link.stored].append((link.name, link.box))
+    return {name: tuple(found) for name, found in places.items()}
+
+
+def _by_matrix(
+    ckpt: Checkpoint, source: Namespace | None, scales: Mapping[str, torch.Tensor], weight_format: WeightFormat
+) -> dict[str, dict[Key, list[_Scale]]]:
+    """Return the scales of inputs that parts of each matrix of the model had, by kind."""
+    kinds = (kind for kind in weight_format.activations if kind in _OF_INPUTS)
+    found: dict[str, dict[Key, list[_Scale]]] = {kind: defaultdict(list) for kind in kinds}
+    if source is None:
+        return found
+    for weight, keys in _matrices(source, ckpt).items():
+        for kind, known in found.items():
+            name = scale_beside(weight, kind)
+            if name in scales:
+                for key, scale in zip(keys, _numbers(name, scales[name], source.stored[weight].shape[:-2])):
+                    known[key].append(scale)
+    return found
+
+
+def _numbers(name: str, scale: torch.Tensor, leading: Shape) -> Iterator[_Scale]:
+    """Yield the scale of each matrix of a weight [*leading, out, in]; none where it is no number per matrix."""
+    shape, matrices = tuple(scale.shape), leading[0] if leading else 1
+    if shape in ((), (1,)) and shape != leading:
+        numbers = scale.flatten().expand(matrices)  # one for all of them
+    elif shape in (leading, (*leading, 1)):
+        numbers = scale.flatten()
+    else:
+        return
+    yield from (_Scale(number, shape not in ((), leading), name) for number in numbers)
+
+
+def _common(scales: list[_Scale]) -> _Scale | None:
+    """Return the scale that all parts of a matrix share; None where there is none."""
+    return scales[0] if len({(scale.number.dtype, float(scale.number)) for scale in scales}) == 1 else None
+
+
+def _matrices(namespace: Namespace, ckpt: Checkpoint) -> dict[str, list[Key]]:
+    return matrix_keys(namespace.links, ckpt.formats)
+
+
+def _modules(tensor: str) -> tuple[str, str]:
+    """Return the modules whose scales can be beside a weight: its own, and the attention around that."""
+    module = tensor.removesuffix(".weight")
+    return module, module.rpartition(".")[0]
+
+
+def _constant(name: str, value: torch.Tensor) -> Output:
+    return Output(name, dtype_name(value.dtype), tuple(value.shape), compute=lambda: [value])

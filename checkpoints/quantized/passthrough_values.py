@@ -1,0 +1,121 @@
+"""Quantized weights among the tensors that travel along, as values: for files that no longer declare their format.
+
+The layers of DeepSeek-V3 that predict further tokens are quantized like the others, and one declaration holds for both.
+So where a conversion writes another declaration or none, codes and scales of the old format would be read wrongly. Such
+weights are then dequantized as those of the model are.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+
+import torch
+
+from ..folder.te_folder import Source
+from ..formats import WeightFormat, parse
+from ..formats.format import scale_beside
+from ..formats.views import View, value_view
+from ..io.boxes import Box, Range, Shape
+from ..io.dtypes import dtype_name, torch_dtype
+from ..io.finite_cast import check_decoded
+from ..io.store import FileStore
+from ..plan.plan import Output, Plan
+from .row_blocks import BAND_ELEMENTS
+
+
+def carried_as_values(
+    plan: Plan, files: FileStore, carried: Mapping[str, str], weight_format: WeightFormat, dtype: torch.dtype
+) -> Plan:
+    """Return the plan with the carried weights that `files` hold in a format as values, and a note about those of its
+    tensors that are no such weight.
+
+    Arguments:
+        carried: stored name -> the name of its copy; see `make_plan`.
+        dtype: of the values.
+    """
+    made: dict[str, Output] = {}
+    parts: set[str] = set()
+    scales: list[str] = []
+    data = weight_format.data
+    for name in carried:
+        if not name.endswith(data.suffix) or files.tensors[name].dtype not in data.dtypes:
+            continue
+        weight = name.removesuffix(data.suffix)
+        shape = _weight_shape(files, weight, weight_format)
+        if shape is None or any(weight + part.suffix not in carried for part in weight_format.parts):
+            continue
+        view = value_view(files, weight, weight_format, shape, dtype_name(dtype))
+        copy = carried[name].removesuffix(data.suffix)
+        made[carried[name]] = Output(copy, view.dtype, shape, compute=_bands(view, weight))
+        parts.update(carried[weight + part.suffix] for part in weight_format.parts)
+        beside = (scale_beside(weight, kind) for kind in weight_format.activations)
+        scales += [carried[scale] for scale in beside if scale in carried]
+    gone = {*parts, *scales} - made.keys()
+    outputs = [made.get(o.name, o) for o in plan.outputs if o.name not in gone]
+    names = {old: output.name for old, output in made.items()}
+    kept = tuple(names.get(name, name) for name in plan.carried if name not in gone)
+    same = set(kept) - made.keys()
+    left = [copy for name, copy in carried.items() if copy in same and files.tensors[name].dtype.startswith("F8_")]
+    notes = (*plan.notes, _note(left, weight_format)) if left else plan.notes
+    return replace(plan, outputs=tuple(outputs), carried=kept, ignored=(*plan.ignored, *scales), notes=notes)
+
+
+def carried_undeclared_as_values(
+    plan: Plan, files: FileStore, carried: Mapping[str, str], source: Source | None, dtype: torch.dtype | None
+) -> Plan:
+    """Return the plan of files that do not declare what those declared which `source` describes, with the
+    carried weights in that format as values, in `dtype` or that of the other weights."""
+    if source is None or not carried:
+        return plan
+    separate = None if source.quantization is None else source.quantization["separate"]
+    declaration = parse(source.config.get("quantization_config"), separate)
+    if declaration is None:
+        return plan
+    return carried_as_values(plan, files, carried, declaration.format, dtype or torch_dtype(source.dtype or "BF16"))
+
+
+def carried_modules(plan: Plan) -> list[str]:
+    """Return the modules with weight matrices among the carried outputs, which a declaration names as not quantized."""
+    matrices = (o.name for o in plan.outputs if o.name in plan.carried and len(o.shape) >= 2)
+    return [
+        n.removesuffix(".weight") for n in matrices if n.endswith(".weight") and not n.endswith("embed_tokens.weight")
+    ]
+
+
+def _weight_shape(files: FileStore, weight: str, weight_format: WeightFormat) -> Shape | None:
+    """Return the shape [..., out, in] of a weight whose parts all are as the format says; None: they are not."""
+    data = files.tensors[weight + weight_format.data.suffix]
+    if weight_format.data.grouped is not None:
+        *leading, groups, width = data.shape if len(data.shape) > 2 else (0, 0, 0)
+        stored: Shape = (*leading, groups * width)
+    else:
+        stored = data.shape
+    if len(stored) < 2 or weight_format.data.block is None:
+        return None
+    shape = (*stored[:-1], stored[-1] * weight_format.data.block[1])
+    for part in weight_format.parts:
+        info = files.tensors.get(weight + part.suffix)
+        if info is None or info.dtype not in part.dtypes or info.shape not in part.shapes(shape):
+            return None
+    return shape
+
+
+def _bands(view: View, name: str) -> Callable[[], Iterator[torch.Tensor]]:
+    """Return what yields the values of a weight, matrix after matrix, a band of rows at a time."""
+    *leading, rows, columns = view.shape
+    step = max(1, BAND_ELEMENTS // max(1, columns))
+
+    def compute() -> Iterator[torch.Tensor]:
+        for place in itertools.product(*map(range, leading)):
+            lead: Box = tuple(Range(i, i + 1) for i in place)
+            for begin in range(0, rows, step):
+                yield check_decoded(view.read((*lead, Range(begin, min(rows, begin + step)), Range(0, columns))), name)
+
+    return compute
+
+
+def _note(names: list[str], weight_format: WeightFormat) -> str:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"{names[0]}{more}, which the model does not use, stay in FP8, but are no weights in {weight_format.name}"

@@ -1,0 +1,81 @@
+"""Whether a format takes the numbers of a folder, where headers cannot say: they are read before anything is written.
+
+Scales of small blocks are written as those of larger ones where they are the same throughout each of these: MXFP8 in
+32x32 blocks whose scales come from 128x128 blocks is written as such blocks again, and 128x128 blocks that share one
+scale as a matrix with one. And what is held in eight bits is written in four where all values are such.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from te_models.layers.quantizer import Quantizer
+
+from ..formats import WeightFormat, numbers
+from ..formats.format import Part
+from ..formats.namespace import FieldNamespace
+from ..formats.views import Block, field_blocks
+from ..io.boxes import Shape
+from ..io.store import Store
+from ..plan.plan import Output, Plan
+from ..plan.quantized_format import SUFFIXES
+from ..plan.stream import read_bands
+
+_BAND = 1 << 20
+
+
+def coarser(part: Part, block: Block | None, field: Shape) -> tuple[int, int]:
+    """Return how many rows and columns of a field's entries [..., R, C] one entry of the part stands for."""
+    if part.meaning != "scale" or block is None:
+        return 1, 1
+    if part.block is None:
+        return field[-2], field[-1]
+    rows, columns = (max(1, theirs // ours) for theirs, ours in zip(part.block, block))
+    return rows, columns
+
+
+def uneven_parameters(
+    store: Store,
+    plan: Plan,
+    found: FieldNamespace,
+    weight_format: WeightFormat,
+    quantizers: Mapping[str, Quantizer],
+) -> dict[str, str]:
+    """Return parameter -> why its scales cannot be those of the format's larger blocks; this reads such scales."""
+    part = weight_format.part("scale_inv")
+    owners, uneven = found.owners, dict[str, str]()
+    for output in plan.outputs:
+        name = owners.get(output.name, "").removesuffix(SUFFIXES["rowwise_scale_inv"])
+        if not output.name.endswith(part.suffix) or name not in found.formats or weight_format.takes(quantizers[name]):
+            continue
+        rows, columns = coarser(part, field_blocks(quantizers[name])[part.field], output.shape)
+        if name not in uneven and not _even(store, output, rows, columns):
+            where = "one matrix" if part.block is None else f"blocks of {part.block[0]}x{part.block[1]}"
+            uneven[name] = f"its scales differ inside of {where}"
+    return uneven
+
+
+def too_wide_parameters(store: Store, plan: Plan, found: FieldNamespace, weight_format: WeightFormat) -> dict[str, str]:
+    """Return parameter -> why its elements cannot be those of a format of four bits; this reads them."""
+    if weight_format.element != "e2m1":
+        return {}
+    owners, wide = found.owners, dict[str, str]()
+    for output in plan.outputs:
+        name = owners.get(output.name)
+        if name not in found.formats or name in wide or output.dtype != "F8_E4M3":
+            continue
+        if not all(numbers.fits_e2m1(band) for _, band in read_bands(store, output, _BAND)):
+            wide[name] = "it has values that four bits do not hold"
+    return wide
+
+
+def _even(store: Store, scales: Output, rows: int, columns: int) -> bool:
+    """Whether all scales [..., R, C] of each group of `rows` x `columns` are the same."""
+    for _, band in read_bands(store, scales, _BAND, multiple=rows):
+        kept = band[..., ::rows, ::columns]
+        kept = kept.repeat_interleave(rows, -2).repeat_interleave(columns, -1)
+        if not torch.equal(kept[..., : band.shape[-2], : band.shape[-1]], band):
+            return False
+    return True

@@ -1,0 +1,165 @@
+"""Quantize and dequantize a matrix a band of rows at a time, so that no float32 copy is larger than a band.
+
+Quantizing works in float32, and in several copies: for a whole matrix that is many times what is read or written. A
+band ends where a block of the format ends, so its fields are a part of the matrix's, number for number; a scale that
+belongs to the whole matrix comes from a first pass over the bands. (Only the Hadamard transform, which no weight gets,
+would pad rows.)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+import torch
+
+from te_models.kernels.quantize import amax
+from te_models.layers import Quantizer
+from te_models.layers.quantizer import Usage
+from te_models.layers.quantizer.schema import FieldLayout, alignment, field_layouts
+
+from ..io.boxes import Shape
+from ..io.threads import in_turn
+
+BAND_ELEMENTS = 1 << 20
+"""Elements of a band, so many that the calls of its dozens of operations cost little, each of which may wait for the
+interpreter lock (MXFP8, two cores, processor seconds per GB: 10 with 2^16, 4.9 with 2^18, 3.8 with 2^19, 3.5 with 2^20,
+4.2 with 2^22); a matrix that is too wide for it has bands of one block of rows."""
+
+_AHEAD = 4
+"""Bands that are being quantized or wait to be taken."""
+
+Rows = tuple[int, int]
+"""Begin and end, a part of the rows of a matrix or of one dimension of a field."""
+
+Read = Callable[[int, int], torch.Tensor]
+"""Returns rows begin .. end - 1 of a matrix, called with both."""
+
+Amaxes = dict[Usage, torch.Tensor]
+"""What parts of one matrix must agree on; empty in a format without a number per matrix."""
+
+
+def bands(quantizer: Quantizer, shape: Shape, *, decoded: bool = False) -> list[Rows]:
+    """Cut the rows of a matrix [rows, columns] between the blocks of the format.
+
+    decoded: for values, in bands of half as many, since values take more memory than what they are quantized to.
+    """
+    elements = BAND_ELEMENTS // 2 if decoded else BAND_ELEMENTS
+    rows, columns = shape
+    block = alignment(quantizer, -2)
+    step = max(1, elements // max(1, columns * block)) * block
+    return [(begin, min(rows, begin + step)) for begin in range(0, rows, step)]
+
+
+@dataclass
+class Matrix:
+    """A matrix [rows, columns] to quantize, and the fields that are filled.
+
+    amaxes: see `amaxes_once`; of a larger matrix that it is a part of, or of one that is read again for another copy;
+    None: found when they are needed. error: the largest difference between it and what its quantized bands stand for,
+    if `measure` was asked for.
+    """
+
+    read: Read
+    fields: Mapping[str, torch.Tensor]
+    amaxes: Callable[[Executor | None], Amaxes] | None = None
+    error: float = 0.0
+
+
+def quantize_bands(
+    matrices: Sequence[Matrix],
+    quantizer: Quantizer,
+    shape: Shape,
+    pool: Executor | None = None,
+    *,
+    streamed: str | None = None,
+    measure: bool = False,
+) -> Iterator[torch.Tensor]:
+    """Fill the given fields of matrices of one shape, band after band; nothing happens until this is iterated.
+
+    Arguments:
+        pool: threads for several bands at the same time.
+        streamed: a field that is yielded, band after band in order, and not filled.
+        measure: set each matrix's error.
+    """
+    layouts = field_layouts(quantizer)
+
+    def fill(matrix: Matrix, band: Rows, amaxes: Amaxes) -> torch.Tensor | None:
+        rows = matrix.read(*band)
+        stored = quantizer.quantize_fields(rows, amaxes=amaxes)
+        for layout in layouts:
+            if layout.name in matrix.fields:
+                part, out = field_rows(layout, band), matrix.fields[layout.name]
+                target = out if part is None else out.narrow(layout.axis(-2), part[0], part[1] - part[0])
+                target.copy_(stored[layout.name])
+        if measure and rows.numel():
+            # of a transposed copy the values lie across, and subtracting so takes four times as long as turning them
+            difference = quantizer.dequantize_fields(stored, torch.float32, rows.shape).contiguous().sub_(rows)
+            matrix.error = max(matrix.error, float(amax(difference)))  # bands that meet here hold the interpreter lock
+        return None if streamed is None else stored[streamed]
+
+    def tasks() -> Iterator[Callable[[], torch.Tensor | None]]:
+        parts = bands(quantizer, shape)
+        for matrix in matrices:
+            amaxes = (matrix.amaxes or amaxes_once(quantizer, matrix.read, shape))(pool)
+            for band in parts:
+                yield functools.partial(fill, matrix, band, amaxes)
+
+    for part in (task() for task in tasks()) if pool is None else in_turn(pool, tasks(), _AHEAD):
+        if part is not None:
+            yield part
+
+
+def amaxes_once(quantizer: Quantizer, read: Read, shape: Shape) -> Callable[[Executor | None], Amaxes]:
+    """Return what finds the amaxes of a matrix when it is first called, given threads; a matrix of one band has none
+    that its parts must agree on."""
+    found: list[Amaxes] = []
+
+    def amaxes(pool: Executor | None) -> Amaxes:
+        if not found:
+            parts = [(read, band) for band in bands(quantizer, shape)]
+            found.append(amaxes_of(quantizer, parts, pool) if len(parts) > 1 else {})
+        return found[0]
+
+    return amaxes
+
+
+def amaxes_of(quantizer: Quantizer, parts: Sequence[tuple[Read, Rows]], pool: Executor | None) -> Amaxes:
+    """Return what bands of one matrix must agree on, from a first pass over them if the format needs one."""
+
+    def of(part: tuple[Read, Rows]) -> Amaxes:
+        read, band = part
+        return quantizer.amaxes(read(*band))
+
+    amaxes = quantizer.amaxes(torch.zeros(1, 1))
+    if amaxes:
+        for found in (map if pool is None else pool.map)(of, parts):
+            amaxes |= {usage: torch.maximum(amaxes[usage], amax) for usage, amax in found.items()}
+    return amaxes
+
+
+def dequantize_bands(
+    quantizer: Quantizer,
+    shape: Shape,
+    dtype: torch.dtype,
+    read: Callable[[str, int, Rows | None], torch.Tensor],
+) -> Iterator[torch.Tensor]:
+    """Yield the values of a matrix [rows, columns], band after band.
+
+    `read(field, axis, part)` returns `part` of a field along its axis -2 or -1, or all of it where part is None.
+    """
+    usage = quantizer.stored_usages()[0]
+    layouts = [layout for layout in field_layouts(quantizer) if layout.usage == usage]
+    for band in bands(quantizer, shape, decoded=True):
+        fields = {layout.name: read(layout.name, layout.axis(-2), field_rows(layout, band)) for layout in layouts}
+        yield quantizer.dequantize_fields(fields, dtype, (band[1] - band[0], shape[1]))
+
+
+def field_rows(layout: FieldLayout, band: Rows) -> Rows | None:
+    """Return which part of a field a band of rows has; None: there is one entry for the whole matrix."""
+    if layout.block is None:
+        return None
+    rows = layout.block[0]
+    return band[0] // rows, -(-band[1] // rows)

@@ -1,0 +1,255 @@
+"""Conversions between folders. Each one plans from headers, refuses what it cannot do exactly, then streams.
+
+All share these arguments:
+    overwrite: replace an existing destination (it stays until the new one is complete).
+    max_shard_bytes: data per file.
+    progress: called with (bytes done, bytes in total).
+    dry_run: return the plan and write nothing.
+    verify: where the source has a manifest.json, check every tensor against it while it is read, and the small files; a
+        folder that is damaged, or was edited, raises CheckpointError, and nothing is written.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from ..folder.checkpoint import Checkpoint, open_checkpoint
+from ..folder.hf_config import choose_family, export_config, weight_dtype
+from ..folder.passthrough import names_in_export, our_names
+from ..folder.provenance import source_of
+from ..folder.te_folder import TEFolder
+from ..folder.tied_weights import copies_in_export
+from ..formats import SEPARATE
+from ..formats.source import VALUES
+from ..io.dtypes import as_torch_dtype
+from ..io.errors import CheckpointError, shorten
+from ..io.store import Store
+from ..io.strict_json import dump_object
+from ..io.threads import Progress
+from ..plan.param_shapes import ExpertLayout, check_layout
+from ..plan.plan import Plan, make_plan
+from ..plan.report import moved_report
+from ..plan.te_namespace import formats_in_layout, grouped_formats, te_namespace
+from ..quantized.dequantized_store import as_values
+from ..quantized.export_plan import plan_quantized_export
+from ..quantized.import_plan import plan_quantized_import
+from ..quantized.passthrough_values import carried_as_values, carried_undeclared_as_values
+from ..write.output_folder import write_conversion
+from ..write.shards import MAX_SHARD_BYTES
+
+PathLike = str | os.PathLike[str]
+
+
+def import_hf(
+    src: PathLike,
+    dst: PathLike,
+    *,
+    dtype: torch.dtype | str | None = None,
+    layout: ExpertLayout = "grouped",
+    storage: str | None = None,
+    allow_requantize: bool = False,
+    dequantize: bool = False,
+    overwrite: bool = False,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Progress | None = None,
+    dry_run: bool = False,
+    verify: bool = True,
+) -> Plan:
+    """Convert a Hugging Face folder to ours. Quantized weights stay quantized, number for number.
+
+    Arguments:
+        dtype: convert the weights to it; None keeps the bits.
+        layout: expert layout of the result.
+        storage: the form in which quantized weights are stored, where their format has several exact ones ("mxfp8" for
+            128x128 blocks whose scales are powers of two, "nvfp4" for MXFP4); with allow_requantize any form ("float8",
+            "float8_block", "mxfp8", "nvfp4"); None: the format's own.
+        allow_requantize: quantize anew what cannot be taken over exactly, and add the columnwise copies that training
+            needs to formats that scale along rows only.
+        dequantize: store the values of quantized weights.
+    """
+    check_layout(layout)
+    wanted = as_torch_dtype(dtype)
+    with ExitStack() as stack:
+        # in float32, so that values are rounded once
+        how = {"any_storage": allow_requantize, "float32": wanted is not None, "verify": verify}
+        ckpt = stack.enter_context(open_checkpoint(src, storage=VALUES if dequantize else storage, **how))
+        if ckpt.kind != "hf":
+            raise CheckpointError(f"{src} is already a te_models folder; relayout changes its expert layout")
+        if ckpt.quantized is not None:
+            if dequantize and (allow_requantize or storage is not None):
+                raise CheckpointError("dequantized weights are stored as values: choose no storage and no requantizing")
+            ckpt.check_scales()
+            values = None
+            if allow_requantize:  # the same files once more, which are checked once
+                values = stack.enter_context(open_checkpoint(src, storage=VALUES, verify=False))
+                values.check_elements()
+            plan = plan_quantized_import(ckpt, values, layout, wanted, dequantize=dequantize)
+            if not ckpt.formats:  # then the result does not say what was declared
+                quantized, kept = ckpt.quantized, our_names(ckpt.carried)
+                plan = carried_as_values(plan, ckpt.files, kept, quantized.format, wanted or quantized.dtype)
+        elif dequantize or allow_requantize or storage is not None:
+            raise CheckpointError(
+                f"{src} declares no quantization, so there is nothing to dequantize or to requantize; "
+                "import it as it is, then te-models quantize stores its weights quantized"
+            )
+        else:
+            plan = make_plan(
+                ckpt.tensors,
+                ckpt.namespace,
+                te_namespace(ckpt.config, layout),
+                where=str(src),
+                dtype=wanted,
+                unused=ckpt.unused,
+                carried=our_names(ckpt.carried),
+            )
+        return write_conversion(
+            ckpt,
+            Path(dst),
+            plan,
+            TEFolder(
+                layout, ckpt.config, source_of(ckpt, grouped_formats(ckpt.config, layout, plan.formats))
+            ).to_bytes(),
+            overwrite=overwrite,
+            max_shard_bytes=max_shard_bytes,
+            progress=progress,
+            dry_run=dry_run,
+        )
+
+
+def export_hf(
+    src: PathLike,
+    dst: PathLike,
+    *,
+    family: str | None = None,
+    form: str | None = None,
+    format: str | None = None,
+    allow_requantize: bool = False,
+    dequantize: bool = False,
+    dtype: torch.dtype | str | None = None,
+    overwrite: bool = False,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Progress | None = None,
+    dry_run: bool = False,
+    verify: bool = True,
+) -> Plan:
+    """Convert a folder of ours to Hugging Face's form; transformers loads the result. Quantized weights stay quantized.
+
+    Arguments:
+        family: the family to write; None means the one that the model came from, or the first that can express it.
+        form: which of the family's forms to write; None means the one that the model came from, or the published one.
+        format: the format of quantized weights, a key of `formats.WRITABLE`; None: the one that they came from, or the
+            first that holds them.
+        allow_requantize: quantize anew what the format cannot take over.
+        dequantize: write the values of quantized weights.
+        dtype: convert the weights to it; None keeps the bits.
+    """
+    with open_checkpoint(src, verify=verify) as ckpt:
+        if ckpt.kind != "te_models":
+            raise CheckpointError(f"{src} is already a Hugging Face folder")
+        _check_choice(ckpt, format, allow_requantize=allow_requantize, dequantize=dequantize)
+        target = choose_family(ckpt.config, ckpt.source, family)
+        target.write_config(ckpt.config)  # raises if the family cannot express the model
+        if form is None and ckpt.source is not None and ckpt.source.family == target.model_type:
+            form = ckpt.source.form
+        namespace = target.namespace(ckpt.config, form)
+        hf = ckpt.source.config if ckpt.source is not None else {}
+        carried = names_in_export(ckpt.carried, hf, target, namespace.stored)
+        copies = copies_in_export(ckpt.config, ckpt.source, target, form)
+        wanted, extra = as_torch_dtype(dtype), {}
+        store: Store = ckpt.store
+        if ckpt.formats and not dequantize:
+            export = plan_quantized_export(
+                ckpt, namespace, format, wanted, carried, copies, allow_requantize=allow_requantize
+            )
+            plan, store = export.plan, export.store
+            config = export_config(ckpt.config, ckpt.source, target, weight_dtype(export.plain, copies))
+            if export.config is not None:
+                config = config | {"quantization_config": dict(export.config)}
+            if export.separate is not None:
+                extra[SEPARATE] = dump_object(dict(export.separate))
+        else:
+            store = as_values(ckpt, ckpt.formats)
+            plan = make_plan(
+                store.tensors,
+                te_namespace(ckpt.config, ckpt.layout or "grouped"),
+                namespace,
+                where=str(src),
+                dtype=wanted,
+                unused=ckpt.unused,
+                carried=carried,
+                copies=copies,
+            )
+            plan = carried_undeclared_as_values(plan, ckpt.files, carried, ckpt.source, wanted)
+            plan = replace(plan, report=moved_report(plan, store.tensors, "dequantized", store.formats))
+            config = export_config(ckpt.config, ckpt.source, target, weight_dtype(plan, copies))
+        names = target.names if form is None else target.forms[form]
+        if not names.loadable:
+            note = (
+                f"transformers does not load the form {names.form!r} of {target.model_type}; it loads --form published"
+            )
+            plan = replace(plan, notes=(*plan.notes, note))
+        return write_conversion(
+            ckpt,
+            Path(dst),
+            plan,
+            dump_object(config),
+            store=store,
+            extra=extra,
+            overwrite=overwrite,
+            max_shard_bytes=max_shard_bytes,
+            progress=progress,
+            dry_run=dry_run,
+        )
+
+
+def relayout(
+    src: PathLike,
+    dst: PathLike,
+    layout: ExpertLayout,
+    *,
+    overwrite: bool = False,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Progress | None = None,
+    dry_run: bool = False,
+    verify: bool = True,
+) -> Plan:
+    """Convert a folder of ours to another expert layout, bit for bit; quantized weights stay quantized."""
+    check_layout(layout)
+    with open_checkpoint(src, verify=verify) as ckpt:
+        if ckpt.kind != "te_models":
+            raise CheckpointError(f"{src} is a Hugging Face folder; import it, with the layout that you want")
+        target = te_namespace(ckpt.config, layout, ckpt.formats)
+        kept = our_names(ckpt.carried)
+        moved = make_plan(ckpt.tensors, ckpt.namespace, target, where=str(src), unused=ckpt.unused, carried=kept)
+        plan = replace(moved, formats=formats_in_layout(ckpt.config, layout, ckpt.formats))
+        return write_conversion(
+            ckpt,
+            Path(dst),
+            plan,
+            TEFolder(layout, ckpt.config, ckpt.source).to_bytes(),
+            overwrite=overwrite,
+            max_shard_bytes=max_shard_bytes,
+            progress=progress,
+            dry_run=dry_run,
+        )
+
+
+def _check_choice(ckpt: Checkpoint, format: str | None, *, allow_requantize: bool, dequantize: bool) -> None:
+    """Raise CheckpointError for options of an export that contradict the folder or each other."""
+    if not ckpt.formats and (format is not None or allow_requantize or dequantize):
+        as_what = "dequantize" if dequantize else "requantize" if format is None else f"write as {format}"
+        raise CheckpointError(f"{ckpt.path} has no quantized weights to {as_what}; quantize it first")
+    if dequantize and (allow_requantize or format is not None):
+        raise CheckpointError("dequantized weights are written as values: choose no format and no requantizing")
+
+
+def refuse_quantized(ckpt: Checkpoint, verb: str) -> None:
+    """Raise CheckpointError if the checkpoint holds quantized parameters."""
+    if ckpt.formats:
+        names = shorten(ckpt.formats, 2)
+        raise CheckpointError(f"{ckpt.path} has quantized weights ({names}) and cannot be {verb}; dequantize it first")

@@ -1,0 +1,181 @@
+"""How two folders differ: configuration, tensors, and by how much their values do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..families.base.family import differing_fields
+from ..folder.checkpoint import Checkpoint
+from ..folder.passthrough import our_names
+from ..io.buffers import Ring
+from ..io.threads import Progress
+from ..plan.param_shapes import ExpertLayout, expected_tensors
+from ..plan.parameters import Parameters
+from ..plan.plan import copy_of
+from ..quantized.quantize_outputs import value_bands
+from .convert import PathLike
+from .pair import open_pair
+from .verify import VerifyReport, compare_bits, output_layers
+
+_PART = 1 << 20
+"""Elements that are compared at a time."""
+
+_LAYOUTS: tuple[ExpertLayout, ExpertLayout] = ("grouped", "per-gemm")
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """One parameter whose values differ: how many elements, the largest difference, and the root mean square of the
+    differences divided by that of A's values."""
+
+    name: str
+    differing: int
+    elements: int
+    largest: float
+    relative: float
+
+
+@dataclass
+class DiffReport:
+    """The result. config: field -> the two values. notes: everything that is not a difference of values."""
+
+    config: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    tensors: list[TensorDifference] = field(default_factory=list)
+    equal_tensors: int = 0
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing differs."""
+        return not (self.config or self.notes or self.tensors)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON values; differences that are no numbers are None."""
+        tensors = [
+            {n: None if isinstance(v, float) and not math.isfinite(v) else v for n, v in vars(t).items()}
+            for t in self.tensors
+        ]
+        config = {name: list(values) for name, values in self.config.items()}
+        return {
+            "equal": self.equal,
+            "config": config,
+            "notes": self.notes,
+            "tensors": tensors,
+            "equal_tensors": self.equal_tensors,
+        }
+
+
+def diff(a: PathLike, b: PathLike, *, progress: Progress | None = None) -> DiffReport:
+    """Compare two folders of either kind: configuration and parameters, as in the grouped layout.
+
+    Quantized parameters are compared by the values that they stand for. `verify` compares bits and stops early; this
+    measures. The tensors of the report are in the order of their relative difference, the largest first.
+    """
+    report = DiffReport()
+    with open_pair(a, b) as (left, right):
+        mine, theirs = left.config.to_dict(), right.config.to_dict()
+        for path in differing_fields(mine, theirs):
+            report.config[path] = _at(mine, path), _at(theirs, path)
+        shapes, other = expected_tensors(left.config), expected_tensors(right.config)
+        common = [name for name in shapes if shapes[name] == other.get(name)]
+        for name in {**shapes, **other}:
+            if name not in shapes or name not in other:
+                report.notes.append(f"{name}: only in {a if name in shapes else b}")
+            elif shapes[name] != other[name]:
+                report.notes.append(f"{name}: {list(shapes[name])} and {list(other[name])}")
+        sides, members = (
+            [Parameters(c.store, c.namespace, c.config, c.formats, layout) for c in (left, right)]
+            for layout in _LAYOUTS
+        )
+        total, done = sum(math.prod(shapes[name]) for name in common), 0
+        for name in common:
+            kinds = [_kind(parameters, name) for parameters in sides]
+            if kinds[0] != kinds[1]:
+                report.notes.append(f"{name}: {kinds[0]} and {kinds[1]}")
+            values = (_values(*side, name) for side in zip(sides, members))
+            found = _compare(name, math.prod(shapes[name]), *values)
+            if found.differing:
+                report.tensors.append(found)
+            else:
+                report.equal_tensors += 1
+            done += found.elements
+            if progress is not None:
+                progress(done, total)
+        _compare_carried(report, left, right)
+    report.tensors.sort(key=lambda t: -t.relative if math.isfinite(t.relative) else -math.inf)
+    return report
+
+
+def _at(values: Any, path: str) -> Any:
+    for name in path.split("."):
+        values = values.get(name) if isinstance(values, dict) else None
+    return values
+
+
+def _kind(parameters: Parameters, name: str) -> str:
+    if name in parameters.formats:
+        return str(parameters.formats[name]["format"])
+    return " with ".join(sorted(str(dtype).removeprefix("torch.") for dtype in parameters.dtypes(name)))
+
+
+def _values(parameters: Parameters, members: Parameters, name: str) -> Iterator[torch.Tensor]:
+    """Yield the values of a parameter as float32 or wider [n], some rows at a time."""
+    if name in parameters.formats:
+        yield from (band.flatten() for _, band in value_bands(parameters, members, name, torch.float32))
+        return
+    shape = parameters.shapes[name]
+    rows = max(1, _PART // max(1, math.prod(shape[1:])))
+    for begin in range(0, shape[0], rows):
+        part = parameters.part(name, 0, begin, min(begin + rows, shape[0]))
+        yield part.to(torch.promote_types(part.dtype, torch.float32)).flatten()
+
+
+def _paired(a: Iterator[torch.Tensor], b: Iterator[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the same parts of two parameters of equal shape, which come in parts of other sizes."""
+    x = y = torch.empty(0)
+    while True:
+        x = next(a, None) if x.numel() == 0 else x
+        y = next(b, None) if y.numel() == 0 else y
+        if x is None or y is None:
+            assert x is y, "both have as many elements"
+            return
+        n = min(x.numel(), y.numel())
+        if n:
+            yield x[:n], y[:n]
+        x, y = x[n:], y[n:]
+
+
+def _compare(name: str, elements: int, a: Iterator[torch.Tensor], b: Iterator[torch.Tensor]) -> TensorDifference:
+    differing, largest, squares, reference = 0, 0.0, 0.0, 0.0
+    for x, y in _paired(a, b):
+        difference = torch.where((x == y) | (x.isnan() & y.isnan()), 0.0, (x - y).abs())
+        differing += int(torch.count_nonzero(difference))  # NaN counts
+        largest = max(largest, math.nan if difference.isnan().any() else float(difference.max()), key=_nan_last)
+        squares += float(difference.double().square().sum())
+        reference += float(x.double().square().sum())
+    relative = math.sqrt(squares / reference) if reference else (math.inf if squares else 0.0)
+    return TensorDifference(name, differing, elements, largest, relative)
+
+
+def _nan_last(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+def _compare_carried(report: DiffReport, left: Checkpoint, right: Checkpoint) -> None:
+    mine, theirs = ({copy: name for name, copy in our_names(c.carried).items()} for c in (left, right))
+    rings, bits = (Ring(), Ring()), VerifyReport()
+    for copy in {**mine, **theirs}:
+        if copy not in mine or copy not in theirs:
+            report.notes.append(f"{copy}: only in {left.path if copy in mine else right.path}")
+            continue
+        outputs = [copy_of(c.tensors[names[copy]], names[copy], copy) for c, names in ((left, mine), (right, theirs))]
+        compare_bits(bits, left, outputs[0], right, outputs[1], rings)
+    copies_a, copies_b = output_layers(left, right)
+    for name in copies_a:
+        compare_bits(bits, left, copies_a[name], right, copies_b[name], rings)
+    report.notes += bits.differences

@@ -1,0 +1,95 @@
+"""Save a live model's parameters as a folder of ours."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Container, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from te_models.config import ModelConfig
+from te_models.layers import QuantizedTensor
+
+from ..folder.checkpoint import open_checkpoint
+from ..folder.load import check_shapes, layout_of
+from ..folder.passthrough import our_names
+from ..folder.provenance import source_of
+from ..folder.te_folder import Source, TEFolder
+from ..io.errors import CheckpointError
+from ..io.store import JoinedStore, MemoryStore, Store
+from ..io.threads import Progress
+from ..plan.param_shapes import expected_tensors
+from ..plan.plan import Output, Plan, make_plan
+from ..plan.quantized_format import Description, describe, stored_fields
+from ..plan.te_namespace import grouped_formats, te_namespace
+from ..write.output_folder import write_folder
+from ..write.shards import MAX_SHARD_BYTES
+from .convert import PathLike
+
+
+def save_model(
+    params: Mapping[str, torch.Tensor],
+    config: ModelConfig,
+    out_dir: PathLike,
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    source_dir: PathLike | None = None,
+    source: Source | None = None,
+    fetch: Callable[[str], torch.Tensor] | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Plan:
+    """Write a model; `open_checkpoint(out_dir).load_into(params)` restores every bit, quantized parameters included.
+
+    Arguments:
+        params: every parameter by name, in grouped or per-GEMM layout, on any device; quantized ones stay quantized.
+        source_dir: a folder (of either kind) that the model came from: its tokenizer files, its Hugging Face
+            configuration and the tensors that the model does not use travel along, so that an export restores them.
+        source: the Hugging Face configuration to record where there is no source_dir.
+        fetch: returns a tensor of the files by its name, when its turn comes; `params` may then be without data (on the
+            meta device). None: they have it.
+    """
+    layout = layout_of(params, config, "the names of the parameters to save")
+    check_shapes(params, expected_tensors(config, layout))
+    entries: dict[str, torch.Tensor] = {}
+    stored_formats: dict[str, Description] = {}
+    for name, param in params.items():
+        if isinstance(param, QuantizedTensor):
+            stored_formats[name] = describe(param.quantizer, param.dtype)
+            entries.update(stored_fields(name, param))
+        elif not param.is_floating_point():
+            raise CheckpointError(f"{name} has dtype {param.dtype}; parameters are floating-point or quantized")
+        else:
+            entries[name] = param
+    formats = grouped_formats(config, layout, stored_formats)
+    namespace = te_namespace(config, layout, formats)
+    store = MemoryStore(entries)
+    owners: dict[str, Store] = dict.fromkeys(entries, store)
+    with contextlib.ExitStack() as opened:
+        # not checked: that a tokenizer's file was edited meanwhile must not keep a trained model from being saved
+        origin = None if source_dir is None else opened.enter_context(open_checkpoint(source_dir, verify=False))
+        kept = our_names(origin.carried) if origin is not None else {}
+        if origin is not None:
+            owners.update(dict.fromkeys(kept, origin.store))
+        joined = JoinedStore(owners)
+        moved = make_plan(joined.tensors, namespace, namespace, where="the model", unused=kept, carried=kept)
+        outputs = (
+            moved.outputs if fetch is None else tuple(_fetched(o, fetch, set(kept.values())) for o in moved.outputs)
+        )
+        plan = replace(moved, outputs=outputs, formats=stored_formats)
+        return write_folder(
+            Path(out_dir),
+            plan,
+            joined,
+            TEFolder(layout, config, source_of(origin, formats) if origin is not None else source).to_bytes(),
+            sidecars_from=origin.path if origin is not None else None,
+            overwrite=overwrite,
+            max_shard_bytes=max_shard_bytes,
+            progress=progress,
+        )
+
+
+def _fetched(output: Output, fetch: Callable[[str], torch.Tensor], kept: Container[str]) -> Output:
+    return output if output.name in kept else replace(output, compute=lambda: [fetch(output.name)])

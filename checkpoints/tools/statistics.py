@@ -1,0 +1,137 @@
+"""Where a model's weights are and how they are scaled: counts from shapes alone, statistics from the scales only."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ..families import FAMILIES
+from ..folder.checkpoint import Checkpoint, open_checkpoint
+from ..formats.numbers import scale_to_float
+from ..formats.source import QuantizedFiles
+from ..io.boxes import Shape
+from ..io.header import byte_count
+from ..plan.param_shapes import expected_tensors, is_expert_stack
+from ..plan.parameters import Parameters
+from ..plan.quantized_format import SUFFIXES, field_specs
+from .convert import PathLike
+
+_SCALES = SUFFIXES["rowwise_scale_inv"]
+
+
+@dataclass(frozen=True)
+class FormatSummary:
+    """The parameters of one quantized format, or the tensors of a Hugging Face folder that it stands for: how many,
+    their weights, the bytes of their numbers and of their scales (all copies), and the bits that one weight takes."""
+
+    parameters: int
+    weights: int
+    data_bytes: int
+    scale_bytes: int
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits of numbers and scales together, divided by the weights."""
+        return 8 * (self.data_bytes + self.scale_bytes) / self.weights
+
+
+@dataclass(frozen=True)
+class ScaleStatistics:
+    """Scales (what stored numbers are multiplied by) of one format: how many, the extremes and the median."""
+
+    count: int
+    smallest: float
+    median: float
+    largest: float
+
+
+def count_parts(shapes: Mapping[str, Shape]) -> dict[str, int]:
+    """Return part of the model -> its weights, for grouped parameters."""
+    counts: Counter[str] = Counter()
+    for name, shape in shapes.items():
+        counts[_part(name)] += math.prod(shape)
+    return dict(counts)
+
+
+def _part(name: str) -> str:
+    if name.startswith(("embedding.", "output_layer.")):
+        return name.partition(".")[0].removesuffix("_layer")
+    if "norm" in name:
+        return "norms"
+    if is_expert_stack(name):
+        return "experts"
+    for marker, part in ((".shared_experts.", "shared experts"), (".router.", "router"), (".mlp.", "mlp")):
+        if marker in name:
+            return part
+    return "attention"
+
+
+def summarize_formats(ckpt: Checkpoint) -> dict[str, FormatSummary]:
+    """Return format -> summary, of a Hugging Face folder the format that it declares; nothing is read."""
+    if ckpt.quantized is not None:
+        return {ckpt.quantized.format.name: _of_files(ckpt, ckpt.quantized)}
+    shapes = expected_tensors(ckpt.config)
+    sums: dict[str, list[int]] = {}
+    for name, meta in ckpt.formats.items():
+        total = sums.setdefault(str(meta["format"]), [0, 0, 0, 0])
+        total[0] += 1
+        total[1] += math.prod(shapes[name])
+        for suffix, spec in field_specs(name, shapes[name], meta).items():
+            (dtype,) = spec.dtypes
+            total[3 if suffix.endswith(("_scale_inv", "_amax")) else 2] += byte_count(dtype, spec.shape)
+    return {name: FormatSummary(*total) for name, total in sums.items()}
+
+
+def _of_files(ckpt: Checkpoint, quantized: QuantizedFiles) -> FormatSummary:
+    """Return the summary of what the files hold, which may not be the form that an import stores it in."""
+    plain = FAMILIES[ckpt.family or ""].namespace(ckpt.config, ckpt.source and ckpt.source.form)
+    tensors = quantized.files.tensors
+    weights = sum(math.prod(plain.stored[name].shape) for name in quantized.weights)
+    data, *scales = (
+        sum(tensors[name + part.suffix].nbytes for name in quantized.weights) for part in quantized.format.parts
+    )
+    return FormatSummary(len(quantized.weights), weights, data, sum(scales))
+
+
+def scale_statistics(path: PathLike) -> dict[str, ScaleStatistics]:
+    """Return format -> statistics of the rowwise scales of all its parameters, or of the scales of a Hugging Face
+    folder's blocks; reads the scales, no weights. One that is no number is a CheckpointError that names its tensor."""
+    found: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    with open_checkpoint(path) as ckpt:
+        ckpt.check_scales()
+        for name, stored in _scales(ckpt) if ckpt.quantized is None else _scales_of_files(ckpt.quantized):
+            found.setdefault(name, []).append(_counted(stored))
+        ckpt.files.finish_checks()
+    return {name: _statistics(*map(torch.cat, zip(*parts))) for name, parts in found.items()}
+
+
+def _counted(stored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the values that scales have, and how many have each: of eight bits there are 256, however many scales."""
+    if stored.dtype.itemsize > 1:
+        return torch.unique(scale_to_float(stored), return_counts=True)
+    counts = torch.bincount(stored.contiguous().view(torch.uint8).flatten(), minlength=256)
+    codes = counts.nonzero().flatten()
+    return scale_to_float(codes.to(torch.uint8).view(stored.dtype)), counts[codes]
+
+
+def _statistics(values: torch.Tensor, counts: torch.Tensor) -> ScaleStatistics:
+    values, order = values.sort()
+    up_to = counts[order].cumsum(0)
+    middle = values[torch.searchsorted(up_to, (up_to[-1] - 1) // 2, right=True)]
+    return ScaleStatistics(int(up_to[-1]), values[0].item(), middle.item(), values[-1].item())
+
+
+def _scales(ckpt: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
+    parameters = Parameters(ckpt.store, ckpt.namespace, ckpt.config, ckpt.formats, "grouped")
+    for name, meta in ckpt.formats.items():
+        yield str(meta["format"]), parameters.entry(name + _SCALES)
+
+
+def _scales_of_files(quantized: QuantizedFiles) -> Iterator[tuple[str, torch.Tensor]]:
+    parts = [part for part in quantized.format.scales if part.meaning == "scale"]
+    for name in (weight + part.suffix for weight in quantized.weights for part in parts):
+        yield quantized.format.name, quantized.files.view(name)

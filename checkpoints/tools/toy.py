@@ -1,0 +1,130 @@
+"""A small model out of a large one: some of its layers and experts, byte for byte, for tests of real files.
+
+Tensors keep their names, dtypes, form and the rows that stay, quantized ones their numbers and scales (`toy_parts.py`);
+config.json changes only where it counts layers and experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from te_models.config import ConfigError, ModelConfig
+
+from ..families import FAMILIES, Family
+from ..families.base.moe_fields import Groups
+from ..folder.checkpoint import Checkpoint, open_checkpoint
+from ..folder.hf_config import export_config
+from ..folder.provenance import main_dtype
+from ..formats import SEPARATE
+from ..formats.source import VALUES
+from ..io.errors import CheckpointError
+from ..io.strict_json import dump_object
+from ..io.threads import Progress
+from ..plan.plan import Plan
+from ..plan.report import moved_report
+from ..write.output_folder import write_conversion
+from ..write.shards import MAX_SHARD_BYTES
+from .convert import PathLike
+from .toy_parts import Part, cut, renumbered
+
+
+def toy(
+    src: PathLike,
+    dst: PathLike,
+    *,
+    layers: int = 2,
+    experts: int | None = None,
+    overwrite: bool = False,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Progress | None = None,
+    dry_run: bool = False,
+    verify: bool = True,
+) -> Plan:
+    """Write the Hugging Face folder `dst` with the first `layers` layers of `src` and their first `experts` experts.
+
+    If none of the first layers of a mixture has experts, the last of them is the first layer that has. A token uses as
+    many experts as before, or all that are left; groups of experts that no longer come out even, or are too small, are
+    dropped. Quantized weights stay quantized, number for number, and the folder declares their format. Tensors that the
+    model does not use stay, too: layers that predict further tokens, with so many experts, and the parts beside a text
+    model, which see images.
+    """
+    with open_checkpoint(src, storage=VALUES, verify=verify) as ckpt:
+        if ckpt.kind != "hf":
+            raise CheckpointError(f"{src} is a te_models folder; toy takes a Hugging Face folder")
+        family = FAMILIES[ckpt.family or ""]
+        chosen = _choose_layers(ckpt.config, layers)
+        config = _small_config(ckpt.config, chosen, experts)
+        form = ckpt.source.form if ckpt.source is not None else None
+        part = Part(ckpt, family, form, config, tuple(chosen))
+        plan, quantized = cut(part)
+        plan = replace(plan, report=moved_report(plan, ckpt.files.tensors))
+        if experts == 1 and any(isinstance(entry, Groups) for entry in family.fields):
+            note = f"transformers does not run {family.model_type} with one expert: it values a group by its two best"
+            plan = replace(plan, notes=(*plan.notes, note))
+        values, extra = _hf_config(ckpt, family, config), {}
+        if ckpt.quantized is not None and quantized:
+            declaration = ckpt.quantized.declaration
+            if declaration.config is not None:
+                values["quantization_config"] = renumbered(declaration.config, part)
+            if declaration.separate is not None:
+                extra[SEPARATE] = dump_object(renumbered(declaration.separate, part))
+        return write_conversion(
+            ckpt,
+            Path(dst),
+            plan,
+            dump_object(values),
+            store=ckpt.files,
+            extra=extra,
+            overwrite=overwrite,
+            max_shard_bytes=max_shard_bytes,
+            progress=progress,
+            dry_run=dry_run,
+        )
+
+
+def _choose_layers(config: ModelConfig, number: int) -> list[int]:
+    if not 1 <= number <= config.num_layers:
+        raise CheckpointError(f"layers is {number}; allowed: 1 to {config.num_layers}, what the model has")
+    chosen = list(range(number))
+    if config.moe is not None and config.moe.layers and config.moe.layers[0] >= number:
+        chosen[-1] = config.moe.layers[0]
+    return chosen
+
+
+_UNGROUPED = {"num_groups": None, "topk_groups": None}
+
+
+def _small_config(config: ModelConfig, chosen: Sequence[int], experts: int | None) -> ModelConfig:
+    values = config.to_dict()
+    values["num_layers"] = len(chosen)
+    values["layer_types"] = [config.layer_type(i) for i in chosen]
+    moe = values["moe"]
+    if experts is not None:
+        if config.moe is None:
+            raise CheckpointError(f"experts is {experts}; allowed: None, because the model has no experts")
+        have = config.moe.num_moe_experts
+        if not 1 <= experts <= have:
+            raise CheckpointError(f"experts is {experts}; allowed: 1 to {have}, what the model has")
+        moe["num_moe_experts"] = experts
+        moe["moe_router_topk"] = min(experts, moe["moe_router_topk"])
+    if moe is not None:
+        moe["layers"] = [place for place, i in enumerate(chosen) if config.is_moe_layer(i)]
+    if moe is not None and moe["num_moe_experts"] < 2 * (moe["router"]["num_groups"] or 0):
+        # transformers values a group by the sum of its two best experts, and fails if there is only one
+        moe["router"] |= _UNGROUPED
+    try:
+        return ModelConfig.from_dict(values)
+    except ConfigError as error:
+        if moe is None or moe["router"]["num_groups"] is None:
+            raise CheckpointError(f"this part of the model is none: {error}") from None
+    moe["router"] |= _UNGROUPED
+    return ModelConfig.from_dict(values)
+
+
+def _hf_config(ckpt: Checkpoint, family: Family, config: ModelConfig) -> dict[str, Any]:
+    assert ckpt.source is not None, "a Hugging Face folder has one"
+    dtype = main_dtype(ckpt)
+    return export_config(config, replace(ckpt.source, dtype=dtype), family, dtype)

@@ -1,0 +1,153 @@
+"""What a toy model takes of each file's tensors: the whole, or the first of its experts.
+
+The hidden sizes stay, so a cut never goes through the blocks of a quantized weight: each of its tensors is cut where
+the weight is, along the dimensions before its rows and columns. For tensors that the model does not use see
+`toy_unused.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from te_models.config import ModelConfig
+
+from ..families import Family
+from ..folder.checkpoint import Checkpoint
+from ..formats.format import scale_beside
+from ..formats.stacks import stacked_name
+from ..io.boxes import Shape, full, intersect, tiles
+from ..io.errors import CheckpointError, shorten
+from ..plan.plan import Output, Plan, copy_of
+from ..plan.tensor_map import Link, Namespace, Piece, compose
+from .toy_unused import unused_outputs
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of a checkpoint that is taken: `config` describes it, `chosen` are the numbers of its layers."""
+
+    checkpoint: Checkpoint
+    family: Family
+    form: str | None
+    config: ModelConfig
+    chosen: tuple[int, ...]
+
+    @cached_property
+    def whole(self) -> Namespace:
+        """How the files store the model, quantized weights as if they were plain."""
+        return self.family.namespace(self.checkpoint.config, self.form)
+
+    @cached_property
+    def names_of_layers(self) -> re.Pattern[str]:
+        """Matches the beginning of a name in a layer; group 1 is the layer's number."""
+        names = self.family.names if self.form is None else self.family.forms[self.form]
+        return re.compile(re.escape(names.layer).replace(r"\{i\}", r"(\d+)") + r"(?=[.*]|$)")
+
+    def renamed(self, name: str) -> str | None:
+        """Return the name with the new number of its layer; None where that is not taken. Layers behind the model's,
+        which predict further tokens, follow the ones that are taken."""
+        match = self.names_of_layers.match(name)
+        if match is None:
+            return name
+        number, layers = int(match[1]), self.checkpoint.config.num_layers
+        if number not in self.chosen and number < layers:
+            return None
+        new = self.chosen.index(number) if number < layers else len(self.chosen) + number - layers
+        return f"{name[: match.start(1)]}{new}{name[match.end(1) :]}"
+
+
+def cut(part: Part) -> tuple[Plan, bool]:
+    """Return the plan that writes the part from the checkpoint's files, and whether it has quantized weights."""
+    ckpt, files = part.checkpoint, part.checkpoint.files.tensors
+    target = part.family.namespace(part.config, part.form)
+    target.check()
+    quantized = set(ckpt.quantized.weights) if ckpt.quantized is not None else set()
+    outputs: list[Output] = []
+    found = False
+    for name, pieces in compose(Namespace(target.canonical, {}, _kept(part, target)), target).items():
+        source, shape = pieces[0].source, target.stored[name].shape
+        same = all(piece.source == source and piece.source_box == piece.box for piece in pieces)
+        if not same or not tiles([piece.box for piece in pieces], shape):
+            raise CheckpointError(f"{name} cannot be cut out of {shorten({piece.source for piece in pieces})}")
+        if source in quantized:
+            outputs += _quantized(part, source, name, shape)
+            found = True
+        else:
+            outputs.append(Output(name, files[source].dtype, shape, tuple(pieces)))
+    outputs += _further(part)
+    outputs += (copy_of(files[copy], copy, copy) for copy in ckpt.tied_copies)
+    kept = list(unused_outputs(part, target))
+    carried = tuple(output.name for output in kept)
+    return Plan((*outputs, *kept), carried=carried), found
+
+
+def renumbered(declaration: Mapping[str, Any], part: Part) -> dict[str, Any]:
+    """Return a declaration of quantization whose lists name the layers that are taken, by their new numbers."""
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: walk(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            names = (part.renamed(inner) if isinstance(inner, str) else walk(inner) for inner in value)
+            return [name for name in names if name is not None]
+        return value
+
+    return walk(dict(declaration))
+
+
+def _quantized(part: Part, source: str, name: str, shape: Shape) -> Iterator[Output]:
+    """Yield the tensors of a quantized weight, and of its activations' scales."""
+    ckpt, whole = part.checkpoint, part.whole.stored[source].shape
+    assert ckpt.quantized is not None, "called for quantized weights only"
+    if shape[-2:] != whole[-2:]:
+        raise CheckpointError(f"{name} cannot be cut out of {source}, which is quantized")
+    for p in ckpt.quantized.format.parts:
+        lies = source + p.suffix not in ckpt.files.tensors  # as a stack of experts that another name tells
+        old, new = (stacked_name(w, p) if lies else w + p.suffix for w in (source, name))
+        yield _first(part, old, new, shape[:-2], whole[:-2])
+    for kind in ckpt.quantized.format.activations:
+        scale = scale_beside(source, kind)
+        if scale in ckpt.quantized.activations:
+            yield _first(part, scale, scale_beside(name, kind), shape[:-2], whole[:-2])
+
+
+def _first(part: Part, source: str, name: str, leading: Shape, whole: Shape) -> Output:
+    """Return the output that is the beginning of a tensor [*whole, ...] along these dimensions, or all of another."""
+    info = part.checkpoint.files.tensors[source]
+    shape = (*leading, *info.shape[len(leading) :]) if info.shape[: len(whole)] == whole else info.shape
+    box = full(shape)
+    return Output(name, info.dtype, shape, (Piece(source, box, box, tuple(range(len(shape)))),))
+
+
+def _further(part: Part) -> Iterator[Output]:
+    """Yield the scales of activations that belong to no weight of their own: those of a layer's cache."""
+    quantized = part.checkpoint.quantized
+    if quantized is None:
+        return
+    kinds = quantized.format.activations
+    owned = {scale_beside(weight, kind) for weight in quantized.weights for kind in kinds}
+    for scale in quantized.activations:
+        name = part.renamed(scale)
+        if scale not in owned and name is not None:
+            yield copy_of(quantized.files.tensors[scale], scale, name)
+
+
+def _kept(part: Part, small: Namespace) -> tuple[Link, ...]:
+    """Return the links of the files to the canonical tensors of the part."""
+    links = []
+    for link in part.whole.links:
+        match, name = _LAYER.fullmatch(link.name), link.name
+        if match is not None:
+            if int(match[1]) not in part.chosen:
+                continue
+            name = f"decoder.layers.{part.chosen.index(int(match[1]))}.{match[2]}"
+        common = intersect(link.box, full(small.canonical[name]))
+        if common is not None:
+            links.append(Link(name, common, link.stored, link.stored_part(common), link.axes))
+    return tuple(links)

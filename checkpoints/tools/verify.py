@@ -1,0 +1,197 @@
+"""Whether two folders hold the same model, bit for bit, whatever their kind, layout and sharding."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ..families.base.family import differing_fields
+from ..folder.checkpoint import Checkpoint
+from ..folder.passthrough import our_names
+from ..folder.provenance import differing_scales
+from ..io.boxes import intersect
+from ..io.buffers import Ring
+from ..io.dtypes import FLOATS, bits_of, dtype_name, torch_dtype
+from ..io.threads import Progress
+from ..plan.plan import Output, copy_of
+from ..plan.quantized_format import SUFFIXES
+from ..plan.stream import stream
+from ..plan.tensor_map import Piece, compose, identity_namespace
+from .convert import PathLike
+from .pair import open_pair
+
+MAX_DIFFERENCES = 20
+_EMBEDDING = "embedding.word_embeddings.weight"
+
+
+@dataclass
+class VerifyReport:
+    """The result: `equal`, the first differences in words, and how much was compared."""
+
+    equal: bool = True
+    tensors: int = 0
+    bytes: int = 0
+    differences: list[str] = field(default_factory=list)
+
+    def add(self, difference: str) -> None:
+        """Record a difference (the first MAX_DIFFERENCES are kept)."""
+        self.equal = False
+        if len(self.differences) < MAX_DIFFERENCES:
+            self.differences.append(difference)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON values."""
+        return {"equal": self.equal, "tensors": self.tensors, "bytes": self.bytes, "differences": self.differences}
+
+    def __str__(self) -> str:
+        if self.equal:
+            return f"equal: {self.tensors} tensors, {self.bytes} bytes"
+        return "\n".join(["different:", *(f"  {line}" for line in self.differences)])
+
+
+def verify(a: PathLike, b: PathLike, *, progress: Progress | None = None) -> VerifyReport:
+    """Compare two folders of either kind: model configuration, then every parameter, as in the grouped layout, and the
+    tensors that travel along unused. A stored output layer that should repeat the embedding, and does not, differs.
+
+    Quantized parameters are compared as stored (data and scales). Two Hugging Face folders of different files but equal
+    content are equal; so are a Hugging Face folder and its import in either layout. Scales of activations are compared
+    where both folders have files of one format and form, now or before their import.
+    """
+    report = VerifyReport()
+    with open_pair(a, b) as (left, right):
+        for path in differing_fields(left.config.to_dict(), right.config.to_dict()):
+            report.add(f"config: {path} differs")
+        for difference in differing_scales(left, right):
+            report.add(difference)
+        outputs_a, outputs_b = _canonical_outputs(left), _canonical_outputs(right)
+        for outputs, copies in zip((outputs_a, outputs_b), output_layers(left, right)):
+            outputs |= copies
+        for name in (n for n in {**left.formats, **right.formats} if left.formats.get(n) != right.formats.get(n)):
+            report.add(f"{name}: {_format(left, name)} and {_format(right, name)}")
+            for entry in (name + suffix for suffix in SUFFIXES.values()):
+                outputs_a.pop(entry, None)
+                outputs_b.pop(entry, None)
+        for name in {**outputs_a, **outputs_b}:
+            if name not in outputs_a or name not in outputs_b:
+                report.add(f"{name}: only in {a if name in outputs_a else b}")
+        common = [name for name in outputs_a if name in outputs_b]
+        total = sum(outputs_a[name].nbytes for name in common)
+        rings = Ring(), Ring()
+        for name in common:
+            parts = _parts_of_other_dtypes(left, outputs_a[name].pieces, right, outputs_b[name].pieces)
+            if parts is not None:
+                report.add(f"{name}: {parts}")
+            else:
+                compare_bits(report, left, outputs_a[name], right, outputs_b[name], rings)
+            report.tensors += 1
+            report.bytes += outputs_a[name].nbytes
+            if progress is not None:
+                progress(report.bytes, total)
+    return report
+
+
+def _canonical_outputs(ckpt: Checkpoint) -> dict[str, Output]:
+    target = identity_namespace(ckpt.namespace.canonical)
+    outputs = {}
+    for name, pieces in compose(ckpt.namespace, target).items():
+        outputs[name] = Output(name, _joint_dtype(_dtypes(ckpt, pieces)), target.canonical[name], tuple(pieces))
+    for name, copy in our_names(ckpt.carried).items():
+        outputs[copy] = copy_of(ckpt.tensors[name], name, copy)
+    return outputs
+
+
+def _dtypes(ckpt: Checkpoint, pieces: Iterable[Piece]) -> set[str]:
+    return {ckpt.tensors[piece.source].dtype for piece in pieces}
+
+
+def _joint_dtype(found: set[str]) -> str:
+    """Return the dtype that holds the numbers of all: rounded to another, different ones could be the same."""
+    if len(found) == 1 or not found <= FLOATS:
+        return min(found)
+    return dtype_name(functools.reduce(torch.promote_types, map(torch_dtype, sorted(found))))
+
+
+def _parts_of_other_dtypes(
+    left: Checkpoint, a: tuple[Piece, ...], right: Checkpoint, b: tuple[Piece, ...]
+) -> str | None:
+    """Return which part of a parameter has another dtype in each folder, where one of them joins it from several."""
+    if max(len(_dtypes(left, a)), len(_dtypes(right, b))) < 2:
+        return None
+    for x in a:
+        for y in b:
+            mine, theirs = left.tensors[x.source].dtype, right.tensors[y.source].dtype
+            if mine != theirs and intersect(x.box, y.box) is not None:
+                return f"{x.source} in {mine} and {y.source} in {theirs}"
+    return None
+
+
+def output_layers(left: Checkpoint, right: Checkpoint) -> tuple[dict[str, Output], dict[str, Output]]:
+    """Return, for each tensor of either folder that should only repeat the tied embedding, what each of them has there:
+    the stored tensor, or where it stores none, the embedding."""
+    names = {**left.tied_copies, **right.tied_copies}
+    tied = all(c.config.embedding.share_embeddings_and_output_weights for c in (left, right))
+    if not names or not tied or any(_EMBEDDING in c.formats for c in (left, right)):
+        return {}, {}
+    return _output_layers(left, names), _output_layers(right, names)
+
+
+def _output_layers(ckpt: Checkpoint, names: Iterable[str]) -> dict[str, Output]:
+    embedding = _canonical_outputs(ckpt)[_EMBEDDING]
+    outputs = {}
+    for name in names:
+        outputs[name] = replace(embedding, name=name)
+        if name in ckpt.tied_copies:
+            original, copy = ckpt.tied_copies[name], ckpt.tensors[name]
+            outputs[name] = copy_of(copy, name, name)
+            if copy.shape == ckpt.tensors[original].shape:  # it lies in the files as the embedding does
+                pieces = tuple(replace(piece, source=name) for piece in embedding.pieces)
+                outputs[name] = Output(name, copy.dtype, embedding.shape, pieces)
+    return outputs
+
+
+def _format(ckpt: Checkpoint, name: str) -> str:
+    return str(ckpt.formats[name]["quantizer"]) if name in ckpt.formats else "not quantized"
+
+
+def compare_bits(
+    report: VerifyReport, left: Checkpoint, a: Output, right: Checkpoint, b: Output, rings: tuple[Ring, Ring]
+) -> None:
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        report.add(f"{a.name}: {a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}")
+        return
+    position = 0
+    for x, y in _aligned(stream(left.store, a, rings[0]), stream(right.store, b, rings[1])):
+        if not torch.equal(x, y):
+            width = (bits_of(a.dtype) or 8) // 8
+            if width == 0:
+                report.add(f"{a.name}: byte {position + int((x != y).nonzero()[0])} differs")
+                return
+            element = int((x != y).nonzero()[0]) // width * width
+            values = [part[element : element + width].clone().view(torch_dtype(a.dtype)).item() for part in (x, y)]
+            index = [int(i) for i in torch.unravel_index(torch.tensor((position + element) // width), a.shape)]
+            report.add(f"{a.name}{index}: {values[0]} and {values[1]}")
+            return
+        position += x.numel()
+
+
+def _aligned(a: Iterator[Any], b: Iterator[Any]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Pair up two streams of chunks with different boundaries into equally long parts."""
+    x = y = torch.empty(0, dtype=torch.uint8)
+    while True:
+        if x.numel() == 0:
+            buffer, n = next(a, (None, 0))
+            if buffer is None:
+                return
+            x = buffer.tensor[:n]
+        if y.numel() == 0:
+            buffer, n = next(b, (None, 0))
+            if buffer is None:
+                return
+            y = buffer.tensor[:n]
+        n = min(x.numel(), y.numel())
+        yield x[:n], y[:n]
+        x, y = x[n:], y[n:]

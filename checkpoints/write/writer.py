@@ -1,0 +1,121 @@
+"""Write tensors to safetensors files as a stream: header first, then tensor after tensor, hashed on the way.
+
+The safetensors library writes a file in one call from tensors that are all in memory. A conversion knows every size
+before it has any data, so it can write the header at once and then let the data pass through, whatever the total.
+
+Several files are written at once, each through buffers and threads of its own (a `Lane`), with the same bytes whatever
+their number. Files with computed tensors take turns: one computes at a time, so memory stays that of one tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from ..io.buffers import Buffer
+from ..io.disk_file import DiskFile
+from ..io.hashing import Digests, FileRecord, Lane
+from ..io.store import Store
+from ..io.threads import Meter, Progress, cores, run_all
+from ..io.weight_files import INDEX
+from ..plan.stream import stream
+from .resume import Journal
+from .shards import Shard, header_bytes, index_bytes
+
+MAX_FILES_AT_ONCE = 4
+"""Each file at work has buffers of 12 MiB."""
+
+
+def write_weights(
+    folder: Path,
+    shards: Sequence[Shard],
+    store: Store,
+    *,
+    journal: Journal | None = None,
+    progress: Progress | None = None,
+    files_at_once: int | None = None,
+) -> dict[str, FileRecord]:
+    """Write all files, and an index where there is more than one; return file name -> record.
+
+    Arguments:
+        journal: of an earlier run that was killed; files that it finished are checked and kept.
+        files_at_once: default: as many as there are processor cores, at most MAX_FILES_AT_ONCE.
+    """
+    at_once = files_at_once or min(cores(), MAX_FILES_AT_ONCE)
+    meter = Meter(sum(shard.nbytes for shard in shards), progress)
+    records = journal.keep(folder, shards, meter, at_once) if journal is not None else {}
+    computing = threading.Lock()
+
+    def write(shard: Shard) -> FileRecord:
+        computed = any(output.compute is not None for output in shard.outputs)
+        with computing if computed else nullcontext(), Lane() as lane:
+            header = header_bytes(shard)
+            with HashedFile(folder / shard.file, len(header) + shard.nbytes, lane) as file:
+                file.write_header(header)
+                for output in shard.outputs:
+                    missing = output.nbytes
+                    for buffer, nbytes in stream(store, output, lane.ring):
+                        file.write_buffer(buffer, nbytes)
+                        meter.add(nbytes)
+                        missing -= nbytes
+                    buffer = None  # a part of a computed tensor, which need not outlive it
+                    if missing:  # a defect of ours, which would otherwise be the next reader's to find
+                        written = output.nbytes - missing
+                        raise RuntimeError(f"{output.name} has {written} bytes, planned {output.nbytes}")
+                    file.digests.end_tensor(output.name)
+            record = file.record()
+        if journal is not None:
+            journal.add(shard, record)
+        return record
+
+    left = [shard for shard in shards if shard.file not in records]
+    written = run_all(write, left, at_once, meter.stop)
+    records |= {shard.file: record for shard, record in zip(left, written)}
+    if len(shards) > 1:
+        records[INDEX] = write_small_file(folder / INDEX, index_bytes(shards))
+    return {name: records[name] for name in (*(shard.file for shard in shards), INDEX) if name in records}
+
+
+def write_small_file(path: Path, data: bytes) -> FileRecord:
+    """Write a file that fits in memory; it is flushed with its folder."""
+    path.write_bytes(data)
+    return FileRecord(hashlib.sha256(data).hexdigest(), len(data))
+
+
+class HashedFile:
+    """A file being written, hashed (as a whole and tensor by tensor) and brought to the disk by threads meanwhile."""
+
+    def __init__(self, path: Path, nbytes: int, lane: Lane) -> None:
+        self._file, self._nbytes = DiskFile(path, nbytes, lane.staging, lane.disk), nbytes
+        self.digests = Digests(lane)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            if kind is None:
+                self._file.finish()
+        finally:
+            self._file.close()
+
+    def write_header(self, data: bytes) -> None:
+        """Write bytes that belong to no tensor."""
+        self.digests.add_header(data)
+        memory = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self._file.append(memory.data_ptr(), len(memory))
+
+    def write_buffer(self, buffer: Buffer, nbytes: int) -> None:
+        """Write the first bytes of a buffer, and hash them while this thread goes on."""
+        self.digests.add(buffer, buffer.bytes[:nbytes])
+        self._file.append(buffer.address, nbytes)
+
+    def record(self) -> FileRecord:
+        """Return the digests and the size; waits for the hashing threads."""
+        return self.digests.record(self._nbytes)

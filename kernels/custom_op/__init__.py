@@ -1,0 +1,34 @@
+"""Registered operations from one description each: arguments by their annotations, results by one function of them.
+
+What torch needs to know of an operation - its schema, what it returns on fake tensors, what autograd keeps - is derived
+from that description and never written by hand. `operation` registers; `registered` lists what is; `caller` and
+`differentiable` make functions of whole values of it. Other folders make their types known with `add_kind` and describe
+results of their own as a `Result`.
+"""
+
+from .boundary import differentiable
+from .direct import direct
+from .gradient import gradient_of
+from .registration import Registered, caller, operation, registered
+from .results import Alias, Output, Result, absent, like, matrix_like
+from .schema import Encoded, Kind, add_kind, flatten
+
+__all__ = [
+    "Alias",
+    "Encoded",
+    "Kind",
+    "Output",
+    "Registered",
+    "Result",
+    "absent",
+    "add_kind",
+    "caller",
+    "differentiable",
+    "direct",
+    "flatten",
+    "gradient_of",
+    "like",
+    "matrix_like",
+    "operation",
+    "registered",
+]

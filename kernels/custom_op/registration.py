@@ -1,0 +1,181 @@
+"""Registration: an implementation and a function that describes its results become an operation of the compiler.
+
+The function of results asks for the arguments it depends on by their names, and runs no kernel: it is traced, with
+symbolic sizes under dynamic shapes. An argument that the implementation writes to is named in `mutates`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
+
+from ..launch import on_gpu_of_arguments
+from .results import Output, allocate_results, filled_up, flatten_results, make_results
+from .schema import Parameter, Slot, parameters_of, values_of
+
+
+class Registered(NamedTuple):
+    """An operation: what is called, its parameters, its results and what these depend on, and what it writes to.
+
+    returns: the implementation's annotation; whole: whether it is more than a schema can say, which then has a list of
+    tensors for it; places: so many tensors instead, if not 0.
+    """
+
+    name: str
+    op: CustomOpDef
+    parameters: tuple[Parameter, ...]
+    results: Callable[..., Any]
+    depends_on: tuple[str, ...]
+    mutates: tuple[str, ...]
+    returns: Any
+    whole: bool
+    places: int
+
+    def described(self, values: Mapping[str, Any]) -> Any:
+        """Return the description of the results for these values of the parameters."""
+        return self.results(**{name: values[name] for name in self.depends_on})
+
+    def describe(self, *flat: Any) -> Any:
+        """Return the description of the results for arguments as in the schema; trailing defaults may be missing."""
+        return self.described(values_of(self.parameters, flat))
+
+    def fake(self, *flat: Any) -> Any:
+        """Allocate the results, not filled: the implementation on fake tensors."""
+        described = self.describe(*flat)
+        if self.whole:
+            return filled_up(allocate_results(described), self.places)
+        if described is None or isinstance(described, Output):
+            return described.empty() if described is not None else None
+        return type(described)(output.empty() for output in described)
+
+
+_REGISTERED: dict[str, Registered] = {}
+
+
+def registered() -> dict[str, Registered]:
+    """Return every operation registered so far, by name."""
+    return dict(_REGISTERED)
+
+
+def operation(
+    name: str, results: Callable[..., Any], *, mutates: Iterable[str] = (), places: int = 8
+) -> Callable[[Callable], CustomOpDef]:
+    """Register the decorated implementation as `torch.ops.te_models.<name>`.
+
+    results: describes what is returned (see `results`); its parameters are names of the implementation's. mutates:
+    parameters, all of whose tensors are written to, or single arguments of the schema. What is returned is called with
+    the arguments of the schema, objects as `flatten` gives their fields; `caller` makes of it a function of whole
+    values. places: of how many tensors results that fit no schema consist at most, in an operation that writes to
+    arguments: the compiler wants each one named then. TypeError where an annotation fits no schema or a name is
+    unknown.
+    """
+
+    def register(function: Callable) -> CustomOpDef:
+        parameters, depends_on = parameters_of(function), tuple(inspect.signature(results).parameters)
+        unknown = {*depends_on} - {p.name for p in parameters}
+        unknown |= {*mutates} - {p.name for p in parameters} - {s.name for p in parameters for s in p.slots}
+        if unknown:
+            raise TypeError(f"{name} has no parameter {', '.join(sorted(unknown))} to describe its results by")
+        written = tuple(
+            slot.name
+            for p in parameters
+            for slot in p.slots
+            if slot.mutated or slot.name in mutates or (p.name in mutates and slot.holds_tensor)
+        )
+        if written and any(s.name == "mode" for p in parameters for s in p.slots):
+            raise TypeError(f"{name} writes to arguments, and the compiler has a 'mode' of its own then: rename it")
+        returns = typing.get_type_hints(function).get("return")
+        whole = not _fits_a_schema(returns)
+        own_places = places if whole and written else 0
+        flat = _flat(function, parameters, results if whole else None, depends_on, own_places)
+        op = torch.library.custom_op(f"te_models::{name}", flat, mutates_args=written)
+        entry = Registered(name, op, parameters, results, depends_on, written, returns, whole, own_places)
+        op.register_fake(entry.fake)
+        if any(slot.holds_tensor for p in parameters for slot in p.slots):
+            op.register_kernel("cuda", on_gpu_of_arguments(flat))
+        _REGISTERED[name] = entry
+        return op
+
+    return register
+
+
+def entry_of(op: CustomOpDef) -> Registered:
+    """Return what is known of an operation."""
+    return _REGISTERED[op._name]
+
+
+def caller(op: CustomOpDef) -> Callable[..., Any]:
+    """Return the operation as a function of what its implementation takes and returns: arguments flat and results whole
+    again, eager and compiled. A result that is an alias is the very object that was passed."""
+    entry = entry_of(op)
+    names = tuple(p.name for p in entry.parameters)
+    defaults = {p.name: p.default for p in entry.parameters if p.default is not inspect.Parameter.empty}
+
+    def call(*args: Any, **keywords: Any) -> Any:
+        given = dict(zip(names, args, strict=False))
+        values = {**defaults, **given, **keywords}
+        twice = any(name in given for name in keywords)
+        if len(args) > len(names) or twice or len(values) != len(names) or any(name not in values for name in names):
+            got = [*given, *(f"argument {i + 1}" for i in range(len(names), len(args))), *keywords]
+            raise TypeError(f"{entry.name} takes {', '.join(names)}; it was given {', '.join(got) or 'nothing'}")
+        flat: list[Any] = []
+        for parameter in entry.parameters:
+            flat += parameter.flat(values[parameter.name])
+        found = op(*flat)
+        return make_results(entry.described(values), found, values) if entry.whole else found
+
+    return call
+
+
+def _fits_a_schema(returned: Any) -> bool:
+    """Whether a schema can say what is returned: a tensor, a tuple of some or a list of any number, or nothing."""
+    if typing.get_origin(returned) is tuple:
+        return set(typing.get_args(returned)) == {Tensor}
+    return returned in (Tensor, list[Tensor], None, type(None))
+
+
+def _flat(
+    function: Callable,
+    parameters: tuple[Parameter, ...],
+    results: Callable[..., Any] | None,
+    depends_on: tuple[str, ...],
+    places: int,
+) -> Callable:
+    """Return the implementation as a function of the schema's arguments. results: None where they fit a schema."""
+    hints = typing.get_type_hints(function)
+    as_it_is = all(
+        isinstance(p.layout, Slot) and p.layout.decode is None and p.layout.annotation == hints[p.name]
+        for p in parameters
+    )
+    if results is None and as_it_is:
+        return function
+
+    def implementation(*flat: Any) -> Any:
+        values = values_of(parameters, flat)
+        found = function(**values)
+        if results is None:
+            return found
+        described = results(**{name: values[name] for name in depends_on})
+        return filled_up(flatten_results(described, found, values), places)
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    signature = [
+        inspect.Parameter(slot.name, kind, annotation=slot.annotation, default=parameter.flat_default)
+        for parameter in parameters
+        for slot in parameter.slots
+    ]
+    if results is None:
+        returned = hints["return"]
+    else:
+        returned = tuple[(Tensor,) * places] if places else list[Tensor]  # type: ignore[misc]
+    returned = None if returned is type(None) else returned  # which infer_schema does not know
+    implementation.__signature__ = inspect.Signature(signature, return_annotation=returned)  # type: ignore[attr-defined]
+    implementation.__doc__, implementation.__name__ = function.__doc__, function.__name__
+    implementation.__module__ = function.__module__
+    return implementation

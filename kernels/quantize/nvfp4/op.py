@@ -1,0 +1,134 @@
+"""Public NVFP4 functions: on CUDA a registered Triton kernel, elsewhere the reference, with the same bits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ... import launch
+from .. import hadamard
+from ..fp8 import registered
+from . import copies as nvfp4_copies
+from . import reference as nvfp4
+from . import registered as registered_nvfp4
+from .copies import transpose_nvfp4
+
+__all__ = [
+    "decode_blocks",
+    "dequantize_nvfp4",
+    "quantize_grouped_nvfp4",
+    "quantize_nvfp4",
+    "quantize_nvfp4_both",
+    "quantize_nvfp4_transposed",
+    "random_hadamard",
+    "transpose_nvfp4",
+]
+
+
+def random_hadamard(x: Tensor, dim: int = -1) -> Tensor:
+    """Transform groups of 16 along `dim` (-1 or -2): bfloat16 to bfloat16, sums in float32 in a fixed order.
+
+    The dimension comes back rounded up to a multiple of 16; what is past a ragged end counts as zero.
+    """
+    if x.dtype == torch.bfloat16 and launch.on_accelerator(x):
+        return registered_nvfp4.random_hadamard(x, dim)
+    return hadamard.random_hadamard(x, dim)
+
+
+def quantize_nvfp4(
+    x: Tensor, *, block_rows: int = 1, amax: Tensor | None = None, key: Tensor | None = None, stream: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantize blocks of 1x16 or 16x16 (block_rows) along the last dimension: return (packed, scales, amax).
+
+    amax: that of each matrix if known, [...]; or of each block, broadcastable to [..., R / block_rows, C / 16], for
+    matrices that lie side by side. key, stream: round stochastically with `random_bits(key, stream, x.shape)`; None
+    rounds to nearest even. A 16x16 block's scale is written for each of its rows.
+    """
+    if not launch.on_accelerator(x):
+        return nvfp4.quantize_nvfp4(x, block_rows=block_rows, amax=amax, key=key, stream=stream)
+    nvfp4.block_of(block_rows)
+    known: Tensor = registered.amax(x) if amax is None else amax
+    packed, scales = registered_nvfp4.quantize_nvfp4(x, known, None, None, key, stream, 0, block_rows, False)
+    return packed, scales, known
+
+
+def quantize_nvfp4_transposed(
+    x: Tensor, *, with_rht: bool = False, amax: Tensor | None = None, key: Tensor | None = None, stream: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the columnwise copy of x [..., R, C]: packed [..., C, ceil(R / 2)], scales [..., C, ceil(R / 16)], amax.
+
+    with_rht: of the random Hadamard transform along the rows, which are rounded up to a multiple of 16 then. amax:
+    [...], that of the transformed matrices, if known. key, stream: as for `quantize_nvfp4`, of the transpose.
+    """
+    if not launch.on_accelerator(x):
+        return nvfp4_copies.quantize_nvfp4_transposed(x, with_rht=with_rht, amax=amax, key=key, stream=stream)
+    amax = _amaxes(x, None, with_rht)[1] if amax is None else amax
+    packed, scales = registered_nvfp4.quantize_nvfp4(x, None, amax, None, key, 0, stream, 1, with_rht)
+    return packed, scales, amax
+
+
+def _amaxes(x: Tensor, m_splits: Tensor | None, with_rht: bool) -> tuple[Tensor, Tensor]:
+    if with_rht:
+        return registered_nvfp4.nvfp4_amaxes(x, m_splits)
+    amax = registered.amax(x) if m_splits is None else registered.grouped_amax(x, m_splits)
+    return amax, amax
+
+
+def quantize_nvfp4_both(
+    x: Tensor,
+    *,
+    with_rht: bool = False,
+    amaxes: tuple[Tensor, Tensor] | None = None,
+    key: Tensor | None = None,
+    streams: tuple[int, int] = (0, 1),
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the rowwise copy of x [..., R, C], by 1x16, and the columnwise one: (packed, scales, amax) of each.
+
+    amaxes, streams: the two of `quantize_nvfp4` and `quantize_nvfp4_transposed`. On CUDA the amaxes take one pass over
+    x, both copies another.
+    """
+    if not launch.on_accelerator(x):
+        return nvfp4_copies.quantize_nvfp4_both(x, with_rht=with_rht, amaxes=amaxes, key=key, streams=streams)
+    row_amax, col_amax = amaxes or _amaxes(x, None, with_rht)
+    found = registered_nvfp4.quantize_nvfp4(x, row_amax, col_amax, None, key, *streams, 1, with_rht)
+    return found[0], found[1], row_amax, found[2], found[3], col_amax
+
+
+def quantize_grouped_nvfp4(
+    x: Tensor,
+    m_splits: Tensor,
+    *,
+    with_rht: bool = False,
+    key: Tensor | None = None,
+    streams: tuple[int, int] = (0, 1),
+    rowwise: bool = True,
+    columnwise: bool = True,
+) -> list[Tensor]:
+    """Quantize each group of rows of x [T, C] with an amax of its own: (packed, scales, amax) of each copy asked for.
+
+    Rowwise: [T, ceil(C / 2)], [T, ceil(C / 16)], [G]; rows past the last group count as a group of amax 0. Columnwise,
+    in rows padded to multiples of 16 (see `grouped`): [C, P / 2], [C, P / 16], [G].
+    """
+    if not launch.on_accelerator(x):
+        flags = {"rowwise": rowwise, "columnwise": columnwise}
+        return nvfp4_copies.quantize_grouped_nvfp4(x, m_splits, with_rht=with_rht, key=key, streams=streams, **flags)
+    row_amax, col_amax = _amaxes(x, m_splits, with_rht and columnwise)
+    wanted = (row_amax if rowwise else None, col_amax if columnwise else None)
+    found = registered_nvfp4.quantize_nvfp4(x, *wanted, m_splits, key, *streams, 1, with_rht)
+    row = [*found[:2], row_amax] if rowwise else []
+    col = [*found[-2:], col_amax] if columnwise else []
+    return row + col
+
+
+def decode_blocks(packed: Tensor, scales: Tensor, columns: int) -> Tensor:
+    """Return value * scale in float32, exact, without the factor of the whole matrix: [..., R, C]."""
+    if launch.on_accelerator(packed):
+        return registered_nvfp4.dequantize_nvfp4(packed, scales, None, columns, torch.float32)
+    return nvfp4.decode_blocks(packed, scales, columns)
+
+
+def dequantize_nvfp4(packed: Tensor, scales: Tensor, amax: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    """Return [..., R, C] in `dtype`, C = columns; amax: of each matrix [...], or of each row [..., R, 1]."""
+    if launch.on_accelerator(packed):
+        return registered_nvfp4.dequantize_nvfp4(packed, scales, amax, columns, dtype)
+    return nvfp4.dequantize_nvfp4(packed, scales, amax, columns, dtype)

@@ -1,0 +1,196 @@
+"""The definition of NVFP4: E2M1 values, one E4M3 scale per 16 of them, one float32 amax per matrix (arXiv 2509.25149).
+
+    global_encode = 448 * 6 / amax                       (0, infinite, NaN: 1; overflow: the largest float32)
+    scale         = e4m3(clamp(block_amax * (global_encode / 6)))
+    value         = e2m1(clamp(x / (scale / global_encode)))
+    decoded       = value * scale / global_encode
+
+E2M1 has 0, .5, 1, 1.5, 2, 3, 4, 6 with a sign: codes 0..7, the sign in bit 3. Two codes share a byte, the even element
+in the low half. There is no NaN: a block with one has the scale NaN (its codes, and only they, are of no meaning; a NaN
+element has code 7, as hardware conversion gives). An infinity saturates.
+
+Shapes: x [..., R, C] (leading dimensions are a batch of matrices), packed uint8 [..., R, ceil(C / 2)], scales
+float8_e4m3fn [..., R, ceil(C / 16)], amax float32 [...].
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from ...torch_versions import saturating_cast
+from ..eager import eager_on_cpu
+from ..fp8 import blocks
+from ..fp8.cpu import fp8_to_float
+from ..random import random_bits, unit_interval
+from . import cpu as nvfp4_eager
+
+BLOCK = 16
+# Literals 6.0 (largest E2M1) and 448.0 (largest E4M3) below: under dynamic=True a stored float becomes an input of the
+# graph, which a second autograd function in it cannot take (torch 2.13).
+
+
+def global_decode(amax: Tensor) -> Tensor:
+    """Return the float32 factor that decoding multiplies with, for amaxes of any shape."""
+    encode = _global_encode(amax)
+    return torch.div(torch.ones_like(encode), encode)
+
+
+def _global_encode(amax: Tensor) -> Tensor:
+    encode = torch.div(torch.full_like(amax, 448.0 * 6.0), amax)
+    encode = torch.where(encode == float("inf"), torch.finfo(torch.float32).max, encode)
+    return torch.where((amax == 0) | ~torch.isfinite(amax), 1.0, encode)
+
+
+def _over_blocks(values: Tensor, x: Tensor) -> Tensor:
+    """Make a value per matrix [...] broadcastable to blocks; one of x's rank already is."""
+    return values if values.dim() == x.dim() else values[..., None, None]
+
+
+def _block_scales(x: Tensor, block: tuple[int, int], amax: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (E4M3 scales, float32 factors to multiply x with), one per block."""
+    encode = _over_blocks(_global_encode(amax), x)
+    decode = torch.div(torch.ones_like(encode), encode)
+    block_amax = blocks.once(blocks.blockwise_amax(x, block))
+    scales = blocks.once(saturating_cast(block_amax * (encode * (1.0 / 6.0)), torch.float8_e4m3fn))
+    divisor = fp8_to_float(scales) * decode
+    return scales, torch.div(torch.ones_like(divisor), divisor).clamp(max=torch.finfo(torch.float32).max)
+
+
+def _rounded(v: Tensor, bits: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Round magnitudes up to 6: return (multiples of the step there, that step), both float32.
+
+    The steps are 1/2 below 2, 1 below 4, then 2; in multiples of its step a value has the parity of its code, so ties
+    go to the even one. With random bits it is rounded up with a probability equal to the fraction, exact to 2^-24.
+    """
+    magnitude = v.abs()
+    step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
+    ratio = magnitude * torch.where(magnitude < 2, 2.0, torch.where(magnitude < 4, 1.0, 0.5))
+    if bits is None:
+        return ratio.round(), step
+    below = ratio.floor()
+    return below + (unit_interval(bits) < ratio - below).float(), step
+
+
+def encode_e2m1(v: Tensor, bits: Tensor | None = None) -> Tensor:
+    """Return the codes (uint8) of float32 values in [-6, 6]; bits: int32, or None for round to nearest even."""
+    if bits is None:
+        m = v.abs()
+        # codes counted in each of the three steps: the count is the code where its step holds, and larger elsewhere
+        code = torch.minimum(torch.minimum((m * 2.0).round(), m.round() + 2.0), (m * 0.5).round() + 4.0)
+    else:
+        multiple, step = _rounded(v, bits)
+        code = multiple + torch.where(step < 1, 0.0, torch.where(step < 2, 2.0, 4.0))
+    # a sign bit of its own, also on zeros; -0.0 < 0 is false
+    code = torch.where(v.view(torch.int32) < 0, code + 8.0, code)
+    # not `isnan`, which Inductor's C++ backend computes one element at a time (torch 2.13)
+    return torch.where(v != v, 7.0, code).to(torch.uint8)
+
+
+def decode_e2m1(code: Tensor) -> Tensor:
+    """Return the float32 values of codes 0..15."""
+    magnitude = (code & 7).float()
+    value = torch.where(magnitude < 4, magnitude * 0.5, torch.where(magnitude < 6, magnitude - 2, 2 * magnitude - 8))
+    return torch.where(code > 7, -value, value)
+
+
+def round_e2m1(v: Tensor, bits: Tensor | None = None) -> Tensor:
+    """Return `decode_e2m1(encode_e2m1(v, bits))` without making codes; NaN stays."""
+    multiple, step = _rounded(v, bits)
+    return torch.copysign(multiple * step, v)
+
+
+def block_of(block_rows: int) -> tuple[int, int]:
+    if block_rows not in (1, BLOCK):
+        raise ValueError(f"block_rows is {block_rows}; allowed: 1, {BLOCK}")
+    return block_rows, BLOCK
+
+
+def quantize_nvfp4(
+    x: Tensor, *, block_rows: int = 1, amax: Tensor | None = None, key: Tensor | None = None, stream: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantize blocks of 1x16 or 16x16 (block_rows) along the last dimension: return (packed, scales, amax).
+
+    amax: that of each matrix if known, [...]; or of each block, broadcastable to [..., R / block_rows, C / 16], for
+    matrices that lie side by side. key, stream: round stochastically with `random_bits(key, stream, x.shape)`; None
+    rounds to nearest even. A 16x16 block's scale is written for each of its rows.
+    """
+    block = block_of(block_rows)
+    rows, columns = x.shape[-2:]
+    amax = blocks.amax(x) if amax is None else amax
+    if x.numel() == 0:
+        packed = x.new_empty((*x.shape[:-1], -(-columns // 2)), dtype=torch.uint8)
+        return packed, x.new_empty((*x.shape[:-1], -(-columns // BLOCK)), dtype=torch.float8_e4m3fn), amax
+    scales, factor = _block_scales(x, block, amax)
+    bits = None if key is None else random_bits(key, stream, x.shape)
+    if nvfp4_eager.serves(x, factor, block):
+        packed = nvfp4_eager.packed_codes(x, factor, block, bits)
+    else:
+        scaled = x.float() * blocks.per_element(blocks.once(factor), block, rows, columns)
+        packed = pack(encode_e2m1(scaled.clamp(-6.0, 6.0), bits))
+    # FP8 tensors cannot be indexed everywhere; their bytes can
+    scales = blocks.repeat(scales.view(torch.uint8), -2, block_rows, rows).view(torch.float8_e4m3fn)
+    return packed, scales.contiguous(), amax
+
+
+def pack(codes: Tensor) -> Tensor:
+    """Put two codes in a byte, the even one in the low half: [..., C] -> [..., ceil(C / 2)]."""
+    if not statically_known_true(codes.shape[-1] % 2 == 0):
+        codes = F.pad(codes, (0, codes.shape[-1] % 2))
+    # codes first, then pairs: fused, every other element is computed by itself, without vectors (three times slower)
+    pairs = blocks.once(codes).unflatten(-1, (-1, 2))
+    return pairs[..., 0] | (pairs[..., 1] << 4)
+
+
+def unpack(packed: Tensor, columns: int) -> Tensor:
+    """Undo `pack`: [..., ceil(C / 2)] -> [..., C] with C = columns."""
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)[..., :columns]
+
+
+def decode_blocks(packed: Tensor, scales: Tensor, columns: int) -> Tensor:
+    """Return value * scale in float32, exact, without the factor of the whole matrix: [..., R, C]."""
+    if eager_on_cpu(packed) and packed.numel() and columns == BLOCK * scales.shape[-1]:
+        return nvfp4_eager.decoded_blocks(packed, scales)
+    values = decode_e2m1(unpack(packed, columns))
+    if values.numel() == 0:
+        return values
+    return values * blocks.repeat(blocks.once(scales.float()), -1, BLOCK, columns)
+
+
+def dequantize_nvfp4(packed: Tensor, scales: Tensor, amax: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    """Return [..., R, C] in `dtype`, C = columns; amax as in `quantize_nvfp4`, per matrix or per row."""
+    values = decode_blocks(packed, scales, columns)
+    return (values * _over_blocks(global_decode(amax), values)).to(dtype)
+
+
+def round_nvfp4(
+    x: Tensor,
+    dtype: torch.dtype,
+    *,
+    block: tuple[int, int] = (1, BLOCK),
+    amax: Tensor | None = None,
+    key: Tensor | None = None,
+    stream: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Quantize and decode at once, no codes made: return (value * scale in `dtype`, x's shape, and amax).
+
+    block: (1, 16), (16, 16), or (16, 1), which gives what quantizing the transpose by (1, 16) does, in x's orientation
+    and with its random bits. The values are exact in bfloat16; `global_decode(amax)` is left to multiply with.
+    """
+    amax = blocks.amax(x) if amax is None else amax
+    if x.numel() == 0:
+        return x.to(dtype), amax
+    rows, columns = x.shape[-2:]
+    scales, factor = _block_scales(x, block, amax)
+    bits = None
+    if key is not None:
+        across = block[1] == BLOCK
+        bits = random_bits(key, stream, x.shape if across else x.mT.shape)
+        bits = bits if across else bits.mT
+    if nvfp4_eager.serves(x, factor, block):
+        return nvfp4_eager.rounded_blocks(x, factor, scales, block, dtype, bits), amax
+    scaled = x.float() * blocks.per_element(blocks.once(factor), block, rows, columns)
+    values = round_e2m1(scaled.clamp(-6.0, 6.0), bits)
+    return (values * blocks.per_element(blocks.once(scales.float()), block, rows, columns)).to(dtype), amax

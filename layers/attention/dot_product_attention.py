@@ -1,0 +1,214 @@
+"""Softmax attention over given queries, keys and values.
+
+B batch, S query length, L key length, N query heads, G key/value heads (query groups), D head channels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..collectives import ranks_of
+from ..module.te_extra_state import leave_extra_state
+from ..recipe.activation_checkpoint import checkpointed
+from ..te_arguments import TRACKER, require_default, takes_at_default
+from .alibi import BiasType, ScoreBias
+from .core import attend
+from .mask import AttentionMask, Masking, Window, mask_type_of, masks_of, window_of
+from .qkv_format import QkvFormat, batch_first, check_format, from_batch_first
+
+_SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
+
+
+class DotProductAttention(nn.Module):
+    """Grouped-query attention over given q, k, v. Transformer Engine: `te.pytorch.DotProductAttention`.
+
+    kv_channels: channels of a head, or a pair, of q and k and of v. qkv_format: see `QkvFormat`. attn_mask_type: see
+    `MaskType`; a KV cache wants "causal_bottom_right", in which the last query sees all keys. window_size: a pair, how
+    many keys are visible before and behind a query's own place, or, with a causal type, one number of visible
+    positions, the query's own included. softcap: `softcap * tanh(score / softcap)` (Gemma 2). softmax_type
+    "off-by-one": one extra logit, 0, that takes probability and adds nothing; "learnable": one per head, parameter
+    softmax_offset [N] (gpt-oss sinks). softmax_scale None: 1/sqrt(channels of q). It may be assigned later: from then
+    on it is data, and queries are multiplied by it, so that another value recompiles nothing. tp_size or tp_group:
+    how many ranks share the heads; this module has its share of them. Without meaning for the result: layer_number,
+    attention_type, sequence_parallel (q, k and v are whole sequences). ValueError for options that it does not have.
+    """
+
+    @takes_at_default(
+        **TRACKER, cp_group=None, cp_global_ranks=None, cp_stream=None, cp_comm_type="p2p", return_max_logit=False
+    )
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: int | tuple[int, int],
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        *,
+        qkv_format: QkvFormat = "sbhd",
+        attn_mask_type: str = "causal",
+        window_size: Window | None = None,
+        sequence_parallel: bool = False,
+        tp_size: int = 1,
+        tp_group: dist.ProcessGroup | None = None,
+        layer_number: int | None = None,
+        attention_type: Literal["self", "cross"] = "self",
+        softmax_scale: float | None = None,
+        softcap: float | None = None,
+        softmax_type: str = "vanilla",
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        for name, value, allowed in (
+            ("softmax_type", softmax_type, _SOFTMAX_TYPES),
+            ("attention_type", attention_type, ("self", "cross")),
+        ):
+            if value not in allowed:
+                raise ValueError(f"{name} is {value!r}; allowed: {', '.join(map(repr, allowed))}")
+        groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+        if groups < 1 or num_attention_heads % groups:
+            raise ValueError(f"num_gqa_groups is {num_gqa_groups}; allowed: a divisor of {num_attention_heads} heads")
+        ranks = tp_size if tp_group is None else ranks_of("tp_group", tp_group)
+        if ranks < 1 or groups % ranks:
+            raise ValueError(f"tp_size is {ranks}; allowed: a divisor of {groups} key/value heads")
+        if softcap is not None and softcap <= 0:
+            raise ValueError(f"softcap is {softcap}; allowed: a positive number, or None")
+        check_format(qkv_format)
+        self.register_load_state_dict_pre_hook(leave_extra_state)
+        self.num_attention_heads, self.num_gqa_groups = num_attention_heads // ranks, groups // ranks
+        self.attention_dropout = attention_dropout
+        self.qkv_format = qkv_format
+        self.attn_mask_type = mask_type_of(attn_mask_type)
+        self.window_size = window_size
+        window_of(window_size, self.attn_mask_type)
+        channels = kv_channels if isinstance(kv_channels, int) else kv_channels[0]
+        self._scale = 1.0 / math.sqrt(channels) if softmax_scale is None else softmax_scale
+        self._assigned_scale: Tensor | None = None  # float32 [], whatever the module's dtype
+        self._device = device
+        self.softcap = softcap
+        self.softmax_type = softmax_type
+        self.softmax_offset = None
+        if softmax_type == "learnable":
+            new = {"dtype": params_dtype or torch.get_default_dtype(), "device": device}
+            self.softmax_offset = nn.Parameter(torch.zeros(self.num_attention_heads, **new))  # type: ignore[arg-type]
+
+    @property
+    def softmax_scale(self) -> float:
+        return self._scale
+
+    @softmax_scale.setter
+    def softmax_scale(self, value: float) -> None:
+        if not value > 0:
+            raise ValueError(f"softmax_scale is {value!r}; allowed: a positive number")
+        self._scale = float(value)
+        if self._assigned_scale is None:
+            self._assigned_scale = torch.empty((), dtype=torch.float32, device=self._device)
+        self._assigned_scale.fill_(self._scale)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self._device = fn(torch.empty(0, device=self._device)).device
+        if self._assigned_scale is not None:
+            self._assigned_scale = torch.tensor(self._scale, dtype=torch.float32, device=self._device)
+        return self
+
+    def reset_parameters(self) -> None:
+        """Start without a preference for the sink: offset 0."""
+        if self.softmax_offset is not None:
+            nn.init.zeros_(self.softmax_offset)
+
+    def forward(
+        self,
+        query_layer: Tensor,
+        key_layer: Tensor,
+        value_layer: Tensor,
+        attention_mask: AttentionMask | None = None,
+        *,
+        qkv_format: QkvFormat | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None,
+        cu_seqlens_q_padded: Tensor | None = None,
+        cu_seqlens_kv_padded: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        attn_mask_type: str | None = None,
+        window_size: Window | None = None,
+        bottom_right_diagonal: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        core_attention_bias_type: BiasType = "no_bias",
+        core_attention_bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        fast_zero_fill: bool = True,
+        inference_params: None = None,
+        pad_between_seqs: bool | None = None,
+        fp8_output: bool = False,
+        num_splits: int | None = 1,
+    ) -> Tensor:
+        """query_layer: [S, B, N, D]; key_layer: [L, B, G, D]; value_layer: [L, B, G, Dv]; returns [S, B, N * Dv]. So in
+        "sbhd"; of [B, S, N, D] in "bshd" [B, S, N * Dv], of [T, N, D] in "thd" [T, N * Dv]. A row with every key hidden
+        gives zeros, padding among them.
+
+        attention_mask: bool, True is hidden. With a padding type [B, 1, 1, S], or a pair of them, of queries and keys;
+        with any other broadcastable to [B, N, S, L], on top of what the type hides. cu_seqlens_q, cu_seqlens_kv [B + 1]
+        with a padding type: sums of the numbers of real rows, in place of a mask; in "thd" of the sequences' lengths,
+        with cu_seqlens_*_padded where there is padding between them. They stay on the device (max_seqlen_* and
+        pad_between_seqs may be given and are not needed); the mask of packed sequences is [T, T].
+        core_attention_bias: added to the scores, broadcastable to [B, N, S, L]: "pre_scale_bias" before scaling,
+        "post_scale_bias" behind it; "alibi": minus the distance times alibi_slopes [N] or [B, N], None: the usual ones.
+        bottom_right_diagonal: whether distances count from the ends of the two sequences; None: as the mask type says.
+        checkpoint_core_attention: compute it again in the backward pass. qkv_format, attn_mask_type, window_size: in
+        place of the module's. ValueError for what is contradictory, missing, or not there.
+        """
+        for name, given, default in (("fast_zero_fill", fast_zero_fill, True), ("fp8_output", fp8_output, False)):
+            require_default(name, given, default)
+        require_default("inference_params", inference_params, None)
+        if num_splits not in (None, 0, 1):
+            raise ValueError(f"num_splits is {num_splits!r}, which this library does not have; allowed: 1")
+        layout = self.qkv_format if qkv_format is None else qkv_format
+        check_format(layout)
+        query = batch_first("query", query_layer, self.num_attention_heads, layout)
+        key = batch_first("key", key_layer, self.num_gqa_groups, layout)
+        value = batch_first("value", value_layer, self.num_gqa_groups, layout)
+        masking = Masking(
+            self.attn_mask_type if attn_mask_type is None else mask_type_of(attn_mask_type),
+            self.window_size if window_size is None else window_size,
+            bottom_right_diagonal,
+            attention_mask,
+            (cu_seqlens_q, cu_seqlens_kv),
+            (cu_seqlens_q_padded, cu_seqlens_kv_padded),
+            ScoreBias(core_attention_bias_type, core_attention_bias, alibi_slopes),
+            packed=layout == "thd",
+        )
+        plain = self.softcap is None and self.softmax_type == "vanilla"
+        masks = masks_of(masking, query, key, self._scale_now(), plain=plain)
+        arguments = query, key, value, *masks
+        out = checkpointed(self._attend, *arguments) if checkpoint_core_attention else self._attend(*arguments)
+        return from_batch_first(out, layout)
+
+    def _scale_now(self) -> float | Tensor:
+        return self._scale if self._assigned_scale is None else self._assigned_scale
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, bias: Tensor | None, causal: bool
+    ) -> Tensor:
+        """[B, S, N, D], [B, L, G, D], [B, L, G, Dv] -> [B, S, N * Dv]. The others: see `attend`."""
+        scale = self._scale
+        if self._assigned_scale is not None:
+            exact = query.to(torch.promote_types(query.dtype, torch.float32))
+            query, scale = (exact * self._assigned_scale).to(query.dtype), 1.0
+        sink = self.softmax_offset
+        if self.softmax_type == "off-by-one":
+            sink = query.new_zeros(self.num_attention_heads)
+        query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+        dropout = self.attention_dropout if self.training else 0.0
+        how = {"causal": causal, "scale": scale, "softcap": self.softcap, "dropout": dropout}
+        return attend(query, key, value, visible, bias, sink, **how).transpose(1, 2).flatten(2)
+
+    def extra_repr(self) -> str:
+        heads = f"heads={self.num_attention_heads}, groups={self.num_gqa_groups}, {self.qkv_format}"
+        return f"{heads}, {self.attn_mask_type}, window={self.window_size}"

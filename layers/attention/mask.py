@@ -1,0 +1,178 @@
+"""Which keys a query sees in softmax attention, by mask type, window and lengths.
+
+B batch, S queries, L keys, N heads, G key/value heads, D head channels.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from .alibi import ScoreBias
+from .qkv_format import Rows, packed_rows, padded_rows, rows_not_hidden, whole_rows
+
+MaskType = Literal[
+    "no_mask",
+    "padding",
+    "causal",
+    "padding_causal",
+    "causal_bottom_right",
+    "padding_causal_bottom_right",
+    "arbitrary",
+]
+"""Transformer Engine's. "causal": query i sees keys up to i; "bottom_right": the last query sees all keys; "padding":
+rows of padding are hidden and get zeros; "arbitrary": what `attention_mask` says."""
+Window = int | tuple[int, int]
+AttentionMask = Tensor | tuple[Tensor, Tensor]
+_UNLIMITED = (-1, -1)
+
+
+def mask_type_of(name: str) -> str:
+    """Return the mask type of this name, of which "padding" and "causal" may be joined by a comma. ValueError."""
+    kind = "padding_causal" if set(name.split(",")) == {"padding", "causal"} else name
+    if kind not in get_args(MaskType):
+        raise ValueError(f"attn_mask_type is {name!r}; allowed: {', '.join(map(repr, get_args(MaskType)))}")
+    return kind
+
+
+def window_of(window: Window | None, mask_type: str) -> tuple[int, int]:
+    """Return how many keys are visible before and behind a query's own place, -1: all. ValueError."""
+    if window is None:
+        return _UNLIMITED
+    causal = "causal" in mask_type
+    if isinstance(window, int) and not isinstance(window, bool):
+        if window < 1:
+            raise ValueError(f"window_size is {window}; allowed: a positive number of positions, a pair, or None")
+        if not causal:
+            raise ValueError(f"window_size is {window} with attn_mask_type {mask_type!r}; allowed: a causal type")
+        return window - 1, 0
+    if not (isinstance(window, (tuple, list)) and len(window) == 2 and all(type(n) is int and n >= -1 for n in window)):
+        raise ValueError(
+            f"window_size is {window!r}; allowed: a positive number of positions, (before, behind) of at least -1, or "
+            "None"
+        )
+    if not causal and (window[0] < 0) != (window[1] < 0):
+        raise ValueError(
+            f"window_size is {window!r} with attn_mask_type {mask_type!r}; allowed: two numbers from 0 on, (-1, -1), "
+            "or a causal type"
+        )
+    return window[0], window[1]
+
+
+class Masking(NamedTuple):
+    """What a call says about who sees whom; the names are those of `DotProductAttention.forward`."""
+
+    mask_type: str
+    window_size: Window | None
+    bottom_right_diagonal: bool | None
+    attention_mask: AttentionMask | None
+    cu_seqlens: tuple[Tensor | None, Tensor | None]
+    cu_seqlens_padded: tuple[Tensor | None, Tensor | None]
+    bias: ScoreBias
+    packed: bool
+
+    def check(self) -> None:
+        """Raise ValueError where something is missing, or given and would not be looked at."""
+        kind, mask, (q, kv) = self.mask_type, self.attention_mask, self.cu_seqlens
+        padding = "padding" in kind
+        if self.packed and (not padding or mask is not None):
+            raise ValueError(
+                f"attn_mask_type is {kind!r}{'' if mask is None else ' with an attention_mask'}; allowed with "
+                "qkv_format 'thd': a padding type without an attention_mask"
+            )
+        if (q is None) != (kv is None) or (self.packed and q is None):
+            raise ValueError(f"cu_seqlens_{'q' if q is None else 'kv'} is missing; give cu_seqlens_q and cu_seqlens_kv")
+        if not self.packed and self.cu_seqlens_padded != (None, None):
+            raise ValueError("cu_seqlens_q_padded and cu_seqlens_kv_padded are for qkv_format 'thd'")
+        if q is not None and not padding:
+            raise ValueError(f"cu_seqlens_q is given with attn_mask_type {kind!r}; allowed: a padding type")
+        if q is not None and mask is not None:
+            raise ValueError("attention_mask and cu_seqlens_q are both given; allowed: one of the two")
+        if mask is None and (kind == "arbitrary" or (padding and q is None)):
+            lengths = ", or cu_seqlens_q and cu_seqlens_kv" if padding else ""
+            raise ValueError(f"attn_mask_type is {kind!r}: give attention_mask{lengths}")
+        if isinstance(mask, tuple) and not padding:
+            raise ValueError(f"attention_mask is a pair with attn_mask_type {kind!r}; allowed: one tensor")
+        for hidden in () if mask is None else (mask if isinstance(mask, tuple) else (mask,)):
+            if hidden.dtype is not torch.bool:
+                raise ValueError(f"attention_mask has dtype {hidden.dtype}; allowed: torch.bool, True is hidden")
+
+
+def masks_of(
+    masking: Masking, query: Tensor, key: Tensor, scale: float | Tensor, *, plain: bool
+) -> tuple[Tensor | None, Tensor | None, bool]:
+    """Return (visible, bias, causal) for `attend` of query [B, S, N, D] and key [B, L, G, D]. plain: its softmax takes
+    `causal` in place of a mask. ValueError as `Masking.check` and `window_of`."""
+    masking.check()
+    kind, mask, bias = masking.mask_type, masking.attention_mask, masking.bias
+    window, causal = window_of(masking.window_size, kind), "causal" in kind
+    length, keys = query.shape[1], key.shape[1]
+    padding = "padding" in kind
+    bottom_right = masking.bottom_right_diagonal
+    if bottom_right is None:
+        bottom_right = kind not in ("causal", "padding_causal")
+    if length == 1 and bottom_right and causal and not padding:
+        # the last query, one token with a cache, looks at all keys, or at as many as its window reaches
+        causal, window = False, _UNLIMITED if 0 <= keys - 1 <= window[0] else (window[0], -1)
+    if bias.kind == "no_bias" and window == _UNLIMITED and not padding:
+        bias.check()
+        if not causal:
+            return None if mask is None else ~mask, None, False  # type: ignore[operator]
+        if mask is None and plain and length == keys:
+            return None, None, True
+    rows = _rows(masking, length, keys, query.device)
+    distance = distances(*rows, bottom_right=bottom_right)
+    visible = visible_keys(*rows, distance, causal=causal, window=window, hidden=None if padding else mask)  # type: ignore[arg-type]
+    return visible, bias.values(distance, query.shape[2], scale, query.device), False
+
+
+def _rows(masking: Masking, length: int, keys: int, device: torch.device) -> tuple[Rows, Rows]:
+    """Return where queries and keys stand."""
+    (q, kv), (q_begins, kv_begins), mask = masking.cu_seqlens, masking.cu_seqlens_padded, masking.attention_mask
+    if "padding" not in masking.mask_type:
+        return whole_rows(length, device), whole_rows(keys, device)
+    if q is not None and kv is not None:
+        if masking.packed:
+            return packed_rows(length, q, q_begins), packed_rows(keys, kv, kv_begins)
+        return padded_rows(length, q), padded_rows(keys, kv)
+    assert mask is not None, "checked"
+    both = mask if isinstance(mask, tuple) else (mask, mask)
+    for hidden, rows in zip(both, (length, keys), strict=True):
+        if hidden.dim() != 4 or tuple(hidden.shape[1:]) != (1, 1, rows):
+            raise ValueError(
+                f"attention_mask has shape {tuple(hidden.shape)}; allowed with attn_mask_type {masking.mask_type!r}: "
+                f"[batch, 1, 1, {rows}], or a pair of them, of queries and of keys"
+            )
+    return rows_not_hidden(both[0]), rows_not_hidden(both[1])
+
+
+def distances(queries: Rows, keys: Rows, *, bottom_right: bool) -> Tensor:
+    """Return how far each key is before each query, [B or 1, 1, S, L]: negative behind it. bottom_right: counted from
+    the ends of the two sequences."""
+    before, place = queries.places(from_end=bottom_right), keys.places(from_end=bottom_right)
+    return (before[:, :, None] - place[:, None, :])[:, None]
+
+
+def visible_keys(
+    queries: Rows, keys: Rows, distance: Tensor, *, causal: bool, window: tuple[int, int], hidden: Tensor | None
+) -> Tensor | None:
+    """Return the bool mask, True where a query may look, broadcastable to [B, N, S, L]; None: everywhere."""
+    conditions = [distance >= 0] if causal else []
+    if window[0] >= 0:
+        conditions.append(distance <= window[0])
+    if window[1] >= 0 and not causal:
+        conditions.append(distance >= -window[1])
+    if queries.real is not None:
+        conditions.append(queries.real[:, None, :, None])
+    if keys.real is not None:
+        conditions.append(keys.real[:, None, None, :])
+    if queries.sequence is not None and keys.sequence is not None:
+        conditions.append((queries.sequence[:, :, None] == keys.sequence[:, None, :])[:, None])
+    if hidden is not None:
+        conditions.append(~hidden)
+    visible = None
+    for condition in conditions:
+        visible = condition if visible is None else visible & condition
+    return visible

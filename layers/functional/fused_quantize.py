@@ -1,0 +1,84 @@
+"""Handing quantized data from one operation to the next, and deciding where that is done.
+
+The numbers are those of the plain result, rounded to its dtype and then quantized, so a handover changes no bit. Where
+a kernel makes the result and quantizes it in one pass, the plain result never reaches memory.
+
+Two cases have no handover. Current scaling and NVFP4 scale by the largest magnitude of the whole result, which is known
+only when its last element is: the plain result has to be there first. Rows sorted by expert are quantized group by
+group, each padded to whole blocks, in a layout of their own; so an activation between grouped GEMMs hands over plain
+rows under every recipe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from te_models.kernels.compiling import compiling
+from te_models.kernels.quantize import QuantizedOutput
+
+from ..module.base import LiveState
+from ..quantizer import Float8CurrentScalingQuantizer, Quantizer
+from ..quantizer.delayed import DelayedScalingQuantizer, bind, value_of
+from ..recipe.base import GemmQuantizers
+from ..recipe.context import state
+from ..tensor.storage import STORAGE_CLASSES, QuantizedStorage
+from .dense_gemms import How
+from .gemm_operand import AnyQuantizer
+from .quantized_rows import same_numbers
+from .saved_input import in_cpu_graph
+
+
+def input_quantizer(how: How, live: LiveState, needs_wgrad: bool, device: torch.device) -> AnyQuantizer | None:
+    """Return the quantizer that may quantize a GEMM's input in its place; None where the input is wanted as it is: for
+    an unquantized backward pass, for statistics, or because the compiler fuses it anyway."""
+    quantizers, options, gemm = how
+    override = quantizers.backward_override
+    if override == "high_precision" or live.statistics is not None or state().calibrating or in_cpu_graph(device):
+        return None
+    if needs_wgrad and options.save_original_input and override is None:
+        return None
+    quantizer = bind(quantizers.input, live.scale, live.amax, "input", gemm)
+    columnwise = needs_wgrad and override is None
+    if quantizer is not quantizers.input or (quantizers.input.rowwise and quantizers.input.columnwise == columnwise):
+        return quantizer
+    if compiling():
+        # a graph cannot make a new quantizer: one copy too many, or the plain result
+        return quantizer if quantizers.input.rowwise and quantizers.input.columnwise else None
+    return quantizers.input.with_usage(rowwise=True, columnwise=columnwise)
+
+
+def reads_as_given(given: Quantizer, quantizers: GemmQuantizers, needs_wgrad: bool) -> bool:
+    """Whether GEMMs may read an input that `given` has quantized already: its numbers are those that the input
+    quantizer would make, and the copies are there that this pass reads. Any other input has to be dequantized: the
+    backward pass reads it as the recipe's, and blocks or a transform that differ would give numbers of no meaning."""
+    wanted = quantizers.input
+    if isinstance(wanted, DelayedScalingQuantizer):  # its scale is the tensor's own field, whoever chose it
+        same = isinstance(given, Float8CurrentScalingQuantizer) and given.fp8_dtype == wanted.fp8_dtype
+    else:
+        same = same_numbers(given, wanted)
+    columnwise = needs_wgrad and quantizers.backward_override is None
+    return same and (given.symmetric or (given.rowwise and (given.columnwise or not columnwise)))
+
+
+def fused_output(
+    quantizer: AnyQuantizer | None, dtype: torch.dtype, wanted: torch.dtype
+) -> tuple[QuantizedOutput, Tensor | None] | None:
+    """Return (what an operation has to make, with which scale) for the next one; None: a plain result.
+
+    dtype: of the plain result; wanted: what the next one computes in. A rounding in between cannot be fused.
+    """
+    output = None if quantizer is None or dtype != wanted else quantizer.output()
+    return None if output is None else (output, getattr(quantizer, "scale", None))
+
+
+def handed_over(
+    quantizer: AnyQuantizer, copies: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype
+) -> QuantizedStorage:
+    """Return what an operation made for `fused_output`, as the next one's input, a matrix. shape, dtype: of the plain
+    result [..., C]."""
+    value = value_of(quantizer)
+    matrix = torch.Size((torch.Size(shape[:-1]).numel(), shape[-1]))
+    return STORAGE_CLASSES[value.FORMAT](quantizer.fields_of_output(copies), value, matrix, dtype)

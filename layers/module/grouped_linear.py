@@ -1,0 +1,211 @@
+"""The layer of experts: one GEMM per group of rows."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from te_models.kernels.permute import Permutation
+
+from ..distributed.tensor_parallel import ParallelMode, TensorParallelModule
+from ..functional.aligned_rows import row_align_of
+from ..functional.gemm_operand import quantized_gemms
+from ..functional.grouped_linear import add_bias_rows, grouped_linear
+from ..quantizer.group_offsets import check_values
+from ..te_arguments import TRACKER, USER_BUFFERS, takes_at_default
+from ..tensor.grouped_tensor import GroupedTensor
+from ..tensor.quantized_tensor import QuantizedTensor
+from .gemm import GemmModule
+from .parameters import InitMethod, default_init_method, empty_parameter
+from .primary_weights import store_weights_as_asked
+
+
+class GroupedLinear(TensorParallelModule, GemmModule):
+    """`y[g] = x[g] w[g]^T + b[g]` for `num_gemms` groups of rows. Transformer Engine: `te.pytorch.GroupedLinear`.
+
+    single_grouped_weight: True holds one parameter `weight` [num_gemms, out, in]; False holds `weight0`, `weight1`,
+    ..., Transformer Engine's per-GEMM layout. single_grouped_bias: likewise `bias` [num_gemms, out], or `bias0`, ...;
+    None: as the weight. These are layouts of the same layer: `load_state_dict` accepts either, quantized or not,
+    without dequantizing. The grouped one is fast; the other is stacked on each call.
+    parallel_mode: as for `Linear`, for every member alike; the layer does not itself communicate: gather before a
+    column layer, sum after a row layer, once for all groups. The bias of a row layer belongs after that sum: the caller
+    adds it with `with_bias`.
+    The other options: see `GemmModule`; in the per-GEMM layout every weight has a `main_grad` of its own.
+    """
+
+    @takes_at_default(**TRACKER, **USER_BUFFERS, sequence_parallel=False, return_bias=False)
+    def __init__(
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        single_grouped_weight: bool = True,
+        single_grouped_bias: bool | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: dist.ProcessGroup | None = None,
+        tp_size: int = 1,
+        init_method: InitMethod | None = None,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: ParallelMode | None = None,
+        device: torch.device | str | None = None,
+        delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
+        name: str = "",
+    ) -> None:
+        if num_gemms < 1:
+            raise ValueError(f"num_gemms is {num_gemms}; allowed: a positive integer")
+        super().__init__(num_gemms, name, fuse_wgrad_accumulation, delay_wgrad_compute, save_original_input)
+        in_features, out_features = self.split_features(
+            parallel_mode, in_features, out_features, tp_group=tp_group, tp_size=tp_size
+        )
+        self.num_gemms = num_gemms
+        self.in_features = in_features
+        self.out_features = out_features
+        self.use_bias = bias
+        self.single_grouped_weight = single_grouped_weight
+        self.single_grouped_bias = single_grouped_weight if single_grouped_bias is None else single_grouped_bias
+        self.init_method = init_method or default_init_method
+        new = {"params_dtype": params_dtype, "device": device}
+        shapes = {"weight": (out_features, in_features)} | ({"bias": (out_features,)} if bias else {})
+        for g in range(num_gemms):
+            for kind, shape in shapes.items():
+                if not self._is_grouped(kind):
+                    self.register_parameter(f"{kind}{g}", empty_parameter(*shape, **new))
+                elif g == 0:
+                    self.register_parameter(kind, empty_parameter(num_gemms, *shape, **new))
+        if not bias and self.single_grouped_bias:
+            self.bias = None
+        self.reset_parameters()
+        self.complete_state()
+        store_weights_as_asked(self)
+        for name, parameter in self.named_parameters():
+            self.mark_part(parameter, self._member_dim(name))
+        self.register_load_state_dict_pre_hook(_accept_either_layout)
+
+    def weight_names(self) -> tuple[str, ...]:
+        """Return the names of the weight parameters: ("weight",), or one per GEMM."""
+        return self._names("weight")
+
+    def gemm_weights(self) -> list[tuple[tuple[Tensor, ...], int | None]]:
+        return [(tuple(getattr(self, name) for name in self.weight_names()), None)]
+
+    def _is_grouped(self, kind: str) -> bool:
+        return self.single_grouped_bias if kind == "bias" else self.single_grouped_weight
+
+    def _names(self, kind: str) -> tuple[str, ...]:
+        return (kind,) if self._is_grouped(kind) else tuple(f"{kind}{g}" for g in range(self.num_gemms))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initialise every member anew."""
+        for name, parameter in self.named_parameters():
+            if name.startswith("bias"):
+                parameter.zero_()
+            else:
+                self.fill_part(parameter, self.init_method, self._member_dim(name))
+
+    def _member_dim(self, name: str) -> int | None:
+        """Return `split_dim` of the named parameter: where members are stacked, one more than of a member."""
+        bias = name.startswith("bias")
+        dim = self.split_dim(bias=bias)
+        return None if dim is None else dim + self._is_grouped("bias" if bias else "weight")
+
+    def row_align(self, device: torch.device) -> int:
+        """Return the `align` for `sort_by_expert` with which `forward` quantizes tokens as it permutes them, under the
+        recipe in force: more than 1 on an accelerator, for formats with blocks of one row, without a bias. 1 where no
+        gradients are wanted, too: then no GEMM contracts rows, and few tokens are not filled up to many."""
+        fits = quantized_gemms(device) and torch.is_grad_enabled() and self.tp_size == 1
+        fits = fits and not self.use_bias and not self.save_original_input
+        return row_align_of(self.quantizers(), device) if fits else 1
+
+    def forward(
+        self,
+        x: Tensor,
+        m_splits: Tensor | list[int],
+        is_first_microbatch: bool | None = None,
+        *,
+        permutation: Permutation | None = None,
+        row_align: int = 1,
+    ) -> Tensor:
+        """x: [T, in_features], rows sorted by group; m_splits: [num_gemms] rows per group, a device tensor (never read
+        on the host) or a list. Returns [T, out_features]; rows past the last group are zero.
+        is_first_microbatch: as for `Linear`.
+        permutation: x are tokens instead, and T the rows that `permute` makes of them; where this is made with the
+        `align` that `row_align` returns, permutation, padding and quantization are one pass. row_align: a number that
+        all splits are known to be multiples of, filled up with rows of zeros: such rows are not padded again."""
+        if not isinstance(m_splits, Tensor):
+            m_splits = torch.tensor(m_splits, device=x.device)
+        self.check_splits(m_splits, x.shape[0] if permutation is None else permutation.slot_of_row.shape[0])
+        weights, _ = self.members()
+        bias = None if self.parallel_mode == "row" else self._stacked_bias()
+        cached = self.cached_weight(weights, is_first_microbatch)
+        how = {"cached": cached, "options": self.gemm_options(*weights, first=is_first_microbatch)}
+        return grouped_linear(self, x, weights, bias, m_splits, permutation=permutation, row_align=row_align, **how)
+
+    def with_bias(self, y: Tensor, m_splits: Tensor) -> Tensor:
+        """Return y: [T, out_features] plus each row's bias, if the layer has one: what `forward` does itself but for a
+        row layer."""
+        bias = self._stacked_bias()
+        return y if bias is None else add_bias_rows(y, bias, m_splits)
+
+    def _stacked_bias(self) -> Tensor | None:
+        """Return the biases, [num_gemms, out_features]."""
+        _, biases = self.members()
+        if not biases:
+            return None
+        return biases[0] if self.single_grouped_bias else torch.stack(biases)
+
+    def members(self) -> tuple[tuple[nn.Parameter, ...], tuple[nn.Parameter, ...]]:
+        """Return the weights and the biases: one each in the grouped layout, else one per GEMM; no biases if unused."""
+        names = self._names("bias") if self.use_bias else ()
+        return tuple(getattr(self, n) for n in self.weight_names()), tuple(getattr(self, n) for n in names)
+
+    def check_splits(self, m_splits: Tensor, rows: int) -> None:
+        """Raise ValueError unless there is one number of rows per GEMM; their values: see `check_values`."""
+        if m_splits.is_floating_point() or m_splits.dtype is torch.bool:
+            raise ValueError(f"m_splits has dtype {m_splits.dtype}; allowed: an integer dtype")
+        if m_splits.shape != (self.num_gemms,):
+            raise ValueError(f"m_splits has shape {tuple(m_splits.shape)}; allowed: ({self.num_gemms},), one per GEMM")
+        check_values(m_splits, rows)
+
+    def extra_repr(self) -> str:
+        layout, bias = ("grouped" if self._is_grouped(kind) else "per-GEMM" for kind in ("weight", "bias"))
+        bias = f"bias={self.use_bias}" + (f" ({bias})" if self.use_bias and bias != layout else "")
+        return f"{self.num_gemms} x ({self.in_features}, {self.out_features}), {bias}, {layout}"
+
+
+def _accept_either_layout(module: GroupedLinear, state: dict, prefix: str, *_: object) -> None:
+    """Rewrite the other layout's keys of `state` into this module's; a partial set of members is an error."""
+    for kind in ("weight", "bias") if module.use_bias else ("weight",):
+        members = [f"{prefix}{kind}{g}" for g in range(module.num_gemms)]
+        grouped = f"{prefix}{kind}"
+        if module._is_grouped(kind):
+            present = [key for key in members if key in state]
+            if present and len(present) < len(members):
+                missing = sorted(set(members) - set(present))
+                raise RuntimeError(f"the state dict has {present[0]} but lacks {', '.join(missing)}")
+            if present:
+                state[grouped] = _stack(members, state)
+        elif grouped in state:
+            found = _unstack(state.pop(grouped))
+            if len(found) != len(members):
+                raise RuntimeError(f"the state dict's {grouped} has {len(found)} members; expected {len(members)}")
+            state.update(zip(members, found, strict=True))
+
+
+def _stack(keys: list[str], state: dict) -> Tensor:
+    tensors = [state.pop(key) for key in keys]
+    quantized = [isinstance(tensor, QuantizedTensor) for tensor in tensors]
+    if all(quantized):
+        return GroupedTensor.from_members(tensors)
+    if any(quantized):
+        plain = keys[quantized.index(False)]
+        raise RuntimeError(f"the state dict has {plain} in high precision and {keys[quantized.index(True)]} quantized")
+    return torch.stack(tensors)
+
+
+def _unstack(tensor: Tensor) -> list[Tensor]:
+    return list(tensor.members() if isinstance(tensor, GroupedTensor) else tensor.unbind(0))

@@ -1,0 +1,88 @@
+"""The dense layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..distributed.tensor_parallel import ParallelMode, TensorParallelModule
+from ..functional.linear import linear
+from ..te_arguments import TRACKER, USER_BUFFERS, takes_at_default
+from .gemm import GemmModule
+from .parameters import InitMethod, default_init_method, empty_parameter
+from .primary_weights import store_weights_as_asked
+
+
+class Linear(TensorParallelModule, GemmModule):
+    """`y = x w^T + b`, quantized under `autocast`. Transformer Engine: `te.pytorch.Linear`.
+
+    weight: [out_features, in_features]; bias: [out_features]. params_dtype: dtype of the parameters (None: torch's
+    default); init_method: fills the weight in place (None: N(0, 0.023^2)); the bias starts at zero. parallel_mode: how
+    the weight is split over the ranks of tp_group, see `tensor_parallel`; in_features and out_features are the unsplit
+    sizes, the attributes of that name this rank's. return_bias: return (y without bias, bias): the caller adds it. The
+    other options: see `GemmModule`; name: see `QuantizedModule`.
+    """
+
+    @takes_at_default(**TRACKER, **USER_BUFFERS, parameters_split=None)
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: dist.ProcessGroup | None = None,
+        tp_size: int = 1,
+        init_method: InitMethod | None = None,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: ParallelMode | None = None,
+        device: torch.device | str | None = None,
+        delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
+        name: str = "",
+    ) -> None:
+        super().__init__(1, name, fuse_wgrad_accumulation, delay_wgrad_compute, save_original_input)
+        ranks: dict[str, Any] = {"tp_group": tp_group, "tp_size": tp_size, "sequence_parallel": sequence_parallel}
+        in_features, out_features = self.split_features(parallel_mode, in_features, out_features, **ranks)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.init_method = init_method or default_init_method
+        self.return_bias = return_bias
+        self.weight = empty_parameter(out_features, in_features, params_dtype=params_dtype, device=device)
+        self.bias = empty_parameter(out_features, params_dtype=params_dtype, device=device) if bias else None
+        self.reset_parameters()
+        self.complete_state()
+        store_weights_as_asked(self)
+        self.mark_part(self.weight, self.split_dim())
+        self.mark_part(self.bias, self.split_dim(bias=True))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initialise the parameters anew."""
+        self.fill_part(self.weight, self.init_method, self.split_dim())
+        if self.bias is not None:
+            self.bias.zero_()
+
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor | tuple[Tensor | None, ...]:
+        """x: [..., in_features] -> [..., out_features], in the compute dtype. is_first_microbatch: True quantizes the
+        weight and keeps the result, False uses what was kept, None quantizes without keeping; True writes to a main
+        gradient, see `GemmModule`."""
+        cached = self.cached_weight((self.weight,), is_first_microbatch, gemm=0)
+        options, row = self.gemm_options(self.weight, first=is_first_microbatch), self.parallel_mode == "row"
+        if self.parallel_mode == "column":
+            x = self.whole_rows(x)
+        bias = None if self.return_bias else self.bias
+        y = linear(self, x, self.weight, None if row else bias, cached=cached, options=options)
+        y = self.summed(y, bias) if row else y
+        own = self.bias
+        if self.return_bias and row and own is not None:
+            own = self.for_own_rows(own)
+        return self.results(y, own)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"

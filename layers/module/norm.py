@@ -1,0 +1,170 @@
+"""LayerNorm and RMSNorm modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from te_models.kernels.norm import Norm, layer_norm, rms_norm
+
+from ..te_arguments import takes_at_default
+from .parameters import empty_parameter
+from .te_extra_state import leave_extra_state
+
+
+class _Norm(nn.Module):
+    """Parameters of a norm. weight: [hidden_size] or None; bias: [hidden_size] or None."""
+
+    def __init__(
+        self,
+        hidden_size: int | Sequence[int],
+        eps: float,
+        zero_centered_gamma: bool,
+        cast_order: str,
+        has_weight: bool,
+        bias: bool,
+        params_dtype: torch.dtype | None,
+        device: torch.device | str | None,
+    ) -> None:
+        super().__init__()
+        if cast_order not in ("weight_first", "weight_last"):
+            raise ValueError(f"cast_order is {cast_order!r}; allowed: 'weight_first', 'weight_last'")
+        if not isinstance(hidden_size, int):  # as torch and Transformer Engine take it
+            if len(hidden_size) != 1:
+                raise ValueError(f"hidden_size is {hidden_size!r}; allowed: a number, or a sequence of one number")
+            (hidden_size,) = hidden_size
+        self.hidden_size = hidden_size
+        self.register_load_state_dict_pre_hook(leave_extra_state)
+        self.eps = eps
+        self.zero_centered_gamma = zero_centered_gamma
+        self.cast_order = cast_order
+        new = {"params_dtype": params_dtype, "device": device}
+        self.weight = empty_parameter(hidden_size, **new) if has_weight else None
+        self.bias = empty_parameter(hidden_size, **new) if bias else None
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Start as the plain normalisation: gamma 1, beta 0."""
+        if self.weight is not None:
+            self.weight.fill_(0.0 if self.zero_centered_gamma else 1.0)
+        if self.bias is not None:
+            self.bias.zero_()
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_size}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}, {self.cast_order}"
+
+
+class RMSNorm(_Norm):
+    """Root mean square norm: `gamma * x / sqrt(mean(x^2) + eps)`.
+
+    hidden_size: the last dimension. zero_centered_gamma: the weight stores gamma - 1. cast_order: where the product
+    is rounded, see `te_models.kernels.norm`. Transformer Engine: `te.pytorch.RMSNorm`.
+    """
+
+    @takes_at_default(sequence_parallel=None)
+    def __init__(
+        self,
+        hidden_size: int | Sequence[int],
+        eps: float = 1e-5,
+        *,
+        zero_centered_gamma: bool = False,
+        cast_order: str = "weight_last",
+        has_weight: bool = True,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(hidden_size, eps, zero_centered_gamma, cast_order, has_weight, False, params_dtype, device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x: [..., hidden_size]."""
+        return rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered_gamma, cast_order=self.cast_order)
+
+
+class LayerNorm(_Norm):
+    """Layer norm: `gamma * (x - mean) / sqrt(var + eps) + beta`; arguments as for RMSNorm, plus `bias`."""
+
+    @takes_at_default(sequence_parallel=None)
+    def __init__(
+        self,
+        hidden_size: int | Sequence[int],
+        eps: float = 1e-5,
+        *,
+        zero_centered_gamma: bool = False,
+        cast_order: str = "weight_first",
+        has_weight: bool = True,
+        bias: bool = True,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(hidden_size, eps, zero_centered_gamma, cast_order, has_weight, bias, params_dtype, device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x: [..., hidden_size]."""
+        return layer_norm(
+            x,
+            self.weight,
+            self.bias,
+            self.eps,
+            zero_centered=self.zero_centered_gamma,
+            cast_order=self.cast_order,
+        )
+
+
+class PrecedingNorm(nn.Module):
+    """Mixin of modules that normalise their input with parameters of their own: layer_norm_weight [size] (absent where
+    `weight` is False) and layer_norm_bias [size] (with `bias`, None: for LayerNorm)."""
+
+    def add_norm(
+        self,
+        size: int,
+        normalization: str,
+        eps: float,
+        zero_centered_gamma: bool,
+        cast_order: str | None,
+        weight: bool,
+        bias: bool | None,
+        **new: Any,
+    ) -> None:
+        """Create the parameters. cast_order None: each norm's own default."""
+        self.normalization = normalization
+        self.eps = eps
+        self.zero_centered_gamma = zero_centered_gamma
+        self.cast_order = cast_order or default_cast_order(normalization)
+        bias = normalization == "LayerNorm" if bias is None else bias
+        self.layer_norm_weight = empty_parameter(size, **new) if weight else None
+        self.layer_norm_bias = empty_parameter(size, **new) if bias else None
+
+    @torch.no_grad()
+    def reset_norm(self) -> None:
+        """Start as the plain normalisation: gamma 1, beta 0."""
+        if self.layer_norm_weight is not None:
+            self.layer_norm_weight.fill_(0.0 if self.zero_centered_gamma else 1.0)
+        if self.layer_norm_bias is not None:
+            self.layer_norm_bias.zero_()
+
+    def normed(self, x: Tensor, on_parameters: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Normalise x: [..., size]. on_parameters: applied to each parameter before use."""
+        weight, bias = self.layer_norm_weight, self.layer_norm_bias
+        if on_parameters is not None:
+            weight, bias = (p if p is None else on_parameters(p) for p in (weight, bias))
+        return self.preceding_norm().of(x, weight, bias)
+
+    def preceding_norm(self) -> Norm:
+        """Return the norm as a value, which takes the parameters as arguments."""
+        return Norm(self.normalization == "LayerNorm", self.eps, self.zero_centered_gamma, self.cast_order)
+
+
+def default_cast_order(normalization: str) -> str:
+    """Return where the named norm rounds unless told otherwise; an unknown name raises ValueError."""
+    orders = {"RMSNorm": "weight_last", "LayerNorm": "weight_first"}
+    if normalization not in orders:
+        raise ValueError(f"normalization is {normalization!r}; allowed: 'LayerNorm', 'RMSNorm'")
+    return orders[normalization]
+
+
+NORMS: dict[str, type[RMSNorm | LayerNorm]] = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}
+"""By Transformer Engine's names."""

@@ -1,0 +1,71 @@
+"""Weights stored quantized: what `quantized_model_init` does to a layer's parameters."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..quantizer import Quantizer
+from ..recipe.base import Recipe
+from ..recipe.context import state
+from ..recipe.per_module import PerModuleRecipe
+from ..tensor.high_precision_init import preserve
+from ..tensor.quantized_tensor import QuantizedTensor
+from .autocast import quantized_model_init
+from .base import QuantizedModule
+from .model_state import quantized_modules
+
+
+@torch.no_grad()
+def store_weights_as_asked(module: QuantizedModule, stored: dict[int, nn.Parameter] | None = None) -> None:
+    """Replace a layer's initialised weights by what `quantized_model_init` asks for. Layers call it when built.
+
+    stored: what became of the weights of other layers, by the `id` of the weight, so that a shared one stays shared.
+    What users have set on a weight, a parallel attribute or `requires_grad`, stays, too. Raises ValueError under a
+    PerModuleRecipe where the layer has no name to look up, and for a shared weight whose layers want two formats.
+    """
+    recipe = state().storage
+    if recipe is None:
+        return
+    if isinstance(recipe, PerModuleRecipe) and not module.name:
+        raise ValueError(
+            f"{type(recipe).__name__} chooses by name, and this {type(module).__name__} has none: pass name=..., or "
+            "quantize the built model with store_weights(model, recipe)"
+        )
+    its_recipe = recipe.for_module(module.name)
+    if its_recipe is None:
+        return
+    quantizer = its_recipe.quantizers(module.kind, module.name).weight
+    stored = {} if stored is None else stored
+    for name in module.weight_names():
+        weight = getattr(module, name)
+        parameter = stored.get(id(weight))
+        if parameter is None:
+            parameter = _quantized(weight, quantizer)
+            if state().preserve_init_val:
+                preserve(module, name, parameter, weight.detach())
+            stored[id(weight)] = parameter
+        elif isinstance(parameter, QuantizedTensor) and parameter.quantizer != quantizer:
+            raise ValueError(
+                f"{name} of {module.name or type(module).__name__} is shared with a layer that stores it as "
+                f"{parameter.quantizer}, and is to be {quantizer} here; layers that share a weight need one format"
+            )
+        setattr(module, name, parameter)
+
+
+def _quantized(weight: Tensor, quantizer: Quantizer) -> nn.Parameter:
+    values = quantizer.quantize(weight) if weight.dim() == 2 else quantizer.quantize_grouped(weight)
+    return nn.Parameter(values.keep_attributes(weight), weight.requires_grad)
+
+
+def store_weights(model: nn.Module, recipe: Recipe, *, preserve_high_precision_init_val: bool = False) -> None:
+    """Store the weights of a model's layers in the weight format of `recipe`, in place.
+
+    For a recipe that chooses by name (PerModuleRecipe, a CustomRecipe that looks at names) call `name_modules(model)`
+    before; a GPTModel has its names. Optimizers made before hold the old parameters.
+    """
+    with quantized_model_init(recipe=recipe, preserve_high_precision_init_val=preserve_high_precision_init_val):
+        stored: dict[int, nn.Parameter] = {}  # a shared weight lives, and keeps its id, until its last layer is done
+        for _, module in quantized_modules(model):
+            store_weights_as_asked(module, stored)
+    recipe.check_names(lambda: [module.name for _, module in quantized_modules(model) if module.name])

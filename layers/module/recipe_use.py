@@ -1,0 +1,113 @@
+"""What recipes a layer ran under, and what a recipe that goes by names means for it.
+
+A name must not get into a compiled graph: it would be guarded on, and a block that layers share would be compiled once
+for each of them. So where a region is entered outside of compiled code, every layer looks up what it has to do then;
+graphs are guarded on that, which is the same for many layers.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, MutableMapping
+from typing import TYPE_CHECKING, Any
+
+from te_models.kernels.compiling import compiling
+
+from ..recipe.base import GemmQuantizers, Recipe
+
+if TYPE_CHECKING:
+    from .base import QuantizedModule
+
+Choice = tuple[Recipe | None, GemmQuantizers | None]
+"""The recipe of one layer and its quantizers; (None, None): high precision."""
+
+
+class ThreadUse:
+    """What one thread's region has to do with a module. recorded, calibrated: whether its exit shall update the scales,
+    see `leave_region`. chosen: what the recipe that the thread last brought into force means for the module, None if
+    that has to be looked up."""
+
+    def __init__(self) -> None:
+        # since the outermost autocast region began, under delayed scaling: amaxes noted in training; in a calibration,
+        # or of the weights that training will use
+        self.recorded = self.calibrated = False
+        self.chosen: Choice | None = None
+        self.chosen_for: Recipe | None = None
+
+
+class _OfThread(threading.local):
+    """now: what concerns the thread that reads it; `everyone`, by its `id`, knows that of each thread that lives."""
+
+    def __init__(self, everyone: MutableMapping[int, ThreadUse]) -> None:
+        self.now = ThreadUse()
+        everyone[id(self.now)] = self.now
+
+
+class RecipeUse:
+    """What recipes a module ran under: the names of its last forward pass in any thread, for `recipe_report` (the one
+    asked for and the one that ran), and what concerns this thread.
+
+    An object of its own because every call writes it, and setting an attribute of a module costs a microsecond.
+    """
+
+    def __init__(self) -> None:
+        self.asked: str | None = None  # None: there was no forward pass yet
+        self.ran: str | None = None
+        self._everyone: weakref.WeakValueDictionary[int, ThreadUse] = weakref.WeakValueDictionary()
+        self.in_thread = _OfThread(self._everyone)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave other threads out of copies, and the recipe in force: it may hold a function that cannot be pickled."""
+        use = self.in_thread.now
+        return {"asked": self.asked, "ran": self.ran, "recorded": use.recorded, "calibrated": use.calibrated}
+
+    def __setstate__(self, values: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]
+        self.asked, self.ran = values["asked"], values["ran"]
+        self.in_thread.now.recorded, self.in_thread.now.calibrated = values["recorded"], values["calibrated"]
+
+    def all_threads(self) -> list[ThreadUse]:
+        """Return what concerns each of the threads that live and have asked."""
+        uses = [reference() for reference in self._everyone.valuerefs()]
+        return [use for use in uses if use is not None]
+
+    def forget_choices(self) -> None:
+        """Have every thread look up anew what its recipe means for the module."""
+        for use in self.all_threads():
+            use.chosen = use.chosen_for = None
+
+    def records_elsewhere(self) -> bool:
+        """Whether the module records amaxes in a region of another thread now."""
+        own, everyone = self.in_thread.now, self.all_threads()
+        return len(everyone) > 1 and any(use is not own and (use.recorded or use.calibrated) for use in everyone)
+
+    def refuse_two_regions(self, module: QuantizedModule) -> None:
+        """Raise RuntimeError where the module records amaxes in a region of another thread: the scales that the exit of
+        one of them makes would be of both passes, or of half of one."""
+        if self.records_elsewhere():
+            raise RuntimeError(
+                f"{module.name or module.kind} records amaxes for DelayedScaling in autocast regions of two threads at "
+                "once; allowed: one region at a time, a copy of the model for each thread, or model.eval()"
+            )
+
+
+def choose(recipe: Recipe, module: QuantizedModule) -> Choice:
+    """Return what a recipe that goes by names means for a layer."""
+    own = recipe.for_module(module.name)
+    return own, None if own is None else own.quantizers(module.kind, module.name)
+
+
+def choose_for_all(recipe: Recipe | None, modules: Callable[[], Iterable[QuantizedModule]]) -> bool:
+    """Let layers look up what a recipe means for them, if it goes by names, and return whether they have."""
+    if recipe is None or not recipe.by_name or compiling():
+        return False
+    for module in modules():
+        use = module.recipe_use.in_thread.now
+        if use.chosen_for is not recipe:
+            use.chosen_for = recipe
+            try:
+                use.chosen = choose(recipe, module)
+            except Exception:  # raised again where the layer runs, if it does: it may be another model's
+                use.chosen = None
+    return True

@@ -1,0 +1,218 @@
+"""Delayed scaling: quantizers with a live scale, and the update that follows every step.
+
+Per module three roles (input, weight, grad_output) times G GEMMs. Slot 0 of the amax history, `fp8_amax` [2, G] and
+`fp8_gradient[0]` [G], collects this step's amaxes; `fp8_history` [length - 1, 3, G] holds the earlier ones, newest
+first; `fp8_scale` [3, G] is what the step uses. All three roles are updated at one point, the exit of the outermost
+autocast region in which the module ran: the forward roles from the region, the gradient role from the backward passes
+since the last update. As a gradient scale is only read in a backward pass, and as it is when that pass runs, this
+equals an update after each backward pass whose forward pass has left its region, and it is the same eagerly and
+compiled.
+
+A new scale is a new tensor: a pass between forward and backward keeps those of its input and weight. What backward
+passes use, `fp8_gradient` [2, G] with the amaxes and, once more, the scales of gradients, is one tensor for good, so
+that those after the exit of their region read what that exit wrote, and write to what the next update reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from te_models.kernels import quantize as q
+from te_models.kernels.gemm import Operand, ScaledOperand
+
+from . import Fields, Float8CurrentScalingQuantizer, Quantizer, Usage
+from .value import value_class
+
+if TYPE_CHECKING:
+    from ..tensor.formats import Float8Tensor
+    from ..tensor.grouped_tensor import GroupedTensor
+    from .group_offsets import RowGroups
+
+ROLES = ("input", "weight", "grad_output")
+STATISTICS = ("amax", "scale_min", "scale_max", "underflow", "saturation")
+
+
+@value_class
+@dataclass(frozen=True, kw_only=True)
+class DelayedScalingQuantizer(Float8CurrentScalingQuantizer):
+    """The value part of delayed scaling: which FP8 dtype. `bind` adds the live scale and amax.
+
+    Unbound it scales by the tensor's own amax: that is how stored weights are requantized.
+    """
+
+    def bind(self, scale: Tensor, amax: Tensor | None) -> Float8Quantizer:
+        """Return the live quantizer. scale, amax: float32, [] or one per GEMM [G]; amax is written to, if given."""
+        return Float8Quantizer(scale, amax, self.fp8_dtype)
+
+
+class Float8Quantizer:
+    """A live per-tensor quantizer: multiplies by `scale` and records the largest magnitude it sees in `amax`.
+
+    Transformer Engine: `Float8Quantizer(scale, amax, fp8_dtype)`. Two are the same only if they are one object. It
+    holds tensors, so it is never a constant of a compiled graph: see `__fx_repr__`. amax None records nothing. key, in
+    the methods that take one as every quantizer's do, is not used: nothing is stochastic.
+    """
+
+    FORMAT: ClassVar[str] = "float8"
+    symmetric: ClassVar[bool] = True
+
+    def __init__(self, scale: Tensor, amax: Tensor | None, fp8_dtype: torch.dtype) -> None:
+        self.scale = scale
+        self.amax = amax
+        self.fp8_dtype = fp8_dtype
+
+    @property
+    def value(self) -> Float8CurrentScalingQuantizer:
+        """The quantizer whose fields this one fills."""
+        # the epsilon is said because torch 2.11 makes a float that it finds, as a default is, a variable of the graph
+        return Float8CurrentScalingQuantizer(fp8_dtype=self.fp8_dtype, amax_epsilon=0.0)
+
+    def __fx_repr__(self) -> NoReturn:
+        raise TypeError("a Float8Quantizer holds live tensors (scale, amax) and cannot be a constant of a graph")
+
+    def record(self, amax: Tensor) -> None:
+        """Raise the recorded amax to `amax`. NaN is ignored."""
+        if self.amax is not None:
+            raise_(self.amax, amax)
+
+    def quantize_fields(self, x: Tensor, key: Tensor | None = None) -> Fields:
+        """Quantize x: [..., R, C], one scale per matrix, recording amaxes."""
+        self.record(q.amax(x))
+        data = q.quantize_per_tensor(x, self.scale[..., None, None], self.fp8_dtype)
+        return {"rowwise_data": data, "rowwise_scale_inv": torch.div(torch.ones_like(self.scale), self.scale)}
+
+    def operand(self, x: Tensor, usage: Usage, dtype: torch.dtype, key: Tensor | None = None) -> Operand:
+        """Quantize x for a GEMM, recording its amax."""
+        self.record(q.amax(x))
+        return self.value.rounded(x, self.scale, self.scale[..., None, None], dtype)
+
+    def scaled_operand(self, x: Tensor, usage: Usage, key: Tensor | None = None) -> ScaledOperand | None:
+        """Quantize x for a GEMM that takes quantized numbers, recording its amax."""
+        return self.value.scaled_operand_of_fields(self.quantize_fields(x), usage)
+
+    def statistics(self, x: Tensor, key: Tensor | None = None, count: Tensor | None = None) -> dict[str, Tensor]:
+        """Return what quantizing x with this scale does to it, as `Quantizer.statistics`; records nothing."""
+        data = q.quantize_per_tensor(x, self.scale[..., None, None], self.fp8_dtype)
+        scale_inv = torch.div(torch.ones_like(self.scale), self.scale)
+        values = q.dequantize_per_tensor(data, scale_inv[..., None, None], torch.float32)
+        return q.quantization_statistics(x, values, scale_inv, None, q.FP8_MAX[self.fp8_dtype], count)
+
+    def rows_statistics(self, x: Tensor, rows: RowGroups, key: Tensor | None = None) -> dict[str, Tensor]:
+        """Return `statistics` of rows sorted by group, [T, C], every group with its own scale; scale is [G]."""
+        own = Float8Quantizer(rows.per_row(self.scale), None, self.fp8_dtype)
+        return own.statistics(rows.zero_outside(x)[:, None, :], key, rows.count() * x.shape[1])
+
+    def rows_operand(
+        self, x: Tensor, usage: Usage, dtype: torch.dtype, rows: RowGroups, key: Tensor | None = None
+    ) -> Operand:
+        """Quantize rows sorted by group, [T, C], with a scale per group; scale and amax are [G]."""
+        self.record(rows.amax(x))
+        return self.value.rounded(x, self.scale, rows.per_row(self.scale)[:, None], dtype)
+
+    def group_scales(self, groups: int) -> Tensor:
+        """Return the scale of each of so many groups, [G]. ValueError where it has another number of them."""
+        if self.scale.shape != (groups,):
+            shape = tuple(self.scale.shape)
+            raise ValueError(f"the quantizer's scale has shape {shape}; allowed: ({groups},), one per group of rows")
+        return self.scale
+
+    def output(self) -> q.QuantizedOutput:
+        """Return how another operation makes these fields as its last step, with `scale`."""
+        return q.QuantizedOutput(fp8_dtype=self.fp8_dtype)
+
+    def fields_of_output(self, copies: Sequence[Tensor]) -> Fields:
+        """Return what an operation made, as fields, recording the amax."""
+        data, amax = copies
+        self.record(amax)
+        return {"rowwise_data": data, "rowwise_scale_inv": torch.div(torch.ones_like(self.scale), self.scale)}
+
+    def row_block(self, usage: Usage) -> int:
+        """Return how many rows one scale spans, for alignment: any number will do."""
+        return 1
+
+    def quantize(self, x: Tensor, key: Tensor | None = None) -> Float8Tensor:
+        """Return x as a Float8Tensor, recording its amax."""
+        from ..tensor.formats import Float8Tensor
+
+        return Float8Tensor(self.quantize_fields(x.detach()), self.value, x.shape, x.dtype)
+
+    __call__ = quantize
+
+    def quantize_grouped(self, x: Tensor, key: Tensor | None = None) -> GroupedTensor:
+        """Return x: [G, R, C] as one grouped tensor, recording amaxes; scale and amax are [G]."""
+        from ..tensor.grouped_tensor import GroupedTensor
+
+        return GroupedTensor(self.quantize_fields(x.detach()), self.value, x.shape, x.dtype)
+
+
+def raise_(recorded: Tensor, amax: Tensor) -> None:
+    """Raise recorded amaxes to `amax`, in place. NaN is ignored."""
+    recorded.copy_(torch.fmax(recorded, amax.detach().float()))
+
+
+def bind(
+    quantizer: Quantizer, scale: Tensor | None, amax: Tensor | None, role: str, gemm: int | None = None
+) -> Quantizer | Float8Quantizer:
+    """Return the quantizer to use: itself, or under delayed scaling the live one of a role.
+
+    Of a forward role; see `bind_gradient`. scale: [3, G]; amax: [2, G], or None to record nothing; gemm: the one meant,
+    None for all together.
+    """
+    if not isinstance(quantizer, DelayedScalingQuantizer):
+        return quantizer
+    assert scale is not None, "a delayed quantizer comes with its module's scales"
+    row = ROLES.index(role)
+    mine = None if amax is None else amax[row]
+    if gemm is None:
+        return quantizer.bind(scale[row], mine)
+    return quantizer.bind(scale[row, gemm], None if mine is None else mine[gemm])
+
+
+def bind_gradient(
+    quantizer: Quantizer, gradient: Tensor | None, gemm: int | None = None, *, record: bool = True
+) -> Quantizer | Float8Quantizer:
+    """Return the quantizer of gradients to use, as `bind`. gradient: [2, G], the amax to raise (unless told not to
+    `record`) and the scale, both as they are when the backward pass runs."""
+    if not isinstance(quantizer, DelayedScalingQuantizer):
+        return quantizer
+    assert gradient is not None, "a delayed quantizer comes with its module's scales"
+    amax, scale = (gradient[row] if gemm is None else gradient[row, gemm] for row in range(2))
+    return quantizer.bind(scale, amax if record else None)
+
+
+def value_of(quantizer: Quantizer | Float8Quantizer) -> Quantizer:
+    """Return the quantizer whose fields this one fills."""
+    return quantizer.value if isinstance(quantizer, Float8Quantizer) else quantizer
+
+
+def next_history(history: Tensor, last: Tensor) -> Tensor:
+    """Return the history [L - 1, ...] with `last` [...] entered at the front wherever it is not zero."""
+    rolled = torch.cat((last[None], history[:-1])) if history.shape[0] else history
+    return torch.where(last != 0, rolled, history)
+
+
+def next_scale(
+    scale: Tensor, amaxes: Tensor, last: Tensor, fp8_max: Tensor, margin: int, algorithm: str | Callable
+) -> Tensor:
+    """Return the scale after a step. amaxes: [L, ...] newest first, `last` included; all others [...] or broadcast."""
+    if callable(algorithm):
+        amax = algorithm(amaxes)
+    else:
+        amax = last if algorithm == "most_recent" else torch.where(amaxes.isnan(), 0.0, amaxes).amax(0)
+    updated = torch.div(fp8_max * 2.0**-margin, amax)
+    updated = torch.where(updated == float("inf"), torch.finfo(torch.float32).max, updated)
+    valid = torch.isfinite(amax) & (amax > 0) & torch.isfinite(updated) & (updated > 0)
+    return torch.where((last != 0) & valid, updated, scale)
+
+
+def reduce_amaxes(amaxes: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
+    """Return the elementwise maxima over the ranks of `group`, in one all-reduce."""
+    flat = torch.cat([a.flatten() for a in amaxes])
+    dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=group)
+    return [part.view_as(a) for part, a in zip(flat.split([a.numel() for a in amaxes]), amaxes, strict=True)]

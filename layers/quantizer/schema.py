@@ -1,0 +1,138 @@
+"""What a quantized format stores: one declaration per format, from which flattening, copies, views, allocation,
+sharding and checkpoint entries follow.
+
+Field names are `{usage}_{part}`: rowwise_data, rowwise_scale_inv, columnwise_data, ... Which of them exist is derived
+from the quantizer value every time (`Quantizer.field_names`), never carried as a flag that could go stale.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import Fields, HybridQuantizer, NVFP4Quantizer, Quantizer, Usage
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The declaration of one format; its parts (data, scale_inv, ...) are the quantizer's `PARTS`.
+
+    values_per_entry: how many values an entry of `data` packs along its last dimension; scale_block: matrix entries
+    (rows, columns) per stored rowwise scale, where that is not the quantizer's block; columnwise_transposed: whether
+    the columnwise copy is stored as [columns, rows]; turned_view: whether it is so by its strides, and lies in memory
+    as the matrix does, which is how it is made.
+    """
+
+    values_per_entry: int = 1
+    scale_block: tuple[int, int] | None = None
+    columnwise_transposed: bool = True
+    turned_view: bool = False
+
+
+@dataclass(frozen=True)
+class FieldLayout:
+    """Where one field lies over the matrix.
+
+    dtype: None where it is the tensor's logical one. block: matrix (rows, columns) per entry, None for one entry per
+    matrix; transposed: stored as [columns, rows]; turned_view: see `Schema`; row_multiple: the field covers the rows
+    rounded up to a multiple of this.
+    """
+
+    name: str
+    usage: Usage
+    dtype: torch.dtype | None
+    block: tuple[int, int] | None
+    transposed: bool
+    turned_view: bool = False
+    row_multiple: int = 1
+
+    def empty(self, matrix: torch.Size, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+        """Return the field of a matrix [..., rows, columns] of logical `dtype`, uninitialised."""
+        shape = matrix[:-2]
+        if self.block is not None:
+            size = [self.entries(0, matrix[dim], dim)[1] for dim in (-2, -1)]
+            shape += tuple(reversed(size) if self.transposed and not self.turned_view else size)
+        field = torch.empty(shape, dtype=self.dtype or dtype, device=device)
+        return field.mT if self.transposed and self.turned_view else field
+
+    def axis(self, dim: int) -> int:
+        """Return the field's own axis (-2 or -1) for the matrix dimension `dim` (-2 or -1)."""
+        return -3 - dim if self.transposed else dim
+
+    def entries(self, start: int, stop: int, dim: int) -> tuple[int, int]:
+        """Return (first, count) of the entries for matrix indices start..stop along `dim` (-2 or -1); needs a block."""
+        assert self.block is not None, "one entry per matrix has no position"
+        size = self.block[dim]
+        if dim == -2:
+            stop = start + -(-(stop - start) // self.row_multiple) * self.row_multiple
+        return start // size, -(-stop // size) - start // size
+
+
+SCHEMAS: dict[str, Schema] = {
+    "float8": Schema(),
+    "float8_block": Schema(turned_view=True),
+    "mxfp8": Schema(columnwise_transposed=False),
+    "nvfp4": Schema(values_per_entry=2, scale_block=(1, 16)),
+    "identity": Schema(),
+}
+"""Format -> declaration. A hybrid tensor follows the declarations of its two formats."""
+
+
+def high_precision_fields(quantizer: Quantizer) -> set[str]:
+    """Return the names of the fields that hold values in high precision: those of identity quantizers."""
+    members = {
+        u: quantizer.member(u) if isinstance(quantizer, HybridQuantizer) else quantizer
+        for u in quantizer.stored_usages()
+    }
+    return {f"{usage}_data" for usage, member in members.items() if member.FORMAT == "identity"}
+
+
+def field_layouts(quantizer: Quantizer) -> tuple[FieldLayout, ...]:
+    """Return the layout of every stored field, in storage order."""
+    layouts: list[FieldLayout] = []
+    for usage in quantizer.stored_usages():
+        member = quantizer.member(usage) if isinstance(quantizer, HybridQuantizer) else quantizer
+        # the one copy of a symmetric format lies as a rowwise one, whatever it serves
+        turned = usage == "columnwise" and not member.symmetric
+        schema = SCHEMAS[member.FORMAT]
+        for part in member.PARTS:
+            block = {"data": (1, schema.values_per_entry), "scale_inv": schema.scale_block or member.block}.get(part)
+            if turned and block is not None:
+                block = (block[1], block[0])
+            transposed = turned and schema.columnwise_transposed
+            rotated = isinstance(member, NVFP4Quantizer) and member.with_rht and usage == "columnwise"
+            dtype = member.part_dtype(part)
+            view, multiple = schema.turned_view, 16 if rotated else 1
+            layouts.append(FieldLayout(f"{usage}_{part}", usage, dtype, block, transposed, view, multiple))
+    return tuple(layouts)
+
+
+def alignment(quantizer: Quantizer, dim: int) -> int:
+    """Return the multiple at which a matrix may be cut along `dim` (-2 or -1) without cutting a block or a byte.
+
+    All blocks are powers of two, so the largest one decides.
+    """
+    sizes = [layout.block[dim] for layout in field_layouts(quantizer) if layout.block is not None]
+    for usage in quantizer.stored_usages():
+        member = quantizer.member(usage) if isinstance(quantizer, HybridQuantizer) else quantizer
+        if member.block is not None:
+            # a scale may be written once for each row that shares it: the block is larger than what an entry covers
+            sizes.append(member.block[-3 - dim if usage == "columnwise" and not member.symmetric else dim])
+    return max(sizes)
+
+
+def entry_suffix(field: str) -> str:
+    """Return what a field's checkpoint entry adds to the parameter's name: "" for rowwise_data, "_scale_inv",
+    "_columnwise" for columnwise_data, "_columnwise_scale_inv", and so on."""
+    usage, _, part = field.partition("_")
+    return ("" if usage == "rowwise" else "_columnwise") + ("" if part == "data" else f"_{part}")
+
+
+def empty_fields(
+    quantizer: Quantizer, shape: torch.Size, device: torch.device | str, dtype: torch.dtype = torch.float32
+) -> Fields:
+    """Return uninitialised fields for a matrix of `shape`: [..., rows, columns] and logical `dtype`, which is also that
+    of the fields in a format that keeps values as they are."""
+    return {layout.name: layout.empty(shape, dtype, device) for layout in field_layouts(quantizer)}

@@ -1,0 +1,186 @@
+"""Activation checkpointing under a recipe: the recomputation must repeat the first run exactly.
+
+It runs inside the backward pass, where the recipe's region has been left and delayed scaling has moved on. So the
+first run notes the state and each module's live tensors and cached weights, in order, and the recomputation reads them
+back. Checkpoints nest: a first run notes for all checkpoints around it, up to one that is being recomputed, and inside
+that one everything comes from what its own first run noted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import torch
+from torch import Tensor
+from torch._guards import TracingContext
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from te_models.kernels.compiling import compiling
+
+from ..module.autocast import put_in_force, recompute_contexts
+from ..te_arguments import require_default
+from .context import Region, state
+
+if TYPE_CHECKING:
+    from ..module.base import LiveState
+
+T = TypeVar("T")
+Saved = list[Any] | Callable[..., Any]
+"""Which results selective checkpointing keeps: those of a list of operators, or as a policy function says."""
+_NAMES = ("compute", "calibrating", "first_microbatch", "keep_kept", "statistics")
+
+
+class FirstRun:
+    """Notes what is in force, and the live state and the cached weight that each module gives out."""
+
+    def __init__(self) -> None:
+        self.values = {name: getattr(state(), name) for name in _NAMES}
+        self.given: list[LiveState | Tensor] = []
+
+    def __enter__(self) -> Self:
+        state().runs.append(self)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        state().runs.pop()
+
+
+class Replay:
+    """One recomputation at work: what its first run gave out, from the beginning."""
+
+    def __init__(self, first: FirstRun) -> None:
+        self.rest = iter([_without_record(given) for given in first.given])
+
+
+class Recomputation(Region):
+    """Restores what the first run noted, in the thread that the backward pass runs in. No amax is recorded once more,
+    and statistics go to a tensor that nobody reads: a layer that notes them takes its input another way, which shall be
+    the same way again."""
+
+    def __init__(self, first: FirstRun) -> None:
+        super().__init__(**first.values)
+        self.first = first
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        put_in_force(state().compute)
+        state().runs.append(Replay(self.first))
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        state().runs.pop()
+        super().__exit__(*exc_info)
+        put_in_force(state().compute)
+
+
+def _without_record(live: LiveState | Tensor) -> LiveState | Tensor:
+    if isinstance(live, Tensor):  # a cached weight
+        return live
+    statistics = None if live.statistics is None else torch.empty_like(live.statistics)
+    return live._replace(amax=None, statistics=statistics)
+
+
+class _Both:
+    """Two contexts, the second inside the first."""
+
+    def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
+        self.outer, self.inner = outer, inner
+
+    def __enter__(self) -> None:
+        self.outer.__enter__()
+        self.inner.__enter__()
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self.inner.__exit__(*exc_info)
+        self.outer.__exit__(*exc_info)
+
+
+def contexts(save: Saved | None) -> tuple[Any, Any]:
+    """Return `recompute_contexts`."""
+    if TracingContext.try_get() is not None:
+        # in a graph the compiler recomputes what it traced: no state is looked up a second time
+        return create_selective_checkpoint_contexts(save or [])
+    first = FirstRun()
+    if save is None:
+        return first, Recomputation(first)
+    keep, give_out = create_selective_checkpoint_contexts(save)
+    return _Both(first, keep), _Both(Recomputation(first), give_out)
+
+
+def recomputing() -> bool:
+    """Whether a checkpointed region is being recomputed."""
+    return any(isinstance(run, Replay) for run in state().runs)
+
+
+def same_as_first_run(given: T) -> T:
+    """Return what a module shall use now: what is given, or in a recomputation what its first run was given."""
+    inside: list[FirstRun] = []
+    for run in reversed(state().runs):
+        if isinstance(run, Replay):
+            given = next(run.rest)  # type: ignore[assignment]
+            break
+        inside.append(run)
+    for first in inside:
+        first.given.append(given)  # type: ignore[arg-type]
+    return given
+
+
+def once(make: Callable[[], T]) -> T:
+    """Return `make()`, or in a recomputation, without calling it, what it returned in the first run.
+
+    Selective checkpointing finds what it kept by counting operations, so it must not see those of the one call.
+    """
+    if recomputing():
+        return same_as_first_run(None)  # type: ignore[return-value]
+    with _disable_current_modes() if state().runs else nullcontext():
+        made = make()
+    return same_as_first_run(made)
+
+
+def scratch_like(tensor: Tensor) -> Tensor:
+    """Return a tensor for a recomputation to write to instead of `tensor`, unseen by selective checkpointing."""
+    with _disable_current_modes():
+        return torch.zeros_like(tensor)
+
+
+def refuse_around_a_graph() -> None:
+    """Raise RuntimeError where a compiled layer with live state is called inside an activation checkpoint that is not
+    compiled: a graph notes nothing for the recomputation, which would read later scales or draw other bits."""
+    if state().runs:
+        raise RuntimeError(
+            "a layer compiled under delayed scaling or stochastic rounding was called inside an eager activation "
+            "checkpoint; compile the function that calls checkpoint"
+        )
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    distribute_saved_activations: bool = False,
+    get_rng_state_tracker: None = None,
+    tp_group: Any = None,
+    use_reentrant: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """Return `function(*args, **kwargs)`, keeping only the arguments for the backward pass, in which it runs again.
+
+    It repeats the first run under its recipe and scales. Transformer Engine: `te.checkpoint`. Gradients do not depend
+    on use_reentrant (they are made without reentry), nor on tp_group. ValueError where saved activations are to be
+    distributed, for a tracker of random states, whose numbers would differ in the second run, and for a context_fn.
+    """
+    require_default("distribute_saved_activations", distribute_saved_activations, False)
+    require_default("get_rng_state_tracker", get_rng_state_tracker, None)
+    if "context_fn" in kwargs:
+        raise ValueError("context_fn is given; use torch.utils.checkpoint with recompute_contexts(save)")
+    return checkpointed(function, *args, **kwargs)
+
+
+def checkpointed(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """Return `function(*arguments)`, keeping only the arguments for the backward pass, in which it runs again."""
+    # in a graph the compiler recomputes what it traced: no state is looked up a second time
+    contexts: dict[str, Any] = {} if compiling() else {"context_fn": recompute_contexts}
+    return checkpoint_of_torch(function, *arguments, use_reentrant=False, **contexts, **named)

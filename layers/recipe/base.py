@@ -1,0 +1,254 @@
+"""What every recipe is: a frozen value that says which format each operand of fprop, dgrad and wgrad gets.
+
+Nothing else decides numerics. Names and defaults follow Transformer Engine's `common.recipe`. Not a recipe's business:
+where scales live, which kernel runs, when weights are cached. The recipes themselves: `recipes`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import inspect
+import json
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Self, get_args
+
+import torch
+
+from te_models.suggestions import did_you_mean
+
+from ..quantizer import Float8BlockQuantizer, HybridQuantizer, IdentityQuantizer, NVFP4Quantizer, Quantizer, Usage
+
+BackwardOverride = Literal["high_precision", "dequantized"]
+Role = Literal["input", "weight", "grad_output"]
+"""What a tensor is to a linear layer: x, w or dy."""
+RECIPES: dict[str, type[Recipe]] = {}
+"""Short name -> class."""
+
+
+_ALLOWED = {"bool": "True or False", "int": "an integer", "float": "a finite number"}
+
+
+def _is_a(kind: str, value: object) -> bool:
+    if kind == "bool" or isinstance(value, bool):
+        return kind == "bool" and isinstance(value, bool)
+    return isinstance(value, int) or (kind == "float" and isinstance(value, float) and math.isfinite(value))
+
+
+class Format(enum.Enum):
+    """FP8 formats: E4M3 everywhere, or HYBRID: E4M3 in the forward pass, E5M2 for gradients."""
+
+    E4M3 = "E4M3"
+    HYBRID = "HYBRID"
+
+    def dtype(self, role: Role) -> torch.dtype:
+        """Return the dtype of a tensor of this role."""
+        hybrid_gradient = self is Format.HYBRID and role == "grad_output"
+        return torch.float8_e5m2 if hybrid_gradient else torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class QuantizerRole:
+    """Which tensor a quantizer is for. module: class name such as "Linear"; tensor: "input", "weight" or "grad_output";
+    name: the module's qualified name, "" where it has none."""
+
+    module: str
+    tensor: Role
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class GemmQuantizers:
+    """The quantizers of one module's operands, and what its backward pass does instead of quantizing, if anything.
+
+    Raises ValueError where a GEMM would have to multiply 128x128 blocks by 128x128 blocks, and where it would multiply
+    an operand with the random Hadamard transform by one without, whose product means nothing.
+    """
+
+    input: Quantizer
+    weight: Quantizer
+    grad_output: Quantizer
+    backward_override: BackwardOverride | None = None
+
+    def __post_init__(self) -> None:
+        x, w, dy = self.input, self.weight, self.grad_output
+        refuse_two_dimensional(x, w, "input", "weight", "rowwise", "rowwise")
+        if self.backward_override is None:
+            refuse_two_dimensional(dy, w, "grad_output", "weight", "rowwise", "columnwise")
+            refuse_two_dimensional(dy, x, "grad_output", "input", "columnwise", "columnwise")
+            refuse_transformed(w, "weight")
+            if is_transformed(dy) != is_transformed(x):
+                roles = ("grad_output", "input") if is_transformed(dy) else ("input", "grad_output")
+                raise ValueError(
+                    f"{roles[0]} has the random Hadamard transform and {roles[1]} has not, but in wgrad it cancels "
+                    "only against itself; allowed: with_rht alike for the two"
+                )
+
+
+def refuse_two_dimensional(
+    left: Quantizer, right: Quantizer, left_role: str, right_role: str, left_usage: Usage, right_usage: Usage
+) -> None:
+    """Raise ValueError where both operands of a GEMM have 128x128 blocks, which no GEMM takes."""
+    if _two_dimensional(left, left_usage) and _two_dimensional(right, right_usage):
+        raise ValueError(
+            f"{left_role} and {right_role} both have 128x128 blocks, and no GEMM multiplies those by each other; "
+            "allowed: block_scaling_dim=1 for one of the two"
+        )
+
+
+def refuse_transformed(weight: Quantizer, role: str) -> None:
+    """Raise ValueError where dgrad would take a transformed weight, against which no other operand is."""
+    if is_transformed(weight):
+        raise ValueError(
+            f"{role} has the random Hadamard transform, which grad_output has not in dgrad, so it would not "
+            "cancel; allowed: with_rht=False for weights"
+        )
+
+
+def is_transformed(quantizer: Quantizer) -> bool:
+    """Whether the columnwise copy is that of the random Hadamard transform; a rowwise one never is."""
+    if isinstance(quantizer, HybridQuantizer):
+        quantizer = quantizer.member("columnwise")
+    return isinstance(quantizer, NVFP4Quantizer) and quantizer.with_rht
+
+
+def _two_dimensional(quantizer: Quantizer, usage: Usage) -> bool:
+    if isinstance(quantizer, HybridQuantizer):
+        quantizer = quantizer.member(usage)
+    return isinstance(quantizer, Float8BlockQuantizer) and quantizer.block_scaling_dim == 2
+
+
+HIGH_PRECISION = GemmQuantizers(
+    IdentityQuantizer(), IdentityQuantizer(), IdentityQuantizer(), backward_override="high_precision"
+)
+"""Of a layer that no recipe is in force for, where its gradients ask for the path of the quantized ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Base of all recipes: value equality, hash, JSON round trip. A subclass names a quantizer for each operand.
+
+    backward_override: None computes dgrad and wgrad from quantized operands. "high_precision" saves the original
+    operands and computes them unquantized; "dequantized" computes them, unquantized too, from what fprop's quantized
+    operands stand for.
+    """
+
+    NAME: ClassVar[str]
+    PLAIN_FIELDS: ClassVar[tuple[tuple[str, str], ...]] = ()  # the fields that are checked, and what each may be
+    by_name: ClassVar[bool] = False  # whether `for_module` or `quantizers` look at the module's name
+
+    backward_override: BackwardOverride | None = None
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        own = inspect.get_annotations(cls).items()
+        kinds = ((name, hint if isinstance(hint, str) else getattr(hint, "__name__", "")) for name, hint in own)
+        cls.PLAIN_FIELDS += tuple((name, kind) for name, kind in kinds if kind in _ALLOWED)
+        if "NAME" in cls.__dict__:
+            RECIPES[cls.NAME] = cls
+
+    def __post_init__(self) -> None:
+        for name, kind in self.PLAIN_FIELDS:
+            if not _is_a(kind, getattr(self, name)):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {_ALLOWED[kind]}")
+        if self.backward_override is not None and self.backward_override not in get_args(BackwardOverride):
+            allowed = ", ".join(map(repr, get_args(BackwardOverride)))
+            raise ValueError(f"backward_override is {self.backward_override!r}; allowed: None, {allowed}")
+        fp8_format = getattr(self, "fp8_format", Format.HYBRID)
+        if not isinstance(fp8_format, Format):
+            raise ValueError(f"fp8_format is {fp8_format!r}; allowed: {', '.join(map(str, Format))}")
+        if not self.by_name:
+            # built once and not where they are asked for: inside a compiled region the fields need not be constants
+            quantizers = (self._quantizer("input"), self._quantizer("weight"), self._quantizer("grad_output"))
+            object.__setattr__(self, "_quantizers", GemmQuantizers(*quantizers, self.backward_override))
+
+    def _quantizer(self, role: Role) -> Quantizer:
+        """Return a new quantizer for one role."""
+        raise NotImplementedError
+
+    def weight_quantizer(self) -> Quantizer:
+        """Return the quantizer of weights w: [out, in] of a layer without a name."""
+        return self.quantizers("", "").weight
+
+    def for_module(self, name: str) -> Recipe | None:
+        """Return the recipe of the module with this qualified name; None: high precision."""
+        return self
+
+    def check_names(self, names: Callable[[], list[str]]) -> None:
+        """Warn of what this recipe says of layers by name where none of `names()` is meant."""
+
+    def quantizers(self, module: str, name: str) -> GemmQuantizers:
+        """Return the quantizers of one module. module: its class name; name: its qualified name."""
+        return self._quantizers  # type: ignore[attr-defined]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return {"recipe": name, field: plain JSON value}."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {"recipe": self.NAME} | {k: v.value if isinstance(v, enum.Enum) else v for k, v in values.items()}
+
+    @classmethod
+    def _from_fields(cls, values: dict[str, Any]) -> Self:
+        """Rebuild from the fields of `to_dict`."""
+        if values.get("fp8_format") in [member.value for member in Format]:
+            values["fp8_format"] = Format(values["fp8_format"])
+        return cls(**values)
+
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> Recipe:
+        """Rebuild from `to_dict`; an unknown recipe or field raises ValueError by name."""
+        if not isinstance(values, dict):
+            raise ValueError(f"a recipe is {values!r}; allowed: an object with its name and fields")
+        values = dict(values)
+        cls = _named(values.pop("recipe", None))
+        _require_fields(cls, values)
+        return cls._from_fields(values)
+
+    def to_json(self) -> str:
+        """Return `to_dict` as one line of JSON."""
+        return json.dumps(self.to_dict(), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Recipe:
+        """Rebuild from `to_json`."""
+        return cls.from_dict(json.loads(text))
+
+    def replace(self, **changes: Any) -> Self:
+        """Return a copy with the named fields changed."""
+        return dataclasses.replace(self, **changes)
+
+
+def _named(name: object) -> type[Recipe]:
+    if not isinstance(name, str) or name not in RECIPES:
+        raise ValueError(f"recipe is {name!r}; allowed: {', '.join(map(repr, RECIPES))}{did_you_mean(name, RECIPES)}")
+    return RECIPES[name]  # type: ignore[index]
+
+
+def _require_fields(cls: type[Recipe], names: Iterable[str]) -> None:
+    """Raise ValueError for a name that is not a field of a recipe."""
+    known = {f.name for f in dataclasses.fields(cls)}
+    for name in names:
+        if name not in known:
+            raise ValueError(
+                f"{cls.__name__} has no field {name!r}; its fields are: {', '.join(sorted(known))}"
+                f"{did_you_mean(name, known)}"
+            )
+
+
+def recipe(name: str, **fields: Any) -> Recipe:
+    """Return a recipe by its short name, a key of RECIPES ("delayed", "current", "block", "mxfp8", "nvfp4"); fields as
+    for its class. ValueError for another name, and for a field that is missing or that its class does not have."""
+    cls = _named(name)
+    try:  # the fields are looked at only where this fails: the compiler traces the call, but not dataclasses.fields
+        return cls(**fields)
+    except TypeError:
+        _require_fields(cls, fields)
+        missing = [
+            f.name
+            for f in dataclasses.fields(cls)
+            if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING and f.name not in fields
+        ]
+        if not missing:
+            raise
+    raise ValueError(f"the recipe {name!r} needs {', '.join(missing)}; use {cls.__name__}({missing[0]}=...)")

@@ -1,0 +1,87 @@
+"""Transformer Engine's names that are others here: a few that every script has, and where to find the rest."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..module.autocast import autocast, quantized_model_init
+from ..recipe.base import Recipe
+from ..te_arguments import takes_at_default
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+@takes_at_default(_graph=False)
+def fp8_autocast(
+    enabled: bool = True,
+    calibrating: bool = False,
+    fp8_recipe: Recipe | None = None,
+    fp8_group: dist.ProcessGroup | None = None,
+) -> autocast:
+    """Return `autocast(enabled, calibrating, recipe=fp8_recipe, amax_reduction_group=fp8_group)`."""
+    return autocast(enabled, calibrating, fp8_recipe, fp8_group)
+
+
+def fp8_model_init(
+    enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
+) -> quantized_model_init:
+    """Return `quantized_model_init(enabled, recipe, preserve_high_precision_init_val)`."""
+    return quantized_model_init(enabled, recipe, preserve_high_precision_init_val)
+
+
+def _available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """Return True, with return_reason (True, ""): every recipe runs on every device."""
+    return (True, "") if return_reason else True
+
+
+is_fp8_available = is_mxfp8_available = is_fp8_block_scaling_available = is_nvfp4_available = _available
+is_bf16_available = _available
+
+_INSTEAD = {
+    "CudaRNGStatesTracker": "split weights start as parts of the unsplit one's, and ranks are seeded apart for dropout",
+    "FP8GlobalStateManager": "current_recipe() is the recipe in force, and every recipe runs on every device",
+    "Float8BlockwiseQTensor": "it is Float8BlockwiseTensor",
+    "Float8BlockwiseQTensorStorage": "it is Float8BlockwiseTensorStorage",
+    "Fp8Padding": "GroupedLinear takes rows and m_splits as they are, and pads what a format wants itself",
+    "Fp8Unpadding": "GroupedLinear takes rows and m_splits as they are, and pads what a format wants itself",
+    "HybridQuantizedTensor": "it is HybridTensor",
+    "HybridQuantizedTensorStorage": "it is HybridTensorStorage",
+    "InferenceParams": "te_models.GPTModel generates with te_models.KVCache",
+    "QuantizedTensorStorage": "it is QuantizedStorage",
+    "SplitAlongDim": "use torch.split",
+    "common": "te_models.layers.recipe.recipes has what is in transformer_engine.common.recipe",
+    "destroy_ub": "collectives are torch.distributed's, without user buffers",
+    "distributed": "checkpoint is here",
+    "fused_compute_score_for_moe_aux_loss": "te_models.kernels.router has routers and their losses",
+    "fused_moe_aux_loss": "te_models.kernels.router has routers and their losses",
+    "fused_topk_with_score_function": "te_models.kernels.router has routers and their losses",
+    "get_cpu_offload_context": "use torch.autograd.graph.save_on_cpu",
+    "get_default_recipe": "it is Float8CurrentScaling()",
+    "get_default_fp8_recipe": "it is Float8CurrentScaling()",
+    "get_device_compute_capability": "use torch.cuda.get_device_capability",
+    "initialize_ub": "collectives are torch.distributed's, without user buffers",
+    "make_graphed_callables": "use torch.compile(mode='reduce-overhead')",
+    "mark_not_offload": "use torch.autograd.graph.save_on_cpu",
+    "moe_permute_and_pad_with_probs": "use moe_permute_with_probs: GroupedLinear pads what a format wants itself",
+    "onnx_export": "use torch.export",
+    "optimizers": "FusedAdamW is here; its weight_decay is 0.01 unless given",
+}
+_OPERATIONS_INSTEAD = {
+    "L2Normalization": "it is L2Norm",
+    "ScaledClampedQGeGLU": "ClampedSwiGLU is here, without probabilities",
+    "register_backward_fusion": "append to FUSIONS",
+    "register_forward_fusion": "append to FUSIONS",
+}
+
+
+def missing_operation(name: str) -> str:
+    """Return the sentence for a name that `te_models.layers.ops` does not have."""
+    instead = f": {_OPERATIONS_INSTEAD[name]}" if name in _OPERATIONS_INSTEAD else ""
+    return f"module 'te_models.layers.ops' has no attribute {name!r}{instead}"
+
+
+def missing(name: str) -> str:
+    """Return the sentence for a name that `te_models.layers` does not have."""
+    instead = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
+    return f"module 'te_models.layers' has no attribute {name!r}{instead}"

@@ -1,0 +1,234 @@
+"""Sharding with FSDP2 (`torch.distributed.fsdp.fully_shard`): shards are gathered in quantized form.
+
+`fully_shard` cuts a parameter along dimension 0 into equal shards, each a quantized tensor of its own, and gathers the
+fields' bytes: one byte a value instead of two or four. Rules, each an error when broken: the cuts lie between blocks
+(a weight with 128x128 blocks over 4 ranks has a multiple of 512 rows), and all shards are equal, because padding would
+be part of the gathered matrix.
+
+A format with one scale per matrix needs the same scale in all its shards. Cutting shares it; afterwards a shard that is
+requantized reduces its amax over the ranks first (`amax_group`, set at the first gather or by `share_scales`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..collectives import resolve_group
+from ..quantizer import Quantizer, Usage
+from .high_precision_init import hand_to_shards
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from .quantized_tensor import QuantizedTensor
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a sharded tensor (a DTensor); any other tensor itself."""
+    if not dist.is_available():
+        return tensor
+    from torch.distributed.tensor import DTensor
+
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def sharded(tensors: Iterable[Tensor]) -> bool:
+    """Whether any of these is kept in shards."""
+    return any(local_part(tensor) is not tensor for tensor in tensors)
+
+
+def largest_part(tensor: Tensor) -> int:
+    """Return how many elements the largest part of a sharded tensor has that a rank holds; of any other tensor all."""
+    if local_part(tensor) is tensor:
+        return tensor.numel()
+    shape = list(tensor.shape)
+    for dim, ranks in _shards(tensor):
+        shape[dim] = -(-shape[dim] // ranks)
+    return math.prod(shape)
+
+
+def rows_like(tensor: Tensor, rows: Tensor) -> Tensor:
+    """Return what belongs to this rank's part of a tensor as a tensor sharded alike, so that a distributed checkpoint
+    knows whose it is; `rows` itself where the tensor is not sharded.
+
+    rows: [n, ...], n the same on every rank; they follow one another in rank order.
+    """
+    if local_part(tensor) is tensor:
+        return rows
+    from torch.distributed.tensor import DTensor, Shard
+
+    placements = [Shard(0) if hasattr(p, "dim") else p for p in tensor.placements]  # type: ignore[attr-defined]
+    return DTensor.from_local(rows, tensor.device_mesh, placements, run_check=False)  # type: ignore[attr-defined]
+
+
+def _shards(tensor: Any) -> Iterator[tuple[int, int]]:
+    """Yield the dimensions along which a DTensor is sharded, each with the number of ranks that share it."""
+    for axis, placement in enumerate(tensor.placements):
+        if hasattr(placement, "dim"):
+            yield placement.dim, tensor.device_mesh.size(axis)
+
+
+def shared_amaxes(quantizer: Quantizer, x: Tensor, group: Any) -> dict[Usage, Tensor]:
+    """Return the amaxes that quantizing x needs, reduced over a process group, by usage. group: it, or its name."""
+    amaxes = quantizer.amaxes(x)
+    if isinstance(group, str):
+        group = resolve_group(group)
+    for amax in amaxes.values():
+        dist.all_reduce(amax, dist.ReduceOp.MAX, group)
+    return amaxes
+
+
+def one_per_matrix(x: QuantizedTensor) -> list[str]:
+    """Return the names of the fields that hold one entry per matrix."""
+    return [layout.name for layout in x.layouts if layout.block is None]
+
+
+def is_one_matrix(x: QuantizedTensor) -> bool:
+    """Whether dimension 0 is the rows of a matrix, so that shards along it are parts of one matrix."""
+    return len(x.matrix_shape) == 2
+
+
+def share_scales(module: nn.Module) -> None:
+    """Let the shards of every quantized weight with one scale per matrix share that scale from now on.
+
+    Call it after `fully_shard` and before values are written into shards (loading, initialising, `init_state` of an
+    optimizer) ahead of the first forward pass, which would do it by itself. Shards of weights that were built with
+    `preserve_high_precision_init_val` get their rows of that value, too. Collective: none here, one per such write.
+    """
+    from torch.distributed.tensor import DTensor
+
+    from .quantized_tensor import QuantizedTensor
+
+    for parameter in module.parameters():
+        if isinstance(parameter, DTensor) and isinstance(parameter._local_tensor, QuantizedTensor):
+            local, mesh = parameter._local_tensor, parameter.device_mesh
+            if is_one_matrix(local) and one_per_matrix(local):
+                local.amax_group = mesh.get_group(mesh.ndim - 1).group_name
+    for part in module.modules():
+        hand_to_shards(part)
+
+
+class GathersQuantized:
+    """The two hooks that `fully_shard` looks for on a parameter's local tensor."""
+
+    def fsdp_pre_all_gather(
+        self: Any, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        """Return (the bytes of every field, whether they are one tensor). ValueError where the shards are not equal, or
+        cut along another dimension than the first."""
+        x: QuantizedTensor = self
+        hand_to_shards(module)
+        ranks = mesh.size()
+        if ranks == 1 or _are_copies(outer_size, module):  # nothing is gathered, and torch reads one tensor
+            return (packed(x.fields),), True
+        if x.shape[1:] != outer_size[1:]:
+            raise ValueError(
+                f"a {type(x).__name__} of shape {tuple(outer_size)} has shards of shape {tuple(x.shape)}; "
+                "allowed: shards along the first dimension, Shard(0)"
+            )
+        if outer_size[0] % ranks:
+            raise ValueError(
+                f"a {type(x).__name__} of shape {tuple(outer_size)} cannot be sharded over {ranks} ranks: its first "
+                f"dimension must be a multiple of {ranks}, because gathered shards are not padded"
+            )
+        if x.amax_group is None and is_one_matrix(x) and one_per_matrix(x):
+            check_shared(x, mesh.get_group())
+            for shard in (x, *_kept_elsewhere(x, outer_size, module)):
+                shard.amax_group = mesh.get_group().group_name
+        return tuple(_bytes(field) for field in x.fields.values()), False
+
+    def fsdp_post_all_gather(
+        self: Any, outputs: tuple[Tensor, ...], packed: bool, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """Return the whole parameter in `dtype` and the tensors it owns, or refill `out`."""
+        x: QuantizedTensor = self
+        if packed:  # the fields of `out` are views of what was filled just now
+            return None if out is not None else (x.wrap(unpacked(x.fields, outputs[0]), dtype=dtype), ())
+        fields, owned = {}, []
+        for layout, gathered in zip(x.layouts, outputs, strict=True):
+            field = getattr(x, layout.name)
+            ranks = gathered.numel() // max(1, field.numel() * field.itemsize)
+            shards = gathered.view(-1).view(field.dtype).view(ranks, *field.shape)
+            if not is_one_matrix(x):
+                whole = shards.flatten(0, 1)
+            elif layout.block is None:
+                whole = shards[0]
+            elif layout.transposed:
+                whole = shards.movedim(0, 1).flatten(1, 2)
+                owned.append(whole)
+            else:
+                whole = shards.flatten(0, 1)
+            fields[layout.name] = whole
+        if out is not None:
+            for layout in x.layouts:
+                if layout.transposed and is_one_matrix(x):
+                    getattr(out, layout.name).copy_(fields[layout.name])
+            return None
+        shape = torch.Size((x.shape[0] * ranks, *x.shape[1:]))
+        return x.wrap(fields, shape=shape, dtype=dtype), tuple(owned)
+
+
+def _bytes(field: Tensor) -> Tensor:
+    """Return a field as contiguous bytes, at least one-dimensional."""
+    return field.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _kept_elsewhere(x: QuantizedTensor, whole: torch.Size, module: nn.Module | None) -> list[QuantizedTensor]:
+    """Return the shard that x, of a parameter of shape `whole`, may be a copy of; none where there are several.
+
+    With `CPUOffloadPolicy` parameters stay in main memory, and what is gathered is a new copy on the device each time.
+    """
+    alike = [p for p in map(local_part, _own(whole, module)) if getattr(p, "quantizer", None) == x.quantizer]
+    return alike if len(alike) == 1 else []  # type: ignore[return-value]
+
+
+def _are_copies(whole: torch.Size, module: nn.Module | None) -> bool:
+    """Whether ranks have copies, and no shards, of a parameter of this shape: torch's `replicate`."""
+    own = _own(whole, module)
+    return bool(own) and all(local_part(p) is not p and not list(_shards(p)) for p in own)
+
+
+def _own(shape: torch.Size, module: nn.Module | None) -> list[Tensor]:
+    return [] if module is None else [p for p in module.parameters(recurse=False) if p.shape == shape]
+
+
+_ALIGN = 16  # bytes, as GEMMs of eight-bit numbers ask for
+
+
+def packed(fields: Mapping[str, Tensor]) -> Tensor:
+    """Return the bytes of all fields one behind the other, as one tensor."""
+    parts: list[Tensor] = []
+    for field in fields.values():
+        parts += [_bytes(field)]
+        parts += [parts[-1].new_zeros(-parts[-1].numel() % _ALIGN)]
+    return torch.cat(parts)
+
+
+def unpacked(like: Mapping[str, Tensor], data: Tensor) -> dict[str, Tensor]:
+    """Undo `packed`: return the fields as views of its bytes. like: fields of these names, shapes and dtypes."""
+    fields, begin = {}, 0
+    for name, field in like.items():
+        size = field.numel() * field.itemsize
+        fields[name] = data.view(-1)[begin : begin + size].view(field.dtype).view(field.shape)
+        begin += size + -size % _ALIGN
+    return fields
+
+
+def check_shared(x: QuantizedTensor, group: dist.ProcessGroup) -> None:
+    """Raise ValueError on every rank of the group where shards of one matrix were given scales of their own."""
+    for name in one_per_matrix(x):
+        scale = getattr(x, name).detach().clone()
+        low, high = scale.clone(), scale.clone()
+        dist.all_reduce(low, dist.ReduceOp.MIN, group)
+        dist.all_reduce(high, dist.ReduceOp.MAX, group)
+        if not torch.equal(low, high):
+            raise ValueError(
+                f"the shards of a {type(x).__name__} have different scales, because values were written into them "
+                "before the first forward pass; call te_models.layers.share_scales(module) after fully_shard"
+            )

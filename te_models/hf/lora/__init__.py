@@ -1,0 +1,25 @@
+"""LoRA with peft on our layers: adapters that see what the weight they adapt sees (arXiv 2106.09685).
+
+Importing this package tells peft: then `peft.get_peft_model(model, LoraConfig(target_modules=...))` adapts Linear,
+LayerNormLinear, LayerNormMLP and GroupedLinear as it adapts torch's own layers. `te_models.hf` imports it where peft
+is installed. May import: peft, and the rest of te_models.
+"""
+
+from __future__ import annotations
+
+from .adapter import LoraAdapter
+from .dense import LoraLayerNormLinear, LoraLinear
+from .grouped import LoraGroupedLinear
+from .injection import register
+from .mlp import LoraLayerNormMLP
+
+__all__ = [
+    "LoraAdapter",
+    "LoraGroupedLinear",
+    "LoraLayerNormLinear",
+    "LoraLayerNormMLP",
+    "LoraLinear",
+    "register",
+]
+
+register()

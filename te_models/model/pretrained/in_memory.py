@@ -1,0 +1,100 @@
+"""A `GPTModel` from a transformers model in memory, and back; `GPTModel.from_hf` and `to_hf`.
+
+transformers holds some families in another form than it writes (experts fused into one tensor, other names): the names
+of the state dict tell the form.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Container, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...extras import require
+from .keep_in_fp32 import keep_dtypes
+
+if TYPE_CHECKING:
+    import transformers
+
+    from ..gpt import GPTModel
+
+
+def converter_of(model: transformers.PreTrainedModel) -> Any:
+    """Return the `AutoConverter` of a transformers model."""
+    from te_models.checkpoints import AutoConverter
+
+    return AutoConverter.from_config(json.loads(model.config.to_json_string()))
+
+
+@torch.no_grad()
+def fill_from_hf(gpt: GPTModel, model: transformers.PreTrainedModel, device: torch.device) -> None:
+    """Copy a transformers model's weights into a `GPTModel` of the same configuration, which is made without data."""
+    converter = converter_of(model)
+    given = converter.from_hf(model.state_dict(), layout=gpt.expert_layout)
+    keep_dtypes(gpt, converter.family.model_type, lambda name: given[name].dtype)
+    gpt.to_empty(device=device)
+    for name, tensor in gpt.stored_tensors():
+        tensor.copy_(given[name])
+
+
+def to_hf(gpt: GPTModel, family: str | None, *, dequantize: bool) -> transformers.PreTrainedModel:
+    """Return a transformers model with a `GPTModel`'s weights, in its dtype and on its device."""
+    from te_models.checkpoints import AutoConverter, CheckpointError
+    from te_models.checkpoints.families.base.text_part import text_family
+    from te_models.checkpoints.folder.hf_config import choose_family
+
+    transformers = require("transformers", "hf", feature="to_hf")
+    chosen = text_family(choose_family(gpt.config, gpt.origin, family), gpt.config)
+    chosen.write_config(gpt.config)  # raises if the family cannot express the model
+    converter = AutoConverter(gpt.config, chosen, gpt.origin)
+    tensors = dict(gpt.stored_tensors())
+    if chosen.model_type not in transformers.CONFIG_MAPPING:
+        raise CheckpointError(_without_class(gpt, chosen.model_type, transformers.CONFIG_MAPPING))
+    config = transformers.AutoConfig.for_model(**converter.hf_config(tensors))
+    dtype = _main_dtype(tensors)  # not that of config.json, which its files may contradict
+    # transformers' other attention leaves the soft-capping of scores out
+    attention = {} if gpt.config.attention.softcap is None else {"attn_implementation": "eager"}
+    with torch.device(next(iter(tensors.values())).device):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, **attention)
+    form = chosen.form_of(gpt.config, model.state_dict())
+    given = converter.to_hf(tensors, form=form, dequantize=dequantize)
+    for name, stored in chosen.namespace(gpt.config, form).stored.items():
+        if not stored.convertible and name in given:  # such a tensor has a precision of its own
+            tensor = model.get_parameter(name) if name in dict(model.named_parameters()) else model.get_buffer(name)
+            tensor.data = tensor.data.to(torch.promote_types(tensor.dtype, given[name].dtype))
+    names = model.state_dict()
+    result = model.load_state_dict(given, strict=False)
+    loaded = {t.data_ptr() for name, t in names.items() if name not in result.missing_keys}
+    missing = [name for name in result.missing_keys if names[name].data_ptr() not in loaded]  # not only a tied copy
+    if missing or result.unexpected_keys:
+        raise CheckpointError(
+            f"transformers' {type(model).__name__} has other tensors than the family {chosen.model_type!r}: "
+            f"{', '.join((*missing, *result.unexpected_keys))}"
+        )
+    return model.eval()
+
+
+def _main_dtype(tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
+    """Return the dtype that most numbers have."""
+    numbers: Counter[torch.dtype] = Counter()
+    for tensor in tensors.values():
+        numbers[tensor.dtype] += tensor.numel()
+    return numbers.most_common(1)[0][0]
+
+
+def _without_class(gpt: GPTModel, family: str, known: Container[str]) -> str:
+    """Return the sentence that transformers has no class for a family, with those for which it has one."""
+    from te_models.checkpoints import FAMILIES, CheckpointError
+
+    others = []
+    for name, other in FAMILIES.items():
+        try:
+            other.write_config(gpt.config)
+        except CheckpointError:
+            continue
+        others += [name] if name in known else []
+    allowed = f"; allowed: {', '.join(others)}" if others else ""
+    return f"this transformers has no class for the family {family!r}{allowed}"

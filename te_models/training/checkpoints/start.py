@@ -1,0 +1,232 @@
+"""Where a run starts: at the newest checkpoint or at nothing, on every rank alike, and only if it is the same run."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import shlex
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from te_models.checkpoints import CheckpointError
+from te_models.checkpoints.io.manifest import MANIFEST
+from te_models.layers import load_recipe_state, prepare_recipe_state, recipe_state
+
+from ...config import ConfigError
+from ...model import GPTModel
+from ..config import PrecisionConfig, TrainConfig
+from ..data.dataset import TokenDataset
+from ..data.token_file import DataError
+from ..metrics import METRICS
+from ..precision import build_recipe
+from ..ranks.data_parallel import Ranks, gather_tensors
+from ..seeding import restore_random_state
+from .checkpoint import TrainingState, latest_checkpoint, list_checkpoints, load_state
+from .checks import VALUES, TrainingCheckpointError, check_recipe_state
+
+
+def open_start(config: TrainConfig, output_dir: Path, ranks: Ranks) -> tuple[Path | None, TrainingState | None]:
+    """Find the checkpoint to continue from and read it; None where there is nothing yet. Called by all ranks.
+
+    Raises ConfigError and TrainingCheckpointError, on every rank where one of them raises, before anything is built.
+    """
+    checkpoint: Path | None = None
+    start: TrainingState | None = None
+    problem: ValueError | None = None
+    try:
+        checkpoint = find_start(config, output_dir)
+        if checkpoint is not None:
+            with naming_the_intact(checkpoint, output_dir):
+                start = load_state(checkpoint)
+    except (ConfigError, TrainingCheckpointError) as error:
+        problem = error
+    check_same_start(start, ranks, checkpoint=checkpoint, problem=problem)
+    return checkpoint, start
+
+
+@contextlib.contextmanager
+def naming_the_intact(checkpoint: Path | None, output_dir: Path) -> Iterator[None]:
+    """Where the block finds that a checkpoint cannot be used, add to the error which one can, and how."""
+    try:
+        yield
+    except (TrainingCheckpointError, CheckpointError) as error:
+        if checkpoint is None:
+            raise
+        what = str(error)
+        if str(checkpoint) not in what:
+            what = f"{checkpoint} cannot be used as a training checkpoint: {what}"
+        raise TrainingCheckpointError(f"{what}; {_advice(checkpoint, output_dir)}") from None
+
+
+def _advice(damaged: Path, output_dir: Path) -> str:
+    """Say how to go on without a checkpoint: from the newest other one of the run that is intact."""
+    for other in reversed(list_checkpoints(output_dir)):
+        if other.resolve() == damaged.resolve():
+            continue
+        with contextlib.suppress(TrainingCheckpointError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            load_state(other)
+            option = f"--resume-from {shlex.quote(str(other))}"
+            return f"the newest intact one is {other.name}: continue from it with {option} (in the file: resume_from)"
+    return "no other checkpoint of this run is intact: start anew with another output_dir"
+
+
+def find_start(config: TrainConfig, output_dir: Path) -> Path | None:
+    """Return the checkpoint to continue from: the one that was asked for, or the newest. Raises ConfigError where that
+    is no folder, or `resume` is off and the directory is used."""
+    if config.resume_from is not None:
+        if not Path(config.resume_from).is_dir():
+            there = ", ".join(folder.name for folder in list_checkpoints(output_dir)[-3:]) or "none"
+            raise ConfigError(
+                f"resume_from is {config.resume_from!r}, which is not a folder; allowed: a checkpoint, such as those "
+                f"in {output_dir / 'checkpoints'} ({there})"
+            )
+        return Path(config.resume_from)
+    if config.resume:
+        return latest_checkpoint(output_dir)
+    if (output_dir / METRICS).exists() or (output_dir / "checkpoints").exists():
+        raise ConfigError(f"{output_dir} holds another run and resume is off; choose another output_dir")
+    return None
+
+
+_FREE = {"model.activation_checkpointing", "model.loss_chunk_tokens", "optimizer.skip_nonfinite"}
+"""What is changed to get a run going again: less memory, and past a step that it always stops at."""
+_ACCUMULATION = "data.gradient_accumulation"
+_LATER = ("optimizer.moe_router_bias_update_rate", "optimizer.accumulate_allreduce_grads_in_fp32")
+"""Absent from checkpoints of before there were these: such a run goes on, balanced from there on if it is a mixture
+with an expert bias, and with gradients that are added up in float32."""
+
+
+def check_same_run(config: TrainConfig, start: TrainingState, ranks: Ranks) -> None:
+    """Refuse to continue a run whose numbers would silently be those of another: name the fields that changed.
+
+    Fields that decide only how long, how fast, in how much memory or how visibly it runs may change, and so may the
+    number of ranks, with as much less or more accumulation: the same windows are a step.
+    """
+    now, before = _fields(config.to_dict()), _fields(start.config)
+    per_step = int(now.pop(_ACCUMULATION)) * ranks.world_size
+    accumulated = int(before.pop(_ACCUMULATION, 1))
+    for name in _LATER:
+        before.setdefault(name, now[name])
+    changed = [name for name in now | before if now.get(name) != before.get(name) and name not in _FREE]
+    changed = [name for name in changed if not name.startswith("schedule.")]  # `continued_config` compares curves
+    if config.schedule.extend == "replace" or changed == ["optimizer.lr"]:
+        changed = [name for name in changed if name != "optimizer.lr"]
+    size = start.config.get("expert_model_parallel_size", 1)  # checkpoints of before had all experts on every rank
+    changed += ["expert_model_parallel_size"] if config.expert_model_parallel_size != size else []
+    if changed:
+        raise ConfigError(f"cannot continue from step {start.step}: {', '.join(changed)} differ from the checkpoint's")
+    if per_step != accumulated * start.world_size:
+        raise ConfigError(
+            f"cannot continue from step {start.step}: a step had {accumulated * start.world_size} micro-batches, "
+            f"{_ACCUMULATION} {accumulated} on each of {start.world_size} ranks, and has {per_step} on "
+            f"{ranks.world_size}; allowed: a gradient_accumulation with the same product"
+        )
+
+
+def set_newer_aside(checkpoint: Path, step: int, output_dir: Path) -> list[Path]:
+    """Rename the checkpoints of `output_dir` that the run leaves behind where it continues from an older one, or from
+    one elsewhere: they are of another course of the run, and the next start would take the newest. Returns their new
+    names, which end in ".set-aside"; nothing is removed."""
+    renamed = []
+    for folder in list_checkpoints(output_dir):
+        if int(folder.name.removeprefix("step-")) >= step and folder.resolve() != checkpoint.resolve():
+            aside, number = folder.with_name(f"{folder.name}.set-aside"), 1
+            while aside.exists():
+                number += 1
+                aside = folder.with_name(f"{folder.name}.set-aside-{number}")
+            renamed.append(folder.rename(aside))
+    return renamed
+
+
+def complete_recipe_state(model: GPTModel, precision: PrecisionConfig) -> dict[str, torch.Tensor]:
+    """Return the live state of a model's recipe, of every layer that keeps any, whether it has run yet or not: so what
+    a checkpoint must hold does not depend on what has happened."""
+    recipe = build_recipe(precision, model.config.num_layers)
+    if recipe is not None:
+        prepare_recipe_state(model, recipe)
+    return recipe_state(model)
+
+
+def restore_generators(start: TrainingState, ranks: Ranks, model: nn.Module) -> None:
+    """Restore this rank's random states and its recipes' live state. A rank that the checkpoint does not know keeps its
+    own random states; scales are the same on all ranks that have the same layers.
+
+    model: with the recipe state that it will have (`complete_recipe_state`). Raises TrainingCheckpointError where that
+    of the checkpoint is another.
+    """
+    known = ranks.rank < start.world_size
+    states = check_recipe_state(start.tensors, recipe_state(model))
+    if known:
+        own = f"rng.{ranks.rank}."
+        restore_random_state({k.removeprefix(own): t for k, t in start.tensors.items() if k.startswith(own)})
+    state = states.get(str(ranks.rank % start.world_size), {})
+    load_recipe_state(model, {k: t for k, t in state.items() if known or not k.endswith("fp8_rng_state")})
+
+
+def _fields(config: dict[str, Any]) -> dict[str, str]:
+    """Return what decides a run's numbers, by name (`optimizer.lr`), as texts."""
+    found = {}
+    for name in ("seed", "model", "data", "optimizer", "schedule", "precision"):
+        value = config.get(name)
+        table = {f"{name}.{key}": v for key, v in value.items()} if isinstance(value, dict) else {name: value}
+        found |= {key: json.dumps(v) for key, v in table.items()}
+    return found
+
+
+def check_same_start(
+    start: TrainingState | None,
+    ranks: Ranks,
+    *,
+    checkpoint: Path | None = None,
+    problem: ValueError | None = None,
+) -> None:
+    """Raise, on every rank, where ranks found different checkpoints: they would train different models from there on,
+    and average their gradients. Different are other steps, and other contents (`checkpoint` is where they are).
+
+    problem: what keeps this rank from starting; it raises that, and the others TrainingCheckpointError.
+    """
+    digest = 0
+    if start is not None and checkpoint is not None:
+        file = next(file for file in (checkpoint / MANIFEST, checkpoint / VALUES) if file.exists())
+        digest = int.from_bytes(hashlib.sha256(file.read_bytes()).digest()[:7], "little")
+    mine = torch.tensor([0 if start is None else start.step, digest, problem is not None], dtype=torch.int64)
+    found = gather_tensors({"start": mine}, ranks)
+    if problem is not None:
+        raise problem
+    rows = [found[f"{rank}.start"].tolist() for rank in range(ranks.world_size)]
+    for rank, (step, digest, failed) in enumerate(rows):
+        if failed:
+            raise TrainingCheckpointError(f"rank {rank} has no checkpoint that it can continue from; it says why")
+        if step != rows[0][0]:
+            raise TrainingCheckpointError(
+                f"rank 0 continues from step {rows[0][0]} and rank {rank} from step {step}; output_dir must be a "
+                "folder that all ranks see"
+            )
+        if digest != rows[0][1]:
+            raise TrainingCheckpointError(
+                f"rank 0 and rank {rank} see different checkpoints of step {step}; output_dir must be a folder that "
+                "all ranks see"
+            )
+
+
+def check_same_data(dataset: TokenDataset, start: TrainingState | None, ranks: Ranks) -> str:
+    """Return the digest of the data set. Raises DataError, on every rank, where a rank reads other tokens than rank 0
+    or the run has trained on others until now."""
+    digest = dataset.checked_digest()
+    found = gather_tensors({"digest": torch.tensor(list(bytes.fromhex(digest)), dtype=torch.uint8)}, ranks)
+    for rank in range(ranks.world_size):
+        if not torch.equal(found[f"{rank}.digest"], found["0.digest"]):
+            raise DataError(f"rank {rank} reads other tokens from data.path {dataset.path} than rank 0")
+    if start is not None and start.data_digest not in (None, digest):
+        raise DataError(
+            f"cannot continue from step {start.step}: {dataset.path} holds other tokens than those of the steps before "
+            f"(digest {digest[:12]}, was {start.data_digest[:12]}); allowed: the same data set"
+        )
+    return digest

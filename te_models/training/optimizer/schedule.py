@@ -1,0 +1,36 @@
+"""Learning-rate schedules: pure functions of the step, so that a resumed run needs no scheduler state.
+
+All start with a linear warm-up that reaches the peak at step `warmup_steps - 1`. "constant" stays there. "cosine"
+(arXiv 1608.03983) falls along half a cosine to `min_lr_ratio` at the last step. "wsd" (warm-up, stable, decay,
+arXiv 2404.06395) stays at the peak and falls linearly over the last `decay_steps`.
+"""
+
+from __future__ import annotations
+
+import math
+
+from ..config import ScheduleConfig
+
+
+def lr_at(step: int, *, peak: float, steps: int, schedule: ScheduleConfig) -> float:
+    """Return the learning rate of step number `step` (from 0) in a run of `steps`."""
+    warmup, floor = schedule.warmup_steps, schedule.min_lr_ratio
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    if schedule.kind == "constant":
+        return peak
+    if schedule.kind == "cosine":
+        progress = _fraction(step - warmup, steps - 1 - warmup)
+        return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
+    decay = schedule.decay_steps if schedule.decay_steps is not None else default_decay_steps(steps, warmup)
+    progress = _fraction(step - (steps - 1 - decay), decay)
+    return peak * (1 - (1 - floor) * progress)
+
+
+def default_decay_steps(steps: int, warmup: int) -> int:
+    """A tenth of the run, at least one step, never overlapping the warm-up."""
+    return max(1, min(steps // 10, steps - warmup))
+
+
+def _fraction(done: int, total: int) -> float:
+    return 1.0 if total <= 0 else min(1.0, max(0.0, done / total))

@@ -1,0 +1,143 @@
+"""What a run is refused for at once: before weights are read, text is tokenized or anything is written."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import torch
+
+from te_models.checkpoints import CheckpointError, expected_tensors, open_checkpoint
+from te_models.checkpoints.folder.hf_config import find_family
+
+from ..config import ConfigError, ModelConfig
+from ..extras import require
+from ..model.parallel import check_distribution
+from .build import DTYPES, check_dataset, check_vocabulary, read_model_config
+from .config import TrainConfig
+from .data.build import load_encoder, matching_files
+from .data.dataset import TokenDataset, Windows
+from .data.token_file import DataError
+from .precision import build_recipe
+
+FINAL = "final"
+"""Where in a run's folder the trained model is."""
+
+_MOMENTS = {"float32": 8, "bfloat16": 4, "float8": 2}
+"""Bytes of the two moments of a parameter."""
+
+
+def check_run(
+    config: TrainConfig, checkpoint: Path | None, device: str, *, reads_text: bool
+) -> tuple[ModelConfig, list[str]]:
+    """Check what a configuration names and asks for; return the model's configuration, and notes for the user, a
+    sentence each.
+
+    Args:
+        checkpoint: What the run continues from.
+        device: "cpu" or "cuda".
+        reads_text: Whether this rank builds the data set where there is none.
+
+    Raises:
+        ConfigError, DataError, CheckpointError, MissingExtraError: the run cannot be what is asked for.
+    """
+    if config.log.plot:
+        require("matplotlib.figure", "plot", feature="the loss plot (log.plot)")
+    if config.log.progress:
+        require("tqdm", "train", feature="the progress bar (log.progress)")
+    _check_output(Path(config.output_dir))
+    model, notes = _read_model(config, checkpoint)
+    _check_sizes(config, model, device)
+    build_recipe(config.precision, model.num_layers)
+    if reads_text:
+        _check_data(config, model)
+    return model, notes
+
+
+def _check_output(folder: Path) -> None:
+    """Raise ConfigError where nothing can be written to a run's folder, or `final` there is something else."""
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        raise ConfigError(f"output_dir is {folder}, but {nearest} is not a folder")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ConfigError(f"output_dir is {folder}, but {nearest} cannot be written to")
+    final = folder / FINAL
+    if final.exists() and not (final / "config.json").is_file() and not (final.is_dir() and not any(final.iterdir())):
+        raise ConfigError(f"{final} is not a model folder, and the trained model would take its place; move it away")
+
+
+def _read_model(config: TrainConfig, checkpoint: Path | None) -> tuple[ModelConfig, list[str]]:
+    """Return the configuration of the model, and a note where no Hugging Face family can store it."""
+    path = config.model.path if checkpoint is None else checkpoint / "model"
+    source = None
+    if path is None:
+        model = read_model_config(config)
+    else:
+        with open_checkpoint(path) as opened:
+            model, source = opened.config, opened.source
+    if source is None or source.family is None:
+        try:
+            find_family(model)
+        except CheckpointError as error:
+            return model, [f"no Hugging Face family stores this model, so it cannot be exported: {error}"]
+    return model, []
+
+
+def _check_sizes(config: TrainConfig, model: ModelConfig, device: str) -> None:
+    """Raise ConfigError where the model has fewer positions than a window, or the memory is less than the run needs
+    before its first step."""
+    data, size = config.data, config.expert_model_parallel_size
+    if model.max_position_embeddings < data.sequence_length:
+        raise ConfigError(
+            f"data.sequence_length is {data.sequence_length}, but the model has {model.max_position_embeddings} "
+            "positions"
+        )
+    if size > 1:
+        check_distribution(model, size, config.model.expert_layout)
+    ids = 8 * data.sequence_length * data.micro_batch_size * data.gradient_accumulation
+    host = _host_memory()
+    if ids > host:
+        raise ConfigError(
+            f"data.sequence_length, micro_batch_size and gradient_accumulation make {_gib(ids)} of token ids a step, "
+            f"and the machine has {_gib(host)} of memory"
+        )
+    parameters = sum(math.prod(shape) for shape in expected_tensors(model, "grouped").values()) // size
+    needed = parameters * (DTYPES[config.precision.dtype].itemsize + _MOMENTS[config.optimizer.moment_dtype])
+    memory = host if device == "cpu" else torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    if needed > memory:
+        raise ConfigError(
+            f"the model has {parameters:,} parameters, {_gib(needed)} with their moments, and the device has "
+            f"{_gib(memory)} of memory"
+        )
+
+
+def _check_data(config: TrainConfig, model: ModelConfig) -> None:
+    """Raise DataError where the data set is missing and cannot be built, or does not fit the model."""
+    data = config.data
+    if Path(data.path).exists():
+        dataset = TokenDataset.open(data.path)
+        check_dataset(dataset, data, model.vocab_size)
+        Windows(dataset, data.sequence_length, "train", data.validation_fraction, config.seed)
+        if data.validation_fraction:
+            Windows(dataset, data.sequence_length, "validation", data.validation_fraction, config.seed)
+        return
+    if not data.text:
+        raise DataError(f"data.path is {data.path}, which does not exist, and there is no data.text to build it from")
+    for file in matching_files(data.text):
+        if not os.access(file, os.R_OK):
+            raise DataError(f"cannot read the text file {file}")
+    check_vocabulary(f"the tokenizer {data.tokenizer}", load_encoder(str(data.tokenizer)).vocab_size, model.vocab_size)
+
+
+def _host_memory() -> int:
+    """Return the bytes of main memory and swap space."""
+    try:
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        return sum(int(fields[name].split()[0]) << 10 for name in ("MemTotal", "SwapTotal"))
+    except (OSError, KeyError, ValueError):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:,.1f} GiB"

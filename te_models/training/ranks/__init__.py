@@ -1,0 +1,1 @@
+"""Runs over several ranks: whose batches are mine, distributed experts, and ranks that stop answering."""

@@ -1,0 +1,198 @@
+"""Data parallelism over processes that torchrun started: which windows are mine, and the mean of everybody's gradients.
+
+Every rank holds the whole model, but for experts where they are distributed (`expert_ranks`). Gradients are averaged in
+one all-reduce per dtype over a flat buffer, after the last micro-batch; the reduction gives the same bits on every
+rank, so parameters never drift apart. Without torchrun's environment there is one rank and nothing here communicates.
+(Sharded training with FSDP2 is a later concern.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import secrets
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from te_models.layers import gradient_of
+from te_models.layers.collectives import check_group
+
+if TYPE_CHECKING:
+    from .monitor import RankMonitor
+
+TIMEOUT = timedelta(minutes=10)
+"""How long ranks wait for one that does not answer, unless the configuration says otherwise."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's place. `rank` 0 writes files and shows progress. local_rank: its device; None: the current one.
+    monitor: knows whether the other ranks still answer; None: only their collectives tell."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int | None = None
+    owns_group: bool = False
+    monitor: RankMonitor | None = None
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def leave(self) -> None:
+        """Leave the process group if this run joined it; one of its caller's stays."""
+        if self.owns_group:
+            dist.destroy_process_group()
+
+    @contextlib.contextmanager
+    def monitored(self, timeout: timedelta) -> Iterator[Ranks]:
+        """Yield the ranks with a monitor while the block runs. Raises LostRankError, with its number, where a rank does
+        not answer for `timeout` or fails: instead of the collective's error, or by ending a process that cannot leave.
+        """
+        if self.world_size == 1:
+            yield self
+            return
+        from .monitor import RankMonitor
+
+        store = dist.distributed_c10d._get_default_store()  # there is no public way to the group's store
+        if store is None:  # MPI's groups have none
+            yield self
+            return
+        run = _sendable(torch.tensor(secrets.randbits(62)))
+        dist.broadcast(run, 0)  # a process may train more than once
+        with contextlib.suppress(NotImplementedError, RuntimeError):  # not every kind of store can be copied
+            store = store.clone()  # one connection serves one thread
+        monitor = RankMonitor(
+            dist.PrefixStore(f"te_models/{int(run)}", store), self.rank, self.world_size, timeout.total_seconds()
+        )
+        error: BaseException | None = None
+        try:
+            yield dataclasses.replace(self, monitor=monitor)
+        except BaseException as raised:
+            error = monitor.explain(raised)
+            if error is not raised:
+                raise error from raised
+            raise
+        finally:
+            monitor.close(error)
+
+
+def is_main_process() -> bool:
+    """Whether this process speaks for the run: torchrun's rank 0, or one that torchrun did not start."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def ranks_from_environment(device: str, timeout: timedelta = TIMEOUT) -> Ranks:
+    """Return the place in the process group that the caller has joined, or join the one that torchrun described (RANK,
+    WORLD_SIZE, MASTER_ADDR, ...); one rank without either. timeout: of the collectives of a group that is joined."""
+    joined = dist.is_available() and dist.is_initialized()
+    if not joined and int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return Ranks()
+    if not joined:
+        # numbers on the host, such as losses and random states, are exchanged, too
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=timeout)
+    local = os.environ.get("LOCAL_RANK")
+    return Ranks(dist.get_rank(), dist.get_world_size(), None if local is None else int(local), not joined)
+
+
+def average_gradients(
+    parameters: Iterable[torch.nn.Parameter],
+    ranks: Ranks,
+    *,
+    distributed: Iterable[torch.nn.Parameter] = (),
+    copies: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Replace every gradient, `.grad` or `.main_grad`, by its mean over the ranks. A parameter without a gradient must
+    lack it on all of them.
+
+    group: the ranks that are meant, where others have other parts of the layers (`tp`): `ranks` counts those of it
+    alone; None: all.
+    distributed: those of the parameters that only a part of the ranks has, as `GPTModel.expert_parameters` lists them.
+    Their gradients are sums over the ranks that share a copy of all experts, and are summed over `copies`, the ranks
+    that have the same ones, too; None: no other rank has them.
+    """
+    for name, given in {"copies": copies, "group": group}.items():
+        if given is not None:
+            check_group(name, given)
+    if ranks.world_size == 1:
+        return
+    own = {id(parameter) for parameter in distributed}
+    everyone: list[torch.Tensor] = []
+    few: list[torch.Tensor] = []
+    for parameter in parameters:
+        gradient = gradient_of(parameter)
+        if gradient is not None:
+            (few if id(parameter) in own else everyone).append(gradient)
+    _sum(everyone, group, ranks.world_size)
+    if copies is not None and copies.size() > 1:
+        _sum(few, copies, ranks.world_size)
+    else:
+        for gradient in few:
+            gradient.div_(ranks.world_size)
+
+
+def _sum(gradients: Iterable[torch.Tensor], group: dist.ProcessGroup | None, count: int) -> None:
+    """Replace gradients by their sums over a group divided by `count`, in one all-reduce per dtype."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    for together in by_dtype.values():
+        flat = torch.cat([g.reshape(-1) for g in together])
+        dist.all_reduce(flat, group=group)
+        flat.div_(count)
+        for gradient, part in zip(together, flat.split([g.numel() for g in together]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+
+def mean_over_ranks(value: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """Return the mean of a tensor over the ranks, on the tensor's device."""
+    if ranks.world_size == 1:
+        return value
+    total = _sendable(value).clone()
+    dist.all_reduce(total)
+    return (total / ranks.world_size).to(value.device)
+
+
+def largest_over_ranks(values: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """Return, element by element, the largest value that a rank gave, on the tensor's device."""
+    if ranks.world_size == 1:
+        return values
+    if ranks.monitor is not None:
+        ranks.monitor.check()
+    largest = _sendable(values).clone()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest.to(values.device)
+
+
+def _sendable(value: torch.Tensor) -> torch.Tensor:
+    """Return the tensor where the process group takes it: NCCL takes none in main memory."""
+    devices = [pair.partition(":")[0] for pair in dist.get_backend_config().split(",")]
+    return value if value.device.type in devices else value.to(devices[0])
+
+
+def gather_tensors(tensors: dict[str, torch.Tensor], ranks: Ranks) -> dict[str, torch.Tensor]:
+    """Return every rank's tensors under `{rank}.{name}`; all ranks give the same names and shapes."""
+    result = {}
+    for name, tensor in sorted(tensors.items()):
+        parts = [tensor]
+        if ranks.world_size > 1:
+            sent = _sendable(tensor)
+            parts = [torch.empty_like(sent) for _ in range(ranks.world_size)]
+            dist.all_gather(parts, sent)
+        result |= {f"{rank}.{name}": part.to(tensor.device) for rank, part in enumerate(parts)}
+    return result
+
+
+def barrier(ranks: Ranks) -> None:
+    """Wait until every rank is here, however long rank 0 writes: the collectives of gradients give up after minutes."""
+    if ranks.monitor is not None:
+        ranks.monitor.barrier()
+    elif ranks.world_size > 1:
+        dist.barrier()

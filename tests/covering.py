@@ -1,0 +1,77 @@
+"""Which cells of a test matrix run in `make test`, and how long an everyday test may take.
+
+`@pytest.mark.matrix` on a parametrized test: `make test` runs a covering array of its cells, in which every value of
+every parameter occurs ("each", the default) or every pair of values ("pairs"); the other cells are marked slow and run
+in `make test-all`. The choice depends on nothing but the parameters, so it is the same in every run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import defaultdict
+from collections.abc import Generator, Hashable
+
+import pytest
+
+BUDGET_S = 60.0
+"""Processor time, children included, that a test without the marker slow may take. A cold compiler cache on a slow
+machine is allowed for."""
+
+Cell = dict[str, Hashable]
+
+
+def chosen(cells: list[Cell], strength: int) -> list[int]:
+    """Return the positions of cells that cover all `strength`-tuples of parameter values which occur in any cell.
+
+    Greedy: again and again the first of the cells that cover the most that is not covered yet.
+    """
+    tuples = [set(itertools.combinations(sorted(cell.items()), min(strength, len(cell)))) for cell in cells]
+    missing = set().union(*tuples)
+    found: list[int] = []
+    while missing:
+        best = max(range(len(cells)), key=lambda i: (len(tuples[i] & missing), -i))
+        found.append(best)
+        missing -= tuples[best]
+    return sorted(found)
+
+
+def cell_of(item: pytest.Item) -> Cell:
+    """Return the parameters of a test: plain values as they are, so that arguments parametrized together count one by
+    one, and others by their positions."""
+    plain = (str, int, float, bool, type(None))
+    values, positions = item.callspec.params, item.callspec.indices
+    return {name: (repr(value) if isinstance(value, plain) else positions[name]) for name, value in values.items()}
+
+
+def mark_uncovered(items: list[pytest.Item]) -> None:
+    """Mark as slow the cells of every matrix that its covering array leaves out."""
+    matrices: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("matrix") and not item.get_closest_marker("slow"):
+            matrices[item.nodeid.partition("[")[0]].append(item)
+    for cells in matrices.values():
+        marker = cells[0].get_closest_marker("matrix")
+        strength = {(): 1, ("each",): 1, ("pairs",): 2}[marker.args]
+        keep = set(chosen([cell_of(item) for item in cells], strength))
+        for i, item in enumerate(cells):
+            if i not in keep:
+                item.add_marker(pytest.mark.slow)
+
+
+def processor_time() -> float:
+    """Return the processor time of this process and of its children that have ended."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def within_budget(item: pytest.Item) -> Generator[None, object, object]:
+    """Run a test, and fail it where it takes more than BUDGET_S and is not marked slow."""
+    before = processor_time()
+    result = yield
+    spent = processor_time() - before
+    if spent > BUDGET_S and not any(item.get_closest_marker(name) for name in ("slow", "real", "gpu")):
+        pytest.fail(
+            f"{item.nodeid} took {spent:.0f} s of processor time; allowed: {BUDGET_S:.0f} s, or the marker slow"
+        )
+    return result

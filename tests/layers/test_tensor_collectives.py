@@ -1,0 +1,71 @@
+"""Collectives over quantized tensors, on two real processes: see `tensor_collective_ranks` for what each case does."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from tests.ranks import run_on_ranks
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
+
+if torch.distributed.is_available():
+    from tests.layers.tensor_collective_ranks import KINDS, KNOWN, cases, make, operation, operations
+
+    CASES = list(cases())
+else:
+    CASES = []
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """What every case came to, on either rank."""
+    results = tmp_path_factory.mktemp("collectives") / "results"
+    run_on_ranks(["-m", "tests.layers.tensor_collective_ranks", str(results)], timeout=300)
+    return [json.loads(results.with_suffix(f".{rank}").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks(case: str, outcomes: list[dict[str, str]]) -> None:
+    assert [outcome[case] for outcome in outcomes] == ["ok", "ok"]
+
+
+def test_torch_has_the_operations_that_are_known() -> None:
+    names = operations()
+    assert {name for name in KNOWN if name.startswith("c10d::")} <= {*names} and len(names) > 60 and len(KINDS) > 20
+
+
+def test_what_works_in_place_without_declaring_it_is_refused() -> None:
+    """No dispatch can know what such an operation writes, so that it would write to a copy."""
+    names = []
+    for name in torch._C._dispatch_get_all_op_names():
+        base = name.partition("::")[2].partition(".")[0]
+        if not base.endswith("_") or base.endswith("__"):
+            continue
+        try:
+            schema = operation(name)._schema
+        except AttributeError:  # of a namespace that Python cannot spell
+            continue
+        if not schema.is_mutable and schema.name.partition("::")[0] not in ("c10d", "symm_mem"):
+            names.append(name)
+    assert "inductor::accumulate_grad_" in names
+    for kind in ("mxfp8", "3 of float8"):
+        x = make(kind, 0)
+        for name in names:
+            others = [torch.zeros(x.shape) if "Tensor" in str(a.type) else 0 for a in operation(name)._schema.arguments]
+            with pytest.raises(ValueError, match="does not declare what it writes"):
+                operation(name)(x, *others[1:])
+
+
+def test_what_exchanges_memory_is_refused() -> None:
+    x = make("mxfp8", 0)
+    for exchange in (lambda: x.set_(torch.zeros(128, 128)), lambda: x.resize_(3), lambda: x.resize_as_(torch.ones(3))):
+        with pytest.raises(ValueError, match="exchanges the memory of a tensor, and a MXFP8Tensor has none"):
+            exchange()
+    parameter, bucket = torch.nn.Parameter(x), torch.ones(x.numel())
+    with pytest.raises(ValueError, match="cannot become a view of other memory"):
+        parameter.data = bucket[: x.numel()].view_as(x)
+    parameter.data = bucket.view_as(x).clone()
+    assert parameter.dequantize().eq(1).all()

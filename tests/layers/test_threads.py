@@ -1,0 +1,470 @@
+"""Threads: what one has put in force is nobody else's, and many at once compute what they compute one by one."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from te_models.kernels.compiling import compiling
+from te_models.layers import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    LayerNormMLP,
+    Linear,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    PerModuleRecipe,
+    Recipe,
+    autocast,
+    checkpoint,
+    collect_statistics,
+    current_recipe,
+    microbatch,
+    quantization_statistics,
+    quantized_model_init,
+    storage_recipe,
+)
+from te_models.layers.module.base import live_modules
+from te_models.layers.recipe.activation_checkpoint import checkpointed
+from te_models.layers.recipe.context import state
+from tests.layers.matrix_recipes import fresh, graphs
+
+MXFP8, CURRENT = MXFP8BlockScaling(), Float8CurrentScaling()
+BY_NAME = PerModuleRecipe(default=MXFP8, rules=(("*up", "bf16"),))
+OTHERWISE = PerModuleRecipe(default=CURRENT, rules=(("*up", MXFP8),))
+NVFP4 = NVFP4BlockScaling(disable_stochastic_rounding=True)  # each pass would draw other bits
+RECIPES = [None, CURRENT, Float8BlockScaling(), MXFP8, NVFP4, fresh("custom"), BY_NAME, OTHERWISE]
+
+
+@pytest.fixture(autouse=True)
+def _threads_take_turns() -> Iterator[None]:
+    """Every few bytecodes, and nothing is left in force."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+    assert vars(state()) == vars(type(state())())
+
+
+def in_threads(*functions: Callable[[], Any]) -> list[Any]:
+    """Return what each function returns, all run at once, each in a thread of its own."""
+    results: list[Any] = [None] * len(functions)
+    start = threading.Barrier(len(functions))
+
+    def run(i: int) -> None:
+        try:
+            start.wait()
+            results[i] = functions[i]()
+        except BaseException as error:
+            results[i] = error
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+def in_a_thread(function: Callable[[], Any]) -> Any:
+    return in_threads(function)[0]
+
+
+class Two(nn.Module):
+    """Two layers that rules tell apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = Linear(32, 64, name="up"), Linear(64, 32, name="down")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+def inputs(rows: int = 32) -> Tensor:
+    return torch.randn(rows, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+
+def a_pass(run: Callable[[Tensor], Tensor], parameters: list[Tensor], recipe: Recipe | None) -> list[Tensor]:
+    """Return the output and the gradients, which are added up nowhere."""
+    x = inputs()
+    with autocast(enabled=recipe is not None, recipe=recipe):
+        y = run(x)
+    return [y.detach(), *torch.autograd.grad(y.square().sum(), [x, *parameters])]
+
+
+def assert_same(got: list[Tensor], expected: list[Tensor]) -> None:
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def times(count: int, function: Callable[[], Any]) -> Callable[[], list[Any]]:
+    return lambda: [function() for _ in range(count)]
+
+
+def as_one_by_one(
+    run: Callable[[Tensor], Tensor], parameters: list[Tensor], count: int, recipes: list[Recipe | None]
+) -> None:
+    """One model in eight threads, under recipes without state."""
+    passes = [lambda recipe=recipe: a_pass(run, parameters, recipe) for recipe in recipes]
+    expected = [one() for one in passes]
+    for several, alone in zip(in_threads(*(times(count, one) for one in passes)), expected, strict=True):
+        for got in several:
+            assert_same(got, alone)
+
+
+def test_eight_threads_with_eight_recipes() -> None:
+    model = Two()
+    as_one_by_one(model, list(model.parameters()), 2, RECIPES)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize(
+    ("make", "recipes", "backend"),
+    [
+        (lambda: Linear(32, 32, name="up"), [None, MXFP8, BY_NAME, OTHERWISE] * 2, "eager"),
+        pytest.param(Two, RECIPES, "inductor", marks=pytest.mark.slow),
+    ],
+    ids=["layer", "all"],
+)
+def test_eight_threads_compiled(make: Callable[[], nn.Module], recipes: list[Recipe | None], backend: str) -> None:
+    """One graph per recipe, whichever thread calls; no thread compiles another one."""
+    model = make()
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    parameters = list(model.parameters())
+    kinds = recipes[: len(recipes) // 2] if backend == "eager" else recipes
+    expected = [a_pass(compiled, parameters, recipe) for recipe in kinds]
+    count = graphs()
+    assert count == len(kinds)
+    as_one_by_one(compiled, parameters, 3, recipes)
+    for recipe, alone in zip(kinds, expected, strict=True):
+        assert_same(a_pass(compiled, parameters, recipe), alone)
+    assert graphs() == count
+
+
+@pytest.mark.slow
+def test_many_passes_of_a_larger_layer() -> None:
+    torch.manual_seed(0)
+    layer = LayerNormMLP(32, 96, activation="swiglu", name="up")
+    as_one_by_one(layer, list(layer.parameters()), 40, RECIPES)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler")
+def test_threads_that_compile_at_once() -> None:
+    """Each thread compiles its own model, under its own recipe, while others compile or run eagerly."""
+    expected = [a_pass(model := Two(), list(model.parameters()), recipe) for recipe in RECIPES]
+
+    def compile_or_not(i: int, recipe: Recipe | None) -> list[list[Tensor]]:
+        model = models[i]
+        run = torch.compile(model, fullgraph=True, backend="aot_eager") if i % 2 else model
+        return [a_pass(run, list(model.parameters()), recipe) for _ in range(1)]
+
+    models = [Two() for _ in RECIPES]
+    got = in_threads(*(lambda i=i, r=r: compile_or_not(i, r) for i, r in enumerate(RECIPES)))
+    for several, alone in zip(got, expected, strict=True):
+        assert_same(several[0], alone)
+
+
+def steps(model: nn.Module, recipe: Recipe | None, compiled: bool) -> list[Tensor]:
+    """Return what three training steps with delayed scaling or random bits leave, in two micro-batches each."""
+    run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+    outputs = []
+    for _ in range(3):
+        for first in (True, False):
+            with autocast(recipe=recipe), microbatch(first=None if compiled else first), collect_statistics():
+                y = run(inputs())
+            y.square().sum().backward()
+            outputs.append(y.detach())
+    noted = [torch.tensor(list(values.values())) for values in quantization_statistics(model).values()]
+    return [*outputs, *(p.grad for p in model.parameters()), *noted]  # type: ignore[list-item]
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
+def test_recipes_with_state_with_a_model_for_each_thread(compiled: bool) -> None:
+    recipes = [DelayedScaling(), DelayedScaling(margin=1), fresh("nvfp4"), MXFP8]
+    model = Two()
+    expected = [steps(copy.deepcopy(model), recipe, compiled) for recipe in recipes]
+    count = graphs()
+    runs = [lambda recipe=recipe: steps(copy.deepcopy(model), recipe, compiled) for recipe in recipes]
+    for got, alone in zip(in_threads(*runs), expected, strict=True):
+        assert_same(got, alone)
+    assert graphs() == count
+
+
+def test_a_thread_begins_with_nothing_in_force() -> None:
+    with autocast(recipe=MXFP8), quantized_model_init(recipe=CURRENT), microbatch(first=True), collect_statistics():
+        assert in_a_thread(lambda: (current_recipe(), storage_recipe(), vars(state()))) == (
+            None,
+            None,
+            vars(type(state())()),
+        )
+        assert type(in_a_thread(lambda: Linear(32, 32)).weight) is nn.Parameter
+        assert current_recipe() == MXFP8 and storage_recipe() == CURRENT
+
+
+REGIONS: list[Callable[[], Any]] = [
+    lambda: autocast(recipe=MXFP8),
+    lambda: autocast(recipe=BY_NAME),
+    lambda: autocast(enabled=False, calibrating=True, recipe=DelayedScaling()),
+    lambda: autocast(enabled=False),
+    lambda: microbatch(first=True),
+    lambda: collect_statistics(),
+    lambda: quantized_model_init(recipe=CURRENT),
+]
+
+
+def said() -> tuple[Any, ...]:
+    s = state()
+    return s.compute, s.calibrating, s.first_microbatch, s.statistics, s.storage, s.depth
+
+
+def test_regions_end_in_any_order() -> None:
+    """What is in force is what those still open say, in the order in which they were entered."""
+    alone = {}
+    for count in range(3):
+        for chosen in itertools.permutations(range(len(REGIONS)), count):
+            opened = [REGIONS[i]().__enter__() for i in chosen]
+            alone[chosen] = said()
+            for region in reversed(opened):
+                region.__exit__(None, None, None)
+    for chosen in itertools.permutations(range(len(REGIONS)), 3):
+        for order in itertools.permutations(chosen):
+            opened = {i: REGIONS[i]().__enter__() for i in chosen}
+            for i in order:
+                opened.pop(i).__exit__(None, None, None)
+                assert said() == alone[tuple(opened)], (chosen, order, i)
+
+
+def test_one_region_is_entered_twice_and_in_several_threads() -> None:
+    region = autocast(recipe=MXFP8)
+
+    def enter(inside: threading.Barrier) -> list[Any]:
+        found = [current_recipe()]
+        with region:
+            inside.wait()
+            found.append(current_recipe())
+            with autocast(recipe=CURRENT), region:
+                found.append(current_recipe())
+            found.append(current_recipe())
+        return [*found, current_recipe()]
+
+    inside = threading.Barrier(4)
+    for found in in_threads(*[lambda: enter(inside)] * 4):
+        assert found == [None, MXFP8, MXFP8, MXFP8, None]
+
+
+@pytest.mark.parametrize("region", REGIONS)
+def test_a_region_is_left_by_another_thread(region: Callable[[], Any]) -> None:
+    """A generator may be finished by whichever thread drops it. It ends where it began, and nothing changes there."""
+    opened = region().__enter__()
+
+    def leave() -> None:
+        with autocast(recipe=CURRENT):
+            opened.__exit__(None, None, None)
+            assert current_recipe() == CURRENT
+
+    in_a_thread(leave)  # the fixture sees what is left here
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize(
+    ("recipe", "backend"),
+    [
+        (MXFP8, None),
+        (BY_NAME, None),
+        (DelayedScaling(), None),
+        (OTHERWISE, "eager"),
+        pytest.param(DelayedScaling(), "aot_eager", marks=pytest.mark.slow),
+        pytest.param(MXFP8, "aot_eager", marks=pytest.mark.slow),
+        pytest.param(BY_NAME, "aot_eager", marks=pytest.mark.slow),
+        pytest.param(DelayedScaling(), "inductor", marks=pytest.mark.slow),
+    ],
+)
+def test_backward_runs_in_another_thread(recipe: Recipe, backend: str | None) -> None:
+    """With the recipe of its forward pass, which ran an activation checkpoint, whatever is in force there."""
+    results = []
+    elsewhere = (lambda run: run(), in_a_thread, lambda run: in_a_thread(lambda: under_another(run)))
+
+    def under_another(run: Callable[[], Any]) -> Any:
+        with autocast(recipe=BY_NAME):
+            return run()
+
+    first = Two() if backend != "eager" else Linear(32, 32, name="up")
+
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        return checkpointed(model, x)
+
+    run = step if backend is None else torch.compile(step, fullgraph=True, backend=backend)
+    for where in elsewhere:
+        model, x = copy.deepcopy(first), inputs()
+        with autocast(recipe=recipe):
+            loss = run(model, x).square().sum()
+        tensors = [x, *model.parameters()]
+        results.append(where(lambda loss=loss, tensors=tensors: torch.autograd.grad(loss, tensors)))
+    for got in results[1:]:
+        assert_same(got, results[0])
+    assert graphs() == (backend is not None)
+
+
+def test_checkpoints_of_threads_do_not_mix() -> None:
+    """Each notes what its own thread gives out, and one thread's recomputation is nobody else's."""
+    models = [Two() for _ in range(4)]
+    recipes = [DelayedScaling(), MXFP8, CURRENT, BY_NAME]
+
+    def run(i: int) -> list[Tensor]:
+        return a_pass(lambda x: checkpoint(models[i], x), list(models[i].parameters()), recipes[i])
+
+    runs = [lambda i=i: run(i) for i in range(4)]
+    expected = [one() for one in runs[1:]]
+    for several, alone in zip(in_threads(*(times(4, one) for one in runs))[1:], expected, strict=True):
+        for got in several:
+            assert_same(got, alone)
+
+
+def test_another_thread_compiles() -> None:
+    """Eager code that runs meanwhile is none that is compiled: it keeps weights, and checkpoints note their recipe."""
+    seen, model = [], Two()
+    expected = a_pass(lambda x: checkpoint(model, x), list(model.parameters()), MXFP8)
+
+    def meanwhile() -> list[Tensor]:
+        seen.append(compiling())
+        with autocast(recipe=MXFP8), microbatch(first=True):
+            model.up(inputs())
+        assert any(name.startswith("weight_cache") for name in vars(model.up))
+        return a_pass(lambda x: checkpoint(model, x), list(model.parameters()), MXFP8)
+
+    def backend(graph: torch.fx.GraphModule, example_inputs: list[Tensor]) -> Callable[..., Any]:
+        seen.extend(in_threads(meanwhile))
+        return graph
+
+    torch.compile(lambda x: x.sin(), backend=backend, fullgraph=True)(torch.ones(3))
+    assert seen[0] is False
+    assert_same(seen[1], expected)
+
+
+def test_compiling_is_known_while_tracing() -> None:
+    def traced(x: Tensor) -> Tensor:
+        return x + 1 if compiling() else x - 1
+
+    assert torch.equal(torch.compile(traced, fullgraph=True, backend="eager")(torch.zeros(2)), torch.ones(2))
+    assert torch.equal(traced(torch.zeros(2)), -torch.ones(2)) and not compiling()
+    exported = torch.export.export(nn.ReLU(), (torch.zeros(2),), strict=False)
+    assert exported is not None and not compiling()
+
+
+def test_rules_by_name_are_looked_up_for_each_thread() -> None:
+    """By one thread for all, the last to enter a region would decide."""
+    model, entered = Two(), threading.Barrier(2)
+
+    def run(recipe: Recipe) -> Tensor:
+        with autocast(recipe=recipe), torch.no_grad():
+            entered.wait()
+            return model(inputs())
+
+    both = in_threads(lambda: run(BY_NAME), lambda: run(OTHERWISE))
+    for got, recipe in zip(both, (BY_NAME, OTHERWISE), strict=True):
+        with autocast(recipe=recipe), torch.no_grad():
+            assert torch.equal(got, model(inputs()))
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_delayed_scaling_refuses_one_model_in_two_threads(compiled: bool) -> None:
+    """One layer has one history: recorded in two regions at once, its scales would be of neither."""
+    model = Linear(32, 32, name="up")
+    run = torch.compile(model, fullgraph=True, backend="eager") if compiled else model
+
+    def record() -> None:
+        with autocast(recipe=DelayedScaling()):
+            run(inputs()).sum().backward()
+
+    refused = pytest.raises(RuntimeError, match="up records amaxes for DelayedScaling in autocast regions of two")
+    with refused, autocast(recipe=DelayedScaling()):
+        run(inputs())
+        in_a_thread(record)
+    record()
+    in_a_thread(record)  # one after the other
+
+
+def test_evaluation_in_another_thread_leaves_the_amaxes() -> None:
+    """Its region ends with gradients off, where what was recorded in it is forgotten."""
+    model = Two()
+    with autocast(recipe=DelayedScaling()):
+        model(inputs()).sum().backward()
+        recorded = model.up.fp8_amax.clone()
+
+        @torch.no_grad()
+        def evaluate() -> None:
+            with autocast(recipe=DelayedScaling()):
+                copy.deepcopy(model).eval()(inputs())
+                model.eval()(inputs())
+                model.train()
+
+        in_a_thread(evaluate)
+        assert recorded.count_nonzero() == 2 and torch.equal(model.up.fp8_amax, recorded)
+    assert model.up.fp8_history is not None and torch.equal(model.up.fp8_history[0, :2], recorded)
+
+
+def test_models_are_built_while_regions_end() -> None:
+    """The live modules are listed at the end of each region."""
+
+    def build() -> None:
+        for _ in range(60):
+            Linear(8, 8)
+
+    def enter() -> None:
+        for _ in range(60):
+            with autocast(recipe=BY_NAME):
+                assert isinstance(live_modules(), list)
+
+    in_threads(build, enter, build, enter)
+
+
+def test_copies_for_data_parallel() -> None:
+    """`nn.DataParallel` runs copies in threads. They compute where they need nothing but their numbers."""
+    model = Two()
+
+    def copies() -> Two:
+        copied = Two()  # torch's own `replicate` puts copies of the parts into the whole, here without devices
+        for name, layer in model.named_children():
+            copied._modules[name] = layer._replicate_for_data_parallel()
+            for parameter, value in layer.named_parameters():
+                vars(copied._modules[name])[parameter] = value
+        return copied
+
+    with autocast(recipe=MXFP8), pytest.raises(RuntimeError, match=r"nn.DataParallel .* region inside the model's"):
+        model.up._replicate_for_data_parallel()
+
+    def run(module: nn.Module, recipe: Recipe | None, **arguments: Any) -> Tensor:
+        with autocast(enabled=arguments.pop("enabled", recipe is not None), recipe=recipe, **arguments):
+            return module(inputs())
+
+    for recipe in (None, MXFP8, BY_NAME):
+        assert torch.equal(in_a_thread(lambda recipe=recipe: run(copies(), recipe)), run(model, recipe))
+    run(model, DelayedScaling())
+    assert torch.equal(run(copies(), MXFP8), run(model, MXFP8))
+    amax = model.up.fp8_amax.clone()
+    for recipe in (DelayedScaling(), fresh("nvfp4")):
+        with pytest.raises(RuntimeError, match=r"a copy made by nn.DataParallel keeps no state"):
+            run(copies(), recipe)
+    with pytest.raises(RuntimeError, match=r"a copy made by nn.DataParallel keeps no state, which a calibration needs"):
+        run(copies(), DelayedScaling(), enabled=False, calibrating=True)
+    with collect_statistics(), pytest.raises(RuntimeError, match="and collect_statistics need; allowed: Distributed"):
+        run(copies(), MXFP8)
+    assert torch.equal(model.up.fp8_amax, amax)

@@ -1,0 +1,27 @@
+"""Covering arrays: everything that they must cover is covered, and by fewer cells than there are."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tests.covering import chosen
+
+CELLS = [dict(zip("abc", cell, strict=True)) for cell in itertools.product(range(4), range(3), range(5))]
+
+
+@pytest.mark.parametrize("strength", [1, 2, 3])
+def test_every_tuple_of_values_is_covered(strength: int) -> None:
+    def covered(cells: list[dict]) -> set:
+        return {pair for cell in cells for pair in itertools.combinations(sorted(cell.items()), strength)}
+
+    found = [CELLS[i] for i in chosen(CELLS, strength)]
+    assert covered(found) == covered(CELLS)
+    assert len(found) <= {1: 5, 2: 26, 3: 60}[strength]
+
+
+def test_cells_that_are_not_a_full_product_are_covered_too() -> None:
+    cells = [{"a": 0, "b": 0}, {"a": 1, "b": 1}, {"a": 1, "b": 2}, {"a": 0, "b": 2}]
+    assert chosen(cells, 1) == [0, 1, 2]
+    assert chosen(cells, 2) == [0, 1, 2, 3]

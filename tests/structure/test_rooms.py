@@ -1,0 +1,71 @@
+"""The rooms inside the folders: how many files each holds, in which order they import each other, and their names.
+
+docs/layout.md says what lives where. A room may import the rooms before it, lazy and type-only imports included.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+
+from tests.structure.test_imports import imports_of
+from tests.structure.tree import FOLDERS, ROOT, modules
+
+ROOMS = {
+    "te_models.checkpoints": "io plan families formats folder write quantized tools",
+    "te_models.kernels": "launch derivative torch_versions without_autocast asserted custom_op quantize",
+}
+"""The rooms of a folder in the order in which they may import each other."""
+MOST_FILES = 20
+BANNED = {"rung", "rungs"}
+"""Identifiers that say less than the field's own words (CONTRIBUTING.md)."""
+
+
+def room_of(module: str, package: str) -> str:
+    return module.removeprefix(f"{package}.").partition(".")[0]
+
+
+def test_a_room_imports_only_the_rooms_before_it() -> None:
+    found = []
+    for package, rooms in ROOMS.items():
+        order = {room: i for i, room in enumerate(rooms.split())}
+        for module, file in modules().items():
+            own = order.get(room_of(module, package)) if module.startswith(f"{package}.") else None
+            if own is None:
+                continue
+            for item in imports_of(file.read_text(encoding="utf-8"), module):
+                other = room_of(item.target, package) if item.target.startswith(f"{package}.") else ""
+                if order.get(other, own) > own:
+                    found.append(f"{module}:{item.line} imports {item.target}")
+    assert found == []
+
+
+def test_every_room_of_checkpoints_is_ordered() -> None:
+    rooms = {path.name for path in (ROOT / "checkpoints").iterdir() if (path / "__init__.py").exists()}
+    assert rooms == set(ROOMS["te_models.checkpoints"].split())
+
+
+def test_a_room_holds_at_most_twenty_files() -> None:
+    counts = Counter(file.parent.relative_to(ROOT).as_posix() for file in modules().values())
+    assert {room: n for room, n in counts.items() if n > MOST_FILES and room != "checkpoints/families"} == {}
+    assert counts["layers"] <= 3
+    assert counts["checkpoints"] <= 3
+
+
+def test_no_file_is_longer_than_five_hundred_lines() -> None:
+    lengths = {name: len(file.read_text(encoding="utf-8").splitlines()) for name, file in modules().items()}
+    assert {name: n for name, n in lengths.items() if n > 500} == {}
+
+
+def test_identifiers_are_the_words_of_the_field() -> None:
+    found = []
+    for module, file in modules().items():
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            name = getattr(node, "id", None) or getattr(node, "name", None) or getattr(node, "arg", None)
+            if name in BANNED:
+                found.append(f"{module}:{getattr(node, 'lineno', '?')} {name}")
+    assert found == []
+
+
+def test_the_folders_are_the_four() -> None:
+    assert {path.name for path in ROOT.iterdir() if (path / "__init__.py").exists()} <= {*FOLDERS, "tests", "bench"}

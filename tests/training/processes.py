@@ -1,0 +1,85 @@
+"""Training commands in processes of their own, as ranks or alone, that a test stops, kills or sends signals to.
+
+They come from the fork server of `child`, which has imported torch already.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from te_models.training import TrainConfig, read_metrics
+from tests.training.child import _CONTEXT
+
+
+@contextmanager
+def training(config: TrainConfig, folder: Path, *, ranks: int = 1) -> Iterator[list[BaseProcess]]:
+    """Run `te-models train` on so many ranks; those that are left are killed at the end."""
+    file = folder / "train.toml"
+    file.write_text(as_toml(config))
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    started = []
+    try:
+        for rank in range(ranks):
+            environment = (shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) if ranks > 1 else {}
+            process = _CONTEXT.Process(target=_command, args=(str(file), environment, str(stderr(folder, rank))))
+            process.start()
+            started.append(process)
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.join()
+
+
+def stderr(folder: Path, rank: int = 0) -> Path:
+    """Return the file that has what a rank wrote to standard error."""
+    return folder / f"stderr.{rank}"
+
+
+def wait_for_rows(config: TrainConfig, rows: int, processes: list[BaseProcess]) -> None:
+    """Wait until so many steps are in the metrics."""
+    deadline, metrics = time.monotonic() + 120, Path(config.output_dir) / "metrics.jsonl"
+    while len(read_metrics(metrics)) < rows and time.monotonic() < deadline and all(p.is_alive() for p in processes):
+        time.sleep(0.01)
+    assert all(p.is_alive() for p in processes), "a process ended before the test did anything to it"
+
+
+def exit_codes(processes: list[BaseProcess], timeout: float = 120) -> list[int | None]:
+    """Return the exit codes of processes that end by themselves; None for one that does not."""
+    deadline = time.monotonic() + timeout
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    return [process.exitcode for process in processes]
+
+
+def as_toml(config: TrainConfig) -> str:
+    """Return a configuration as TOML: inline tables in JSON's notation, which nearly is TOML's."""
+    return "".join(f"{key} = {_value(value)}\n" for key, value in config.to_dict().items() if value is not None)
+
+
+def _value(value: object) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {_value(v)}" for key, v in value.items() if v is not None) + " }"
+    return json.dumps(value)
+
+
+def _command(file: str, environment: dict[str, str], stderr: str) -> None:
+    os.environ |= environment
+    os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+    import torch
+
+    from te_models.cli.main import main
+
+    torch.set_num_threads(1)
+    sys.exit(main(["train", file]))

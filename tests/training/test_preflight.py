@@ -1,0 +1,158 @@
+"""What can be known is refused before weights are read, text is tokenized or anything is written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from te_models.checkpoints import CheckpointError
+from te_models.config import ConfigError
+from te_models.training import (
+    DataError,
+    ModelSource,
+    PrecisionConfig,
+    TrainConfig,
+    build,
+    load_config,
+    loop,
+    preflight,
+    train,
+    write_dataset,
+)
+from tests.training.processes import as_toml
+from tests.training.runs import tiny_model, tiny_run
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No weight is made or read, and no text tokenized, before a configuration is refused."""
+
+    def begun(*_: object, **__: object) -> None:
+        raise AssertionError("the run began")
+
+    monkeypatch.setattr(loop, "build_model", begun)
+    monkeypatch.setattr(build, "build_dataset", begun)
+
+
+def data(config: TrainConfig, **changes: object) -> TrainConfig:
+    return config.replace(data=config.data.replace(**changes))
+
+
+def missing_tokenizer(config: TrainConfig, tmp_path: Path) -> TrainConfig:
+    (tmp_path / "model").mkdir()
+    return data(config, tokenizer=str(tmp_path / "model"))
+
+
+def unreadable_output(config: TrainConfig, tmp_path: Path) -> TrainConfig:
+    (tmp_path / "file").touch()
+    return config.replace(output_dir=str(tmp_path / "file" / "run"))
+
+
+def final_of_somebody_else(config: TrainConfig, tmp_path: Path) -> TrainConfig:
+    (tmp_path / "run" / "final").mkdir(parents=True)
+    (tmp_path / "run" / "final" / "thesis.tex").touch()
+    return config
+
+
+def small_data(config: TrainConfig, tmp_path: Path) -> TrainConfig:
+    write_dataset(config.data.path, [[[1] * 40]], 257)
+    return data(config, text=(), tokenizer=None)
+
+
+def large_vocabulary(config: TrainConfig, tmp_path: Path) -> TrainConfig:
+    write_dataset(config.data.path, [[[1] * 4000]], 258)
+    return data(config, text=(), tokenizer=None)
+
+
+def small_vocabulary(config: TrainConfig, tmp_path: Path) -> TrainConfig:
+    return config.replace(model=ModelSource(config=replace(tiny_model(), vocab_size=256)))
+
+
+def damaged_metrics(config: TrainConfig, tmp_path: Path) -> TrainConfig:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo\n')
+    return config
+
+
+CASES: dict[str, tuple[Callable[[TrainConfig, Path], TrainConfig], str]] = {
+    "tokenizer": (missing_tokenizer, r"tokenizer folder .*model has no tokenizer.json"),
+    "glob": (lambda c, p: data(c, text=("absent/*.txt",)), r"no text file matches 'absent/\*.txt'"),
+    "no data": (lambda c, p: data(c, text=(), tokenizer=None), "does not exist, and there is no data.text to build"),
+    "positions": (lambda c, p: data(c, sequence_length=65), "sequence_length is 65, but the model has 64 positions"),
+    "windows": (small_data, r"has 40 tokens: not one validation window of 32 tokens"),
+    "data's vocabulary": (large_vocabulary, "has a vocabulary of 258 tokens, the model one of 257"),
+    "tokenizer's vocabulary": (
+        small_vocabulary,
+        "tokenizer bytes has a vocabulary of 257 tokens, the model one of 256",
+    ),
+    "no folder": (unreadable_output, r"output_dir is .*, but .*file is not a folder"),
+    "final": (final_of_somebody_else, "final is not a model folder, and the trained model would take its place"),
+    "metrics": (damaged_metrics, r"metrics.jsonl, line 2 is damaged: .*; move the file away"),
+    "layers": (
+        lambda c, p: c.replace(precision=PrecisionConfig(recipe="mxfp8", first_layers_bf16=3)),
+        "precision.first_layers_bf16 .* is 3; allowed: at most the 2 layers",
+    ),
+    "recipe": (
+        lambda c, p: c.replace(precision=PrecisionConfig(recipe="mxfp8", recipe_options=("amax=3",))),
+        "precision.recipe_options: ",
+    ),
+    "model": (lambda c, p: c.replace(model=ModelSource(path=str(p / "absent"))), "absent"),
+    "experts": (lambda c, p: c.replace(expert_model_parallel_size=2), "allowed: a divisor of the number of ranks, 1"),
+    "hidden_size": (
+        lambda c, p: c.replace(model=ModelSource(config=tiny_model(hidden=2**30))),
+        r"the model has [\d,]+ parameters, [\d,.]+ GiB with their moments, and the device has",
+    ),
+    "batch": (lambda c, p: data(c, micro_batch_size=10**12), r"make 476,837.2 GiB of token ids a step"),
+    "accumulation": (lambda c, p: data(c, gradient_accumulation=10**12), r"make 476,837.2 GiB of token ids a step"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_refused_before_anything_begins(tmp_path: Path, case: str) -> None:
+    change, sentence = CASES[case]
+    config = change(tiny_run(tmp_path), tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises((ConfigError, DataError, CheckpointError, ValueError), match=sentence) as raised:
+        train(config)
+    assert "\n" not in str(raised.value) and len(str(raised.value)) < 400
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_folder_that_may_not_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight.os, "access", lambda path, mode: not mode & os.W_OK)
+    with pytest.raises(ConfigError, match=f"output_dir is .*run, but {tmp_path} cannot be written to"):
+        train(tiny_run(tmp_path))
+
+
+def test_a_model_that_no_family_stores_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As `upcycle` says it; the run is not refused."""
+    strange = replace(tiny_model(), residual_multiplier=0.5, block="parallel")
+    for model, noted in ((strange, True), (tiny_model(), False)):
+        with pytest.raises(AssertionError, match="the run began"):
+            train(tiny_run(tmp_path, model=ModelSource(config=model)))
+        told = capsys.readouterr().err
+        assert ("te-models: note: no Hugging Face family stores this model, so it cannot be exported" in told) == noted
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "sentence"),
+    [
+        ("num_layers = 2", "num_layers = 1_000_000_000", "num_layers is 1000000000; allowed: at most 10000"),
+        ("num_layers = 2", f"num_layers = {10**40}", "allowed: at most 10000"),
+        ("steps = 6", f"steps = {10**30}", "allowed: a positive integer up to 1000000000000"),
+        ("lr = 0.003", "lr = nan", "lr is nan; allowed: a finite number"),
+        ("lr = 0.003", "lr = inf", "lr is inf; allowed: a finite number"),
+        ("every_minutes = 10.0", "every_minutes = -1", "every_minutes is -1.0; allowed: zero or a positive number"),
+        ("timeout_minutes = 10.0", "timeout_minutes = 0", "distributed_timeout_minutes is 0.0; allowed: up to 10080"),
+    ],
+)
+def test_absurd_numbers_are_answered_at_once(tmp_path: Path, key: str, value: str, sentence: str) -> None:
+    text = as_toml(tiny_run(tmp_path))
+    assert key in text
+    (tmp_path / "train.toml").write_text(text.replace(key, value))
+    with pytest.raises(ConfigError, match=sentence):
+        load_config(tmp_path / "train.toml")
