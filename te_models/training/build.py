@@ -60,7 +60,8 @@ def build_model(config: TrainConfig, device: str, checkpoint: Path | None, mesh:
             recipe=weights,
             expert_layout=layout,
             device_mesh=experts,
-            verify=checkpoint is None,  # the files of a checkpoint were checked when it was chosen
+            # the files of a checkpoint were checked when it was chosen
+            verify=checkpoint is None and config.model.verify,
         )
     torch.manual_seed(derive_seed(config.seed, "initial weights"))
     model_config = read_model_config(config)
