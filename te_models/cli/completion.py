@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     shtab = require("shtab", "completion", feature="the completion script")
     from .main import build_parser, verbs_of
 
-    parser = build_parser(show_keys=True)
+    parser = build_parser("shown")
     verbs = verbs_of(parser)
     verbs.help = "what to do"  # shtab leaves out what has no help, and ours is in the description
     for sub in verbs.choices.values():

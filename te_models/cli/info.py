@@ -8,11 +8,8 @@ import platform
 import textwrap
 from typing import Any
 
-from ..config import ModelConfig
-from ..config.keys import tables_of
 from ..extras import EXTRAS, installed
 from ..terminal import Table, say_while_waiting
-from .keys import keys_json, keys_text, select_tables
 from .parser import Verbs, emit, help_width, verb
 
 PACKAGES = (
@@ -79,6 +76,10 @@ def add(verbs: Verbs) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print what there is; 1 if a compile report has breaks."""
     if args.keys is not None:
+        from ..config import ModelConfig
+        from ..config.keys import tables_of
+        from .keys import keys_json, keys_text, select_tables
+
         tables = select_tables(list(tables_of(ModelConfig)), args.keys, "--keys")
         emit(args, {"keys": keys_json(tables)}, keys_text(tables))
         return 0

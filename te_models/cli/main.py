@@ -43,8 +43,8 @@ Exit codes: 0 done; 1 the answer is no; 2 bad input; 3 the work failed; 130 inte
 """
 
 
-def build_parser(*, show_keys: bool = False) -> Parser:
-    """Return the parser of all verbs. show_keys: the help of `train` has the options of its keys, for completion."""
+def build_parser(keys: train.Keys = "none") -> Parser:
+    """Return the parser of all verbs. keys: whether `train` has the options of its keys, and in its help."""
     parser = Parser(
         prog="te-models",
         usage="te-models [-h] [--version] VERB ...",
@@ -59,7 +59,7 @@ def build_parser(*, show_keys: bool = False) -> Parser:
     for heading, modules in GROUPS.items():
         before = len(verbs._choices_actions)
         for module in modules:
-            module.add(verbs, **({"show_keys": show_keys} if module is train else {}))
+            module.add(verbs, **({"keys": keys} if module is train else {}))
         rows = [(choice.dest, choice.help or "") for choice in verbs._choices_actions[before:]]
         listing.append(f"{heading}:\n" + "\n".join(f"  {name:<14}{summary}" for name, summary in rows))
     parser.description = "\n\n".join([parser.description or "", *listing])
@@ -102,8 +102,11 @@ def _is_panic(error: BaseException) -> bool:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = build_parser()
-    words, verbs = sys.argv[1:] if argv is None else argv, verbs_of(parser).choices
+    words = sys.argv[1:] if argv is None else argv
+    parser = build_parser("hidden" if list(words[:1]) == ["train"] else "none")
+    verbs = verbs_of(parser).choices
+    if words and words[0].startswith("-") and words[0] not in parser._option_string_actions:
+        parser.error(unknown(words[:1], "te-models", parser))
     if words and not words[0].startswith("-") and words[0] not in verbs:
         parser.error(f"{words[0]!r} is not a verb; allowed: {', '.join(verbs)}{did_you_mean(words[0], verbs)}")
     args, rest = parser.parse_known_args(words)

@@ -35,7 +35,7 @@ def run_export(args: argparse.Namespace) -> int:
     return code
 
 
-READERS = {"fp8": "accelerate", "mxfp4": "accelerate", "compressed-tensors": "compressed_tensors"}
+READERS = dict.fromkeys(("fp8", "mxfp4", "mxfp8"), "accelerate") | {"compressed-tensors": "compressed_tensors"}
 """The package that transformers needs to read a quantized folder, by the `quant_method` in its config.json."""
 
 

@@ -7,15 +7,16 @@ import os
 import shlex
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
-from ..config.keys import tables_of
 from ..signals import Interrupted, StopSignals
-from ..training.config import TrainConfig
-from ..training.config_file import read_config
-from ..training.overrides import Override, add_key_options
-from ..training.ranks.main_process import is_main_process
-from .keys import keys_json, keys_text, select_tables
 from .parser import Verbs, emit, verb
+
+if TYPE_CHECKING:
+    from ..training.overrides import Override
+
+Keys = Literal["none", "hidden", "shown"]
+"""Whether the keys of the configuration are options of the parser, and stand in its help. They take 0.15 s to add."""
 
 DESCRIPTION = """\
 Train a model as CONFIG.toml says. Every key of the file is also an option, with dots for
@@ -26,8 +27,8 @@ the one that --resume-from names. SIGTERM and Ctrl-C let the step that runs fini
 checkpoint and end with 143 or 130."""
 
 
-def add(verbs: Verbs, *, show_keys: bool = False) -> None:
-    """Add the verb. show_keys: with the options of the keys in its help, which shell completion reads."""
+def add(verbs: Verbs, *, keys: Keys) -> None:
+    """Add the verb."""
     parser = verb(
         verbs,
         "train",
@@ -47,8 +48,11 @@ def add(verbs: Verbs, *, show_keys: bool = False) -> None:
         help="list the keys of the configuration, or of one table, and exit",
     )
     parser.add_argument("--dry-run", action="store_true", help="check the configuration, print it and stop")
-    add_key_options(parser, shown=show_keys)
     parser.set_defaults(usage_error=parser.error)
+    if keys != "none":
+        from ..training.overrides import add_key_options
+
+        add_key_options(parser, shown=keys == "shown")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -59,6 +63,9 @@ def run(args: argparse.Namespace) -> int:
         return _help_keys(args)
     if args.config is None:
         args.usage_error(_without_config(args.overrides))
+    from ..training.config_file import read_config
+    from ..training.ranks.main_process import is_main_process
+
     config = read_config(Path(args.config), args.overrides)
     if args.dry_run:
         if is_main_process():
@@ -84,6 +91,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _help_keys(args: argparse.Namespace) -> int:
+    from ..config.keys import tables_of
+    from ..training.config import TrainConfig
+    from ..training.config_file import read_config
+    from .keys import keys_json, keys_text, select_tables
+
     values = None if args.config is None else read_config(Path(args.config), args.overrides).to_dict()
     tables = select_tables(list(tables_of(TrainConfig)), args.help_keys, "--help-keys")
     emit(args, {"keys": keys_json(tables)}, keys_text(tables, values))

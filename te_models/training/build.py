@@ -68,7 +68,7 @@ def build_model(config: TrainConfig, device: str, checkpoint: Path | None, mesh:
     weights = build_recipe(precision, model_config.num_layers) if precision.quantized_weights else None
     with contextlib.nullcontext() if weights is None else quantized_model_init(enabled=True, recipe=weights):
         group = None if mesh is None else mesh.get_group("ep")
-        return GPTModel(model_config, params_dtype=dtype, device=device, expert_layout=layout, ep_group=group)
+        return GPTModel(model_config, dtype=dtype, device=device, expert_layout=layout, ep_group=group)
 
 
 def read_model_config(config: TrainConfig) -> ModelConfig:

@@ -204,6 +204,7 @@ def test_names_that_the_terminal_cannot_show_are_escaped(
     ("words", "says"),
     [
         ([], "te-models needs VERB; see: te-models --help"),
+        (["--versoin"], "te-models has no option '--versoin'; did you mean '--version'?; see: te-models --help"),
         (["conjure"], "'conjure' is not a verb; allowed: import, "),
         (["quantise", "a"], "generate, completion; did you mean 'quantize'?; see: te-models --help"),
         (["info", "--jsn"], "info has no option '--jsn'; did you mean '--json'?; see: te-models info --help"),
