@@ -10,6 +10,7 @@ import argparse
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NoReturn
 
 from ..config import ConfigError
@@ -34,21 +35,18 @@ def add_key_options(parser: argparse.ArgumentParser, *, shown: bool = False) -> 
     shown: in the help, too, which is long then, and only with dashes.
     """
     parser.set_defaults(overrides=[])
-    spellings = 1 if shown else None
     for table in tables_of(TrainConfig):
         for key in table.keys:
+            options = partial(parser.add_argument, dest="overrides", action=_SetKey, key=key)
             sentence = key.sentence.replace("%", "%%") if shown else argparse.SUPPRESS
-            shared: dict[str, Any] = {"dest": "overrides", "action": _SetKey, "key": key, "help": sentence}
             if key.hint is bool:
-                parser.add_argument(*_spellings(key.path)[:spellings], nargs=0, **shared)
                 before, dot, name = key.path.rpartition(".")
-                parser.add_argument(*_spellings(f"{before}{dot}no-{name}")[:spellings], nargs=0, off=True, **shared)
+                options(*_spellings(key.path, shown), nargs=0, help=sentence)
+                options(*_spellings(f"{before}{dot}no-{name}", shown), nargs=0, off=True, help=sentence)
             else:
                 # completion reads the choices; values are checked together with those of the file
-                shared["choices"] = _choices(key.hint) if shown else None
-                parser.add_argument(
-                    *_spellings(key.path)[:spellings], nargs="*" if _is_list(key.hint) else None, **shared
-                )
+                choices, nargs = _choices(key.hint) if shown else None, "*" if _is_list(key.hint) else None
+                options(*_spellings(key.path, shown), nargs=nargs, choices=choices, help=sentence)
 
 
 def parse_overrides(words: Sequence[str]) -> list[Override]:
@@ -101,9 +99,10 @@ class _SetKey(argparse.Action):
         namespace.overrides = [*namespace.overrides, override]
 
 
-def _spellings(path: str) -> list[str]:
-    """The option of a key with dashes, and with underscores as the file has them."""
-    return list(dict.fromkeys([f"--{path.replace('_', '-')}", f"--{path}"]))
+def _spellings(path: str, only_dashes: bool) -> list[str]:
+    """Return the option of a key with dashes, and with underscores as the file has them."""
+    dashes = f"--{path.replace('_', '-')}"
+    return list(dict.fromkeys([dashes, dashes if only_dashes else f"--{path}"]))
 
 
 def _choices(hint: Any) -> list[Any] | None:
