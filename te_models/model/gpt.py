@@ -52,14 +52,14 @@ if TYPE_CHECKING:
 class GPTModel(nn.Module):
     """A decoder-only language model, dense or mixture of experts. Megatron-Core: `GPTModel`, same parameter names.
 
-    params_dtype: dtype of the parameters (None: torch's default), which is also the compute dtype; for float32
-    parameters with bfloat16 compute, call it under `torch.amp.autocast`. device: where to create them; "meta" creates
-    none, `to_empty` and `reset_parameters` or `load_state_dict` follow. expert_layout: "grouped" holds a layer's
-    experts as one parameter, "per-gemm" one parameter each. tp_group: split attention and MLPs over these ranks, which
-    then all call the model with the same tokens and get the same result; embedding, output layer, norms and routers are
-    on every rank. ep_group: give each of these ranks an equal share of the experts; they then all call the model, each
-    with as many tokens of its own, and everything else is on every rank. Random initial values come from torch's global
-    generator (those of a model split by tp_group are not those of the whole one).
+    dtype: dtype of the parameters (None: torch's default), which is also the compute dtype; for float32 parameters with
+    bfloat16 compute, call it under `torch.amp.autocast`. params_dtype: the same under the layers' name. device: where
+    to create them; "meta" creates none, `to_empty` and `reset_parameters` or `load_state_dict` follow. expert_layout:
+    "grouped" holds a layer's experts as one parameter, "per-gemm" one parameter each. tp_group: split attention and
+    MLPs over these ranks, which then all call the model with the same tokens and get the same result; embedding, output
+    layer, norms and routers are on every rank. ep_group: give each of these ranks an equal share of the experts; they
+    then all call the model, each with as many tokens of its own, and everything else is on every rank. Random initial
+    values come from torch's global generator (those of a model split by tp_group are not those of the whole one).
 
     Example:
         model = GPTModel(config)
@@ -72,6 +72,7 @@ class GPTModel(nn.Module):
         self,
         config: ModelConfig,
         *,
+        dtype: torch.dtype | None = None,
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         expert_layout: ExpertLayout = "grouped",
@@ -81,8 +82,14 @@ class GPTModel(nn.Module):
     ) -> None:
         super().__init__()
         check_supported(config)
+        if dtype is not None and params_dtype not in (None, dtype):
+            raise ValueError(f"dtype is {dtype} and params_dtype is {params_dtype}; allowed: one of them, dtype")
         build = Build(
-            params_dtype=params_dtype, device=device, expert_layout=expert_layout, tp_group=tp_group, ep_group=ep_group
+            params_dtype=dtype or params_dtype,
+            device=device,
+            expert_layout=expert_layout,
+            tp_group=tp_group,
+            ep_group=ep_group,
         )
         check_split(config, build)
         self.tp_size = build.tp_size
@@ -279,7 +286,7 @@ class GPTModel(nn.Module):
             target = torch.empty((), device=device).device
             split: dict[str, Any] = {**groups_of(device_mesh), "expert_layout": expert_layout}
             if recipe is None:
-                model = cls(checkpoint.config, params_dtype=dtype, device="meta", **split)
+                model = cls(checkpoint.config, dtype=dtype, device="meta", **split)
                 keep_dtypes(model, checkpoint.family, checkpoint.dtype_of)
                 model.to_empty(device=target)
                 quantized = checkpoint.empty_quantized(expert_layout, target, place_of(model))
@@ -289,7 +296,7 @@ class GPTModel(nn.Module):
                     setattr(model.get_submodule(owner), key, parameter.keep_attributes(model.get_parameter(name)))
             else:
                 with quantized_model_init(recipe=recipe):
-                    model = cls(checkpoint.config, params_dtype=dtype, device=target, **split)
+                    model = cls(checkpoint.config, dtype=dtype, device=target, **split)
                 keep_dtypes(model, checkpoint.family, checkpoint.dtype_of)
             checkpoint.load_into(dict(model.stored_tensors()), place=place_of(model))
             model.origin = source_of(checkpoint, () if dequantize else None)
@@ -314,7 +321,7 @@ class GPTModel(nn.Module):
         from te_models.checkpoints.io.dtypes import as_torch_dtype
 
         converter = converter_of(model)
-        ours = cls(converter.config, params_dtype=as_torch_dtype(dtype), device="meta", expert_layout=expert_layout)
+        ours = cls(converter.config, dtype=as_torch_dtype(dtype), device="meta", expert_layout=expert_layout)
         fill_from_hf(ours, model, torch.empty((), device=device).device)
         ours.origin = converter.source
         return ours
