@@ -52,11 +52,13 @@ def _key(value: object) -> Hashable:
 
 
 def mark_uncovered(items: list[pytest.Item]) -> None:
-    """Mark as slow the cells of every matrix that its covering array leaves out."""
-    matrices: dict[str, list[pytest.Item]] = defaultdict(list)
+    """Mark as slow the cells of every matrix that its covering array leaves out. Cells that need an accelerator are a
+    matrix of their own: where there is none, they cover nothing."""
+    matrices: dict[tuple[str, bool], list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("matrix") and not item.get_closest_marker("slow"):
-            matrices[item.nodeid.partition("[")[0]].append(item)
+            gpu = item.get_closest_marker("gpu") is not None
+            matrices[item.nodeid.partition("[")[0], gpu].append(item)
     for cells in matrices.values():
         marker = cells[0].get_closest_marker("matrix")
         strength = {(): 1, ("each",): 1, ("pairs",): 2}[marker.args]

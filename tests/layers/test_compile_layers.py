@@ -20,7 +20,7 @@ from tests.layers.matrix_recipes import DEVICES, NAMES, Training, build_stored, 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 BF16 = torch.bfloat16
-FAST = {("linear", False, True), ("linear", True, True), ("grouped", False, True), ("linear", False, False)}
+FAST = {("linear", False, True), ("linear", True, True), ("grouped", False, True)}
 """(kind, weights stored quantized, with a backward pass) that run on every change; the rest of the matrix is slow."""
 
 
