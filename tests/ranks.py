@@ -8,8 +8,11 @@ import socket
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 
 from tests.fork_server import Python
 
@@ -37,6 +40,15 @@ def run_on_ranks(arguments: list[str], *, ranks: int = 2, timeout: float) -> lis
     return printed
 
 
+def outcomes_on_ranks(
+    module: str, results: Path, *arguments: str, ranks: int = 2, timeout: float
+) -> list[dict[str, Any]]:
+    """Run `python -m MODULE RESULTS ARGUMENTS` on so many ranks; return what each wrote, as JSON, to RESULTS.RANK: the
+    outcome of every case."""
+    run_on_ranks(["-m", module, str(results), *arguments], ranks=ranks, timeout=timeout)
+    return [json.loads(Path(f"{results}.{rank}").read_text()) for rank in range(ranks)]
+
+
 def free_port() -> int:
     """Return a port of this machine that nothing listens on."""
     with socket.socket() as listener:
@@ -45,14 +57,18 @@ def free_port() -> int:
 
 
 def report_cases(cases: Mapping[str, Callable[[], object]], results: str) -> None:
-    """On a rank: run cases over gloo and write what each came to, "ok" or a traceback, to the file `results.RANK`."""
+    """On a rank: run cases over gloo, each with a compiler that has compiled nothing, and write what each came to, "ok"
+    or a traceback, to the file `results.RANK`."""
     dist.init_process_group("gloo")
     outcomes = {}
     for name, case in cases.items():
+        torch._dynamo.reset()
+        counters.clear()
         try:
             case()
             outcomes[name] = "ok"
         except Exception:  # reported per case by the test that reads this
             outcomes[name] = traceback.format_exc()
     Path(f"{results}.{dist.get_rank()}").write_text(json.dumps(outcomes))
+    dist.barrier()
     dist.destroy_process_group()

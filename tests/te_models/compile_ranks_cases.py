@@ -1,5 +1,5 @@
 """What each process of test_compile_ranks does:
-`python -m tests.te_models.compile_ranks_cases CASES RESULTS BACKEND`, with the names of the cases separated by commas.
+`python -m tests.te_models.compile_ranks_cases RESULTS CASES BACKEND`, with the names of the cases separated by commas.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ CASES = {
 }
 
 
-def main(cases: str, results: str, backend: str) -> None:
+def main(results: str, cases: str, backend: str) -> None:
     """Run the cases, separated by commas, on this rank."""
     global BACKEND, PATIENCE_S
     BACKEND = backend

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
-from tests.ranks import run_on_ranks
+from tests.ranks import outcomes_on_ranks
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
 
@@ -27,8 +25,7 @@ CASES = (
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """What every case came to, on either rank."""
     results = tmp_path_factory.mktemp("fsdp") / "results"
-    run_on_ranks(["-m", "tests.te_models.fsdp_model_ranks", ",".join(CASES), str(results)], timeout=2400)
-    return [json.loads(results.with_suffix(f".{rank}").read_text()) for rank in range(2)]
+    return outcomes_on_ranks("tests.te_models.fsdp_model_ranks", results, ",".join(CASES), timeout=2400)
 
 
 @pytest.mark.slow
