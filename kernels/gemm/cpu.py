@@ -21,15 +21,12 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..compiling import compiling
 from ..torch_versions import constant_when_traced
 
 CpuGemm = Literal["bf16", "float32"]
-FEW_ROWS = 4
-"""A GEMM of fewer rows is bound by reading the weight, which is read as it is, without an up-cast copy."""
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 _MEASURED = 512  # rows, columns and depth of the GEMM that decides where the instruction set does not
 _backend: CpuGemm | None = None  # None: to be chosen at the first GEMM
@@ -68,11 +65,9 @@ def using_cpu_gemm(backend: Literal["auto", "bf16", "float32"]) -> Iterator[None
         _backend = before
 
 
-def in_float32(x: Tensor, rows: int | torch.SymInt) -> bool:
-    """Whether a GEMM of `rows` rows of x, or of its dtype, runs in float32 for being on this CPU."""
-    if x.dtype not in _SIXTEEN_BITS or x.device.type != "cpu":
-        return False
-    return not statically_known_true(rows < FEW_ROWS) and _float32()
+def in_float32(x: Tensor) -> bool:
+    """Whether a GEMM of x runs in float32 for being on this CPU."""
+    return x.dtype in _SIXTEEN_BITS and x.device.type == "cpu" and _float32()
 
 
 def operand_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:

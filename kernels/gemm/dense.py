@@ -23,10 +23,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Differentiable, twice, and by `torch.func`.
     """
-    rows = 1
-    for size in x.shape[:-1]:
-        rows = rows * size
-    if not in_float32(x, rows):
+    if not in_float32(x):
         return F.linear(x, weight, bias)
     if torch._C._are_functorch_transforms_active():
         with without_autocast(wide := x.float()):
@@ -37,7 +34,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def multiply(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return `left @ right + bias` in left's dtype, [M, K] by [K, N], all of one dtype."""
-    if not in_float32(left, left.shape[0]):
+    if not in_float32(left):
         y = left @ right
         return y if bias is None else y + bias
     if compiling():
@@ -49,7 +46,7 @@ def multiply(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def matmul(left: Tensor, right: Tensor) -> Tensor:
     """Return `left @ right` in left's dtype: [..., M, K] by [..., K, N], both of one dtype."""
-    if not in_float32(left, left.shape[-2]):
+    if not in_float32(left):
         return left @ right
     with without_autocast(wide := left.float()):
         return (wide @ right.float()).to(left.dtype)

@@ -14,29 +14,35 @@ from torch import Tensor
 
 from ..custom_op import gradient_of, like, operation
 
-_PIECE = 2**24  # elements of a side that are up-cast together: 64 MiB, whatever the size of the vocabulary
+FEW_ROWS = 4
+"""A GEMM of fewer rows is bound by reading the right side, which is read as it is, without an up-cast copy."""
+_PIECE = 2**24  # elements of a matrix that are in float32 together: 64 MiB, whatever the size of the vocabulary
 _CACHED = 2**18  # where there are so few rows that reading the right side is what takes the time: 1 MiB
 _CACHED_ROWS = 256
 
 
 def product(left: Tensor, right: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """Return `left @ right + bias` in `out_dtype`: [M, K] by [K, N] -> [M, N]; bias: [N] or None. Summed in float32 and
-    rounded once; at most 64 MiB of either side are up-cast at a time."""
+    rounded once; at most 64 MiB of either side, and of the result, are in float32 at a time."""
     if torch.is_autocast_enabled("cpu"):
         with torch.autocast("cpu", enabled=False):
             return product(left, right, bias, out_dtype)
     rows, inner = left.shape
     columns = right.shape[1]
+    if rows < FEW_ROWS and out_dtype == left.dtype:
+        return torch.mm(left, right) if bias is None else torch.addmm(bias, left, right)
     elements = _CACHED if rows <= _CACHED_ROWS else _PIECE
-    if rows * inner <= _PIECE and columns * inner <= elements:
+    row_step = max(_PIECE // max(inner, 1), 16)
+    column_step = max(elements // max(inner, min(rows, row_step), 1), 16)
+    if rows <= row_step and columns <= column_step:
         found = torch.mm(left.float(), right.float())
         if bias is not None:
             found += bias
         return found.to(out_dtype)
     out = left.new_empty(rows, columns, dtype=out_dtype)
-    for some in _pieces(rows, inner, _PIECE):
+    for some in _slices(rows, row_step):
         wide = left[some].float()
-        for part in _pieces(columns, inner, elements):
+        for part in _slices(columns, column_step):
             found = torch.mm(wide, right[:, part].float())
             if bias is not None:
                 found += bias[part]
@@ -44,9 +50,7 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None, out_dtype: torch.d
     return out
 
 
-def _pieces(length: int, inner: int, elements: int) -> Iterator[slice]:
-    """Yield slices of a dimension, so long that `inner` of each are about `elements`."""
-    step = max(elements // max(inner, 1), 64)
+def _slices(length: int, step: int) -> Iterator[slice]:
     for begin in range(0, length, step):
         yield slice(begin, min(begin + step, length))
 

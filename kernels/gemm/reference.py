@@ -46,7 +46,7 @@ def gemm(left: Operand, right: Operand, dtype: torch.dtype, bias: Tensor | None 
     """
     a, b = left.values, right.values
     scale = epilogue_scale(left, right)
-    if in_float32(a, a.shape[0]):
+    if in_float32(a):
         if scale is None:
             return gemm_float32(a, b, bias, dtype)
         product = gemm_float32(a, b, None, torch.float32)

@@ -60,7 +60,7 @@ def grouped_gemm_wgrad(dy: Tensor, x: Tensor, m_splits: Tensor) -> Tensor:
 
 
 def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
-    if in_float32(left, left.shape[0]):
+    if in_float32(left):
         out.copy_(product(left, right, None, out.dtype))
     else:
         torch.mm(left, right, out=out)

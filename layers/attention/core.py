@@ -45,7 +45,7 @@ def attend(
         found = F.scaled_dot_product_attention(_folded(query, key), key, value, mask, dropout, scale=scale)
         return found.reshape(query.shape[0], query.shape[1], 1, value.shape[-1])
     options = {"dropout_p": dropout, "is_causal": causal, "scale": scale, "enable_gqa": shared}
-    if in_float32(query, query.shape[2]):
+    if query.shape[2] != 1 and in_float32(query):  # one token: reading the cache is what takes the time
         wide = [x.float() for x in (query, key, value)]
         if mask is not None and mask.is_floating_point():
             mask = mask.float()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from te_models.kernels.cross_entropy import linear_cross_entropy
 from te_models.kernels.gemm import cpu, cpu_gemm, linear, linear_accumulating, matmul, set_cpu_gemm, using_cpu_gemm
-from te_models.kernels.gemm.float32 import gemm_float32
+from te_models.kernels.gemm.float32 import FEW_ROWS, gemm_float32, product
 from te_models.kernels.grouped_gemm import grouped_gemm, grouped_gemm_wgrad
 
 SPLITS = torch.tensor([5, 0, 9])
@@ -107,10 +107,10 @@ def test_every_matrix_that_is_multiplied_is_up_cast(case: str) -> None:
 
 
 def test_few_rows_read_the_weight_as_it_is() -> None:
-    x, weight = made(cpu.FEW_ROWS - 1, 64), made(32, 64)
-    with using_cpu_gemm("float32"):
-        assert dispatched_gemms(lambda: linear(x, weight)) == {torch.bfloat16}
-        assert dispatched_gemms(lambda: linear(made(cpu.FEW_ROWS, 64), weight)) == {torch.float32}
+    weight = made(32, 64)
+    few, more = made(FEW_ROWS - 1, 64), made(FEW_ROWS, 64)
+    assert dispatched_gemms(lambda: product(few, weight.t(), None, torch.bfloat16)) == {torch.bfloat16}
+    assert dispatched_gemms(lambda: product(more, weight.t(), None, torch.bfloat16)) == {torch.float32}
 
 
 @pytest.mark.parametrize("compiled", [False, True])
