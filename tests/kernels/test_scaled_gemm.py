@@ -13,6 +13,7 @@ from te_models.kernels.gemm import (
     native,
     scaled_gemm,
     scaled_gemm_accumulate_,
+    using_cpu_gemm,
 )
 from te_models.kernels.gemm import (
     backends as backends,
