@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ..extras import require
+from ..sizes import format_size
 
 SECONDS_BETWEEN = 0.1
 
@@ -49,10 +50,10 @@ def loading_bars() -> Iterator[None]:
 
 
 def progress_text(done: int, total: int, seconds: float) -> str:
-    """Say how much is done, how fast, when the rest will be: "1.20 of 4.80 GB, 25%, 312 MB/s, 0:12 left"."""
+    """Say how much is done, how fast, when the rest will be: "1.2 GiB of 4.8 GiB, 25%, 312.0 MiB/s, 0:12 left"."""
     share = done / total if total else 1.0
     rate = done / seconds if seconds > 0 else 0.0
-    text = f"{done / 1e9:.2f} of {total / 1e9:.2f} GB, {int(100 * share)}%, {rate / 1e6:.0f} MB/s"
+    text = f"{format_size(done)} of {format_size(total)}, {int(100 * share)}%, {format_size(rate)}/s"
     if not rate:
         return text
     left = round((total - done) / rate)

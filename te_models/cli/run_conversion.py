@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..sizes import format_size
 from .parser import emit
 from .progress import byte_progress
 
@@ -100,7 +101,7 @@ def _convert(args: argparse.Namespace, function: Callable[..., Any], **options: 
         "plan": plan.to_dict(),
     }
     did = "would write" if args.dry_run else f"in {result['seconds']:.1f} s wrote"
-    text = f"{did} {out}: {len(plan.outputs)} tensors, {plan.total_bytes / 2**20:.1f} MiB"
+    text = f"{did} {out}: {len(plan.outputs)} tensors, {format_size(plan.total_bytes)}"
     if plan.carried:
         text += f"\nkept {len(plan.carried)} tensors that the model does not use"
     if plan.ignored:

@@ -9,13 +9,23 @@ import time
 import pytest
 
 from te_models.cli.progress import byte_progress, progress_text
+from te_models.sizes import format_size
 
 
 def test_text() -> None:
-    assert progress_text(0, 4_000_000_000, 0.0) == "0.00 of 4.00 GB, 0%, 0 MB/s"
-    assert progress_text(10**9, 4 * 10**9, 10.0) == "1.00 of 4.00 GB, 25%, 100 MB/s, 0:30 left"
-    assert progress_text(10**9, 10**12, 10.0) == "1.00 of 1000.00 GB, 0%, 100 MB/s, 2:46:30 left"
-    assert progress_text(0, 0, 1.0) == "0.00 of 0.00 GB, 100%, 0 MB/s"
+    gib = 1 << 30
+    assert progress_text(0, 4 * gib, 0.0) == "0 bytes of 4.0 GiB, 0%, 0 bytes/s"
+    assert progress_text(gib, 4 * gib, 10.0) == "1.0 GiB of 4.0 GiB, 25%, 102.4 MiB/s, 0:30 left"
+    assert progress_text(gib, 1000 * gib, 10.0) == "1.0 GiB of 1,000.0 GiB, 0%, 102.4 MiB/s, 2:46:30 left"
+    assert progress_text(0, 0, 1.0) == "0 bytes of 0 bytes, 100%, 0 bytes/s"
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 bytes"), (1023, "1023 bytes"), (1024, "1.0 KiB"), (1 << 20, "1.0 MiB"), ((1 << 30) - 1, "1.0 GiB")],
+)
+def test_sizes_are_in_powers_of_1024(nbytes: int, text: str) -> None:
+    assert format_size(nbytes) == text
 
 
 def test_a_terminal_sees_a_line_that_is_removed_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,12 +37,12 @@ def test_a_terminal_sees_a_line_that_is_removed_at_the_end(monkeypatch: pytest.M
     clock = iter([100.0, 101.0, 101.01, 102.0])
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     with byte_progress("import") as report:
-        for done in (10**9, 2 * 10**9, 4 * 10**9):
-            report(done, 4 * 10**9)
+        for done in (1 << 30, 2 << 30, 4 << 30):
+            report(done, 4 << 30)
     lines = terminal.getvalue().split("\r")
     assert lines == [
-        "import: 1.00 of 4.00 GB, 25%, 1000 MB/s, 0:03 left\x1b[K",
-        "import: 4.00 of 4.00 GB, 100%, 2000 MB/s, 0:00 left\x1b[K",
+        "import: 1.0 GiB of 4.0 GiB, 25%, 1.0 GiB/s, 0:03 left\x1b[K",
+        "import: 4.0 GiB of 4.0 GiB, 100%, 2.0 GiB/s, 0:00 left\x1b[K",
         "\x1b[K",
     ]
 
