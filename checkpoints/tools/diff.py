@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..families.base.family import differing_fields
+from ..families.base.family import differing_values
 from ..folder.checkpoint import Checkpoint
 from ..folder.passthrough import our_names
 from ..io.buffers import Ring
@@ -76,9 +76,7 @@ def diff(a: PathLike, b: PathLike, *, progress: Progress | None = None) -> DiffR
     """
     report = DiffReport()
     with open_pair(a, b) as (left, right):
-        mine, theirs = left.config.to_dict(), right.config.to_dict()
-        for path in differing_fields(mine, theirs):
-            report.config[path] = _at(mine, path), _at(theirs, path)
+        report.config |= differing_values(left.config.to_dict(), right.config.to_dict())
         shapes, other = expected_tensors(left.config), expected_tensors(right.config)
         common = [name for name in shapes if shapes[name] == other.get(name)]
         for name in {**shapes, **other}:
@@ -103,12 +101,6 @@ def diff(a: PathLike, b: PathLike, *, progress: Progress | None = None) -> DiffR
         _compare_carried(report, left, right)
     report.tensors.sort(key=lambda t: -t.relative if math.isfinite(t.relative) else -math.inf)
     return report
-
-
-def _at(values: Any, path: str) -> Any:
-    for name in path.split("."):
-        values = values.get(name) if isinstance(values, dict) else None
-    return values
 
 
 def _kind(parameters: Parameters, name: str) -> str:

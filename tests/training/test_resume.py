@@ -3,6 +3,7 @@
 One of each kind of moment in every run; every step, and more places of a save, in the full run.
 """
 
+import errno
 import shutil
 import weakref
 from dataclasses import dataclass
@@ -11,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import SafetensorError
 
 from te_models.checkpoints import CheckpointError
 from te_models.config import ConfigError
@@ -128,9 +128,9 @@ def test_other_precisions_resume_bitwise(tmp_path: Path, dtype: str) -> None:
 
 def test_a_full_disk_is_told_by_the_checkpoints_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **options: object) -> None:
-        raise SafetensorError("I/O error: No space left on device (os error 28)")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("te_models.training.checkpoints.checkpoint.save_file", fail)
+    monkeypatch.setattr("te_models.checkpoints.write.tensor_file.write_weights", fail)
     config = tiny_run(tmp_path)
     with pytest.raises(CheckpointError, match=r"writing .*step-00000002 failed: training.safetensors: .*No space left"):
         train(config)
