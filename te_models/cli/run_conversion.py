@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..sizes import format_size
+from ..suggestions import did_you_mean
 from ..terminal import show
 from .parser import emit
 from .progress import byte_progress
@@ -74,7 +75,7 @@ def run_quantize(args: argparse.Namespace) -> int:
 
     names = [name for name, found in RECIPES.items() if not found.by_name]  # the others take what a word cannot say
     if args.recipe not in names:
-        raise ValueError(f"recipe is {args.recipe!r}; allowed: {', '.join(names)}")
+        raise ValueError(f"recipe is {args.recipe!r}; allowed: {', '.join(names)}{did_you_mean(args.recipe, names)}")
     return _convert(args, quantize, recipe=recipe(args.recipe))
 
 

@@ -96,8 +96,8 @@ def _read(part: type[ConfigPart], values: dict[str, Any], table: str, names: _Na
         key = error.where if outer in fields else rest  # the checks of a part may begin with its own name
         path = ".".join(word for word in (table, key) if word)
         name = names.key(path) if key else names.table(table)
-        what, allowed, values = str(error).removeprefix(error.where).partition("; allowed: ")
-        raise ConfigError(name + what + allowed + values.replace("null", "unset")) from None  # TOML has no null
+        what, allowed, choices = str(error).removeprefix(error.where).partition("; allowed: ")
+        raise ConfigError(name + what + allowed + choices.replace("null", "unset")) from None  # TOML has no null
 
 
 def _leaf(value: Any, hint: Any, where: str) -> Any:
@@ -112,9 +112,12 @@ def _leaf(value: Any, hint: Any, where: str) -> Any:
 
 
 def _similar(name: str, fields: Iterable[str]) -> str:
-    """Suggest a key of the same table, or the same key of another one."""
+    """Suggest a key of the same table, or the same key, or table, elsewhere."""
     here = did_you_mean(name, fields)
     if here:
         return here
-    elsewhere = [f"[{key.table}] {name}" for table in tables_of(TrainConfig) for key in table.keys if key.name == name]
+    tables = list(tables_of(TrainConfig))
+    elsewhere = [f"[{table.name}]" for table in tables if table.name.rpartition(".")[2] == name]
+    for key in (key for table in tables for key in table.keys if key.name == name):
+        elsewhere.append(f"[{key.table}] {name}" if key.table else f"{name} before the first table")
     return f"; did you mean {' or '.join(elsewhere[:3])}?" if elsewhere else ""

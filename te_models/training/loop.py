@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from ..config import ConfigError
 from ..memory import return_freed_memory
 from ..model.expert_bias import has_expert_bias, max_load, update_expert_bias
 from ..signals import Interrupted, StopSignals
+from ..terminal import say
 from .build import build_model, build_optimizer, open_data, resolve_device
 from .checkpoints.checkpoint import TrainingState, checkpoint_dir, export_model, save_checkpoint
 from .checkpoints.checks import MODEL
@@ -102,7 +102,7 @@ def _run(
     if ranks.is_main:
         read_metrics(output_dir / METRICS)  # a damaged one is refused now, and not when the loss is drawn
     for note in notes if ranks.is_main else ():
-        print(f"te-models: note: {note}", file=sys.stderr)
+        say(f"note: {note}")
 
     # Data.
     if ranks.is_main:
@@ -164,7 +164,7 @@ def _run(
     validation_loss: float | None = None
     learning_rate = LearningRate.of(config)
     if checkpoint and ranks.is_main:
-        print(f"te-models: continuing from step {step} of {config.steps}: {checkpoint}", file=sys.stderr)
+        say(f"continuing from step {step} of {config.steps}: {checkpoint}")
     if config.compile and step < config.steps:
         progress.waiting("compiling the first step, which can take minutes")
     progress.begin(step)

@@ -215,9 +215,9 @@ def test_sizes_of_shards(model: Path, tmp_path: Path, capsys: pytest.CaptureFixt
 def test_recipes_that_a_word_names_are_the_ones_offered(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("custom", "fp8"):
+    for name, hint in (("custom", ""), ("float", ""), ("nvpf4", "; did you mean 'nvfp4'?")):
         assert main(["quantize", str(model), str(tmp_path / "out"), "--recipe", name]) == 2
-        expected = f"te-models: recipe is {name!r}; allowed: delayed, current, block, mxfp8, nvfp4\n"
+        expected = f"te-models: recipe is {name!r}; allowed: delayed, current, block, mxfp8, nvfp4{hint}\n"
         assert capsys.readouterr().err == expected
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import typing
 from typing import Literal
 
 import pytest
@@ -33,8 +34,6 @@ def test_every_field_is_a_key_or_a_table(part: type[ConfigPart]) -> None:
     tables = {table.name: table for table in tables_of(part)}
 
     def check(part: type[ConfigPart], name: str) -> None:
-        import typing
-
         hints = typing.get_type_hints(part)
         for f in dataclasses.fields(part):
             assert field_docs(part)[f.name]

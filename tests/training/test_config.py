@@ -81,6 +81,8 @@ def test_json_round_trip_is_exact(tmp_path: Path) -> None:
         ("lr = 1e-3", "leraning_rate = 1e-3", ": [optimizer] has no key 'leraning_rate'; allowed: lr, betas, "),
         ("lr = 1e-3", "weight_deacy = 1e-3", "; did you mean 'weight_decay'?"),
         ("steps = 100", "steps = 100\nsequence_length = 3", "; did you mean [data] sequence_length?"),
+        ("sequence_length = 256", "device = 'cpu'", "; did you mean device before the first table?"),
+        ("[optimizer]", "[moe]", "; did you mean [model.config.moe]?"),
         ('kind = "wsd"', 'kind = "linear"', ": [schedule] kind is 'linear'; allowed: 'constant', 'cosine', 'wsd'"),
         ("warmup_steps = 10", "warmup_steps = 101", ": [schedule] warmup_steps is 101; allowed: warm-up"),
         ('recipe = "mxfp8"', "quantized_weights = true", ": [precision] quantized_weights is True"),
