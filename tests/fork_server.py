@@ -26,16 +26,19 @@ CONTEXT.set_forkserver_preload(["pytest", "torch", "torch._dynamo", "torch.distr
 class Python:
     """`python ARGUMENTS` in a fork: "-m", module, ...; "-c", code, ...; or script, ....
 
-    env: the whole environment, this process's by default. What it prints goes to files, for `finish`.
+    env: the whole environment, this process's by default. fresh: in an interpreter of its own after all, whose hashes
+    of texts are others. What it prints goes to files, for `finish`.
     """
 
-    def __init__(self, arguments: list[str], *, env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> None:
+    def __init__(
+        self, arguments: list[str], *, env: Mapping[str, str] | None = None, cwd: Path = ROOT, fresh: bool = False
+    ) -> None:
         self.arguments = arguments
         self._printed = tempfile.TemporaryDirectory()
         self._files = [Path(self._printed.name) / name for name in ("stdout", "stderr")]
         environment = dict(os.environ if env is None else env)
         self.process: BaseProcess = CONTEXT.Process(
-            target=_run, args=(arguments, environment, str(cwd), *map(str, self._files))
+            target=_run, args=(arguments, environment, str(cwd), *map(str, self._files), fresh)
         )
         self.process.start()
 
@@ -43,18 +46,20 @@ class Python:
         """Wait for the end; return exit code, standard output and error. After `timeout` seconds it is killed."""
         self.process.join(timeout)
         late = self.process.is_alive()
-        self.kill()
+        self.process.kill()
+        self.process.join()
         stdout, stderr = (file.read_text() if file.exists() else "" for file in self._files)
-        self._printed.cleanup()
+        self.kill()
         if late:
             raise subprocess.TimeoutExpired(self.arguments, timeout, stdout, stderr)
         assert self.process.exitcode is not None
         return subprocess.CompletedProcess(self.arguments, self.process.exitcode, stdout, stderr)
 
     def kill(self) -> None:
-        """End it, if it still runs."""
+        """End it, if it still runs, and forget what it printed."""
         self.process.kill()
         self.process.join()
+        self._printed.cleanup()
 
 
 def run_python(
@@ -77,12 +82,14 @@ def processor_time() -> float:
     return total + sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
-def _run(arguments: list[str], environment: dict[str, str], cwd: str, stdout: str, stderr: str) -> None:
+def _run(arguments: list[str], environment: dict[str, str], cwd: str, stdout: str, stderr: str, fresh: bool) -> None:
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)
     for descriptor, file in ((1, stdout), (2, stderr)):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+    if fresh:
+        os.execve(sys.executable, [sys.executable, *arguments], environment)
     import torch
 
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))

@@ -17,15 +17,15 @@ from torch._dynamo.utils import counters
 from tests.fork_server import Python
 
 
-def run_on_ranks(arguments: list[str], *, ranks: int = 2, timeout: float) -> list[str]:
+def run_on_ranks(arguments: list[str], *, ranks: int = 2, timeout: float, fresh: bool = False) -> list[str]:
     """Start so many Pythons with the environment that torchrun gives them; return what each printed.
 
-    timeout: seconds for each. A rank that fails fails the test with what it wrote to stderr.
+    timeout: seconds for each. fresh: as for Python. A rank that fails fails the test with what it wrote to stderr.
     """
     shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     shared["OMP_NUM_THREADS"] = "1"
     processes = [
-        Python(arguments, env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        Python(arguments, env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, fresh=fresh)
         for rank in range(ranks)
     ]
     printed = []
@@ -41,11 +41,11 @@ def run_on_ranks(arguments: list[str], *, ranks: int = 2, timeout: float) -> lis
 
 
 def outcomes_on_ranks(
-    module: str, results: Path, *arguments: str, ranks: int = 2, timeout: float
+    module: str, results: Path, *arguments: str, ranks: int = 2, timeout: float, fresh: bool = False
 ) -> list[dict[str, Any]]:
     """Run `python -m MODULE RESULTS ARGUMENTS` on so many ranks; return what each wrote, as JSON, to RESULTS.RANK: the
     outcome of every case."""
-    run_on_ranks(["-m", module, str(results), *arguments], ranks=ranks, timeout=timeout)
+    run_on_ranks(["-m", module, str(results), *arguments], ranks=ranks, timeout=timeout, fresh=fresh)
     return [json.loads(Path(f"{results}.{rank}").read_text()) for rank in range(ranks)]
 
 

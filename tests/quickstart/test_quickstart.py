@@ -61,12 +61,12 @@ def test_every_step_on_little_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All steps and all checks, with a model that has hardly learned anything, and without the compiler."""
-    sizes = replace(TINY, windows=4, length=64, most_perplexity=2.0 * tiny.VOCABULARY, new_tokens=8)
-    sizes = replace(sizes, train_batches=12, windows_per_file=2, compared=4, train_length=32, train_batch=4)
+    sizes = replace(TINY, windows=2, length=64, most_perplexity=2.0 * tiny.VOCABULARY, new_tokens=8)
+    sizes = replace(sizes, train_batches=8, windows_per_file=2, compared=4, train_length=32, train_batch=2)
     monkeypatch.setattr(quickstart, "TINY", sizes)
     files, held_out = library_files()
     monkeypatch.setattr(quickstart, "library_files", lambda: (files[:50], held_out))
-    monkeypatch.setattr(quickstart, "tiny_folder", functools.partial(tiny.tiny_folder, steps=25))
+    monkeypatch.setattr(quickstart, "tiny_folder", functools.partial(tiny.tiny_folder, steps=21))
     # bfloat16 is dear where the processor has no products of it, and the small model needs none
     fp32, few = PrecisionConfig(dtype="fp32"), {"micro_batch_size": 2}
     monkeypatch.setattr(
@@ -74,7 +74,7 @@ def test_every_step_on_little_text(
     )
     monkeypatch.setattr(steps, "train", lambda config: train(config.replace(compile=False)))
     assert main(["quickstart", "--offline-tiny", "--out", str(tmp_path / "out")]) == 0
-    check_output(tmp_path / "out", layers=4, steps=12)
+    check_output(tmp_path / "out", layers=4, steps=8)
     assert "all 20 checks passed" in capsys.readouterr().out
 
 

@@ -17,7 +17,25 @@ from pathlib import Path
 
 from te_models.training import TrainConfig, read_metrics
 from tests.fork_server import CONTEXT
-from tests.ranks import free_port
+from tests.ranks import free_port, run_on_ranks
+
+TRAIN = """
+import sys, torch
+from pathlib import Path
+from te_models.training import TrainConfig, train
+torch.set_num_threads(1)
+config = TrainConfig.from_json(Path(sys.argv[1]).read_text())
+train(config)
+"""
+
+
+def train_on_ranks(
+    config: TrainConfig, folder: Path, *, ranks: int = 2, before: str = "", after: str = "", timeout: float = 180
+) -> None:
+    """Call `train(config)` on so many ranks, with Python code around it on each. timeout: seconds."""
+    file = folder / "config.json"
+    file.write_text(config.to_json())
+    run_on_ranks(["-c", before + TRAIN + after, str(file)], ranks=ranks, timeout=timeout)
 
 
 @contextmanager

@@ -18,17 +18,17 @@ from te_models.kernels.custom_op import flatten, registered
 from te_models.kernels.gemm import ScaledOperand
 from tests.kernels import scaled_cases
 from tests.kernels.triton import (
-    quantizer_samples,
     test_activation,
     test_cross_entropy,
     test_norm,
     test_permute,
-    test_quantized_outputs,
     test_rope,
     test_router,
 )
 from tests.kernels.triton.quantize_cases import E4M3, E5M2, ordinary
+from tests.kernels.triton.quantizer_samples import by_recipe, outputs
 from tests.kernels.triton.test_grouped_gemm import FORMATS, quantized_rows
+from tests.kernels.triton.test_quantized_outputs import OUTPUTS, scale_for
 
 Arguments = tuple[Any, ...]
 Family = Callable[[torch.device], Iterator[tuple[str, Arguments]]]
@@ -60,16 +60,16 @@ def quantized_outputs(device: torch.device) -> Iterator[tuple[str, Arguments]]:
     x = ordinary((2, 33, 40), BF16).to(device)
     weight, bias = torch.ones(2, 40, device=device)
     slots = torch.tensor([3, -1, 0, 5, 1, 4, 2, -1], device=device)
-    outputs = [*quantizer_samples.outputs(), *test_quantized_outputs.OUTPUTS[:3]]  # these have one scale
-    for output, option in together(outputs, test_norm.OPTIONS):
-        tail = (test_quantized_outputs.scale_for(output, device), *flatten(output))
+    wanted = [*outputs(), *OUTPUTS[:3]]  # these have one scale
+    for output, option in together(wanted, test_norm.OPTIONS):
+        tail = (scale_for(output, device), *flatten(output))
         centered, zero_centered, weight_last, has_weight, has_bias = option
         parameters = weight if has_weight else None, bias if has_bias else None
         yield "norm_quantized", (x, *parameters, EPS, centered, zero_centered, weight_last, *tail)
         yield "permute_quantized", (x[0], slots, 2, *tail)
     options = list(itertools.product(test_activation.OPTIONS, (None, torch.rand(2, 33, device=device))))
-    for output, (option, p) in together(outputs, options):
-        tail = (test_quantized_outputs.scale_for(output, device), *flatten(output))
+    for output, (option, p) in together(wanted, options):
+        tail = (scale_for(output, device), *flatten(output))
         yield "activation_quantized", (x, p, *option, *tail)
 
 
@@ -208,7 +208,7 @@ FAMILIES: list[Family] = [
     routers,
     permutations,
     losses,
-    quantizer_samples.by_recipe,
+    by_recipe,
     fp8,
     nvfp4,
     gemms,
