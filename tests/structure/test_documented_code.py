@@ -1,4 +1,4 @@
-"""The blocks of README.md, CONTRIBUTING.md and docs/ run as they stand: each page in order, in a process and a folder of its own.
+"""The blocks of README.md, CONTRIBUTING.md and docs/ run as they stand, each page in order in a folder of its own.
 
 `python` blocks of a page share one process, `sh` blocks run in bash between them. The folder of a page holds what the
 pages name: small models of two families, the imported model that the quickstart leaves, a text and a run. PRELUDES
@@ -78,12 +78,19 @@ CHANGES = {
         *([] if HAS_TRAINER else [(TRAINING, ""), (WITH_OPTIMIZER, "")]),
     ],
 }
+SLOW = {"docs/tutorials/ranks.md": pytest.mark.slow}
+"""Pages that start many processes: over a minute of processor time."""
 SHELL = r"""
 make() { command make --dry-run --directory "$ROOT" "$@"; }
-pip() { for word in "$@"; do case "$word" in .\[*\]) extras="${word#.\[}"; "$PYTHON" -c "$EXTRAS" "${extras%\]}";; esac; done; }
+pip() {
+    for word in "$@"; do
+        case "$word" in .\[*\]) word="${word#.\[}"; "$PYTHON" -c "$EXTRAS" "${word%\]}";; esac
+    done
+}
 """
 """In place of what installs packages or runs for long: make prints what it would do, pip's extras must exist."""
-EXTRAS = f"import sys; sys.exit(set(sys.argv[1].split(',')) > set({sorted(pyproject()['project']['optional-dependencies'])}))"
+KNOWN = sorted(pyproject()["project"]["optional-dependencies"])
+EXTRAS = f"import sys; sys.exit(not set(sys.argv[1].split(',')) <= set({KNOWN}))"
 
 
 def blocks(page: str) -> list[tuple[str, str]]:
@@ -181,7 +188,7 @@ def small_run(folder: Path, name: str) -> None:
     (folder / f"{name}.toml").write_text(text)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if runs(page)])
+@pytest.mark.parametrize("page", [pytest.param(p, marks=SLOW.get(p, ())) for p in PAGES if runs(p)])
 def test_the_blocks_of_a_page_run_in_order(page: str, reader: Path, tmp_path: Path) -> None:
     shutil.copytree(reader, tmp_path / "page")
     run(page, tmp_path / "page")
