@@ -205,11 +205,14 @@ def generate(
 ) -> Tensor:
     """Return the prompts with their continuations, [B, S + n] with n <= max_new_tokens.
 
-    input_ids: [B, S] int64. attention_mask: [B, S], false where a prompt is padded (left only). temperature 0 takes
-    the best token; above 0 samples from softmax(logits / temperature), restricted by top_k and top_p, from a generator
-    seeded with `seed` (None: torch's global one); of ranks that share split layers the first one draws. eos_token_id
-    ends a row, which is then filled with pad_token_id (None: the first eos). Raises ValueError for an impossible
-    argument.
+    input_ids: [B, S] int64. attention_mask: [B, S], false where a prompt is padded (on the left only). temperature: 0
+    takes the best token; above 0 samples from softmax(logits / temperature), restricted by top_k and top_p, with a
+    generator seeded with `seed` (None: torch's global generator). If ranks share split layers, the first rank draws.
+    eos_token_id ends a row; the rest of the row is filled with pad_token_id (None: the first eos). Raises ValueError
+    for an argument out of range.
+
+    Example:
+        tokens = generate(model.eval(), input_ids, max_new_tokens=20, temperature=0.8, seed=0)
     """
     steps = stream(
         model,

@@ -71,8 +71,8 @@ class LayerCache:
 class KVCache:
     """Keys and values of all layers of a model for a batch of sequences of up to max_length tokens.
 
-    dtype: what the model computes in (None: torch's default). tp_size: `GPTModel.tp_size`; each rank keeps those of its
-    own heads.
+    dtype: the model's compute dtype (None: torch's default). tp_size: `GPTModel.tp_size`; each rank caches the keys and
+    values of its own heads.
 
     Example:
         cache = KVCache(model.config, batch_size=1, max_length=256, dtype=torch.bfloat16)

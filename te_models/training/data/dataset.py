@@ -33,7 +33,7 @@ FORMAT = "te_models tokens"
 
 @dataclass(frozen=True)
 class TokenDataset:
-    """An open data set; nothing is read until a window is. digest: that of meta.json; None where it has none."""
+    """An open data set. Tokens are read when a window is read. digest: the digest in meta.json, or None."""
 
     path: Path
     file: TokenFile
