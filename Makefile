@@ -30,15 +30,18 @@ help:  ## list the targets
 
 $(VENV)/.stamp-torch-$(TORCH):
 	$(PYTHON) -m venv $(VENV)
+	@echo "installing torch $(TORCH) into $(VENV): some minutes, the first time"
 	$(PIP) install $(PIN)
 	@rm -f $(VENV)/.stamp-*
 	@touch $@
 
 $(VENV)/.stamp-demo: $(VENV)/.stamp-torch-$(TORCH) pyproject.toml
+	@echo "installing te_models and what the quickstart needs into $(VENV)"
 	$(PIP) install $(PIN) -e ".[demo]"
 	@touch $@
 
 $(VENV)/.stamp-test: $(VENV)/.stamp-torch-$(TORCH) pyproject.toml
+	@echo "installing te_models and what the tests need into $(VENV)"
 	$(PIP) install $(PIN) -e ".[test]"
 	@touch $@
 

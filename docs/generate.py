@@ -1,8 +1,9 @@
 """Rewrites the generated parts of the documentation: `make docs`.
 
 A generated part stands between `<!-- begin NAME -->` and `<!-- end NAME -->`; what is around it is written by hand. The
-parts are the help of every verb (docs/cli.md), the folders (docs/layout.md) and the table of tested versions
-(docs/support.md). A test fails when one is stale.
+parts are the help of every verb (docs/cli.md), the keys of a training run and of a model (docs/training-keys.md,
+docs/model-keys.md), the folders (docs/layout.md) and the table of tested versions (docs/support.md). A test fails when
+one is stale.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PHRASE = 110
@@ -35,6 +37,44 @@ def cli_help() -> str:
     parts = [f"```text\n{parser.format_help()}```"]
     parts += [f"### {name}\n\n```text\n{sub.format_help()}```" for name, sub in verbs_of(parser).choices.items()]
     return "\n\n".join(parts)
+
+
+def key_tables(part: Any, skipped: str = "-") -> str:
+    """The keys of a configuration as Markdown, a table for each of its tables.
+
+    skipped: the name of a table that has a page of its own, and those inside it.
+    """
+    from te_models.config.keys import tables_of
+
+    parts = []
+    for table in tables_of(part):
+        if f"{table.name}.".startswith(f"{skipped}."):
+            continue
+        rows = "\n".join(
+            f"| `{key.name}` | {_cell(key.type)} | {_cell(key.default_words)} | {_cell(key.sentence)} |"
+            for key in table.keys
+        )
+        heading = f"## `[{table.name}]`\n\n{table.sentence}\n\n" if table.name else "## Outermost table\n\n"
+        parts.append(f"{heading}| key | type | default | meaning |\n|---|---|---|---|\n{rows}")
+    return "\n\n".join(parts)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("*", "\\*")
+
+
+def training_keys() -> str:
+    """The keys of a training run, those of its model left out."""
+    from te_models.training import TrainConfig
+
+    return key_tables(TrainConfig, skipped="model.config")
+
+
+def model_keys() -> str:
+    """The keys of a model's configuration."""
+    from te_models.config import ModelConfig
+
+    return key_tables(ModelConfig)
 
 
 def first_sentence(module: Path) -> str:
@@ -74,6 +114,8 @@ def pages() -> dict[Path, str]:
     """Each page with generated parts: its text as it should be."""
     parts = [
         ("docs/cli.md", "cli-help", cli_help),
+        ("docs/training-keys.md", "training-keys", training_keys),
+        ("docs/model-keys.md", "model-keys", model_keys),
         ("docs/support.md", "support", support_table),
         ("docs/layout.md", "package-tree", package_tree),
     ]

@@ -1,6 +1,6 @@
 """Optional dependencies: import one, or say in one sentence which extra brings it.
 
-The core needs only torch and safetensors. Everything else (transformers, tqdm, matplotlib, ...) is imported where it
+The core needs only torch and safetensors. Everything else (transformers, rich, matplotlib, ...) is imported where it
 is used through `require`, so that a missing package is an instruction to the user and not a traceback, and so that
 `import te_models` stays light.
 
@@ -18,7 +18,9 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "trainer": ("accelerate",),
     "peft": ("peft",),
     "gpu": ("triton",),
-    "train": ("tqdm", "tyro"),
+    "quantized": ("accelerate", "compressed_tensors"),
+    "train": ("rich",),
+    "completion": ("shtab",),
     "plot": ("matplotlib",),
     "demo": ("gguf",),
 }

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..folder.checkpoint import open_checkpoint
 from ..plan.param_shapes import expected_tensors, is_expert_stack
-from .convert import PathLike
+from .conversion import PathLike
 from .statistics import FormatSummary, count_parts, summarize_formats
 
 

@@ -8,26 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from te_models.config import ConfigError, ModelConfig
 
 from ..families import FAMILIES, Family
 from ..families.base.moe_fields import Groups
-from ..folder.checkpoint import Checkpoint, open_checkpoint
+from ..folder.checkpoint import Checkpoint
 from ..folder.hf_config import export_config
 from ..folder.provenance import main_dtype
 from ..formats import SEPARATE
 from ..formats.source import VALUES
 from ..io.errors import CheckpointError
 from ..io.strict_json import dump_object
-from ..io.threads import Progress
 from ..plan.plan import Plan
 from ..plan.report import moved_report
-from ..write.output_folder import write_conversion
-from ..write.shards import MAX_SHARD_BYTES
-from .convert import PathLike
+from .conversion import Conversion, Options, PathLike
 from .toy_parts import Part, cut, renumbered
 
 
@@ -37,11 +33,7 @@ def toy(
     *,
     layers: int = 2,
     experts: int | None = None,
-    overwrite: bool = False,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-    progress: Progress | None = None,
-    dry_run: bool = False,
-    verify: bool = True,
+    **options: Unpack[Options],
 ) -> Plan:
     """Write the Hugging Face folder `dst` with the first `layers` layers of `src` and their first `experts` experts.
 
@@ -51,7 +43,8 @@ def toy(
     model does not use stay, too: layers that predict further tokens, with so many experts, and the parts beside a text
     model, which see images.
     """
-    with open_checkpoint(src, storage=VALUES, verify=verify) as ckpt:
+    with Conversion(src, dst, options, storage=VALUES) as conversion:
+        ckpt = conversion.ckpt
         if ckpt.kind != "hf":
             raise CheckpointError(f"{src} is a te_models folder; toy takes a Hugging Face folder")
         family = FAMILIES[ckpt.family or ""]
@@ -71,18 +64,7 @@ def toy(
                 values["quantization_config"] = renumbered(declaration.config, part)
             if declaration.separate is not None:
                 extra[SEPARATE] = dump_object(renumbered(declaration.separate, part))
-        return write_conversion(
-            ckpt,
-            Path(dst),
-            plan,
-            dump_object(values),
-            store=ckpt.files,
-            extra=extra,
-            overwrite=overwrite,
-            max_shard_bytes=max_shard_bytes,
-            progress=progress,
-            dry_run=dry_run,
-        )
+        return conversion.write(plan, dump_object(values), store=ckpt.files, extra=extra)
 
 
 def _choose_layers(config: ModelConfig, number: int) -> list[int]:

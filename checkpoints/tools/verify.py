@@ -21,7 +21,7 @@ from ..plan.plan import Output, copy_of
 from ..plan.quantized_format import SUFFIXES
 from ..plan.stream import stream
 from ..plan.tensor_map import Piece, compose, identity_namespace
-from .convert import PathLike
+from .conversion import PathLike
 from .pair import open_pair
 
 MAX_DIFFERENCES = 20

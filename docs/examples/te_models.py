@@ -71,7 +71,7 @@ config = ModelConfig(
     attention=AttentionConfig(num_attention_heads=4),
     mlp=MLPConfig(ffn_hidden_size=176),
 )
-model = GPTModel(config, params_dtype=torch.bfloat16)
+model = GPTModel(config, dtype=torch.bfloat16)
 tokens = torch.randint(256, (2, 16))
 output = model(tokens, labels=tokens)
 assert isinstance(output, ModelOutput) and output.logits.shape == (2, 16, 256)

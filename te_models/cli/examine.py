@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from .parser import Verbs, emit, read_text, table, verb
+from ..terminal import Table, say_while_waiting
+from .parser import Verbs, emit, integer, number, read_text, verb
 from .progress import byte_progress, loading_bars
 
 
@@ -44,11 +45,11 @@ def add(verbs: Verbs) -> None:
     parser.add_argument("a", metavar="A", help="a model folder")
     parser.add_argument("b", metavar="B", nargs="?", help="a model folder (default: check A against its manifest)")
     parser.add_argument("--logits", action="store_true", help="compare what the models compute")
-    parser.add_argument("--tokens", type=int, metavar="N", help="with --logits: how many tokens (256)")
+    parser.add_argument("--tokens", type=integer, metavar="N", help="with --logits: how many tokens (256)")
     parser.add_argument("--text", metavar="FILE", help="with --logits: a UTF-8 file to read (random tokens)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="with --logits: to compute in (float32)")
     parser.add_argument(
-        "--tolerance", type=float, metavar="X", help="with --logits: part of the largest logit (1e-4; bfloat16: 0.05)"
+        "--tolerance", type=number, metavar="X", help="with --logits: part of the largest logit (1e-4; bfloat16: 0.05)"
     )
 
     parser = verb(
@@ -73,19 +74,19 @@ def run_inspect(args: argparse.Namespace) -> int:
     from te_models.checkpoints.tools.statistics import scale_statistics
 
     found = inspect(args.folder)
-    text = str(found)
+    parts: list[str | Table] = [str(found)]
     if args.tensors:
         rows = [("  " + name, dtype, str(list(shape))) for name, (dtype, shape) in found.tensors.items()]
-        text += "\n" + table(rows)
+        parts.append(Table(rows))
     result = found.to_dict(tensors=args.tensors)
     if args.scales:
         statistics = scale_statistics(args.folder)
         result["scales"] = {name: vars(s) for name, s in statistics.items()}
-        text += "".join(
-            f"\n  scales      {name}: {s.count:,} from {s.smallest:.3g} to {s.largest:.3g}, median {s.median:.3g}"
+        parts += [
+            f"  scales      {name}: {s.count:,} from {s.smallest:.3g} to {s.largest:.3g}, median {s.median:.3g}"
             for name, s in statistics.items()
-        )
-    emit(args, result, text)
+        ]
+    emit(args, result, *parts)
     return 0
 
 
@@ -116,16 +117,17 @@ def run_diff(args: argparse.Namespace) -> int:
 
     with byte_progress("diff") as progress:
         report = diff(args.a, args.b, progress=progress)
-    lines = [f"config: {path}: {a} and {b}" for path, (a, b) in report.config.items()] + report.notes
+    lines: list[str | Table] = [f"config: {path}: {a} and {b}" for path, (a, b) in report.config.items()]
+    lines += report.notes
     shown = report.tensors if args.all else report.tensors[:20]
     if shown:
         rows = [("parameter", "differing", "largest", "relative")]
         rows += [(t.name, f"{t.differing} of {t.elements}", f"{t.largest:.3g}", f"{t.relative:.3g}") for t in shown]
-        lines.append(table(rows))
+        lines.append(Table(rows, heading=True))
     hidden = len(report.tensors) - len(shown)
     lines += [f"... and {hidden} more parameters (--all shows them)"] if hidden else []
     lines.append(f"{report.equal_tensors} parameters have equal values, {len(report.tensors)} differ")
-    emit(args, report.to_dict(), "\n".join(lines))
+    emit(args, report.to_dict(), *lines)
     return 0 if report.equal else 1
 
 
@@ -138,6 +140,7 @@ def _compare_logits(args: argparse.Namespace, options: dict[str, Any]) -> int:
         options["text"] = read_text(options["text"])
     if "dtype" in options:
         options["dtype"] = getattr(torch, options["dtype"])
+    say_while_waiting(f"loading {args.a} and {args.b}, and computing the logits of both")
     with loading_bars():
         report = compare_logits(args.a, args.b, **options)
     emit(args, report.to_dict(), str(report))

@@ -7,8 +7,9 @@ import sys
 import time
 from pathlib import Path
 
+from ..terminal import say_while_waiting
 from ..tokenizer import FILE, Tokenizer, end_token, read_tokenizer
-from .parser import Verbs, emit, read_text, verb
+from .parser import Verbs, emit, integer, number, read_text, verb
 
 DESCRIPTION = """\
 Continue a prompt with a model folder (ours or Hugging Face's), using a key-value cache.
@@ -31,11 +32,11 @@ def add(verbs: Verbs) -> None:
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue; - reads standard input")
     prompt.add_argument("--prompt-file", metavar="FILE", help="a UTF-8 file with the text to continue")
-    parser.add_argument("--max-new-tokens", type=int, default=50, metavar="N", help="stop after N tokens (50)")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 takes the best token (0)")
-    parser.add_argument("--top-k", type=int, metavar="K", help="sample among the K best tokens")
-    parser.add_argument("--top-p", type=float, metavar="P", help="sample among the best tokens of total probability P")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (0)")
+    parser.add_argument("--max-new-tokens", type=integer, default=50, metavar="N", help="stop after N tokens (50)")
+    parser.add_argument("--temperature", type=number, default=0.0, metavar="T", help="0 takes the best token (0)")
+    parser.add_argument("--top-k", type=integer, metavar="K", help="sample among the K best tokens")
+    parser.add_argument("--top-p", type=number, metavar="P", help="sample among the best tokens of total probability P")
+    parser.add_argument("--seed", type=integer, default=0, help="seed of the sampling (0)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="weights and compute")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (cpu)")
     parser.add_argument(
@@ -55,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
     from te_models.checkpoints.io.hub import local_folder
 
     _check_device(args.device)
+    say_while_waiting(f"loading {args.model}")
     folder = local_folder(args.model)
     tokenizer, eos = _tokenizer(local_folder(args.tokenizer) if args.tokenizer else folder)
     ends = sorted({*_ends(folder), *(() if eos is None else (eos,))})

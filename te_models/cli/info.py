@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import platform
+import textwrap
 from typing import Any
 
 from ..extras import EXTRAS, installed
-from .parser import Verbs, emit, table, verb
+from ..terminal import Table, say_while_waiting
+from .parser import Verbs, emit, help_width, verb
 
 PACKAGES = (
     "te_models",
@@ -18,12 +20,24 @@ PACKAGES = (
     "tokenizers",
     "huggingface_hub",
     "accelerate",
+    "compressed-tensors",
     "triton",
-    "tyro",
-    "tqdm",
+    "rich",
+    "shtab",
     "matplotlib",
     "gguf",
 )
+
+RECIPES = {
+    "delayed": "FP8, one scale per tensor from the amaxes of earlier steps",
+    "current": "FP8, one scale per tensor from its own amax",
+    "block": "FP8, a scale per 1x128 block of activations and per 128x128 block of weights",
+    "mxfp8": "FP8, a power-of-two scale per 32 values",
+    "nvfp4": "FP4, an FP8 scale per 16 values and a float32 scale per tensor",
+    "custom": "formats of your own, from Python only (CustomRecipe)",
+    "per_module": "recipes of layers by name, from Python only (PerModuleRecipe)",
+}
+"""What each recipe does, in a line."""
 
 DYNAMIC = {"auto": None, "always": True, "never": False}
 
@@ -35,10 +49,17 @@ def add(verbs: Verbs) -> None:
         "info",
         run,
         "versions, devices, recipes, families and extras; what the compiler makes of a model",
-        "Show versions, devices, number formats, model families and which extras are installed; or, with\n"
-        "--compile-report, which graphs torch.compile makes of a model, what is in them, where they break,\n"
-        "and what is compiled again and why.",
+        "Show versions, devices, number formats, model families and which extras are installed; with\n"
+        "--keys, the keys of the model configuration; with --compile-report, which graphs torch.compile\n"
+        "makes of a model, what is in them, where they break, and what is compiled again and why.",
         "te-models info --compile-report ./moe --recipe mxfp8",
+    )
+    parser.add_argument(
+        "--keys",
+        metavar="PART",
+        nargs="?",
+        const="",
+        help="list the keys of the model configuration, or of one part such as moe",
     )
     parser.add_argument("--compile-report", metavar="DIR", help="a model folder to compile")
     report = parser.add_argument_group("with --compile-report")
@@ -54,24 +75,31 @@ def add(verbs: Verbs) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what there is; 1 if a compile report has breaks."""
+    if args.keys is not None:
+        from ..config import ModelConfig
+        from ..config.keys import tables_of
+        from .keys import keys_json, keys_text, select_tables
+
+        tables = select_tables(list(tables_of(ModelConfig)), args.keys, "--keys")
+        emit(args, {"keys": keys_json(tables)}, keys_text(tables))
+        return 0
     if args.compile_report:
         return _compile_report(args)
     for option in ("recipe", "mode", "dynamic", "activation_checkpointing"):
         if getattr(args, option):
             raise ValueError(f"--{option.replace('_', '-')} needs --compile-report DIR")
     result = collect()
-    sections = [
-        table([("python", result["python"]), *((n, v or "-") for n, v in result["versions"].items())], "  "),
-        table([(d["name"], d["detail"]) for d in result["devices"]], "  "),
-        table([(n, text) for n, text in result["recipes"].items()], "  "),
-        "  " + ", ".join(result["families"]),
-        table(
-            [(n, "installed" if here else f"pip install 'te_models[{n}]'") for n, here in result["extras"].items()],
-            "  ",
-        ),
-    ]
-    titles = ("versions", "devices", "FP8 recipes", "Hugging Face families", "extras")
-    emit(args, result, "\n".join(f"{title}\n{section}" for title, section in zip(titles, sections, strict=True)))
+    extras = [(n, "installed" if here else f"pip install 'te_models[{n}]'") for n, here in result["extras"].items()]
+    emit(
+        args,
+        result,
+        Table([("python", result["python"]), *((n, v or "-") for n, v in result["versions"].items())], "versions"),
+        Table([(d["name"], d["detail"]) for d in result["devices"]], "devices"),
+        Table(list(result["recipes"].items()), "recipes"),
+        "Hugging Face families",
+        textwrap.fill(", ".join(result["families"]), help_width(), initial_indent="  ", subsequent_indent="  "),
+        Table(extras, "extras"),
+    )
     return 0
 
 
@@ -98,18 +126,18 @@ def _compile_report(args: argparse.Namespace) -> int:
 
     if args.recipe:
         recipe(args.recipe)  # an unknown name is refused before the model is read
+    say_while_waiting(f"loading {args.compile_report} and compiling it; this can take minutes")
     model = GPTModel.from_pretrained(args.compile_report)
     model.activation_checkpointing = args.activation_checkpointing
     made = partial(recipe, args.recipe) if args.recipe else None
     report = compile_report(model, made, mode=args.mode or "whole", dynamic=DYNAMIC[args.dynamic or "auto"])
-    lines = [
-        table([("call", "shape", "graphs"), *((c["call"], str(c["shape"]), str(c["graphs"])) for c in report["calls"])])
-    ]
+    calls = [(call["call"], str(call["shape"]), str(call["graphs"])) for call in report["calls"]]
+    lines: list[str | Table] = [Table([("call", "shape", "graphs"), *calls], heading=True)]
     lines += [f"{_program(p)} of: {call['call']}" for call in report["calls"] for p in call["programs"]]
     lines += [f"compiled again, {call['call']}: {why}" for call in report["calls"] for why in call["reasons"]]
     lines += [f"break, {count} times: {why}" for why, count in report["breaks"].items()]
     lines.append(f"{report['graphs']} graphs, {sum(report['breaks'].values())} breaks")
-    emit(args, report, "\n".join(lines))
+    emit(args, report, *lines)
     return 1 if report["breaks"] else 0
 
 
@@ -141,9 +169,9 @@ def _devices() -> list[dict[str, Any]]:
 
 
 def _recipes() -> dict[str, str]:
-    from te_models.layers.recipe.base import RECIPES
+    from te_models.layers.recipe import base
 
-    return {name: (cls.__doc__ or "").partition("\n")[0] for name, cls in RECIPES.items()}
+    return {name: RECIPES[name] for name in base.RECIPES}
 
 
 def _families() -> list[str]:

@@ -12,15 +12,23 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
 from .. import __version__
 from ..extras import MissingExtraError
 from ..signals import Interrupted
 from ..suggestions import did_you_mean
-from . import convert, examine, generate, info, quickstart, train
-from .parser import Formatter
+from ..terminal import complain
+from . import completion, convert, examine, generate, info, quickstart, train
+from .parser import Formatter, Parser, unknown
 
-GROUPS = {"convert": (convert,), "inspect": (examine, info), "train": (train, quickstart), "generate": (generate,)}
+GROUPS: dict[str, tuple[Any, ...]] = {
+    "convert": (convert,),
+    "inspect": (examine, info),
+    "train": (train, quickstart),
+    "generate": (generate,),
+    "shell": (completion,),
+}
 """The headings of the help, and the modules that add the verbs under each."""
 
 EPILOG = """\
@@ -35,9 +43,9 @@ Exit codes: 0 done; 1 the answer is no; 2 bad input; 3 the work failed; 130 inte
 """
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of all verbs."""
-    parser = argparse.ArgumentParser(
+def build_parser(keys: train.Keys = "none") -> Parser:
+    """Return the parser of all verbs. keys: whether `train` has the options of its keys, and in its help."""
+    parser = Parser(
         prog="te-models",
         usage="te-models [-h] [--version] VERB ...",
         description="GPT and MoE models: convert, check, train and run them.",
@@ -51,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     for heading, modules in GROUPS.items():
         before = len(verbs._choices_actions)
         for module in modules:
-            module.add(verbs)
+            module.add(verbs, **({"keys": keys} if module is train else {}))
         rows = [(choice.dest, choice.help or "") for choice in verbs._choices_actions[before:]]
         listing.append(f"{heading}:\n" + "\n".join(f"  {name:<14}{summary}" for name, summary in rows))
     parser.description = "\n\n".join([parser.description or "", *listing])
@@ -94,15 +102,16 @@ def _is_panic(error: BaseException) -> bool:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = build_parser()
-    words, verbs = sys.argv[1:] if argv is None else argv, verbs_of(parser).choices
+    words = sys.argv[1:] if argv is None else argv
+    parser = build_parser("hidden" if list(words[:1]) == ["train"] else "none")
+    verbs = verbs_of(parser).choices
+    if words and words[0].startswith("-") and words[0] not in parser._option_string_actions:
+        parser.error(unknown(words[:1], "te-models", parser))
     if words and not words[0].startswith("-") and words[0] not in verbs:
         parser.error(f"{words[0]!r} is not a verb; allowed: {', '.join(verbs)}{did_you_mean(words[0], verbs)}")
-    args, rest = parser.parse_known_args(argv)
-    if args.verb == "train":
-        args.overrides = rest
-    elif rest:
-        parser.error(f"{args.verb} does not take {' '.join(rest)!r}; see: te-models {args.verb} --help")
+    args, rest = parser.parse_known_args(words)
+    if rest:
+        verbs[args.verb].error(unknown(rest, args.verb, verbs[args.verb]))
     return args
 
 
@@ -146,5 +155,5 @@ def _sentence(error: BaseException) -> str:
 
 
 def _fail(code: int, sentence: str) -> int:
-    print(f"te-models: {sentence}", file=sys.stderr)
+    complain(sentence)
     return code

@@ -1,22 +1,63 @@
-"""What all verbs share: the help format, the common options, how a result is printed."""
+"""What all verbs share: the parser and its errors, the help format, the common options, how a result is printed."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from ..suggestions import did_you_mean
+from ..terminal import Table, complain, show
 
 Verbs = Any  # argparse's subparsers action, which has no public name
+
+_SHORTER = {
+    "expected one argument": "needs a value",
+    "expected at least one argument": "needs at least one value",
+    "ignored explicit argument": "takes no value, and has",
+    "not allowed with argument": "cannot be used with",
+}
+"""What argparse says of an option, and what is said instead."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argparse parser that says what is wrong in one sentence, and ends with exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        of_option = re.fullmatch(r"argument ([^:]+): (.*)", message, re.DOTALL)
+        if of_option:
+            name, what = of_option[1].rpartition("/")[2], of_option[2]
+            for theirs, ours in _SHORTER.items():
+                what = what.replace(theirs, ours)
+            joint = " " if what.startswith(("is ", *_SHORTER.values())) else ": "
+            message = name + joint + what
+        _, _, verb = self.prog.partition(" ")
+        message = message.replace("the following arguments are required:", f"{verb or self.prog} needs")
+        message = message.replace("one of the arguments", "one of").replace(" is required", " is needed")
+        complain(f"{' '.join(message.split())}; see: {self.prog} --help")
+        self.exit(2)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            name, allowed = "/".join(action.option_strings) or action.dest, list(map(str, action.choices))
+            what = f"{name} is {value!r}; allowed: {', '.join(allowed)}{did_you_mean(value, allowed)}"
+            raise argparse.ArgumentError(None, what)
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):
     """Keeps the line breaks of examples, and wraps at the width of the terminal up to 100 columns."""
 
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=28, width=min(100, shutil.get_terminal_size().columns - 2))
+        super().__init__(prog, max_help_position=28, width=help_width())
+
+
+def help_width() -> int:
+    """Columns of help: those of the terminal, up to 100."""
+    return min(100, shutil.get_terminal_size().columns - 2)
 
 
 def verb(
@@ -37,9 +78,37 @@ def verb(
     return parser
 
 
-def emit(args: argparse.Namespace, result: dict[str, Any], text: str) -> None:
-    """Print `result` as JSON or `text`, whichever the user asked for."""
-    print(json.dumps(result, indent=2, allow_nan=False) if args.json else text)
+def integer(text: str) -> int:
+    """The value of an option that takes a whole number."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"is {text!r}; allowed: an integer") from None
+
+
+def number(text: str) -> float:
+    """The value of an option that takes a number."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"is {text!r}; allowed: a number") from None
+
+
+def unknown(words: Sequence[str], verb: str, parser: argparse.ArgumentParser) -> str:
+    """Return the sentence for words of the command line that a verb has no use for."""
+    option = next((word.partition("=")[0] for word in words if word.startswith("-")), None)
+    if option is not None:
+        return f"{verb} has no option {option!r}{did_you_mean(option, parser._option_string_actions)}"
+    switches = "; a key that is true or false is set by --KEY or --no-KEY" if words[0] in ("true", "false") else ""
+    return f"{verb} does not take {words[0]!r}{switches}"
+
+
+def emit(args: argparse.Namespace, result: dict[str, Any], *parts: str | Table) -> None:
+    """Print `result` as JSON or the texts and tables, whichever the user asked for."""
+    if args.json:
+        print(json.dumps(result, indent=2, allow_nan=False))
+    else:
+        show(*parts)
 
 
 def read_text(file: str) -> str:
@@ -48,10 +117,3 @@ def read_text(file: str) -> str:
         return Path(file).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is not UTF-8 text: {error.reason} at byte {error.start}") from None
-
-
-def table(rows: list[tuple[str, ...]], indent: str = "") -> str:
-    """Align `rows` in columns."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))] if rows else []
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join((indent + line).rstrip() for line in lines)

@@ -1,37 +1,38 @@
-"""The progress line of long work: on standard error, and only where a person is watching."""
+"""The progress of long work: on standard error, and only where a person is watching."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ..extras import require
+from ..terminal import is_terminal, rich_console
 
-SECONDS_BETWEEN = 0.1
+SECONDS_BETWEEN = 10.0
+"""From one line to the next, where rich is not installed."""
 
 
 @contextmanager
 def byte_progress(title: str) -> Iterator[Callable[[int, int], None]]:
     """Yield `report(done_bytes, total_bytes)`; without a terminal it does nothing."""
-    if not sys.stderr.isatty():
-        yield lambda done, total: None
+    console = rich_console(sys.stderr)
+    if console is None:
+        yield _lines(title) if is_terminal(sys.stderr) else lambda done, total: None
         return
-    begin, shown = time.monotonic(), 0.0
-
-    def report(done: int, total: int) -> None:
-        nonlocal shown
-        now = time.monotonic()
-        if now - shown >= SECONDS_BETWEEN or done == total:
-            shown = now
-            # the cursor goes back to the start of the line, so that whatever is printed next replaces it
-            print(f"{title}: {progress_text(done, total, now - begin)}\x1b[K\r", end="", file=sys.stderr, flush=True)
-
-    try:
-        yield report
-    finally:
-        print("\x1b[K", end="", file=sys.stderr, flush=True)
+    rich = importlib.import_module("rich.progress")
+    columns = (
+        rich.TextColumn("{task.description}"),
+        rich.BarColumn(),
+        rich.DownloadColumn(),
+        rich.TransferSpeedColumn(),
+        rich.TimeRemainingColumn(),
+    )
+    with rich.Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(title, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 @contextmanager
@@ -39,13 +40,27 @@ def loading_bars() -> Iterator[None]:
     """Let transformers show how far it is with loading where a person is watching, and only there."""
     logging = require("transformers", "hf", feature="the comparison").utils.logging
     shown = logging.is_progress_bar_enabled()
-    if not sys.stderr.isatty():
+    if not is_terminal(sys.stderr):
         logging.disable_progress_bar()
     try:
         yield
     finally:
         if shown:
             logging.enable_progress_bar()
+
+
+def _lines(title: str) -> Callable[[int, int], None]:
+    """Return what prints a line now and then, for terminals without rich."""
+    begun = shown = time.monotonic()
+
+    def report(done: int, total: int) -> None:
+        nonlocal shown
+        now = time.monotonic()
+        if now - shown >= SECONDS_BETWEEN:
+            shown = now
+            print(f"{title}: {progress_text(done, total, now - begun)}", file=sys.stderr, flush=True)
+
+    return report
 
 
 def progress_text(done: int, total: int, seconds: float) -> str:

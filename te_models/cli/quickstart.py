@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .parser import Verbs, verb
+from .parser import Verbs, integer, verb
 
 DESCRIPTION = """\
 Run everything once on a real model, and check each step with numbers: import SmolLM2-135M and
@@ -29,7 +29,7 @@ def add(verbs: Verbs) -> None:
         "--offline-tiny", action="store_true", help="a small model trained here instead of SmolLM2-135M"
     )
     parser.add_argument("--out", default="quickstart-out", metavar="DIR", help="where results go (./quickstart-out)")
-    parser.add_argument("--epochs", type=int, metavar="N", help="how often training reads its batches")
+    parser.add_argument("--epochs", type=integer, metavar="N", help="how often training reads its batches")
     parser.add_argument(
         "--recipe",
         default="mxfp8",

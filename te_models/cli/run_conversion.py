@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..terminal import show
 from .parser import emit
 from .progress import byte_progress
 
@@ -27,7 +29,27 @@ def run_export(args: argparse.Namespace) -> int:
 
     options = {"family": args.family, "form": args.form, "format": args.format}
     options |= {"allow_requantize": args.allow_requantize, "dequantize": args.dequantize}
-    return _convert(args, export_hf, dtype=_dtype(args), **options)
+    code = _convert(args, export_hf, dtype=_dtype(args), **options)
+    if not args.json and not args.dry_run:
+        show(*_missing_reader(Path(args.out)))
+    return code
+
+
+READERS = dict.fromkeys(("fp8", "mxfp4", "mxfp8"), "accelerate") | {"compressed-tensors": "compressed_tensors"}
+"""The package that transformers needs to read a quantized folder, by the `quant_method` in its config.json."""
+
+
+def _missing_reader(out: Path) -> list[str]:
+    """Return the sentence that names the package which transformers needs for an export and which is not installed."""
+    from te_models.checkpoints.io.strict_json import read_object
+
+    quantization = read_object(out / "config.json").get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    package = READERS.get(str(method))
+    if package is None or importlib.util.find_spec(package) is not None:
+        return []
+    name = package.replace("_", "-")
+    return [f"note: to read it, transformers needs the package {name!r}: pip install 'te_models[quantized]'"]
 
 
 def run_relayout(args: argparse.Namespace) -> int:
@@ -100,7 +122,7 @@ def _convert(args: argparse.Namespace, function: Callable[..., Any], **options: 
         "plan": plan.to_dict(),
     }
     did = "would write" if args.dry_run else f"in {result['seconds']:.1f} s wrote"
-    text = f"{did} {out}: {len(plan.outputs)} tensors, {plan.total_bytes / 2**20:.1f} MiB"
+    text = f"{did} {out}: {len(plan.outputs)} tensors, {plan.total_bytes / 1e6:.1f} MB"
     if plan.carried:
         text += f"\nkept {len(plan.carried)} tensors that the model does not use"
     if plan.ignored:

@@ -1,26 +1,33 @@
-"""`te-models train`: the options beside the TOML file are its keys, typed by the configuration itself."""
+"""`te-models train`: the options beside the TOML file are its keys, made of the configuration itself."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from ..signals import Interrupted, StopSignals
 from .parser import Verbs, emit, verb
 
+if TYPE_CHECKING:
+    from ..training.overrides import Override
+
+Keys = Literal["none", "hidden", "shown"]
+"""Whether the keys of the configuration are options of the parser, and stand in its help. They take 0.15 s to add."""
+
 DESCRIPTION = """\
 Train a model as CONFIG.toml says. Every key of the file is also an option, with dots for
 tables and dashes for underscores: --optimizer.lr 1e-4, --data.sequence-length 512,
---no-compile. `te-models train CONFIG.toml --help-keys` lists them all with their values.
+--no-compile. `te-models train --help-keys` lists them all, `--help-keys data` those of a table.
 A run that was interrupted continues from its newest checkpoint when started again, or from
 the one that --resume-from names. SIGTERM and Ctrl-C let the step that runs finish, save a
 checkpoint and end with 143 or 130."""
 
 
-def add(verbs: Verbs) -> None:
+def add(verbs: Verbs, *, keys: Keys) -> None:
     """Add the verb."""
     parser = verb(
         verbs,
@@ -30,21 +37,36 @@ def add(verbs: Verbs) -> None:
         DESCRIPTION,
         "te-models train train.toml --steps 100 --precision.recipe mxfp8",
     )
-    parser.add_argument("config", metavar="CONFIG.toml", help="the training configuration")
-    parser.add_argument("--help-keys", action="store_true", help="list the keys of the configuration and exit")
+    parser.usage = "te-models train CONFIG.toml [--KEY VALUE ...] [--dry-run] [--json] [--debug]\n"
+    parser.usage += "       te-models train [CONFIG.toml] --help-keys [TABLE]"
+    parser.add_argument("config", metavar="CONFIG.toml", nargs="?", help="the training configuration")
+    parser.add_argument(
+        "--help-keys",
+        metavar="TABLE",
+        nargs="?",
+        const="",
+        help="list the keys of the configuration, or of one table, and exit",
+    )
     parser.add_argument("--dry-run", action="store_true", help="check the configuration, print it and stop")
+    parser.set_defaults(usage_error=parser.error)
+    if keys != "none":
+        from ..training.overrides import add_key_options
+
+        add_key_options(parser, shown=keys == "shown")
 
 
 def run(args: argparse.Namespace) -> int:
     """Train, and print the last metrics. Of torchrun's processes only rank 0 prints."""
-    from ..training.config import load_config
-    from ..training.ranks.data_parallel import is_main_process
+    if (args.help_keys or "").endswith(".toml") and args.config is None:  # --help-keys CONFIG.toml
+        args.config, args.help_keys = args.help_keys, ""
+    if args.help_keys is not None:
+        return _help_keys(args)
+    if args.config is None:
+        args.usage_error(_without_config(args.overrides))
+    from ..training.config_file import read_config
+    from ..training.ranks.main_process import is_main_process
 
-    later = [word for word in args.overrides if word.endswith(".toml")]
-    if later and not Path(args.config).exists():  # the value of an option that came first was taken for the file
-        raise ValueError(f"CONFIG.toml comes before its keys: te-models train {later[0]} --KEY VALUE")
-    overrides = ["--help"] if args.help_keys else args.overrides
-    config = load_config(args.config, overrides)
+    config = read_config(Path(args.config), args.overrides)
     if args.dry_run:
         if is_main_process():
             print(config.to_json(), end="")
@@ -68,10 +90,31 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _help_keys(args: argparse.Namespace) -> int:
+    from ..config.keys import tables_of
+    from ..training.config import TrainConfig
+    from ..training.config_file import read_config
+    from .keys import keys_json, keys_text, select_tables
+
+    values = None if args.config is None else read_config(Path(args.config), args.overrides).to_dict()
+    tables = select_tables(list(tables_of(TrainConfig)), args.help_keys, "--help-keys")
+    emit(args, {"keys": keys_json(tables)}, keys_text(tables, values))
+    return 0
+
+
+def _without_config(overrides: Iterable[Override]) -> str:
+    """Return the sentence for a command line without a file, which may be among the values of an option."""
+    later = [word for override in overrides for word in override.words[1:] if word.endswith(".toml")]
+    if later:
+        return f"CONFIG.toml comes before keys that are lists: te-models train {later[0]} --KEY VALUE ..."
+    return "train needs CONFIG.toml"
+
+
 def _continuing(args: argparse.Namespace, resumes: bool) -> str:
     """Return the command that continues the run."""
+    started_afresh = any(override.path == "resume" and override.value is False for override in args.overrides)
     words = ["train", args.config, *_without_start(args.overrides)]
-    words += [] if resumes or "--no-resume" in args.overrides else ["--resume"]
+    words += [] if resumes or started_afresh else ["--resume"]
     words += ["--json"] if args.json else []
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return shlex.join(["te-models", *words])
@@ -80,11 +123,8 @@ def _continuing(args: argparse.Namespace, resumes: bool) -> str:
     return f"torchrun {nodes} -m te_models {shlex.join(words)}"
 
 
-def _without_start(overrides: Sequence[str]) -> Iterator[str]:
+def _without_start(overrides: Iterable[Override]) -> Iterator[str]:
     """Yield the options but those that say where to start: the newest checkpoint is where the run goes on."""
-    words = iter(overrides)
-    for word in words:
-        if word == "--resume-from":
-            next(words, None)
-        elif word != "--no-resume" and not word.startswith("--resume-from="):
-            yield word
+    for override in overrides:
+        if override.path != "resume_from" and not (override.path == "resume" and override.value is False):
+            yield from override.words

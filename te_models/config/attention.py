@@ -10,15 +10,21 @@ from .part import ConfigPart, check
 
 @dataclass(frozen=True, kw_only=True)
 class MLAConfig(ConfigPart):
-    """Multi-latent attention (DeepSeek-V2, arXiv 2405.04434). `q_lora_rank` None means a plain query projection, which
-    has no bias: `add_qkv_bias` is then that of the latent of k and v and of the rotated key part."""
+    """Multi-latent attention (DeepSeek-V2, arXiv 2405.04434). A plain query projection has no bias: `add_qkv_bias` is
+    then the bias of the latent of k and v and of the rotated key part."""
 
     q_lora_rank: int | None = None
+    """Size of the latent of the queries; unset means a plain query projection."""
     kv_lora_rank: int = 512
+    """Size of the latent of keys and values."""
     qk_head_dim: int = 128
+    """Channels of each head of q and k without position encoding."""
     qk_pos_emb_head_dim: int = 64
+    """Channels of each head of q and k that the rotary embedding rotates."""
     v_head_dim: int = 128
+    """Channels of each head of v."""
     latent_norm_epsilon: float = 1e-6
+    """Epsilon of the RMSNorm of each latent."""
 
     def _validate(self) -> None:
         check(self.q_lora_rank is None or self.q_lora_rank > 0, "mla.q_lora_rank", self.q_lora_rank, "positive or null")
@@ -32,9 +38,13 @@ class TemperatureConfig(ConfigPart):
     stays sharp over long contexts (arXiv 2501.19399). Llama 4 does so in its "nope" layers, Ministral 3 in all."""
 
     floor_scale: float
+    """Positions after which the factor grows by a step."""
     attn_scale: float
+    """Weight of the logarithm in the factor."""
     position_offset: int = 0
+    """Added to each position."""
     layers: Literal["nope", "all"] = "all"
+    """Layers whose queries are multiplied: those without position encoding, or all."""
 
     def _validate(self) -> None:
         check(self.floor_scale > 0, "temperature.floor_scale", self.floor_scale, "a positive number")
@@ -42,37 +52,49 @@ class TemperatureConfig(ConfigPart):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig(ConfigPart):
-    """Self attention. `kv_channels` is the head dimension; `num_query_groups` the number of key/value heads (GQA).
-
-    `window_size` counts visible positions, the query's own included, in "sliding" layers; `chunk_size` likewise in
-    "chunked" ones. `softmax_scale` None means 1/sqrt(head dim); `softmax_scale_by_layer` divides it by the layer's
-    number, from 1. `softcap` is tanh soft-capping of the scores. `qk_layernorm`: the model's kind of norm for each
-    "head" of q and k, for all of them together ("full"), or an RMSNorm of each head without weight ("l2", only in
-    layers with a position encoding); `qk_layernorm_bias` gives a LayerNorm its bias; `clip_qkv` clamps q, k and v
-    behind it. Derived where None: `num_query_groups` from `num_attention_heads`, `kv_channels` from the model's
-    hidden_size; with `mla`, `kv_channels` and `v_head_dim` from that, which other values are refused with.
-    """
+    """Self attention. With `mla`, `kv_channels` and `v_head_dim` follow from it; other values of them are refused."""
 
     num_attention_heads: int
+    """Number of query heads."""
     num_query_groups: int | None = None
+    """Number of key and value heads (GQA); unset means as many as query heads."""
     kv_channels: int | None = None
+    """Channels of each head; unset means hidden_size / num_attention_heads, or what mla says."""
     v_head_dim: int | None = None
+    """Channels of each head of v; unset means kv_channels, or what mla says."""
     add_qkv_bias: bool = False
+    """Whether the projections of q, k and v have a bias."""
     add_output_bias: bool = False
+    """Whether the output projection has a bias."""
     qk_layernorm: Literal["none", "head", "full", "l2"] = "none"
+    """Norm of q and k: of each head, of all heads together (full), or an RMSNorm of each head without weight in
+    layers with a position encoding (l2)."""
     qk_layernorm_after_rope: bool = False
+    """Whether the norm of q and k comes after the rotary embedding."""
     qk_layernorm_bias: bool = False
+    """Whether a LayerNorm of q and k has a bias."""
     softmax_scale: float | None = None
+    """Factor of the scores; unset means 1 / sqrt(head channels)."""
     softmax_scale_by_layer: bool = False
+    """Whether the factor of the scores is divided by the number of the layer, from 1."""
     softcap: float | None = None
+    """Bound of the tanh soft cap of the scores; unset means none."""
     sinks: bool = False
+    """Whether each head has a learned sink that takes part in the softmax."""
     output_gate: bool = False
+    """Whether the attention output is multiplied by the sigmoid of a projection of the input (GPTModel refuses it)."""
     clip_qkv: float | None = None
+    """Bound to which q, k and v are clamped; unset means none."""
     window_size: int | None = None
+    """Positions that a query sees in sliding layers, its own included."""
     chunk_size: int | None = None
+    """Positions of each chunk in chunked layers, whose queries see their own chunk only."""
     temperature_tuning: TemperatureConfig | None = None
+    """Temperature of the queries by position; unset means none."""
     attention_dropout: float = 0.0
+    """Probability with which attention weights are dropped in training."""
     mla: MLAConfig | None = None
+    """Multi-latent attention in place of plain projections of q, k and v; unset means none."""
 
     def _derivations(self) -> dict[str, Any]:
         heads, mla = {"num_query_groups": self.num_attention_heads}, self.mla

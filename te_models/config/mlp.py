@@ -10,19 +10,26 @@ from .part import ConfigPart, check
 
 @dataclass(frozen=True, kw_only=True)
 class MLPConfig(ConfigPart):
-    """The feed-forward part. `gated`: `act(gate) * up`, fc1 rows are [gate | up].
+    """The feed-forward part. `gated`: the rows of fc1 are [gate | up].
 
     `clamp`, `alpha`, `up_offset` are gpt-oss's clamped SwiGLU: gate <= clamp, |up| <= clamp,
     `gate * sigmoid(alpha * gate) * (up + up_offset)`.
     """
 
     ffn_hidden_size: int
+    """Channels between the two linear layers."""
     activation: Literal["silu", "gelu", "gelu_tanh", "relu", "squared_relu"] = "silu"
+    """Activation function."""
     gated: bool = True
+    """Whether the activation of a gate multiplies the up projection: act(gate) * up."""
     bias: bool = False
+    """Whether the linear layers have a bias."""
     clamp: float | None = None
+    """Bound of the gate from above and of the up projection on both sides; unset means none."""
     alpha: float = 1.0
+    """Factor of the gate inside the sigmoid of a clamped gate."""
     up_offset: float = 0.0
+    """Added to the up projection before the gate multiplies it."""
 
     def _validate(self) -> None:
         check(self.ffn_hidden_size > 0, "mlp.ffn_hidden_size", self.ffn_hidden_size, "a positive integer")
@@ -33,26 +40,33 @@ class MLPConfig(ConfigPart):
 class RouterConfig(ConfigPart):
     """How tokens choose experts.
 
-    `score`: "softmax" or "sigmoid" of the logits; `score_after_topk` applies it to the k selected logits only.
-    `expert_bias` adds a number per expert to the scores for selection only (DeepSeek-V3). It is no parameter: training
-    moves it towards balance (`te_models.update_expert_bias`).
-    `linear_bias` is an ordinary bias of the router projection. `normalize` divides the k probabilities by their sum
-    (plus `normalize_eps`). `num_groups`/`topk_groups` restrict the choice to the best groups, a group's value being
-    the "max" or the "top2_sum" of its scores. `apply_on_input` multiplies the expert's input instead of its output.
+    `expert_bias` is no parameter: training moves it towards balance (`te_models.update_expert_bias`).
     """
 
     score: Literal["softmax", "sigmoid"] = "softmax"
+    """Function that makes scores of the router's logits."""
     score_after_topk: bool = False
+    """Whether the scores are computed from the k selected logits only."""
     expert_bias: bool = False
+    """Whether each expert has a bias that is added to its score for the selection only (DeepSeek-V3)."""
     linear_bias: bool = False
+    """Whether the router's projection has a bias."""
     normalize: bool = True
+    """Whether the scores of the k selected experts are divided by their sum."""
     normalize_eps: float = 0.0
+    """Added to the sum by which the scores are divided."""
     scaling_factor: float = 1.0
+    """Factor of the scores of the selected experts."""
     num_groups: int | None = None
+    """Number of groups of experts of which only the best are used; unset means no groups."""
     topk_groups: int | None = None
+    """Groups that each token may use; set exactly when num_groups is."""
     group_score: Literal["max", "top2_sum"] = "top2_sum"
+    """Value of a group: the largest score in it, or the sum of the two largest."""
     dtype: Literal["input", "float32"] = "input"
+    """Dtype in which the router computes its logits: that of its input, or float32."""
     apply_on_input: bool = False
+    """Whether the scores multiply the input of the experts instead of their output."""
 
     def _validate(self) -> None:
         both = (self.num_groups is None) == (self.topk_groups is None)
@@ -65,24 +79,28 @@ class RouterConfig(ConfigPart):
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig(ConfigPart):
-    """A mixture of experts. `layers` lists the indices of MoE layers (None: all); the others are dense.
-
-    `bias` is that of the experts; a shared expert has biases if `mlp.bias` is true, as dense layers do.
-    `shared_expert_intermediate_size` None means no shared expert; `shared_expert_gate` multiplies its output by the
-    sigmoid of a one-row projection of the input. `aux_loss_coeff` is the load-balancing loss weight (arXiv 2101.03961),
-    `z_loss_coeff` the router z-loss weight (arXiv 2202.08906).
-    """
+    """A mixture of experts. A shared expert has biases if `mlp.bias` is true, as dense layers do."""
 
     num_moe_experts: int
+    """Number of experts in each MoE layer."""
     moe_router_topk: int
+    """Experts that each token uses."""
     moe_ffn_hidden_size: int
+    """Channels between the two linear layers of an expert."""
     layers: tuple[int, ...] | None = None
+    """Indices of the MoE layers, from 0; unset means all layers, and the others are dense."""
     bias: bool = False
+    """Whether the linear layers of the experts have a bias."""
     shared_expert_intermediate_size: int | None = None
+    """Channels between the two linear layers of an expert that every token uses; unset means no such expert."""
     shared_expert_gate: bool = False
+    """Whether the sigmoid of a projection of the input to one number multiplies the shared expert's output."""
     aux_loss_coeff: float = 0.0
+    """Weight of the load-balancing loss (arXiv 2101.03961)."""
     z_loss_coeff: float = 0.0
+    """Weight of the router z-loss (arXiv 2202.08906)."""
     router: RouterConfig = field(default_factory=RouterConfig)
+    """How tokens choose experts."""
 
     def _validate(self) -> None:
         experts = self.num_moe_experts

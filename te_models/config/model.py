@@ -23,16 +23,22 @@ MAX_LAYERS = 10_000
 class NormConfig(ConfigPart):
     """Normalisation of the residual stream.
 
-    cast_order is where the product with gamma is rounded for a low-precision input (it decides bf16 bits):
-    "weight_last" `w * x_hat.to(dtype)`, "weight_first" `(w * x_hat).to(dtype)` in float32.
+    cast_order decides bf16 bits: "weight_last" is `w * x_hat.to(dtype)`, "weight_first" `(w * x_hat).to(dtype)` in
+    float32.
     """
 
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
+    """Kind of norm."""
     layernorm_epsilon: float = 1e-5
+    """Added to the variance or the mean square."""
     layernorm_zero_centered_gamma: bool = False
+    """Whether the stored weight is the factor minus 1."""
     cast_order: Literal["weight_last", "weight_first"] = "weight_last"
+    """Whether a low-precision result is rounded before the weight multiplies it (weight_last) or after."""
     has_weight: bool = True
+    """Whether the norm has a weight."""
     bias: bool = False
+    """Whether a LayerNorm has a bias."""
 
     def _validate(self) -> None:
         check(self.layernorm_epsilon > 0, "norm.layernorm_epsilon", self.layernorm_epsilon, "a positive number")
@@ -42,14 +48,20 @@ class NormConfig(ConfigPart):
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingConfig(ConfigPart):
-    """Token embedding and output layer. `multiplier` scales embeddings; "sqrt_hidden_in_weight_dtype" is Gemma's."""
+    """Token embedding and output layer."""
 
     share_embeddings_and_output_weights: bool = False
+    """Whether the output layer uses the weight of the token embedding."""
     position_embedding_type: Literal["rope", "learned_absolute", "none"] = "rope"
+    """How positions enter: rotary embedding, a learned vector for each position, or not at all."""
     multiplier: float | Literal["sqrt_hidden_in_weight_dtype"] = 1.0
+    """Factor of the embeddings; sqrt_hidden_in_weight_dtype is sqrt(hidden_size), rounded to the weight's dtype."""
     logits_multiplier: float = 1.0
+    """Factor of the logits."""
     logits_softcap: float | None = None
+    """Bound of the tanh soft cap of the logits; unset means none."""
     output_bias: bool = False
+    """Whether the output layer has a bias."""
 
     def _validate(self) -> None:
         cap = self.logits_softcap
@@ -65,29 +77,43 @@ class ModelConfig(ConfigPart):
                     attention=AttentionConfig(num_attention_heads=9, num_query_groups=3),
                     mlp=MLPConfig(ffn_hidden_size=1536))
 
-    `block`: "pre" (norm before each sublayer), "post" (after it), "sandwich" (both), "parallel" (attention and MLP
-    side by side, two norms), "parallel_shared_norm" (side by side, one norm). `layer_types` gives one attention kind
-    per layer (None: all "full", or all "sliding" when `attention.window_size` is set); `rope_sliding` replaces `rope`
-    in "sliding" layers (Gemma 3, OLMo 3). What is derived where it is None (`layer_types`, `moe.layers`, `attention`'s
-    `kv_channels`) is filled in, and derived again by `replace`: `config.replace(num_layers=4)` has 4 of them.
+    What is derived where it is None (`layer_types`, `moe.layers`, `attention`'s `kv_channels`) is filled in, and
+    derived again by `replace`: `config.replace(num_layers=4)` has 4 layer types.
     """
 
     vocab_size: int
+    """Number of tokens that the embedding and the output layer know."""
     hidden_size: int
+    """Channels of the residual stream."""
     num_layers: int
+    """Number of layers."""
     max_position_embeddings: int
+    """Longest sequence, in tokens."""
     attention: AttentionConfig
+    """Self attention of every layer."""
     mlp: MLPConfig
+    """MLP of the dense layers."""
     norm: NormConfig = field(default_factory=NormConfig)
+    """Norms of the residual stream."""
     rope: RopeConfig = field(default_factory=RopeConfig)
+    """Rotary position embedding."""
     rope_sliding: RopeConfig | None = None
+    """Rotary position embedding of sliding layers; unset means that of the others."""
     moe: MoEConfig | None = None
+    """Mixture of experts; unset means a dense model."""
     embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)
+    """Token embedding and output layer."""
     block: Literal["pre", "post", "sandwich", "parallel", "parallel_shared_norm"] = "pre"
+    """Where the norms are: before each sublayer (pre), after it (post), both (sandwich), or attention and MLP side
+    by side with two norms (parallel) or one (parallel_shared_norm)."""
     layer_types: tuple[LayerType, ...] | None = None
+    """What the queries of each layer see; unset means all full, or all sliding where attention.window_size is set."""
     residual_multiplier: float = 1.0
+    """Factor of what each sublayer adds to the residual stream."""
     hidden_dropout: float = 0.0
+    """Probability with which the output of a sublayer is dropped in training."""
     init_method_std: float = 0.02
+    """Standard deviation of random initial weights."""
 
     def _derivations(self) -> dict[str, Any]:
         kind: LayerType = "sliding" if self.attention.window_size is not None else "full"

@@ -17,13 +17,20 @@ from typing import Any, ClassVar, Literal, Self
 
 
 class ConfigError(ValueError):
-    """A configuration field has a value that is not allowed; the message names the field, the value and the choice."""
+    """A configuration field has a value that is not allowed; the message names the field, the value and the choice.
+
+    where: the name of the field, with which the message begins; "" where it begins with something else.
+    """
+
+    def __init__(self, message: str, where: str = "") -> None:
+        super().__init__(message)
+        self.where = where
 
 
 def check(condition: bool, where: str, value: object, allowed: str) -> None:
     """Raise ConfigError, naming the field `where`, its value and what is allowed, unless `condition` holds."""
     if not condition:
-        raise ConfigError(f"{where} is {value!r}; allowed: {allowed}")
+        raise ConfigError(f"{where} is {value!r}; allowed: {allowed}", where)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +48,7 @@ class ConfigPart:
         hints = typing.get_type_hints(type(self))
         for f in dataclasses.fields(self):
             object.__setattr__(
-                self, f.name, _coerce(f"{type(self).__name__}.{f.name}", getattr(self, f.name), hints[f.name])
+                self, f.name, coerce(f"{type(self).__name__}.{f.name}", getattr(self, f.name), hints[f.name])
             )
         self._validate()
 
@@ -116,7 +123,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _coerce(where: str, value: Any, hint: Any) -> Any:
+def coerce(where: str, value: Any, hint: Any) -> Any:
     """Return `value` as the annotated type (lists become tuples, dicts become parts) or raise ConfigError."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
@@ -125,7 +132,7 @@ def _coerce(where: str, value: Any, hint: Any) -> Any:
         errors = []
         for option in (a for a in args if a is not type(None)):
             try:
-                return _coerce(where, value, option)
+                return coerce(where, value, option)
             except ConfigError as error:
                 errors.append(str(error))
         raise ConfigError(errors[0])
@@ -134,7 +141,7 @@ def _coerce(where: str, value: Any, hint: Any) -> Any:
         return value
     if origin is tuple:
         check(isinstance(value, (list, tuple)), where, value, "a list")
-        return tuple(_coerce(f"{where}[{i}]", v, args[0]) for i, v in enumerate(value))
+        return tuple(coerce(f"{where}[{i}]", v, args[0]) for i, v in enumerate(value))
     if isinstance(hint, type) and issubclass(hint, ConfigPart):
         return hint.from_dict(value) if isinstance(value, dict) else _expect(where, value, hint)
     if hint is float:
@@ -152,5 +159,6 @@ def _coerce(where: str, value: Any, hint: Any) -> Any:
 
 
 def _expect(where: str, value: Any, hint: type) -> Any:
-    check(isinstance(value, hint), where, value, f"a {hint.__name__}")
+    allowed = {str: "a string", bool: "true or false"}.get(hint, f"a {hint.__name__}")
+    check(isinstance(value, hint), where, value, allowed)
     return value

@@ -10,30 +10,43 @@ from .part import ConfigPart, check
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig(ConfigPart):
-    """Rotary position embedding (arXiv 2104.09864) and its context extensions.
-
-    `style`: "half" rotates (i, i + D/2), "interleaved" rotates (2i, 2i + 1). `rotary_percent` is the rotated fraction
-    of the head dimension. `scaling` names the extension; the fields under it are read only by that extension, and a
-    field set for another one is refused.
-    """
+    """Rotary position embedding (arXiv 2104.09864) and its context extensions. A field set for another extension than
+    `scaling` is refused."""
 
     rotary_base: float = 10000.0
+    """Base of the frequencies (theta)."""
     rotary_percent: float = 1.0
+    """Fraction of each head's channels that is rotated."""
     style: Literal["half", "interleaved"] = "half"
+    """Channels that are rotated together: (i, i + D/2) in half, (2i, 2i + 1) in interleaved."""
     scaling: Literal["none", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"] = "none"
+    """Context extension; the keys below are read only by the extension that needs them."""
     factor: float | None = None
+    """How many times longer the context becomes."""
     original_max_position_embeddings: int | None = None
+    """Longest sequence before the extension, in tokens."""
     low_freq_factor: float | None = None
+    """llama3: wavelengths above the original context over this number are divided by the factor."""
     high_freq_factor: float | None = None
+    """llama3: wavelengths below the original context over this number are kept."""
     beta_fast: float | None = None
+    """yarn: rotations within the original context above which a frequency is kept."""
     beta_slow: float | None = None
+    """yarn: rotations within the original context below which a frequency is divided by the factor."""
     mscale: float | None = None
+    """yarn: weight of the logarithm in the factor of cos and sin."""
     mscale_all_dim: float | None = None
+    """yarn: the same weight in the factor by which that one is divided."""
     attention_factor: float | None = None
+    """yarn, longrope: factor of cos and sin; unset means the published formula."""
     truncate: bool | None = None
+    """yarn: whether the channels between which frequencies are blended are rounded to whole numbers."""
     alpha: float | None = None
+    """dynamic: extends the base by a power of this number at every length, in place of factor."""
     short_factor: tuple[float, ...] | None = None
+    """longrope: divisor of each frequency for sequences up to the original context."""
     long_factor: tuple[float, ...] | None = None
+    """longrope: divisor of each frequency for longer sequences."""
 
     _FIELDS_OF: ClassVar[dict[str, tuple[set[str], set[str]]]] = {
         # scaling: (required, optional)

@@ -263,7 +263,7 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
     ) -> None:
         """Write a te_models folder. `from_pretrained` of this class and of `GPTModel` read it; so does
         `AutoModelForCausalLM.from_pretrained`, once this package is imported. Other files of an existing folder stay.
-        For a model with adapters from `add_adapter` or `load_adapter`, write the active adapter alone, as peft reads it.
+        Of a model with adapters from `add_adapter` or `load_adapter`, write the active adapter alone, as peft reads it.
 
         Arguments:
             is_main_process: False writes nothing.

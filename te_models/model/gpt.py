@@ -52,14 +52,15 @@ if TYPE_CHECKING:
 class GPTModel(nn.Module):
     """A decoder-only language model, dense or mixture of experts. Megatron-Core: `GPTModel`, same parameter names.
 
-    params_dtype: dtype of the parameters and of compute (None: torch's default); for float32 parameters with bfloat16
-    compute, call the model under `torch.amp.autocast`. device: where to create the parameters; "meta" creates no data,
-    call `to_empty` and `reset_parameters` or `load_state_dict` next. expert_layout: "grouped" holds the experts of a
-    layer as one parameter, "per-gemm" as one parameter per expert. tp_group: split attention and MLPs over these ranks;
-    all of them call the model with the same tokens and get the same result, and every rank holds embedding, output
-    layer, norms and routers in full. ep_group: give each of these ranks an equal share of the experts; all of them call
-    the model, with equally many tokens of their own, and every rank holds everything else in full. Random initial
-    values come from torch's global generator (a model split by tp_group starts from other values than the whole model).
+    dtype: dtype of the parameters and of compute (None: torch's default); for float32 parameters with bfloat16 compute,
+    call the model under `torch.amp.autocast`. params_dtype: the same under the layers' name. device: where to create
+    the parameters; "meta" creates no data, call `to_empty` and `reset_parameters` or `load_state_dict` next.
+    expert_layout: "grouped" holds the experts of a layer as one parameter, "per-gemm" as one parameter per expert.
+    tp_group: split attention and MLPs over these ranks; all of them call the model with the same tokens and get the
+    same result, and every rank holds embedding, output layer, norms and routers in full. ep_group: give each of these
+    ranks an equal share of the experts; all of them call the model, with equally many tokens of their own, and every
+    rank holds everything else in full. Random initial values come from torch's global generator (a model split by
+    tp_group starts from other values than the whole model).
 
     Example:
         model = GPTModel(config)
@@ -72,6 +73,7 @@ class GPTModel(nn.Module):
         self,
         config: ModelConfig,
         *,
+        dtype: torch.dtype | None = None,
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         expert_layout: ExpertLayout = "grouped",
@@ -81,8 +83,14 @@ class GPTModel(nn.Module):
     ) -> None:
         super().__init__()
         check_supported(config)
+        if dtype is not None and params_dtype not in (None, dtype):
+            raise ValueError(f"dtype is {dtype} and params_dtype is {params_dtype}; allowed: one of them, dtype")
         build = Build(
-            params_dtype=params_dtype, device=device, expert_layout=expert_layout, tp_group=tp_group, ep_group=ep_group
+            params_dtype=dtype or params_dtype,
+            device=device,
+            expert_layout=expert_layout,
+            tp_group=tp_group,
+            ep_group=ep_group,
         )
         check_split(config, build)
         self.tp_size = build.tp_size
@@ -280,7 +288,7 @@ class GPTModel(nn.Module):
             target = torch.empty((), device=device).device
             split: dict[str, Any] = {**groups_of(device_mesh), "expert_layout": expert_layout}
             if recipe is None:
-                model = cls(checkpoint.config, params_dtype=dtype, device="meta", **split)
+                model = cls(checkpoint.config, dtype=dtype, device="meta", **split)
                 keep_dtypes(model, checkpoint.family, checkpoint.dtype_of)
                 model.to_empty(device=target)
                 quantized = checkpoint.empty_quantized(expert_layout, target, place_of(model))
@@ -290,7 +298,7 @@ class GPTModel(nn.Module):
                     setattr(model.get_submodule(owner), key, parameter.keep_attributes(model.get_parameter(name)))
             else:
                 with quantized_model_init(recipe=recipe):
-                    model = cls(checkpoint.config, params_dtype=dtype, device=target, **split)
+                    model = cls(checkpoint.config, dtype=dtype, device=target, **split)
                 keep_dtypes(model, checkpoint.family, checkpoint.dtype_of)
             checkpoint.load_into(dict(model.stored_tensors()), place=place_of(model))
             model.origin = source_of(checkpoint, () if dequantize else None)
@@ -315,7 +323,7 @@ class GPTModel(nn.Module):
         from te_models.checkpoints.io.dtypes import as_torch_dtype
 
         converter = converter_of(model)
-        ours = cls(converter.config, params_dtype=as_torch_dtype(dtype), device="meta", expert_layout=expert_layout)
+        ours = cls(converter.config, dtype=as_torch_dtype(dtype), device="meta", expert_layout=expert_layout)
         fill_from_hf(ours, model, torch.empty((), device=device).device)
         ours.origin = converter.source
         return ours

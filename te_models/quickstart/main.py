@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -61,6 +63,7 @@ def run_quickstart(
         shutil.rmtree(scratch, ignore_errors=True)
     (out / REPORT).write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
     report.say(_summary(report, out))
+    report.say(_where(out, None if offline_tiny else run.hf))
     return report
 
 
@@ -96,6 +99,26 @@ def _fresh(out: Path) -> None:
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     (out / REPORT).write_text("{}\n", encoding="utf-8")
+
+
+NEXT = """\
+te-models inspect {out}/model
+te-models quantize {out}/model {out}/model-mxfp8 --recipe mxfp8
+te-models generate {out}/model-mxfp8 --prompt "def main():" --max-new-tokens 8
+te-models export {out}/model {out}/hf-model
+te-models verify {out}/model {out}/hf-model"""
+"""Commands that run on what the quickstart leaves."""
+
+
+def _where(out: Path, source: Path | None) -> str:
+    """Say where the models are and what can be done with them. source: the folder that was imported, if it stays."""
+    lines = [f"models: {out / 'model'}, {out / 'moe'}, {out / 'hf-moe'}"]
+    lines += [f"imported from: {source} (kept there for the next time)"] if source is not None else []
+    lines += ["", "next:"]
+    if shutil.which("te-models") is None and sys.prefix != sys.base_prefix:
+        lines.append(f"  source {Path(sys.prefix, 'bin', 'activate')}")
+    lines += [f"  {line}" for line in NEXT.format(out=shlex.quote(str(out))).splitlines()]
+    return "\n".join(lines)
 
 
 def _summary(report: Report, out: Path) -> str:

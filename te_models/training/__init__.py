@@ -1,29 +1,61 @@
 """Training: configuration, token data, schedules, AdamW, resumable checkpoints, metrics, and the loop that uses them.
 
-Start reading at `loop.py`. May import everything of te_models; nothing but the command line imports it.
+Start reading at `loop.py`. May import everything of te_models; nothing but the command line imports it. Names are
+imported on first use: the configuration can be read, and its keys listed, without torch.
 """
 
-from .checkpoints.checkpoint import TrainingCheckpointError, latest_checkpoint, list_checkpoints
-from .config import (
-    CheckpointConfig,
-    DataConfig,
-    EvaluationConfig,
-    LogConfig,
-    ModelSource,
-    OptimizerConfig,
-    PrecisionConfig,
-    ScheduleConfig,
-    TrainConfig,
-    load_config,
-)
-from .data.build import build_dataset, write_dataset
-from .data.dataset import TokenDataset, Windows
-from .data.token_file import DataError
-from .loop import TrainResult, train
-from .metrics import MetricsError, plot_loss, read_metrics
-from .optimizer.schedule import lr_at
-from .ranks.monitor import LostRankError
-from .step import TrainingError
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .checkpoints.checkpoint import TrainingCheckpointError, latest_checkpoint, list_checkpoints
+    from .config import (
+        CheckpointConfig,
+        DataConfig,
+        EvaluationConfig,
+        LogConfig,
+        ModelSource,
+        OptimizerConfig,
+        PrecisionConfig,
+        ScheduleConfig,
+        TrainConfig,
+    )
+    from .config_file import load_config
+    from .data.build import build_dataset, write_dataset
+    from .data.dataset import TokenDataset, Windows
+    from .data.token_file import DataError
+    from .loop import TrainResult, train
+    from .metrics import MetricsError, plot_loss, read_metrics
+    from .optimizer.schedule import lr_at
+    from .ranks.monitor import LostRankError
+    from .step import TrainingError
+
+_HOME = {
+    "checkpoints.checkpoint": ("TrainingCheckpointError", "latest_checkpoint", "list_checkpoints"),
+    "config": (
+        "CheckpointConfig",
+        "DataConfig",
+        "EvaluationConfig",
+        "LogConfig",
+        "ModelSource",
+        "OptimizerConfig",
+        "PrecisionConfig",
+        "ScheduleConfig",
+        "TrainConfig",
+    ),
+    "config_file": ("load_config",),
+    "data.build": ("build_dataset", "write_dataset"),
+    "data.dataset": ("TokenDataset", "Windows"),
+    "data.token_file": ("DataError",),
+    "loop": ("TrainResult", "train"),
+    "metrics": ("MetricsError", "plot_loss", "read_metrics"),
+    "optimizer.schedule": ("lr_at",),
+    "ranks.monitor": ("LostRankError",),
+    "step": ("TrainingError",),
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
     "CheckpointConfig",
@@ -53,3 +85,15 @@ __all__ = [
     "train",
     "write_dataset",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'te_models.training' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

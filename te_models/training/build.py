@@ -60,14 +60,15 @@ def build_model(config: TrainConfig, device: str, checkpoint: Path | None, mesh:
             recipe=weights,
             expert_layout=layout,
             device_mesh=experts,
-            verify=checkpoint is None,  # the files of a checkpoint were checked when it was chosen
+            # the files of a checkpoint were checked when it was chosen
+            verify=checkpoint is None and config.model.verify,
         )
     torch.manual_seed(derive_seed(config.seed, "initial weights"))
     model_config = read_model_config(config)
     weights = build_recipe(precision, model_config.num_layers) if precision.quantized_weights else None
     with contextlib.nullcontext() if weights is None else quantized_model_init(enabled=True, recipe=weights):
         group = None if mesh is None else mesh.get_group("ep")
-        return GPTModel(model_config, params_dtype=dtype, device=device, expert_layout=layout, ep_group=group)
+        return GPTModel(model_config, dtype=dtype, device=device, expert_layout=layout, ep_group=group)
 
 
 def read_model_config(config: TrainConfig) -> ModelConfig:

@@ -22,7 +22,6 @@ import torch
 from te_models.layers import quantization_statistics, set_rounding_seed
 
 from ..config import ConfigError
-from ..extras import require
 from ..memory import return_freed_memory
 from ..model.expert_bias import has_expert_bias, max_load, update_expert_bias
 from ..signals import Interrupted, StopSignals
@@ -43,6 +42,7 @@ from .data.dataset import Windows
 from .metrics import METRICS, MetricsFile, finite, plot_loss, read_metrics
 from .optimizer.learning_rate import LearningRate, continued_config
 from .preflight import FINAL, check_run
+from .progress import Progress
 from .ranks.data_parallel import Ranks, barrier, gather_tensors, largest_over_ranks, ranks_from_environment
 from .ranks.experts import expert_mesh
 from .seeding import derive_seed, random_state, rounding_seed, seed_all
@@ -87,6 +87,9 @@ def _run(
     """Do the run. What is entered in `opened` is closed at the end, also when a step raises."""
     # Where to start: from a checkpoint, or from nothing.
     output_dir = Path(config.output_dir)
+    progress = opened.enter_context(Progress(config.steps, shown=ranks.is_main and config.log.progress))
+    if config.resume_from or (output_dir / "checkpoints").exists():
+        progress.waiting("checking the checkpoint to continue from")
     checkpoint, start = open_start(config, output_dir, ranks)
     if start:
         check_same_run(config, start, ranks)
@@ -101,6 +104,8 @@ def _run(
 
     # Data.
     if ranks.is_main:
+        if not Path(config.data.path).exists():
+            progress.waiting(f"tokenizing data.text into {config.data.path}")
         dataset = open_data(config.data, vocab_size=model_config.vocab_size, may_build=True)
     barrier(ranks)
     if not ranks.is_main:
@@ -113,6 +118,8 @@ def _run(
     )
 
     # Model and optimizer.
+    source = checkpoint or config.model.path
+    progress.waiting(f"loading {source}" if source else "making a model of random weights")
     with naming_the_intact(checkpoint, output_dir):
         model = build_model(config, device, checkpoint, mesh)
     model.activation_checkpointing = config.model.activation_checkpointing
@@ -141,12 +148,11 @@ def _run(
 
     # Files and progress: rank 0 only.
     output_dir.mkdir(parents=True, exist_ok=True)
-    metrics = progress = None
+    metrics = None
     if ranks.is_main:
         if checkpoint is not None and config.resume_from is not None:
             set_newer_aside(checkpoint, step, output_dir)
         metrics = opened.enter_context(MetricsFile(output_dir / METRICS, keep_steps=step))
-        progress = opened.enter_context(_progress_bar(config, step)) if config.log.progress else None
 
     micro_batches_per_step = config.data.gradient_accumulation * ranks.world_size
     tokens_per_step = micro_batches_per_step * B * S
@@ -157,6 +163,9 @@ def _run(
     learning_rate = LearningRate.of(config)
     if checkpoint and ranks.is_main:
         print(f"te-models: continuing from step {step} of {config.steps}: {checkpoint}", file=sys.stderr)
+    if config.compile and step < config.steps:
+        progress.waiting("compiling the first step, which can take minutes")
+    progress.begin(step)
     model.train()
     deferred = opened.enter_context(contextlib.ExitStack())
     deferred.enter_context(signals.deferred())
@@ -199,9 +208,7 @@ def _run(
             row["quantization"] = finite(quantization_statistics(model))
         if metrics:
             metrics.write(row)
-        if progress is not None:
-            progress.set_postfix(loss=f"{result.loss:.4f}", lr=f"{lr:.2e}", refresh=False)
-            progress.update()
+        progress.step(row)
 
         late = config.checkpoint.every_minutes and time.perf_counter() - saved > 60 * config.checkpoint.every_minutes
         # every rank saves, and ends, at the same step, whichever of them has the signal, and whatever its clock says
@@ -258,11 +265,6 @@ def evaluate_model(
 
 def _is_due(step: int, every: int, steps: int) -> bool:
     return step == steps or (every > 0 and step % every == 0)
-
-
-def _progress_bar(config: TrainConfig, step: int) -> Any:
-    tqdm = require("tqdm", "train", feature="the progress bar (log.progress)")
-    return tqdm.tqdm(total=config.steps, initial=step, unit="step", desc="train")
 
 
 @contextlib.contextmanager

@@ -44,8 +44,6 @@ def check_run(
     """
     if config.log.plot:
         require("matplotlib.figure", "plot", feature="the loss plot (log.plot)")
-    if config.log.progress:
-        require("tqdm", "train", feature="the progress bar (log.progress)")
     _check_output(Path(config.output_dir))
     model, notes = _read_model(config, checkpoint)
     _check_sizes(config, model, device)

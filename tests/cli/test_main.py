@@ -35,6 +35,7 @@ VERBS = (
     "generate",
     "quickstart",
     "info",
+    "completion",
 )
 
 
@@ -71,7 +72,7 @@ try:
     main({words!r})
 except SystemExit:
     pass
-print([n for n in sys.modules if n.split(".")[0] in ("torch", "numpy", "tyro", "transformers", "tqdm")])
+print([n for n in sys.modules if n.split(".")[0] in ("torch", "numpy", "rich", "shtab", "transformers", "tqdm")])
 """
     run = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
     assert run.stdout.splitlines()[-1] == "[]"
@@ -98,8 +99,8 @@ def test_python_m_is_the_same_program() -> None:
 def test_info_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info"]) == 0
     out = capsys.readouterr().out
-    assert "FP8 recipes" in out
-    assert "mxfp8" in out
+    assert "recipes\n  delayed     FP8, one scale per tensor from the amaxes of earlier steps\n" in out
+    assert [line for line in out.splitlines() if len(line) > 100 or "`" in line] == []
 
 
 @pytest.mark.parametrize(
@@ -202,20 +203,48 @@ def test_names_that_the_terminal_cannot_show_are_escaped(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([], "VERB"),
-        (["conjure"], "conjure"),
-        (["info", "--jsn"], "--jsn"),
-        (["relayout", "a", "b"], "--layout"),
-        (["relayout", "a", "b", "--layout", "columns"], "columns"),
-        (["upcycle", "a", "b", "--experts", "four", "--topk", "2"], "four"),
-        (["generate", "a"], "--prompt"),
+        ([], "te-models needs VERB; see: te-models --help"),
+        (["--versoin"], "te-models has no option '--versoin'; did you mean '--version'?; see: te-models --help"),
+        (["conjure"], "'conjure' is not a verb; allowed: import, "),
+        (["quantise", "a"], "generate, completion; did you mean 'quantize'?; see: te-models --help"),
+        (["info", "--jsn"], "info has no option '--jsn'; did you mean '--json'?; see: te-models info --help"),
+        (["info", "more"], "info does not take 'more'; see: "),
+        (["relayout", "a", "b"], "relayout needs --layout; see: te-models relayout --help"),
+        (["import"], "import needs HF_DIR, OUT; see: "),
+        (["relayout", "a", "b", "--layout", "columns"], "--layout is 'columns'; allowed: grouped, per-gemm; see: "),
+        (["relayout", "a", "b", "--layout", "groupd"], "; did you mean 'grouped'?; see: "),
+        (["relayout", "a", "b", "--layout"], "--layout needs a value; see: "),
+        (["upcycle", "a", "b", "--experts", "four", "--topk", "2"], "--experts is 'four'; allowed: an integer; see: "),
+        (
+            ["generate", "a", "--prompt", "x", "--temperature", "hot"],
+            "--temperature is 'hot'; allowed: a number; see: ",
+        ),
+        (["generate", "a"], "one of --prompt --prompt-file is needed; see: "),
+        (["generate", "a", "--prompt", "x", "--prompt-file", "y"], "--prompt-file cannot be used with --prompt"),
+        (["info", "--json=x"], "--json takes no value, and has 'x'; see: "),
+        (["train"], "train needs CONFIG.toml; see: te-models train --help"),
+        (
+            ["train", "--data.text", "a", "run.toml"],
+            "CONFIG.toml comes before keys that are lists: te-models train run",
+        ),
+        (["train", "run.toml", "--lr", "1"], "train has no option '--lr'; did you mean '--optimizer.lr'?; see: "),
+        (
+            ["train", "run.toml", "--compile", "false"],
+            "train does not take 'false'; a key that is true or false is set",
+        ),
+        (["completion", "powershell"], "shell is 'powershell'; allowed: bash, zsh, fish; see: "),
     ],
 )
-def test_usage_errors_exit_with_2(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_errors_are_one_sentence_and_exit_2(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as exit_:
         main(words)
     assert exit_.value.code == 2
-    assert says in capsys.readouterr().err
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("te-models: ") and says in captured.err
+    assert captured.err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -235,6 +264,8 @@ def test_usage_errors_exit_with_2(words: list[str], says: str, capsys: pytest.Ca
         ["generate", "missing", "--prompt", "x"],
         ["generate", "missing", "--prompt-file", "missing.txt"],
         ["quickstart", "--epochs", "0"],
+        ["train", "--help-keys", "dta"],
+        ["info", "--keys", "attn"],
     ],
     ids=" ".join,
 )

@@ -14,7 +14,7 @@ HEAVY = (
     "triton",
     "torch._inductor",
     "tokenizers",
-    "tyro",
+    "rich",
     "matplotlib",
     "numpy.testing",
 )

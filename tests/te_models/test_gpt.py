@@ -347,3 +347,12 @@ def test_a_model_without_data_computes_shapes(config: ModelConfig, recipe: Recip
     output.loss.backward()
     assert output.logits.is_meta and output.logits.shape == (2, 32, config.vocab_size)
     assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
+
+
+def test_dtype_and_params_dtype_are_one_argument() -> None:
+    """from_pretrained and the command line say dtype, the layers params_dtype."""
+    for dtypes in ({"dtype": torch.bfloat16}, {"params_dtype": torch.bfloat16}):
+        parameters = list(GPTModel(tiny(), device="meta", **dtypes).parameters())
+        assert {p.dtype for p in parameters} == {torch.bfloat16}
+    with pytest.raises(ValueError, match=r"dtype is torch.float32 and params_dtype is torch.bfloat16; allowed: one"):
+        GPTModel(tiny(), device="meta", dtype=torch.float32, params_dtype=torch.bfloat16)

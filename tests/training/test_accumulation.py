@@ -57,7 +57,9 @@ def error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
     return {name: float((found[name].double() - e.double()).norm() / e.double().norm()) for name, e in expected.items()}
 
 
-@pytest.mark.parametrize("recipe", ["none", "mxfp8", "quantized"])
+@pytest.mark.parametrize(
+    "recipe", ["none", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mxfp8", "quantized"))]
+)
 def test_sixty_four_micro_batches_give_the_gradient_of_one(tmp_path: Path, recipe: str) -> None:
     """They were 0.8 % off; what a micro-batch rounds once, embeddings and norms, is 0.2 % off."""
     precision = PrecisionConfig(dtype="bf16")

@@ -95,7 +95,7 @@ def find_start(config: TrainConfig, output_dir: Path) -> Path | None:
     return None
 
 
-_FREE = {"model.activation_checkpointing", "model.loss_chunk_tokens", "optimizer.skip_nonfinite"}
+_FREE = {"model.activation_checkpointing", "model.loss_chunk_tokens", "model.verify", "optimizer.skip_nonfinite"}
 """What is changed to get a run going again: less memory, and past a step that it always stops at."""
 _ACCUMULATION = "data.gradient_accumulation"
 _LATER = ("optimizer.moe_router_bias_update_rate", "optimizer.accumulate_allreduce_grads_in_fp32")

@@ -83,11 +83,6 @@ class Ranks:
             monitor.close(error)
 
 
-def is_main_process() -> bool:
-    """Whether this process speaks for the run: torchrun's rank 0, or one that torchrun did not start."""
-    return int(os.environ.get("RANK", "0")) == 0
-
-
 def ranks_from_environment(device: str, timeout: timedelta = TIMEOUT) -> Ranks:
     """Return the place in the process group that the caller has joined, or join the one that torchrun described (RANK,
     WORLD_SIZE, MASTER_ADDR, ...); one rank without either. timeout: of the collectives of a group that is joined."""

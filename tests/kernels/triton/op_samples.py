@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_models.kernels.custom_op import flatten
+from te_models.kernels.custom_op import flatten, registered
 from te_models.kernels.gemm import ScaledOperand
-from te_models.kernels.quantize.nvfp4 import registered as registered_nvfp4
 from tests.kernels import scaled_cases
 from tests.kernels.triton import (
     quantizer_samples,
@@ -147,7 +146,8 @@ def nvfp4(device: torch.device) -> Iterator[tuple[str, Arguments]]:
     for x, dim in itertools.product((ordinary((40, 52), BF16), ordinary((2, 33, 20), BF16)), (-1, -2)):
         yield "random_hadamard", (x.to(device), dim)
     x = ordinary((40, 48), BF16).to(device)
-    packed, scales = registered_nvfp4.quantize_nvfp4(x, x.new_ones((), dtype=F32), None, None, None, 0, 1, 1, False)
+    quantize = registered()["quantize_nvfp4"].op
+    packed, scales = quantize(x, x.new_ones((), dtype=F32), None, None, None, 0, 1, 1, False)
     yield "dequantize_nvfp4", (packed, scales, None, 48, BF16)
 
 

@@ -1,0 +1,120 @@
+"""A training configuration read from a TOML file and the options beside it: what is wrong is named as it is written.
+
+A sentence names the file, the table and the key, "run.toml: [data] sequence_length is ...", or the option,
+"--data.sequence-length is ...", whichever the value came from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+import typing
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from ..config import ConfigError, ConfigPart
+from ..config.keys import alternatives, may_be_unset, nested_part, tables_of
+from ..config.part import coerce
+from ..suggestions import did_you_mean
+from .config import TrainConfig
+from .overrides import Override, parse_overrides
+
+UNSET = "none"
+"""What a file says for a key that is to have no value, since TOML has no word for that."""
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """Read a TOML file and apply command-line overrides such as `["--optimizer.lr", "1e-4"]`.
+
+    Relative paths in the file stay relative to the working directory. Raises ConfigError with one sentence for a
+    missing file, malformed TOML, an unknown key or option, or a bad value.
+    """
+    return read_config(Path(path), parse_overrides(overrides))
+
+
+def read_config(path: Path, overrides: Iterable[Override] = ()) -> TrainConfig:
+    """Read a TrainConfig from a TOML file, with options in place of the keys that they name."""
+    try:
+        values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the training configuration {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    names = _Names(path, {})
+    for override in overrides:
+        table = values
+        *outer, key = override.path.split(".")
+        for depth, name in enumerate(outer):
+            table = table.setdefault(name, {})
+            if not isinstance(table, dict):
+                raise ConfigError(f"{names.key('.'.join(outer[: depth + 1]))} is {table!r}; allowed: a table")
+        table[key] = override.value
+        names.options[override.path] = override.option
+    return _read(TrainConfig, values, "", names)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Names:
+    """What tables and keys are called in sentences. options: the option of each key that was given by one."""
+
+    file: Path
+    options: dict[str, str]
+
+    def table(self, path: str) -> str:
+        return f"{self.file}: [{path}]" if path else str(self.file)
+
+    def key(self, path: str) -> str:
+        table, _, key = path.rpartition(".")
+        return self.options.get(path) or (f"{self.table(table)} {key}" if table else f"{self.file}: {key}")
+
+
+def _read(part: type[ConfigPart], values: dict[str, Any], table: str, names: _Names) -> Any:
+    """Build a part of the configuration from its table."""
+    hints, fields = typing.get_type_hints(part), {f.name: f for f in dataclasses.fields(part)}
+    read = {}
+    for name, value in values.items():
+        if name not in fields:
+            allowed = f"allowed: {', '.join(fields)}{_similar(name, fields)}"
+            raise ConfigError(f"{names.table(table)} has no key {name!r}; {allowed}")
+        path = f"{table}.{name}".lstrip(".")
+        nested = nested_part(hints[name])
+        if nested is None:
+            read[name] = _leaf(value, hints[name], names.key(path))
+        elif isinstance(value, dict):
+            read[name] = _read(nested, value, path, names)
+        else:
+            raise ConfigError(f"{names.key(path)} is {value!r}; allowed: a table of keys")
+    for name, f in fields.items():
+        if name not in read and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
+            what = f"table [{table + '.' if table else ''}{name}]" if nested_part(hints[name]) else f"key {name!r}"
+            raise ConfigError(f"{names.table(table)} needs the {what}")
+    try:
+        return part.from_dict(read)
+    except ConfigError as error:
+        outer, _, rest = error.where.partition(".")
+        key = error.where if outer in fields else rest  # the checks of a part may begin with its own name
+        path = ".".join(word for word in (table, key) if word)
+        name = names.key(path) if key else names.table(table)
+        what, allowed, values = str(error).removeprefix(error.where).partition("; allowed: ")
+        raise ConfigError(name + what + allowed + values.replace("null", "unset")) from None  # TOML has no null
+
+
+def _leaf(value: Any, hint: Any, where: str) -> Any:
+    """Return the value of a key as its annotation says."""
+    choices = [choice for a in alternatives(hint) if typing.get_origin(a) is Literal for choice in typing.get_args(a)]
+    if value == UNSET and may_be_unset(hint) and str not in alternatives(hint) and UNSET not in choices:
+        return None
+    try:
+        return coerce(where, value, hint)
+    except ConfigError as error:
+        raise ConfigError(f"{error}{did_you_mean(value, choices) if isinstance(value, str) else ''}") from None
+
+
+def _similar(name: str, fields: Iterable[str]) -> str:
+    """Suggest a key of the same table, or the same key of another one."""
+    here = did_you_mean(name, fields)
+    if here:
+        return here
+    elsewhere = [f"[{key.table}] {name}" for table in tables_of(TrainConfig) for key in table.keys if key.name == name]
+    return f"; did you mean {' or '.join(elsewhere[:3])}?" if elsewhere else ""

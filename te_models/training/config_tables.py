@@ -1,0 +1,240 @@
+"""The tables of the training configuration, one class each: what the keys are, and which values they may have.
+
+The sentence below a key is its documentation everywhere: on the command line, and in docs/training-keys.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..config import ConfigPart, ModelConfig, check
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource(ConfigPart):
+    """Where the model comes from: exactly one of `path`, `config` and `config_file`. The last two are a random
+    initialisation."""
+
+    path: str | None = None
+    """Folder of a trained model, te_models' or Hugging Face's."""
+    config: ModelConfig | None = None
+    """Configuration of a model with random weights."""
+    config_file: str | None = None
+    """JSON file of a ModelConfig, for a model with random weights."""
+    expert_layout: Literal["grouped", "per-gemm"] = "grouped"
+    """Whether the experts of a layer are one tensor (grouped) or one each."""
+    activation_checkpointing: bool = False
+    """Whether only the input of each layer is kept for the backward pass, which computes the rest again."""
+    loss_chunk_tokens: int | None = None
+    """Tokens whose logits the loss is computed from at a time, which bounds its memory; unset means all."""
+    verify: bool = True
+    """Whether the weights in path are checked against the digests of its manifest.json."""
+
+    def _validate(self) -> None:
+        given = [name for name in ("path", "config", "config_file") if getattr(self, name) is not None]
+        check(len(given) == 1, "model", " and ".join(given) or "empty", "one of path, config and config_file")
+        chunk = self.loss_chunk_tokens
+        check(chunk is None or chunk > 0, "model.loss_chunk_tokens", chunk, "a positive integer or null")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(ConfigPart):
+    """The token data set and the shape of a batch.
+
+    One optimizer step consumes `micro_batch_size * gradient_accumulation * ranks` windows of `sequence_length` tokens.
+    """
+
+    path: str
+    """Folder of the token data set; built from text where it does not exist."""
+    text: tuple[str, ...] = ()
+    """Files or glob patterns of text to build the data set from."""
+    tokenizer: str | None = None
+    """Folder with a tokenizer.json, or "bytes"; set exactly when text is."""
+    sequence_length: int = 1024
+    """Tokens in a window."""
+    micro_batch_size: int = 1
+    """Windows in a micro-batch."""
+    gradient_accumulation: int = 1
+    """Micro-batches of each rank in an optimizer step."""
+    validation_fraction: float = 0.01
+    """Part of the windows that is held out for validation, 0 to 1."""
+
+    def _validate(self) -> None:
+        check(self.sequence_length >= 2, "data.sequence_length", self.sequence_length, "at least 2 tokens")
+        for name in ("micro_batch_size", "gradient_accumulation"):
+            check(getattr(self, name) > 0, f"data.{name}", getattr(self, name), "a positive integer")
+        check(0 <= self.validation_fraction < 1, "data.validation_fraction", self.validation_fraction, "0 <= f < 1")
+        both = bool(self.text) == (self.tokenizer is not None)
+        check(both, "data.tokenizer", self.tokenizer, "set exactly when data.text is set")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig(ConfigPart):
+    """AdamW (arXiv 1711.05101).
+
+    There are no float32 buffers of gradients where a step is one micro-batch on one rank, or parameters have 32 bits.
+    A skipped step is marked in the metrics.
+    """
+
+    lr: float = 3e-4
+    """Peak learning rate."""
+    betas: tuple[float, ...] = (0.9, 0.95)
+    """Decay rates of the averages of gradients and of their squares."""
+    eps: float = 1e-8
+    """Added to the root of the average square."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay; one-dimensional parameters and biases have none."""
+    clip_grad_norm: float | None = 1.0
+    """Largest norm of the gradient, to which longer ones are scaled; "none" switches clipping off."""
+    master_weights: bool = False
+    """Whether parameters of fewer than 32 bits have a float32 copy that is updated; quantized weights always have
+    one."""
+    moment_dtype: Literal["float32", "bfloat16", "float8"] = "float32"
+    """Dtype of the two running averages; float8 has a scale for each 128 values, and the short ones are rounded
+    stochastically."""
+    skip_nonfinite: bool = False
+    """Whether a step whose gradient has an infinity or a NaN changes nothing and training goes on, instead of
+    stopping."""
+    moe_router_bias_update_rate: float = 1e-3
+    """How far a step moves the bias of each expert towards balance, where moe.router.expert_bias is true; a skipped
+    step moves none."""
+    accumulate_allreduce_grads_in_fp32: bool = True
+    """Whether gradients of micro-batches and ranks are added up in float32, 4 bytes for each parameter, instead of
+    the parameters' dtype."""
+
+    def _validate(self) -> None:
+        check(self.lr > 0, "optimizer.lr", self.lr, "a positive number")
+        betas = self.betas
+        check(len(betas) == 2 and all(0 <= b < 1 for b in betas), "optimizer.betas", betas, "two numbers in [0, 1)")
+        check(self.eps > 0, "optimizer.eps", self.eps, "a positive number")
+        check(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "zero or a positive number")
+        clip = self.clip_grad_norm
+        check(clip is None or clip > 0, "optimizer.clip_grad_norm", clip, "a positive number or null")
+        rate = self.moe_router_bias_update_rate
+        check(rate >= 0, "optimizer.moe_router_bias_update_rate", rate, "zero or a positive number")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig(ConfigPart):
+    """The learning rate as a function of the step.
+
+    A checkpoint has another curve if `steps`, `schedule` or `optimizer.lr` differ, unless the two curves agree in every
+    step that was trained. After the end of the checkpoint's curve, "hold" stays at its last rate.
+    """
+
+    kind: Literal["constant", "cosine", "wsd"] = "cosine"
+    """Curve after the warm-up: constant, a cosine over all steps, or constant with a final linear decay (wsd)."""
+    warmup_steps: int = 0
+    """Steps in which the learning rate rises to optimizer.lr."""
+    decay_steps: int | None = None
+    """Length of the final decay of wsd; unset means a tenth of the curve."""
+    min_lr_ratio: float = 0.1
+    """Part of optimizer.lr at which cosine and wsd end."""
+    steps: int | None = None
+    """Length of the curve, after which the learning rate stays where it ended; unset means that of the run."""
+    extend: Literal["hold", "replace"] | None = None
+    """Which curve a run follows whose checkpoint had another one: the checkpoint's (hold), or the one configured now
+    (replace); unset means that such a run is refused."""
+
+    def _validate(self) -> None:
+        check(self.warmup_steps >= 0, "schedule.warmup_steps", self.warmup_steps, "zero or a positive integer")
+        decay = self.decay_steps
+        check(decay is None or self.kind == "wsd", "schedule.decay_steps", decay, "null unless schedule.kind is 'wsd'")
+        check(decay is None or decay > 0, "schedule.decay_steps", decay, "a positive integer or null")
+        check(0 <= self.min_lr_ratio <= 1, "schedule.min_lr_ratio", self.min_lr_ratio, "0 <= ratio <= 1")
+        check(self.steps is None or self.steps > 0, "schedule.steps", self.steps, "a positive integer or null")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig(ConfigPart):
+    """Number formats and the recipe of the linear layers.
+
+    In the patterns of `overrides`, * is anything, ? one character, [02] one of those.
+    """
+
+    dtype: Literal["fp32", "bf16", "bf16-mixed"] = "bf16"
+    """Number format: of parameters and compute, or float32 parameters with bf16 compute (bf16-mixed)."""
+    recipe: Literal["none", "delayed", "current", "block", "mxfp8", "nvfp4"] = "none"
+    """Recipe of the linear layers."""
+    recipe_options: tuple[str, ...] = ()
+    """Fields of the recipe, as "name=value" with a JSON value ("amax_history_len=16")."""
+    overrides: tuple[str, ...] = ()
+    """Recipes of layers by name, as "pattern=recipe" or "pattern=bf16" with a glob; the first match wins."""
+    first_layers_bf16: int = 0
+    """Layers at the beginning that stay in high precision."""
+    last_layers_bf16: int = 0
+    """Layers at the end that stay in high precision."""
+    quantized_weights: bool = False
+    """Whether the weights are stored quantized as well."""
+    cache_weights: bool = False
+    """Whether each weight is quantized once for a step, and not in every micro-batch."""
+
+    def _validate(self) -> None:
+        if self.recipe == "none":
+            for name in ("recipe_options", "overrides", "first_layers_bf16", "last_layers_bf16"):
+                value = getattr(self, name)
+                check(not value, f"precision.{name}", value, "empty without a recipe")
+            for name in ("quantized_weights", "cache_weights"):
+                check(not getattr(self, name), f"precision.{name}", True, "false without a recipe")
+        for name in ("first_layers_bf16", "last_layers_bf16"):
+            check(getattr(self, name) >= 0, f"precision.{name}", getattr(self, name), "zero or a positive integer")
+        for name in ("recipe_options", "overrides"):
+            for text in getattr(self, name):
+                check(
+                    "=" in text,
+                    f"precision.{name}",
+                    text,
+                    "name=value" if name == "recipe_options" else "pattern=recipe",
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig(ConfigPart):
+    """When the run saves; it always does at the end."""
+
+    every: int = 0
+    """Steps between two saves; 0: not by steps."""
+    every_minutes: float = 10.0
+    """Minutes after the last save from which on the next step saves; 0: not by time."""
+    keep_last: int = 2
+    """Newest checkpoints that are kept; 0: all."""
+
+    def _validate(self) -> None:
+        minutes = self.every_minutes
+        check(minutes >= 0, "checkpoint.every_minutes", minutes, "zero or a positive number")
+        for name in ("every", "keep_last"):
+            check(getattr(self, name) >= 0, f"checkpoint.{name}", getattr(self, name), "zero or a positive integer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig(ConfigPart):
+    """Measuring the validation loss."""
+
+    every: int = 0
+    """Steps between two measurements of the validation loss; 0: only at the end."""
+    batches: int = 8
+    """Validation batches of each rank."""
+
+    def _validate(self) -> None:
+        check(self.every >= 0, "evaluation.every", self.every, "zero or a positive integer")
+        check(self.batches > 0, "evaluation.batches", self.batches, "a positive integer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig(ConfigPart):
+    """What the run shows and records.
+
+    `statistics_every` looks at the last micro-batch of those steps (amax, scale range, underflow, saturation; null: not
+    finite), and costs nothing in others; a compiled run compiles a second graph for them.
+    """
+
+    progress: bool = True
+    """Whether the run shows its progress: a bar on a terminal, elsewhere a line for each step."""
+    plot: bool = False
+    """Whether the run draws loss.png (extra plot)."""
+    statistics_every: int = 0
+    """Steps between two records of what quantization did to each operand, in the metrics; 0: none."""
+
+    def _validate(self) -> None:
+        check(self.statistics_every >= 0, "log.statistics_every", self.statistics_every, "zero or a positive integer")

@@ -1,0 +1,76 @@
+"""Completion with the Tab key: the scripts run in their shells, where these are installed."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from te_models.cli.main import main
+
+CASES = {
+    "te-models qu": ["quantize", "quickstart"],
+    "te-models quantize --re": ["--recipe"],
+    "te-models relayout a b --layout ": ["grouped", "per-gemm"],
+    "te-models train run.toml --data.seq": ["--data.sequence-length"],
+    "te-models train run.toml --precision.recipe mx": ["mxfp8"],
+    "te-models train run.toml --no-c": ["--no-compile"],
+    "te-models train run.toml --no-compile --model.config.moe.num": ["--model.config.moe.num-moe-experts"],
+    "te-models inspect mod": ["model"],
+    "te-models train ru": ["run.toml"],
+}
+"""A line, and what completes its last word."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "run.toml").touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_script_is_one_that_the_shell_reads(shell: str, capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    pytest.importorskip("shtab", reason="writes it (extra completion)")
+    assert main(["completion", shell, "--json"]) == 0
+    script = json.loads(capsys.readouterr().out)["script"]
+    assert main(["completion", shell]) == 0
+    assert capsys.readouterr().out == script.rstrip("\n") + "\n"
+    for word in ("quickstart", "precision.recipe", "mxfp8"):
+        assert word in script
+    if shutil.which(shell):
+        (folder / "script").write_text(script)
+        subprocess.run([shell, "-n", str(folder / "script")], check=True)
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+def test_bash_completes(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    pytest.importorskip("shtab", reason="writes it (extra completion)")
+    assert main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    (function,) = re.findall(r"^complete .*-F (\w+) te-models$", script, re.MULTILINE)
+    tries = [f"source {folder}/script"]
+    (folder / "script").write_text(script)
+    for line in CASES:
+        words = line.split(" ")
+        tries.append(f"COMP_WORDS=({shlex.join(words)}); COMP_CWORD={len(words) - 1}; COMP_LINE={shlex.quote(line)}")
+        tries.append(f"COMP_POINT={len(line)}; COMPREPLY=(); {function} te-models {shlex.quote(words[-1])} x")
+        tries.append('echo "${COMPREPLY[*]}"')
+    run = subprocess.run(
+        ["bash", "--norc", "-c", "\n".join(tries)], cwd=folder, capture_output=True, text=True, check=True
+    )
+    found = dict(zip(CASES, map(str.split, run.stdout.splitlines()), strict=True))
+    assert found == CASES
+
+
+def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert main(["completion", "bash"]) == 2
+    sentence = "te-models: the completion script needs the package 'shtab': pip install 'te_models[completion]'\n"
+    assert capsys.readouterr().err == sentence

@@ -1,0 +1,119 @@
+"""Tables, colour and progress on a terminal; plain text in files, in pipes, and without rich."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from te_models.cli.main import main
+from te_models.terminal import Table, show
+from tests.cli.terminals import Terminal, on_a_terminal, without_rich
+from tests.training.runs import TEXT, tiny_model
+
+COMMAND = [sys.executable, "-m", "te_models"]
+COLOUR = re.compile(r"\x1b\[[0-9;]*3[0-9]m|\x1b\[38;")
+ROWS = [("parameter", "relative"), ("a.weight", "0.5"), ("b", "[red]0.25")]
+
+
+def test_an_error_is_red_on_a_terminal_and_plain_in_a_pipe() -> None:
+    pytest.importorskip("rich", reason="colours it (extra train)")
+    words = [*COMMAND, "train", "missing.toml"]
+    sentence = "te-models: cannot read the training configuration missing.toml: No such file or directory"
+    code, printed = on_a_terminal(words)
+    assert code == 2 and "\x1b[1;31mte-models:\x1b[0m cannot read" in printed
+    code, printed = on_a_terminal(words, NO_COLOR="1")
+    assert code == 2 and not COLOUR.search(printed)
+    assert on_a_terminal(words, TERM="dumb") == (2, f"{sentence}\r\n")
+    piped = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (piped.returncode, piped.stdout, piped.stderr) == (2, "", f"{sentence}\n")
+
+
+def test_a_table_is_drawn_by_rich_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich", reason="draws it (extra train)")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    table, plain = (
+        Table(ROWS, "parameters", heading=True),
+        "  parameter  relative\n  a.weight   0.5\n  b          [red]0.25",
+    )
+    for stream, expected in ((Terminal, None), (io.StringIO, f"parameters\n{plain}\n")):
+        monkeypatch.setattr(sys, "stdout", out := stream())
+        show(table)
+        printed = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue())
+        assert (printed == out.getvalue()) is (expected is not None)
+        assert [line.split() for line in printed.splitlines()] == [["parameters"], *map(list, ROWS)]
+        assert expected is None or printed == expected
+    without_rich(monkeypatch)
+    monkeypatch.setattr(sys, "stdout", out := Terminal())
+    show(table)
+    assert out.getvalue() == f"parameters\n{plain}\n"
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "model.json").write_text(tiny_model().to_json())
+    file = folder / "run.toml"
+    file.write_text(f"""
+output_dir = "{folder}/run"
+steps = 2
+device = "cpu"
+compile = false
+model = {{ config_file = "{folder}/model.json" }}
+data = {{ path = "{folder}/data", text = ["{TEXT}"], tokenizer = "bytes", sequence_length = 32 }}
+evaluation = {{ batches = 1 }}
+""")
+    return file
+
+
+STEP = r"step {}/2  loss \d\.\d{{4}}  lr \d\.\d\de-\d\d  [\d,]+ tokens/s"
+
+
+def test_a_run_in_a_pipe_prints_a_line_for_each_step(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(config), "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["step"] == 2
+    tokenizing, making, first, last = captured.err.splitlines()
+    assert tokenizing == f"te-models: tokenizing data.text into {config.parent}/data"
+    assert making == "te-models: making a model of random weights"
+    assert re.fullmatch(STEP.format(1), first)
+    assert re.fullmatch(STEP.format(2) + r"  validation loss \d\.\d{4}", last)
+
+
+def test_a_run_that_shows_no_progress_is_silent(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(config), "--log.no-progress", "--output-dir", f"{config.parent}/silent"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == "" and captured.out.startswith("2 steps, loss ")
+
+
+def test_a_run_on_a_terminal_shows_a_bar(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("rich", reason="draws it (extra train)")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    assert main(["train", str(config), "--output-dir", f"{config.parent}/bar"]) == 0
+    printed = re.sub(r"\x1b\[[0-9;?]*\w", "", terminal.getvalue())
+    assert "te-models: making a model of random weights\n" in printed
+    assert re.search(r"train .* 2/2 +loss \d\.\d{4} +lr", printed)
+    assert "step 1/2" not in printed
+
+
+def test_a_terminal_hears_why_nothing_happens(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    words = ["generate", str(config.parent), "--prompt", "x"]  # no model folder
+    assert main(words) == 2
+    assert "loading" not in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    assert main(words) == 2
+    assert terminal.getvalue().startswith(f"te-models: loading {config.parent}\n")
