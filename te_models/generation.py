@@ -82,10 +82,13 @@ def stream(
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
 ) -> Iterator[Tensor]:
-    """Yield the next token of each row, [B] int64, up to max_new_tokens times; arguments as for `generate`.
+    """Yield the next token of each row, [B] int64, up to max_new_tokens times; arguments and errors as for `generate`.
 
-    A row that has ended yields the padding token; the iteration stops when all have, on all ranks of a model whose
-    experts are distributed.
+    A row that has ended yields the padding token. The iteration stops when all rows have ended, on all ranks of a model
+    whose experts are distributed.
+
+    Example:
+        for token in stream(model.eval(), input_ids, max_new_tokens=20): ...
     """
     mask = _check(input_ids, attention_mask, max_new_tokens, temperature, top_k, top_p, seed)
     if model.config.embedding.position_embedding_type == "learned_absolute":

@@ -78,6 +78,8 @@ class KVCache:
         cache = KVCache(model.config, batch_size=1, max_length=256, dtype=torch.bfloat16)
         model(prompt, cache=cache)            # fills prompt.shape[1] positions
         model(next_token[:, None], cache=cache)
+
+    Raises ValueError for a batch or length below 1, and when a call has another batch size, or does not fit max_length.
     """
 
     def __init__(
