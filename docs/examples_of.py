@@ -12,6 +12,7 @@ from typing import NamedTuple
 EXAMPLES = {
     "te_models": "te_models.py",
     "te_models.layers": "layers.py",
+    "te_models.layers.ops": "ops.py",
     "te_models.checkpoints": "checkpoints.py",
     "te_models.training": "training.py",
     "te_models.hf": "hf.py",
