@@ -1,16 +1,19 @@
 """The blocks of README.md, CONTRIBUTING.md and docs/ run as they stand, each page in order in a folder of its own.
 
-`python` blocks of a page share one process, `sh` blocks run in bash between them. The folder of a page holds what the
-pages name: small models of two families, the imported model that the quickstart leaves, a text and a run. PRELUDES
-makes the objects that a page supposes. Where a page says what no small machine has (eight GPUs, 500 steps), CHANGES
-says what runs instead. The tutorials run a second time beside the real SmolLM2-135M in `make test-all`.
+`python` blocks of a page share one process, `sh` blocks run in bash between them (lines that only call te-models run in
+that process, except beside the real model). The folder of a page holds what the pages name: small models of two
+families, the imported model that the quickstart leaves, a text and a run. PRELUDES makes the objects that a page
+supposes. Where a page says what no small machine has (eight GPUs, 500 steps), CHANGES says what runs instead. The
+tutorials run a second time beside the real SmolLM2-135M in `make test-all`.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -103,12 +106,25 @@ def runs(page: str) -> bool:
     return any(language not in SHOWN for language, _ in blocks(page))
 
 
-def script(page: str) -> str:
+def shell(code: str, in_process: bool) -> str:
+    """A block of shell as Python. in_process: lines that only call te-models spare it a start of the interpreter."""
+    parts: list[str] = []
+    plain = re.compile(r"te-models (?!quickstart)[^$|&;<>`]*$" if in_process else r"(?!)")
+    for alone, lines in itertools.groupby(code.splitlines(keepends=True), lambda line: bool(plain.match(line))):
+        if alone:
+            parts += [f"assert te_models_main({shlex.split(line, comments=True)[1:]}) == 0" for line in lines]
+        else:
+            text = SHELL + "".join(lines)
+            parts.append(f"subprocess.run(['bash', '-euo', 'pipefail', '-c', {text!r}], check=True)")
+    return "\n".join(parts) + "\n"
+
+
+def script(page: str, *, in_process: bool) -> str:
     """A page as one Python program."""
-    parts = ["import subprocess\n", PRELUDES.get(page, "")]
+    parts = ["import subprocess\nfrom te_models.cli.main import main as te_models_main\n", PRELUDES.get(page, "")]
     for language, code in blocks(page):
         if language == "sh":
-            parts.append(f"subprocess.run(['bash', '-euo', 'pipefail', '-c', {SHELL!r} + {code!r}], check=True)\n")
+            parts.append(shell(code, in_process))
         elif language == "python" and (HAS_PEFT or "import peft" not in code):
             parts.append(code)
     program = "\n".join(parts)
@@ -118,7 +134,7 @@ def script(page: str) -> str:
     return program
 
 
-def run(page: str, folder: Path) -> None:
+def run(page: str, folder: Path, *, in_process: bool = True) -> None:
     """Run a page in a folder, without compiling: what compiled code computes is tested elsewhere, and takes minutes."""
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
@@ -129,7 +145,7 @@ def run(page: str, folder: Path) -> None:
         "PYTHON": sys.executable,
         "EXTRAS": EXTRAS,
     }
-    (folder / "page.py").write_text(script(page))
+    (folder / "page.py").write_text(script(page, in_process=in_process))
     command = [sys.executable, "page.py"]
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
@@ -201,7 +217,7 @@ def test_a_tutorial_runs_beside_the_real_model(page: str, tmp_path: Path) -> Non
     from te_models.quickstart.smollm import smollm_folder
 
     assert main(["import", str(smollm_folder()), str(tmp_path / "quickstart-out/model")]) == 0
-    run(page, tmp_path)
+    run(page, tmp_path, in_process=False)
 
 
 def test_every_block_is_code_that_runs_or_says_what_it_is() -> None:
