@@ -42,17 +42,20 @@ def import_hf(
     dequantize: bool = False,
     **options: Unpack[Options],
 ) -> Plan:
-    """Convert a Hugging Face folder to ours. Quantized weights stay quantized, number for number.
+    """Convert a Hugging Face folder to a te_models folder. Quantized weights stay quantized, number for number.
 
     Arguments:
         dtype: convert the weights to it; None keeps the bits.
         layout: expert layout of the result.
-        storage: the form in which quantized weights are stored, where their format has several exact ones ("mxfp8" for
-            128x128 blocks whose scales are powers of two, "nvfp4" for MXFP4); with allow_requantize any form ("float8",
-            "float8_block", "mxfp8", "nvfp4"); None: the format's own.
-        allow_requantize: quantize anew what cannot be taken over exactly, and add the columnwise copies that training
-            needs to formats that scale along rows only.
-        dequantize: store the values of quantized weights.
+        storage: the storage format of quantized weights, if several formats are exact ("mxfp8" for 128x128 blocks whose
+            scales are powers of two, "nvfp4" for MXFP4); with allow_requantize any of "float8", "float8_block",
+            "mxfp8", "nvfp4"; None: the first exact one.
+        allow_requantize: quantize weights again that cannot be taken over exactly, and add the columnwise copies that
+            training needs to formats that scale along rows only.
+        dequantize: store the plain values of quantized weights.
+
+    Raises CheckpointError, before anything is written, for a folder that cannot be read and for a conversion that
+    cannot be exact without these options.
     """
     check_layout(layout)
     wanted = as_torch_dtype(dtype)
@@ -100,16 +103,19 @@ def export_hf(
     dtype: torch.dtype | str | None = None,
     **options: Unpack[Options],
 ) -> Plan:
-    """Convert a folder of ours to Hugging Face's form; transformers loads the result. Quantized weights stay quantized.
+    """Convert a te_models folder to a Hugging Face folder that transformers loads. Quantized weights stay quantized.
 
     Arguments:
-        family: the family to write; None means the one that the model came from, or the first that can express it.
-        form: which of the family's forms to write; None means the one that the model came from, or the published one.
-        format: the format of quantized weights, a key of `formats.WRITABLE`; None: the one that they came from, or the
-            first that holds them.
-        allow_requantize: quantize anew what the format cannot take over.
-        dequantize: write the values of quantized weights.
+        family: the family to write; None means the family that the model came from, or the first that can express it.
+        form: which of the family's forms to write; None means the form that the model came from, or the published one.
+        format: the format of quantized weights, a key of `formats.WRITABLE`; None means the format that they came from,
+            or the first that represents them.
+        allow_requantize: quantize weights again that the format cannot represent.
+        dequantize: write the plain values of quantized weights.
         dtype: convert the weights to it; None keeps the bits.
+
+    Raises CheckpointError, before anything is written, for a folder that cannot be read, a model that the family cannot
+    express, and weights that the format cannot represent.
     """
     with Conversion(src, dst, options) as conversion:
         ckpt = conversion.ckpt
@@ -166,7 +172,11 @@ def relayout(
     layout: ExpertLayout,
     **options: Unpack[Options],
 ) -> Plan:
-    """Convert a folder of ours to another expert layout, bit for bit; quantized weights stay quantized."""
+    """Convert a te_models folder to another expert layout, bit for bit; quantized weights stay quantized.
+
+    layout: "grouped" (one tensor [E, out, in] per projection) or "per-gemm" (one tensor [out, in] per expert). Raises
+    CheckpointError for a Hugging Face folder and for a folder that cannot be read.
+    """
     check_layout(layout)
     with Conversion(src, dst, options) as conversion:
         ckpt = conversion.ckpt

@@ -72,9 +72,9 @@ def dequantize(
     dtype: torch.dtype | str | None = None,
     **options: Unpack[Options],
 ) -> Plan:
-    """Write a folder of ours in which quantized weights are stored as values, in `dtype` or their logical dtype.
+    """Write a te_models folder with the plain values of quantized weights, in `dtype` or their logical dtype.
 
-    Memory is that of the working copies of a few rows.
+    Memory holds working copies of a few rows. Raises CheckpointError for a folder that cannot be read.
     """
     wanted = as_torch_dtype(dtype)
     with Conversion(src, dst, options) as conversion:

@@ -31,8 +31,9 @@ def reshard(
 ) -> Plan:
     """Write the same tensors, bit for bit and with the same names, to files of at most `max_shard_bytes` of data each.
 
-    Works on any folder with a config.json and safetensors files, of a family that is known or not. Where one file is
-    enough there is one, without an index; the configuration and the tokenizer files travel along unchanged.
+    Works on any folder with a config.json and safetensors files, of a known family or not. A result that fits one file
+    has no index; the configuration and the tokenizer files are copied unchanged. Raises CheckpointError for a folder
+    that cannot be read.
     """
     check, writing = split_options(options)
     folder = local_folder(src)

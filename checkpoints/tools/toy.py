@@ -37,11 +37,11 @@ def toy(
 ) -> Plan:
     """Write the Hugging Face folder `dst` with the first `layers` layers of `src` and their first `experts` experts.
 
-    If none of the first layers of a mixture has experts, the last of them is the first layer that has. A token uses as
-    many experts as before, or all that are left; groups of experts that no longer come out even, or are too small, are
+    If none of the first layers of a mixture has experts, the last of them is replaced by the first layer that has. A
+    token uses as many experts as before, or all that are left; groups of experts that become uneven or too small are
     dropped. Quantized weights stay quantized, number for number, and the folder declares their format. Tensors that the
-    model does not use stay, too: layers that predict further tokens, with so many experts, and the parts beside a text
-    model, which see images.
+    model does not use stay, too: multi-token prediction layers, with as many experts, and the vision part beside a text
+    model. Raises CheckpointError for a folder that cannot be read, and for more layers or experts than it has.
     """
     with Conversion(src, dst, options, storage=VALUES) as conversion:
         ckpt = conversion.ckpt

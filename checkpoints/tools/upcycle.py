@@ -52,7 +52,9 @@ def upcycle(
     Arguments:
         layers: which layers get experts; None means all.
         noise_std: standard deviation of normal noise added to every expert's weights; 0 keeps exact copies.
-        seed: of the router and the noise.
+        seed: seed of the router's random weights and of the noise.
+
+    Raises CheckpointError for a quantized model, a model that already has experts, and layers that do not exist.
     """
     if not (math.isfinite(noise_std) and noise_std >= 0):
         raise CheckpointError(f"noise_std is {noise_std}; allowed: a finite number that is not negative")

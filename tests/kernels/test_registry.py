@@ -416,7 +416,7 @@ def test_a_saved_tensor_that_was_changed_is_found() -> None:
 
 
 def test_the_example_of_the_documentation_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = Path(__file__).parents[2] / "docs" / "operations.md"
+    page = Path(__file__).parents[2] / "docs" / "contributing" / "operation.md"
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     (tmp_path / "documented_operation.py").write_text("\n\n".join(blocks))
     monkeypatch.syspath_prepend(tmp_path)
