@@ -129,10 +129,10 @@ def requantizing(source: Path, scratch: Path, rounds: int) -> dict[str, Any]:
     export_hf(scratch / "blocks", scratch / "fp8", format="fp8")
     shutil.rmtree(scratch / "blocks")
 
-    def anew(_: Path, destination: Path) -> None:
+    def requantize(_: Path, destination: Path) -> None:
         import_hf(scratch / "fp8", destination, storage="nvfp4", allow_requantize=True)
 
-    result = measure(source, scratch, rounds, anew)
+    result = measure(source, scratch, rounds, requantize)
     shutil.rmtree(scratch / "fp8")
     return result
 

@@ -2,10 +2,11 @@
 
 May import: `te_models.layers`, `te_models.config`. Nothing here unpickles, and nothing imports transformers.
 
-How it fits together: a family (`families/`) or one of our layouts (`te_namespace.py`) is a namespace, a set of links
-between stored tensors and the model's canonical ones (`links.py`, `ops.py`). Two namespaces compose into a plan
-(`plan.py`), which is complete and bijective or an error; `move.py` carries it out on a store (`store.py`), into a live
-model (`load.py`) or a new folder (`writer.py`, `atomic.py`).
+How it fits together: a family (`families/`) or one of our layouts (`plan/te_namespace.py`) is a namespace, a set of
+links between stored tensors and the model's canonical ones (`plan/tensor_map.py`). Two namespaces compose into a plan
+(`plan/plan.py`), which is complete and bijective or an error. `plan/stream.py` moves its bytes from a store
+(`io/store.py`) into a live model (`folder/load.py`) or a new folder (`write/writer.py`, `io/atomic.py`). Quantized
+parameters take a route through it (`quantized/route.py`).
 """
 
 from .families import FAMILIES

@@ -33,7 +33,7 @@ from ..plan.rank_shards import WHOLE, Place, parts
 from ..plan.te_namespace import formats_in_layout, grouped_formats, te_namespace
 from ..plan.tensor_map import Namespace
 from .load import load_params
-from .passthrough import carried_tensors
+from .passthrough import passthrough_tensors
 from .reading_checks import check_while_reading
 from .te_folder import CONFIG, MODEL_TYPE, Source, TEFolder
 from .tied_weights import check_tied_copies, tied_copies
@@ -160,17 +160,17 @@ class Checkpoint:
         return FAMILIES[self.family or ""].namespace(self.config, self.source and self.source.form)
 
     @cached_property
-    def carried(self) -> Mapping[str, str]:
+    def passthrough(self) -> Mapping[str, str]:
         """Stored tensors that the model does not use and conversions keep -> their names in Hugging Face files."""
         extra = [name for name in self.tensors if name not in self.namespace.stored]
         check_strangers(extra, str(self.path))
         hf = self.source.config if self.source is not None else {}
-        return carried_tensors(extra, self.family, hf, in_our_folder=self.layout is not None)
+        return passthrough_tensors(extra, self.family, hf, in_our_folder=self.layout is not None)
 
     @cached_property
     def unused(self) -> frozenset[str]:
-        """Stored tensors that the model does not use: carried ones, and copies of the embedding."""
-        return frozenset((*self.carried, *self.tied_copies))
+        """Stored tensors that the model does not use: passthrough tensors, and copies of the embedding."""
+        return frozenset((*self.passthrough, *self.tied_copies))
 
     @cached_property
     def tied_copies(self) -> Mapping[str, str]:

@@ -75,5 +75,5 @@ def export_config(config: ModelConfig, source: Source | None, family: Family, st
 
 def weight_dtype(plan: Plan, copies: Collection[str]) -> str:
     """Return the dtype that most bytes of a model's weights have in a plan, outputs named in `copies` aside."""
-    weights = (output for output in plan.outputs if output.name not in plan.carried and output.name not in copies)
+    weights = (output for output in plan.outputs if output.name not in plan.passthrough and output.name not in copies)
     return with_most_bytes(((output.dtype, output.nbytes) for output in weights), "F32")

@@ -17,7 +17,7 @@ from .te_folder import Source
 
 
 def source_of(ckpt: Checkpoint, quantized: Collection[str] | None = None) -> Source | None:
-    """Return what a folder made from this checkpoint records about its origin.
+    """Return what a folder made from this checkpoint records about its provenance.
 
     quantized: the grouped-layout names of its quantized parameters; None: those of the checkpoint.
     """

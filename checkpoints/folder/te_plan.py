@@ -25,5 +25,5 @@ def plan_te_folder(
         where=str(ckpt.path),
         dtype=dtype,
         unused=ckpt.unused,
-        carried=our_names(ckpt.carried),
+        passthrough=our_names(ckpt.passthrough),
     )

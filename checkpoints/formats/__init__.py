@@ -11,10 +11,10 @@ from .declaration import (
     SEPARATE,
     WRITABLE,
     declared,
-    format_fitting,
     format_named,
     hf_config_of,
     parse,
+    representing_format,
     without_quantization,
 )
 from .format import Declaration, WeightFormat
@@ -25,9 +25,9 @@ __all__ = [
     "Declaration",
     "WeightFormat",
     "declared",
-    "format_fitting",
     "format_named",
     "hf_config_of",
     "parse",
+    "representing_format",
     "without_quantization",
 ]

@@ -90,12 +90,12 @@ def format_named(name: str, quantizers: set[Quantizer], *, allow_requantize: boo
             return candidate
     stored = ", ".join(sorted({quantizer.FORMAT for quantizer in quantizers}))
     raise CheckpointError(
-        f"weights stored as {stored} cannot be written as {name}; {fitting(quantizers)}, or --allow-requantize "
-        "quantizes them anew, or --dequantize writes values"
+        f"weights stored as {stored} cannot be written as {name}; {representable_in(quantizers)}, or "
+        "--allow-requantize quantizes them anew, or --dequantize writes values"
     )
 
 
-def format_fitting(quantizers: set[Quantizer]) -> WeightFormat:
+def representing_format(quantizers: set[Quantizer]) -> WeightFormat:
     """Return the first format that takes all these forms of ours."""
     for formats in WRITABLE.values():
         for candidate in formats:
@@ -108,7 +108,7 @@ def format_fitting(quantizers: set[Quantizer]) -> WeightFormat:
     )
 
 
-def fitting(quantizers: set[Quantizer]) -> str:
+def representable_in(quantizers: set[Quantizer]) -> str:
     """Return, in words, which formats take all these forms."""
     names = [name for name, formats in WRITABLE.items() if any(all(map(f.takes, quantizers)) for f in formats)]
     return f"choose {' or '.join(names)}" if names else "no format takes all of them"

@@ -77,7 +77,7 @@ class WeightFormat:
         then: further forms that hold it exactly if its numbers allow it, made from the first of the storages.
         takes: whether a form of ours can be written in it, wherever its numbers come from.
         takes_even: whether one with smaller blocks can, where its scales are the same throughout each larger block.
-        anew: what quantizes values for it; None: the first of the storages.
+        requantizer: what quantizes values for it; None: the first of the storages.
         activations: names of tensors beside a weight that scale activations: kept, and given back by an export.
         attention: the same beside the projections of attention, which scale its queries, keys and values; also in the
             modules of single projections, `k_proj.k_scale`.
@@ -92,11 +92,11 @@ class WeightFormat:
     then: Mapping[str, Quantizer] = field(default_factory=dict)
     takes: Callable[[Quantizer], bool] = lambda quantizer: False
     takes_even: Callable[[Quantizer], bool] = lambda quantizer: False
-    anew: Quantizer | None = None
+    requantizer: Quantizer | None = None
     activations: tuple[str, ...] = ()
     attention: tuple[str, ...] = ()
     columns: int = 1
-    stacks_as_they_lie: bool = False
+    transposed_stacks: bool = False
 
     @property
     def data(self) -> Part:
@@ -111,7 +111,7 @@ class WeightFormat:
     @property
     def quantizer(self) -> Quantizer:
         """What quantizes values so that their fields can be written in it; of a format that can be written."""
-        return self.anew or next(iter(self.storages.values()))
+        return self.requantizer or next(iter(self.storages.values()))
 
     def part(self, field: str) -> Part:
         """Return the part that becomes this field."""

@@ -48,12 +48,12 @@ NVFP4 = WeightFormat(
     activations=_ACTIVATIONS,
     attention=_ATTENTION,
     columns=16,
-    stacks_as_they_lie=True,
+    transposed_stacks=True,
 )
 _FP8 = per_tensor(name="modelopt-fp8", scale_suffix="_scale", activations=_ACTIVATIONS, attention=_ATTENTION)
-FP8 = replace(_FP8, stacks_as_they_lie=True)
+FP8 = replace(_FP8, transposed_stacks=True)
 _MXFP8 = mxfp8_format("modelopt-mxfp8", "_scale")
-MXFP8 = replace(_MXFP8, activations=_ACTIVATIONS, attention=_ATTENTION, stacks_as_they_lie=True)
+MXFP8 = replace(_MXFP8, activations=_ACTIVATIONS, attention=_ATTENTION, transposed_stacks=True)
 _BLOCKS = blocks_128(
     name="modelopt-fp8-pb-wo",
     scale_suffix="_scale",
@@ -62,9 +62,9 @@ _BLOCKS = blocks_128(
     attention=_ATTENTION,
     entries="apart",
 )
-BLOCKS = replace(_BLOCKS, stacks_as_they_lie=True)
+BLOCKS = replace(_BLOCKS, transposed_stacks=True)
 _ROWS = per_channel(name="modelopt-fp8-per-channel", activations=_ACTIVATIONS, attention=_ATTENTION, entries="column")
-CHANNEL = replace(_ROWS, stacks_as_they_lie=True)
+CHANNEL = replace(_ROWS, transposed_stacks=True)
 UNCALIBRATED = (
     "readers of modelopt-fp8 need an input_scale of every layer, which these weights have not; fp8-per-tensor and "
     "float-quantized hold the same numbers without"

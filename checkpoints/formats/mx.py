@@ -59,7 +59,7 @@ def mxfp4_format(name: str, data: str, scale: str, *, grouped: bool) -> WeightFo
         storages={"mxfp8": _ROWWISE},
         then={"nvfp4": NVFP4Quantizer(columnwise=False)},
         takes=lambda q: _takes(q) and isinstance(q, MXFP8Quantizer) and not q.two_dimensional,
-        anew=MXFP4Quantizer(columnwise=False),
+        requantizer=MXFP4Quantizer(columnwise=False),
         columns=32 if grouped else 2,
     )
 

@@ -40,7 +40,7 @@ FORMS: dict[str, Quantizer] = {
     "mxfp8": MXFP8Quantizer(),
     "nvfp4": NVFP4Quantizer(),
 }
-"""Storages in which any format's values can be quantized anew."""
+"""Storages in which any format's values can be requantized."""
 _NOT_LINEAR = "only the weights of linear layers are stored quantized"
 
 
@@ -79,9 +79,9 @@ class QuantizedFiles:
     def _checked(self) -> bool:
         bytes_wanted = self.quantizer is not None and self.quantizer.FORMAT == "mxfp8"
         for weight in self.weights:
-            taken = weight + self.format.data.suffix in self.found.fields
+            in_fields = weight + self.format.data.suffix in self.found.fields
             for part in self.format.scales:
-                _check_scale(self.files, weight + part.suffix, part, pow2=bytes_wanted and taken)
+                _check_scale(self.files, weight + part.suffix, part, pow2=bytes_wanted and in_fields)
         return True
 
     def factor_error(self) -> float:
@@ -131,8 +131,8 @@ def open_quantized(
     promised = {name for name, form in wanted.items() if form == POW2_BLOCKS}
     wanted |= dict.fromkeys(_no_powers_of_two(files, plain, promised, weight_format), FLOAT_BLOCKS)
     to_bytes = {name for name, form in wanted.items() if any_storage and form.FORMAT == "mxfp8"}
-    anew = _no_powers_of_two(files, plain, to_bytes, weight_format)
-    wanted = {name: form for name, form in wanted.items() if name not in anew}
+    requantized = _no_powers_of_two(files, plain, to_bytes, weight_format)
+    wanted = {name: form for name, form in wanted.items() if name not in requantized}
 
     def same(a: str, b: str) -> bool:
         return torch.equal(files.view(a).flatten().float(), files.view(b).flatten().float())
@@ -150,7 +150,7 @@ def open_quantized(
         found.inexact |= dict.fromkeys(sorted(parameters - {*wanted}), _NOT_LINEAR)
     elif storage is None or other is not None:
         found.inexact |= dict.fromkeys(sorted(parameters), "no form of ours has such scales")
-    found.inexact |= dict.fromkeys(sorted(anew), "it has a scale that is not a power of two")
+    found.inexact |= dict.fromkeys(sorted(requantized), "it has a scale that is not a power of two")
     views: dict[str, View] = {}
     hidden = {*activations, *(weight + part.suffix for weight in weights for part in weight_format.parts)}
     for weight in weights:

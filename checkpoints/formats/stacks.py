@@ -21,7 +21,7 @@ from .format import Part, WeightFormat
 def stacks(plain: Namespace, weight_format: WeightFormat) -> dict[str, Shape]:
     """Return the stored weights of a family's namespace that a format stores as ModelOpt does, with their shapes
     [E, in, out]."""
-    if not weight_format.stacks_as_they_lie:
+    if not weight_format.transposed_stacks:
         return {}
     turned = (link.stored for link in plain.links if len(link.axes) == 3 and link.axes[1:] == (2, 1))
     names = (name for name in dict.fromkeys(turned) if not name.endswith(".weight"))

@@ -44,11 +44,11 @@ def new_folder(destination: Path, *, overwrite: bool, job: str | None = None) ->
     """
     check_destination(destination, overwrite=overwrite)
     destination = named(destination)
-    made = _make_parents(destination.parent)
+    created = _make_parents(destination.parent)
     try:
         working, lock = _lock_working_folder(destination)
     except BaseException:
-        _remove_empty(made)
+        _remove_empty(created)
         raise
     try:
         _restore(working, destination)
@@ -66,7 +66,7 @@ def new_folder(destination: Path, *, overwrite: bool, job: str | None = None) ->
                 f"{working} has {kept} finished files: the same command goes on from there"
             ) from None
         shutil.rmtree(working, ignore_errors=True)
-        _remove_empty(made)
+        _remove_empty(created)
         if isinstance(error, OSError):
             raise CheckpointError(f"writing {destination} failed: {error.strerror or error}") from error
         raise
@@ -198,7 +198,7 @@ def _exchange(a: Path, b: Path) -> bool:
 
 
 def _make_parents(folder: Path) -> list[Path]:
-    made = []
+    created = []
     for path in (*reversed(folder.parents), folder):
         if not path.exists():
             try:
@@ -206,10 +206,10 @@ def _make_parents(folder: Path) -> list[Path]:
             except FileExistsError:
                 continue
             except OSError as error:
-                _remove_empty(made)
+                _remove_empty(created)
                 raise CheckpointError(f"cannot create {path}: {error.strerror}") from None
-            made.append(path)
-    return made
+            created.append(path)
+    return created
 
 
 def _remove_empty(folders: list[Path]) -> None:

@@ -60,7 +60,7 @@ def holds_experts(config: ModelConfig, held: int) -> bool:
 
 
 def check_strangers(names: Sequence[str], where: str) -> None:
-    """Raise CheckpointError if there are more tensors outside of the configuration than any model carries."""
+    """Raise CheckpointError if there are more tensors outside of the configuration than any model has."""
     if len(names) > MAX_STRANGERS:
         raise CheckpointError(
             f"the tensors of {where} do not fit its configuration: not part of this model: {shorten(names)}"

@@ -93,7 +93,7 @@ Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in total) as data is written, by one thread at a time, though not always the same."""
 
 
-class Meter:
+class ByteProgress:
     """Counts the bytes of all files, tells the caller's `progress`, and stops every thread when one has failed."""
 
     def __init__(self, total: int, progress: Progress | None) -> None:

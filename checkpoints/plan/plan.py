@@ -59,7 +59,7 @@ class Plan:
     outputs: tuple[Output, ...]
     ignored: tuple[str, ...] = ()
     formats: Mapping[str, Description] = field(default_factory=dict)
-    carried: tuple[str, ...] = ()
+    passthrough: tuple[str, ...] = ()
     metadata: Mapping[str, str] = field(default_factory=dict)
     report: ConversionReport | None = None
     notes: tuple[str, ...] = ()
@@ -76,7 +76,7 @@ class Plan:
             "bytes": self.total_bytes,
             "dtypes": dict(Counter(output.dtype for output in self.outputs)),
             "ignored": list(self.ignored),
-            "carried": list(self.carried),
+            "carried": list(self.passthrough),
             "classes": None if self.report is None else self.report.to_dict(),
             "notes": list(self.notes),
             "outputs": [
@@ -108,7 +108,7 @@ def make_plan(
     where: str,
     dtype: torch.dtype | None = None,
     unused: Collection[str] = (),
-    carried: Mapping[str, str] | None = None,
+    passthrough: Mapping[str, str] | None = None,
     copies: Mapping[str, str] | None = None,
 ) -> Plan:
     """Plan the conversion of `tensors`, stored as `source` says, to the tensors of `target`.
@@ -116,12 +116,12 @@ def make_plan(
     Arguments:
         where: names the source folder in errors.
         dtype: convert weights to it; None keeps every tensor's dtype, and those that are joined must have the same.
-        unused: source tensors that are no part of the model; those that are not carried are left out.
-        carried: those of them that are copied byte for byte, with the names of the copies.
+        unused: source tensors that are no part of the model; those that are not passed through are left out.
+        passthrough: those of them that are copied byte for byte, with the names of the copies.
         copies: names of further outputs -> the outputs that they repeat.
     """
     match_tensors(tensors, source.stored, where=where, unused=unused)
-    carried = carried or {}
+    passthrough = passthrough or {}
     source.check()
     target.check()
     outputs = []
@@ -138,9 +138,9 @@ def make_plan(
         outputs.append(Output(name, found.pop(), stored.shape, tuple(pieces)))
     by_name = {output.name: output for output in outputs}
     outputs += [replace(by_name[original], name=copy) for copy, original in (copies or {}).items()]
-    outputs += [copy_of(tensors[name], name, copy) for name, copy in carried.items()]
-    ignored = tuple(name for name in tensors if name in unused and name not in carried)
-    return Plan(tuple(outputs), ignored, carried=tuple(carried.values()))
+    outputs += [copy_of(tensors[name], name, copy) for name, copy in passthrough.items()]
+    ignored = tuple(name for name in tensors if name in unused and name not in passthrough)
+    return Plan(tuple(outputs), ignored, passthrough=tuple(passthrough.values()))
 
 
 def copy_of(info: TensorInfo, name: str, copy: str) -> Output:

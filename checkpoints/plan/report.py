@@ -5,7 +5,7 @@ A class is a parameter without the number of its layer, in one source and one ta
     exact                the stored numbers are those of the source, byte for byte
     re-encoded exact     other bytes that stand for the same numbers
     re-encoded           the same, but for the rounding of one float32 factor per matrix (max relative error)
-    requantized          quantized anew from the values (max error)
+    requantized          quantized again, from the values (max error)
     dequantized          values in high precision
     converted            values in another dtype
     quantized            by `quantize`, as its recipe says

@@ -23,20 +23,20 @@ def convert_tensors(
     where: str,
     dtype: torch.dtype | None = None,
     unused: Collection[str] = (),
-    carried: Mapping[str, str] | None = None,
+    passthrough: Mapping[str, str] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Return the tensors of `target` made of `tensors`, which are stored as `source` says.
 
     One that is a whole tensor under another name, or a view of one, shares its memory; others are new, on the device of
-    their first piece. unused, carried: see `make_plan`. Raises CheckpointError, as for files, where `tensors` are not
-    exactly the expected ones.
+    their first piece. unused, passthrough: see `make_plan`. Raises CheckpointError, as for files, where `tensors` are
+    not exactly the expected ones.
     """
     store = MemoryStore(tensors)
-    plan = make_plan(store.tensors, source, target, where=where, dtype=dtype, unused=unused, carried=carried)
-    return {output.name: _made(store, output) for output in plan.outputs}
+    plan = make_plan(store.tensors, source, target, where=where, dtype=dtype, unused=unused, passthrough=passthrough)
+    return {output.name: _computed(store, output) for output in plan.outputs}
 
 
-def _made(store: MemoryStore, output: Output) -> torch.Tensor:
+def _computed(store: MemoryStore, output: Output) -> torch.Tensor:
     dtype = torch_dtype(output.dtype)
     first = output.pieces[0]
     if len(output.pieces) == 1 and first.box == full(output.shape):

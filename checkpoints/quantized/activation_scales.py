@@ -34,7 +34,7 @@ class _Scale:
 
     number: torch.Tensor
     one: bool
-    origin: str
+    provenance: str
 
 
 def scale_outputs(
@@ -43,7 +43,7 @@ def scale_outputs(
     weight_format: WeightFormat,
     plain: Namespace,
     weights: set[str],
-    taken: set[str],
+    occupied: set[str],
 ) -> tuple[list[Output], tuple[str, ...]]:
     """Return the outputs of an export that are scales of activations, and the names of those that it cannot have.
 
@@ -54,7 +54,7 @@ def scale_outputs(
     modules = {part for name in plain.stored for part in _modules(name)}
     beside = {scale_beside(weight, kind) for weight in weights for kind in weight_format.activations}
     beside |= {f"{module}.{kind}" for module in modules for kind in weight_format.attention}
-    kept = {n: t for n, t in scales.items() if n not in taken and (n in beside or n.rpartition(".")[0] in modules)}
+    kept = {n: t for n, t in scales.items() if n not in occupied and (n in beside or n.rpartition(".")[0] in modules)}
     written, used = dict(kept), set(kept)
     source = _source(ckpt)
     twins = _twins(plain, source)
@@ -64,17 +64,17 @@ def scale_outputs(
             name = scale_beside(weight, kind)
             parts = [scale for key in keys if (scale := _common(known[key])) is not None]
             alike = len({(scale.number.dtype, scale.one) for scale in parts}) == 1
-            free = weight in weights and weight not in twins and name not in written and name not in taken
+            free = weight in weights and weight not in twins and name not in written and name not in occupied
             if free and alike and len(parts) == len(keys):
                 shape = (*plain.stored[weight].shape[:-2], *((1,) if parts[0].one else ()))
                 written[name] = torch.stack([scale.number for scale in parts]).view(shape)
-                used |= {scale.origin for key in keys for scale in known[key]}
+                used |= {scale.provenance for key in keys for scale in known[key]}
     for weight, twin in twins.items():
         names = ((scale_beside(weight, kind), scale_beside(twin, kind)) for kind in weight_format.activations)
-        for name, origin in names:
-            if origin in scales and name not in written and name not in taken:
-                written[name] = scales[origin]
-                used.add(origin)
+        for name, provenance in names:
+            if provenance in scales and name not in written and name not in occupied:
+                written[name] = scales[provenance]
+                used.add(provenance)
     left_out = tuple(name for name in scales if name not in used)
     return [_constant(name, value) for name, value in written.items()], left_out
 

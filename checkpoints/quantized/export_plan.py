@@ -15,7 +15,16 @@ import torch
 from te_models.layers.quantizer import Quantizer
 
 from ..folder.checkpoint import Checkpoint
-from ..formats import Declaration, WeightFormat, encode, format_fitting, format_named, hf_config_of, modelopt, parse
+from ..formats import (
+    Declaration,
+    WeightFormat,
+    encode,
+    format_named,
+    hf_config_of,
+    modelopt,
+    parse,
+    representing_format,
+)
 from ..formats.details import activation_scales
 from ..formats.fp8 import FLOAT_BLOCKS, POW2_BLOCKS
 from ..formats.namespace import FieldNamespace, field_namespace, upright
@@ -31,7 +40,7 @@ from ..plan.tensor_map import Namespace
 from .activation_scales import scale_outputs
 from .dequantized_store import as_values
 from .file_target import FileTarget
-from .passthrough_values import carried_modules, carried_undeclared_as_values
+from .passthrough_values import passthrough_modules, undeclared_passthrough_as_values
 from .representable import unrepresentable
 from .route import Form, Route, choose_route
 
@@ -57,7 +66,7 @@ def plan_quantized_export(
     plain: Namespace,
     wanted: str | None,
     dtype: torch.dtype | None,
-    carried: Mapping[str, str],
+    passthrough: Mapping[str, str],
     copies: Mapping[str, str],
     *,
     allow_requantize: bool = False,
@@ -67,8 +76,8 @@ def plan_quantized_export(
     Arguments:
         plain: how the family's files store the model in high precision.
         wanted: name of the format; None: the one it came from, or else the first that takes its weights.
-        carried, copies: see `make_plan`.
-        allow_requantize: quantize anew what the format cannot take over.
+        passthrough, copies: see `make_plan`.
+        allow_requantize: requantize what the format cannot take over.
     """
     quantizers = {name: quantizer_of(name, meta)[0] for name, meta in ckpt.formats.items()}
     quantizers |= _promised(ckpt, quantizers)
@@ -89,7 +98,7 @@ def plan_quantized_export(
                 f"{refused.parameter} of {ckpt.path} cannot be written as {weight_format.name}: {refused.why}; choose "
                 "another format, or --allow-requantize, or --dequantize"
             )
-        moved = _move(ckpt, plain, weights, weight_format, quantizers, inexact, dtype, carried, copies)
+        moved = _move(ckpt, plain, weights, weight_format, quantizers, inexact, dtype, passthrough, copies)
         found = moved.found.inexact or unrepresentable(
             moved.store, moved.plan, moved.found, weight_format, quantizers, in_stacks, narrow=allow_requantize
         )
@@ -114,16 +123,16 @@ def plan_quantized_export(
         outputs += scales
         left_out += unsaid
     rest = [o for o in moved.plan.outputs if o.name not in moved.found.fields and o.name not in weights]
-    plain_outputs = [output for output in rest if output.name not in moved.plan.carried]
-    outputs += [output for output in rest if output.name in moved.plan.carried]
+    plain_outputs = [output for output in rest if output.name not in moved.plan.passthrough]
+    outputs += [output for output in rest if output.name in moved.plan.passthrough]
     _report_moved(report, ckpt, moved, weight_format, target, (details or {}).get("numbers"))
     _report_plain(report, ckpt, moved.found, plain_outputs)
     plan = replace(moved.plan, outputs=(*plain_outputs, *outputs), ignored=left_out, report=report)
     if declaration is not None:
         config, separate = declaration.config, declaration.separate
     else:
-        plan = carried_undeclared_as_values(plan, ckpt.files, carried, ckpt.source, dtype)
-        config, separate = hf_config_of(weight_format, [*_plain_modules(plain, weights), *carried_modules(plan)])
+        plan = undeclared_passthrough_as_values(plan, ckpt.files, passthrough, ckpt.source, dtype)
+        config, separate = hf_config_of(weight_format, [*_plain_modules(plain, weights), *passthrough_modules(plan)])
         plan = replace(plan, notes=(*plan.notes, modelopt.UNCALIBRATED)) if weight_format == modelopt.FP8 else plan
     return QuantizedExport(plan, Plan(tuple(plain_outputs)), moved.store, config, separate)
 
@@ -166,7 +175,7 @@ def _move(
     quantizers: Mapping[str, Quantizer],
     inexact: Collection[str],
     dtype: torch.dtype | None,
-    carried: Mapping[str, str],
+    passthrough: Mapping[str, str],
     copies: Mapping[str, str],
 ) -> _Moved:
     logical = quantizer_of("", next(iter(ckpt.formats.values())))[1]
@@ -183,7 +192,7 @@ def _move(
         where=str(ckpt.path),
         dtype=dtype,
         unused=ckpt.unused | columnwise,
-        carried=carried,
+        passthrough=passthrough,
         copies=copies,
     )
     return _Moved(plan, found, store, Parameters(store, source, ckpt.config, rowwise, "grouped"))
@@ -273,7 +282,7 @@ def _choose(
         if exact or (wanted is not None and allow_requantize and original.format.storages):
             return original.format, None if others else original
     if wanted is None:
-        return format_fitting(quantizers), None
+        return representing_format(quantizers), None
     return format_named(wanted, quantizers, allow_requantize=allow_requantize), None
 
 

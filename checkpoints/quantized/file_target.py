@@ -111,7 +111,7 @@ class FileTarget(Target):
     def finish(self, weight: str, outputs: list[Output]) -> list[Output]:
         if weight not in self._stacks:
             return outputs
-        return [_as_it_lies(self._store, *found, weight) for found in zip(outputs, self._format.parts, strict=True)]
+        return [_as_stored(self._store, *found, weight) for found in zip(outputs, self._format.parts, strict=True)]
 
     def _shape(self, part: Part, weight: Shape) -> Shape:
         """Return the shape in which a part of a weight is written: the number of a whole matrix is a scalar or [1]."""
@@ -160,7 +160,7 @@ def _encode_field(part: Part, element: str, dtype: str, name: str, field: torch.
     return field if convert is None else convert(field)
 
 
-def _as_it_lies(store: Store, output: Output, part: Part, weight: str) -> Output:
+def _as_stored(store: Store, output: Output, part: Part, weight: str) -> Output:
     """Return a part of a weight, made as [E, out, in] or [E], as it is written: [E, in, out] or one number."""
     if part.block is None:
         compute, shape = functools.partial(_first, store, output), ()

@@ -57,7 +57,7 @@ def plan_quantized_import(
         form = new if name in inexact else quantized.wanted or forms[name]
         form = form if values is None else _with_copies(form)
         routes[name] = [choose_route(name, Form(forms.get(name), inexact=inexact.get(name)), Form(form), allowed)]
-        if routes[name][0].taken_over and len(form.stored_usages()) > 1:
+        if routes[name][0].is_exact and len(form.stored_usages()) > 1:
             columnwise = form.with_usage(rowwise=False, columnwise=True)
             routes[name].append(choose_route(name, VALUES, Form(columnwise)))
     _check_refused(ckpt, quantized, [route for route, *_ in routes.values() if route.way == "refuse"])
@@ -70,12 +70,12 @@ def plan_quantized_import(
         lambda name: logical,
         reencoded,
     )
-    reporter = _Reporter(ckpt, quantized, reencoded, any(route.taken_over for route, *_ in routes.values()))
+    reporter = _Reporter(ckpt, quantized, reencoded, any(route.is_exact for route, *_ in routes.values()))
     outputs: list[Output] = []
     for name, weights in parameter_names(ckpt.config, layout).items():
-        made = [reporter.outputs(target, route) for route in routes.get(name, [Route(name, "move")])]
-        outputs += [output for weight in weights for by_weight in made for output in by_weight[weight]]
-    outputs += [target.moved[name] for name in moved.carried]
+        computed = [reporter.outputs(target, route) for route in routes.get(name, [Route(name, "move")])]
+        outputs += [output for weight in weights for by_weight in computed for output in by_weight[weight]]
+    outputs += [target.moved[name] for name in moved.passthrough]
     formats = {n: describe(r.quantizer, logical) for n, (r, *_) in routes.items() if r.quantizer is not None}
     ignored = moved.ignored if quantized.quantizer is not None else (*moved.ignored, *quantized.activations)
     formats = formats_in_layout(ckpt.config, layout, formats)
@@ -85,12 +85,10 @@ def plan_quantized_import(
 class _Reporter:
     """Reports what an import does to the numbers of each parameter."""
 
-    def __init__(
-        self, ckpt: Checkpoint, quantized: QuantizedFiles, reencoded: Collection[str], taken_over: bool
-    ) -> None:
+    def __init__(self, ckpt: Checkpoint, quantized: QuantizedFiles, reencoded: Collection[str], is_exact: bool) -> None:
         self.report = ConversionReport()
         self._tensors, self._quantized, self._reencoded = ckpt.files.tensors, quantized, reencoded
-        self._factor_error = quantized.factor_error() if taken_over else 0.0
+        self._factor_error = quantized.factor_error() if is_exact else 0.0
         self._weights = set(quantized.weights)
 
     def outputs(self, target: TETarget, route: Route) -> dict[str, list[Output]]:
@@ -100,7 +98,7 @@ class _Reporter:
         by_weight = target.outputs(route)
         for weight, outputs in by_weight.items():
             if route.quantizer is not None:
-                self._taken_over(weight, route.quantizer, outputs)
+                self._exact(weight, route.quantizer, outputs)
             else:
                 self._plain(*outputs)
         return by_weight
@@ -111,7 +109,7 @@ class _Reporter:
         line = self.report.add(weight, "requantized", self._quantized.format.name, route.quantizer.FORMAT + what)
         return line.note
 
-    def _taken_over(self, weight: str, quantizer: Quantizer, outputs: Iterable[Output]) -> None:
+    def _exact(self, weight: str, quantizer: Quantizer, outputs: Iterable[Output]) -> None:
         sources = {piece.source for output in outputs for piece in output.pieces}
         kind: Kind = "exact"
         if weight in self._reencoded:
@@ -161,17 +159,17 @@ def _as_nvfp4(
     grouped names, for which that is not exact, with the reason."""
     by_name = {output.name: output for output in moved.outputs}
     shapes, names = expected_tensors(ckpt.config, layout), parameter_names(ckpt.config, layout)
-    made: dict[str, list[Output]] = {}
+    computed: dict[str, list[Output]] = {}
     inexact: dict[str, str] = {}
     for name in formats:
         for member in names[name]:
             fields = {s: by_name[member + s] for s in SUFFIXES.values() if member + s in by_name}
             try:
-                made[member] = nvfp4_outputs(ckpt.store, shapes[member], fields, member)
+                computed[member] = nvfp4_outputs(ckpt.store, shapes[member], fields, member)
             except SpanError as error:
                 inexact[name] = str(error)
                 break
-    return made, inexact
+    return computed, inexact
 
 
 def _with_copies(quantizer: Quantizer) -> Quantizer:

@@ -25,60 +25,63 @@ from ..plan.plan import Output, Plan
 from .row_blocks import BAND_ELEMENTS
 
 
-def carried_as_values(
-    plan: Plan, files: FileStore, carried: Mapping[str, str], weight_format: WeightFormat, dtype: torch.dtype
+def passthrough_as_values(
+    plan: Plan, files: FileStore, passthrough: Mapping[str, str], weight_format: WeightFormat, dtype: torch.dtype
 ) -> Plan:
-    """Return the plan with the carried weights that `files` hold in a format as values, and a note about those of its
-    tensors that are no such weight.
+    """Return the plan with the passthrough weights that `files` hold in a format as values, and a note about those of
+    its tensors that are no such weight.
 
     Arguments:
-        carried: stored name -> the name of its copy; see `make_plan`.
+        passthrough: stored name -> the name of its copy; see `make_plan`.
         dtype: of the values.
     """
-    made: dict[str, Output] = {}
+    computed: dict[str, Output] = {}
     parts: set[str] = set()
     scales: list[str] = []
     data = weight_format.data
-    for name in carried:
+    for name in passthrough:
         if not name.endswith(data.suffix) or files.tensors[name].dtype not in data.dtypes:
             continue
         weight = name.removesuffix(data.suffix)
         shape = _weight_shape(files, weight, weight_format)
-        if shape is None or any(weight + part.suffix not in carried for part in weight_format.parts):
+        if shape is None or any(weight + part.suffix not in passthrough for part in weight_format.parts):
             continue
         view = value_view(files, weight, weight_format, shape, dtype_name(dtype))
-        copy = carried[name].removesuffix(data.suffix)
-        made[carried[name]] = Output(copy, view.dtype, shape, compute=_bands(view, weight))
-        parts.update(carried[weight + part.suffix] for part in weight_format.parts)
+        copy = passthrough[name].removesuffix(data.suffix)
+        computed[passthrough[name]] = Output(copy, view.dtype, shape, compute=_bands(view, weight))
+        parts.update(passthrough[weight + part.suffix] for part in weight_format.parts)
         beside = (scale_beside(weight, kind) for kind in weight_format.activations)
-        scales += [carried[scale] for scale in beside if scale in carried]
-    gone = {*parts, *scales} - made.keys()
-    outputs = [made.get(o.name, o) for o in plan.outputs if o.name not in gone]
-    names = {old: output.name for old, output in made.items()}
-    kept = tuple(names.get(name, name) for name in plan.carried if name not in gone)
-    same = set(kept) - made.keys()
-    left = [copy for name, copy in carried.items() if copy in same and files.tensors[name].dtype.startswith("F8_")]
+        scales += [passthrough[scale] for scale in beside if scale in passthrough]
+    gone = {*parts, *scales} - computed.keys()
+    outputs = [computed.get(o.name, o) for o in plan.outputs if o.name not in gone]
+    names = {old: output.name for old, output in computed.items()}
+    kept = tuple(names.get(name, name) for name in plan.passthrough if name not in gone)
+    same = set(kept) - computed.keys()
+    left = [copy for name, copy in passthrough.items() if copy in same and files.tensors[name].dtype.startswith("F8_")]
     notes = (*plan.notes, _note(left, weight_format)) if left else plan.notes
-    return replace(plan, outputs=tuple(outputs), carried=kept, ignored=(*plan.ignored, *scales), notes=notes)
+    return replace(plan, outputs=tuple(outputs), passthrough=kept, ignored=(*plan.ignored, *scales), notes=notes)
 
 
-def carried_undeclared_as_values(
-    plan: Plan, files: FileStore, carried: Mapping[str, str], source: Source | None, dtype: torch.dtype | None
+def undeclared_passthrough_as_values(
+    plan: Plan, files: FileStore, passthrough: Mapping[str, str], source: Source | None, dtype: torch.dtype | None
 ) -> Plan:
     """Return the plan of files that do not declare what those declared which `source` describes, with the
-    carried weights in that format as values, in `dtype` or that of the other weights."""
-    if source is None or not carried:
+    passthrough weights in that format as values, in `dtype` or that of the other weights."""
+    if source is None or not passthrough:
         return plan
     separate = None if source.quantization is None else source.quantization["separate"]
     declaration = parse(source.config.get("quantization_config"), separate)
     if declaration is None:
         return plan
-    return carried_as_values(plan, files, carried, declaration.format, dtype or torch_dtype(source.dtype or "BF16"))
+    return passthrough_as_values(
+        plan, files, passthrough, declaration.format, dtype or torch_dtype(source.dtype or "BF16")
+    )
 
 
-def carried_modules(plan: Plan) -> list[str]:
-    """Return the modules with weight matrices among the carried outputs, which a declaration names as not quantized."""
-    matrices = (o.name for o in plan.outputs if o.name in plan.carried and len(o.shape) >= 2)
+def passthrough_modules(plan: Plan) -> list[str]:
+    """Return the modules with weight matrices among the passthrough tensors; a declaration names them as not
+    quantized."""
+    matrices = (o.name for o in plan.outputs if o.name in plan.passthrough and len(o.shape) >= 2)
     return [
         n.removesuffix(".weight") for n in matrices if n.endswith(".weight") and not n.endswith("embed_tokens.weight")
     ]

@@ -63,7 +63,7 @@ class Route:
     why: str = ""
 
     @property
-    def taken_over(self) -> bool:
+    def is_exact(self) -> bool:
         """Whether the numbers of the source are those of the target."""
         return self.quantizer is not None and self.way != "requantize"
 
@@ -129,8 +129,8 @@ class Target(ABC):
         if route.quantizer is None:
             return {weight: [self.moved[weight]] for weight in self.weights(route.parameter)}
         make = self._requantized if route.way == "requantize" else lambda weight, *_: self.fields(weight)
-        made = {weight: make(weight, route.quantizer, measure) for weight in self.weights(route.parameter)}
-        return {weight: self.finish(weight, outputs) for weight, outputs in made.items()}
+        computed = {weight: make(weight, route.quantizer, measure) for weight in self.weights(route.parameter)}
+        return {weight: self.finish(weight, outputs) for weight, outputs in computed.items()}
 
     def _requantized(self, weight: str, quantizer: Quantizer, measure: Callable[[str], Measure] | None) -> list[Output]:
         return requantized_outputs(

@@ -27,7 +27,7 @@ from ..plan.te_namespace import formats_in_layout, grouped_formats, te_namespace
 from ..quantized.dequantized_store import as_values
 from ..quantized.export_plan import plan_quantized_export
 from ..quantized.import_plan import plan_quantized_import
-from ..quantized.passthrough_values import carried_as_values, carried_undeclared_as_values
+from ..quantized.passthrough_values import passthrough_as_values, undeclared_passthrough_as_values
 from .conversion import Conversion, Options, PathLike
 
 
@@ -50,7 +50,7 @@ def import_hf(
         storage: the storage format of quantized weights, if several formats are exact ("mxfp8" for 128x128 blocks whose
             scales are powers of two, "nvfp4" for MXFP4); with allow_requantize any of "float8", "float8_block",
             "mxfp8", "nvfp4"; None: the first exact one.
-        allow_requantize: quantize weights again that cannot be taken over exactly, and add the columnwise copies that
+        allow_requantize: requantize weights that cannot be taken over exactly, and add the columnwise copies that
             training needs to formats that scale along rows only.
         dequantize: store the plain values of quantized weights.
 
@@ -78,8 +78,8 @@ def import_hf(
                 values.check_elements()
             plan = plan_quantized_import(ckpt, values, layout, wanted, dequantize=dequantize)
             if not ckpt.formats:  # then the result does not say what was declared
-                quantized, kept = ckpt.quantized, our_names(ckpt.carried)
-                plan = carried_as_values(plan, ckpt.files, kept, quantized.format, wanted or quantized.dtype)
+                quantized, kept = ckpt.quantized, our_names(ckpt.passthrough)
+                plan = passthrough_as_values(plan, ckpt.files, kept, quantized.format, wanted or quantized.dtype)
         elif dequantize or allow_requantize or storage is not None:
             raise CheckpointError(
                 f"{src} declares no quantization, so there is nothing to dequantize or to requantize; "
@@ -110,7 +110,7 @@ def export_hf(
         form: which of the family's forms to write; None means the form that the model came from, or the published one.
         format: the format of quantized weights, a key of `formats.WRITABLE`; None means the format that they came from,
             or the first that represents them.
-        allow_requantize: quantize weights again that the format cannot represent.
+        allow_requantize: requantize weights that the format cannot represent.
         dequantize: write the plain values of quantized weights.
         dtype: convert the weights to it; None keeps the bits.
 
@@ -128,13 +128,13 @@ def export_hf(
             form = ckpt.source.form
         namespace = target.namespace(ckpt.config, form)
         hf = ckpt.source.config if ckpt.source is not None else {}
-        carried = names_in_export(ckpt.carried, hf, target, namespace.stored)
+        passthrough = names_in_export(ckpt.passthrough, hf, target, namespace.stored)
         copies = copies_in_export(ckpt.config, ckpt.source, target, form)
         wanted, extra = as_torch_dtype(dtype), {}
         store: Store = ckpt.store
         if ckpt.formats and not dequantize:
             export = plan_quantized_export(
-                ckpt, namespace, format, wanted, carried, copies, allow_requantize=allow_requantize
+                ckpt, namespace, format, wanted, passthrough, copies, allow_requantize=allow_requantize
             )
             plan, store = export.plan, export.store
             config = export_config(ckpt.config, ckpt.source, target, weight_dtype(export.plain, copies))
@@ -151,10 +151,10 @@ def export_hf(
                 where=str(src),
                 dtype=wanted,
                 unused=ckpt.unused,
-                carried=carried,
+                passthrough=passthrough,
                 copies=copies,
             )
-            plan = carried_undeclared_as_values(plan, ckpt.files, carried, ckpt.source, wanted)
+            plan = undeclared_passthrough_as_values(plan, ckpt.files, passthrough, ckpt.source, wanted)
             plan = replace(plan, report=moved_report(plan, store.tensors, "dequantized", store.formats))
             config = export_config(ckpt.config, ckpt.source, target, weight_dtype(plan, copies))
         names = target.names if form is None else target.forms[form]

@@ -15,7 +15,7 @@ from ..families import Family, family_of
 from ..folder.checkpoint import open_checkpoint
 from ..folder.hf_config import choose_family, export_config
 from ..folder.load import layout_of
-from ..folder.passthrough import carried_tensors, our_names
+from ..folder.passthrough import our_names, passthrough_tensors
 from ..folder.provenance import source_of
 from ..folder.te_folder import Source
 from ..folder.tied_weights import tied_copies
@@ -108,7 +108,7 @@ class AutoConverter:
         form = self.family.form_of(self.config, tensors)
         namespace = self.family.namespace(self.config, form)
         extra = [name for name in tensors if name not in namespace.stored]
-        unused = carried_tensors(extra, self.family.model_type, self._hf, in_our_folder=False)
+        unused = passthrough_tensors(extra, self.family.model_type, self._hf, in_our_folder=False)
         copies = tied_copies(self.config, MemoryStore(tensors).tensors, self.family)
         for copy, original in copies.items():
             without_data = tensors[copy].is_meta or tensors[original].is_meta
@@ -121,7 +121,7 @@ class AutoConverter:
             where="the state dict",
             dtype=as_torch_dtype(dtype),
             unused={*unused, *copies},
-            carried=our_names(unused) if keep_unused else {},
+            passthrough=our_names(unused) if keep_unused else {},
         )
 
     def to_hf(
@@ -141,8 +141,8 @@ class AutoConverter:
                 one.
             dequantize: return the values of quantized tensors, in their logical dtype; otherwise they are refused.
         """
-        carried = carried_tensors(tensors, self.family.model_type, self._hf, in_our_folder=True)
-        own = {name: tensor for name, tensor in tensors.items() if name not in carried}
+        passthrough = passthrough_tensors(tensors, self.family.model_type, self._hf, in_our_folder=True)
+        own = {name: tensor for name, tensor in tensors.items() if name not in passthrough}
         layout = layout_of(own, self.config, "the names of the state dict")
         quantized = {name: tensor for name, tensor in own.items() if isinstance(tensor, QuantizedTensor)}
         if quantized and not dequantize:
@@ -158,8 +158,8 @@ class AutoConverter:
             self.family.namespace(self.config, form),
             where="the state dict",
             dtype=as_torch_dtype(dtype),
-            unused=carried,
-            carried=carried,
+            unused=passthrough,
+            passthrough=passthrough,
         )
 
     @property

@@ -98,7 +98,7 @@ def diff(a: PathLike, b: PathLike, *, progress: Progress | None = None) -> DiffR
             done += found.elements
             if progress is not None:
                 progress(done, total)
-        _compare_carried(report, left, right)
+        _compare_passthrough(report, left, right)
     report.tensors.sort(key=lambda t: -t.relative if math.isfinite(t.relative) else -math.inf)
     return report
 
@@ -153,8 +153,8 @@ def _nan_last(value: float) -> float:
     return math.inf if math.isnan(value) else value
 
 
-def _compare_carried(report: DiffReport, left: Checkpoint, right: Checkpoint) -> None:
-    mine, theirs = ({copy: name for name, copy in our_names(c.carried).items()} for c in (left, right))
+def _compare_passthrough(report: DiffReport, left: Checkpoint, right: Checkpoint) -> None:
+    mine, theirs = ({copy: name for name, copy in our_names(c.passthrough).items()} for c in (left, right))
     rings, bits = (Ring(), Ring()), VerifyReport()
     for copy in {**mine, **theirs}:
         if copy not in mine or copy not in theirs:

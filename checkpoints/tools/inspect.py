@@ -97,7 +97,7 @@ def inspect(path: PathLike) -> Inspection:
             layout=ckpt.layout,
             files=dict(sorted(sizes.items())),
             total_bytes=sum(sizes.values()),
-            carried_bytes=sum(ckpt.tensors[name].nbytes for name in ckpt.carried),
+            carried_bytes=sum(ckpt.tensors[name].nbytes for name in ckpt.passthrough),
             parameters=total,
             active_parameters=total - idle,
             parts=count_parts(shapes),

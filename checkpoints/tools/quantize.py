@@ -23,7 +23,7 @@ from ..plan.quantized_format import Description, describe
 from ..plan.report import moved_report
 from ..plan.te_namespace import parameter_names, te_namespace
 from ..quantized.dequantized_store import ValueStore, as_values
-from ..quantized.passthrough_values import carried_undeclared_as_values
+from ..quantized.passthrough_values import undeclared_passthrough_as_values
 from ..quantized.route import VALUES, Form, choose_route
 from ..quantized.te_target import TETarget
 from .conversion import Conversion, Options, PathLike
@@ -59,7 +59,7 @@ def quantize(
                 outputs += written
                 if route.quantizer is not None:
                     formats[weight] = describe(route.quantizer, dtypes[weight])
-        outputs += [by_name[name] for name in plain.carried]
+        outputs += [by_name[name] for name in plain.passthrough]
         plan = replace(plain, outputs=tuple(outputs), formats=formats)
         plan = replace(plan, report=moved_report(plan, ckpt.tensors, "quantized"))
         return conversion.write_te_folder(plan, layout, source_of(ckpt))
@@ -95,10 +95,10 @@ def dequantize(
             where=str(src),
             dtype=wanted,
             unused=ckpt.unused,
-            carried=our_names(ckpt.carried),
+            passthrough=our_names(ckpt.passthrough),
         )
         plan = replace(moved, outputs=tuple(_computed(store, output) for output in moved.outputs))
-        plan = carried_undeclared_as_values(plan, ckpt.files, our_names(ckpt.carried), ckpt.source, wanted)
+        plan = undeclared_passthrough_as_values(plan, ckpt.files, our_names(ckpt.passthrough), ckpt.source, wanted)
         plan = replace(plan, report=moved_report(plan, ckpt.tensors, "dequantized"))
         source = ckpt.source and replace(ckpt.source, quantization=None)
         return conversion.write_te_folder(plan, layout, source)

@@ -69,12 +69,12 @@ def save_model(
     owners: dict[str, Store] = dict.fromkeys(entries, store)
     with contextlib.ExitStack() as opened:
         # not checked: that a tokenizer's file was edited meanwhile must not keep a trained model from being saved
-        origin = None if source_dir is None else opened.enter_context(open_checkpoint(source_dir, verify=False))
-        kept = our_names(origin.carried) if origin is not None else {}
-        if origin is not None:
-            owners.update(dict.fromkeys(kept, origin.store))
+        provenance = None if source_dir is None else opened.enter_context(open_checkpoint(source_dir, verify=False))
+        kept = our_names(provenance.passthrough) if provenance is not None else {}
+        if provenance is not None:
+            owners.update(dict.fromkeys(kept, provenance.store))
         joined = JoinedStore(owners)
-        moved = make_plan(joined.tensors, namespace, namespace, where="the model", unused=kept, carried=kept)
+        moved = make_plan(joined.tensors, namespace, namespace, where="the model", unused=kept, passthrough=kept)
         outputs = (
             moved.outputs if fetch is None else tuple(_fetched(o, fetch, set(kept.values())) for o in moved.outputs)
         )
@@ -83,8 +83,8 @@ def save_model(
             Path(out_dir),
             plan,
             joined,
-            TEFolder(layout, config, source_of(origin, formats) if origin is not None else source).to_bytes(),
-            sidecars_from=origin.path if origin is not None else None,
+            TEFolder(layout, config, source_of(provenance, formats) if provenance is not None else source).to_bytes(),
+            sidecars_from=provenance.path if provenance is not None else None,
             overwrite=overwrite,
             max_shard_bytes=max_shard_bytes,
             progress=progress,

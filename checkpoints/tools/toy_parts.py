@@ -83,8 +83,8 @@ def cut(part: Part) -> tuple[Plan, bool]:
     outputs += _further(part)
     outputs += (copy_of(files[copy], copy, copy) for copy in ckpt.tied_copies)
     kept = list(unused_outputs(part, target))
-    carried = tuple(output.name for output in kept)
-    return Plan((*outputs, *kept), carried=carried), found
+    passthrough = tuple(output.name for output in kept)
+    return Plan((*outputs, *kept), passthrough=passthrough), found
 
 
 def renumbered(declaration: Mapping[str, Any], part: Part) -> dict[str, Any]:
@@ -108,8 +108,8 @@ def _quantized(part: Part, source: str, name: str, shape: Shape) -> Iterator[Out
     if shape[-2:] != whole[-2:]:
         raise CheckpointError(f"{name} cannot be cut out of {source}, which is quantized")
     for p in ckpt.quantized.format.parts:
-        lies = source + p.suffix not in ckpt.files.tensors  # as a stack of experts that another name tells
-        old, new = (stacked_name(w, p) if lies else w + p.suffix for w in (source, name))
+        transposed = source + p.suffix not in ckpt.files.tensors  # as a stack of experts that another name tells
+        old, new = (stacked_name(w, p) if transposed else w + p.suffix for w in (source, name))
         yield _first(part, old, new, shape[:-2], whole[:-2])
     for kind in ckpt.quantized.format.activations:
         scale = scale_beside(source, kind)

@@ -24,7 +24,7 @@ def unused_outputs(part: Part, target: Namespace) -> Iterator[Output]:
     """Yield what the toy has of the tensors that the model does not use: not those of layers and experts that are not
     taken. target: how the toy is stored."""
     files, layer = part.checkpoint.files.tensors, _layer_with_experts(part, target)
-    for name in part.checkpoint.carried:
+    for name in part.checkpoint.passthrough:
         info, new = files[name], part.renamed(name)
         shape = info.shape if layer is None or part.family.unused.is_beside(name) else layer.cut(name, info.shape)
         if new is not None and shape is not None:
@@ -62,11 +62,11 @@ class _Layer:
 def _layer_with_experts(part: Part, target: Namespace) -> _Layer | None:
     """Return a layer of the model that has experts and is taken; None where no model has any."""
     config = part.checkpoint.config
-    taken = [i for i in part.chosen if config.is_moe_layer(i)]
-    if not taken:
+    moved = [i for i in part.chosen if config.is_moe_layer(i)]
+    if not moved:
         return None
     names = part.family.names if part.form is None else part.family.forms[part.form]
-    numbers = (taken[0], part.chosen.index(taken[0]))
+    numbers = (moved[0], part.chosen.index(moved[0]))
     whole, small = (_within(space, f"{names.layer.format(i=i)}.") for space, i in zip((part.whole, target), numbers))
     beside: dict[str, str] = {}
     if part.checkpoint.quantized is not None:

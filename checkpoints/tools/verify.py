@@ -102,7 +102,7 @@ def _canonical_outputs(ckpt: Checkpoint) -> dict[str, Output]:
     outputs = {}
     for name, pieces in compose(ckpt.namespace, target).items():
         outputs[name] = Output(name, _joint_dtype(_dtypes(ckpt, pieces)), target.canonical[name], tuple(pieces))
-    for name, copy in our_names(ckpt.carried).items():
+    for name, copy in our_names(ckpt.passthrough).items():
         outputs[copy] = copy_of(ckpt.tensors[name], name, copy)
     return outputs
 

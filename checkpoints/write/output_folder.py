@@ -23,7 +23,7 @@ from .shards import MAX_SHARD_BYTES, split_shards
 from .sidecars import find_sidecars, note_left_behind
 from .writer import write_small_file, write_weights
 
-_WRITTEN_ANEW = (CONFIG, INDEX, MANIFEST, REPORT, SEPARATE)
+_REWRITTEN = (CONFIG, INDEX, MANIFEST, REPORT, SEPARATE)
 
 
 def write_folder(
@@ -57,7 +57,7 @@ def write_folder(
         sidecars = find_sidecars(sidecars_from, parse_object(config, CONFIG))
         if files is not None:
             copied = {name.partition("/")[0] for name in sidecars}
-            check_in_place(sidecars_from, destination, {*files.metadata, *copied, *_WRITTEN_ANEW})
+            check_in_place(sidecars_from, destination, {*files.metadata, *copied, *_REWRITTEN})
         plan = replace(plan, notes=plan.notes + note_left_behind(sidecars_from, sidecars))
     shards = split_shards(plan, max_shard_bytes)
     check_space(destination, plan.total_bytes)

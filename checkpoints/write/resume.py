@@ -27,7 +27,7 @@ from ..io.hashing import FileRecord, Lane, record_of
 from ..io.manifest import from_dict, to_dict
 from ..io.store import FileStore
 from ..io.strict_json import dump_object, read_object
-from ..io.threads import Meter, run_all
+from ..io.threads import ByteProgress, run_all
 from ..plan.report import ConversionReport
 from .shards import Shard
 
@@ -65,7 +65,9 @@ class Journal:
         partial.write_bytes(dump_object({"file": to_dict(record), "errors": errors}))
         partial.rename(self._path(shard))
 
-    def keep(self, content: Path, shards: Sequence[Shard], meter: Meter, at_once: int) -> dict[str, FileRecord]:
+    def keep(
+        self, content: Path, shards: Sequence[Shard], bytes_done: ByteProgress, at_once: int
+    ) -> dict[str, FileRecord]:
         """Return the records of the files in `content` that need not be written again; remove all others."""
 
         def check(shard: Shard) -> FileRecord | None:
@@ -82,10 +84,10 @@ class Journal:
                 return None
             if self._report is not None:
                 self._report.note_errors(errors)
-            meter.add(shard.nbytes)
+            bytes_done.add(shard.nbytes)
             return record
 
-        found = run_all(check, shards, at_once, meter.stop)
+        found = run_all(check, shards, at_once, bytes_done.stop)
         kept = {shard.file: record for shard, record in zip(shards, found) if record is not None}
         for path in content.iterdir():
             if path.name in kept:

@@ -62,7 +62,7 @@ _NOT_MISSED = (
     *("*.md", "*.png", "*.jpg", "*.jpeg", "*.gif", "*.svg", "*.webp", "*.pdf", ".*"),
     *(CONFIG, SEPARATE, "manifest.json", "conversion.json"),
 )
-"""Files that are no part of a model, or written anew: weights, and what people read."""
+"""Files that are no part of a model, or written again: weights, and what people read."""
 
 
 def find_sidecars(folder: Path | None, config: Mapping[str, Any]) -> dict[str, Path]:

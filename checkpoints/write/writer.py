@@ -22,7 +22,7 @@ from ..io.buffers import Buffer
 from ..io.disk_file import DiskFile
 from ..io.hashing import Digests, FileRecord, Lane
 from ..io.store import Store
-from ..io.threads import Meter, Progress, cores, run_all
+from ..io.threads import ByteProgress, Progress, cores, run_all
 from ..io.weight_files import INDEX
 from ..plan.stream import stream
 from .resume import Journal
@@ -48,8 +48,8 @@ def write_weights(
         files_at_once: default: as many as there are processor cores, at most MAX_FILES_AT_ONCE.
     """
     at_once = files_at_once or min(cores(), MAX_FILES_AT_ONCE)
-    meter = Meter(sum(shard.nbytes for shard in shards), progress)
-    records = journal.keep(folder, shards, meter, at_once) if journal is not None else {}
+    bytes_done = ByteProgress(sum(shard.nbytes for shard in shards), progress)
+    records = journal.keep(folder, shards, bytes_done, at_once) if journal is not None else {}
     computing = threading.Lock()
 
     def write(shard: Shard) -> FileRecord:
@@ -62,7 +62,7 @@ def write_weights(
                     missing = output.nbytes
                     for buffer, nbytes in stream(store, output, lane.ring):
                         file.write_buffer(buffer, nbytes)
-                        meter.add(nbytes)
+                        bytes_done.add(nbytes)
                         missing -= nbytes
                     buffer = None  # a part of a computed tensor, which need not outlive it
                     if missing:  # a defect of ours, which would otherwise be the next reader's to find
@@ -75,7 +75,7 @@ def write_weights(
         return record
 
     left = [shard for shard in shards if shard.file not in records]
-    written = run_all(write, left, at_once, meter.stop)
+    written = run_all(write, left, at_once, bytes_done.stop)
     records |= {shard.file: record for shard, record in zip(left, written)}
     if len(shards) > 1:
         records[INDEX] = write_small_file(folder / INDEX, index_bytes(shards))

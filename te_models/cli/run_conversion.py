@@ -125,8 +125,8 @@ def _convert(args: argparse.Namespace, function: Callable[..., Any], **options: 
     }
     did = "would write" if args.dry_run else f"in {result['seconds']:.1f} s wrote"
     text = f"{did} {out}: {len(plan.outputs)} tensors, {format_size(plan.total_bytes)}"
-    if plan.carried:
-        text += f"\nkept {len(plan.carried)} tensors that the model does not use"
+    if plan.passthrough:
+        text += f"\nkept {len(plan.passthrough)} tensors that the model does not use"
     if plan.ignored:
         text += f"\nleft out {', '.join(plan.ignored[:4])}" + (" ..." if len(plan.ignored) > 4 else "")
     text += "".join(f"\nnote: {note}" for note in plan.notes)

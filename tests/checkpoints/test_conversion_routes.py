@@ -46,7 +46,7 @@ def test_the_route_of_a_linear_weight(source: Form, target: Form, allowed: tuple
     route = choose_route(WEIGHT, source, target, allowed)
     assert route.way == way and route.parameter == WEIGHT
     assert route.quantizer == (target.quantizer if way in ("move", "re-encode", "requantize") else None)
-    assert route.taken_over == (way in ("move", "re-encode") and target.quantizer is not None)
+    assert route.is_exact == (way in ("move", "re-encode") and target.quantizer is not None)
     assert route.why == (source.inexact or target.inexact or "")
 
 

@@ -268,7 +268,7 @@ def test_other_names_on_the_hub(tmp_path: Path, family: str, form: str, names: d
     (tmp_path / "hub/config.json").write_bytes((source / "config.json").read_bytes())
     save_file({**tensors, buffer: torch.ones(1)}, tmp_path / "hub/model.safetensors", metadata={"format": "pt"})
     plan = import_hf(tmp_path / "hub", tmp_path / "hub-ours")
-    assert plan.carried == (f"carried.{buffer}",)
+    assert plan.passthrough == (f"carried.{buffer}",)
     imported = stored(tmp_path / "hub-ours")
     assert torch.equal(imported.pop(f"carried.{buffer}"), torch.ones(1))
     assert_same_bits(stored(tmp_path / "ours"), imported)

@@ -67,9 +67,9 @@ def test_scales_too_far_apart_are_refused_or_requantized_as_asked(tmp_path: Path
     assert not (tmp_path / "new").exists()
     plan = import_hf(source, tmp_path / "ours", storage="nvfp4", allow_requantize=True)
     assert plan.report is not None
-    anew = [x for x in plan.report.lines.values() if x.kind == "requantized" and "columnwise" not in x.target]
-    assert [(x.count, x.target) for x in anew] == [(1, "nvfp4")] and anew[0].tensors.endswith(f"{name}.weight")
-    assert anew[0].max_error
+    lines = [x for x in plan.report.lines.values() if x.kind == "requantized" and "columnwise" not in x.target]
+    assert [(x.count, x.target) for x in lines] == [(1, "nvfp4")] and lines[0].tensors.endswith(f"{name}.weight")
+    assert lines[0].max_error
     copies = [x for x in plan.report.lines.values() if "columnwise" in x.target]
     assert copies and all(x.max_error for x in copies)
 
@@ -132,6 +132,10 @@ def test_only_scales_that_are_no_powers_of_two_are_requantized_for_mxfp8(tmp_pat
         import_hf(source, tmp_path / "ours", storage="mxfp8")
     plan = import_hf(source, tmp_path / "ours", storage="mxfp8", allow_requantize=True)
     assert plan.report is not None
-    (anew,) = [x for x in plan.report.lines.values() if x.kind == "requantized"]
-    assert (anew.tensors, anew.count, anew.target) == ("mlp.experts.linear_fc1.weight", 1, "mxfp8") and anew.max_error
+    (line,) = [x for x in plan.report.lines.values() if x.kind == "requantized"]
+    assert (line.tensors, line.count, line.target) == (
+        "mlp.experts.linear_fc1.weight",
+        1,
+        "mxfp8",
+    ) and line.max_error
     assert set(inspect(tmp_path / "ours").formats) == {"mxfp8"}

@@ -92,9 +92,9 @@ def test_weights_config_and_logits(tmp_path: Path, case: str) -> None:
     tensors |= {name: tensors[name].half() for name in sorted(seeing)[:1]}
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     plan = import_hf(source, tmp_path / "ours")
-    assert set(plan.carried) == {f"carried.{name}" for name in seeing} and not plan.ignored
+    assert set(plan.passthrough) == {f"carried.{name}" for name in seeing} and not plan.ignored
     plan = export_hf(tmp_path / "ours", tmp_path / "back")
-    assert set(plan.carried) == seeing and not plan.ignored
+    assert set(plan.passthrough) == seeing and not plan.ignored
     assert_same_bits(tensors, stored(tmp_path / "back"))
     config = json.loads((source / "config.json").read_text())
     assert json.loads((tmp_path / "back/config.json").read_text()) == config
@@ -222,7 +222,7 @@ def test_a_toy_keeps_the_part_that_sees(tmp_path: Path) -> None:
     plan = toy(source, tmp_path / "toy", layers=1, experts=2)
     originals, parts = stored(source), stored(tmp_path / "toy")
     seeing = {name for name in originals if not name.startswith("language_model.")}
-    assert set(plan.carried) == seeing and not plan.ignored
+    assert set(plan.passthrough) == seeing and not plan.ignored
     assert all(torch.equal(parts[name], originals[name]) for name in seeing)
     theirs = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "toy", attn_implementation="eager")
     assert_same_logits(tmp_path / "toy", theirs.eval())

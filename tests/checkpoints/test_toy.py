@@ -16,7 +16,7 @@ from te_models.checkpoints import CheckpointError, export_hf, import_hf, inspect
 from te_models.checkpoints.families.base.unused import COUNTS
 from tests.checkpoints.family_cases import CASES, make
 from tests.checkpoints.hf_cases import HFFolder, assert_same_bits, stored, transformers
-from tests.checkpoints.test_carried import FAMILIES as FURTHER
+from tests.checkpoints.test_passthrough import FAMILIES as FURTHER
 
 
 def save(case: str, folder: Path, **options: bool) -> Path:
@@ -141,8 +141,8 @@ def test_layers_that_predict_further_tokens_are_kept(tmp_path: Path, family: str
     layers = inspect(tmp_path / "toy").config["num_layers"]
     new = f"model.layers.{layers}." if prefix.startswith("model.layers.") else prefix
     parts, at = stored(tmp_path / "toy"), f"model.layers.{layers - 1}."
-    assert not plan.ignored and set(plan.carried) == {name for name in parts if name.startswith(new)}
-    found = {name.removeprefix(new): parts[name] for name in plan.carried}
+    assert not plan.ignored and set(plan.passthrough) == {name for name in parts if name.startswith(new)}
+    found = {name.removeprefix(new): parts[name] for name in plan.passthrough}
     of_a_layer = {name.removeprefix(at): tensor for name, tensor in parts.items() if name.startswith(at)}
     assert found.keys() == of_a_layer.keys() | {"eh_proj.weight", "enorm.weight"}
     for name, part in found.items():
@@ -162,7 +162,7 @@ def test_constants_of_layers_that_are_taken_are_kept(hf_folder: HFFolder, tmp_pa
     names = [f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(2)]
     save_file({**load_file(file), **{name: torch.rand(3) for name in names}}, file, metadata={"format": "pt"})
     plan = toy(source, tmp_path / "toy", layers=1)
-    assert plan.carried == (names[0],) and names[1] not in stored(tmp_path / "toy")
+    assert plan.passthrough == (names[0],) and names[1] not in stored(tmp_path / "toy")
     assert torch.equal(stored(tmp_path / "toy")[names[0]], stored(source)[names[0]])
 
 

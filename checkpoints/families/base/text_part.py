@@ -1,7 +1,7 @@
 """Models that also see images, read as the text model within: gemma3, llama4 and mistral3 as they are published.
 
 config.json holds the text model's in `text_config`, and its tensors' names have a prefix. The tensors of the other
-parts are carried: an import keeps them byte for byte, and an export to the same family writes them again.
+parts are passthrough tensors: an import keeps them byte for byte, and an export to the same family writes them again.
 """
 
 from __future__ import annotations

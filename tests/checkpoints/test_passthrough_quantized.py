@@ -47,14 +47,14 @@ def declared(path: Path) -> Any:
 def test_without_a_declaration_they_are_values(tmp_path: Path, case: str) -> None:
     source, values = folder(case, tmp_path)
     plan = import_hf(source, tmp_path / "values", dequantize=True)
-    assert {name.removeprefix("carried.") for name in plan.carried} == values.keys() and plan.notes == ()
+    assert {name.removeprefix("carried.") for name in plan.passthrough} == values.keys() and plan.notes == ()
     import_hf(source, tmp_path / "ours")
     dequantize(tmp_path / "ours", tmp_path / "later")
     for ours, options in (("values", {}), ("later", {}), ("ours", {"dequantize": True})):
         plan = export_hf(tmp_path / ours, tmp_path / f"{ours}-back", **options)
         assert declared(tmp_path / f"{ours}-back") is None
         assert_same_bits(behind(tmp_path / f"{ours}-back"), values)
-        assert set(plan.carried) == values.keys()
+        assert set(plan.passthrough) == values.keys()
     export_hf(tmp_path / "values", tmp_path / "wide", dtype="float32")
     assert_same_bits(behind(tmp_path / "wide"), values)
     import_hf(source, tmp_path / "float32", dequantize=True, dtype="float32")

@@ -72,7 +72,7 @@ def save(case: str, folder: Path) -> Path:
     return folder
 
 
-def carried_in(folder: Path) -> dict[str, torch.Tensor]:
+def passthrough_in(folder: Path) -> dict[str, torch.Tensor]:
     return {n.removeprefix("carried."): t for n, t in stored(folder).items() if n.startswith("carried.")}
 
 
@@ -84,9 +84,9 @@ def test_every_conversion_keeps_them(tmp_path: Path, family: str) -> None:
     plain = {name: t.clone() for name, t in stored(source).items()}
     add_tensors(source, further)
     plan = import_hf(source, tmp_path / "ours")
-    assert plan.carried == tuple(f"carried.{name}" for name in sorted(further, key=list(stored(source)).index))
+    assert plan.passthrough == tuple(f"carried.{name}" for name in sorted(further, key=list(stored(source)).index))
     assert plan.ignored == ()
-    assert_same_bits(carried_in(tmp_path / "ours"), further)
+    assert_same_bits(passthrough_in(tmp_path / "ours"), further)
     relayout(tmp_path / "ours", tmp_path / "per-gemm", "per-gemm")
     export_hf(tmp_path / "per-gemm", tmp_path / "back", max_shard_bytes=30_000)
     assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
@@ -99,7 +99,7 @@ def test_every_conversion_keeps_them(tmp_path: Path, family: str) -> None:
     model.save_pretrained(tmp_path / "saved")
     GPTModel.from_pretrained(source, dtype=torch.bfloat16).save_pretrained(tmp_path / "from-hf")
     for folder in ("fp8", "values", "saved", "from-hf"):
-        assert_same_bits(carried_in(tmp_path / folder), further)
+        assert_same_bits(passthrough_in(tmp_path / folder), further)
     export_hf(tmp_path / "from-hf", tmp_path / "again")
     again = stored(tmp_path / "again")
     assert again.keys() == plain.keys() | further.keys()
@@ -123,9 +123,9 @@ def test_recomputable_buffers_come_back(hf_folder: HFFolder, tmp_path: Path) -> 
     source, name = hf_folder("llama"), "model.layers.0.self_attn.rotary_emb.inv_freq"
     add_tensors(source, {name: torch.ones(4)})
     plan = import_hf(source, tmp_path / "ours", dtype="float16")
-    assert plan.carried == (f"carried.{name}",) and plan.to_dict()["carried"] == [f"carried.{name}"]
+    assert plan.passthrough == (f"carried.{name}",) and plan.to_dict()["carried"] == [f"carried.{name}"]
     plan = export_hf(tmp_path / "ours", tmp_path / "back", dtype="bfloat16")
-    assert plan.carried == (name,)
+    assert plan.passthrough == (name,)
     assert torch.equal(stored(tmp_path / "back")[name], torch.ones(4)), "no conversion of its dtype"
     assert json.loads((tmp_path / "back/config.json").read_text())["dtype"] == "bfloat16"
 
@@ -141,7 +141,7 @@ def test_only_as_many_layers_as_the_configuration_says(tmp_path: Path, family: s
     for further in ("num_nextn_predict_layers", "num_mtp_layers"):
         edit_config(source, **{further: None})
     edit_config(source, **{count: 2})
-    assert len(import_hf(source, tmp_path / "ours").carried) == 2
+    assert len(import_hf(source, tmp_path / "ours").passthrough) == 2
     edit_config(source, **{count: 0})
     with pytest.raises(CheckpointError, match=f"not part of this model: '{prefix}norm.weight', '{after}'"):
         import_hf(source, tmp_path / "x")
@@ -170,11 +170,11 @@ def test_what_another_model_has_no_use_for_is_left_out_and_listed(hf_folder: HFF
     source, name = hf_folder("llama"), "model.layers.0.self_attn.rotary_emb.inv_freq"
     add_tensors(source, {name: torch.ones(4)})
     assert upcycle(source, tmp_path / "moe", 2, 1).ignored == (name,)
-    assert not carried_in(tmp_path / "moe")
+    assert not passthrough_in(tmp_path / "moe")
     glm = save("deepseek_v3", tmp_path / "glm")
     add_tensors(glm, further_tensors("model.layers.2."))
     import_hf(glm, tmp_path / "ours")
-    assert len(export_hf(tmp_path / "ours", tmp_path / "kimi", family="kimi_k2").carried) == 7
+    assert len(export_hf(tmp_path / "ours", tmp_path / "kimi", family="kimi_k2").passthrough) == 7
 
 
 def test_verify_notices_one_changed_byte(tmp_path: Path) -> None:
