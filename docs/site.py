@@ -10,7 +10,11 @@ from __future__ import annotations
 import ast
 import re
 import shutil
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, this finds its own folder there
+from docs.examples_of import examples
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "build" / "site"
@@ -41,9 +45,14 @@ def public_names(package: str) -> list[str]:
 
 
 def reference_page(package: str) -> str:
-    """Return the page of a package: each public name with its signature and docstring."""
-    names = "\n".join(f"::: {package}.{name}\n" for name in public_names(package))
-    return f"# {package}\n\n{names}"
+    """Return the page of a package: each public name with its signature, docstring and example."""
+    shown = {name: example.code for example in examples(package) for name in example.names}
+    parts = [f"# {package}\n"]
+    for name in public_names(package):
+        parts.append(f"::: {package}.{name}\n")
+        if name in shown:
+            parts.append(f"**Example**\n\n```python\n{shown[name]}```\n")
+    return "\n".join(parts)
 
 
 def relinked(text: str, page: Path) -> str:

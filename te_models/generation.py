@@ -82,10 +82,13 @@ def stream(
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
 ) -> Iterator[Tensor]:
-    """Yield the next token of each row, [B] int64, up to max_new_tokens times; arguments as for `generate`.
+    """Yield the next token of each row, [B] int64, up to max_new_tokens times; arguments and errors as for `generate`.
 
-    A row that has ended yields the padding token; the iteration stops when all have, on all ranks of a model whose
-    experts are distributed.
+    A row that has ended yields the padding token. The iteration stops when all rows have ended, on all ranks of a model
+    whose experts are distributed.
+
+    Example:
+        for token in stream(model.eval(), input_ids, max_new_tokens=20): ...
     """
     mask = _check(input_ids, attention_mask, max_new_tokens, temperature, top_k, top_p, seed)
     if model.config.embedding.position_embedding_type == "learned_absolute":
@@ -205,11 +208,14 @@ def generate(
 ) -> Tensor:
     """Return the prompts with their continuations, [B, S + n] with n <= max_new_tokens.
 
-    input_ids: [B, S] int64. attention_mask: [B, S], false where a prompt is padded (left only). temperature 0 takes
-    the best token; above 0 samples from softmax(logits / temperature), restricted by top_k and top_p, from a generator
-    seeded with `seed` (None: torch's global one); of ranks that share split layers the first one draws. eos_token_id
-    ends a row, which is then filled with pad_token_id (None: the first eos). Raises ValueError for an impossible
-    argument.
+    input_ids: [B, S] int64. attention_mask: [B, S], false where a prompt is padded (on the left only). temperature: 0
+    takes the best token; above 0 samples from softmax(logits / temperature), restricted by top_k and top_p, with a
+    generator seeded with `seed` (None: torch's global generator). If ranks share split layers, the first rank draws.
+    eos_token_id ends a row; the rest of the row is filled with pad_token_id (None: the first eos). Raises ValueError
+    for an argument out of range.
+
+    Example:
+        tokens = generate(model.eval(), input_ids, max_new_tokens=20, temperature=0.8, seed=0)
     """
     steps = stream(
         model,

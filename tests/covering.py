@@ -8,13 +8,14 @@ in `make test-all`. The choice depends on nothing but the parameters, so it is t
 from __future__ import annotations
 
 import itertools
-import os
 from collections import defaultdict
 from collections.abc import Generator, Hashable
 
 import pytest
 
-BUDGET_S = 60.0
+from tests.fork_server import processor_time
+
+BUDGET_S = 30.0
 """Processor time, children included, that a test without the marker slow may take. A cold compiler cache on a slow
 machine is allowed for."""
 
@@ -37,19 +38,27 @@ def chosen(cells: list[Cell], strength: int) -> list[int]:
 
 
 def cell_of(item: pytest.Item) -> Cell:
-    """Return the parameters of a test: plain values as they are, so that arguments parametrized together count one by
-    one, and others by their positions."""
-    plain = (str, int, float, bool, type(None))
-    values, positions = item.callspec.params, item.callspec.indices
-    return {name: (repr(value) if isinstance(value, plain) else positions[name]) for name, value in values.items()}
+    """Return the parameters of a test: equal values are one value, and one that cannot be hashed is equal to itself
+    alone. (pytest's own indices number the cells, not the values.)"""
+    return {name: _key(value) for name, value in item.callspec.params.items()}
+
+
+def _key(value: object) -> Hashable:
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return type(value), value  # True is not 1
 
 
 def mark_uncovered(items: list[pytest.Item]) -> None:
-    """Mark as slow the cells of every matrix that its covering array leaves out."""
-    matrices: dict[str, list[pytest.Item]] = defaultdict(list)
+    """Mark as slow the cells of every matrix that its covering array leaves out. Cells that need an accelerator are a
+    matrix of their own: where there is none, they cover nothing."""
+    matrices: dict[tuple[str, bool], list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("matrix") and not item.get_closest_marker("slow"):
-            matrices[item.nodeid.partition("[")[0]].append(item)
+            gpu = item.get_closest_marker("gpu") is not None
+            matrices[item.nodeid.partition("[")[0], gpu].append(item)
     for cells in matrices.values():
         marker = cells[0].get_closest_marker("matrix")
         strength = {(): 1, ("each",): 1, ("pairs",): 2}[marker.args]
@@ -57,12 +66,6 @@ def mark_uncovered(items: list[pytest.Item]) -> None:
         for i, item in enumerate(cells):
             if i not in keep:
                 item.add_marker(pytest.mark.slow)
-
-
-def processor_time() -> float:
-    """Return the processor time of this process and of its children that have ended."""
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
 
 
 def within_budget(item: pytest.Item) -> Generator[None, object, object]:

@@ -5,59 +5,70 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 
-ROOT = Path(__file__).parents[1]
+from tests.fork_server import Python
 
 
-def run_on_ranks(arguments: list[str], *, ranks: int = 2, timeout: float) -> list[str]:
+def run_on_ranks(arguments: list[str], *, ranks: int = 2, timeout: float, fresh: bool = False) -> list[str]:
     """Start so many Pythons with the environment that torchrun gives them; return what each printed.
 
-    timeout: seconds for each. A rank that fails fails the test with what it wrote to stderr.
+    timeout: seconds for each. fresh: as for Python. A rank that fails fails the test with what it wrote to stderr.
     """
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    shared["OMP_NUM_THREADS"] = "1"
     processes = [
-        subprocess.Popen(
-            [sys.executable, *arguments],
-            cwd=ROOT,
-            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        Python(arguments, env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, fresh=fresh)
         for rank in range(ranks)
     ]
     printed = []
     try:
         for process in processes:
-            output, errors = process.communicate(timeout=timeout)
-            assert process.returncode == 0, errors
-            printed.append(output)
+            done = process.finish(timeout)
+            assert done.returncode == 0, done.stderr
+            printed.append(done.stdout)
     finally:
         for process in processes:  # one that failed leaves the others waiting
-            with process:
-                process.kill()
+            process.kill()
     return printed
 
 
+def outcomes_on_ranks(
+    module: str, results: Path, *arguments: str, ranks: int = 2, timeout: float, fresh: bool = False
+) -> list[dict[str, Any]]:
+    """Run `python -m MODULE RESULTS ARGUMENTS` on so many ranks; return what each wrote, as JSON, to RESULTS.RANK: the
+    outcome of every case."""
+    run_on_ranks(["-m", module, str(results), *arguments], ranks=ranks, timeout=timeout, fresh=fresh)
+    return [json.loads(Path(f"{results}.{rank}").read_text()) for rank in range(ranks)]
+
+
+def free_port() -> int:
+    """Return a port of this machine that nothing listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
 def report_cases(cases: Mapping[str, Callable[[], object]], results: str) -> None:
-    """On a rank: run cases over gloo and write what each came to, "ok" or a traceback, to the file `results.RANK`."""
+    """On a rank: run cases over gloo, each with a compiler that has compiled nothing, and write what each came to, "ok"
+    or a traceback, to the file `results.RANK`."""
     dist.init_process_group("gloo")
     outcomes = {}
     for name, case in cases.items():
+        torch._dynamo.reset()
+        counters.clear()
         try:
             case()
             outcomes[name] = "ok"
         except Exception:  # reported per case by the test that reads this
             outcomes[name] = traceback.format_exc()
     Path(f"{results}.{dist.get_rank()}").write_text(json.dumps(outcomes))
+    dist.barrier()
     dist.destroy_process_group()

@@ -7,6 +7,8 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
+from te_models.sizes import format_size
+
 from .errors import CheckpointError, quote, shorten
 
 
@@ -86,8 +88,4 @@ def check_space(destination: Path, nbytes: int) -> None:
     free = shutil.disk_usage(around).free
     left = sum(path.lstat().st_blocks * 512 for path in working_folder(destination).rglob("*"))
     if free + left < nbytes:
-        raise CheckpointError(f"{destination} needs {_size(nbytes)} and its disk has {_size(free)} free")
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 10**8 else f"{nbytes / 1e6:.2f} MB"
+        raise CheckpointError(f"{destination} needs {format_size(nbytes)} and its disk has {format_size(free)} free")

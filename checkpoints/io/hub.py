@@ -44,7 +44,7 @@ def local_folder(name: str | os.PathLike[str], revision: str | None = None, **op
         raise CheckpointError(f"{quote(str(name))} cannot be read: {error.strerror}") from None
     match = _HUB_ID.fullmatch(name) if isinstance(name, str) else None
     if match is None or there:
-        return folder
+        return folder.resolve() if folder.name in ("", "..") else folder  # "." would say nothing in a message
     if revision is not None and match["revision"] is not None:
         raise CheckpointError(f"{name} names a revision, and revision is {revision!r}; give one of them")
     return Path(_download(match["repo"], revision or match["revision"], name, options))

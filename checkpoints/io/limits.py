@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from te_models.config import ModelConfig
+from te_models.config.model import MAX_LAYERS
 
 from .errors import CheckpointError, shorten
 
-MAX_LAYERS = 2_000
 MAX_EXPERTS = 100_000
 """Experts in all layers; 384 in 60 layers are 23,040."""
 _PER_LAYER = 4

@@ -173,6 +173,15 @@ class FileStore:
             self._guard.finish()
 
 
+def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return the tensors of a small safetensors file, read into memory, and the metadata of its header.
+
+    Raises CheckpointError, one sentence, for a file that is damaged, missing, or becomes shorter meanwhile.
+    """
+    with FileStore({path.name: path}) as store:
+        return {name: store.view(name) for name in store.tensors}, store.metadata[path.name]
+
+
 def _close_all(fds: dict[str, int]) -> None:
     while fds:
         os.close(fds.popitem()[1])

@@ -13,6 +13,7 @@ import torch
 from te_models.config import ModelConfig
 from te_models.layers import QuantizedTensor
 
+from ..io.boxes import Box
 from ..io.dtypes import torch_dtype
 from ..io.store import Store
 from ..io.threads import cores, start_threads
@@ -78,6 +79,10 @@ class Parameters:
         out = torch.empty(cut_shape(self._target.stored[entry].shape, cuts), dtype=self.dtype(entry))
         self.fill_part(entry, cuts, out)
         return out
+
+    def read(self, entry: str, box: Box) -> torch.Tensor:
+        """Return a region of a stored entry, in its stored dtype."""
+        return self.entry(entry, {axis: ((part.start, part.stop),) for axis, part in enumerate(box)})
 
     def quantized(self, name: str, part: Part = Part()) -> QuantizedTensor:  # noqa: B008 (frozen)
         """Return a quantized parameter, or a part of it, exactly as stored."""

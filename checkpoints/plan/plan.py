@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from te_models.sizes import format_size
+
 from ..io.boxes import Shape, full
 from ..io.dtypes import dtype_name
 from ..io.errors import CheckpointError, shorten
@@ -89,7 +91,7 @@ class Plan:
         }
 
     def __str__(self) -> str:
-        lines = [f"{len(self.outputs)} tensors, {self.total_bytes / 1e6:.1f} MB"]
+        lines = [f"{len(self.outputs)} tensors, {format_size(self.total_bytes)}"]
         for o in self.to_dict()["outputs"]:
             sources = o["from"] if isinstance(o["from"], str) else shorten(o["from"], 3)
             lines.append(f"  {o['name']}  {o['dtype']} {o['shape']}  <-  {sources}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -56,6 +57,18 @@ def read_bands(store: Store, field: Output, limit: int, multiple: int = 1) -> It
     rows = max(1, limit // max(1, math.prod(field.shape[1:])) // multiple) * multiple
     for begin in range(0, length, rows):
         yield begin, read_rows(store, field, begin, min(length, begin + rows))
+
+
+def matrices(output: Output) -> list[Output]:
+    """Return the matrices of a stack [G, out, in] as outputs of their own, [out, in]; a matrix is its only one."""
+    if len(output.shape) == 2:
+        return [output]
+
+    def member(g: int) -> tuple[Piece, ...]:
+        cut = cut_pieces(output.pieces, 0, g, g + 1)
+        return tuple(replace(piece, box=piece.box[1:], axes=piece.axes[1:]) for piece in cut)
+
+    return [replace(output, shape=output.shape[1:], pieces=member(g)) for g in range(output.shape[0])]
 
 
 def split_piece(piece: Piece, limit: int) -> Iterator[Piece]:

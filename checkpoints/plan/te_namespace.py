@@ -54,7 +54,7 @@ def grouped_formats(config: ModelConfig, layout: ExpertLayout, formats: Formats)
     """Translate descriptions named in `layout` to grouped names; members of a stack that differ are an error."""
     result: dict[str, Description] = {}
     known: set[str] = set()
-    for name, members in _members(config, layout).items():
+    for name, members in parameter_names(config, layout).items():
         known.update(members)
         meta = merge_descriptions(name, [formats.get(member) for member in members])
         if meta is not None:
@@ -67,12 +67,12 @@ def grouped_formats(config: ModelConfig, layout: ExpertLayout, formats: Formats)
 
 def formats_in_layout(config: ModelConfig, layout: ExpertLayout, formats: Formats) -> dict[str, Description]:
     """Translate descriptions from grouped names to the names of `layout`."""
-    members = _members(config, layout)
+    members = parameter_names(config, layout)
     return {member: meta for name, meta in formats.items() for member in members[name]}
 
 
-def _members(config: ModelConfig, layout: ExpertLayout) -> dict[str, list[str]]:
-    """Map each grouped name to its names in `layout`."""
+def parameter_names(config: ModelConfig, layout: ExpertLayout) -> dict[str, list[str]]:
+    """Return grouped name -> its names in `layout`, for every parameter."""
     return {
         name: [f"{name}{g}" for g in range(shape[0])] if layout == "per-gemm" and is_expert_stack(name) else [name]
         for name, shape in expected_tensors(config).items()

@@ -6,7 +6,7 @@ differently (packed, in another dtype, its inverse) the part is encoded on the w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from te_models.layers.quantizer import Quantizer
 
 from ..folder.checkpoint import Checkpoint
-from ..formats import Declaration, WeightFormat, format_fitting, format_named, hf_config_of, modelopt, parse
+from ..formats import Declaration, WeightFormat, encode, format_fitting, format_named, hf_config_of, modelopt, parse
 from ..formats.details import activation_scales
 from ..formats.fp8 import FLOAT_BLOCKS, POW2_BLOCKS
 from ..formats.namespace import FieldNamespace, field_namespace, upright
@@ -23,17 +23,19 @@ from ..formats.stacks import stacks
 from ..io.errors import CheckpointError
 from ..io.store import Store
 from ..plan.parameters import Parameters
-from ..plan.plan import Plan, make_plan
-from ..plan.quantized_format import describe, quantizer_of
-from ..plan.report import ConversionReport
+from ..plan.plan import Output, Plan, make_plan
+from ..plan.quantized_format import SUFFIXES, describe, quantizer_of
+from ..plan.report import ConversionReport, Kind, Measure
 from ..plan.te_namespace import te_namespace
 from ..plan.tensor_map import Namespace
 from .activation_scales import scale_outputs
 from .dequantized_store import as_values
-from .export_outputs import Encoder, add_moved, requantized_outputs, stacked_outputs, unequal_stacks
+from .file_target import FileTarget
 from .passthrough_values import carried_modules, carried_undeclared_as_values
-from .representable import too_wide_parameters, uneven_parameters
-from .shared_amax import JoinedAmaxes, matrix_keys
+from .representable import unrepresentable
+from .route import Form, Route, choose_route
+
+_AMAX = SUFFIXES["rowwise_amax"]
 
 
 @dataclass(frozen=True)
@@ -74,42 +76,86 @@ def plan_quantized_export(
     others = known is not None and known.get("others", False)
     weight_format, declaration = _choose(set(quantizers.values()), original, others, wanted, allow_requantize)
     weights = {link.stored for link in plain.links if link.name in quantizers}
-    lying = [name for name in stacks(plain, weight_format) if name in weights]
+    in_stacks = [name for name in stacks(plain, weight_format) if name in weights]
     plain = upright(plain, weights)
     _check_columns(plain, weights, weight_format)
-    anew = {name: "" for name, q in quantizers.items() if not (weight_format.takes(q) or weight_format.takes_even(q))}
+    _check_stacks(in_stacks, weight_format)
+    inexact = {name: "" for name, q in quantizers.items() if not _takes(weight_format, q)}
     while True:
-        moved = _move(ckpt, plain, weights, weight_format, quantizers, anew, dtype, carried, copies)
-        uneven = moved.found.inexact or uneven_parameters(
-            moved.store, moved.plan, moved.found, weight_format, quantizers
-        )
-        uneven = uneven or unequal_stacks(moved.store, moved.plan, moved.found, weight_format, lying)
-        if allow_requantize and not uneven:
-            uneven = too_wide_parameters(moved.store, moved.plan, moved.found, weight_format)
-        if not uneven:
-            break
-        if not allow_requantize:
-            name, why = next(iter(uneven.items()))
+        routes = _routes(quantizers, weight_format, inexact, allow_requantize=allow_requantize)
+        refused = next((route for route in routes if route.way == "refuse"), None)
+        if refused is not None:
             raise CheckpointError(
-                f"{name} of {ckpt.path} cannot be written as {weight_format.name}: {why}; choose another format, or "
-                "--allow-requantize, or --dequantize"
+                f"{refused.parameter} of {ckpt.path} cannot be written as {weight_format.name}: {refused.why}; choose "
+                "another format, or --allow-requantize, or --dequantize"
             )
-        anew |= uneven
-    return _complete(ckpt, plain, weights, weight_format, declaration, quantizers, anew, moved, lying)
+        moved = _move(ckpt, plain, weights, weight_format, quantizers, inexact, dtype, carried, copies)
+        found = moved.found.inexact or unrepresentable(
+            moved.store, moved.plan, moved.found, weight_format, quantizers, in_stacks, narrow=allow_requantize
+        )
+        if not found:
+            break
+        inexact |= found
+    details = known if declaration is not None else None
+    target = FileTarget(
+        moved.plan.outputs, moved.store, weight_format, plain, moved.found, quantizers, in_stacks, details or {}
+    )
+    report = ConversionReport()
+    by_weight: dict[str, list[Output]] = {}
+    for route in routes:
+        by_weight |= target.outputs(route, _requantized(report, ckpt, route, weight_format))
+    outputs = [output for weight in sorted(weights) for output in by_weight[weight]]
+    left_out = moved.plan.ignored
+    if details is None and known is not None:
+        left_out += tuple(activation_scales(known))
+    if details is not None:
+        names = {output.name for output in (*outputs, *moved.plan.outputs)}
+        scales, unsaid = scale_outputs(ckpt, activation_scales(details), weight_format, plain, weights, names)
+        outputs += scales
+        left_out += unsaid
+    rest = [o for o in moved.plan.outputs if o.name not in moved.found.fields and o.name not in weights]
+    plain_outputs = [output for output in rest if output.name not in moved.plan.carried]
+    outputs += [output for output in rest if output.name in moved.plan.carried]
+    _report_moved(report, ckpt, moved, weight_format, target, (details or {}).get("numbers"))
+    _report_plain(report, ckpt, moved.found, plain_outputs)
+    plan = replace(moved.plan, outputs=(*plain_outputs, *outputs), ignored=left_out, report=report)
+    if declaration is not None:
+        config, separate = declaration.config, declaration.separate
+    else:
+        plan = carried_undeclared_as_values(plan, ckpt.files, carried, ckpt.source, dtype)
+        config, separate = hf_config_of(weight_format, [*_plain_modules(plain, weights), *carried_modules(plan)])
+        plan = replace(plan, notes=(*plan.notes, modelopt.UNCALIBRATED)) if weight_format == modelopt.FP8 else plan
+    return QuantizedExport(plan, Plan(tuple(plain_outputs)), moved.store, config, separate)
+
+
+def _routes(
+    quantizers: Mapping[str, Quantizer],
+    weight_format: WeightFormat,
+    inexact: Mapping[str, str],
+    *,
+    allow_requantize: bool,
+) -> list[Route]:
+    """Return the routes of all quantized parameters: first of those that the format cannot take over."""
+    order = (*inexact, *(name for name in quantizers if name not in inexact))
+    allowed = ("requantize",) if allow_requantize else ()
+    sources = {name: Form(quantizer) for name, quantizer in quantizers.items()}
+    targets = sources | {name: Form(weight_format.quantizer, inexact=why) for name, why in inexact.items()}
+    return [choose_route(name, sources[name], targets[name], allowed) for name in order]
+
+
+def _takes(weight_format: WeightFormat, quantizer: Quantizer) -> bool:
+    """Whether a format can have the numbers of a form of ours, with the scales of larger blocks if need be."""
+    return weight_format.takes(quantizer) or weight_format.takes_even(quantizer)
 
 
 @dataclass(frozen=True)
 class _Moved:
-    """The plan that moves the fields of parameters which a format takes over, and all others as values; carried, dtype:
-    those that it was made with."""
+    """The plan that moves the fields of parameters which a format takes over, and all others as values."""
 
     plan: Plan
-    carried: Mapping[str, str]
-    dtype: torch.dtype | None
     found: FieldNamespace
     store: Store
-    source: Namespace
-    rowwise: Mapping[str, Mapping[str, Any]]
+    params: Parameters
 
 
 def _move(
@@ -118,15 +164,15 @@ def _move(
     weights: set[str],
     weight_format: WeightFormat,
     quantizers: Mapping[str, Quantizer],
-    anew: Mapping[str, str],
+    inexact: Collection[str],
     dtype: torch.dtype | None,
     carried: Mapping[str, str],
     copies: Mapping[str, str],
 ) -> _Moved:
     logical = quantizer_of("", next(iter(ckpt.formats.values())))[1]
-    kept = {name: quantizer for name, quantizer in quantizers.items() if name not in anew}
+    kept = {name: quantizer for name, quantizer in quantizers.items() if name not in inexact}
     found = field_namespace(plain, weights, weight_format, kept, logical, lambda a, b: True)
-    store: Store = as_values(ckpt, [*anew, *found.inexact], torch.float32)
+    store: Store = as_values(ckpt, [*inexact, *found.inexact], torch.float32)
     rowwise = {name: _rowwise(ckpt, name) for name in found.formats}
     source = te_namespace(ckpt.config, ckpt.layout or "grouped", rowwise)
     columnwise = {name for name in store.tensors if name not in source.stored and name in ckpt.namespace.stored}
@@ -140,74 +186,68 @@ def _move(
         carried=carried,
         copies=copies,
     )
-    return _Moved(plan, carried, dtype, found, store, source, rowwise)
+    return _Moved(plan, found, store, Parameters(store, source, ckpt.config, rowwise, "grouped"))
 
 
-def _complete(
+def _requantized(
+    report: ConversionReport, ckpt: Checkpoint, route: Route, weight_format: WeightFormat
+) -> Callable[[str], Measure] | None:
+    """Report a parameter that is requantized; return what returns where the errors of its weights go."""
+    if route.way != "requantize":
+        return None
+    source = str(ckpt.formats[route.parameter]["format"])
+    line = report.add(route.parameter, "requantized", source, weight_format.name)
+    return lambda weight: line.note
+
+
+def _report_moved(
+    report: ConversionReport,
     ckpt: Checkpoint,
-    plain: Namespace,
-    weights: set[str],
-    weight_format: WeightFormat,
-    declaration: Declaration | None,
-    quantizers: Mapping[str, Quantizer],
-    anew: Mapping[str, str],
     moved: _Moved,
-    lying: Sequence[str],
-) -> QuantizedExport:
-    """Return the export whose quantized weights are encoded from fields, or quantized from values (`anew`)."""
-    found, store = moved.found, moved.store
-    details = ckpt.source.quantization if declaration is not None and ckpt.source is not None else None
-    exporter = Encoder(store, weight_format, found, quantizers, details or {})
-    report = ConversionReport()
-    params = Parameters(store, moved.source, ckpt.config, moved.rowwise, "grouped")
-    by_weight = exporter.outputs(
-        moved.plan, sorted(weights - {link.stored for link in plain.links if link.name in anew})
-    )
-    plain_by_name = {output.name: output for output in moved.plan.outputs}
-    lines = {n: report.add(n, "requantized", str(ckpt.formats[n]["format"]), weight_format.name) for n in anew}
-    joined, keys = JoinedAmaxes(weight_format.quantizer), matrix_keys(plain.links, anew)
-    keys |= {weight: keys[weight][:1] * len(keys[weight]) for weight in lying if weight in keys}  # one number for all
-    for link in plain.links:
-        if link.name in anew and link.stored not in by_weight:
-            by_weight[link.stored] = requantized_outputs(
-                store,
-                weight_format,
-                plain_by_name[link.stored],
-                exporter.shape,
-                lambda: params.threads,
-                lines[link.name].note,
-                joined,
-                keys[link.stored],
-            )
-    for weight in lying:
-        by_weight[weight] = stacked_outputs(store, by_weight[weight], weight, weight_format)
-    outputs = [output for weight in sorted(weights) for output in by_weight[weight]]
-    left_out = moved.plan.ignored
-    if details is None and ckpt.source is not None and ckpt.source.quantization is not None:
-        left_out += tuple(activation_scales(ckpt.source.quantization))
-    if details is not None:
-        taken = {output.name for output in (*outputs, *moved.plan.outputs)}
-        scales, unsaid = scale_outputs(ckpt, activation_scales(details), weight_format, plain, weights, taken)
-        outputs += scales
-        left_out += unsaid
-    others = [o for o in moved.plan.outputs if o.name not in found.fields and o.name not in weights]
-    plain_outputs = [output for output in others if output.name not in moved.plan.carried]
-    outputs += [output for output in others if output.name in moved.plan.carried]
-    add_moved(report, ckpt, found, weight_format, plain_outputs, exporter.encoded, exporter.imported, params.entry)
-    plan = replace(moved.plan, outputs=(*plain_outputs, *outputs), ignored=left_out, report=report)
-    if declaration is not None:
-        config, separate = declaration.config, declaration.separate
-    else:
-        plan = carried_undeclared_as_values(plan, ckpt.files, moved.carried, ckpt.source, moved.dtype)
-        config, separate = hf_config_of(weight_format, [*_plain_modules(plain, weights), *carried_modules(plan)])
-        plan = replace(plan, notes=(*plan.notes, modelopt.UNCALIBRATED)) if weight_format == modelopt.FP8 else plan
-    return QuantizedExport(
-        plan,
-        Plan(tuple(plain_outputs)),
-        store,
-        config,
-        separate,
-    )
+    weight_format: WeightFormat,
+    target: FileTarget,
+    imported: Mapping[str, float] | None,
+) -> None:
+    """Report the quantized parameters that a format takes over. imported: see `encode.written_number`."""
+    inexact = _number_errors(moved, weight_format, imported)
+    for name in moved.found.formats:
+        meta = ckpt.formats[name]
+        kind: Kind = "re-encoded exact" if name in target.reencoded else "exact"
+        what = str(meta["format"]) + (" rowwise copy" if len(meta["usage"]) > 1 else "")
+        error = inexact.get(name, 0.0)
+        line = report.add(name, "re-encoded" if error else kind, what, weight_format.name)
+        if error:
+            line.relative = True
+            line.note(error)
+
+
+def _report_plain(report: ConversionReport, ckpt: Checkpoint, found: FieldNamespace, outputs: list[Output]) -> None:
+    owners = found.owners
+    for output in outputs:
+        dtypes = " and ".join(sorted({ckpt.tensors[piece.source].dtype for piece in output.pieces}))
+        name = owners.get(output.name, output.name)  # a copy of the embedding has none
+        report.add(name, "exact" if dtypes == output.dtype else "converted", dtypes, output.dtype)
+
+
+def _number_errors(
+    moved: _Moved, weight_format: WeightFormat, imported: Mapping[str, float] | None
+) -> dict[str, float]:
+    """Return parameter -> the largest relative error of the numbers of its matrices, where there is one."""
+    part = weight_format.parts[-1]
+    if part.meaning not in ("factor", "divisor"):
+        return {}
+    errors: dict[str, float] = {}
+    read: dict[str, torch.Tensor] = {}
+    for link in moved.found.namespace.links:
+        name = link.name.removesuffix(_AMAX)
+        if link.name == name or name not in moved.found.formats:
+            continue
+        if name not in read:
+            read = {name: moved.params.entry(link.name)}
+        amax = read[name][tuple(r.start for r in link.box)]
+        number = encode.written_number(part, amax, link.stored, imported)
+        errors[name] = max(errors.get(name, 0.0), encode.number_error(part, amax, number))
+    return errors
 
 
 def _original(ckpt: Checkpoint) -> Declaration | None:
@@ -229,8 +269,8 @@ def _choose(
 ) -> tuple[WeightFormat, Declaration | None]:
     """Return the format to write, and the original declaration if that says so of the same weights."""
     if original is not None and wanted in (None, original.format.name):
-        taken = all(original.format.takes(q) or original.format.takes_even(q) for q in quantizers)
-        if taken or (wanted is not None and allow_requantize and original.format.storages):
+        exact = all(_takes(original.format, q) for q in quantizers)
+        if exact or (wanted is not None and allow_requantize and original.format.storages):
             return original.format, None if others else original
     if wanted is None:
         return format_fitting(quantizers), None
@@ -245,6 +285,14 @@ def _check_columns(plain: Namespace, weights: set[str], weight_format: WeightFor
                 f"{name} has {columns} columns and cannot be written as {weight_format.name}, which needs a "
                 f"multiple of {weight_format.columns}"
             )
+
+
+def _check_stacks(in_stacks: list[str], weight_format: WeightFormat) -> None:
+    if in_stacks and any(part.entries != "matrix" for part in weight_format.parts):
+        raise CheckpointError(
+            f"{in_stacks[0]} is a stack of experts and cannot be written as {weight_format.name}, whose scales are "
+            "those of one matrix; choose another format, or --form per-expert"
+        )
 
 
 def _rowwise(ckpt: Checkpoint, name: str) -> Mapping[str, Any]:

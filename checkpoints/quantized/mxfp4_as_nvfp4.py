@@ -8,7 +8,6 @@ such powers, and every 32-value block becomes two with the same scale. Blocks of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 
 import torch
 
@@ -19,8 +18,7 @@ from ..io.boxes import Shape
 from ..io.store import Store
 from ..plan.plan import Output
 from ..plan.quantized_format import SUFFIXES
-from ..plan.stream import cut_pieces, read_bands, read_rows
-from ..plan.tensor_map import Piece
+from ..plan.stream import matrices, read_bands, read_rows
 
 _SPAN, _TOP = 17, 8
 """Binary orders of magnitude between the largest and the smallest power of two of E4M3; that of the largest."""
@@ -38,7 +36,7 @@ def nvfp4_outputs(store: Store, shape: Shape, fields: Mapping[str, Output], name
     fields: the outputs that hold it as rowwise MXFP8, by suffix.
     """
     suffix = SUFFIXES["rowwise_scale_inv"]
-    data, scales = _matrices(fields[""]), _matrices(fields[suffix])
+    data, scales = matrices(fields[""]), matrices(fields[suffix])
     tops = [_top(store, d, s) for d, s in zip(data, scales)]
     columns = -(-shape[-1] // 16)
 
@@ -66,18 +64,6 @@ def nvfp4_outputs(store: Store, shape: Shape, fields: Mapping[str, Output], name
         Output(name + s, dtype, size, fields[""].pieces + fields[suffix].pieces, make, "mxfp4 as nvfp4", owner=name)
         for s, (dtype, size, make) in makers.items()
     ]
-
-
-def _matrices(field: Output) -> list[Output]:
-    """Return the matrices of a stack of them as outputs of their own."""
-    if len(field.shape) == 2:
-        return [field]
-
-    def member(g: int) -> tuple[Piece, ...]:
-        cut = cut_pieces(field.pieces, 0, g, g + 1)
-        return tuple(replace(piece, box=piece.box[1:], axes=piece.axes[1:]) for piece in cut)
-
-    return [replace(field, shape=field.shape[1:], pieces=member(g)) for g in range(field.shape[0])]
 
 
 def _stacked(band: torch.Tensor, shape: Shape, columns: int | None = None) -> torch.Tensor:

@@ -7,7 +7,7 @@ scale as a matrix with one. And what is held in eight bits is written in four wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 
@@ -36,7 +36,29 @@ def coarser(part: Part, block: Block | None, field: Shape) -> tuple[int, int]:
     return rows, columns
 
 
-def uneven_parameters(
+def unrepresentable(
+    store: Store,
+    plan: Plan,
+    found: FieldNamespace,
+    weight_format: WeightFormat,
+    quantizers: Mapping[str, Quantizer],
+    stacks: Collection[str],
+    *,
+    narrow: bool,
+) -> dict[str, str]:
+    """Return parameter -> why the format cannot have its numbers, of the first kind of reasons that there are.
+
+    store, plan: which have the numbers. stacks: weights whose experts share one number per matrix. narrow: also look
+    for values that four bits do not hold; where they are not looked for, writing them fails.
+    """
+    return (
+        _uneven(store, plan, found, weight_format, quantizers)
+        or _unequal(store, plan, found, weight_format, stacks)
+        or (_too_wide(store, plan, found, weight_format) if narrow else {})
+    )
+
+
+def _uneven(
     store: Store,
     plan: Plan,
     found: FieldNamespace,
@@ -57,7 +79,25 @@ def uneven_parameters(
     return uneven
 
 
-def too_wide_parameters(store: Store, plan: Plan, found: FieldNamespace, weight_format: WeightFormat) -> dict[str, str]:
+def _unequal(
+    store: Store, plan: Plan, found: FieldNamespace, weight_format: WeightFormat, stacks: Collection[str]
+) -> dict[str, str]:
+    """Return parameter -> why its experts cannot have one number; this reads such numbers."""
+    parts = [part for part in weight_format.scales if part.block is None]
+    numbers = {weight + part.suffix: part for weight in stacks for part in parts}
+    owners, unequal = found.owners, dict[str, str]()
+    for output in plan.outputs:
+        part = numbers.get(output.name)
+        if part is None or output.name not in found.fields:
+            continue
+        values = torch.cat([band.flatten() for _, band in read_bands(store, output, _BAND)])
+        if not (values == values[0]).all():
+            parameter = owners[output.name].removesuffix(SUFFIXES[f"rowwise_{part.field}"])
+            unequal[parameter] = f"its experts have scales of their own, where {weight_format.name} has one for all"
+    return unequal
+
+
+def _too_wide(store: Store, plan: Plan, found: FieldNamespace, weight_format: WeightFormat) -> dict[str, str]:
     """Return parameter -> why its elements cannot be those of a format of four bits; this reads them."""
     if weight_format.element != "e2m1":
         return {}

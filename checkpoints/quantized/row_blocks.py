@@ -1,4 +1,4 @@
-"""Quantize and dequantize a matrix a band of rows at a time, so that no float32 copy is larger than a band.
+"""Quantize a matrix a band of rows at a time, so that no float32 copy is larger than a band.
 
 Quantizing works in float32, and in several copies: for a whole matrix that is many times what is read or written. A
 band ends where a block of the format ends, so its fields are a part of the matrix's, number for number; a scale that
@@ -138,23 +138,6 @@ def amaxes_of(quantizer: Quantizer, parts: Sequence[tuple[Read, Rows]], pool: Ex
         for found in (map if pool is None else pool.map)(of, parts):
             amaxes |= {usage: torch.maximum(amaxes[usage], amax) for usage, amax in found.items()}
     return amaxes
-
-
-def dequantize_bands(
-    quantizer: Quantizer,
-    shape: Shape,
-    dtype: torch.dtype,
-    read: Callable[[str, int, Rows | None], torch.Tensor],
-) -> Iterator[torch.Tensor]:
-    """Yield the values of a matrix [rows, columns], band after band.
-
-    `read(field, axis, part)` returns `part` of a field along its axis -2 or -1, or all of it where part is None.
-    """
-    usage = quantizer.stored_usages()[0]
-    layouts = [layout for layout in field_layouts(quantizer) if layout.usage == usage]
-    for band in bands(quantizer, shape, decoded=True):
-        fields = {layout.name: read(layout.name, layout.axis(-2), field_rows(layout, band)) for layout in layouts}
-        yield quantizer.dequantize_fields(fields, dtype, (band[1] - band[0], shape[1]))
 
 
 def field_rows(layout: FieldLayout, band: Rows) -> Rows | None:

@@ -1,20 +1,10 @@
-"""Conversions between folders. Each one plans from headers, refuses what it cannot do exactly, then streams.
-
-All share these arguments:
-    overwrite: replace an existing destination (it stays until the new one is complete).
-    max_shard_bytes: data per file.
-    progress: called with (bytes done, bytes in total).
-    dry_run: return the plan and write nothing.
-    verify: where the source has a manifest.json, check every tensor against it while it is read, and the small files; a
-        folder that is damaged, or was edited, raises CheckpointError, and nothing is written.
-"""
+"""Conversions between folders. Each one plans from headers, refuses what it cannot do exactly, then streams."""
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
+from typing import Unpack
 
 import torch
 
@@ -22,15 +12,14 @@ from ..folder.checkpoint import Checkpoint, open_checkpoint
 from ..folder.hf_config import choose_family, export_config, weight_dtype
 from ..folder.passthrough import names_in_export, our_names
 from ..folder.provenance import source_of
-from ..folder.te_folder import TEFolder
+from ..folder.te_plan import plan_te_folder
 from ..folder.tied_weights import copies_in_export
 from ..formats import SEPARATE
 from ..formats.source import VALUES
 from ..io.dtypes import as_torch_dtype
-from ..io.errors import CheckpointError, shorten
+from ..io.errors import CheckpointError
 from ..io.store import Store
 from ..io.strict_json import dump_object
-from ..io.threads import Progress
 from ..plan.param_shapes import ExpertLayout, check_layout
 from ..plan.plan import Plan, make_plan
 from ..plan.report import moved_report
@@ -39,10 +28,7 @@ from ..quantized.dequantized_store import as_values
 from ..quantized.export_plan import plan_quantized_export
 from ..quantized.import_plan import plan_quantized_import
 from ..quantized.passthrough_values import carried_as_values, carried_undeclared_as_values
-from ..write.output_folder import write_conversion
-from ..write.shards import MAX_SHARD_BYTES
-
-PathLike = str | os.PathLike[str]
+from .conversion import Conversion, Options, PathLike
 
 
 def import_hf(
@@ -54,30 +40,32 @@ def import_hf(
     storage: str | None = None,
     allow_requantize: bool = False,
     dequantize: bool = False,
-    overwrite: bool = False,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-    progress: Progress | None = None,
-    dry_run: bool = False,
-    verify: bool = True,
+    **options: Unpack[Options],
 ) -> Plan:
-    """Convert a Hugging Face folder to ours. Quantized weights stay quantized, number for number.
+    """Convert a Hugging Face folder to a te_models folder. Quantized weights stay quantized, number for number.
 
     Arguments:
         dtype: convert the weights to it; None keeps the bits.
         layout: expert layout of the result.
-        storage: the form in which quantized weights are stored, where their format has several exact ones ("mxfp8" for
-            128x128 blocks whose scales are powers of two, "nvfp4" for MXFP4); with allow_requantize any form ("float8",
-            "float8_block", "mxfp8", "nvfp4"); None: the format's own.
-        allow_requantize: quantize anew what cannot be taken over exactly, and add the columnwise copies that training
-            needs to formats that scale along rows only.
-        dequantize: store the values of quantized weights.
+        storage: the storage format of quantized weights, if several formats are exact ("mxfp8" for 128x128 blocks whose
+            scales are powers of two, "nvfp4" for MXFP4); with allow_requantize any of "float8", "float8_block",
+            "mxfp8", "nvfp4"; None: the first exact one.
+        allow_requantize: quantize weights again that cannot be taken over exactly, and add the columnwise copies that
+            training needs to formats that scale along rows only.
+        dequantize: store the plain values of quantized weights.
+
+    Raises CheckpointError, before anything is written, for a folder that cannot be read and for a conversion that
+    cannot be exact without these options.
     """
     check_layout(layout)
     wanted = as_torch_dtype(dtype)
+    # in float32, so that values are rounded once
+    how = {"any_storage": allow_requantize, "float32": wanted is not None}
     with ExitStack() as stack:
-        # in float32, so that values are rounded once
-        how = {"any_storage": allow_requantize, "float32": wanted is not None, "verify": verify}
-        ckpt = stack.enter_context(open_checkpoint(src, storage=VALUES if dequantize else storage, **how))
+        conversion = stack.enter_context(
+            Conversion(src, dst, options, storage=VALUES if dequantize else storage, **how)
+        )
+        ckpt = conversion.ckpt
         if ckpt.kind != "hf":
             raise CheckpointError(f"{src} is already a te_models folder; relayout changes its expert layout")
         if ckpt.quantized is not None:
@@ -98,27 +86,9 @@ def import_hf(
                 "import it as it is, then te-models quantize stores its weights quantized"
             )
         else:
-            plan = make_plan(
-                ckpt.tensors,
-                ckpt.namespace,
-                te_namespace(ckpt.config, layout),
-                where=str(src),
-                dtype=wanted,
-                unused=ckpt.unused,
-                carried=our_names(ckpt.carried),
-            )
-        return write_conversion(
-            ckpt,
-            Path(dst),
-            plan,
-            TEFolder(
-                layout, ckpt.config, source_of(ckpt, grouped_formats(ckpt.config, layout, plan.formats))
-            ).to_bytes(),
-            overwrite=overwrite,
-            max_shard_bytes=max_shard_bytes,
-            progress=progress,
-            dry_run=dry_run,
-        )
+            plan = plan_te_folder(ckpt, layout, dtype=wanted)
+        source = source_of(ckpt, grouped_formats(ckpt.config, layout, plan.formats))
+        return conversion.write_te_folder(plan, layout, source)
 
 
 def export_hf(
@@ -131,24 +101,24 @@ def export_hf(
     allow_requantize: bool = False,
     dequantize: bool = False,
     dtype: torch.dtype | str | None = None,
-    overwrite: bool = False,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-    progress: Progress | None = None,
-    dry_run: bool = False,
-    verify: bool = True,
+    **options: Unpack[Options],
 ) -> Plan:
-    """Convert a folder of ours to Hugging Face's form; transformers loads the result. Quantized weights stay quantized.
+    """Convert a te_models folder to a Hugging Face folder that transformers loads. Quantized weights stay quantized.
 
     Arguments:
-        family: the family to write; None means the one that the model came from, or the first that can express it.
-        form: which of the family's forms to write; None means the one that the model came from, or the published one.
-        format: the format of quantized weights, a key of `formats.WRITABLE`; None: the one that they came from, or the
-            first that holds them.
-        allow_requantize: quantize anew what the format cannot take over.
-        dequantize: write the values of quantized weights.
+        family: the family to write; None means the family that the model came from, or the first that can express it.
+        form: which of the family's forms to write; None means the form that the model came from, or the published one.
+        format: the format of quantized weights, a key of `formats.WRITABLE`; None means the format that they came from,
+            or the first that represents them.
+        allow_requantize: quantize weights again that the format cannot represent.
+        dequantize: write the plain values of quantized weights.
         dtype: convert the weights to it; None keeps the bits.
+
+    Raises CheckpointError, before anything is written, for a folder that cannot be read, a model that the family cannot
+    express, and weights that the format cannot represent.
     """
-    with open_checkpoint(src, verify=verify) as ckpt:
+    with Conversion(src, dst, options) as conversion:
+        ckpt = conversion.ckpt
         if ckpt.kind != "te_models":
             raise CheckpointError(f"{src} is already a Hugging Face folder")
         _check_choice(ckpt, format, allow_requantize=allow_requantize, dequantize=dequantize)
@@ -193,50 +163,28 @@ def export_hf(
                 f"transformers does not load the form {names.form!r} of {target.model_type}; it loads --form published"
             )
             plan = replace(plan, notes=(*plan.notes, note))
-        return write_conversion(
-            ckpt,
-            Path(dst),
-            plan,
-            dump_object(config),
-            store=store,
-            extra=extra,
-            overwrite=overwrite,
-            max_shard_bytes=max_shard_bytes,
-            progress=progress,
-            dry_run=dry_run,
-        )
+        return conversion.write(plan, dump_object(config), store=store, extra=extra)
 
 
 def relayout(
     src: PathLike,
     dst: PathLike,
     layout: ExpertLayout,
-    *,
-    overwrite: bool = False,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-    progress: Progress | None = None,
-    dry_run: bool = False,
-    verify: bool = True,
+    **options: Unpack[Options],
 ) -> Plan:
-    """Convert a folder of ours to another expert layout, bit for bit; quantized weights stay quantized."""
+    """Convert a te_models folder to another expert layout, bit for bit; quantized weights stay quantized.
+
+    layout: "grouped" (one tensor [E, out, in] per projection) or "per-gemm" (one tensor [out, in] per expert). Raises
+    CheckpointError for a Hugging Face folder and for a folder that cannot be read.
+    """
     check_layout(layout)
-    with open_checkpoint(src, verify=verify) as ckpt:
+    with Conversion(src, dst, options) as conversion:
+        ckpt = conversion.ckpt
         if ckpt.kind != "te_models":
             raise CheckpointError(f"{src} is a Hugging Face folder; import it, with the layout that you want")
-        target = te_namespace(ckpt.config, layout, ckpt.formats)
-        kept = our_names(ckpt.carried)
-        moved = make_plan(ckpt.tensors, ckpt.namespace, target, where=str(src), unused=ckpt.unused, carried=kept)
-        plan = replace(moved, formats=formats_in_layout(ckpt.config, layout, ckpt.formats))
-        return write_conversion(
-            ckpt,
-            Path(dst),
-            plan,
-            TEFolder(layout, ckpt.config, ckpt.source).to_bytes(),
-            overwrite=overwrite,
-            max_shard_bytes=max_shard_bytes,
-            progress=progress,
-            dry_run=dry_run,
-        )
+        plan = plan_te_folder(ckpt, layout, ckpt.formats)
+        plan = replace(plan, formats=formats_in_layout(ckpt.config, layout, ckpt.formats))
+        return conversion.write_te_folder(plan, layout, ckpt.source)
 
 
 def _check_choice(ckpt: Checkpoint, format: str | None, *, allow_requantize: bool, dequantize: bool) -> None:
@@ -246,10 +194,3 @@ def _check_choice(ckpt: Checkpoint, format: str | None, *, allow_requantize: boo
         raise CheckpointError(f"{ckpt.path} has no quantized weights to {as_what}; quantize it first")
     if dequantize and (allow_requantize or format is not None):
         raise CheckpointError("dequantized weights are written as values: choose no format and no requantizing")
-
-
-def refuse_quantized(ckpt: Checkpoint, verb: str) -> None:
-    """Raise CheckpointError if the checkpoint holds quantized parameters."""
-    if ckpt.formats:
-        names = shorten(ckpt.formats, 2)
-        raise CheckpointError(f"{ckpt.path} has quantized weights ({names}) and cannot be {verb}; dequantize it first")

@@ -26,7 +26,7 @@ from ..io.strict_json import parse_object
 from ..plan.param_shapes import ExpertLayout, check_layout
 from ..plan.state_dicts import convert_tensors
 from ..plan.te_namespace import te_namespace
-from .convert import PathLike
+from .conversion import PathLike
 
 
 @runtime_checkable

@@ -9,23 +9,21 @@ from typing import Any
 
 import torch
 
-from ..families.base.family import differing_fields
+from ..families.base.family import differing_values
 from ..folder.checkpoint import Checkpoint
 from ..folder.passthrough import our_names
 from ..io.buffers import Ring
 from ..io.threads import Progress
-from ..plan.param_shapes import ExpertLayout, expected_tensors
+from ..plan.param_shapes import expected_tensors
 from ..plan.parameters import Parameters
 from ..plan.plan import copy_of
-from ..quantized.quantize_outputs import value_bands
-from .convert import PathLike
+from ..quantized.dequantized_store import Values
+from .conversion import PathLike
 from .pair import open_pair
 from .verify import VerifyReport, compare_bits, output_layers
 
 _PART = 1 << 20
 """Elements that are compared at a time."""
-
-_LAYOUTS: tuple[ExpertLayout, ExpertLayout] = ("grouped", "per-gemm")
 
 
 @dataclass(frozen=True)
@@ -78,9 +76,7 @@ def diff(a: PathLike, b: PathLike, *, progress: Progress | None = None) -> DiffR
     """
     report = DiffReport()
     with open_pair(a, b) as (left, right):
-        mine, theirs = left.config.to_dict(), right.config.to_dict()
-        for path in differing_fields(mine, theirs):
-            report.config[path] = _at(mine, path), _at(theirs, path)
+        report.config |= differing_values(left.config.to_dict(), right.config.to_dict())
         shapes, other = expected_tensors(left.config), expected_tensors(right.config)
         common = [name for name in shapes if shapes[name] == other.get(name)]
         for name in {**shapes, **other}:
@@ -88,17 +84,13 @@ def diff(a: PathLike, b: PathLike, *, progress: Progress | None = None) -> DiffR
                 report.notes.append(f"{name}: only in {a if name in shapes else b}")
             elif shapes[name] != other[name]:
                 report.notes.append(f"{name}: {list(shapes[name])} and {list(other[name])}")
-        sides, members = (
-            [Parameters(c.store, c.namespace, c.config, c.formats, layout) for c in (left, right)]
-            for layout in _LAYOUTS
-        )
+        sides = [Parameters(c.store, c.namespace, c.config, c.formats, "grouped") for c in (left, right)]
         total, done = sum(math.prod(shapes[name]) for name in common), 0
         for name in common:
             kinds = [_kind(parameters, name) for parameters in sides]
             if kinds[0] != kinds[1]:
                 report.notes.append(f"{name}: {kinds[0]} and {kinds[1]}")
-            values = (_values(*side, name) for side in zip(sides, members))
-            found = _compare(name, math.prod(shapes[name]), *values)
+            found = _compare(name, math.prod(shapes[name]), *(_values(parameters, name) for parameters in sides))
             if found.differing:
                 report.tensors.append(found)
             else:
@@ -111,24 +103,19 @@ def diff(a: PathLike, b: PathLike, *, progress: Progress | None = None) -> DiffR
     return report
 
 
-def _at(values: Any, path: str) -> Any:
-    for name in path.split("."):
-        values = values.get(name) if isinstance(values, dict) else None
-    return values
-
-
 def _kind(parameters: Parameters, name: str) -> str:
     if name in parameters.formats:
         return str(parameters.formats[name]["format"])
     return " with ".join(sorted(str(dtype).removeprefix("torch.") for dtype in parameters.dtypes(name)))
 
 
-def _values(parameters: Parameters, members: Parameters, name: str) -> Iterator[torch.Tensor]:
+def _values(parameters: Parameters, name: str) -> Iterator[torch.Tensor]:
     """Yield the values of a parameter as float32 or wider [n], some rows at a time."""
-    if name in parameters.formats:
-        yield from (band.flatten() for _, band in value_bands(parameters, members, name, torch.float32))
-        return
     shape = parameters.shapes[name]
+    if name in parameters.formats:
+        values = Values(parameters.read, {name: (shape, parameters.formats[name])}, torch.float32)
+        yield from map(torch.flatten, values.bands(name))
+        return
     rows = max(1, _PART // max(1, math.prod(shape[1:])))
     for begin in range(0, shape[0], rows):
         part = parameters.part(name, 0, begin, min(begin + rows, shape[0]))

@@ -7,9 +7,11 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from te_models.sizes import format_size
+
 from ..folder.checkpoint import open_checkpoint
 from ..plan.param_shapes import expected_tensors, is_expert_stack
-from .convert import PathLike
+from .conversion import PathLike
 from .statistics import FormatSummary, count_parts, summarize_formats
 
 
@@ -59,13 +61,13 @@ class Inspection:
             f"  model       {model}",
             f"  parameters  {self.parameters:,} ({self.active_parameters:,} active)",
             f"  of these    {', '.join(f'{part} {n:,}' for part, n in self.parts.items())}",
-            f"  tensors     {len(self.tensors)} in {len(self.files)} file(s), {self.total_bytes / 1e6:.1f} MB",
+            f"  tensors     {len(self.tensors)} in {len(self.files)} file(s), {format_size(self.total_bytes)}",
             f"  dtypes      {', '.join(f'{name}: {n}' for name, n in self.dtypes.items())}",
         ]
         if self.layout is not None:
             lines.append(f"  experts     {self.layout} layout")
         if self.carried_bytes:
-            lines.append(f"  carried     {self.carried_bytes / 1e6:.1f} MB that the model does not use")
+            lines.append(f"  carried     {format_size(self.carried_bytes)} that the model does not use")
         counted = "tensors" if self.kind == "hf" else "parameters"
         for name, f in self.quantized.items():
             share = f.scale_bytes / (f.data_bytes + f.scale_bytes)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from ..folder.checkpoint import Checkpoint, open_checkpoint
-from .convert import PathLike
+from .conversion import PathLike
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Unpack
 
 from ..folder.reading_checks import check_while_reading
 from ..folder.te_folder import CONFIG, MODEL_TYPE
@@ -14,39 +15,34 @@ from ..io.errors import CheckpointError, shorten
 from ..io.hub import local_folder
 from ..io.store import FileStore
 from ..io.strict_json import read_object
-from ..io.threads import Progress
 from ..io.weight_files import open_weights, plain_file
 from ..plan.plan import Output, Plan
 from ..plan.quantized_format import METADATA_KEY, SUFFIXES, Description, quantizer_of, read_metadata
 from ..plan.report import moved_report
 from ..plan.tensor_map import Piece
 from ..write.output_folder import write_folder
-from ..write.shards import MAX_SHARD_BYTES
-from .convert import PathLike
+from .conversion import Options, PathLike, split_options
 
 
 def reshard(
     src: PathLike,
     dst: PathLike,
-    *,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-    overwrite: bool = False,
-    progress: Progress | None = None,
-    dry_run: bool = False,
-    verify: bool = True,
+    **options: Unpack[Options],
 ) -> Plan:
     """Write the same tensors, bit for bit and with the same names, to files of at most `max_shard_bytes` of data each.
 
-    Works on any folder with a config.json and safetensors files, of a family that is known or not. Where one file is
-    enough there is one, without an index; the configuration and the tokenizer files travel along unchanged.
+    Works on any folder with a config.json and safetensors files, of a known family or not. A result that fits one file
+    has no index; the configuration and the tokenizer files are copied unchanged. Raises CheckpointError for a folder
+    that cannot be read.
     """
+    check, writing = split_options(options)
     folder = local_folder(src)
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder")
     config = plain_file(folder, CONFIG)
     values = read_object(config, f"{folder}/{CONFIG}")
     with open_weights(folder) as store:
-        if verify:
+        if check:
             check_while_reading(folder, store, ours=values.get("model_type") == MODEL_TYPE)
         formats: dict[str, Description] = {}
         metadata: dict[str, str] = {}
@@ -73,10 +69,7 @@ def reshard(
             sidecars_from=folder,
             files=store,
             extra=_about_quantization(folder),
-            overwrite=overwrite,
-            max_shard_bytes=max_shard_bytes,
-            progress=progress,
-            dry_run=dry_run,
+            **writing,
         )
 
 

@@ -26,7 +26,7 @@ from ..plan.quantized_format import Description, describe, stored_fields
 from ..plan.te_namespace import grouped_formats, te_namespace
 from ..write.output_folder import write_folder
 from ..write.shards import MAX_SHARD_BYTES
-from .convert import PathLike
+from .conversion import PathLike
 
 
 def save_model(

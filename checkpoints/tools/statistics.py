@@ -18,7 +18,7 @@ from ..io.header import byte_count
 from ..plan.param_shapes import expected_tensors, is_expert_stack
 from ..plan.parameters import Parameters
 from ..plan.quantized_format import SUFFIXES, field_specs
-from .convert import PathLike
+from .conversion import PathLike
 
 _SCALES = SUFFIXES["rowwise_scale_inv"]
 

@@ -8,26 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from te_models.config import ConfigError, ModelConfig
 
 from ..families import FAMILIES, Family
 from ..families.base.moe_fields import Groups
-from ..folder.checkpoint import Checkpoint, open_checkpoint
+from ..folder.checkpoint import Checkpoint
 from ..folder.hf_config import export_config
 from ..folder.provenance import main_dtype
 from ..formats import SEPARATE
 from ..formats.source import VALUES
 from ..io.errors import CheckpointError
 from ..io.strict_json import dump_object
-from ..io.threads import Progress
 from ..plan.plan import Plan
 from ..plan.report import moved_report
-from ..write.output_folder import write_conversion
-from ..write.shards import MAX_SHARD_BYTES
-from .convert import PathLike
+from .conversion import Conversion, Options, PathLike
 from .toy_parts import Part, cut, renumbered
 
 
@@ -37,21 +33,18 @@ def toy(
     *,
     layers: int = 2,
     experts: int | None = None,
-    overwrite: bool = False,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-    progress: Progress | None = None,
-    dry_run: bool = False,
-    verify: bool = True,
+    **options: Unpack[Options],
 ) -> Plan:
     """Write the Hugging Face folder `dst` with the first `layers` layers of `src` and their first `experts` experts.
 
-    If none of the first layers of a mixture has experts, the last of them is the first layer that has. A token uses as
-    many experts as before, or all that are left; groups of experts that no longer come out even, or are too small, are
+    If none of the first layers of a mixture has experts, the last of them is replaced by the first layer that has. A
+    token uses as many experts as before, or all that are left; groups of experts that become uneven or too small are
     dropped. Quantized weights stay quantized, number for number, and the folder declares their format. Tensors that the
-    model does not use stay, too: layers that predict further tokens, with so many experts, and the parts beside a text
-    model, which see images.
+    model does not use stay, too: multi-token prediction layers, with as many experts, and the vision part beside a text
+    model. Raises CheckpointError for a folder that cannot be read, and for more layers or experts than it has.
     """
-    with open_checkpoint(src, storage=VALUES, verify=verify) as ckpt:
+    with Conversion(src, dst, options, storage=VALUES) as conversion:
+        ckpt = conversion.ckpt
         if ckpt.kind != "hf":
             raise CheckpointError(f"{src} is a te_models folder; toy takes a Hugging Face folder")
         family = FAMILIES[ckpt.family or ""]
@@ -71,18 +64,7 @@ def toy(
                 values["quantization_config"] = renumbered(declaration.config, part)
             if declaration.separate is not None:
                 extra[SEPARATE] = dump_object(renumbered(declaration.separate, part))
-        return write_conversion(
-            ckpt,
-            Path(dst),
-            plan,
-            dump_object(values),
-            store=ckpt.files,
-            extra=extra,
-            overwrite=overwrite,
-            max_shard_bytes=max_shard_bytes,
-            progress=progress,
-            dry_run=dry_run,
-        )
+        return conversion.write(plan, dump_object(values), store=ckpt.files, extra=extra)
 
 
 def _choose_layers(config: ModelConfig, number: int) -> list[int]:

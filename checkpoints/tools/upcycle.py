@@ -10,13 +10,12 @@ import hashlib
 import math
 import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from typing import Unpack
 
 import torch
 
 from te_models.config import ConfigError, ModelConfig, MoEConfig
 
-from ..folder.checkpoint import open_checkpoint
 from ..folder.hf_config import find_family
 from ..folder.provenance import main_dtype, source_of
 from ..folder.te_folder import Source, TEFolder
@@ -25,15 +24,12 @@ from ..io.dtypes import dtype_name, torch_dtype
 from ..io.errors import CheckpointError
 from ..io.limits import check_counts
 from ..io.store import Store
-from ..io.threads import Progress
 from ..plan.param_shapes import ExpertLayout, check_layout, expected_tensors
 from ..plan.plan import Output, Plan, make_plan
 from ..plan.stream import fill_tensor
 from ..plan.te_namespace import te_namespace
 from ..plan.tensor_map import Link, Namespace
-from ..write.output_folder import write_conversion
-from ..write.shards import MAX_SHARD_BYTES
-from .convert import PathLike, refuse_quantized
+from .conversion import Conversion, Options, PathLike
 
 _MLP = re.compile(r"decoder\.layers\.(\d+)\.mlp\.(linear_fc[12])\.(.+)")
 _ROUTER_STD = 0.02
@@ -49,23 +45,22 @@ def upcycle(
     noise_std: float = 0.0,
     seed: int = 0,
     layout: ExpertLayout = "grouped",
-    overwrite: bool = False,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-    progress: Progress | None = None,
-    dry_run: bool = False,
-    verify: bool = True,
+    **options: Unpack[Options],
 ) -> Plan:
     """Write the dense model in `src` (either kind of folder) as a mixture of `num_experts` experts, `topk` per token.
 
     Arguments:
         layers: which layers get experts; None means all.
         noise_std: standard deviation of normal noise added to every expert's weights; 0 keeps exact copies.
-        seed: of the router and the noise.
+        seed: seed of the router's random weights and of the noise.
+
+    Raises CheckpointError for a quantized model, a model that already has experts, and layers that do not exist.
     """
     if not (math.isfinite(noise_std) and noise_std >= 0):
         raise CheckpointError(f"noise_std is {noise_std}; allowed: a finite number that is not negative")
-    with open_checkpoint(src, verify=verify) as ckpt:
-        refuse_quantized(ckpt, "upcycled")
+    with Conversion(src, dst, options) as conversion:
+        conversion.refuse_quantized("upcycled")
+        ckpt = conversion.ckpt
         config = _moe_config(ckpt.config, num_experts, topk, layers)
         target = te_namespace(config, check_layout(layout))
         routers = {name for name in target.stored if name.endswith(".mlp.router.weight")}
@@ -95,16 +90,7 @@ def upcycle(
         source = source_of(ckpt)
         if source is not None:
             source = Source(family, source.config, source.dtype)
-        return write_conversion(
-            ckpt,
-            Path(dst),
-            plan,
-            TEFolder(layout, config, source).to_bytes(),
-            overwrite=overwrite,
-            max_shard_bytes=max_shard_bytes,
-            progress=progress,
-            dry_run=dry_run,
-        )
+        return conversion.write(plan, TEFolder(layout, config, source).to_bytes())
 
 
 def _moe_config(config: ModelConfig, num_experts: int, topk: int, layers: Sequence[int] | None) -> ModelConfig:

@@ -9,28 +9,30 @@ from typing import Any
 
 import torch
 
-from ..families.base.family import differing_fields
+from ..families.base.family import differing_values
 from ..folder.checkpoint import Checkpoint
 from ..folder.passthrough import our_names
 from ..folder.provenance import differing_scales
 from ..io.boxes import intersect
 from ..io.buffers import Ring
 from ..io.dtypes import FLOATS, bits_of, dtype_name, torch_dtype
+from ..io.errors import shown
 from ..io.threads import Progress
 from ..plan.plan import Output, copy_of
 from ..plan.quantized_format import SUFFIXES
 from ..plan.stream import stream
 from ..plan.tensor_map import Piece, compose, identity_namespace
-from .convert import PathLike
+from .conversion import PathLike
 from .pair import open_pair
 
-MAX_DIFFERENCES = 20
+_SHOWN = 20
+"""Differences that are printed."""
 _EMBEDDING = "embedding.word_embeddings.weight"
 
 
 @dataclass
 class VerifyReport:
-    """The result: `equal`, the first differences in words, and how much was compared."""
+    """The result: `equal`, the differences in words, and how much was compared."""
 
     equal: bool = True
     tensors: int = 0
@@ -38,10 +40,9 @@ class VerifyReport:
     differences: list[str] = field(default_factory=list)
 
     def add(self, difference: str) -> None:
-        """Record a difference (the first MAX_DIFFERENCES are kept)."""
+        """Record a difference."""
         self.equal = False
-        if len(self.differences) < MAX_DIFFERENCES:
-            self.differences.append(difference)
+        self.differences.append(difference)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON values."""
@@ -50,7 +51,9 @@ class VerifyReport:
     def __str__(self) -> str:
         if self.equal:
             return f"equal: {self.tensors} tensors, {self.bytes} bytes"
-        return "\n".join(["different:", *(f"  {line}" for line in self.differences)])
+        more = len(self.differences) - _SHOWN
+        lines = self.differences[:_SHOWN] + ([f"... and {more} more (--json lists all)"] if more > 0 else [])
+        return "\n".join(["different:", *(f"  {line}" for line in lines)])
 
 
 def verify(a: PathLike, b: PathLike, *, progress: Progress | None = None) -> VerifyReport:
@@ -63,8 +66,8 @@ def verify(a: PathLike, b: PathLike, *, progress: Progress | None = None) -> Ver
     """
     report = VerifyReport()
     with open_pair(a, b) as (left, right):
-        for path in differing_fields(left.config.to_dict(), right.config.to_dict()):
-            report.add(f"config: {path} differs")
+        for path, (mine, theirs) in differing_values(left.config.to_dict(), right.config.to_dict()).items():
+            report.add(f"config: {path}: {shown(mine)} and {shown(theirs)}")
         for difference in differing_scales(left, right):
             report.add(difference)
         outputs_a, outputs_b = _canonical_outputs(left), _canonical_outputs(right)

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from ..folder.checkpoint import Checkpoint
 from ..folder.te_folder import CONFIG
 from ..formats import SEPARATE
 from ..io.atomic import FINISHED, new_folder
@@ -18,7 +17,7 @@ from ..io.strict_json import parse_object
 from ..io.threads import Progress
 from ..io.weight_files import INDEX
 from ..plan.plan import Plan
-from ..plan.report import REPORT, moved_report
+from ..plan.report import REPORT
 from .resume import Journal, job_of
 from .shards import MAX_SHARD_BYTES, split_shards
 from .sidecars import find_sidecars, note_left_behind
@@ -83,38 +82,3 @@ def write_folder(
         records[CONFIG] = write_small_file(folder / CONFIG, config)
         write_small_file(folder / MANIFEST, manifest_bytes(records))
     return plan
-
-
-def write_conversion(
-    ckpt: Checkpoint,
-    destination: Path,
-    plan: Plan,
-    config: bytes,
-    *,
-    store: Store | None = None,
-    extra: Mapping[str, bytes] | None = None,
-    overwrite: bool,
-    max_shard_bytes: int,
-    progress: Progress | None,
-    dry_run: bool,
-) -> Plan:
-    """Carry out the plan of a conversion of `ckpt`, whose tokenizer files travel along; return it with its report.
-
-    store: what the plan reads, where that is not the checkpoint's own.
-    """
-    if plan.report is None:
-        plan = replace(plan, report=moved_report(plan, ckpt.tensors))
-    ckpt.check_values()
-    return write_folder(
-        destination,
-        plan,
-        store or ckpt.store,
-        config,
-        sidecars_from=ckpt.path,
-        files=ckpt.files,
-        extra=extra,
-        overwrite=overwrite,
-        max_shard_bytes=max_shard_bytes,
-        progress=progress,
-        dry_run=dry_run,
-    )

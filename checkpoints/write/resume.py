@@ -20,6 +20,8 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
+from te_models.sizes import format_size
+
 from ..io.errors import CheckpointError
 from ..io.hashing import FileRecord, Lane, record_of
 from ..io.manifest import from_dict, to_dict
@@ -95,10 +97,10 @@ class Journal:
         if kept:
             size = sum(shard.nbytes for shard in shards if shard.file in kept)
             log.warning(
-                "continuing an interrupted run: %d of %d files (%.2f GB) are complete and kept",
+                "continuing an interrupted run: %d of %d files (%s) are complete and kept",
                 len(kept),
                 len(shards),
-                size / 1e9,
+                format_size(size),
             )
         return kept
 

@@ -76,7 +76,7 @@ def split_shards(plan: Plan, max_shard_bytes: int) -> list[Shard]:
         present = {output.name for output in group}
         described = write_metadata({n: plan.formats[n] for n in plan.formats if n in present})
         metadata = described | dict(plan.metadata)
-        shards.append(Shard(name, tuple(sorted(group, key=_alignment)), metadata))
+        shards.append(Shard(name, tuple(sorted(group, key=alignment)), metadata))
     return shards
 
 
@@ -97,8 +97,9 @@ def _units(plan: Plan) -> Iterable[list[Output]]:
         yield unit
 
 
-def _alignment(output: Output) -> int:
-    """Sort key: plan order, but sizes that would misalign what follows go last, widest dtype first."""
+def alignment(output: Output) -> int:
+    """Return the sort key of outputs in a file: plan order, but sizes that would misalign what follows go last, widest
+    dtype first."""
     return 0 if output.nbytes % 8 == 0 else 64 // (bits_of(output.dtype) or 8)
 
 

@@ -2,16 +2,17 @@
 
 T tokens, H hidden, V vocabulary, C tokens of a chunk. A chunk's logits [C, V] are overwritten by their gradient, which
 two GEMMs turn into the gradients of hidden states and weight before the next chunk begins. The weight's gradient is
-added up in float32 where there are several chunks; a CPU rounds the product of each chunk to the weight's dtype before,
-in which the gradient is returned in any case.
+added up in float32 where there are several chunks; a CPU whose GEMMs are 16-bit rounds the product of each chunk to the
+weight's dtype before, in which the gradient is returned in any case.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from ..gemm.cpu import operand_dtype
+from ..gemm.dense import linear, multiply
 from ..gemm.reference import accumulate_product
 from . import rows
 from .reference import valid_count
@@ -50,12 +51,13 @@ def loss_and_gradients(
         d_weight.zero_()
     d_bias = weight.new_zeros(weight.shape[0] if wanted[2] else 0, dtype=torch.float32)
     for chunk in chunks:
-        logits = F.linear(hidden[chunk], weight, bias)
+        logits = linear(hidden[chunk], weight, bias)
         loss[chunk] = loss_and_gradient_(logits, labels[chunk], scale, multiplier, softcap)
         if wanted[0]:
-            torch.mm(logits, weight, out=d_hidden[chunk])
+            d_hidden[chunk] = multiply(logits, weight)
         if wanted[1]:
-            add = accumulate_product if weight_grad_in_fp32 else _add_product
+            in_fp32 = weight_grad_in_fp32 or operand_dtype(logits.device, logits.dtype) != logits.dtype
+            add = accumulate_product if in_fp32 else _add_product
             add(d_weight, logits.t(), hidden[chunk], chunk.start > 0, None)
         if wanted[2]:
             d_bias += logits.sum(0, dtype=torch.float32)

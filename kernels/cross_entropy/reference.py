@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..gemm.accumulate import linear_accumulating
+from ..gemm.dense import linear
 
 IGNORE_INDEX = -100
 
@@ -36,7 +37,7 @@ def output_logits(
     weight is added, in place of giving it to autograd.
     """
     if main_grad is None:
-        logits = F.linear(hidden, weight, bias)
+        logits = linear(hidden, weight, bias)
     else:
         logits = linear_accumulating(hidden, weight, bias, main_grad)
     # Under dynamic=True a float is a variable of the graph; to ask for its value would compile everything twice.

@@ -6,16 +6,17 @@ symbolic sizes under dynamic shapes. An argument that the implementation writes 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import typing
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 
-from ..launch import on_gpu_of_arguments
+from .. import launch
 from .results import Output, allocate_results, filled_up, flatten_results, make_results
 from .schema import Parameter, Slot, parameters_of, values_of
 
@@ -55,6 +56,7 @@ class Registered(NamedTuple):
         return type(described)(output.empty() for output in described)
 
 
+F = TypeVar("F", bound=Callable)
 _REGISTERED: dict[str, Registered] = {}
 
 
@@ -63,20 +65,42 @@ def registered() -> dict[str, Registered]:
     return dict(_REGISTERED)
 
 
+@overload
 def operation(
     name: str, results: Callable[..., Any], *, mutates: Iterable[str] = (), places: int = 8
-) -> Callable[[Callable], CustomOpDef]:
+) -> Callable[[Callable], CustomOpDef]: ...
+@overload
+def operation(
+    name: str, results: Callable[..., Any], *, mutates: Iterable[str] = (), places: int = 8, reference: F
+) -> Callable[[F], F]: ...
+def operation(
+    name: str,
+    results: Callable[..., Any],
+    *,
+    mutates: Iterable[str] = (),
+    places: int = 8,
+    reference: Callable | None = None,
+) -> Callable[[Callable], Any]:
     """Register the decorated implementation as `torch.ops.te_models.<name>`.
 
     results: describes what is returned (see `results`); its parameters are names of the implementation's. mutates:
     parameters, all of whose tensors are written to, or single arguments of the schema. What is returned is called with
     the arguments of the schema, objects as `flatten` gives their fields; `caller` makes of it a function of whole
     values. places: of how many tensors results that fit no schema consist at most, in an operation that writes to
-    arguments: the compiler wants each one named then. TypeError where an annotation fits no schema or a name is
-    unknown.
+    arguments: the compiler wants each one named then.
+
+    reference: the same function in plain torch, with the same parameters. Given one, what is returned is the function
+    itself, of whole values: the operation where the first argument is on an accelerator, elsewhere the reference,
+    which the compiler traces and eager code calls without a dispatcher. A parameter by keyword only is positional in
+    the schema, without its default.
+
+    TypeError where an annotation fits no schema, a name is unknown, or the reference has other parameters.
     """
 
-    def register(function: Callable) -> CustomOpDef:
+    def register(function: Callable) -> Any:
+        if reference is not None and _in_words(function) != _in_words(reference):
+            both = f"{_in_words(function)} and its reference {_in_words(reference)}"
+            raise TypeError(f"{name} takes {both}; both have the same parameters")
         parameters, depends_on = parameters_of(function), tuple(inspect.signature(results).parameters)
         unknown = {*depends_on} - {p.name for p in parameters}
         unknown |= {*mutates} - {p.name for p in parameters} - {s.name for p in parameters for s in p.slots}
@@ -98,11 +122,30 @@ def operation(
         entry = Registered(name, op, parameters, results, depends_on, written, returns, whole, own_places)
         op.register_fake(entry.fake)
         if any(slot.holds_tensor for p in parameters for slot in p.slots):
-            op.register_kernel("cuda", on_gpu_of_arguments(flat))
+            op.register_kernel("cuda", launch.on_gpu_of_arguments(flat))
         _REGISTERED[name] = entry
-        return op
+        return op if reference is None else _with_reference(op, function, reference)
 
     return register
+
+
+def _with_reference(op: CustomOpDef, function: F, reference: Callable) -> F:
+    """Return the function that calls the operation on an accelerator and the reference elsewhere."""
+    on_device = caller(op)
+
+    @functools.wraps(function)
+    def call(x: Tensor, /, *args: Any, **keywords: Any) -> Any:
+        if launch.on_accelerator(x):
+            return on_device(x, *args, **keywords)
+        return reference(x, *args, **keywords)
+
+    return call  # type: ignore[return-value]
+
+
+def _in_words(function: Callable) -> str:
+    """Return a function's parameters and their defaults, without annotations."""
+    parameters = inspect.signature(function).parameters.values()
+    return str(inspect.Signature([p.replace(annotation=p.empty) for p in parameters]))
 
 
 def entry_of(op: CustomOpDef) -> Registered:
@@ -150,7 +193,10 @@ def _flat(
     """Return the implementation as a function of the schema's arguments. results: None where they fit a schema."""
     hints = typing.get_type_hints(function)
     as_it_is = all(
-        isinstance(p.layout, Slot) and p.layout.decode is None and p.layout.annotation == hints[p.name]
+        isinstance(p.layout, Slot)
+        and p.layout.decode is None
+        and p.layout.annotation == hints[p.name]
+        and not p.by_keyword
         for p in parameters
     )
     if results is None and as_it_is:

@@ -181,7 +181,8 @@ _OBJECTS: dict[type, Parameter] = {}
 
 class Parameter(NamedTuple):
     """One parameter of an implementation. slots: its arguments as the schema has them; order: of these, the position
-    in the layout, which goes through the value part by part.
+    in the layout, which goes through the value part by part; by_keyword: whether it is passed by keyword only, whose
+    default is the caller's to fill in: the schema has none.
 
     The leaves of a value are its smallest parts in that order, not encoded yet.
     """
@@ -191,6 +192,7 @@ class Parameter(NamedTuple):
     layout: Layout
     order: tuple[int, ...]
     default: Any
+    by_keyword: bool = False
 
     def leaves(self, value: Any) -> list[Any]:
         """Return the leaves of a value."""
@@ -221,6 +223,8 @@ class Parameter(NamedTuple):
     @property
     def flat_default(self) -> Any:
         """The default in the schema."""
+        if self.by_keyword:
+            return inspect.Parameter.empty
         encode = self.slots[0].encode
         return self.default if self.default is inspect.Parameter.empty or encode is None else encode(self.default)
 
@@ -244,12 +248,13 @@ def parameters_of(function: Callable) -> tuple[Parameter, ...]:
     owner = function.__name__
     found: list[Parameter] = []
     for name, parameter in signature.items():
-        if name not in hints or parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
-            raise TypeError(f"{owner}.{name}: a parameter of an operation is positional, and annotated")
+        by_keyword = parameter.kind is parameter.KEYWORD_ONLY
+        if name not in hints or not (by_keyword or parameter.kind is parameter.POSITIONAL_OR_KEYWORD):
+            raise TypeError(f"{owner}.{name}: a parameter of an operation has a name, and an annotation")
         hint = hints[name]
         layout = _layout(hint, name, owner)
         if isinstance(layout, Slot):
-            found.append(Parameter(name, (layout,), layout, (0,), parameter.default))
+            found.append(Parameter(name, (layout,), layout, (0,), parameter.default, by_keyword))
             continue
         if parameter.default is not parameter.empty:
             raise TypeError(f"{owner}.{name}: an object has no default in a schema")
@@ -258,7 +263,7 @@ def parameters_of(function: Callable) -> tuple[Parameter, ...]:
         )
         slots = list(_slots(layout, name if prefixed else ""))
         order = tuple(sorted(range(len(slots)), key=lambda i: not slots[i].holds_tensor))
-        found.append(Parameter(name, tuple(slots[i] for i in order), layout, order, parameter.default))
+        found.append(Parameter(name, tuple(slots[i] for i in order), layout, order, parameter.default, by_keyword))
         if isinstance(hint, type):
             _OBJECTS[hint] = found[-1]
     names = [slot.name for parameter in found for slot in parameter.slots]

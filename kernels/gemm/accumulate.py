@@ -7,11 +7,11 @@ lives across steps is also what makes them fast on CPU: a gradient in fresh memo
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..custom_op import operation
 from . import reference
+from .dense import linear, multiply
 
 
 def check_main_grad(main_grad: Tensor, dy: Tensor, x: Tensor, shape: tuple[int, ...]) -> None:
@@ -43,7 +43,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, main_grad: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.main_grad, ctx.bias_dtype = main_grad, None if bias is None else bias.dtype
-        return F.linear(x, weight, bias)
+        return linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
@@ -52,7 +52,7 @@ class _Linear(torch.autograd.Function):
         rows = dy.reshape(-1, dy.shape[-1])
         if ctx.needs_input_grad[1]:
             gemm_wgrad_accumulate_(ctx.main_grad, rows, x.reshape(-1, x.shape[-1]))
-        dx = (rows @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        dx = multiply(rows, weight).view(x.shape) if ctx.needs_input_grad[0] else None
         db = rows.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         return dx, None, db, None
 

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ..custom_op import Output, flatten, like, operation
 from . import native
-from .backends import hardware, in_plain_torch, record
+from .backends import EMULATION, hardware, in_plain_torch, record
 from .choice import choose
+from .cpu import in_float32
 from .operand import ScaledOperand, emulation_dtype
 from .reference import Operand, gemm
 
@@ -59,7 +60,9 @@ def scaled_gemm_accumulate_(
 def explain_gemm(left: ScaledOperand, right: ScaledOperand, out_dtype: torch.dtype) -> str:
     """Say in a sentence which backend `scaled_gemm` takes for such operands, and why not a faster one."""
     _check(left, right)
-    return str(choose(left, right, out_dtype, hardware(left.data.device)))
+    choice = choose(left, right, out_dtype, hardware(left.data.device))
+    wide = choice.backend == EMULATION and in_float32(left.data.new_empty(0, dtype=out_dtype))
+    return f"{choice}; this CPU multiplies the dequantized values in float32" if wide else str(choice)
 
 
 def emulate(left: ScaledOperand, right: ScaledOperand, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from ..without_autocast import without_autocast
+from .cpu import in_float32
+from .float32 import gemm_float32
 
 # Rows of a product computed at a time where it needs a buffer of its own: the buffer then stays in the cache.
 _CHUNK = 256
@@ -39,11 +41,18 @@ def epilogue_scale(left: Operand, right: Operand) -> Tensor | None:
 def gemm(left: Operand, right: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
     """Return `left @ right + bias` in `dtype`: [M, K] x [K, N] -> [M, N]; bias: [N].
 
-    Both operands have one dtype: bfloat16, or float32 (where values with float32 block scales are exact).
+    Both operands have one dtype: bfloat16, or float32 (where values with float32 block scales are exact, and where
+    the machine multiplies 16-bit matrices so: then the product is rounded once, at the end).
     """
-    with without_autocast(left.values):
-        product = torch.mm(left.values, right.values)
+    a, b = left.values, right.values
     scale = epilogue_scale(left, right)
+    if in_float32(a):
+        if scale is None:
+            return gemm_float32(a, b, bias, dtype)
+        product = gemm_float32(a, b, None, torch.float32)
+    else:
+        with without_autocast(a):
+            product = torch.mm(a, b)
     if scale is not None:
         product = product.float() * scale
     if bias is not None:

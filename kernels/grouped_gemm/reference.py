@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..gemm.cpu import in_float32
+from ..gemm.float32 import product
 from ..gemm.reference import accumulate_product
 
 
@@ -41,7 +43,7 @@ def grouped_gemm(a: Tensor, b: Tensor, m_splits: Tensor, transpose_b: bool) -> T
     end = 0
     for g, (begin, end) in enumerate(split_bounds(m_splits, a.shape[0])):
         if end > begin:
-            torch.mm(a[begin:end], b[g].t() if transpose_b else b[g], out=out[begin:end])
+            _multiply(a[begin:end], b[g].t() if transpose_b else b[g], out[begin:end])
     out[end:].zero_()
     return out
 
@@ -51,10 +53,17 @@ def grouped_gemm_wgrad(dy: Tensor, x: Tensor, m_splits: Tensor) -> Tensor:
     out = dy.new_empty(m_splits.shape[0], dy.shape[1], x.shape[1])
     for g, (begin, end) in enumerate(split_bounds(m_splits, dy.shape[0])):
         if end > begin:
-            torch.mm(dy[begin:end].t(), x[begin:end], out=out[g])
+            _multiply(dy[begin:end].t(), x[begin:end], out[g])
         else:
             out[g].zero_()
     return out
+
+
+def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
+    if in_float32(left):
+        out.copy_(product(left, right, None, out.dtype))
+    else:
+        torch.mm(left, right, out=out)
 
 
 def grouped_gemm_wgrad_accumulate(

@@ -1,40 +1,37 @@
 """Casting to FP8 and FP4 with scale factors per tensor, per block and per microscaling (MX, NVFP4) block, and back."""
 
+from .fp8.blocks import blockwise_amax
 from .fp8.cpu import fp8_to_float
 from .fp8.op import (
-    FP8_MAX,
     amax,
-    blockwise_amax,
-    decode_blocks,
     dequantize_blockwise,
-    dequantize_nvfp4,
     dequantize_per_tensor,
-    e8m0_to_float,
-    global_decode,
     grouped_amax,
-    hash_key,
-    hashed_bits,
-    inverse_random_hadamard,
-    quantization_statistics,
     quantize_blockwise,
     quantize_blockwise_both,
     quantize_grouped_blockwise,
-    quantize_grouped_nvfp4,
     quantize_grouped_per_tensor,
+    quantize_per_tensor,
+    quantize_per_tensor_both,
+)
+from .fp8.reference import FP8_MAX, e8m0_to_float, scale_from_amax
+from .fp8.rounding import round_blockwise, round_per_tensor
+from .fp8.statistics import quantization_statistics
+from .hadamard import inverse_random_hadamard
+from .hashed import hash_key, hashed_bits
+from .nvfp4.op import (
+    decode_blocks,
+    dequantize_nvfp4,
+    quantize_grouped_nvfp4,
     quantize_nvfp4,
     quantize_nvfp4_both,
     quantize_nvfp4_transposed,
-    quantize_per_tensor,
-    quantize_per_tensor_both,
-    random_bits,
     random_hadamard,
-    round_blockwise,
-    round_nvfp4,
-    round_per_tensor,
-    scale_from_amax,
     transpose_nvfp4,
 )
+from .nvfp4.reference import global_decode, round_nvfp4
 from .output import QuantizedOutput
+from .random import random_bits
 
 __all__ = [
     "FP8_MAX",

@@ -45,13 +45,18 @@ def _signed(members: list[Tensor]) -> list[Tensor]:
     return [member if sign > 0 else -member for member, sign in zip(members, SIGNS, strict=True)]
 
 
+def check(x: Tensor) -> None:
+    """Raise ValueError for a dtype that is not transformed."""
+    if x.dtype != torch.bfloat16:
+        raise ValueError(f"the random Hadamard transform takes bfloat16; got {x.dtype}")
+
+
 def random_hadamard(x: Tensor, dim: int = -1) -> Tensor:
     """Transform groups of 16 along `dim` (-1 or -2): bfloat16 to bfloat16, sums in float32 in the order of the stages.
 
     The dimension comes back rounded up to a multiple of 16; what is past a ragged end counts as zero.
     """
-    if x.dtype != torch.bfloat16:
-        raise ValueError(f"the random Hadamard transform takes bfloat16; got {x.dtype}")
+    check(x)
     members = [m.to(torch.bfloat16) for m in _transform(_signed(_groups(once(x), dim)))]
     # buffers: Inductor drops a rounding to bfloat16 that is between two operations of one kernel (torch 2.13)
     with without_autocast(x):  # which refuses to stack values of another 16-bit dtype than its own

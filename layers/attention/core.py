@@ -9,6 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from te_models.kernels.gemm import matmul
+from te_models.kernels.gemm.cpu import in_float32
+from te_models.kernels.without_autocast import without_autocast
+
 
 def attend(
     query: Tensor,
@@ -40,16 +44,14 @@ def attend(
         # in bfloat16 5 times as fast (550 keys, 9 heads, 3 groups).
         found = F.scaled_dot_product_attention(_folded(query, key), key, value, mask, dropout, scale=scale)
         return found.reshape(query.shape[0], query.shape[1], 1, value.shape[-1])
-    return F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        dropout_p=dropout,
-        is_causal=causal,
-        scale=scale,
-        enable_gqa=shared,
-    )
+    options = {"dropout_p": dropout, "is_causal": causal, "scale": scale, "enable_gqa": shared}
+    if query.shape[2] != 1 and in_float32(query):  # one token: reading the cache is what takes the time
+        wide = [x.float() for x in (query, key, value)]
+        if mask is not None and mask.is_floating_point():
+            mask = mask.float()
+        with without_autocast(wide[0]):
+            return F.scaled_dot_product_attention(*wide, attn_mask=mask, **options).to(query.dtype)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
 
 
 def _folded(query: Tensor, key: Tensor) -> Tensor:
@@ -70,7 +72,7 @@ def _explicit(
     dropout: float,
 ) -> Tensor:
     """Attention with soft-capped scores or a sink logit, softmax in float32."""
-    scores = (_folded(query, key) @ key.transpose(2, 3)).float() * scale
+    scores = matmul(_folded(query, key), key.transpose(2, 3)).float() * scale
     scores = scores.view(*query.shape[:3], key.shape[2])
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -86,4 +88,4 @@ def _explicit(
         if visible is not None:
             probabilities = probabilities.masked_fill(~visible, 0.0)
     probabilities = F.dropout(probabilities.to(value.dtype), dropout)
-    return (_folded(probabilities, value) @ value).view(*query.shape[:3], value.shape[-1])
+    return matmul(_folded(probabilities, value), value).view(*query.shape[:3], value.shape[-1])

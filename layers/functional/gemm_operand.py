@@ -22,6 +22,7 @@ from te_models.kernels.gemm import (
     scaled_gemm_accumulate_,
 )
 from te_models.kernels.gemm.backends import record_mixed_product
+from te_models.kernels.gemm.cpu import operand_dtype
 
 from ..quantizer import Fields, HybridQuantizer, IdentityQuantizer, Quantizer, Usage
 from ..quantizer.delayed import Float8Quantizer
@@ -56,18 +57,20 @@ def side(quantizer: AnyQuantizer, x: Tensor, usage: Usage, dtype: torch.dtype, k
         scaled = quantizer.scaled_operand(x, usage, key)
         if scaled is not None:
             return scaled
-    return values_side(quantizer, quantizer.operand(x, usage, dtype, key), usage)
+    return values_side(quantizer, quantizer.operand(x, usage, operand_dtype(x.device, dtype), key), usage)
 
 
 def side_of_fields(
     quantizer: Quantizer, fields: Fields, usage: Usage, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> Side:
     """Return stored fields of a matrix [..., R, C] as a side, exactly as they are."""
-    if quantized_gemms(next(iter(fields.values())).device):
+    device = next(iter(fields.values())).device
+    if quantized_gemms(device):
         scaled = quantizer.scaled_operand_of_fields(fields, usage, shape)
         if scaled is not None:
             return scaled
-    return values_side(quantizer, quantizer.operand_of_fields(fields, usage, dtype, shape), usage)
+    operand = quantizer.operand_of_fields(fields, usage, operand_dtype(device, dtype), shape)
+    return values_side(quantizer, operand, usage)
 
 
 def plain(side: Side, dtype: torch.dtype) -> Operand:

@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from te_models.kernels import quantize as q
+from te_models.kernels.gemm.dense import linear as dense
 from te_models.kernels.torch_versions import fix_width, own_result
 
 from ..module.base import LiveState, QuantizedModule
@@ -68,7 +68,7 @@ def linear_by(
     if quantizers is None and options.wgrad is None:
         if isinstance(weight, QuantizedTensor):
             weight = weight.dequantize(dtype)
-        return F.linear(x, weight.to(dtype), None if bias is None else bias.to(dtype))
+        return dense(x, weight.to(dtype), None if bias is None else bias.to(dtype))
     quantizers = quantizers or HIGH_PRECISION
     return run_linear(x, weight, bias, cached, module.live_state(quantizers), How(quantizers, options, gemm))
 

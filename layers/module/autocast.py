@@ -13,6 +13,7 @@ from torch import Tensor
 
 from te_models.kernels.compiling import compiling
 
+from ..collectives import check_group
 from ..recipe.base import Recipe
 from ..recipe.context import Region, state
 from ..recipe.recipes import Float8CurrentScaling
@@ -81,6 +82,8 @@ class autocast(Region):
     ) -> None:
         if isinstance(calibrating, Recipe):
             raise TypeError("the recipe is a keyword argument: autocast(recipe=...); the second one is calibrating")
+        if amax_reduction_group is not None:
+            check_group("amax_reduction_group", amax_reduction_group)
         given = _checked(True, recipe)
         self._recipe = given if enabled or calibrating else None
         self._calibrating = calibrating and not enabled

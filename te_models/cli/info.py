@@ -157,9 +157,13 @@ def _version(package: str) -> str | None:
 def _devices() -> list[dict[str, Any]]:
     import torch
 
+    from te_models.kernels.gemm.cpu import automatic_choice
+
     threads = torch.get_num_threads()
     capability = torch.backends.cpu.get_cpu_capability()
-    found = [{"name": "cpu", "detail": f"{platform.machine()}, {capability}, {threads} threads", "threads": threads}]
+    gemm, why = automatic_choice()
+    detail = f"{platform.machine()}, {capability}, {threads} threads; 16-bit matrices are multiplied in {gemm}: {why}"
+    found = [{"name": "cpu", "detail": detail, "threads": threads, "gemm": gemm}]
     for index in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(index)
         memory = p.total_memory / 2**30

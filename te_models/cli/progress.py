@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ..extras import require
+from ..sizes import format_size
 from ..terminal import is_terminal, rich_console
 
 SECONDS_BETWEEN = 10.0
@@ -26,13 +27,18 @@ def byte_progress(title: str) -> Iterator[Callable[[int, int], None]]:
     columns = (
         rich.TextColumn("{task.description}"),
         rich.BarColumn(),
-        rich.DownloadColumn(),
-        rich.TransferSpeedColumn(),
+        rich.DownloadColumn(binary_units=True),
+        rich.TextColumn("{task.fields[rate]}"),  # TransferSpeedColumn counts in powers of 1000
         rich.TimeRemainingColumn(),
     )
     with rich.Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(title, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+        task = progress.add_task(title, total=None, rate="")
+
+        def report(done: int, total: int) -> None:
+            speed = progress.tasks[task].speed
+            progress.update(task, completed=done, total=total, rate=f"{format_size(speed)}/s" if speed else "")
+
+        yield report
 
 
 @contextmanager
@@ -64,10 +70,10 @@ def _lines(title: str) -> Callable[[int, int], None]:
 
 
 def progress_text(done: int, total: int, seconds: float) -> str:
-    """Say how much is done, how fast, when the rest will be: "1.20 of 4.80 GB, 25%, 312 MB/s, 0:12 left"."""
+    """Say how much is done, how fast, when the rest will be: "1.2 GiB of 4.8 GiB, 25%, 312.0 MiB/s, 0:12 left"."""
     share = done / total if total else 1.0
     rate = done / seconds if seconds > 0 else 0.0
-    text = f"{done / 1e9:.2f} of {total / 1e9:.2f} GB, {int(100 * share)}%, {rate / 1e6:.0f} MB/s"
+    text = f"{format_size(done)} of {format_size(total)}, {int(100 * share)}%, {format_size(rate)}/s"
     if not rate:
         return text
     left = round((total - done) / rate)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..sizes import format_size
 from ..suggestions import did_you_mean
 from ..terminal import show
 from .parser import emit
@@ -123,7 +124,7 @@ def _convert(args: argparse.Namespace, function: Callable[..., Any], **options: 
         "plan": plan.to_dict(),
     }
     did = "would write" if args.dry_run else f"in {result['seconds']:.1f} s wrote"
-    text = f"{did} {out}: {len(plan.outputs)} tensors, {plan.total_bytes / 1e6:.1f} MB"
+    text = f"{did} {out}: {len(plan.outputs)} tensors, {format_size(plan.total_bytes)}"
     if plan.carried:
         text += f"\nkept {len(plan.carried)} tensors that the model does not use"
     if plan.ignored:

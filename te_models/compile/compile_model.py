@@ -36,20 +36,24 @@ def compile_model(
 ) -> M:
     """Compile `model` in place and return it; parameter names do not change.
 
-    mode "whole" makes one graph of a whole call: the fastest steps, and a compile time that grows with the number of
-    layers. "block" compiles one transformer layer, which all equal layers share, and the output layer: the compile
-    time of a few layers whatever the depth; embedding and final norm stay eager. A single layer, or any other module,
-    is compiled whole. Called once more, it compiles anew, in this mode.
-    dynamic: None compiles for the first shape and once more, for all shapes, when it changes; True for all shapes at
-    once; False anew for each shape. Always fullgraph: what cannot be one graph is an error, not a slow path.
+    mode: "whole" compiles one graph per call; steps are fastest, and compile time grows with the number of layers.
+    "block" compiles one transformer layer that all equal layers share, and the output layer; compile time does not
+    depend on the depth, and embedding and final norm stay eager. A single layer, or any other module, is compiled
+    whole. A second call of compile_model compiles again, in the new mode. dynamic: None compiles for the first shape
+    and once more, for all shapes, when the shape changes; True compiles for all shapes at once; False compiles for each
+    shape. Compilation is always fullgraph: a graph break is an error, not a slow path.
 
-    With several ranks in the default process group every rank must call this, and must call the model equally often:
-    ranks then compile together and for the same shapes (`compile_ranks`), except with dynamic=False, where a shape is
-    each rank's own. process_group: all this holds for its ranks alone, say those of one pipeline stage; None: the
-    default group. timeout_s: how long a rank waits for the others before it names those that are missing.
+    With several ranks in the default process group, every rank must call this function, and must call the model equally
+    often. Ranks then compile together and for the same shapes; with dynamic=False each rank compiles for its own
+    shapes. process_group: the ranks to which this applies, for example one pipeline stage (None: the default group).
+    timeout_s: how long a rank waits for the others before it raises an error that names the missing ranks.
 
-    ValueError for an unknown mode, "block" of what is no GPTModel, "whole" of a model sharded by FSDP2, whose gathers
-    lie between the graphs of its blocks, and a group without this rank.
+    Raises ValueError for an unknown mode, for "block" of a module that is no GPTModel, for "whole" of a model that
+    FSDP2 shards (its gathers run between the graphs of its blocks), and for a group without this rank.
+
+    Example:
+        model = compile_model(GPTModel(config), mode="block")
+        model(input_ids, labels=input_ids).loss.backward()
     """
     if process_group is not None:
         check_member("process_group", process_group)

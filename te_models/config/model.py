@@ -15,8 +15,9 @@ LayerType = Literal["full", "sliding", "chunked", "nope", "sliding_nope", "chunk
 """What the queries of a layer see; "nope" of the whole past, and the others so named, without position encoding."""
 
 
-MAX_LAYERS = 10_000
-"""More than any model has: the kinds of all layers are a tuple, which is made before anything else looks at them."""
+MAX_LAYERS = 2_000
+"""Far more than any model has: the kinds of all layers are a tuple, and a checkpoint has tensors of every layer, which
+are counted before anything else looks at them."""
 
 
 @dataclass(frozen=True, kw_only=True)

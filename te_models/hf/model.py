@@ -37,10 +37,10 @@ else:
 
 
 class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMixin):
-    """Computes with our layers, and works where transformers expects a model of its own.
+    """A te_models model that works where transformers expects a model of its own.
 
-    gpt: the `GPTModel`. Its parts are this module's, so that parameters have the same names in both, and in files.
-    recipe: the FP8 recipe under which `forward` runs; None leaves the surrounding `autocast` in force.
+    gpt: the `GPTModel`. Its submodules are this module's submodules, so parameters have the same names in both, and in
+    files. recipe: the active recipe of `forward`; None leaves the recipe of the surrounding `autocast` active.
 
     The loss is the mean over the labels of one call, router losses included; `Trainer` averages it over micro-batches.
 
@@ -109,14 +109,15 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
         """Return logits, the loss of `labels`, and the cache.
 
         input_ids: [B, S]. attention_mask: [B, L], 0 where a token is padding. position_ids: [B or 1, S]; without mask
-        and cache, one that is not one more than the one before begins another text, which does not see those before.
+        and cache, a position that is not its predecessor plus one begins another text, and texts do not see each other.
         past_key_values: extended by this call; with use_cache and without one, a new one. inputs_embeds: [B, S,
-        hidden], in place of input_ids, as `get_input_embeddings()` gives them. labels: [B, S], usually input_ids, -100
-        does not count: position s is scored on labels[s + 1]. use_cache: None is as the configuration says, but no in
-        training mode and for several texts in a row. logits_to_keep: of how many last positions, or of which; 0 is all.
-        output_hidden_states: also return the embeddings, the result of each layer but the last, and that of the last
-        one after the final norm, [B, S, hidden] each; None is as the configuration says. Mixtures also return the
-        router losses as `aux_loss`. Raises ValueError for output_attentions.
+        hidden], in place of input_ids, as `get_input_embeddings()` returns them. labels: [B, S], usually input_ids;
+        position s is scored on labels[s + 1], and -100 does not count. use_cache: None follows the configuration, and
+        means no in training mode and for several texts in a row. logits_to_keep: the number of last positions, or the
+        positions, whose logits are returned; 0 means all. output_hidden_states: also return the embeddings, the output
+        of each layer but the last, and the output of the last layer after the final norm, [B, S, hidden] each; None
+        follows the configuration. Mixtures also return the router losses as `aux_loss`. Raises ValueError for
+        output_attentions.
         """
         batch, length = input_size(input_ids, inputs_embeds)
         if output_attentions:
@@ -216,22 +217,22 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
         verify: bool = True,
         **options: Any,
     ) -> Self:
-        """Load a folder of ours, or of a Hugging Face family; weights stored quantized stay so. Of a folder with an
-        adapter of peft: the model that it is for, with the adapter.
+        """Load a te_models folder, or the folder of a Hugging Face family; quantized weights stay quantized. A folder
+        with an adapter of peft loads the adapter's base model with the adapter.
 
         Arguments:
             config: as transformers' Auto classes pass it; it must describe the model of the folder.
-            dtype: of the parameters; None and "auto" mean that of the files.
+            dtype: dtype of the parameters; None and "auto" mean the dtype of the files.
             device_map: the one device to load to, or a mapping from "" to it.
-            recipe: store the linear layers' weights in its quantized format.
-            expert_layout: "grouped" or "per-gemm"; None means that of the folder.
-            dequantize: store the values of weights that are stored quantized.
-            verify: check what is read against the folder's manifest.json, where it has one.
-            options: of transformers' own from_pretrained: those that choose a download are used, and those that set
-                special tokens, use_cache, output_hidden_states or return_dict; what means nothing here must be at its
-                default. adapter_name: under which an adapter is loaded ("default").
+            recipe: store the linear layers' weights in the recipe's weight format.
+            expert_layout: "grouped" or "per-gemm"; None means the folder's layout.
+            dequantize: store the plain values of quantized weights.
+            verify: check the tensors that are read against the folder's manifest.json, if it has one.
+            options: options of transformers' own from_pretrained. Options that choose a download are used, and options
+                that set special tokens, use_cache, output_hidden_states or return_dict; any other option must have its
+                default value. adapter_name: the name under which an adapter is loaded ("default").
 
-        Raises ValueError for an option that cannot be honoured, CheckpointError for a folder that is not right.
+        Raises ValueError for an option that cannot be honoured, CheckpointError for a folder that cannot be read.
         """
         folder, adapter = find_adapter(pretrained_model_name_or_path, options)
         gpt, folder_config, generation = load(
@@ -260,9 +261,9 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
         max_shard_size: int | str = "5GB",
         **options: Any,
     ) -> None:
-        """Write a folder of ours, which `from_pretrained` here, `GPTModel.from_pretrained` and, once this package is
-        imported, `AutoModelForCausalLM.from_pretrained` read. Other files of an existing folder stay. Of a model with
-        adapters by `add_adapter` or `load_adapter`: the active adapter alone, as peft reads it.
+        """Write a te_models folder. `from_pretrained` of this class and of `GPTModel` read it; so does
+        `AutoModelForCausalLM.from_pretrained`, once this package is imported. Other files of an existing folder stay.
+        Of a model with adapters from `add_adapter` or `load_adapter`, write the active adapter alone, as peft reads it.
 
         Arguments:
             is_main_process: False writes nothing.

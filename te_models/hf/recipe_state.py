@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
+from te_models.checkpoints.io.store import read_tensors
+from te_models.checkpoints.write.tensor_file import write_tensors
 from te_models.layers import load_recipe_state, recipe_state
 
 from ..extras import require
@@ -39,7 +39,7 @@ class RecipeStateCallback(transformers.TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, *, model: torch.nn.Module, **_: Any) -> None:
         """Write the file of this process."""
         tensors = {name: tensor.clone() for name, tensor in recipe_state(model).items()}
-        save_file(tensors, _file(args, state), metadata={_DIGESTS: json.dumps(_digests(tensors))})
+        write_tensors(_file(args, state), tensors, {_DIGESTS: json.dumps(_digests(tensors))})
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: torch.nn.Module, **_: Any) -> None:
         """Read it, where training goes on from a checkpoint."""
@@ -71,10 +71,9 @@ def _digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 def _read(file: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of a file; ValueError where they are not those that were written."""
     try:
-        with safe_open(file, "pt") as opened:
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-            digests = json.loads((opened.metadata() or {}).get(_DIGESTS, "null"))
-    except (SafetensorError, OSError, ValueError) as error:
+        tensors, metadata = read_tensors(file)
+        digests = json.loads(metadata.get(_DIGESTS, "null"))
+    except (OSError, ValueError) as error:
         raise ValueError(f"{file} cannot be read: {error}") from None
     found = _digests(tensors)
     if digests is not None and digests != found:

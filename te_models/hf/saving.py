@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from te_models.checkpoints import save_model
@@ -20,6 +19,7 @@ from te_models.checkpoints.io.manifest import MANIFEST, manifest_bytes, read_man
 from te_models.checkpoints.io.strict_json import read_object
 from te_models.checkpoints.io.weight_files import INDEX, SINGLE
 from te_models.checkpoints.write.shards import parse_size
+from te_models.checkpoints.write.tensor_file import write_tensors
 from te_models.checkpoints.write.writer import write_small_file
 from te_models.layers.tensor.fsdp import sharded
 
@@ -101,11 +101,8 @@ def _save_adapter(model: TEModelForCausalLM, folder: Path, state_dict: Mapping[s
         raise ValueError(f"{len(names)} adapters are active; allowed: one, chosen with set_adapter, at a time")
     tensors = model.get_adapter_state_dict(names[0], state_dict=None if state_dict is None else dict(state_dict))
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(
-        {f"base_model.model.{name}": tensor.contiguous() for name, tensor in tensors.items()},
-        folder / _ADAPTER,
-        metadata={"format": "pt"},
-    )
+    in_peft = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
+    write_tensors(folder / _ADAPTER, in_peft, {"format": "pt"})
     config = copy.copy(model.peft_config[names[0]])  # type: ignore[attr-defined]
     config.inference_mode = True
     config.save_pretrained(folder)

@@ -71,13 +71,15 @@ class LayerCache:
 class KVCache:
     """Keys and values of all layers of a model for a batch of sequences of up to max_length tokens.
 
-    dtype: what the model computes in (None: torch's default). tp_size: `GPTModel.tp_size`; each rank keeps those of its
-    own heads.
+    dtype: the model's compute dtype (None: torch's default). tp_size: `GPTModel.tp_size`; each rank caches the keys and
+    values of its own heads.
 
     Example:
         cache = KVCache(model.config, batch_size=1, max_length=256, dtype=torch.bfloat16)
         model(prompt, cache=cache)            # fills prompt.shape[1] positions
         model(next_token[:, None], cache=cache)
+
+    Raises ValueError for a batch or length below 1, and when a call has another batch size, or does not fit max_length.
     """
 
     def __init__(

@@ -52,14 +52,15 @@ if TYPE_CHECKING:
 class GPTModel(nn.Module):
     """A decoder-only language model, dense or mixture of experts. Megatron-Core: `GPTModel`, same parameter names.
 
-    dtype: dtype of the parameters (None: torch's default), which is also the compute dtype; for float32 parameters with
-    bfloat16 compute, call it under `torch.amp.autocast`. params_dtype: the same under the layers' name. device: where
-    to create them; "meta" creates none, `to_empty` and `reset_parameters` or `load_state_dict` follow. expert_layout:
-    "grouped" holds a layer's experts as one parameter, "per-gemm" one parameter each. tp_group: split attention and
-    MLPs over these ranks, which then all call the model with the same tokens and get the same result; embedding, output
-    layer, norms and routers are on every rank. ep_group: give each of these ranks an equal share of the experts; they
-    then all call the model, each with as many tokens of its own, and everything else is on every rank. Random initial
-    values come from torch's global generator (those of a model split by tp_group are not those of the whole one).
+    dtype: dtype of the parameters and of compute (None: torch's default); for float32 parameters with bfloat16 compute,
+    call the model under `torch.amp.autocast`. params_dtype: the same under the layers' name. device: where to create
+    the parameters; "meta" creates no data, call `to_empty` and `reset_parameters` or `load_state_dict` next.
+    expert_layout: "grouped" holds the experts of a layer as one parameter, "per-gemm" as one parameter per expert.
+    tp_group: split attention and MLPs over these ranks; all of them call the model with the same tokens and get the
+    same result, and every rank holds embedding, output layer, norms and routers in full. ep_group: give each of these
+    ranks an equal share of the experts; all of them call the model, with equally many tokens of their own, and every
+    rank holds everything else in full. Random initial values come from torch's global generator (a model split by
+    tp_group starts from other values than the whole model).
 
     Example:
         model = GPTModel(config)
@@ -235,8 +236,8 @@ class GPTModel(nn.Module):
         return output
 
     def reset_parameters(self) -> None:
-        """Initialise all parameters anew, in the order of construction: after `torch.manual_seed(s)` the result equals
-        that of building the model after `torch.manual_seed(s)`."""
+        """Initialise all parameters again, in the order of construction. After `torch.manual_seed(s)` the parameters
+        equal those of a model that is built after `torch.manual_seed(s)`."""
         for module in self.modules():
             reset = getattr(module, "reset_parameters", None)
             if module is not self and reset is not None:
@@ -264,15 +265,16 @@ class GPTModel(nn.Module):
     ) -> Self:
         """Load a folder written by `save_pretrained`, or a Hugging Face model folder or hub id (`org/name@revision`).
 
-        dtype: of the parameters, or its name, whatever the files have (None: torch's default); only routers that the
-        family keeps in float32 stay so. recipe: store the linear layers' weights in its quantized format; None keeps
-        what the folder has, weights stored quantized bit for bit. dequantize: store the values of those, which take
-        the memory of `dtype` and, without FP8 hardware, a fraction of the time to compute with. device_mesh: split the
-        layers over its dimension "tp" and distribute the experts over its dimension "ep"; each rank reads only the
-        parts that are its own. verify: check every tensor that is read against the folder's manifest.json, where it has
-        one; the ranks of a split model share the work, so each sees the damage of its share. Tensors stream from the
-        files into the model one by one. Raises CheckpointError, ConfigError, or ValueError for a mesh with other
-        dimensions, or a recipe for weights that are to be dequantized.
+        dtype: dtype of the parameters, or its name, whatever the files have (None: torch's default); routers that the
+        family keeps in float32 remain float32. recipe: store the linear layers' weights in the recipe's weight format;
+        None keeps the folder's format, quantized weights bit for bit. dequantize: store the plain values of quantized
+        weights; they take the memory of `dtype` and, without FP8 hardware, compute several times as fast. device_mesh:
+        split the layers over the dimension "tp" and distribute the experts over the dimension "ep"; each rank reads
+        only its own parts. verify: check every tensor that is read against the folder's manifest.json, if it has one;
+        the ranks of a split model share the work, so each rank detects damage in its share. Tensors stream from the
+        files into the model one by one. Raises CheckpointError for a folder that cannot be read, ConfigError for a
+        configuration that is not implemented, and ValueError for a mesh with other dimensions and for `recipe` together
+        with `dequantize`.
         """
         from te_models.checkpoints import open_checkpoint
         from te_models.checkpoints.folder.provenance import source_of
@@ -312,7 +314,7 @@ class GPTModel(nn.Module):
         device: torch.device | str | None = None,
         expert_layout: ExpertLayout = "grouped",
     ) -> Self:
-        """Copy a transformers model in memory; a folder or hub id is what `from_pretrained` takes, and goes there.
+        """Copy a transformers model in memory; a folder or hub id is passed on to `from_pretrained`.
 
         Arguments as for `from_pretrained`. Raises CheckpointError if its family is not supported.
         """
@@ -329,18 +331,18 @@ class GPTModel(nn.Module):
     def to_hf(self, family: str | None = None, *, dequantize: bool = False) -> transformers.PreTrainedModel:
         """Return a transformers model with copies of these weights, in the same dtype and on the same device.
 
-        family: None means the one that this model came from, or the first that can express it; of a model that also
-        sees images that of its text model, which is all that this one holds. dequantize: give the values of quantized
-        weights, which are refused otherwise. Raises CheckpointError for these, and if the family cannot express it.
+        family: None means the family that this model came from, or the first one that can express it. For a family that
+        also reads images, the result is its text model. dequantize: convert quantized weights to plain values. Raises
+        CheckpointError for quantized weights without `dequantize`, and if the family cannot express the model.
         """
         return to_hf(self, family, dequantize=dequantize)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write parameters and configuration as safetensors and JSON; `from_pretrained` restores them bit for bit.
 
-        The tokenizer and the other small files of the folder that the model came from, while it exists, come along.
-        Of a split model every rank calls this (of several copies, every rank of one), and of one that FSDP2 shards
-        every rank of its mesh: the first one writes the whole model, tensor after tensor.
+        The tokenizer and the other small files of the model's original folder are copied if the folder still exists.
+        Every rank of a split model calls this (with several copies, every rank of one copy), and every rank of the mesh
+        of a model that FSDP2 shards. The first rank writes the whole model, tensor after tensor.
         """
         from te_models.checkpoints import save_model
 

@@ -6,10 +6,10 @@ H hidden, F feed-forward width.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from te_models.kernels.activation import activation, gated_activation
+from te_models.kernels.gemm import linear
 from te_models.layers.module.parameters import compute_dtype
 
 from ..config import MLPConfig, ModelConfig
@@ -66,4 +66,4 @@ class SharedExperts(nn.Module):
         if self.gate_weight is None:
             return y
         dtype = compute_dtype(x)
-        return torch.sigmoid(F.linear(x.to(dtype), self.gate_weight.to(dtype))) * y
+        return torch.sigmoid(linear(x.to(dtype), self.gate_weight.to(dtype))) * y

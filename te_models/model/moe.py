@@ -81,6 +81,8 @@ class MoELayer(nn.Module):
 
     Example:
         y, routed = MoELayer(config)(torch.randn(2, 16, config.hidden_size))
+
+    x: [B, S, H] -> y [B, S, H]. Raises ValueError for a configuration without experts.
     """
 
     def __init__(self, config: ModelConfig, build: Build | None = None) -> None:

@@ -20,14 +20,14 @@ from .constants import ConstantModule
 
 @dataclass
 class ModelOutput:
-    """The result of a model call; a field that was not asked for, or does not apply, is None.
+    """The result of a model call. A field that was not requested, or does not apply, is None.
 
     logits: [B, S, V] in the compute dtype. loss: float32 scalar, the mean cross entropy of the labels plus aux_loss.
     aux_loss: float32 scalar, the weighted router losses of all layers as they enter the loss (0 without such losses).
     load_balancing_loss, z_loss: float32 scalars, unweighted means over the MoE layers, for monitoring.
     tokens_per_expert: [MoE layers, E] int64.
-    hidden_states: [B, S, H] each: the embeddings, the result of each layer but the last, and that of the last one after
-    the final norm.
+    hidden_states: [B, S, H] each: the embeddings, the output of each layer but the last, and the output of the last
+    layer after the final norm.
     """
 
     logits: Tensor | None = None
@@ -69,7 +69,7 @@ class OutputLayer(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise the projection anew."""
+        """Initialise the projection again."""
         if self.weight is not None:
             self.init_method(self.weight)
         if self.bias is not None:

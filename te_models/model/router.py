@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import NamedTuple, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from te_models.kernels.compiling import compiling
+from te_models.kernels.gemm import linear
 from te_models.kernels.without_autocast import without_autocast
 from te_models.layers.module.parameters import compute_dtype
 from te_models.layers.recipe.activation_checkpoint import recomputing
@@ -87,7 +87,7 @@ class Router(nn.Module):
         bias = None if self.bias is None else self.bias.to(dtype)
         x = x.to(dtype)
         with without_autocast(x):
-            return F.linear(x, self.weight.to(dtype), bias)
+            return linear(x, self.weight.to(dtype), bias)
 
     @property
     def counting(self) -> bool:

@@ -100,9 +100,9 @@ def convert_gguf(gguf_file: Path, out: Path) -> None:
             weight = _halves_from_pairs(weight, heads if name.endswith("q_proj.weight") else groups)
         tensors[name] = weight.to(torch.bfloat16).contiguous()
 
-    from safetensors.torch import save_file
+    from te_models.checkpoints.write.tensor_file import write_tensors
 
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    write_tensors(out / "model.safetensors", tensors, {"format": "pt"})
     config = _config(fields, tied="lm_head.weight" not in tensors)
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     _tokenizer(fields).save_pretrained(out)

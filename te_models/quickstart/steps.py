@@ -53,9 +53,10 @@ def perplexity(logits_BSV: torch.Tensor, windows: torch.Tensor) -> float:
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor in the safetensors files of a folder, as stored."""
-    from safetensors.torch import load_file
+    from te_models.checkpoints.io.store import read_tensors
 
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    files = [read_tensors(file)[0] for file in sorted(folder.glob("*.safetensors"))]
+    return {name: tensor for tensors in files for name, tensor in tensors.items()}
 
 
 def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> int:

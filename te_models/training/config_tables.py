@@ -169,6 +169,9 @@ class PrecisionConfig(ConfigPart):
     """Whether the weights are stored quantized as well."""
     cache_weights: bool = False
     """Whether each weight is quantized once for a step, and not in every micro-batch."""
+    cpu_gemm: Literal["auto", "bf16", "float32"] = "auto"
+    """Dtype in which a CPU multiplies 16-bit matrices: the faster one of the first rank's machine (auto), which a run
+    keeps when it continues, or this one."""
 
     def _validate(self) -> None:
         if self.recipe == "none":

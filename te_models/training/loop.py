@@ -38,6 +38,7 @@ from .checkpoints.start import (
     set_newer_aside,
 )
 from .config import TrainConfig
+from .cpu_gemm import cpu_gemm_of_run
 from .data.dataset import Windows
 from .metrics import METRICS, MetricsFile, finite, plot_loss, read_metrics
 from .optimizer.learning_rate import LearningRate, continued_config
@@ -94,6 +95,7 @@ def _run(
     if start:
         check_same_run(config, start, ranks)
         config = continued_config(config, start.config, start.step)
+    config = opened.enter_context(cpu_gemm_of_run(config, start, ranks, device))
     step, position = (start.step, start.position) if start else (0, 0)
     mesh = expert_mesh(config.expert_model_parallel_size, ranks, device)
     model_config, notes = check_run(config, checkpoint, device, reads_text=ranks.is_main)

@@ -14,6 +14,7 @@ from te_models.checkpoints.folder.hf_config import find_family
 from ..config import ConfigError, ModelConfig
 from ..extras import require
 from ..model.parallel import check_distribution
+from ..sizes import format_size
 from .build import DTYPES, check_dataset, check_vocabulary, read_model_config
 from .config import TrainConfig
 from .data.build import load_encoder, matching_files
@@ -97,16 +98,16 @@ def _check_sizes(config: TrainConfig, model: ModelConfig, device: str) -> None:
     host = _host_memory()
     if ids > host:
         raise ConfigError(
-            f"data.sequence_length, micro_batch_size and gradient_accumulation make {_gib(ids)} of token ids a step, "
-            f"and the machine has {_gib(host)} of memory"
+            f"data.sequence_length, micro_batch_size and gradient_accumulation make {format_size(ids)} of token ids a "
+            f"step, and the machine has {format_size(host)} of memory"
         )
     parameters = sum(math.prod(shape) for shape in expected_tensors(model, "grouped").values()) // size
     needed = parameters * (DTYPES[config.precision.dtype].itemsize + _MOMENTS[config.optimizer.moment_dtype])
     memory = host if device == "cpu" else torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     if needed > memory:
         raise ConfigError(
-            f"the model has {parameters:,} parameters, {_gib(needed)} with their moments, and the device has "
-            f"{_gib(memory)} of memory"
+            f"the model has {parameters:,} parameters, {format_size(needed)} with their moments, and the device has "
+            f"{format_size(memory)} of memory"
         )
 
 
@@ -135,7 +136,3 @@ def _host_memory() -> int:
         return sum(int(fields[name].split()[0]) << 10 for name in ("MemTotal", "SwapTotal"))
     except (OSError, KeyError, ValueError):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:,.1f} GiB"

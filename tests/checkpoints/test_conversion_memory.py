@@ -76,7 +76,7 @@ def peaks_of(folder: Path, steps: list[Step]) -> list[int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="anonymous memory is read from Linux's /proc")
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [pytest.param("dense", marks=pytest.mark.slow), "moe"])
 def test_import_and_export_stay_below_the_largest_tensor(tmp_path: Path, model: str) -> None:
     make_sparse_folder(tmp_path / "hf", MODELS[model])
     steps: list[Step] = [("import_hf", "hf", "ours", {}), ("export_hf", "ours", "other", {})]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from te_models.checkpoints import diff, import_hf, quantize, relayout, verify
+from te_models.checkpoints import VerifyReport, diff, import_hf, quantize, relayout, verify
 from te_models.checkpoints.plan.parameters import Parameters
 from te_models.checkpoints.quantized import row_blocks as bands
 from te_models.checkpoints.tools import diff as difference
@@ -143,3 +143,14 @@ def test_numbers_that_float32_does_not_tell_apart(hf_folder: HFFolder, tmp_path:
     change(tmp_path / "other", name, wide * (1 + 2.0**-40))
     (found,) = diff(source, tmp_path / "other").tensors
     assert found.relative == pytest.approx(2.0**-40, rel=1e-3)
+
+
+def test_verify_says_how_many_more_differences_there_are() -> None:
+    report = VerifyReport()
+    for number in range(23):
+        report.add(f"w{number}: 0.0 and 1.0")
+    assert len(report.to_dict()["differences"]) == 23
+    lines = str(report).splitlines()
+    assert len(lines) == 22 and lines[20] == "  w19: 0.0 and 1.0" and lines[21] == "  ... and 3 more (--json lists all)"
+    report.differences = report.differences[:20]
+    assert "more" not in str(report)

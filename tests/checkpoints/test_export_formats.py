@@ -22,7 +22,7 @@ from te_models.checkpoints.formats import WRITABLE
 from te_models.checkpoints.io.boxes import Range
 from te_models.checkpoints.io.store import MemoryStore
 from te_models.checkpoints.plan.quantized_format import SUFFIXES, describe
-from te_models.checkpoints.quantized import quantize_outputs as quantized_outputs
+from te_models.checkpoints.quantized import requantize
 from te_models.checkpoints.quantized import row_blocks as bands
 from te_models.checkpoints.quantized.dequantized_store import ValueStore
 from te_models.layers.quantizer import (
@@ -176,6 +176,7 @@ def test_every_pair_is_exact_or_requantized(
             assert (error <= 0.26 * expected.abs() + 0.05 * largest).all(), name
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("form", ["published", "fused"])
 @pytest.mark.parametrize("format", ["modelopt-fp8", "float-quantized"])
 @pytest.mark.parametrize("large", [False, True])
@@ -184,7 +185,7 @@ def test_what_one_parameter_joins_is_quantized_as_one_matrix(
 ) -> None:
     """Written as tensors with one scale, taken over as the parameter that our own quantizing gives."""
     if large:  # of many bands, which threads share
-        for module in (bands, quantized_outputs):
+        for module in (bands, requantize):
             monkeypatch.setattr(module, "BAND_ELEMENTS", 1 << 11)
     export_hf(quantized / "mxfp8", tmp_path / "hf", format=format, form=form, allow_requantize=True)
     import_hf(tmp_path / "hf", tmp_path / "found")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -182,3 +183,11 @@ def test_without_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(MissingExtraError, match=r"'org/llama' \(there is no such folder\) needs .* 'te_models\[hf\]'"):
         open_checkpoint("org/llama")
+
+
+def test_the_current_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "inside").mkdir()
+    monkeypatch.chdir(tmp_path / "inside")
+    for folder, named in ((".", tmp_path / "inside"), ("", tmp_path / "inside"), ("..", tmp_path)):
+        with pytest.raises(CheckpointError, match=rf"^config.json of {re.escape(str(named))} does not exist$"):
+            open_checkpoint(folder)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from te_models.checkpoints import CheckpointError, import_hf, verify
 from te_models.checkpoints.io import atomic
 from te_models.checkpoints.io.atomic import new_folder
 from tests.checkpoints.hf_cases import HFFolder
+from tests.fork_server import run_python
 
 CHILD = Path(__file__).with_name("kill_child.py")
 
@@ -21,9 +20,9 @@ CHILD = Path(__file__).with_name("kill_child.py")
 @pytest.mark.parametrize("moments", ["quick", pytest.param("thorough", marks=pytest.mark.slow)])
 def test_sigkill_at_any_moment(hf_folder: HFFolder, tmp_path: Path, moments: str) -> None:
     old, new = hf_folder("llama"), hf_folder("mistral-full")
-    command = [sys.executable, str(CHILD), str(old), str(new), str(tmp_path / "work"), moments]
+    command = [str(CHILD), str(old), str(new), str(tmp_path / "work"), moments]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    result = run_python(command, env=environment)
     assert result.returncode == 0, result.stderr
     reports = json.loads(result.stdout)
     for report in reports:

@@ -328,7 +328,7 @@ def test_verify_names_the_first_differing_element(hf_folder: HFFolder, tmp_path:
     report = verify(tmp_path / "a", tmp_path / "b")
     assert not report.equal
     assert report.differences == [
-        "config: hidden_dropout differs",
+        "config: hidden_dropout: 0.0 and 0.5",
         f"{name}[2, 5, 7]: {old} and 42.0",
         "decoder.final_layernorm.weight: BF16 [32] and F32 [32]",
     ]

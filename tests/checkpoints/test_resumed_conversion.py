@@ -6,8 +6,6 @@ import json
 import logging
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +18,7 @@ from te_models.checkpoints.write.writer import HashedFile
 from te_models.cli.main import main
 from tests.checkpoints.hf_cases import HFFolder
 from tests.checkpoints.quantized_cases import CASES, make
+from tests.fork_server import Python, run_python
 
 CHILD = Path(__file__).with_name("resume_child.py")
 SHARD_BYTES = 20_000
@@ -29,9 +28,9 @@ SHARD_BYTES = 20_000
 def test_sigkill_at_random_moments(hf_folder: HFFolder, tmp_path: Path, count: int) -> None:
     source = hf_folder("mixtral")
     (tmp_path / "work").mkdir()
-    command = [sys.executable, str(CHILD), str(source), str(tmp_path / "work"), str(count), "20261121"]
+    command = [str(CHILD), str(source), str(tmp_path / "work"), str(count), "20261121"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    result = run_python(command, env=environment)
     assert result.returncode == 0, result.stderr
     reports = json.loads(result.stdout)
     assert len(reports) == count
@@ -237,14 +236,15 @@ def test_ctrl_c_keeps_finished_files(hf_folder: HFFolder, tmp_path: Path, caplog
     )
     words = ["import", str(source), str(out), "--max-shard-size", str(SHARD_BYTES)]
     sent = tmp_path / "sent"
-    with subprocess.Popen([sys.executable, "-c", code, sent, *words], stderr=subprocess.PIPE, text=True) as run:
-        while len(list(working.glob("finished/*.json"))) < 4 and run.poll() is None:
-            time.sleep(0.01)
-        run.send_signal(signal.SIGINT)
-        sent.touch()
-        _, errors = run.communicate(timeout=60)
+    run = Python(["-c", code, str(sent), *words])
+    while len(list(working.glob("finished/*.json"))) < 4 and run.process.is_alive():
+        time.sleep(0.01)
+    os.kill(run.process.pid, signal.SIGINT)
+    sent.touch()
+    ended = run.finish(timeout=60)
+    errors = ended.stderr
     kept = len(list(working.glob("finished/*.json")))
-    assert run.returncode == 130 and kept >= 4 and not out.exists(), errors
+    assert ended.returncode == 130 and kept >= 4 and not out.exists(), errors
     # nobody configured logging there: the note goes to standard error, once
     first, *others, last = errors.splitlines()
     assert first.startswith("continuing an interrupted run: 2 of ") and "continuing" not in " ".join(others), errors

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import pytest
 from te_models.checkpoints import CheckpointError, check_manifest, export_hf, import_hf, relayout, reshard, toy
 from te_models.hf import TEModelForCausalLM
 from tests.checkpoints.hf_cases import HFFolder, refused
+from tests.fork_server import run_python
 
 TRAVELS = {
     "tiktoken.model": b"YQ== 0\n",
@@ -124,7 +123,7 @@ def test_a_run_that_was_killed_among_them_goes_on(source: Path, tmp_path: Path) 
         import_hf(*sys.argv[1:])
     """
     paths = [str(source), str(tmp_path / "ours")]
-    child = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True)
+    child = run_python(["-c", code, *paths])
     assert child.returncode == -signal.SIGKILL, child.stderr
     assert (tmp_path / ".ours.partial/content/additional_chat_templates/rag.jinja").is_file()
     import_hf(*paths)

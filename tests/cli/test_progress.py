@@ -9,14 +9,24 @@ import time
 import pytest
 
 from te_models.cli.progress import byte_progress, progress_text
+from te_models.sizes import format_size
 from tests.cli.terminals import Terminal, without_rich
 
 
 def test_text() -> None:
-    assert progress_text(0, 4_000_000_000, 0.0) == "0.00 of 4.00 GB, 0%, 0 MB/s"
-    assert progress_text(10**9, 4 * 10**9, 10.0) == "1.00 of 4.00 GB, 25%, 100 MB/s, 0:30 left"
-    assert progress_text(10**9, 10**12, 10.0) == "1.00 of 1000.00 GB, 0%, 100 MB/s, 2:46:30 left"
-    assert progress_text(0, 0, 1.0) == "0.00 of 0.00 GB, 100%, 0 MB/s"
+    gib = 1 << 30
+    assert progress_text(0, 4 * gib, 0.0) == "0 bytes of 4.0 GiB, 0%, 0 bytes/s"
+    assert progress_text(gib, 4 * gib, 10.0) == "1.0 GiB of 4.0 GiB, 25%, 102.4 MiB/s, 0:30 left"
+    assert progress_text(gib, 1000 * gib, 10.0) == "1.0 GiB of 1,000.0 GiB, 0%, 102.4 MiB/s, 2:46:30 left"
+    assert progress_text(0, 0, 1.0) == "0 bytes of 0 bytes, 100%, 0 bytes/s"
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 bytes"), (1023, "1023 bytes"), (1024, "1.0 KiB"), (1 << 20, "1.0 MiB"), ((1 << 30) - 1, "1.0 GiB")],
+)
+def test_sizes_are_in_powers_of_1024(nbytes: int, text: str) -> None:
+    assert format_size(nbytes) == text
 
 
 def test_a_terminal_sees_a_bar_that_is_removed_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,9 +34,9 @@ def test_a_terminal_sees_a_bar_that_is_removed_at_the_end(monkeypatch: pytest.Mo
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     monkeypatch.setenv("TERM", "xterm")
     with byte_progress("import") as report:
-        report(10**9, 4 * 10**9)
-        report(4 * 10**9, 4 * 10**9)
-    assert "import" in terminal.getvalue() and "4.0/4.0 GB" in terminal.getvalue()
+        report(1 << 30, 4 << 30)
+        report(4 << 30, 4 << 30)
+    assert "import" in terminal.getvalue() and "4.0/4.0 GiB" in terminal.getvalue()
     assert terminal.getvalue().endswith("\x1b[1A\x1b[2K")  # up one line, which is erased
 
 
@@ -37,9 +47,9 @@ def test_a_terminal_without_rich_sees_a_plain_line_now_and_then(monkeypatch: pyt
     clock = iter([100.0, 105.0, 110.0, 111.0])
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     with byte_progress("import") as report:
-        for done in (10**9, 2 * 10**9, 4 * 10**9):
-            report(done, 4 * 10**9)
-    assert terminal.getvalue() == "import: 2.00 of 4.00 GB, 50%, 200 MB/s, 0:10 left\n"
+        for done in (1 << 30, 2 << 30, 4 << 30):
+            report(done, 4 << 30)
+    assert terminal.getvalue() == "import: 2.0 GiB of 4.0 GiB, 50%, 204.8 MiB/s, 0:10 left\n"
 
 
 @pytest.mark.parametrize(("stream", "kind"), [(io.StringIO, "xterm"), (Terminal, "dumb")])

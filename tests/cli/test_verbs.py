@@ -104,7 +104,7 @@ def test_a_quantized_export_says_what_transformers_lacks_to_read_it(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["quantize", str(model), str(tmp_path / "fp8"), "--recipe", "current"]) == 0
-    assert re.fullmatch(r"in \S+ s wrote .*: 23 tensors, \d+\.\d MB", capsys.readouterr().out.splitlines()[-1])
+    assert re.fullmatch(r"in \S+ s wrote .*: 23 tensors, \d+\.\d [KM]iB", capsys.readouterr().out.splitlines()[-1])
     find, notes = importlib.util.find_spec, []
     for hidden in ("accelerate", ""):
 

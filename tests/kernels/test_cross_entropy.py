@@ -137,6 +137,8 @@ class _LargestFloat(TorchDispatchMode):
 
 def test_eager_never_holds_float32_logits_of_all_tokens(monkeypatch) -> None:
     monkeypatch.setattr(rows, "_STEP_ELEMENTS", 512 * 16)
+    monkeypatch.setattr("te_models.kernels.gemm.float32._PIECE", 512 * 16)
+    monkeypatch.setattr("te_models.kernels.gemm.float32._CACHED", 512 * 16)
     x, weight, _, labels = inputs(256, 8, 512, torch.bfloat16)
     with _LargestFloat() as largest:
         linear_cross_entropy(x.requires_grad_(), weight.requires_grad_(), labels).backward()
@@ -150,4 +152,4 @@ def test_compiled_never_holds_float32_logits_of_all_tokens() -> None:
     _, codes = run_fw_bw_and_get_code(lambda: compiled(x, weight, labels))
     buffers = re.findall(r"empty_strided_cpu\(\((\d+), (\d+)\), \([^)]*\), torch\.(\w+)\)", "\n".join(codes))
     whole = [kind for rows, columns, kind in buffers if (int(rows), int(columns)) == (256, 512)]
-    assert whole == ["bfloat16"]  # the logits, overwritten by their gradient
+    assert whole in (["bfloat16"], [])  # the logits, overwritten by their gradient; in memory of the GEMM, or allocated

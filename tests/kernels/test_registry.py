@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from te_models.kernels import launch
 from te_models.kernels.custom_op import (
     Alias,
     Encoded,
@@ -108,6 +109,30 @@ def test_a_compiled_function_flattens_objects_without_a_break() -> None:
         assert torch.equal(compiled(x, Options(factor=3.0)), function(x, Options(factor=3.0)))
 
 
+def test_one_function_is_the_operation_on_an_accelerator_and_the_reference_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def reference(x: Tensor, block: tuple[int, int], *, factor: float = 2.0) -> Tensor:
+        return x * factor + block[0]
+
+    @operation("test_reference", lambda x: like(x), reference=reference)
+    def function(x: Tensor, block: tuple[int, int], *, factor: float = 2.0) -> Tensor:
+        assert block == (1, 32)
+        return x * factor
+
+    assert schema_of(registered()["test_reference"].op) == (
+        "te_models::test_reference(Tensor x, SymInt[] block, float factor) -> Tensor"
+    )
+    for device, added in (("cpu", 1), ("cuda", 0)):
+        monkeypatch.setattr(launch, "on_accelerator", lambda x, device=device: device == "cuda")
+        torch._dynamo.reset()
+        for call in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
+            assert torch.equal(call(torch.ones(2), (1, 32)), torch.full((2,), 2.0 + added))
+            assert torch.equal(call(torch.ones(2), block=(1, 32), factor=3.0), torch.full((2,), 3.0 + added))
+    with pytest.raises(TypeError, match="test_reference takes x, block, factor; it was given x"):
+        function(torch.ones(2))
+
+
 def test_a_process_group_goes_by_its_name() -> None:
     @operation("test_group", lambda x: like(x))
     def op(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -161,10 +186,15 @@ def test_descriptions_that_do_not_fit_are_refused() -> None:
         @operation("test_unknown", lambda: None)
         def f(x: dict[str, Tensor]) -> None: ...
 
-    with pytest.raises(TypeError, match=r"f\.x: a parameter of an operation is positional, and annotated"):
+    with pytest.raises(TypeError, match=r"f\.x: a parameter of an operation has a name, and an annotation"):
 
         @operation("test_unknown", lambda: None)
-        def f(*, x: Tensor) -> None: ...
+        def f(*x: Tensor) -> None: ...
+
+    with pytest.raises(TypeError, match=r"test_other takes \(x, factor\) and its reference \(x\); both have"):
+
+        @operation("test_other", lambda x: like(x), reference=lambda x: x)
+        def f(x: Tensor, factor: float) -> Tensor: ...
 
     with pytest.raises(TypeError, match="two arguments of the schema have one name: options_factor, options_factor,"):
 
@@ -386,7 +416,7 @@ def test_a_saved_tensor_that_was_changed_is_found() -> None:
 
 
 def test_the_example_of_the_documentation_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = Path(__file__).parents[2] / "docs" / "operations.md"
+    page = Path(__file__).parents[2] / "docs" / "contributing" / "operation.md"
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     (tmp_path / "documented_operation.py").write_text("\n\n".join(blocks))
     monkeypatch.syspath_prepend(tmp_path)

@@ -13,6 +13,7 @@ from te_models.kernels.gemm import (
     native,
     scaled_gemm,
     scaled_gemm_accumulate_,
+    using_cpu_gemm,
 )
 from te_models.kernels.gemm import (
     backends as backends,
@@ -102,10 +103,13 @@ def test_what_no_backend_multiplies_is_emulated() -> None:
 
 def test_explanation_counts_one_warning_and_strictness() -> None:
     left, right = pair("nvfp4", (32, 32, 64))
-    assert explain_gemm(left, right, torch.bfloat16) == (
+    expected = (
         "scaled_gemm runs as emulation; not native: it needs a CUDA device, this is cpu; not triton: it needs a CUDA "
         "device, this is cpu"
     )
+    for backend, more in (("bf16", ""), ("float32", "; this CPU multiplies the dequantized values in float32")):
+        with using_cpu_gemm(backend):  # type: ignore[arg-type]
+            assert explain_gemm(left, right, torch.bfloat16) == expected + more
     backends.reset_gemm_counts()
     scaled_gemm(left, right, torch.bfloat16)
     assert backends.gemm_counts() == {("scaled_gemm", "emulation"): 1}

@@ -1,4 +1,4 @@
-"""What each of the two processes of test_alone_ranks does: `python -m tests.layers.alone_ranks RESULTS`.
+"""What each of the two processes of test_alone_ranks does: `python -m tests.layers.alone_ranks RESULTS BACKEND`.
 
 Both train; in between rank 0 does something on its own while rank 1 waits for a word from it, which never comes if
 rank 0 waits for rank 1. Every rank writes the scales and histories of its layer as safetensors to RESULTS.<rank>.
@@ -64,12 +64,12 @@ CASES: dict[str, Callable[[Linear], None]] = {
 }
 
 
-def run(rank: int, case: str, *, compiled: bool) -> dict[str, Tensor]:
+def run(rank: int, case: str, backend: str | None) -> dict[str, Tensor]:
     """Return the scales and histories of three steps with what rank 0 does alone in between."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     layer = Linear(32, 32)
-    function = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    function = torch.compile(layer, fullgraph=True, backend=backend) if backend else layer
     scales, histories = [], []
     for step in range(3):
         x = torch.randn(4, 32, generator=torch.Generator().manual_seed(step)) * (1 + 3 * rank + step)
@@ -78,26 +78,26 @@ def run(rank: int, case: str, *, compiled: bool) -> dict[str, Tensor]:
         y.square().sum().backward()
         scales.append(layer.fp8_scale)
         histories.append(layer.fp8_history)
-        store, word = distributed_c10d._get_default_store(), f"{case} {compiled} {step}"
+        store, word = distributed_c10d._get_default_store(), f"{case} {backend} {step}"
         if rank == 0:
             CASES[case](layer)
             store.set(word, "done")
         else:
-            store.wait([word], timedelta(seconds=30))
+            store.wait([word], timedelta(seconds=120))
     return {"scales": torch.stack(scales), "histories": torch.stack(histories)}
 
 
-def main(results: str) -> None:
-    """Run every case on this rank."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+def main(results: str, backend: str) -> None:
+    """Run every case on this rank, eagerly and compiled by a backend."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=180))
     rank, found = dist.get_rank(), {}
     for case in CASES:
-        for compiled in (False, True):
-            for key, value in run(rank, case, compiled=compiled).items():
-                found[f"{case}/{'compiled' if compiled else 'eager'}/{key}"] = value.contiguous()
+        for name, chosen in (("eager", None), ("compiled", backend)):
+            for key, value in run(rank, case, chosen).items():
+                found[f"{case}/{name}/{key}"] = value.contiguous()
     save_file(found, f"{results}.{rank}")
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

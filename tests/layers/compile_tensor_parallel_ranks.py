@@ -1,5 +1,5 @@
 """What each of the two processes of test_compile_tensor_parallel does:
-`python -m tests.layers.compile_tensor_parallel_ranks CASES RESULTS`, with the names of the cases separated by commas.
+`python -m tests.layers.compile_tensor_parallel_ranks RESULTS CASES`, with the names of the cases separated by commas.
 
 Every case runs one split layer eagerly and compiled, and compares all bits: output, all gradients, live state. Its
 outcome, "ok" or a traceback, is written to RESULTS.<rank> as JSON.
@@ -110,4 +110,4 @@ CASES = cases()
 
 
 if __name__ == "__main__":
-    report_cases({name: CASES[name] for name in sys.argv[1].split(",")}, sys.argv[2])
+    report_cases({name: CASES[name] for name in sys.argv[2].split(",")}, sys.argv[1])

@@ -1,4 +1,4 @@
-"""What each of the two processes of test_delayed_ranks does: `python -m tests.layers.delayed_ranks RESULTS`.
+"""What each of the two processes of test_delayed_ranks does: `python -m tests.layers.delayed_ranks RESULTS CASES...`.
 
 Each rank trains weights of its own on inputs of its own scale, eagerly and compiled, with and without the reduction of
 amaxes, and writes the histories and scales of its layers as safetensors to RESULTS.<rank>.
@@ -98,8 +98,8 @@ def run(rank: int, *, compiled: bool, recipe: DelayedScaling, group: dist.Proces
     return {name: torch.stack(values) for name, values in found.items() if values}
 
 
-def main(results: str) -> None:
-    """Run every case on this rank."""
+def main(results: str, *names: str) -> None:
+    """Run the cases of these names on this rank."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=480))
     rank = dist.get_rank()
     alone = [dist.new_group([r]) for r in range(2)][rank]
@@ -110,7 +110,8 @@ def main(results: str) -> None:
         "no reduction": (False, DelayedScaling(amax_history_len=4, reduce_amax=False), None),
     }
     found = {}
-    for name, (compiled, recipe, group) in cases.items():
+    for name in names:
+        compiled, recipe, group = cases[name]
         for key, value in run(rank, compiled=compiled, recipe=recipe, group=group).items():
             found[f"{name}/{key}"] = value.contiguous()
     save_file(found, f"{results}.{rank}")
@@ -118,4 +119,4 @@ def main(results: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
 import sys
-import traceback
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -39,6 +36,7 @@ from te_models.layers import (
     share_scales,
 )
 from tests.layers.bits import same_bits, weight_quantizers
+from tests.ranks import report_cases
 
 U = 2.0**-24  # unit roundoff of float32
 RANKS, EXPERTS, OUT, IN, TOKENS = 2, 4, 256, 128, 256
@@ -413,20 +411,8 @@ def cases() -> dict[str, Callable[[DeviceMesh], None]]:
     return found
 
 
-def main(results: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (RANKS,))
-    outcome = {}
-    for name, case in cases().items():
-        try:
-            case(mesh)
-            outcome[name] = "ok"
-        except Exception:
-            outcome[name] = traceback.format_exc()
-    results.with_suffix(f".{dist.get_rank()}").write_text(json.dumps(outcome))
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    torch.set_num_threads(1)
+    report_cases(
+        {name: lambda case=case: case(init_device_mesh("cpu", (RANKS,))) for name, case in cases().items()}, sys.argv[1]
+    )

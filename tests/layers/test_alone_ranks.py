@@ -14,9 +14,10 @@ from tests.ranks import run_on_ranks
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
 
 
-def test_a_rank_may_do_something_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+def test_a_rank_may_do_something_alone(tmp_path: Path, backend: str) -> None:
     results = tmp_path / "results"
-    run_on_ranks(["-m", "tests.layers.alone_ranks", str(results)], timeout=240)
+    run_on_ranks(["-m", "tests.layers.alone_ranks", str(results), backend], timeout=240)
     first, second = (load_file(results.with_suffix(f".{rank}")) for rank in range(2))
     assert len(first) == 4 * len(CASES)
     for name, value in first.items():

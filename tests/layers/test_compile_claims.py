@@ -71,10 +71,7 @@ def test_process_group_on_a_quantizer_refused() -> None:
         Float8Quantizer(torch.ones(()), None, torch.float8_e4m3fn).__fx_repr__()
 
 
-# in every run by Inductor: the one with two copies that its C++ backend could not compile together
-_BY_INDUCTOR = [
-    pytest.param(n, "inductor", marks=() if n == "nvfp4_1d" else pytest.mark.slow) for n in weight_quantizers()
-]
+_BY_INDUCTOR = [pytest.param(n, "inductor", marks=pytest.mark.slow) for n in weight_quantizers()]
 
 
 @pytest.mark.matrix

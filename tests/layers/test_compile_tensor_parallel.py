@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.ranks import run_on_ranks
+from tests.ranks import outcomes_on_ranks
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
 
-FAST = (
-    "linear_row-sequence-block",
-    "layernorm_linear-sequence-nvfp4",
-    "mlp-delayed",
-    "grouped_row-block",
-)
-"""Run on every change: collectives of rows and of sums, groups, and the recipes that differ most from the others."""
+FAST = ("linear_row-sequence-block", "mlp-delayed")
+"""Run on every change: collectives of rows and of sums, with scales of this call and of earlier ones."""
 
 if torch.distributed.is_available():
     from tests.layers.compile_tensor_parallel_ranks import CASES
@@ -29,10 +23,9 @@ FULL = tuple(name for name in CASES if name not in FAST)
 
 def outcomes(folder: Path, cases: tuple[str, ...]) -> list[dict[str, str]]:
     """What every case came to, on either rank."""
-    results = folder / "results"
-    arguments = ["-m", "tests.layers.compile_tensor_parallel_ranks", ",".join(cases), str(results)]
-    run_on_ranks(arguments, timeout=120 + 60 * len(cases))
-    return [json.loads(results.with_suffix(f".{rank}").read_text()) for rank in range(2)]
+    return outcomes_on_ranks(
+        "tests.layers.compile_tensor_parallel_ranks", folder / "results", ",".join(cases), timeout=120 + 60 * len(cases)
+    )
 
 
 @pytest.fixture(scope="module")

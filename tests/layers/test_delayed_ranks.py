@@ -3,6 +3,8 @@ also where the compiled run goes on from a checkpoint. The ranks train weights o
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -13,17 +15,22 @@ from tests.ranks import run_on_ranks
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Tensor]]:
-    """What each rank found."""
-    results = tmp_path_factory.mktemp("delayed") / "results"
-    run_on_ranks(["-m", "tests.layers.delayed_ranks", str(results)], timeout=600)
+def found_by(folder: Path, *cases: str) -> list[dict[str, Tensor]]:
+    """What each rank found in these cases."""
+    results = folder / "results"
+    run_on_ranks(["-m", "tests.layers.delayed_ranks", str(results), *cases], timeout=600)
     return [load_file(results.with_suffix(f".{rank}")) for rank in range(2)]
 
 
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Tensor]]:
+    """What each rank found eagerly."""
+    return found_by(tmp_path_factory.mktemp("delayed"), "eager", "own group", "no reduction")
+
+
 @pytest.mark.slow
-def test_compiled_steps_with_a_resume_equal_eager_ones_on_each_rank(ranks: list[dict[str, Tensor]]) -> None:
-    for found in ranks:
+def test_compiled_steps_with_a_resume_equal_eager_ones_on_each_rank(tmp_path: Path) -> None:
+    for found in found_by(tmp_path, "eager", "compiled"):
         for key in ("outputs", "scales", "histories"):
             torch.testing.assert_close(found[f"compiled/{key}"], found[f"eager/{key}"], rtol=0, atol=0)
 

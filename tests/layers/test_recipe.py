@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from te_models.layers import (
     RECIPES,
@@ -114,15 +115,21 @@ def test_a_region_inside_a_calibrating_one_computes_under_its_recipe() -> None:
         assert not torch.equal(layer(x), expected)
 
 
+def test_a_reduction_group_is_a_process_group() -> None:
+    """Said where the region is opened, not at its exit after a whole step."""
+    with pytest.raises(ValueError, match="amax_reduction_group is a str; allowed: a process group"):
+        autocast(amax_reduction_group="dp")  # type: ignore[arg-type]
+
+
 def test_the_outermost_region_decides_the_reduction_group() -> None:
-    outer, inner = object(), object()  # never reduced over: nothing runs under delayed scaling
-    with autocast(amax_reduction_group=outer), autocast(amax_reduction_group=outer), autocast():  # type: ignore[arg-type]
+    outer, inner = dist.ProcessGroup(0, 1), dist.ProcessGroup(0, 1)  # never reduced over: nothing runs delayed
+    with autocast(amax_reduction_group=outer), autocast(amax_reduction_group=outer), autocast():
         pass
     for group in (None, outer):
         with (
-            autocast(enabled=False, amax_reduction_group=group),  # type: ignore[arg-type]
+            autocast(enabled=False, amax_reduction_group=group),
             pytest.raises(ValueError, match="amax_reduction_group is not that of the outermost autocast region"),
-            autocast(amax_reduction_group=inner),  # type: ignore[arg-type]
+            autocast(amax_reduction_group=inner),
         ):
             pass
     assert current_recipe() is None

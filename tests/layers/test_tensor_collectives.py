@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
-from tests.ranks import run_on_ranks
+from tests.ranks import outcomes_on_ranks
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
 
@@ -23,8 +21,7 @@ else:
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """What every case came to, on either rank."""
     results = tmp_path_factory.mktemp("collectives") / "results"
-    run_on_ranks(["-m", "tests.layers.tensor_collective_ranks", str(results)], timeout=300)
-    return [json.loads(results.with_suffix(f".{rank}").read_text()) for rank in range(2)]
+    return outcomes_on_ranks("tests.layers.tensor_collective_ranks", results, timeout=300)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -3,13 +3,11 @@ test_compile_tensor_parallel."""
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
 from te_models.layers import GroupedLinear, LayerNormLinear, Linear
-from tests.ranks import run_on_ranks
+from tests.ranks import outcomes_on_ranks
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
 
@@ -23,8 +21,7 @@ else:
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """What every case came to, on either rank."""
     results = tmp_path_factory.mktemp("tensor_parallel") / "results"
-    run_on_ranks(["-m", "tests.layers.tensor_parallel_ranks", str(results)], timeout=400)
-    return [json.loads(results.with_suffix(f".{rank}").read_text()) for rank in range(2)]
+    return outcomes_on_ranks("tests.layers.tensor_parallel_ranks", results, timeout=400)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -102,6 +102,7 @@ def test_the_model_comes_back(llama: torch.nn.Module, tmp_path: Path) -> None:
     out = tmp_path / "hf"
     out.mkdir()
     smollm.convert_gguf(tmp_path / "model.gguf", out)
+    assert (out / "model.safetensors").stat().st_mode == (out / "config.json").stat().st_mode
     back = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16)
     assert back.state_dict().keys() == llama.state_dict().keys()
     for name, weight in llama.state_dict().items():

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
 
-from tests.covering import chosen
+from tests.covering import cell_of, chosen
 
 CELLS = [dict(zip("abc", cell, strict=True)) for cell in itertools.product(range(4), range(3), range(5))]
 
@@ -25,3 +26,14 @@ def test_cells_that_are_not_a_full_product_are_covered_too() -> None:
     cells = [{"a": 0, "b": 0}, {"a": 1, "b": 1}, {"a": 1, "b": 2}, {"a": 0, "b": 2}]
     assert chosen(cells, 1) == [0, 1, 2]
     assert chosen(cells, 2) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("shape", [[2, 3], (2, 3)], ids=["list", "tuple"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("flag", [True, 1])
+def test_equal_parameters_are_one_value(
+    flag: int, dtype: torch.dtype, shape: object, request: pytest.FixtureRequest
+) -> None:
+    found = cell_of(request.node)
+    assert found["dtype"] == (torch.dtype, dtype) and found["flag"] == (type(flag), flag)
+    assert found["shape"] == ((tuple, shape) if isinstance(shape, tuple) else id(shape))

@@ -35,7 +35,28 @@ def test_fill_needs_its_markers() -> None:
         fill("<!-- begin x -->\n<!-- end x -->", "y", "new")
 
 
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and MkDocs make them."""
+    headings = re.findall(r"^#+ (.*)", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {
+        re.sub(r"[^\w\- ]", "", re.sub(r"\[(.*?)\]\(.*?\)", r"\1", h)).strip().lower().replace(" ", "-")
+        for h in headings
+    }
+
+
 def test_links_between_pages_lead_somewhere() -> None:
-    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]:
-        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
-            assert (page.parent / Path(link)).exists(), f"{page.name} links to {link}"
+    for page in PAGES:
+        for link, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", page.read_text(encoding="utf-8")):
+            target = page.parent / link if link else page
+            assert target.exists(), f"{page.name} links to {link}"
+            assert not anchor or anchor in anchors(target), f"{page.name} links to {link}#{anchor}"
+
+
+def test_files_that_the_layout_page_names_exist() -> None:
+    page = (ROOT / "docs/layout.md").read_text(encoding="utf-8").partition("## Where is")[2]
+    named = re.findall(r"`([\w/]+\.py)`", page)
+    assert len(named) > 10
+    assert [name for name in named if not (ROOT / name).exists() and "NAME" not in name] == []

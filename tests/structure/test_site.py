@@ -1,4 +1,4 @@
-"""The documentation site builds without a warning, and its reference has every public name."""
+"""The documentation site builds without a warning, and its reference has every public name with its example."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from docs import site
+from docs.examples_of import EXAMPLES, examples
 from tests.structure.tree import ROOT
 
 
@@ -30,6 +31,13 @@ def test_the_reference_has_every_public_name(html: Path) -> None:
         page = (html / "reference" / f"{package}.html").read_text(encoding="utf-8")
         missing = [name for name in site.public_names(package) if f'id="{package}.{name}"' not in page]
         assert missing == [], package
+
+
+def test_the_reference_shows_the_examples(html: Path) -> None:
+    for package in EXAMPLES:
+        page = (html / "reference" / f"{package}.html").read_text(encoding="utf-8")
+        shown = {name for example in examples(package) for name in example.names}
+        assert page.count("<strong>Example</strong>") == len(shown), package
 
 
 def test_every_page_is_in_the_navigation(html: Path) -> None:

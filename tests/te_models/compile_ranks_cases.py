@@ -1,4 +1,6 @@
-"""What each process of test_compile_ranks does: `python -m tests.te_models.compile_ranks_cases CASE RESULTS`."""
+"""What each process of test_compile_ranks does:
+`python -m tests.te_models.compile_ranks_cases RESULTS CASES BACKEND`, with the names of the cases separated by commas.
+"""
 
 from __future__ import annotations
 
@@ -47,10 +49,14 @@ class Graphs:
             f"{node.op} {getattr(node.target, '__name__', node.target)} {len(node.args)}" for node in graph.graph.nodes
         )
         self.seen.append(hashlib.sha256(text.encode()).hexdigest())
-        return lookup_backend("aot_eager")(graph, inputs)
+        return lookup_backend(BACKEND)(graph, inputs)
 
 
-TIMEOUT_S, SHORT_TIMEOUT_S = 120, 10
+BACKEND = "aot_eager"
+TIMEOUT_S = 600.0
+"""For ranks that come."""
+PATIENCE_S = 10.0
+"""For one that does not, and at first for one that does: at least as long as the longest training case has taken."""
 
 
 def build(kind: str) -> GPTModel:
@@ -91,7 +97,7 @@ def train(kind: str, mode: str, name: str | None = None, *, late: bool = False, 
 
 def desert(kind: str, mode: str = "whole") -> dict[str, Any]:
     """Rank 1 calls the model once less than the others, and waits at the end."""
-    model = compile_model(build(kind), mode, backend=Graphs(), timeout_s=SHORT_TIMEOUT_S)
+    model = compile_model(build(kind), mode, backend=Graphs(), timeout_s=PATIENCE_S)
     ids = token_ids(2, 9)
     model(ids)
     return {"error": None if dist.get_rank() == 1 else _error_of(lambda: model(ids))}
@@ -99,7 +105,7 @@ def desert(kind: str, mode: str = "whole") -> dict[str, Any]:
 
 def absent(kind: str, mode: str = "whole") -> dict[str, Any]:
     """Rank 1 never calls the model, so that the others wait for it while they compile."""
-    model = compile_model(build(kind), mode, backend=Graphs(), timeout_s=SHORT_TIMEOUT_S)
+    model = compile_model(build(kind), mode, backend=Graphs(), timeout_s=PATIENCE_S)
     return {"error": None if dist.get_rank() == 1 else _error_of(lambda: model(token_ids(2, 9)))}
 
 
@@ -107,7 +113,7 @@ def uncompiled() -> dict[str, Any]:
     """Rank 1 does not compile its model."""
     if dist.get_rank() == 1:
         return {"error": None}
-    return {"error": _error_of(lambda: compile_model(build("dense"), backend=Graphs(), timeout_s=SHORT_TIMEOUT_S))}
+    return {"error": _error_of(lambda: compile_model(build("dense"), backend=Graphs(), timeout_s=PATIENCE_S))}
 
 
 def stages() -> dict[str, Any]:
@@ -117,7 +123,7 @@ def stages() -> dict[str, Any]:
     groups = [dist.new_group([r for r in range(ranks) if r % 2 == stage]) for stage in (0, 1)]
     stage, graphs = rank % 2, Graphs()
     model = build("dense" if stage else "moe")
-    options = {"backend": graphs, "timeout_s": SHORT_TIMEOUT_S}
+    options = {"backend": graphs, "timeout_s": PATIENCE_S}
     try:
         compile_model(model, process_group=groups[1 - stage], **options)
         refusal = None
@@ -156,14 +162,21 @@ CASES = {
 }
 
 
-def main(cases: str, results: str) -> None:
+def main(results: str, cases: str, backend: str) -> None:
     """Run the cases, separated by commas, on this rank."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
+    global BACKEND, PATIENCE_S
+    BACKEND = backend
+    dist.init_process_group("gloo", timeout=timedelta(seconds=1200))
     outcomes = {}
     for case in cases.split(","):
         torch._dynamo.reset()
         dist.barrier()  # who waited in vain comes late to the next case
+        begun = time.monotonic()
         outcomes[case] = CASES[case]()
+        if "error" not in outcomes[case]:
+            longest = torch.tensor(time.monotonic() - begun)
+            dist.all_reduce(longest, dist.ReduceOp.MAX)
+            PATIENCE_S = max(PATIENCE_S, longest.item())
     Path(f"{results}.{dist.get_rank()}").write_text(json.dumps(outcomes))
     dist.barrier()
     dist.destroy_process_group()

@@ -1,5 +1,5 @@
 """What each of the two processes of test_expert_bias does:
-`python -m tests.te_models.expert_bias_ranks FOLDER RESULTS`.
+`python -m tests.te_models.expert_bias_ranks RESULTS FOLDER`.
 
 In every case two steps of two micro-batches of the model in FOLDER move its biases as in one process that sees all
 tokens, to the same bits on both ranks.
@@ -123,4 +123,4 @@ CASES = (
 )
 
 if __name__ == "__main__":
-    report_cases({case.__name__: functools.partial(case, Path(sys.argv[1])) for case in CASES}, sys.argv[2])
+    report_cases({case.__name__: functools.partial(case, Path(sys.argv[2])) for case in CASES}, sys.argv[1])

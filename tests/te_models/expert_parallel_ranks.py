@@ -1,4 +1,4 @@
-"""What each process of test_expert_parallel does: this module is run with FOLDERS, RESULTS and the cases.
+"""What each process of test_expert_parallel does: this module is run with RESULTS, FOLDERS and the cases.
 
 Every rank builds or loads the whole model and the one whose experts are distributed, gives the latter its own part of a
 batch, and compares. Its outcomes, "ok" or a traceback by case, are written to RESULTS.<rank>. FOLDERS holds a model
@@ -7,9 +7,9 @@ folder for each case of FOLDER_CASES.
 
 from __future__ import annotations
 
-import json
+import functools
 import sys
-import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -24,6 +24,7 @@ from te_models.checkpoints.plan.rank_shards import Place, parts
 from te_models.layers import GroupedTensor, QuantizedTensor, autocast, recipe
 from te_models.training.ranks.data_parallel import Ranks, average_gradients
 from tests.layers.bits import raw
+from tests.ranks import report_cases
 from tests.te_models.configs import VARIANTS, one_layer, tiny_moe, token_ids
 from tests.te_models.split_model_ranks import Reads
 
@@ -51,7 +52,7 @@ CASES = (
     "stored_by_recipe",
 )
 FOUR_RANKS = ("split_and_distributed_plain", "split_and_distributed_mxfp8")
-FOLDERS = Path(sys.argv[1] if len(sys.argv) > 1 else "")
+FOLDERS = Path(sys.argv[2] if len(sys.argv) > 2 else "")
 
 
 def both(config, dtype: torch.dtype = torch.float32) -> tuple[GPTModel, GPTModel]:
@@ -320,26 +321,14 @@ def split_and_distributed_mxfp8() -> None:
     split_and_distributed("split-mxfp8")
 
 
-def main() -> None:
-    results = Path(sys.argv[2])
-    dist.init_process_group("gloo")
-    outcomes = {}
-    for case in sys.argv[3:]:
-        try:
-            if case in MODEL_CASES:
-                model_case(*case.split("-"))
-            elif case in FOLDER_CASES:
-                folder_case(FOLDERS / case, FOLDERS / f"{case}-saved")
-            else:
-                globals()[case]()
-            outcomes[case] = "ok"
-        except Exception:
-            outcomes[case] = traceback.format_exc()
-        torch._dynamo.reset()
-    results.with_suffix(f".{dist.get_rank()}").write_text(json.dumps(outcomes))
-    dist.barrier()
-    dist.destroy_process_group()
+def case_of(name: str) -> Callable[[], None]:
+    """Of MODEL_CASES, of FOLDER_CASES, or a function here."""
+    if name in MODEL_CASES:
+        return functools.partial(model_case, *name.split("-"))
+    if name in FOLDER_CASES:
+        return functools.partial(folder_case, FOLDERS / name, FOLDERS / f"{name}-saved")
+    return globals()[name]
 
 
 if __name__ == "__main__":
-    main()
+    report_cases({name: case_of(name) for name in sys.argv[3:]}, sys.argv[1])

@@ -1,14 +1,12 @@
-"""What each of the two processes of test_compile_fsdp does: `python -m tests.te_models.fsdp_model_ranks CASES RESULTS`.
+"""What each of the two processes of test_compile_fsdp does: `python -m tests.te_models.fsdp_model_ranks RESULTS CASES`.
 
 A case is KIND-RECIPE-STORAGE-ORDER. Its outcome, "ok" or a traceback, is written to RESULTS.<rank> as JSON.
 """
 
 from __future__ import annotations
 
-import json
 import sys
-import traceback
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -22,6 +20,7 @@ from te_models import GPTModel, MLPConfig, compile_model
 from te_models.layers import FusedAdamW, QuantizedTensor, autocast, quantized_model_init, recipe
 from tests.layers.bits import raw
 from tests.layers.matrix_recipes import compute_the_loss_as_compiled
+from tests.ranks import report_cases
 from tests.te_models.configs import tiny, tiny_moe, token_ids
 
 WIDE = {"hidden_size": 64, "mlp": MLPConfig(ffn_hidden_size=64)}
@@ -120,29 +119,18 @@ OTHERS = {
 }
 
 
-def main(cases: str, results: str) -> None:
-    """Run the cases, separated by commas, on this rank."""
-    torch.set_num_threads(1)
-    compute_the_loss_as_compiled(pytest.MonkeyPatch())
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (2,))
-    outcome = {}
-    for case in cases.split(","):
-        torch._dynamo.reset()
-        counters.clear()
-        try:
-            if case in OTHERS:
-                OTHERS[case](mesh)
-            else:
-                kind, name, storage, first = case.split("-")
-                plain = None if name == "none" else name
-                compiled_blocks_train_as_eager(kind, plain, storage == "stored", first, mesh)
-            outcome[case] = "ok"
-        except Exception:
-            outcome[case] = traceback.format_exc()
-    Path(f"{results}.{dist.get_rank()}").write_text(json.dumps(outcome))
-    dist.destroy_process_group()
+def case_of(name: str) -> Callable[[], None]:
+    """KIND-RECIPE-STORAGE-ORDER, or one of OTHERS."""
+    if name in OTHERS:
+        return lambda: OTHERS[name](init_device_mesh("cpu", (2,)))
+    kind, recipe, storage, first = name.split("-")
+    plain = None if recipe == "none" else recipe
+    return lambda: compiled_blocks_train_as_eager(
+        kind, plain, storage == "stored", first, init_device_mesh("cpu", (2,))
+    )
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    torch.set_num_threads(1)
+    compute_the_loss_as_compiled(pytest.MonkeyPatch())
+    report_cases({name: case_of(name) for name in sys.argv[2].split(",")}, sys.argv[1])

@@ -1,4 +1,4 @@
-"""What each of the two processes of test_split_model does: this module is run with FOLDERS, RESULTS and the cases.
+"""What each of the two processes of test_split_model does: this module is run with RESULTS, FOLDERS and the cases.
 
 FOLDERS holds a model folder per case. Every case loads its model whole and split over the two ranks, and compares what
 is read, outputs, gradients, generation and what is saved. Its outcome, "ok" or a traceback, is written to
@@ -7,11 +7,10 @@ RESULTS.<rank>.
 
 from __future__ import annotations
 
-import json
+import functools
 import math
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from te_models.layers import QuantizedTensor
 from te_models.memory import return_freed_memory
 from tests.checkpoints.memory_child import anonymous
 from tests.layers.bits import same_bits
+from tests.ranks import report_cases
 
 RANKS = 2
 CASES = (
@@ -220,27 +220,15 @@ def compiled(folder: Path) -> None:
     got.loss.backward()
 
 
-def main() -> None:
-    folders, results = Path(sys.argv[1]), Path(sys.argv[2])
-    dist.init_process_group("gloo")
-    outcomes = {}
-    for case in sys.argv[3:]:
-        try:
-            if case.startswith("compiled-"):
-                compiled(folders / case.removeprefix("compiled-"))
-            elif case == "memory":
-                check_memory(folders / "memory-saved")
-            elif case in QUANTIZED_CASES:
-                check_quantized(folders / case, folders / f"{case}-saved")
-            else:
-                check(folders / case, folders / f"{case}-saved")
-            outcomes[case] = "ok"
-        except Exception:
-            outcomes[case] = traceback.format_exc()
-    results.with_suffix(f".{dist.get_rank()}").write_text(json.dumps(outcomes))
-    dist.barrier()
-    dist.destroy_process_group()
+def case_of(name: str, folders: Path) -> Callable[[], None]:
+    """Of a model's name, of "compiled-" and a name, or "memory"."""
+    if name.startswith("compiled-"):
+        return functools.partial(compiled, folders / name.removeprefix("compiled-"))
+    if name == "memory":
+        return functools.partial(check_memory, folders / "memory-saved")
+    function = check_quantized if name in QUANTIZED_CASES else check
+    return functools.partial(function, folders / name, folders / f"{name}-saved")
 
 
 if __name__ == "__main__":
-    main()
+    report_cases({name: case_of(name, Path(sys.argv[2])) for name in sys.argv[3:]}, sys.argv[1])

@@ -14,9 +14,11 @@ from te_models import compare_logits as agreement
 from te_models.checkpoints import import_hf, quantize
 from te_models.cli.main import main
 from te_models.compare_logits import compare_logits, kl_divergence, load_theirs
-from tests.checkpoints import quantized_cases, test_text_part
+from tests.checkpoints import quantized_cases
 from tests.checkpoints.family_cases import CASES, make
 from tests.checkpoints.hf_cases import transformers
+from tests.checkpoints.test_text_part import make as make_with_images
+from tests.checkpoints.test_text_part import save as save_with_images
 from tests.te_models.hf_models import CASES as FIRST
 from tests.te_models.hf_models import hf_model
 
@@ -76,7 +78,7 @@ CODE = {"AutoConfig": "configuration.Config", "AutoModelForCausalLM": "modeling.
 def test_folders_that_transformers_does_not_open_by_itself_agree(tmp_path: Path) -> None:
     """A model that sees images and has no class for text alone, a kind that only has code of its own, which is not run,
     and fields of published files that transformers ignores, takes for another value, or cannot run with."""
-    images = test_text_part.save(test_text_part.make("mistral3-of-ministral3"), tmp_path / "mistral3")
+    images = save_with_images(make_with_images("mistral3-of-ministral3"), tmp_path / "mistral3")
     kimi = save("deepseek_v3", tmp_path / "kimi")
     edit_config(kimi, model_type="kimi_k2", auto_map=CODE)
     minimax = save("minimax_m2", tmp_path / "minimax")

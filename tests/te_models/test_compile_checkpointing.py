@@ -24,15 +24,6 @@ pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
 ]
 NAMES = (None, "delayed", "current", "block", "mxfp8", "nvfp4")
-FAST = {("dense", "whole", "nvfp4"), ("dense", "block", "nvfp4"), ("dense", "block", "delayed")}
-"""(model, mode, recipe) that run on every change; the rest is slow."""
-CASES = [
-    pytest.param(*case, marks=() if case in FAST else pytest.mark.slow, id=f"{kind}-{mode}-{name}")
-    for kind in ("dense", "moe")
-    for mode in ("whole", "block")
-    for name in NAMES
-    for case in [(kind, mode, name)]
-]
 
 
 def build(kind: str = "dense", *, recompute: bool = True) -> GPTModel:
@@ -56,7 +47,9 @@ def two_steps(model: GPTModel, name: str | None) -> list[list[Tensor]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "mode", "name"), CASES)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("mode", ["whole", "block"])
+@pytest.mark.parametrize("kind", ["dense", "moe"])
 def test_the_first_call_compiles_and_computes_what_eager_does(kind: str, mode: str, name: str | None) -> None:
     model = build(kind)
     expected, got = two_steps(build(kind), name), two_steps(compile_model(model, mode, backend="aot_eager"), name)
@@ -70,7 +63,7 @@ def test_the_first_call_compiles_and_computes_what_eager_does(kind: str, mode: s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["nvfp4", pytest.param("delayed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["nvfp4", "delayed"])
 def test_the_training_step_compiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     losses = []
@@ -127,7 +120,7 @@ def test_operations_recompute_in_the_first_call_of_a_graph(name: str) -> None:
         torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["delayed", "nvfp4"])
+@pytest.mark.parametrize("name", ["delayed", pytest.param("nvfp4", marks=pytest.mark.slow)])
 def test_an_eager_checkpoint_around_a_graph_is_refused(name: str) -> None:
     layer = Linear(64, 64)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")

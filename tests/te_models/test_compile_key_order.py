@@ -44,7 +44,10 @@ def call(order: Any, recipe_values: dict[str, Any], backend: Any) -> float:
         return compiled(ids, **order({"labels": ids, "return_logits": False})).loss.item()
 
 
-@pytest.mark.parametrize("name", RECIPES)
+# the last one has the others' parts
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "per_module" else pytest.mark.slow) for name in RECIPES]
+)
 def test_one_graph_serves_every_order(name: str) -> None:
     counter = CompileCounterWithBackend("eager")
     losses = {call(order, RECIPES[name], counter) for order in (dict, backwards)}

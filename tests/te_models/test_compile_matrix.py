@@ -1,5 +1,8 @@
 """Blocks and models in bfloat16 and under every recipe, with weights stored plain and quantized: one graph, whatever
-changes between calls but the recipe's value. The layers' part of this matrix is tests/layers/test_compile_layers.py."""
+changes between calls but the recipe's value.
+
+The layers' part of this matrix is tests/layers/test_compile_layers.py.
+"""
 
 from __future__ import annotations
 
@@ -28,16 +31,9 @@ from tests.te_models.configs import one_layer, tiny, tiny_moe, token_ids
 BF16 = torch.bfloat16
 
 KINDS = ("attention", "transformer_layer", "moe_layer", "gpt_dense", "gpt_moe")
-FAST = {
-    ("transformer_layer", "mxfp8", True, True),
-    ("moe_layer", "delayed", False, True),
-    ("gpt_moe", "block", True, True),
-}
-"""(kind, recipe, weights stored quantized, with a backward pass) that run on every change; the rest is slow."""
 MATRIX = [
     pytest.param(
         *case,
-        marks=() if case in FAST else pytest.mark.slow,
         id=f"{kind}-{label(name, stored, train)}",
     )
     for kind in KINDS

@@ -1,4 +1,8 @@
-"""Models under torch.compile(fullgraph=True): one graph, forward and backward, and no recompilation as data changes."""
+"""Models under torch.compile(fullgraph=True): one graph, forward and backward, and no recompilation as data changes.
+
+A claim about the number of graphs is tested on one layer and with the backend that compiles nothing ("eager") where the
+claim does not need more; the backward graph needs "aot_eager". All variants, whole and backward, are in the full run.
+"""
 
 from __future__ import annotations
 
@@ -45,19 +49,29 @@ def count(backend: str = "aot_eager") -> CompileCounterWithBackend:
     return CompileCounterWithBackend(backend)
 
 
-# Traced forward and backward in every run; the others forward only, and all of them backward in the full run.
-REPRESENTATIVE = ("mixed_layers", "softcaps", "qk_full", "moe_sigmoid_groups", "moe_shared")
+# Every kind of attention, of positions and of experts, in one layer where the variant has no kinds of layers.
+EVERYDAY = {
+    "softcaps": "aot_eager",
+    "moe_sigmoid_groups": "aot_eager",
+    "mixed_layers": "eager",
+    "chunked_l2_temperature": "eager",
+    "latent": "eager",
+    "qk_full": "eager",
+    "sinks_clip": "eager",
+    "learned_positions": "eager",
+    "dynamic_rope": "eager",
+    "moe_shared": "eager",
+    "moe_biases": "eager",
+}
 MATRIX = [
-    *((name, "eager") for name in VARIANTS if name not in REPRESENTATIVE),
-    *((name, "aot_eager") for name in REPRESENTATIVE),
-    *(pytest.param(name, "aot_eager", marks=pytest.mark.slow) for name in VARIANTS if name not in REPRESENTATIVE),
+    *((name, backend, len(set(VARIANTS[name].layer_types)) == 1) for name, backend in EVERYDAY.items()),
+    *(pytest.param(name, "aot_eager", False, marks=pytest.mark.slow) for name in VARIANTS),
 ]
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(("name", "backend"), MATRIX)
-def test_every_variant_is_one_graph(name: str, backend: str) -> None:
-    model = build(name)
+@pytest.mark.parametrize(("name", "backend", "shallow"), MATRIX)
+def test_every_variant_is_one_graph(name: str, backend: str, shallow: bool) -> None:
+    model = build(name, shallow=shallow)
     ids = token_ids(2, 9)
     expected = loss_and_gradients(model, model, ids)
     counter = count(backend)
@@ -84,7 +98,9 @@ def test_inductor_agrees_with_eager(name: str, monkeypatch: pytest.MonkeyPatch) 
             assert (a - b).abs().max() <= 2e-5 * b.abs().max().clamp(min=1e-6)
 
 
+@torch.no_grad()
 def test_inductor_in_bfloat16_is_as_exact_as_eager() -> None:
+    """What of a whole model Inductor compiles in every run; layers and gradients: tests/layers, and the full run."""
     model = build("dense", shallow=True, params_dtype=torch.bfloat16)
     twin = copy.deepcopy(model).float()
     ids = token_ids(4, 17)
@@ -135,7 +151,7 @@ def test_dynamic_from_the_start_compiles_once() -> None:
 
 def test_routing_and_loss_weights_do_not_recompile() -> None:
     """All tokens to the same experts, then to others: only data for the graph."""
-    model = build("moe")
+    model = build("moe", shallow=True)
     counter = count("eager")
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     ids = token_ids(2, 9)
@@ -156,7 +172,7 @@ def test_routing_and_loss_weights_do_not_recompile() -> None:
 
 def test_an_expert_without_tokens_in_a_compiled_step() -> None:
     torch.manual_seed(0)
-    model = GPTModel(tiny_moe(RouterConfig(score="sigmoid", expert_bias=True)))
+    model = GPTModel(one_layer(tiny_moe(RouterConfig(score="sigmoid", expert_bias=True))))
     for layer in model.decoder.layers:
         layer.mlp.router.expert_bias.copy_(torch.tensor([0.0, 9.0, 9.0, -9.0]))
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -164,7 +180,7 @@ def test_an_expert_without_tokens_in_a_compiled_step() -> None:
     model.zero_grad()
     output = compiled(ids, labels=ids)
     output.loss.backward()
-    assert output.tokens_per_expert.tolist() == [[0, 18, 18, 0]] * 2
+    assert output.tokens_per_expert.tolist() == [[0, 18, 18, 0]]
     for layer in model.decoder.layers:
         gradient = layer.mlp.experts.linear_fc1.weight.grad
         assert gradient[[0, 3]].abs().max() == 0
@@ -188,7 +204,7 @@ def texts_mask(length: int) -> Tensor:
     ids=["padding", "several texts"],
 )
 def test_masks_do_not_recompile(masks: list[Tensor]) -> None:
-    model = build("moe")
+    model = build("moe", shallow=True)
     counter = count("eager")
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     ids = token_ids(2, 9)
@@ -198,9 +214,12 @@ def test_masks_do_not_recompile(masks: list[Tensor]) -> None:
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("name", ["dense", "moe"])
-def test_activation_checkpointing_is_one_graph(name: str) -> None:
-    model = build(name, activation_checkpointing=True)
+@pytest.mark.parametrize(
+    ("name", "shallow"),
+    [("moe", True), *(pytest.param(name, False, marks=pytest.mark.slow) for name in ("dense", "moe"))],
+)
+def test_activation_checkpointing_is_one_graph(name: str, shallow: bool) -> None:
+    model = build(name, shallow=shallow, activation_checkpointing=True)
     ids = token_ids(2, 9)
     expected = loss_and_gradients(model, model, ids)
     counter = count()
@@ -210,8 +229,8 @@ def test_activation_checkpointing_is_one_graph(name: str) -> None:
 
 
 def test_switching_between_training_and_evaluation() -> None:
-    model = build("moe")
-    counter = count()
+    model = build("moe", shallow=True)
+    counter = count("eager")
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     ids = token_ids(2, 9)
     for _ in range(2):
@@ -224,10 +243,15 @@ def test_switching_between_training_and_evaluation() -> None:
     assert not counters["graph_break"]
 
 
+# The layers' part, under every recipe, is tests/layers/test_compile_layers.py.
 @pytest.mark.parametrize(
-    "recipe", [Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling], ids=lambda r: r.__name__
+    ("name", "recipe"),
+    [
+        pytest.param(name, recipe, marks=() if (name, recipe) == ("moe", MXFP8BlockScaling) else pytest.mark.slow)
+        for name in ("dense", "moe")
+        for recipe in (Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling)
+    ],
 )
-@pytest.mark.parametrize("name", ["dense", "moe"])
 def test_fp8_recipes_are_one_graph(name: str, recipe: type) -> None:
     """Recipes of equal value, created anew for each step, share the graph."""
     model = build(name, shallow=True, params_dtype=torch.bfloat16)
@@ -245,9 +269,9 @@ def test_fp8_recipes_are_one_graph(name: str, recipe: type) -> None:
 
 
 def test_torch_autocast_is_one_graph() -> None:
-    model = build("moe")
+    model = build("moe", shallow=True)
     ids = token_ids(2, 9)
-    counter = count()
+    counter = count("eager")
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     with torch.amp.autocast("cpu", dtype=torch.bfloat16):
         expected = model(ids, labels=ids).loss
@@ -263,7 +287,7 @@ def test_compile_model(mode: str) -> None:
     names = [key for key, _ in model.named_parameters()]
     ids = token_ids(2, 9)
     expected = loss_and_gradients(model, model, ids)
-    counter = count()
+    counter = count("eager")
     assert compile_model(model, mode, backend=counter) is model
     assert_same(loss_and_gradients(model, model, ids), expected)
     assert counter.frame_count == (1 if mode == "whole" else 2)  # one that both layers share, and the output layer's

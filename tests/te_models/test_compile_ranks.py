@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from tests.ranks import run_on_ranks
+from tests.ranks import outcomes_on_ranks
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
 
@@ -19,19 +18,19 @@ MISSING = {"desert": "call a compiled model", "absent": "call a compiled model",
 """In vain, with the rank that is missing."""
 MISSING_CASES = (*MISSING, "block_desert", "block_absent")
 LAUNCHES = {
-    "two": (2, ("block", "delayed", *MISSING)),
-    "four": (4, ("slow", "stages")),
-    "two_full": (2, ("dense", "moe", "late", "slow", "mxfp8", "block_delayed", "block_desert", "block_absent")),
-    "four_full": (4, (*(case for case in TRAINED if case != "slow"), *MISSING)),
+    "two": (2, ("block", "delayed", "desert"), "eager"),
+    "two_full": (2, (*TRAINED, *MISSING_CASES), "aot_eager"),
+    "four_full": (4, (*TRAINED, "stages", *MISSING), "aot_eager"),
 }
-"""How many ranks run which cases, one after the other; the full ones are slow."""
+"""How many ranks run which cases, one after the other, and the backend; the full ones are slow. Graphs are counted and
+ranks are awaited in front of the backend, so the one that compiles nothing does for every run."""
 
 
 def cases(missing: bool) -> list[Any]:
     """The (launch, case) in which a rank is missing, or those in which none is."""
     return [
         pytest.param(name, case, marks=pytest.mark.slow if name.endswith("full") else (), id=f"{name}-{case}")
-        for name, (_, cases) in LAUNCHES.items()
+        for name, (_, cases, _) in LAUNCHES.items()
         for case in cases
         if case in (MISSING_CASES if missing else TRAINED)
     ]
@@ -43,11 +42,13 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[d
 
     @functools.cache
     def run(launch: str) -> list[dict[str, Any]]:
-        ranks, cases = LAUNCHES[launch]
+        ranks, cases, backend = LAUNCHES[launch]
         results = tmp_path_factory.mktemp(launch) / "results"
-        arguments = ["-m", "tests.te_models.compile_ranks_cases", ",".join(cases), str(results)]
-        run_on_ranks(arguments, ranks=ranks, timeout=100 + 100 * ranks * len(cases))
-        return [json.loads(results.with_suffix(f".{rank}").read_text()) for rank in range(ranks)]
+        arguments = (",".join(cases), backend)
+        timeout = 100 + 100 * ranks * len(cases)
+        module = "tests.te_models.compile_ranks_cases"
+        fresh = launch.endswith("full")  # ranks whose sets have other orders
+        return outcomes_on_ranks(module, results, *arguments, ranks=ranks, timeout=timeout, fresh=fresh)
 
     return run
 
@@ -77,9 +78,10 @@ def test_a_timeout_names_the_missing_rank(launch: str, case: str, outcomes: Call
             assert expected in outcome[case]["error"]
 
 
+@pytest.mark.slow
 def test_groups_compile_apart(outcomes: Callable) -> None:
     """Ranks of a process group compile together, and wait for no others, which call another model less often."""
-    found = [outcome["stages"] for outcome in outcomes("four")]
+    found = [outcome["stages"] for outcome in outcomes("four_full")]
     assert found[0]["graphs"] == found[2]["graphs"] and found[1]["graphs"] == found[3]["graphs"]
     assert len(found[0]["graphs"]) == len(found[1]["graphs"]) == 2 and found[0]["graphs"] != found[1]["graphs"]
     assert [f["refusal"] for f in found] == [

@@ -78,6 +78,7 @@ def test_lists_become_tuples_and_integers_become_floats() -> None:
     ("build", "says"),
     [
         (lambda: tiny(vocab_size=0), "vocab_size is 0"),
+        (lambda: tiny(num_layers=2001), "num_layers is 2001; allowed: at most 2000"),
         (lambda: tiny(num_layers=True), "ModelConfig.num_layers is True; allowed: an integer"),
         (lambda: tiny(hidden_size=32.0), "ModelConfig.hidden_size is 32.0; allowed: an integer"),
         (lambda: tiny(block="prenorm"), "ModelConfig.block is 'prenorm'; allowed: 'pre', 'post'"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from te_models import GPTModel, compile_model, generate, update_expert_bias
 from te_models.layers import autocast, checkpoint, recipe
 from te_models.model.expert_bias import biases_and_counts, has_expert_bias, max_load
-from tests.ranks import run_on_ranks
+from tests.ranks import outcomes_on_ranks
 from tests.te_models.configs import VARIANTS, one_layer, tiny_moe, token_ids
 
 # The compiler itself looks at the gradients of a compiled layer's inputs, which are not leaves.
@@ -195,10 +194,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """What every case came to, on either rank."""
     folder = tmp_path_factory.mktemp("balance")
     build().save_pretrained(folder / "model")
-    run_on_ranks(
-        ["-m", "tests.te_models.expert_bias_ranks", str(folder / "model"), str(folder / "results")], timeout=99
-    )
-    return [json.loads((folder / f"results.{rank}").read_text()) for rank in range(2)]
+    return outcomes_on_ranks("tests.te_models.expert_bias_ranks", folder / "results", str(folder / "model"), timeout=99)
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")

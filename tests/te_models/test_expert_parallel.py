@@ -4,7 +4,6 @@ own experts."""
 from __future__ import annotations
 
 import contextlib
-import json
 import warnings
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from te_models import AttentionConfig, ConfigError, GPTModel
 from te_models.checkpoints import CheckpointError, expected_tensors, open_checkpoint, quantize
 from te_models.checkpoints.plan.rank_shards import Place, parts
 from te_models.model.parallel import check_distribution
-from tests.ranks import run_on_ranks
+from tests.ranks import outcomes_on_ranks
 from tests.te_models.configs import tiny, tiny_moe
 from tests.te_models.hf_models import hf_model
 
@@ -31,9 +30,8 @@ else:
 
 def run(folder: Path, *cases: str, ranks: int = 2) -> list[dict[str, str]]:
     """Run the cases on so many ranks, return what each says of each case."""
-    arguments = ["-m", "tests.te_models.expert_parallel_ranks", str(folder), str(folder / "results"), *cases]
-    run_on_ranks(arguments, ranks=ranks, timeout=400)
-    return [json.loads((folder / f"results.{rank}").read_text()) for rank in range(ranks)]
+    module, results = "tests.te_models.expert_parallel_ranks", folder / "results"
+    return outcomes_on_ranks(module, results, str(folder), *cases, ranks=ranks, timeout=400)
 
 
 def save_models(folder: Path) -> None:

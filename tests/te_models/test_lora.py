@@ -359,6 +359,8 @@ def test_adapters_in_files(load: Any, case: str, folders: Any, tmp_path: Path) -
         assert torch.equal(again(IDS).logits, got)
     loaded.save_pretrained(tmp_path / "again")  # the adapter alone, as in transformers
     assert not (tmp_path / "again/model.safetensors").exists()
+    modes = {file.stat().st_mode for file in (tmp_path / "again").glob("adapter_*")}
+    assert len(modes) == 1, "the weights have the mode of the configuration beside them"
     assert torch.equal(peft.PeftModel.from_pretrained(load(case), tmp_path / "again")(IDS).logits, got)
     ours = tmp_path / "ours"
     load(case).save_pretrained(ours)

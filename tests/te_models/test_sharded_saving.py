@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 
 if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
     pytest.skip("this torch is built without distributed or gloo", allow_module_level=True)
 
-from tests.ranks import run_on_ranks
+from tests.ranks import outcomes_on_ranks
 from tests.te_models.sharded_saving_ranks import CASES, OTHERS
 
 
@@ -19,8 +16,7 @@ from tests.te_models.sharded_saving_ranks import CASES, OTHERS
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """What every case came to, on either rank."""
     results = tmp_path_factory.mktemp("sharded") / "results"
-    run_on_ranks(["-m", "tests.te_models.sharded_saving_ranks", str(results)], timeout=200)
-    return [json.loads(Path(f"{results}.{rank}").read_text()) for rank in range(2)]
+    return outcomes_on_ranks("tests.te_models.sharded_saving_ranks", results, timeout=200)
 
 
 @pytest.mark.parametrize("case", [*CASES, *OTHERS])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from te_models.model.parallel import check_layers
 from tests.checkpoints.family_cases import CASES as FAMILY_CASES
 from tests.checkpoints.family_cases import make
 from tests.checkpoints.hf_cases import transformers
-from tests.ranks import run_on_ranks
+from tests.ranks import outcomes_on_ranks
 from tests.te_models.hf_models import hf_model
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
@@ -58,9 +57,7 @@ def run(folder: Path, models: tuple[str, ...], *cases: str) -> list[dict[str, st
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model(name).save_pretrained(folder / name)
-    arguments = ["-m", "tests.te_models.split_model_ranks", str(folder), str(folder / "results"), *cases]
-    run_on_ranks(arguments, timeout=400)
-    return [json.loads((folder / f"results.{rank}").read_text()) for rank in range(2)]
+    return outcomes_on_ranks("tests.te_models.split_model_ranks", folder / "results", str(folder), *cases, timeout=400)
 
 
 @pytest.fixture(scope="module")

@@ -190,6 +190,7 @@ def test_trainer_goes_on_with_the_state_of_a_recipe(theirs: Any, tokenizer: Any,
     whole, checkpoint = run(None), tmp_path / "out/checkpoint-2"
     assert run(str(checkpoint)) == whole != run(str(checkpoint), callback=False)
     file = checkpoint / "recipe_state.0.safetensors"
+    assert file.stat().st_mode == (checkpoint / "trainer_state.json").stat().st_mode
     data = file.read_bytes()
     file.write_bytes(data[:-2] + bytes([data[-2] ^ 1]) + data[-1:])
     with pytest.raises(ValueError, match=r"is not as it was written: '.*' was changed, lost or added"):

@@ -1,11 +1,10 @@
 """A training run in a process of its own, and ways to kill it with a real SIGKILL at a chosen place.
 
-Children come from a fork server that has imported torch already, so that a test can afford several of them.
+Children come from the fork server, so that a test can afford several of them.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import time
@@ -16,14 +15,12 @@ import te_models.checkpoints.io.atomic as atomic
 import te_models.training.checkpoints.checkpoint as checkpoint
 import te_models.training.loop as loop
 from te_models.training import TrainConfig, read_metrics
-
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "te_models.training"])
+from tests.fork_server import CONTEXT
 
 
 def run_until_killed(config: TrainConfig, where: str, count: int) -> None:
     """Train in a child that SIGKILLs itself at the `count`-th event of kind `where`; assert that it died of that."""
-    child = _CONTEXT.Process(target=_run, args=(config.to_dict(), where, count))
+    child = CONTEXT.Process(target=_run, args=(config.to_dict(), where, count))
     child.start()
     child.join(timeout=120)
     assert child.exitcode == -signal.SIGKILL, f"the child ended with {child.exitcode} and was not killed"
@@ -31,7 +28,7 @@ def run_until_killed(config: TrainConfig, where: str, count: int) -> None:
 
 def run_and_kill_from_outside(config: TrainConfig, rows: int) -> None:
     """Train in a child and SIGKILL it, at whatever it is doing, as soon as `rows` metrics rows are there."""
-    child = _CONTEXT.Process(target=_run, args=(config.to_dict(), "never", 0))
+    child = CONTEXT.Process(target=_run, args=(config.to_dict(), "never", 0))
     child.start()
     deadline = time.monotonic() + 120
     metrics = Path(config.output_dir) / "metrics.jsonl"

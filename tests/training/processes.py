@@ -1,13 +1,13 @@
 """Training commands in processes of their own, as ranks or alone, that a test stops, kills or sends signals to.
 
-They come from the fork server of `child`, which has imported torch already.
+They come from the fork server.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import socket
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -16,7 +16,26 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from te_models.training import TrainConfig, read_metrics
-from tests.training.child import _CONTEXT
+from tests.fork_server import CONTEXT
+from tests.ranks import free_port, run_on_ranks
+
+TRAIN = """
+import sys, torch
+from pathlib import Path
+from te_models.training import TrainConfig, train
+torch.set_num_threads(1)
+config = TrainConfig.from_json(Path(sys.argv[1]).read_text())
+train(config)
+"""
+
+
+def train_on_ranks(
+    config: TrainConfig, folder: Path, *, ranks: int = 2, before: str = "", after: str = "", timeout: float = 180
+) -> None:
+    """Call `train(config)` on so many ranks, with Python code around it on each. timeout: seconds."""
+    file = folder / "config.json"
+    file.write_text(config.to_json())
+    run_on_ranks(["-c", before + TRAIN + after, str(file)], ranks=ranks, timeout=timeout)
 
 
 @contextmanager
@@ -24,15 +43,12 @@ def training(config: TrainConfig, folder: Path, *, ranks: int = 1) -> Iterator[l
     """Run `te-models train` on so many ranks; those that are left are killed at the end."""
     file = folder / "train.toml"
     file.write_text(as_toml(config))
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     started = []
     try:
         for rank in range(ranks):
             environment = (shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) if ranks > 1 else {}
-            process = _CONTEXT.Process(target=_command, args=(str(file), environment, str(stderr(folder, rank))))
+            process = CONTEXT.Process(target=_command, args=(str(file), environment, str(stderr(folder, rank))))
             process.start()
             started.append(process)
         yield started
@@ -76,6 +92,7 @@ def _value(value: object) -> str:
 
 def _command(file: str, environment: dict[str, str], stderr: str) -> None:
     os.environ |= environment
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
     os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     import torch
 

@@ -16,17 +16,10 @@ from te_models.training.build import build_model, build_optimizer, needs_main_gr
 from te_models.training.optimizer.adamw import Optimizer
 from te_models.training.ranks.data_parallel import Ranks
 from te_models.training.step import StepResult, make_loss_function, train_step
-from tests.ranks import run_on_ranks
+from tests.training.processes import train_on_ranks
 from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_model, tiny_run
 
 MICRO_BATCHES = 64
-SCRIPT = """
-import sys, torch
-from pathlib import Path
-from te_models.training import TrainConfig, train
-torch.set_num_threads(1)
-train(TrainConfig.from_json(Path(sys.argv[1]).read_text()))
-"""
 
 
 def run_config(tmp_path: Path, accumulation: int, *, in_fp32: bool = True, **changes: Any) -> TrainConfig:
@@ -57,7 +50,9 @@ def error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
     return {name: float((found[name].double() - e.double()).norm() / e.double().norm()) for name, e in expected.items()}
 
 
-@pytest.mark.parametrize("recipe", ["none", "mxfp8", "quantized"])
+@pytest.mark.parametrize(
+    "recipe", ["none", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mxfp8", "quantized"))]
+)
 def test_sixty_four_micro_batches_give_the_gradient_of_one(tmp_path: Path, recipe: str) -> None:
     """They were 0.8 % off; what a micro-batch rounds once, embeddings and norms, is 0.2 % off."""
     precision = PrecisionConfig(dtype="bf16")
@@ -151,10 +146,7 @@ def test_ranks_average_in_float32(tmp_path: Path) -> None:
     alone = tiny_run(tmp_path, "alone", steps=1, precision=PrecisionConfig(dtype="bf16"))
     train(alone)
     together = alone.replace(output_dir=str(tmp_path / "two"), data=alone.data.replace(gradient_accumulation=1))
-    file, script = tmp_path / "config.json", tmp_path / "ranks.py"
-    file.write_text(together.to_json())
-    script.write_text(SCRIPT)
-    run_on_ranks([str(script), str(file)], timeout=120)
+    train_on_ranks(together, tmp_path)
     (one,), (two,) = read_metrics(tmp_path / "alone/metrics.jsonl"), read_metrics(tmp_path / "two/metrics.jsonl")
     assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-6)
     moments, expected = (tensors_under(Path(run.output_dir) / "checkpoints") for run in (together, alone))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 import shutil
 from collections.abc import Iterable, Iterator
@@ -13,6 +14,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from te_models.checkpoints.io import store
+from te_models.checkpoints.io.header import Header
 from te_models.checkpoints.io.manifest import MANIFEST
 from te_models.cli.main import main
 from te_models.config import ConfigError
@@ -308,6 +311,20 @@ def test_a_manifest_of_another_release_is_refused(plain: Run) -> None:
         (folder / MANIFEST).write_text(json.dumps(original | change))
         with pytest.raises(TrainingCheckpointError, match=message):
             load_state(folder)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_one_sentence(plain: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, folder = plain.copy("shrinks")
+    read_header = store.read_header
+
+    def then_cut(path: Path, file: str) -> Header:
+        header = read_header(path, file)
+        os.truncate(path, header.data_start)
+        return header
+
+    monkeypatch.setattr(store, "read_header", then_cut)
+    with pytest.raises(TrainingCheckpointError, match=r"training\.safetensors became shorter while it was read$"):
+        load_state(folder)
 
 
 def test_nothing_is_removed_beside_a_damaged_one(run: Run) -> None:

@@ -15,7 +15,7 @@ from te_models.training.checkpoints.start import check_same_data
 from te_models.training.data import digest as data_digest
 from te_models.training.ranks.data_parallel import Ranks
 from te_models.training.step import StepResult, train_step
-from tests.training.child import _CONTEXT
+from tests.fork_server import CONTEXT
 from tests.training.runs import tiny_run
 
 
@@ -103,7 +103,7 @@ def test_a_file_that_shrinks_while_training_is_told(tmp_path: Path) -> None:
     config = tiny_run(tmp_path)
     write_dataset(config.data.path, [[[1] * 100_000]], 257)
     config = config.replace(data=config.data.replace(text=(), tokenizer=None))
-    child = _CONTEXT.Process(target=_train_while_it_shrinks, args=(config.to_dict(), str(tmp_path / "told")))
+    child = CONTEXT.Process(target=_train_while_it_shrinks, args=(config.to_dict(), str(tmp_path / "told")))
     child.start()
     child.join(120)
     assert child.exitcode == 0

@@ -11,7 +11,7 @@ import torch
 
 from te_models.config import ConfigError
 from te_models.layers import DelayedScaling, Linear, recipe_state, set_rounding_seed
-from te_models.training import PrecisionConfig, TrainConfig, TrainingCheckpointError, train
+from te_models.training import PrecisionConfig, TrainingCheckpointError, train
 from te_models.training.checkpoints.checkpoint import TrainingState, load_state
 from te_models.training.checkpoints.start import check_same_run, check_same_start, restore_generators
 from te_models.training.ranks.data_parallel import (
@@ -23,25 +23,10 @@ from te_models.training.ranks.data_parallel import (
 )
 from tests.ranks import run_on_ranks
 from tests.training.edited import edit_tensors, seal
+from tests.training.processes import train_on_ranks
 from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_model, tiny_run
 
-SCRIPT = """
-import sys, torch
-from pathlib import Path
-from te_models.training import TrainConfig, train
-torch.set_num_threads(1)
-train(TrainConfig.from_json(Path(sys.argv[1]).read_text()))
-"""
-
-
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
-
-
-def train_on_two_ranks(config: TrainConfig, tmp_path: Path) -> None:
-    file, script = tmp_path / "config.json", tmp_path / "ranks.py"
-    file.write_text(config.to_json())
-    script.write_text(SCRIPT)
-    run_on_ranks([str(script), str(file)], timeout=120)
 
 
 def test_two_ranks_equal_one_and_resume(tmp_path: Path) -> None:
@@ -50,7 +35,7 @@ def test_two_ranks_equal_one_and_resume(tmp_path: Path) -> None:
     train(config)
     split = config.data.replace(gradient_accumulation=1)
     ranks = config.replace(output_dir=str(tmp_path / "two"), data=split)
-    train_on_two_ranks(ranks, tmp_path)
+    train_on_ranks(ranks, tmp_path)
     assert [row[5] for row in curve(ranks)] == [row[5] for row in curve(config)]  # the same tokens
     for row, expected in zip(curve(ranks), curve(config), strict=True):
         assert row[1] == pytest.approx(expected[1], rel=1e-6)
@@ -74,7 +59,7 @@ def test_two_ranks_equal_one_and_resume(tmp_path: Path) -> None:
     resumed = ranks.replace(output_dir=str(tmp_path / "resumed"))
     checkpoint = Path("checkpoints") / "step-00000002"
     shutil.copytree(Path(ranks.output_dir) / checkpoint, Path(resumed.output_dir) / checkpoint)
-    train_on_two_ranks(resumed, tmp_path)
+    train_on_ranks(resumed, tmp_path)
     assert_same_bits(tensors_under(Path(resumed.output_dir) / "final"), two)
 
 
@@ -90,7 +75,7 @@ def test_another_number_of_ranks_continues(tmp_path: Path, recipe: str) -> None:
         checkpoint = Path("checkpoints") / f"step-{step:08d}"
         shutil.copytree(Path(before.output_dir) / checkpoint, Path(after.output_dir) / checkpoint)
         if after is two:
-            train_on_two_ranks(two.replace(data=two.data.replace(gradient_accumulation=1)), tmp_path)
+            train_on_ranks(two.replace(data=two.data.replace(gradient_accumulation=1)), tmp_path)
         else:
             train(one)
         for row, expected in zip(curve(after), curve(alone)[step:], strict=True):
@@ -124,8 +109,6 @@ def test_a_step_of_other_windows_is_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_ranks_wait_for_a_data_set_however_long_it_takes(tmp_path: Path) -> None:
     """Longer than their collectives wait for each other: half an hour, and ten minutes on GPUs."""
-    file, script = tmp_path / "config.json", tmp_path / "ranks.py"
-    file.write_text(tiny_run(tmp_path, moe=False, steps=1).to_json())
     setup = """
 import time, torch.distributed as dist
 from datetime import timedelta
@@ -136,8 +119,8 @@ def slowly(*arguments, build_dataset=build.build_dataset):
 build.build_dataset = slowly
 dist.init_process_group("gloo", timeout=timedelta(seconds=3))
 """
-    script.write_text(setup + SCRIPT + "dist.destroy_process_group()\n")
-    run_on_ranks([str(script), str(file)], timeout=120)
+    run = tiny_run(tmp_path, moe=False, steps=1)
+    train_on_ranks(run, tmp_path, before=setup, after="dist.destroy_process_group()\n")
 
 
 def test_the_command_line_reports_once(tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ def save_unbalanced(folder: Path) -> None:
     model.save_pretrained(folder)
 
 
+@pytest.mark.slow
 def test_experts_of_an_unbalanced_router_share_the_tokens(tmp_path: Path) -> None:
     """Two of eight experts have every token, four times the mean, and keep them without the bias; the loss is the
     same."""

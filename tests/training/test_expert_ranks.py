@@ -20,18 +20,15 @@ from te_models.training import (
 )
 from te_models.training.ranks.data_parallel import Ranks
 from te_models.training.ranks.experts import expert_mesh
-from tests.ranks import run_on_ranks
+from tests.training.processes import train_on_ranks
 from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_run
 
-SCRIPT = """
-import shutil, sys, torch
+JOIN = """
 import torch.distributed as dist
-from pathlib import Path
-from te_models.training import TrainConfig, train
-torch.set_num_threads(1)
 dist.init_process_group("gloo")
-config = TrainConfig.from_json(Path(sys.argv[1]).read_text())
-train(config)
+"""
+RESUME = """
+import shutil
 if dist.get_rank() == 0:
     name = "checkpoints/step-00000002"
     shutil.copytree(Path(config.output_dir) / name, Path(config.output_dir + "-resumed") / name)
@@ -54,10 +51,7 @@ def run_of(tmp_path: Path, name: str, accumulation: int, **changes: Any) -> Trai
 def train_and_resume(config: TrainConfig, ranks: int, tmp_path: Path) -> None:
     """Train over so many ranks with two ranks to a copy of the experts; then again from the second step on, bitwise."""
     config = config.replace(expert_model_parallel_size=2)
-    file, script = tmp_path / "config.json", tmp_path / "ranks.py"
-    file.write_text(config.to_json())
-    script.write_text(SCRIPT)
-    run_on_ranks([str(script), str(file)], ranks=ranks, timeout=180)
+    train_on_ranks(config, tmp_path, ranks=ranks, before=JOIN, after=RESUME)
     first, again = Path(config.output_dir), Path(config.output_dir + "-resumed")
     for folder in ("final", "checkpoints/step-00000003"):
         assert_same_bits(tensors_under(again / folder), tensors_under(first / folder))

@@ -6,16 +6,26 @@ import contextlib
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from te_models.signals import Interrupted, StopSignals
+from te_models.signals import SIGNALS, Interrupted, StopSignals
 from te_models.training import CheckpointConfig, ScheduleConfig, TrainConfig, latest_checkpoint, list_checkpoints, train
 from tests.training.processes import exit_codes, stderr, training, wait_for_rows
 from tests.training.runs import curve, tiny_run
 
 FOREVER = 100_000
+
+
+@pytest.fixture(autouse=True)
+def signals_are_not_ignored() -> Iterator[None]:
+    """As in a terminal. A shell's background jobs ignore Ctrl-C, and everything they start does."""
+    before = {signum: signal.signal(signum, signal.default_int_handler) for signum in SIGNALS}
+    yield
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
 
 
 def endless(tmp_path: Path, **changes: object) -> TrainConfig:
@@ -81,7 +91,6 @@ def test_a_second_ctrl_c_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
             signal.raise_signal(signal.SIGINT)
 
 
-@pytest.mark.slow
 def test_a_signal_that_an_import_swallowed_is_not_lost() -> None:
     with StopSignals():
         with contextlib.suppress(BaseException):  # as some modules of torch's do

@@ -11,8 +11,11 @@ from te_models.training import CheckpointConfig, DataConfig, PrecisionConfig, Sc
 from te_models.training import read_metrics as rows_of
 from tests.training.runs import TEXT, tiny_run
 
-EVERY_TIME = [("bf16", "none", False), ("bf16", "current", False), ("bf16", "block", False), ("bf16", "mxfp8", False)]
-AT_LENGTH = [
+FORMATS = [
+    ("bf16", "none", False),
+    ("bf16", "current", False),
+    ("bf16", "block", False),
+    ("bf16", "mxfp8", False),
     ("fp32", "none", False),
     ("bf16-mixed", "none", False),
     ("bf16-mixed", "mxfp8", False),
@@ -20,17 +23,16 @@ AT_LENGTH = [
     ("bf16", "block", True),
     ("bf16", "mxfp8", True),
 ]
+EVERY_TIME = {("fp32", "none", False, False), ("bf16", "mxfp8", False, True)}
 CASES = [
-    *(
-        pytest.param(*case, moe, id=f"{case[0]}-{case[1]}-{'moe' if moe else 'dense'}")
-        for case in EVERY_TIME
-        for moe in (False, True)
-    ),
-    *(
-        pytest.param(*case, moe, id="-".join(map(str, (*case, "moe" if moe else "dense"))), marks=pytest.mark.slow)
-        for case in AT_LENGTH
-        for moe in (False, True)
-    ),
+    pytest.param(
+        *case,
+        id=f"{dtype}-{recipe}-{'stored' if quantized else 'plain'}-{'moe' if moe else 'dense'}",
+        marks=() if case in EVERY_TIME else pytest.mark.slow,
+    )
+    for dtype, recipe, quantized in FORMATS
+    for moe in (False, True)
+    for case in [(dtype, recipe, quantized, moe)]
 ]
 
 

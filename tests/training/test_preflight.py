@@ -141,8 +141,8 @@ def test_a_model_that_no_family_stores_is_noted(tmp_path: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     ("key", "value", "sentence"),
     [
-        ("num_layers = 2", "num_layers = 1_000_000_000", "num_layers is 1000000000; allowed: at most 10000"),
-        ("num_layers = 2", f"num_layers = {10**40}", "allowed: at most 10000"),
+        ("num_layers = 2", "num_layers = 1_000_000_000", "num_layers is 1000000000; allowed: at most 2000"),
+        ("num_layers = 2", f"num_layers = {10**40}", "allowed: at most 2000"),
         ("steps = 6", f"steps = {10**30}", "allowed: a positive integer up to 1000000000000"),
         ("lr = 0.003", "lr = nan", "lr is nan; allowed: a finite number"),
         ("lr = 0.003", "lr = inf", "lr is inf; allowed: a finite number"),

@@ -1,5 +1,9 @@
-"""An interrupted run continues bit for bit: weights, moments, random states, losses. Children die of real SIGKILLs."""
+"""An interrupted run continues bit for bit: weights, moments, random states, losses. Children die of real SIGKILLs.
 
+One of each kind of moment in every run; every step, and more places of a save, in the full run.
+"""
+
+import errno
 import shutil
 import weakref
 from dataclasses import dataclass
@@ -8,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import SafetensorError
 
 from te_models.checkpoints import CheckpointError
 from te_models.config import ConfigError
@@ -61,7 +64,7 @@ def test_two_runs_are_equal(reference: Reference) -> None:
     reference.assert_equal(again)
 
 
-@pytest.mark.parametrize("step", range(6))
+@pytest.mark.parametrize("step", [pytest.param(n, marks=() if n == 3 else pytest.mark.slow) for n in range(6)])
 def test_killed_before_any_step(reference: Reference, step: int) -> None:
     config = reference.run_of(f"step{step}")
     run_until_killed(config, "step", step)
@@ -69,6 +72,7 @@ def test_killed_before_any_step(reference: Reference, step: int) -> None:
     reference.assert_equal(config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 4])
 def test_killed_from_outside_at_any_moment(reference: Reference, rows: int) -> None:
     config = reference.run_of(f"outside{rows}")
@@ -80,7 +84,7 @@ def test_killed_from_outside_at_any_moment(reference: Reference, rows: int) -> N
 @pytest.mark.parametrize(
     # flushes 16-29 are those of the second save; the last is of the folder in which it has just appeared
     ("where", "count"),
-    [("half a file", 1), ("flush", 16), ("flush", 22), ("flush", 27), ("flush", 29)],
+    [("half a file", 1), *(pytest.param("flush", n, marks=pytest.mark.slow) for n in (16, 22, 27, 29))],
 )
 def test_killed_during_a_save(reference: Reference, where: str, count: int) -> None:
     """A save that died leaves the previous checkpoint, and the next one cleans up after it."""
@@ -93,6 +97,7 @@ def test_killed_during_a_save(reference: Reference, where: str, count: int) -> N
     assert not list((output_dir / "checkpoints").glob(".*"))
 
 
+@pytest.mark.slow
 def test_killed_twice(reference: Reference) -> None:
     config = reference.run_of("twice")
     run_until_killed(config, "step", 3)
@@ -101,6 +106,7 @@ def test_killed_twice(reference: Reference) -> None:
     reference.assert_equal(config)
 
 
+@pytest.mark.slow
 def test_a_first_save_that_dies_leaves_a_run_that_starts_again(reference: Reference) -> None:
     config = reference.run_of("first save")
     run_until_killed(config, "half a file", 0)
@@ -109,7 +115,7 @@ def test_a_first_save_that_dies_leaves_a_run_that_starts_again(reference: Refere
     reference.assert_equal(config)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "bf16-mixed"])
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("bf16-mixed", marks=pytest.mark.slow)])
 def test_other_precisions_resume_bitwise(tmp_path: Path, dtype: str) -> None:
     optimizer = OptimizerConfig(lr=3e-3, master_weights=dtype == "bf16")
     config = tiny_run(tmp_path, moe=True, steps=4, precision=PrecisionConfig(dtype=dtype), optimizer=optimizer)
@@ -122,9 +128,9 @@ def test_other_precisions_resume_bitwise(tmp_path: Path, dtype: str) -> None:
 
 def test_a_full_disk_is_told_by_the_checkpoints_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **options: object) -> None:
-        raise SafetensorError("I/O error: No space left on device (os error 28)")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("te_models.training.checkpoints.checkpoint.save_file", fail)
+    monkeypatch.setattr("te_models.checkpoints.write.tensor_file.write_weights", fail)
     config = tiny_run(tmp_path)
     with pytest.raises(CheckpointError, match=r"writing .*step-00000002 failed: training.safetensors: .*No space left"):
         train(config)

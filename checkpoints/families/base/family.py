@@ -229,3 +229,14 @@ def differing_fields(a: Any, b: Any, path: str = "") -> list[str]:
         names = {**a, **b}
         return [p for n in names for p in differing_fields(a.get(n), b.get(n), f"{path}.{n}" if path else n)]
     return [] if a == b else [path]
+
+
+def differing_values(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return dotted path -> both values, None where there is none, for all that differs in two nested dictionaries."""
+    return {path: (_at(a, path), _at(b, path)) for path in differing_fields(a, b)}
+
+
+def _at(values: Any, path: str) -> Any:
+    for name in path.split("."):
+        values = values.get(name) if isinstance(values, dict) else None
+    return values

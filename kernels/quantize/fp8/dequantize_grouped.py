@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ... import launch
 from ...custom_op import like, operation
 from . import reference
 
@@ -45,6 +44,9 @@ def definition(
     return torch.where((group < groups)[:, None], values, 0)
 
 
+@operation(
+    "dequantize_grouped", lambda data, rows, dtype: like(data, (rows, data.shape[1]), dtype), reference=definition
+)
 def dequantize_grouped(
     data: Tensor, stored: Tensor, m_splits: Tensor, rows: int, block: tuple[int, int] | None, dtype: torch.dtype
 ) -> Tensor:
@@ -53,15 +55,6 @@ def dequantize_grouped(
     data: FP8, any strides, [rows, C], or [P, C] where a block spans several rows; stored: float32 scales or uint8
     exponents of its blocks, or for block None one float32 scale per group, [G]; m_splits: [G] integer, on the device.
     """
-    if not launch.on_accelerator(data):
-        return definition(data, stored, m_splits, rows, block, dtype)
-    return _registered(data, stored, m_splits, rows, list(block or ()), dtype)
-
-
-@operation("dequantize_grouped", lambda data, rows, dtype: like(data, (rows, data.shape[1]), dtype))
-def _registered(
-    data: Tensor, stored: Tensor, m_splits: Tensor, rows: int, block: tuple[int, int] | None, dtype: torch.dtype
-) -> Tensor:
     from . import triton_grouped
 
     return triton_grouped.dequantize(data, stored, m_splits, rows, block, dtype)

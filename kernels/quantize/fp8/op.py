@@ -1,7 +1,8 @@
-"""Public quantization functions: on CUDA a registered Triton kernel, elsewhere the reference, with the same bits.
+"""Quantization to FP8 and back: on an accelerator registered Triton kernels, elsewhere the references, the same bits.
 
 On CPU under torch.compile Inductor sees the reference and fuses a quantization with its dequantization and with the
-neighbouring element-wise operations, so an eight-bit copy is made only where it is kept.
+neighbouring element-wise operations, so an eight-bit copy is made only where it is kept. On an accelerator, columnwise
+FP8 data that GEMMs read transposed comes back in the input's orientation, lying transposed in memory (see `layout`).
 """
 
 from __future__ import annotations
@@ -9,88 +10,77 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ... import launch
-from ..hadamard import inverse_random_hadamard
-from ..hashed import hash_key, hashed_bits
-from ..nvfp4.op import (
-    decode_blocks,
-    dequantize_nvfp4,
-    quantize_grouped_nvfp4,
-    quantize_nvfp4,
-    quantize_nvfp4_both,
-    quantize_nvfp4_transposed,
-    random_hadamard,
-    transpose_nvfp4,
-)
-from ..nvfp4.reference import global_decode, round_nvfp4
-from ..random import random_bits
-from . import blocks, grouped, reference, registered
-from .blocks import blockwise_amax
-from .reference import FP8_MAX, e8m0_to_float, scale_from_amax
-from .rounding import round_blockwise, round_per_tensor
-from .statistics import quantization_statistics
+from ...custom_op import Output, like, operation
+from .. import layout
+from . import blocks, grouped, reference
+from .grouped import padded_length
 
 __all__ = [
-    "FP8_MAX",
     "amax",
-    "blockwise_amax",
-    "decode_blocks",
     "dequantize_blockwise",
-    "dequantize_nvfp4",
     "dequantize_per_tensor",
-    "e8m0_to_float",
-    "global_decode",
     "grouped_amax",
-    "hash_key",
-    "hashed_bits",
-    "inverse_random_hadamard",
-    "quantization_statistics",
     "quantize_blockwise",
     "quantize_blockwise_both",
     "quantize_grouped_blockwise",
-    "quantize_grouped_nvfp4",
     "quantize_grouped_per_tensor",
-    "quantize_nvfp4",
-    "quantize_nvfp4_both",
-    "quantize_nvfp4_transposed",
     "quantize_per_tensor",
     "quantize_per_tensor_both",
-    "random_bits",
-    "random_hadamard",
-    "round_blockwise",
-    "round_nvfp4",
-    "round_per_tensor",
-    "scale_from_amax",
-    "transpose_nvfp4",
 ]
 
 
+def _check(block: tuple[int, int]) -> None:
+    if any(size not in (1, 2, 4, 8, 16, 32, 64, 128) for size in block):
+        raise ValueError(f"block is {block}; allowed on an accelerator: powers of two up to 128")
+
+
+@operation("amax", lambda x: like(x, x.shape[:-2], torch.float32), reference=blocks.amax)
 def amax(x: Tensor) -> Tensor:
     """Return the largest magnitude of each matrix, float32: [..., R, C] -> [...]. NaN stays; an empty one has 0."""
-    return registered.amax(x) if launch.on_accelerator(x) else blocks.amax(x)
+    from . import triton_tensor
+
+    return triton_tensor.amax(x)
 
 
+@operation("grouped_amax", lambda x, m_splits: like(x, m_splits.shape, torch.float32), reference=grouped.grouped_amax)
 def grouped_amax(x: Tensor, m_splits: Tensor) -> Tensor:
     """Return the largest magnitude in each group of rows of x: [T, C], m_splits [G] integer -> [G] float32."""
-    return registered.grouped_amax(x, m_splits) if launch.on_accelerator(x) else grouped.grouped_amax(x, m_splits)
+    from . import triton_tensor
+
+    return triton_tensor.amax(x, m_splits)
 
 
+@operation(
+    "quantize_per_tensor", lambda x, fp8_dtype: like(x, dtype=fp8_dtype), reference=reference.quantize_per_tensor
+)
 def quantize_per_tensor(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -> Tensor:
     """Return clamp(x * scale) as FP8. scale: float32, broadcastable to x. A NaN stays, infinities saturate."""
-    if launch.on_accelerator(x):
-        return registered.quantize_per_tensor(x, scale, fp8_dtype)
-    return reference.quantize_per_tensor(x, scale, fp8_dtype)
+    from . import triton_tensor
+
+    return triton_tensor.quantize_per_tensor(x, scale, fp8_dtype)[0]
 
 
+def _both_copies(x: Tensor, fp8_dtype: torch.dtype) -> tuple[Output, Output]:
+    return like(x, dtype=fp8_dtype), layout.transposed_copy(x, fp8_dtype)
+
+
+@operation("quantize_per_tensor_both", _both_copies, reference=reference.quantize_per_tensor_both)
 def quantize_per_tensor_both(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return `quantize_per_tensor` twice: as it lies, and the same tensor lying transposed in memory on CUDA, where FP8
     GEMMs need that (elsewhere: the same tensor)."""
-    if launch.on_accelerator(x):
-        return registered.quantize_per_tensor_both(x, scale, fp8_dtype)
-    data = reference.quantize_per_tensor(x, scale, fp8_dtype)
-    return data, data
+    from . import triton_tensor
+
+    row, col = triton_tensor.quantize_per_tensor(x, scale, fp8_dtype, columnwise=True)
+    return row, col
 
 
+def _grouped_copies(x: Tensor, m_splits: Tensor, fp8_dtype: torch.dtype, align: int, columnwise: bool) -> list[Output]:
+    padded = padded_length(x.shape[0], m_splits.shape[0], align)
+    row = like(x, dtype=fp8_dtype)
+    return [row, layout.transposed_copy(x, fp8_dtype, padded)] if columnwise else [row]
+
+
+@operation("quantize_grouped_per_tensor", _grouped_copies, reference=grouped.quantize_grouped_per_tensor)
 def quantize_grouped_per_tensor(
     x: Tensor, m_splits: Tensor, scale: Tensor, fp8_dtype: torch.dtype, *, align: int = 16, columnwise: bool = True
 ) -> list[Tensor]:
@@ -99,11 +89,27 @@ def quantize_grouped_per_tensor(
     Returns the rowwise copy [T, C], zero past the last group, and if asked for the columnwise one [P, C], in which
     every group begins at a multiple of `align` rows and is followed by zeros up to the next one (see `grouped`).
     """
-    if launch.on_accelerator(x):
-        return registered.quantize_grouped_per_tensor(x, m_splits, scale, fp8_dtype, align, columnwise)
-    return grouped.quantize_grouped_per_tensor(x, m_splits, scale, fp8_dtype, align=align, columnwise=columnwise)
+    from . import triton_tensor
+
+    flags = {"columnwise": columnwise, "m_splits": m_splits, "align": align}
+    return triton_tensor.quantize_per_tensor(x, scale, fp8_dtype, **flags)
 
 
+@operation(
+    "dequantize_per_tensor", lambda data, dtype: like(data, dtype=dtype), reference=reference.dequantize_per_tensor
+)
+def dequantize_per_tensor(data: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return data * scale_inv in `dtype`. scale_inv: float32, broadcastable to data."""
+    from . import triton_tensor
+
+    return triton_tensor.dequantize(data, scale_inv, None, dtype)
+
+
+def _copy_by_blocks(x: Tensor, block: tuple[int, int], fp8_dtype: torch.dtype, scale_kind: str) -> tuple[Output, ...]:
+    return tuple(layout.copy_by_blocks(x, block, fp8_dtype, scale_kind))
+
+
+@operation("quantize_blockwise", _copy_by_blocks, reference=reference.quantize_blockwise)
 def quantize_blockwise(
     x: Tensor, block: tuple[int, int], fp8_dtype: torch.dtype, scale_kind: str, *, epsilon: float = 0.0
 ) -> tuple[Tensor, Tensor]:
@@ -113,23 +119,56 @@ def quantize_blockwise(
     ceil(C/bc)]: float32, or uint8 bytes for "e8m0". Infinities saturate; a NaN stays in its element ("e8m0": makes its
     block NaN). scale_kind: "float32", "pow2" or "e8m0".
     """
-    if launch.on_accelerator(x):
-        return registered.quantize_blockwise(x, list(block), fp8_dtype, scale_kind, epsilon)
-    return reference.quantize_blockwise(x, block, fp8_dtype, scale_kind, epsilon=epsilon)
+    from . import triton_blockwise
+
+    _check(block)
+    upright = block[0] > block[1]
+    wide = (min(block), max(block))
+    data, scales = triton_blockwise.quantize_blockwise(
+        x, wide, fp8_dtype, scale_kind, epsilon, rowwise=not upright, columnwise=upright
+    )
+    return data, scales
 
 
+def _both_by_blocks(x: Tensor, block: tuple[int, int], fp8_dtype: torch.dtype, scale_kind: str) -> tuple[Output, ...]:
+    sides = (block, (block[1], block[0]))
+    return tuple(output for side in sides for output in layout.copy_by_blocks(x, side, fp8_dtype, scale_kind))
+
+
+@operation("quantize_blockwise_both", _both_by_blocks, reference=reference.quantize_blockwise_both)
 def quantize_blockwise_both(
     x: Tensor, block: tuple[int, int], fp8_dtype: torch.dtype, scale_kind: str, *, epsilon: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Quantize x: [..., R, C] by `block` and by the transposed block: (row_data, row_scale, col_data, col_scale).
 
-    All four are in x's orientation, each pair as `quantize_blockwise` returns it; on CUDA in one pass over x.
+    All four are in x's orientation, each pair as `quantize_blockwise` returns it; on CUDA in one pass over x, for
+    blocks of not more rows than columns.
     """
-    if launch.on_accelerator(x):
-        return registered.quantize_blockwise_both(x, list(block), fp8_dtype, scale_kind, epsilon)
-    return reference.quantize_blockwise_both(x, block, fp8_dtype, scale_kind, epsilon=epsilon)
+    from . import triton_blockwise
+
+    _check(block)
+    row, row_scale, col, col_scale = triton_blockwise.quantize_blockwise(
+        x, block, fp8_dtype, scale_kind, epsilon, columnwise=True
+    )
+    return row, row_scale, col, col_scale
 
 
+def _grouped_by_blocks(
+    x: Tensor,
+    m_splits: Tensor,
+    block: tuple[int, int],
+    fp8_dtype: torch.dtype,
+    scale_kind: str,
+    rowwise: bool,
+    columnwise: bool,
+) -> list[Output]:
+    sides = [(block, rowwise), ((block[1], block[0]), columnwise)]
+    groups = m_splits.shape[0]
+    wanted = [layout.copy_by_blocks(x, side, fp8_dtype, scale_kind, groups) for side, made in sides if made]
+    return [output for copies in wanted for output in copies]
+
+
+@operation("quantize_grouped_blockwise", _grouped_by_blocks, reference=grouped.quantize_grouped_blockwise)
 def quantize_grouped_blockwise(
     x: Tensor,
     m_splits: Tensor,
@@ -146,24 +185,19 @@ def quantize_grouped_blockwise(
     Returns data and scales of each copy asked for, in this order. A copy whose blocks span several rows has padded
     rows, [P, C]: every group begins at a multiple of the block's rows (see `grouped`).
     """
-    if launch.on_accelerator(x):
-        return registered.quantize_grouped_blockwise(
-            x, m_splits, list(block), fp8_dtype, scale_kind, epsilon, rowwise, columnwise
-        )
-    return grouped.quantize_grouped_blockwise(
-        x, m_splits, block, fp8_dtype, scale_kind, epsilon=epsilon, rowwise=rowwise, columnwise=columnwise
-    )
+    from . import triton_blockwise
+
+    _check(block)
+    flags = {"rowwise": rowwise, "columnwise": columnwise, "m_splits": m_splits}
+    return triton_blockwise.quantize_blockwise(x, block, fp8_dtype, scale_kind, epsilon, **flags)
 
 
+@operation(
+    "dequantize_blockwise", lambda data, dtype: like(data, dtype=dtype), reference=reference.dequantize_blockwise
+)
 def dequantize_blockwise(data: Tensor, stored: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """Return data * scale in `dtype`. data: [..., R, C] FP8; stored: its scales, float32 or uint8 exponents."""
-    if launch.on_accelerator(data):
-        return registered.dequantize_blockwise(data, stored, list(block), dtype)
-    return reference.dequantize_blockwise(data, stored, block, dtype)
+    from . import triton_tensor
 
-
-def dequantize_per_tensor(data: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return data * scale_inv in `dtype`. scale_inv: float32, broadcastable to data."""
-    if launch.on_accelerator(data):
-        return registered.dequantize_per_tensor(data, scale_inv, dtype)
-    return reference.dequantize_per_tensor(data, scale_inv, dtype)
+    _check(block)
+    return triton_tensor.dequantize(data, stored, block, dtype)

@@ -1,4 +1,4 @@
-"""Public NVFP4 functions: on CUDA a registered Triton kernel, elsewhere the reference, with the same bits."""
+"""Quantization to NVFP4 and back: registered Triton kernels on an accelerator, else the references, the same bits."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from ... import launch
-from .. import hadamard
-from ..fp8 import registered
-from . import copies as nvfp4_copies
+from ...custom_op import Output, like, operation
+from .. import hadamard, layout
+from ..fp8.op import amax as largest
+from ..fp8.op import grouped_amax
+from . import copies
 from . import reference as nvfp4
-from . import registered as registered_nvfp4
 from .copies import transpose_nvfp4
 
 __all__ = [
@@ -25,14 +26,63 @@ __all__ = [
 ]
 
 
+def _transformed(x: Tensor, dim: int) -> Output:
+    shape = list(x.shape)
+    shape[dim] = -(-shape[dim] // hadamard.SIZE) * hadamard.SIZE
+    return like(x, shape)
+
+
+@operation("random_hadamard", _transformed, reference=hadamard.random_hadamard)
 def random_hadamard(x: Tensor, dim: int = -1) -> Tensor:
     """Transform groups of 16 along `dim` (-1 or -2): bfloat16 to bfloat16, sums in float32 in a fixed order.
 
-    The dimension comes back rounded up to a multiple of 16; what is past a ragged end counts as zero.
+    The dimension comes back rounded up to a multiple of 16; what is past a ragged end counts as zero. Raises ValueError
+    for another dtype.
     """
-    if x.dtype == torch.bfloat16 and launch.on_accelerator(x):
-        return registered_nvfp4.random_hadamard(x, dim)
-    return hadamard.random_hadamard(x, dim)
+    from .. import triton_hadamard
+
+    hadamard.check(x)
+    return triton_hadamard.random_hadamard(x, dim)
+
+
+def _amaxes_of(x: Tensor, m_splits: Tensor | None) -> tuple[Output, Output]:
+    amax = like(x, x.shape[:-2] if m_splits is None else m_splits.shape, torch.float32)
+    return amax, amax
+
+
+@operation("nvfp4_amaxes", _amaxes_of)
+def _transformed_amaxes(x: Tensor, m_splits: Tensor | None) -> tuple[Tensor, Tensor]:
+    """See `triton_hadamard.nvfp4_amaxes`."""
+    from .. import triton_hadamard
+
+    return triton_hadamard.nvfp4_amaxes(x, m_splits)
+
+
+def _copies_of(
+    x: Tensor, row_amax: Tensor | None, col_amax: Tensor | None, m_splits: Tensor | None, with_rht: bool
+) -> list[Output]:
+    wanted = {"rowwise": row_amax is not None, "columnwise": col_amax is not None}
+    groups = 0 if m_splits is None else m_splits.shape[0]
+    return layout.nvfp4_copies(x, **wanted, with_rht=with_rht, groups=groups)
+
+
+@operation("quantize_nvfp4", _copies_of)
+def _copies(
+    x: Tensor,
+    row_amax: Tensor | None,
+    col_amax: Tensor | None,
+    m_splits: Tensor | None,
+    key: Tensor | None,
+    row_stream: int,
+    col_stream: int,
+    block_rows: int,
+    with_rht: bool,
+) -> list[Tensor]:
+    """Make the copies that have an amax; see `triton.quantize_nvfp4`."""
+    from . import triton
+
+    flags = {"m_splits": m_splits, "key": key, "block_rows": block_rows, "with_rht": with_rht}
+    return triton.quantize_nvfp4(x, row_amax, col_amax, streams=(row_stream, col_stream), **flags)
 
 
 def quantize_nvfp4(
@@ -47,8 +97,8 @@ def quantize_nvfp4(
     if not launch.on_accelerator(x):
         return nvfp4.quantize_nvfp4(x, block_rows=block_rows, amax=amax, key=key, stream=stream)
     nvfp4.block_of(block_rows)
-    known: Tensor = registered.amax(x) if amax is None else amax
-    packed, scales = registered_nvfp4.quantize_nvfp4(x, known, None, None, key, stream, 0, block_rows, False)
+    known: Tensor = largest(x) if amax is None else amax
+    packed, scales = _copies(x, known, None, None, key, stream, 0, block_rows, False)
     return packed, scales, known
 
 
@@ -61,16 +111,16 @@ def quantize_nvfp4_transposed(
     [...], that of the transformed matrices, if known. key, stream: as for `quantize_nvfp4`, of the transpose.
     """
     if not launch.on_accelerator(x):
-        return nvfp4_copies.quantize_nvfp4_transposed(x, with_rht=with_rht, amax=amax, key=key, stream=stream)
+        return copies.quantize_nvfp4_transposed(x, with_rht=with_rht, amax=amax, key=key, stream=stream)
     amax = _amaxes(x, None, with_rht)[1] if amax is None else amax
-    packed, scales = registered_nvfp4.quantize_nvfp4(x, None, amax, None, key, 0, stream, 1, with_rht)
+    packed, scales = _copies(x, None, amax, None, key, 0, stream, 1, with_rht)
     return packed, scales, amax
 
 
 def _amaxes(x: Tensor, m_splits: Tensor | None, with_rht: bool) -> tuple[Tensor, Tensor]:
     if with_rht:
-        return registered_nvfp4.nvfp4_amaxes(x, m_splits)
-    amax = registered.amax(x) if m_splits is None else registered.grouped_amax(x, m_splits)
+        return _transformed_amaxes(x, m_splits)
+    amax = largest(x) if m_splits is None else grouped_amax(x, m_splits)
     return amax, amax
 
 
@@ -88,9 +138,9 @@ def quantize_nvfp4_both(
     x, both copies another.
     """
     if not launch.on_accelerator(x):
-        return nvfp4_copies.quantize_nvfp4_both(x, with_rht=with_rht, amaxes=amaxes, key=key, streams=streams)
+        return copies.quantize_nvfp4_both(x, with_rht=with_rht, amaxes=amaxes, key=key, streams=streams)
     row_amax, col_amax = amaxes or _amaxes(x, None, with_rht)
-    found = registered_nvfp4.quantize_nvfp4(x, row_amax, col_amax, None, key, *streams, 1, with_rht)
+    found = _copies(x, row_amax, col_amax, None, key, *streams, 1, with_rht)
     return found[0], found[1], row_amax, found[2], found[3], col_amax
 
 
@@ -111,24 +161,30 @@ def quantize_grouped_nvfp4(
     """
     if not launch.on_accelerator(x):
         flags = {"rowwise": rowwise, "columnwise": columnwise}
-        return nvfp4_copies.quantize_grouped_nvfp4(x, m_splits, with_rht=with_rht, key=key, streams=streams, **flags)
+        return copies.quantize_grouped_nvfp4(x, m_splits, with_rht=with_rht, key=key, streams=streams, **flags)
     row_amax, col_amax = _amaxes(x, m_splits, with_rht and columnwise)
     wanted = (row_amax if rowwise else None, col_amax if columnwise else None)
-    found = registered_nvfp4.quantize_nvfp4(x, *wanted, m_splits, key, *streams, 1, with_rht)
+    found = _copies(x, *wanted, m_splits, key, *streams, 1, with_rht)
     row = [*found[:2], row_amax] if rowwise else []
     col = [*found[-2:], col_amax] if columnwise else []
     return row + col
 
 
+@operation(
+    "dequantize_nvfp4",
+    lambda packed, columns, dtype: like(packed, (*packed.shape[:-1], columns), dtype),
+    reference=nvfp4.dequantize_nvfp4,
+)
+def dequantize_nvfp4(packed: Tensor, scales: Tensor, amax: Tensor | None, columns: int, dtype: torch.dtype) -> Tensor:
+    """Return [..., R, C] in `dtype`, C = columns; amax: of each matrix [...], or of each row [..., R, 1]; None leaves
+    out the factor of the whole matrix."""
+    from . import triton_decode
+
+    return triton_decode.dequantize_nvfp4(packed, scales, amax, columns, dtype)
+
+
 def decode_blocks(packed: Tensor, scales: Tensor, columns: int) -> Tensor:
     """Return value * scale in float32, exact, without the factor of the whole matrix: [..., R, C]."""
     if launch.on_accelerator(packed):
-        return registered_nvfp4.dequantize_nvfp4(packed, scales, None, columns, torch.float32)
+        return dequantize_nvfp4(packed, scales, None, columns, torch.float32)
     return nvfp4.decode_blocks(packed, scales, columns)
-
-
-def dequantize_nvfp4(packed: Tensor, scales: Tensor, amax: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    """Return [..., R, C] in `dtype`, C = columns; amax: of each matrix [...], or of each row [..., R, 1]."""
-    if launch.on_accelerator(packed):
-        return registered_nvfp4.dequantize_nvfp4(packed, scales, amax, columns, dtype)
-    return nvfp4.dequantize_nvfp4(packed, scales, amax, columns, dtype)

@@ -159,9 +159,12 @@ def decode_blocks(packed: Tensor, scales: Tensor, columns: int) -> Tensor:
     return values * blocks.repeat(blocks.once(scales.float()), -1, BLOCK, columns)
 
 
-def dequantize_nvfp4(packed: Tensor, scales: Tensor, amax: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    """Return [..., R, C] in `dtype`, C = columns; amax as in `quantize_nvfp4`, per matrix or per row."""
+def dequantize_nvfp4(packed: Tensor, scales: Tensor, amax: Tensor | None, columns: int, dtype: torch.dtype) -> Tensor:
+    """Return [..., R, C] in `dtype`, C = columns; amax as in `quantize_nvfp4`, per matrix or per row, or None for 1 in
+    place of its factor."""
     values = decode_blocks(packed, scales, columns)
+    if amax is None:
+        return values.to(dtype)
     return (values * _over_blocks(global_decode(amax), values)).to(dtype)
 
 

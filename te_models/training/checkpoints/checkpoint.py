@@ -15,18 +15,17 @@ from __future__ import annotations
 
 import json
 import shutil
-import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
-from te_models.checkpoints import save_model
+from te_models.checkpoints import CheckpointError, save_model
 from te_models.checkpoints.io.atomic import new_folder
 from te_models.checkpoints.io.manifest import MANIFEST, manifest_bytes, record_files
+from te_models.checkpoints.io.store import read_tensors
+from te_models.checkpoints.write.tensor_file import write_tensors
 
 from ...model.pretrained.split_saving import save_split
 from .checks import (
@@ -101,15 +100,7 @@ def save_checkpoint(
     target = checkpoint_dir(output_dir, state.step)
     with new_folder(target, overwrite=False) as folder:
         export_model(model, folder / MODEL, output_dir, origin)
-        file = folder / TENSORS
-        file.touch()
-        mode = stat.S_IMODE(file.stat().st_mode)
-        try:
-            tensors = {name: t.contiguous() for name, t in state.tensors.items()}
-            save_file(tensors, file, metadata={"step": str(state.step)})
-        except SafetensorError as error:  # a full disk; it does not say which file
-            raise OSError(f"{TENSORS}: {error}") from error
-        file.chmod(mode)  # that of a new file under the umask; safetensors makes one that nobody else can read
+        write_tensors(folder / TENSORS, state.tensors, {"step": str(state.step)})
         values = {"version": VERSION, "step": state.step, "position": state.position, "world_size": state.world_size}
         values |= {"data_digest": state.data_digest}
         text = json.dumps(values | {"config": state.config}, indent=2, allow_nan=False)
@@ -133,8 +124,8 @@ def load_state(folder: Path, device: torch.device | str = "cpu") -> TrainingStat
     """
     values, _ = read_values(folder)
     try:
-        tensors = load_file(folder / TENSORS, device=str(device))
-    except Exception as error:
+        tensors = {name: tensor.to(device) for name, tensor in read_tensors(folder / TENSORS)[0].items()}
+    except (CheckpointError, OSError, RuntimeError) as error:
         raise TrainingCheckpointError(f"{folder} cannot be used as a training checkpoint: {error}") from None
     try:
         check_tensors(tensors, values["step"], values["world_size"])

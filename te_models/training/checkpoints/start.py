@@ -95,8 +95,14 @@ def find_start(config: TrainConfig, output_dir: Path) -> Path | None:
     return None
 
 
-_FREE = {"model.activation_checkpointing", "model.loss_chunk_tokens", "model.verify", "optimizer.skip_nonfinite"}
-"""What is changed to get a run going again: less memory, and past a step that it always stops at."""
+_FREE = {
+    "model.activation_checkpointing",
+    "model.loss_chunk_tokens",
+    "model.verify",
+    "optimizer.skip_nonfinite",
+    "precision.cpu_gemm",
+}
+"""What is changed to get a run going again: less memory, past a step that it always stops at, on another machine."""
 _ACCUMULATION = "data.gradient_accumulation"
 _LATER = ("optimizer.moe_router_bias_update_rate", "optimizer.accumulate_allreduce_grads_in_fp32")
 """Absent from checkpoints of before there were these: such a run goes on, balanced from there on if it is a mixture

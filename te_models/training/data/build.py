@@ -89,7 +89,11 @@ def write_dataset(
     *,
     source: dict[str, object] | None = None,
 ) -> TokenDataset:
-    """Write documents, each an iterable of pieces (sequences of token ids), as a new data set at `out`."""
+    """Write documents, each an iterable of pieces (sequences of token ids), as a new data set at `out`.
+
+    vocab_size: token ids are 0 to vocab_size - 1. source: recorded in meta.json. Raises DataError if `out` exists, if
+    the documents hold no token, and for a token id outside the vocabulary.
+    """
     out = Path(out)
     if out.exists():
         raise DataError(f"{out} exists already")

@@ -33,7 +33,7 @@ FORMAT = "te_models tokens"
 
 @dataclass(frozen=True)
 class TokenDataset:
-    """An open data set; nothing is read until a window is. digest: that of meta.json; None where it has none."""
+    """An open data set. Tokens are read when a window is read. digest: the digest in meta.json, or None."""
 
     path: Path
     file: TokenFile
@@ -92,8 +92,10 @@ class Windows:
     """One split of a data set, as a sequence of windows addressed by position.
 
     Args:
-        split: "train" is read in a shuffled order that repeats for ever, a new one in each epoch; "validation" in file
-            order, once.
+        split: "train" repeats for ever, in a shuffled order that is new in each epoch; "validation" is read once, in
+            file order.
+
+    Raises DataError if the data set has no window of sequence_length tokens in the split.
     """
 
     dataset: TokenDataset

@@ -1,7 +1,7 @@
 """Compile a Triton kernel for compute capability 9.0 without such a GPU: types, shared memory and instructions.
 
 Triton's interpreter does not type-check a kernel, nor say whether it fits. Compiling needs the real decorator, so it
-happens in a child process without TRITON_INTERPRET, started by the tests as `python -m tests.kernels.triton.hopper`.
+happens in a child process without TRITON_INTERPRET: `in_child`.
 """
 
 from __future__ import annotations

@@ -14,22 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_models.kernels.custom_op import flatten
+from te_models.kernels.custom_op import flatten, registered
 from te_models.kernels.gemm import ScaledOperand
-from te_models.kernels.quantize.nvfp4 import registered as registered_nvfp4
 from tests.kernels import scaled_cases
 from tests.kernels.triton import (
-    quantizer_samples,
     test_activation,
     test_cross_entropy,
     test_norm,
     test_permute,
-    test_quantized_outputs,
     test_rope,
     test_router,
 )
 from tests.kernels.triton.quantize_cases import E4M3, E5M2, ordinary
+from tests.kernels.triton.quantizer_samples import by_recipe, outputs
 from tests.kernels.triton.test_grouped_gemm import FORMATS, quantized_rows
+from tests.kernels.triton.test_quantized_outputs import OUTPUTS, scale_for
 
 Arguments = tuple[Any, ...]
 Family = Callable[[torch.device], Iterator[tuple[str, Arguments]]]
@@ -61,16 +60,16 @@ def quantized_outputs(device: torch.device) -> Iterator[tuple[str, Arguments]]:
     x = ordinary((2, 33, 40), BF16).to(device)
     weight, bias = torch.ones(2, 40, device=device)
     slots = torch.tensor([3, -1, 0, 5, 1, 4, 2, -1], device=device)
-    outputs = [*quantizer_samples.outputs(), *test_quantized_outputs.OUTPUTS[:3]]  # these have one scale
-    for output, option in together(outputs, test_norm.OPTIONS):
-        tail = (test_quantized_outputs.scale_for(output, device), *flatten(output))
+    wanted = [*outputs(), *OUTPUTS[:3]]  # these have one scale
+    for output, option in together(wanted, test_norm.OPTIONS):
+        tail = (scale_for(output, device), *flatten(output))
         centered, zero_centered, weight_last, has_weight, has_bias = option
         parameters = weight if has_weight else None, bias if has_bias else None
         yield "norm_quantized", (x, *parameters, EPS, centered, zero_centered, weight_last, *tail)
         yield "permute_quantized", (x[0], slots, 2, *tail)
     options = list(itertools.product(test_activation.OPTIONS, (None, torch.rand(2, 33, device=device))))
-    for output, (option, p) in together(outputs, options):
-        tail = (test_quantized_outputs.scale_for(output, device), *flatten(output))
+    for output, (option, p) in together(wanted, options):
+        tail = (scale_for(output, device), *flatten(output))
         yield "activation_quantized", (x, p, *option, *tail)
 
 
@@ -147,7 +146,8 @@ def nvfp4(device: torch.device) -> Iterator[tuple[str, Arguments]]:
     for x, dim in itertools.product((ordinary((40, 52), BF16), ordinary((2, 33, 20), BF16)), (-1, -2)):
         yield "random_hadamard", (x.to(device), dim)
     x = ordinary((40, 48), BF16).to(device)
-    packed, scales = registered_nvfp4.quantize_nvfp4(x, x.new_ones((), dtype=F32), None, None, None, 0, 1, 1, False)
+    quantize = registered()["quantize_nvfp4"].op
+    packed, scales = quantize(x, x.new_ones((), dtype=F32), None, None, None, 0, 1, 1, False)
     yield "dequantize_nvfp4", (packed, scales, None, 48, BF16)
 
 
@@ -208,7 +208,7 @@ FAMILIES: list[Family] = [
     routers,
     permutations,
     losses,
-    quantizer_samples.by_recipe,
+    by_recipe,
     fp8,
     nvfp4,
     gemms,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from te_models.kernels.quantize.fp8 import blocks, grouped, reference, registered
+from te_models.kernels import launch
+from te_models.kernels.quantize.fp8 import blocks, grouped, op, reference
 from tests.kernels.triton.quantize_cases import (
     BLOCKS,
     E4M3,
@@ -25,6 +26,12 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 DTYPES = [torch.float32, torch.bfloat16]
 
 
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the public functions take the kernels' way, also on CPU."""
+    monkeypatch.setattr(launch, "on_accelerator", lambda x: True)
+
+
 @pytest.mark.parametrize("value", [0.0, 1e-12, 0.1, 448.0, 1e-45, 3.4e38])
 def test_epsilon_is_no_tensor(value, device) -> None:
     """Where new tensors are made on a GPU, its bits would be, and the host would wait for them in every launch."""
@@ -40,7 +47,7 @@ def test_epsilon_is_no_tensor(value, device) -> None:
 def test_blockwise(block, kind, dtype, device) -> None:
     for seed, shape in enumerate(SHAPES):
         x = hard(shape, dtype, seed)
-        got = registered.quantize_blockwise_both(x.to(device), list(block), E4M3, kind, 0.0)
+        got = op.quantize_blockwise_both(x.to(device), block, E4M3, kind)
         assert_all(got, reference.quantize_blockwise_both(x, block, E4M3, kind))
 
 
@@ -50,7 +57,7 @@ def test_lengths(block, kind, device) -> None:
     for length in LENGTHS:
         for shape in ((2, length), (length, 2)):
             x = ordinary(shape, torch.bfloat16)
-            got = registered.quantize_blockwise_both(x.to(device), list(block), E4M3, kind, 0.0)
+            got = op.quantize_blockwise_both(x.to(device), block, E4M3, kind)
             assert_all(got, reference.quantize_blockwise_both(x, block, E4M3, kind))
 
 
@@ -58,7 +65,7 @@ def test_lengths(block, kind, device) -> None:
 def test_one_copy(block, kind, device) -> None:
     x = hard((40, 140), torch.bfloat16)
     for fp8_dtype in (E4M3, E5M2):
-        got = registered.quantize_blockwise(x.to(device), list(block), fp8_dtype, kind, 0.0)
+        got = op.quantize_blockwise(x.to(device), block, fp8_dtype, kind)
         assert_all(got, reference.quantize_blockwise(x, block, fp8_dtype, kind))
 
 
@@ -70,14 +77,14 @@ def test_special_values(block, kind, device) -> None:
             if dtype == torch.float16
             else special((72, 128), dtype)
         )
-        got = registered.quantize_blockwise_both(x.to(device), list(block), E4M3, kind, 0.0)
+        got = op.quantize_blockwise_both(x.to(device), block, E4M3, kind)
         assert_all(got, reference.quantize_blockwise_both(x, block, E4M3, kind))
 
 
 @pytest.mark.parametrize("kind", ["pow2", "float32"])
 def test_epsilon(kind, device) -> None:
     x = torch.linspace(0, 1e-3, 4 * 128).view(4, 128)
-    got = registered.quantize_blockwise_both(x.to(device), [1, 128], E4M3, kind, 3e-4)
+    got = op.quantize_blockwise_both(x.to(device), (1, 128), E4M3, kind, epsilon=3e-4)
     assert_all(got, reference.quantize_blockwise_both(x, (1, 128), E4M3, kind, epsilon=3e-4))
 
 
@@ -88,7 +95,7 @@ def test_every_significand_has_the_reference_power_of_two(device) -> None:
     x = (amax.view(torch.float32)[None] * 2.0 ** exponents[:, None].float()).flatten()
     x = torch.cat([x[torch.isfinite(x)], torch.tensor([0.0, 2.0**-149, 2.0**-127, torch.finfo(torch.float32).max])])
     for fp8_dtype in (E4M3, E5M2):
-        got = registered.quantize_blockwise(x[:, None].to(device), [1, 128], fp8_dtype, "pow2", 0.0)
+        got = op.quantize_blockwise(x[:, None].to(device), (1, 128), fp8_dtype, "pow2")
         assert_all(got, reference.quantize_blockwise(x[:, None], (1, 128), fp8_dtype, "pow2"))
 
 
@@ -96,19 +103,15 @@ def test_every_significand_has_the_reference_power_of_two(device) -> None:
 @pytest.mark.parametrize("splits, rows", SPLITS, ids=str)
 def test_grouped_blockwise(splits, rows, block, kind, device) -> None:
     x, m_splits = hard((rows, 40), torch.bfloat16), torch.tensor(splits)
-    got = registered.quantize_grouped_blockwise(
-        x.to(device), m_splits.to(device), list(block), E4M3, kind, 0.0, True, True
-    )
+    got = op.quantize_grouped_blockwise(x.to(device), m_splits.to(device), block, E4M3, kind)
     assert_all(got, grouped.quantize_grouped_blockwise(x, m_splits, block, E4M3, kind))
 
 
 def test_grouped_blockwise_makes_the_copy_asked_for(device) -> None:
     x, m_splits = hard((70, 40), torch.float32), torch.tensor([33, 37], dtype=torch.int32)
     for rowwise, columnwise in ((True, False), (False, True)):
-        got = registered.quantize_grouped_blockwise(
-            x.to(device), m_splits.to(device), [1, 32], E4M3, "e8m0", 0.0, rowwise, columnwise
-        )
         flags = {"rowwise": rowwise, "columnwise": columnwise}
+        got = op.quantize_grouped_blockwise(x.to(device), m_splits.to(device), (1, 32), E4M3, "e8m0", **flags)
         assert_all(got, grouped.quantize_grouped_blockwise(x, m_splits, (1, 32), E4M3, "e8m0", **flags))
 
 
@@ -120,10 +123,10 @@ def test_per_tensor(shape, fp8_dtype, device) -> None:
     for scale_shape in ((), (*batch, 1, 1), (*shape[:-1], 1), shape[-1:], shape):
         scale = torch.rand(scale_shape, generator=torch.Generator().manual_seed(0)) + 0.1
         expected = reference.quantize_per_tensor(x, scale, fp8_dtype)
-        row, col = registered.quantize_per_tensor_both(x.to(device), scale.to(device), fp8_dtype)
+        row, col = op.quantize_per_tensor_both(x.to(device), scale.to(device), fp8_dtype)
         assert_all((row, col), (expected, expected))
         assert col.mT.is_contiguous()
-        values = registered.dequantize_per_tensor(row, scale.to(device), torch.bfloat16)
+        values = op.dequantize_per_tensor(row, scale.to(device), torch.bfloat16)
         assert_bitwise(values, reference.dequantize_per_tensor(expected, scale, torch.bfloat16))
 
 
@@ -131,11 +134,11 @@ def test_per_tensor(shape, fp8_dtype, device) -> None:
 @pytest.mark.parametrize("splits, rows", SPLITS, ids=str)
 def test_grouped_per_tensor(splits, rows, columnwise, device) -> None:
     x, m_splits = special((135, 128), torch.float32)[:rows], torch.tensor(splits)
-    amax = registered.grouped_amax(x.to(device), m_splits.to(device))
+    amax = op.grouped_amax(x.to(device), m_splits.to(device))
     assert_bitwise(amax, grouped.grouped_amax(x, m_splits))
     scale = torch.rand(len(splits)) + 0.1
     moved = [t.to(device) for t in (x, m_splits, scale)]
-    got = registered.quantize_grouped_per_tensor(*moved, E4M3, 16, columnwise)
+    got = op.quantize_grouped_per_tensor(*moved, E4M3, columnwise=columnwise)
     assert len(got) == 1 + columnwise
     assert_all(got, grouped.quantize_grouped_per_tensor(x, m_splits, scale, E4M3, columnwise=columnwise))
 
@@ -144,10 +147,10 @@ def test_grouped_per_tensor(splits, rows, columnwise, device) -> None:
 def test_amax(shape, device) -> None:
     for dtype in DTYPES:
         x = hard(shape, dtype)
-        assert_bitwise(registered.amax(x.to(device)), blocks.amax(x))
+        assert_bitwise(op.amax(x.to(device)), blocks.amax(x))
     if x.numel():
         x.view(-1)[-1] = float("nan")
-        assert_bitwise(registered.amax(x.to(device)), blocks.amax(x))
+        assert_bitwise(op.amax(x.to(device)), blocks.amax(x))
 
 
 @pytest.mark.parametrize("block, kind", [*BLOCKS, ((128, 1), "pow2"), ((32, 1), "e8m0")], ids=str)
@@ -158,13 +161,13 @@ def test_dequantize(block, kind, device) -> None:
             expected = reference.dequantize_blockwise(data, stored, block, dtype)
             strided = data.mT.contiguous().mT.to(device)
             for given in (data.to(device), strided):
-                assert_bitwise(registered.dequantize_blockwise(given, stored.to(device), list(block), dtype), expected)
+                assert_bitwise(op.dequantize_blockwise(given, stored.to(device), block, dtype), expected)
 
 
 @pytest.mark.parametrize("fp8_dtype", [E4M3, E5M2], ids=str)
 def test_every_code_dequantizes(fp8_dtype, device) -> None:
     data = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(fp8_dtype).view(8, 32)
-    got = registered.dequantize_per_tensor(data.to(device), torch.ones((), device=device), torch.float32)
+    got = op.dequantize_per_tensor(data.to(device), torch.ones((), device=device), torch.float32)
     assert_bitwise(got, data.float())
 
 
@@ -172,19 +175,19 @@ def test_every_bfloat16_rounds_alike(device) -> None:
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(256, 256)
     for fp8_dtype in (E4M3, E5M2):
         for scale in (torch.ones(()), torch.tensor(1.7)):
-            got = registered.quantize_per_tensor(every.to(device), scale.to(device), fp8_dtype)
+            got = op.quantize_per_tensor(every.to(device), scale.to(device), fp8_dtype)
             assert_bitwise(got, reference.quantize_per_tensor(every, scale, fp8_dtype))
 
 
 def test_strided_input(device) -> None:
     x = hard((40, 66), torch.float32)
-    got = registered.quantize_blockwise(x.to(device).mT, [1, 32], E4M3, "e8m0", 0.0)
+    got = op.quantize_blockwise(x.to(device).mT, (1, 32), E4M3, "e8m0")
     assert_all(got, reference.quantize_blockwise(x.mT, (1, 32), E4M3, "e8m0"))
 
 
 def test_blocks_that_no_tile_holds_are_refused(device) -> None:
     with pytest.raises(ValueError, match="allowed on an accelerator: powers of two up to 128"):
-        registered.quantize_blockwise(torch.ones(4, 4, device=device), [1, 256], E4M3, "pow2", 0.0)
+        op.quantize_blockwise(torch.ones(4, 4, device=device), (1, 256), E4M3, "pow2")
 
 
 REAL = [(8192, 4096), (4097, 7168), (8, 2048, 1408)]
@@ -196,7 +199,7 @@ def test_real_sizes(block, kind) -> None:
     for shape in REAL:
         x = torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 3
         x.view(-1)[::1001] *= 1e-30
-        got = registered.quantize_blockwise_both(x, list(block), E4M3, kind, 0.0)
+        got = op.quantize_blockwise_both(x, block, E4M3, kind)
         assert_all(got, reference.quantize_blockwise_both(x, block, E4M3, kind))
 
 
@@ -204,10 +207,10 @@ def test_real_sizes(block, kind) -> None:
 def test_offsets_beyond_31_bits() -> None:
     x = torch.zeros(2**20 + 3, 2049, device="cuda", dtype=torch.bfloat16)
     x[-2:] = torch.randn(2, 2049, device="cuda", dtype=torch.bfloat16)
-    data, scale = registered.quantize_blockwise(x, [1, 128], E4M3, "pow2", 0.0)
+    data, scale = op.quantize_blockwise(x, (1, 128), E4M3, "pow2")
     expected = reference.quantize_blockwise(x[-2:], (1, 128), E4M3, "pow2")
     assert_all((data[-2:], scale[-2:]), expected)
-    assert torch.equal(registered.amax(x), x[-2:].abs().amax().float())
+    assert torch.equal(op.amax(x), x[-2:].abs().amax().float())
 
 
 @pytest.mark.gpu
@@ -216,7 +219,7 @@ def test_grouped_real_sizes() -> None:
     m_splits = torch.tensor(splits, device="cuda")
     x = torch.randn(sum(splits), 2048, device="cuda", dtype=torch.bfloat16)
     for block, kind in (((1, 128), "pow2"), ((1, 32), "e8m0")):
-        got = registered.quantize_grouped_blockwise(x, m_splits, list(block), E4M3, kind, 0.0, True, True)
+        got = op.quantize_grouped_blockwise(x, m_splits, block, E4M3, kind)
         assert_all(got, grouped.quantize_grouped_blockwise(x, m_splits, block, E4M3, kind))
 
 
@@ -229,14 +232,14 @@ def test_per_tensor_real_sizes(fp8_dtype, shape, device) -> None:
     x.view(-1)[::1001] *= 1e-30
     scale = torch.rand((*shape[:-2], 1, 1), device=device) * 100 + 20
     expected = reference.quantize_per_tensor(x, scale, fp8_dtype)
-    assert_bitwise(registered.quantize_per_tensor(x, scale, fp8_dtype), expected)
-    row, col = registered.quantize_per_tensor_both(x, scale, fp8_dtype)
+    assert_bitwise(op.quantize_per_tensor(x, scale, fp8_dtype), expected)
+    row, col = op.quantize_per_tensor_both(x, scale, fp8_dtype)
     assert_all((row, col), (expected, expected))
     assert col.mT.is_contiguous()
     for dtype in DTYPES:
         values = reference.dequantize_per_tensor(expected, scale, dtype)
         for copy in (row, col):
-            assert_bitwise(registered.dequantize_per_tensor(copy, scale, dtype), values)
+            assert_bitwise(op.dequantize_per_tensor(copy, scale, dtype), values)
 
 
 @pytest.mark.gpu
@@ -248,7 +251,7 @@ def test_dequantize_real_sizes(block, kind, shape, device) -> None:
     for dtype in DTYPES:
         expected = reference.dequantize_blockwise(data, stored, block, dtype)
         for given in (data, data.view(torch.uint8).mT.contiguous().mT.view(E4M3)):
-            assert_bitwise(registered.dequantize_blockwise(given, stored, list(block), dtype), expected)
+            assert_bitwise(op.dequantize_blockwise(given, stored, block, dtype), expected)
 
 
 @pytest.mark.gpu
@@ -257,8 +260,8 @@ def test_grouped_per_tensor_real_sizes(splits, columns, device) -> None:
     """Rows past the last group come along."""
     m_splits = torch.tensor(splits, device=device)
     x = torch.randn(sum(splits) + 77, columns, device=device, dtype=torch.bfloat16) * 3
-    assert_bitwise(registered.grouped_amax(x, m_splits), grouped.grouped_amax(x, m_splits))
+    assert_bitwise(op.grouped_amax(x, m_splits), grouped.grouped_amax(x, m_splits))
     scale = torch.rand(len(splits), device=device) * 100 + 20
     for fp8_dtype in (E4M3, E5M2):
-        got = registered.quantize_grouped_per_tensor(x, m_splits, scale, fp8_dtype, 16)
+        got = op.quantize_grouped_per_tensor(x, m_splits, scale, fp8_dtype)
         assert_all(got, grouped.quantize_grouped_per_tensor(x, m_splits, scale, fp8_dtype))

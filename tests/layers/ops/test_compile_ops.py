@@ -32,7 +32,7 @@ KINDS = {
     "quantize": (lambda: ops.Sequential(ops.Quantize(), ops.BasicLinear(96, 64), ops.Bias(64), ops.Reshape(-1, 32)), 0),
     "add": (lambda: ops.Sequential(ops.Linear(96, 96), ops.AddExtraInput(), ops.ClampedSwiGLU()), 1),
 }
-FAST = {("mlp", "delayed"), ("quantize", "mxfp8"), ("recompute", "delayed")}
+FAST = {("mlp", "delayed"), ("quantize", "mxfp8")}
 MATRIX = [
     pytest.param(kind, name, False, marks=() if (kind, name) in FAST else pytest.mark.slow, id=f"{kind}-{name}")
     for kind in KINDS
@@ -54,9 +54,8 @@ def test_one_graph_for_all_shapes_and_equal_recipes(kind: str, name: str | None,
         assert counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n == "mxfp8" else pytest.mark.slow, id=str(n)) for n in NAMES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES, ids=str)
 def test_inductor_computes_the_same_group(name: str | None) -> None:
     """But for the order of sums, of at most 128 numbers: as many roundings to float32. (Norms and activations are
     compiled to other instructions. Were a last bit to move one of 3072 values to the next FP8 number, this would fail;
@@ -87,7 +86,9 @@ def test_quantized_inputs_and_outputs_of_graphs() -> None:
     assert counters["stats"]["unique_graphs"] == 2
 
 
-@pytest.mark.parametrize("name", [None, "delayed", "mxfp8"], ids=str)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n == "mxfp8" else pytest.mark.slow, id=str(n)) for n in NAMES[:3]]
+)
 def test_compiled_inside_of_saved_tensor_hooks(name: str | None) -> None:
     """They see what the graph saves; it is the graph of a call outside of them."""
     torch.manual_seed(0)

@@ -2,7 +2,7 @@
 
 The example and the test of what the registry can describe: quantized weights and caches among the arguments, live
 state that is written to, what is kept of x as a quantized storage or as an alias of x, gradients that may be absent.
-The library itself registers kernels and not layers: docs/operations.md says why.
+The library itself registers kernels and not layers: docs/contributing/operation.md says why.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The fields of a parameter that a conversion quantizes, as outputs of its plan."""
+"""Quantizing a weight from its values: what its tensors are computed by, as outputs of a plan."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,84 +15,71 @@ from te_models.layers.quantizer.schema import empty_fields, field_layouts
 from te_models.memory import return_freed_memory
 
 from ..io.boxes import Shape
-from ..plan.parameters import Parameters
+from ..io.store import Store
 from ..plan.plan import Output
-from ..plan.quantized_format import SUFFIXES, Description, field_specs, quantizer_of
+from ..plan.quantized_format import SUFFIXES, Description, field_specs
 from ..plan.report import Measure
-from .row_blocks import BAND_ELEMENTS, Amaxes, Matrix, Read, Rows, amaxes_once, dequantize_bands, quantize_bands
+from ..plan.stream import matrices, read_rows
+from .row_blocks import BAND_ELEMENTS, Amaxes, Matrix, Read, amaxes_once, quantize_bands
+
+Make = Callable[[], Iterable[torch.Tensor]]
+"""Computes one field in parts along its first dimension; may be called once."""
+
+AmaxesOf = Callable[[int, Read], Callable[[Executor | None], Amaxes]]
+"""(number of a matrix, what reads it) -> what returns the amaxes of the whole that it is a part of, given threads."""
 
 
-def quantized_outputs(
-    name: str,
-    shape: Shape,
-    meta: Description,
-    params: Parameters,
-    members: Parameters,
-    measure: Measure | None = None,
-) -> list[Output]:
-    """Return the outputs that hold a parameter quantized as described.
+@dataclass(frozen=True)
+class Entry:
+    """One tensor that a quantized weight is written as.
 
-    params, members: where its values are read, in the plan's layout and in the per-GEMM one. measure: gets the largest
-    error of each matrix and usage.
+    suffix: of the field of ours that it holds. output: without what computes it. encode: turns a part of the field into
+    a part of the tensor; None: they are the same.
     """
-    source, names = matrices(params, members, name)
-    readers = [_reader(source, matrix) for matrix in names]
-    makers = field_makers(shape, quantizer_of(name, meta)[0], readers, lambda: params.threads, measure)
-    outputs = []
-    for suffix, spec in field_specs(name, shape, meta).items():
-        (dtype,) = spec.dtypes
-        outputs.append(Output(name + suffix, dtype, spec.shape, compute=makers[suffix]))
-    return outputs
+
+    suffix: str
+    output: Output
+    encode: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
-def field_makers(
-    shape: Shape,
+def field_entries(name: str, shape: Shape, meta: Description) -> list[Entry]:
+    """Return the entries of a parameter in a folder of ours: its fields."""
+    specs = field_specs(name, shape, meta).items()
+    return [Entry(suffix, Output(name + suffix, *spec.dtypes, spec.shape)) for suffix, spec in specs]
+
+
+def requantized_outputs(
+    store: Store,
+    weight: Output,
     quantizer: Quantizer,
-    readers: Sequence[Read],
+    entries: Iterable[Entry],
     threads: Callable[[], Executor],
-    measure: Measure | None,
-    amaxes: Sequence[Callable[[Executor | None], Amaxes]] | None = None,
-) -> dict[str, Callable[[], Iterable[torch.Tensor]]]:
-    """Return, by suffix, functions that compute the fields of a weight; each may be called once.
+    measure: Measure | None = None,
+    amaxes_of: AmaxesOf | None = None,
+) -> list[Output]:
+    """Return the tensors that hold a weight quantized from its values.
 
     Arguments:
-        shape: [out, in], or [G, out, in] of a stack whose matrices are quantized one by one.
-        readers: the matrices.
-        threads: asked for where a weight is large.
-        amaxes: return those of larger matrices that the matrices are parts of; None: each has its own.
+        store: what the pieces of `weight` read.
+        weight: the values, [out, in] or a stack [G, out, in] whose matrices are quantized one by one; in its dtype.
+        threads: returns those that share the work; asked for where a weight is large.
+        measure: gets the largest error of each matrix and usage.
+        amaxes_of: of larger matrices that the matrices are parts of; None: each has its own.
     """
-    makers: dict[str, Callable[[], Iterable[torch.Tensor]]] = {}
-    # the copies of both usages share the first pass over a matrix
-    amaxes = amaxes or [amaxes_once(quantizer, read, shape[-2:]) for read in readers]
+    readers: list[Read] = [functools.partial(read_rows, store, matrix) for matrix in matrices(weight)]
+    if amaxes_of is None:  # the copies of both usages share the first pass over a matrix
+        amaxes = [amaxes_once(quantizer, read, weight.shape[-2:]) for read in readers]
+    else:
+        amaxes = [amaxes_of(number, read) for number, read in enumerate(readers)]
+    makers: dict[str, Make] = {}
     for q in _by_usage(quantizer):
-        fields = _Fields(shape, q, readers, threads, measure, amaxes)
+        fields = _Fields(weight.shape, q, readers, threads, measure, amaxes)
         makers |= {suffix: fields.entry(field) for field, suffix in fields.suffixes()}
-    return makers
+    return [replace(e.output, compute=_encoded(makers[e.suffix], e.encode)) for e in entries]
 
 
-def _reader(source: Parameters, matrix: str) -> Read:
-    return lambda begin, end: source.part(matrix, 0, begin, end)
-
-
-def matrices(params: Parameters, members: Parameters, name: str) -> tuple[Parameters, list[str]]:
-    """Return where to read the matrices of a parameter, which have their own scales, and their names there."""
-    return (params, [name]) if len(params.shapes[name]) == 2 else (members, list(params.members(name)))
-
-
-def value_bands(
-    params: Parameters, members: Parameters, name: str, dtype: torch.dtype
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the values of a quantized parameter band after band, each with the name of its matrix; see `matrices`."""
-    quantizer, _ = quantizer_of(name, params.formats[name])
-    source, names = matrices(params, members, name)
-    for matrix in names:
-
-        def read(field: str, axis: int, part: Rows | None, matrix: str = matrix) -> torch.Tensor:
-            entry = matrix + SUFFIXES[field]
-            return source.entry(entry) if part is None else source.part(entry, axis, *part)
-
-        for band in dequantize_bands(quantizer, params.shapes[name][-2:], dtype, read):
-            yield matrix, band
+def _encoded(make: Make, encode: Callable[[torch.Tensor], torch.Tensor] | None) -> Make:
+    return make if encode is None else lambda: map(encode, make())
 
 
 def _by_usage(quantizer: Quantizer) -> list[Quantizer]:
@@ -157,12 +145,12 @@ class _Fields:
             return_freed_memory()  # of the parameter before
         # each matrix has its own scales, so this is what quantizing the whole stack gives
         stacked = len(self._shape) > 2
-        matrices = [
+        parts = [
             Matrix(read, {name: field[g] if stacked else field for name, field in fields.items()}, amaxes)
             for g, (read, amaxes) in enumerate(zip(self._readers, self._amaxes, strict=True))
         ]
         pool, measure = self._threads() if large else None, self._measure is not None
-        yield from quantize_bands(matrices, self._quantizer, self._shape[-2:], pool, streamed=streamed, measure=measure)
+        yield from quantize_bands(parts, self._quantizer, self._shape[-2:], pool, streamed=streamed, measure=measure)
         if self._measure is not None:
-            for matrix in matrices:
+            for matrix in parts:
                 self._measure(matrix.error)

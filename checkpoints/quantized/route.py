@@ -1,0 +1,143 @@
+"""The way that each quantized parameter takes through a conversion, and the tensors that are written of it.
+
+    move         the fields of one side are those of the other, byte for byte
+    re-encode    other bytes that stand for the same numbers
+    requantize   quantized from values: the source's own, or those that its numbers stand for
+    dequantize   the values
+    refuse       its numbers cannot be taken over, and nothing else is allowed
+
+Import, export and `quantize` differ in what their sides store, which `Form` says for each parameter, and in what the
+tensors of the target are called and hold, which `Target` says.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from te_models.layers.quantizer import Quantizer
+
+from ..io.store import Store
+from ..io.threads import cores, start_threads
+from ..plan.param_shapes import is_linear_weight
+from ..plan.parameters import MAX_THREADS
+from ..plan.plan import Output
+from ..plan.report import Measure
+from .requantize import AmaxesOf, Entry, requantized_outputs
+
+Way = Literal["move", "re-encode", "requantize", "dequantize", "refuse"]
+Allowed = Collection[Literal["requantize", "dequantize"]]
+"""What may be done with numbers that cannot be taken over."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """What one side of a conversion stores a parameter as.
+
+    quantizer: that of its fields; None: values, or (`inexact`) numbers that no fields hold. encoded: whether the
+    tensors have other bytes than the fields. inexact: why the numbers cannot be taken over; None: they can.
+    """
+
+    quantizer: Quantizer | None = None
+    encoded: bool = False
+    inexact: str | None = None
+
+
+VALUES = Form()
+
+
+@dataclass(frozen=True)
+class Route:
+    """The way of one parameter, by its grouped name.
+
+    quantizer: of the fields that are written; None: values are. why: the reason why it is not moved or re-encoded.
+    """
+
+    parameter: str
+    way: Way
+    quantizer: Quantizer | None = None
+    why: str = ""
+
+    @property
+    def taken_over(self) -> bool:
+        """Whether the numbers of the source are those of the target."""
+        return self.quantizer is not None and self.way != "requantize"
+
+
+def choose_route(parameter: str, source: Form, target: Form, allowed: Allowed = ()) -> Route:
+    """Return the way of a parameter: the first that loses nothing, else the first of those that are allowed.
+
+    Only the weights of linear layers are stored quantized, so others are never requantized.
+    """
+    why = source.inexact if source.inexact is not None else target.inexact
+    if why is None and target.quantizer is None:
+        return Route(parameter, "move" if source.quantizer is None else "dequantize")
+    if why is None and source.quantizer is not None:
+        same = source.quantizer.FORMAT == target.quantizer.FORMAT and not (source.encoded or target.encoded)
+        return Route(parameter, "move" if same else "re-encode", target.quantizer)
+    if why is None or ("requantize" in allowed and is_linear_weight(parameter)):
+        return Route(parameter, "requantize", target.quantizer, why or "")
+    return Route(parameter, "dequantize" if "dequantize" in allowed else "refuse", None, why)
+
+
+class Target(ABC):
+    """The side that is written. moved: by name, what the plan moves: fields of the parameters that are taken over, and
+    values of the others."""
+
+    def __init__(self, moved: Iterable[Output]) -> None:
+        self.moved = {output.name: output for output in moved}
+
+    @abstractmethod
+    def weights(self, parameter: str) -> list[str]:
+        """Return what the tensors that hold a parameter are called in high precision."""
+
+    @abstractmethod
+    def fields(self, weight: str) -> list[Output]:
+        """Return the tensors of a weight whose numbers are taken over."""
+
+    @abstractmethod
+    def entries(self, weight: str, quantizer: Quantizer) -> list[Entry]:
+        """Return the tensors of a weight whose fields are computed."""
+
+    @abstractmethod
+    def values(self, weight: str) -> tuple[Store, Output]:
+        """Return the values of a weight that is quantized from them, and what they are read from."""
+
+    def finish(self, weight: str, outputs: list[Output]) -> list[Output]:
+        """Return the quantized tensors of a weight as they lie in the files."""
+        return outputs
+
+    def amaxes_of(self, weight: str) -> AmaxesOf | None:
+        """Return where the matrices of a weight get their amaxes, if they share them with those of others."""
+        return None
+
+    @cached_property
+    def threads(self) -> Executor:
+        """Threads to quantize with; the same ones throughout, because each keeps memory for reuse."""
+        return start_threads(min(cores(), MAX_THREADS))
+
+    def outputs(self, route: Route, measure: Callable[[str], Measure] | None = None) -> dict[str, list[Output]]:
+        """Return what is written of a parameter, by weight.
+
+        measure: called with the name of a weight that is requantized; returns what gets the largest error of each of
+        its matrices, and of each usage.
+        """
+        if route.quantizer is None:
+            return {weight: [self.moved[weight]] for weight in self.weights(route.parameter)}
+        make = self._requantized if route.way == "requantize" else lambda weight, *_: self.fields(weight)
+        made = {weight: make(weight, route.quantizer, measure) for weight in self.weights(route.parameter)}
+        return {weight: self.finish(weight, outputs) for weight, outputs in made.items()}
+
+    def _requantized(self, weight: str, quantizer: Quantizer, measure: Callable[[str], Measure] | None) -> list[Output]:
+        return requantized_outputs(
+            *self.values(weight),
+            quantizer,
+            self.entries(weight, quantizer),
+            lambda: self.threads,
+            None if measure is None else measure(weight),
+            self.amaxes_of(weight),
+        )

@@ -1,0 +1,72 @@
+"""A folder of ours as the target of a conversion: a quantized parameter is one tensor per field."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+from te_models.config import ModelConfig
+from te_models.layers.quantizer import Quantizer
+
+from ..folder.checkpoint import Checkpoint
+from ..io.dtypes import dtype_name, torch_dtype
+from ..io.store import Store
+from ..plan.param_shapes import ExpertLayout, expected_tensors
+from ..plan.plan import Output
+from ..plan.quantized_format import SUFFIXES, describe
+from ..plan.te_namespace import parameter_names, te_namespace
+from ..plan.tensor_map import compose
+from .requantize import Entry, field_entries
+from .route import Target
+
+
+class TETarget(Target):
+    """Parameters under their names in an expert layout.
+
+    Arguments:
+        moved: see `Target`.
+        values: of what is quantized, by name in the layout, and what they are read from.
+        dtype: the logical dtype of quantized parameters by name.
+        reencoded: fields that are taken over as others than `moved` has, by name in the layout.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layout: ExpertLayout,
+        moved: Iterable[Output],
+        store: Store,
+        values: Mapping[str, Output],
+        dtype: Callable[[str], torch.dtype],
+        reencoded: Mapping[str, list[Output]] | None = None,
+    ) -> None:
+        super().__init__(moved)
+        self._shapes, self._names = expected_tensors(config, layout), parameter_names(config, layout)
+        self._store, self._values, self._dtype, self._reencoded = store, values, dtype, reencoded or {}
+
+    def weights(self, parameter: str) -> list[str]:
+        return self._names[parameter]
+
+    def fields(self, weight: str) -> list[Output]:
+        entries = (weight + suffix for suffix in SUFFIXES.values())
+        return self._reencoded.get(weight) or [self.moved[entry] for entry in entries if entry in self.moved]
+
+    def entries(self, weight: str, quantizer: Quantizer) -> list[Entry]:
+        return field_entries(weight, self._shapes[weight], describe(quantizer, self._dtype(weight)))
+
+    def values(self, weight: str) -> tuple[Store, Output]:
+        return self._store, self._values[weight]
+
+
+def value_outputs(ckpt: Checkpoint, layout: ExpertLayout) -> dict[str, Output]:
+    """Return the parameters of a folder opened as plain values, by name in the layout, each in a dtype that holds the
+    numbers of all tensors that it is joined from."""
+    target = te_namespace(ckpt.config, layout)
+    outputs = {}
+    for name, pieces in compose(ckpt.namespace, target).items():
+        found = (torch_dtype(dtype) for dtype in sorted({ckpt.tensors[piece.source].dtype for piece in pieces}))
+        dtype = functools.reduce(torch.promote_types, found)
+        outputs[name] = Output(name, dtype_name(dtype), target.stored[name].shape, tuple(pieces))
+    return outputs

@@ -1,0 +1,116 @@
+"""Examples of the names of `te_models.training`. A cell begins with the names that it shows; each runs by itself."""
+
+# %% write_dataset, TokenDataset, Windows, DataError
+from pathlib import Path
+
+from te_models.training import DataError, TokenDataset, Windows, write_dataset
+
+data = write_dataset("data/counts", ([list(range(100))] for _ in range(10)), vocab_size=256)
+assert isinstance(data, TokenDataset) and data.vocab_size == 256
+windows = Windows(data, sequence_length=16, split="train", validation_fraction=0.1, seed=0)
+print(len(windows), windows.batch(0, 2).shape)  # two windows of 16 tokens, and the token after each
+try:
+    TokenDataset.open(Path("data/missing"))
+except DataError as error:
+    print(error)
+
+# %% build_dataset
+from pathlib import Path
+
+from te_models.training import build_dataset
+
+Path("hello.txt").write_text("hello, world\n" * 50)
+data = build_dataset("data/hello", ["*.txt"], "bytes")
+print(data.vocab_size)
+
+# %% load_config, TrainConfig, ModelSource, DataConfig, OptimizerConfig, ScheduleConfig, PrecisionConfig
+from te_models import AttentionConfig, MLPConfig, ModelConfig
+from te_models.training import (
+    DataConfig,
+    ModelSource,
+    OptimizerConfig,
+    PrecisionConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
+
+model = ModelConfig(
+    vocab_size=257,
+    hidden_size=32,
+    num_layers=1,
+    max_position_embeddings=64,
+    attention=AttentionConfig(num_attention_heads=2),
+    mlp=MLPConfig(ffn_hidden_size=48),
+)
+config = TrainConfig(
+    output_dir="runs/example",
+    steps=4,
+    model=ModelSource(config=model),
+    data=DataConfig(path="data/bytes", text=("*.txt",), tokenizer="bytes", sequence_length=16),
+    optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.0),
+    schedule=ScheduleConfig(kind="constant"),
+    precision=PrecisionConfig(dtype="fp32"),
+)
+assert TrainConfig.from_json(config.to_json()) == config
+# from a file: load_config("run.toml", ["--steps", "4"])
+
+# %% train, TrainResult, read_metrics, list_checkpoints, latest_checkpoint, CheckpointConfig, EvaluationConfig, LogConfig  # noqa: E501
+from pathlib import Path
+
+from te_models import AttentionConfig, MLPConfig, ModelConfig
+from te_models.training import (
+    CheckpointConfig,
+    DataConfig,
+    EvaluationConfig,
+    LogConfig,
+    ModelSource,
+    TrainConfig,
+    TrainResult,
+    latest_checkpoint,
+    list_checkpoints,
+    read_metrics,
+    train,
+)
+
+Path("numbers.txt").write_text("one two three four\n" * 200)
+model = ModelConfig(
+    vocab_size=257,
+    hidden_size=32,
+    num_layers=1,
+    max_position_embeddings=64,
+    attention=AttentionConfig(num_attention_heads=2),
+    mlp=MLPConfig(ffn_hidden_size=48),
+)
+result = train(
+    TrainConfig(
+        output_dir="runs/numbers",
+        steps=4,
+        compile=False,
+        model=ModelSource(config=model),
+        data=DataConfig(
+            path="data/numbers", text=("numbers.txt",), tokenizer="bytes", sequence_length=16, validation_fraction=0.1
+        ),
+        checkpoint=CheckpointConfig(every=2),
+        evaluation=EvaluationConfig(every=2, batches=1),
+        log=LogConfig(progress=False),
+    )
+)
+assert isinstance(result, TrainResult) and result.step == 4
+print([row["loss"] for row in read_metrics(result.metrics_file)])
+assert latest_checkpoint(Path("runs/numbers")) == list_checkpoints(Path("runs/numbers"))[-1]
+
+# %% lr_at
+from te_models.training import ScheduleConfig, lr_at
+
+schedule = ScheduleConfig(kind="wsd", warmup_steps=10, decay_steps=20)
+print([lr_at(step, peak=3e-4, steps=100, schedule=schedule) for step in (0, 50, 99)])
+
+# %% plot_loss
+import json
+from pathlib import Path
+
+from te_models.training import plot_loss
+
+rows = [json.dumps({"step": step, "loss": 5.0 / step}) for step in range(1, 20)]
+Path("metrics.jsonl").write_text("\n".join(rows) + "\n")
+plot_loss({"run": Path("metrics.jsonl")}, Path("loss.png"))  # needs the extra `plot`

@@ -1,0 +1,73 @@
+"""`x weight^T + bias` on matrices that no recipe quantizes, in the dtype that the machine multiplies them in.
+
+Where that is the dtype of x, these are torch's own functions. On a CPU that multiplies 16-bit matrices in float32
+(`cpu`), the operands are up-cast for the GEMM and given up after it: what is saved for the backward pass stays 16-bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..compiling import compiling
+from ..without_autocast import without_autocast
+from .cpu import in_float32
+from .float32 import gemm_float32, product
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return `x @ weight^T + bias` in x's dtype. x: [..., K]; weight: [N, K]; bias: [N] or None, all of one dtype.
+
+    Differentiable, twice, and by `torch.func`.
+    """
+    if not in_float32(x):
+        return F.linear(x, weight, bias)
+    if torch._C._are_functorch_transforms_active():
+        with without_autocast(wide := x.float()):
+            return F.linear(wide, weight.float(), None if bias is None else bias.float()).to(x.dtype)
+    y = multiply(x.reshape(-1, x.shape[-1]), weight.t(), bias)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def multiply(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return `left @ right + bias` in left's dtype, [M, K] by [K, N], all of one dtype."""
+    if not in_float32(left):
+        y = left @ right
+        return y if bias is None else y + bias
+    if compiling():
+        return gemm_float32(left, right, bias, left.dtype)
+    if torch.is_grad_enabled() and (left.requires_grad or right.requires_grad or bias is not None):
+        return _Multiply.apply(left, right, bias)
+    return product(left, right, bias, left.dtype)
+
+
+def matmul(left: Tensor, right: Tensor) -> Tensor:
+    """Return `left @ right` in left's dtype: [..., M, K] by [..., K, N], both of one dtype."""
+    if not in_float32(left):
+        return left @ right
+    with without_autocast(wide := left.float()):
+        return (wide @ right.float()).to(left.dtype)
+
+
+class _Multiply(torch.autograd.Function):
+    """`multiply` outside of graphs, where a registered operation would cost 0.1 ms more a call."""
+
+    @staticmethod
+    def forward(ctx: Any, left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(left, right)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return product(left, right, bias, left.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,) = grads
+        left, right = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        return (
+            multiply(dy, right.t()) if needs[0] else None,
+            multiply(left.t(), dy) if needs[1] else None,
+            dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs[2] else None,
+        )

@@ -1,0 +1,73 @@
+"""The product of 16-bit matrices on a CPU that multiplies them in float32 (`cpu`): up-cast in pieces, rounded once.
+
+One registered operation, opaque to the compiler: a graph that up-cast in plain sight would keep the float32 copies for
+its backward pass, at twice the memory of what they are copies of. M rows, K contracted, N columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from ..custom_op import gradient_of, like, operation
+
+FEW_ROWS = 4
+"""A GEMM of fewer rows is bound by reading the right side, which is read as it is, without an up-cast copy."""
+_PIECE = 2**24  # elements of a matrix that are in float32 together: 64 MiB, whatever the size of the vocabulary
+_CACHED = 2**18  # where there are so few rows that reading the right side is what takes the time: 1 MiB
+_CACHED_ROWS = 256
+
+
+def product(left: Tensor, right: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """Return `left @ right + bias` in `out_dtype`: [M, K] by [K, N] -> [M, N]; bias: [N] or None. Summed in float32 and
+    rounded once; at most 64 MiB of either side, and of the result, are in float32 at a time."""
+    if torch.is_autocast_enabled("cpu"):
+        with torch.autocast("cpu", enabled=False):
+            return product(left, right, bias, out_dtype)
+    rows, inner = left.shape
+    columns = right.shape[1]
+    if rows < FEW_ROWS and out_dtype == left.dtype:
+        return torch.mm(left, right) if bias is None else torch.addmm(bias, left, right)
+    elements = _CACHED if rows <= _CACHED_ROWS else _PIECE
+    row_step = max(_PIECE // max(inner, 1), 16)
+    column_step = max(elements // max(inner, min(rows, row_step), 1), 16)
+    if rows <= row_step and columns <= column_step:
+        found = torch.mm(left.float(), right.float())
+        if bias is not None:
+            found += bias
+        return found.to(out_dtype)
+    out = left.new_empty(rows, columns, dtype=out_dtype)
+    for some in _slices(rows, row_step):
+        wide = left[some].float()
+        for part in _slices(columns, column_step):
+            found = torch.mm(wide, right[:, part].float())
+            if bias is not None:
+                found += bias[part]
+            out[some, part] = found
+    return out
+
+
+def _slices(length: int, step: int) -> Iterator[slice]:
+    for begin in range(0, length, step):
+        yield slice(begin, min(begin + step, length))
+
+
+@operation("gemm_float32", lambda left, right, out_dtype: like(left, (left.shape[0], right.shape[1]), out_dtype))
+def gemm_float32(left: Tensor, right: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """`product`, as one operation of a graph; differentiable."""
+    return product(left, right, bias, out_dtype)
+
+
+@gradient_of(gemm_float32, saves=("left", "right", "bias.dtype"))
+def _backward(saved: SimpleNamespace, needs: set[str], dy: Tensor) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    if "left" in needs:
+        found["left"] = gemm_float32(dy, saved.right.t(), None, saved.left.dtype)
+    if "right" in needs:
+        found["right"] = gemm_float32(saved.left.t(), dy, None, saved.right.dtype)
+    if "bias" in needs:
+        found["bias"] = dy.sum(0, dtype=torch.float32).to(saved.bias_dtype)
+    return found

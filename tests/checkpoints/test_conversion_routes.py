@@ -1,0 +1,72 @@
+"""Which way a parameter takes through a conversion, and the options that all conversions share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from te_models.checkpoints import (
+    CheckpointError,
+    dequantize,
+    export_hf,
+    import_hf,
+    quantize,
+    relayout,
+    reshard,
+    upcycle,
+)
+from te_models.checkpoints.quantized.route import VALUES, Form, choose_route
+from te_models.layers import Float8BlockQuantizer, MXFP8Quantizer
+from tests.checkpoints.quantized_cases import CASES, make
+
+WEIGHT, TABLE = "decoder.layers.0.mlp.linear_fc1.weight", "embedding.word_embeddings.weight"
+MXFP8, BLOCKS = MXFP8Quantizer(), Float8BlockQuantizer()
+CUT = Form(inexact="it cuts blocks")
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "allowed", "way"),
+    [
+        (VALUES, VALUES, (), "move"),
+        (VALUES, Form(MXFP8), (), "requantize"),
+        (Form(MXFP8), VALUES, (), "dequantize"),
+        (Form(MXFP8), Form(MXFP8), (), "move"),
+        (Form(MXFP8), Form(MXFP8), ("requantize",), "move"),
+        (Form(MXFP8, encoded=True), Form(MXFP8), (), "re-encode"),
+        (Form(MXFP8), Form(BLOCKS), (), "re-encode"),
+        (CUT, Form(MXFP8), (), "refuse"),
+        (CUT, Form(MXFP8), ("requantize", "dequantize"), "requantize"),
+        (CUT, Form(MXFP8), ("dequantize",), "dequantize"),
+        (Form(MXFP8), Form(BLOCKS, inexact=""), ("requantize",), "requantize"),
+        (Form(MXFP8), Form(BLOCKS, inexact=""), (), "refuse"),
+    ],
+)
+def test_the_route_of_a_linear_weight(source: Form, target: Form, allowed: tuple[str, ...], way: str) -> None:
+    route = choose_route(WEIGHT, source, target, allowed)
+    assert route.way == way and route.parameter == WEIGHT
+    assert route.quantizer == (target.quantizer if way in ("move", "re-encode", "requantize") else None)
+    assert route.taken_over == (way in ("move", "re-encode") and target.quantizer is not None)
+    assert route.why == (source.inexact or target.inexact or "")
+
+
+def test_only_weights_of_linear_layers_are_requantized() -> None:
+    assert choose_route(TABLE, CUT, Form(MXFP8), ("requantize", "dequantize")).way == "dequantize"
+    assert choose_route(TABLE, CUT, Form(MXFP8), ("requantize",)).way == "refuse"
+
+
+def test_stacks_of_experts_have_no_scales_of_single_matrices(tmp_path: Path) -> None:
+    source, _ = make(CASES["modelopt-nvfp4-stacks"], tmp_path)
+    import_hf(source, tmp_path / "ours")
+    with pytest.raises(CheckpointError, match=r"gate_up_proj is a stack of experts .* modelopt-fp8-pb-wo.*per-expert"):
+        export_hf(tmp_path / "ours", tmp_path / "hf", format="modelopt-fp8-pb-wo", allow_requantize=True)
+    assert not (tmp_path / "hf").exists()
+    export_hf(tmp_path / "ours", tmp_path / "hf", format="modelopt-fp8-pb-wo", form="per-expert", allow_requantize=True)
+    import_hf(tmp_path / "hf", tmp_path / "again", dequantize=True)
+
+
+@pytest.mark.parametrize("conversion", [import_hf, export_hf, relayout, reshard, quantize, dequantize, upcycle])
+def test_an_unknown_option_is_named_before_anything_is_read(conversion: object, tmp_path: Path) -> None:
+    needed = {relayout: ("grouped",), quantize: ("mxfp8",), upcycle: (4, 2)}.get(conversion, ())
+    with pytest.raises(TypeError, match=r"'overwite' is no option; allowed: overwrite, .*verify"):
+        conversion(tmp_path / "missing", tmp_path / "out", *needed, overwite=True)  # type: ignore[operator]
