@@ -65,7 +65,7 @@ class Table:
         return "\n".join(line.rstrip() for line in ([self.title] if self.title else []) + lines)
 
     def rich(self) -> Any:
-        """The same as a table of rich, whose last column wraps at the width of the terminal."""
+        """The same as a table of rich, whose cells are folded where the terminal is too narrow."""
         made = importlib.import_module("rich.table").Table(
             title=self.title or None,
             title_justify="left",
@@ -78,8 +78,7 @@ class Table:
         text = importlib.import_module("rich.text").Text
         heading, body = (self.rows[0], self.rows[1:]) if self.heading else ((), self.rows)
         for i in range(len(self.rows[0]) if self.rows else 0):
-            last = i == len(self.rows[0]) - 1
-            made.add_column(heading[i] if heading else None, style="cyan" if i == 0 else None, no_wrap=not last)
+            made.add_column(heading[i] if heading else None, style="cyan" if i == 0 else None, overflow="fold")
         for row in body:
             made.add_row(*map(text, row))
         return made

@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
         args,
         result,
         Table([("python", result["python"]), *((n, v or "-") for n, v in result["versions"].items())], "versions"),
-        Table([(d["name"], d["detail"]) for d in result["devices"]], "devices"),
+        Table([row for d in result["devices"] for row in _device_rows(d)], "devices"),
         Table(list(result["recipes"].items()), "recipes"),
         "Hugging Face families",
         textwrap.fill(", ".join(result["families"]), help_width(), initial_indent="  ", subsequent_indent="  "),
@@ -170,6 +170,12 @@ def _devices() -> list[dict[str, Any]]:
         detail = f"{p.name}, {memory:.0f} GiB, compute capability {p.major}.{p.minor}"
         found.append({"name": f"cuda:{index}", "detail": detail, "memory_bytes": p.total_memory})
     return found
+
+
+def _device_rows(device: dict[str, Any]) -> list[tuple[str, str]]:
+    """A line of the table for each part of what is said of a device."""
+    first, *others = device["detail"].split("; ")
+    return [(device["name"], first), *(("", other) for other in others)]
 
 
 def _recipes() -> dict[str, str]:

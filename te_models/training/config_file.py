@@ -112,12 +112,9 @@ def _leaf(value: Any, hint: Any, where: str) -> Any:
 
 
 def _similar(name: str, fields: Iterable[str]) -> str:
-    """Suggest a key of the same table, or the same key, or table, elsewhere."""
-    here = did_you_mean(name, fields)
-    if here:
-        return here
+    """Suggest the key, or table, of the same name elsewhere, or a similar one of the same table."""
     tables = list(tables_of(TrainConfig))
     elsewhere = [f"[{table.name}]" for table in tables if table.name.rpartition(".")[2] == name]
     for key in (key for table in tables for key in table.keys if key.name == name):
         elsewhere.append(f"[{key.table}] {name}" if key.table else f"{name} before the first table")
-    return f"; did you mean {' or '.join(elsewhere[:3])}?" if elsewhere else ""
+    return f"; did you mean {' or '.join(elsewhere[:3])}?" if elsewhere else did_you_mean(name, fields)

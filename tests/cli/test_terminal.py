@@ -49,6 +49,12 @@ def test_a_table_is_drawn_by_rich_on_a_terminal_only(monkeypatch: pytest.MonkeyP
         assert (printed == out.getvalue()) is (expected is not None)
         assert [line.split() for line in printed.splitlines()] == [["parameters"], *map(list, ROWS)]
         assert expected is None or printed == expected
+    monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setattr(sys, "stdout", out := Terminal())
+    show(Table([("decoder.layers.0.self_attention.weight", "0.5")]))
+    assert "".join(re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue()).split()).replace("0.5", "", 1) == (
+        "decoder.layers.0.self_attention.weight"
+    )
     without_rich(monkeypatch)
     monkeypatch.setattr(sys, "stdout", out := Terminal())
     show(table)
