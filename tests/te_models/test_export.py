@@ -48,7 +48,7 @@ def test_batch_and_sequence_are_dynamic(name: str, strict: bool, tmp_path: Path)
                 assert torch.equal(got.tokens_per_expert, expected.tokens_per_expert)
 
 
-FAST = {("moe", "current", False), ("moe", "mxfp8", True)}
+FAST = {("moe", "mxfp8", True)}
 """(model, recipe, weights stored quantized) that run on every change; the rest is slow."""
 
 
