@@ -72,7 +72,7 @@ def test_compiled_autograd(name: str | None) -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("how", ["eager", "compiled"])
+@pytest.mark.parametrize("how", ["eager", pytest.param("compiled", marks=SLOW)])
 def test_saved_tensors_on_the_cpu(name: str | None, how: str) -> None:
     """save_on_cpu packs and unpacks every saved tensor; packing is counted, so the hooks are known to run."""
     expected = gradients(model := build(), model, name)
