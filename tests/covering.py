@@ -1,7 +1,8 @@
 """Which cells of a test matrix run in `make test`, and how long an everyday test may take.
 
 `@pytest.mark.matrix` on a parametrized test: `make test` runs a covering array of its cells, in which every value of
-every parameter occurs ("each", the default) or every pair of values ("pairs"); the other cells are marked slow and run
+every parameter occurs ("each", the default) or every pair of values ("pairs"); `by={"case": family_of}` covers what a
+function makes of a parameter's values, here every family. The other cells are marked slow and run
 in `make test-all`. The choice depends on nothing but the parameters, so it is the same in every run.
 """
 
@@ -9,7 +10,8 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Generator, Hashable
+from collections.abc import Callable, Generator, Hashable, Mapping
+from typing import Any
 
 import pytest
 
@@ -37,10 +39,11 @@ def chosen(cells: list[Cell], strength: int) -> list[int]:
     return sorted(found)
 
 
-def cell_of(item: pytest.Item) -> Cell:
+def cell_of(item: pytest.Item, by: Mapping[str, Callable[[Any], object]] | None = None) -> Cell:
     """Return the parameters of a test: equal values are one value, and one that cannot be hashed is equal to itself
-    alone. (pytest's own indices number the cells, not the values.)"""
-    return {name: _key(value) for name, value in item.callspec.params.items()}
+    alone. (pytest's own indices number the cells, not the values.) by: functions of parameters that stand for them."""
+    same = (by or {}).get
+    return {name: _key(same(name, lambda x: x)(value)) for name, value in item.callspec.params.items()}
 
 
 def _key(value: object) -> Hashable:
@@ -62,7 +65,7 @@ def mark_uncovered(items: list[pytest.Item]) -> None:
     for cells in matrices.values():
         marker = cells[0].get_closest_marker("matrix")
         strength = {(): 1, ("each",): 1, ("pairs",): 2}[marker.args]
-        keep = set(chosen([cell_of(item) for item in cells], strength))
+        keep = set(chosen([cell_of(item, **marker.kwargs) for item in cells], strength))
         for i, item in enumerate(cells):
             if i not in keep:
                 item.add_marker(pytest.mark.slow)

@@ -387,6 +387,13 @@ LATENTS: dict[str, tuple[str, dict[str, Any]]] = {
 CASES = {**DENSE, **MIXTURES, **LATENTS}
 
 
+def family_of(case: str) -> str:
+    """Return the family of a case, here or in tests/te_models/hf_models.py."""
+    from tests.te_models import hf_models
+
+    return {**hf_models.CASES, **CASES}[case][0]
+
+
 def make(case: str, *, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
     """Return the case's model in eval mode. SDPA in transformers leaves soft-capping and sinks out: eager attention."""
     family, options = CASES[case]

@@ -17,7 +17,7 @@ from te_models.checkpoints import FAMILIES, CheckpointError, export_hf, import_h
 from te_models.checkpoints.families.base.names import Fused, PerExpert
 from te_models.checkpoints.families.base.text_part import text_part
 from te_models.cli.main import main
-from tests.checkpoints.family_cases import CASES, make
+from tests.checkpoints.family_cases import CASES, family_of, make
 from tests.checkpoints.hf_cases import CASES as FIRST
 from tests.checkpoints.hf_cases import assert_same_bits, plain, stored, transformers
 
@@ -37,7 +37,7 @@ def tokens(length: int) -> torch.Tensor:
     return torch.randint(3, 61, (2, length), generator=torch.Generator().manual_seed(length))
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(by={"case": family_of})
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
 def test_weights_config_and_logits(tmp_path: Path, case: str) -> None:

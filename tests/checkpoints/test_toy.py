@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from te_models import GPTModel
 from te_models.checkpoints import CheckpointError, export_hf, import_hf, inspect, toy
 from te_models.checkpoints.families.base.unused import COUNTS
-from tests.checkpoints.family_cases import CASES, make
+from tests.checkpoints.family_cases import CASES, family_of, make
 from tests.checkpoints.hf_cases import HFFolder, assert_same_bits, stored, transformers
 from tests.checkpoints.test_passthrough import FAMILIES as FURTHER
 
@@ -32,7 +32,7 @@ def is_subset(part: torch.Tensor, whole: torch.Tensor, *, first: bool) -> bool:
     return part.dtype == whole.dtype and part.shape == rows.shape and torch.equal(part, rows)
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(by={"case": family_of})
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
 def test_every_family(tmp_path: Path, case: str) -> None:

@@ -22,6 +22,11 @@ def test_every_tuple_of_values_is_covered(strength: int) -> None:
     assert len(found) <= {1: 5, 2: 26, 3: 60}[strength]
 
 
+@pytest.mark.parametrize("n", [3])
+def test_a_function_of_a_parameter_may_stand_for_it(n: int, request: pytest.FixtureRequest) -> None:
+    assert cell_of(request.node, {"n": lambda n: n % 2}) == {"n": (int, 1)}
+
+
 def test_cells_that_are_not_a_full_product_are_covered_too() -> None:
     cells = [{"a": 0, "b": 0}, {"a": 1, "b": 1}, {"a": 1, "b": 2}, {"a": 0, "b": 2}]
     assert chosen(cells, 1) == [0, 1, 2]

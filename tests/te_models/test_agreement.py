@@ -15,7 +15,7 @@ from te_models.checkpoints import import_hf, quantize
 from te_models.cli.main import main
 from te_models.compare_logits import compare_logits, kl_divergence, load_theirs
 from tests.checkpoints import quantized_cases
-from tests.checkpoints.family_cases import CASES, make
+from tests.checkpoints.family_cases import CASES, family_of, make
 from tests.checkpoints.hf_cases import transformers
 from tests.checkpoints.test_text_part import make as make_with_images
 from tests.checkpoints.test_text_part import save as save_with_images
@@ -41,7 +41,7 @@ def test_kl_divergence_is_that_of_torch() -> None:
     assert torch.equal(kl_divergence(p, p), torch.zeros(5, dtype=torch.float64))
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(by={"case": family_of})
 @pytest.mark.parametrize("case", [*FIRST, *CASES])
 def test_the_same_model_agrees_in_every_layer(tmp_path: Path, case: str) -> None:
     source = save(case, tmp_path / "hf")

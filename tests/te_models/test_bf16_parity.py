@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from te_models import GPTModel
-from tests.checkpoints.family_cases import CASES, make
+from tests.checkpoints.family_cases import CASES, family_of, make
 
 FIRST_CASES = {family: case for case, (family, _) in reversed(CASES.items())}
 """Family -> its first case."""
@@ -42,7 +42,7 @@ def distance(a: Tensor, b: Tensor) -> float:
     return (a.float() - b.float()).pow(2).mean().sqrt().item()
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(by={"case": family_of})
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
 def test_logits_are_as_near_to_the_exact_ones(case: str) -> None:

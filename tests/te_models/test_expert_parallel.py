@@ -71,8 +71,9 @@ def test_four_ranks_that_also_split_layers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_compiled_by_inductor(tmp_path: Path) -> None:
-    assert run(tmp_path, "compiled_by_inductor") == [{"compiled_by_inductor": "ok"}] * 2
+def test_two_ranks_compiled_down_to_kernels(tmp_path: Path) -> None:
+    cases = ("compiled_backward", "compiled_by_inductor")
+    assert run(tmp_path, *cases) == [dict.fromkeys(cases, "ok")] * 2
 
 
 def test_a_scale_that_is_no_number_is_found_by_the_rank_that_owns_it(tmp_path: Path) -> None:

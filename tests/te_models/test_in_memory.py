@@ -13,7 +13,7 @@ import torch
 from te_models import GPTModel, ModelConfig
 from te_models.checkpoints import AutoConverter, CheckpointError, export_hf, import_hf, quantize
 from te_models.config import AttentionConfig, MLPConfig
-from tests.checkpoints.family_cases import CASES, make
+from tests.checkpoints.family_cases import CASES, family_of, make
 from tests.checkpoints.hf_cases import assert_same_bits, stored, transformers
 from tests.te_models.hf_models import CASES as FIRST_CASES
 from tests.te_models.hf_models import hf_model
@@ -34,7 +34,7 @@ def tensors_of(model: GPTModel) -> dict[str, torch.Tensor]:
     return {name: tensor.detach() for name, tensor in model.stored_tensors()}
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(by={"case": family_of})
 @pytest.mark.parametrize("case", [*CASES, *FIRST_CASES])
 @torch.no_grad()
 def test_there_and_back_for_every_family(tmp_path: Path, case: str) -> None:
