@@ -2,8 +2,8 @@
 
 A generated part stands between `<!-- begin NAME -->` and `<!-- end NAME -->`; what is around it is written by hand. The
 parts are the help of every verb (docs/cli.md), the keys of a training run and of a model (docs/training-keys.md,
-docs/model-keys.md), the folders and where things are (docs/layout.md) and the table of tested versions (docs/support.md). A test fails when
-one is stale.
+docs/model-keys.md), the folders and where things are (docs/layout.md), and the table of tested versions
+(docs/support.md). A test fails when one is stale.
 """
 
 from __future__ import annotations
