@@ -2,8 +2,8 @@
 
 A generated part stands between `<!-- begin NAME -->` and `<!-- end NAME -->`; what is around it is written by hand. The
 parts are the help of every verb (docs/cli.md), the keys of a training run and of a model (docs/training-keys.md,
-docs/model-keys.md), the folders (docs/layout.md) and the table of tested versions (docs/support.md). A test fails when
-one is stale.
+docs/model-keys.md), the folders and where things are (docs/layout.md), and the table of tested versions
+(docs/support.md). A test fails when one is stale.
 """
 
 from __future__ import annotations
@@ -103,6 +103,45 @@ def package_tree() -> str:
     return "```text\n" + "\n".join(f"{name:<{width}}{text}".rstrip() for name, text in lines) + "\n```"
 
 
+WHERE = (
+    ("Where is the weight quantized in the forward GEMM (fprop)?", "layers dense_fprop", "layers grouped_fprop"),
+    ("Where is the input saved for the weight gradient?", "layers keep"),
+    ("Where is a number format defined?", "kernels quantize_blockwise", "kernels quantize_nvfp4"),
+    ("Which GEMM implementation runs, and why?", "kernels choose", "kernels choose_scaled"),
+    ("What is the active recipe?", "layers Region"),
+    ("What does each recipe say about each operand?", "layers MXFP8BlockScaling"),
+    ("What does the router do with groups of experts?", "kernels router_topk", "te_models Router"),
+    ("Where is a safetensors header parsed?", "checkpoints parse_header"),
+    ("Where are a family's names and configuration?", "checkpoints/families/NAME.py"),
+    ("Where is a conversion planned?", "checkpoints make_plan"),
+    ("What decides whether a weight is moved, re-encoded, requantized or dequantized?", "checkpoints choose_route"),
+    ("Where is a quantized Hugging Face format declared?", "checkpoints/formats/NAME.py"),
+    ("Where is a key of a run or of a model documented?", "te_models OptimizerConfig", "te_models MoEConfig"),
+    ("Where does a training run resume?", "te_models find_start", "te_models load_state"),
+)
+"""Questions, and what answers each: a folder and the name of a function or class in it, or a path."""
+
+
+def defined_in(folder: str, name: str) -> str:
+    """Return the file in which a folder defines a function or class; reference.py where several do."""
+    pattern = re.compile(rf"^(?:def|class) {name}\b", re.MULTILINE)
+    found = [path for path in sorted((ROOT / folder).rglob("*.py")) if pattern.search(path.read_text(encoding="utf-8"))]
+    chosen = [path for path in found if path.name == "reference.py"] or found
+    if len(chosen) != 1:
+        raise ValueError(f"{name} is defined in {len(chosen)} files of {folder}/; docs/generate.py names it in WHERE")
+    return chosen[0].relative_to(ROOT).as_posix()
+
+
+def where_table() -> str:
+    """Questions of somebody who looks for a room, with the files that answer them."""
+    rows = []
+    for question, *answers in WHERE:
+        parts = [answer.split() for answer in answers]
+        cells = [f"`{defined_in(*part)}` (`{part[1]}`)" if len(part) == 2 else f"`{part[0]}`" for part in parts]
+        rows.append(f"| {question} | {', '.join(cells)} |")
+    return "\n".join(["| question | file |", "|---|---|", *rows])
+
+
 def support_table() -> str:
     """The environments in which the tests ran."""
     from docs.support import recorded, table
@@ -118,6 +157,7 @@ def pages() -> dict[Path, str]:
         ("docs/model-keys.md", "model-keys", model_keys),
         ("docs/support.md", "support", support_table),
         ("docs/layout.md", "package-tree", package_tree),
+        ("docs/layout.md", "where", where_table),
     ]
     found: dict[Path, str] = {}
     for page, name, body in parts:
