@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..collectives import ranks_of
+from ..distributed.tensor_parallel import InitMethod
 from ..module.layernorm_linear import LayerNormLinear
 from ..module.linear import Linear
-from ..module.parameters import InitMethod
 from ..te_arguments import TRACKER, USER_BUFFERS, takes_at_default
 from .dot_product_attention import DotProductAttention
 from .mask import AttentionMask, Window

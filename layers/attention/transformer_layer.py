@@ -13,9 +13,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..distributed.tensor_parallel import InitMethod
 from ..module.layernorm_mlp import LayerNormMLP
 from ..module.norm import NORMS
-from ..module.parameters import InitMethod
 from ..te_arguments import TRACKER, USER_BUFFERS, takes_at_default
 from .mask import AttentionMask, Window
 from .multihead_attention import MultiheadAttention, RotaryAngles

@@ -13,6 +13,7 @@ holds in full but applies to its own rows only, norm weights and row biases, get
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -20,8 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..collectives import all_gather, all_reduce, check_member, reduce_scatter, resolve_group
-from ..module.parameters import InitMethod
 
+InitMethod = Callable[[Tensor], object]
+"""What fills a parameter in place."""
 ParallelMode = Literal["column", "row"]
 _WEIGHT_DIM = {"column": 0, "row": 1}
 

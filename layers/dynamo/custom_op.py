@@ -32,7 +32,6 @@ from ..quantizer import Quantizer
 from ..quantizer.delayed import Float8Quantizer
 from ..quantizer.schema import FieldLayout, field_layouts
 from ..tensor.formats import CLASSES, TENSOR_CLASSES
-from ..tensor.grouped_rows import quantize_rows, row_alignment
 from ..tensor.grouped_storage import GroupedTensorStorage
 from ..tensor.grouped_tensor import GroupedRows, GroupedTensor
 from ..tensor.quantized_tensor import QuantizedTensor
@@ -168,7 +167,7 @@ def field_outputs(
 def _size(quantizer: Quantizer, layout: FieldLayout, shape: Sequence[int], groups: int | None) -> tuple[int, ...]:
     *batch, rows, columns = shape
     if groups is not None:
-        rows = padded_length(rows, groups, row_alignment(quantizer, layout.usage))
+        rows = padded_length(rows, groups, quantizer.row_block(layout.usage))
         batch = [groups] if layout.block is None else []
     if layout.block is None:
         return tuple(batch)
@@ -187,7 +186,7 @@ def _traits(
         if grouped:
             m_splits = torch.empty(_GROUPS, dtype=torch.int64, device=device)
             x = torch.empty(_ROWS, _COLUMNS, dtype=dtype, device=device)
-            fields = quantize_rows(quantizer, x, m_splits, key)
+            fields = quantizer.quantize_rows(x, m_splits, key)
         else:
             x = torch.empty(_GROUPS, _ROWS, _COLUMNS, dtype=dtype, device=device)
             fields = quantizer.quantize_fields(x, key)

@@ -13,21 +13,20 @@ from torch import Tensor
 
 from te_models.kernels.permute import Permutation, permute_quantized
 
-from ..quantizer import Float8BlockQuantizer, MXFP8Quantizer
 from ..recipe.base import GemmQuantizers
-from ..recipe.context import state
+from ..recipe.context import state as active
 from ..tensor.storage import STORAGE_CLASSES, QuantizedStorage
 from .gemm_operand import quantized_gemms
 
 
 def row_align_of(quantizers: GemmQuantizers | None, device: torch.device) -> int:
     """Return the multiple of rows that groups are to have for these functions; 1: they do not serve."""
-    if quantizers is None or quantizers.backward_override or not quantized_gemms(device) or state().statistics:
+    if quantizers is None or quantizers.backward_override or not quantized_gemms(device) or active().statistics:
         return 1
     align = 1
     for quantizer in (quantizers.input, quantizers.grad_output):
         # other formats have a scale for each group, which a dense layer's kernels do not know
-        if not isinstance(quantizer, Float8BlockQuantizer | MXFP8Quantizer) or quantizer.symmetric:
+        if not quantizer.BLOCK_SCALES_ONLY or quantizer.symmetric:
             return 1
         if not (quantizer.rowwise and quantizer.columnwise):
             return 1
@@ -37,6 +36,8 @@ def row_align_of(quantizers: GemmQuantizers | None, device: torch.device) -> int
 
 def is_aligned(quantizers: GemmQuantizers, device: torch.device, row_align: int) -> bool:
     """Whether rows whose groups have multiples of `row_align` need no padding in any GEMM."""
+    if row_align == 1:
+        return False
     wanted = row_align_of(quantizers, device)
     return wanted > 1 and row_align % wanted == 0
 

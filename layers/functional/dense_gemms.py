@@ -19,15 +19,22 @@ from torch import Tensor
 
 from te_models.kernels.gemm import Operand
 
-from ..module.base import LiveState
 from ..quantizer import Fields, IdentityQuantizer, Quantizer, Usage
-from ..quantizer.delayed import bind, bind_gradient, value_of
+from ..quantizer.state import AnyQuantizer, QuantizerState, value_of, with_gradient_state, with_state
 from ..recipe.base import HIGH_PRECISION, GemmQuantizers
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.storage import QuantizedStorage
 from .double_backward import first_derivative
-from .gemm_operand import Side, accumulate_product_, plain, product, side, side_of_fields, turned
-from .saved_input import Kept, gradient_sides, keep, keep_weight, note_statistics
+from .gemm_operand import (
+    GemmOperand,
+    accumulate_gemm_,
+    dequantized,
+    quantized_operand,
+    run_gemm,
+    stored_operand,
+    transposed,
+)
+from .saved_input import SavedInput, gradient_operands, quantize_and_save, quantize_weight, record_statistics
 from .weight_format import check_format, check_operands
 from .wgrad import WeightGradient, run_wgrad
 
@@ -44,12 +51,13 @@ class GemmOptions(NamedTuple):
 DEFAULT_OPTIONS = GemmOptions()
 
 
-class How(NamedTuple):
-    """The constants of a layer's GEMMs. gemm: the column of the live state that is its own."""
+class GemmConfig(NamedTuple):
+    """The constants of a layer's GEMMs. index: of its GEMM among the module's, the column of the state that is its own;
+    None: all of them, as of a grouped layer."""
 
     quantizers: GemmQuantizers
     options: GemmOptions = DEFAULT_OPTIONS
-    gemm: int = 0
+    index: int | None = 0
 
 
 def dense_fprop(
@@ -57,54 +65,72 @@ def dense_fprop(
     weight: Tensor,
     bias: Tensor | None,
     cached: QuantizedTensor | None,
-    live: LiveState,
-    how: How,
+    state: QuantizerState,
+    config: GemmConfig,
     dtype: torch.dtype,
     needs: tuple[bool, bool],
-) -> tuple[Tensor, Kept, tuple[Tensor, ...]]:
-    """Return (`x w^T + b` [T, N], how to read what is kept of x, what is kept).
+) -> tuple[Tensor, SavedInput, tuple[Tensor, ...]]:
+    """Return (`x w^T + b` [T, N], how to read what is saved of x, what is saved).
 
     x: [T, K] in `dtype`, or already quantized by the input quantizer; weight: [N, K] plain or quantized; cached: the
     weight quantized in an earlier micro-batch; needs: whether the gradients of x and of the weight will be wanted.
     """
-    quantizers, options, gemm = how
+    quantizers, options, index = config
     stored = weight if cached is None else cached
-    x_quantizer = bind(quantizers.input, live.scale, live.amax, "input", gemm)
-    left, kept, tensors = keep(
+    x_quantizer: AnyQuantizer = quantizers.input
+    if state.scale is not None:
+        x_quantizer = with_state(quantizers.input, state.scale, state.amax, "input", index)
+    left, saved, tensors = quantize_and_save(
         x_quantizer, x, dtype, quantizers.backward_override, options.save_original_input, needs[1]
     )
-    if live.statistics is not None:
-        noted = live.statistics[gemm % live.statistics.shape[0]]
+    if state.statistics is not None:
+        of_gemm = state.statistics[(index or 0) % state.statistics.shape[0]]
         if isinstance(x, Tensor):  # statistics are those of the values before quantization
-            note_statistics(noted[0], x_quantizer, x)
+            record_statistics(of_gemm[0], x_quantizer, x)
         if not isinstance(stored, QuantizedTensor):
-            note_statistics(noted[1], bind(quantizers.weight, live.scale, None, "weight", gemm), stored)
-    if quantizers is HIGH_PRECISION and isinstance(stored, QuantizedTensor):  # no recipe is in force that it has to fit
-        stored = plain_weight(stored, dtype)
-    right, fields = fprop_weight(stored, quantizers, dtype, live, needs[0], gemm)
-    kept = replace(kept, weight_names=tuple(fields)) if fields else kept
-    return product(left, right, dtype, bias), kept, (*tensors, *fields.values())
+            record_statistics(of_gemm[1], with_state(quantizers.weight, state.scale, None, "weight", index), stored)
+    right, fields = fprop_weight(stored, quantizers, dtype, state, needs[0], index)
+    saved = replace(saved, weight_names=tuple(fields)) if fields else saved
+    return run_gemm(left, right, dtype, bias), saved, (*tensors, *fields.values())
 
 
 def fprop_weight(
-    stored: Tensor, quantizers: GemmQuantizers, dtype: torch.dtype, live: LiveState, needs_dgrad: bool, gemm: int | None
-) -> tuple[Side, Fields]:
-    """Return a weight [..., N, K] as a side of fprop and what `dgrad_weight` may read of it, see `keep_weight`."""
+    stored: Tensor,
+    quantizers: GemmQuantizers,
+    dtype: torch.dtype,
+    state: QuantizerState,
+    needs_dgrad: bool,
+    index: int | None,
+) -> tuple[GemmOperand, Fields]:
+    """Return a weight [..., N, K] as an operand of fprop and what `dgrad_weight` may read of it, see
+    `quantize_weight`."""
     if isinstance(stored, QuantizedTensor):
-        check_operands(stored, quantizers, needs_dgrad)
-    if isinstance(stored, QuantizedTensor) or quantizers.backward_override:
-        return weight_side(stored, quantizers.weight, "rowwise", dtype, live.scale, live.amax, gemm), {}
-    return keep_weight(bind(quantizers.weight, live.scale, live.amax, "weight", gemm), stored, dtype, needs_dgrad)
+        if quantizers is HIGH_PRECISION:  # no recipe is in force that it has to fit
+            stored = stored.dequantize(dtype)
+        else:
+            check_operands(stored, quantizers, needs_dgrad)
+            return weight_operand(stored, quantizers.weight, "rowwise", dtype, state.scale, state.amax, index), {}
+    quantizer: AnyQuantizer = quantizers.weight
+    if state.scale is not None:
+        quantizer = with_state(quantizers.weight, state.scale, state.amax, "weight", index)
+    if quantizers.backward_override:
+        return quantized_operand(quantizer, stored, "rowwise", dtype), {}
+    return quantize_weight(quantizer, stored, dtype, needs_dgrad)
 
 
 def dgrad_weight(
-    stored: Tensor, fields: Fields, quantizers: GemmQuantizers, dtype: torch.dtype, live: LiveState, gemm: int | None
-) -> Side:
-    """Return a weight as a side of dgrad: the fields that fprop kept, or quantized now."""
+    stored: Tensor,
+    fields: Fields,
+    quantizers: GemmQuantizers,
+    dtype: torch.dtype,
+    state: QuantizerState,
+    index: int | None,
+) -> GemmOperand:
+    """Return a weight as an operand of dgrad: the fields that fprop saved, or quantized now."""
     if not fields:
-        return weight_side(stored, quantizers.weight, "columnwise", dtype, live.scale, None, gemm)
-    value = value_of(bind(quantizers.weight, live.scale, None, "weight", gemm))
-    return side_of_fields(value, fields, "columnwise", dtype, stored.shape)
+        return weight_operand(stored, quantizers.weight, "columnwise", dtype, state.scale, None, index)
+    value = value_of(with_state(quantizers.weight, state.scale, None, "weight", index))
+    return stored_operand(value, fields, "columnwise", dtype, stored.shape)
 
 
 def dense_gradients(
@@ -112,52 +138,65 @@ def dense_gradients(
     weight: Tensor,
     cached: QuantizedTensor | None,
     main_grad: Tensor | None,
-    live: LiveState,
-    how: How,
-    kept: Kept,
+    state: QuantizerState,
+    config: GemmConfig,
+    saved: SavedInput,
     tensors: list[Tensor],
     dtype: torch.dtype,
     needs: tuple[bool, bool],
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of x and of the weight of `dense_fprop`, each if needed, the latter if it goes to autograd.
 
-    dy: [T, N]; main_grad: where the options want the weight gradient; kept, tensors: from `dense_fprop`.
+    dy: [T, N]; main_grad: where the options want the weight gradient; saved, tensors: from `dense_fprop`.
     """
-    quantizers, options, gemm = how
-    override, scale, key = quantizers.backward_override, live.scale, live.key
-    of_x, weight_fields = kept.parts(tensors)
-    quantizer = IdentityQuantizer()
+    quantizers, options, index = config
+    override, scale, key = quantizers.backward_override, state.scale, state.key
+    of_x, weight_fields = saved.parts(tensors)
+    quantizer: AnyQuantizer = IdentityQuantizer()
     if not override:
-        quantizer = bind_gradient(quantizers.grad_output, live.gradient, gemm)
-        if live.grad_statistics is not None:
-            noted = live.grad_statistics[gemm % live.grad_statistics.shape[0]]
-            note_statistics(noted, bind_gradient(quantizers.grad_output, live.gradient, gemm, record=False), dy, key)
-    usages: tuple[Usage, ...] = tuple(u for u, needed in zip(USAGES, needs, strict=True) if needed)
-    dy_sides = gradient_sides(quantizer, dy, usages, dtype, key)
+        quantizer = with_gradient_state(quantizers.grad_output, state.gradient, index)
+        if state.grad_statistics is not None:
+            into = state.grad_statistics[(index or 0) % state.grad_statistics.shape[0]]
+            unrecorded = with_gradient_state(quantizers.grad_output, state.gradient, index, record=False)
+            record_statistics(into, unrecorded, dy, key)
+    usages: tuple[Usage, ...] = tuple([u for u, needed in zip(USAGES, needs, strict=True) if needed])
+    of_dy = gradient_operands(quantizer, dy, usages, dtype, key)
     dx = dw = None
     if needs[0]:
-        stored = weight if cached is None else cached
-        if override == "high_precision":
-            right = turned(Operand(plain_weight(weight, dtype), None), "columnwise")
-        elif override == "dequantized":
-            right = plain(weight_side(stored, quantizers.weight, "rowwise", dtype, scale, None, gemm), dtype)
-            right = turned(Operand(scaled_values(right, dtype), None), "columnwise")
-        else:
-            right = dgrad_weight(stored, weight_fields, quantizers, dtype, live, gemm)
-        dx = product(dy_sides["rowwise"], right, dtype)
+        right = _dgrad_operand(weight, cached, weight_fields, quantizers, dtype, state, index)
+        dx = run_gemm(of_dy["rowwise"], right, dtype)
     if needs[1]:
-        left = dy_sides["columnwise"]
-        right = kept.side(bind(quantizers.input, scale, None, "input", gemm), of_x, dtype)
+        left = of_dy["columnwise"]
+        right = saved.operand(with_state(quantizers.input, scale, None, "input", index), of_x, dtype)
         wgrad = options.wgrad
 
         def compute() -> tuple[Tensor | None]:
             if main_grad is None:
-                return (product(left, right, weight.dtype),)
-            accumulate_product_(main_grad, left, right, accumulate=not (wgrad and wgrad.overwrite))
+                return (run_gemm(left, right, weight.dtype),)
+            accumulate_gemm_(main_grad, left, right, accumulate=not (wgrad and wgrad.overwrite))
             return (None,)
 
         (dw,) = run_wgrad(wgrad, (weight,), (left, right), compute)
     return first_derivative(dx, override, dy, weight), first_derivative(dw, override, dy, *tensors)
+
+
+def _dgrad_operand(
+    weight: Tensor,
+    cached: QuantizedTensor | None,
+    fields: Fields,
+    quantizers: GemmQuantizers,
+    dtype: torch.dtype,
+    state: QuantizerState,
+    index: int | None,
+) -> GemmOperand:
+    """Return the weight as the right operand of dgrad, as the recipe's backward override says."""
+    stored = weight if cached is None else cached
+    if quantizers.backward_override is None:
+        return dgrad_weight(stored, fields, quantizers, dtype, state, index)
+    if quantizers.backward_override == "high_precision":
+        return transposed(Operand(plain_weight(weight, dtype), None), "columnwise")
+    rowwise = weight_operand(stored, quantizers.weight, "rowwise", dtype, state.scale, None, index)
+    return transposed(Operand(scaled_values(dequantized(rowwise, dtype), dtype), None), "columnwise")
 
 
 def bias_gradient(dy: Tensor, dtype: torch.dtype) -> Tensor:
@@ -165,24 +204,24 @@ def bias_gradient(dy: Tensor, dtype: torch.dtype) -> Tensor:
     return dy.reshape(-1, dy.shape[-1]).float().sum(0).to(dtype)
 
 
-def weight_side(
+def weight_operand(
     weight: Tensor,
     quantizer: Quantizer,
     usage: Usage,
     dtype: torch.dtype,
     scale: Tensor | None,
     amax: Tensor | None,
-    gemm: int | None = None,
-) -> Side:
-    """Return a weight as a side of a GEMM: a stored one exactly as it is, a high-precision one quantized now.
+    index: int | None = None,
+) -> GemmOperand:
+    """Return a weight as an operand of a GEMM: a stored one exactly as it is, a high-precision one quantized now.
 
     Raises ValueError where the stored format is not the recipe's.
     """
     if not isinstance(weight, QuantizedTensor):
-        return side(bind(quantizer, scale, amax, "weight", gemm), weight, usage, dtype)
+        return quantized_operand(with_state(quantizer, scale, amax, "weight", index), weight, usage, dtype)
     check_format(weight, quantizer)
     weight.require_matrix("be the operand of a GEMM")
-    return side_of_fields(weight.quantizer, weight.fields, usage, dtype, weight.matrix_shape)
+    return stored_operand(weight.quantizer, weight.fields, usage, dtype, weight.matrix_shape)
 
 
 def plain_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,12 +1,12 @@
-"""Handing quantized data from one operation to the next, and deciding where that is done.
+"""Quantizing a GEMM's input as the last step of the operation before it, and deciding where that is done.
 
-The numbers are those of the plain result, rounded to its dtype and then quantized, so a handover changes no bit. Where
-a kernel makes the result and quantizes it in one pass, the plain result never reaches memory.
+The numbers are those of the plain result, rounded to its dtype and then quantized, so fusing changes no bit. Where a
+kernel makes the result and quantizes it in one pass, the plain result never reaches memory.
 
-Two cases have no handover. Current scaling and NVFP4 scale by the largest magnitude of the whole result, which is known
+Two cases are not fused. Current scaling and NVFP4 scale by the largest magnitude of the whole result, which is known
 only when its last element is: the plain result has to be there first. Rows sorted by expert are quantized group by
-group, each padded to whole blocks, in a layout of their own; so an activation between grouped GEMMs hands over plain
-rows under every recipe.
+group, each padded to whole blocks, in a layout of their own; so an activation between grouped GEMMs makes plain rows
+under every recipe.
 """
 
 from __future__ import annotations
@@ -19,28 +19,27 @@ from torch import Tensor
 from te_models.kernels.compiling import compiling
 from te_models.kernels.quantize import QuantizedOutput
 
-from ..module.base import LiveState
-from ..quantizer import Float8CurrentScalingQuantizer, Quantizer
-from ..quantizer.delayed import DelayedScalingQuantizer, bind, value_of
+from ..quantizer import Quantizer
+from ..quantizer.state import AnyQuantizer, QuantizerState, value_of, with_state
 from ..recipe.base import GemmQuantizers
-from ..recipe.context import state
+from ..recipe.context import state as active
 from ..tensor.storage import STORAGE_CLASSES, QuantizedStorage
-from .dense_gemms import How
-from .gemm_operand import AnyQuantizer
-from .quantized_rows import same_numbers
+from .dense_gemms import GemmConfig
 from .saved_input import in_cpu_graph
 
 
-def input_quantizer(how: How, live: LiveState, needs_wgrad: bool, device: torch.device) -> AnyQuantizer | None:
+def input_quantizer(
+    config: GemmConfig, state: QuantizerState, needs_wgrad: bool, device: torch.device
+) -> AnyQuantizer | None:
     """Return the quantizer that may quantize a GEMM's input in its place; None where the input is wanted as it is: for
     an unquantized backward pass, for statistics, or because the compiler fuses it anyway."""
-    quantizers, options, gemm = how
+    quantizers, options, index = config
     override = quantizers.backward_override
-    if override == "high_precision" or live.statistics is not None or state().calibrating or in_cpu_graph(device):
+    if override == "high_precision" or state.statistics is not None or active().calibrating or in_cpu_graph(device):
         return None
     if needs_wgrad and options.save_original_input and override is None:
         return None
-    quantizer = bind(quantizers.input, live.scale, live.amax, "input", gemm)
+    quantizer = with_state(quantizers.input, state.scale, state.amax, "input", index)
     columnwise = needs_wgrad and override is None
     if quantizer is not quantizers.input or (quantizers.input.rowwise and quantizers.input.columnwise == columnwise):
         return quantizer
@@ -50,17 +49,13 @@ def input_quantizer(how: How, live: LiveState, needs_wgrad: bool, device: torch.
     return quantizers.input.with_usage(rowwise=True, columnwise=columnwise)
 
 
-def reads_as_given(given: Quantizer, quantizers: GemmQuantizers, needs_wgrad: bool) -> bool:
-    """Whether GEMMs may read an input that `given` has quantized already: its numbers are those that the input
+def readable_as_input(quantizer: Quantizer, quantizers: GemmQuantizers, needs_wgrad: bool) -> bool:
+    """Whether GEMMs may read an input that `quantizer` has quantized already: its numbers are those that the input
     quantizer would make, and the copies are there that this pass reads. Any other input has to be dequantized: the
     backward pass reads it as the recipe's, and blocks or a transform that differ would give numbers of no meaning."""
-    wanted = quantizers.input
-    if isinstance(wanted, DelayedScalingQuantizer):  # its scale is the tensor's own field, whoever chose it
-        same = isinstance(given, Float8CurrentScalingQuantizer) and given.fp8_dtype == wanted.fp8_dtype
-    else:
-        same = same_numbers(given, wanted)
     columnwise = needs_wgrad and quantizers.backward_override is None
-    return same and (given.symmetric or (given.rowwise and (given.columnwise or not columnwise)))
+    same = quantizers.input.same_numbers(quantizer)
+    return same and (quantizer.symmetric or (quantizer.rowwise and (quantizer.columnwise or not columnwise)))
 
 
 def fused_output(
@@ -74,7 +69,7 @@ def fused_output(
     return None if output is None else (output, getattr(quantizer, "scale", None))
 
 
-def handed_over(
+def fused_storage(
     quantizer: AnyQuantizer, copies: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype
 ) -> QuantizedStorage:
     """Return what an operation made for `fused_output`, as the next one's input, a matrix. shape, dtype: of the plain

@@ -1,8 +1,8 @@
-"""The two sides of a GEMM under a recipe, and their product.
+"""The two operands of a GEMM under a recipe, and the GEMM of them.
 
-On CPU a side is an `Operand`: dequantized values that are exact in the dtype of the GEMM, which the compiler fuses with
-the quantization. On an accelerator it is a `ScaledOperand`, the quantized numbers themselves. Either way the contracted
-dimension is the last one, so every product is `left @ right^T`:
+On CPU an operand is an `Operand`: dequantized values that are exact in the dtype of the GEMM, which the compiler fuses
+with the quantization. On an accelerator it is a `ScaledOperand`, the quantized numbers themselves. Either way the
+contracted dimension is the last one, so every GEMM is `left @ right^T`:
 
     fprop  x [T, K] by w [N, K]      dgrad  dy [T, N] by w [K, N]      wgrad  dy [N, T] by x [K, T]
 """
@@ -24,11 +24,10 @@ from te_models.kernels.gemm import (
 from te_models.kernels.gemm.backends import record_mixed_product
 from te_models.kernels.gemm.cpu import operand_dtype
 
-from ..quantizer import Fields, HybridQuantizer, IdentityQuantizer, Quantizer, Usage
-from ..quantizer.delayed import Float8Quantizer
+from ..quantizer import Fields, Quantizer, Usage
+from ..quantizer.state import AnyQuantizer
 
-Side = Operand | ScaledOperand
-AnyQuantizer = Quantizer | Float8Quantizer
+GemmOperand = Operand | ScaledOperand
 _DEQUANTIZING_DEVICES = ("cpu",)
 
 
@@ -37,81 +36,88 @@ def quantized_gemms(device: torch.device) -> bool:
     return device.type not in _DEQUANTIZING_DEVICES
 
 
-def turned(operand: Operand, usage: Usage) -> Operand:
-    """Return a tensor's operand, given in the tensor's own orientation, with the contracted dimension last."""
+def transposed(operand: Operand, usage: Usage) -> Operand:
+    """Return a tensor's operand, which is in the tensor's own orientation, with the contracted dimension last."""
     return operand if usage == "rowwise" else Operand(operand.values.mT, operand.scale, operand.emulates)
 
 
-def values_side(quantizer: AnyQuantizer, operand: Operand, usage: Usage) -> Operand:
-    """Return what a quantizer's dequantized values are as a side. Where the GEMMs of the device take quantized numbers
-    and it has none of this usage, they say so, for their product is a fallback then; unquantized values are none."""
-    kind = (quantizer.member(usage) if isinstance(quantizer, HybridQuantizer) else quantizer).FORMAT
-    if quantized_gemms(operand.values.device) and kind != IdentityQuantizer.FORMAT:
-        operand = Operand(operand.values, operand.scale, kind)
-    return turned(operand, usage)
+def emulating(quantizer: AnyQuantizer, operand: Operand, usage: Usage) -> Operand:
+    """Return a quantizer's dequantized values, which an accelerator multiplies where it has no quantized numbers of
+    this usage: they say so, for their GEMM is a fallback then; unquantized values are none."""
+    return transposed(Operand(operand.values, operand.scale, quantizer.emulated_kind(usage)), usage)
 
 
-def side(quantizer: AnyQuantizer, x: Tensor, usage: Usage, dtype: torch.dtype, key: Tensor | None = None) -> Side:
+def quantized_operand(
+    quantizer: AnyQuantizer, x: Tensor, usage: Usage, dtype: torch.dtype, key: Tensor | None = None
+) -> GemmOperand:
     """Quantize x: [..., R, C] for one GEMM: rowwise contracts C, columnwise R."""
-    if quantized_gemms(x.device):
-        scaled = quantizer.scaled_operand(x, usage, key)
-        if scaled is not None:
-            return scaled
-    return values_side(quantizer, quantizer.operand(x, usage, operand_dtype(x.device, dtype), key), usage)
+    if not quantized_gemms(x.device):
+        operand = quantizer.operand(x, usage, operand_dtype(x.device, dtype), key)
+        return operand if usage == "rowwise" else transposed(operand, usage)
+    scaled = quantizer.scaled_operand(x, usage, key)
+    return emulating(quantizer, quantizer.operand(x, usage, dtype, key), usage) if scaled is None else scaled
 
 
-def side_of_fields(
+def stored_operand(
     quantizer: Quantizer, fields: Fields, usage: Usage, dtype: torch.dtype, shape: tuple[int, ...]
-) -> Side:
-    """Return stored fields of a matrix [..., R, C] as a side, exactly as they are."""
+) -> GemmOperand:
+    """Return stored fields of a matrix [..., R, C] as an operand, exactly as they are."""
     device = next(iter(fields.values())).device
-    if quantized_gemms(device):
-        scaled = quantizer.scaled_operand_of_fields(fields, usage, shape)
-        if scaled is not None:
-            return scaled
-    operand = quantizer.operand_of_fields(fields, usage, operand_dtype(device, dtype), shape)
-    return values_side(quantizer, operand, usage)
+    if not quantized_gemms(device):
+        operand = quantizer.operand_of_fields(fields, usage, operand_dtype(device, dtype), shape)
+        return operand if usage == "rowwise" else transposed(operand, usage)
+    scaled = quantizer.scaled_operand_of_fields(fields, usage, shape)
+    if scaled is not None:
+        return scaled
+    return emulating(quantizer, quantizer.operand_of_fields(fields, usage, dtype, shape), usage)
 
 
-def plain(side: Side, dtype: torch.dtype) -> Operand:
-    """Return a side as dequantized values and the scale that is left for the epilogue."""
-    return side.dequantized(dtype) if isinstance(side, ScaledOperand) else side
+def dequantized(operand: GemmOperand, dtype: torch.dtype) -> Operand:
+    """Return an operand as dequantized values and the scale that is left for the epilogue."""
+    return operand.dequantized(dtype) if isinstance(operand, ScaledOperand) else operand
 
 
-def both_plain(operation: str, left: Side, right: Side, dtype: torch.dtype) -> tuple[Operand, Operand]:
-    """Return both sides dequantized. operation: the one that would take quantized numbers; where either side was to
-    come as such, this is counted as a fallback of it."""
-    kinds = _kind(left), _kind(right)
+def both_dequantized(
+    operation: str, left: GemmOperand, right: GemmOperand, dtype: torch.dtype
+) -> tuple[Operand, Operand]:
+    """Return both operands dequantized, in one dtype. operation: the one that would take quantized numbers; where
+    either operand was to come as such, this is counted as a fallback of it."""
+    if isinstance(left, Operand) and isinstance(right, Operand):
+        kinds = left.emulates, right.emulates
+        if kinds == (None, None) and left.values.dtype == right.values.dtype:
+            return left, right
+    else:
+        kinds = _kind(left), _kind(right)
     if kinds != (None, None):
         record_mixed_product(operation, kinds[0] or "high precision", kinds[1] or "high precision")
     dtypes = (_exact_dtype(left, dtype), _exact_dtype(right, dtype))
     dtype = torch.float32 if torch.float32 in dtypes else dtypes[0]
-    a, b = plain(left, dtype), plain(right, dtype)
+    a, b = dequantized(left, dtype), dequantized(right, dtype)
     return Operand(a.values.to(dtype), a.scale), Operand(b.values.to(dtype), b.scale)
 
 
-def _kind(side: Side) -> str | None:
-    return side.kind if isinstance(side, ScaledOperand) else side.emulates
+def _kind(operand: GemmOperand) -> str | None:
+    return operand.kind if isinstance(operand, ScaledOperand) else operand.emulates
 
 
-def _exact_dtype(side: Side, dtype: torch.dtype) -> torch.dtype:
-    if isinstance(side, Operand):
-        return side.values.dtype
-    return dtype if side.exact_in_bfloat16 else torch.float32
+def _exact_dtype(operand: GemmOperand, dtype: torch.dtype) -> torch.dtype:
+    if isinstance(operand, Operand):
+        return operand.values.dtype
+    return dtype if operand.exact_in_bfloat16 else torch.float32
 
 
-def product(left: Side, right: Side, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+def run_gemm(left: GemmOperand, right: GemmOperand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
     """Return `left @ right^T + bias` in `dtype`: [M, C] by [N, C] -> [M, N]."""
     if isinstance(left, ScaledOperand) and isinstance(right, ScaledOperand):
         return scaled_gemm(left, right, dtype, bias)
-    a, b = both_plain("scaled_gemm", left, right, dtype)
+    a, b = both_dequantized("scaled_gemm", left, right, dtype)
     return gemm(a, Operand(b.values.mT, b.scale), dtype, bias)
 
 
-def accumulate_product_(main_grad: Tensor, left: Side, right: Side, *, accumulate: bool) -> None:
+def accumulate_gemm_(main_grad: Tensor, left: GemmOperand, right: GemmOperand, *, accumulate: bool) -> None:
     """Add `left @ right^T` to main_grad [M, N], or write it there."""
     if isinstance(left, ScaledOperand) and isinstance(right, ScaledOperand):
         scaled_gemm_accumulate_(main_grad, left, right, accumulate=accumulate)
     else:
-        a, b = both_plain("scaled_gemm", left, right, torch.bfloat16)
+        a, b = both_dequantized("scaled_gemm", left, right, torch.bfloat16)
         gemm_wgrad_accumulate_(main_grad, a.values.mT, b.values.mT, accumulate, epilogue_scale(a, b))

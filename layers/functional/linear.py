@@ -7,87 +7,100 @@ state comes in as tensors; nothing is hidden in objects.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from te_models.kernels import quantize as q
+from te_models.kernels.activation import Activation
 from te_models.kernels.gemm.dense import linear as dense
+from te_models.kernels.norm import Norm
 from te_models.kernels.torch_versions import fix_width, own_result
 
-from ..module.base import LiveState, QuantizedModule
-from ..module.parameters import compute_dtype
+from ..quantizer.delayed import update_amax_
+from ..quantizer.state import QuantizerState
 from ..recipe.base import HIGH_PRECISION, GemmQuantizers
-from ..recipe.context import state
 from ..tensor.quantized_tensor import QuantizedTensor
-from .dense_gemms import (
-    DEFAULT_OPTIONS,
-    GemmOptions,
-    How,
-    bias_gradient,
-    dense_fprop,
-    dense_gradients,
-)
+from .compute_dtype import autocast_dtype, compute_dtype
+from .dense_gemms import GemmConfig, GemmOptions, bias_gradient, dense_fprop, dense_gradients
+from .fused_quantize import fused_output, fused_storage, input_quantizer
+from .gemm_operand import quantized_gemms
+from .prologue import Prologue
+
+
+class GemmCall(NamedTuple):
+    """What a module hands down for one call of its GEMM, or of all GEMMs of a grouped layer.
+
+    config: quantizers and options, None for high precision whose gradients go to autograd; cached: the weight quantized
+    in an earlier micro-batch; amaxes: where a calibration records those of the input and of the weight.
+    """
+
+    config: GemmConfig | None
+    state: QuantizerState
+    cached: QuantizedTensor | None = None
+    amaxes: tuple[Tensor, Tensor] | None = None
 
 
 def linear(
-    module: QuantizedModule,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    gemm: int = 0,
-    cached: QuantizedTensor | None = None,
-    options: GemmOptions = DEFAULT_OPTIONS,
+    x: Tensor, weight: Tensor, bias: Tensor | None, call: GemmCall | None, prologue: Prologue | None = None
 ) -> Tensor:
-    """Return `x @ weight^T + bias` in the compute dtype, under the recipe in force.
+    """Return `x @ weight^T + bias` in the compute dtype.
 
-    module: whose quantizers and live state serve, in column `gemm`. x: [..., in]; weight: [out, in], plain or
-    quantized; bias: [out] or None; cached: the weight quantized in an earlier micro-batch.
+    x: [..., in], with a prologue its input; weight: [out, in], plain or quantized; bias: [out] or None; call: what the
+    module computes it with, None for plain high precision.
     """
-    return linear_by(module.quantizers(), module, x, weight, bias, gemm, cached, options)
-
-
-def linear_by(
-    quantizers: GemmQuantizers | None,
-    module: QuantizedModule,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    gemm: int,
-    cached: QuantizedTensor | None,
-    options: GemmOptions,
-) -> Tensor:
-    """Return `linear` for a caller that has asked for the module's quantizers already."""
-    dtype = compute_dtype(x)
-    x = x.to(dtype)
-    if state().calibrating:
-        module.calibrate("input", largest(x.reshape(-1, x.shape[-1])), gemm)
-        module.calibrate("weight", largest(weight), gemm)
-    if quantizers is None and options.wgrad is None:
+    fused = None if prologue is None else _fused_dtype(x, weight, call, prologue)
+    if prologue is not None and fused is None:
+        x, prologue = prologue.run(x), None
+    dtype = compute_dtype(x) if fused is None else fused
+    if prologue is None:
+        x = x.to(dtype)
+    if call is not None and call.amaxes is not None:
+        update_amax_(call.amaxes[0], largest(x.reshape(-1, x.shape[-1])))
+        update_amax_(call.amaxes[1], largest(weight))
+    if call is None or call.config is None:
         if isinstance(weight, QuantizedTensor):
             weight = weight.dequantize(dtype)
         return dense(x, weight.to(dtype), None if bias is None else bias.to(dtype))
-    quantizers = quantizers or HIGH_PRECISION
-    return run_linear(x, weight, bias, cached, module.live_state(quantizers), How(quantizers, options, gemm))
-
-
-def run_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, cached: QuantizedTensor | None, live: LiveState, how: How
-) -> Tensor:
-    """Return `linear` of x [..., in] in the compute dtype, with the live state that the module gave out for it."""
     fix_width(x)
-    rows = x.reshape(-1, x.shape[-1])
-    main_grad = None if how.options.wgrad is None else how.options.wgrad.main_grad
-    y = _Linear.apply(rows, weight, bias, cached, main_grad, *live, gradients_wanted(x, weight), *how)
-    return y.view(*x.shape[:-1], weight.shape[0])
+    # asked outside of the autograd function, which says so of a parameter under no_grad, too, and would save what no
+    # backward pass reads
+    grad, of_norm = torch.is_grad_enabled(), False
+    function, norm_weight, norm_bias = (None, None, None) if prologue is None else prologue
+    if prologue is not None:
+        of_norm = any(p is not None and p.requires_grad for p in (norm_weight, norm_bias))
+    wgrad = call.config.options.wgrad
+    arguments = _Arguments(
+        x.reshape(-1, x.shape[-1]) if prologue is None else x,
+        norm_weight,
+        norm_bias,
+        weight,
+        bias,
+        call.cached,
+        None if wgrad is None else wgrad.main_grad,
+        *call.state,
+        function,
+        dtype,
+        grad and (x.requires_grad or of_norm),
+        grad and weight.requires_grad,
+        *call.config,
+    )
+    return _DenseLinear.apply(*arguments).view(*x.shape[:-1], weight.shape[0])
 
 
-def gradients_wanted(*tensors: Tensor | None) -> tuple[bool, ...]:
-    """Return whether the gradient of each will be wanted; asked outside of an autograd function, which says so of a
-    parameter under no_grad, too, and would keep what no backward pass reads."""
-    return tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in tensors)
+def _fused_dtype(x: Tensor, weight: Tensor, call: GemmCall | None, prologue: Prologue) -> torch.dtype | None:
+    """Return the dtype of the GEMM whose input the prologue quantizes; None where they are two functions: in high
+    precision, where the compiler fuses them, and where a recipe wants the plain result."""
+    if call is None or call.config is None or call.config.quantizers is HIGH_PRECISION:
+        return None
+    if not quantized_gemms(x.device):
+        return None
+    dtype = prologue.dtype(x)
+    needs_wgrad = torch.is_grad_enabled() and weight.requires_grad
+    quantizer = input_quantizer(call.config, call.state, needs_wgrad, x.device)
+    fused = fused_output(quantizer, dtype, autocast_dtype(x.device.type) or dtype)
+    return None if fused is None else dtype
 
 
 def largest(x: Tensor) -> Tensor:
@@ -95,44 +108,98 @@ def largest(x: Tensor) -> Tensor:
     return q.amax(x.dequantize() if isinstance(x, QuantizedTensor) else x.detach())
 
 
-class _Linear(torch.autograd.Function):
-    """x: [T, K] in the compute dtype; weight: [N, K] plain or quantized; bias: [N] or None; wanted: whether the
-    gradients of x and of the weight are."""
+class _Arguments(NamedTuple):
+    """x: [T, K] in `dtype`, that of the GEMMs, or the input [..., H] of the prologue, which has dtype for a result;
+    norm_weight, norm_bias: of the prologue; weight: [N, K] plain or quantized; bias: [N] or None; scale to key: of
+    QuantizerState; needs_x, needs_weight: whether the gradients of x or a norm's parameter, and of the weight, are
+    wanted; quantizers to index: of GemmConfig."""
+
+    x: Any
+    norm_weight: Any
+    norm_bias: Any
+    weight: Any
+    bias: Any
+    cached: Any
+    main_grad: Any
+    scale: Any
+    amax: Any
+    gradient: Any
+    statistics: Any
+    grad_statistics: Any
+    key: Any
+    function: Norm | Activation | None
+    dtype: torch.dtype
+    needs_x: bool
+    needs_weight: bool
+    quantizers: GemmQuantizers
+    options: GemmOptions
+    index: int | None
+
+
+_NO_GRADIENTS: Any = _Arguments(*(None,) * len(_Arguments._fields))  # type: ignore[arg-type]
+
+
+class _Saved(NamedTuple):
+    """What autograd saves beside the statistics of the prologue and what fprop left for wgrad. x: of the prologue."""
+
+    x: Any
+    norm_weight: Any
+    norm_bias: Any
+    weight: Any
+    cached: Any
+    scale: Any
+    key: Any
+
+
+class _DenseLinear(torch.autograd.Function):
+    """The dense layer, with or without a prologue whose result is quantized as it is made. Arguments: `_Arguments`."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        cached: QuantizedTensor | None,
-        main_grad: Tensor | None,
-        scale: Tensor | None,
-        amax: Tensor | None,
-        gradient: Tensor | None,
-        statistics: Tensor | None,
-        grad_statistics: Tensor | None,
-        key: Tensor | None,
-        wanted: tuple[bool, bool],
-        *how: Any,
-    ) -> Tensor:
-        live = LiveState(scale, amax, gradient, statistics, grad_statistics, key)
-        y, ctx.kept, tensors = dense_fprop(x, weight, bias, cached, live, How(*how), x.dtype, wanted)
-        ctx.save_for_backward(weight, cached, scale, key, *tensors)
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        a = _Arguments(*arguments)
+        state = QuantizerState(a.scale, a.amax, a.gradient, a.statistics, a.grad_statistics, a.key)
+        config = GemmConfig(a.quantizers, a.options, a.index)
+        x, statistics = a.x, ()
+        if a.function is not None:
+            quantizer = input_quantizer(config, state, a.needs_weight, x.device)
+            output = fused_output(quantizer, a.dtype, a.dtype)
+            assert quantizer is not None and output is not None, "the caller has asked"
+            prologue = Prologue(a.function, a.norm_weight, a.norm_bias)
+            copies, statistics, ctx.shape = prologue.run_quantized(x, *output)
+            x = fused_storage(quantizer, copies, ctx.shape, a.dtype)
+        needs = a.needs_x, a.needs_weight
+        y, ctx.saved, tensors = dense_fprop(x, a.weight, a.bias, a.cached, state, config, a.dtype, needs)
+        kept_x = None if a.function is None else a.x
+        saved = _Saved(kept_x, a.norm_weight, a.norm_bias, a.weight, a.cached, a.scale, a.key)
+        ctx.save_for_backward(*saved, *statistics, *tensors)
         # not saved: backward writes to them, also between the forward and the backward pass of another call
-        ctx.main_grad, ctx.gradient, ctx.grad_statistics = main_grad, gradient, grad_statistics
-        ctx.how = how
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.dtype = x.dtype
+        ctx.main_grad, ctx.gradient, ctx.grad_statistics = a.main_grad, a.gradient, a.grad_statistics
+        ctx.function, ctx.dtype, ctx.statistics = a.function, a.dtype, len(statistics)
+        ctx.config = (a.quantizers, a.options, a.index)
+        ctx.bias_dtype = None if a.bias is None else a.bias.dtype
         return own_result(y)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        weight, cached, scale, key, *tensors = ctx.saved_tensors
-        live = LiveState(scale, None, ctx.gradient, None, ctx.grad_statistics, key)
-        needs = ctx.needs_input_grad
+        # read once: a checkpoint of another library recomputes for one reading
+        tensors = ctx.saved_tensors
+        count = len(_Saved._fields)
+        s, statistics = _Saved(*tensors[:count]), tuple(tensors[count : count + ctx.statistics])
+        rest = list(tensors[count + ctx.statistics :])
+        needs = _Arguments(*ctx.needs_input_grad)
+        needs_x = needs.x or needs.norm_weight or needs.norm_bias
+        state = QuantizerState(s.scale, None, ctx.gradient, None, ctx.grad_statistics, s.key)
+        config = GemmConfig(*ctx.config)
         dx, dw = dense_gradients(
-            dy, weight, cached, ctx.main_grad, live, How(*ctx.how), ctx.kept, tensors, ctx.dtype, needs[:2]
+            dy, s.weight, s.cached, ctx.main_grad, state, config, ctx.saved, rest, ctx.dtype, (needs_x, needs.weight)
         )
-        db = bias_gradient(dy, ctx.bias_dtype) if needs[2] else None
-        return dx, dw, db, *(None,) * 12
+        of_norm: tuple[Tensor | None, Tensor | None] = (None, None)
+        if ctx.function is not None and dx is not None:
+            prologue = Prologue(ctx.function, s.norm_weight, s.norm_bias)
+            needs_norm = (needs.norm_weight, needs.norm_bias)
+            dx, *of_norm = prologue.gradients(dx.view(ctx.shape), s.x, statistics, needs_norm)
+        db = bias_gradient(dy, ctx.bias_dtype) if needs.bias else None
+        gradients = _NO_GRADIENTS._replace(
+            x=dx if needs.x else None, norm_weight=of_norm[0], norm_bias=of_norm[1], weight=dw, bias=db
+        )
+        return tuple(gradients)

@@ -1,4 +1,4 @@
-"""What fprop leaves of its input for wgrad, and the statistics of what it quantized."""
+"""What fprop saves of its input for wgrad, and the statistics of what it quantized."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from torch import Tensor
 from te_models.kernels.compiling import compiling
 from te_models.kernels.gemm import Operand
 
-from ..quantizer import Fields, IdentityQuantizer, Usage
-from ..quantizer.delayed import STATISTICS, value_of
-from ..quantizer.group_offsets import RowGroups
+from ..quantizer import Fields, Usage
+from ..quantizer.delayed import STATISTICS
+from ..quantizer.group_offsets import GroupOffsets
+from ..quantizer.state import AnyQuantizer, value_of
 from ..recipe.base import BackwardOverride
 from ..tensor.storage import QuantizedStorage
-from .gemm_operand import AnyQuantizer, Side, quantized_gemms, side, side_of_fields, turned
+from .gemm_operand import GemmOperand, quantized_gemms, quantized_operand, stored_operand, transposed
 
 
 @dataclass(frozen=True)
-class Kept:
-    """How the tensors kept for wgrad are to be read.
+class SavedInput:
+    """How the tensors saved for wgrad are to be read.
 
     form: "nothing"; "original" is the input itself, quantized for wgrad in the backward pass; "fields" are quantized
     fields; "plain" is the unquantized input, used as it is; "dequantized" are fields of fprop's operand, used
@@ -36,73 +37,83 @@ class Kept:
     weight_names: tuple[str, ...] = ()
 
     def parts(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Fields]:
-        """Return what is kept of the input, and the fields of the weight."""
+        """Return what is saved of the input, and the fields of the weight."""
         count = len(tensors) - len(self.weight_names)
         return list(tensors[:count]), dict(zip(self.weight_names, tensors[count:], strict=True))
 
-    def side(self, quantizer: AnyQuantizer, tensors: list[Tensor], dtype: torch.dtype) -> Side:
-        """Return the right side of wgrad, [K, T]."""
+    def operand(self, quantizer: AnyQuantizer, tensors: list[Tensor], dtype: torch.dtype) -> GemmOperand:
+        """Return the right operand of wgrad, [K, T]."""
         if self.form == "plain":
-            return turned(Operand(tensors[0], None), "columnwise")
+            return transposed(Operand(tensors[0], None), "columnwise")
         if self.form == "original":
-            return side(quantizer, tensors[0], "columnwise", dtype)
+            return quantized_operand(quantizer, tensors[0], "columnwise", dtype)
         fields = dict(zip(self.names, tensors, strict=True))
         value = value_of(quantizer)
         if self.form == "dequantized":
-            return turned(Operand(value.dequantize_fields(fields, dtype, self.shape), None), "columnwise")
-        return side_of_fields(value, fields, "columnwise", dtype, self.shape)
+            return transposed(Operand(value.dequantize_fields(fields, dtype, self.shape), None), "columnwise")
+        return stored_operand(value, fields, "columnwise", dtype, self.shape)
 
 
-def keep(
+NOTHING_SAVED = SavedInput("nothing")
+
+
+def quantize_and_save(
     quantizer: AnyQuantizer,
     x: Tensor | QuantizedStorage,
     dtype: torch.dtype,
     override: BackwardOverride | None,
     save_original_input: bool,
     needs_wgrad: bool,
-) -> tuple[Side, Kept, tuple[Tensor, ...]]:
-    """Quantize x: [T, K] for fprop and return (its side, how to read what is kept, what is kept).
+) -> tuple[GemmOperand, SavedInput, tuple[Tensor, ...]]:
+    """Quantize x: [T, K] for fprop and return (its operand, how to read what is saved, what is saved).
 
-    dtype: of the GEMMs and of x. x may come quantized, by this quantizer's value: then its fields are what is kept.
+    dtype: of the GEMMs and of x. x may come quantized, by this quantizer's value: then its fields are what is saved.
 
-    Eagerly the quantized copy is kept, a quarter or half of x's memory. In a CPU graph the compiler decides what
+    Eagerly the quantized copy is saved, a quarter or half of x's memory. In a CPU graph the compiler decides what
     crosses to the backward pass, and deriving both copies from x lets it fuse quantization and dequantization.
     """
-    value = value_of(quantizer)
     if isinstance(x, QuantizedStorage):
         fields, value = x.fields, x.quantizer
     elif not needs_wgrad:
-        return side(quantizer, x, "rowwise", dtype), Kept("nothing"), ()
+        return quantized_operand(quantizer, x, "rowwise", dtype), NOTHING_SAVED, ()
     elif override == "high_precision":
-        return side(quantizer, x, "rowwise", dtype), Kept("plain"), (x,)
-    elif override is None and (save_original_input or in_cpu_graph(x.device)):
-        return side(quantizer, x, "rowwise", dtype), Kept("original"), (x,)
+        return quantized_operand(quantizer, x, "rowwise", dtype), SavedInput("plain"), (x,)
+    elif override is None and (save_original_input or (compiling() and in_cpu_graph(x.device))):
+        return quantized_operand(quantizer, x, "rowwise", dtype), SavedInput("original"), (x,)
     else:
-        fields = quantizer.quantize_fields(x)
-    left = side_of_fields(value, fields, "rowwise", dtype, x.shape)
+        fields, value = quantizer.quantize_fields(x), value_of(quantizer)
+    left = stored_operand(value, fields, "rowwise", dtype, x.shape)
     if not needs_wgrad:
-        return left, Kept("nothing"), ()
-    wanted = "rowwise" if value.symmetric or override is not None else "columnwise"
-    kept = {name: field for name, field in fields.items() if name.startswith(wanted)}
+        return left, NOTHING_SAVED, ()
+    saved = fields_of_usage(fields, "rowwise" if value.symmetric or override is not None else "columnwise")
     form = "fields" if override is None else "dequantized"
-    return left, Kept(form, tuple(kept), tuple(x.shape)), tuple(kept.values())
+    return left, SavedInput(form, tuple(saved), tuple(x.shape)), tuple(saved.values())
 
 
-def keep_weight(quantizer: AnyQuantizer, weight: Tensor, dtype: torch.dtype, needs_dgrad: bool) -> tuple[Side, Fields]:
-    """Quantize a plain weight [..., N, K] for fprop and return (its side, the fields that dgrad will read).
+def quantize_weight(
+    quantizer: AnyQuantizer, weight: Tensor, dtype: torch.dtype, needs_dgrad: bool
+) -> tuple[GemmOperand, Fields]:
+    """Quantize a plain weight [..., N, K] for fprop and return (its operand, the fields that dgrad will read).
 
     On an accelerator both copies are made in one pass over the weight, where two would read it twice; a format whose
     transpose has the same numbers has one copy for both. On CPU dgrad makes its own operand, which costs nothing there
-    but the rounding, and nothing is kept; nor of a quantizer that was asked for one copy.
+    but the rounding, and nothing is saved; nor of a quantizer that was asked for one copy, or that keeps values as they
+    are.
     """
+    if not (needs_dgrad and quantized_gemms(weight.device)):
+        return quantized_operand(quantizer, weight, "rowwise", dtype), {}
     value = value_of(quantizer)
     both = value.symmetric or (value.rowwise and value.columnwise)
-    if not (needs_dgrad and both and quantized_gemms(weight.device)) or isinstance(value, IdentityQuantizer):
-        return side(quantizer, weight, "rowwise", dtype), {}
+    if not both or value.KEEPS_VALUES:
+        return quantized_operand(quantizer, weight, "rowwise", dtype), {}
     fields = quantizer.quantize_fields(weight)
-    wanted = "rowwise" if value.symmetric else "columnwise"
-    kept = {name: field for name, field in fields.items() if name.startswith(wanted)}
-    return side_of_fields(value, fields, "rowwise", dtype, weight.shape), kept
+    saved = fields_of_usage(fields, "rowwise" if value.symmetric else "columnwise")
+    return stored_operand(value, fields, "rowwise", dtype, weight.shape), saved
+
+
+def fields_of_usage(fields: Fields, usage: Usage) -> Fields:
+    """Return the fields that are stored for one usage."""
+    return {name: field for name, field in fields.items() if name.startswith(usage)}
 
 
 def in_cpu_graph(device: torch.device) -> bool:
@@ -110,25 +121,25 @@ def in_cpu_graph(device: torch.device) -> bool:
     return compiling() and not quantized_gemms(device)
 
 
-def gradient_sides(
+def gradient_operands(
     quantizer: AnyQuantizer, dy: Tensor, usages: tuple[Usage, ...], dtype: torch.dtype, key: Tensor | None
-) -> dict[Usage, Side]:
+) -> dict[Usage, GemmOperand]:
     """Quantize dy: [T, N] for the GEMMs that need it, on an accelerator in one pass."""
     if len(usages) == 2 and quantized_gemms(dy.device):
         fields = quantizer.quantize_fields(dy, key)
-        return {usage: side_of_fields(value_of(quantizer), fields, usage, dtype, dy.shape) for usage in usages}
-    return {usage: side(quantizer, dy, usage, dtype, key) for usage in usages}
+        return {usage: stored_operand(value_of(quantizer), fields, usage, dtype, dy.shape) for usage in usages}
+    return {usage: quantized_operand(quantizer, dy, usage, dtype, key) for usage in usages}
 
 
-def note_statistics(
-    noted: Tensor,
+def record_statistics(
+    into: Tensor,
     quantizer: AnyQuantizer,
     x: Tensor,
     key: Tensor | None = None,
-    rows: RowGroups | None = None,
+    offsets: GroupOffsets | None = None,
 ) -> None:
-    """Write the statistics of quantizing x into `noted` [5]. rows: the groups of x, each of which is quantized by
+    """Write the statistics of quantizing x into `into` [5]. offsets: the groups of x, each of which is quantized by
     itself; without them x is a matrix, or a stack of matrices."""
     x = x.detach()
-    found = quantizer.statistics(x, key) if rows is None else quantizer.rows_statistics(x, rows, key)
-    noted.copy_(torch.stack([found[name].float() for name in STATISTICS]))
+    found = quantizer.statistics(x, key) if offsets is None else quantizer.rows_statistics(x, offsets, key)
+    into.copy_(torch.stack([found[name].float() for name in STATISTICS]))

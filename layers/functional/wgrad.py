@@ -20,7 +20,7 @@ from torch import Tensor
 
 from te_models.kernels.compiling import compiling
 
-from .gemm_operand import Side
+from .gemm_operand import GemmOperand
 
 
 @dataclass(eq=False)
@@ -57,17 +57,17 @@ def weight_gradient(
     return members[0] if len(members) == 1 else WeightGradient(later=later, members=members)
 
 
-def main_grads(how: WeightGradient | None) -> tuple[Tensor, ...]:
+def main_grads(wgrad: WeightGradient | None) -> tuple[Tensor, ...]:
     """Return the tensors that gradients are accumulated into, one per weight that has a gradient; none where they are
     not."""
-    return () if how is None else tuple(one.main_grad for one in how.each() if one.main_grad is not None)
+    return () if wgrad is None else tuple(one.main_grad for one in wgrad.each() if one.main_grad is not None)
 
 
 def main_grad_of(weight: Tensor, fuse_wgrad_accumulation: bool) -> Tensor | None:
     """Return what the gradient of `weight` is accumulated into; None: autograd gets it, or there is none. Raises
     ValueError where a weight has no `main_grad` or one of another shape."""
-    how = weight_gradient((weight,), fuse_wgrad_accumulation, None)
-    return None if how is None else how.main_grad
+    wgrad = weight_gradient((weight,), fuse_wgrad_accumulation, None)
+    return None if wgrad is None else wgrad.main_grad
 
 
 def _into_main_grad(weight: Tensor, later: list[Callable[[], None]] | None, overwrite: bool) -> WeightGradient:
@@ -86,23 +86,23 @@ def _into_main_grad(weight: Tensor, later: list[Callable[[], None]] | None, over
 
 
 def run_wgrad(
-    how: WeightGradient | None,
+    wgrad: WeightGradient | None,
     weights: tuple[Tensor, ...],
-    sides: Sequence[Side],
+    operands: Sequence[GemmOperand],
     compute: Callable[[], tuple[Tensor | None, ...]],
 ) -> tuple[Tensor | None, ...]:
-    """Run `compute` now or queue it; return what autograd gets. sides: what it reads; compute: returns the gradient of
-    each weight, or None where it went into the main gradient.
+    """Run `compute` now or queue it; return what autograd gets. operands: what it reads; compute: returns the gradient
+    of each weight, or None where it went into the main gradient.
 
     What is not quantized is queued as it is, the caller's own tensors: a copy would take the memory that is free by
     then. As autograd does for what it saved, a queued computation raises RuntimeError where one was written to since.
     """
-    if how is None or how.later is None:
-        return _announced(how, weights, compute())
+    if wgrad is None or wgrad.later is None:
+        return _announced(wgrad, weights, compute())
     if compiling():
         raise RuntimeError("delay_wgrad_compute does not work inside torch.compile: the computation is a later call")
 
-    read = [part for side in sides for part in side if isinstance(part, Tensor)]
+    read = [part for operand in operands for part in operand if isinstance(part, Tensor)]
     versions = [tensor._version for tensor in read]
 
     def run() -> None:
@@ -111,21 +111,24 @@ def run_wgrad(
                 "the input of a layer or the gradient of its output was written to between the backward pass and "
                 "backward_dw(), which reads them; allowed: backward_dw() first, or copies of what is written to"
             )
-        for weight, gradient in zip(weights, _announced(how, weights, compute(), dummies=False), strict=True):
+        for weight, gradient in zip(weights, _announced(wgrad, weights, compute(), dummies=False), strict=True):
             if gradient is not None and weight.requires_grad:
                 weight.grad = gradient if weight.grad is None else weight.grad + gradient
 
-    how.later.append(run)
+    wgrad.later.append(run)
     return (None,) * len(weights)
 
 
 def _announced(
-    how: WeightGradient | None, weights: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...], dummies: bool = True
+    wgrad: WeightGradient | None,
+    weights: tuple[Tensor, ...],
+    gradients: tuple[Tensor | None, ...],
+    dummies: bool = True,
 ) -> tuple[Tensor | None, ...]:
     """Say on the weights that want to know that their main gradients were written to; return what autograd gets,
     zeros (with `dummies`) for those."""
     found = list(gradients)
-    for g, one in enumerate(() if how is None else how.each()):
+    for g, one in enumerate(() if wgrad is None else wgrad.each()):
         if one.announced is None:
             continue
         if not torch.compiler.is_compiling():

@@ -158,7 +158,7 @@ class microbatch(Region):
     def __init__(self, first: bool | None, *, noop: Tensor | None = None) -> None:
         if noop is not None and not first:
             raise ValueError(f"noop is for the first micro-batch, which quantizes; first is {first}; allowed: True")
-        super().__init__(first_microbatch=first, keep_kept=noop)
+        super().__init__(first_microbatch=first, noop=noop)
 
 
 class collect_statistics(Region):

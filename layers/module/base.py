@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -26,18 +26,19 @@ from torch import Tensor, nn
 from te_models.kernels.compiling import compiling
 from te_models.kernels.torch_versions import exporting
 
-from ..quantizer.delayed import ROLES, STATISTICS, raise_
+from ..quantizer.delayed import ROLES, STATISTICS, update_amax_
+from ..quantizer.state import NO_STATE, QuantizerState
 from ..recipe.activation_checkpoint import once, recomputing, refuse_around_a_graph, same_as_first_run, scratch_like
 from ..recipe.base import HIGH_PRECISION, GemmQuantizers, Recipe
 from ..recipe.context import state
 from ..recipe.recipes import DelayedRule, DelayedScaling
 from ..tensor.quantized_tensor import QuantizedTensor, module_conversion
-from .recipe_use import Choice, RecipeUse, choose
+from .recipe_use import Choice, LastUse, RecipeUse, choose
 from .replicas import as_replica
 from .rounding_seed import STREAMS, default_seed
 from .te_extra_state import leave_extra_state
-from .untracked import noted
-from .weight_cache import keep_weight, kept_weight, move_kept_weights
+from .untracked import untracked_side_effect
+from .weight_cache import cached_weight, move_cached_weights, update_cached_weight
 
 _DELAYED_NAMES = ("fp8_scale", "fp8_amax", "fp8_grad_amax", "fp8_history")
 _SAVED_NAMES = (*_DELAYED_NAMES, "fp8_rng_state")
@@ -52,17 +53,6 @@ _PLACED_NAMES = (
 )
 _ordinals = itertools.count()
 _modules: weakref.WeakValueDictionary[int, QuantizedModule] = weakref.WeakValueDictionary()
-
-
-class LiveState(NamedTuple):
-    """A module's live tensors, as the class above lists them, and the key [2] of this pass; None where not needed."""
-
-    scale: Tensor | None = None
-    amax: Tensor | None = None
-    gradient: Tensor | None = None
-    statistics: Tensor | None = None
-    grad_statistics: Tensor | None = None
-    key: Tensor | None = None
 
 
 class QuantizedModule(nn.Module):
@@ -163,7 +153,7 @@ class QuantizedModule(nn.Module):
         # without parameters, what happens to some other tensor tells
         self._place_state((fn(self.fp8_scale.new_empty(0)) if parameter is None else parameter).device)
         if parameter is not None:
-            move_kept_weights(self, parameter.device, parameter.dtype)
+            move_cached_weights(self, parameter.device, parameter.dtype)
         return self
 
     def _replicate_for_data_parallel(self) -> Self:
@@ -177,14 +167,21 @@ class QuantizedModule(nn.Module):
 
     def quantizers(self) -> GemmQuantizers | None:
         """Return this module's quantizers under the recipe in force; None: high precision."""
-        use = self.recipe_use
-        if state().compute is None and not compiling() and (use.asked, use.ran) == ("none", None):
-            return None  # as in the call before: nothing to choose or to write down
+        now, use = state(), self.recipe_use
+        traced = compiling()
+        if not traced:
+            last = use.last
+            as_before = last is not None and last.recipe is now.compute and last[:2] == (use.asked, use.ran)
+            if last is not None and as_before and not now.calibrating:
+                return last.quantizers  # as in the call before: nothing to choose or to write down
         recipe, made = self._chosen()
-        noted(self._note, state().compute, recipe)
-        if recipe is None or state().calibrating:
-            return None
-        return recipe.quantizers("", "") if made is None else made
+        untracked_side_effect(self._record_use, now.compute, recipe)
+        quantizers = None
+        if recipe is not None and not now.calibrating:
+            quantizers = recipe.quantizers("", "") if made is None else made
+        if not traced and recipe is now.compute and made is None and not isinstance(recipe, DelayedScaling):
+            use.last = None if now.calibrating else LastUse(use.asked, use.ran, recipe, quantizers)
+        return quantizers
 
     def _chosen(self) -> Choice:
         """Return what the recipe in force means for this layer; no quantizers where the recipe has the same for all."""
@@ -193,7 +190,7 @@ class QuantizedModule(nn.Module):
             return (self.recipe_use.in_thread.now.chosen if state().chosen else None) or choose(recipe, self)
         return recipe, None
 
-    def _note(self, asked: Recipe | None, recipe: Recipe | None) -> None:
+    def _record_use(self, asked: Recipe | None, recipe: Recipe | None) -> None:
         """Write down which recipe was asked for and which is this module's, and what delayed scaling has to update."""
         if isinstance(recipe, DelayedScaling):
             self.delayed_rule = recipe.rule()
@@ -202,9 +199,9 @@ class QuantizedModule(nn.Module):
         self.recipe_use.asked = "none" if asked is None else asked.NAME
         self.recipe_use.ran = None if recipe is None or state().calibrating else recipe.NAME
         if isinstance(recipe, DelayedScaling):
-            self._note_recording()
+            self._record_touched()
 
-    def _note_recording(self) -> None:
+    def _record_touched(self) -> None:
         """Have the exit of the outermost region update this module's scales, where this pass records amaxes: not in an
         evaluation or a recomputation."""
         if not compiling() and recomputing():
@@ -226,38 +223,40 @@ class QuantizedModule(nn.Module):
         `autocast(calibrating=True)`, if its recipe is DelayedScaling."""
         return state().calibrating and isinstance(self._chosen()[0], DelayedScaling)
 
-    def calibration_amax(self, role: str, gemm: int | None = None) -> Tensor:
-        """Return what to `raise_` while `calibrating`, [] of one GEMM or [G] of all (None). In a recomputation it is a
-        tensor that nobody reads, so that the operations are those of the first run."""
+    def calibration_amax(self, role: str, gemm_index: int | None = None) -> Tensor:
+        """Return what to `update_amax_` while `calibrating`, [] of one GEMM or [G] of all (None). In a
+        recomputation it is a tensor that nobody reads, so that the operations are those of the first run."""
         row = self.fp8_amax[ROLES.index(role)]
         if not compiling() and recomputing():
             row = scratch_like(row)
-        return row if gemm is None else row[gemm]
+        return row if gemm_index is None else row[gemm_index]
 
-    def calibrate(self, role: str, amax: Tensor, gemm: int | None = None) -> None:
-        """Record an amax, [] or one per GEMM [G], while `calibrating`. gemm: the one meant; None: all."""
+    def calibrate(self, role: str, amax: Tensor, gemm_index: int | None = None) -> None:
+        """Record an amax, [] or one per GEMM [G], while `calibrating`. gemm_index: of the one meant; None: all."""
         if self.calibrating():
-            raise_(self.calibration_amax(role, gemm), amax)
+            update_amax_(self.calibration_amax(role, gemm_index), amax)
 
-    def live_state(self, quantizers: GemmQuantizers) -> LiveState:
+    def live_state(self, quantizers: GemmQuantizers) -> QuantizerState:
         """Return the live tensors that a forward pass with `quantizers` needs."""
+        now, traced = state(), compiling()
+        if self.delayed_rule is None and not quantizers.needs_key and not now.statistics and (traced or not now.runs):
+            return NO_STATE
         scale = amax = gradient = statistics = grad_statistics = key = None
-        traced = compiling()
         if self.delayed_rule is not None:
             scale = self.fp8_scale
             # evaluation uses the scales and leaves no trace in them
             amax = self.fp8_amax if self.training else None
             gradient = self.fp8_gradient if self.training else self.fp8_gradient.clone()
-        if state().statistics and self.training and quantizers is not HIGH_PRECISION:
+        if now.statistics and self.training and quantizers is not HIGH_PRECISION:
             statistics, grad_statistics = self.fp8_statistics, self.fp8_grad_statistics
-        if quantizers.grad_output.needs_key() and torch.is_grad_enabled():
+        if quantizers.needs_key and torch.is_grad_enabled():
             key = self.fp8_rng_state
             # a new tensor: a compiled backward pass reads what the graph was given, not a copy made in it. Made in a
             # recomputation, too: selective checkpointing finds what it kept by counting operations
             moved_on = torch.stack((key[0], key[1] + 1))
             if traced or not recomputing():
-                noted(setattr, self, "fp8_rng_state", moved_on)
-        live = LiveState(scale, amax, gradient, statistics, grad_statistics, key)
+                untracked_side_effect(setattr, self, "fp8_rng_state", moved_on)
+        live = QuantizerState(scale, amax, gradient, statistics, grad_statistics, key)
         if not traced:
             return same_as_first_run(live)
         if scale is not None or key is not None:
@@ -268,32 +267,32 @@ class QuantizedModule(nn.Module):
         self,
         weights: tuple[Tensor, ...],
         is_first_microbatch: bool | None,
-        gemm: int | None = None,
+        gemm_index: int | None = None,
     ) -> QuantizedTensor | None:
         """Return the weights quantized once per step, or None where they are stored quantized or nothing is cached.
 
-        weights: one [out, in] or [G, out, in], or G of [out, in]. is_first_microbatch: True quantizes and keeps,
-        False returns what was kept, None (unless `microbatch` says otherwise) does neither. gemm: the
-        one meant, None for all together; each keeps its own. Where `microbatch(noop=...)` is nonzero, what was kept
-        stays kept. Raises RuntimeError where nothing was kept, ValueError after a change of recipe.
+        weights: one [out, in] or [G, out, in], or G of [out, in]. is_first_microbatch: True quantizes and caches,
+        False returns what is cached, None (unless `microbatch` says otherwise) does neither. gemm_index: of the GEMM
+        meant, None for all together; each has its own. Where `microbatch(noop=...)` is nonzero, what is cached
+        stays. Raises RuntimeError where nothing is cached, ValueError after a change of recipe.
         """
         first = state().first_microbatch if is_first_microbatch is None else is_first_microbatch
         quantizers = None if first is None or isinstance(weights[0], QuantizedTensor) else self.quantizers()
         if first is None or quantizers is None:
             return None
         if not compiling():
-            quantizer, make = quantizers.weight, keep_weight if first else kept_weight
-            return once(lambda: make(self, quantizer, weights, gemm))
+            quantizer, make = quantizers.weight, update_cached_weight if first else cached_weight
+            return once(lambda: make(self, quantizer, weights, gemm_index))
         if first:
             raise RuntimeError(
                 "a compiled graph cannot keep a quantized weight: call cache_weights(model) before the step's first "
                 "micro-batch, and run all of them with is_first_microbatch=False or microbatch(first=False)"
             )
-        return kept_weight(self, quantizers.weight, weights, gemm)
+        return cached_weight(self, quantizers.weight, weights, gemm_index)
 
     def gemm_weights(self) -> list[tuple[tuple[Tensor, ...], int | None]]:
         """Return the weights of every GEMM and its number, as `cached_weight` takes them."""
-        return [((getattr(self, name),), gemm) for gemm, name in enumerate(self.weight_names())]
+        return [((getattr(self, name),), index) for index, name in enumerate(self.weight_names())]
 
     # --- the state of delayed scaling ------------------------------------------------------------------------------
 

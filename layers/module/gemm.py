@@ -6,8 +6,12 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from ..functional.dense_gemms import DEFAULT_OPTIONS, GemmOptions
+from ..functional.dense_gemms import DEFAULT_OPTIONS, GemmConfig, GemmOptions
+from ..functional.linear import GemmCall
 from ..functional.wgrad import weight_gradient
+from ..quantizer.state import NO_STATE
+from ..recipe.base import HIGH_PRECISION
+from ..recipe.context import state
 from ..tensor.fsdp import sharded
 from .base import QuantizedModule
 
@@ -44,6 +48,27 @@ class GemmModule(QuantizedModule):
         if self.return_layernorm_output:
             found += (normed,)
         return found if len(found) > 1 else y
+
+    def gemm_call(
+        self, weights: tuple[nn.Parameter, ...], is_first_microbatch: bool | None, gemm_index: int | None = None
+    ) -> GemmCall | None:
+        """Return what the functions of a GEMM need of this module for one call: what the recipe in force means for it,
+        its live state and what it caches; None for plain high precision. gemm_index: of the GEMM with these weights,
+        None where one call is of all GEMMs."""
+        now = state()
+        first = now.first_microbatch if is_first_microbatch is None else is_first_microbatch
+        cached = None if first is None else self.cached_weight(weights, first, gemm_index)
+        quantizers = self.quantizers()
+        options = DEFAULT_OPTIONS
+        if self.fuse_wgrad_accumulation or self._later is not None or self.save_original_input:
+            options = self.gemm_options(*weights, first=is_first_microbatch)
+        amaxes = None
+        if now.calibrating and self.calibrating():
+            amaxes = self.calibration_amax("input", gemm_index), self.calibration_amax("weight", gemm_index)
+        if quantizers is None and options.wgrad is None:
+            return None if amaxes is None else GemmCall(None, NO_STATE, None, amaxes)
+        quantizers = quantizers or HIGH_PRECISION
+        return GemmCall(GemmConfig(quantizers, options, gemm_index), self.live_state(quantizers), cached, amaxes)
 
     def gemm_options(self, *weights: nn.Parameter, first: bool | None = None) -> GemmOptions:
         """Return how the gradients of `weights` are to be made, of several together. first: `is_first_microbatch` of

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from te_models.kernels.permute import Permutation
 
-from ..distributed.tensor_parallel import ParallelMode, TensorParallelModule
+from ..distributed.tensor_parallel import InitMethod, ParallelMode, TensorParallelModule
 from ..functional.aligned_rows import row_align_of
 from ..functional.gemm_operand import quantized_gemms
 from ..functional.grouped_linear import add_bias_rows, grouped_linear
@@ -17,7 +17,7 @@ from ..te_arguments import TRACKER, USER_BUFFERS, takes_at_default
 from ..tensor.grouped_tensor import GroupedTensor
 from ..tensor.quantized_tensor import QuantizedTensor
 from .gemm import GemmModule
-from .parameters import InitMethod, default_init_method, empty_parameter
+from .parameters import default_init_method, empty_parameter
 from .primary_weights import store_weights_as_asked
 
 
@@ -139,11 +139,10 @@ class GroupedLinear(TensorParallelModule, GemmModule):
         if not isinstance(m_splits, Tensor):
             m_splits = torch.tensor(m_splits, device=x.device)
         self.check_splits(m_splits, x.shape[0] if permutation is None else permutation.slot_of_row.shape[0])
-        weights, _ = self.members()
+        weights = self._members("weight")
         bias = None if self.parallel_mode == "row" else self._stacked_bias()
-        cached = self.cached_weight(weights, is_first_microbatch)
-        how = {"cached": cached, "options": self.gemm_options(*weights, first=is_first_microbatch)}
-        return grouped_linear(self, x, weights, bias, m_splits, permutation=permutation, row_align=row_align, **how)
+        call = self.gemm_call(weights, is_first_microbatch)
+        return grouped_linear(x, weights, bias, m_splits, call, permutation=permutation, row_align=row_align)
 
     def with_bias(self, y: Tensor, m_splits: Tensor) -> Tensor:
         """Return y: [T, out_features] plus each row's bias, if the layer has one: what `forward` does itself but for a
@@ -153,15 +152,19 @@ class GroupedLinear(TensorParallelModule, GemmModule):
 
     def _stacked_bias(self) -> Tensor | None:
         """Return the biases, [num_gemms, out_features]."""
-        _, biases = self.members()
-        if not biases:
+        if not self.use_bias:
             return None
+        biases = self._members("bias")
         return biases[0] if self.single_grouped_bias else torch.stack(biases)
 
     def members(self) -> tuple[tuple[nn.Parameter, ...], tuple[nn.Parameter, ...]]:
         """Return the weights and the biases: one each in the grouped layout, else one per GEMM; no biases if unused."""
-        names = self._names("bias") if self.use_bias else ()
-        return tuple(getattr(self, n) for n in self.weight_names()), tuple(getattr(self, n) for n in names)
+        return self._members("weight"), self._members("bias") if self.use_bias else ()
+
+    def _members(self, kind: str) -> tuple[nn.Parameter, ...]:
+        if self._is_grouped(kind):
+            return (getattr(self, kind),)
+        return tuple([getattr(self, f"{kind}{g}") for g in range(self.num_gemms)])
 
     def check_splits(self, m_splits: Tensor, rows: int) -> None:
         """Raise ValueError unless there is one number of rows per GEMM; their values: see `check_values`."""

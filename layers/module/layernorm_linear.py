@@ -8,13 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..distributed.tensor_parallel import TensorParallelModule
+from ..distributed.tensor_parallel import InitMethod, TensorParallelModule
 from ..functional.linear import linear
-from ..functional.norm_linear import preceded_linear
 from ..te_arguments import TRACKER, USER_BUFFERS, takes_at_default
 from .gemm import GemmModule
 from .norm import PrecedingNorm
-from .parameters import InitMethod, default_init_method, empty_parameter
+from .parameters import default_init_method, empty_parameter
 from .primary_weights import store_weights_as_asked
 
 
@@ -91,17 +90,14 @@ class LayerNormLinear(TensorParallelModule, PrecedingNorm, GemmModule):
     ) -> tuple[Tensor | tuple[Tensor | None, ...], Tensor | None]:
         """Return (what `forward` returns, norm(x) [..., in_features], or None where it is not `wanted` and the norm may
         be fused with the quantization)."""
-        cached = self.cached_weight((self.weight,), is_first_microbatch, gemm=0)
-        how: dict[str, Any] = {"cached": cached, "options": self.gemm_options(self.weight, first=is_first_microbatch)}
+        weight = self.weight
+        call = self.gemm_call((weight,), is_first_microbatch, 0)
         bias, normed = None if self.return_bias else self.bias, None
         if self.parallel_mode is None and not wanted:
-            norm, parameters = self.preceding_norm(), (self.layer_norm_weight, self.layer_norm_bias)
-            y = preceded_linear(self, norm, x, parameters, self.weight, bias, **how)
+            y = linear(x, weight, bias, call, self.prologue())
         else:
             normed = self.normed(x, None if self.parallel_mode is None else self.for_own_rows)
-            y = linear(
-                self, normed if self.parallel_mode is None else self.whole_rows(normed), self.weight, bias, **how
-            )
+            y = linear(normed if self.parallel_mode is None else self.whole_rows(normed), weight, bias, call)
         return self.results(y, self.bias, normed), normed  # this rank's part of the bias, beside whole rows
 
     def extra_repr(self) -> str:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from te_models.kernels.activation import Activation
 
-from ..distributed.tensor_parallel import TensorParallelModule
+from ..distributed.tensor_parallel import InitMethod, TensorParallelModule
 from ..functional.linear import linear
-from ..functional.norm_linear import preceded_linear
+from ..functional.prologue import Prologue
 from ..te_arguments import TRACKER, USER_BUFFERS, takes_at_default
 from .gemm import GemmModule
 from .norm import PrecedingNorm
-from .parameters import InitMethod, default_init_method, empty_parameter
+from .parameters import default_init_method, empty_parameter
 from .primary_weights import store_weights_as_asked
 
 # Transformer Engine's activation names -> (ours, gated)
@@ -141,13 +140,13 @@ class LayerNormMLP(TensorParallelModule, PrecedingNorm, GemmModule):
     ) -> tuple[Tensor, Tensor | None]:
         """x: [..., hidden_size] -> (what the activation gets [..., rows of fc1], norm(x), or None where it is not
         `wanted` and the norm may be fused with the quantization)."""
-        fc1, how = self.fc1_weight, self._how(0, self.fc1_weight, is_first_microbatch)
+        fc1 = self.fc1_weight
+        call = self.gemm_call((fc1,), is_first_microbatch, 0)
         if self.set_parallel_mode or wanted:
             normed = self.normed(x, self.for_own_rows if self.set_parallel_mode else None)
             rows = self.whole_rows(normed) if self.set_parallel_mode else normed
-            return linear(self, rows, fc1, self.fc1_bias, **how), normed
-        norm, parameters = self.preceding_norm(), (self.layer_norm_weight, self.layer_norm_bias)
-        return preceded_linear(self, norm, x, parameters, fc1, self.fc1_bias, **how), None
+            return linear(rows, fc1, self.fc1_bias, call), normed
+        return linear(x, fc1, self.fc1_bias, call, self.prologue()), None
 
     def forward_fc2(
         self,
@@ -159,22 +158,18 @@ class LayerNormMLP(TensorParallelModule, PrecedingNorm, GemmModule):
         """hidden, normed: as `forward_fc1` returns them -> (what `forward` returns, the activated hidden values
         [..., ffn_hidden_size], or None where they are not `wanted` and may be fused with the quantization)."""
         fc2, split, activated = self.fc2_weight, self.set_parallel_mode, None
-        how = self._how(1, fc2, is_first_microbatch)
+        call = self.gemm_call((fc2,), is_first_microbatch, 1)
         bias = None if self.return_bias else self.fc2_bias
         if wanted:
             activated = self._act.forward(hidden)
-            y = linear(self, activated, fc2, None if split else bias, **how)
+            y = linear(activated, fc2, None if split else bias, call)
         else:
-            y = preceded_linear(self, self._act, hidden, (None, None), fc2, None if split else bias, **how)
+            y = linear(hidden, fc2, None if split else bias, call, Prologue(self._act))
         y = self.summed(y, bias) if split else y
         own = self.fc2_bias
         if self.return_bias and split and own is not None:
             own = self.for_own_rows(own)
         return self.results(y, own, normed), activated
-
-    def _how(self, gemm: int, weight: nn.Parameter, is_first_microbatch: bool | None) -> dict[str, Any]:
-        cached = self.cached_weight((weight,), is_first_microbatch, gemm)
-        return {"gemm": gemm, "cached": cached, "options": self.gemm_options(weight, first=is_first_microbatch)}
 
     def extra_repr(self) -> str:
         return f"{self.normalization}, {self.hidden_size}, {self.ffn_hidden_size}, {self.activation}"

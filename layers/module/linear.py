@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..distributed.tensor_parallel import ParallelMode, TensorParallelModule
+from ..distributed.tensor_parallel import InitMethod, ParallelMode, TensorParallelModule
 from ..functional.linear import linear
 from ..te_arguments import TRACKER, USER_BUFFERS, takes_at_default
 from .gemm import GemmModule
-from .parameters import InitMethod, default_init_method, empty_parameter
+from .parameters import default_init_method, empty_parameter
 from .primary_weights import store_weights_as_asked
 
 
@@ -72,17 +72,17 @@ class Linear(TensorParallelModule, GemmModule):
         """x: [..., in_features] -> [..., out_features], in the compute dtype. is_first_microbatch: True quantizes the
         weight and keeps the result, False uses what was kept, None quantizes without keeping; True writes to a main
         gradient, see `GemmModule`."""
-        cached = self.cached_weight((self.weight,), is_first_microbatch, gemm=0)
-        options, row = self.gemm_options(self.weight, first=is_first_microbatch), self.parallel_mode == "row"
+        weight, row = self.weight, self.parallel_mode == "row"
+        call = self.gemm_call((weight,), is_first_microbatch, 0)
         if self.parallel_mode == "column":
             x = self.whole_rows(x)
         bias = None if self.return_bias else self.bias
-        y = linear(self, x, self.weight, None if row else bias, cached=cached, options=options)
+        y = linear(x, weight, None if row else bias, call)
         y = self.summed(y, bias) if row else y
+        if not self.return_bias:
+            return y
         own = self.bias
-        if self.return_bias and row and own is not None:
-            own = self.for_own_rows(own)
-        return self.results(y, own)
+        return self.results(y, self.for_own_rows(own) if row and own is not None else own)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"

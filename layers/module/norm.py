@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from te_models.kernels.norm import Norm, layer_norm, rms_norm
 
+from ..functional.prologue import Prologue
 from ..te_arguments import takes_at_default
 from .parameters import empty_parameter
 from .te_extra_state import leave_extra_state
@@ -152,6 +153,10 @@ class PrecedingNorm(nn.Module):
         if on_parameters is not None:
             weight, bias = (p if p is None else on_parameters(p) for p in (weight, bias))
         return self.preceding_norm().of(x, weight, bias)
+
+    def prologue(self) -> Prologue:
+        """Return the norm with its parameters, as the prologue of a GEMM."""
+        return Prologue(self.preceding_norm(), self.layer_norm_weight, self.layer_norm_bias)
 
     def preceding_norm(self) -> Norm:
         """Return the norm as a value, which takes the parameters as arguments."""

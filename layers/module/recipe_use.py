@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, MutableMapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from te_models.kernels.compiling import compiling
 
@@ -21,6 +21,16 @@ if TYPE_CHECKING:
 
 Choice = tuple[Recipe | None, GemmQuantizers | None]
 """The recipe of one layer and its quantizers; (None, None): high precision."""
+
+
+class LastUse(NamedTuple):
+    """The last eager call, where it needs no other choice and no other record when the same recipe is in force again.
+    asked, ran: as in `RecipeUse`."""
+
+    asked: str | None
+    ran: str | None
+    recipe: Recipe | None
+    quantizers: GemmQuantizers | None
 
 
 class ThreadUse:
@@ -54,6 +64,7 @@ class RecipeUse:
     def __init__(self) -> None:
         self.asked: str | None = None  # None: there was no forward pass yet
         self.ran: str | None = None
+        self.last: LastUse | None = None
         self._everyone: weakref.WeakValueDictionary[int, ThreadUse] = weakref.WeakValueDictionary()
         self.in_thread = _OfThread(self._everyone)
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..functional.gemm_operand import AnyQuantizer
+from ..quantizer.state import AnyQuantizer
 from ..tensor.formats import TENSOR_CLASSES
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.storage import STORAGE_CLASSES, QuantizedStorage

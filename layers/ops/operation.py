@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from ..functional.gemm_operand import AnyQuantizer
 from ..module.te_extra_state import leave_extra_state
+from ..quantizer.state import AnyQuantizer
 from .call import Computed, Gradients, Input, OperationArguments, OperationCall, OperationContext
 
 

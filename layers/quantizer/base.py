@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
+from te_models.kernels.compiling import compiling
 from te_models.kernels.gemm import Operand, ScaledOperand
 from te_models.kernels.quantize import QuantizedOutput
 
-from .group_offsets import RowGroups
+from .group_offsets import GroupOffsets
 from .value import ValueObject, derived
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 Usage = Literal["rowwise", "columnwise"]
 Fields = dict[str, Tensor]
-Parts = tuple[Tensor, ...]
+Parts = Sequence[Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,12 @@ class Quantizer(ValueObject):
     FORMAT: ClassVar[str]
     PARTS: ClassVar[tuple[str, ...]] = ("data", "scale_inv")
     """What is stored for a usage; the field of a part is named `{usage}_{part}`."""
+    NEEDS_STATE: ClassVar[bool] = False
+    """Whether it scales by tensors that a module keeps, see `QuantizerState`."""
+    KEEPS_VALUES: ClassVar[bool] = False
+    """Whether what it stores are the values themselves, in high precision."""
+    BLOCK_SCALES_ONLY: ClassVar[bool] = False
+    """Whether every scale is that of one block, so that groups of whole blocks may be quantized as one matrix."""
 
     rowwise: bool = True
     columnwise: bool = True
@@ -85,7 +92,36 @@ class Quantizer(ValueObject):
         """Whether it rounds stochastically and so draws from a key."""
         return False
 
-    def rows_statistics(self, x: Tensor, rows: RowGroups, key: Tensor | None = None) -> dict[str, Tensor]:
+    # --- rows sorted by group, every group quantized by itself -----------------------------------------------------
+
+    def quantize_rows(
+        self, x: Tensor, m_splits: Tensor, key: Tensor | None = None, usages: Sequence[Usage] | None = None
+    ) -> Fields:
+        """Quantize x: [T, C] group by group into the stored fields. m_splits: [G] integer. usages: of the copies that
+        are stored, those to make; None: all of them. ValueError in a format that does not quantize rows."""
+        raise ValueError(f"rows of groups cannot be quantized by {self}; for NVFP4, with_2d_quantization is of weights")
+
+    def dequantize_rows(self, fields: Fields, m_splits: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return the values of what `quantize_rows` made of x of this shape: [T, C] in `dtype`; rows past the last
+        group are zero."""
+        raise ValueError(f"rows of groups cannot be quantized by {self}")
+
+    def quantizes_rows(self, usage: Usage, align: int) -> bool:
+        """Whether `quantize_rows_for_gemms` makes the copy for a usage, with blocks of as many rows as are aligned."""
+        if not self.symmetric and usage not in self._usages:
+            return False
+        return usage == "rowwise" or self.row_block(usage) in (1, align)
+
+    def quantize_rows_for_gemms(
+        self, x: Tensor, m_splits: Tensor, usages: Sequence[Usage], align: int, key: Tensor | None = None
+    ) -> dict[Usage, Fields]:
+        """Quantize x: [T, C] group by group, in one pass for all usages, and return for each the fields that a GEMM
+        takes, under the names of its `member`. align: the multiple of rows at which groups begin in a columnwise copy.
+        """
+        fields = self.quantize_rows(x, m_splits, key, ("rowwise",) if self.symmetric else usages)
+        return dict.fromkeys(usages, fields)
+
+    def rows_statistics(self, x: Tensor, rows: GroupOffsets, key: Tensor | None = None) -> dict[str, Tensor]:
         """Return `statistics` of rows sorted by group, x: [T, C], every group quantized by itself."""
         x, count, align = rows.zero_outside(x), rows.count() * x.shape[1], self.row_block("rowwise")
         if align > 1:
@@ -97,6 +133,15 @@ class Quantizer(ValueObject):
 
     # --- what a format may refine ----------------------------------------------------------------------------------
 
+    def member(self, usage: Usage) -> Quantizer:
+        """Return the quantizer that makes the copy of a usage: this one, but for a format that is made of two."""
+        return self
+
+    def emulated_kind(self, usage: Usage) -> str | None:
+        """Return what a GEMM on dequantized values of this usage stands in for; None for values that are not
+        quantized."""
+        return None if self.KEEPS_VALUES else self.FORMAT
+
     def gemm_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which this format's operand values are exact, given the compute dtype."""
         return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
@@ -106,7 +151,7 @@ class Quantizer(ValueObject):
         return self._operand(self._quantize(x, usage, key), usage, dtype, x.shape)
 
     def rows_operand(
-        self, x: Tensor, usage: Usage, dtype: torch.dtype, rows: RowGroups, key: Tensor | None = None
+        self, x: Tensor, usage: Usage, dtype: torch.dtype, rows: GroupOffsets, key: Tensor | None = None
     ) -> Operand:
         """Quantize rows sorted by group, every group by itself: `operand` with a scale [G] or None.
 
@@ -143,25 +188,36 @@ class Quantizer(ValueObject):
 
     # --- what follows from it --------------------------------------------------------------------------------------
 
-    def stored_usages(self) -> tuple[Usage, ...]:
-        """Return the usages whose fields are stored."""
+    @derived
+    def _usages(self) -> tuple[Usage, ...]:
         if self.symmetric:
             return ("rowwise",)
-        return tuple(u for u in ("rowwise", "columnwise") if getattr(self, u))
+        both: tuple[Usage, Usage] = ("rowwise", "columnwise")
+        return both if self.rowwise and self.columnwise else both[:1] if self.rowwise else both[1:]
+
+    @derived
+    def _columnwise_block(self) -> tuple[int, int] | None:
+        """The columnwise block in the tensor's own orientation."""
+        return None if self.block is None else (self.block[1], self.block[0])
+
+    def stored_usages(self) -> tuple[Usage, ...]:
+        """Return the usages whose fields are stored."""
+        return self._usages
 
     def field_names(self) -> tuple[str, ...]:
         """Return the names of the stored fields, in storage order."""
-        return tuple(f"{usage}_{part}" for usage in self.stored_usages() for part in self.PARTS)
+        return tuple([f"{usage}_{part}" for usage in self._usages for part in self.PARTS])
 
     def _block_of(self, usage: Usage) -> tuple[int, int]:
         """Return the block of a usage in the tensor's own orientation."""
-        assert self.block is not None, "one scale per matrix has no blocks"
-        rows, columns = self.block
-        return (rows, columns) if usage == "rowwise" else (columns, rows)
+        block = self.block if usage == "rowwise" else self._columnwise_block
+        assert block is not None, "one scale per matrix has no blocks"
+        return block
 
     def row_block(self, usage: Usage) -> int:
         """Return how many rows one scale spans, so that grouped rows are aligned to it; 1 for one scale per matrix."""
-        return 1 if self.block is None else self._block_of(usage)[0]
+        block = self.block if usage == "rowwise" else self._columnwise_block
+        return 1 if block is None else block[0]
 
     def amaxes(self, x: Tensor) -> dict[Usage, Tensor]:
         """Return `amax_of` x for every stored usage that has one: what parts of one matrix must agree on."""
@@ -184,32 +240,29 @@ class Quantizer(ValueObject):
     def _named(self, parts: Parts, usage: Usage) -> Fields:
         return {f"{usage}_{part}": tensor for part, tensor in zip(self.PARTS, parts, strict=True)}
 
-    def _parts(self, fields: Fields, usage: Usage) -> Parts:
-        return tuple(fields[f"{usage}_{part}"] for part in self.PARTS)
-
     def dequantize_fields(self, fields: Fields, dtype: torch.dtype, shape: Sequence[int] | None = None) -> Tensor:
         """Return the values the fields stand for: [..., rows, columns]."""
         usage = self.stored_usages()[0]
-        return self._dequantize(self._parts(fields, usage), usage, dtype, shape)
+        return self._dequantize([fields[f"{usage}_{part}"] for part in self.PARTS], usage, dtype, shape)
 
     def operand_of_fields(
         self, fields: Fields, usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None = None
     ) -> Operand:
         """Return stored fields as the operand of a GEMM that needs `usage`; ValueError where that copy is missing."""
         stored = self._stored_for(usage)
-        return self._operand(self._parts(fields, stored), stored, dtype, shape)
+        return self._operand([fields[f"{stored}_{part}"] for part in self.PARTS], stored, dtype, shape)
 
     def scaled_operand_of_fields(
         self, fields: Fields, usage: Usage, shape: Sequence[int] | None = None
     ) -> ScaledOperand | None:
         """Return stored fields for a GEMM that takes quantized numbers, as `scaled_operand`; ValueError as above."""
         stored = self._stored_for(usage)
-        operand = self._scaled(self._parts(fields, stored), stored)
+        operand = self._scaled([fields[f"{stored}_{part}"] for part in self.PARTS], stored)
         return operand if operand is None or stored == usage else self._transposed(operand, shape)
 
     def _stored_for(self, usage: Usage) -> Usage:
         stored: Usage = "rowwise" if self.symmetric else usage
-        if stored not in self.stored_usages():
+        if stored not in self._usages:
             raise ValueError(
                 f"this {self.FORMAT} tensor has no {usage} copy, which the GEMM needs; quantize it with {usage}=True"
             )
@@ -228,6 +281,15 @@ class Quantizer(ValueObject):
         from ..tensor.grouped_tensor import GroupedTensor
 
         return GroupedTensor.quantize(x, self, key)
+
+    def same_numbers(self, other: Quantizer) -> bool:
+        """Whether what `other` has quantized has the numbers that this one makes: they differ in their copies at most.
+        In a graph, which cannot make new quantizers to compare, those that differ in that have to pass for
+        different."""
+        if self == other or compiling():
+            return self == other
+        both = {"rowwise": True, "columnwise": True}
+        return self.with_usage(**both) == other.with_usage(**both)
 
     def with_usage(self, *, rowwise: bool, columnwise: bool) -> Self:
         """Return a copy that makes other copies."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from te_models.kernels import quantize as q
 from te_models.kernels.gemm import Operand, ScaledOperand
+from te_models.kernels.quantize.fp8.dequantize_grouped import dequantize_grouped
 
 from .base import Fields, Parts, Usage
 from .fp8 import FP8Quantizer, check_epsilon
@@ -23,6 +24,7 @@ class _BlockwiseQuantizer(FP8Quantizer):
     contiguous, and stored as `TRANSPOSED` says."""
 
     TRANSPOSED: ClassVar[bool]
+    BLOCK_SCALES_ONLY: ClassVar[bool] = True
 
     @derived
     def scale_kind(self) -> str:
@@ -44,18 +46,42 @@ class _BlockwiseQuantizer(FP8Quantizer):
         )
 
     def operand(self, x: Tensor, usage: Usage, dtype: torch.dtype, key: Tensor | None = None) -> Operand:
-        block, dtype = self._block_of(usage), self.gemm_dtype(dtype)
-        values = q.round_blockwise(x, block, self.fp8_dtype, self.scale_kind, dtype, epsilon=self._epsilon)
+        block = self.block if usage == "rowwise" else self._columnwise_block
+        values = q.round_blockwise(
+            x, block, self.fp8_dtype, self.scale_kind, self.gemm_dtype(dtype), epsilon=self._epsilon
+        )
         return Operand(values, None)
 
     def quantize_fields(
         self, x: Tensor, key: Tensor | None = None, amaxes: Mapping[Usage, Tensor] | None = None
     ) -> Fields:
-        if len(self.stored_usages()) == 1:
+        if len(self._usages) == 1:
             return super().quantize_fields(x, key)
-        block = self._block_of("rowwise")
-        parts = q.quantize_blockwise_both(x, block, self.fp8_dtype, self.scale_kind, epsilon=self._epsilon)
-        return self._named(parts[:2], "rowwise") | self._named(self._stored(parts[2:], "columnwise"), "columnwise")
+        return self._fields(
+            q.quantize_blockwise_both(x, self.block, self.fp8_dtype, self.scale_kind, epsilon=self._epsilon),
+            self._usages,
+        )
+
+    def quantize_rows(
+        self, x: Tensor, m_splits: Tensor, key: Tensor | None = None, usages: Sequence[Usage] | None = None
+    ) -> Fields:
+        usages = self._usages if usages is None else usages
+        parts = q.quantize_grouped_blockwise(
+            x,
+            m_splits,
+            self.block,
+            self.fp8_dtype,
+            self.scale_kind,
+            epsilon=self._epsilon,
+            rowwise="rowwise" in usages,
+            columnwise="columnwise" in usages,
+        )
+        return self._fields(parts, [usage for usage in self._usages if usage in usages])
+
+    def dequantize_rows(self, fields: Fields, m_splits: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        usage = self._usages[0]
+        data, scale_inv = self._stored((fields[f"{usage}_data"], fields[f"{usage}_scale_inv"]), usage)
+        return dequantize_grouped(data, scale_inv, m_splits, shape[0], self._block_of(usage), dtype)
 
     def output(self) -> q.QuantizedOutput | None:
         rows, columns = self._block_of("rowwise")
@@ -71,14 +97,22 @@ class _BlockwiseQuantizer(FP8Quantizer):
         )
 
     def fields_of_output(self, copies: Sequence[Tensor]) -> Fields:
+        return self._fields(copies, self._usages)
+
+    def _fields(self, parts: Sequence[Tensor], usages: Sequence[Usage]) -> Fields:
+        """Name the data and scales of these usages, made in x's orientation."""
         fields: Fields = {}
-        for i, usage in enumerate(self.stored_usages()):
-            fields |= self._named(self._stored(tuple(copies[2 * i : 2 * i + 2]), usage), usage)
+        for i, usage in enumerate(usages):
+            data, scale_inv = parts[2 * i : 2 * i + 2]
+            if usage == "columnwise" and self.TRANSPOSED:
+                data, scale_inv = data.mT, scale_inv.mT
+            fields[f"{usage}_data"], fields[f"{usage}_scale_inv"] = data, scale_inv
         return fields
 
     def _dequantize(self, parts: Parts, usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None) -> Tensor:
-        data, scale_inv = self._stored(parts, usage)
-        return q.dequantize_blockwise(data, scale_inv, self._block_of(usage), dtype)
+        block = self.block if usage == "rowwise" else self._columnwise_block
+        data, scale_inv = parts if usage == "rowwise" else self._stored(parts, usage)
+        return q.dequantize_blockwise(data, scale_inv, block, dtype)
 
     def _scaled(self, parts: Parts, usage: Usage) -> ScaledOperand:
         data, scale_inv = parts

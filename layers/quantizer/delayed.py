@@ -27,12 +27,13 @@ from te_models.kernels import quantize as q
 from te_models.kernels.gemm import Operand, ScaledOperand
 
 from . import Fields, Float8CurrentScalingQuantizer, Quantizer, Usage
+from .fp8 import quantize_rows_with, rows_by_usage
 from .value import value_class
 
 if TYPE_CHECKING:
     from ..tensor.formats import Float8Tensor
     from ..tensor.grouped_tensor import GroupedTensor
-    from .group_offsets import RowGroups
+    from .group_offsets import GroupOffsets
 
 ROLES = ("input", "weight", "grad_output")
 STATISTICS = ("amax", "scale_min", "scale_max", "underflow", "saturation")
@@ -41,12 +42,18 @@ STATISTICS = ("amax", "scale_min", "scale_max", "underflow", "saturation")
 @value_class
 @dataclass(frozen=True, kw_only=True)
 class DelayedScalingQuantizer(Float8CurrentScalingQuantizer):
-    """The value part of delayed scaling: which FP8 dtype. `bind` adds the live scale and amax.
+    """The value part of delayed scaling: which FP8 dtype. `with_state` adds the live scale and amax.
 
-    Unbound it scales by the tensor's own amax: that is how stored weights are requantized.
+    Without one it scales by the tensor's own amax: that is how stored weights are requantized.
     """
 
-    def bind(self, scale: Tensor, amax: Tensor | None) -> Float8Quantizer:
+    NEEDS_STATE: ClassVar[bool] = True
+
+    def same_numbers(self, other: Quantizer) -> bool:
+        # the scale is the tensor's own field, whoever chose it
+        return isinstance(other, Float8CurrentScalingQuantizer) and other.fp8_dtype == self.fp8_dtype
+
+    def with_state(self, scale: Tensor, amax: Tensor | None) -> Float8Quantizer:
         """Return the live quantizer. scale, amax: float32, [] or one per GEMM [G]; amax is written to, if given."""
         return Float8Quantizer(scale, amax, self.fp8_dtype)
 
@@ -60,6 +67,7 @@ class Float8Quantizer:
     """
 
     FORMAT: ClassVar[str] = "float8"
+    BLOCK_SCALES_ONLY: ClassVar[bool] = False
     symmetric: ClassVar[bool] = True
 
     def __init__(self, scale: Tensor, amax: Tensor | None, fp8_dtype: torch.dtype) -> None:
@@ -79,7 +87,7 @@ class Float8Quantizer:
     def record(self, amax: Tensor) -> None:
         """Raise the recorded amax to `amax`. NaN is ignored."""
         if self.amax is not None:
-            raise_(self.amax, amax)
+            update_amax_(self.amax, amax)
 
     def quantize_fields(self, x: Tensor, key: Tensor | None = None) -> Fields:
         """Quantize x: [..., R, C], one scale per matrix, recording amaxes."""
@@ -103,24 +111,50 @@ class Float8Quantizer:
         values = q.dequantize_per_tensor(data, scale_inv[..., None, None], torch.float32)
         return q.quantization_statistics(x, values, scale_inv, None, q.FP8_MAX[self.fp8_dtype], count)
 
-    def rows_statistics(self, x: Tensor, rows: RowGroups, key: Tensor | None = None) -> dict[str, Tensor]:
+    def rows_statistics(self, x: Tensor, rows: GroupOffsets, key: Tensor | None = None) -> dict[str, Tensor]:
         """Return `statistics` of rows sorted by group, [T, C], every group with its own scale; scale is [G]."""
         own = Float8Quantizer(rows.per_row(self.scale), None, self.fp8_dtype)
         return own.statistics(rows.zero_outside(x)[:, None, :], key, rows.count() * x.shape[1])
 
     def rows_operand(
-        self, x: Tensor, usage: Usage, dtype: torch.dtype, rows: RowGroups, key: Tensor | None = None
+        self, x: Tensor, usage: Usage, dtype: torch.dtype, rows: GroupOffsets, key: Tensor | None = None
     ) -> Operand:
         """Quantize rows sorted by group, [T, C], with a scale per group; scale and amax are [G]."""
         self.record(rows.amax(x))
         return self.value.rounded(x, self.scale, rows.per_row(self.scale)[:, None], dtype)
 
-    def group_scales(self, groups: int) -> Tensor:
-        """Return the scale of each of so many groups, [G]. ValueError where it has another number of them."""
+    def quantize_rows(
+        self, x: Tensor, m_splits: Tensor, key: Tensor | None = None, usages: Sequence[Usage] | None = None
+    ) -> Fields:
+        """Quantize x: [T, C] group by group, recording amaxes; scale and amax are [G], else ValueError."""
+        return quantize_rows_with(self._group_scales(x, m_splits), x, m_splits, self.fp8_dtype)[0]
+
+    def quantize_rows_for_gemms(
+        self, x: Tensor, m_splits: Tensor, usages: Sequence[Usage], align: int, key: Tensor | None = None
+    ) -> dict[Usage, Fields]:
+        """Quantize x: [T, C] group by group for the GEMMs of these usages, as `Quantizer.quantize_rows_for_gemms`."""
+        return rows_by_usage(self._group_scales(x, m_splits), x, m_splits, self.fp8_dtype, usages, align)
+
+    def quantizes_rows(self, usage: Usage, align: int) -> bool:
+        """Whether `quantize_rows_for_gemms` makes the copy for a usage: each of them."""
+        return True
+
+    def _group_scales(self, x: Tensor, m_splits: Tensor) -> Tensor:
+        """Return the scale of each group, [G], and record the amaxes of x."""
+        amax, groups = q.grouped_amax(x, m_splits), m_splits.shape[0]
         if self.scale.shape != (groups,):
             shape = tuple(self.scale.shape)
             raise ValueError(f"the quantizer's scale has shape {shape}; allowed: ({groups},), one per group of rows")
+        self.record(amax)
         return self.scale
+
+    def member(self, usage: Usage) -> Float8Quantizer:
+        """Return the quantizer that makes the copy of a usage: this one."""
+        return self
+
+    def emulated_kind(self, usage: Usage) -> str:
+        """Return what a GEMM on dequantized values of this usage stands in for."""
+        return self.FORMAT
 
     def output(self) -> q.QuantizedOutput:
         """Return how another operation makes these fields as its last step, with `scale`."""
@@ -151,44 +185,9 @@ class Float8Quantizer:
         return GroupedTensor(self.quantize_fields(x.detach()), self.value, x.shape, x.dtype)
 
 
-def raise_(recorded: Tensor, amax: Tensor) -> None:
-    """Raise recorded amaxes to `amax`, in place. NaN is ignored."""
+def update_amax_(recorded: Tensor, amax: Tensor) -> None:
+    """Raise recorded amaxes to `amax` where that is larger, in place. NaN is ignored."""
     recorded.copy_(torch.fmax(recorded, amax.detach().float()))
-
-
-def bind(
-    quantizer: Quantizer, scale: Tensor | None, amax: Tensor | None, role: str, gemm: int | None = None
-) -> Quantizer | Float8Quantizer:
-    """Return the quantizer to use: itself, or under delayed scaling the live one of a role.
-
-    Of a forward role; see `bind_gradient`. scale: [3, G]; amax: [2, G], or None to record nothing; gemm: the one meant,
-    None for all together.
-    """
-    if not isinstance(quantizer, DelayedScalingQuantizer):
-        return quantizer
-    assert scale is not None, "a delayed quantizer comes with its module's scales"
-    row = ROLES.index(role)
-    mine = None if amax is None else amax[row]
-    if gemm is None:
-        return quantizer.bind(scale[row], mine)
-    return quantizer.bind(scale[row, gemm], None if mine is None else mine[gemm])
-
-
-def bind_gradient(
-    quantizer: Quantizer, gradient: Tensor | None, gemm: int | None = None, *, record: bool = True
-) -> Quantizer | Float8Quantizer:
-    """Return the quantizer of gradients to use, as `bind`. gradient: [2, G], the amax to raise (unless told not to
-    `record`) and the scale, both as they are when the backward pass runs."""
-    if not isinstance(quantizer, DelayedScalingQuantizer):
-        return quantizer
-    assert gradient is not None, "a delayed quantizer comes with its module's scales"
-    amax, scale = (gradient[row] if gemm is None else gradient[row, gemm] for row in range(2))
-    return quantizer.bind(scale, amax if record else None)
-
-
-def value_of(quantizer: Quantizer | Float8Quantizer) -> Quantizer:
-    """Return the quantizer whose fields this one fills."""
-    return quantizer.value if isinstance(quantizer, Float8Quantizer) else quantizer
 
 
 def next_history(history: Tensor, last: Tensor) -> Tensor:

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from te_models.kernels import quantize as q
 from te_models.kernels.gemm import Operand, ScaledOperand
+from te_models.kernels.quantize.fp8.dequantize_grouped import dequantize_grouped
 
-from .base import Parts, Quantizer, Usage
-from .group_offsets import RowGroups
+from .base import Fields, Parts, Quantizer, Usage
+from .group_offsets import GroupOffsets
 from .value import derived, value_class
 
 
@@ -109,7 +110,7 @@ class Float8CurrentScalingQuantizer(FP8Quantizer):
         return Operand(q.fp8_to_float(data).to(self.gemm_dtype(dtype)), scale_inv)
 
     def rows_operand(
-        self, x: Tensor, usage: Usage, dtype: torch.dtype, rows: RowGroups, key: Tensor | None = None
+        self, x: Tensor, usage: Usage, dtype: torch.dtype, rows: GroupOffsets, key: Tensor | None = None
     ) -> Operand:
         scale = self.scale(rows.amax(x))
         return self.rounded(x, scale, rows.per_row(scale)[:, None], dtype)
@@ -117,3 +118,43 @@ class Float8CurrentScalingQuantizer(FP8Quantizer):
     def _scaled(self, parts: Parts, usage: Usage) -> ScaledOperand:
         data, scale_inv = parts
         return ScaledOperand(data, scale_inv, "per_tensor")
+
+    def quantize_rows(
+        self, x: Tensor, m_splits: Tensor, key: Tensor | None = None, usages: Sequence[Usage] | None = None
+    ) -> Fields:
+        return quantize_rows_with(self.scale(q.grouped_amax(x, m_splits)), x, m_splits, self.fp8_dtype)[0]
+
+    def quantize_rows_for_gemms(
+        self, x: Tensor, m_splits: Tensor, usages: Sequence[Usage], align: int, key: Tensor | None = None
+    ) -> dict[Usage, Fields]:
+        scale = self.scale(q.grouped_amax(x, m_splits))
+        return rows_by_usage(scale, x, m_splits, self.fp8_dtype, usages, align)
+
+    def dequantize_rows(self, fields: Fields, m_splits: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        data, scale_inv = fields["rowwise_data"], fields["rowwise_scale_inv"]
+        return dequantize_grouped(data, scale_inv, m_splits, shape[0], None, dtype)
+
+
+def quantize_rows_with(
+    scale: Tensor,
+    x: Tensor,
+    m_splits: Tensor,
+    fp8_dtype: torch.dtype,
+    *,
+    align: int = 1,
+    columnwise: bool = False,
+) -> list[Fields]:
+    """Quantize x: [T, C] with one scale per group, [G]: the fields of the T rows, and if `columnwise` those of a copy
+    in padded rows, in which groups begin at multiples of `align`."""
+    scale_inv = torch.div(torch.ones_like(scale), scale)
+    copies = q.quantize_grouped_per_tensor(x, m_splits, scale, fp8_dtype, align=align, columnwise=columnwise)
+    return [{"rowwise_data": data, "rowwise_scale_inv": scale_inv} for data in copies]
+
+
+def rows_by_usage(
+    scale: Tensor, x: Tensor, m_splits: Tensor, fp8_dtype: torch.dtype, usages: Sequence[Usage], align: int
+) -> dict[Usage, Fields]:
+    """Return the fields of `quantize_rows_with` that a GEMM of each usage takes."""
+    apart = "columnwise" in usages and align > 1
+    copies = quantize_rows_with(scale, x, m_splits, fp8_dtype, align=align, columnwise=apart)
+    return {usage: copies[-1 if usage == "columnwise" else 0] for usage in usages}

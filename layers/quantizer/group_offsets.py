@@ -33,7 +33,7 @@ def check_values(m_splits: Tensor, rows: int) -> None:
 
 
 @dataclass(frozen=True)
-class RowGroups:
+class GroupOffsets:
     """m_splits: [G] int64 rows per group; ends: [G] their running sum; group: [T] each row's group, G past the end."""
 
     m_splits: Tensor
@@ -41,12 +41,12 @@ class RowGroups:
     group: Tensor
 
     @staticmethod
-    def of(m_splits: Tensor, rows: int) -> RowGroups:
+    def of(m_splits: Tensor, rows: int) -> GroupOffsets:
         """Locate `rows` rows."""
         m_splits = m_splits.to(torch.int64)
         ends = m_splits.cumsum(0)
         group = torch.searchsorted(ends, torch.arange(rows, device=ends.device), right=True)
-        return RowGroups(m_splits, ends, group)
+        return GroupOffsets(m_splits, ends, group)
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return (m_splits, ends, group), from which the constructor makes an equal value."""
@@ -102,9 +102,9 @@ class PaddedRows:
     used: Tensor
     target: Tensor
 
-    def groups(self) -> RowGroups:
+    def groups(self) -> GroupOffsets:
         """Locate the padded rows; padding past the last group belongs to none."""
-        return RowGroups.of(self.sizes, self.used.shape[0])
+        return GroupOffsets.of(self.sizes, self.used.shape[0])
 
     def pad(self, x: Tensor) -> Tensor:
         """[T, C] -> [P, C], zeros in unused slots."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from te_models.kernels.gemm import Operand, ScaledOperand
 
 from .base import Fields, Quantizer, Usage
-from .group_offsets import RowGroups
+from .group_offsets import GroupOffsets
 from .identity import IdentityQuantizer
 from .value import derived, value_class
 
@@ -54,10 +54,13 @@ class HybridQuantizer(Quantizer):
         """Return the quantizer of a usage."""
         return self.rowwise_quantizer if usage == "rowwise" else self.columnwise_quantizer
 
+    def emulated_kind(self, usage: Usage) -> str | None:
+        return self.member(usage).emulated_kind(usage)
+
     def _stored(self, usage: Usage) -> tuple[Quantizer, Usage]:
         """Return the quantizer of a usage and the usage it stores its copy as."""
         member = self.member(usage)
-        return member, member.stored_usages()[0]
+        return member, member._usages[0]
 
     def needs_key(self) -> bool:
         return self.rowwise_quantizer.needs_key() or self.columnwise_quantizer.needs_key()
@@ -66,17 +69,17 @@ class HybridQuantizer(Quantizer):
         return self.member(usage).row_block(usage)
 
     def gemm_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        dtypes = [self.member(usage).gemm_dtype(dtype) for usage in self.stored_usages()]
+        dtypes = [self.member(usage).gemm_dtype(dtype) for usage in self._usages]
         return torch.float32 if torch.float32 in dtypes else dtypes[0]
 
     def field_names(self) -> tuple[str, ...]:
-        return tuple(f"{usage}_{part}" for usage in self.stored_usages() for part in self.member(usage).PARTS)
+        return tuple([f"{usage}_{part}" for usage in self._usages for part in self.member(usage).PARTS])
 
     def operand(self, x: Tensor, usage: Usage, dtype: torch.dtype, key: Tensor | None = None) -> Operand:
         return self.member(usage).operand(x, usage, dtype, key)
 
     def rows_operand(
-        self, x: Tensor, usage: Usage, dtype: torch.dtype, rows: RowGroups, key: Tensor | None = None
+        self, x: Tensor, usage: Usage, dtype: torch.dtype, rows: GroupOffsets, key: Tensor | None = None
     ) -> Operand:
         return self.member(usage).rows_operand(x, usage, dtype, rows, key)
 
@@ -90,7 +93,7 @@ class HybridQuantizer(Quantizer):
         self, x: Tensor, key: Tensor | None = None, amaxes: Mapping[Usage, Tensor] | None = None
     ) -> Fields:
         fields: Fields = {}
-        for usage in self.stored_usages():
+        for usage in self._usages:
             member, stored = self._stored(usage)
             given: dict[Usage, Tensor] | None = {stored: amaxes[usage]} if amaxes and usage in amaxes else None
             for name, value in member.quantize_fields(x, key, given).items():
@@ -102,8 +105,32 @@ class HybridQuantizer(Quantizer):
         member, stored = self._stored(usage)
         return member, {f"{stored}_{part}": fields[f"{usage}_{part}"] for part in member.PARTS}
 
+    def quantize_rows(
+        self, x: Tensor, m_splits: Tensor, key: Tensor | None = None, usages: Sequence[Usage] | None = None
+    ) -> Fields:
+        fields: Fields = {}
+        for usage in self._usages if usages is None else usages:
+            for name, value in self.member(usage).quantize_rows(x, m_splits, key).items():
+                fields[f"{usage}_{name.partition('_')[2]}"] = value
+        return fields
+
+    def dequantize_rows(self, fields: Fields, m_splits: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        member, fields = self._member_fields(fields, self._usages[0])
+        return member.dequantize_rows(fields, m_splits, shape, dtype)
+
+    def quantizes_rows(self, usage: Usage, align: int) -> bool:
+        return self.member(usage).quantizes_rows(usage, align)
+
+    def quantize_rows_for_gemms(
+        self, x: Tensor, m_splits: Tensor, usages: Sequence[Usage], align: int, key: Tensor | None = None
+    ) -> dict[Usage, Fields]:
+        found: dict[Usage, Fields] = {}
+        for usage in usages:
+            found |= self.member(usage).quantize_rows_for_gemms(x, m_splits, (usage,), align, key)
+        return found
+
     def dequantize_fields(self, fields: Fields, dtype: torch.dtype, shape: Sequence[int] | None = None) -> Tensor:
-        member, fields = self._member_fields(fields, self.stored_usages()[0])
+        member, fields = self._member_fields(fields, self._usages[0])
         return member.dequantize_fields(fields, dtype, shape)
 
     def operand_of_fields(
@@ -123,7 +150,7 @@ class HybridQuantizer(Quantizer):
     ) -> dict[str, Tensor]:
         return self.rowwise_quantizer.statistics(x, key, amax, count)
 
-    def rows_statistics(self, x: Tensor, rows: RowGroups, key: Tensor | None = None) -> dict[str, Tensor]:
+    def rows_statistics(self, x: Tensor, rows: GroupOffsets, key: Tensor | None = None) -> dict[str, Tensor]:
         return self.rowwise_quantizer.rows_statistics(x, rows, key)
 
     @classmethod

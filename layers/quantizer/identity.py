@@ -12,7 +12,8 @@ from torch import Tensor
 from te_models.kernels import quantize as q
 from te_models.kernels.gemm import Operand
 
-from .base import Parts, Quantizer, Usage
+from .base import Fields, Parts, Quantizer, Usage
+from .group_offsets import GroupOffsets
 from .value import derived, value_class
 
 
@@ -23,6 +24,7 @@ class IdentityQuantizer(Quantizer):
 
     FORMAT: ClassVar[str] = "identity"
     PARTS: ClassVar[tuple[str, ...]] = ("data",)
+    KEEPS_VALUES: ClassVar[bool] = True
 
     @derived
     def symmetric(self) -> bool:
@@ -44,6 +46,17 @@ class IdentityQuantizer(Quantizer):
 
     def _dequantize(self, parts: Parts, usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None) -> Tensor:
         return parts[0].to(dtype)
+
+    def quantize_rows(
+        self, x: Tensor, m_splits: Tensor, key: Tensor | None = None, usages: Sequence[Usage] | None = None
+    ) -> Fields:
+        return {"rowwise_data": x.clone()}
+
+    def dequantize_rows(self, fields: Fields, m_splits: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return GroupOffsets.of(m_splits, shape[0]).zero_outside(fields["rowwise_data"]).to(dtype)
+
+    def quantizes_rows(self, usage: Usage, align: int) -> bool:
+        return False  # a GEMM takes the rows as they are
 
     def statistics(
         self, x: Tensor, key: Tensor | None = None, amax: Tensor | None = None, count: Tensor | None = None

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from te_models.kernels import quantize as q
 from te_models.kernels.gemm import Operand, ScaledOperand
+from te_models.kernels.quantize.fp8.dequantize_grouped import unpad_rows
 
-from .base import Parts, Quantizer, Usage
-from .group_offsets import RowGroups
+from .base import Fields, Parts, Quantizer, Usage
+from .group_offsets import GroupOffsets
 from .value import derived, value_class
 
 _BLOCK = 16
@@ -73,7 +74,7 @@ class NVFP4Quantizer(Quantizer):
         return Operand(values, q.global_decode(amax))
 
     def rows_operand(
-        self, x: Tensor, usage: Usage, dtype: torch.dtype, rows: RowGroups, key: Tensor | None = None
+        self, x: Tensor, usage: Usage, dtype: torch.dtype, rows: GroupOffsets, key: Tensor | None = None
     ) -> Operand:
         x = self._transformed(x, usage)
         amax, block = rows.amax(x), self._block_of(usage)
@@ -144,6 +145,42 @@ class NVFP4Quantizer(Quantizer):
         # packed values have no transposed view: the same numbers are packed along the other dimension
         data, scale_inv = q.transpose_nvfp4(operand.data, operand.scale_inv, shape[-1])
         return ScaledOperand(data, scale_inv, "nvfp4", (1, _BLOCK), operand.amax)
+
+    def quantizes_rows(self, usage: Usage, align: int) -> bool:
+        return not self.with_2d_quantization and super().quantizes_rows(usage, align)
+
+    def quantize_rows(
+        self, x: Tensor, m_splits: Tensor, key: Tensor | None = None, usages: Sequence[Usage] | None = None
+    ) -> Fields:
+        if self.with_2d_quantization:
+            return super().quantize_rows(x, m_splits, key, usages)
+        made = [usage for usage in self._usages if usages is None or usage in usages]
+        parts = q.quantize_grouped_nvfp4(
+            x,
+            m_splits,
+            with_rht=self.with_rht,
+            key=self.checked_key(key),
+            rowwise="rowwise" in made,
+            columnwise="columnwise" in made,
+        )
+        names = [f"{usage}_{part}" for usage in made for part in self.PARTS]
+        return dict(zip(names, parts, strict=True))
+
+    def dequantize_rows(self, fields: Fields, m_splits: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        usage = self._usages[0]
+        packed, scales, amax = [fields[f"{usage}_{part}"] for part in self.PARTS]
+        if shape[0] * shape[1] == 0:
+            return packed.new_empty(tuple(shape), dtype=dtype)
+        rows = GroupOffsets.of(m_splits, shape[0])
+        if usage == "rowwise":
+            values = q.dequantize_nvfp4(packed, scales, rows.per_row(amax)[:, None], shape[1], dtype)
+            return rows.zero_outside(values)
+        align = self.row_block(usage)
+        scale = rows.padded(align).groups().per_row(q.global_decode(amax))
+        values = q.decode_blocks(packed, scales, packed.shape[1] * 2).mT * scale[:, None]
+        if self.with_rht:
+            values = q.inverse_random_hadamard(values, -2)
+        return unpad_rows(values, rows.m_splits, align, shape[0]).to(dtype)
 
     def statistics(
         self, x: Tensor, key: Tensor | None = None, amax: Tensor | None = None, count: Tensor | None = None

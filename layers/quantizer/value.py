@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import importlib
 import math
 import re
 import types
 import typing
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
@@ -30,7 +31,9 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 class derived(Generic[T]):
     """A read-only property of a value object, computed from its fields.
 
-    The compiler traces a descriptor written in Python on such an object, but not the built-in `property` (torch 2.13).
+    Instances of a `value_class` have it as a plain attribute, computed once, when they are made: all of them alike,
+    because the compiler guards on which attributes an object has. Elsewhere it is computed where it is read. The
+    compiler traces a descriptor written in Python on such an object, but not the built-in `property` (torch 2.13).
     """
 
     def __init__(self, function: Callable[[Any], T]) -> None:
@@ -41,8 +44,27 @@ class derived(Generic[T]):
         return self._function(instance)
 
 
+def _derived_names(cls: type) -> tuple[str, ...]:
+    found: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        found |= vars(base)
+    return tuple(name for name, member in found.items() if isinstance(member, derived))
+
+
+def _derive(instance: Any) -> None:
+    """Compute the derived properties of an instance that has its fields."""
+    for name in instance._derived_names:
+        object.__setattr__(instance, name, getattr(instance, name))
+
+
 class ValueObject:
     """Base of value classes; a leaf is decorated with `value_class`."""
+
+    _derived_names: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls._derived_names = _derived_names(cls)
 
     def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
         """Return an expression for an equal object, and the globals it needs: classes themselves, not their names.
@@ -59,6 +81,8 @@ def rebuild(cls: type, **fields: Any) -> Any:
     self = object.__new__(cls)
     for name, value in fields.items():
         object.__setattr__(self, name, value)
+    if not TORCH_2_11:
+        _derive(self)
     return self
 
 
@@ -66,13 +90,14 @@ def _expression(value: Any, names: dict[str, Any]) -> str:
     """Return an expression for a plain value or value object; add what it refers to to `names`."""
     if isinstance(value, ValueObject):
         declared = {f.name for f in dataclasses.fields(value)}  # type: ignore[arg-type]
-        for name, held in vars(value).items():
+        own = {name: held for name, held in vars(value).items() if name not in value._derived_names}
+        for name, held in own.items():
             if name not in declared or not _is_plain(held):
                 raise TypeError(
                     f"{type(value).__name__}.{name} is a {type(held).__name__}, live state that a graph cannot hold; "
                     "a value object has declared fields of plain values only, pass the rest per call"
                 )
-        fields = "".join(f", {name}={_expression(held, names)}" for name, held in vars(value).items())
+        fields = "".join(f", {name}={_expression(held, names)}" for name, held in own.items())
         return f"_rebuild_value({_class_name(type(value), names)}{fields})"
     if isinstance(value, enum.Enum):
         return f"{_class_name(type(value), names)}[{value.name!r}]"
@@ -115,8 +140,22 @@ def value_class(cls: C) -> C:
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         _check_hint(cls, field.name, hints[field.name])
+    _derive_at_the_end_of_init(cls)
     _register(cls)
     return cls
+
+
+def _derive_at_the_end_of_init(cls: type) -> None:
+    if TORCH_2_11:  # it traces quantizers that are made in a graph, and guards on every attribute that it reads
+        return
+    own_init = cls.__init__  # type: ignore[misc]
+
+    @functools.wraps(own_init)
+    def init(self: Any, *args: Any, **fields: Any) -> None:
+        own_init(self, *args, **fields)
+        _derive(self)
+
+    cls.__init__ = init  # type: ignore[misc]
 
 
 def _register(cls: type) -> None:

@@ -26,12 +26,12 @@ from ..te_arguments import require_default
 from .context import Region, state
 
 if TYPE_CHECKING:
-    from ..module.base import LiveState
+    from ..quantizer.state import QuantizerState
 
 T = TypeVar("T")
 Saved = list[Any] | Callable[..., Any]
 """Which results selective checkpointing keeps: those of a list of operators, or as a policy function says."""
-_NAMES = ("compute", "calibrating", "first_microbatch", "keep_kept", "statistics")
+_NAMES = ("compute", "calibrating", "first_microbatch", "noop", "statistics")
 
 
 class FirstRun:
@@ -39,7 +39,7 @@ class FirstRun:
 
     def __init__(self) -> None:
         self.values = {name: getattr(state(), name) for name in _NAMES}
-        self.given: list[LiveState | Tensor] = []
+        self.given: list[QuantizerState | Tensor] = []
 
     def __enter__(self) -> Self:
         state().runs.append(self)
@@ -77,7 +77,7 @@ class Recomputation(Region):
         put_in_force(state().compute)
 
 
-def _without_record(live: LiveState | Tensor) -> LiveState | Tensor:
+def _without_record(live: QuantizerState | Tensor) -> QuantizerState | Tensor:
     if isinstance(live, Tensor):  # a cached weight
         return live
     statistics = None if live.statistics is None else torch.empty_like(live.statistics)

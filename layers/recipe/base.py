@@ -71,9 +71,17 @@ class GemmQuantizers:
     weight: Quantizer
     grad_output: Quantizer
     backward_override: BackwardOverride | None = None
+    # derived from the fields, once
+    needs_key: ClassVar[bool]
+    """Whether the backward pass draws random bits."""
+    row_align: ClassVar[int]
+    """The multiple of rows at which groups begin in the operands of wgrad."""
 
     def __post_init__(self) -> None:
         x, w, dy = self.input, self.weight, self.grad_output
+        align = 1 if self.backward_override else max(dy.row_block("columnwise"), x.row_block("columnwise"))
+        object.__setattr__(self, "needs_key", dy.needs_key())
+        object.__setattr__(self, "row_align", align)
         refuse_two_dimensional(x, w, "input", "weight", "rowwise", "rowwise")
         if self.backward_override is None:
             refuse_two_dimensional(dy, w, "grad_output", "weight", "rowwise", "columnwise")

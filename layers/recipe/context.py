@@ -41,7 +41,7 @@ class State:
         self.calibrating = False
         self.amax_reduction_group: dist.ProcessGroup | None = None
         self.first_microbatch: bool | None = None
-        self.keep_kept: Tensor | None = None
+        self.noop: Tensor | None = None
         self.statistics = False
         self.depth = 0
         self.touched: list[QuantizedModule] | None = None

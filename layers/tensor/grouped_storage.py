@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from ..quantizer import Fields, Quantizer
-from ..quantizer.delayed import Float8Quantizer, value_of
+from ..quantizer.delayed import Float8Quantizer
 from ..quantizer.schema import empty_fields
-from .grouped_rows import dequantize_rows, empty_rows, quantize_rows
+from ..quantizer.state import value_of
+from .grouped_rows import empty_rows
 from .storage import QuantizedStorage
 
 
@@ -46,7 +47,7 @@ class GroupedTensorStorage(QuantizedStorage):
         if m_splits is None:
             fields = quantizer.quantize_fields(x, key)
         else:
-            fields = quantize_rows(quantizer, x, m_splits, key)
+            fields = quantizer.quantize_rows(x, m_splits, key)
         return cls(fields, value_of(quantizer), x.shape, x.dtype, m_splits)
 
     @classmethod
@@ -72,7 +73,7 @@ class GroupedTensorStorage(QuantizedStorage):
     def decode(self, dtype: torch.dtype) -> Tensor:
         if self.m_splits is None:
             return super().decode(dtype)
-        return dequantize_rows(self.quantizer, self.fields, self.m_splits, self.shape, dtype)
+        return self.quantizer.dequantize_rows(self.fields, self.m_splits, self.shape, dtype)
 
     def flatten(self) -> tuple[list[Tensor], tuple[Any, ...]]:
         splits = [] if self.m_splits is None else [self.m_splits]

@@ -12,10 +12,11 @@ from te_models.kernels.compiling import compiling
 from te_models.kernels.gemm import Operand
 
 from ..quantizer import Fields, Quantizer, Usage
-from ..quantizer.delayed import Float8Quantizer, value_of
-from ..quantizer.group_offsets import RowGroups, check_values
+from ..quantizer.delayed import Float8Quantizer
+from ..quantizer.group_offsets import GroupOffsets, check_values
+from ..quantizer.state import value_of
 from .formats import CLASSES, TENSOR_CLASSES
-from .grouped_rows import dequantize_rows, empty_rows, member_of_rows, quantize_rows, row_alignment
+from .grouped_rows import empty_rows, member_of_rows
 from .grouped_storage import GroupedTensorStorage
 from .quantized_tensor import QuantizedTensor, unless
 
@@ -80,7 +81,7 @@ class GroupedRows(QuantizedTensor):
         if not x.is_floating_point():
             raise ValueError(f"{cls.__name__} quantizes floating-point tensors; got {x.dtype}")
         _check_splits(m_splits, x.shape[0])
-        fields = quantize_rows(quantizer, x.detach(), m_splits, key)
+        fields = quantizer.quantize_rows(x.detach(), m_splits, key)
         return cls(fields | {"m_splits": m_splits}, value_of(quantizer), x.shape, x.dtype)
 
     @classmethod
@@ -114,7 +115,7 @@ class GroupedRows(QuantizedTensor):
     # --- values ----------------------------------------------------------------------------------------------------
 
     def decode(self, dtype: torch.dtype) -> Tensor:
-        return dequantize_rows(self.quantizer, self.fields, self.m_splits, self.matrix_shape, dtype)
+        return self.quantizer.dequantize_rows(self.fields, self.m_splits, self.matrix_shape, dtype)
 
     @torch.no_grad()
     def quantize_(
@@ -136,7 +137,7 @@ class GroupedRows(QuantizedTensor):
         else:
             _check_splits(m_splits, x.shape[0])
             plain = x.dequantize(torch.float32) if isinstance(x, QuantizedTensor) else x
-            source = quantize_rows(self.quantizer, plain, m_splits, key)
+            source = self.quantizer.quantize_rows(plain, m_splits, key)
         for name, field in (self.fields | {"m_splits": self.m_splits}).items():
             new = m_splits.to(field.dtype) if name == "m_splits" else source[name]
             field.copy_(new if noop is None else unless(noop, new.to(field.device), field))
@@ -168,9 +169,9 @@ class GroupedRows(QuantizedTensor):
         rows = groups.group.shape[0]
         return self.quantizer.operand_of_fields(self.fields, usage, dtype, (rows, self.shape[1]))
 
-    def operand_groups(self, usage: Usage) -> RowGroups:
+    def operand_groups(self, usage: Usage) -> GroupOffsets:
         """Return where the groups lie in the copy for `usage`, which is in padded rows where its blocks span rows."""
-        rows, align = RowGroups.of(self.m_splits, self.shape[0]), row_alignment(self.quantizer, usage)
+        rows, align = GroupOffsets.of(self.m_splits, self.shape[0]), self.quantizer.row_block(usage)
         return rows if align == 1 else rows.padded(align).groups()
 
     def to_storage(self) -> GroupedTensorStorage:

@@ -22,8 +22,9 @@ from te_models.kernels.compiling import compiling
 from te_models.kernels.torch_versions import own_result
 
 from ..quantizer import Fields, Quantizer
-from ..quantizer.delayed import Float8Quantizer, value_of
+from ..quantizer.delayed import Float8Quantizer
 from ..quantizer.schema import empty_fields, high_precision_fields
+from ..quantizer.state import value_of
 from .fsdp import GathersQuantized, shared_amaxes
 from .storage import STORAGE_CLASSES, QuantizedFields, QuantizedStorage
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from te_models.kernels.gemm import Operand
 
 from ..quantizer import Fields, Quantizer, Usage
-from ..quantizer.delayed import Float8Quantizer, value_of
+from ..quantizer.delayed import Float8Quantizer
 from ..quantizer.schema import FieldLayout, empty_fields, field_layouts
+from ..quantizer.state import value_of
 
 
 class QuantizedFields:

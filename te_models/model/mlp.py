@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from te_models.kernels.activation import activation, gated_activation
 from te_models.kernels.gemm import linear
-from te_models.layers.module.parameters import compute_dtype
+from te_models.layers.functional.compute_dtype import compute_dtype
 
 from ..config import MLPConfig, ModelConfig
 from .build import Build, init_method, make_input_linear, make_output_linear

@@ -26,7 +26,7 @@ from te_models.layers import (
     QuantizedTensor,
     Quantizer,
 )
-from te_models.layers.quantizer.group_offsets import RowGroups
+from te_models.layers.quantizer.group_offsets import GroupOffsets
 from tests.layers.bits import raw, same_bits
 
 FORMATS: dict[str, Quantizer] = {
@@ -302,4 +302,4 @@ def test_a_file_with_wrong_splits_is_refused() -> None:
 def test_a_grouped_weight_is_no_rows_of_groups() -> None:
     weight = MXFP8Quantizer().quantize_grouped(torch.randn(2, 32, 32))
     assert isinstance(weight, GroupedTensor) and not isinstance(weight, GroupedRows)
-    assert RowGroups.of(torch.tensor([3, 2]), 6).group.tolist() == [0, 0, 0, 1, 1, 2]
+    assert GroupOffsets.of(torch.tensor([3, 2]), 6).group.tolist() == [0, 0, 0, 1, 1, 2]

@@ -17,7 +17,7 @@ from te_models.layers import (
     recipe,
 )
 from te_models.layers.functional import gemm_operand as sides
-from te_models.layers.functional import norm_linear as preceded_linear
+from te_models.layers.functional import linear as dense
 from te_models.layers.quantizer import MXFP8Quantizer
 from tests.layers.ops.steps import NAMES, assert_equal, step
 
@@ -62,7 +62,7 @@ def test_no_bit_changes(kind: str, name: str | None, made: list, monkeypatch: py
     amaxes = [module.fp8_amax.clone(), module.fp8_grad_amax.clone()]
     assert len(made) == (OUTPUTS[kind] if name in HANDED_OVER else 0)
     made.clear()
-    monkeypatch.setattr(preceded_linear, "input_quantizer", lambda *arguments: None)
+    monkeypatch.setattr(dense, "input_quantizer", lambda *arguments: None)
     assert_equal(step(module, name, [x]), got)
     assert_equal([module.fp8_amax, module.fp8_grad_amax], amaxes)
     assert not made
@@ -131,7 +131,7 @@ def test_frozen_parameters(frozen: str, made: list, monkeypatch: pytest.MonkeyPa
     got = step(module, "mxfp8", [x])
     assert made == [frozen != "weight"]
     assert all((p.grad is None) == name.startswith(frozen) for name, p in module.named_parameters())
-    monkeypatch.setattr(preceded_linear, "input_quantizer", lambda *arguments: None)
+    monkeypatch.setattr(dense, "input_quantizer", lambda *arguments: None)
     assert_equal(step(module, "mxfp8", [x]), got)
 
 

@@ -136,9 +136,9 @@ def test_four_bit_weights_in_squares_have_packed_numbers_for_dgrad(
     weight = torch.randn(*((3,) if grouped else ()), 64, 96).bfloat16()
     if stored:
         fields = quantizers.weight.quantize_fields(weight)
-        right = sides.side_of_fields(quantizers.weight, fields, "columnwise", torch.bfloat16, weight.shape)
+        right = sides.stored_operand(quantizers.weight, fields, "columnwise", torch.bfloat16, weight.shape)
     else:
-        right = sides.side(quantizers.weight, weight, "columnwise", torch.bfloat16)
+        right = sides.quantized_operand(quantizers.weight, weight, "columnwise", torch.bfloat16)
     assert isinstance(right, ScaledOperand) and right.kind == "nvfp4"
     assert (right.outer, right.inner) == (96, 64)
     expected = quantizers.weight.operand(weight, "columnwise", torch.bfloat16)
@@ -146,7 +146,9 @@ def test_four_bit_weights_in_squares_have_packed_numbers_for_dgrad(
     assert torch.equal(found.values, expected.values.mT) and torch.equal(found.scale, expected.scale)
     if not grouped:
         key = torch.zeros(2, dtype=torch.int64)
-        left = sides.side(quantizers.grad_output, torch.randn(32, 64).bfloat16(), "rowwise", torch.bfloat16, key)
+        left = sides.quantized_operand(
+            quantizers.grad_output, torch.randn(32, 64).bfloat16(), "rowwise", torch.bfloat16, key
+        )
         assert choose(left, right, torch.bfloat16, Hardware("cuda", (10, 0), True, (12, 9))).backend == "native"
 
 

@@ -34,7 +34,7 @@ from te_models.layers import (
     recipe,
     set_rounding_seed,
 )
-from te_models.layers.quantizer.group_offsets import RowGroups
+from te_models.layers.quantizer.group_offsets import GroupOffsets
 
 
 def fp8(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
@@ -127,7 +127,7 @@ def test_statistics_of_groups_are_those_of_each_groups_rows(name: str, splits: l
     torch.manual_seed(0)
     x = torch.randn(180, 70) * torch.exp(4 * torch.randn(180, 1))
     x[sum(splits) :] = float("nan")  # what is past the last group has no part in anything
-    found = quantizer.rows_statistics(x, RowGroups.of(torch.tensor(splits), len(x)))
+    found = quantizer.rows_statistics(x, GroupOffsets.of(torch.tensor(splits), len(x)))
     parts = [(i, part) for i, part in enumerate(x[: sum(splits)].split(splits)) if len(part)]
     own = []
     for i, part in parts:

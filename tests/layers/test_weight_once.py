@@ -67,9 +67,9 @@ def test_no_bit_changes(kind: str, name: str, shapes: list, monkeypatch: pytest.
     shapes.clear()
 
     def twice(quantizer: Any, weight: Tensor, dtype: torch.dtype, needed: bool) -> Any:
-        return sides.side(quantizer, weight, "rowwise", dtype), {}
+        return sides.quantized_operand(quantizer, weight, "rowwise", dtype), {}
 
-    monkeypatch.setattr(dense_gemms, "keep_weight", twice)
+    monkeypatch.setattr(dense_gemms, "quantize_weight", twice)
     assert_equal(step(module, name, [x], run=run_of(kind, module)), got)
     if name != "nvfp4":
         assert [shapes.count(shape) for shape in weight_shapes] == [2] * len(weight_shapes)
@@ -79,14 +79,14 @@ def test_no_bit_changes(kind: str, name: str, shapes: list, monkeypatch: pytest.
 def test_nothing_is_kept_without_need(kind: str, shapes: list, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not under no_grad, for an input without a gradient, for a backward pass in high precision, or on CPU."""
     needed = []
-    original = kept.keep_weight
+    original = kept.quantize_weight
 
     def spy(quantizer: Any, weight: Tensor, dtype: torch.dtype, needs_dgrad: bool) -> Any:
         found = original(quantizer, weight, dtype, needs_dgrad)
         needed.append(bool(found[1]))
         return found
 
-    monkeypatch.setattr(dense_gemms, "keep_weight", spy)
+    monkeypatch.setattr(dense_gemms, "quantize_weight", spy)
     module, x = MODULES[kind](), torch.randn(35, 96)
     run = run_of(kind, module)
     with autocast(recipe=recipe("mxfp8")):

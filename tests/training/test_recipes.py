@@ -12,7 +12,7 @@ import torch
 
 from te_models.config import ConfigError
 from te_models.layers import DelayedScaling, Float8BlockScaling, MXFP8BlockScaling, PerModuleRecipe
-from te_models.layers.functional.saved_input import note_statistics
+from te_models.layers.functional.saved_input import record_statistics
 from te_models.training import (
     EvaluationConfig,
     LogConfig,
@@ -105,14 +105,14 @@ def test_statistics_are_of_the_training_data(tmp_path: Path) -> None:
 def test_only_the_steps_that_are_due_pay_for_statistics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of four steps of two micro-batches, the second micro-batch of the second and of the fourth; the numbers of the
     run are the same."""
-    noted = []
+    recorded = []
 
     def spy(*arguments: Any) -> None:
-        noted.append(arguments[1])
-        note_statistics(*arguments)
+        recorded.append(arguments[1])
+        record_statistics(*arguments)
 
     for module in ("functional.dense_gemms", "functional.grouped_gemms", "module.weight_cache"):
-        monkeypatch.setattr(f"te_models.layers.{module}.note_statistics", spy)
+        monkeypatch.setattr(f"te_models.layers.{module}.record_statistics", spy)
     curves = []
     for every in (0, 2):
         log = LogConfig(progress=False, statistics_every=every)
@@ -122,7 +122,7 @@ def test_only_the_steps_that_are_due_pay_for_statistics(tmp_path: Path, monkeypa
         curves.append(curve(run))
     assert curves[0] == curves[1]
     gemms, roles = 4, 3
-    assert len(noted) == 2 * gemms * roles
+    assert len(recorded) == 2 * gemms * roles
 
 
 @pytest.mark.slow

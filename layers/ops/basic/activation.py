@@ -7,8 +7,8 @@ from torch import Tensor
 
 from te_models.kernels.activation import Activation
 
-from ...functional.fused_quantize import fused_output, handed_over
-from ...module.parameters import autocast_dtype
+from ...functional.compute_dtype import autocast_dtype
+from ...functional.fused_quantize import fused_output, fused_storage
 from ..call import Computed, Gradients, Input, OperationArguments, OperationCall, OperationContext, QuantizedRows
 from ..operation import BasicOperation
 
@@ -47,7 +47,7 @@ def activated(activation: Activation, x: Tensor, probabilities: Tensor | None, c
         return activation.forward(x, probabilities)
     shape = (*x.shape[:-1], x.shape[-1] // 2) if activation.gated else x.shape
     copies = activation.forward_quantized(x, probabilities, *fused)
-    return QuantizedRows(handed_over(call.next_input, copies, shape, x.dtype), torch.Size(shape))
+    return QuantizedRows(fused_storage(call.next_input, copies, shape, x.dtype), torch.Size(shape))
 
 
 class GELU(ActivationOperation):

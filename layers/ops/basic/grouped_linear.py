@@ -7,28 +7,27 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...functional.dense_gemms import GemmOptions
+from ...functional.compute_dtype import autocast_dtype, require_floating
+from ...functional.dense_gemms import GemmConfig
 from ...functional.grouped_gemms import bias_rows_gradient, grouped_fprop, grouped_gradients, stacked
 from ...functional.linear import largest
 from ...functional.wgrad import main_grads
-from ...module.base import LiveState
 from ...module.grouped_linear import GroupedLinear as GroupedLinearModule
-from ...module.parameters import autocast_dtype, require_floating
-from ...quantizer.delayed import raise_
-from ...quantizer.group_offsets import RowGroups
-from ...recipe.base import HIGH_PRECISION, GemmQuantizers
+from ...quantizer.delayed import update_amax_
+from ...quantizer.group_offsets import GroupOffsets
+from ...quantizer.state import QuantizerState
+from ...recipe.base import HIGH_PRECISION
 from ..call import Computed, Gradients, OperationArguments, OperationCall, OperationContext
 from ..operation import BasicOperation
 
-_LIVE = len(LiveState._fields)
+_STATE = len(QuantizerState._fields)
 
 
 class GroupedConstants(NamedTuple):
     """What a grouped linear operation computes with. weights: how many of the parameters are weights; the others are
     biases; dtype: of the GEMMs where `torch.amp.autocast` decides, else None."""
 
-    quantizers: GemmQuantizers
-    options: GemmOptions
+    config: GemmConfig
     weights: int
     dtype: torch.dtype | None
 
@@ -50,19 +49,19 @@ class GroupedLinear(BasicOperation, GroupedLinearModule):
             self.calibrate("weight", largest(stacked(weights)))
             recorded = self.calibration_amax("input")
         quantizers = quantizers or HIGH_PRECISION
-        constants = GroupedConstants(quantizers, options, len(weights), autocast_dtype(device_type))
+        constants = GroupedConstants(GemmConfig(quantizers, options, None), len(weights), autocast_dtype(device_type))
         tensors = (cached, recorded, *self.live_state(quantizers), *main_grads(options.wgrad))
         return OperationArguments((*weights, *biases), tensors, constants)
 
     def op_forward_compute(self, x: Tensor, call: OperationCall) -> Computed:
         return self.compute_rows(x, self.rows_of(x, call), call)
 
-    def rows_of(self, x: Tensor, call: OperationCall) -> RowGroups:
+    def rows_of(self, x: Tensor, call: OperationCall) -> GroupOffsets:
         """Locate the rows of x by the splits. ValueError where there is not one per GEMM."""
         self.check_splits(call.extra_inputs[0], x.shape[0])
-        return RowGroups.of(call.extra_inputs[0], x.shape[0])
+        return GroupOffsets.of(call.extra_inputs[0], x.shape[0])
 
-    def compute_rows(self, x: Tensor, rows: RowGroups, call: OperationCall) -> Computed:
+    def compute_rows(self, x: Tensor, rows: GroupOffsets, call: OperationCall) -> Computed:
         """Return the forward pass over rows that are located already."""
         cached, recorded, *tensors = call.tensors
         constants: GroupedConstants = call.constants
@@ -70,24 +69,22 @@ class GroupedLinear(BasicOperation, GroupedLinearModule):
         require_floating(x.dtype)
         matrix = x.to(constants.dtype or x.dtype)
         if recorded is not None:
-            raise_(recorded, rows.amax(matrix))
-        live = LiveState(*tensors[:_LIVE])
+            update_amax_(recorded, rows.amax(matrix))
+        state = QuantizerState(*tensors[:_STATE])
         needs = (call.needs.input, any(call.needs.parameters[: constants.weights]))
-        y, kept, tensors = grouped_fprop(
-            matrix, weights, cached, rows, live, constants.quantizers, constants.options, matrix.dtype, needs
-        )
+        y, saved, tensors = grouped_fprop(matrix, weights, cached, rows, state, constants.config, matrix.dtype, needs)
         if biases:
             bias = biases[0] if biases[0].dim() == 2 else torch.stack(biases)
             y = y + rows.per_row(bias.to(y.dtype))
-        return Computed(y, (*rows.tensors(), *tensors), notes=(kept, matrix.dtype))
+        return Computed(y, (*rows.tensors(), *tensors), notes=(saved, matrix.dtype))
 
     def op_forward_save_ctx(self, ctx: OperationContext, x: Tensor, computed: Computed, call: OperationCall) -> None:
         cached, _, *tensors = call.tensors
-        live, into = LiveState(*tensors[:_LIVE]), tensors[_LIVE:]
+        state, into = QuantizerState(*tensors[:_STATE]), tensors[_STATE:]
         weights = call.parameters[: call.constants.weights]
         rows, tensors = computed.saved[:3], computed.saved[3:]
-        ctx.save_for_backward(*rows, cached, live.scale, live.key, *weights, *tensors)
-        ctx.save_live(live.gradient, live.grad_statistics, *into)
+        ctx.save_for_backward(*rows, cached, state.scale, state.key, *weights, *tensors)
+        ctx.save_live(state.gradient, state.grad_statistics, *into)
         biases = call.parameters[call.constants.weights :]
         of_bias = (biases[0].dtype, biases[0].dim() == 2) if biases else (None, False)
         ctx.constants = (call.constants, x.dtype, *of_bias, *computed.notes)
@@ -95,18 +92,17 @@ class GroupedLinear(BasicOperation, GroupedLinearModule):
     def op_backward(self, ctx: OperationContext, dy: Tensor, extra_gradients: tuple[Tensor, ...]) -> Gradients:
         m_splits, ends, group, cached, scale, key, *rest = ctx.saved
         gradient, grad_statistics, *into = ctx.live
-        constants, x_dtype, bias_dtype, stacked_bias, kept, dtype = ctx.constants
+        constants, x_dtype, bias_dtype, stacked_bias, saved, dtype = ctx.constants
         dy = dy.to(dtype)
         dx, dw = grouped_gradients(
             dy,
             tuple(rest[: constants.weights]),
             cached,
             tuple(into),
-            RowGroups(m_splits, ends, group),
-            LiveState(scale, None, gradient, None, grad_statistics, key),
-            constants.quantizers,
-            constants.options,
-            kept,
+            GroupOffsets(m_splits, ends, group),
+            QuantizerState(scale, None, gradient, None, grad_statistics, key),
+            constants.config,
+            saved,
             rest[constants.weights :],
             dtype,
             (ctx.needs.input, any(ctx.needs.parameters[: constants.weights])),

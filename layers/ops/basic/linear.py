@@ -7,36 +7,37 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...functional.dense_gemms import How, dense_fprop, dense_gradients
-from ...functional.fused_quantize import input_quantizer, reads_as_given
-from ...functional.gemm_operand import AnyQuantizer
+from ...distributed.tensor_parallel import InitMethod
+from ...functional.compute_dtype import autocast_dtype, require_floating
+from ...functional.dense_gemms import GemmConfig, dense_fprop, dense_gradients
+from ...functional.fused_quantize import input_quantizer, readable_as_input
 from ...functional.linear import largest
-from ...functional.saved_input import Kept
-from ...module.base import LiveState
+from ...functional.saved_input import SavedInput
 from ...module.gemm import GemmModule
-from ...module.parameters import InitMethod, autocast_dtype, default_init_method, empty_parameter, require_floating
+from ...module.parameters import default_init_method, empty_parameter
 from ...module.primary_weights import store_weights_as_asked
-from ...quantizer.delayed import raise_
+from ...quantizer.delayed import update_amax_
+from ...quantizer.state import AnyQuantizer, QuantizerState
 from ...recipe.base import HIGH_PRECISION
 from ...tensor.storage import QuantizedStorage
 from ..call import Computed, Gradients, Input, OperationArguments, OperationCall, OperationContext, QuantizedRows
 from ..operation import BasicOperation
 
-_AS_GIVEN = ("plain", "original")  # forms of `Kept` in which the input is kept as it is
+_INPUT_ITSELF = ("plain", "original")  # forms of `SavedInput` in which the input is saved as it is
 
 
 class LinearConstants(NamedTuple):
     """What a linear operation computes with. dtype: of its GEMMs where `torch.amp.autocast` decides, else None."""
 
-    how: How
+    config: GemmConfig
     dtype: torch.dtype | None
 
 
 class LinearNotes(NamedTuple):
-    """How the backward pass reads what was kept. dtype: of the GEMMs; x_dtype, x_shape: of the input."""
+    """How the backward pass reads what was saved. dtype: of the GEMMs; x_dtype, x_shape: of the input."""
 
-    how: How
-    kept: Kept
+    config: GemmConfig
+    saved: SavedInput
     dtype: torch.dtype
     x_dtype: torch.dtype
     x_shape: torch.Size
@@ -78,7 +79,7 @@ class BasicLinear(GemmModule, BasicOperation):
         self.init_method(self.weight)
 
     def fuser_arguments(self, device_type: str) -> OperationArguments:
-        cached = self.cached_weight((self.weight,), None, gemm=0)
+        cached = self.cached_weight((self.weight,), None, 0)
         quantizers, options = self.quantizers(), self.gemm_options(self.weight)
         recorded = None
         if self.calibrating():
@@ -88,43 +89,43 @@ class BasicLinear(GemmModule, BasicOperation):
         main_grad = None if options.wgrad is None else options.wgrad.main_grad
         tensors = (cached, main_grad, recorded, *self.live_state(quantizers))
         return OperationArguments(
-            (self.weight,), tensors, LinearConstants(How(quantizers, options), autocast_dtype(device_type))
+            (self.weight,), tensors, LinearConstants(GemmConfig(quantizers, options), autocast_dtype(device_type))
         )
 
     def input_quantizer(self, call: OperationCall) -> AnyQuantizer | None:
-        (weight,), (_, _, _, *live) = call.parameters, call.tensors
-        return input_quantizer(call.constants.how, LiveState(*live), call.needs.parameters[0], weight.device)
+        (weight,), (_, _, _, *tensors) = call.parameters, call.tensors
+        return input_quantizer(call.constants.config, QuantizerState(*tensors), call.needs.parameters[0], weight.device)
 
     def op_forward_compute(self, x: Input, call: OperationCall) -> Computed:
         return self.compute_with_bias(x, None, call)
 
     def compute_with_bias(self, x: Input, bias: Tensor | None, call: OperationCall) -> Computed:
         """Return the forward pass with a bias [out_features] in the epilogue of the GEMM."""
-        (weight,), (cached, _, recorded, *live) = call.parameters, call.tensors
-        how = call.constants.how
+        (weight,), (cached, _, recorded, *state) = call.parameters, call.tensors
+        config: GemmConfig = call.constants.config
         require_floating(x.dtype)
         dtype = call.constants.dtype or x.dtype
         rows: Tensor | QuantizedStorage
         needs = call.needs.input, call.needs.parameters[0]
-        if isinstance(x, QuantizedRows) and not reads_as_given(x.storage.quantizer, how.quantizers, needs[1]):
+        if isinstance(x, QuantizedRows) and not readable_as_input(x.storage.quantizer, config.quantizers, needs[1]):
             x = x.dequantize()
         if isinstance(x, QuantizedRows):
             rows = x.storage
         else:
             rows = x.to(dtype).reshape(-1, x.shape[-1])
             if recorded is not None:
-                raise_(recorded, largest(rows))
-        y, kept, tensors = dense_fprop(rows, weight, bias, cached, LiveState(*live), how, dtype, needs)
-        notes = LinearNotes(how, kept, dtype, x.dtype, x.shape)
+                update_amax_(recorded, largest(rows))
+        y, saved, tensors = dense_fprop(rows, weight, bias, cached, QuantizerState(*state), config, dtype, needs)
+        notes = LinearNotes(config, saved, dtype, x.dtype, x.shape)
         return Computed(y.view(*x.shape[:-1], y.shape[-1]), tensors, notes=notes)
 
     def op_forward_save_ctx(self, ctx: OperationContext, x: Input, computed: Computed, call: OperationCall) -> None:
         (weight,), (cached, main_grad, _, *tensors) = call.parameters, call.tensors
-        live, notes, kept = LiveState(*tensors), computed.notes, computed.saved
-        if notes.kept.form in _AS_GIVEN and isinstance(x, Tensor) and x.dtype == notes.dtype:
-            kept = (x, *kept[1:])  # the very input, not a matrix made of it: it has second derivatives
-        ctx.save_for_backward(weight, cached, live.scale, live.key, *kept)
-        ctx.save_live(main_grad, live.gradient, live.grad_statistics)
+        state, notes, saved = QuantizerState(*tensors), computed.notes, computed.saved
+        if notes.saved.form in _INPUT_ITSELF and isinstance(x, Tensor) and x.dtype == notes.dtype:
+            saved = (x, *saved[1:])  # the very input, not a matrix made of it: it has second derivatives
+        ctx.save_for_backward(weight, cached, state.scale, state.key, *saved)
+        ctx.save_live(main_grad, state.gradient, state.grad_statistics)
         ctx.constants = notes
 
     def op_backward(self, ctx: OperationContext, dy: Tensor, extra_gradients: tuple[Tensor, ...]) -> Gradients:
@@ -132,8 +133,8 @@ class BasicLinear(GemmModule, BasicOperation):
         tensors = list(rest)  # which torch 2.11 traces as a tuple
         main_grad, gradient, grad_statistics = ctx.live
         notes: LinearNotes = ctx.constants
-        live = LiveState(scale, None, gradient, None, grad_statistics, key)
-        if notes.kept.form in _AS_GIVEN:
+        state = QuantizerState(scale, None, gradient, None, grad_statistics, key)
+        if notes.saved.form in _INPUT_ITSELF:
             tensors[0] = tensors[0].reshape(-1, tensors[0].shape[-1])
         rows = dy.to(notes.dtype).reshape(-1, dy.shape[-1])
         dx, dw = dense_gradients(
@@ -141,9 +142,9 @@ class BasicLinear(GemmModule, BasicOperation):
             weight,
             cached,
             main_grad,
-            live,
-            notes.how,
-            notes.kept,
+            state,
+            notes.config,
+            notes.saved,
             tensors,
             notes.dtype,
             (ctx.needs.input, ctx.needs.parameters[0]),

@@ -10,10 +10,10 @@ from torch import Tensor
 from te_models.kernels.derivative import gradients_of
 from te_models.kernels.norm import Norm, l2_norm
 
-from ...functional.fused_quantize import fused_output, handed_over
+from ...functional.compute_dtype import autocast_dtype
+from ...functional.fused_quantize import fused_output, fused_storage
 from ...module.norm import LayerNorm as LayerNormModule
 from ...module.norm import RMSNorm as RMSNormModule
-from ...module.parameters import autocast_dtype
 from ..call import Computed, Gradients, Input, OperationArguments, OperationCall, OperationContext, QuantizedRows
 from ..operation import BasicOperation
 
@@ -45,7 +45,7 @@ class _NormOperation(BasicOperation):
             y, statistics = norm.forward(x, weight, bias)
         else:
             copies, statistics = norm.forward_quantized(x, weight, bias, *fused)
-            y = QuantizedRows(handed_over(call.next_input, copies, x.shape, dtype), x.shape)
+            y = QuantizedRows(fused_storage(call.next_input, copies, x.shape, dtype), x.shape)
         return Computed(y, (x, weight, bias, *statistics), notes=norm)
 
     def op_forward_save_ctx(self, ctx: OperationContext, x: Tensor, computed: Computed, call: OperationCall) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...functional.linear import largest
-from ...module.base import LiveState, QuantizedModule
-from ...quantizer.delayed import bind, raise_, value_of
+from ...module.base import QuantizedModule
+from ...quantizer.delayed import update_amax_
+from ...quantizer.state import QuantizerState, value_of, with_state
 from ...recipe.base import HIGH_PRECISION
 from ...tensor.storage import STORAGE_CLASSES
 from ..call import Computed, Gradients, Input, OperationArguments, OperationCall, OperationContext, QuantizedRows
@@ -36,11 +37,11 @@ class Quantize(QuantizedModule, BasicOperation):
     def op_forward_compute(self, x: Input, call: OperationCall) -> Computed:
         recorded, *tensors = call.tensors
         if recorded is not None and isinstance(x, Tensor):
-            raise_(recorded, largest(x.reshape(-1, x.shape[-1])))
+            update_amax_(recorded, largest(x.reshape(-1, x.shape[-1])))
         if call.constants is None or isinstance(x, QuantizedRows):
             return Computed(x)
-        live = LiveState(*tensors)
-        quantizer = bind(call.constants, live.scale, live.amax, "input", 0)
+        state = QuantizerState(*tensors)
+        quantizer = with_state(call.constants, state.scale, state.amax, "input", 0)
         value = value_of(quantizer)
         rows = x.reshape(-1, x.shape[-1])
         storage = STORAGE_CLASSES[value.FORMAT](quantizer.quantize_fields(rows), value, rows.shape, x.dtype)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from te_models.layers import QuantizedTensor
 from te_models.layers.module.base import QuantizedModule
-from te_models.layers.module.weight_cache import forget_kept_weights
+from te_models.layers.module.weight_cache import forget_cached_weights
 
 from ...extras import require
 from .support import check_config, check_layer
@@ -171,7 +171,7 @@ class LoraAdapter(nn.Module, LoraLayer):
                 else:
                     own.copy_(weight)
             self.merged_adapters.append(adapter)
-            forget_kept_weights(self.base_layer)
+            forget_cached_weights(self.base_layer)
 
     @torch.no_grad()
     def unmerge(self) -> None:
@@ -185,7 +185,7 @@ class LoraAdapter(nn.Module, LoraLayer):
             device = getattr(self.base_layer, name).device
             setattr(self.base_layer, name, stored if stored.device == device else nn.Parameter(stored.to(device)))
         self._stored.clear()
-        forget_kept_weights(self.base_layer)
+        forget_cached_weights(self.base_layer)
 
     def _weights_plus(self, adapter: str, sign: int) -> dict[str, Tensor]:
         """Return each adapted parameter plus, or minus, an adapter's product: summed in float32, rounded once."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from te_models.kernels.grouped_gemm import grouped_gemm
 from te_models.kernels.permute import Permutation, permute
 from te_models.layers import QuantizedTensor
-from te_models.layers.module.parameters import compute_dtype
+from te_models.layers.functional.compute_dtype import compute_dtype
 
 from .adapter import LoraAdapter, plus
 

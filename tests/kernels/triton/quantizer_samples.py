@@ -22,7 +22,6 @@ from te_models.kernels.custom_op import registered
 from te_models.kernels.quantize import QuantizedOutput
 from te_models.layers.quantizer import NVFP4Quantizer, Quantizer
 from te_models.layers.recipe.base import Format, GemmQuantizers
-from te_models.layers.tensor.grouped_rows import dequantize_rows, quantize_rows
 from tests.kernels.described import Arguments, Calls, with_tensors
 from tests.kernels.triton.as_on_a_gpu import gemms_as_on_a_gpu, rows_as_on_a_gpu
 from tests.kernels.triton.quantize_cases import ordinary
@@ -90,8 +89,8 @@ def of_quantizers(device: torch.device) -> None:
             fields = quantizer.quantize_fields(x, key)
             quantizer.dequantize_fields(fields, x.dtype, x.shape)
         if not (isinstance(quantizer, NVFP4Quantizer) and quantizer.with_2d_quantization):  # of weights only
-            fields = quantize_rows(quantizer, matrices[0], m_splits, key)
-            dequantize_rows(quantizer, fields, m_splits, matrices[0].shape, BF16)
+            fields = quantizer.quantize_rows(matrices[0], m_splits, key)
+            quantizer.dequantize_rows(fields, m_splits, matrices[0].shape, BF16)
 
 
 LAYERS: dict[str, Callable[..., torch.nn.Module]] = {

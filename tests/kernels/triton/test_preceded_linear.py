@@ -16,7 +16,7 @@ from te_models.kernels.norm import op as norm_op
 from te_models.kernels.norm import quantized as norm_quantized
 from te_models.layers import LayerNormLinear, LayerNormMLP
 from te_models.layers.functional import gemm_operand as sides
-from te_models.layers.functional import norm_linear as preceded_linear
+from te_models.layers.functional import linear as dense
 from tests.layers.ops.steps import assert_equal, step
 
 MODULES = {
@@ -74,7 +74,7 @@ def test_fused_kernels_change_no_bit(
         assert fused == (["norm", "activation"] if isinstance(module, LayerNormMLP) else ["norm"])
     else:
         got = step(module, name, [x])
-    monkeypatch.setattr(preceded_linear, "input_quantizer", lambda *arguments: None)
+    monkeypatch.setattr(dense, "input_quantizer", lambda *arguments: None)
     assert_equal(step(module, name, [x]), got)
     if device.type == "cpu":
         assert len(fused) == (2 if isinstance(module, LayerNormMLP) else 1)

@@ -18,7 +18,7 @@ from te_models.layers.quantizer import (
     NVFP4Quantizer,
     Quantizer,
 )
-from te_models.layers.quantizer.group_offsets import RowGroups
+from te_models.layers.quantizer.group_offsets import GroupOffsets
 from tests.layers import emulation as em
 from tests.layers.bits import raw
 from tests.layers.emulation_nvfp4 import E2M1
@@ -138,7 +138,7 @@ def test_groups_of_rows_are_quantized_by_themselves(name: str, usage) -> None:
     sizes = [2 * align, 0, align, 3 * align]
     x = torch.randn(sum(sizes), 50, generator=torch.Generator().manual_seed(0))
     x[: sizes[0]] *= 1000
-    rows = RowGroups.of(torch.tensor(sizes), len(x))
+    rows = GroupOffsets.of(torch.tensor(sizes), len(x))
     together = quantizer.rows_operand(x, usage, torch.float32, rows)
     begin = 0
     for group, size in enumerate(sizes):

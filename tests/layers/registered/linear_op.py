@@ -16,18 +16,20 @@ from te_models.kernels.custom_op import Alias, Output, differentiable, like, ope
 from te_models.layers import QuantizedStorage, QuantizedTensor
 from te_models.layers.dynamo.custom_op import QuantizedResult, quantized_like
 from te_models.layers.dynamo.quantizer_string import with_usages
+from te_models.layers.functional.compute_dtype import compute_dtype
 from te_models.layers.functional.dense_gemms import (
     DEFAULT_OPTIONS,
+    GemmConfig,
     GemmOptions,
-    How,
     bias_gradient,
     dense_fprop,
     dense_gradients,
 )
-from te_models.layers.functional.saved_input import Kept
+from te_models.layers.functional.linear import GemmCall, linear
+from te_models.layers.functional.saved_input import SavedInput
 from te_models.layers.functional.wgrad import WeightGradient
-from te_models.layers.module.base import LiveState, QuantizedModule
-from te_models.layers.module.parameters import compute_dtype
+from te_models.layers.module.base import QuantizedModule
+from te_models.layers.quantizer.state import QuantizerState
 from te_models.layers.recipe.base import GemmQuantizers
 
 
@@ -70,9 +72,9 @@ def linear_forward(
     needs: list[bool],
 ) -> Forward:
     """x: [T, K] in the compute dtype; weight: [N, K]; the rest as in `dense_fprop`."""
-    live = LiveState(scale, amax, None, statistics)
-    how = How(quantizers, GemmOptions(save_original_input), gemm)
-    y, _, tensors = dense_fprop(x, weight, bias, cached, live, how, x.dtype, (False, needs[1]))
+    live = QuantizerState(scale, amax, None, statistics)
+    config = GemmConfig(quantizers, GemmOptions(save_original_input), gemm)
+    y, _, tensors = dense_fprop(x, weight, bias, cached, live, config, x.dtype, (False, needs[1]))
     described = _kept(x, quantizers, save_original_input, needs)
     if isinstance(described, QuantizedResult):
         return Forward(y, described.make(tensors))
@@ -107,25 +109,25 @@ def linear_backward(
     needs: list[bool],
 ) -> tuple[Tensor | None, ...]:
     """dy: [T, N] -> gradients of x [T, K], weight [N, K] and bias [N]."""
-    live = LiveState(scale, None, gradient, None, grad_statistics, key)
+    live = QuantizerState(scale, None, gradient, None, grad_statistics, key)
     wgrad = None if main_grad is None else WeightGradient(main_grad, overwrite)
-    how = How(quantizers, GemmOptions(wgrad=wgrad), gemm)
+    config = GemmConfig(quantizers, GemmOptions(wgrad=wgrad), gemm)
     form, tensors = _as_kept(kept, quantizers)
     with torch.no_grad():  # an operation has no derivatives but those that are registered for it
         dx, dw = dense_gradients(
-            dy.contiguous(), weight, cached, main_grad, live, how, form, tensors, dy.dtype, (needs[0], needs[1])
+            dy.contiguous(), weight, cached, main_grad, live, config, form, tensors, dy.dtype, (needs[0], needs[1])
         )
     db = bias_gradient(dy, bias_dtype) if needs[2] and bias_dtype is not None else None
     return dx, dw, db
 
 
-def _as_kept(kept: Tensor | QuantizedStorage | None, quantizers: GemmQuantizers) -> tuple[Kept, list[Tensor]]:
+def _as_kept(kept: Tensor | QuantizedStorage | None, quantizers: GemmQuantizers) -> tuple[SavedInput, list[Tensor]]:
     if kept is None:
-        return Kept("nothing"), []
+        return SavedInput("nothing"), []
     if isinstance(kept, Tensor):
-        return Kept("original" if quantizers.backward_override is None else "plain"), [kept]
+        return SavedInput("original" if quantizers.backward_override is None else "plain"), [kept]
     form = "fields" if quantizers.backward_override is None else "dequantized"
-    return Kept(form, kept.quantizer.field_names(), tuple(kept.shape)), list(kept.fields.values())
+    return SavedInput(form, kept.quantizer.field_names(), tuple(kept.shape)), list(kept.fields.values())
 
 
 linear_function = differentiable(linear_forward, linear_backward, gradients=("x", "weight", "bias"))
@@ -141,7 +143,7 @@ def linear_op(
     cached: QuantizedTensor | None = None,
     options: GemmOptions = DEFAULT_OPTIONS,
 ) -> Tensor:
-    """Do what `te_models.layers.functional.linear.linear` does under a recipe."""
+    """Do what `library_linear` does, under a recipe."""
     x = x.to(compute_dtype(x))
     quantizers = module.quantizers()
     assert quantizers is not None, "in high precision there is nothing to register"
@@ -166,3 +168,18 @@ def linear_op(
         bias_dtype=None if bias is None else bias.dtype,
     )
     return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def library_linear(
+    module: QuantizedModule,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    cached: QuantizedTensor | None = None,
+    options: GemmOptions = DEFAULT_OPTIONS,
+) -> Tensor:
+    """Do what a module's forward pass does, with these options."""
+    quantizers = module.quantizers()
+    assert quantizers is not None
+    return linear(x, weight, bias, GemmCall(GemmConfig(quantizers, options), module.live_state(quantizers), cached))

@@ -25,11 +25,10 @@ from te_models.layers import (
     quantized_model_init,
 )
 from te_models.layers.functional.dense_gemms import GemmOptions
-from te_models.layers.functional.linear import linear
 from te_models.layers.functional.wgrad import WeightGradient
 from tests.kernels.described import Calls, check_description
 from tests.layers.quantizer.examples import EXAMPLES
-from tests.layers.registered.linear_op import linear_backward, linear_forward, linear_op
+from tests.layers.registered.linear_op import library_linear, linear_backward, linear_forward, linear_op
 from tests.layers.test_compile_claims import nodes_of, reachable
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -108,7 +107,7 @@ def test_real_and_fake_agree_with_options(name: str, options: str) -> None:
     written, statistics = main_grad.clone(), layer.fp8_statistics.clone()
     main_grad.zero_()
     with collect_statistics(options == "statistics"):
-        assert_same(found, step(linear, RECIPES[name], layer, "plain", x, chosen))
+        assert_same(found, step(library_linear, RECIPES[name], layer, "plain", x, chosen))
     assert torch.equal(written, main_grad) and bool(main_grad.any()) is (options == "main_grad")
     assert torch.equal(statistics, torch.zeros_like(statistics))
 
@@ -155,7 +154,7 @@ def test_numbers_are_those_of_the_layer(name: str, weights: str, how: str) -> No
         return found
 
     run = linear_op if how == "eager" else torch.compile(linear_op, fullgraph=True, backend=how)
-    assert_same(two_steps(run), two_steps(linear))
+    assert_same(two_steps(run), two_steps(library_linear))
 
 
 def test_what_is_kept_of_x_is_quantized() -> None:

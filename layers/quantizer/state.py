@@ -1,0 +1,71 @@
+"""The live tensors that quantizers of one module need, and quantizers with their part of them.
+
+A recipe's quantizers are values. Delayed scaling scales by tensors that a module keeps and records amaxes in others;
+stochastic rounding draws from a key. A forward pass hands all of these down as one `QuantizerState`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from .base import Quantizer
+from .delayed import ROLES, DelayedScalingQuantizer, Float8Quantizer
+
+AnyQuantizer = Quantizer | Float8Quantizer
+"""A value, or one with the scale and the amax of its module."""
+
+
+class QuantizerState(NamedTuple):
+    """A module's live tensors (G GEMMs, S GEMMs with statistics of their own); None where not needed.
+
+    scale: [3, G] of input, weight and grad_output; amax: [2, G], what the forward roles record; gradient: [2, G], of
+    gradients the recorded amax and the scale; statistics: [S, 2, 5] and grad_statistics: [S, 5], see
+    `quantization_statistics`; key: int64 [2], (seed, counter) of this pass.
+    """
+
+    scale: Tensor | None = None
+    amax: Tensor | None = None
+    gradient: Tensor | None = None
+    statistics: Tensor | None = None
+    grad_statistics: Tensor | None = None
+    key: Tensor | None = None
+
+
+NO_STATE = QuantizerState()
+
+
+def with_state(
+    quantizer: Quantizer, scale: Tensor | None, amax: Tensor | None, role: str, gemm_index: int | None = None
+) -> AnyQuantizer:
+    """Return the quantizer to use: itself, or under delayed scaling the live one of a role.
+
+    Of a forward role; see `with_gradient_state`. scale: [3, G]; amax: [2, G], or None to record nothing; gemm_index: of
+    the GEMM meant, None for all together.
+    """
+    if not isinstance(quantizer, DelayedScalingQuantizer):
+        return quantizer
+    assert scale is not None, "a delayed quantizer comes with its module's scales"
+    row = ROLES.index(role)
+    mine = None if amax is None else amax[row]
+    if gemm_index is None:
+        return quantizer.with_state(scale[row], mine)
+    return quantizer.with_state(scale[row, gemm_index], None if mine is None else mine[gemm_index])
+
+
+def with_gradient_state(
+    quantizer: Quantizer, gradient: Tensor | None, gemm_index: int | None = None, *, record: bool = True
+) -> AnyQuantizer:
+    """Return the quantizer of gradients to use, as `with_state`. gradient: [2, G], the amax to update (unless told not
+    to `record`) and the scale, both as they are when the backward pass runs."""
+    if not isinstance(quantizer, DelayedScalingQuantizer):
+        return quantizer
+    assert gradient is not None, "a delayed quantizer comes with its module's scales"
+    amax, scale = (gradient[row] if gemm_index is None else gradient[row, gemm_index] for row in range(2))
+    return quantizer.with_state(scale, amax if record else None)
+
+
+def value_of(quantizer: AnyQuantizer) -> Quantizer:
+    """Return the quantizer whose fields this one fills."""
+    return quantizer.value if isinstance(quantizer, Float8Quantizer) else quantizer

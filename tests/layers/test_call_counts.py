@@ -1,0 +1,82 @@
+"""How long the way through a layer is: Python calls of one eager forward pass, the files they are in, how deep they go.
+
+Calls into torch are not counted, nor what torch calls; in Python 3.11 every comprehension counts as one call more.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import te_models.kernels
+import te_models.layers
+from te_models.layers import GroupedLinear, Linear, autocast, recipe
+
+FOLDERS = {
+    name: f"{Path(package.__file__ or '').parent}/"
+    for name, package in (("layers", te_models.layers), ("kernels", te_models.kernels))
+}
+# per layer and recipe: calls altogether, calls in layers/, files in layers/, depth in layers/
+LIMITS = {
+    ("linear", None): (12, 9, 6, 4),
+    ("linear", "mxfp8"): (110, 34, 12, 9),
+    ("linear", "nvfp4"): (220, 52, 14, 10),
+    ("grouped", "mxfp8"): (160, 68, 18, 11),
+}
+
+
+class Way(NamedTuple):
+    """calls: the file of each, in order; depth: of the deepest one in layers/, counted in our calls."""
+
+    calls: list[str]
+    depth: int
+
+
+def way_of(run: Callable[[], Any]) -> Way:
+    """Call `run` and return its calls into the two folders."""
+    calls: list[str] = []
+    ours: list[bool] = []
+    depth = 0
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal depth
+        if event == "call":
+            file = frame.f_code.co_filename
+            own = file.startswith(tuple(FOLDERS.values()))
+            ours.append(own)
+            if own:
+                calls.append(file)
+                if file.startswith(FOLDERS["layers"]):
+                    depth = max(depth, sum(ours))
+        elif event == "return" and ours:
+            ours.pop()
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return Way(calls, depth)
+
+
+@pytest.mark.parametrize(("kind", "name"), LIMITS, ids=str)
+def test_a_forward_pass_is_few_calls_in_few_files(kind: str, name: str | None) -> None:
+    x, options = torch.randn(64, 128, dtype=torch.bfloat16), {"params_dtype": torch.bfloat16}
+    if kind == "linear":
+        dense = Linear(128, 128, **options)  # type: ignore[arg-type]
+        run = lambda: dense(x)  # noqa: E731
+    else:
+        grouped, splits = GroupedLinear(4, 128, 128, bias=False, **options), torch.tensor([16] * 4)  # type: ignore[arg-type]
+        run = lambda: grouped(x, splits)  # noqa: E731
+    with autocast(enabled=name is not None, recipe=recipe(name) if name else None):
+        run()  # the first call chooses
+        way = way_of(run)
+    own = [file for file in way.calls if file.startswith(FOLDERS["layers"])]
+    found = len(way.calls), len(own), len(set(own)), way.depth
+    assert all(measured <= limit for measured, limit in zip(found, LIMITS[kind, name], strict=True)), found
