@@ -104,7 +104,12 @@ def package_tree() -> str:
 
 
 WHERE = (
-    ("Where is the weight quantized in the forward GEMM (fprop)?", "layers dense_fprop", "layers grouped_fprop"),
+    (
+        "Where is the weight quantized in the forward GEMM (fprop)?",
+        "layers dense_fprop",
+        "layers grouped_fprop",
+        "layers quantize_weight",
+    ),
     ("Where is the input saved for the weight gradient?", "layers quantize_and_save"),
     ("Where is a number format defined?", "kernels quantize_blockwise", "kernels quantize_nvfp4"),
     ("Which GEMM implementation runs, and why?", "kernels choose", "kernels choose_scaled"),

@@ -17,9 +17,10 @@ from .qkv_format import QkvFormat, check_format, from_batch_first, moved_batch_f
 class RotaryPositionEmbedding(nn.Module):
     """Angles of rotary position embedding (arXiv 2104.09864). Transformer Engine: `te.pytorch.RotaryPositionEmbedding`.
 
-    dim: channels of a head, of which rotary_percent are rotated. seq_len_interpolation_factor, which comes with
-    pretrained_max_position_embeddings: positions are divided by it (arXiv 2306.15595), and by more where they would not
-    fit into the pretrained ones. inv_freq [R/2] is a buffer outside of the state dict.
+    dim: channels of a head, of which rotary_percent are rotated. seq_len_interpolation_factor, together with
+    pretrained_max_position_embeddings: positions are divided by it (arXiv 2306.15595), and by more if they would exceed
+    the pretrained positions. inv_freq [R/2] is a buffer outside of the state dict. Raises ValueError for an odd number
+    of rotated channels, and for one of the two interpolation arguments without the other.
     """
 
     inv_freq: Tensor

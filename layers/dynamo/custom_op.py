@@ -253,5 +253,8 @@ class QuantizedResult(Result):
 
 
 def quantized_like(x: Tensor | Output, quantizer: Live, **options: Any) -> QuantizedResult:
-    """Describe x quantized: its shape and device, its dtype as the logical one. options: see `QuantizedResult`."""
+    """Describe the quantization of x: the shape and device of x, and x's dtype as the logical dtype.
+
+    options: the other fields of `QuantizedResult`.
+    """
     return QuantizedResult(x.shape, x.dtype, x.device, quantizer, **options)

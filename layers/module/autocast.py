@@ -143,11 +143,12 @@ class quantized_model_init(Region):
 
 
 class microbatch(Region):
-    """Inside, layers whose `is_first_microbatch` is not given take it from here: True quantizes each weight and keeps
-    the result, False uses what was kept, None quantizes without keeping.
+    """Set `is_first_microbatch` for layers inside that are called without it: True quantizes and caches each weight,
+    False uses the cached weight, None quantizes without caching.
 
-    noop: with True, a scalar tensor, such as the one that `FusedAdamW.step` skipped the update by. Where it is nonzero
-    a weight that was kept before stays as it is, decided on the device. Transformer Engine: `skip_fp8_weight_update`.
+    noop: with first=True, a scalar tensor, such as the flag by which `FusedAdamW.step` skipped the update. If it is
+    nonzero, a weight that was cached before stays unchanged; the device decides. Transformer Engine:
+    `skip_fp8_weight_update`. Raises ValueError for noop with another value of `first`.
 
     Example:
         for i, batch in enumerate(micro_batches):

@@ -32,6 +32,9 @@ class GroupedLinear(TensorParallelModule, GemmModule):
     column layer, sum after a row layer, once for all groups. The bias of a row layer belongs after that sum: the caller
     adds it with `with_bias`.
     The other options: see `GemmModule`; in the per-GEMM layout every weight has a `main_grad` of its own.
+
+    forward: x [T, in], rows sorted by expert; m_splits [num_gemms] integer, rows of each -> [T, out]. Raises ValueError
+    for num_gemms below 1 and for m_splits of another shape or dtype.
     """
 
     @takes_at_default(**TRACKER, **USER_BUFFERS, sequence_parallel=False, return_bias=False)

@@ -23,8 +23,8 @@ class LayerNormLinear(TensorParallelModule, PrecedingNorm, GemmModule):
     Parameters: layer_norm_weight [in] (unless norm_weight is False), layer_norm_bias [in] (with norm_bias, by default
     for LayerNorm), weight [out, in], bias [out]. cast_order None: each norm's own default. parallel_mode "column" and
     its companions: as for `Linear`; under sequence parallelism each rank normalises its own rows. return_bias: as for
-    `Linear`; return_layernorm_output: return norm(x), too, behind y and a returned bias. The other options: see
-    `GemmModule`.
+    `Linear`; return_layernorm_output: also return norm(x), after y and a returned bias. The other options: see
+    `GemmModule`. Raises ValueError for parallel_mode "row": a norm needs whole rows.
     """
 
     @takes_at_default(**TRACKER, **USER_BUFFERS, parameters_split=None, return_layernorm_output_gathered=False)

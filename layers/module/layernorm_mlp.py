@@ -43,7 +43,7 @@ class LayerNormMLP(TensorParallelModule, PrecedingNorm, GemmModule):
     Parameters: layer_norm_weight, layer_norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias. set_parallel_mode: split
     fc1 by column and fc2 by row over the ranks of tp_group, see `tensor_parallel`; of a gated fc1 each rank has its
     part of the gate rows and of the up rows (partition_stride 2). return_bias: as for `Linear`, of fc2;
-    return_layernorm_output: return norm(x), too, behind y and a returned bias.
+    return_layernorm_output: also return norm(x), after y and a returned bias. ValueError for an unknown activation.
     """
 
     STATISTICS_SLOTS = ("fc1", "fc2")

@@ -66,7 +66,11 @@ def _set_streams(model: nn.Module, seed: int) -> None:
 
 
 def recipe_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the live state of a model's recipes, by qualified name: what a resumed run needs besides the weights."""
+    """Return the state of a model's recipes by qualified name: what a resumed run needs besides the weights.
+
+    fp8_scale [3, G], fp8_history [length, 3, G] and the amaxes are float32, for the roles input, weight and grad_output
+    and G scales of each; fp8_rng_state [2] is int64, the seed and counter of stochastic rounding.
+    """
     found = {}
     for name, module in quantized_modules(model):
         for key, value in module.recipe_state().items():
@@ -86,7 +90,10 @@ def prepare_recipe_state(model: nn.Module, recipe: Recipe) -> None:
 
 
 def load_recipe_state(model: nn.Module, values: dict[str, Tensor]) -> None:
-    """Take over what `recipe_state` of an equal model returned. ValueError for a name that the model does not have."""
+    """Load what `recipe_state` of an equal model returned, each tensor in its shape and dtype.
+
+    Raises ValueError for a name that the model does not have, and for another shape or dtype.
+    """
     modules = dict(quantized_modules(model))
     for name, value in values.items():
         owner, _, key = name.rpartition(".")

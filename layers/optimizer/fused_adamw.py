@@ -49,7 +49,10 @@ class FusedAdamW(torch.optim.Optimizer):
 
     State per parameter: "step", "master", "exp_avg", "exp_avg_sq" (for "float8" also "exp_avg_scale_inv" and
     "exp_avg_sq_scale_inv"), plain tensors all of them, in float32 unless said otherwise; a state dict resumes bitwise.
-    Weights are written from their masters: after others have been loaded into the model, call `reload_model_params`.
+    Weights are written from their masters: after loading other weights into the model, call `reload_model_params`.
+
+    Raises ValueError for hyperparameters out of range, and in `step` after torch's own GradScaler has scaled the loss
+    of a parameter that has a `main_grad`.
     """
 
     def __init__(
@@ -215,8 +218,8 @@ def _requantize(parameter: QuantizedTensor, weight: Tensor, noop: Tensor | None)
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """Return the gradient: `.grad`, or `.main_grad` where layers accumulate weight gradients into that, with whatever
-    else has arrived in `.grad` added to it."""
+    """Return the gradient, in the parameter's shape, or None: `.main_grad` of a parameter that has one, after adding
+    and dropping what has arrived in `.grad`; else `.grad`."""
     main_grad: Tensor | None = getattr(parameter, "main_grad", None)
     if main_grad is None:
         return parameter.grad

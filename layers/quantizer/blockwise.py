@@ -127,7 +127,7 @@ class Float8BlockQuantizer(_BlockwiseQuantizer):
     """Scales per 1x128 (block_scaling_dim 1) or 128x128 (2) block.
 
     Fields: rowwise data [..., R, C] and scale_inv [..., ceil(R/br), ceil(C/128)]; the columnwise copy of 1-D blocks is
-    stored transposed: data [..., C, R], scale_inv [..., C, ceil(R/128)].
+    stored transposed: data [..., C, R], scale_inv [..., C, ceil(R/128)]. ValueError for another block_scaling_dim.
     """
 
     FORMAT: ClassVar[str] = "float8_block"

@@ -61,9 +61,11 @@ class DelayedScalingQuantizer(Float8CurrentScalingQuantizer):
 class Float8Quantizer:
     """A live per-tensor quantizer: multiplies by `scale` and records the largest magnitude it sees in `amax`.
 
-    Transformer Engine: `Float8Quantizer(scale, amax, fp8_dtype)`. Two are the same only if they are one object. It
-    holds tensors, so it is never a constant of a compiled graph: see `__fx_repr__`. amax None records nothing. key, in
-    the methods that take one as every quantizer's do, is not used: nothing is stochastic.
+    scale: float32 [1], or [G] for G groups of rows; amax: float32 of the same shape, or None to record nothing; both
+    stay on the device. fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2. Transformer Engine: `Float8Quantizer(scale,
+    amax, fp8_dtype)`. Two quantizers are equal only if they are the same object. The quantizer holds tensors, so it is
+    never a constant of a compiled graph (TypeError): see `__fx_repr__`. Methods ignore `key`: nothing is stochastic.
+    Raises ValueError for a scale that does not fit the groups of rows.
     """
 
     FORMAT: ClassVar[str] = "float8"

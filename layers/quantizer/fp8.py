@@ -20,7 +20,7 @@ from .value import derived, value_class
 
 @dataclass(frozen=True, kw_only=True)
 class FP8Quantizer(Quantizer):
-    """Base of quantizers to FP8. fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2."""
+    """Base of quantizers to FP8. fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2, else ValueError."""
 
     fp8_dtype: torch.dtype = torch.float8_e4m3fn
 

@@ -20,10 +20,11 @@ from .value import derived, value_class
 @value_class
 @dataclass(frozen=True, kw_only=True)
 class HybridQuantizer(Quantizer):
-    """Rowwise operands come from one quantizer and columnwise ones from another.
+    """Rowwise operands come from one quantizer and columnwise operands from another.
 
-    Each of the two is held as the value that makes the copy of its usage only. Fields: those of the two under the usage
-    they serve; a symmetric format that serves the columnwise usage stores its one copy, untransposed, as columnwise_*.
+    Each of the two quantizers makes the copy of its usage only. Fields: the fields of each quantizer under the usage
+    that it serves; a symmetric format in the columnwise usage stores its one copy, untransposed, as columnwise_*.
+    Raises ValueError for a quantizer that is itself hybrid, and for anything that is no Quantizer.
     """
 
     FORMAT: ClassVar[str] = "hybrid"

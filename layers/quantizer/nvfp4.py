@@ -27,9 +27,10 @@ _STREAM: dict[Usage, int] = {"rowwise": 0, "columnwise": 1}
 class NVFP4Quantizer(Quantizer):
     """1x16 blocks, or 16x16 (with_2d_quantization, whose transpose has the same numbers: one copy is stored).
 
-    with_rht: the columnwise copy is that of the random Hadamard transform along the rows, of the values in bfloat16;
-    its rows are rounded up to a multiple of 16. It cancels against another such operand, and only there.
-    stochastic_rounding: both copies are rounded with random bits from `key`, which must be given then.
+    with_rht: the columnwise copy is quantized from the random Hadamard transform along the rows, of bfloat16 values;
+    its rows are rounded up to a multiple of 16. The transform cancels against another such operand, and only there.
+    stochastic_rounding: both copies are rounded with random bits from `key`, which is then required. Raises ValueError
+    for with_rht together with with_2d_quantization, and for a missing or malformed key.
 
     Fields: rowwise data uint8 [..., R, ceil(C/2)], scale_inv float8_e4m3fn [..., R, ceil(C/16)], amax float32 [...];
     columnwise ones of the transpose, [..., C, ceil(R/2)], [..., C, ceil(R/16)], [...].

@@ -110,7 +110,10 @@ class PerModuleRecipe(Recipe):
 
 
 def first_last_layers_bf16(recipe: Recipe, num_layers: int, *, first: int = 1, last: int = 1) -> PerModuleRecipe:
-    """Return `recipe` with the first and last transformer layers of a `num_layers` deep model in high precision."""
+    """Return `recipe` with the first and last transformer layers of a `num_layers` deep model in high precision.
+
+    ValueError if `first` and `last` together exceed num_layers.
+    """
     if first < 0 or last < 0 or first + last > num_layers:
         raise ValueError(f"first={first} and last={last} layers of a model with {num_layers}; allowed: at most all")
     kept = [*range(first), *range(num_layers - last, num_layers)]

@@ -33,7 +33,8 @@ class DelayedScaling(Recipe):
     of the history [length, ...], newest first, that returns amaxes [...]. reduce_amax: take the maximum over the ranks
     of the amax reduction group that `autocast` is given. Weights that `quantized_model_init` stores are scaled by their
     own amax whenever they are requantized, so a stored weight is never clipped by an old scale. fp8_dpa, fp8_mha,
-    scaling_factor_compute_algo, override_linear_precision: Transformer Engine's, at their defaults.
+    scaling_factor_compute_algo, override_linear_precision: Transformer Engine's, at their defaults. Raises ValueError
+    for an option that is not allowed, and TypeError in `to_dict` if amax_compute_algo is a function.
     """
 
     NAME: ClassVar[str] = "delayed"
@@ -101,7 +102,8 @@ class Float8CurrentScaling(Recipe):
 class Float8BlockScaling(Recipe):
     """DeepSeek-V3's scheme: 1x128 blocks for x and dy, 128x128 for w, E4M3 throughout, power-of-two scales.
 
-    use_f32_scales keeps float32 scales. *_block_scaling_dim: 1 or 2; a product of two 2-D operands is refused.
+    use_f32_scales: keep float32 scales. *_block_scaling_dim: 1 or 2. Raises ValueError for another value, and where a
+    GEMM would multiply two operands with 128x128 blocks.
     """
 
     NAME: ClassVar[str] = "block"
@@ -174,7 +176,10 @@ class CustomRecipe(Recipe):
 
     Two custom recipes are equal only if they are the same object: a function has no value to compare. It is called
     when a region is entered, for the layers that exist then, and may be called again whenever a layer runs, so it must
-    return equal quantizers for equal roles. What it raises for a layer is raised where that layer runs.
+    return equal quantizers for equal roles. An error of the function for a layer is raised when that layer runs.
+
+    Raises TypeError when a layer runs for which qfactory returned no Quantizer, or a quantizer of delayed scaling, and
+    in `to_dict`: a function has no JSON form.
 
     Example:
         def mixed(role):

@@ -17,7 +17,8 @@ from .storage import QuantizedStorage
 
 class GroupedTensorStorage(QuantizedStorage):
     """Fields of all members, in any format. m_splits None: logical shape [num_gemms, rows, columns], fields stacked;
-    else [T, columns] with m_splits: [num_gemms] integer rows per group, fields as `grouped_rows` says."""
+    else [T, columns] with m_splits: [num_gemms] integer rows per group, fields as `grouped_rows` says. ValueError for a
+    shape of another rank."""
 
     def __init__(
         self,

@@ -25,7 +25,8 @@ class GroupedTensor(QuantizedTensor):
     """A quantized tensor of logical shape [num_gemms, rows, columns]; every member has its own scales.
 
     A field is the stack of the members' fields along a new first dimension, so a member (`g[i]`, `unbind(0)`,
-    `split`) is a view of the fields, and moving between this and the per-GEMM layout moves bytes, never numbers.
+    `split`) is a view of the fields, and moving between this and the per-GEMM layout moves bytes, never numbers. Raises
+    ValueError for members of different shapes, dtypes or quantizers.
     """
 
     RANK = 3
@@ -65,8 +66,8 @@ class GroupedRows(QuantizedTensor):
     """A quantized tensor of logical shape [T, columns]: rows sorted by group, every group with its own scales.
 
     `m_splits`: [num_gemms] integer, rows per group, a tensor on the device that is never read on the host; rows past
-    the last group are zero. Fields: see `grouped_rows`. Whoever writes values writes them under the splits of the
-    moment; `quantize_` takes new ones. Members are views, for callers that know the splits.
+    the last group are zero. Fields: see `grouped_rows`. Writes use the present splits; `quantize_` takes new ones.
+    Members are views, for callers that know the splits. Raises ValueError for values or splits of another shape.
     """
 
     m_splits: Tensor

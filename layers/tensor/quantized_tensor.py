@@ -55,7 +55,8 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
 
     shares_scale: whether this is a slice of a matrix whose one scale also serves the rest of it, so that it cannot be
     requantized apart; amax_group: the process group, or its name, over which the amax of a requantization is reduced,
-    for the shards of one matrix (see `fsdp`; a name, because copies are made of what a tensor holds).
+    for the shards of one matrix (see `fsdp`; a name, because copies are made of what a tensor holds). Raises ValueError
+    for values or fields of another shape or dtype, and BufferError or TypeError where torch asks for plain memory.
     """
 
     RANK: ClassVar[int] = 2
