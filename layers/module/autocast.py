@@ -65,8 +65,8 @@ class autocast(Region):
     ) -> None:
         if isinstance(calibrating, Recipe):
             raise TypeError("the recipe is a keyword argument: autocast(recipe=...); the second one is calibrating")
-        given = _checked(True, recipe)
-        self._recipe = given if enabled or calibrating else None
+        checked = _checked(True, recipe)
+        self._recipe = checked if enabled or calibrating else None
         self._calibrating = calibrating and not enabled
         self._group = amax_reduction_group
         super().__init__()

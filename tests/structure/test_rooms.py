@@ -19,8 +19,15 @@ ROOMS = {
 }
 """The rooms of a folder in the order in which they may import each other."""
 MOST_FILES = 20
-BANNED = {"rung", "rungs"}
+BANNED = {"rung", "rungs", "handover", "handed_over", "preceded_linear", "given_rows", "raise_", "stored_form"}
 """Identifiers that say less than the field's own words (CONTRIBUTING.md)."""
+BANNED_IN = {
+    "te_models.layers": {
+        *("Kept", "kept", "keep", "keep_weight", "kept_weight", "Side", "side", "sides", "turned", "How", "how"),
+        *("LiveState", "RowGroups", "noted", "note_statistics", "given", "taken", "made", "handed_out"),
+    },
+}
+"""The same, of words that have their place in other folders."""
 
 
 def room_of(module: str, package: str) -> str:
@@ -63,10 +70,30 @@ def test_no_file_is_longer_than_five_hundred_lines() -> None:
 def test_identifiers_are_the_words_of_the_field() -> None:
     found = []
     for module, file in modules().items():
+        banned = BANNED.union(*(words for folder, words in BANNED_IN.items() if module.startswith(f"{folder}.")))
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             name = getattr(node, "id", None) or getattr(node, "name", None) or getattr(node, "arg", None)
-            if name in BANNED:
+            if name in banned:
                 found.append(f"{module}:{getattr(node, 'lineno', '?')} {name}")
+    assert found == []
+
+
+def test_a_quantizer_is_asked_and_not_told_apart() -> None:
+    """A format is one quantizer, its reference and its kernel: what depends on it is a method or an attribute of its
+    quantizer, so that nothing else changes where a format is added."""
+    found = []
+    for module, file in modules().items():
+        if module.startswith(("te_models.layers.quantizer", "te_models.checkpoints.formats")):
+            continue
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            classes: ast.AST | None = None
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
+                classes = node.args[1]
+            elif isinstance(node, ast.MatchClass):
+                classes = node.cls
+            names = [n.id for n in ast.walk(classes) if isinstance(n, ast.Name)] if classes else []
+            if any(name.endswith("Quantizer") and name != "Quantizer" for name in names):
+                found.append(f"{module}:{getattr(node, 'lineno', '?')}")
     assert found == []
 
 
