@@ -164,8 +164,8 @@ class DotProductAttention(nn.Module):
         checkpoint_core_attention: compute it again in the backward pass. qkv_format, attn_mask_type, window_size: in
         place of the module's. ValueError for what is contradictory, missing, or not there.
         """
-        for name, given, default in (("fast_zero_fill", fast_zero_fill, True), ("fp8_output", fp8_output, False)):
-            require_default(name, given, default)
+        for name, argument, default in (("fast_zero_fill", fast_zero_fill, True), ("fp8_output", fp8_output, False)):
+            require_default(name, argument, default)
         require_default("inference_params", inference_params, None)
         if num_splits not in (None, 0, 1):
             raise ValueError(f"num_splits is {num_splits!r}, which this library does not have; allowed: 1")
@@ -206,8 +206,8 @@ class DotProductAttention(nn.Module):
             sink = query.new_zeros(self.num_attention_heads)
         query, key, value = (t.transpose(1, 2) for t in (query, key, value))
         dropout = self.attention_dropout if self.training else 0.0
-        how = {"causal": causal, "scale": scale, "softcap": self.softcap, "dropout": dropout}
-        return attend(query, key, value, visible, bias, sink, **how).transpose(1, 2).flatten(2)
+        options = {"causal": causal, "scale": scale, "softcap": self.softcap, "dropout": dropout}
+        return attend(query, key, value, visible, bias, sink, **options).transpose(1, 2).flatten(2)
 
     def extra_repr(self) -> str:
         heads = f"heads={self.num_attention_heads}, groups={self.num_gqa_groups}, {self.qkv_format}"

@@ -165,14 +165,14 @@ class MultiheadAttention(nn.Module):
             is_given = "missing" if encoder_output is None else "given"
             raise ValueError(f"encoder_output is {is_given} with attention_type {self.attention_type!r}")
         core = self.core_attention
-        heads, groups, how = core.num_attention_heads, core.num_gqa_groups, {"interleaved": self.interleaved}
+        heads, groups, options = core.num_attention_heads, core.num_gqa_groups, {"interleaved": self.interleaved}
         first = self.get_submodule(self._first)(hidden_states, is_first_microbatch)
         first, normed = first if self.return_layernorm_output else (first, None)
         if self.key_value is None:
-            q, k, v = split_qkv(first, heads, groups, **how)
+            q, k, v = split_qkv(first, heads, groups, **options)
         else:
             q = first.unflatten(-1, (heads, -1))
-            k, v = split_kv(self.key_value(encoder_output, is_first_microbatch), groups, **how)
+            k, v = split_kv(self.key_value(encoder_output, is_first_microbatch), groups, **options)
         q, k = self._placed(q, k, rotary_pos_emb, options.get("cu_seqlens_q"), options.get("cu_seqlens_kv"))
         y = self.proj(core(q, k, v, attention_mask, **options), is_first_microbatch)
         if self.return_layernorm_output:
@@ -188,9 +188,9 @@ class MultiheadAttention(nn.Module):
         if angles is not None:
             of_q, of_k = angles if isinstance(angles, tuple) else (angles, angles)
             cu_q, cu_kv = (cu_q, cu_kv) if self.qkv_format == "thd" else (None, None)
-            how: dict[str, Any] = {"tensor_format": self.qkv_format, "interleaved": self.rotary_pos_interleaved}
-            q = apply_rotary_pos_emb(q, of_q, cu_seqlens=cu_q, **how)
-            k = apply_rotary_pos_emb(k, of_k, cu_seqlens=cu_kv, **how)
+            options: dict[str, Any] = {"tensor_format": self.qkv_format, "interleaved": self.rotary_pos_interleaved}
+            q = apply_rotary_pos_emb(q, of_q, cu_seqlens=cu_q, **options)
+            k = apply_rotary_pos_emb(k, of_k, cu_seqlens=cu_kv, **options)
         return (q, k) if self.qk_norm_before_rope else self._normed(q, k)
 
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

@@ -40,19 +40,19 @@ def check_format(qkv_format: str) -> None:
         raise ValueError(f"qkv_format is {qkv_format!r}; allowed: {', '.join(map(repr, get_args(QkvFormat)))}")
 
 
-def batch_first(name: str, given: Tensor, heads: int, qkv_format: str) -> Tensor:
+def batch_first(name: str, x: Tensor, heads: int, qkv_format: str) -> Tensor:
     """Return q, k or v as [B, S, heads, D], packed ones as a batch of one. ValueError for another shape."""
     rank = 3 if qkv_format == "thd" else 4
-    if given.dim() != rank or given.shape[-2] != heads:
-        raise ValueError(f"{name} has shape {tuple(given.shape)}; allowed: {_SHAPES[qkv_format].format(heads)}")
-    return moved_batch_first(given, qkv_format)
+    if x.dim() != rank or x.shape[-2] != heads:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; allowed: {_SHAPES[qkv_format].format(heads)}")
+    return moved_batch_first(x, qkv_format)
 
 
-def moved_batch_first(given: Tensor, qkv_format: str) -> Tensor:
+def moved_batch_first(x: Tensor, qkv_format: str) -> Tensor:
     """Return what is laid out so as [B, S, ...], packed sequences as a batch of one."""
     if qkv_format == "thd":
-        return given[None]
-    return given.transpose(0, 1) if qkv_format == "sbhd" else given
+        return x[None]
+    return x.transpose(0, 1) if qkv_format == "sbhd" else x
 
 
 def from_batch_first(out: Tensor, qkv_format: str) -> Tensor:

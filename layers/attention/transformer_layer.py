@@ -245,6 +245,6 @@ class TransformerLayer(nn.Module):
             shape = [1] * y.dim()
             batch = 1 if self.attn_input_format == "sbhd" else 0
             shape[batch] = y.shape[batch]
-            keep = 1 - self.drop_path_rate
-            y = y * (torch.rand(shape, device=y.device) < keep).to(y.dtype) / keep
+            probability = 1 - self.drop_path_rate
+            y = y * (torch.rand(shape, device=y.device) < probability).to(y.dtype) / probability
         return residual + y

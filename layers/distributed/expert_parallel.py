@@ -64,8 +64,8 @@ def local_choices(indices: Tensor, weights: Tensor, first: int, experts: int) ->
     local = torch.where((local >= 0) & (local < experts), local, experts)
     if experts >= local.shape[1]:
         return local, weights
-    local, kept = local.sort(dim=1, stable=True)
-    return local[:, :experts], weights.gather(1, kept[:, :experts])
+    local, order = local.sort(dim=1, stable=True)
+    return local[:, :experts], weights.gather(1, order[:, :experts])
 
 
 def check_same_tokens(tokens: int, device: torch.device, group: str) -> None:

@@ -31,6 +31,7 @@ from te_models.kernels.quantize.fp8.grouped import padded_length
 from ..quantizer import Quantizer
 from ..quantizer.delayed import Float8Quantizer
 from ..quantizer.schema import FieldLayout, field_layouts
+from ..quantizer.state import value_of
 from ..tensor.formats import CLASSES, TENSOR_CLASSES
 from ..tensor.grouped_storage import GroupedTensorStorage
 from ..tensor.grouped_tensor import GroupedRows, GroupedTensor
@@ -66,9 +67,9 @@ def _live_kind() -> Kind:
 
 def _any_kind() -> Kind:
     def take(quantizer: Live) -> Sequence[Any]:
-        if isinstance(quantizer, Float8Quantizer):
-            return quantizer.scale, quantizer.amax, quantizer.value
-        return None, None, quantizer
+        value = value_of(quantizer)
+        live: Any = quantizer
+        return (None, None, value) if value is quantizer else (live.scale, live.amax, value)
 
     def make(parts: Sequence[Any]) -> Live:
         scale, amax, value = parts
@@ -214,7 +215,7 @@ class QuantizedResult(Result):
     @property
     def value(self) -> Quantizer:
         """The quantizer whose fields the result has."""
-        return self.quantizer if isinstance(self.quantizer, Quantizer) else self.quantizer.value
+        return value_of(self.quantizer)
 
     def count(self) -> int:
         return len(self.value.field_names())
@@ -246,10 +247,10 @@ class QuantizedResult(Result):
             cls = GroupedTensorStorage if grouped else QuantizedStorage
             return cls.unflatten(tensors, (value, shape, self.dtype))
         cls = GroupedRows if self.m_splits is not None else TENSOR_CLASSES[value.FORMAT]
-        made = tensor_of(GroupedTensor if len(shape) == 3 else cls, tensors, value, shape, self.dtype)
+        tensor = tensor_of(GroupedTensor if len(shape) == 3 else cls, tensors, value, shape, self.dtype)
         if self.amax_group is not None:
-            made.amax_group = self.amax_group
-        return made
+            tensor.amax_group = self.amax_group
+        return tensor
 
 
 def quantized_like(x: Tensor | Output, quantizer: Live, **options: Any) -> QuantizedResult:

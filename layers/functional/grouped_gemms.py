@@ -85,14 +85,14 @@ def grouped_fprop(
         if isinstance(weights[0], QuantizedTensor):
             check_operands(weights[0], quantizers, needs[0])
         weight = _weights_operand(weights, cached, quantizers.weight, "rowwise", dtype, state.scale, state.amax)
-    how = (quantizers.backward_override, options.save_original_input, needs[1])
+    saving = (quantizers.backward_override, options.save_original_input, needs[1])
     if aligned:
-        operand, saved, tensors = quantize_and_save(x_quantizer, x, dtype, *how)
+        operand, saved, tensors = quantize_and_save(x_quantizer, x, dtype, *saving)
         left = RowsOperand(operand, None)
     else:
         assert isinstance(x, Tensor), "fields alone are of aligned rows"
         align = alignment(quantizers, x.device)
-        left, saved, tensors = quantize_and_save_rows(x_quantizer, x, offsets, dtype, align, *how)
+        left, saved, tensors = quantize_and_save_rows(x_quantizer, x, offsets, dtype, align, *saving)
     saved = replace(saved, weight_names=tuple(fields)) if fields else saved
     return _rows_gemm(left, weight, "rowwise", offsets, dtype), saved, (*tensors, *fields.values())
 

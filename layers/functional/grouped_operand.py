@@ -70,9 +70,9 @@ def _quantized_apart(
         x, offsets = padding.pad(x), padding.groups()
     if not quantized_gemms(x.device):
         return RowsOperand(transposed(quantizer.rows_operand(x, usage, dtype, offsets, key), usage), padding)
-    made = quantizer.member(usage)
-    if made.BLOCK_SCALES_ONLY:
-        scaled = made.scaled_operand(x, usage, key)  # the blocks are inside the groups already
+    member = quantizer.member(usage)
+    if member.BLOCK_SCALES_ONLY:
+        scaled = member.scaled_operand(x, usage, key)  # the blocks are inside the groups already
         if scaled is not None:
             return RowsOperand(scaled, padding)
     return RowsOperand(emulating(quantizer, quantizer.rows_operand(x, usage, dtype, offsets, key), usage), padding)

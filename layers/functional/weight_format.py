@@ -13,7 +13,6 @@ from te_models.kernels.compiling import compiling
 from te_models.kernels.torch_versions import TORCH_2_11, constant_when_traced
 
 from ..quantizer import Quantizer
-from ..quantizer.delayed import DelayedScalingQuantizer
 from ..recipe.base import GemmQuantizers, refuse_transformed, refuse_two_dimensional
 from ..tensor.quantized_tensor import QuantizedTensor
 
@@ -43,7 +42,7 @@ def check_format(weight: QuantizedTensor, quantizer: Quantizer) -> None:
             "allowed: a recipe of the stored format, or autocast(enabled=False)"
         )
     # a stored weight's scale under delayed scaling is always that of its own amax
-    names = ("fp8_dtype",) if isinstance(quantizer, DelayedScalingQuantizer) else _FORM
+    names = ("fp8_dtype",) if quantizer.NEEDS_STATE else _FORM
     others = [name for name in names if getattr(stored, name, None) != getattr(quantizer, name, None)]
     if others:
         form = ", ".join([f"{name} {getattr(stored, name)}" for name in others])

@@ -68,8 +68,8 @@ class autocast(Region):
             raise TypeError("the recipe is a keyword argument: autocast(recipe=...); the second one is calibrating")
         if amax_reduction_group is not None:
             check_group("amax_reduction_group", amax_reduction_group)
-        given = _checked(True, recipe)
-        self._recipe = given if enabled or calibrating else None
+        checked = _checked(True, recipe)
+        self._recipe = checked if enabled or calibrating else None
         self._calibrating = calibrating and not enabled
         self._group = amax_reduction_group
         super().__init__()

@@ -166,12 +166,12 @@ class QuantizedModule(nn.Module):
             as_before = last is not None and last.recipe is now.compute and last[:2] == (use.asked, use.ran)
             if last is not None and as_before and not now.calibrating:
                 return last.quantizers  # as in the call before: nothing to choose or to write down
-        recipe, made = self._chosen()
+        recipe, chosen = self._chosen()
         untracked_side_effect(self._record_use, now.compute, recipe)
         quantizers = None
         if recipe is not None and not now.calibrating:
-            quantizers = recipe.quantizers("", "") if made is None else made
-        if not traced and recipe is now.compute and made is None and not isinstance(recipe, DelayedScaling):
+            quantizers = recipe.quantizers("", "") if chosen is None else chosen
+        if not traced and recipe is now.compute and chosen is None and not isinstance(recipe, DelayedScaling):
             use.last = None if now.calibrating else LastUse(use.asked, use.ran, recipe, quantizers)
         return quantizers
 

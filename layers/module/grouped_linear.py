@@ -208,8 +208,8 @@ def _stack(keys: list[str], state: dict) -> Tensor:
     if all(quantized):
         return GroupedTensor.from_members(tensors)
     if any(quantized):
-        plain = keys[quantized.index(False)]
-        raise RuntimeError(f"the state dict has {plain} in high precision and {keys[quantized.index(True)]} quantized")
+        high, low = keys[quantized.index(False)], keys[quantized.index(True)]
+        raise RuntimeError(f"the state dict has {high} in high precision and {low} quantized")
     return torch.stack(tensors)
 
 

@@ -181,6 +181,6 @@ def _activation(name: str, params: Mapping[str, float] | None) -> Activation:
     unknown = sorted(set(params or {}) - set(known))
     if unknown:
         raise ValueError(f"activation_params has {unknown[0]!r} with activation {name!r}; allowed: {sorted(known)}")
-    given = {**known, **(params or {})}
-    clamped = {"clamp": given["limit"], "alpha": given["alpha"], "up_offset": 1.0} if known else {}
+    values = {**known, **(params or {})}
+    clamped = {"clamp": values["limit"], "alpha": values["alpha"], "up_offset": 1.0} if known else {}
     return Activation(*MLP_ACTIVATIONS[name], **clamped)

@@ -8,8 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from te_models.kernels.activation import Activation
+
 from ..distributed.tensor_parallel import InitMethod, ParallelMode, TensorParallelModule
 from ..functional.linear import linear
+from ..functional.prologue import Prologue
 from ..te_arguments import TRACKER, USER_BUFFERS, takes_at_default
 from .gemm import GemmModule
 from .parameters import default_init_method, empty_parameter
@@ -68,16 +71,20 @@ class Linear(TensorParallelModule, GemmModule):
         if self.bias is not None:
             self.bias.zero_()
 
-    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor | tuple[Tensor | None, ...]:
+    def forward(
+        self, x: Tensor, is_first_microbatch: bool | None = None, *, activation: Activation | None = None
+    ) -> Tensor | tuple[Tensor | None, ...]:
         """x: [..., in_features] -> [..., out_features], in the compute dtype. is_first_microbatch: True quantizes the
         weight and keeps the result, False uses what was kept, None quantizes without keeping; True writes to a main
-        gradient, see `GemmModule`."""
+        gradient, see `GemmModule`. activation: x is its input, [..., 2 in_features] if it is gated; on an accelerator
+        its result is quantized in the same pass."""
+        prologue = None if activation is None else Prologue(activation)
         weight, row = self.weight, self.parallel_mode == "row"
         call = self.gemm_call((weight,), is_first_microbatch, 0)
         if self.parallel_mode == "column":
-            x = self.whole_rows(x)
+            x, prologue = self.whole_rows(x if prologue is None else prologue.run(x)), None
         bias = None if self.return_bias else self.bias
-        y = linear(x, weight, None if row else bias, call)
+        y = linear(x, weight, None if row else bias, call, prologue)
         y = self.summed(y, bias) if row else y
         if not self.return_bias:
             return y

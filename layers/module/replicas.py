@@ -26,12 +26,12 @@ def as_replica(copied: M) -> M:
             "nn.DataParallel runs its copies in threads where the autocast region around it is not in force; allowed: "
             "a region inside the model's forward, or DistributedDataParallel, a process for each device"
         )
-    made = type(copied)
+    cls = type(copied)
     values = copied.__dict__
     values["recipe_use"], values["delayed_rule"] = RecipeUse(), None
 
     def live_state(quantizers: Any) -> Any:
-        live = made.live_state(copied, quantizers)
+        live = cls.live_state(copied, quantizers)
         if any(tensor is not None for tensor in live):
             raise RuntimeError(
                 "a copy made by nn.DataParallel keeps no state, which DelayedScaling, stochastic rounding in training "
@@ -40,7 +40,7 @@ def as_replica(copied: M) -> M:
         return live
 
     def calibrating() -> bool:
-        if made.calibrating(copied):
+        if cls.calibrating(copied):
             raise RuntimeError(f"a copy made by nn.DataParallel keeps no state, which a calibration needs; {_INSTEAD}")
         return False
 

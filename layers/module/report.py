@@ -73,9 +73,9 @@ def quantization_statistics(model: nn.Module) -> dict[str, dict[str, float]]:
     if not tensors:
         return {}
     rows = torch.cat(tensors).cpu()
-    noted = (rows[:, STATISTICS.index("scale_max")] != 0).tolist()
+    recorded = (rows[:, STATISTICS.index("scale_max")] != 0).tolist()
     return {
         name: dict(zip(STATISTICS, row, strict=True))
-        for name, row, there in zip(names, rows.tolist(), noted, strict=True)
+        for name, row, there in zip(names, rows.tolist(), recorded, strict=True)
         if there
     }

@@ -37,7 +37,7 @@ class QuantizedRows(NamedTuple):
 Input = Tensor | QuantizedRows
 
 
-def taken(x: Tensor) -> Input:
+def as_input(x: Tensor) -> Input:
     """Return what a group is given, a quantized matrix as its bare fields; of rows by group and of stacks, whose fields
     lie otherwise, the values."""
     if not isinstance(x, QuantizedTensor):
@@ -49,7 +49,7 @@ def taken(x: Tensor) -> Input:
     return QuantizedRows(storage, x.shape)
 
 
-def handed_out(x: Input) -> Tensor:
+def as_result(x: Input) -> Tensor:
     """Return the result of a group for its caller: quantized rows as a quantized tensor. ValueError unless a matrix."""
     if isinstance(x, Tensor):
         return x

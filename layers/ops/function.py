@@ -16,7 +16,7 @@ from te_models.kernels.compiling import compiling
 from te_models.kernels.torch_versions import own_result
 
 from ..functional.double_backward import made_inside
-from .call import Computed, Input, OperationCall, OperationContext, QuantizedRows, handed_out, taken
+from .call import Computed, Input, OperationCall, OperationContext, QuantizedRows, as_input, as_result
 from .operation import BasicOperation, FusedOperation
 from .returned import Step, check_computed, check_gradients
 
@@ -90,8 +90,8 @@ class GroupFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        y, extra_outputs, contexts = run_forward(plan, taken(x), tensors, save=True)
-        given = [t for t in (x, *tensors) if t is not None]
+        y, extra_outputs, contexts = run_forward(plan, as_input(x), tensors, save=True)
+        tensors_in = [t for t in (x, *tensors) if t is not None]
         saved: list[Tensor | None] = []
         live: list[Tensor | None] = []
         left = []  # of each context, what is not a tensor
@@ -102,12 +102,12 @@ class GroupFunction(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         ctx.live, ctx.left, ctx.plan = live, left, plan
         if not compiling():  # a graph has no second derivatives
-            inputs = {id(t) for t in given}
-            ctx.made = [c.needs.input and t is not None and id(t) not in inputs for c in contexts for t in c.saved]
+            inputs = {id(t) for t in tensors_in}
+            ctx.inside = [c.needs.input and t is not None and id(t) not in inputs for c in contexts for t in c.saved]
         # autograd wants results that are not each other
         results: list[Tensor] = []
-        for result in (handed_out(own_result(y) if isinstance(y, Tensor) else y), *extra_outputs):
-            results.append(result.clone() if any(result is other for other in (*results, *given)) else result)
+        for result in (as_result(own_result(y) if isinstance(y, Tensor) else y), *extra_outputs):
+            results.append(result.clone() if any(result is other for other in (*results, *tensors_in)) else result)
         return tuple(results)
 
     @staticmethod
@@ -115,9 +115,9 @@ class GroupFunction(torch.autograd.Function):
         plan: Plan = ctx.plan
         saved = ctx.saved_tensors
         if torch.is_grad_enabled() and not compiling():
-            kinds = list(zip(saved, ctx.made, strict=True))
-            depends_on = [dy, *extra_gradients, *(t for t, made in kinds if not made)]
-            saved = [made_inside(t, depends_on) if made else t for t, made in kinds]
+            kinds = list(zip(saved, ctx.inside, strict=True))
+            depends_on = [dy, *extra_gradients, *(t for t, inside in kinds if not inside)]
+            saved = [made_inside(t, depends_on) if inside else t for t, inside in kinds]
         contexts = _contexts(plan, ctx.left, saved, ctx.live)
         extras: list[tuple[Tensor, ...]] = []
         at = 0

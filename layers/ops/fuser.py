@@ -9,7 +9,7 @@ from torch import Tensor
 
 from te_models.kernels.torch_versions import fix_width
 
-from .call import Needs, handed_out, taken
+from .call import Needs, as_input, as_result
 from .function import GroupFunction, Plan, run_forward
 from .operation import BasicOperation, FusedOperation, FusibleOperation
 from .returned import Step
@@ -41,10 +41,10 @@ class OperationFuser:
             raise ValueError(
                 f"{len(extra_inputs)} extra inputs were given; the operations take {self.num_extra_inputs}"
             )
-        for i, given in enumerate((x, *extra_inputs)):
-            if not isinstance(given, Tensor):
+        for i, argument in enumerate((x, *extra_inputs)):
+            if not isinstance(argument, Tensor):
                 what = f"extra input {i}" if i else "the input"
-                raise TypeError(f"{what} of operations is a {type(given).__name__}; allowed: a tensor")
+                raise TypeError(f"{what} of operations is a {type(argument).__name__}; allowed: a tensor")
         grad = torch.is_grad_enabled()
         needed = grad and x.requires_grad
         steps: list[Step] = []
@@ -68,8 +68,8 @@ class OperationFuser:
             fix_width(x)
             results = GroupFunction.apply(plan, x, *tensors)
         else:
-            y, extra_outputs, _ = run_forward(plan, taken(x), tuple(tensors), save=False)
-            results = (handed_out(y), *extra_outputs)
+            y, extra_outputs, _ = run_forward(plan, as_input(x), tuple(tensors), save=False)
+            results = (as_result(y), *extra_outputs)
         return results if self.num_extra_outputs else results[0]
 
 

@@ -171,10 +171,10 @@ class FusedAdamW(torch.optim.Optimizer):
             elif update.weight is not update.piece.parameter:
                 _write(update.piece.parameter, update.weight, noop)
             for name, value in self._moments.rounded(update).items():
-                kept = update.piece.state[name]
-                if kept.shape != value.shape:  # the blocks of a shard, of which a small one has fewer
-                    kept = kept.view(-1)[: value.numel()].view_as(value)
-                _write(kept, value, noop)
+                stored = update.piece.state[name]
+                if stored.shape != value.shape:  # the blocks of a shard, of which a small one has fewer
+                    stored = stored.view(-1)[: value.numel()].view_as(value)
+                _write(stored, value, noop)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients; a `.main_grad` is a persistent buffer and is zeroed."""

@@ -136,6 +136,20 @@ class Quantizer(ValueObject):
         """Return the quantizer that makes the copy of a usage: this one, but for a format that is made of two."""
         return self
 
+    @derived
+    def transformed(self) -> bool:
+        """Whether the columnwise copy is that of the random Hadamard transform; a rowwise one never is."""
+        return False
+
+    def square_blocks(self, usage: Usage) -> bool:
+        """Whether the copy of a usage has blocks that no GEMM multiplies by another operand's of the kind: 128x128."""
+        return False
+
+    def of_transpose(self) -> Quantizer | None:
+        """Return the quantizer of the transpose, whose rowwise copy is this one's columnwise one; None where no field
+        of the original could serve it."""
+        return self if self.symmetric else self.with_usage(rowwise=self.columnwise, columnwise=self.rowwise)
+
     def emulated_kind(self, usage: Usage) -> str | None:
         """Return what a GEMM on dequantized values of this usage stands in for; None for values that are not
         quantized."""

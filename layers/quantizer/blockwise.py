@@ -160,6 +160,9 @@ class Float8BlockQuantizer(_BlockwiseQuantizer):
     def _epsilon(self) -> float:
         return self.amax_epsilon
 
+    def square_blocks(self, usage: Usage) -> bool:
+        return self.block_scaling_dim == 2
+
     def gemm_dtype(self, dtype: torch.dtype) -> torch.dtype:
         # a float32 scale times an FP8 value is not exact in bfloat16
         return super().gemm_dtype(dtype) if self.force_pow_2_scales else torch.float32

@@ -27,9 +27,9 @@ def check_values(m_splits: Tensor, rows: int) -> None:
             "m_splits are wrong; allowed: numbers from 0 on that add up to at most the number of rows",
         )
     elif type(m_splits) is Tensor and m_splits.device.type == "cpu":
-        given = m_splits.tolist()
-        if min(given) < 0 or sum(given) > rows:
-            raise ValueError(f"m_splits is {given}; allowed: numbers from 0 on that add up to at most {rows}")
+        splits = m_splits.tolist()
+        if min(splits) < 0 or sum(splits) > rows:
+            raise ValueError(f"m_splits is {splits}; allowed: numbers from 0 on that add up to at most {rows}")
 
 
 @dataclass(frozen=True)

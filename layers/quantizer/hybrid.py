@@ -55,6 +55,16 @@ class HybridQuantizer(Quantizer):
         """Return the quantizer of a usage."""
         return self.rowwise_quantizer if usage == "rowwise" else self.columnwise_quantizer
 
+    @derived
+    def transformed(self) -> bool:
+        return self.columnwise_quantizer.transformed
+
+    def square_blocks(self, usage: Usage) -> bool:
+        return self.member(usage).square_blocks(usage)
+
+    def of_transpose(self) -> None:
+        return None  # the copies have two formats
+
     def emulated_kind(self, usage: Usage) -> str | None:
         return self.member(usage).emulated_kind(usage)
 
@@ -96,8 +106,8 @@ class HybridQuantizer(Quantizer):
         fields: Fields = {}
         for usage in self._usages:
             member, stored = self._stored(usage)
-            given: dict[Usage, Tensor] | None = {stored: amaxes[usage]} if amaxes and usage in amaxes else None
-            for name, value in member.quantize_fields(x, key, given).items():
+            own_amaxes: dict[Usage, Tensor] | None = {stored: amaxes[usage]} if amaxes and usage in amaxes else None
+            for name, value in member.quantize_fields(x, key, own_amaxes).items():
                 fields[f"{usage}_{name.partition('_')[2]}"] = value
         return fields
 

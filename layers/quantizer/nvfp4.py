@@ -56,6 +56,14 @@ class NVFP4Quantizer(Quantizer):
     def block(self) -> tuple[int, int]:
         return (_BLOCK if self.with_2d_quantization else 1, _BLOCK)
 
+    @derived
+    def transformed(self) -> bool:
+        return self.with_rht
+
+    def of_transpose(self) -> Quantizer | None:
+        # the copies are made differently, or the one copy is packed along its rows
+        return None if self.with_rht or self.symmetric else super().of_transpose()
+
     def part_dtype(self, part: str) -> torch.dtype | None:
         return {"data": torch.uint8, "scale_inv": torch.float8_e4m3fn, "amax": torch.float32}[part]
 
@@ -155,16 +163,16 @@ class NVFP4Quantizer(Quantizer):
     ) -> Fields:
         if self.with_2d_quantization:
             return super().quantize_rows(x, m_splits, key, usages)
-        made = [usage for usage in self._usages if usages is None or usage in usages]
+        computed = [usage for usage in self._usages if usages is None or usage in usages]
         parts = q.quantize_grouped_nvfp4(
             x,
             m_splits,
             with_rht=self.with_rht,
             key=self.checked_key(key),
-            rowwise="rowwise" in made,
-            columnwise="columnwise" in made,
+            rowwise="rowwise" in computed,
+            columnwise="columnwise" in computed,
         )
-        names = [f"{usage}_{part}" for usage in made for part in self.PARTS]
+        names = [f"{usage}_{part}" for usage in computed for part in self.PARTS]
         return dict(zip(names, parts, strict=True))
 
     def dequantize_rows(self, fields: Fields, m_splits: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

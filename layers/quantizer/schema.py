@@ -28,7 +28,7 @@ class Schema:
     values_per_entry: int = 1
     scale_block: tuple[int, int] | None = None
     columnwise_transposed: bool = True
-    turned_view: bool = False
+    transposed_view: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class FieldLayout:
     dtype: torch.dtype | None
     block: tuple[int, int] | None
     transposed: bool
-    turned_view: bool = False
+    transposed_view: bool = False
     row_multiple: int = 1
 
     def empty(self, matrix: torch.Size, dtype: torch.dtype, device: torch.device | str) -> Tensor:
@@ -53,9 +53,9 @@ class FieldLayout:
         shape = matrix[:-2]
         if self.block is not None:
             size = [self.entries(0, matrix[dim], dim)[1] for dim in (-2, -1)]
-            shape += tuple(reversed(size) if self.transposed and not self.turned_view else size)
+            shape += tuple(reversed(size) if self.transposed and not self.transposed_view else size)
         field = torch.empty(shape, dtype=self.dtype or dtype, device=device)
-        return field.mT if self.transposed and self.turned_view else field
+        return field.mT if self.transposed and self.transposed_view else field
 
     def axis(self, dim: int) -> int:
         """Return the field's own axis (-2 or -1) for the matrix dimension `dim` (-2 or -1)."""
@@ -72,7 +72,7 @@ class FieldLayout:
 
 SCHEMAS: dict[str, Schema] = {
     "float8": Schema(),
-    "float8_block": Schema(turned_view=True),
+    "float8_block": Schema(transposed_view=True),
     "mxfp8": Schema(columnwise_transposed=False),
     "nvfp4": Schema(values_per_entry=2, scale_block=(1, 16)),
     "identity": Schema(),
@@ -95,16 +95,16 @@ def field_layouts(quantizer: Quantizer) -> tuple[FieldLayout, ...]:
     for usage in quantizer.stored_usages():
         member = quantizer.member(usage) if isinstance(quantizer, HybridQuantizer) else quantizer
         # the one copy of a symmetric format lies as a rowwise one, whatever it serves
-        turned = usage == "columnwise" and not member.symmetric
+        columnwise = usage == "columnwise" and not member.symmetric
         schema = SCHEMAS[member.FORMAT]
         for part in member.PARTS:
             block = {"data": (1, schema.values_per_entry), "scale_inv": schema.scale_block or member.block}.get(part)
-            if turned and block is not None:
+            if columnwise and block is not None:
                 block = (block[1], block[0])
-            transposed = turned and schema.columnwise_transposed
+            transposed = columnwise and schema.columnwise_transposed
             rotated = isinstance(member, NVFP4Quantizer) and member.with_rht and usage == "columnwise"
             dtype = member.part_dtype(part)
-            view, multiple = schema.turned_view, 16 if rotated else 1
+            view, multiple = schema.transposed_view, 16 if rotated else 1
             layouts.append(FieldLayout(f"{usage}_{part}", usage, dtype, block, transposed, view, multiple))
     return tuple(layouts)
 

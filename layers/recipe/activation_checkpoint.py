@@ -37,7 +37,7 @@ class FirstRun:
 
     def __init__(self) -> None:
         self.values = {name: getattr(state(), name) for name in _NAMES}
-        self.given: list[QuantizerState | Tensor] = []
+        self.state_used: list[QuantizerState | Tensor] = []
 
     def __enter__(self) -> Self:
         state().runs.append(self)
@@ -51,7 +51,7 @@ class Replay:
     """One recomputation at work: what its first run gave out, from the beginning."""
 
     def __init__(self, first: FirstRun) -> None:
-        self.rest = iter([_without_record(given) for given in first.given])
+        self.rest = iter([_without_record(state_used) for state_used in first.state_used])
 
 
 class Recomputation(Region):
@@ -113,8 +113,8 @@ def recompute_contexts(save: Saved | None = None) -> tuple[Any, Any]:
     first = FirstRun()
     if save is None:
         return first, Recomputation(first)
-    keep, give_out = create_selective_checkpoint_contexts(save)
-    return _Both(first, keep), _Both(Recomputation(first), give_out)
+    save_results, reuse_results = create_selective_checkpoint_contexts(save)
+    return _Both(first, save_results), _Both(Recomputation(first), reuse_results)
 
 
 def recomputing() -> bool:
@@ -122,17 +122,17 @@ def recomputing() -> bool:
     return any(isinstance(run, Replay) for run in state().runs)
 
 
-def same_as_first_run(given: T) -> T:
+def same_as_first_run(state_used: T) -> T:
     """Return what a module shall use now: what is given, or in a recomputation what its first run was given."""
     inside: list[FirstRun] = []
     for run in reversed(state().runs):
         if isinstance(run, Replay):
-            given = next(run.rest)  # type: ignore[assignment]
+            state_used = next(run.rest)  # type: ignore[assignment]
             break
         inside.append(run)
     for first in inside:
-        first.given.append(given)  # type: ignore[arg-type]
-    return given
+        first.state_used.append(state_used)  # type: ignore[arg-type]
+    return state_used
 
 
 def once(make: Callable[[], T]) -> T:
@@ -143,8 +143,8 @@ def once(make: Callable[[], T]) -> T:
     if recomputing():
         return same_as_first_run(None)  # type: ignore[return-value]
     with _disable_current_modes() if state().runs else nullcontext():
-        made = make()
-    return same_as_first_run(made)
+        result = make()
+    return same_as_first_run(result)
 
 
 def scratch_like(tensor: Tensor) -> Tensor:

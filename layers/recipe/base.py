@@ -19,7 +19,7 @@ import torch
 
 from te_models.suggestions import did_you_mean
 
-from ..quantizer import Float8BlockQuantizer, HybridQuantizer, IdentityQuantizer, NVFP4Quantizer, Quantizer, Usage
+from ..quantizer import IdentityQuantizer, Quantizer, Usage
 
 BackwardOverride = Literal["high_precision", "dequantized"]
 Role = Literal["input", "weight", "grad_output"]
@@ -87,8 +87,8 @@ class GemmQuantizers:
             refuse_two_dimensional(dy, w, "grad_output", "weight", "rowwise", "columnwise")
             refuse_two_dimensional(dy, x, "grad_output", "input", "columnwise", "columnwise")
             refuse_transformed(w, "weight")
-            if is_transformed(dy) != is_transformed(x):
-                roles = ("grad_output", "input") if is_transformed(dy) else ("input", "grad_output")
+            if dy.transformed != x.transformed:
+                roles = ("grad_output", "input") if dy.transformed else ("input", "grad_output")
                 raise ValueError(
                     f"{roles[0]} has the random Hadamard transform and {roles[1]} has not, but in wgrad it cancels "
                     "only against itself; allowed: with_rht alike for the two"
@@ -99,7 +99,7 @@ def refuse_two_dimensional(
     left: Quantizer, right: Quantizer, left_role: str, right_role: str, left_usage: Usage, right_usage: Usage
 ) -> None:
     """Raise ValueError where both operands of a GEMM have 128x128 blocks, which no GEMM takes."""
-    if _two_dimensional(left, left_usage) and _two_dimensional(right, right_usage):
+    if left.square_blocks(left_usage) and right.square_blocks(right_usage):
         raise ValueError(
             f"{left_role} and {right_role} both have 128x128 blocks, and no GEMM multiplies those by each other; "
             "allowed: block_scaling_dim=1 for one of the two"
@@ -108,24 +108,11 @@ def refuse_two_dimensional(
 
 def refuse_transformed(weight: Quantizer, role: str) -> None:
     """Raise ValueError where dgrad would take a transformed weight, against which no other operand is."""
-    if is_transformed(weight):
+    if weight.transformed:
         raise ValueError(
             f"{role} has the random Hadamard transform, which grad_output has not in dgrad, so it would not "
             "cancel; allowed: with_rht=False for weights"
         )
-
-
-def is_transformed(quantizer: Quantizer) -> bool:
-    """Whether the columnwise copy is that of the random Hadamard transform; a rowwise one never is."""
-    if isinstance(quantizer, HybridQuantizer):
-        quantizer = quantizer.member("columnwise")
-    return isinstance(quantizer, NVFP4Quantizer) and quantizer.with_rht
-
-
-def _two_dimensional(quantizer: Quantizer, usage: Usage) -> bool:
-    if isinstance(quantizer, HybridQuantizer):
-        quantizer = quantizer.member(usage)
-    return isinstance(quantizer, Float8BlockQuantizer) and quantizer.block_scaling_dim == 2
 
 
 HIGH_PRECISION = GemmQuantizers(

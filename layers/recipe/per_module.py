@@ -116,5 +116,5 @@ def first_last_layers_bf16(recipe: Recipe, num_layers: int, *, first: int = 1, l
     """
     if first < 0 or last < 0 or first + last > num_layers:
         raise ValueError(f"first={first} and last={last} layers of a model with {num_layers}; allowed: at most all")
-    kept = [*range(first), *range(num_layers - last, num_layers)]
-    return PerModuleRecipe(default=recipe, rules=tuple((f"*layers.{i}.*", "bf16") for i in kept))
+    layers = [*range(first), *range(num_layers - last, num_layers)]
+    return PerModuleRecipe(default=recipe, rules=tuple((f"*layers.{i}.*", "bf16") for i in layers))

@@ -12,7 +12,6 @@ from torch import Tensor
 from ..quantizer import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
-    HybridQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
     Quantizer,
@@ -206,9 +205,8 @@ class CustomRecipe(Recipe):
         quantizer = self.qfactory(role)
         if not isinstance(quantizer, Quantizer):
             raise TypeError(f"qfactory returned {quantizer!r} for {role}; allowed: a Quantizer")
-        hybrid = isinstance(quantizer, HybridQuantizer)
-        for used in (quantizer.rowwise_quantizer, quantizer.columnwise_quantizer) if hybrid else (quantizer,):
-            if isinstance(used, DelayedScalingQuantizer):
+        for used in (quantizer.member("rowwise"), quantizer.member("columnwise")):
+            if used.NEEDS_STATE:
                 raise TypeError(
                     f"qfactory returned a DelayedScalingQuantizer for {role}, whose scales are a module's state that "
                     "only the recipe DelayedScaling keeps; allowed: a quantizer of another class, for example "

@@ -28,7 +28,7 @@ def dequantize_parameters(module: nn.Module) -> None:
 
     They keep what users have set on them. ValueError for sharded ones, whose averages each rank keeps by itself.
     """
-    plain: dict[int, nn.Parameter] = {}
+    converted: dict[int, nn.Parameter] = {}
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is None or not isinstance(local_part(parameter), QuantizedTensor):
@@ -38,9 +38,9 @@ def dequantize_parameters(module: nn.Module) -> None:
                     f"{name} is sharded and quantized, so its average cannot be kept in a copy of the module; keep one "
                     "of parameter.to_local().float() on each rank, or of the master weights of FusedAdamW"
                 )
-            if id(parameter) not in plain:
-                plain[id(parameter)] = _float32(parameter)
-            part._parameters[name] = plain[id(parameter)]
+            if id(parameter) not in converted:
+                converted[id(parameter)] = _float32(parameter)
+            part._parameters[name] = converted[id(parameter)]
 
 
 def _float32(parameter: QuantizedTensor) -> nn.Parameter:

@@ -177,9 +177,9 @@ def _broadcast_coalesced(process_group: Any, tensors: list[Tensor], buffer_size:
 
     torch's flattens tensors into one of plain values before any operation on a quantized one could see the broadcast.
     """
-    plain = [x for x in tensors if not isinstance(x, QuantizedTensor)]
-    if plain or not tensors:
-        _torch_broadcast_coalesced(process_group, plain, buffer_size, src)
+    unquantized = [x for x in tensors if not isinstance(x, QuantizedTensor)]
+    if unquantized or not tensors:
+        _torch_broadcast_coalesced(process_group, unquantized, buffer_size, src)
     options = dist.BroadcastOptions()
     options.rootRank = src
     for x in tensors:

@@ -72,10 +72,10 @@ def rebuild_quantized(
     value = Quantizer.from_dict(json.loads(quantizer))
     tensor = CLASSES[name].rebuild(inner, value, torch.Size(shape), dtype)
     requires_grad, is_parameter = flags
-    made: Any = nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
+    rebuilt: Any = nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
     for mark, value in (marks or {}).items():
-        vars(made).setdefault(mark, value)  # never one of its own fields
-    return made
+        vars(rebuilt).setdefault(mark, value)  # never one of its own fields
+    return rebuilt
 
 
 # Saved files name the function so, whatever module it moves to.

@@ -138,8 +138,8 @@ class GroupedRows(QuantizedTensor):
             source = x.fields
         else:
             _check_splits(m_splits, x.shape[0])
-            plain = x.dequantize(torch.float32) if isinstance(x, QuantizedTensor) else x
-            source = self.quantizer.quantize_rows(plain, m_splits, key)
+            values = x.dequantize(torch.float32) if isinstance(x, QuantizedTensor) else x
+            source = self.quantizer.quantize_rows(values, m_splits, key)
         for name, field in (self.fields | {"m_splits": self.m_splits}).items():
             new = m_splits.to(field.dtype) if name == "m_splits" else source[name]
             field.copy_(new if noop is None else unless(noop, new.to(field.device), field))

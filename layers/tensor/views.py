@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch._prims_common import infer_size
 
-from ..quantizer import HybridQuantizer, NVFP4Quantizer, Quantizer
 from ..quantizer.schema import alignment, field_layouts
 from .formats import TENSOR_CLASSES
 from .quantized_tensor import QuantizedTensor
@@ -59,33 +58,21 @@ def transpose(x: QuantizedTensor, dim0: int, dim1: int) -> QuantizedTensor:
     x.require_cuttable("be transposed")
     if dims != {x.dim() - 2, x.dim() - 1}:
         raise ValueError(f"only the last two dimensions of a {type(x).__name__} can be exchanged; got {dim0}, {dim1}")
-    turned = _turned(x.quantizer)
-    if turned is None:
+    quantizer = x.quantizer.of_transpose()
+    if quantizer is None:
         raise refused("transpose", x)
-    layouts = {layout.name: layout for layout in field_layouts(turned)}
+    layouts = {layout.name: layout for layout in field_layouts(quantizer)}
     fields = {}
     for layout in x.layouts:
         usage, part = layout.name.split("_", 1)
         name = layout.name if x.quantizer.symmetric else f"{_OTHER[usage]}_{part}"
         # relative to the transposed matrix, a field that was not stored transposed is
-        keep = layout.block is None or layout.transposed != layouts[name].transposed
-        fields[name] = getattr(x, layout.name) if keep else getattr(x, layout.name).mT
-    return x.view_of(fields, quantizer=turned, shape=torch.Size((*x.shape[:-2], x.shape[-1], x.shape[-2])))
+        as_stored = layout.block is None or layout.transposed != layouts[name].transposed
+        fields[name] = getattr(x, layout.name) if as_stored else getattr(x, layout.name).mT
+    return x.view_of(fields, quantizer=quantizer, shape=torch.Size((*x.shape[:-2], x.shape[-1], x.shape[-2])))
 
 
 _OTHER = {"rowwise": "columnwise", "columnwise": "rowwise"}
-
-
-def _turned(quantizer: Quantizer) -> Quantizer | None:
-    """Return the quantizer of the transpose, or None where no field of the original could serve it: the copies are
-    made differently (a Hadamard transform, two formats), or the one copy is packed along its rows."""
-    if isinstance(quantizer, HybridQuantizer):
-        return None
-    if isinstance(quantizer, NVFP4Quantizer) and (quantizer.with_rht or quantizer.symmetric):
-        return None
-    if quantizer.symmetric:
-        return quantizer
-    return quantizer.with_usage(rowwise=quantizer.columnwise, columnwise=quantizer.rowwise)
 
 
 def permute(x: QuantizedTensor, dims: Sequence[int]) -> QuantizedTensor:
@@ -108,11 +95,11 @@ def narrow(x: QuantizedTensor, dim: int, start: int, stop: int) -> QuantizedTens
     shape = torch.Size((*x.shape[:dim], stop - start, *x.shape[dim + 1 :]))
     if dim < x.dim() - 2:  # a batch dimension, which every field has
         return x.view_of({n: f.narrow(dim, start, stop - start) for n, f in x.fields.items()}, shape=shape)
-    side = dim - x.dim()  # -2 or -1
-    align = alignment(x.quantizer, side)
+    matrix_dim = dim - x.dim()  # -2 or -1
+    align = alignment(x.quantizer, matrix_dim)
     for cut in (start, stop):
         if cut % align and cut != size:
-            name = "rows" if side == -2 else "columns"
+            name = "rows" if matrix_dim == -2 else "columns"
             raise ValueError(
                 f"cannot cut a {type(x).__name__} of shape {tuple(x.shape)} between {name} {cut - 1} and {cut}: its "
                 f"blocks span {align} {name}, so allowed are multiples of {align}"
@@ -123,7 +110,7 @@ def narrow(x: QuantizedTensor, dim: int, start: int, stop: int) -> QuantizedTens
         if layout.block is None:
             fields[layout.name], shared = field, True
         else:
-            fields[layout.name] = field.narrow(layout.axis(side), *layout.entries(start, stop, side))
+            fields[layout.name] = field.narrow(layout.axis(matrix_dim), *layout.entries(start, stop, matrix_dim))
     new = x.view_of(fields, shape=shape)
     new.shares_scale |= shared
     return new

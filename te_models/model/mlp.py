@@ -8,19 +8,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from te_models.kernels.activation import activation, gated_activation
+from te_models.kernels.activation import Activation
 from te_models.kernels.gemm import linear
+from te_models.layers import Linear, current_recipe
 from te_models.layers.functional.compute_dtype import compute_dtype
+from te_models.layers.functional.gemm_operand import quantized_gemms
 
 from ..config import MLPConfig, ModelConfig
 from .build import Build, init_method, make_input_linear, make_output_linear
 
 
-def activate(x: Tensor, mlp: MLPConfig) -> Tensor:
-    """Apply the activation between the two projections: gated [..., 2F] -> [..., F], else [..., F] -> [..., F]."""
+def activation_of(mlp: MLPConfig) -> Activation:
+    """Return the activation between the two projections: gated [..., 2F] -> [..., F], else [..., F] -> [..., F]."""
     if not mlp.gated:
-        return activation(x, mlp.activation)
-    return gated_activation(x, mlp.activation, clamp=mlp.clamp, alpha=mlp.alpha, up_offset=mlp.up_offset)
+        return Activation(mlp.activation)
+    return Activation(mlp.activation, True, clamp=mlp.clamp, alpha=mlp.alpha, up_offset=mlp.up_offset)
+
+
+def output_projection(linear_fc2: nn.Module, activation: Activation, hidden: Tensor) -> Tensor:
+    """Return `linear_fc2(activation(hidden))`. Under a recipe on an accelerator the projection gets the activation,
+    too, whose result is then quantized as it is made; a module in the projection's place, an adapter, gets the
+    result."""
+    if isinstance(linear_fc2, Linear) and quantized_gemms(hidden.device) and current_recipe() is not None:
+        return linear_fc2(hidden, activation=activation)
+    return linear_fc2(activation.forward(hidden))
 
 
 class MLP(nn.Module):
@@ -28,14 +39,14 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, ffn_hidden_size: int, bias: bool, build: Build, *, normed: bool) -> None:
         super().__init__()
-        self.mlp = config.mlp
         rows = ffn_hidden_size * (2 if config.mlp.gated else 1)
         self.linear_fc1 = make_input_linear(config, rows, bias, build, normed=normed)
         self.linear_fc2 = make_output_linear(config, ffn_hidden_size, bias, build)
+        self._activation = activation_of(config.mlp)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., H] -> [..., H]."""
-        return self.linear_fc2(activate(self.linear_fc1(x), self.mlp))
+        return output_projection(self.linear_fc2, self._activation, self.linear_fc1(x))
 
 
 class SharedExperts(nn.Module):
@@ -47,13 +58,13 @@ class SharedExperts(nn.Module):
         assert config.moe is not None
         width = config.moe.shared_expert_intermediate_size
         assert width is not None
-        self.mlp = config.mlp
         self.init_method = init_method(config)
         self.gate_weight = build.parameter(1, config.hidden_size) if config.moe.shared_expert_gate else None
         self.reset_parameters()
         rows, bias = width * (2 if config.mlp.gated else 1), config.mlp.bias
         self.linear_fc1 = make_input_linear(config, rows, bias, build, normed=False)
         self.linear_fc2 = make_output_linear(config, width, bias, build)
+        self._activation = activation_of(config.mlp)
 
     def reset_parameters(self) -> None:
         """Initialise the gate anew; the projections have their own."""
@@ -62,7 +73,7 @@ class SharedExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., H] -> [..., H]."""
-        y = self.linear_fc2(activate(self.linear_fc1(x), self.mlp))
+        y = output_projection(self.linear_fc2, self._activation, self.linear_fc1(x))
         if self.gate_weight is None:
             return y
         dtype = compute_dtype(x)

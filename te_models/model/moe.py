@@ -20,7 +20,7 @@ from te_models.layers.distributed.expert_parallel import gather_tokens, local_ch
 
 from ..config import ModelConfig
 from .build import Build, LocalExperts, Normal, init_method, output_init_method
-from .mlp import SharedExperts, activate
+from .mlp import SharedExperts, activation_of
 from .router import Router, RouterOutput, count_choices
 
 
@@ -32,7 +32,7 @@ class Experts(nn.Module):
         super().__init__()
         moe = config.moe
         assert moe is not None
-        self.mlp = config.mlp
+        self._activation = activation_of(config.mlp)
         width, ranks = moe.moe_ffn_hidden_size, build.expert_model_parallel_size
         experts = self.num_local_experts = moe.num_moe_experts // ranks
         self.first_expert = 0 if build.ep_group is None else build.ep_group.rank() * experts
@@ -71,7 +71,7 @@ class Experts(nn.Module):
             x, permutation = permute(x, permutation), None
         x = self.linear_fc1.whole_rows(x)
         hidden = self.linear_fc1(x, rows_per_expert, permutation=permutation, row_align=row_align)
-        hidden = activate(hidden, self.mlp)
+        hidden = self._activation.forward(hidden)
         y = self.linear_fc2.summed(self.linear_fc2(hidden, rows_per_expert, row_align=row_align), None)
         return self.linear_fc2.with_bias(y, rows_per_expert) if self.linear_fc2.tp_size > 1 else y
 

@@ -20,7 +20,11 @@ ROOMS = {
 """The rooms of a folder in the order in which they may import each other."""
 MOST_FILES = 20
 BANNED = {
-    "te_models": {"rung", "rungs"},
+    "te_models": {"rung", "rungs", "handover", "handed_over", "preceded_linear", "given_rows", "raise_", "stored_form"},
+    "te_models.layers": {
+        *("Kept", "kept", "keep", "keep_weight", "kept_weight", "Side", "side", "sides", "turned", "How", "how"),
+        *("LiveState", "RowGroups", "noted", "note_statistics", "given", "taken", "made", "handed_out"),
+    },
     "te_models.checkpoints": {"carried", "fitting", "origin", "meter", "anew", "lying", "made", "taken", "given"},
 }
 """Package -> identifiers that say less than the field's own words (CONTRIBUTING.md)."""
@@ -71,6 +75,25 @@ def test_identifiers_are_the_words_of_the_field() -> None:
             names = {getattr(node, kind, None) for kind in ("id", "name", "arg", "attr")}
             for name in banned & names:
                 found.append(f"{module}:{getattr(node, 'lineno', '?')} {name}")
+    assert found == []
+
+
+def test_a_quantizer_is_asked_and_not_told_apart() -> None:
+    """A format is one quantizer, its reference and its kernel: what depends on it is a method or an attribute of its
+    quantizer, so that nothing else changes where a format is added."""
+    found = []
+    for module, file in modules().items():
+        if module.startswith(("te_models.layers.quantizer", "te_models.checkpoints.formats")):
+            continue
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            classes: ast.AST | None = None
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
+                classes = node.args[1]
+            elif isinstance(node, ast.MatchClass):
+                classes = node.cls
+            names = [n.id for n in ast.walk(classes) if isinstance(n, ast.Name)] if classes else []
+            if any(name.endswith("Quantizer") and name != "Quantizer" for name in names):
+                found.append(f"{module}:{getattr(node, 'lineno', '?')}")
     assert found == []
 
 

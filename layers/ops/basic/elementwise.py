@@ -79,8 +79,8 @@ class Reshape(BasicOperation):
 
     def __init__(self, *shape: int | Sequence[int]) -> None:
         super().__init__()
-        given: Any = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        self.shape = torch.Size(given)
+        sizes: Any = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        self.shape = torch.Size(sizes)
 
     def op_forward_compute(self, x: Tensor, call: OperationCall) -> Computed:
         return Computed(x.reshape(self.shape))

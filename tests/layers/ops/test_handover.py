@@ -94,7 +94,7 @@ def test_what_a_quantizer_can_have_made_for_it() -> None:
     """One scale of the whole result, or its second level, is known only when the last element is."""
     made = {name: recipe(name).quantizers("Linear", "").input.output() is not None for name in NAMES[1:]}
     assert made == {"delayed": False, "current": False, "block": True, "mxfp8": True, "nvfp4": False}
-    live = DelayedScalingQuantizer().bind(torch.ones(()), None)
+    live = DelayedScalingQuantizer().with_state(torch.ones(()), None)
     assert live.output() == QuantizedOutput(columnwise=False)  # its scale is known before
 
 
