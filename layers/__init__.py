@@ -17,7 +17,6 @@ from .module.autocast import (
     current_recipe,
     microbatch,
     quantized_model_init,
-    recompute_contexts,
     storage_recipe,
 )
 from .module.base import QuantizedModule
@@ -51,7 +50,7 @@ from .quantizer import (
     Quantizer,
 )
 from .quantizer.delayed import Float8Quantizer
-from .recipe.activation_checkpoint import checkpoint
+from .recipe.activation_checkpoint import checkpoint, recompute_contexts
 from .recipe.base import RECIPES, Format, GemmQuantizers, QuantizerRole, Recipe, recipe
 from .recipe.per_module import PerModuleRecipe, first_last_layers_bf16
 from .recipe.recipes import (

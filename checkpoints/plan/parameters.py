@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from types import MappingProxyType
 
@@ -14,18 +13,15 @@ from te_models.config import ModelConfig
 from te_models.layers import QuantizedTensor
 
 from ..io.boxes import Box
-from ..io.dtypes import torch_dtype
+from ..io.dtypes import dtype_name, torch_dtype
+from ..io.header import TensorInfo, byte_count
 from ..io.store import Store
-from ..io.threads import cores, start_threads
 from .param_shapes import ExpertLayout, expected_tensors
 from .quantized_format import SUFFIXES, quantizer_of, rebuild
 from .rank_shards import Cuts, Part, Ranges, cut_shape
 from .stream import cut_pieces, fill_tensor, read_piece
 from .te_namespace import Formats, formats_in_layout, te_namespace
 from .tensor_map import Namespace, Piece, compose
-
-MAX_THREADS = 4
-"""Threads that compute with one parameter; each has working copies of a band of rows."""
 
 
 class Parameters:
@@ -42,11 +38,6 @@ class Parameters:
         self.formats = formats_in_layout(config, layout, formats)
         self._target = te_namespace(config, layout, formats)
         self._pieces = compose(source, self._target)
-
-    @cached_property
-    def threads(self) -> ThreadPoolExecutor:
-        """Threads to compute with the parameters; the same ones throughout, because each keeps memory for reuse."""
-        return start_threads(min(cores(), MAX_THREADS))
 
     def fill_part(self, entry: str, cuts: Cuts, out: torch.Tensor) -> None:
         """Copy the ranges of a stored entry that `cuts` says into a plain tensor; nothing else is read."""
@@ -80,9 +71,21 @@ class Parameters:
         self.fill_part(entry, cuts, out)
         return out
 
-    def read(self, entry: str, box: Box) -> torch.Tensor:
+    @cached_property
+    def tensors(self) -> dict[str, TensorInfo]:
+        """Dtype and shape of every stored entry, as of a `Store`."""
+        found = {name: (dtype_name(self.dtype(name)), spec.shape) for name, spec in self._target.stored.items()}
+        return {name: TensorInfo(dtype, shape, 0, byte_count(dtype, shape)) for name, (dtype, shape) in found.items()}
+
+    def can_read_bytes(self, name: str) -> bool:
+        return False
+
+    def read_into(self, name: str, begin: int, buffer: memoryview) -> None:
+        raise NotImplementedError("parameters are put together from parts of files")
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
         """Return a region of a stored entry, in its stored dtype."""
-        return self.entry(entry, {axis: ((part.start, part.stop),) for axis, part in enumerate(box)})
+        return self.entry(name, {axis: ((part.start, part.stop),) for axis, part in enumerate(box)})
 
     def quantized(self, name: str, part: Part = Part()) -> QuantizedTensor:  # noqa: B008 (frozen)
         """Return a quantized parameter, or a part of it, exactly as stored."""

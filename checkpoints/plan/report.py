@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -84,6 +84,19 @@ class ConversionReport:
         line = self.lines.setdefault(key, Line(*key))  # type: ignore[arg-type]
         line.count += 1
         return line
+
+    def add_exact(self, name: str, source: str, target: str, *, encoded: bool, error: float) -> None:
+        """Count a tensor whose numbers are taken over. error: the largest relative one of the factors of matrices."""
+        kind: Kind = "re-encoded" if error else "re-encoded exact" if encoded else "exact"
+        line = self.add(name, kind, source, target)
+        if error:
+            line.relative = True
+            line.note(error)
+
+    def add_values(self, name: str, found: Iterable[str], target: str) -> None:
+        """Count a tensor in high precision. found: the dtypes of what it is joined from."""
+        source = " and ".join(sorted(set(found)))
+        self.add(name, "exact" if source == target else "converted", source, target)
 
     def to_dict(self) -> list[dict[str, Any]]:
         """Return the lines as JSON values."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 
@@ -22,53 +22,13 @@ from ..plan.te_namespace import formats_in_layout
 from .row_blocks import bands
 
 
-class Values:
-    """Quantized parameters as values.
+class ValueStore:
+    """The tensors of a store, some parameters as values instead of their fields; `formats` are what they are stored in.
 
     Arguments:
-        read: returns a region of a field by its entry's name.
-        parameters: name -> logical shape, [out, in] or [G, out, in], and format.
+        parameters: those to be seen as values: name -> logical shape, [out, in] or [G, out, in], and format.
         dtype: of the values; None: the logical dtype of each parameter.
     """
-
-    def __init__(
-        self,
-        read: Callable[[str, Box], torch.Tensor],
-        parameters: Mapping[str, tuple[Shape, Description]],
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        self._read, self._dtype = read, dtype
-        self._parameters = {name: (shape, *quantizer_of(name, meta)) for name, (shape, meta) in parameters.items()}
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a parameter's values."""
-        return self._dtype or self._parameters[name][2]
-
-    def read(self, name: str, box: Box) -> torch.Tensor:
-        """Return a region of a parameter's values; whole blocks around it are decoded."""
-        shape, quantizer, _ = self._parameters[name]
-        rows, columns = (_whole_blocks(quantizer, box[d], shape[d], d) for d in (-2, -1))
-        usage = quantizer.stored_usages()[0]
-        fields = {
-            layout.name: self._read(name + SUFFIXES[layout.name], _field_box(layout, box[:-2], rows, columns))
-            for layout in field_layouts(quantizer)
-            if layout.usage == usage
-        }
-        fields = {field: entries.contiguous() for field, entries in fields.items()}
-        values = quantizer.dequantize_fields(fields, self.dtype(name), (rows.size, columns.size))
-        return values[(..., *slices((_inside(box[-2], rows), _inside(box[-1], columns))))]
-
-    def bands(self, name: str) -> Iterator[torch.Tensor]:
-        """Yield the values of a parameter, matrix after matrix, a band of rows [..., rows, in] at a time."""
-        (*leading, rows, columns), quantizer, _ = self._parameters[name]
-        for place in itertools.product(*map(range, leading)):
-            matrix = tuple(Range(i, i + 1) for i in place)
-            for begin, end in bands(quantizer, (rows, columns), decoded=True):
-                yield self.read(name, (*matrix, Range(begin, end), Range(0, columns)))
-
-
-class ValueStore:
-    """A folder's tensors, some parameters as values instead of their fields; `formats` are what they are stored in."""
 
     def __init__(
         self,
@@ -76,25 +36,46 @@ class ValueStore:
         parameters: Mapping[str, tuple[Shape, Description]],
         dtype: torch.dtype | None = None,
     ) -> None:
-        """parameters: those to be seen as values: stored name -> shape and format. dtype: None is their own."""
-        self._store, self.values = store, Values(store.read, parameters, dtype)
+        self._store, self._dtype = store, dtype
+        self._values = {name: (shape, *quantizer_of(name, meta)) for name, (shape, meta) in parameters.items()}
         self.formats = {name: str(meta["format"]) for name, (_, meta) in parameters.items()}
         fields = {name + suffix for name in parameters for suffix in SUFFIXES.values()}
         self.tensors = {name: info for name, info in store.tensors.items() if name not in fields}
-        for name, (shape, _) in parameters.items():
-            seen = dtype_name(self.values.dtype(name))
+        for name, (shape, _, logical) in self._values.items():
+            seen = dtype_name(dtype or logical)
             self.tensors[name] = TensorInfo(seen, shape, 0, byte_count(seen, shape))
 
     def can_read_bytes(self, name: str) -> bool:
-        return name not in self.formats and self._store.can_read_bytes(name)
+        return name not in self._values and self._store.can_read_bytes(name)
 
     def read_into(self, name: str, begin: int, buffer: memoryview) -> None:
         self._store.read_into(name, begin, buffer)
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        if name not in self.formats:
-            return self._store.read(name, box)
-        return check_decoded(self.values.read(name, box), name)
+        return check_decoded(self._region(name, box), name) if name in self._values else self._store.read(name, box)
+
+    def _region(self, name: str, box: Box) -> torch.Tensor:
+        """Return a region of a parameter's values; whole blocks around it are decoded."""
+        shape, quantizer, logical = self._values[name]
+        rows, columns = (_whole_blocks(quantizer, box[d], shape[d], d) for d in (-2, -1))
+        usage = quantizer.stored_usages()[0]
+        fields = {
+            layout.name: self._store.read(name + SUFFIXES[layout.name], _field_box(layout, box[:-2], rows, columns))
+            for layout in field_layouts(quantizer)
+            if layout.usage == usage
+        }
+        fields = {field: entries.contiguous() for field, entries in fields.items()}
+        values = quantizer.dequantize_fields(fields, self._dtype or logical, (rows.size, columns.size))
+        return values[(..., *slices((_inside(box[-2], rows), _inside(box[-1], columns))))]
+
+    def bands(self, name: str) -> Iterator[torch.Tensor]:
+        """Yield the values of a parameter, matrix after matrix, a band of rows [..., rows, in] at a time; unlike those
+        that `read` returns they may be infinite or NaN."""
+        (*leading, rows, columns), quantizer, _ = self._values[name]
+        for place in itertools.product(*map(range, leading)):
+            matrix = tuple(Range(i, i + 1) for i in place)
+            for begin, end in bands(quantizer, (rows, columns), decoded=True):
+                yield self._region(name, (*matrix, Range(begin, end), Range(0, columns)))
 
 
 def as_values(ckpt: Checkpoint, names: Collection[str], dtype: torch.dtype | None = None) -> ValueStore:

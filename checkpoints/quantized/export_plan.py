@@ -18,7 +18,6 @@ from ..folder.checkpoint import Checkpoint
 from ..formats import (
     Declaration,
     WeightFormat,
-    encode,
     format_named,
     hf_config_of,
     modelopt,
@@ -31,10 +30,9 @@ from ..formats.namespace import FieldNamespace, field_namespace, upright
 from ..formats.stacks import stacks
 from ..io.errors import CheckpointError
 from ..io.store import Store
-from ..plan.parameters import Parameters
 from ..plan.plan import Output, Plan, make_plan
-from ..plan.quantized_format import SUFFIXES, describe, quantizer_of
-from ..plan.report import ConversionReport, Kind, Measure
+from ..plan.quantized_format import describe, quantizer_of
+from ..plan.report import ConversionReport, Measure
 from ..plan.te_namespace import te_namespace
 from ..plan.tensor_map import Namespace
 from .activation_scales import scale_outputs
@@ -43,8 +41,6 @@ from .file_target import FileTarget
 from .passthrough_values import passthrough_modules, undeclared_passthrough_as_values
 from .representable import unrepresentable
 from .route import Form, Route, choose_route
-
-_AMAX = SUFFIXES["rowwise_amax"]
 
 
 @dataclass(frozen=True)
@@ -125,8 +121,14 @@ def plan_quantized_export(
     rest = [o for o in moved.plan.outputs if o.name not in moved.found.fields and o.name not in weights]
     plain_outputs = [output for output in rest if output.name not in moved.plan.passthrough]
     outputs += [output for output in rest if output.name in moved.plan.passthrough]
-    _report_moved(report, ckpt, moved, weight_format, target, (details or {}).get("numbers"))
-    _report_plain(report, ckpt, moved.found, plain_outputs)
+    for name in moved.found.formats:
+        meta, encoded, error = ckpt.formats[name], name in target.reencoded, target.number_error(name)
+        what = str(meta["format"]) + (" rowwise copy" if len(meta["usage"]) > 1 else "")
+        report.add_exact(name, what, weight_format.name, encoded=encoded, error=error)
+    owners = moved.found.owners
+    for output in plain_outputs:
+        name = owners.get(output.name, output.name)  # a copy of the embedding has none
+        report.add_values(name, (ckpt.tensors[piece.source].dtype for piece in output.pieces), output.dtype)
     plan = replace(moved.plan, outputs=(*plain_outputs, *outputs), ignored=left_out, report=report)
     if declaration is not None:
         config, separate = declaration.config, declaration.separate
@@ -164,7 +166,6 @@ class _Moved:
     plan: Plan
     found: FieldNamespace
     store: Store
-    params: Parameters
 
 
 def _move(
@@ -195,7 +196,7 @@ def _move(
         passthrough=passthrough,
         copies=copies,
     )
-    return _Moved(plan, found, store, Parameters(store, source, ckpt.config, rowwise, "grouped"))
+    return _Moved(plan, found, store)
 
 
 def _requantized(
@@ -207,56 +208,6 @@ def _requantized(
     source = str(ckpt.formats[route.parameter]["format"])
     line = report.add(route.parameter, "requantized", source, weight_format.name)
     return lambda weight: line.note
-
-
-def _report_moved(
-    report: ConversionReport,
-    ckpt: Checkpoint,
-    moved: _Moved,
-    weight_format: WeightFormat,
-    target: FileTarget,
-    imported: Mapping[str, float] | None,
-) -> None:
-    """Report the quantized parameters that a format takes over. imported: see `encode.written_number`."""
-    inexact = _number_errors(moved, weight_format, imported)
-    for name in moved.found.formats:
-        meta = ckpt.formats[name]
-        kind: Kind = "re-encoded exact" if name in target.reencoded else "exact"
-        what = str(meta["format"]) + (" rowwise copy" if len(meta["usage"]) > 1 else "")
-        error = inexact.get(name, 0.0)
-        line = report.add(name, "re-encoded" if error else kind, what, weight_format.name)
-        if error:
-            line.relative = True
-            line.note(error)
-
-
-def _report_plain(report: ConversionReport, ckpt: Checkpoint, found: FieldNamespace, outputs: list[Output]) -> None:
-    owners = found.owners
-    for output in outputs:
-        dtypes = " and ".join(sorted({ckpt.tensors[piece.source].dtype for piece in output.pieces}))
-        name = owners.get(output.name, output.name)  # a copy of the embedding has none
-        report.add(name, "exact" if dtypes == output.dtype else "converted", dtypes, output.dtype)
-
-
-def _number_errors(
-    moved: _Moved, weight_format: WeightFormat, imported: Mapping[str, float] | None
-) -> dict[str, float]:
-    """Return parameter -> the largest relative error of the numbers of its matrices, where there is one."""
-    part = weight_format.parts[-1]
-    if part.meaning not in ("factor", "divisor"):
-        return {}
-    errors: dict[str, float] = {}
-    read: dict[str, torch.Tensor] = {}
-    for link in moved.found.namespace.links:
-        name = link.name.removesuffix(_AMAX)
-        if link.name == name or name not in moved.found.formats:
-            continue
-        if name not in read:
-            read = {name: moved.params.entry(link.name)}
-        amax = read[name][tuple(r.start for r in link.box)]
-        number = encode.written_number(part, amax, link.stored, imported)
-        errors[name] = max(errors.get(name, 0.0), encode.number_error(part, amax, number))
-    return errors
 
 
 def _original(ckpt: Checkpoint) -> Declaration | None:

@@ -113,6 +113,16 @@ class FileTarget(Target):
             return outputs
         return [_as_stored(self._store, *found, weight) for found in zip(outputs, self._format.parts, strict=True)]
 
+    def number_error(self, parameter: str) -> float:
+        """Return the largest relative error of the numbers of a parameter's whole matrices; 0 where it has none."""
+        part, errors = self._format.parts[-1], [0.0]
+        for name in (weight + part.suffix for weight in self.weights(parameter)):
+            if part.meaning in ("factor", "divisor") and name in self.moved:  # else another stands for it
+                amax = torch.cat([band.flatten() for _, band in read_bands(self._store, self.moved[name], _BAND)])
+                number = encode.written_number(part, amax, name, self._numbers)
+                errors.append(encode.number_error(part, amax, number))
+        return max(errors)
+
     def _shape(self, part: Part, weight: Shape) -> Shape:
         """Return the shape in which a part of a weight is written: the number of a whole matrix is a scalar or [1]."""
         shapes = part.shapes(weight)

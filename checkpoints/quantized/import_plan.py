@@ -12,17 +12,16 @@ import torch
 from te_models.layers.quantizer import Float8CurrentScalingQuantizer, Quantizer
 
 from ..folder.checkpoint import Checkpoint
-from ..folder.te_plan import plan_te_folder
 from ..formats.source import QuantizedFiles
 from ..io.errors import CheckpointError
 from ..plan.param_shapes import ExpertLayout, expected_tensors
 from ..plan.plan import Output, Plan
 from ..plan.quantized_format import SUFFIXES, describe, quantizer_of
-from ..plan.report import ConversionReport, Kind, Measure
+from ..plan.report import ConversionReport, Measure
 from ..plan.te_namespace import formats_in_layout, parameter_names
 from .mxfp4_as_nvfp4 import SpanError, nvfp4_outputs
 from .route import VALUES, Allowed, Form, Route, choose_route
-from .te_target import TETarget, value_outputs
+from .te_target import TETarget, plan_te_folder, value_outputs
 
 
 def plan_quantized_import(
@@ -111,23 +110,17 @@ class _Reporter:
 
     def _exact(self, weight: str, quantizer: Quantizer, outputs: Iterable[Output]) -> None:
         sources = {piece.source for output in outputs for piece in output.pieces}
-        kind: Kind = "exact"
-        if weight in self._reencoded:
-            kind = "re-encoded exact"
-        elif not all(map(self._quantized.store.can_read_bytes, sources)):
-            kind = "re-encoded" if self._factor_error else "re-encoded exact"
-        line = self.report.add(weight, kind, self._quantized.format.name, quantizer.FORMAT)
-        if kind == "re-encoded":
-            line.relative = True
-            line.note(self._factor_error)
+        as_stored = weight not in self._reencoded and all(map(self._quantized.store.can_read_bytes, sources))
+        error = 0.0 if as_stored or weight in self._reencoded else self._factor_error
+        name = self._quantized.format.name
+        self.report.add_exact(weight, name, quantizer.FORMAT, encoded=not as_stored, error=error)
 
     def _plain(self, output: Output) -> None:
         sources = {piece.source for piece in output.pieces}
         if not sources.isdisjoint(self._weights):
             self.report.add(output.name, "dequantized", self._quantized.format.name, output.dtype)
-            return
-        found = " and ".join(sorted({self._tensors[source].dtype for source in sources}))
-        self.report.add(output.name, "exact" if found == output.dtype else "converted", found, output.dtype)
+        else:
+            self.report.add_values(output.name, (self._tensors[source].dtype for source in sources), output.dtype)
 
 
 def _check_refused(ckpt: Checkpoint, quantized: QuantizedFiles, refused: list[Route]) -> None:

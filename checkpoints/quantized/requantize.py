@@ -90,6 +90,7 @@ def _by_usage(quantizer: Quantizer) -> list[Quantizer]:
     return [quantizer.with_usage(rowwise=u == "rowwise", columnwise=u == "columnwise") for u in usages]
 
 
+@dataclass
 class _Fields:
     """The fields of one parameter.
 
@@ -98,40 +99,37 @@ class _Fields:
     are computed when the first is written, and each is dropped when it has been.
     """
 
-    def __init__(
-        self,
-        shape: Shape,
-        quantizer: Quantizer,
-        readers: Sequence[Read],
-        threads: Callable[[], Executor],
-        measure: Measure | None,
-        amaxes: Sequence[Callable[[Executor | None], Amaxes]],
-    ) -> None:
-        self._shape, self._quantizer, self._readers, self._amaxes = shape, quantizer, readers, amaxes
-        self._threads, self._measure = threads, measure
+    shape: Shape
+    quantizer: Quantizer
+    readers: Sequence[Read]
+    threads: Callable[[], Executor]
+    measure: Measure | None
+    amaxes: Sequence[Callable[[Executor | None], Amaxes]]
+
+    def __post_init__(self) -> None:
         self._ready: dict[str, torch.Tensor] = {}
-        (usage,) = quantizer.stored_usages()
+        (usage,) = self.quantizer.stored_usages()
         self._data = f"{usage}_data"
-        layouts = {layout.name: layout for layout in field_layouts(quantizer)}
+        layouts = {layout.name: layout for layout in field_layouts(self.quantizer)}
         self._streams = not layouts[self._data].transposed
 
     def suffixes(self) -> Iterator[tuple[str, str]]:
         """List the fields, each with what its entry's name adds to the parameter's."""
-        return ((field, SUFFIXES[field]) for field in self._quantizer.field_names())
+        return ((field, SUFFIXES[field]) for field in self.quantizer.field_names())
 
     def entry(self, field: str) -> Callable[[], Iterable[torch.Tensor]]:
         """Return the function that computes one field; each may be called once."""
         return functools.partial(self._stream if self._streams and field == self._data else self._whole, field)
 
     def _stream(self, field: str) -> Iterator[torch.Tensor]:
-        fields = empty_fields(self._quantizer, torch.Size(self._shape), "meta")
+        fields = empty_fields(self.quantizer, torch.Size(self.shape), "meta")
         small = {name: torch.empty_like(f, device="cpu") for name, f in fields.items() if name != field}
         yield from self._quantize(small, field)
         self._ready = small
 
     def _whole(self, field: str) -> list[torch.Tensor]:
         if field not in self._ready:
-            fields = empty_fields(self._quantizer, torch.Size(self._shape), "cpu")
+            fields = empty_fields(self.quantizer, torch.Size(self.shape), "cpu")
             if self._streams:
                 del fields[self._data]  # in another file than this field, which is there already or comes later
             for _ in self._quantize(fields):
@@ -140,17 +138,17 @@ class _Fields:
         return [self._ready.pop(field)]
 
     def _quantize(self, fields: dict[str, torch.Tensor], streamed: str | None = None) -> Iterator[torch.Tensor]:
-        large = math.prod(self._shape) >= 2 * BAND_ELEMENTS
+        large = math.prod(self.shape) >= 2 * BAND_ELEMENTS
         if large and streamed is None:
             return_freed_memory()  # of the parameter before
         # each matrix has its own scales, so this is what quantizing the whole stack gives
-        stacked = len(self._shape) > 2
+        stacked = len(self.shape) > 2
         parts = [
             Matrix(read, {name: field[g] if stacked else field for name, field in fields.items()}, amaxes)
-            for g, (read, amaxes) in enumerate(zip(self._readers, self._amaxes, strict=True))
+            for g, (read, amaxes) in enumerate(zip(self.readers, self.amaxes, strict=True))
         ]
-        pool, measure = self._threads() if large else None, self._measure is not None
-        yield from quantize_bands(parts, self._quantizer, self._shape[-2:], pool, streamed=streamed, measure=measure)
-        if self._measure is not None:
+        pool, measure = self.threads() if large else None, self.measure is not None
+        yield from quantize_bands(parts, self.quantizer, self.shape[-2:], pool, streamed=streamed, measure=measure)
+        if self.measure is not None:
             for matrix in parts:
-                self._measure(matrix.error)
+                self.measure(matrix.error)

@@ -24,10 +24,12 @@ from te_models.layers.quantizer import Quantizer
 from ..io.store import Store
 from ..io.threads import cores, start_threads
 from ..plan.param_shapes import is_linear_weight
-from ..plan.parameters import MAX_THREADS
 from ..plan.plan import Output
 from ..plan.report import Measure
 from .requantize import AmaxesOf, Entry, requantized_outputs
+
+MAX_THREADS = 4
+"""Threads that quantize one parameter; each has working copies of a band of rows."""
 
 Way = Literal["move", "re-encode", "requantize", "dequantize", "refuse"]
 Allowed = Collection[Literal["requantize", "dequantize"]]

@@ -11,12 +11,13 @@ from te_models.config import ModelConfig
 from te_models.layers.quantizer import Quantizer
 
 from ..folder.checkpoint import Checkpoint
+from ..folder.passthrough import our_names
 from ..io.dtypes import dtype_name, torch_dtype
 from ..io.store import Store
 from ..plan.param_shapes import ExpertLayout, expected_tensors
-from ..plan.plan import Output
+from ..plan.plan import Output, Plan, make_plan
 from ..plan.quantized_format import SUFFIXES, describe
-from ..plan.te_namespace import parameter_names, te_namespace
+from ..plan.te_namespace import Formats, parameter_names, te_namespace
 from ..plan.tensor_map import compose
 from .requantize import Entry, field_entries
 from .route import Target
@@ -70,3 +71,21 @@ def value_outputs(ckpt: Checkpoint, layout: ExpertLayout) -> dict[str, Output]:
         dtype = functools.reduce(torch.promote_types, found)
         outputs[name] = Output(name, dtype_name(dtype), target.stored[name].shape, tuple(pieces))
     return outputs
+
+
+def plan_te_folder(
+    ckpt: Checkpoint, layout: ExpertLayout, formats: Formats | None = None, dtype: torch.dtype | None = None
+) -> Plan:
+    """Return the plan that moves what `ckpt` holds to the tensors of an expert layout, passthrough tensors included.
+
+    formats: grouped-layout names of the parameters that are in fields on both sides. dtype: see `make_plan`.
+    """
+    return make_plan(
+        ckpt.tensors,
+        ckpt.namespace,
+        te_namespace(ckpt.config, layout, formats),
+        where=str(ckpt.path),
+        dtype=dtype,
+        unused=ckpt.unused,
+        passthrough=our_names(ckpt.passthrough),
+    )

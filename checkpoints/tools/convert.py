@@ -12,7 +12,6 @@ from ..folder.checkpoint import Checkpoint, open_checkpoint
 from ..folder.hf_config import choose_family, export_config, weight_dtype
 from ..folder.passthrough import names_in_export, our_names
 from ..folder.provenance import source_of
-from ..folder.te_plan import plan_te_folder
 from ..folder.tied_weights import copies_in_export
 from ..formats import SEPARATE
 from ..formats.source import VALUES
@@ -28,6 +27,7 @@ from ..quantized.dequantized_store import as_values
 from ..quantized.export_plan import plan_quantized_export
 from ..quantized.import_plan import plan_quantized_import
 from ..quantized.passthrough_values import passthrough_as_values, undeclared_passthrough_as_values
+from ..quantized.te_target import plan_te_folder
 from .conversion import Conversion, Options, PathLike
 
 

@@ -17,9 +17,9 @@ from ..io.threads import Progress
 from ..plan.param_shapes import expected_tensors
 from ..plan.parameters import Parameters
 from ..plan.plan import copy_of
-from ..quantized.dequantized_store import Values
+from ..quantized.dequantized_store import ValueStore
 from .conversion import PathLike
-from .pair import open_pair
+from .pair import aligned, open_pair
 from .verify import VerifyReport, compare_bits, output_layers
 
 _PART = 1 << 20
@@ -85,12 +85,14 @@ def diff(a: PathLike, b: PathLike, *, progress: Progress | None = None) -> DiffR
             elif shapes[name] != other[name]:
                 report.notes.append(f"{name}: {list(shapes[name])} and {list(other[name])}")
         sides = [Parameters(c.store, c.namespace, c.config, c.formats, "grouped") for c in (left, right)]
+        quantized = [{name: (p.shapes[name], meta) for name, meta in p.formats.items()} for p in sides]
+        stores = [ValueStore(p, found, torch.float32) for p, found in zip(sides, quantized)]
         total, done = sum(math.prod(shapes[name]) for name in common), 0
         for name in common:
             kinds = [_kind(parameters, name) for parameters in sides]
             if kinds[0] != kinds[1]:
                 report.notes.append(f"{name}: {kinds[0]} and {kinds[1]}")
-            found = _compare(name, math.prod(shapes[name]), *(_values(parameters, name) for parameters in sides))
+            found = _compare(name, math.prod(shapes[name]), *(_values(*side, name) for side in zip(sides, stores)))
             if found.differing:
                 report.tensors.append(found)
             else:
@@ -109,12 +111,11 @@ def _kind(parameters: Parameters, name: str) -> str:
     return " with ".join(sorted(str(dtype).removeprefix("torch.") for dtype in parameters.dtypes(name)))
 
 
-def _values(parameters: Parameters, name: str) -> Iterator[torch.Tensor]:
+def _values(parameters: Parameters, store: ValueStore, name: str) -> Iterator[torch.Tensor]:
     """Yield the values of a parameter as float32 or wider [n], some rows at a time."""
     shape = parameters.shapes[name]
     if name in parameters.formats:
-        values = Values(parameters.read, {name: (shape, parameters.formats[name])}, torch.float32)
-        yield from map(torch.flatten, values.bands(name))
+        yield from map(torch.flatten, store.bands(name))
         return
     rows = max(1, _PART // max(1, math.prod(shape[1:])))
     for begin in range(0, shape[0], rows):
@@ -122,24 +123,9 @@ def _values(parameters: Parameters, name: str) -> Iterator[torch.Tensor]:
         yield part.to(torch.promote_types(part.dtype, torch.float32)).flatten()
 
 
-def _paired(a: Iterator[torch.Tensor], b: Iterator[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the same parts of two parameters of equal shape, which come in parts of other sizes."""
-    x = y = torch.empty(0)
-    while True:
-        x = next(a, None) if x.numel() == 0 else x
-        y = next(b, None) if y.numel() == 0 else y
-        if x is None or y is None:
-            assert x is y, "both have as many elements"
-            return
-        n = min(x.numel(), y.numel())
-        if n:
-            yield x[:n], y[:n]
-        x, y = x[n:], y[n:]
-
-
 def _compare(name: str, elements: int, a: Iterator[torch.Tensor], b: Iterator[torch.Tensor]) -> TensorDifference:
     differing, largest, squares, reference = 0, 0.0, 0.0, 0.0
-    for x, y in _paired(a, b):
+    for x, y in aligned(a, b):
         difference = torch.where((x == y) | (x.isnan() & y.isnan()), 0.0, (x - y).abs())
         differing += int(torch.count_nonzero(difference))  # NaN counts
         largest = max(largest, math.nan if difference.isnan().any() else float(difference.max()), key=_nan_last)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+import torch
+
 from ..folder.checkpoint import Checkpoint, open_checkpoint
 from .conversion import PathLike
 
@@ -24,3 +26,18 @@ def open_pair(a: PathLike, b: PathLike) -> Iterator[tuple[Checkpoint, Checkpoint
                 stack.enter_context(open_checkpoint(c.path, float32=True, verify=False)) for c in (left, right)
             )
         yield left, right
+
+
+def aligned(a: Iterator[torch.Tensor], b: Iterator[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the same parts of two tensors of equal size, each of which comes in flat parts of its own sizes."""
+    x = y = None
+    while True:
+        x = next(a, None) if x is None or x.numel() == 0 else x
+        y = next(b, None) if y is None or y.numel() == 0 else y
+        if x is None or y is None:
+            assert x is y, "both have as many elements"
+            return
+        n = min(x.numel(), y.numel())
+        if n:
+            yield x[:n], y[:n]
+        x, y = x[n:], y[n:]

@@ -13,7 +13,6 @@ from te_models.layers import recipe as recipe_by_name
 
 from ..folder.passthrough import our_names
 from ..folder.provenance import source_of
-from ..folder.te_plan import plan_te_folder
 from ..io.dtypes import as_torch_dtype, torch_dtype
 from ..io.errors import CheckpointError
 from ..io.finite_cast import check_decoded
@@ -25,7 +24,7 @@ from ..plan.te_namespace import parameter_names, te_namespace
 from ..quantized.dequantized_store import ValueStore, as_values
 from ..quantized.passthrough_values import undeclared_passthrough_as_values
 from ..quantized.route import VALUES, Form, choose_route
-from ..quantized.te_target import TETarget
+from ..quantized.te_target import TETarget, plan_te_folder
 from .conversion import Conversion, Options, PathLike
 
 
@@ -110,6 +109,6 @@ def _computed(store: ValueStore, output: Output) -> Output:
         return output
 
     def compute() -> Iterator[torch.Tensor]:
-        return (check_decoded(band, output.name) for band in store.values.bands(output.name))
+        return (check_decoded(band, output.name) for band in store.bands(output.name))
 
     return Output(output.name, output.dtype, output.shape, compute=compute)

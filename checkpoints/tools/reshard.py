@@ -10,16 +10,14 @@ from typing import Unpack
 from ..folder.reading_checks import check_while_reading
 from ..folder.te_folder import CONFIG, MODEL_TYPE
 from ..formats import SEPARATE
-from ..io.boxes import full
 from ..io.errors import CheckpointError, shorten
 from ..io.hub import local_folder
 from ..io.store import FileStore
 from ..io.strict_json import read_object
 from ..io.weight_files import open_weights, plain_file
-from ..plan.plan import Output, Plan
+from ..plan.plan import Plan, copy_of
 from ..plan.quantized_format import METADATA_KEY, SUFFIXES, Description, quantizer_of, read_metadata
 from ..plan.report import moved_report
-from ..plan.tensor_map import Piece
 from ..write.output_folder import write_folder
 from .conversion import Options, PathLike, split_options
 
@@ -58,7 +56,7 @@ def reshard(
             )
         for name, meta in formats.items():
             quantizer_of(name, meta)
-        outputs = tuple(_whole(store, name) for name in _in_order(store, formats))
+        outputs = tuple(copy_of(store.tensors[name], name, name) for name in _in_order(store, formats))
         plan = Plan(outputs, formats=formats, metadata=metadata)
         plan = replace(plan, report=moved_report(plan, store.tensors))
         return write_folder(
@@ -86,9 +84,3 @@ def _in_order(store: FileStore, formats: dict[str, Description]) -> Iterator[str
     for name in store.tensors:
         if name not in of_another:
             yield from entries.get(name, [name])
-
-
-def _whole(store: FileStore, name: str) -> Output:
-    info = store.tensors[name]
-    box = full(info.shape)
-    return Output(name, info.dtype, info.shape, (Piece(name, box, box, tuple(range(len(box)))),))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from ..plan.quantized_format import SUFFIXES
 from ..plan.stream import stream
 from ..plan.tensor_map import Piece, compose, identity_namespace
 from .conversion import PathLike
-from .pair import open_pair
+from .pair import aligned, open_pair
 
 _SHOWN = 20
 """Differences that are printed."""
@@ -167,7 +167,9 @@ def compare_bits(
         report.add(f"{a.name}: {a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}")
         return
     position = 0
-    for x, y in _aligned(stream(left.store, a, rings[0]), stream(right.store, b, rings[1])):
+    sides = ((left, a, rings[0]), (right, b, rings[1]))
+    parts = ((buffer.tensor[:n] for buffer, n in stream(c.store, o, ring)) for c, o, ring in sides)
+    for x, y in aligned(*parts):
         if not torch.equal(x, y):
             width = (bits_of(a.dtype) or 8) // 8
             if width == 0:
@@ -179,22 +181,3 @@ def compare_bits(
             report.add(f"{a.name}{index}: {values[0]} and {values[1]}")
             return
         position += x.numel()
-
-
-def _aligned(a: Iterator[Any], b: Iterator[Any]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Pair up two streams of chunks with different boundaries into equally long parts."""
-    x = y = torch.empty(0, dtype=torch.uint8)
-    while True:
-        if x.numel() == 0:
-            buffer, n = next(a, (None, 0))
-            if buffer is None:
-                return
-            x = buffer.tensor[:n]
-        if y.numel() == 0:
-            buffer, n = next(b, (None, 0))
-            if buffer is None:
-                return
-            y = buffer.tensor[:n]
-        n = min(x.numel(), y.numel())
-        yield x[:n], y[:n]
-        x, y = x[n:], y[n:]

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..compiling import compiling
 from ..torch_versions import constant_when_traced
 
 CpuGemm = Literal["bf16", "float32"]
@@ -67,14 +66,19 @@ def using_cpu_gemm(backend: Literal["auto", "bf16", "float32"]) -> Iterator[None
 
 def in_float32(x: Tensor) -> bool:
     """Whether a GEMM of x runs in float32 for being on this CPU."""
-    return x.dtype in _SIXTEEN_BITS and x.device.type == "cpu" and _float32()
+    if _backend == "bf16" or x.dtype not in _SIXTEEN_BITS or x.device.type != "cpu":
+        return False
+    return _backend == "float32" or _float32()
 
 
 def operand_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which operands that are made for a GEMM in `dtype` are best made: float32 where the GEMM on
     this device is of that, so that they are not up-cast again. Not in a graph, which may keep them."""
-    wide = dtype in _SIXTEEN_BITS and device.type == "cpu" and not compiling() and _float32()
-    return torch.float32 if wide else dtype
+    if _backend == "bf16" or dtype not in _SIXTEEN_BITS or device.type != "cpu":
+        return dtype
+    if torch.compiler.is_compiling():  # perhaps in another thread: values in either dtype give the same product
+        return dtype
+    return torch.float32 if _backend == "float32" or cpu_gemm() == "float32" else dtype
 
 
 def _float32() -> bool:

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..compiling import compiling
 from ..without_autocast import without_autocast
 from .cpu import in_float32
 from .float32 import gemm_float32, product
@@ -28,7 +27,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if torch._C._are_functorch_transforms_active():
         with without_autocast(wide := x.float()):
             return F.linear(wide, weight.float(), None if bias is None else bias.float()).to(x.dtype)
-    y = multiply(x.reshape(-1, x.shape[-1]), weight.t(), bias)
+    y = _multiply(x.reshape(-1, x.shape[-1]), weight.t(), bias)
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -37,11 +36,7 @@ def multiply(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     if not in_float32(left):
         y = left @ right
         return y if bias is None else y + bias
-    if compiling():
-        return gemm_float32(left, right, bias, left.dtype)
-    if torch.is_grad_enabled() and (left.requires_grad or right.requires_grad or bias is not None):
-        return _Multiply.apply(left, right, bias)
-    return product(left, right, bias, left.dtype)
+    return _multiply(left, right, bias)
 
 
 def matmul(left: Tensor, right: Tensor) -> Tensor:
@@ -50,6 +45,14 @@ def matmul(left: Tensor, right: Tensor) -> Tensor:
         return left @ right
     with without_autocast(wide := left.float()):
         return (wide @ right.float()).to(left.dtype)
+
+
+def _multiply(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
+    if torch.compiler.is_compiling():  # perhaps in another thread, where the operation costs time and nothing else
+        return gemm_float32(left, right, bias, left.dtype)
+    if torch.is_grad_enabled() and (left.requires_grad or right.requires_grad or bias is not None):
+        return _Multiply.apply(left, right, bias)
+    return product(left, right, bias, left.dtype)
 
 
 class _Multiply(torch.autograd.Function):

@@ -45,8 +45,8 @@ def gemm(left: Operand, right: Operand, dtype: torch.dtype, bias: Tensor | None 
     the machine multiplies 16-bit matrices so: then the product is rounded once, at the end).
     """
     a, b = left.values, right.values
-    scale = epilogue_scale(left, right)
-    if in_float32(a):
+    scale = None if left.scale is None and right.scale is None else epilogue_scale(left, right)
+    if a.dtype != torch.float32 and in_float32(a):
         if scale is None:
             return gemm_float32(a, b, bias, dtype)
         product = gemm_float32(a, b, None, torch.float32)

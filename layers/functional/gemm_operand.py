@@ -51,7 +51,7 @@ def quantized_operand(
     quantizer: AnyQuantizer, x: Tensor, usage: Usage, dtype: torch.dtype, key: Tensor | None = None
 ) -> GemmOperand:
     """Quantize x: [..., R, C] for one GEMM: rowwise contracts C, columnwise R."""
-    if not quantized_gemms(x.device):
+    if x.device.type in _DEQUANTIZING_DEVICES:
         operand = quantizer.operand(x, usage, operand_dtype(x.device, dtype), key)
         return operand if usage == "rowwise" else transposed(operand, usage)
     scaled = quantizer.scaled_operand(x, usage, key)
@@ -63,7 +63,7 @@ def stored_operand(
 ) -> GemmOperand:
     """Return stored fields of a matrix [..., R, C] as an operand, exactly as they are."""
     device = next(iter(fields.values())).device
-    if not quantized_gemms(device):
+    if device.type in _DEQUANTIZING_DEVICES:
         operand = quantizer.operand_of_fields(fields, usage, operand_dtype(device, dtype), shape)
         return operand if usage == "rowwise" else transposed(operand, usage)
     scaled = quantizer.scaled_operand_of_fields(fields, usage, shape)

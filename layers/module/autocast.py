@@ -6,7 +6,6 @@ in itself, and the compiler follows those opened inside a compiled function.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
@@ -16,13 +15,11 @@ from te_models.kernels.compiling import compiling
 from ..collectives import check_group
 from ..recipe.base import Recipe
 from ..recipe.context import Region, state
+from ..recipe.recipe_use import live_modules, put_in_force
 from ..recipe.recipes import Float8CurrentScaling
-from .recipe_use import choose_for_all
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-
-    from .base import QuantizedModule
 
 
 def current_recipe() -> Recipe | None:
@@ -41,19 +38,6 @@ def _checked(enabled: bool, recipe: Recipe | None) -> Recipe | None:
     if not enabled:
         return None
     return Float8CurrentScaling() if recipe is None else recipe
-
-
-def _live() -> list[QuantizedModule]:
-    from .base import live_modules
-
-    return live_modules()
-
-
-def put_in_force(recipe: Recipe | None) -> None:
-    """Let layers run under this recipe now."""
-    s = state()
-    s.compute = recipe
-    s.chosen = choose_for_all(recipe, _live)
 
 
 class autocast(Region):
@@ -123,7 +107,7 @@ class autocast(Region):
 
             leave_region(touched, group, failed=raised is not None)
         if raised is None and self._recipe is not None and self._recipe.by_name and not compiling():
-            self._recipe.check_names(lambda: [module.name for module in _live() if module.name])
+            self._recipe.check_names(lambda: [module.name for module in live_modules() if module.name])
 
 
 class quantized_model_init(Region):
@@ -173,18 +157,3 @@ class collect_statistics(Region):
 
     def __init__(self, enabled: bool = True) -> None:
         super().__init__(statistics=enabled)
-
-
-def recompute_contexts(save: list[Any] | Callable[..., Any] | None = None) -> tuple[Any, Any]:
-    """Return contexts for the first run and the recomputation of a region under `torch.utils.checkpoint`.
-
-    The recomputation runs under the recipe and the scales of the first run, wherever backward is called, and records
-    nothing a second time. Pass it as `checkpoint(..., use_reentrant=False, context_fn=recompute_contexts)`.
-
-    In a compiled function it may be given, too. save: operators, or a policy function, whose results are kept and not
-    computed again, as torch's `create_selective_checkpoint_contexts` takes them:
-    `context_fn=functools.partial(recompute_contexts, [torch.ops.aten.mm.default])`.
-    """
-    from ..recipe.activation_checkpoint import contexts
-
-    return contexts(save)

@@ -15,8 +15,6 @@ pass of another call, which the compiler supports for a tensor that no forward p
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
@@ -31,9 +29,9 @@ from ..quantizer.state import NO_STATE, QuantizerState
 from ..recipe.activation_checkpoint import once, recomputing, refuse_around_a_graph, same_as_first_run, scratch_like
 from ..recipe.base import HIGH_PRECISION, GemmQuantizers, Recipe
 from ..recipe.context import state
+from ..recipe.recipe_use import Choice, LastUse, RecipeUse, choose, register_layer
 from ..recipe.recipes import DelayedRule, DelayedScaling
 from ..tensor.quantized_tensor import QuantizedTensor, module_conversion
-from .recipe_use import Choice, LastUse, RecipeUse, choose
 from .replicas import as_replica
 from .rounding_seed import STREAMS, default_seed
 from .te_extra_state import leave_extra_state
@@ -51,8 +49,6 @@ _PLACED_NAMES = (
     "fp8_statistics",
     "fp8_grad_statistics",
 )
-_ordinals = itertools.count()
-_modules: weakref.WeakValueDictionary[int, QuantizedModule] = weakref.WeakValueDictionary()
 
 
 class QuantizedModule(nn.Module):
@@ -75,7 +71,7 @@ class QuantizedModule(nn.Module):
         self.fp8_statistics = self.fp8_scale.new_zeros(len(self.STATISTICS_SLOTS), 2, len(STATISTICS))
         self.fp8_grad_statistics = self.fp8_scale.new_zeros(len(self.STATISTICS_SLOTS), len(STATISTICS))
         self.register_load_state_dict_pre_hook(leave_extra_state)
-        self._register()
+        self._ordinal = register_layer(self)
         self._seed = default_seed()
         self._stream_prepared = False
         self.fp8_rng_state = self.fp8_scale.new_tensor((self._seed * STREAMS, 0), dtype=torch.int64)
@@ -118,13 +114,9 @@ class QuantizedModule(nn.Module):
             # autograd need not see that it changed: a backward pass to come wants it as it is then
             self.fp8_gradient.data.copy_(gradient)
 
-    def _register(self) -> None:
-        self._ordinal = next(_ordinals)
-        _modules[self._ordinal] = self
-
     def __setstate__(self, values: dict[str, Any]) -> None:
         super().__setstate__(values)
-        self._register()  # copy.deepcopy comes this way, past __init__
+        self._ordinal = register_layer(self)  # copy.deepcopy comes this way, past __init__
 
     def complete_state(self) -> None:
         """Finish the live state of a layer whose parameters are made; layers call it at the end of their construction.
@@ -360,10 +352,3 @@ class QuantizedModule(nn.Module):
 def _real_default_device() -> torch.device:
     device = torch.get_default_device()
     return torch.device("cpu") if device.type == "meta" else device
-
-
-def live_modules() -> list[QuantizedModule]:
-    """Return the existing modules in the order of their construction."""
-    # a list at once, because other threads may build modules meanwhile; and one may be freed
-    found = [reference() for reference in _modules.valuerefs()]
-    return sorted((module for module in found if module is not None), key=lambda module: module._ordinal)

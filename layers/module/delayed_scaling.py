@@ -9,8 +9,9 @@ from te_models.kernels.compiling import compiling
 
 from ..quantizer.delayed import ROLES, next_history, next_scale, reduce_amaxes
 from ..recipe.base import Format
+from ..recipe.recipe_use import live_modules
 from ..recipe.recipes import DelayedRule
-from .base import QuantizedModule, live_modules
+from .base import QuantizedModule
 
 # found here: torch 2.11 does not trace the method of an enum's member
 _DTYPES = {fp8_format is Format.HYBRID: [fp8_format.dtype(role) for role in ROLES] for fp8_format in Format}

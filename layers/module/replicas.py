@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..recipe.context import state
-from .recipe_use import RecipeUse
+from ..recipe.recipe_use import RecipeUse
 
 if TYPE_CHECKING:
     from .base import QuantizedModule

@@ -6,7 +6,7 @@ import dataclasses
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -18,13 +18,12 @@ from te_models.kernels.quantize import QuantizedOutput
 from .group_offsets import GroupOffsets
 from .value import ValueObject, derived
 
-if TYPE_CHECKING:
-    from ..tensor.grouped_tensor import GroupedTensor
-    from ..tensor.quantized_tensor import QuantizedTensor
-
 Usage = Literal["rowwise", "columnwise"]
 Fields = dict[str, Tensor]
 Parts = Sequence[Tensor]
+TENSOR_TYPES: dict[str, Any] = {}
+"""Format -> the class of tensor that `quantize` makes, and "grouped" -> that of a stack of matrices. The modules of
+these classes, which are built on this one, enter them when they are imported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,19 +267,15 @@ class Quantizer(ValueObject):
             )
         return stored
 
-    def quantize(self, x: Tensor, key: Tensor | None = None) -> QuantizedTensor:
-        """Return x: [rows, columns] as a quantized tensor of the same logical shape and dtype."""
-        from ..tensor.formats import TENSOR_CLASSES
-
-        return TENSOR_CLASSES[self.FORMAT].quantize(x, self, key)
+    def quantize(self, x: Tensor, key: Tensor | None = None) -> Any:
+        """Return x: [rows, columns] as a `QuantizedTensor` of the same logical shape and dtype."""
+        return TENSOR_TYPES[self.FORMAT].quantize(x, self, key)
 
     __call__ = quantize
 
-    def quantize_grouped(self, x: Tensor, key: Tensor | None = None) -> GroupedTensor:
-        """Return x: [num_gemms, rows, columns] as one grouped tensor, every member with its own scales."""
-        from ..tensor.grouped_tensor import GroupedTensor
-
-        return GroupedTensor.quantize(x, self, key)
+    def quantize_grouped(self, x: Tensor, key: Tensor | None = None) -> Any:
+        """Return x: [num_gemms, rows, columns] as one `GroupedTensor`, every member with its own scales."""
+        return TENSOR_TYPES["grouped"].quantize(x, self, key)
 
     def same_numbers(self, other: Quantizer) -> bool:
         """Whether what `other` has quantized has the numbers that this one makes: they differ in their copies at most.

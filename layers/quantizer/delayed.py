@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -27,13 +27,10 @@ from te_models.kernels import quantize as q
 from te_models.kernels.gemm import Operand, ScaledOperand
 
 from . import Fields, Float8CurrentScalingQuantizer, Quantizer, Usage
+from .base import TENSOR_TYPES
 from .fp8 import quantize_rows_with, rows_by_usage
+from .group_offsets import GroupOffsets
 from .value import value_class
-
-if TYPE_CHECKING:
-    from ..tensor.formats import Float8Tensor
-    from ..tensor.grouped_tensor import GroupedTensor
-    from .group_offsets import GroupOffsets
 
 ROLES = ("input", "weight", "grad_output")
 STATISTICS = ("amax", "scale_min", "scale_max", "underflow", "saturation")
@@ -172,19 +169,15 @@ class Float8Quantizer:
         """Return how many rows one scale spans, for alignment: any number will do."""
         return 1
 
-    def quantize(self, x: Tensor, key: Tensor | None = None) -> Float8Tensor:
-        """Return x as a Float8Tensor, recording its amax."""
-        from ..tensor.formats import Float8Tensor
-
-        return Float8Tensor(self.quantize_fields(x.detach()), self.value, x.shape, x.dtype)
+    def quantize(self, x: Tensor, key: Tensor | None = None) -> Any:
+        """Return x as a `Float8Tensor`, recording its amax."""
+        return TENSOR_TYPES[self.FORMAT](self.quantize_fields(x.detach()), self.value, x.shape, x.dtype)
 
     __call__ = quantize
 
-    def quantize_grouped(self, x: Tensor, key: Tensor | None = None) -> GroupedTensor:
-        """Return x: [G, R, C] as one grouped tensor, recording amaxes; scale and amax are [G]."""
-        from ..tensor.grouped_tensor import GroupedTensor
-
-        return GroupedTensor(self.quantize_fields(x.detach()), self.value, x.shape, x.dtype)
+    def quantize_grouped(self, x: Tensor, key: Tensor | None = None) -> Any:
+        """Return x: [G, R, C] as one `GroupedTensor`, recording amaxes; scale and amax are [G]."""
+        return TENSOR_TYPES["grouped"](self.quantize_fields(x.detach()), self.value, x.shape, x.dtype)
 
 
 def update_amax_(recorded: Tensor, amax: Tensor) -> None:

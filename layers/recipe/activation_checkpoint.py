@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,12 +21,10 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from te_models.kernels.compiling import compiling
 
-from ..module.autocast import put_in_force, recompute_contexts
+from ..quantizer.state import QuantizerState
 from ..te_arguments import require_default
 from .context import Region, state
-
-if TYPE_CHECKING:
-    from ..quantizer.state import QuantizerState
+from .recipe_use import put_in_force
 
 T = TypeVar("T")
 Saved = list[Any] | Callable[..., Any]
@@ -99,8 +97,16 @@ class _Both:
         self.outer.__exit__(*exc_info)
 
 
-def contexts(save: Saved | None) -> tuple[Any, Any]:
-    """Return `recompute_contexts`."""
+def recompute_contexts(save: Saved | None = None) -> tuple[Any, Any]:
+    """Return contexts for the first run and the recomputation of a region under `torch.utils.checkpoint`.
+
+    The recomputation runs under the recipe and the scales of the first run, wherever backward is called, and records
+    nothing a second time. Pass it as `checkpoint(..., use_reentrant=False, context_fn=recompute_contexts)`.
+
+    In a compiled function it may be given, too. save: operators, or a policy function, whose results are kept and not
+    computed again, as torch's `create_selective_checkpoint_contexts` takes them:
+    `context_fn=functools.partial(recompute_contexts, [torch.ops.aten.mm.default])`.
+    """
     if TracingContext.try_get() is not None:
         # in a graph the compiler recomputes what it traced: no state is looked up a second time
         return create_selective_checkpoint_contexts(save or [])

@@ -22,7 +22,6 @@ from .base import Recipe
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from ..module.base import QuantizedModule
     from .activation_checkpoint import FirstRun, Replay
 
 
@@ -44,7 +43,7 @@ class State:
         self.noop: Tensor | None = None
         self.statistics = False
         self.depth = 0
-        self.touched: list[QuantizedModule] | None = None
+        self.touched: list[Any] | None = None
         self.entered: list[Entry] = []
         self.runs: list[FirstRun | Replay] = []
 

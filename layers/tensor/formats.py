@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..quantizer import Fields, Quantizer
+from ..quantizer.base import TENSOR_TYPES
 from .quantized_tensor import QuantizedTensor
 
 
@@ -46,6 +47,7 @@ TENSOR_CLASSES: dict[str, type[QuantizedTensor]] = {
     "hybrid": HybridTensor,
 }
 """Format -> the class of one matrix."""
+TENSOR_TYPES.update(TENSOR_CLASSES)
 
 CLASSES: dict[str, type[QuantizedTensor]] = {c.__name__: c for c in TENSOR_CLASSES.values()}
 """Class name -> class, of everything that can be saved."""

@@ -12,6 +12,7 @@ from te_models.kernels.compiling import compiling
 from te_models.kernels.gemm import Operand
 
 from ..quantizer import Fields, Quantizer, Usage
+from ..quantizer.base import TENSOR_TYPES
 from ..quantizer.delayed import Float8Quantizer
 from ..quantizer.group_offsets import GroupOffsets, check_values
 from ..quantizer.state import value_of
@@ -226,5 +227,6 @@ def _check_splits(m_splits: Tensor, rows: int) -> None:
         check_values(m_splits, rows)
 
 
+TENSOR_TYPES["grouped"] = GroupedTensor
 CLASSES[GroupedTensor.__name__] = GroupedTensor
 CLASSES[GroupedRows.__name__] = GroupedRows

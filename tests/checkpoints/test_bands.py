@@ -11,7 +11,7 @@ from te_models.checkpoints import dequantize, import_hf, quantize
 from te_models.checkpoints.io.store import MemoryStore
 from te_models.checkpoints.plan.quantized_format import SUFFIXES, describe
 from te_models.checkpoints.quantized import row_blocks as bands
-from te_models.checkpoints.quantized.dequantized_store import Values
+from te_models.checkpoints.quantized.dequantized_store import ValueStore
 from te_models.layers import Float8CurrentScalingQuantizer, HybridQuantizer, MXFP8Quantizer, Quantizer
 from te_models.layers import recipe as recipe_by_name
 from te_models.layers.quantizer.schema import empty_fields
@@ -53,7 +53,7 @@ def test_bands_are_parts_of_the_whole(monkeypatch: pytest.MonkeyPatch, name: str
         assert torch.equal(bits(fields[field]), bits(value)), field
 
     store = MemoryStore({"w" + SUFFIXES[field]: value for field, value in whole.items()})
-    stored = Values(store.read, {"w": (shape, describe(quantizer, torch.bfloat16))}, torch.float32)
+    stored = ValueStore(store, {"w": (shape, describe(quantizer, torch.bfloat16))}, torch.float32)
     parts = list(stored.bands("w"))
     assert len(parts) > 1 or shape[0] < 300
     assert torch.equal(bits(torch.cat(parts)), bits(values))

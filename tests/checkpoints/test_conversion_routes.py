@@ -70,3 +70,16 @@ def test_an_unknown_option_is_named_before_anything_is_read(conversion: object, 
     needed = {relayout: ("grouped",), quantize: ("mxfp8",), upcycle: (4, 2)}.get(conversion, ())
     with pytest.raises(TypeError, match=r"'overwite' is no option; allowed: overwrite, .*verify"):
         conversion(tmp_path / "missing", tmp_path / "out", *needed, overwite=True)  # type: ignore[operator]
+
+
+def test_the_error_of_a_stack_is_the_largest_of_its_experts(tmp_path: Path) -> None:
+    """The files' factors of single experts are rounded differently by our decoding, whatever form the export has."""
+    source, _ = make(CASES["modelopt-nvfp4"], tmp_path)
+    import_hf(source, tmp_path / "ours")
+    lines = {}
+    for form in ("published", "fused"):
+        plan = export_hf(tmp_path / "ours", tmp_path / form, form=form)
+        assert plan.report is not None
+        experts = [line for line in plan.report.to_dict() if "experts" in line["tensors"]]
+        lines[form] = [(x["tensors"], x["kind"], x["count"], x.get("max_relative_error")) for x in experts]
+    assert lines["published"] == lines["fused"] and any(kind == "re-encoded" for _, kind, *_ in lines["fused"])

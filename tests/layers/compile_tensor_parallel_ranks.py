@@ -103,7 +103,7 @@ def cases() -> dict[str, Callable[[], None]]:
     found += [(kind, not is_grouped(kind), "nvfp4", True, "aot_eager") for kind in KINDS]
     # by Inductor what has no norm or activation, whose last bits are its own
     found += [("linear_row", True, "block", False, "inductor"), ("grouped_row", False, "nvfp4", False, "inductor")]
-    found.append(("mlp", False, "delayed", False, "eager"))  # for every run
+    found.append(("linear_row", False, "delayed", False, "eager"))  # for every run
     return {case_name(*case): functools.partial(compiled_is_eager, *case) for case in found}
 
 

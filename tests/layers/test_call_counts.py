@@ -16,6 +16,7 @@ import torch
 
 import te_models.kernels
 import te_models.layers
+from te_models.kernels.gemm import using_cpu_gemm
 from te_models.layers import GroupedLinear, Linear, autocast, recipe
 
 FOLDERS = {
@@ -74,7 +75,7 @@ def test_a_forward_pass_is_few_calls_in_few_files(kind: str, name: str | None) -
     else:
         grouped, splits = GroupedLinear(4, 128, 128, bias=False, **options), torch.tensor([16] * 4)  # type: ignore[arg-type]
         run = lambda: grouped(x, splits)  # noqa: E731
-    with autocast(enabled=name is not None, recipe=recipe(name) if name else None):
+    with using_cpu_gemm("bf16"), autocast(enabled=name is not None, recipe=recipe(name) if name else None):
         run()  # the first call chooses
         way = way_of(run)
     own = [file for file in way.calls if file.startswith(FOLDERS["layers"])]

@@ -33,9 +33,9 @@ from te_models.layers import (
     quantized_model_init,
     storage_recipe,
 )
-from te_models.layers.module.base import live_modules
 from te_models.layers.recipe.activation_checkpoint import checkpointed
 from te_models.layers.recipe.context import state
+from te_models.layers.recipe.recipe_use import live_modules
 from tests.layers.matrix_recipes import fresh, graphs
 
 MXFP8, CURRENT = MXFP8BlockScaling(), Float8CurrentScaling()

@@ -7,10 +7,12 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from te_models.cli.main import build_parser
+from te_models.quickstart import main as quickstart
 from te_models.quickstart.main import NEXT, _where
 from tests.structure.tree import ROOT
 
@@ -40,3 +42,18 @@ def test_the_folders_and_the_environment_are_named(found: str | None, monkeypatc
     assert "imported from: /cache/SmolLM2 (kept there for the next time)\n" in text
     assert ("source /work/.venv/bin/activate" in text) is (found is None)
     assert not re.search("imported", _where(Path("out"), None))
+
+
+@pytest.mark.parametrize("tiny", [False, True])
+def test_a_run_ends_with_them(
+    tiny: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The steps themselves are tested in test_quickstart.py. The tiny model's folder does not stay."""
+    for name in ("import_model", "quantized", "experts", "train_experts", "export_model"):
+        monkeypatch.setattr(quickstart.steps, name, lambda *args: None)
+    monkeypatch.setattr(quickstart, "_prepare", lambda *args: SimpleNamespace(hf=Path("/cache/SmolLM2")))
+    out = tmp_path / "out"
+    quickstart.run_quickstart(out, offline_tiny=tiny)
+    printed = capsys.readouterr().out
+    assert printed.endswith(f"  te-models verify {out}/model {out}/hf-model\n")
+    assert ("/cache/SmolLM2" in printed) is not tiny

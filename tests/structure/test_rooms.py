@@ -13,6 +13,8 @@ from tests.structure.tree import FOLDERS, ROOT, modules
 
 ROOMS = {
     "te_models.checkpoints": "io plan families formats folder write quantized tools",
+    "te_models.layers": "te_arguments collectives quantizer tensor recipe functional distributed module te_compat "
+    "attention ops optimizer dynamo",
     "te_models.kernels": "launch derivative torch_versions without_autocast asserted custom_op quantize",
 }
 """The rooms of a folder in the order in which they may import each other."""
@@ -43,9 +45,10 @@ def test_a_room_imports_only_the_rooms_before_it() -> None:
     assert found == []
 
 
-def test_every_room_of_checkpoints_is_ordered() -> None:
-    rooms = {path.name for path in (ROOT / "checkpoints").iterdir() if (path / "__init__.py").exists()}
-    assert rooms == set(ROOMS["te_models.checkpoints"].split())
+def test_every_room_of_checkpoints_and_layers_is_ordered() -> None:
+    for folder in ("checkpoints", "layers"):
+        rooms = {path.name for path in (ROOT / folder).iterdir() if (path / "__init__.py").exists()}
+        assert rooms <= set(ROOMS[f"te_models.{folder}"].split()), folder
 
 
 def test_a_room_holds_at_most_twenty_files() -> None:

@@ -18,7 +18,7 @@ MISSING = {"desert": "call a compiled model", "absent": "call a compiled model",
 """In vain, with the rank that is missing."""
 MISSING_CASES = (*MISSING, "block_desert", "block_absent")
 LAUNCHES = {
-    "two": (2, ("delayed", "desert"), "eager"),
+    "two": (2, ("dense", "desert"), "eager"),
     "two_full": (2, (*TRAINED, *MISSING_CASES), "aot_eager"),
     "four_full": (4, (*TRAINED, "stages", *MISSING), "aot_eager"),
 }

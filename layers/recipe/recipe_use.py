@@ -7,20 +7,29 @@ graphs are guarded on that, which is the same for many layers.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import MutableMapping
+from typing import Any, NamedTuple, Protocol
 
 from te_models.kernels.compiling import compiling
 
-from ..recipe.base import GemmQuantizers, Recipe
-
-if TYPE_CHECKING:
-    from .base import QuantizedModule
+from .base import GemmQuantizers, Recipe
+from .context import state
 
 Choice = tuple[Recipe | None, GemmQuantizers | None]
 """The recipe of one layer and its quantizers; (None, None): high precision."""
+
+
+class Layer(Protocol):
+    """What recipes know of a layer, see `QuantizedModule`."""
+
+    kind: str
+    recipe_use: RecipeUse
+
+    @property
+    def name(self) -> str: ...
 
 
 class LastUse(NamedTuple):
@@ -93,7 +102,7 @@ class RecipeUse:
         own, everyone = self.in_thread.now, self.all_threads()
         return len(everyone) > 1 and any(use is not own and (use.recorded or use.calibrated) for use in everyone)
 
-    def refuse_two_regions(self, module: QuantizedModule) -> None:
+    def refuse_two_regions(self, module: Layer) -> None:
         """Raise RuntimeError where the module records amaxes in a region of another thread: the scales that the exit of
         one of them makes would be of both passes, or of half of one."""
         if self.records_elsewhere():
@@ -103,22 +112,47 @@ class RecipeUse:
             )
 
 
-def choose(recipe: Recipe, module: QuantizedModule) -> Choice:
+def choose(recipe: Recipe, module: Layer) -> Choice:
     """Return what a recipe that goes by names means for a layer."""
     own = recipe.for_module(module.name)
     return own, None if own is None else own.quantizers(module.kind, module.name)
 
 
-def choose_for_all(recipe: Recipe | None, modules: Callable[[], Iterable[QuantizedModule]]) -> bool:
+_ordinals = itertools.count()
+_layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def register_layer(layer: Layer) -> int:
+    """Let `live_modules` return this layer while it exists; return how many were registered before."""
+    ordinal = next(_ordinals)
+    _layers[ordinal] = layer
+    return ordinal
+
+
+def live_modules() -> list[Any]:
+    """Return the existing layers in the order of their construction."""
+    # a list at once, because other threads may build modules meanwhile; and one may be freed
+    found = [(reference.key, reference()) for reference in _layers.valuerefs()]  # type: ignore[attr-defined]
+    return [layer for _, layer in sorted(found, key=lambda item: item[0]) if layer is not None]
+
+
+def put_in_force(recipe: Recipe | None) -> None:
+    """Let layers run under this recipe now."""
+    s = state()
+    s.compute = recipe
+    s.chosen = _choose_for_all(recipe)
+
+
+def _choose_for_all(recipe: Recipe | None) -> bool:
     """Let layers look up what a recipe means for them, if it goes by names, and return whether they have."""
     if recipe is None or not recipe.by_name or compiling():
         return False
-    for module in modules():
-        use = module.recipe_use.in_thread.now
+    for layer in live_modules():
+        use = layer.recipe_use.in_thread.now
         if use.chosen_for is not recipe:
             use.chosen_for = recipe
             try:
-                use.chosen = choose(recipe, module)
+                use.chosen = choose(recipe, layer)
             except Exception:  # raised again where the layer runs, if it does: it may be another model's
                 use.chosen = None
     return True
