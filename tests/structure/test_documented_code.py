@@ -15,7 +15,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -24,6 +23,7 @@ import torch
 
 from te_models.cli.main import main
 from tests.byte_tokenizer import byte_tokenizer
+from tests.fork_server import run_python
 from tests.structure.tree import ROOT, pyproject
 
 PAGES = [
@@ -83,6 +83,7 @@ CHANGES = {
 }
 SLOW = {"docs/tutorials/ranks.md": pytest.mark.slow}
 """Pages that start many processes: over a minute of processor time."""
+WITHOUT_COMPILER = "import torch._dynamo\ntorch._dynamo.config.disable = True\n"
 SHELL = r"""
 make() { command make --dry-run --directory "$ROOT" "$@"; }
 pip() {
@@ -145,9 +146,8 @@ def run(page: str, folder: Path, *, in_process: bool = True) -> None:
         "PYTHON": sys.executable,
         "EXTRAS": EXTRAS,
     }
-    (folder / "page.py").write_text(script(page, in_process=in_process))
-    command = [sys.executable, "page.py"]
-    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    (folder / "page.py").write_text(WITHOUT_COMPILER + script(page, in_process=in_process))
+    result = run_python([str(folder / "page.py")], env=environment, cwd=folder)
     assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
 
 

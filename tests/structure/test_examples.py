@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import importlib
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from docs.examples_of import EXAMPLES, examples
-from tests.structure.test_documented_code import reader  # noqa: F401  a folder with small models
+from tests.fork_server import run_python
+from tests.structure.test_documented_code import WITHOUT_COMPILER, reader  # noqa: F401  a folder with small models
 
 EXEMPT = {
     "TrainingError": "raised by train; not to be called",
@@ -31,7 +30,9 @@ EXEMPT = {
     "RecipeStateCallback": "its docstring",
 }
 """Public names without a cell: why."""
-RUNNER = """
+RUNNER = (
+    WITHOUT_COMPILER
+    + """
 import os, sys
 from docs.examples_of import examples
 os.chdir(sys.argv[2])
@@ -41,6 +42,7 @@ for example in examples(sys.argv[1]):
     except BaseException as error:
         sys.exit(f"{', '.join(example.names)}: {type(error).__name__}: {error}")
 """
+)
 
 
 @pytest.mark.parametrize("package", EXAMPLES)
@@ -63,7 +65,6 @@ def test_a_cell_uses_its_names(package: str) -> None:
 def test_the_examples_run(package: str, reader: Path) -> None:  # noqa: F811
     root = Path(__file__).parents[2]
     # what compiled code computes is tested elsewhere, and takes minutes
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "PYTHONPATH": str(root)}
-    command = [sys.executable, "-c", RUNNER, package, str(reader)]
-    result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    result = run_python(["-c", RUNNER, package, str(reader)], env=environment, cwd=root)
     assert result.returncode == 0, result.stderr[-2000:]
