@@ -32,6 +32,7 @@ VERSION = 2
 
 MODEL, TENSORS, VALUES = "model", "training.safetensors", "training.json"
 NAME = re.compile(r"step-([0-9]{8,})")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _LIMIT = 2**53
 _SIGNS = -0x7F7F7F7F7F7F7F80
 """The sign bits of eight bytes."""
@@ -128,8 +129,9 @@ def check_values(values: Mapping[str, Any], metadata: Mapping[str, str], folder:
     if values["version"] > 1 and metadata.get("step") != str(step):
         found = quote(metadata["step"]) if "step" in metadata else "none"
         raise CheckpointError(f"{VALUES} says step {step}, but the step in {TENSORS} is {found}")
-    if not isinstance(values.get("data_digest"), str | None):
-        raise CheckpointError(f"data_digest in {VALUES} is {shown(values['data_digest'])}; allowed: a string or null")
+    digest = values.get("data_digest")
+    if values["version"] > 1 and not (isinstance(digest, str) and _SHA256.fullmatch(digest)):
+        raise CheckpointError(f"data_digest in {VALUES} is {shown(digest)}; allowed: a SHA-256 in 64 hexadecimal digits")
     config = values.get("config")
     if not isinstance(config, dict):
         raise CheckpointError(f"config in {VALUES} is {shown(config)}; allowed: an object")
