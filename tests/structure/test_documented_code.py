@@ -83,7 +83,7 @@ CHANGES = {
 }
 SLOW = {"docs/tutorials/ranks.md": pytest.mark.slow}
 """Pages that start many processes: over a minute of processor time."""
-WITHOUT_COMPILER = "import torch._dynamo\ntorch._dynamo.config.disable = True\n"
+WITHOUT_COMPILER = "import torch\ntorch.compiler.set_stance('force_eager')\n"
 SHELL = r"""
 make() { command make --dry-run --directory "$ROOT" "$@"; }
 pip() {
