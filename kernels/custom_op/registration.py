@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 
 from .. import launch
+from ..launch import on_gpu_of_arguments
 from .results import Output, allocate_results, filled_up, flatten_results, make_results
 from .schema import Parameter, Slot, parameters_of, values_of
 
@@ -67,11 +68,23 @@ def registered() -> dict[str, Registered]:
 
 @overload
 def operation(
-    name: str, results: Callable[..., Any], *, mutates: Iterable[str] = (), places: int = 8
+    name: str,
+    results: Callable[..., Any],
+    *,
+    mutates: Iterable[str] = (),
+    places: int = 8,
+    cpu_only: bool = False,
 ) -> Callable[[Callable], CustomOpDef]: ...
 @overload
 def operation(
-    name: str, results: Callable[..., Any], *, mutates: Iterable[str] = (), places: int = 8, reference: F
+    name: str,
+    results: Callable[..., Any],
+    *,
+    mutates: Iterable[str] = (),
+    places: int = 8,
+    reference: F,
+    serves: Callable[[Tensor], bool] | None = None,
+    cpu_only: bool = False,
 ) -> Callable[[F], F]: ...
 def operation(
     name: str,
@@ -80,6 +93,8 @@ def operation(
     mutates: Iterable[str] = (),
     places: int = 8,
     reference: Callable | None = None,
+    serves: Callable[[Tensor], bool] | None = None,
+    cpu_only: bool = False,
 ) -> Callable[[Callable], Any]:
     """Register the decorated implementation as `torch.ops.te_models.<name>`.
 
@@ -91,8 +106,12 @@ def operation(
 
     reference: the same function in plain torch, with the same parameters. Given one, what is returned is the function
     itself, of whole values: the operation where the first argument is on an accelerator, elsewhere the reference,
-    which the compiler traces and eager code calls without a dispatcher. A parameter by keyword only is positional in
+    which the compiler traces and eager code calls without a dispatcher. serves: asked of the first argument instead of
+    whether it is on an accelerator. A parameter by keyword only is positional in
     the schema, without its default.
+
+    cpu_only: there is no kernel but the CPU's, and no gradient is wanted where it is called: calls go straight to the
+    implementation, past torch's look-out for gradients and aliases (50 of 70 us).
 
     TypeError where an annotation fits no schema, a name is unknown, or the reference has other parameters.
     """
@@ -118,25 +137,29 @@ def operation(
         whole = not _fits_a_schema(returns)
         own_places = places if whole and written else 0
         flat = _flat(function, parameters, results if whole else None, depends_on, own_places)
-        op = torch.library.custom_op(f"te_models::{name}", flat, mutates_args=written)
+        devices = () if cpu_only else None
+        op = torch.library.custom_op(f"te_models::{name}", flat, mutates_args=written, device_types=devices)
         entry = Registered(name, op, parameters, results, depends_on, written, returns, whole, own_places)
         op.register_fake(entry.fake)
-        if any(slot.holds_tensor for p in parameters for slot in p.slots):
-            op.register_kernel("cuda", launch.on_gpu_of_arguments(flat))
+        if cpu_only:
+            op._lib.impl(name, flat, "CPU")
+            op._lib.impl(name, torch.library.fallthrough_kernel, "AutogradCPU")
+        elif any(slot.holds_tensor for p in parameters for slot in p.slots):
+            op.register_kernel("cuda", on_gpu_of_arguments(flat))
         _REGISTERED[name] = entry
-        return op if reference is None else _with_reference(op, function, reference)
+        return op if reference is None else _with_reference(op, function, reference, serves)
 
     return register
 
 
-def _with_reference(op: CustomOpDef, function: F, reference: Callable) -> F:
-    """Return the function that calls the operation on an accelerator and the reference elsewhere."""
-    on_device = caller(op)
+def _with_reference(op: CustomOpDef, function: F, reference: Callable, serves: Callable[[Tensor], bool] | None) -> F:
+    """Return the function that calls the operation for what it serves and the reference for the rest."""
+    as_operation = caller(op)
 
     @functools.wraps(function)
     def call(x: Tensor, /, *args: Any, **keywords: Any) -> Any:
-        if launch.on_accelerator(x):
-            return on_device(x, *args, **keywords)
+        if (serves or launch.on_accelerator)(x):
+            return as_operation(x, *args, **keywords)
         return reference(x, *args, **keywords)
 
     return call  # type: ignore[return-value]

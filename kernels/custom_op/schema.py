@@ -215,6 +215,8 @@ class Parameter(NamedTuple):
 
     def value(self, flat: Sequence[Any]) -> Any:
         """Return the value, of the schema's arguments."""
+        if isinstance(self.layout, Slot):
+            return flat[0] if self.layout.decode is None else self.layout.decode(flat[0])
         leaves: list[Any] = [None] * len(flat)
         for slot, at, given in zip(self.slots, self.order, flat, strict=True):
             leaves[at] = given if slot.decode is None else slot.decode(given)

@@ -1,5 +1,6 @@
 """Casting to FP8 and FP4 with scale factors per tensor, per block and per microscaling (MX, NVFP4) block, and back."""
 
+from .cpu_graph.op import random_hadamard, round_blockwise, round_nvfp4
 from .fp8.blocks import blockwise_amax
 from .fp8.cpu import fp8_to_float
 from .fp8.op import (
@@ -15,7 +16,7 @@ from .fp8.op import (
     quantize_per_tensor_both,
 )
 from .fp8.reference import FP8_MAX, e8m0_to_float, scale_from_amax
-from .fp8.rounding import round_blockwise, round_per_tensor
+from .fp8.rounding import round_per_tensor
 from .fp8.statistics import quantization_statistics
 from .hadamard import inverse_random_hadamard
 from .hashed import hash_key, hashed_bits
@@ -26,10 +27,9 @@ from .nvfp4.op import (
     quantize_nvfp4,
     quantize_nvfp4_both,
     quantize_nvfp4_transposed,
-    random_hadamard,
     transpose_nvfp4,
 )
-from .nvfp4.reference import global_decode, round_nvfp4
+from .nvfp4.reference import global_decode
 from .output import QuantizedOutput
 from .random import random_bits
 

@@ -26,8 +26,7 @@ from tests.te_models.configs import VARIANTS, one_layer, tiny_moe, token_ids
 STEPS = ((9, 9), (9, 14), (9, 14), (3, 30), (17, 2), (9, 9))
 """Tokens per sequence in each step, on even and odd ranks: alike at first, then not, then different again."""
 LONG_STEPS = ((19, 19), (19, 24), (19, 24), (17, 40), (27, 18), (19, 19))
-"""The same with more than 32 tokens in each batch of two: fewer are a single block of MXFP8, which has a graph of its
-own."""
+"""The same with more than 32 tokens in each batch of two: more than a single block of MXFP8."""
 
 
 class Graphs:

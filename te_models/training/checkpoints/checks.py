@@ -131,7 +131,9 @@ def check_values(values: Mapping[str, Any], metadata: Mapping[str, str], folder:
         raise CheckpointError(f"{VALUES} says step {step}, but the step in {TENSORS} is {found}")
     digest = values.get("data_digest")
     if values["version"] > 1 and not (isinstance(digest, str) and _SHA256.fullmatch(digest)):
-        raise CheckpointError(f"data_digest in {VALUES} is {shown(digest)}; allowed: a SHA-256 in 64 hexadecimal digits")
+        raise CheckpointError(
+            f"data_digest in {VALUES} is {shown(digest)}; allowed: a SHA-256 in 64 hexadecimal digits"
+        )
     config = values.get("config")
     if not isinstance(config, dict):
         raise CheckpointError(f"config in {VALUES} is {shown(config)}; allowed: an object")

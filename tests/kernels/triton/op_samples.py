@@ -151,6 +151,21 @@ def nvfp4(device: torch.device) -> Iterator[tuple[str, Arguments]]:
     yield "dequantize_nvfp4", (packed, scales, None, 48, BF16)
 
 
+def cpu_graph(device: torch.device) -> Iterator[tuple[str, Arguments]]:
+    """What quantizes in the graph of a CPU, wherever the other operations run."""
+    kinds = ("float32", "pow2", "e8m0")
+    for x, kind, fp8_dtype, dtype in together(
+        [ordinary((40, 48), BF16), ordinary((2, 33, 20), F32)], kinds, (E4M3, E5M2), (BF16, F32)
+    ):
+        yield "round_blockwise", (x, [1, 32], fp8_dtype, kind, dtype, 0.0)
+    key = torch.tensor([3, 5])
+    for x, random, dtype in together([ordinary((40, 48), BF16), ordinary((2, 33, 20), F32)], (key, None), (BF16, F32)):
+        amax = x.abs().amax((-2, -1)).float()
+        yield "matrix_amax", (x,)
+        yield "round_nvfp4", (x, dtype, [1, 16], amax, random, 1)
+        yield "random_hadamard_rows", (x.to(BF16),)
+
+
 def gemms(device: torch.device) -> Iterator[tuple[str, Arguments]]:
     normal = scaled_cases.normal
     for formats, dtype in together(list(scaled_cases.SIDES.values()), [F32, BF16]):
@@ -211,6 +226,7 @@ FAMILIES: list[Family] = [
     by_recipe,
     fp8,
     nvfp4,
+    cpu_graph,
     gemms,
     grouped_gemms,
     embeddings,

@@ -1,0 +1,119 @@
+"""The C++ library of each format and pair of dtypes: compiled where it is first called, and kept by Inductor's cache.
+
+A CPU graph of Inductor's has a C++ compiler anyway. The compiled library lies with Inductor's own on disk, so that a
+later process loads it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import hadamard
+from . import source
+
+_NAMES = {torch.bfloat16: "BFloat16", torch.float32: "Float32"}
+DTYPES = tuple(_NAMES)
+"""The dtypes that are read and written."""
+# Inductor turns off what it does not need: it writes vectors itself, and these flags change no bits
+_FLAGS = ("-ftree-loop-vectorize", "-fno-trapping-math") if sys.platform == "linux" else ()
+_KINDS = ("float32", "pow2", "e8m0")
+_SIGNS = (ctypes.c_float * hadamard.SIZE)(*(sign * 0.25 for sign in hadamard.SIGNS))
+
+
+_P, _N, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+_ARGUMENTS = {
+    "te_round_fp8": (_P, _P, *(_N,) * 5, _INT, _INT, _FLOAT, _FLOAT, _INT),
+    "te_round_nvfp4": (_P, _P, *(_N,) * 5, _P, *(_N,) * 3, _P, _INT),
+    "te_row_amax": (_P, _P, _N, _N, _INT),
+    "te_random_hadamard": (_P, _P, *(_N,) * 3, _P, _INT),
+    "te_random_bits": (_P, *(_N,) * 4, _INT),
+}
+_PARTS = {"te_round_fp8": source.FP8}
+
+
+@functools.cache
+def _function(name: str, dtype: torch.dtype = torch.bfloat16, out_dtype: torch.dtype = torch.bfloat16) -> Any:
+    """Return a function of the library for these dtypes."""
+    from torch._inductor.codecache import CppCodeCache
+
+    defined = f"#define INPUT {_NAMES[dtype]}\n#define RESULT {_NAMES[out_dtype]}\n"
+    part = _PARTS.get(name, source.NVFP4)
+    function = getattr(CppCodeCache.load(defined + source.COMMON + part, extra_flags=_FLAGS), name)
+    function.argtypes, function.restype = _ARGUMENTS[name], None
+    return function
+
+
+def _sizes(x: Tensor) -> tuple[int, int, int]:
+    """Return how many matrices x [..., R, C] is, R and C."""
+    return math.prod(x.shape[:-2]), x.shape[-2], x.shape[-1]
+
+
+def round_fp8(
+    x: Tensor, block: tuple[int, int], fp8_dtype: torch.dtype, scale_kind: str, dtype: torch.dtype, epsilon: float
+) -> Tensor:
+    """See `fp8.rounding.round_blockwise`. x, dtype: one of DTYPES."""
+    x = x.contiguous()
+    out = torch.empty(x.shape, dtype=dtype)
+    if x.numel() == 0:
+        return out
+    overflow = torch.finfo(x.dtype).max
+    scales = (fp8_dtype is torch.float8_e5m2, _KINDS.index(scale_kind), epsilon, overflow)
+    run = _function("te_round_fp8", x.dtype, dtype)
+    run(x.data_ptr(), out.data_ptr(), *_sizes(x), *block, *scales, torch.get_num_threads())
+    return out
+
+
+def round_nvfp4(x: Tensor, block: tuple[int, int], amax: Tensor, random: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """See `nvfp4.reference.round_nvfp4`. amax: [...], or broadcastable to the blocks [..., R / block[0], C / block[1]];
+    random: the bits of x, or for blocks down the rows of its transpose, int32; None rounds to nearest."""
+    x = x.contiguous()
+    out = torch.empty(x.shape, dtype=dtype)
+    if x.numel() == 0:
+        return out
+    if amax.dim() == x.dim():
+        rows, columns = (-(-size // length) for size, length in zip(x.shape[-2:], block, strict=True))
+        amax = amax.expand(*x.shape[:-2], rows, columns)
+        strides = (0, *amax.stride()) if x.dim() == 2 else amax.flatten(0, -3).stride()
+    else:
+        amax, strides = amax.contiguous(), (1, 0, 0)
+    bits = None if random is None else random.data_ptr()
+    run = _function("te_round_nvfp4", x.dtype, dtype)
+    pointers = (x.data_ptr(), out.data_ptr())
+    run(*pointers, *_sizes(x), *block, amax.data_ptr(), *strides, bits, torch.get_num_threads())
+    return out
+
+
+def amax(x: Tensor) -> Tensor:
+    """See `fp8.blocks.amax`. x: one of DTYPES."""
+    x = x.contiguous()
+    if x.numel() == 0:
+        return x.new_zeros(x.shape[:-2], dtype=torch.float32)
+    rows = torch.empty(x.shape[:-1], dtype=torch.float32)
+    run = _function("te_row_amax", x.dtype)
+    run(x.data_ptr(), rows.data_ptr(), rows.numel(), x.shape[-1], torch.get_num_threads())
+    return rows.amax(-1)
+
+
+def random_hadamard(x: Tensor) -> Tensor:
+    """See `hadamard.random_hadamard`, of the dimension -2. x: bfloat16."""
+    x = x.contiguous()
+    rows = -(-x.shape[-2] // hadamard.SIZE) * hadamard.SIZE
+    out = x.new_empty((*x.shape[:-2], rows, x.shape[-1]))
+    if out.numel():
+        run = _function("te_random_hadamard")
+        run(x.data_ptr(), out.data_ptr(), *_sizes(x), _SIGNS, torch.get_num_threads())
+    return out
+
+
+def random_bits(key: Tensor, stream: int, size: int) -> Tensor:
+    """See `random.random_bits`: `size` of them."""
+    out = torch.empty(size, dtype=torch.int32)
+    _function("te_random_bits")(out.data_ptr(), size, *key.tolist(), stream, torch.get_num_threads())
+    return out
