@@ -36,13 +36,13 @@ def test_clamped_gate() -> None:
     assert torch.allclose(got[0], gate * torch.sigmoid(1.702 * gate) * (up + 1.0), rtol=1e-6)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_probabilities_weight_rows(compiled: bool) -> None:
+@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_probabilities_weight_rows(backend: str | None) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(4, 3, 10, generator=generator).requires_grad_()
     p = torch.rand(4, 3, generator=generator).requires_grad_()
     for function, plain in ((gated_activation, gated_activation(x, "gelu")), (activation, activation(x, "gelu"))):
-        run = torch.compile(function, fullgraph=True) if compiled else function
+        run = torch.compile(function, fullgraph=True, backend=backend) if backend else function
         y = run(x, "gelu", probabilities=p)
         assert torch.allclose(y, plain * p[..., None], rtol=1e-5, atol=1e-7)
         y.sum().backward()

@@ -100,7 +100,7 @@ def largest_allocation(function) -> int:
     return max(event.self_cpu_memory_usage for event in profiler.events())
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_logits_are_never_whole(compiled, monkeypatch) -> None:
     """256 tokens and 4096 words: whole logits would be 2 MiB in bfloat16, the weight's float32 gradient is 128 KiB."""
     monkeypatch.setattr(rows, "_STEP_ELEMENTS", 4096)

@@ -35,7 +35,8 @@ def exact_loss(x, weight, bias, labels, multiplier, softcap) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("compiled", [False, True])
+# compiled in every run: test_compiled_never_holds_float32_logits_of_all_tokens
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("with_bias", "multiplier", "softcap"), [(False, 1.0, None), (True, 1.0, None), (True, 0.5, 3.0)]
 )

@@ -11,14 +11,16 @@ RECIPES = ["delayed", "current", "block", "mxfp8", "nvfp4"]
 SPLITS = torch.tensor([5, 0, 11])
 
 
-def run(name: str, override: str, grouped: bool, compiled: bool, stored: bool = False) -> tuple[torch.Tensor, ...]:
+def run(
+    name: str, override: str, grouped: bool, backend: str | None = None, stored: bool = False
+) -> tuple[torch.Tensor, ...]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     chosen = recipe(name, backward_override=override)
     with quantized_model_init(enabled=stored, recipe=chosen):
         layer = GroupedLinear(3, 64, 48, bias=False) if grouped else Linear(64, 48, bias=False)
     x, dy = torch.randn(16, 64).requires_grad_(), torch.randn(16, 48)
-    function = torch.compile(layer, fullgraph=True) if compiled else layer
+    function = torch.compile(layer, fullgraph=True, backend=backend) if backend else layer
     with autocast(recipe=chosen):
         y = function(x, SPLITS) if grouped else function(x)
     y.backward(dy)
@@ -38,7 +40,7 @@ def exact(x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, grouped: bool) -> 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("stored", [False, True], ids=["plain", "primary"])
 def test_high_precision_uses_the_original_operands(name: str, grouped: bool, stored: bool) -> None:
-    y, x, w, dy, dx, dw = run(name, "high_precision", grouped, compiled=False, stored=stored)
+    y, x, w, dy, dx, dw = run(name, "high_precision", grouped, stored=stored)
     expected = exact(x, w, dy, grouped)
     torch.testing.assert_close(dx, expected[0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(dw, expected[1], rtol=1e-5, atol=1e-5)
@@ -49,7 +51,7 @@ def test_high_precision_uses_the_original_operands(name: str, grouped: bool, sto
 @pytest.mark.parametrize("grouped", [False, True], ids=["linear", "grouped"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_dequantized_uses_what_fprop_multiplied(name: str, grouped: bool) -> None:
-    _, x, w, dy, dx, dw = run(name, "dequantized", grouped, compiled=False)
+    _, x, w, dy, dx, dw = run(name, "dequantized", grouped)
     quantizers = recipe(name).quantizers("Linear", "")
     if name == "delayed":  # the first step's scale is one
 
@@ -73,8 +75,9 @@ def test_dequantized_uses_what_fprop_multiplied(name: str, grouped: bool) -> Non
 @pytest.mark.matrix
 @pytest.mark.parametrize("override", ["high_precision", "dequantized"])
 @pytest.mark.parametrize("name", ["delayed", "mxfp8"])
-def test_compiled_equals_eager(name: str, override: str) -> None:
-    for a, b in zip(run(name, override, False, False), run(name, override, False, True), strict=True):
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_equals_eager(name: str, override: str, backend: str) -> None:
+    for a, b in zip(run(name, override, False), run(name, override, False, backend), strict=True):
         torch.testing.assert_close(b, a, rtol=0, atol=0)
 
 

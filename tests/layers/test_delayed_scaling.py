@@ -88,8 +88,15 @@ def test_histories_and_scales_follow_the_definition(recipe: DelayedScaling) -> N
     assert emulated["input"].scale != 1 and emulated["grad_output"].scale != 1
 
 
-@pytest.mark.parametrize("compiled, inside", [(False, False), (True, False), (True, True)])
-def test_a_backward_pass_scales_by_the_gradients_of_the_one_before(compiled: bool, inside: bool) -> None:
+@pytest.mark.parametrize(
+    ("backend", "inside"),
+    [
+        (None, False),
+        ("aot_eager", True),
+        *(pytest.param("inductor", inside, marks=pytest.mark.slow) for inside in (False, True)),
+    ],
+)
+def test_a_backward_pass_scales_by_the_gradients_of_the_one_before(backend: str | None, inside: bool) -> None:
     """Gradients of 2^-20 vanish in E5M2 unless they are scaled: in the first step only, wherever the region ends."""
     torch._dynamo.reset()
     layer = Linear(16, 16, bias=False, params_dtype=torch.bfloat16)
@@ -100,7 +107,7 @@ def test_a_backward_pass_scales_by_the_gradients_of_the_one_before(compiled: boo
         with autocast(recipe=RECIPE) if inside else contextlib.nullcontext():
             return layer(x)
 
-    run = torch.compile(run, fullgraph=True) if compiled else run
+    run = torch.compile(run, fullgraph=True, backend=backend) if backend else run
     dy = torch.linspace(1, 2, 64).view(4, 16).to(torch.bfloat16) * 2.0**-20
     for factor, seen in ((1.0, 0.0), (2.0, 1.0), (0.5, 2.0)):
         x = torch.ones(4, 16, dtype=torch.bfloat16, requires_grad=True)
@@ -179,10 +186,12 @@ def rounding_as_eager() -> Iterator[None]:
         yield
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("rounding_as_eager")
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("build", [MLP, lambda: Experts(torch.bfloat16)], ids=["float32", "bfloat16 experts"])
 def test_fifty_compiled_steps_with_a_resume_equal_eager_ones(
-    build: Callable[[], MLP | Experts], tmp_path: Path
+    build: Callable[[], MLP | Experts], backend: str, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
     model = build()
@@ -193,12 +202,12 @@ def test_fifty_compiled_steps_with_a_resume_equal_eager_ones(
     torch._dynamo.reset()
     compiled: list[Tensor] = []
     first = resumed_from
-    train(first, torch.compile(first, fullgraph=True), range(23), compiled)
+    train(first, torch.compile(first, fullgraph=True, backend=backend), range(23), compiled)
     save_file({k: v.contiguous() for k, v in first.state_dict().items()}, tmp_path / "state.safetensors")
     torch._dynamo.reset()
     second = build()
     second.load_state_dict(load_file(tmp_path / "state.safetensors"))
-    train(second, torch.compile(second, fullgraph=True), range(23, 50), compiled)
+    train(second, torch.compile(second, fullgraph=True, backend=backend), range(23, 50), compiled)
 
     assert len(eager) == len(compiled) == 250
     for i, (a, b) in enumerate(zip(eager, compiled, strict=True)):
@@ -229,13 +238,15 @@ def passes(pattern: str, layer: Linear, run) -> list[Tensor]:
 @pytest.mark.parametrize(
     "pattern", ["forward, backward", "two regions, then both backward passes", "one region, then both backward passes"]
 )
-def test_gradient_amaxes_count_whenever_backward_runs(pattern: str) -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_gradient_amaxes_count_whenever_backward_runs(pattern: str, backend: str) -> None:
     results = []
     for compiled in (False, True):
         torch._dynamo.reset()
         torch.manual_seed(0)
         layer = Linear(32, 16, bias=False)
-        results.append(passes(pattern, layer, torch.compile(layer, fullgraph=True) if compiled else layer))
+        run = torch.compile(layer, fullgraph=True, backend=backend) if compiled else layer
+        results.append(passes(pattern, layer, run))
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(b, a, rtol=0, atol=0)
     history = results[0][-3]
@@ -463,7 +474,8 @@ def test_recomputation_repeats_the_first_run() -> None:
         torch.testing.assert_close(b, a, rtol=0, atol=0)
 
 
-def test_a_region_inside_a_compiled_function() -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_region_inside_a_compiled_function(backend: str) -> None:
     results = []
     for compiled in (False, True):
         torch._dynamo.reset()
@@ -474,7 +486,7 @@ def test_a_region_inside_a_compiled_function() -> None:
             with autocast(recipe=DelayedScaling(amax_history_len=4)):
                 return layer(x).square().sum()
 
-        run = torch.compile(step, fullgraph=True) if compiled else step
+        run = torch.compile(step, fullgraph=True, backend=backend) if compiled else step
         for i in range(4):
             run(torch.randn(8, 32, generator=torch.Generator().manual_seed(i)) * (i + 1)).backward()
         results.append([layer.fp8_scale, layer.fp8_history, layer.weight.grad])

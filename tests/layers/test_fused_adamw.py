@@ -201,11 +201,11 @@ def test_more_shapes_than_the_compilers_limit_stay_compiled() -> None:
 @pytest.mark.parametrize(
     ("name", "moments"),
     [
-        ("plain", "float32"),
+        pytest.param("plain", "float32", marks=pytest.mark.slow),
         ("plain", "bfloat16"),
-        ("bf16", "float32"),
-        pytest.param("mxfp8", "float8", marks=NOT_COMPILED),
-        ("nvfp4", "float32"),
+        pytest.param("bf16", "float32", marks=pytest.mark.slow),
+        pytest.param("mxfp8", "float8", marks=[NOT_COMPILED, pytest.mark.slow]),
+        pytest.param("nvfp4", "float32", marks=pytest.mark.slow),
     ],
 )
 def test_a_step_compiled_whole_equals_eager(name: str, moments: str) -> None:

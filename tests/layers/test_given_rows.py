@@ -64,13 +64,14 @@ def test_the_gradient_of_their_values(name: str) -> None:
     assert torch.equal(quantized.grad, x.grad)
 
 
-def test_under_the_compiler() -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_under_the_compiler(backend: str) -> None:
     torch._dynamo.reset()
     module, m_splits = GroupedLinear(3, 96, 64, bias=False), torch.tensor([5, 0, 37])
     quantized = GroupedRows.quantize_rows(torch.randn(50, 96), m_splits, input_quantizer(module, "mxfp8"))
     with autocast(recipe=recipe("mxfp8")):
         expected = module(quantized, m_splits)
-        found = torch.compile(module, fullgraph=True)(quantized, m_splits)
+        found = torch.compile(module, fullgraph=True, backend=backend)(quantized, m_splits)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 

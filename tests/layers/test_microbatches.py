@@ -233,13 +233,13 @@ def test_accumulation_needs_a_place_of_the_right_shape() -> None:
         layer(torch.randn(2, 64))
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_fused_accumulation_compiles(compiled: bool) -> None:
+@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_fused_accumulation_compiles(backend: str | None) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     layer = Linear(64, 48, bias=False, fuse_wgrad_accumulation=True)
     layer.weight.main_grad = torch.zeros(48, 64)
-    run = torch.compile(layer, fullgraph=True) if compiled else layer
+    run = torch.compile(layer, fullgraph=True, backend=backend) if backend else layer
     expected = torch.zeros(48, 64)
     for x in batches():
         y = run(x)

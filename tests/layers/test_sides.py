@@ -162,7 +162,7 @@ def test_a_fallback_in_a_compiled_graph_is_counted_when_it_is_traced(monkeypatch
     reset_gemm_counts()
     monkeypatch.setattr(sides, "_DEQUANTIZING_DEVICES", ())
     chosen, layer = CustomRecipe(qfactory=factory), Linear(64, 48)
-    compiled = torch.compile(layer, fullgraph=True, dynamic=False)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=False, backend="eager")
     seen = []
     with pytest.warns(RuntimeWarning, match="there is no kernel for e8m0 by high precision") as warned:
         for rows in (32, 32, 64):

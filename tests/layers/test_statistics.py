@@ -41,12 +41,12 @@ def fp8(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
     return torch.from_numpy(values).to(dtype).float().numpy()
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_they_are_those_of_the_operands(compiled: bool) -> None:
+@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_they_are_those_of_the_operands(backend: str | None) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     layer = Linear(64, 32, bias=False)
-    run = torch.compile(layer, fullgraph=True) if compiled else layer
+    run = torch.compile(layer, fullgraph=True, backend=backend) if backend else layer
     x, dy = torch.randn(16, 64), torch.randn(16, 32)
     x[0, :4] = torch.tensor([1e-8, -1e-8, 0.0, 40.0])  # two underflows, one zero that is none, the maximum
     with autocast(recipe=Float8CurrentScaling()), collect_statistics():

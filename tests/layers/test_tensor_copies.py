@@ -424,13 +424,14 @@ def test_clipping_and_adamw_in_a_training_step(name: str, grouped: bool) -> None
 
 
 @pytest.mark.matrix
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("name", RECIPES)
-def test_compiled_steps_see_updates_of_the_storage(name: str, grouped: bool) -> None:
+def test_compiled_steps_see_updates_of_the_storage(name: str, grouped: bool, backend: str) -> None:
     torch.manual_seed(0)
     module = build(name, grouped)
     torch._dynamo.reset()
-    compiled = torch.compile(module, fullgraph=True, dynamic=False)
+    compiled = torch.compile(module, fullgraph=True, dynamic=False, backend=backend)
     x = torch.randn(8, 64)
     splits = torch.tensor([3, 5])
     outputs = []
