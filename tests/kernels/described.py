@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_structure
 
 from te_models.kernels.custom_op import Registered
-from tests.kernels.triton.quantize_cases import assert_bitwise
+from tests.kernels.triton.quantize.quantize_cases import assert_bitwise
 
 Arguments = tuple[Any, ...]
 

@@ -24,8 +24,8 @@ from te_models.training import (
 )
 from tests.training.child import run_until_killed
 from tests.training.edited import edit_values, seal
+from tests.training.ranks.test_expert_ranks import train_and_resume
 from tests.training.runs import assert_same_bits, balanced_model, curve, tensors_under, tiny_run
-from tests.training.test_expert_ranks import train_and_resume
 
 RATE = "moe_router_bias_update_rate"
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from te_models.kernels.custom_op import flatten, registered
 from te_models.kernels.gemm import ScaledOperand
-from tests.kernels import scaled_cases
+from tests.kernels.gemm import scaled_cases
 from tests.kernels.triton import (
     test_activation,
     test_cross_entropy,
@@ -25,10 +25,10 @@ from tests.kernels.triton import (
     test_rope,
     test_router,
 )
-from tests.kernels.triton.quantize_cases import E4M3, E5M2, ordinary
-from tests.kernels.triton.quantizer_samples import by_recipe, outputs
+from tests.kernels.triton.quantize.quantize_cases import E4M3, E5M2, ordinary
+from tests.kernels.triton.quantize.quantizer_samples import by_recipe, outputs
+from tests.kernels.triton.quantize.test_quantized_outputs import OUTPUTS, scale_for
 from tests.kernels.triton.test_grouped_gemm import FORMATS, quantized_rows
-from tests.kernels.triton.test_quantized_outputs import OUTPUTS, scale_for
 
 Arguments = tuple[Any, ...]
 Family = Callable[[torch.device], Iterator[tuple[str, Arguments]]]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from te_models.kernels.gemm.choice import against_formats
-from tests.kernels.scaled_cases import E4M3, E5M2, SIDES, UNIT, assert_within, exact, normal, quantized
+from tests.kernels.gemm.scaled_cases import E4M3, E5M2, SIDES, UNIT, assert_within, exact, normal, quantized
 
 SHAPES = [(1, 1, 1), (17, 33, 40), (16, 16, 128), (5, 40, 300), (40, 19, 129)]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from te_models.kernels.gemm import ScaledOperand
 from te_models.kernels.grouped_gemm import ROW_ALIGNMENT
-from tests.kernels.scaled_cases import E5M2, UNIT, assert_within, exact, normal, quantized
+from tests.kernels.gemm.scaled_cases import E5M2, UNIT, assert_within, exact, normal, quantized
 
 # rows past the last group; empty groups first, last, in the middle, all; one group; all rows in one; ragged; many
 SPLITS = [

@@ -17,7 +17,7 @@ from te_models.kernels.custom_op import Registered, like, operation, registered,
 from te_models.kernels.gemm.operand import Kind
 from tests.kernels.described import Arguments, check_description, tensors
 from tests.kernels.triton.op_samples import FAMILIES, Family
-from tests.kernels.triton.quantizer_samples import as_on_a_gpu
+from tests.kernels.triton.quantize.quantizer_samples import as_on_a_gpu
 
 
 def everything() -> dict[str, Registered]:

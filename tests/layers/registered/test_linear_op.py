@@ -27,9 +27,9 @@ from te_models.layers import (
 from te_models.layers.functional.dense_gemms import GemmOptions
 from te_models.layers.functional.wgrad import WeightGradient
 from tests.kernels.described import Calls, check_description
+from tests.layers.module.test_compile_claims import nodes_of, reachable
 from tests.layers.quantizer.examples import EXAMPLES
 from tests.layers.registered.linear_op import library_linear, linear_backward, linear_forward, linear_op
-from tests.layers.test_compile_claims import nodes_of, reachable
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 

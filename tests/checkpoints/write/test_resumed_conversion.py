@@ -1,0 +1,295 @@
+"""A killed conversion goes on where it stopped and gives what an undisturbed one does; another job starts afresh."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from te_models.checkpoints import CheckpointError, import_hf, quantize, upcycle
+from te_models.checkpoints.write.writer import HashedFile
+from te_models.cli.main import main
+from tests.checkpoints.hf_cases import HFFolder
+from tests.checkpoints.quantized_cases import CASES, make
+from tests.fork_server import Python, run_python
+
+CHILD = Path(__file__).parents[1].joinpath("resume_child.py")
+SHARD_BYTES = 20_000
+
+
+@pytest.mark.parametrize("count", [6, pytest.param(100, marks=pytest.mark.slow)])
+def test_sigkill_at_random_moments(hf_folder: HFFolder, tmp_path: Path, count: int) -> None:
+    source = hf_folder("mixtral")
+    (tmp_path / "work").mkdir()
+    command = [str(CHILD), str(source), str(tmp_path / "work"), str(count), "20261121"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    result = run_python(command, env=environment)
+    assert result.returncode == 0, result.stderr
+    reports = json.loads(result.stdout)
+    assert len(reports) == count
+    for report in reports:
+        assert report["complete"] if report["appeared"] else report["killed"], report
+        assert report["equal"] and not report["left"], report
+    continued = [r for r in reports if r["continued"]]
+    assert all(r["continued"].startswith("continuing an interrupted run: ") for r in continued)
+    if count == 100:
+        assert len(continued) > 20, "the moments were spread over the run"
+
+
+Convert = Callable[[Path, Path], Any]
+
+
+def interrupted(convert: Convert, source: Path, out: Path, files: int) -> Path:
+    """Fork, convert, die by SIGKILL when exactly `files` files are finished; return the working folder."""
+    working = out.parent / f".{out.name}.partial"
+    pid = os.fork()
+    if pid == 0:
+        real, begun = HashedFile.write_header, 0
+
+        def write_header(self: HashedFile, data: bytes) -> None:
+            nonlocal begun
+            begun += 1
+            if begun > files:
+                deadline = time.monotonic() + 30
+                while len(list(working.glob("finished/*.json"))) < files and time.monotonic() < deadline:
+                    time.sleep(0.01)  # another thread still writes one of them
+                os.kill(os.getpid(), 9)
+            real(self, data)
+
+        HashedFile.write_header = write_header
+        try:
+            convert(source, out)
+        finally:
+            os._exit(1)
+    assert os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+    assert not out.exists()
+    return working
+
+
+def do_import(source: Path, out: Path, **options: Any) -> None:
+    import_hf(source, out, max_shard_bytes=SHARD_BYTES, **options)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def notes(caplog: pytest.LogCaptureFixture) -> list[str]:
+    found = [r.getMessage() for r in caplog.records if r.name == "te_models.checkpoints.write.resume"]
+    caplog.clear()
+    return found
+
+
+def test_finished_files_are_kept_and_counted(
+    hf_folder: HFFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, out = hf_folder("mixtral"), tmp_path / "out"
+    do_import(source, tmp_path / "reference")
+    working = interrupted(do_import, source, out, files=3)
+    finished = {p.stem: (working / "content" / p.stem).stat() for p in (working / "finished").iterdir()}
+    assert len(finished) == 3
+    seen: list[tuple[int, int]] = []
+    do_import(source, out, progress=lambda done, total: seen.append((done, total)))
+    (note,) = notes(caplog)
+    shards = len(list(out.glob("*.safetensors")))
+    assert note.startswith(f"continuing an interrupted run: 3 of {shards} files (")
+    assert content(out) == content(tmp_path / "reference")
+    for name, before in finished.items():
+        after = (out / name).stat()
+        assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns), "written again"
+    assert seen[-1][0] == seen[-1][1] and [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert not working.exists()
+
+
+def test_a_damaged_finished_file_is_written_again(
+    hf_folder: HFFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, out = hf_folder("mixtral"), tmp_path / "out"
+    do_import(source, tmp_path / "reference")
+    working = interrupted(do_import, source, out, files=4)
+    files = sorted(p.stem for p in (working / "finished").iterdir())
+    assert len(files) == 4
+    raw = bytearray((working / "content" / files[0]).read_bytes())
+    raw[-1] ^= 1
+    (working / "content" / files[0]).write_bytes(raw)
+    os.truncate(working / "content" / files[1], 10)
+    (working / "finished" / f"{files[2]}.json").write_text('{"sha256": "')
+    do_import(source, out)
+    (note,) = notes(caplog)
+    assert note.startswith("continuing an interrupted run: 1 of ")
+    assert content(out) == content(tmp_path / "reference")
+
+
+def touch(source: Path) -> None:
+    file = source / "model.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+
+
+OTHER_JOBS: dict[str, tuple[Callable[[Path], object], dict[str, Any]]] = {
+    "changed source": (touch, {}),
+    "other dtype": (lambda source: None, {"dtype": "float32"}),
+    "other layout": (lambda source: None, {"layout": "per-gemm"}),
+    "other sharding": (lambda source: None, {"max_shard_bytes": 50_000}),
+    "other configuration": (lambda source: (source / "config.json").write_text(_other_config(source)), {}),
+}
+
+
+def _other_config(source: Path) -> str:
+    return json.dumps(json.loads((source / "config.json").read_text()) | {"rms_norm_eps": 1e-3})
+
+
+@pytest.mark.parametrize("case", OTHER_JOBS)
+def test_another_job_starts_afresh(
+    hf_folder: HFFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str
+) -> None:
+    source, out = hf_folder("mixtral"), tmp_path / "out"
+    interrupted(do_import, source, out, files=3)
+    change, options = OTHER_JOBS[case]
+    change(source)
+    options = {"max_shard_bytes": SHARD_BYTES} | options
+    import_hf(source, out, **options)
+    assert not notes(caplog)
+    import_hf(source, tmp_path / "reference", **options)
+    assert content(out) == content(tmp_path / "reference")
+
+
+def test_computed_tensors_are_of_the_same_job_only_with_the_same_numbers(
+    hf_folder: HFFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, out = hf_folder("llama"), tmp_path / "out"
+
+    def with_seed(seed: int, noise: float) -> Convert:
+        options = {"noise_std": noise, "seed": seed, "max_shard_bytes": SHARD_BYTES}
+        return lambda source, out: upcycle(source, out, 4, 2, **options)
+
+    for seed, noise in ((1, 0.1), (0, 0.2)):
+        interrupted(with_seed(0, 0.1), source, out, files=3)
+        with_seed(seed, noise)(source, out)
+        assert not notes(caplog)
+        out.rename(tmp_path / f"{seed}")
+    for first, second in (("current", "block"), ("block", "current")):
+        interrupted(lambda s, o: quantize(s, o, first, max_shard_bytes=8_000), source, out, files=2)  # noqa: B023
+        quantize(source, out, second, max_shard_bytes=8_000)
+        assert not notes(caplog)
+        out.rename(tmp_path / second)
+    interrupted(with_seed(0, 0.1), source, out, files=3)
+    with_seed(0, 0.1)(source, out)
+    assert len(notes(caplog)) == 1
+
+
+def test_measured_errors_are_those_of_the_whole_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """conversion.json has the largest error of all files, also of those that the killed run wrote."""
+    source, _ = make(CASES["mxfp4-gpt-oss"], tmp_path)
+
+    def convert(source: Path, out: Path) -> None:
+        import_hf(source, out, allow_requantize=True, max_shard_bytes=SHARD_BYTES)
+
+    convert(source, tmp_path / "whole")
+    report = json.loads((tmp_path / "whole/conversion.json").read_text())
+    assert any(line.get("max_error") for line in report["classes"])
+    files = len(list((tmp_path / "whole").glob("*.safetensors")))
+    interrupted(convert, source, tmp_path / "out", files=files - 1)
+    convert(source, tmp_path / "out")
+    assert notes(caplog) and content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+def test_a_source_that_changes_meanwhile_is_noticed(hf_folder: HFFolder, tmp_path: Path) -> None:
+    source, out = hf_folder("llama"), tmp_path / "out"
+    before = sorted(tmp_path.rglob("*"))
+
+    def progress(done: int, total: int) -> None:
+        if done == total:
+            touch(source)
+
+    with pytest.raises(CheckpointError, match="the source files changed while they were read"):
+        import_hf(source, out, progress=progress)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_ctrl_c_keeps_finished_files(hf_folder: HFFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A real SIGINT to a real process of the command line, which goes on where another one was killed, says so, and
+    begins no third of three files before the signal is sent."""
+    source, out = hf_folder("mixtral"), tmp_path / "out"
+    working = interrupted(do_import, source, out, files=2)
+    code = (
+        "import itertools, pathlib, signal, sys, time\n"
+        "from te_models.checkpoints.write.writer import HashedFile\n"
+        "from te_models.cli.main import main\n"
+        "real, begun, sent = HashedFile.write_header, itertools.count(1), pathlib.Path(sys.argv[1])\n"
+        "def write_header(self, data):\n"
+        "    late = next(begun) > 2\n"
+        "    while late and not sent.exists():\n"
+        "        time.sleep(0.01)\n"
+        "    real(self, data)\n"
+        "HashedFile.write_header = write_header\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
+        "sys.exit(main(sys.argv[2:]))\n"
+    )
+    words = ["import", str(source), str(out), "--max-shard-size", str(SHARD_BYTES)]
+    sent = tmp_path / "sent"
+    run = Python(["-c", code, str(sent), *words])
+    while len(list(working.glob("finished/*.json"))) < 4 and run.process.is_alive():
+        time.sleep(0.01)
+    os.kill(run.process.pid, signal.SIGINT)
+    sent.touch()
+    ended = run.finish(timeout=60)
+    errors = ended.stderr
+    kept = len(list(working.glob("finished/*.json")))
+    assert ended.returncode == 130 and kept >= 4 and not out.exists(), errors
+    # nobody configured logging there: the note goes to standard error, once
+    first, *others, last = errors.splitlines()
+    assert first.startswith("continuing an interrupted run: 2 of ") and "continuing" not in " ".join(others), errors
+    assert last == f"te-models: interrupted; {working} has {kept} finished files: the same command goes on from there"
+    assert "Traceback" not in errors
+    assert main(words) == 0
+    (note,) = notes(caplog)
+    assert note.startswith(f"continuing an interrupted run: {kept} of ")
+    do_import(source, tmp_path / "reference")
+    assert content(out) == content(tmp_path / "reference") and not working.exists()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, CheckpointError])
+def test_nothing_useful_is_left(hf_folder: HFFolder, tmp_path: Path, error: type[BaseException]) -> None:
+    """Ctrl-C before the first file is finished, and an error whenever it comes."""
+    source = hf_folder("mixtral")
+    before = sorted(tmp_path.rglob("*"))
+
+    def progress(done: int, total: int) -> None:
+        if error is KeyboardInterrupt or done == total:
+            raise error("now")
+
+    size = 10**9 if error is KeyboardInterrupt else SHARD_BYTES  # one file
+    with pytest.raises(error, match="now"):
+        import_hf(source, tmp_path / "new/out", max_shard_bytes=size, progress=progress)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_ordinary_run_says_nothing(hf_folder: HFFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        do_import(hf_folder("mixtral"), tmp_path / "out")
+    assert not notes(caplog)
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3, 8])
+def test_the_bytes_do_not_depend_on_the_number_of_files_at_once(
+    hf_folder: HFFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    source = hf_folder("mixtral")
+    do_import(source, tmp_path / "reference")
+    monkeypatch.setattr("te_models.checkpoints.write.writer.cores", lambda: at_once)
+    monkeypatch.setattr("te_models.checkpoints.write.writer.MAX_FILES_AT_ONCE", 8)
+    do_import(source, tmp_path / "out")
+    assert content(tmp_path / "out") == content(tmp_path / "reference")
+    quantize(source, tmp_path / "fp8", "mxfp8", max_shard_bytes=SHARD_BYTES)
+    monkeypatch.undo()
+    quantize(source, tmp_path / "fp8-reference", "mxfp8", max_shard_bytes=SHARD_BYTES)
+    assert content(tmp_path / "fp8") == content(tmp_path / "fp8-reference")

@@ -1,0 +1,131 @@
+"""Quantization as an operation of a CPU graph: the definitions' bits, and where it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from te_models.kernels import quantize as q
+from te_models.kernels.quantize import hadamard
+from te_models.kernels.quantize.cpu_graph import library
+from te_models.kernels.quantize.fp8 import blocks, rounding
+from te_models.kernels.quantize.nvfp4 import reference as nvfp4
+from te_models.kernels.quantize.random import random_bits
+from tests.kernels.described import Calls
+from tests.kernels.triton.quantize.quantize_cases import E4M3, E5M2, hard, ordinary
+
+F32, BF16 = torch.float32, torch.bfloat16
+SHAPES = [(64, 256), (70, 75), (3, 33, 140), (1, 1), (0, 16)]
+"""Whole blocks, ragged ones, a batch, one element, none."""
+DTYPES = [(BF16, BF16), (F32, F32), (BF16, F32)]
+
+
+def inputs(shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+    """Ordinary numbers, ones of all exponents with NaN and infinities among them, the same in range, zeros."""
+    wild = hard(shape, dtype, sum(shape))
+    return [ordinary(shape, dtype), wild, wild.clamp(-1e3, 1e3), torch.zeros(shape, dtype=dtype)]
+
+
+def assert_same(found: Tensor, wanted: Tensor) -> None:
+    """Bit for bit, but for the payload of a NaN."""
+    assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
+    nan, integer = wanted.isnan(), torch.int16 if wanted.dtype == BF16 else torch.int32
+    assert torch.equal(found.isnan(), nan)
+    assert torch.equal(found.view(integer)[~nan], wanted.view(integer)[~nan])
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize("fp8_dtype", [E4M3, E5M2], ids=str)
+def test_fp8_blocks(fp8_dtype: torch.dtype, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    cases = [((1, 32), "e8m0", 0.0), ((32, 1), "e8m0", 0.0), ((32, 32), "e8m0", 0.0), ((1, 128), "pow2", 0.0)]
+    cases += [((128, 1), "pow2", 1e-4), ((128, 128), "float32", 0.0), ((1, 128), "float32", 0.1)]
+    for shape in SHAPES:
+        for x in inputs(shape, dtypes[0]):
+            for block, kind, epsilon in cases:
+                found = library.round_fp8(x, block, fp8_dtype, kind, dtypes[1], epsilon)
+                assert_same(found, rounding.round_blockwise(x, block, fp8_dtype, kind, dtypes[1], epsilon=epsilon))
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+def test_nvfp4(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    key = torch.tensor([-(2**40) - 3, 2**33 + 5])
+    for shape in SHAPES:
+        for x in inputs(shape, dtypes[0]):
+            amax = library.amax(x)
+            assert_same(amax, blocks.amax(x))
+            for block, drawn in (((1, 16), None), ((16, 16), None), ((16, 1), None), ((1, 16), key), ((16, 1), key)):
+                random = None if drawn is None else library.random_bits(drawn, 1, x.numel())
+                wanted, _ = nvfp4.round_nvfp4(x, dtypes[1], block=block, key=drawn, stream=1)
+                assert_same(library.round_nvfp4(x, block, amax, random, dtypes[1]), wanted)
+
+
+def test_nvfp4_with_an_amax_for_each_row_of_blocks() -> None:
+    for shape, block in (((64, 48), (16, 1)), ((64, 48), (1, 16)), ((2, 32, 48), (16, 16))):
+        x = ordinary(shape, BF16)
+        amax = torch.rand(*shape[:-2], shape[-2] // block[0], 1) + 3
+        wanted, _ = nvfp4.round_nvfp4(x, BF16, block=block, amax=amax)
+        assert_same(library.round_nvfp4(x, block, amax, None, BF16), wanted)
+
+
+def test_the_transform_and_the_random_bits() -> None:
+    for shape in SHAPES:
+        x = ordinary(shape, BF16)
+        assert_same(library.random_hadamard(x), hadamard.random_hadamard(x, -2))
+        assert_same(library.random_hadamard(x.mT), hadamard.random_hadamard(x.mT, -2))
+    for key in (torch.tensor([7, 11]), torch.tensor([-(2**40) - 3, 2**33 + 5])):
+        for size in (0, 1, 3, 4, 257, 4096):
+            assert torch.equal(library.random_bits(key, 3, size), random_bits(key, 3, (size,)))
+
+
+KEY = torch.tensor([3, 5])
+FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], list[str]]] = {
+    "fp8": (lambda x: q.round_blockwise(x, (1, 32), E4M3, "e8m0", BF16), ["round_blockwise"]),
+    "nvfp4": (lambda x: q.round_nvfp4(x, BF16, block=(16, 1), key=KEY)[0], ["matrix_amax", "round_nvfp4"]),
+    "transform": (lambda x: q.random_hadamard(x, -2), ["random_hadamard_rows"]),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_graph_has_operations_with_the_bits_of_eager_code(name: str, fresh_compiler: None) -> None:
+    function, operations = FUNCTIONS[name]
+    called: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable:
+        targets = [node.target for node in graph.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+        called.extend(target._opname for target in targets if target.namespace == "te_models")
+        return graph.forward
+
+    compiled = torch.compile(function, fullgraph=True, backend=backend, dynamic=True)
+    for shape in ((33, 48), (64, 80)):
+        x = ordinary(shape, BF16)
+        with Calls() as calls:
+            wanted = function(x)
+        assert not calls.found, "eager code runs the definition"
+        assert_same(compiled(x), wanted)
+    assert called == operations, "one graph for both sizes"
+
+
+def test_where_a_gradient_is_wanted_the_arithmetic_is_traced(fresh_compiler: None) -> None:
+    def function(x: Tensor) -> Tensor:
+        return q.round_blockwise(x, (1, 32), E4M3, "pow2", F32).square().sum()
+
+    gradients = []
+    for run in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
+        x = ordinary((4, 64), F32).requires_grad_()
+        (gradient,) = torch.autograd.grad(run(x), x)
+        gradients.append(gradient)
+    assert gradients[0].any() and torch.equal(*gradients)
+
+
+def test_an_exported_program_has_no_such_operation() -> None:
+    class Rounding(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return q.round_blockwise(x, (1, 32), E4M3, "e8m0", BF16)
+
+    x = ordinary((4, 64), BF16)
+    program = torch.export.export(Rounding(), (x,))
+    assert not [node for node in program.graph.nodes if "te_models" in str(node.target)]
+    assert_same(program.module()(x), Rounding()(x))

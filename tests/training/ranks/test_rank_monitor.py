@@ -1,0 +1,120 @@
+"""A rank that is stopped, killed or fails ends the others, which say its number; a signal to one rank reaches all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from te_models.training import LostRankError, list_checkpoints
+from tests.training.checkpoints.test_interruption import FOREVER, endless
+from tests.training.processes import exit_codes, stderr, training, wait_for_rows
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
+
+
+@pytest.mark.parametrize(
+    ("gone", "signum"),
+    [(1, signal.SIGSTOP), (1, signal.SIGKILL), pytest.param(0, signal.SIGSTOP, marks=pytest.mark.slow)],
+)
+def test_a_rank_that_is_gone_ends_the_others(tmp_path: Path, gone: int, signum: signal.Signals) -> None:
+    config = endless(tmp_path, distributed_timeout_minutes=5 / 60)
+    with training(config, tmp_path, ranks=3 if gone else 2) as processes:
+        wait_for_rows(config, 2, processes)
+        os.kill(processes[gone].pid, signum)
+        begun = time.monotonic()
+        left = [rank for rank in range(len(processes)) if rank != gone]
+        assert {*exit_codes([processes[rank] for rank in left], timeout=60)} == {3}
+        assert time.monotonic() - begun < 40  # gloo waits for half an hour, and the machine may be busy
+    for rank in left:
+        assert f"rank {gone} stopped answering" in stderr(tmp_path, rank).read_text()
+
+
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path) -> None:
+    config = endless(tmp_path)
+    with training(config, tmp_path, ranks=2) as processes:
+        wait_for_rows(config, 2, processes)
+        os.kill(processes[1].pid, signal.SIGTERM)
+        assert exit_codes(processes) == [143, 143]
+    (saved,) = list_checkpoints(Path(config.output_dir))
+    step = int(saved.name.removeprefix("step-"))
+    assert f"step {step} of {FOREVER} is saved in {saved}" in stderr(tmp_path).read_text()
+    assert "is saved" not in stderr(tmp_path, 1).read_text()
+
+
+def monitors(count: int, timeout: float) -> list:  # type: ignore[type-arg]
+    """So many ranks' monitors on one store, all in this process."""
+    from te_models.training.ranks.monitor import RankMonitor
+
+    store, made = torch.distributed.HashStore(), [None] * count
+
+    def make(rank: int) -> None:
+        made[rank] = RankMonitor(store, rank, count, timeout)  # type: ignore[call-overload]
+
+    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return made
+
+
+def test_a_barrier_waits_longer_than_the_timeout() -> None:
+    first, second = monitors(2, timeout=1.0)
+    late = threading.Thread(target=lambda: (time.sleep(1.5), first.barrier()))
+    late.start()
+    second.barrier()
+    late.join()
+    closing = threading.Thread(target=first.close, args=(None,))
+    closing.start()
+    second.close(None)
+    closing.join()
+    assert first.lost is None and second.lost is None
+
+
+def test_a_failure_is_told_with_its_sentence() -> None:
+    """To ranks in a barrier, and to those whose collective failed because of it."""
+    first, second, third = monitors(3, timeout=20.0)
+    second.close(ValueError("the disk\nis full"))
+    with pytest.raises(LostRankError, match=r"^rank 1 failed: the disk is full$"):
+        third.barrier()
+    error = first.explain(RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"))
+    assert isinstance(error, LostRankError) and str(error) == "rank 1 failed: the disk is full"
+    own = ValueError("something else")
+    assert first.explain(own) is own
+    third.close(LostRankError("x"))
+    first.close(error)
+
+
+def test_a_rank_that_runs_but_does_not_take_part_is_named() -> None:
+    first, second = monitors(2, timeout=3.0)
+    error = first.explain(RuntimeError("Timed out waiting 5000ms for recv operation to complete"))
+    assert "rank 1 runs but does not take part" in str(error)
+    second.close(LostRankError("x"))
+    first.close(error)
+
+
+def test_a_process_that_cannot_leave_is_ended(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its main thread may wait in a collective that nothing interrupts."""
+    from te_models.training.ranks import monitor as rank_monitor
+
+    first, second = monitors(2, timeout=2.0)
+    codes: list[int] = []
+
+    def end(code: int) -> None:
+        codes.append(code)
+        second._closing = True
+
+    monkeypatch.setattr(rank_monitor, "GRACE", 0.1)
+    monkeypatch.setattr(rank_monitor.os, "_exit", end)
+    first.close(ValueError("out of memory"))
+    second._watcher.join(20)
+    assert codes == [3]
+    assert "te-models: rank 1 ends: rank 0 failed: out of memory" in capfd.readouterr().err
