@@ -33,7 +33,7 @@ STEPS = {"0 prepare", "1 import", "2 quantize", "3 experts", "4 train", "5 expor
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
-def check_output(out: Path, layers: int, steps: int = 24) -> dict:
+def check_output(out: Path, layers: int) -> dict:
     """What every run leaves behind, looked at independently of the report."""
     report = json.loads((out / "report.json").read_text())
     failed = [check for check in report["checks"] if not check["passed"]]
@@ -43,7 +43,7 @@ def check_output(out: Path, layers: int, steps: int = 24) -> dict:
     assert set(report["seconds"]) == STEPS
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     curves = [report["numbers"][f"loss_{name}"] for name in ("bf16", "mxfp8")]
-    assert len(curves[0]) == len(curves[1]) >= steps
+    assert len(curves[0]) == len(curves[1]) >= 24
     assert curves[0] != curves[1]
     assert curves[0][0] == pytest.approx(curves[1][0], rel=0.05)
     assert not (out / "scratch").exists()
@@ -61,12 +61,12 @@ def test_every_step_on_little_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All steps and all checks, with a model that has hardly learned anything, and without the compiler."""
-    sizes = replace(TINY, windows=2, length=64, most_perplexity=2.0 * tiny.VOCABULARY, new_tokens=8)
-    sizes = replace(sizes, train_batches=8, windows_per_file=2, compared=4, train_length=32, train_batch=2)
+    sizes = replace(TINY, windows=4, length=64, most_perplexity=2.0 * tiny.VOCABULARY, new_tokens=8)
+    sizes = replace(sizes, train_batches=24, windows_per_file=2, compared=4, train_length=32, train_batch=4)
     monkeypatch.setattr(quickstart, "TINY", sizes)
     files, held_out = library_files()
     monkeypatch.setattr(quickstart, "library_files", lambda: (files[:50], held_out))
-    monkeypatch.setattr(quickstart, "tiny_folder", functools.partial(tiny.tiny_folder, steps=21))
+    monkeypatch.setattr(quickstart, "tiny_folder", functools.partial(tiny.tiny_folder, steps=25))
     # bfloat16 is dear where the processor has no products of it, and the small model needs none
     fp32, few = PrecisionConfig(dtype="fp32"), {"micro_batch_size": 2}
     monkeypatch.setattr(
@@ -74,7 +74,7 @@ def test_every_step_on_little_text(
     )
     monkeypatch.setattr(steps, "train", lambda config: train(config.replace(compile=False)))
     assert main(["quickstart", "--offline-tiny", "--out", str(tmp_path / "out")]) == 0
-    check_output(tmp_path / "out", layers=4, steps=8)
+    check_output(tmp_path / "out", layers=4)
     assert "all 20 checks passed" in capsys.readouterr().out
 
 
