@@ -53,6 +53,7 @@ def exact_rows(operand: ScaledOperand, begin: int, end: int, g: int, dim: int) -
     return exact(operand)[begin:end] if dim else exact(operand)[:, begin:end]
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("transpose", [True, False])
@@ -72,6 +73,7 @@ def test_plain_rows(splits: list[int], tail: int, transpose: bool, dtype: torch.
     assert not y[sum(splits) :].any()
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize(("splits", "tail"), SPLITS, ids=str)
 @pytest.mark.parametrize("formats", FORMATS)
@@ -89,6 +91,7 @@ def test_quantized_rows(formats: str, splits: list[int], tail: int, device: torc
     assert not y[sum(splits) :].any()
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("accumulate", [True, False])
 @pytest.mark.parametrize(("splits", "tail"), SPLITS, ids=str)
@@ -116,6 +119,7 @@ def check_wgrad(out: Tensor, before: Tensor, left: Tensor, right: Tensor, accumu
     assert_within(out, left, right)
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("accumulate", [True, False])
 @pytest.mark.parametrize("groups", [[1, 0, 2], [0, 0], [2]], ids=str)
