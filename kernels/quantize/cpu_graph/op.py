@@ -1,7 +1,8 @@
 """Quantized and dequantized operands, in a CPU graph as one registered operation each.
 
 Traced as plain torch, every operand of every GEMM is compiled by itself, which takes several times as long as the rest
-of a model. The numbers are the same, and so is the time of a step: there is little to fuse with but the reading of x.
+of a model. The numbers are the same, and a step takes
+about as long: there is little to fuse with but the reading of x.
 Eagerly, and in an exported program, which may run where there is no C++ compiler, the definitions run.
 """
 
