@@ -25,6 +25,7 @@ from te_models.checkpoints.io.manifest import MANIFEST, check_listed, read_manif
 from te_models.checkpoints.io.strict_json import read_object
 from te_models.checkpoints.io.weight_files import TEMPLATES, plain_file
 
+from ..config import TrainConfig
 from ..seeding import PYTHON_STATE, python_state
 
 VERSION = 2
@@ -137,6 +138,8 @@ def check_values(values: Mapping[str, Any], metadata: Mapping[str, str], folder:
     config = values.get("config")
     if not isinstance(config, dict):
         raise CheckpointError(f"config in {VALUES} is {shown(config)}; allowed: an object")
+    if values["version"] > 1:
+        _check_config(config)
     for name in _TABLES:
         if not isinstance(config.get(name, {}), dict):
             raise CheckpointError(f"config.{name} in {VALUES} is {shown(config[name])}; allowed: an object")
@@ -148,6 +151,27 @@ def check_values(values: Mapping[str, Any], metadata: Mapping[str, str], folder:
         raise CheckpointError(
             f"{VALUES} says position {position}, but {step} steps of {per_step} windows reach {step * per_step}"
         )
+
+
+def _check_config(config: dict[str, Any]) -> None:
+    """Check that a run's configuration is one, with every key: what is compared with it must not be a default."""
+    where = f"config in {VALUES}"
+    try:
+        whole = TrainConfig.from_dict(config).to_dict()
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{where} is none that a run can have: {error}") from None
+    if missing := _missing(whole, config):
+        raise CheckpointError(f"{where} has no {quote(missing)}")
+
+
+def _missing(whole: Mapping[str, Any], found: Mapping[str, Any]) -> str | None:
+    """Return the first key of `whole`, with the tables that it is in, that `found` lacks."""
+    for name, value in whole.items():
+        if name not in found:
+            return name
+        if isinstance(value, dict) and isinstance(found[name], dict) and (inner := _missing(value, found[name])):
+            return f"{name}.{inner}"
+    return None
 
 
 def check_tensors(tensors: Mapping[str, torch.Tensor], step: int, ranks: int) -> None:
