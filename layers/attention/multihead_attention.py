@@ -165,14 +165,14 @@ class MultiheadAttention(nn.Module):
             is_given = "missing" if encoder_output is None else "given"
             raise ValueError(f"encoder_output is {is_given} with attention_type {self.attention_type!r}")
         core = self.core_attention
-        heads, groups, options = core.num_attention_heads, core.num_gqa_groups, {"interleaved": self.interleaved}
+        heads, groups, layout = core.num_attention_heads, core.num_gqa_groups, {"interleaved": self.interleaved}
         first = self.get_submodule(self._first)(hidden_states, is_first_microbatch)
         first, normed = first if self.return_layernorm_output else (first, None)
         if self.key_value is None:
-            q, k, v = split_qkv(first, heads, groups, **options)
+            q, k, v = split_qkv(first, heads, groups, **layout)
         else:
             q = first.unflatten(-1, (heads, -1))
-            k, v = split_kv(self.key_value(encoder_output, is_first_microbatch), groups, **options)
+            k, v = split_kv(self.key_value(encoder_output, is_first_microbatch), groups, **layout)
         q, k = self._placed(q, k, rotary_pos_emb, options.get("cu_seqlens_q"), options.get("cu_seqlens_kv"))
         y = self.proj(core(q, k, v, attention_mask, **options), is_first_microbatch)
         if self.return_layernorm_output:
