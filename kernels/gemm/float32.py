@@ -36,17 +36,14 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None, out_dtype: torch.d
     column_step = max(elements // max(inner, min(rows, row_step), 1), 16)
     if rows <= row_step and columns <= column_step:
         found = torch.mm(left.float(), right.float())
-        if bias is not None:
-            found += bias
-        return found.to(out_dtype)
+        # not in place: selective checkpointing may have kept the product
+        return (found if bias is None else found + bias).to(out_dtype)
     out = left.new_empty(rows, columns, dtype=out_dtype)
     for some in _slices(rows, row_step):
         wide = left[some].float()
         for part in _slices(columns, column_step):
             found = torch.mm(wide, right[:, part].float())
-            if bias is not None:
-                found += bias[part]
-            out[some, part] = found
+            out[some, part] = found if bias is None else found + bias[part]
     return out
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..gemm.cpu import unrounded
 from ..gemm.operand import ScaledOperand, emulation_dtype
 from ..gemm.reference import epilogue_scale
 from .accumulate import grouped_gemm_wgrad_accumulate_
@@ -15,8 +16,8 @@ def rows(left: ScaledOperand, right: ScaledOperand, m_splits: Tensor, out_dtype:
     """[T, K] x [G, N, K] -> [T, N]."""
     dtype = emulation_dtype(left, right, out_dtype)
     a, b = left.dequantized(dtype), right.dequantized(dtype)
-    y = grouped_gemm(a.values, b.values, m_splits)
     factor = epilogue_scale(a, b)
+    y = grouped_gemm(*unrounded(a.values, b.values, factor is not None), m_splits)
     return (y if factor is None else y.float() * per_row(factor, m_splits, y.shape[0])[:, None]).to(out_dtype)
 
 
@@ -24,8 +25,8 @@ def wgrad(left: ScaledOperand, right: ScaledOperand, m_splits: Tensor, out_dtype
     """[N, T] x [K, T] -> [G, N, K]."""
     dtype = emulation_dtype(left, right, out_dtype)
     a, b = left.dequantized(dtype), right.dequantized(dtype)
-    dw = grouped_gemm_wgrad(a.values.mT, b.values.mT, m_splits)
     factor = epilogue_scale(a, b)
+    dw = grouped_gemm_wgrad(*unrounded(a.values.mT, b.values.mT, factor is not None), m_splits)
     return (dw if factor is None else dw.float() * factor[:, None, None]).to(out_dtype)
 
 

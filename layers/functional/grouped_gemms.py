@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from te_models.kernels.gemm import Operand, ScaledOperand, epilogue_scale
+from te_models.kernels.gemm.cpu import unrounded
 from te_models.kernels.grouped_gemm import (
     grouped_gemm,
     grouped_gemm_wgrad,
@@ -220,10 +221,10 @@ def _rows_gemm(
         y = scaled_grouped_gemm(values, weight, sizes, dtype)
         return y if padding is None else padding.unpad(y)
     a, b = both_dequantized("scaled_grouped_gemm", values, weight, dtype)
-    fprop = usage == "rowwise"
-    y = grouped_gemm(a.values, b.values if fprop else b.values.mT, sizes, fprop)
+    fprop, scale = usage == "rowwise", epilogue_scale(a, b)
+    x, w = unrounded(a.values, b.values, scale is not None)
+    y = grouped_gemm(x, w if fprop else w.mT, sizes, fprop)
     y = y if padding is None else padding.unpad(y)
-    scale = epilogue_scale(a, b)
     return (y if scale is None else y.float() * offsets.per_row(scale)[:, None]).to(dtype)
 
 
@@ -246,7 +247,9 @@ def _wgrad_gemm(left: GemmOperand, right: GemmOperand, splits: Tensor, dtype: to
     if isinstance(left, ScaledOperand) and isinstance(right, ScaledOperand):
         return scaled_grouped_gemm_wgrad(left, right, splits, dtype)
     a, b = both_dequantized("scaled_grouped_gemm_wgrad", left, right, dtype)
-    dw, scale = grouped_gemm_wgrad(a.values.mT, b.values.mT, splits), epilogue_scale(a, b)
+    scale = epilogue_scale(a, b)
+    dy, x = unrounded(a.values, b.values, scale is not None)
+    dw = grouped_gemm_wgrad(dy.mT, x.mT, splits)
     return (dw if scale is None else dw.float() * scale[:, None, None]).to(dtype)
 
 

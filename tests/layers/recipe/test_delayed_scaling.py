@@ -33,7 +33,7 @@ from te_models.layers import (
     recipe_state,
     recompute_contexts,
 )
-from te_models.layers.module import base as quantized_module
+from te_models.layers.recipe import recipe_use
 from tests.layers.delayed_ranks import Experts
 
 MAX = {"input": 448.0, "weight": 448.0, "grad_output": 57344.0}
@@ -522,10 +522,11 @@ def test_training_goes_on_after_loading_in_inference_mode() -> None:
 
 
 def test_a_module_may_be_freed_while_the_live_ones_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = Linear(8, 8)
-    references = [weakref.ref(kept), lambda: None]  # the second one's module is freed between the two steps of listing
-    monkeypatch.setattr(quantized_module._modules, "valuerefs", lambda: references)
-    assert quantized_module.live_modules() == [kept]
+    layer = Linear(8, 8)
+    reference, freed = weakref.KeyedRef(layer, None, 10**9), weakref.KeyedRef(Linear(8, 8), None, 10**9 + 1)
+    assert freed() is None, "freed between the two steps of listing"
+    monkeypatch.setattr(recipe_use._layers, "valuerefs", lambda: [freed, reference])
+    assert recipe_use.live_modules() == [layer]
 
 
 def test_a_state_dict_loads_under_another_recipe_or_none() -> None:
