@@ -144,7 +144,7 @@ class MoELayers:
 
 
 @dataclass(frozen=True)
-class UseQKNorm:
+class UseL2QKNorm:
     """`use_qk_norm`: norms of q and k without weight, in layers that rotate, behind the rotation."""
 
     names: tuple[str, ...] = ("use_qk_norm",)
@@ -188,7 +188,7 @@ LLAMA4_TEXT = Family(
         ),
         Sizes(),
         ATTENTION_BIAS,
-        UseQKNorm(),
+        UseL2QKNorm(),
         Layers(),
         Tuning(),
         Mixture(_MIXTURE),

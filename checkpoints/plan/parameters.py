@@ -18,7 +18,7 @@ from ..io.header import TensorInfo, byte_count
 from ..io.store import Store
 from .param_shapes import ExpertLayout, expected_tensors
 from .quantized_format import SUFFIXES, quantizer_of, rebuild
-from .rank_shards import Cuts, Part, Ranges, cut_shape
+from .rank_shards import Cuts, Ranges, RankPart, cut_shape
 from .stream import cut_pieces, fill_tensor, read_piece
 from .te_namespace import Formats, formats_in_layout, te_namespace
 from .tensor_map import Namespace, Piece, compose
@@ -87,7 +87,7 @@ class Parameters:
         """Return a region of a stored entry, in its stored dtype."""
         return self.entry(name, {axis: ((part.start, part.stop),) for axis, part in enumerate(box)})
 
-    def quantized(self, name: str, part: Part = Part()) -> QuantizedTensor:  # noqa: B008 (frozen)
+    def quantized(self, name: str, part: RankPart = RankPart()) -> QuantizedTensor:  # noqa: B008 (frozen)
         """Return a quantized parameter, or a part of it, exactly as stored."""
         quantizer, _ = quantizer_of(name, self.formats[name])
         cuts = part.field_cuts(name, self.shapes[name], quantizer)

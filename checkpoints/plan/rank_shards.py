@@ -57,7 +57,7 @@ WHOLE = Place()
 
 
 @dataclass(frozen=True)
-class Part:
+class RankPart:
     """Indices of a parameter along `dim`: ranges (begin, end) in order; dim None: all of them. experts: (begin, end)
     along dimension 0, of a stack of experts; None: all of them."""
 
@@ -74,9 +74,9 @@ class Part:
         """Return the shape of the part."""
         return cut_shape(whole, self.cuts())
 
-    def member(self) -> Part:
+    def member(self) -> RankPart:
         """Return the part that this one of a stack has of each of its experts."""
-        return Part(None if self.dim is None else self.dim - 1, self.ranges)
+        return RankPart(None if self.dim is None else self.dim - 1, self.ranges)
 
     def field_cuts(self, name: str, whole: Shape, quantizer: Quantizer) -> dict[str, Cuts]:
         """Return the ranges of each stored field that are this part of a quantized parameter of shape `whole`.
@@ -109,27 +109,27 @@ def cut_shape(whole: Shape, cuts: Cuts) -> Shape:
     return tuple(sum(e - b for b, e in cuts[d]) if d in cuts else n for d, n in enumerate(whole))
 
 
-def parts(config: ModelConfig, shapes: Mapping[str, Shape], place: Place) -> dict[str, Part]:
+def parts(config: ModelConfig, shapes: Mapping[str, Shape], place: Place) -> dict[str, RankPart]:
     """Return what a rank owns of each parameter; names and shapes are those of `expected_tensors`, in the grouped
     layout where experts are distributed."""
     return {name: _part(config, name, shape, place) for name, shape in shapes.items()}
 
 
-def _part(config: ModelConfig, name: str, shape: Shape, place: Place) -> Part:
+def _part(config: ModelConfig, name: str, shape: Shape, place: Place) -> RankPart:
     experts = None
     if place.ep_size > 1 and is_expert_stack(name):
         own = shape[0] // place.ep_size
         experts = (place.ep_rank * own, (place.ep_rank + 1) * own)
     split = _split(config, name, shape) if place.tp_size > 1 else None
     if split is None:
-        return Part(experts=experts)
+        return RankPart(experts=experts)
     dim, blocks = split
     ranges, offset = [], 0
     for size in blocks:
         own = size // place.tp_size
         ranges.append((offset + place.tp_rank * own, offset + (place.tp_rank + 1) * own))
         offset += size
-    return Part(dim, tuple(ranges), experts)
+    return RankPart(dim, tuple(ranges), experts)
 
 
 def _split(config: ModelConfig, name: str, shape: Shape) -> tuple[int, tuple[int, ...]] | None:

@@ -31,7 +31,7 @@ from ..plan.quantized_format import SUFFIXES
 from ..plan.stream import read_bands
 from ..plan.tensor_map import Namespace
 from .representable import coarser
-from .requantize import AmaxesOf, Entry
+from .requantize import AmaxesOf, WrittenTensor
 from .route import Target
 from .shared_amax import JoinedAmaxes, matrix_keys
 
@@ -91,14 +91,14 @@ class FileTarget(Target):
         shape = (*data.shape[:-1], data.shape[-1] * packed[1])
         return [self._part(weight, shape, part) for part in self._format.parts]
 
-    def entries(self, weight: str, quantizer: Quantizer) -> list[Entry]:
+    def entries(self, weight: str, quantizer: Quantizer) -> list[WrittenTensor]:
         values, entries = self.moved[weight], []
         for part in self._format.parts:
             name, dtype = weight + part.suffix, part.dtypes[0]
             variant = f"{self._format.name} anew {quantizer!r}"
             output = Output(name, dtype, self._shape(part, values.shape), values.pieces, variant=variant, owner=weight)
             encoded = functools.partial(_encode_field, part, self._format.element, dtype, name)
-            entries.append(Entry(SUFFIXES[f"rowwise_{part.field}"], output, encoded))
+            entries.append(WrittenTensor(SUFFIXES[f"rowwise_{part.field}"], output, encoded))
         return entries
 
     def values(self, weight: str) -> tuple[Store, Output]:

@@ -30,7 +30,7 @@ AmaxesOf = Callable[[int, Read], Callable[[Executor | None], Amaxes]]
 
 
 @dataclass(frozen=True)
-class Entry:
+class WrittenTensor:
     """One tensor that a quantized weight is written as.
 
     suffix: of the field of ours that it holds. output: without what computes it. encode: turns a part of the field into
@@ -42,17 +42,17 @@ class Entry:
     encode: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
-def field_entries(name: str, shape: Shape, meta: Description) -> list[Entry]:
+def field_entries(name: str, shape: Shape, meta: Description) -> list[WrittenTensor]:
     """Return the entries of a parameter in a folder of ours: its fields."""
     specs = field_specs(name, shape, meta).items()
-    return [Entry(suffix, Output(name + suffix, *spec.dtypes, spec.shape)) for suffix, spec in specs]
+    return [WrittenTensor(suffix, Output(name + suffix, min(spec.dtypes), spec.shape)) for suffix, spec in specs]
 
 
 def requantized_outputs(
     store: Store,
     weight: Output,
     quantizer: Quantizer,
-    entries: Iterable[Entry],
+    entries: Iterable[WrittenTensor],
     threads: Callable[[], Executor],
     measure: Measure | None = None,
     amaxes_of: AmaxesOf | None = None,

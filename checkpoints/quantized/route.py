@@ -26,7 +26,7 @@ from ..io.threads import cores, start_threads
 from ..plan.param_shapes import is_linear_weight
 from ..plan.plan import Output
 from ..plan.report import Measure
-from .requantize import AmaxesOf, Entry, requantized_outputs
+from .requantize import AmaxesOf, WrittenTensor, requantized_outputs
 
 MAX_THREADS = 4
 """Threads that quantize one parameter; each has working copies of a band of rows."""
@@ -78,7 +78,7 @@ def choose_route(parameter: str, source: Form, target: Form, allowed: Allowed = 
     why = source.inexact if source.inexact is not None else target.inexact
     if why is None and target.quantizer is None:
         return Route(parameter, "move" if source.quantizer is None else "dequantize")
-    if why is None and source.quantizer is not None:
+    if why is None and source.quantizer is not None and target.quantizer is not None:
         same = source.quantizer.FORMAT == target.quantizer.FORMAT and not (source.encoded or target.encoded)
         return Route(parameter, "move" if same else "re-encode", target.quantizer)
     if why is None or ("requantize" in allowed and is_linear_weight(parameter)):
@@ -102,7 +102,7 @@ class Target(ABC):
         """Return the tensors of a weight whose numbers are taken over."""
 
     @abstractmethod
-    def entries(self, weight: str, quantizer: Quantizer) -> list[Entry]:
+    def entries(self, weight: str, quantizer: Quantizer) -> list[WrittenTensor]:
         """Return the tensors of a weight whose fields are computed."""
 
     @abstractmethod

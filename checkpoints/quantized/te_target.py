@@ -19,7 +19,7 @@ from ..plan.plan import Output, Plan, make_plan
 from ..plan.quantized_format import SUFFIXES, describe
 from ..plan.te_namespace import Formats, parameter_names, te_namespace
 from ..plan.tensor_map import compose
-from .requantize import Entry, field_entries
+from .requantize import WrittenTensor, field_entries
 from .route import Target
 
 
@@ -54,7 +54,7 @@ class TETarget(Target):
         entries = (weight + suffix for suffix in SUFFIXES.values())
         return self._reencoded.get(weight) or [self.moved[entry] for entry in entries if entry in self.moved]
 
-    def entries(self, weight: str, quantizer: Quantizer) -> list[Entry]:
+    def entries(self, weight: str, quantizer: Quantizer) -> list[WrittenTensor]:
         return field_entries(weight, self._shapes[weight], describe(quantizer, self._dtype(weight)))
 
     def values(self, weight: str) -> tuple[Store, Output]:

@@ -44,8 +44,8 @@ def split_options(options: Options) -> tuple[bool, dict[str, Any]]:
     unknown = options.keys() - Options.__annotations__.keys()
     if unknown:
         raise TypeError(f"{min(unknown)!r} is no option; allowed: {', '.join(Options.__annotations__)}")
-    rest = dict(options)
-    return rest.pop("verify", True), rest
+    rest: dict[str, Any] = dict(options)
+    return bool(rest.pop("verify", True)), rest
 
 
 class Conversion:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -13,6 +13,7 @@ from ..families.base.family import differing_values
 from ..folder.checkpoint import Checkpoint
 from ..folder.passthrough import our_names
 from ..io.buffers import Ring
+from ..io.store import Store
 from ..io.threads import Progress
 from ..plan.param_shapes import expected_tensors
 from ..plan.parameters import Parameters
@@ -86,7 +87,7 @@ def diff(a: PathLike, b: PathLike, *, progress: Progress | None = None) -> DiffR
                 report.notes.append(f"{name}: {list(shapes[name])} and {list(other[name])}")
         sides = [Parameters(c.store, c.namespace, c.config, c.formats, "grouped") for c in (left, right)]
         quantized = [{name: (p.shapes[name], meta) for name, meta in p.formats.items()} for p in sides]
-        stores = [ValueStore(p, found, torch.float32) for p, found in zip(sides, quantized)]
+        stores = [ValueStore(cast(Store, p), found, torch.float32) for p, found in zip(sides, quantized)]
         total, done = sum(math.prod(shapes[name]) for name in common), 0
         for name in common:
             kinds = [_kind(parameters, name) for parameters in sides]

@@ -24,7 +24,7 @@ from ..io.strict_json import dump_object
 from ..plan.plan import Plan
 from ..plan.report import moved_report
 from .conversion import Conversion, Options, PathLike
-from .toy_parts import Part, cut, renumbered
+from .toy_parts import ToyPart, cut, renumbered
 
 
 def toy(
@@ -51,7 +51,7 @@ def toy(
         chosen = _choose_layers(ckpt.config, layers)
         config = _small_config(ckpt.config, chosen, experts)
         form = ckpt.source.form if ckpt.source is not None else None
-        part = Part(ckpt, family, form, config, tuple(chosen))
+        part = ToyPart(ckpt, family, form, config, tuple(chosen))
         plan, quantized = cut(part)
         plan = replace(plan, report=moved_report(plan, ckpt.files.tensors))
         if experts == 1 and any(isinstance(entry, Groups) for entry in family.fields):

@@ -29,7 +29,7 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True)
-class Part:
+class ToyPart:
     """The part of a checkpoint that is taken: `config` describes it, `chosen` are the numbers of its layers."""
 
     checkpoint: Checkpoint
@@ -62,7 +62,7 @@ class Part:
         return f"{name[: match.start(1)]}{new}{name[match.end(1) :]}"
 
 
-def cut(part: Part) -> tuple[Plan, bool]:
+def cut(part: ToyPart) -> tuple[Plan, bool]:
     """Return the plan that writes the part from the checkpoint's files, and whether it has quantized weights."""
     ckpt, files = part.checkpoint, part.checkpoint.files.tensors
     target = part.family.namespace(part.config, part.form)
@@ -87,7 +87,7 @@ def cut(part: Part) -> tuple[Plan, bool]:
     return Plan((*outputs, *kept), passthrough=passthrough), found
 
 
-def renumbered(declaration: Mapping[str, Any], part: Part) -> dict[str, Any]:
+def renumbered(declaration: Mapping[str, Any], part: ToyPart) -> dict[str, Any]:
     """Return a declaration of quantization whose lists name the layers that are taken, by their new numbers."""
 
     def walk(value: Any) -> Any:
@@ -101,7 +101,7 @@ def renumbered(declaration: Mapping[str, Any], part: Part) -> dict[str, Any]:
     return walk(dict(declaration))
 
 
-def _quantized(part: Part, source: str, name: str, shape: Shape) -> Iterator[Output]:
+def _quantized(part: ToyPart, source: str, name: str, shape: Shape) -> Iterator[Output]:
     """Yield the tensors of a quantized weight, and of its activations' scales."""
     ckpt, whole = part.checkpoint, part.whole.stored[source].shape
     assert ckpt.quantized is not None, "called for quantized weights only"
@@ -117,7 +117,7 @@ def _quantized(part: Part, source: str, name: str, shape: Shape) -> Iterator[Out
             yield _first(part, scale, scale_beside(name, kind), shape[:-2], whole[:-2])
 
 
-def _first(part: Part, source: str, name: str, leading: Shape, whole: Shape) -> Output:
+def _first(part: ToyPart, source: str, name: str, leading: Shape, whole: Shape) -> Output:
     """Return the output that is the beginning of a tensor [*whole, ...] along these dimensions, or all of another."""
     info = part.checkpoint.files.tensors[source]
     shape = (*leading, *info.shape[len(leading) :]) if info.shape[: len(whole)] == whole else info.shape
@@ -125,7 +125,7 @@ def _first(part: Part, source: str, name: str, leading: Shape, whole: Shape) -> 
     return Output(name, info.dtype, shape, (Piece(source, box, box, tuple(range(len(shape)))),))
 
 
-def _further(part: Part) -> Iterator[Output]:
+def _further(part: ToyPart) -> Iterator[Output]:
     """Yield the scales of activations that belong to no weight of their own: those of a layer's cache."""
     quantized = part.checkpoint.quantized
     if quantized is None:
@@ -138,7 +138,7 @@ def _further(part: Part) -> Iterator[Output]:
             yield copy_of(quantized.files.tensors[scale], scale, name)
 
 
-def _kept(part: Part, small: Namespace) -> tuple[Link, ...]:
+def _kept(part: ToyPart, small: Namespace) -> tuple[Link, ...]:
     """Return the links of the files to the canonical tensors of the part."""
     links = []
     for link in part.whole.links:

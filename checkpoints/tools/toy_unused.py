@@ -17,10 +17,10 @@ from ..plan.plan import Output
 from ..plan.tensor_map import Namespace, Piece
 
 if TYPE_CHECKING:
-    from .toy_parts import Part
+    from .toy_parts import ToyPart
 
 
-def unused_outputs(part: Part, target: Namespace) -> Iterator[Output]:
+def unused_outputs(part: ToyPart, target: Namespace) -> Iterator[Output]:
     """Yield what the toy has of the tensors that the model does not use: not those of layers and experts that are not
     taken. target: how the toy is stored."""
     files, layer = part.checkpoint.files.tensors, _layer_with_experts(part, target)
@@ -59,7 +59,7 @@ class _Layer:
         return shape
 
 
-def _layer_with_experts(part: Part, target: Namespace) -> _Layer | None:
+def _layer_with_experts(part: ToyPart, target: Namespace) -> _Layer | None:
     """Return a layer of the model that has experts and is taken; None where no model has any."""
     config = part.checkpoint.config
     moved = [i for i in part.chosen if config.is_moe_layer(i)]

@@ -86,7 +86,7 @@ def operation(
     serves: Callable[[Tensor], bool] | None = None,
     cpu_only: bool = False,
 ) -> Callable[[F], F]: ...
-def operation(
+def operation(  # pyright: ignore[reportInconsistentOverload]
     name: str,
     results: Callable[..., Any],
     *,

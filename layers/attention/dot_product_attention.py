@@ -20,7 +20,7 @@ from ..te_arguments import TRACKER, require_default, takes_at_default
 from .alibi import BiasType, ScoreBias
 from .core import attend
 from .mask import AttentionMask, Masking, Window, mask_type_of, masks_of, window_of
-from .qkv_format import QkvFormat, batch_first, check_format, from_batch_first
+from .qkv_format import QkvFormat, batch_first, check_qkv_format, from_batch_first
 
 _SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
@@ -78,7 +78,7 @@ class DotProductAttention(nn.Module):
             raise ValueError(f"tp_size is {ranks}; allowed: a divisor of {groups} key/value heads")
         if softcap is not None and softcap <= 0:
             raise ValueError(f"softcap is {softcap}; allowed: a positive number, or None")
-        check_format(qkv_format)
+        check_qkv_format(qkv_format)
         self.register_load_state_dict_pre_hook(leave_extra_state)
         self.num_attention_heads, self.num_gqa_groups = num_attention_heads // ranks, groups // ranks
         self.attention_dropout = attention_dropout
@@ -170,7 +170,7 @@ class DotProductAttention(nn.Module):
         if num_splits not in (None, 0, 1):
             raise ValueError(f"num_splits is {num_splits!r}, which this library does not have; allowed: 1")
         layout = self.qkv_format if qkv_format is None else qkv_format
-        check_format(layout)
+        check_qkv_format(layout)
         query = batch_first("query", query_layer, self.num_attention_heads, layout)
         key = batch_first("key", key_layer, self.num_gqa_groups, layout)
         value = batch_first("value", value_layer, self.num_gqa_groups, layout)

@@ -34,7 +34,7 @@ class Rows(NamedTuple):
         return self.position - self.length if from_end else self.position
 
 
-def check_format(qkv_format: str) -> None:
+def check_qkv_format(qkv_format: str) -> None:
     """Raise ValueError for a layout that does not exist."""
     if qkv_format not in get_args(QkvFormat):
         raise ValueError(f"qkv_format is {qkv_format!r}; allowed: {', '.join(map(repr, get_args(QkvFormat)))}")

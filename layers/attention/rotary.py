@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from te_models.kernels.rope import apply_rope
 
 from ..te_arguments import require_default
-from .qkv_format import QkvFormat, check_format, from_batch_first, moved_batch_first, packed_rows
+from .qkv_format import QkvFormat, check_qkv_format, from_batch_first, moved_batch_first, packed_rows
 
 
 class RotaryPositionEmbedding(nn.Module):
@@ -79,7 +79,7 @@ def apply_rotary_pos_emb(
     the result is rounded to t's dtype, with fused and without. Returns a tensor like t. ValueError for a layout that
     does not exist or has no cu_seqlens, too few positions, and context parallelism.
     """
-    check_format(tensor_format)
+    check_qkv_format(tensor_format)
     require_default("cp_size", cp_size, 1)
     require_default("cp_rank", cp_rank, 0)
     if (cu_seqlens is None) == (tensor_format == "thd"):

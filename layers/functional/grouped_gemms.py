@@ -92,7 +92,7 @@ def grouped_fprop(
         left = RowsOperand(operand, None)
     else:
         assert isinstance(x, Tensor), "fields alone are of aligned rows"
-        align = alignment(quantizers, x.device)
+        align = row_alignment(quantizers, x.device)
         left, saved, tensors = quantize_and_save_rows(x_quantizer, x, offsets, dtype, align, *saving)
     saved = replace(saved, weight_names=tuple(fields)) if fields else saved
     return _rows_gemm(left, weight, "rowwise", offsets, dtype), saved, (*tensors, *fields.values())
@@ -125,7 +125,7 @@ def grouped_gradients(
         if state.grad_statistics is not None:
             unrecorded = with_gradient_state(quantizers.grad_output, state.gradient, record=False)
             record_statistics(state.grad_statistics[0], unrecorded, dy, key, offsets)
-    align = alignment(quantizers, dy.device)
+    align = row_alignment(quantizers, dy.device)
     usages: tuple[Usage, ...] = tuple([u for u, needed in zip(USAGES, needs, strict=True) if needed])
     if aligned:
         found = gradient_operands(quantizer, dy, usages, dtype, key)
@@ -198,7 +198,7 @@ def _weights_operand(
     return stored_operand(first.quantizer, fields, usage, dtype, (len(weights), *first.shape))
 
 
-def alignment(quantizers: GemmQuantizers, device: torch.device) -> int:
+def row_alignment(quantizers: GemmQuantizers, device: torch.device) -> int:
     """Return the multiple of rows at which groups begin in the operands of wgrad."""
     return max(quantizers.row_align, MIN_ROW_ALIGNMENT) if quantized_gemms(device) else quantizers.row_align
 

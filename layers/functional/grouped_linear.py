@@ -23,7 +23,7 @@ from ..tensor.quantized_tensor import QuantizedTensor
 from .aligned_rows import is_aligned, permuted
 from .compute_dtype import compute_dtype
 from .dense_gemms import GemmConfig, GemmOptions
-from .grouped_gemms import alignment, bias_rows_gradient, grouped_fprop, grouped_gradients, plain_weights, stacked
+from .grouped_gemms import bias_rows_gradient, grouped_fprop, grouped_gradients, plain_weights, row_alignment, stacked
 from .linear import GemmCall, largest
 from .quantized_rows import rows_or_values
 from .wgrad import main_grads
@@ -57,7 +57,7 @@ def grouped_linear(
     if permutation is not None and not (aligned and permutation.padding_rows is not None):
         x, permutation = permute(x, permutation), None
     if permutation is None:
-        align = 1 if quantizers is None else alignment(quantizers, x.device)
+        align = 1 if quantizers is None else row_alignment(quantizers, x.device)
         x = rows_or_values(x, m_splits, quantizers, dtype, align)
     aligned = aligned and not isinstance(x, QuantizedTensor)
     if call is None and bias is None:

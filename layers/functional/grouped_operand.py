@@ -5,7 +5,7 @@ copies from the splits on the device, the padding that wgrad's copy needs includ
 so that its quantized copy is saved and not itself. In a CPU graph, and for gradients on a CPU, every operand is made
 from a padded copy of the rows, which the compiler fuses (`_quantized_apart`).
 
-T rows, P padded rows, C columns, G groups. align: of the rows that wgrad contracts, see `grouped_gemms.alignment`.
+T rows, P padded rows, C columns, G groups. align: of the rows that wgrad contracts, see `grouped_gemms.row_alignment`.
 """
 
 from __future__ import annotations

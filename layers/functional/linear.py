@@ -197,7 +197,8 @@ class _DenseLinear(torch.autograd.Function):
         if ctx.function is not None and dx is not None:
             prologue = Prologue(ctx.function, s.norm_weight, s.norm_bias)
             needs_norm = (needs.norm_weight, needs.norm_bias)
-            dx, *of_norm = prologue.gradients(dx.view(ctx.shape), s.x, statistics, needs_norm)
+            dx, dw_norm, db_norm = prologue.gradients(dx.view(ctx.shape), s.x, statistics, needs_norm)
+            of_norm = (dw_norm, db_norm)
         db = bias_gradient(dy, ctx.bias_dtype) if needs.bias else None
         gradients = _NO_GRADIENTS._replace(
             x=dx if needs.x else None, norm_weight=of_norm[0], norm_bias=of_norm[1], weight=dw, bias=db

@@ -48,7 +48,12 @@ class _BlockwiseQuantizer(FP8Quantizer):
     def operand(self, x: Tensor, usage: Usage, dtype: torch.dtype, key: Tensor | None = None) -> Operand:
         block = self.block if usage == "rowwise" else self._columnwise_block
         values = q.round_blockwise(
-            x, block, self.fp8_dtype, self.scale_kind, self.gemm_dtype(dtype), epsilon=self._epsilon
+            x,
+            block,  # pyright: ignore[reportArgumentType]  # blocks are what this format has
+            self.fp8_dtype,
+            self.scale_kind,
+            self.gemm_dtype(dtype),
+            epsilon=self._epsilon,
         )
         return Operand(values, None)
 
@@ -58,7 +63,13 @@ class _BlockwiseQuantizer(FP8Quantizer):
         if len(self._usages) == 1:
             return super().quantize_fields(x, key)
         return self._fields(
-            q.quantize_blockwise_both(x, self.block, self.fp8_dtype, self.scale_kind, epsilon=self._epsilon),
+            q.quantize_blockwise_both(
+                x,
+                self.block,  # pyright: ignore[reportArgumentType]
+                self.fp8_dtype,
+                self.scale_kind,
+                epsilon=self._epsilon,
+            ),
             self._usages,
         )
 
@@ -69,7 +80,7 @@ class _BlockwiseQuantizer(FP8Quantizer):
         parts = q.quantize_grouped_blockwise(
             x,
             m_splits,
-            self.block,
+            self.block,  # pyright: ignore[reportArgumentType]
             self.fp8_dtype,
             self.scale_kind,
             epsilon=self._epsilon,
@@ -112,7 +123,7 @@ class _BlockwiseQuantizer(FP8Quantizer):
     def _dequantize(self, parts: Parts, usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None) -> Tensor:
         block = self.block if usage == "rowwise" else self._columnwise_block
         data, scale_inv = parts if usage == "rowwise" else self._stored(parts, usage)
-        return q.dequantize_blockwise(data, scale_inv, block, dtype)
+        return q.dequantize_blockwise(data, scale_inv, block, dtype)  # pyright: ignore[reportArgumentType]
 
     def _scaled(self, parts: Parts, usage: Usage) -> ScaledOperand:
         data, scale_inv = parts

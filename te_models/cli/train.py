@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     if args.help_keys is not None:
         return _help_keys(args)
     if args.config is None:
-        args.usage_error(_without_config(args.overrides))
+        return args.usage_error(_without_config(args.overrides))
     from ..training.config_file import read_config
     from ..training.ranks.main_process import is_main_process
 

@@ -22,7 +22,7 @@ def register() -> None:
     transformers.AutoModelForCausalLM.register(TEConfig, TEModelForCausalLM, exist_ok=True)
     # By this list of names Trainer tells whether label smoothing has to shift the labels by one token.
     modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[TEConfig.model_type] = TEModelForCausalLM.__name__
-    if transformers.utils.is_peft_available():
+    if transformers.utils.is_peft_available():  # pyright: ignore[reportPrivateImportUsage]
         from . import lora  # which registers its adapters
 
         lora.register()

@@ -99,3 +99,25 @@ def test_a_quantizer_is_asked_and_not_told_apart() -> None:
 
 def test_the_folders_are_the_four() -> None:
     assert {path.name for path in ROOT.iterdir() if (path / "__init__.py").exists()} <= {*FOLDERS, "tests", "bench"}
+
+
+NAMED_TWICE = {
+    # fusible operations have the names of Transformer Engine's `te.ops`
+    "te_models.layers": {"Linear", "GroupedLinear", "RMSNorm", "LayerNorm"},
+    # what every format of quantized folders offers
+    "te_models.checkpoints": {"read", "write"},
+}
+"""Public names that two modules of a package define. In kernels the files of an operation share its name: the
+reference, the public function and the Triton launch."""
+
+
+def test_a_public_name_is_defined_once() -> None:
+    defined: dict[tuple[str, str], list[str]] = {}
+    for module, file in modules().items():
+        package = next((package for package in NAMED_TWICE if module.startswith(f"{package}.")), None)
+        for node in ast.parse(file.read_text(encoding="utf-8")).body if package else ():
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                defined.setdefault((str(package), node.name), []).append(module)
+    found = {key: places for key, places in defined.items() if len(places) > 1}
+    assert {key: places for key, places in found.items() if key[1] not in NAMED_TWICE[key[0]]} == {}
+    assert {(package, name) for package, names in NAMED_TWICE.items() for name in names} <= found.keys()

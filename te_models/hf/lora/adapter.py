@@ -166,7 +166,7 @@ class LoraAdapter(nn.Module, LoraLayer):
             for name, weight in merged.items():
                 own = getattr(self.base_layer, name)
                 if isinstance(own, QuantizedTensor):
-                    self._stored[name] = own
+                    self._stored[name] = own  # type: ignore[assignment]  # a parameter that is a QuantizedTensor
                     setattr(self.base_layer, name, nn.Parameter(weight, requires_grad=False))
                 else:
                     own.copy_(weight)

@@ -55,8 +55,8 @@ def name_layers(config: LoraConfig, model: nn.Module) -> None:
 
     layers = dict(own_layers(model))
     if layers and _is_all_linear(config.target_modules):
-        others = set(_maybe_include_all_linear_layers(config, model).target_modules)
-        config.target_modules = others | set(layers)
+        found: Any = _maybe_include_all_linear_layers(config, model)  # typed as the config's base
+        config.target_modules = set(found.target_modules) | set(layers)
     kept: list[str] = []
     by_weight: list[str] = []
     for key in config.target_parameters or ():

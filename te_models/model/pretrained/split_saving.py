@@ -17,7 +17,7 @@ from ..parallel import place_of
 from .collected_saving import Collection, save_collected
 
 if TYPE_CHECKING:
-    from te_models.checkpoints.plan.rank_shards import Cuts, Part
+    from te_models.checkpoints.plan.rank_shards import Cuts, RankPart
 
     from ..gpt import GPTModel
 
@@ -108,7 +108,7 @@ class _Parts(Collection):
         self._device = self._entries[self.names[0]].own.device
 
     def _entries_of(
-        self, name: str, tensor: Tensor, by_tp: list[Part], by_ep: list[Part]
+        self, name: str, tensor: Tensor, by_tp: list[RankPart], by_ep: list[RankPart]
     ) -> Iterator[tuple[str, _Entry]]:
         from te_models.checkpoints.plan.quantized_format import SUFFIXES
 

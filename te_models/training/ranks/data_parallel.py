@@ -15,7 +15,7 @@ import secrets
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -60,7 +60,7 @@ class Ranks:
             return
         from .monitor import RankMonitor
 
-        store = dist.distributed_c10d._get_default_store()  # there is no public way to the group's store
+        store: Any = dist.distributed_c10d._get_default_store()  # there is no public way to the group's store
         if store is None:  # MPI's groups have none
             yield self
             return
@@ -68,9 +68,8 @@ class Ranks:
         dist.broadcast(run, 0)  # a process may train more than once
         with contextlib.suppress(NotImplementedError, RuntimeError):  # not every kind of store can be copied
             store = store.clone()  # one connection serves one thread
-        monitor = RankMonitor(
-            dist.PrefixStore(f"te_models/{int(run)}", store), self.rank, self.world_size, timeout.total_seconds()
-        )
+        own = dist.PrefixStore(f"te_models/{int(run)}", store)  # pyright: ignore[reportPrivateImportUsage]
+        monitor = RankMonitor(own, self.rank, self.world_size, timeout.total_seconds())
         error: BaseException | None = None
         try:
             yield dataclasses.replace(self, monitor=monitor)

@@ -43,7 +43,13 @@ class RankMonitor:
         timeout: Seconds without a heartbeat after which a rank is lost.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: float) -> None:
+    def __init__(
+        self,
+        store: dist.Store,  # pyright: ignore[reportPrivateImportUsage]
+        rank: int,
+        world_size: int,
+        timeout: float,
+    ) -> None:
         self.store, self.rank, self.world_size, self.timeout = store, rank, world_size, timeout
         self.interval = min(1.0, timeout / 10)
         self.lost: str | None = None

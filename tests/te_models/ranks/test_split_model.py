@@ -10,7 +10,7 @@ import torch
 
 from te_models import AttentionConfig, ConfigError, GPTModel, ModelConfig
 from te_models.checkpoints import CheckpointError, expected_tensors, open_checkpoint, quantize
-from te_models.checkpoints.plan.rank_shards import Part, Place, parts
+from te_models.checkpoints.plan.rank_shards import Place, RankPart, parts
 from te_models.config import MLAConfig, MLPConfig, MoEConfig, NormConfig
 from te_models.model.parallel import check_layers
 from tests.checkpoints.family_cases import CASES as FAMILY_CASES
@@ -93,7 +93,7 @@ def test_the_parts_of_all_ranks_are_the_whole(layout: str, ranks: int) -> None:
     for name, shape in shapes.items():
         mine = [own[name] for own in owned]
         if mine[0].dim is None:
-            assert mine == [Part()] * ranks
+            assert mine == [RankPart()] * ranks
             continue
         split.add(name.rpartition("layers.")[2].partition(".")[2].rstrip("0123456789"))
         indices = [i for part in mine for begin, end in part.ranges for i in range(begin, end)]
@@ -112,10 +112,10 @@ def test_the_parts_of_all_ranks_are_the_whole(layout: str, ranks: int) -> None:
 
 def test_a_rank_has_whole_heads_and_matching_gate_and_up_rows() -> None:
     part = parts(CONFIG, expected_tensors(CONFIG), Place(tp_rank=1, tp_size=2))
-    assert part["decoder.layers.0.self_attention.linear_qkv.weight"] == Part(0, ((16, 32), (40, 48), (54, 60)))
-    assert part["decoder.layers.0.mlp.linear_fc1.weight"] == Part(0, ((20, 40), (60, 80)))
-    assert part["decoder.layers.1.mlp.experts.linear_fc1.weight"] == Part(1, ((18, 36), (54, 72)))
-    assert part["decoder.layers.1.mlp.experts.linear_fc2.weight"] == Part(2, ((18, 36),))
+    assert part["decoder.layers.0.self_attention.linear_qkv.weight"] == RankPart(0, ((16, 32), (40, 48), (54, 60)))
+    assert part["decoder.layers.0.mlp.linear_fc1.weight"] == RankPart(0, ((20, 40), (60, 80)))
+    assert part["decoder.layers.1.mlp.experts.linear_fc1.weight"] == RankPart(1, ((18, 36), (54, 72)))
+    assert part["decoder.layers.1.mlp.experts.linear_fc2.weight"] == RankPart(2, ((18, 36),))
 
 
 @pytest.mark.parametrize(
