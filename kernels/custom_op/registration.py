@@ -158,7 +158,7 @@ def _with_reference(op: CustomOpDef, function: F, reference: Callable, serves: C
 
     @functools.wraps(function)
     def call(x: Tensor, /, *args: Any, **keywords: Any) -> Any:
-        if (serves or launch.on_accelerator)(x):
+        if serves(x) if serves is not None else x.is_cuda or launch.as_accelerator:
             return as_operation(x, *args, **keywords)
         return reference(x, *args, **keywords)
 

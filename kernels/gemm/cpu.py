@@ -71,10 +71,10 @@ def in_float32(x: Tensor) -> bool:
     return _backend == "float32" or _float32()
 
 
-def unrounded(left: Tensor, right: Tensor, scaled: bool) -> tuple[Tensor, Tensor]:
+def unrounded(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """Return two matrices so that an operation that rounds its product to their dtype does not round one that a scale
     is still to multiply: up-cast, on a machine that does so in any case."""
-    return (left.float(), right.float()) if scaled and in_float32(left) else (left, right)
+    return (left.float(), right.float()) if in_float32(left) else (left, right)
 
 
 def operand_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:

@@ -17,7 +17,8 @@ def rows(left: ScaledOperand, right: ScaledOperand, m_splits: Tensor, out_dtype:
     dtype = emulation_dtype(left, right, out_dtype)
     a, b = left.dequantized(dtype), right.dequantized(dtype)
     factor = epilogue_scale(a, b)
-    y = grouped_gemm(*unrounded(a.values, b.values, factor is not None), m_splits)
+    x, w = (a.values, b.values) if factor is None else unrounded(a.values, b.values)
+    y = grouped_gemm(x, w, m_splits)
     return (y if factor is None else y.float() * per_row(factor, m_splits, y.shape[0])[:, None]).to(out_dtype)
 
 
@@ -26,7 +27,8 @@ def wgrad(left: ScaledOperand, right: ScaledOperand, m_splits: Tensor, out_dtype
     dtype = emulation_dtype(left, right, out_dtype)
     a, b = left.dequantized(dtype), right.dequantized(dtype)
     factor = epilogue_scale(a, b)
-    dw = grouped_gemm_wgrad(*unrounded(a.values.mT, b.values.mT, factor is not None), m_splits)
+    dy, x = (a.values, b.values) if factor is None else unrounded(a.values, b.values)
+    dw = grouped_gemm_wgrad(dy.mT, x.mT, m_splits)
     return (dw if factor is None else dw.float() * factor[:, None, None]).to(out_dtype)
 
 

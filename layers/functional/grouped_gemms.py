@@ -222,7 +222,7 @@ def _rows_gemm(
         return y if padding is None else padding.unpad(y)
     a, b = both_dequantized("scaled_grouped_gemm", values, weight, dtype)
     fprop, scale = usage == "rowwise", epilogue_scale(a, b)
-    x, w = unrounded(a.values, b.values, scale is not None)
+    x, w = (a.values, b.values) if scale is None else unrounded(a.values, b.values)
     y = grouped_gemm(x, w if fprop else w.mT, sizes, fprop)
     y = y if padding is None else padding.unpad(y)
     return (y if scale is None else y.float() * offsets.per_row(scale)[:, None]).to(dtype)
@@ -248,7 +248,7 @@ def _wgrad_gemm(left: GemmOperand, right: GemmOperand, splits: Tensor, dtype: to
         return scaled_grouped_gemm_wgrad(left, right, splits, dtype)
     a, b = both_dequantized("scaled_grouped_gemm_wgrad", left, right, dtype)
     scale = epilogue_scale(a, b)
-    dy, x = unrounded(a.values, b.values, scale is not None)
+    dy, x = (a.values, b.values) if scale is None else unrounded(a.values, b.values)
     dw = grouped_gemm_wgrad(dy.mT, x.mT, splits)
     return (dw if scale is None else dw.float() * scale[:, None, None]).to(dtype)
 

@@ -16,7 +16,7 @@ from tests.kernels.triton.as_on_a_gpu import gemms_as_on_a_gpu
 
 def use_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until the end of the test."""
-    monkeypatch.setattr(launch, "on_accelerator", lambda x: True)
+    monkeypatch.setattr(launch, "as_accelerator", True)
     monkeypatch.setattr(norms, "rms_norm", lambda x, w, eps: norm_fwd(x, w, None, eps, False, False, True)[0])
     monkeypatch.setattr(norms, "layer_norm", lambda x, w, b, eps: norm_fwd(x, w, b, eps, True, False, False)[0])
     monkeypatch.setattr(

@@ -124,7 +124,7 @@ def test_one_function_is_the_operation_on_an_accelerator_and_the_reference_elsew
         "te_models::test_reference(Tensor x, SymInt[] block, float factor) -> Tensor"
     )
     for device, added in (("cpu", 1), ("cuda", 0)):
-        monkeypatch.setattr(launch, "on_accelerator", lambda x, device=device: device == "cuda")
+        monkeypatch.setattr(launch, "as_accelerator", device == "cuda")
         torch._dynamo.reset()
         for call in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
             assert torch.equal(call(torch.ones(2), (1, 32)), torch.full((2,), 2.0 + added))

@@ -26,7 +26,9 @@ __all__ = ["random_hadamard", "round_blockwise", "round_nvfp4"]
 def in_cpu_graph(x: Tensor) -> bool:
     """Whether x is traced for a graph that a CPU runs, has a dtype that is served, and no gradient is wanted: that of a
     rounding, where anybody asks for it, is that of the arithmetic which defines it."""
-    if not compiling() or x.device.type != "cpu" or x.dtype not in library.DTYPES or exporting():
+    if not torch.compiler.is_compiling() or not compiling() or exporting():
+        return False
+    if x.device.type != "cpu" or x.dtype not in library.DTYPES:
         return False
     return not (x.requires_grad and torch.is_grad_enabled())
 

@@ -36,5 +36,5 @@ def rows_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         topk = permutation.row_of_slot.shape[1]
         return permute_quantized_op(x, permutation.slot_of_row, topk, None, *flatten(output))
 
-    monkeypatch.setattr(launch, "on_accelerator", lambda x: True)
+    monkeypatch.setattr(launch, "as_accelerator", True)
     monkeypatch.setattr(aligned_rows, "permute_quantized", permuted)

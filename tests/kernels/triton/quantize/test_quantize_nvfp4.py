@@ -32,7 +32,7 @@ SHAPES = [(1, 1), (15, 17), (33, 140), (2, 31, 20), (3, 2, 16, 32), (130, 7), (0
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch) -> None:
     """Let the public functions take the kernels' way, also on CPU."""
-    monkeypatch.setattr(launch, "on_accelerator", lambda x: True)
+    monkeypatch.setattr(launch, "as_accelerator", True)
 
 
 def key_on(device: torch.device, step: int = 2**33 + 5) -> Tensor:
