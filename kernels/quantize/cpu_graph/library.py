@@ -50,6 +50,18 @@ def _function(name: str, dtype: torch.dtype = torch.bfloat16, out_dtype: torch.d
     return function
 
 
+@functools.cache
+def available() -> bool:
+    """Whether there is a C++ compiler, which backends that compile nothing for the CPU do without."""
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        _function("te_round_fp8")
+    except InvalidCxxCompiler:
+        return False
+    return True
+
+
 def _sizes(x: Tensor) -> tuple[int, int, int]:
     """Return how many matrices x [..., R, C] is, R and C."""
     return math.prod(x.shape[:-2]), x.shape[-2], x.shape[-1]

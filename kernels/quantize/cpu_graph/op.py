@@ -1,9 +1,8 @@
 """Quantized and dequantized operands, in a CPU graph as one registered operation each.
 
 Traced as plain torch, every operand of every GEMM is compiled by itself, which takes several times as long as the rest
-of a model. The numbers are the same, and a step takes
-about as long: there is little to fuse with but the reading of x.
-Eagerly, and in an exported program, which may run where there is no C++ compiler, the definitions run.
+of a model. The numbers are the same, and a step takes about as long: there is little to fuse with but the reading of x.
+Eagerly, in an exported program, and in a graph of a process without a C++ compiler, the definitions run.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from ...compiling import compiling
 from ...custom_op import Output, like, operation
 from ...torch_versions import exporting
 from .. import hadamard
-from ..fp8 import rounding
+from ..fp8 import blocks, rounding
 from ..nvfp4 import op as nvfp4_op
 from ..nvfp4 import reference as nvfp4
 from . import library
@@ -50,6 +49,8 @@ def round_blockwise(
     epsilon: float = 0.0,
 ) -> Tensor:
     """Return `dequantize_blockwise` of `quantize_blockwise` in `dtype`: x [..., R, C] as its blocks hold it."""
+    if not library.available():
+        return rounding.round_blockwise(x, block, fp8_dtype, scale_kind, dtype, epsilon=epsilon)
     return library.round_fp8(x, block, fp8_dtype, scale_kind, dtype, epsilon)
 
 
@@ -60,7 +61,7 @@ def _rotated(x: Tensor) -> Output:
 
 @operation("random_hadamard_rows", _rotated, cpu_only=True)
 def _random_hadamard_rows(x: Tensor) -> Tensor:
-    return library.random_hadamard(x)
+    return library.random_hadamard(x) if library.available() else nvfp4_op.random_hadamard(x, -2)
 
 
 def random_hadamard(x: Tensor, dim: int = -1) -> Tensor:
@@ -72,13 +73,15 @@ def random_hadamard(x: Tensor, dim: int = -1) -> Tensor:
 
 @operation("matrix_amax", lambda x: like(x, x.shape[:-2], torch.float32), cpu_only=True)
 def _amax(x: Tensor) -> Tensor:
-    return library.amax(x)
+    return library.amax(x) if library.available() else blocks.amax(x)
 
 
 @operation("round_nvfp4", lambda x, dtype: like(x, dtype=dtype), cpu_only=True)
 def _round_nvfp4(
     x: Tensor, dtype: torch.dtype, block: tuple[int, int], amax: Tensor, key: Tensor | None, stream: int
 ) -> Tensor:
+    if not library.available():
+        return nvfp4.round_nvfp4(x, dtype, block=block, amax=amax, key=key, stream=stream)[0]
     random = None if key is None else library.random_bits(key, stream, x.numel())
     return library.round_nvfp4(x, block, amax, random, dtype)
 

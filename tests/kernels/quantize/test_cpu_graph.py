@@ -129,3 +129,31 @@ def test_an_exported_program_has_no_such_operation() -> None:
     program = torch.export.export(Rounding(), (x,))
     assert not [node for node in program.graph.nodes if "te_models" in str(node.target)]
     assert_same(program.module()(x), Rounding()(x))
+
+
+def test_without_a_compiler_the_definitions_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, key = ordinary((64, 256), BF16), torch.tensor([3, 5])
+
+    def quantized(x: Tensor) -> list[Tensor]:
+        values, amax = q.round_nvfp4(x, BF16, block=(16, 1), key=key)
+        return [q.round_blockwise(x, (1, 32), E4M3, "e8m0", BF16), q.random_hadamard(x, -2), values, amax]
+
+    monkeypatch.setattr(library, "available", lambda: False)
+    monkeypatch.setattr(library, "_function", lambda *arguments: pytest.fail("compiled"))
+    torch._dynamo.reset()
+    for found, wanted in zip(torch.compile(quantized, backend="aot_eager")(x), quantized(x), strict=True):
+        assert_same(found, wanted)
+
+
+def test_a_missing_compiler_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    def load(*arguments: object) -> None:
+        raise InvalidCxxCompiler("none")
+
+    monkeypatch.setattr(library, "_function", load)
+    library.available.cache_clear()
+    try:
+        assert not library.available()
+    finally:
+        library.available.cache_clear()
