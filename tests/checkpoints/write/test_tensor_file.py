@@ -17,7 +17,7 @@ from te_models.checkpoints.write import tensor_file
 from te_models.checkpoints.write.tensor_file import write_tensors
 from tests.checkpoints.hf_cases import assert_same_bits
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TENSORS = {
     "a odd number of bytes": torch.arange(3, dtype=torch.uint8),
     "a scalar": torch.tensor(2.5, dtype=torch.float64),
