@@ -53,7 +53,7 @@ class _BlockwiseQuantizer(FP8Quantizer):
             self.fp8_dtype,
             self.scale_kind,
             self.gemm_dtype(dtype),
-            epsilon=self._epsilon or 0.0,  # a literal: under dynamic=True a float of an object is a variable of the graph
+            epsilon=self._epsilon or 0.0,  # 0 as a literal: a dynamic graph has other floats as variables
         )
         return Operand(values, None)
 
