@@ -31,7 +31,7 @@ def test_shared_memory_fits(compiled: Summaries) -> None:
 @pytest.mark.parametrize("narrow", [True, False])
 def test_values_in_flight_fit_a_smaller_gpu(narrow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """There the pipeline holds a stage less than it has; a wide tile's did not fit."""
-    from tests.kernels.triton import hopper_gemm
+    from tests.kernels.triton.hopper import hopper_gemm
     from tests.kernels.triton.hopper.hopper_gemm import tile
 
     wide = []
