@@ -173,6 +173,10 @@ def gemms(device: torch.device) -> Iterator[tuple[str, Arguments]]:
         right = scaled_cases.quantized(normal(5, 64, seed=2, device=device), *formats[1])
         bias, first = normal(5, seed=6, device=device), left.kind == "per_tensor"
         yield "scaled_gemm", (*flatten(left), *flatten(right), dtype, bias, first, first)
+    for dtype, with_bias in itertools.product((F32, BF16), (True, False)):
+        x, w = (normal(6, n, seed=n, dtype=BF16, device=device) for n in (8, 5))
+        bias = normal(5, seed=6, dtype=BF16, device=device) if with_bias else None
+        yield "gemm_float32", (x.t(), w, bias, dtype)
     for grad, accumulate, scale in itertools.product((F32, BF16), (True, False), (None, torch.tensor(2.0))):
         dy, x = normal(6, 4, seed=1, device=device), normal(6, 5, seed=2, device=device)
         scale = None if scale is None else scale.to(device)

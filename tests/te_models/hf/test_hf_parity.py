@@ -74,13 +74,15 @@ def test_padding(tmp_path: Path, name: str) -> None:
 
 
 def routed(model: torch.nn.Module, gate: str, k: int) -> list[Tensor]:
-    """Collect, at each call, the set of experts each token chooses, [T, E] bool per MoE layer."""
+    """Collect, at each call, the set of experts each token chooses, [T, E] bool per MoE layer; none where two tie."""
     choices: list[Tensor] = []
 
     def hook(module: torch.nn.Module, inputs: object, output: object) -> None:
         logits = output[0] if isinstance(output, tuple) else output
         chosen = torch.zeros_like(logits, dtype=torch.bool)
-        choices.append(chosen.scatter_(1, logits.topk(k, dim=-1).indices, True))
+        values, indices = logits.topk(k + 1, dim=-1)
+        tie = values[:, k - 1 : k] == values[:, k:]  # bfloat16 has equal logits, between which any may be chosen
+        choices.append(chosen.scatter_(1, indices[:, :k], True) & ~tie)
 
     for name, module in model.named_modules():
         if name.endswith(gate):
