@@ -25,14 +25,17 @@ def cpu_gemm_of_run(
     "auto" is what the checkpoint has, so that the continued run equals the uninterrupted one, or else what the first
     rank chooses for its machine. On another device nothing is set.
     """
+    recorded = (
+        "auto" if start is None else start.config["precision"].get("cpu_gemm", "auto")
+    )  # absent in earlier releases
+    start = None  # the block lasts as long as the run, which has no use for the tensors
     if device != "cpu":
         yield config
         return
     backend = config.precision.cpu_gemm
     backends = get_args(CpuGemm)
-    if backend == "auto" and start is not None:
-        recorded = start.config["precision"].get("cpu_gemm", "auto")  # absent: of a release that had no choice
-        backend = recorded if recorded in backends else backend
+    if backend == "auto" and recorded in backends:
+        backend = recorded
     if backend == "auto":
         mine = torch.tensor([backends.index(automatic_choice()[0] if ranks.is_main else backends[0])])
         backend = backends[int(gather_tensors({"cpu_gemm": mine}, ranks)["0.cpu_gemm"])]

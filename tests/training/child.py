@@ -51,7 +51,7 @@ def _run(config: dict[str, Any], where: str, count: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("unreachable")
 
-    real_step, real_flush, real_save = loop.train_step, atomic.flush, checkpoint.save_file
+    real_step, real_flush, real_write = loop.train_step, atomic.flush, checkpoint.write_tensors
 
     def step(*args: Any, **kwargs: Any) -> Any:
         return kill() if tick() else real_step(*args, **kwargs)
@@ -59,8 +59,8 @@ def _run(config: dict[str, Any], where: str, count: int) -> None:
     def flush(path: Path) -> None:
         return kill() if tick() else real_flush(path)
 
-    def save_file(tensors: dict[str, Any], path: Path, **options: Any) -> None:
-        real_save(tensors, path, **options)
+    def write_tensors(path: Path, *args: Any) -> None:
+        real_write(path, *args)
         if tick():
             with path.open("ab") as file:
                 file.truncate(path.stat().st_size // 2)
@@ -71,7 +71,7 @@ def _run(config: dict[str, Any], where: str, count: int) -> None:
     elif where == "flush":
         atomic.flush = flush
     elif where == "half a file":
-        checkpoint.save_file = save_file
+        checkpoint.write_tensors = write_tensors
     else:
         assert where == "never"
     loop.train(TrainConfig.from_dict(config))

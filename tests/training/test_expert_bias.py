@@ -23,7 +23,7 @@ from te_models.training import (
     train,
 )
 from tests.training.child import run_until_killed
-from tests.training.edited import edit_values, seal
+from tests.training.edited import edit_values, make_version_1
 from tests.training.ranks.test_expert_ranks import train_and_resume
 from tests.training.runs import assert_same_bits, balanced_model, curve, tensors_under, tiny_run
 
@@ -147,12 +147,12 @@ def test_the_rate_is_checked_and_part_of_the_run(tmp_path: Path) -> None:
     train(config)
     with pytest.raises(ConfigError, match=f"cannot continue from step 2: optimizer.{RATE} differ"):
         train(run_of(tmp_path, "run", 0.02))
-    # a checkpoint of before there was a rate
+    # a checkpoint of before there was a rate, which is one without a manifest
     checkpoint = latest_checkpoint(Path(config.output_dir))
+    make_version_1(checkpoint)
     edit_values(checkpoint, lambda values: values["config"]["optimizer"].pop(RATE))
-    seal(checkpoint)
-    longer = run_of(tmp_path, "run", 0.02, schedule=ScheduleConfig(extend="hold"))
-    assert train(longer).step == 4
+    with pytest.warns(UserWarning, match="is a checkpoint of an earlier release"):
+        assert train(run_of(tmp_path, "run", 0.02, schedule=ScheduleConfig(extend="hold"))).step == 4
 
 
 def test_models_without_expert_bias_have_no_load_in_the_metrics(tmp_path: Path) -> None:
