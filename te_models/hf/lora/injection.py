@@ -151,7 +151,8 @@ def name_layers(config: LoraConfig, model: nn.Module) -> None:
     layers = dict(own_layers(model))
     if layers and _is_all_linear(config.target_modules):
         found: Any = _maybe_include_all_linear_layers(config, model)  # typed as the config's base
-        config.target_modules = set(found.target_modules) | set(layers)
+        names: Any = set(found.target_modules) | set(layers)  # as LoraConfig itself holds them, against its annotation
+        config.target_modules = names
     kept: list[str] = []
     by_weight: list[str] = []
     for key in config.target_parameters or ():
