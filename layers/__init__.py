@@ -37,8 +37,7 @@ from .module.model_state import (
 from .module.norm import LayerNorm, RMSNorm
 from .module.primary_weights import store_weights
 from .module.report import RecipeReport, quantization_statistics, recipe_report
-from .optimizer.fused_adamw import FusedAdamW, gradient_of
-from .optimizer.grad_scaler import GradScaler
+from .optimizer.fused_adamw import FusedAdamW, GradScaler, gradient_of
 from .quantizer import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -61,7 +60,14 @@ from .recipe.recipes import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
-from .te_compat.cross_entropy import parallel_cross_entropy
+from .te_compat.functions import (
+    moe_permute,
+    moe_permute_with_probs,
+    moe_sort_chunks_by_index,
+    moe_sort_chunks_by_index_with_probs,
+    moe_unpermute,
+    parallel_cross_entropy,
+)
 from .te_compat.names import (
     fp8_autocast,
     fp8_model_init,
@@ -71,13 +77,6 @@ from .te_compat.names import (
     is_mxfp8_available,
     is_nvfp4_available,
     missing,
-)
-from .te_compat.permutation import (
-    moe_permute,
-    moe_permute_with_probs,
-    moe_sort_chunks_by_index,
-    moe_sort_chunks_by_index_with_probs,
-    moe_unpermute,
 )
 from .tensor import averages as tensor_averages  # noqa: F401 (what torch does out of an operation's sight)
 from .tensor import collectives as tensor_collectives  # noqa: F401

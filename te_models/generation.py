@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from te_models.layers.functional.compute_dtype import compute_dtype
+from te_models.layers.functional.gemm_operand import compute_dtype
 
 from .model import GPTModel, KVCache
 

@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal, Self
+from typing import Literal, Self, TypedDict
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..collectives import ranks_of
-from ..module.te_extra_state import leave_extra_state
 from ..recipe.activation_checkpoint import checkpointed
-from ..te_arguments import TRACKER, require_default, takes_at_default
-from .alibi import BiasType, ScoreBias
+from ..te_arguments import TRACKER, leave_extra_state, require_default, takes_at_default
 from .core import attend
-from .mask import AttentionMask, Masking, Window, mask_type_of, masks_of, window_of
+from .mask import AttentionMask, BiasType, Masking, ScoreBias, Window, mask_type_of, masks_of, window_of
 from .qkv_format import QkvFormat, batch_first, check_qkv_format, from_batch_first
 
 _SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
@@ -212,3 +210,29 @@ class DotProductAttention(nn.Module):
     def extra_repr(self) -> str:
         heads = f"heads={self.num_attention_heads}, groups={self.num_gqa_groups}, {self.qkv_format}"
         return f"{heads}, {self.attn_mask_type}, window={self.window_size}"
+
+
+class CoreOptions(TypedDict, total=False):
+    """Keyword arguments of `DotProductAttention.forward` that a transformer layer passes on."""
+
+    bottom_right_diagonal: bool | None
+    checkpoint_core_attention: bool
+    core_attention_bias_type: BiasType
+    core_attention_bias: Tensor | None
+    alibi_slopes: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_kv: Tensor | None
+    cu_seqlens_q_padded: Tensor | None
+    cu_seqlens_kv_padded: Tensor | None
+    max_seqlen_q: int | None
+    max_seqlen_kv: int | None
+    fast_zero_fill: bool
+    inference_params: None
+    pad_between_seqs: bool | None
+
+
+class AttentionOptions(CoreOptions, total=False):
+    """Those that `MultiheadAttention` passes on."""
+
+    attn_mask_type: str | None
+    window_size: Window | None

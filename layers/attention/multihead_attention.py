@@ -16,9 +16,8 @@ from ..distributed.tensor_parallel import InitMethod
 from ..module.layernorm_linear import LayerNormLinear
 from ..module.linear import Linear
 from ..te_arguments import TRACKER, USER_BUFFERS, takes_at_default
-from .dot_product_attention import DotProductAttention
+from .dot_product_attention import AttentionOptions, DotProductAttention
 from .mask import AttentionMask, Window
-from .options import AttentionOptions
 from .qkv import QkNorm, join_parameters, qk_norm, split_kv, split_qkv
 from .qkv_format import QkvFormat
 from .rotary import apply_rotary_pos_emb

@@ -17,9 +17,9 @@ from ..distributed.tensor_parallel import InitMethod
 from ..module.layernorm_mlp import LayerNormMLP
 from ..module.norm import NORMS
 from ..te_arguments import TRACKER, USER_BUFFERS, takes_at_default
+from .dot_product_attention import CoreOptions
 from .mask import AttentionMask, Window
 from .multihead_attention import MultiheadAttention, RotaryAngles
-from .options import CoreOptions
 from .qkv import QkNorm
 from .qkv_format import QkvFormat
 

@@ -1,7 +1,9 @@
-"""Quantizing a GEMM's input as the last step of the operation before it, and deciding where that is done.
+"""Quantizing a GEMM's input as the last step of the norm or activation before it, and deciding where that is done.
 
-The numbers are those of the plain result, rounded to its dtype and then quantized, so fusing changes no bit. Where a
-kernel makes the result and quantizes it in one pass, the plain result never reaches memory.
+A dense layer may have that norm or activation as its `Prologue`: on an accelerator one kernel computes the result and
+quantizes it for the GEMM. Backward recomputes nothing: wgrad reads the quantized copy, and the derivative of the
+prologue reads its own input. The numbers are those of the high-precision
+result, rounded to its dtype and then quantized, so fusing changes no bit, and that result never reaches memory.
 
 Two cases are not fused. Current scaling and NVFP4 scale by the largest magnitude of the whole result, which is known
 only when its last element is: the plain result has to be there first. Rows sorted by expert are quantized group by
@@ -12,11 +14,14 @@ under every recipe.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from te_models.kernels.activation import Activation
 from te_models.kernels.compiling import compiling
+from te_models.kernels.norm import Norm
 from te_models.kernels.quantize import QuantizedOutput
 
 from ..quantizer import Quantizer
@@ -28,11 +33,47 @@ from .dense_gemms import GemmConfig
 from .saved_input import in_cpu_graph
 
 
+class Prologue(NamedTuple):
+    """What runs before the GEMM. weight, bias: the parameters of a norm, [H] or None."""
+
+    function: Norm | Activation
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+
+    def dtype(self, x: Tensor) -> torch.dtype:
+        """Return the dtype of the result."""
+        return self.function.output_dtype(x, self.weight, self.bias) if isinstance(self.function, Norm) else x.dtype
+
+    def run(self, x: Tensor) -> Tensor:
+        """Return the result, differentiable: x: [..., H] -> [..., H], for a gated activation [..., 2 H] -> [..., H]."""
+        if isinstance(self.function, Norm):
+            return self.function.of(x, self.weight, self.bias)
+        return self.function.forward(x)
+
+    def run_quantized(
+        self, x: Tensor, output: QuantizedOutput, scale: Tensor | None
+    ) -> tuple[list[Tensor], tuple[Tensor, ...], tuple[int, ...]]:
+        """Return (the copies that `output` describes, what `gradients` wants, the shape of the result)."""
+        function = self.function
+        if isinstance(function, Norm):
+            return *function.forward_quantized(x, self.weight, self.bias, output, scale), tuple(x.shape)
+        width = x.shape[-1] // 2 if function.gated else x.shape[-1]
+        return function.forward_quantized(x, None, output, scale), (), (*x.shape[:-1], width)
+
+    def gradients(
+        self, dy: Tensor, x: Tensor, statistics: tuple[Tensor, ...], needs: tuple[bool, bool]
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the gradients of x, weight and bias. needs: whether those of the weight and of the bias are wanted."""
+        if isinstance(self.function, Norm):
+            return self.function.backward(dy, x, self.weight, self.bias, statistics, needs)
+        return self.function.backward(dy, x)[0], None, None
+
+
 def input_quantizer(
     config: GemmConfig, state: QuantizerState, needs_wgrad: bool, device: torch.device
 ) -> AnyQuantizer | None:
     """Return the quantizer that may quantize a GEMM's input in its place; None where the input is wanted as it is: for
-    an unquantized backward pass, for statistics, or because the compiler fuses it anyway."""
+    an unquantized backward pass, for statistics, or in a CPU graph, where a GEMM takes dequantized values."""
     quantizers, options, index = config
     override = quantizers.backward_override
     if override == "high_precision" or state.statistics is not None or active().calibrating or in_cpu_graph(device):

@@ -1,8 +1,9 @@
-"""The two operands of a GEMM under a recipe, and the GEMM of them.
+"""The two operands of a GEMM under a recipe, the dtype that they are computed with, and the GEMM of them.
 
-On CPU an operand is an `Operand`: dequantized values that are exact in the dtype of the GEMM, which the compiler fuses
-with the quantization. On an accelerator it is a `ScaledOperand`, the quantized numbers themselves. Either way the
-contracted dimension is the last one, so every GEMM is `left @ right^T`:
+On CPU an operand is an `Operand`: dequantized values that are exact in the dtype of the GEMM. In a graph, one operation
+makes those of block, MXFP8 and NVFP4 scaling (`kernels/quantize/cpu_graph`). On an accelerator an operand is a
+`ScaledOperand`, the quantized numbers themselves. Either way the contracted dimension is the last one, so every GEMM is
+`left @ right^T`:
 
     fprop  x [T, K] by w [N, K]      dgrad  dy [T, N] by w [K, N]      wgrad  dy [N, T] by x [K, T]
 """
@@ -23,9 +24,32 @@ from te_models.kernels.gemm import (
 )
 from te_models.kernels.gemm.backends import record_mixed_product
 from te_models.kernels.gemm.cpu import operand_dtype
+from te_models.kernels.torch_versions import constant_when_traced
 
 from ..quantizer import Fields, Quantizer, Usage
 from ..quantizer.state import AnyQuantizer
+
+
+@constant_when_traced  # torch guards its autocast itself; traced, each function named here would be one more guard
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """Return the dtype that an enabled `torch.amp.autocast` of this device asks for, or None."""
+    known = device_type != "meta"  # for which torch raises
+    return torch.get_autocast_dtype(device_type) if known and torch.is_autocast_enabled(device_type) else None
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype a GEMM on x runs in: that of an enabled `torch.amp.autocast`, else x's own. ValueError for
+    integers, to which the weights would be rounded."""
+    if not x.is_floating_point():
+        require_floating(x.dtype)
+    return autocast_dtype(x.device.type) or x.dtype
+
+
+def require_floating(dtype: torch.dtype) -> None:
+    """Raise ValueError for the dtype of an input that a GEMM cannot compute in."""
+    if not dtype.is_floating_point:
+        raise ValueError(f"the input has dtype {dtype}; allowed: a floating-point dtype")
+
 
 GemmOperand = Operand | ScaledOperand
 _DEQUANTIZING_DEVICES = ("cpu",)

@@ -65,7 +65,7 @@ def grouped_fprop(
 
     x: [T, K] in `dtype`, that of the GEMMs, or `GroupedRows` of the input quantizer; weights: one [G, N, K] or G of
     [N, K], plain or quantized; cached: the weights quantized in an earlier micro-batch; needs: whether the gradients of
-    x and of the weights will be wanted; aligned: whether the rows are those of `aligned_rows`, which may come
+    x and of the weights will be wanted; aligned: whether the groups are aligned (`grouped_operand`); such rows may come
     quantized.
     """
     quantizers, options, _ = config

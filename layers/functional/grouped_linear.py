@@ -20,12 +20,11 @@ from ..quantizer.group_offsets import GroupOffsets
 from ..quantizer.state import QuantizerState
 from ..recipe.base import GemmQuantizers
 from ..tensor.quantized_tensor import QuantizedTensor
-from .aligned_rows import is_aligned, permuted
-from .compute_dtype import compute_dtype
 from .dense_gemms import GemmConfig, GemmOptions
+from .gemm_operand import compute_dtype
 from .grouped_gemms import bias_rows_gradient, grouped_fprop, grouped_gradients, plain_weights, row_alignment, stacked
+from .grouped_operand import is_aligned, permuted, rows_or_values
 from .linear import GemmCall, largest
-from .quantized_rows import rows_or_values
 from .wgrad import main_grads
 
 _grouped_gemm = direct(grouped_gemm)

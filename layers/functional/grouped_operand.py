@@ -3,7 +3,14 @@
 Where GEMMs take quantized numbers, rows are quantized once for all the GEMMs that take them: one kernel makes both
 copies from the splits on the device, the padding that wgrad's copy needs included. Eagerly on a CPU the input is, too,
 so that its quantized copy is saved and not itself. In a CPU graph, and for gradients on a CPU, every operand is made
-from a padded copy of the rows, which the compiler fuses (`_quantized_apart`).
+from a padded copy of the rows (`_quantized_apart`). Rows that come quantized already (`GroupedRows`) are read as they
+are.
+
+Aligned rows need no padded copy: where every group has a multiple of `row_align` rows, filled up with zeros, no block
+spans two groups as the rows lie, and the kernels of dense layers serve. `permute_quantized` makes such rows and
+quantizes them in the same pass, so that the permuted rows never reach memory in high precision. It is for formats with
+blocks of one row, on accelerators, in layers without a bias: a bias would make rows that only fill up values of their
+own.
 
 T rows, P padded rows, C columns, G groups. align: of the rows that wgrad contracts, see `grouped_gemms.row_alignment`.
 """
@@ -16,15 +23,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from te_models.kernels.compiling import compiling
 from te_models.kernels.gemm import Operand
+from te_models.kernels.permute import Permutation, permute_quantized
 
 from ..quantizer import Fields, Usage
 from ..quantizer.group_offsets import GroupOffsets, PaddedRows
 from ..quantizer.state import AnyQuantizer, value_of
-from ..recipe.base import BackwardOverride
+from ..recipe.base import BackwardOverride, GemmQuantizers
+from ..recipe.context import state as active
 from ..tensor.grouped_tensor import GroupedRows
+from ..tensor.storage import STORAGE_CLASSES, QuantizedStorage
 from .gemm_operand import GemmOperand, emulating, quantized_gemms, stored_operand, transposed
-from .quantized_rows import fprop_operand, wgrad_operand
 from .saved_input import NOTHING_SAVED, SavedInput, fields_of_usage, in_cpu_graph
 
 
@@ -174,3 +184,84 @@ def _dequantized(quantizer: AnyQuantizer, x: Tensor, offsets: GroupOffsets, dtyp
     if operand.scale is not None:
         values = values.float() * inside.per_row(operand.scale)[:, None]
     return (values if padding is None else padding.unpad(values)).to(dtype)
+
+
+def rows_or_values(
+    x: Tensor, m_splits: Tensor, quantizers: GemmQuantizers | None, dtype: torch.dtype, align: int
+) -> Tensor:
+    """Return x as a grouped layer may use it: rows that the recipe's input quantizer made as they are, others (and
+    those of a recipe that looks at the values) dequantized to `dtype`, plain rows in `dtype`.
+
+    align: of the rows that wgrad contracts, see `grouped_gemms`. ValueError for rows of other splits, where that can be
+    seen without waiting for a device.
+    """
+    if not isinstance(x, GroupedRows):
+        return x.to(dtype)
+    x.require_matrix("be the input of a grouped layer")
+    readable = m_splits.device.type == "cpu" and not compiling()
+    if m_splits.shape != x.m_splits.shape or (readable and not torch.equal(m_splits.to(x.m_splits.dtype), x.m_splits)):
+        raise ValueError("m_splits are not those that the rows were quantized under; pass x.m_splits")
+    if quantizers is None or quantizers.backward_override is not None or active().calibrating or active().statistics:
+        return x.dequantize(dtype)
+    wanted = quantizers.input
+    fits = not wanted.NEEDS_STATE and x.dtype == dtype and x.quantizer.row_block("columnwise") in (1, align)
+    return x if fits and wanted.same_numbers(x.quantizer) else x.dequantize(dtype)
+
+
+def _operand(x: GroupedRows, usage: Usage, dtype: torch.dtype, rows: int) -> GemmOperand:
+    return stored_operand(x.quantizer, x.fields, usage, dtype, (rows, x.shape[1]))
+
+
+def fprop_operand(x: GroupedRows, offsets: GroupOffsets, dtype: torch.dtype) -> tuple[GemmOperand, PaddedRows | None]:
+    """Return x as the left operand of fprop, and the padding of its rows where its blocks span some."""
+    align = x.quantizer.row_block("rowwise")
+    padding = None if align == 1 else offsets.padded(align)
+    return _operand(x, "rowwise", dtype, x.shape[0] if padding is None else padding.used.shape[0]), padding
+
+
+def wgrad_operand(x: GroupedRows, padding: PaddedRows | None, dtype: torch.dtype) -> GemmOperand:
+    """Return x as the right operand of wgrad, [K, P], in the padded rows that wgrad contracts."""
+    if padding is None:
+        return _operand(x, "columnwise", dtype, x.shape[0])
+    if x.quantizer.row_block("columnwise") == 1:  # in the rows that came in: one copy, or a hybrid's own
+        name = "rowwise_data" if x.quantizer.symmetric else "columnwise_data"
+        data = x.fields[name]
+        # FP8 cannot be indexed everywhere; its bytes can
+        words = data.view(torch.uint8) if data.dtype.itemsize == 1 else data
+        padded = padding.pad(words).view(data.dtype)
+        fields = x.fields | {name: padded}
+        return stored_operand(x.quantizer, fields, "columnwise", dtype, (padded.shape[0], x.shape[1]))
+    return _operand(x, "columnwise", dtype, padding.used.shape[0])
+
+
+def row_align_of(quantizers: GemmQuantizers | None, device: torch.device) -> int:
+    """Return the multiple of rows that groups are to have for these functions; 1: they do not serve."""
+    if quantizers is None or quantizers.backward_override or not quantized_gemms(device) or active().statistics:
+        return 1
+    align = 1
+    for quantizer in (quantizers.input, quantizers.grad_output):
+        # other formats have a scale for each group, which a dense layer's kernels do not know
+        if not quantizer.BLOCK_SCALES_ONLY or quantizer.symmetric:
+            return 1
+        if not (quantizer.rowwise and quantizer.columnwise):
+            return 1
+        align = max(align, quantizer.row_block("columnwise"))
+    return align
+
+
+def is_aligned(quantizers: GemmQuantizers, device: torch.device, row_align: int) -> bool:
+    """Whether rows whose groups have multiples of `row_align` need no padding in any GEMM."""
+    if row_align == 1:
+        return False
+    wanted = row_align_of(quantizers, device)
+    return wanted > 1 and row_align % wanted == 0
+
+
+def permuted(x: Tensor, permutation: Permutation, quantizers: GemmQuantizers, dtype: torch.dtype) -> QuantizedStorage:
+    """Return the rows [R, K] that tokens x [T, K] are copied to, quantized. permutation: made with `row_align_of`."""
+    quantizer = quantizers.input
+    output = quantizer.output()
+    assert output is not None, "the caller has asked"
+    fields = quantizer.fields_of_output(permute_quantized(x.to(dtype), permutation, output))
+    shape = torch.Size((permutation.slot_of_row.shape[0], x.shape[1]))
+    return STORAGE_CLASSES[quantizer.FORMAT](fields, quantizer, shape, dtype)

@@ -1,8 +1,9 @@
 """`y = x w^T + b` in high precision or under a recipe, differentiable: the function behind every dense module.
 
-The formula is plain Python around kernels on plain tensors, not one opaque operation per layer, so that the compiler
-fuses the quantizations with the norms and activations around them. The three GEMMs are those of `dense_gemms`. Live
-state comes in as tensors; nothing is hidden in objects.
+The formula is Python around kernels on tensors, not one opaque operation per layer: the compiler sees every step. On an
+accelerator it fuses the quantizations with what is around them; in a CPU graph the operands of block, MXFP8 and NVFP4
+scaling are one operation each (`kernels/quantize/cpu_graph`). The three GEMMs are those of `dense_gemms`. Live state
+comes in as tensors; nothing is hidden in objects.
 """
 
 from __future__ import annotations
@@ -22,11 +23,9 @@ from ..quantizer.delayed import update_amax_
 from ..quantizer.state import QuantizerState
 from ..recipe.base import HIGH_PRECISION, GemmQuantizers
 from ..tensor.quantized_tensor import QuantizedTensor
-from .compute_dtype import autocast_dtype, compute_dtype
 from .dense_gemms import GemmConfig, GemmOptions, bias_gradient, dense_fprop, dense_gradients
-from .fused_quantize import fused_output, fused_storage, input_quantizer
-from .gemm_operand import quantized_gemms
-from .prologue import Prologue
+from .fused_quantize import Prologue, fused_output, fused_storage, input_quantizer
+from .gemm_operand import autocast_dtype, compute_dtype, quantized_gemms
 
 
 class GemmCall(NamedTuple):
@@ -91,7 +90,7 @@ def linear(
 
 def _fused_dtype(x: Tensor, weight: Tensor, call: GemmCall | None, prologue: Prologue) -> torch.dtype | None:
     """Return the dtype of the GEMM whose input the prologue quantizes; None where they are two functions: in high
-    precision, where the compiler fuses them, and where a recipe wants the plain result."""
+    precision, on a CPU, and where a recipe wants the high-precision result."""
     if call is None or call.config is None or call.config.quantizers is HIGH_PRECISION:
         return None
     if not quantized_gemms(x.device):

@@ -70,7 +70,7 @@ def quantize_and_save(
     dtype: of the GEMMs and of x. x may come quantized, by this quantizer's value: then its fields are what is saved.
 
     Eagerly the quantized copy is saved, a quarter or half of x's memory. In a CPU graph the compiler decides what
-    crosses to the backward pass, and deriving both copies from x lets it fuse quantization and dequantization.
+    crosses to the backward pass, and each operand is made from x: rounding and dequantizing in one pass over it.
     """
     if isinstance(x, QuantizedStorage):
         fields, value = x.fields, x.quantizer
@@ -117,7 +117,7 @@ def fields_of_usage(fields: Fields, usage: Usage) -> Fields:
 
 
 def in_cpu_graph(device: torch.device) -> bool:
-    """Whether the compiler is at work for a device whose GEMMs take dequantized values, which it fuses."""
+    """Whether the compiler is at work for a device whose GEMMs take dequantized values."""
     return compiling() and not quantized_gemms(device)
 
 

@@ -25,17 +25,15 @@ from te_models.kernels.compiling import compiling
 from te_models.kernels.torch_versions import exporting
 
 from ..quantizer.delayed import ROLES, STATISTICS, update_amax_
-from ..quantizer.state import NO_STATE, QuantizerState
+from ..quantizer.state import NO_STATE, STREAMS, QuantizerState, default_seed
 from ..recipe.activation_checkpoint import once, recomputing, refuse_around_a_graph, same_as_first_run, scratch_like
 from ..recipe.base import HIGH_PRECISION, GemmQuantizers, Recipe
 from ..recipe.context import state
-from ..recipe.recipe_use import Choice, LastUse, RecipeUse, choose, register_layer
+from ..recipe.recipe_use import Choice, LastUse, RecipeUse, choose, register_layer, untracked_side_effect
 from ..recipe.recipes import DelayedRule, DelayedScaling
+from ..te_arguments import leave_extra_state
 from ..tensor.quantized_tensor import QuantizedTensor, module_conversion
 from .replicas import as_replica
-from .rounding_seed import STREAMS, default_seed
-from .te_extra_state import leave_extra_state
-from .untracked import untracked_side_effect
 from .weight_cache import cached_weight, move_cached_weights, update_cached_weight
 
 _DELAYED_NAMES = ("fp8_scale", "fp8_amax", "fp8_grad_amax", "fp8_history")

@@ -9,16 +9,15 @@ from torch import Tensor, nn
 from te_models.kernels.permute import Permutation
 
 from ..distributed.tensor_parallel import InitMethod, ParallelMode, TensorParallelModule
-from ..functional.aligned_rows import row_align_of
 from ..functional.gemm_operand import quantized_gemms
 from ..functional.grouped_linear import add_bias_rows, grouped_linear
+from ..functional.grouped_operand import row_align_of
 from ..quantizer.group_offsets import check_values
 from ..te_arguments import TRACKER, USER_BUFFERS, takes_at_default
 from ..tensor.grouped_tensor import GroupedTensor
 from ..tensor.quantized_tensor import QuantizedTensor
 from .gemm import GemmModule
-from .parameters import default_init_method, empty_parameter
-from .primary_weights import store_weights_as_asked
+from .primary_weights import default_init_method, empty_parameter, store_weights_as_asked
 
 
 class GroupedLinear(TensorParallelModule, GemmModule):

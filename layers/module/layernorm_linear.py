@@ -13,8 +13,7 @@ from ..functional.linear import linear
 from ..te_arguments import TRACKER, USER_BUFFERS, takes_at_default
 from .gemm import GemmModule
 from .norm import PrecedingNorm
-from .parameters import default_init_method, empty_parameter
-from .primary_weights import store_weights_as_asked
+from .primary_weights import default_init_method, empty_parameter, store_weights_as_asked
 
 
 class LayerNormLinear(TensorParallelModule, PrecedingNorm, GemmModule):

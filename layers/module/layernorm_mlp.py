@@ -11,13 +11,12 @@ from torch import Tensor
 from te_models.kernels.activation import Activation
 
 from ..distributed.tensor_parallel import InitMethod, TensorParallelModule
+from ..functional.fused_quantize import Prologue
 from ..functional.linear import linear
-from ..functional.prologue import Prologue
 from ..te_arguments import TRACKER, USER_BUFFERS, takes_at_default
 from .gemm import GemmModule
 from .norm import PrecedingNorm
-from .parameters import default_init_method, empty_parameter
-from .primary_weights import store_weights_as_asked
+from .primary_weights import default_init_method, empty_parameter, store_weights_as_asked
 
 # Transformer Engine's activation names -> (ours, gated)
 MLP_ACTIVATIONS = {

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from ..quantizer.state import SEEDS, STREAMS, default_seed
 from ..recipe.base import Recipe
 from ..tensor.fsdp import sharded
 from .autocast import microbatch
 from .base import QuantizedModule
-from .rounding_seed import SEEDS, STREAMS, default_seed
 
 
 def quantized_modules(model: nn.Module) -> Iterator[tuple[str, QuantizedModule]]:

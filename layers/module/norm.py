@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from te_models.kernels.norm import Norm, layer_norm, rms_norm
 
-from ..functional.prologue import Prologue
-from ..te_arguments import takes_at_default
-from .parameters import empty_parameter
-from .te_extra_state import leave_extra_state
+from ..functional.fused_quantize import Prologue
+from ..te_arguments import leave_extra_state, takes_at_default
+from .primary_weights import empty_parameter
 
 
 class _Norm(nn.Module):

@@ -1,4 +1,4 @@
-"""Weights stored quantized: what `quantized_model_init` does to a layer's parameters."""
+"""Parameters of layers: made, initialised, and stored quantized where `quantized_model_init` asks for it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,16 @@ from ..tensor.quantized_tensor import QuantizedTensor
 from .autocast import quantized_model_init
 from .base import QuantizedModule
 from .model_state import quantized_modules
+
+
+def default_init_method(weight: Tensor) -> Tensor:
+    """Fill with N(0, 0.023^2), Transformer Engine's default."""
+    return nn.init.normal_(weight, mean=0.0, std=0.023)
+
+
+def empty_parameter(*shape: int, params_dtype: torch.dtype | None, device: torch.device | str | None) -> nn.Parameter:
+    """Return an uninitialised parameter; `params_dtype` None is torch's default dtype."""
+    return nn.Parameter(torch.empty(*shape, dtype=params_dtype or torch.get_default_dtype(), device=device))
 
 
 @torch.no_grad()

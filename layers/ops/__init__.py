@@ -37,6 +37,7 @@ from .basic import (
     SReLU,
     SwiGLU,
 )
+from .basic.linear import Linear
 from .call import (
     Computed,
     Gradients,
@@ -48,7 +49,6 @@ from .call import (
 )
 from .fused import FUSIONS
 from .fuser import OperationFuser
-from .linear import Linear
 from .operation import BasicOperation, FusedOperation, FusibleOperation
 from .sequential import Sequential
 

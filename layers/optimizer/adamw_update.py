@@ -1,8 +1,12 @@
 """The arithmetic of one AdamW step (arXiv 1711.05101) on working copies: torch's fused kernel, or the formula in torch
-operations where a compiler is to fuse it with what follows, the rounding and requantization of the weight."""
+operations where a compiler is to fuse it with what follows, the rounding and requantization of the weight.
+
+A large parameter is updated in pieces, so that its working copies stay small whatever its size.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +15,45 @@ from torch import Tensor
 
 from te_models.kernels.compiling import compiling
 
-from .adamw_pieces import Piece
+from ..tensor.fsdp import local_part
+from ..tensor.quantized_tensor import QuantizedTensor
+
+
+@dataclass
+class Piece:
+    """A parameter, or a flat view of a part of it, from element `begin`. parameter, gradient, state: this rank's, views
+    alike; "step" of the state is shared, and the piece that begins at 0 advances it. index: the parameter's place."""
+
+    parameter: Tensor
+    gradient: Tensor
+    state: dict[str, Tensor]
+    index: int
+    begin: int = 0
+
+
+def pieces(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], index: int, limit: int) -> Iterator[Piece]:
+    """Yield a parameter in pieces of at most `limit` elements, or whole where it cannot be split: quantized weights,
+    moments with scales of blocks, what is not contiguous, and inside a graph, where nothing would be gained.
+
+    index: the parameter's place among all, from 1.
+    """
+    whole = Piece(local_part(parameter), local_part(gradient), {k: local_part(v) for k, v in state.items()}, index)
+    parts = {k: v for k, v in whole.state.items() if k != "step"}
+    size = whole.parameter.numel()
+    tensors = (whole.parameter, whole.gradient, *parts.values())
+    alike = all(not isinstance(t, QuantizedTensor) and t.is_contiguous() and t.numel() == size for t in tensors)
+    if size <= limit or not alike or compiling():
+        yield whole
+        return
+    for begin in range(0, size, limit):
+        cut = slice(begin, begin + limit)
+        yield Piece(
+            whole.parameter.view(-1)[cut],
+            whole.gradient.view(-1)[cut],
+            {"step": whole.state["step"]} | {k: v.view(-1)[cut] for k, v in parts.items()},
+            index,
+            begin,
+        )
 
 
 @dataclass
@@ -79,3 +121,23 @@ def _formula_(update: Update, group: dict[str, Any], found_inf: Tensor | None) -
     weight = update.weight * (1 - lr * group["weight_decay"]) - step
     for old, new in ((update.weight, weight), (update.first, first), (update.second, second)):
         old.copy_(new if found_inf is None else torch.where(found_inf != 0, old, new))
+
+
+_SHAPES = 64  # more run eagerly
+
+
+def compiled_by_shape(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function` compiled, once per shape: with symbolic shapes quantizations run several times slower on CPU.
+
+    Inside a region that is being compiled, `function` itself is called.
+    """
+    compiled = torch.compile(function, dynamic=False)
+
+    def run(*args: Any) -> Any:
+        if compiling():
+            return function(*args)
+        # a model has more shapes of weights than the compiler expects of one function
+        with torch._dynamo.config.patch(recompile_limit=_SHAPES):
+            return compiled(*args)
+
+    return run

@@ -3,11 +3,15 @@
 The fused kernel updates the float32 master; the parameter then receives the rounded or requantized copy in place, in
 the very storage that the GEMMs read, and is never dequantized. Moments may be kept in bfloat16 or FP8 (`moments`).
 `torch.optim.AdamW` works on quantized parameters, too, but rounds the weight itself in every step.
+
+torch's GradScaler reads `.grad` alone: what layers added to `.main_grad` would stay scaled and unchecked, by a factor
+of 65536 at first. The one here divides and checks what the optimizer will read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,11 +20,8 @@ from torch import Tensor
 from ..tensor.fsdp import local_part
 from ..tensor.high_precision_init import clear_initial_value, take_initial_value
 from ..tensor.quantized_tensor import QuantizedTensor, unless
-from .adamw_moments import MomentStore, working_dtype
-from .adamw_pieces import Piece, pieces
-from .adamw_update import Update, update_
-from .compiled_by_shape import compiled_by_shape
-from .moments import MomentDtype
+from .adamw_update import Piece, Update, compiled_by_shape, pieces, update_
+from .moments import MomentDtype, MomentStore, working_dtype
 
 _CHUNK = {"cpu": 1 << 19}  # elements whose working copies exist at one time, or one parameter that cannot be split
 _CHUNK_ELSEWHERE = 1 << 24
@@ -232,3 +233,35 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
 def _values(local: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the values in `dtype`: the tensor itself where it is plain and of that dtype."""
     return local.dequantize(dtype) if isinstance(local, QuantizedTensor) else local.to(dtype)
+
+
+class GradScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler` over `gradient_of(parameter)`: `.grad`, or `.main_grad` with what arrived in `.grad`.
+
+    Arguments, methods and state dicts are torch's. `FusedAdamW` refuses torch's own where a parameter has a
+    `main_grad`; without any the two are the same.
+    """
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        found: list[
+            torch.Tensor
+        ] = []  # stands in for the parameters: torch looks at `.grad`, which here is of any dtype
+        for group in optimizer.param_groups:
+            for gradient in map(gradient_of, group["params"]):
+                if gradient is not None:
+                    found.append(gradient.detach())
+                    found[-1].grad = gradient.detach()
+        stand_in: Any = SimpleNamespace(param_groups=[{"params": found}])
+        return super()._unscale_grads_(stand_in, inv_scale, found_inf, allow_fp16)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Divide the gradients by the scale, if `unscale_` has not, and step unless one is infinite or NaN."""
+        if not isinstance(optimizer, FusedAdamW):
+            return super().step(optimizer, *args, **kwargs)
+        optimizer.scaler_reads_main_grads = True
+        try:
+            return super().step(optimizer, *args, **kwargs)
+        finally:
+            optimizer.scaler_reads_main_grads = False

@@ -1,4 +1,4 @@
-"""Optimizer moments in fewer bits: bfloat16, or FP8 with a float32 scale per 128 values.
+"""The moments of FusedAdamW as entries of its state, and in fewer bits: bfloat16, or FP8 with a scale per 128 values.
 
 A moment is a running average: a step moves it by less than the spacing of its format (beta2 = 0.999 changes it by
 0.1 %, bfloat16's spacing is 0.4 %), and rounding to nearest would leave it where it is for ever. Both formats therefore
@@ -11,13 +11,17 @@ and grow without bound. A positive value never rounds to zero, since the update 
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from te_models.kernels.quantize import scale_from_amax
+from te_models.kernels.quantize import hash_key, hashed_bits, scale_from_amax
+
+from ..tensor.fsdp import largest_part, local_part, rows_like
+from .adamw_update import Update, compiled_by_shape
 
 MomentDtype = Literal["float32", "bfloat16", "float8"]
 MOMENT_DTYPES = ("float32", "bfloat16", "float8")
@@ -92,3 +96,152 @@ def decode_first(data: Tensor, scale_inv: Tensor, shape: torch.Size) -> Tensor:
 def decode_second(data: Tensor, scale_inv: Tensor, shape: torch.Size) -> Tensor:
     """Return the second moment in float32."""
     return decode_first(data, scale_inv, shape).square_()
+
+
+MOMENT_KEYS: dict[str, tuple[str, ...]] = {
+    "float32": ("exp_avg", "exp_avg_sq"),
+    "bfloat16": ("exp_avg", "exp_avg_sq"),
+    "float8": ("exp_avg", "exp_avg_scale_inv", "exp_avg_sq", "exp_avg_sq_scale_inv"),
+}
+"""The entries of a parameter's state that are its moments."""
+
+
+class MomentStore:
+    """Moments of one dtype, rounded with the bits of `hashed_bits` for (seed, step, parameter, element).
+
+    compile: compile what reads and rounds, with the same bits. Raises ValueError for an unknown dtype.
+    """
+
+    def __init__(self, dtype: MomentDtype, seed: int, compile: bool) -> None:
+        if dtype not in MOMENT_DTYPES:
+            raise ValueError(f"moment_dtype is {dtype!r}; allowed: {', '.join(map(repr, MOMENT_DTYPES))}")
+        self.dtype: MomentDtype = dtype
+        self.seed = seed
+        self._round: Callable[..., tuple[Tensor, ...]] = torch.compile(_round, dynamic=True) if compile else _round
+        self._encode = compiled_by_shape(_encode) if compile else _encode
+        self._decode: Callable[..., tuple[Tensor, Tensor]] = compiled_by_shape(_decode) if compile else _decode
+
+    def zeros(self, parameter: Tensor, local: Tensor) -> dict[str, Tensor]:
+        """Return the state of moments that are zero. local: this rank's part of the parameter."""
+        if self.dtype != "float8":
+            dtypes = {name: dtype for name, (_, dtype) in self.expected(parameter).items()}
+            return {n: torch.zeros_like(parameter, dtype=dtype, requires_grad=False) for n, dtype in dtypes.items()}
+        blocks = _blocks_of(parameter)
+        data = torch.zeros(*blocks, BLOCK, device=local.device).to(torch.float8_e4m3fn)
+        scale_inv = torch.ones(blocks, device=local.device)
+        fields = (rows_like(parameter, field) for field in (data, scale_inv, data.clone(), scale_inv.clone()))
+        return dict(zip(MOMENT_KEYS["float8"], fields, strict=True))
+
+    def expected(self, parameter: Tensor) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return shape and dtype of each entry of a parameter's moments, of this rank's part where it is sharded."""
+        local = local_part(parameter)
+        if self.dtype != "float8":
+            dtype = torch.bfloat16 if self.dtype == "bfloat16" else working_dtype(local)
+            return {name: (tuple(local.shape), dtype) for name in MOMENT_KEYS[self.dtype]}
+        blocks = _blocks_of(parameter)
+        data, scale_inv = ((*blocks, BLOCK), torch.float8_e4m3fn), (blocks, torch.float32)
+        return dict(zip(MOMENT_KEYS["float8"], (data, scale_inv, data, scale_inv), strict=True))
+
+    def check(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
+        """Raise ValueError unless `state` is a state of a parameter as this optimizer keeps it, complete and in the
+        shapes and dtypes it has here: the update reads and writes it element by element, unchecked. A master may be
+        missing."""
+        for name, value in state.items():
+            if not isinstance(value, Tensor):
+                raise ValueError(f"the state dict holds {name!r} as {type(value).__name__}; allowed: tensors")
+        saved: MomentDtype = "float32"
+        if any(name.endswith("_scale_inv") for name in state):
+            saved = "float8"
+        elif "exp_avg" in state and state["exp_avg"].dtype is torch.bfloat16:
+            saved = "bfloat16"
+        if saved != self.dtype:
+            raise ValueError(
+                f"the state dict holds moments of moment_dtype={saved!r}, but this optimizer was made with "
+                f"moment_dtype={self.dtype!r}; make it with the one that was saved"
+            )
+        shapes = {"step": ((), torch.float32), "master": (tuple(local_part(parameter).shape), torch.float32)}
+        shapes |= self.expected(parameter)
+        unknown, missing = state.keys() - shapes.keys(), shapes.keys() - state.keys() - {"master"}
+        if unknown or missing:
+            problem = f"holds {min(unknown, key=str)!r}" if unknown else f"lacks {min(missing)!r}"
+            raise ValueError(f"the state dict {problem} for a parameter; its entries are {', '.join(sorted(shapes))}")
+        if "exp_avg_scale_inv" in shapes:
+            found, blocks = tuple(local_part(state["exp_avg_scale_inv"]).shape), shapes["exp_avg_scale_inv"][0]
+            if found != blocks:
+                raise ValueError(
+                    f"the state dict holds FP8 moments in blocks {found} of a parameter of shape "
+                    f"{tuple(parameter.shape)}, and here they are {blocks}: it was sharded over another number of "
+                    "ranks; allowed: the same number"
+                )
+        for name, value in state.items():
+            found, dtype = tuple(local_part(value).shape), value.dtype
+            if (found, dtype) != shapes[name]:
+                raise ValueError(
+                    f"the state dict holds {name} of shape {found} and {dtype} for a parameter of shape "
+                    f"{tuple(parameter.shape)}; allowed: {shapes[name][0]} and {shapes[name][1]}"
+                )
+
+    def read(self, state: dict[str, Tensor], like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return both moments in the shape and dtype of `like`; where the state has them so, its very tensors."""
+        if self.dtype == "float8":
+            first, second = self._decode(*(state[name] for name in MOMENT_KEYS["float8"]), like.shape)
+            return first.to(like.dtype), second.to(like.dtype)
+        return state["exp_avg"].to(like.dtype), state["exp_avg_sq"].to(like.dtype)
+
+    def rounded(self, update: Update) -> dict[str, Tensor]:
+        """Return the new state of the moments of an update; nothing where they are written in place ("float32"). Of a
+        shard that is smaller than others it is the first blocks.
+
+        One draw of 32 bits serves both, 16 bits each.
+        """
+        if self.dtype == "float32":
+            return {}
+        piece, device = update.piece, update.first.device
+        step = piece.state["step"].to(torch.int32)
+        draw = (hash_key(self.seed, piece.index, device), step, _word(piece.begin, device))
+        first, second = (moment.float().reshape(-1) for moment in (update.first, update.second))
+        if self.dtype == "float8":
+            encoded = self._encode(first, second, *draw)
+        else:
+            words = self._round(first.view(torch.int32), second.view(torch.int32), *draw)
+            # float32 numbers that bfloat16 holds: the cast is exact
+            encoded = [word.view(torch.float32).view_as(update.first) for word in words]
+        return dict(zip(MOMENT_KEYS[self.dtype], encoded, strict=True))
+
+
+def _blocks_of(parameter: Tensor) -> tuple[int, ...]:
+    """Return the shape of the scales of this rank's FP8 moments. Shards that end within a block have a dimension more:
+    their blocks are other ones with each number of ranks, which a distributed checkpoint then tells by the shape."""
+    size = largest_part(parameter)
+    blocks = -(-size // BLOCK)
+    return (1, blocks) if size % BLOCK and size != parameter.numel() else (blocks,)
+
+
+def working_dtype(parameter: Tensor) -> torch.dtype:
+    """Return the dtype in which a parameter is updated."""
+    return torch.float64 if parameter.dtype is torch.float64 else torch.float32
+
+
+def _round(first: Tensor, second: Tensor, key: Tensor, step: Tensor, begin: Tensor) -> tuple[Tensor, ...]:
+    """Round the words of both moments to those of bfloat16 numbers: int32 [n] each."""
+    bits = hashed_bits(key, step, begin, first.shape)
+    return round_words(first, bits), round_words(second, bits >> 16)
+
+
+def _encode(first: Tensor, second: Tensor, key: Tensor, step: Tensor, begin: Tensor) -> tuple[Tensor, ...]:
+    """Return both moments, float32 [n] each, as FP8 stores them."""
+    bits = hashed_bits(key, step, begin, first.shape)
+    return *encode_first(first, bits), *encode_second(second, bits >> 16)
+
+
+def _decode(
+    first: Tensor, first_scale_inv: Tensor, second: Tensor, second_scale_inv: Tensor, shape: torch.Size
+) -> tuple[Tensor, Tensor]:
+    """Return both moments in float32 from what `_encode` returned."""
+    decoded = decode_first(first, first_scale_inv, shape)
+    return decoded, decode_second(second, second_scale_inv, shape)
+
+
+def _word(number: int, device: torch.device) -> Tensor:
+    """Return the low 32 bits of a number as an int32 scalar, without the host waiting for the device."""
+    return torch.full((), (number + 2**31) % 2**32 - 2**31, dtype=torch.int32, device=device)

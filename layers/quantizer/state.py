@@ -2,12 +2,18 @@
 
 A recipe's quantizers are values. Delayed scaling scales by tensors that a module keeps and records amaxes in others;
 stochastic rounding draws from a key. A forward pass hands all of these down as one `QuantizerState`.
+
+The seed of a stream that nobody has seeded follows from where torch's generator stands (`default_seed`). Nothing is
+drawn from that generator, so the parameters that it initialises are the same with or without this.
 """
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from .base import Quantizer
@@ -69,3 +75,18 @@ def with_gradient_state(
 def value_of(quantizer: AnyQuantizer) -> Quantizer:
     """Return the quantizer whose fields this one fills."""
     return quantizer.value if isinstance(quantizer, Float8Quantizer) else quantizer
+
+
+SEEDS = 2**42
+STREAMS = 2**20  # how many layers one seed serves
+
+
+def default_seed() -> int:
+    """Return a number in [-SEEDS, 0) that follows from the state of torch's CPU generator alone.
+
+    Equal states give equal numbers: again after `torch.manual_seed` with the same seed. It is negative, which seeds
+    that are given never are.
+    """
+    state = torch.get_rng_state()
+    digest = hashlib.blake2b(ctypes.string_at(state.data_ptr(), state.numel()), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % SEEDS - SEEDS

@@ -3,6 +3,10 @@
 A name must not get into a compiled graph: it would be guarded on, and a block that layers share would be compiled once
 for each of them. So where a region is entered outside of compiled code, every layer looks up what it has to do then;
 graphs are guarded on that, which is the same for many layers.
+
+What a layer writes down while it runs goes through `untracked_side_effect`, also inside an activation checkpoint that
+is compiled. The compiler refuses such writing there, since the recomputation would not repeat it. It need not: it would
+write the same recipe, and must not draw a second key. What else a checkpointed function writes is refused as before.
 """
 
 from __future__ import annotations
@@ -10,13 +14,25 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any, NamedTuple, Protocol
 
 from te_models.kernels.compiling import compiling
 
 from .base import GemmQuantizers, Recipe
 from .context import state
+
+
+def untracked_side_effect(write: Callable[..., None], *arguments: Any) -> None:
+    """Call `write(*arguments)`, which sets attributes; in a graph, once for each call of it and not again in the
+    backward pass."""
+    if compiling():
+        from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer as let_through
+
+        let_through(write, *arguments)
+    else:
+        write(*arguments)
+
 
 Choice = tuple[Recipe | None, GemmQuantizers | None]
 """The recipe of one layer and its quantizers; (None, None): high precision."""

@@ -17,8 +17,7 @@ from ..quantizer.delayed import Float8Quantizer
 from ..quantizer.group_offsets import GroupOffsets, check_values
 from ..quantizer.state import value_of
 from .formats import CLASSES, TENSOR_CLASSES
-from .grouped_rows import empty_rows, member_of_rows
-from .grouped_storage import GroupedTensorStorage
+from .grouped_storage import GroupedTensorStorage, empty_rows, member_of_rows
 from .quantized_tensor import QuantizedTensor, unless
 
 
@@ -67,7 +66,7 @@ class GroupedRows(QuantizedTensor):
     """A quantized tensor of logical shape [T, columns]: rows sorted by group, every group with its own scales.
 
     `m_splits`: [num_gemms] integer, rows per group, a tensor on the device that is never read on the host; rows past
-    the last group are zero. Fields: see `grouped_rows`. Writes use the present splits; `quantize_` takes new ones.
+    the last group are zero. Fields: see `grouped_storage`. Writes use the present splits; `quantize_` takes new ones.
     Members are views, for callers that know the splits. Raises ValueError for values or splits of another shape.
     """
 

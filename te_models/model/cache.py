@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from te_models.layers.functional.compute_dtype import autocast_dtype
+from te_models.layers.functional.gemm_operand import autocast_dtype
 
 from ..config import ModelConfig
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import register_dataclass
 
 from te_models.kernels.cross_entropy import cross_entropy, linear_cross_entropy, output_logits, shift_labels
-from te_models.layers.functional.compute_dtype import compute_dtype
+from te_models.layers.functional.gemm_operand import compute_dtype
 from te_models.layers.functional.wgrad import main_grad_of
 
 from ..config import ModelConfig

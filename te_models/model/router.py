@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from te_models.kernels.compiling import compiling
 from te_models.kernels.gemm import linear
 from te_models.kernels.without_autocast import without_autocast
-from te_models.layers.functional.compute_dtype import compute_dtype
+from te_models.layers.functional.gemm_operand import compute_dtype
 from te_models.layers.recipe.activation_checkpoint import recomputing
 
 from ..config import ModelConfig

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from te_models.layers.module.rounding_seed import SEEDS
+from te_models.layers.quantizer.state import SEEDS
 
 PYTHON_STATE = struct.Struct("<I625I?d")
 """`random.getstate()`: version, the Mersenne twister's numbers and index, the spare Gaussian if there is one."""

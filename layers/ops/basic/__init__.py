@@ -15,14 +15,11 @@ from .activation import (
     SReLU,
     SwiGLU,
 )
-from .bias import Bias
 from .collectives import AllGather, AllReduce, ReduceScatter
-from .elementwise import ConstantScale, Dropout, Identity, Reshape
-from .extra import AddExtraInput, MakeExtraOutput
+from .elementwise import AddExtraInput, Bias, ConstantScale, Dropout, Identity, MakeExtraOutput, Reshape
 from .grouped_linear import GroupedLinear
-from .linear import BasicLinear
+from .linear import BasicLinear, Quantize
 from .norm import L2Norm, LayerNorm, RMSNorm
-from .quantize import Quantize
 
 __all__ = [
     "GEGLU",

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from te_models.kernels.activation import Activation
 
-from ...functional.compute_dtype import autocast_dtype
 from ...functional.fused_quantize import fused_output, fused_storage
+from ...functional.gemm_operand import autocast_dtype
 from ..call import Computed, Gradients, Input, OperationArguments, OperationCall, OperationContext, QuantizedRows
 from ..operation import BasicOperation
 

@@ -1,4 +1,5 @@
-"""Operations without parameters that work element by element, or only on the shape."""
+"""Operations that work element by element, or only on the shape: biases, scales, dropout, and a second tensor that
+joins or leaves, as at a residual branch."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import Computed, Gradients, Input, OperationCall, OperationContext
+from ...functional.dense_gemms import bias_gradient
+from ...module.primary_weights import empty_parameter
+from ..call import Computed, Gradients, Input, OperationArguments, OperationCall, OperationContext
 from ..operation import BasicOperation
 
 
@@ -93,3 +96,67 @@ class Reshape(BasicOperation):
 
     def extra_repr(self) -> str:
         return ", ".join(map(str, self.shape))
+
+
+class Bias(BasicOperation):
+    """`y = x + b`, in x's dtype. bias: [size], zero at first; x: [..., size]. Transformer Engine: `te.ops.Bias`."""
+
+    def __init__(
+        self, size: int, *, params_dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> None:
+        super().__init__()
+        self.size = size
+        self.bias = empty_parameter(size, params_dtype=params_dtype, device=device)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Start at zero."""
+        self.bias.zero_()
+
+    def fuser_arguments(self, device_type: str) -> OperationArguments:
+        return OperationArguments((self.bias,))
+
+    def op_forward_compute(self, x: Tensor, call: OperationCall) -> Computed:
+        (bias,) = call.parameters
+        return Computed(x + bias.to(x.dtype))
+
+    def op_forward_save_ctx(self, ctx: OperationContext, x: Tensor, computed: Computed, call: OperationCall) -> None:
+        ctx.constants = self.bias.dtype
+
+    def op_backward(self, ctx: OperationContext, dy: Tensor, extra_gradients: tuple[Tensor, ...]) -> Gradients:
+        return Gradients(dy, (bias_gradient(dy, ctx.constants) if ctx.needs.parameters[0] else None,))
+
+    def extra_repr(self) -> str:
+        return f"{self.size}"
+
+
+class AddExtraInput(BasicOperation):
+    """`y = x + extra`. Transformer Engine: `te.ops.AddExtraInput`."""
+
+    NUM_EXTRA_INPUTS = 1
+
+    def op_forward_compute(self, x: Tensor, call: OperationCall) -> Computed:
+        (extra,) = call.extra_inputs
+        return Computed(x + extra.to(x.dtype))
+
+    def op_forward_save_ctx(self, ctx: OperationContext, x: Tensor, computed: Computed, call: OperationCall) -> None:
+        ctx.constants = call.extra_inputs[0].dtype
+
+    def op_backward(self, ctx: OperationContext, dy: Tensor, extra_gradients: tuple[Tensor, ...]) -> Gradients:
+        return Gradients(dy, extra_inputs=(dy.to(ctx.constants) if ctx.needs.extra_inputs[0] else None,))
+
+
+class MakeExtraOutput(BasicOperation):
+    """`y = x`, and x is an extra output, too. Transformer Engine: `te.ops.MakeExtraOutput`."""
+
+    NUM_EXTRA_OUTPUTS = 1
+
+    def op_forward_compute(self, x: Tensor, call: OperationCall) -> Computed:
+        return Computed(x, extra_outputs=(x,))
+
+    def op_forward_save_ctx(self, ctx: OperationContext, x: Tensor, computed: Computed, call: OperationCall) -> None:
+        """Nothing is needed."""
+
+    def op_backward(self, ctx: OperationContext, dy: Tensor, extra_gradients: tuple[Tensor, ...]) -> Gradients:
+        return Gradients(dy + extra_gradients[0])

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...functional.compute_dtype import autocast_dtype, require_floating
 from ...functional.dense_gemms import GemmConfig
+from ...functional.gemm_operand import autocast_dtype, require_floating
 from ...functional.grouped_gemms import bias_rows_gradient, grouped_fprop, grouped_gradients, stacked
 from ...functional.linear import largest
 from ...functional.wgrad import main_grads

@@ -1,27 +1,28 @@
-"""The dense GEMM without a bias."""
+"""The dense GEMM, alone and with a bias, and the quantization of its input as an operation of its own."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...distributed.tensor_parallel import InitMethod
-from ...functional.compute_dtype import autocast_dtype, require_floating
 from ...functional.dense_gemms import GemmConfig, dense_fprop, dense_gradients
 from ...functional.fused_quantize import input_quantizer, readable_as_input
+from ...functional.gemm_operand import autocast_dtype, require_floating
 from ...functional.linear import largest
 from ...functional.saved_input import SavedInput
+from ...module.base import QuantizedModule
 from ...module.gemm import GemmModule
-from ...module.parameters import default_init_method, empty_parameter
-from ...module.primary_weights import store_weights_as_asked
+from ...module.primary_weights import default_init_method, empty_parameter, store_weights_as_asked
 from ...quantizer.delayed import update_amax_
-from ...quantizer.state import AnyQuantizer, QuantizerState
+from ...quantizer.state import AnyQuantizer, QuantizerState, value_of, with_state
 from ...recipe.base import HIGH_PRECISION
-from ...tensor.storage import QuantizedStorage
+from ...tensor.storage import STORAGE_CLASSES, QuantizedStorage
 from ..call import Computed, Gradients, Input, OperationArguments, OperationCall, OperationContext, QuantizedRows
-from ..operation import BasicOperation
+from ..operation import BasicOperation, FusibleOperation
+from .elementwise import Bias
 
 _INPUT_ITSELF = ("plain", "original")  # forms of `SavedInput` in which the input is saved as it is
 
@@ -153,3 +154,57 @@ class BasicLinear(GemmModule, BasicOperation):
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}"
+
+
+class Quantize(QuantizedModule, BasicOperation):
+    """Quantize [..., C] as the input of a GEMM under the recipe in force; without one, calibrate at most.
+
+    The next operation takes the quantized data if it can; at the end of a group the result is a quantized tensor, which
+    has to be a matrix. The gradient passes unchanged. Under `torch.compile` let the operation that uses
+    the data follow in the same `Sequential`: a quantized tensor can enter or leave a graph, but its gradient cannot,
+    and the compiler does not see the quantizer of one that was made between two groups of the same graph.
+    """
+
+    TAKES_QUANTIZED = True
+
+    def weight_names(self) -> tuple[str, ...]:
+        return ()
+
+    def fuser_arguments(self, device_type: str) -> OperationArguments:
+        quantizers = self.quantizers()
+        live = self.live_state(quantizers or HIGH_PRECISION)
+        recorded = self.calibration_amax("input", 0) if self.calibrating() else None
+        return OperationArguments((), (recorded, *live), None if quantizers is None else quantizers.input)
+
+    def op_forward_compute(self, x: Input, call: OperationCall) -> Computed:
+        recorded, *tensors = call.tensors
+        if recorded is not None and isinstance(x, Tensor):
+            update_amax_(recorded, largest(x.reshape(-1, x.shape[-1])))
+        if call.constants is None or isinstance(x, QuantizedRows):
+            return Computed(x)
+        state = QuantizerState(*tensors)
+        quantizer = with_state(call.constants, state.scale, state.amax, "input", 0)
+        value = value_of(quantizer)
+        rows = x.reshape(-1, x.shape[-1])
+        storage = STORAGE_CLASSES[value.FORMAT](quantizer.quantize_fields(rows), value, rows.shape, x.dtype)
+        return Computed(QuantizedRows(storage, x.shape))
+
+    def op_forward_save_ctx(self, ctx: OperationContext, x: Input, computed: Computed, call: OperationCall) -> None:
+        """Nothing is needed."""
+
+    def op_backward(self, ctx: OperationContext, dy: Tensor, extra_gradients: tuple[Tensor, ...]) -> Gradients:
+        return Gradients(dy)
+
+
+class Linear(FusibleOperation):
+    """`y = x w^T + b`: a BasicLinear `linear` and a Bias `bias`, which a group fuses. Transformer Engine:
+    `te.ops.Linear`. The keyword arguments: see `BasicLinear`."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, **options: Any) -> None:
+        super().__init__()
+        self.linear = BasicLinear(in_features, out_features, **options)
+        new = {name: options[name] for name in ("params_dtype", "device") if name in options}
+        self.bias = Bias(out_features, **new) if bias else None
+
+    def basic_operations(self) -> tuple[BasicOperation, ...]:
+        return (self.linear,) if self.bias is None else (self.linear, self.bias)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from te_models.kernels.grouped_gemm import grouped_gemm
 from te_models.kernels.permute import Permutation, permute
 from te_models.layers import QuantizedTensor
-from te_models.layers.functional.compute_dtype import compute_dtype
+from te_models.layers.functional.gemm_operand import compute_dtype
 
 from .adapter import FIRST, LoraAdapter, LoraLayer, plus
 

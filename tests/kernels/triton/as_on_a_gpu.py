@@ -13,8 +13,7 @@ from te_models.kernels.gemm.backends import Hardware
 from te_models.kernels.grouped_gemm import accumulate, op, scaled
 from te_models.kernels.permute import Permutation
 from te_models.kernels.permute.quantized import permute_quantized_op
-from te_models.layers.functional import aligned_rows
-from te_models.layers.functional import gemm_operand as sides
+from te_models.layers.functional import gemm_operand, grouped_operand
 
 # torch with an older CUDA: 128-blocks then are for Triton, too
 H100 = Hardware("cuda", (9, 0), True, (12, 8))
@@ -26,7 +25,7 @@ def gemms_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "hardware", lambda device: H100)
     for module in (dense, scaled):
         monkeypatch.setattr(module, "in_plain_torch", lambda device: False)
-    monkeypatch.setattr(sides, "_DEQUANTIZING_DEVICES", ())
+    monkeypatch.setattr(gemm_operand, "_DEQUANTIZING_DEVICES", ())
 
 
 def rows_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,4 +36,4 @@ def rows_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return permute_quantized_op(x, permutation.slot_of_row, topk, None, *flatten(output))
 
     monkeypatch.setattr(launch, "as_accelerator", True)
-    monkeypatch.setattr(aligned_rows, "permute_quantized", permuted)
+    monkeypatch.setattr(grouped_operand, "permute_quantized", permuted)

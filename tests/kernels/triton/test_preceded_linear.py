@@ -15,7 +15,7 @@ from te_models.kernels.norm import Norm
 from te_models.kernels.norm import op as norm_op
 from te_models.kernels.norm import quantized as norm_quantized
 from te_models.layers import LayerNormLinear, LayerNormMLP
-from te_models.layers.functional import gemm_operand as sides
+from te_models.layers.functional import gemm_operand
 from te_models.layers.functional import linear as dense
 from tests.layers.ops.steps import assert_equal, step
 
@@ -30,7 +30,7 @@ MODULES = {
 def kernels_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Norms and activations of the layers run their Triton kernels on CPU, too; return the fused ones that ran."""
     fused: list[str] = []
-    monkeypatch.setattr(sides, "_DEQUANTIZING_DEVICES", ())
+    monkeypatch.setattr(gemm_operand, "_DEQUANTIZING_DEVICES", ())
 
     def rms_norm(x: Any, weight: Any, eps: float, *, zero_centered: bool, cast_order: str) -> torch.Tensor:
         return norm_op.norm_fwd(x, weight, None, eps, False, zero_centered, cast_order == "weight_last")[0]

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from te_models.layers import DotProductAttention
-from te_models.layers.attention.alibi import ScoreBias, usual_slopes
+from te_models.layers.attention.mask import ScoreBias, usual_slopes
 
 B, N, G, D = 3, 4, 2, 8
 Sees = Callable[[int, int, int], bool]  # (sequence, query, key) -> bool

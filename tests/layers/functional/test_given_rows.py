@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from te_models.layers import GroupedLinear, GroupedRows, Quantizer, autocast, recipe
-from te_models.layers.functional import gemm_operand as sides
+from te_models.layers.functional import gemm_operand
 from te_models.layers.functional import quantized_rows as given_rows
 from tests.layers.ops.steps import assert_equal, fresh, reset
 
@@ -38,7 +38,7 @@ def test_they_have_the_bits_of_plain_rows(
     splits: list[int], rows: int, name: str, accelerator: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if accelerator:
-        monkeypatch.setattr(sides, "_DEQUANTIZING_DEVICES", ())
+        monkeypatch.setattr(gemm_operand, "_DEQUANTIZING_DEVICES", ())
     torch.manual_seed(0)
     module = GroupedLinear(3, 96, 64, bias=True, params_dtype=torch.bfloat16)
     x, m_splits = torch.randn(rows, 96).bfloat16(), torch.tensor(splits)

@@ -30,8 +30,7 @@ from te_models.layers import (
     recipe,
     set_rounding_seed,
 )
-from te_models.layers.functional import aligned_rows
-from te_models.layers.functional import gemm_operand as sides
+from te_models.layers.functional import gemm_operand, grouped_operand
 from te_models.layers.functional import grouped_linear as grouped_function
 from te_models.layers.quantizer import group_offsets as row_groups
 
@@ -40,7 +39,7 @@ SPLITS = [33, 0, 25]
 
 
 def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sides, "_DEQUANTIZING_DEVICES", ())
+    monkeypatch.setattr(gemm_operand, "_DEQUANTIZING_DEVICES", ())
 
 
 def layer(**options: object) -> GroupedLinear:
@@ -249,7 +248,7 @@ def test_tokens_are_permuted_padded_and_quantized_in_one_pass(
     assert found == 1, "on a CPU the compiler fuses the steps"
     as_on_an_accelerator(monkeypatch)
     calls: list[str] = []
-    for where, which in ((grouped_function, "permute"), (aligned_rows, "permute_quantized")):
+    for where, which in ((grouped_function, "permute"), (grouped_operand, "permute_quantized")):
         function = getattr(where, which)
         monkeypatch.setattr(where, which, lambda *a, w=which, f=function, **k: (calls.append(w), f(*a, **k))[1])
     found, got = experts_step(layer(), chosen)

@@ -22,7 +22,7 @@ from te_models.layers import (
     recipe,
     set_rounding_seed,
 )
-from te_models.layers.functional import gemm_operand as sides
+from te_models.layers.functional import gemm_operand
 
 RECIPES = ["delayed", "current", "block", "mxfp8", "nvfp4"]
 
@@ -66,7 +66,7 @@ def test_quantized_numbers_give_the_same_products(
     expected = run(kind, recipe(name), dtype, stored=stored)
     assert not any(operation.startswith("scaled") for operation, _ in gemm_counts())
     reset_gemm_counts()
-    monkeypatch.setattr(sides, "_DEQUANTIZING_DEVICES", ())
+    monkeypatch.setattr(gemm_operand, "_DEQUANTIZING_DEVICES", ())
     got = run(kind, recipe(name), dtype, stored=stored)
     unit = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-20
     for a, b in zip(expected, got, strict=True):
@@ -82,7 +82,7 @@ def test_quantized_numbers_give_the_same_products(
 @pytest.mark.parametrize("name", RECIPES[:4])
 def test_they_accumulate_into_main_grad(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = run(kind, recipe(name), torch.float32, stored=False, fused=True)
-    monkeypatch.setattr(sides, "_DEQUANTIZING_DEVICES", ())
+    monkeypatch.setattr(gemm_operand, "_DEQUANTIZING_DEVICES", ())
     got = run(kind, recipe(name), torch.float32, stored=False, fused=True)
     for a, b in zip(expected, got, strict=True):
         torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5 * float(a.abs().max()))
@@ -92,7 +92,7 @@ def test_a_product_of_one_quantized_side_is_counted_and_warned_about(monkeypatch
     def factory(role):
         return IdentityQuantizer() if role.tensor == "weight" else MXFP8Quantizer()
 
-    monkeypatch.setattr(sides, "_DEQUANTIZING_DEVICES", ())
+    monkeypatch.setattr(gemm_operand, "_DEQUANTIZING_DEVICES", ())
     with pytest.warns(RuntimeWarning, match="there is no kernel for e8m0 by high precision"):
         run("linear", CustomRecipe(qfactory=factory), torch.float32, stored=False)
     assert gemm_counts()["scaled_gemm", "emulation"] == 6
@@ -103,7 +103,7 @@ def test_strict_raises_instead(monkeypatch: pytest.MonkeyPatch) -> None:
         return IdentityQuantizer() if role.tensor == "weight" else MXFP8Quantizer()
 
     mixed = CustomRecipe(qfactory=factory)
-    monkeypatch.setattr(sides, "_DEQUANTIZING_DEVICES", ())
+    monkeypatch.setattr(gemm_operand, "_DEQUANTIZING_DEVICES", ())
     with strict_gemms():
         run("linear", recipe("mxfp8"), torch.float32, stored=False)
         with pytest.raises(ValueError, match=r"there is no kernel for .* strict asks for"):
@@ -118,7 +118,7 @@ def test_values_of_a_format_without_packed_numbers_are_a_fallback(monkeypatch: p
     def factory(role):
         return NVFP4Quantizer(with_2d_quantization=True)
 
-    monkeypatch.setattr(sides, "_DEQUANTIZING_DEVICES", ())
+    monkeypatch.setattr(gemm_operand, "_DEQUANTIZING_DEVICES", ())
     with pytest.warns(RuntimeWarning, match="there is no kernel for nvfp4 by nvfp4"):
         run("grouped", CustomRecipe(qfactory=factory), torch.float32, stored=False)
     ran = {name: count for (name, backend), count in gemm_counts().items() if name.startswith("scaled")}
@@ -131,14 +131,14 @@ def test_four_bit_weights_in_squares_have_packed_numbers_for_dgrad(
     grouped: bool, stored: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same as for fprop, packed along the other dimension: hardware with a four-bit GEMM multiplies them."""
-    monkeypatch.setattr(sides, "_DEQUANTIZING_DEVICES", ())
+    monkeypatch.setattr(gemm_operand, "_DEQUANTIZING_DEVICES", ())
     quantizers = recipe("nvfp4").quantizers("Linear", "")
     weight = torch.randn(*((3,) if grouped else ()), 64, 96).bfloat16()
     if stored:
         fields = quantizers.weight.quantize_fields(weight)
-        right = sides.stored_operand(quantizers.weight, fields, "columnwise", torch.bfloat16, weight.shape)
+        right = gemm_operand.stored_operand(quantizers.weight, fields, "columnwise", torch.bfloat16, weight.shape)
     else:
-        right = sides.quantized_operand(quantizers.weight, weight, "columnwise", torch.bfloat16)
+        right = gemm_operand.quantized_operand(quantizers.weight, weight, "columnwise", torch.bfloat16)
     assert isinstance(right, ScaledOperand) and right.kind == "nvfp4"
     assert (right.outer, right.inner) == (96, 64)
     expected = quantizers.weight.operand(weight, "columnwise", torch.bfloat16)
@@ -146,7 +146,7 @@ def test_four_bit_weights_in_squares_have_packed_numbers_for_dgrad(
     assert torch.equal(found.values, expected.values.mT) and torch.equal(found.scale, expected.scale)
     if not grouped:
         key = torch.zeros(2, dtype=torch.int64)
-        left = sides.quantized_operand(
+        left = gemm_operand.quantized_operand(
             quantizers.grad_output, torch.randn(32, 64).bfloat16(), "rowwise", torch.bfloat16, key
         )
         assert choose(left, right, torch.bfloat16, Hardware("cuda", (10, 0), True, (12, 9))).backend == "native"
@@ -160,7 +160,7 @@ def test_a_fallback_in_a_compiled_graph_is_counted_when_it_is_traced(monkeypatch
 
     torch._dynamo.reset()
     reset_gemm_counts()
-    monkeypatch.setattr(sides, "_DEQUANTIZING_DEVICES", ())
+    monkeypatch.setattr(gemm_operand, "_DEQUANTIZING_DEVICES", ())
     chosen, layer = CustomRecipe(qfactory=factory), Linear(64, 48)
     compiled = torch.compile(layer, fullgraph=True, dynamic=False, backend="eager")
     seen = []

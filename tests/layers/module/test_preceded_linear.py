@@ -16,7 +16,7 @@ from te_models.layers import (
     ops,
     recipe,
 )
-from te_models.layers.functional import gemm_operand as sides
+from te_models.layers.functional import gemm_operand
 from te_models.layers.functional import linear as dense
 from te_models.layers.quantizer import MXFP8Quantizer
 from tests.layers.ops.steps import NAMES, assert_equal, step
@@ -36,7 +36,7 @@ OUTPUTS = {"layer_norm": 1, "rms_norm": 1, "no_weight": 1, "swiglu": 2, "gelu": 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """As on an accelerator; for every output that was quantized as it was made, whether it has a columnwise copy."""
-    monkeypatch.setattr(sides, "_DEQUANTIZING_DEVICES", ())
+    monkeypatch.setattr(gemm_operand, "_DEQUANTIZING_DEVICES", ())
     seen = []
     define = QuantizedOutput.define
 
@@ -91,7 +91,7 @@ def test_statistics_and_calibration_see_the_values_before_quantization(made: lis
 
 
 def test_on_cpu_they_stay_apart(made: list, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sides, "_DEQUANTIZING_DEVICES", ("cpu",))
+    monkeypatch.setattr(gemm_operand, "_DEQUANTIZING_DEVICES", ("cpu",))
     step(module_of("gelu"), "mxfp8", [torch.randn(5, 96)])
     assert not made
 

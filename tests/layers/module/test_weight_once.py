@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from te_models.kernels import quantize as q
 from te_models.layers import GroupedLinear, LayerNormMLP, Linear, autocast, ops, recipe
-from te_models.layers.functional import dense_gemms
-from te_models.layers.functional import gemm_operand as sides
+from te_models.layers.functional import dense_gemms, gemm_operand
 from te_models.layers.functional import saved_input as kept
 from tests.layers.ops.steps import NAMES, assert_equal, step
 
@@ -38,7 +37,7 @@ def run_of(kind: str, module: nn.Module) -> Any:
 @pytest.fixture
 def shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """As on an accelerator; the shapes of everything that is quantized."""
-    monkeypatch.setattr(sides, "_DEQUANTIZING_DEVICES", ())
+    monkeypatch.setattr(gemm_operand, "_DEQUANTIZING_DEVICES", ())
     seen: list[tuple[int, ...]] = []
 
     def note(function: Any) -> Any:
@@ -67,7 +66,7 @@ def test_no_bit_changes(kind: str, name: str, shapes: list, monkeypatch: pytest.
     shapes.clear()
 
     def twice(quantizer: Any, weight: Tensor, dtype: torch.dtype, needed: bool) -> Any:
-        return sides.quantized_operand(quantizer, weight, "rowwise", dtype), {}
+        return gemm_operand.quantized_operand(quantizer, weight, "rowwise", dtype), {}
 
     monkeypatch.setattr(dense_gemms, "quantize_weight", twice)
     assert_equal(step(module, name, [x], run=run_of(kind, module)), got)
@@ -98,7 +97,7 @@ def test_nothing_is_kept_without_need(kind: str, shapes: list, monkeypatch: pyte
         assert needed == [False, False, True]
     with autocast(recipe=recipe("mxfp8", backward_override="high_precision")):
         run(x)
-    monkeypatch.setattr(sides, "_DEQUANTIZING_DEVICES", ("cpu",))
+    monkeypatch.setattr(gemm_operand, "_DEQUANTIZING_DEVICES", ("cpu",))
     with autocast(recipe=recipe("mxfp8")):
         run(x)
     assert needed == [False, False, True, False]

@@ -16,7 +16,6 @@ from te_models.kernels.custom_op import Alias, Output, differentiable, like, ope
 from te_models.layers import QuantizedStorage, QuantizedTensor
 from te_models.layers.dynamo.custom_op import QuantizedResult, quantized_like
 from te_models.layers.dynamo.quantizer_string import with_usages
-from te_models.layers.functional.compute_dtype import compute_dtype
 from te_models.layers.functional.dense_gemms import (
     DEFAULT_OPTIONS,
     GemmConfig,
@@ -25,6 +24,7 @@ from te_models.layers.functional.dense_gemms import (
     dense_fprop,
     dense_gradients,
 )
+from te_models.layers.functional.gemm_operand import compute_dtype
 from te_models.layers.functional.linear import GemmCall, linear
 from te_models.layers.functional.saved_input import SavedInput
 from te_models.layers.functional.wgrad import WeightGradient

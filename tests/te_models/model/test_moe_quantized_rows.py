@@ -11,8 +11,7 @@ from torch._dynamo.utils import counters
 
 from te_models import ModelConfig, MoELayer, RouterConfig
 from te_models.layers import autocast, recipe
-from te_models.layers.functional import aligned_rows
-from te_models.layers.functional import gemm_operand as sides
+from te_models.layers.functional import gemm_operand, grouped_operand
 from te_models.layers.functional import grouped_linear as grouped_function
 from te_models.model import moe
 from tests.te_models.configs import tiny_moe
@@ -55,9 +54,9 @@ CASES = {
 def test_the_permuted_rows_are_made_quantized(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config, name, way = CASES[case]
     expected = step(built(config), name)
-    monkeypatch.setattr(sides, "_DEQUANTIZING_DEVICES", ())
+    monkeypatch.setattr(gemm_operand, "_DEQUANTIZING_DEVICES", ())
     calls: list[str] = []
-    for where, which in ((grouped_function, "permute"), (moe, "permute"), (aligned_rows, "permute_quantized")):
+    for where, which in ((grouped_function, "permute"), (moe, "permute"), (grouped_operand, "permute_quantized")):
         function = getattr(where, which)
         monkeypatch.setattr(where, which, lambda *a, w=which, f=function, **k: (calls.append(w), f(*a, **k))[1])
     found = step(built(config), name)
@@ -68,7 +67,7 @@ def test_the_permuted_rows_are_made_quantized(case: str, monkeypatch: pytest.Mon
 
 
 def test_one_graph_whatever_the_router_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sides, "_DEQUANTIZING_DEVICES", ())
+    monkeypatch.setattr(gemm_operand, "_DEQUANTIZING_DEVICES", ())
     torch._dynamo.reset()
     counters.clear()
     layer = built(tiny_moe())
