@@ -16,7 +16,8 @@ from .fp8.op import (
     quantize_per_tensor_both,
 )
 from .fp8.reference import FP8_MAX, e8m0_to_float, scale_from_amax
-from .fp8.rounding import round_per_tensor
+from .fp8.rounding import quantize_and_round, round_per_tensor
+from .fp8.rounding import round_blockwise as round_blockwise_eagerly
 from .fp8.statistics import quantization_statistics
 from .hadamard import inverse_random_hadamard
 from .hashed import hash_key, hashed_bits
@@ -50,6 +51,7 @@ __all__ = [
     "hashed_bits",
     "inverse_random_hadamard",
     "quantization_statistics",
+    "quantize_and_round",
     "quantize_blockwise",
     "quantize_blockwise_both",
     "quantize_grouped_blockwise",
@@ -63,6 +65,7 @@ __all__ = [
     "random_bits",
     "random_hadamard",
     "round_blockwise",
+    "round_blockwise_eagerly",
     "round_nvfp4",
     "round_per_tensor",
     "scale_from_amax",

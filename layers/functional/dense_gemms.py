@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from te_models.kernels.gemm import Operand
+from te_models.kernels.gemm.cpu import operand_dtype
 
 from ..quantizer import Fields, IdentityQuantizer, Quantizer, Usage
 from ..quantizer.state import AnyQuantizer, QuantizerState, value_of, with_gradient_state, with_state
@@ -29,6 +30,7 @@ from .gemm_operand import (
     GemmOperand,
     accumulate_gemm_,
     dequantized,
+    quantized_gemms,
     quantized_operand,
     run_gemm,
     stored_operand,
@@ -113,6 +115,8 @@ def fprop_weight(
     quantizer: AnyQuantizer = quantizers.weight
     if state.scale is not None:
         quantizer = with_state(quantizers.weight, state.scale, state.amax, "weight", index)
+    if not quantized_gemms(stored.device):  # where dgrad makes its own operand, see `quantize_weight`
+        return quantizer.operand(stored, "rowwise", operand_dtype(stored.device, dtype)), {}
     if quantizers.backward_override:
         return quantized_operand(quantizer, stored, "rowwise", dtype), {}
     return quantize_weight(quantizer, stored, dtype, needs_dgrad)

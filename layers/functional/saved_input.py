@@ -11,9 +11,10 @@ from torch import Tensor
 
 from te_models.kernels.compiling import compiling
 from te_models.kernels.gemm import Operand
+from te_models.kernels.gemm.cpu import operand_dtype
 
 from ..quantizer import Fields, Usage
-from ..quantizer.delayed import STATISTICS
+from ..quantizer.delayed import STATISTICS, Float8Quantizer
 from ..quantizer.group_offsets import GroupOffsets
 from ..quantizer.state import AnyQuantizer, value_of
 from ..recipe.base import BackwardOverride
@@ -72,8 +73,10 @@ def quantize_and_save(
     Eagerly the quantized copy is saved, a quarter or half of x's memory. In a CPU graph the compiler decides what
     crosses to the backward pass, and each operand is made from x: rounding and dequantizing in one pass over it.
     """
+    left: GemmOperand
     if isinstance(x, QuantizedStorage):
         fields, value = x.fields, x.quantizer
+        left = stored_operand(value, fields, "rowwise", dtype, x.shape)
     elif not needs_wgrad:
         return quantized_operand(quantizer, x, "rowwise", dtype), NOTHING_SAVED, ()
     elif override == "high_precision":
@@ -81,8 +84,12 @@ def quantize_and_save(
     elif override is None and (save_original_input or (compiling() and in_cpu_graph(x.device))):
         return quantized_operand(quantizer, x, "rowwise", dtype), SavedInput("original"), (x,)
     else:
-        fields, value = quantizer.quantize_fields(x), value_of(quantizer)
-    left = stored_operand(value, fields, "rowwise", dtype, x.shape)
+        value = quantizer.value if isinstance(quantizer, Float8Quantizer) else quantizer
+        if quantized_gemms(x.device):
+            fields = quantizer.quantize_fields(x)
+            left = stored_operand(value, fields, "rowwise", dtype, x.shape)
+        else:
+            left, fields = quantizer.operand_and_fields(x, operand_dtype(x.device, dtype))
     if not needs_wgrad:
         return left, NOTHING_SAVED, ()
     saved = fields_of_usage(fields, "rowwise" if value.symmetric or override is not None else "columnwise")

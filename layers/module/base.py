@@ -1,22 +1,10 @@
-"""What the layers with GEMMs have in common: which quantizers are in force, and the live state that some need.
-
-State, kept as plain tensors beside the parameters (G GEMMs; the 3 roles are input, weight and grad_output):
-
-    fp8_scale [3, G], fp8_history [L, 3, G]           delayed scaling, see `delayed`
-    fp8_amax [2, G]                                   what its forward passes have recorded since the last update
-    fp8_gradient [2, G]                               of gradients, the amax recorded since then and the scale
-    fp8_statistics [S, 2, 5], fp8_grad_statistics     of S GEMMs apart, see `quantization_statistics`; [S, 5]
-    fp8_rng_state [2] int64                           (seed, counter) of stochastic rounding
-
-It is tiny and always there, so that a compiled graph finds it in its first call. It never lives on the meta device.
-What backward passes read and write has tensors of its own: those may be written between the forward and the backward
-pass of another call, which the compiler supports for a tensor that no forward pass writes.
-"""
+"""What the layers with GEMMs have in common: which quantizers are in force, the weights that are cached, and how weight
+gradients are to be made."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -24,127 +12,25 @@ from torch import Tensor, nn
 from te_models.kernels.compiling import compiling
 from te_models.kernels.torch_versions import exporting
 
-from ..quantizer.delayed import ROLES, STATISTICS, update_amax_
-from ..quantizer.state import NO_STATE, STREAMS, QuantizerState, default_seed
+from ..functional.dense_gemms import DEFAULT_OPTIONS, GemmConfig, GemmOptions
+from ..functional.linear import GemmCall
+from ..functional.wgrad import weight_gradient
+from ..quantizer.delayed import ROLES, update_amax_
+from ..quantizer.state import NO_STATE, QuantizerState
 from ..recipe.activation_checkpoint import once, recomputing, refuse_around_a_graph, same_as_first_run, scratch_like
 from ..recipe.base import HIGH_PRECISION, GemmQuantizers, Recipe
-from ..recipe.context import state
-from ..recipe.recipe_use import Choice, LastUse, RecipeUse, choose, register_layer, untracked_side_effect
-from ..recipe.recipes import DelayedRule, DelayedScaling
-from ..te_arguments import leave_extra_state
-from ..tensor.quantized_tensor import QuantizedTensor, module_conversion
-from .replicas import as_replica
-from .weight_cache import cached_weight, move_cached_weights, update_cached_weight
-
-_DELAYED_NAMES = ("fp8_scale", "fp8_amax", "fp8_grad_amax", "fp8_history")
-_SAVED_NAMES = (*_DELAYED_NAMES, "fp8_rng_state")
-_PLACED_NAMES = (
-    "fp8_gradient",
-    "_fp8_scale",
-    "fp8_amax",
-    "fp8_history",
-    "fp8_rng_state",
-    "fp8_statistics",
-    "fp8_grad_statistics",
-)
+from ..recipe.context import State, state
+from ..recipe.recipe_use import Choice, LastUse, choose, untracked_side_effect
+from ..recipe.recipes import DelayedScaling
+from ..tensor.fsdp import sharded
+from ..tensor.quantized_tensor import QuantizedTensor
+from .recipe_state import RecipeStateModule, as_replica
+from .weight_cache import cached_weight, update_cached_weight
 
 
-class QuantizedModule(nn.Module):
+class QuantizedModule(RecipeStateModule):
     """Base of Linear, GroupedLinear, LayerNormLinear and LayerNormMLP. num_gemms: how many scales each role has; name:
     the qualified name that per-module rules and custom recipes see (`name_modules` sets it)."""
-
-    STATISTICS_SLOTS: ClassVar[tuple[str, ...]] = ("",)  # GEMMs with statistics of their own, by suffix of the name
-
-    def __init__(self, num_gemms: int = 1, name: str = "") -> None:
-        super().__init__()
-        self.recipe_use = RecipeUse()
-        self.kind = type(self).__name__  # as recipes know it; `fully_shard` makes another class of the module
-        self.name = name or ""  # Transformer Engine's None
-        self.reduce_amax = True  # False: other ranks have other GEMMs here, so delayed scaling reduces no amaxes
-        self.delayed_rule: DelayedRule | None = None
-        self.fp8_history: Tensor | None = None
-        self._fp8_scale = torch.ones(len(ROLES), num_gemms, device=_real_default_device())
-        self.fp8_amax = torch.zeros_like(self.fp8_scale[:2])
-        self.fp8_gradient = torch.stack((self.fp8_amax[0], self.fp8_scale[2]))
-        self.fp8_statistics = self.fp8_scale.new_zeros(len(self.STATISTICS_SLOTS), 2, len(STATISTICS))
-        self.fp8_grad_statistics = self.fp8_scale.new_zeros(len(self.STATISTICS_SLOTS), len(STATISTICS))
-        self.register_load_state_dict_pre_hook(leave_extra_state)
-        self._ordinal = register_layer(self)
-        self._seed = default_seed()
-        self._stream_prepared = False
-        self.fp8_rng_state = self.fp8_scale.new_tensor((self._seed * STREAMS, 0), dtype=torch.int64)
-
-    @property
-    def name(self) -> str:
-        """The qualified name, "" where there is none."""
-        return self._name
-
-    @name.setter
-    def name(self, name: str) -> None:
-        self._name = name
-        self.recipe_use.forget_choices()
-
-    @property
-    def fp8_scale(self) -> Tensor:
-        """The scale of each role, [3, G]. What is written to it is that of gradients, too, from now on."""
-        return self._fp8_scale
-
-    @fp8_scale.setter
-    def fp8_scale(self, scale: Tensor) -> None:
-        self._fp8_scale = scale
-        self.fp8_gradient = torch.stack((self.fp8_gradient[0], scale[2]))
-
-    @property
-    def fp8_grad_amax(self) -> Tensor:
-        """The amax of gradients that was recorded since the last update, [G]."""
-        return self.fp8_gradient[0]
-
-    def move_scales_on(self, scale: Tensor, history: Tensor) -> None:
-        """Take the scales [3, G] and the history of an update, and begin to record anew."""
-        # a new scale, because a backward pass that is still to come needs the old one; the same tensor for gradients,
-        # because that pass will read and write it
-        self._fp8_scale, self.fp8_history = scale, history
-        self.fp8_amax.zero_()
-        gradient = torch.stack((torch.zeros_like(scale[2]), scale[2]))
-        if compiling():
-            self.fp8_gradient.copy_(gradient)
-        else:
-            # autograd need not see that it changed: a backward pass to come wants it as it is then
-            self.fp8_gradient.data.copy_(gradient)
-
-    def __setstate__(self, values: dict[str, Any]) -> None:
-        super().__setstate__(values)
-        self._ordinal = register_layer(self)  # copy.deepcopy comes this way, past __init__
-
-    def complete_state(self) -> None:
-        """Finish the live state of a layer whose parameters are made; layers call it at the end of their construction.
-
-        It moves to where the parameters are. And where the construction drew nothing from torch's CPU generator (on
-        another device, or without random values), whose state then is also the next module's, the stream of random
-        bits becomes one of this module's own, which follows from how many modules were built before."""
-        if default_seed() == self._seed:
-            self.fp8_rng_state[0] += 1 + self._ordinal % (STREAMS - 1)
-        self._place_state(next(self.parameters()).device)
-
-    def _place_state(self, device: torch.device) -> None:
-        """Move the live state to a device, unless that is the meta device, where it never lives."""
-        for name in () if device.type == "meta" else _PLACED_NAMES:
-            value = getattr(self, name)
-            if value is not None:
-                setattr(self, name, value.to(device))
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        marks = {name: dict(vars(p)) for name, p in self._parameters.items() if type(p) is nn.Parameter}
-        with module_conversion():
-            super()._apply(fn, recurse)
-        for name, attributes in marks.items():  # coming from the meta device, parameters are new objects
-            vars(self._parameters[name]).update(attributes)
-        parameter = next(self.parameters(), None)
-        # without parameters, what happens to some other tensor tells
-        self._place_state((fn(self.fp8_scale.new_empty(0)) if parameter is None else parameter).device)
-        if parameter is not None:
-            move_cached_weights(self, parameter.device, parameter.dtype)
-        return self
 
     def _replicate_for_data_parallel(self) -> Self:
         return as_replica(super()._replicate_for_data_parallel())
@@ -157,13 +43,14 @@ class QuantizedModule(nn.Module):
 
     def quantizers(self) -> GemmQuantizers | None:
         """Return this module's quantizers under the recipe in force; None: high precision."""
-        now, use = state(), self.recipe_use
-        traced = compiling()
-        if not traced:
-            last = use.last
-            as_before = last is not None and last.recipe is now.compute and last[:2] == (use.asked, use.ran)
-            if last is not None and as_before and not now.calibrating:
-                return last.quantizers  # as in the call before: nothing to choose or to write down
+        return self._quantizers(state(), compiling())
+
+    def _quantizers(self, now: State, traced: bool) -> GemmQuantizers | None:
+        """Return `quantizers` under what is in force `now`."""
+        use = self.recipe_use
+        last = None if traced or now.calibrating else use.last
+        if last is not None and last.recipe is now.compute and last.asked == use.asked and last.ran == use.ran:
+            return last.quantizers  # as in the call before: nothing to choose or to write down
         recipe, chosen = self._chosen()
         untracked_side_effect(self._record_use, now.compute, recipe)
         quantizers = None
@@ -226,10 +113,14 @@ class QuantizedModule(nn.Module):
         if self.calibrating():
             update_amax_(self.calibration_amax(role, gemm_index), amax)
 
+    def _without_state(self, quantizers: GemmQuantizers, now: State, traced: bool) -> bool:
+        """Whether a forward pass with `quantizers` needs no live tensors, and no checkpoint has to know of it."""
+        return self.delayed_rule is None and not (quantizers.needs_key or now.statistics) and (traced or not now.runs)
+
     def live_state(self, quantizers: GemmQuantizers) -> QuantizerState:
         """Return the live tensors that a forward pass with `quantizers` needs."""
         now, traced = state(), compiling()
-        if self.delayed_rule is None and not quantizers.needs_key and not now.statistics and (traced or not now.runs):
+        if self._without_state(quantizers, now, traced):
             return NO_STATE
         scale = amax = gradient = statistics = grad_statistics = key = None
         if self.delayed_rule is not None:
@@ -284,69 +175,81 @@ class QuantizedModule(nn.Module):
         """Return the weights of every GEMM and its number, as `cached_weight` takes them."""
         return [((getattr(self, name),), index) for index, name in enumerate(self.weight_names())]
 
-    # --- the state of delayed scaling ------------------------------------------------------------------------------
 
-    def delayed_history(self, length: int) -> Tensor:
-        """Return the earlier amaxes, [length, 3, G], cut or filled up with zeros to the length asked."""
-        shape = self.fp8_scale.shape
-        history = self.fp8_history
-        if history is None:
-            return self.fp8_scale.new_zeros(length, *shape)
-        if history.shape[0] == length:
-            return history
-        return torch.cat((history[:length], history.new_zeros(max(0, length - history.shape[0]), *shape)))
+class GemmModule(QuantizedModule):
+    """fuse_wgrad_accumulation: weight gradients are added to `weight.main_grad` in place and `weight.grad` stays None;
+    a call with `is_first_microbatch=True` writes them there instead, so that nobody has to zero it.
+    delay_wgrad_compute: backward leaves weight gradients out until `backward_dw()`. save_original_input: keep the
+    input as it is for wgrad and quantize it in the backward pass, which saves memory where several layers share it.
+    Names and meanings are Transformer Engine's."""
 
-    def recipe_state(self) -> dict[str, Tensor]:
-        """Return the state that a resumed run needs, by attribute name; empty if no recipe with state has run and none
-        was prepared for."""
-        names: tuple[str, ...] = ()
-        if self.fp8_history is not None:
-            names += _DELAYED_NAMES
-        seed, counter = self.fp8_rng_state.tolist()
-        if counter != 0 or seed >= 0 or self._stream_prepared:  # in use, or given by set_rounding_seed
-            names += ("fp8_rng_state",)
-        return {name: getattr(self, name) for name in names}
+    def __init__(
+        self,
+        num_gemms: int,
+        name: str,
+        fuse_wgrad_accumulation: bool,
+        delay_wgrad_compute: bool,
+        save_original_input: bool,
+    ) -> None:
+        super().__init__(num_gemms, name)
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.save_original_input = save_original_input
+        self._later: list[Callable[[], None]] | None = [] if delay_wgrad_compute else None
 
-    def prepare_recipe_state(self, recipe: Recipe) -> None:
-        """Have `recipe_state` give what this layer keeps under `recipe`, before its first step, too."""
-        own, quantizers = choose(recipe, self)
-        if isinstance(own, DelayedScaling):
-            self.fp8_history = self.delayed_history(own.amax_history_len - 1)
-        if quantizers is not None and quantizers.grad_output.needs_key():
-            self._stream_prepared = True
+    return_bias = return_layernorm_output = False  # layers that have these options set them
 
-    def set_recipe_state(self, values: dict[str, Tensor]) -> None:
-        """Take over what `recipe_state` gave. Names that are absent keep their values. Raises ValueError."""
-        for name, value in values.items():
-            if name not in _SAVED_NAMES:
-                raise ValueError(f"{name!r} is not a name of recipe state; allowed: {', '.join(_SAVED_NAMES)}")
-            expected = self.fp8_scale if name == "fp8_history" else getattr(self, name)
-            shape = value.shape[1:] if name == "fp8_history" else value.shape
-            if shape != expected.shape:
-                raise ValueError(f"{name} has shape {tuple(value.shape)}; expected {tuple(expected.shape)}")
-            if value.is_floating_point() != expected.is_floating_point():
-                raise ValueError(f"{name} has dtype {value.dtype}; expected {expected.dtype}")
-            with torch.inference_mode(mode=False):  # training steps write to it, whatever mode it is loaded in
-                own = torch.empty_like(value, device=expected.device, dtype=expected.dtype).copy_(value)
-                if name == "fp8_grad_amax":
-                    self.fp8_gradient = torch.stack((own, self.fp8_scale[2]))
-                else:
-                    setattr(self, name, own)
+    def results(
+        self, y: Tensor, bias: Tensor | None, normed: Tensor | None = None
+    ) -> Tensor | tuple[Tensor | None, ...]:
+        """Return y, or with it what the layer was told to return: its bias, in y's dtype, and the normed input."""
+        found: tuple[Tensor | None, ...] = (y,)
+        if self.return_bias:
+            found += (None if bias is None else bias.to(y.dtype),)
+        if self.return_layernorm_output:
+            found += (normed,)
+        return found if len(found) > 1 else y
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name, value in self.recipe_state().items():
-            destination[prefix + name] = value
+    def gemm_call(
+        self, weights: tuple[nn.Parameter, ...], is_first_microbatch: bool | None, gemm_index: int | None = None
+    ) -> GemmCall | None:
+        """Return what the functions of a GEMM need of this module for one call: what the recipe in force means for it,
+        its live state and what it caches; None for plain high precision. gemm_index: of the GEMM with these weights,
+        None where one call is of all GEMMs."""
+        now, traced = state(), compiling()
+        first = now.first_microbatch if is_first_microbatch is None else is_first_microbatch
+        cached = None if first is None else self.cached_weight(weights, first, gemm_index)
+        quantizers = self._quantizers(now, traced)
+        options = DEFAULT_OPTIONS
+        if self.fuse_wgrad_accumulation or self._later is not None or self.save_original_input:
+            options = self.gemm_options(*weights, first=is_first_microbatch)
+        amaxes = None
+        if now.calibrating and self.calibrating():
+            amaxes = self.calibration_amax("input", gemm_index), self.calibration_amax("weight", gemm_index)
+        if quantizers is None and options.wgrad is None:
+            return None if amaxes is None else GemmCall(None, NO_STATE, None, amaxes)
+        quantizers = HIGH_PRECISION if quantizers is None else quantizers
+        live = NO_STATE if self._without_state(quantizers, now, traced) else self.live_state(quantizers)
+        return GemmCall(GemmConfig(quantizers, options, gemm_index), live, cached, amaxes)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        present = {name: state_dict.pop(prefix + name) for name in _SAVED_NAMES if prefix + name in state_dict}
-        try:
-            self.set_recipe_state(present)
-        except ValueError as error:
-            args[-1].append(f"{prefix}{error}")
-        super()._load_from_state_dict(state_dict, prefix, *args)
+    def gemm_options(self, *weights: nn.Parameter, first: bool | None = None) -> GemmOptions:
+        """Return how the gradients of `weights` are to be made, of several together. first: `is_first_microbatch` of
+        this call; where it is True a main gradient is written to and not added to, as in Transformer Engine."""
+        if not self.fuse_wgrad_accumulation and self._later is None:
+            return GemmOptions(True) if self.save_original_input else DEFAULT_OPTIONS
+        return GemmOptions(
+            self.save_original_input, weight_gradient(weights, self.fuse_wgrad_accumulation, self._later, first is True)
+        )
 
-
-def _real_default_device() -> torch.device:
-    device = torch.get_default_device()
-    return torch.device("cpu") if device.type == "meta" else device
+    def backward_dw(self) -> None:
+        """Compute the weight gradients that backward left out, oldest first. Raises RuntimeError without
+        delay_wgrad_compute, where the input or the gradient of the output, of which one that is not quantized is kept
+        as it is, was written to since the backward pass, and of weights that FSDP2 shards."""
+        if self._later is None:
+            raise RuntimeError("backward_dw needs a layer built with delay_wgrad_compute=True")
+        if self._later and sharded(self.parameters(recurse=False)):
+            raise RuntimeError(
+                "FSDP2 has sharded the weights again and reduces no gradient that comes after the backward pass; "
+                "allowed: layers built without delay_wgrad_compute"
+            )
+        while self._later:
+            self._later.pop(0)()

@@ -16,7 +16,7 @@ from ..quantizer.group_offsets import check_values
 from ..te_arguments import TRACKER, USER_BUFFERS, takes_at_default
 from ..tensor.grouped_tensor import GroupedTensor
 from ..tensor.quantized_tensor import QuantizedTensor
-from .gemm import GemmModule
+from .base import GemmModule
 from .primary_weights import default_init_method, empty_parameter, store_weights_as_asked
 
 

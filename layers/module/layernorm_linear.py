@@ -11,7 +11,7 @@ from torch import Tensor
 from ..distributed.tensor_parallel import InitMethod, TensorParallelModule
 from ..functional.linear import linear
 from ..te_arguments import TRACKER, USER_BUFFERS, takes_at_default
-from .gemm import GemmModule
+from .base import GemmModule
 from .norm import PrecedingNorm
 from .primary_weights import default_init_method, empty_parameter, store_weights_as_asked
 

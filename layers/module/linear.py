@@ -14,7 +14,7 @@ from ..distributed.tensor_parallel import InitMethod, ParallelMode, TensorParall
 from ..functional.fused_quantize import Prologue
 from ..functional.linear import linear
 from ..te_arguments import TRACKER, USER_BUFFERS, takes_at_default
-from .gemm import GemmModule
+from .base import GemmModule
 from .primary_weights import default_init_method, empty_parameter, store_weights_as_asked
 
 

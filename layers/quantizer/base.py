@@ -246,12 +246,17 @@ class Quantizer(ValueObject):
     ) -> Fields:
         """Quantize x: [..., rows, columns] into the stored fields. amaxes: see `amaxes`; None computes them from x."""
         fields: Fields = {}
-        for usage in self.stored_usages():
-            fields |= self._named(self._quantize(x, usage, key, (amaxes or {}).get(usage)), usage)
+        for usage in self._usages:
+            parts = self._quantize(x, usage, key, None if amaxes is None else amaxes.get(usage))
+            for part, tensor in zip(self.PARTS, parts, strict=True):
+                fields[f"{usage}_{part}"] = tensor
         return fields
 
-    def _named(self, parts: Parts, usage: Usage) -> Fields:
-        return {f"{usage}_{part}": tensor for part, tensor in zip(self.PARTS, parts, strict=True)}
+    def operand_and_fields(self, x: Tensor, dtype: torch.dtype, key: Tensor | None = None) -> tuple[Operand, Fields]:
+        """Quantize x: [..., R, C] into the stored fields and return (the rowwise operand that they are, they).
+        ValueError where there is no such copy."""
+        fields = self.quantize_fields(x, key)
+        return self.operand_of_fields(fields, "rowwise", dtype, x.shape), fields
 
     def dequantize_fields(self, fields: Fields, dtype: torch.dtype, shape: Sequence[int] | None = None) -> Tensor:
         """Return the values the fields stand for: [..., rows, columns]."""

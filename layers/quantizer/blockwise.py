@@ -46,16 +46,12 @@ class _BlockwiseQuantizer(FP8Quantizer):
         )
 
     def operand(self, x: Tensor, usage: Usage, dtype: torch.dtype, key: Tensor | None = None) -> Operand:
-        block = self.block if usage == "rowwise" else self._columnwise_block
-        values = q.round_blockwise(
-            x,
-            block,  # pyright: ignore[reportArgumentType]  # blocks are what this format has
-            self.fp8_dtype,
-            self.scale_kind,
-            self.gemm_dtype(dtype),
-            epsilon=self._epsilon or 0.0,  # 0 as a literal: a dynamic graph has other floats as variables
-        )
-        return Operand(values, None)
+        block: tuple[int, int] = self.block if usage == "rowwise" else self._columnwise_block  # type: ignore[assignment]
+        epsilon = self._epsilon or 0.0  # 0 as a literal: a dynamic graph has other floats as variables
+        # in a graph one operation; eagerly its definition, without the way through the dispatch of operations
+        round_blockwise = q.round_blockwise if torch.compiler.is_compiling() else q.round_blockwise_eagerly
+        kind, exact_dtype = self.scale_kind, self.gemm_dtype(dtype)
+        return Operand(round_blockwise(x, block, self.fp8_dtype, kind, exact_dtype, epsilon=epsilon), None)
 
     def quantize_fields(
         self, x: Tensor, key: Tensor | None = None, amaxes: Mapping[Usage, Tensor] | None = None
@@ -72,6 +68,21 @@ class _BlockwiseQuantizer(FP8Quantizer):
             ),
             self._usages,
         )
+
+    def operand_and_fields(self, x: Tensor, dtype: torch.dtype, key: Tensor | None = None) -> tuple[Operand, Fields]:
+        if len(self._usages) == 1:
+            return super().operand_and_fields(x, dtype, key)
+        block: tuple[int, int] = self.block  # type: ignore[assignment]  # blocks are what this format has
+        kind, exact_dtype = self.scale_kind, self.gemm_dtype(dtype)
+        values, parts = q.quantize_and_round(
+            x, block, self.fp8_dtype, kind, exact_dtype, epsilon=self._epsilon, both=True
+        )
+        return Operand(values, None), self._fields(parts, self._usages)
+
+    def gemm_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        # a float32 scale times an FP8 value is not exact in bfloat16
+        exact = dtype == torch.bfloat16 and self.scale_kind != "float32"
+        return torch.bfloat16 if exact else torch.float32
 
     def quantize_rows(
         self, x: Tensor, m_splits: Tensor, key: Tensor | None = None, usages: Sequence[Usage] | None = None
@@ -173,10 +184,6 @@ class Float8BlockQuantizer(_BlockwiseQuantizer):
 
     def square_blocks(self, usage: Usage) -> bool:
         return self.block_scaling_dim == 2
-
-    def gemm_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        # a float32 scale times an FP8 value is not exact in bfloat16
-        return super().gemm_dtype(dtype) if self.force_pow_2_scales else torch.float32
 
 
 @value_class

@@ -94,6 +94,11 @@ class Float8Quantizer:
         data = q.quantize_per_tensor(x, self.scale[..., None, None], self.fp8_dtype)
         return {"rowwise_data": data, "rowwise_scale_inv": torch.div(torch.ones_like(self.scale), self.scale)}
 
+    def operand_and_fields(self, x: Tensor, dtype: torch.dtype, key: Tensor | None = None) -> tuple[Operand, Fields]:
+        """Quantize x into the stored fields, recording its amax, and return (the operand that they are, they)."""
+        fields = self.quantize_fields(x)
+        return self.value.operand_of_fields(fields, "rowwise", dtype, x.shape), fields
+
     def operand(self, x: Tensor, usage: Usage, dtype: torch.dtype, key: Tensor | None = None) -> Operand:
         """Quantize x for a GEMM, recording its amax."""
         self.record(q.amax(x))

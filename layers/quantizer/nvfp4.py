@@ -72,14 +72,12 @@ class NVFP4Quantizer(Quantizer):
 
     def operand(self, x: Tensor, usage: Usage, dtype: torch.dtype, key: Tensor | None = None) -> Operand:
         stored: Usage = "rowwise" if self.symmetric else usage
-        x = self._transformed(x, stored)
-        values, amax = q.round_nvfp4(
-            x,
-            self.gemm_dtype(dtype),
-            block=self._block_of(stored),
-            key=self.checked_key(key),
-            stream=_STREAM[stored],
-        )
+        if self.with_rht and stored == "columnwise":
+            x = self._transformed(x, stored)
+        block = self.block if stored == "rowwise" else self._columnwise_block
+        assert block is not None, "blocks are what this format has"
+        drawn = self.checked_key(key) if self.stochastic_rounding else None
+        values, amax = q.round_nvfp4(x, self.gemm_dtype(dtype), block=block, key=drawn, stream=_STREAM[stored])
         return Operand(values, q.global_decode(amax))
 
     def rows_operand(
@@ -118,7 +116,7 @@ class NVFP4Quantizer(Quantizer):
         return q.amax(self._transformed(x, usage))
 
     def _quantize(self, x: Tensor, usage: Usage, key: Tensor | None, amax: Tensor | None = None) -> Parts:
-        key, stream = self.checked_key(key), _STREAM[usage]
+        key, stream = self.checked_key(key) if self.stochastic_rounding else None, _STREAM[usage]
         if usage == "columnwise" and not self.with_2d_quantization:
             return q.quantize_nvfp4_transposed(x, with_rht=self.with_rht, amax=amax, key=key, stream=stream)
         x = x.mT.contiguous() if usage == "columnwise" else x

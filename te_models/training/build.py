@@ -10,7 +10,7 @@ import torch
 
 from te_models.checkpoints import open_checkpoint
 from te_models.layers import quantized_model_init
-from te_models.layers.module.gemm import GemmModule
+from te_models.layers.module.base import GemmModule
 
 from ..config import ConfigError, ModelConfig
 from ..model import GPTModel

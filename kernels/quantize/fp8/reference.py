@@ -71,7 +71,7 @@ def e8m0_to_float(byte: Tensor) -> Tensor:
     return torch.where(byte == 255, float("nan"), _power_of_two(byte.to(torch.int32)))
 
 
-def _e8m0_inverse(byte: Tensor) -> Tensor:
+def e8m0_inverse(byte: Tensor) -> Tensor:
     """Return 2^(127 - byte) in float32; 255 is NaN."""
     return torch.where(byte == 255, float("nan"), _power_of_two(254 - byte.to(torch.int32)))
 
@@ -88,11 +88,11 @@ def block_scales(
         magnitudes = blockwise_magnitudes(x, block)
         if magnitudes is not None:
             byte = _e4m3_byte if fp8_dtype is torch.float8_e4m3fn else _e5m2_byte
-            return look_up(magnitudes, x.dtype, byte, _e8m0_inverse)
+            return look_up(magnitudes, x.dtype, byte, e8m0_inverse)
     amax = once(blockwise_amax(x, block))
     if scale_kind == "e8m0":
         stored = once(e8m0_from_amax(amax, fp8_dtype))
-        return once(_e8m0_inverse(stored)), stored
+        return once(e8m0_inverse(stored)), stored
     overflow = torch.finfo(x.dtype if x.dtype.itemsize <= 4 else torch.float32).max  # scales are float32
     scale = scale_from_amax(amax, fp8_dtype, pow2=scale_kind == "pow2", epsilon=epsilon, overflow=overflow)
     return once(scale), once(torch.div(torch.ones_like(scale), scale))

@@ -13,8 +13,7 @@ from ...functional.fused_quantize import input_quantizer, readable_as_input
 from ...functional.gemm_operand import autocast_dtype, require_floating
 from ...functional.linear import largest
 from ...functional.saved_input import SavedInput
-from ...module.base import QuantizedModule
-from ...module.gemm import GemmModule
+from ...module.base import GemmModule, QuantizedModule
 from ...module.primary_weights import default_init_method, empty_parameter, store_weights_as_asked
 from ...quantizer.delayed import update_amax_
 from ...quantizer.state import AnyQuantizer, QuantizerState, value_of, with_state

@@ -8,7 +8,9 @@ import torch
 from te_models.kernels.quantize import (
     FP8_MAX,
     dequantize_blockwise,
+    quantize_and_round,
     quantize_blockwise,
+    quantize_blockwise_both,
     quantize_per_tensor,
     round_blockwise,
     round_per_tensor,
@@ -89,3 +91,30 @@ def test_a_tensor_rounds_as_it_is_quantized(fp8_dtype: torch.dtype) -> None:
     x = torch.randn(64, 80, generator=torch.Generator().manual_seed(2)).bfloat16()
     scale = torch.tensor(123.4)
     assert_same(round_per_tensor(x, scale, fp8_dtype), quantize_per_tensor(x, scale, fp8_dtype).float())
+
+
+@pytest.mark.parametrize("shape", [(64, 128), (1, 128), (33, 128), (64, 75), (2, 32, 64), (2, 5, 64), (0, 64)], ids=str)
+@pytest.mark.parametrize("kind", ["float32", "pow2", "e8m0"])
+@pytest.mark.parametrize("fp8_dtype", FORMATS)
+def test_quantizing_and_rounding_at_once_has_the_bits_of_the_two(
+    fp8_dtype: torch.dtype, kind: str, shape: tuple[int, ...]
+) -> None:
+    """Eagerly by look-up: whole blocks, fewer rows than a block has, ragged ones, transposed and float32 matrices."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(2)).bfloat16()
+    if x.numel():
+        x[..., 0, 3], x[..., 0, 40], x[..., -1, 9], x[..., -1, 20] = float("nan"), float("-inf"), -0.0, 1e-38
+        x[..., 0, 32:40] = 0.0
+    epsilon = 0.0 if kind == "e8m0" else 0.25
+    for values in (x, x.half(), x.float(), x.mT):
+        for block in ((1, 32), (32, 1), (32, 32)):
+            wanted = quantize_blockwise_both(values, block, fp8_dtype, kind, epsilon=epsilon)
+            rounded = dequantize_blockwise(wanted[0], wanted[1], block, torch.bfloat16)
+            for both in (False, True):
+                found, parts = quantize_and_round(
+                    values, block, fp8_dtype, kind, torch.bfloat16, epsilon=epsilon, both=both
+                )
+                assert_same(found.float(), rounded.float())
+                assert len(parts) == (4 if both else 2)
+                for part, expected_part in zip(parts, wanted, strict=False):
+                    assert part.dtype == expected_part.dtype and part.shape == expected_part.shape
+                    assert_same(part.float(), expected_part.float())

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from te_models.kernels import quantize as q
 from te_models.layers import GroupedLinear, LayerNormMLP, Linear, autocast, ops, recipe
-from te_models.layers.functional import dense_gemms, gemm_operand
-from te_models.layers.functional import saved_input as kept
+from te_models.layers.functional import dense_gemms, gemm_operand, grouped_gemms
 from tests.layers.ops.steps import NAMES, assert_equal, step
 
 SPLITS = [5, 0, 30]
@@ -78,14 +77,15 @@ def test_no_bit_changes(kind: str, name: str, shapes: list, monkeypatch: pytest.
 def test_nothing_is_kept_without_need(kind: str, shapes: list, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not under no_grad, for an input without a gradient, for a backward pass in high precision, or on CPU."""
     needed = []
-    original = kept.quantize_weight
+    original = dense_gemms.fprop_weight
 
-    def spy(quantizer: Any, weight: Tensor, dtype: torch.dtype, needs_dgrad: bool) -> Any:
-        found = original(quantizer, weight, dtype, needs_dgrad)
+    def spy(*arguments: Any) -> Any:
+        found = original(*arguments)
         needed.append(bool(found[1]))
         return found
 
-    monkeypatch.setattr(dense_gemms, "quantize_weight", spy)
+    for where in (dense_gemms, grouped_gemms):
+        monkeypatch.setattr(where, "fprop_weight", spy)
     module, x = MODULES[kind](), torch.randn(35, 96)
     run = run_of(kind, module)
     with autocast(recipe=recipe("mxfp8")):
@@ -100,4 +100,4 @@ def test_nothing_is_kept_without_need(kind: str, shapes: list, monkeypatch: pyte
     monkeypatch.setattr(gemm_operand, "_DEQUANTIZING_DEVICES", ("cpu",))
     with autocast(recipe=recipe("mxfp8")):
         run(x)
-    assert needed == [False, False, True, False]
+    assert needed == [False, False, True, False, False]

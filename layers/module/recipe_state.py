@@ -1,0 +1,247 @@
+"""The live state of the layers with GEMMs: plain tensors beside the parameters, saved with them where a recipe uses it.
+
+G GEMMs; the 3 roles are input, weight and grad_output:
+
+    fp8_scale [3, G], fp8_history [L, 3, G]           delayed scaling, see `delayed`
+    fp8_amax [2, G]                                   what its forward passes have recorded since the last update
+    fp8_gradient [2, G]                               of gradients, the amax recorded since then and the scale
+    fp8_statistics [S, 2, 5], fp8_grad_statistics     of S GEMMs apart, see `quantization_statistics`; [S, 5]
+    fp8_rng_state [2] int64                           (seed, counter) of stochastic rounding
+
+It is tiny and always there, so that a compiled graph finds it in its first call. It never lives on the meta device.
+What backward passes read and write has tensors of its own: those may be written between the forward and the backward
+pass of another call, which the compiler supports for a tensor that no forward pass writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from te_models.kernels.compiling import compiling
+
+from ..quantizer.delayed import ROLES, STATISTICS
+from ..quantizer.state import STREAMS, default_seed
+from ..recipe.base import Recipe
+from ..recipe.context import state
+from ..recipe.recipe_use import RecipeUse, choose, register_layer
+from ..recipe.recipes import DelayedRule, DelayedScaling
+from ..te_arguments import leave_extra_state
+from ..tensor.quantized_tensor import module_conversion
+from .weight_cache import move_cached_weights
+
+_DELAYED_NAMES = ("fp8_scale", "fp8_amax", "fp8_grad_amax", "fp8_history")
+_SAVED_NAMES = (*_DELAYED_NAMES, "fp8_rng_state")
+_PLACED_NAMES = (
+    "fp8_gradient",
+    "_fp8_scale",
+    "fp8_amax",
+    "fp8_history",
+    "fp8_rng_state",
+    "fp8_statistics",
+    "fp8_grad_statistics",
+)
+
+
+class RecipeStateModule(nn.Module):
+    """Base of `QuantizedModule`: the live state, where it lies, and how it is saved. num_gemms: how many scales each
+    role has; name: see `QuantizedModule`."""
+
+    STATISTICS_SLOTS: ClassVar[tuple[str, ...]] = ("",)  # GEMMs with statistics of their own, by suffix of the name
+
+    def __init__(self, num_gemms: int = 1, name: str = "") -> None:
+        super().__init__()
+        self.recipe_use = RecipeUse()
+        self.kind = type(self).__name__  # as recipes know it; `fully_shard` makes another class of the module
+        self.name = name or ""  # Transformer Engine's None
+        self.reduce_amax = True  # False: other ranks have other GEMMs here, so delayed scaling reduces no amaxes
+        self.delayed_rule: DelayedRule | None = None
+        self.fp8_history: Tensor | None = None
+        self._fp8_scale = torch.ones(len(ROLES), num_gemms, device=_real_default_device())
+        self.fp8_amax = torch.zeros_like(self.fp8_scale[:2])
+        self.fp8_gradient = torch.stack((self.fp8_amax[0], self.fp8_scale[2]))
+        self.fp8_statistics = self.fp8_scale.new_zeros(len(self.STATISTICS_SLOTS), 2, len(STATISTICS))
+        self.fp8_grad_statistics = self.fp8_scale.new_zeros(len(self.STATISTICS_SLOTS), len(STATISTICS))
+        self.register_load_state_dict_pre_hook(leave_extra_state)
+        self._ordinal = register_layer(self)
+        self._seed = default_seed()
+        self._stream_prepared = False
+        self.fp8_rng_state = self.fp8_scale.new_tensor((self._seed * STREAMS, 0), dtype=torch.int64)
+
+    @property
+    def name(self) -> str:
+        """The qualified name, "" where there is none."""
+        return self._name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self._name = name
+        self.recipe_use.forget_choices()
+
+    @property
+    def fp8_scale(self) -> Tensor:
+        """The scale of each role, [3, G]. What is written to it is that of gradients, too, from now on."""
+        return self._fp8_scale
+
+    @fp8_scale.setter
+    def fp8_scale(self, scale: Tensor) -> None:
+        self._fp8_scale = scale
+        self.fp8_gradient = torch.stack((self.fp8_gradient[0], scale[2]))
+
+    @property
+    def fp8_grad_amax(self) -> Tensor:
+        """The amax of gradients that was recorded since the last update, [G]."""
+        return self.fp8_gradient[0]
+
+    def move_scales_on(self, scale: Tensor, history: Tensor) -> None:
+        """Take the scales [3, G] and the history of an update, and begin to record anew."""
+        # a new scale, because a backward pass that is still to come needs the old one; the same tensor for gradients,
+        # because that pass will read and write it
+        self._fp8_scale, self.fp8_history = scale, history
+        self.fp8_amax.zero_()
+        gradient = torch.stack((torch.zeros_like(scale[2]), scale[2]))
+        if compiling():
+            self.fp8_gradient.copy_(gradient)
+        else:
+            # autograd need not see that it changed: a backward pass to come wants it as it is then
+            self.fp8_gradient.data.copy_(gradient)
+
+    def __setstate__(self, values: dict[str, Any]) -> None:
+        super().__setstate__(values)
+        self._ordinal = register_layer(self)  # copy.deepcopy comes this way, past __init__
+
+    def complete_state(self) -> None:
+        """Finish the live state of a layer whose parameters are made; layers call it at the end of their construction.
+
+        It moves to where the parameters are. And where the construction drew nothing from torch's CPU generator (on
+        another device, or without random values), whose state then is also the next module's, the stream of random
+        bits becomes one of this module's own, which follows from how many modules were built before."""
+        if default_seed() == self._seed:
+            self.fp8_rng_state[0] += 1 + self._ordinal % (STREAMS - 1)
+        self._place_state(next(self.parameters()).device)
+
+    def _place_state(self, device: torch.device) -> None:
+        """Move the live state to a device, unless that is the meta device, where it never lives."""
+        for name in () if device.type == "meta" else _PLACED_NAMES:
+            value = getattr(self, name)
+            if value is not None:
+                setattr(self, name, value.to(device))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        marks = {name: dict(vars(p)) for name, p in self._parameters.items() if type(p) is nn.Parameter}
+        with module_conversion():
+            super()._apply(fn, recurse)
+        for name, attributes in marks.items():  # coming from the meta device, parameters are new objects
+            vars(self._parameters[name]).update(attributes)
+        parameter = next(self.parameters(), None)
+        # without parameters, what happens to some other tensor tells
+        self._place_state((fn(self.fp8_scale.new_empty(0)) if parameter is None else parameter).device)
+        if parameter is not None:
+            move_cached_weights(self, parameter.device, parameter.dtype)
+        return self
+
+    def delayed_history(self, length: int) -> Tensor:
+        """Return the earlier amaxes, [length, 3, G], cut or filled up with zeros to the length asked."""
+        shape = self.fp8_scale.shape
+        history = self.fp8_history
+        if history is None:
+            return self.fp8_scale.new_zeros(length, *shape)
+        if history.shape[0] == length:
+            return history
+        return torch.cat((history[:length], history.new_zeros(max(0, length - history.shape[0]), *shape)))
+
+    def recipe_state(self) -> dict[str, Tensor]:
+        """Return the state that a resumed run needs, by attribute name; empty if no recipe with state has run and none
+        was prepared for."""
+        names: tuple[str, ...] = ()
+        if self.fp8_history is not None:
+            names += _DELAYED_NAMES
+        seed, counter = self.fp8_rng_state.tolist()
+        if counter != 0 or seed >= 0 or self._stream_prepared:  # in use, or given by set_rounding_seed
+            names += ("fp8_rng_state",)
+        return {name: getattr(self, name) for name in names}
+
+    def prepare_recipe_state(self, recipe: Recipe) -> None:
+        """Have `recipe_state` give what this layer keeps under `recipe`, before its first step, too."""
+        own, quantizers = choose(recipe, self)
+        if isinstance(own, DelayedScaling):
+            self.fp8_history = self.delayed_history(own.amax_history_len - 1)
+        if quantizers is not None and quantizers.grad_output.needs_key():
+            self._stream_prepared = True
+
+    def set_recipe_state(self, values: dict[str, Tensor]) -> None:
+        """Take over what `recipe_state` gave. Names that are absent keep their values. Raises ValueError."""
+        for name, value in values.items():
+            if name not in _SAVED_NAMES:
+                raise ValueError(f"{name!r} is not a name of recipe state; allowed: {', '.join(_SAVED_NAMES)}")
+            expected = self.fp8_scale if name == "fp8_history" else getattr(self, name)
+            shape = value.shape[1:] if name == "fp8_history" else value.shape
+            if shape != expected.shape:
+                raise ValueError(f"{name} has shape {tuple(value.shape)}; expected {tuple(expected.shape)}")
+            if value.is_floating_point() != expected.is_floating_point():
+                raise ValueError(f"{name} has dtype {value.dtype}; expected {expected.dtype}")
+            with torch.inference_mode(mode=False):  # training steps write to it, whatever mode it is loaded in
+                own = torch.empty_like(value, device=expected.device, dtype=expected.dtype).copy_(value)
+                if name == "fp8_grad_amax":
+                    self.fp8_gradient = torch.stack((own, self.fp8_scale[2]))
+                else:
+                    setattr(self, name, own)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, value in self.recipe_state().items():
+            destination[prefix + name] = value
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        present = {name: state_dict.pop(prefix + name) for name in _SAVED_NAMES if prefix + name in state_dict}
+        try:
+            self.set_recipe_state(present)
+        except ValueError as error:
+            args[-1].append(f"{prefix}{error}")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _real_default_device() -> torch.device:
+    device = torch.get_default_device()
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+M = TypeVar("M", bound="RecipeStateModule")
+_INSTEAD = "allowed: DistributedDataParallel, a process for each device"
+
+
+def as_replica(copied: M) -> M:
+    """Return a copy that `nn.DataParallel` has made, as one that computes in high precision, and under a recipe without
+    state whose region the model's own forward opens. RuntimeError where a region is in force now: not in its threads.
+
+    The copy lives for one call, in another thread, perhaps on another device. What it would write is lost or races with
+    the other copies, so it refuses the recipes, the calibration and the statistics that write.
+    """
+    if state().compute is not None:
+        raise RuntimeError(
+            "nn.DataParallel runs its copies in threads where the autocast region around it is not in force; allowed: "
+            "a region inside the model's forward, or DistributedDataParallel, a process for each device"
+        )
+    cls: Any = type(copied)
+    values = copied.__dict__
+    values["recipe_use"], values["delayed_rule"] = RecipeUse(), None
+
+    def live_state(quantizers: Any) -> Any:
+        live = cls.live_state(copied, quantizers)
+        if any(tensor is not None for tensor in live):
+            raise RuntimeError(
+                "a copy made by nn.DataParallel keeps no state, which DelayedScaling, stochastic rounding in training "
+                f"and collect_statistics need; {_INSTEAD}"
+            )
+        return live
+
+    def calibrating() -> bool:
+        if cls.calibrating(copied):
+            raise RuntimeError(f"a copy made by nn.DataParallel keeps no state, which a calibration needs; {_INSTEAD}")
+        return False
+
+    values["live_state"], values["calibrating"] = live_state, calibrating
+    return copied
