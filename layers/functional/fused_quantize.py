@@ -6,7 +6,7 @@ prologue reads its own input. The numbers are those of the high-precision
 result, rounded to its dtype and then quantized, so fusing changes no bit, and that result never reaches memory.
 
 Two cases are not fused. Current scaling and NVFP4 scale by the largest magnitude of the whole result, which is known
-only when its last element is: the plain result has to be there first. Rows sorted by expert are quantized group by
+only when its last element is: the whole result has to be there first. Rows sorted by expert are quantized group by
 group, each padded to whole blocks, in a layout of their own; so an activation between grouped GEMMs makes plain rows
 under every recipe.
 """

@@ -187,15 +187,15 @@ def _weights_operand(
     amax: Tensor | None,
 ) -> GemmOperand:
     """Return the weights as one operand, [G, N, K] or [G, K, N], stored ones exactly as they are."""
-    first = weights[0] if cached is None else cached
-    if first.dim() == 3 or not isinstance(first, QuantizedTensor):
-        one = first if first.dim() == 3 else torch.stack(weights)
+    weight = weights[0] if cached is None else cached
+    if weight.dim() == 3 or not isinstance(weight, QuantizedTensor):
+        one = weight if weight.dim() == 3 else torch.stack(weights)
         return weight_operand(one, quantizer, usage, dtype, scale, amax)
-    check_format(first, quantizer)
-    names = first.quantizer.field_names()
-    with without_autocast(first.fields[names[0]]):  # torch.amp.autocast refuses to stack eight-bit numbers
+    check_format(weight, quantizer)
+    names = weight.quantizer.field_names()
+    with without_autocast(weight.fields[names[0]]):  # torch.amp.autocast refuses to stack eight-bit numbers
         fields = {name: torch.stack([w.fields[name] for w in weights]) for name in names}  # type: ignore[attr-defined]
-    return stored_operand(first.quantizer, fields, usage, dtype, (len(weights), *first.shape))
+    return stored_operand(weight.quantizer, fields, usage, dtype, (len(weights), *weight.shape))
 
 
 def row_alignment(quantizers: GemmQuantizers, device: torch.device) -> int:

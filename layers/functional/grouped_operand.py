@@ -101,16 +101,16 @@ def rows_operands(
     together: list[Usage] = []
     if quantized_gemms(x.device):
         together = [usage for usage in usages if quantizer.quantizes_rows(usage, align)]
-    copies: dict[Usage, Fields] = {}
+    fields: dict[Usage, Fields] = {}
     if together:
-        copies = quantizer.quantize_rows_for_gemms(x, offsets.m_splits, together, align, key)
+        fields = quantizer.quantize_rows_for_gemms(x, offsets.m_splits, together, align, key)
     operands: dict[Usage, RowsOperand] = {}
     for usage in usages:
-        if usage not in copies:
+        if usage not in fields:
             operands[usage] = _quantized_apart(quantizer, x, usage, dtype, offsets, align, key)
         else:
             padding = _padding(quantizer, offsets, usage, align)
-            operands[usage] = _operand_of_copy(quantizer, copies[usage], usage, dtype, x.shape, padding)
+            operands[usage] = _operand_of_copy(quantizer, fields[usage], usage, dtype, x.shape, padding)
     return operands
 
 
@@ -139,10 +139,10 @@ def quantize_and_save_rows(
             return left, NOTHING_SAVED, ()
         return left, SavedInput("plain" if override == "high_precision" else "original"), (x,)
     usages: tuple[Usage, ...] = ("rowwise",) if override else ("rowwise", "columnwise")
-    copies = quantizer.quantize_rows_for_gemms(x, offsets.m_splits, usages, align)
+    by_usage = quantizer.quantize_rows_for_gemms(x, offsets.m_splits, usages, align)
     padding = _padding(quantizer, offsets, "rowwise", align)
-    left = _operand_of_copy(quantizer, copies["rowwise"], "rowwise", dtype, x.shape, padding)
-    fields = fields_of_usage(copies[usage], "rowwise" if quantizer.member(usage).symmetric else usage)
+    left = _operand_of_copy(quantizer, by_usage["rowwise"], "rowwise", dtype, x.shape, padding)
+    fields = fields_of_usage(by_usage[usage], "rowwise" if quantizer.member(usage).symmetric else usage)
     form = "dequantized" if override else "fields"
     return left, SavedInput(form, tuple(fields), tuple(x.shape)), tuple(fields.values())
 

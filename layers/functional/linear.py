@@ -164,12 +164,12 @@ class _DenseLinear(torch.autograd.Function):
             output = fused_output(quantizer, a.dtype, a.dtype)
             assert quantizer is not None and output is not None, "the caller has asked"
             prologue = Prologue(a.function, a.norm_weight, a.norm_bias)
-            copies, statistics, ctx.shape = prologue.run_quantized(x, *output)
-            x = fused_storage(quantizer, copies, ctx.shape, a.dtype)
+            fields, statistics, ctx.shape = prologue.run_quantized(x, *output)
+            x = fused_storage(quantizer, fields, ctx.shape, a.dtype)
         needs = a.needs_x, a.needs_weight
         y, ctx.saved, tensors = dense_fprop(x, a.weight, a.bias, a.cached, state, config, a.dtype, needs)
-        kept_x = None if a.function is None else a.x
-        saved = _Saved(kept_x, a.norm_weight, a.norm_bias, a.weight, a.cached, a.scale, a.key)
+        input_of_prologue = None if a.function is None else a.x
+        saved = _Saved(input_of_prologue, a.norm_weight, a.norm_bias, a.weight, a.cached, a.scale, a.key)
         ctx.save_for_backward(*saved, *statistics, *tensors)
         # not saved: backward writes to them, also between the forward and the backward pass of another call
         ctx.main_grad, ctx.gradient, ctx.grad_statistics = a.main_grad, a.gradient, a.grad_statistics

@@ -133,7 +133,7 @@ class QuantizedModule(RecipeStateModule):
         if quantizers.needs_key and torch.is_grad_enabled():
             key = self.fp8_rng_state
             # a new tensor: a compiled backward pass reads what the graph was given, not a copy made in it. Made in a
-            # recomputation, too: selective checkpointing finds what it kept by counting operations
+            # recomputation, too: selective checkpointing finds what it saved by counting operations
             moved_on = torch.stack((key[0], key[1] + 1))
             if traced or not recomputing():
                 untracked_side_effect(setattr, self, "fp8_rng_state", moved_on)
@@ -166,7 +166,7 @@ class QuantizedModule(RecipeStateModule):
             return once(lambda: make(self, quantizer, weights, gemm_index))
         if first:
             raise RuntimeError(
-                "a compiled graph cannot keep a quantized weight: call cache_weights(model) before the step's first "
+                "a compiled graph cannot cache a quantized weight: call cache_weights(model) before the step's first "
                 "micro-batch, and run all of them with is_first_microbatch=False or microbatch(first=False)"
             )
         return cached_weight(self, quantizers.weight, weights, gemm_index)
@@ -179,7 +179,7 @@ class QuantizedModule(RecipeStateModule):
 class GemmModule(QuantizedModule):
     """fuse_wgrad_accumulation: weight gradients are added to `weight.main_grad` in place and `weight.grad` stays None;
     a call with `is_first_microbatch=True` writes them there instead, so that nobody has to zero it.
-    delay_wgrad_compute: backward leaves weight gradients out until `backward_dw()`. save_original_input: keep the
+    delay_wgrad_compute: backward leaves weight gradients out until `backward_dw()`. save_original_input: save the
     input as it is for wgrad and quantize it in the backward pass, which saves memory where several layers share it.
     Names and meanings are Transformer Engine's."""
 
@@ -242,7 +242,7 @@ class GemmModule(QuantizedModule):
 
     def backward_dw(self) -> None:
         """Compute the weight gradients that backward left out, oldest first. Raises RuntimeError without
-        delay_wgrad_compute, where the input or the gradient of the output, of which one that is not quantized is kept
+        delay_wgrad_compute, where the input or the gradient of the output, of which one that is not quantized is saved
         as it is, was written to since the backward pass, and of weights that FSDP2 shards."""
         if self._later is None:
             raise RuntimeError("backward_dw needs a layer built with delay_wgrad_compute=True")

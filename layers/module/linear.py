@@ -74,7 +74,7 @@ class Linear(TensorParallelModule, GemmModule):
         self, x: Tensor, is_first_microbatch: bool | None = None, *, activation: Activation | None = None
     ) -> Tensor | tuple[Tensor | None, ...]:
         """x: [..., in_features] -> [..., out_features], in the compute dtype. is_first_microbatch: True quantizes the
-        weight and keeps the result, False uses what was kept, None quantizes without keeping; True writes to a main
+        weight and caches the result, False uses what is cached, None quantizes without caching; True writes to a main
         gradient, see `GemmModule`. activation: x is its input, [..., 2 in_features] if it is gated; on an accelerator
         its result is quantized in the same pass."""
         prologue = None if activation is None else Prologue(activation)

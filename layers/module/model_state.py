@@ -79,7 +79,7 @@ def recipe_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def prepare_recipe_state(model: nn.Module, recipe: Recipe) -> None:
-    """Have `state_dict` and `recipe_state` of a model hold what `recipe` keeps, before the first step, too.
+    """Have `state_dict` and `recipe_state` of a model hold what `recipe` needs, before the first step, too.
 
     For loaders that fill the state dict that they are given, as torch.distributed.checkpoint does: they leave out what
     a new model has not in use yet. Call it before saving and before loading, with the recipe of the run; no number

@@ -165,7 +165,7 @@ class RecipeStateModule(nn.Module):
         return {name: getattr(self, name) for name in names}
 
     def prepare_recipe_state(self, recipe: Recipe) -> None:
-        """Have `recipe_state` give what this layer keeps under `recipe`, before its first step, too."""
+        """Have `recipe_state` give the state of this layer under `recipe`, before its first step, too."""
         own, quantizers = choose(recipe, self)
         if isinstance(own, DelayedScaling):
             self.fp8_history = self.delayed_history(own.amax_history_len - 1)

@@ -33,7 +33,7 @@ def cached_weight(
     wanted = with_state(quantizer, module.fp8_scale, None, "weight", gemm_index)
     if before.quantizer != value_of(wanted):
         raise ValueError(
-            f"the kept weight was made by {before.quantizer}, but the recipe in force wants {wanted}; call "
+            f"the cached weight was made by {before.quantizer}, but the recipe in force wants {wanted}; call "
             "with is_first_microbatch=True, and without noop, after a change of recipe"
         )
     return before

@@ -148,7 +148,7 @@ class GroupFunction(torch.autograd.Function):
 
 
 def _contexts(plan: Plan, left: Any, saved: Sequence[Any], live: list[Any]) -> list[OperationContext]:
-    """Rebuild each step's context from what `forward` kept."""
+    """Rebuild each step's context from what `forward` saved."""
     contexts = []
     at = live_at = 0
     for step, (count, live_count, constants) in zip(plan.steps, left, strict=True):

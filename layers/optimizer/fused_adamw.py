@@ -1,7 +1,7 @@
 """AdamW (arXiv 1711.05101) for weights stored in few bits: float32 masters, requantization inside the step.
 
 The fused kernel updates the float32 master; the parameter then receives the rounded or requantized copy in place, in
-the very storage that the GEMMs read, and is never dequantized. Moments may be kept in bfloat16 or FP8 (`moments`).
+the very storage that the GEMMs read, and is never dequantized. Moments may be stored in bfloat16 or FP8 (`moments`).
 `torch.optim.AdamW` works on quantized parameters, too, but rounds the weight itself in every step.
 
 torch's GradScaler reads `.grad` alone: what layers added to `.main_grad` would stay scaled and unchecked, by a factor
@@ -34,7 +34,7 @@ class FusedAdamW(torch.optim.Optimizer):
 
     lr: a float, or a scalar tensor whose value may change without anything being compiled again. master_weights: keep a
     float32 master for every parameter of fewer bits; a quantized one always has one, because it cannot absorb a small
-    update. It starts from the present weight, or from what that was quantized from: where that was kept
+    update. It starts from the present weight, or from what that was quantized from: where that was preserved
     (`preserve_high_precision_init_val`) and no other values have been written since; it is then freed. Without a
     master, the update is computed in float32 and rounded. moment_dtype: "float32", "bfloat16" or "float8"; the last two
     round stochastically, driven by (seed, step, parameter, element). compile: compile the encoding of such moments and
@@ -162,7 +162,7 @@ class FusedAdamW(torch.optim.Optimizer):
         return Update(piece, weight, piece.gradient.to(weight.dtype), first, second)
 
     def _finish(self, work: list[Update], group: dict[str, Any], noop: Tensor | None) -> None:
-        """Run the update, then write rounded weights and moments to where they are kept."""
+        """Run the update, then write rounded weights and moments to where they are stored."""
         update_(work, group, noop)
         for update in work:
             if isinstance(update.piece.parameter, QuantizedTensor):

@@ -143,7 +143,7 @@ class MomentStore:
         return dict(zip(MOMENT_KEYS["float8"], (data, scale_inv, data, scale_inv), strict=True))
 
     def check(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
-        """Raise ValueError unless `state` is a state of a parameter as this optimizer keeps it, complete and in the
+        """Raise ValueError unless `state` is a state of a parameter as this optimizer stores it, complete and in the
         shapes and dtypes it has here: the update reads and writes it element by element, unchecked. A master may be
         missing."""
         for name, value in state.items():

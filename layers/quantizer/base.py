@@ -160,7 +160,7 @@ class Quantizer(ValueObject):
         return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
     def operand(self, x: Tensor, usage: Usage, dtype: torch.dtype, key: Tensor | None = None) -> Operand:
-        """Quantize x for one GEMM: an operand in x's orientation, no quantized copy kept."""
+        """Quantize x for one GEMM: an operand in x's orientation, no quantized copy made."""
         return self._operand(self._quantize(x, usage, key), usage, dtype, x.shape)
 
     def rows_operand(

@@ -28,7 +28,7 @@ from .recipe_use import put_in_force
 
 T = TypeVar("T")
 Saved = list[Any] | Callable[..., Any]
-"""Which results selective checkpointing keeps: those of a list of operators, or as a policy function says."""
+"""Which results selective checkpointing saves: those of a list of operators, or as a policy function says."""
 _NAMES = ("compute", "calibrating", "first_microbatch", "noop", "statistics")
 
 
@@ -103,7 +103,7 @@ def recompute_contexts(save: Saved | None = None) -> tuple[Any, Any]:
     The recomputation runs under the recipe and the scales of the first run, wherever backward is called, and records
     nothing a second time. Pass it as `checkpoint(..., use_reentrant=False, context_fn=recompute_contexts)`.
 
-    In a compiled function it may be given, too. save: operators, or a policy function, whose results are kept and not
+    In a compiled function it may be given, too. save: operators, or a policy function, whose results are saved and not
     computed again, as torch's `create_selective_checkpoint_contexts` takes them:
     `context_fn=functools.partial(recompute_contexts, [torch.ops.aten.mm.default])`.
     """
@@ -138,7 +138,7 @@ def same_as_first_run(state_used: T) -> T:
 def once(make: Callable[[], T]) -> T:
     """Return `make()`, or in a recomputation, without calling it, what it returned in the first run.
 
-    Selective checkpointing finds what it kept by counting operations, so it must not see those of the one call.
+    Selective checkpointing finds what it saved by counting operations, so it must not see those of the one call.
     """
     if recomputing():
         return same_as_first_run(None)  # type: ignore[return-value]
@@ -172,7 +172,7 @@ def checkpoint(
     use_reentrant: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """Return `function(*args, **kwargs)`, keeping only the arguments for the backward pass, in which it runs again.
+    """Return `function(*args, **kwargs)`, saving only the arguments for the backward pass, in which it runs again.
 
     It repeats the first run under its recipe and scales. Transformer Engine: `te.checkpoint`. Gradients do not depend
     on use_reentrant (they are made without reentry), nor on tp_group. ValueError where saved activations are to be
@@ -186,7 +186,7 @@ def checkpoint(
 
 
 def checkpointed(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Return `function(*arguments)`, keeping only the arguments for the backward pass, in which it runs again."""
+    """Return `function(*arguments)`, saving only the arguments for the backward pass, in which it runs again."""
     # in a graph the compiler recomputes what it traced: no state is looked up a second time
     contexts: dict[str, Any] = {} if compiling() else {"context_fn": recompute_contexts}
     return checkpoint_of_torch(function, *arguments, use_reentrant=False, **contexts, **named)

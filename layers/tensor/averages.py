@@ -1,4 +1,4 @@
-"""Averages of quantized weights are kept in float32: `torch.optim.swa_utils.AveragedModel` starts from such a copy.
+"""Averages of quantized weights are float32: `torch.optim.swa_utils.AveragedModel` starts from such a copy.
 
 An average moves by small steps, and a format of few bits rounds each of them away, so a quantized average stands still.
 AveragedModel copies the model that it is given and writes averages over the copy with `copy_`, as a loaded checkpoint
@@ -17,7 +17,7 @@ from .quantized_tensor import QuantizedTensor
 
 
 def _keep_in_float32(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-    """Dequantize the parameters of the copy that an AveragedModel keeps; torch calls this for every new submodule."""
+    """Dequantize the parameters of the copy that an AveragedModel makes; torch calls this for every new submodule."""
     if isinstance(module, AveragedModel) and name == "module" and submodule is not None:
         dequantize_parameters(submodule)
 

@@ -64,21 +64,21 @@ def _run_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
         _refuse_exchange(func, written)
     _refuse_averages(func, written, args, kwargs)
     targets = set(map(id, written))
-    copies: dict[int, Tensor] = {}
+    dequantized: dict[int, Tensor] = {}
     originals: dict[int, QuantizedTensor] = {}
 
     def unwrap(value: Any) -> Any:
         if not isinstance(value, QuantizedTensor):
             return value
-        if id(value) not in copies:
-            copies[id(value)] = value.dequantize(None if id(value) in targets else _dtype_beside(value, written))
-            originals[id(copies[id(value)])] = value
-        return copies[id(value)]
+        if id(value) not in dequantized:
+            dequantized[id(value)] = value.dequantize(None if id(value) in targets else _dtype_beside(value, written))
+            originals[id(dequantized[id(value)])] = value
+        return dequantized[id(value)]
 
     result = func(*tree_map(unwrap, args), **tree_map(unwrap, kwargs))
     for value in written:
         if isinstance(value, QuantizedTensor):
-            value.quantize_(copies[id(value)])
+            value.quantize_(dequantized[id(value)])
     return tree_map(lambda value: originals.get(id(value), value), result)
 
 

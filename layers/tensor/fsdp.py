@@ -39,7 +39,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def sharded(tensors: Iterable[Tensor]) -> bool:
-    """Whether any of these is kept in shards."""
+    """Whether any of these is stored in shards."""
     return any(local_part(tensor) is not tensor for tensor in tensors)
 
 

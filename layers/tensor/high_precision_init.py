@@ -1,4 +1,4 @@
-"""Values that weights had before they were quantized: kept on request, so that a float32 master can start from them.
+"""Values that weights had before they were quantized: preserved on request, for a float32 master to start from.
 
 `parameter.get_high_precision_init_val()` returns the value, on the CPU, and `clear_high_precision_init_val()` frees it.
 `fully_shard` makes new parameters, so the layer holds the value, too, until its shards are known; each rank's new
@@ -36,7 +36,7 @@ class InitialValue:
 
 
 def preserve(module: nn.Module, name: str, parameter: nn.Parameter, value: Tensor) -> None:
-    """Keep what the weight `name` of a layer was before it was quantized into `parameter`; nothing of one on the meta
+    """Preserve what the weight `name` of a layer was before it was quantized into `parameter`; nothing on the meta
     device, which has no values."""
     if value.is_meta:
         return
@@ -48,7 +48,7 @@ def preserve(module: nn.Module, name: str, parameter: nn.Parameter, value: Tenso
 def hand_to_shards(module: nn.Module) -> None:
     """Give each parameter that `fully_shard` has made of this layer's weights its part of the value, and free the rest.
 
-    Nothing happens where that was done, or where no values were kept.
+    Nothing happens where that was done, or where no values were preserved.
     """
     from torch.distributed.tensor import DTensor
 
@@ -64,8 +64,8 @@ def hand_to_shards(module: nn.Module) -> None:
 
 
 def clear_initial_value(parameter: Tensor) -> None:
-    """Free what `preserve` kept of a parameter, if anything."""
-    initial = _kept_of(parameter)
+    """Free what `preserve` holds of a parameter, if anything."""
+    initial = _preserved_of(parameter)
     if initial is not None:
         initial.clear()
 
@@ -73,10 +73,10 @@ def clear_initial_value(parameter: Tensor) -> None:
 def take_initial_value(parameter: Tensor, local: QuantizedTensor) -> Tensor | None:
     """Return the value that this rank's part of a parameter was quantized from, on its device, and free it.
 
-    None where none is kept, or where other values have been written into the parameter since (a loaded checkpoint,
-    say): its numbers are no longer the quantization of what is kept. Collective for shards that share a scale.
+    None where none is preserved, or where other values have been written into the parameter since (a loaded checkpoint,
+    say): its numbers are no longer the quantization of that value. Collective for shards that share a scale.
     """
-    initial = _kept_of(parameter)
+    initial = _preserved_of(parameter)
     if initial is None or initial.value is None:
         return None
     value = initial.value.to(local.device)
@@ -89,7 +89,7 @@ def _attach(parameter: Tensor, initial: InitialValue) -> None:
     parameter.clear_high_precision_init_val = initial.clear  # type: ignore[attr-defined]
 
 
-def _kept_of(parameter: Tensor) -> InitialValue | None:
+def _preserved_of(parameter: Tensor) -> InitialValue | None:
     method = vars(parameter).get("get_high_precision_init_val")
     return None if method is None else method.__self__
 

@@ -128,8 +128,8 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
         self.require_own_scale("requantized")
         source = self._fields_like_mine(x)
         if source is None:
-            plain = x.dequantize(torch.float32) if isinstance(x, QuantizedTensor) else x
-            source = self._quantized_fields(plain, key)
+            values = x.dequantize(torch.float32) if isinstance(x, QuantizedTensor) else x
+            source = self._quantized_fields(values, key)
         for name, field in self.fields.items():
             new = source[name] if noop is None else unless(noop, source[name].to(field.device), field)
             field.copy_(new)
@@ -287,10 +287,10 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
         """Wrap fields that were read from a file. ValueError where they are not what the quantizer declares."""
         expected = cls._expected(inner, quantizer, shape, dtype)
         inner = dict(inner)
-        plain = high_precision_fields(quantizer)
+        high_precision = high_precision_fields(quantizer)
         for name, spec in expected.items():
             found = inner.get(name)
-            if found is not None and name in plain and found.is_floating_point():
+            if found is not None and name in high_precision and found.is_floating_point():
                 spec = spec.to(found.dtype)  # it was made from values of this dtype, and `.to` left them as they are
             if found is not None and found.dtype is torch.uint8 and spec.dtype.itemsize == 1:
                 found = inner[name] = found.view(spec.dtype)

@@ -137,14 +137,14 @@ def test_a_cache_of_another_recipe_is_refused() -> None:
         layer(torch.randn(2, 32), is_first_microbatch=True)
     with (
         autocast(recipe=recipe("block")),
-        pytest.raises(ValueError, match="the kept weight was made by MXFP8Quantizer"),
+        pytest.raises(ValueError, match="the cached weight was made by MXFP8Quantizer"),
     ):
         layer(torch.randn(2, 32), is_first_microbatch=False)
 
 
 @pytest.mark.parametrize("grouped", [False, True])
 def test_a_cache_of_another_value_of_the_recipe_is_refused(grouped: bool) -> None:
-    """The same format in other numbers: the kept weight would be used as if nothing had changed."""
+    """The same format in other numbers: the cached weight would be used as if nothing had changed."""
     layer = BUILD["grouped" if grouped else "linear"]()
     x = torch.randn(16, 64)
     for first, second in (("block", {"use_f32_scales": True}), ("mxfp8", {"enable_2d_quantization": True})):
@@ -152,7 +152,7 @@ def test_a_cache_of_another_value_of_the_recipe_is_refused(grouped: bool) -> Non
             call(layer, x, True)
             call(layer, x, False)
         with autocast(recipe=recipe(first, **second)):
-            with pytest.raises(ValueError, match=r"the kept weight was made by .* after a change of recipe"):
+            with pytest.raises(ValueError, match=r"the cached weight was made by .* after a change of recipe"):
                 call(layer, x, False)
             call(layer, x, True)
             call(layer, x, False)

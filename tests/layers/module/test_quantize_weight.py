@@ -39,15 +39,15 @@ def shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     monkeypatch.setattr(gemm_operand, "_DEQUANTIZING_DEVICES", ())
     seen: list[tuple[int, ...]] = []
 
-    def note(function: Any) -> Any:
-        def noted(x: Tensor, *arguments: Any, **options: Any) -> Any:
+    def recording(function: Any) -> Any:
+        def recorded(x: Tensor, *arguments: Any, **options: Any) -> Any:
             seen.append(tuple(x.shape))
             return function(x, *arguments, **options)
 
-        return noted
+        return recorded
 
     for name in QUANTIZING:
-        monkeypatch.setattr(q, name, note(getattr(q, name)))
+        monkeypatch.setattr(q, name, recording(getattr(q, name)))
     return seen
 
 
@@ -74,7 +74,7 @@ def test_no_bit_changes(kind: str, name: str, shapes: list, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("kind", ["linear", "grouped"])
-def test_nothing_is_kept_without_need(kind: str, shapes: list, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_weight_is_saved_without_need(kind: str, shapes: list, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not under no_grad, for an input without a gradient, for a backward pass in high precision, or on CPU."""
     needed = []
     original = dense_gemms.fprop_weight

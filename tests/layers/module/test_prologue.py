@@ -21,8 +21,8 @@ from te_models.layers.functional import linear as dense
 from te_models.layers.quantizer import MXFP8Quantizer
 from tests.layers.ops.steps import NAMES, assert_equal, step
 
-HANDED_OVER = {"delayed", "block", "mxfp8"}
-"""Recipes whose activations an operation can quantize while it makes them."""
+FUSED = {"delayed", "block", "mxfp8"}
+"""Recipes whose activations an operation can quantize as its last step."""
 MODULES = {
     "layer_norm": lambda: LayerNormLinear(96, 64),
     "rms_norm": lambda: LayerNormLinear(96, 64, normalization="RMSNorm", zero_centered_gamma=True, bias=False),
@@ -34,8 +34,8 @@ OUTPUTS = {"layer_norm": 1, "rms_norm": 1, "no_weight": 1, "swiglu": 2, "gelu": 
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """As on an accelerator; for every output that was quantized as it was made, whether it has a columnwise copy."""
+def fused(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """As on an accelerator; for every output quantized as a last step, whether it has a columnwise copy."""
     monkeypatch.setattr(gemm_operand, "_DEQUANTIZING_DEVICES", ())
     seen = []
     define = QuantizedOutput.define
@@ -56,51 +56,51 @@ def module_of(kind: str) -> torch.nn.Module:
 @pytest.mark.filterwarnings("ignore:.* runs as emulation:RuntimeWarning")  # NVFP4, which nothing multiplies here
 @pytest.mark.parametrize("name", NAMES, ids=str)
 @pytest.mark.parametrize("kind", MODULES)
-def test_no_bit_changes(kind: str, name: str | None, made: list, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_bit_changes(kind: str, name: str | None, fused: list, monkeypatch: pytest.MonkeyPatch) -> None:
     module, x = module_of(kind), torch.randn(3, 11, 96)
     got = step(module, name, [x])
     amaxes = [module.fp8_amax.clone(), module.fp8_grad_amax.clone()]
-    assert len(made) == (OUTPUTS[kind] if name in HANDED_OVER else 0)
-    made.clear()
+    assert len(fused) == (OUTPUTS[kind] if name in FUSED else 0)
+    fused.clear()
     monkeypatch.setattr(dense, "input_quantizer", lambda *arguments: None)
     assert_equal(step(module, name, [x]), got)
     assert_equal([module.fp8_amax, module.fp8_grad_amax], amaxes)
-    assert not made
+    assert not fused
 
 
 @pytest.mark.parametrize("kind", MODULES)
-def test_only_copies_that_are_used_are_made(kind: str, made: list) -> None:
+def test_only_copies_that_are_used_are_made(kind: str, fused: list) -> None:
     module, x = module_of(kind), torch.randn(5, 96)
     with autocast(recipe=recipe("mxfp8")):
         with torch.no_grad():
             first = module(x)
-        assert made == [False] * OUTPUTS[kind]
+        assert fused == [False] * OUTPUTS[kind]
         second = module(x)
-        assert made[OUTPUTS[kind] :] == [True] * OUTPUTS[kind]
+        assert fused[OUTPUTS[kind] :] == [True] * OUTPUTS[kind]
     assert torch.equal(first, second)
 
 
-def test_statistics_and_calibration_see_the_values_before_quantization(made: list) -> None:
+def test_statistics_and_calibration_see_the_values_before_quantization(fused: list) -> None:
     module, x = module_of("swiglu"), torch.randn(32, 96)
     with collect_statistics(), autocast(recipe=recipe("mxfp8")):
         module(x)
-    assert not made and module.fp8_statistics.any()
+    assert not fused and module.fp8_statistics.any()
     with autocast(enabled=False, calibrating=True, recipe=recipe("delayed")):
         module(x)
-    assert not made and (module.fp8_scale != 1).any()
+    assert not fused and (module.fp8_scale != 1).any()
 
 
-def test_on_cpu_they_stay_apart(made: list, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_cpu_norm_and_layer_stay_apart(fused: list, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm_operand, "_DEQUANTIZING_DEVICES", ("cpu",))
     step(module_of("gelu"), "mxfp8", [torch.randn(5, 96)])
-    assert not made
+    assert not fused
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("name", ["delayed", "current", "block", "mxfp8"])
 @pytest.mark.parametrize("kind", ["layer_norm", "swiglu", "operations", "linear"])
-def test_the_compiler_traces_the_path_of_an_accelerator(kind: str, name: str, grad: bool, made: list) -> None:
+def test_the_compiler_traces_the_path_of_an_accelerator(kind: str, name: str, grad: bool, fused: list) -> None:
     """In one graph, which makes no quantizers. Traced only: Inductor's C++ backend is not what an accelerator runs."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -123,13 +123,13 @@ def test_the_compiler_traces_the_path_of_an_accelerator(kind: str, name: str, gr
 
 
 @pytest.mark.parametrize("frozen", ["weight", "layer_norm"])
-def test_frozen_parameters(frozen: str, made: list, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frozen_parameters(frozen: str, fused: list, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients of what wants them only."""
     module, x = module_of("layer_norm"), torch.randn(7, 96)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(not name.startswith(frozen))
     got = step(module, "mxfp8", [x])
-    assert made == [frozen != "weight"]
+    assert fused == [frozen != "weight"]
     assert all((p.grad is None) == name.startswith(frozen) for name, p in module.named_parameters())
     monkeypatch.setattr(dense, "input_quantizer", lambda *arguments: None)
     assert_equal(step(module, "mxfp8", [x]), got)
@@ -137,7 +137,7 @@ def test_frozen_parameters(frozen: str, made: list, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("kind", ["linear", *MODULES])
 def test_without_gradients_no_copy_for_the_backward_pass_is_made(
-    kind: str, made: list, monkeypatch: pytest.MonkeyPatch
+    kind: str, fused: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A weight that wants a gradient says so under no_grad, too."""
     asked = []
@@ -151,4 +151,4 @@ def test_without_gradients_no_copy_for_the_backward_pass_is_made(
     module = Linear(96, 64) if kind == "linear" else module_of(kind)
     with torch.no_grad(), autocast(recipe=MXFP8BlockScaling()):
         module(torch.randn(5, 96))
-    assert not asked and not any(made)
+    assert not asked and not any(fused)

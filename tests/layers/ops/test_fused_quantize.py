@@ -187,7 +187,7 @@ def test_another_format_is_dequantized_first() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", NAMES, ids=str)
 @pytest.mark.parametrize("kind", ["rms_norm", "layer_norm", "linear_gelu"])
-def test_fused_kernels_hand_over_the_same_bits(kind: str, name: str | None, monkeypatch) -> None:
+def test_fused_kernels_quantize_to_the_same_bits(kind: str, name: str | None, monkeypatch) -> None:
     model = model_of(kind).to("cuda", torch.bfloat16)
     x = torch.randn(256, 96, device="cuda", dtype=torch.bfloat16)
     got = step(model, name, [x])

@@ -1,4 +1,4 @@
-"""Rows of groups are quantized once for all the GEMMs that take them; of x a layer keeps the copy for wgrad."""
+"""Rows of groups are quantized once for all the GEMMs that take them; of x a layer saves the copy for wgrad."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from te_models.layers import (
 )
 from te_models.layers.functional import gemm_operand, grouped_operand
 from te_models.layers.functional import grouped_linear as grouped_function
-from te_models.layers.quantizer import group_offsets as row_groups
+from te_models.layers.quantizer import group_offsets
 
 NAMES = ["delayed", "current", "block", "mxfp8", "nvfp4"]
 SPLITS = [33, 0, 25]
@@ -95,7 +95,7 @@ def test_a_grouped_layer_keeps_the_quantized_copy(
         (GroupedLinear(2, 256, 32, **new), (splits,)),
         (GroupedLinear(2, 256, 32, save_original_input=True, **new), (splits,)),
     ):
-        # frozen: what is kept of a weight for dgrad is not the point here
+        # frozen: what is saved of a weight for dgrad is not the point here
         inputs = x.detach()
         with autocast(recipe=recipe(name)):
             found.append(kept_bytes(lambda m=module, i=inputs, a=arguments: m(i, *a)))
@@ -125,10 +125,10 @@ def test_an_accelerator_quantizes_rows_once_and_pads_none(name: str, monkeypatch
     for which in ("quantize_grouped_per_tensor", "quantize_grouped_blockwise", "quantize_grouped_nvfp4"):
         monkeypatch.setattr(q, which, counted(which, getattr(q, which)))
 
-    def no_padding(self: row_groups.PaddedRows, x: Tensor) -> Tensor:
+    def no_padding(self: group_offsets.PaddedRows, x: Tensor) -> Tensor:
         raise AssertionError("rows were padded in high precision")
 
-    monkeypatch.setattr(row_groups.PaddedRows, "pad", no_padding)
+    monkeypatch.setattr(group_offsets.PaddedRows, "pad", no_padding)
     assert_same(step(layer(), chosen), expected)
     assert len(calls) == 2, calls
 
@@ -182,10 +182,10 @@ def test_rows_quantized_by_a_hybrid_have_the_numbers_of_plain_rows() -> None:
     quantizer, _ = MIXTURES["another format for wgrad"]
     chosen = CustomRecipe(qfactory=lambda role: quantizer)
     x, m_splits, found = torch.randn(70, 96).bfloat16(), torch.tensor(SPLITS), []
-    for given in (x, GroupedRows.quantize_rows(x, m_splits, quantizer)):
+    for rows in (x, GroupedRows.quantize_rows(x, m_splits, quantizer)):
         module = layer()
         with autocast(recipe=chosen):
-            module(given, m_splits).float().square().sum().backward()
+            module(rows, m_splits).float().square().sum().backward()
         found.append(module.weight.grad)
     assert torch.equal(*found)
 

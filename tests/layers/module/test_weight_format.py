@@ -1,4 +1,4 @@
-"""A weight stored in another form than the recipe in force gives weights: read as it is, said once, or refused."""
+"""A weight stored in other blocks or scales than the active recipe gives weights: read as it is, warned of, or refused."""
 
 from __future__ import annotations
 
