@@ -1,4 +1,4 @@
-"""A weight stored in other blocks or scales than the active recipe gives weights: read as it is, warned of, or refused."""
+"""A stored weight whose blocks or scales are not those of the active recipe: read as it is, warned of, or refused."""
 
 from __future__ import annotations
 
