@@ -40,11 +40,6 @@ def round_words(raw: Tensor, bits: Tensor) -> Tensor:
     return torch.where(finite, (raw + (bits & 0xFFFF)) & -0x10000, raw)
 
 
-def encode_bfloat16(x: Tensor, bits: Tensor) -> Tensor:
-    """Round float32 x stochastically to bfloat16. bits: int32, the low 16 of which are used."""
-    return round_words(x.view(torch.int32), bits).view(torch.float32).to(torch.bfloat16)
-
-
 def _to_blocks(x: Tensor) -> Tensor:
     flat = x.reshape(-1)
     return F.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)

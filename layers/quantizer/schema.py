@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import Fields, HybridQuantizer, NVFP4Quantizer, Quantizer, Usage
+from . import Fields, Quantizer, Usage
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Schema:
 
     values_per_entry: how many values an entry of `data` packs along its last dimension; scale_block: matrix entries
     (rows, columns) per stored rowwise scale, where that is not the quantizer's block; columnwise_transposed: whether
-    the columnwise copy is stored as [columns, rows]; turned_view: whether it is so by its strides, and lies in memory
-    as the matrix does, which is how it is made.
+    the columnwise copy is stored as [columns, rows]; transposed_view: whether it is so by its strides, and lies in
+    memory as the matrix does, which is how it is made.
     """
 
     values_per_entry: int = 1
@@ -36,8 +36,8 @@ class FieldLayout:
     """Where one field lies over the matrix.
 
     dtype: None where it is the tensor's logical one. block: matrix (rows, columns) per entry, None for one entry per
-    matrix; transposed: stored as [columns, rows]; turned_view: see `Schema`; row_multiple: the field covers the rows
-    rounded up to a multiple of this.
+    matrix; transposed: stored as [columns, rows]; transposed_view: see `Schema`; row_multiple: the field covers the
+    rows rounded up to a multiple of this.
     """
 
     name: str
@@ -82,10 +82,7 @@ SCHEMAS: dict[str, Schema] = {
 
 def high_precision_fields(quantizer: Quantizer) -> set[str]:
     """Return the names of the fields that hold values in high precision: those of identity quantizers."""
-    members = {
-        u: quantizer.member(u) if isinstance(quantizer, HybridQuantizer) else quantizer
-        for u in quantizer.stored_usages()
-    }
+    members = {usage: quantizer.member(usage) for usage in quantizer.stored_usages()}
     return {f"{usage}_data" for usage, member in members.items() if member.FORMAT == "identity"}
 
 
@@ -93,7 +90,7 @@ def field_layouts(quantizer: Quantizer) -> tuple[FieldLayout, ...]:
     """Return the layout of every stored field, in storage order."""
     layouts: list[FieldLayout] = []
     for usage in quantizer.stored_usages():
-        member = quantizer.member(usage) if isinstance(quantizer, HybridQuantizer) else quantizer
+        member = quantizer.member(usage)
         # the one copy of a symmetric format lies as a rowwise one, whatever it serves
         columnwise = usage == "columnwise" and not member.symmetric
         schema = SCHEMAS[member.FORMAT]
@@ -102,7 +99,7 @@ def field_layouts(quantizer: Quantizer) -> tuple[FieldLayout, ...]:
             if columnwise and block is not None:
                 block = (block[1], block[0])
             transposed = columnwise and schema.columnwise_transposed
-            rotated = isinstance(member, NVFP4Quantizer) and member.with_rht and usage == "columnwise"
+            rotated = member.transformed and usage == "columnwise"
             dtype = member.part_dtype(part)
             view, multiple = schema.transposed_view, 16 if rotated else 1
             layouts.append(FieldLayout(f"{usage}_{part}", usage, dtype, block, transposed, view, multiple))
@@ -116,7 +113,7 @@ def alignment(quantizer: Quantizer, dim: int) -> int:
     """
     sizes = [layout.block[dim] for layout in field_layouts(quantizer) if layout.block is not None]
     for usage in quantizer.stored_usages():
-        member = quantizer.member(usage) if isinstance(quantizer, HybridQuantizer) else quantizer
+        member = quantizer.member(usage)
         if member.block is not None:
             # a scale may be written once for each row that shares it: the block is larger than what an entry covers
             sizes.append(member.block[-3 - dim if usage == "columnwise" and not member.symmetric else dim])
