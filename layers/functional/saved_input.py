@@ -14,7 +14,7 @@ from te_models.kernels.gemm import Operand
 from te_models.kernels.gemm.cpu import operand_dtype
 
 from ..quantizer import Fields, Usage
-from ..quantizer.delayed import STATISTICS, Float8Quantizer
+from ..quantizer.delayed import STATISTICS
 from ..quantizer.group_offsets import GroupOffsets
 from ..quantizer.state import AnyQuantizer, value_of
 from ..recipe.base import BackwardOverride
@@ -75,8 +75,8 @@ def quantize_and_save(
     """
     left: GemmOperand
     if isinstance(x, QuantizedStorage):
-        fields, value = x.fields, x.quantizer
-        left = stored_operand(value, fields, "rowwise", dtype, x.shape)
+        fields, symmetric = x.fields, x.quantizer.symmetric
+        left = stored_operand(x.quantizer, fields, "rowwise", dtype, x.shape)
     elif not needs_wgrad:
         return quantized_operand(quantizer, x, "rowwise", dtype), NOTHING_SAVED, ()
     elif override == "high_precision":
@@ -84,15 +84,15 @@ def quantize_and_save(
     elif override is None and (save_original_input or (compiling() and in_cpu_graph(x.device))):
         return quantized_operand(quantizer, x, "rowwise", dtype), SavedInput("original"), (x,)
     else:
-        value = quantizer.value if isinstance(quantizer, Float8Quantizer) else quantizer
+        symmetric = quantizer.symmetric
         if quantized_gemms(x.device):
             fields = quantizer.quantize_fields(x)
-            left = stored_operand(value, fields, "rowwise", dtype, x.shape)
+            left = stored_operand(value_of(quantizer), fields, "rowwise", dtype, x.shape)
         else:
             left, fields = quantizer.operand_and_fields(x, operand_dtype(x.device, dtype))
     if not needs_wgrad:
         return left, NOTHING_SAVED, ()
-    saved = fields_of_usage(fields, "rowwise" if value.symmetric or override is not None else "columnwise")
+    saved = fields_of_usage(fields, "rowwise" if symmetric or override is not None else "columnwise")
     form = "fields" if override is None else "dequantized"
     return left, SavedInput(form, tuple(saved), tuple(x.shape)), tuple(saved.values())
 
