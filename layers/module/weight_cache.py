@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..functional.saved_input import record_statistics
 from ..quantizer import Quantizer
@@ -62,7 +62,7 @@ def update_cached_weight(
     return cached
 
 
-def move_cached_weights(module: QuantizedModule, device: torch.device, dtype: torch.dtype) -> None:
+def move_cached_weights(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Take what is cached to another device; forget it where the weights have become others, by another dtype or on the
     meta device."""
     for slot in [name for name in vars(module) if name.startswith(_CACHE)]:
@@ -73,7 +73,7 @@ def move_cached_weights(module: QuantizedModule, device: torch.device, dtype: to
             setattr(module, slot, cached.to(device))
 
 
-def forget_cached_weights(module: QuantizedModule) -> None:
+def forget_cached_weights(module: nn.Module) -> None:
     """Forget what is cached, for the weights have other values now."""
     for slot in [name for name in vars(module) if name.startswith(_CACHE)]:
         delattr(module, slot)

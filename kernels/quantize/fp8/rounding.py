@@ -92,7 +92,7 @@ def quantize_and_round(
 
     both: what `quantize_blockwise_both` returns, instead; the values are those of `block`.
     """
-    shapes = [_in_memory(x, b) for b in ((block, block[::-1]) if both else (block,))]
+    shapes = [_in_memory(x, b) for b in ((block, (block[1], block[0])) if both else (block,))]
     if x.dtype.itemsize != 2 or None in shapes or not eager_on_cpu(x):
         quantize = quantize_blockwise_both if both else quantize_blockwise
         parts = quantize(x, block, fp8_dtype, scale_kind, epsilon=epsilon)
