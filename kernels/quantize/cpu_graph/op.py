@@ -15,8 +15,8 @@ from ...custom_op import Output, like, operation
 from ...torch_versions import exporting
 from .. import hadamard
 from ..fp8 import blocks, rounding
+from ..nvfp4 import cpu as nvfp4
 from ..nvfp4 import op as nvfp4_op
-from ..nvfp4 import reference as nvfp4
 from . import library
 
 __all__ = ["random_hadamard", "round_blockwise", "round_nvfp4"]
@@ -96,7 +96,7 @@ def round_nvfp4(
     stream: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Quantize and decode at once: see `nvfp4.reference.round_nvfp4`."""
-    if not in_cpu_graph(x):
+    if not (torch.compiler.is_compiling() and in_cpu_graph(x)):
         return nvfp4.round_nvfp4(x, dtype, block=block, amax=amax, key=key, stream=stream)
     amax = _amax(x) if amax is None else amax
     return _round_nvfp4(x, dtype, list(block), amax, key, stream), amax

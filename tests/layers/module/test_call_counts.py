@@ -26,9 +26,9 @@ FOLDERS = {
 # per layer and recipe: calls altogether, calls in layers/, files in layers/, depth in layers/
 LIMITS = {
     ("linear", None): (12, 9, 6, 4),
-    ("linear", "mxfp8"): (110, 34, 12, 9),
-    ("linear", "nvfp4"): (220, 52, 14, 10),
-    ("grouped", "mxfp8"): (160, 68, 18, 11),
+    ("linear", "mxfp8"): (104, 34, 12, 9),
+    ("linear", "nvfp4"): (145, 52, 14, 10),
+    ("grouped", "mxfp8"): (153, 68, 18, 11),
 }
 
 
