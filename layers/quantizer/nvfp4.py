@@ -73,14 +73,15 @@ class NVFP4Quantizer(Quantizer):
     def operand(self, x: Tensor, usage: Usage, dtype: torch.dtype, key: Tensor | None = None) -> Operand:
         stored: Usage = "rowwise" if self.symmetric else usage
         x = self._transformed(x, stored)
-        values, amax = q.round_nvfp4(
-            x,
-            self.gemm_dtype(dtype),
-            block=self._block_of(stored),
-            key=self.checked_key(key),
-            stream=_STREAM[stored],
+        return Operand(
+            *q.round_current_nvfp4(
+                x,
+                self.gemm_dtype(dtype),
+                block=self._block_of(stored),
+                key=self.checked_key(key),
+                stream=_STREAM[stored],
+            )
         )
-        return Operand(values, q.global_decode(amax))
 
     def rows_operand(
         self, x: Tensor, usage: Usage, dtype: torch.dtype, rows: GroupOffsets, key: Tensor | None = None

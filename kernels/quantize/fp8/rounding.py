@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .blocks import once, per_element
-from .reference import block_scales, e8m0_to_float
+from .blocks import amax, once, per_element
+from .reference import block_scales, e8m0_to_float, scale_from_amax
 
 
 def round_fp8(v: Tensor, fp8_dtype: torch.dtype) -> Tensor:
@@ -33,9 +33,19 @@ def round_fp8(v: Tensor, fp8_dtype: torch.dtype) -> Tensor:
     return torch.copysign(rounded, v)  # the sign of a zero
 
 
-def round_per_tensor(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -> Tensor:
-    """Return what `quantize_per_tensor` does in float32: the numbers themselves, still scaled."""
-    return round_fp8(x.float() * scale, fp8_dtype)
+def round_per_tensor(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return what `quantize_per_tensor` does in `dtype`: the numbers themselves, still scaled."""
+    return round_fp8(x.float() * scale, fp8_dtype).to(dtype)
+
+
+def round_current(
+    x: Tensor, fp8_dtype: torch.dtype, dtype: torch.dtype, *, pow2: bool = False, epsilon: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Scale each matrix of x [..., R, C] by its own amax: return (`round_per_tensor` of it, what is left to multiply
+    with, float32 [...])."""
+    scale = scale_from_amax(amax(x), fp8_dtype, pow2=pow2, epsilon=epsilon)
+    values = round_per_tensor(x, scale[..., None, None], fp8_dtype, dtype)
+    return values, torch.div(torch.ones_like(scale), scale)
 
 
 def round_blockwise(
@@ -52,6 +62,6 @@ def round_blockwise(
         return x.to(dtype)
     scale, stored = block_scales(x, block, fp8_dtype, scale_kind, epsilon=epsilon)
     size = x.shape[-2:]
-    values = round_per_tensor(x, per_element(scale, block, *size), fp8_dtype)
+    values = round_fp8(x.float() * per_element(scale, block, *size), fp8_dtype)
     scale_inv = once(e8m0_to_float(stored)) if stored.dtype == torch.uint8 else stored
     return (values * per_element(scale_inv, block, *size)).to(dtype)

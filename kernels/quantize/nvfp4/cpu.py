@@ -89,6 +89,15 @@ def round_nvfp4(
     return rounded_blocks(x, factors, scales, block, dtype, random), amax
 
 
+def round_current_nvfp4(
+    x: Tensor, dtype: torch.dtype, *, block: tuple[int, int], key: Tensor | None = None, stream: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Scale each matrix of x [..., R, C] by its own amax: return (`round_nvfp4` of it, what is left to multiply with,
+    float32 [...])."""
+    values, amax = round_nvfp4(x, dtype, block=block, key=key, stream=stream)
+    return values, reference.global_decode(amax)
+
+
 def decode_blocks(packed: Tensor, scales: Tensor, columns: int) -> Tensor:
     """See `reference.decode_blocks`."""
     if eager_on_cpu(packed) and packed.numel() and columns == BLOCK * scales.shape[-1]:
