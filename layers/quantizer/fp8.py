@@ -101,7 +101,7 @@ class Float8CurrentScalingQuantizer(FP8Quantizer):
         return Operand(values, torch.div(torch.ones_like(scale), scale))
 
     def operand(self, x: Tensor, usage: Usage, dtype: torch.dtype, key: Tensor | None = None) -> Operand:
-        pow2, epsilon = self.force_pow_2_scales, self.amax_epsilon
+        pow2, epsilon = self.force_pow_2_scales, self.amax_epsilon or 0.0  # a literal, as in blockwise
         return Operand(*q.round_current(x, self.fp8_dtype, self.gemm_dtype(dtype), pow2=pow2, epsilon=epsilon))
 
     def _operand(self, parts: Parts, usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None) -> Operand:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import inspect
 import math
 import sys
+from collections import Counter
 from typing import Any
 
 import torch
@@ -41,6 +43,10 @@ _ARGUMENTS = {
 _OF_NVFP4 = ("te_round_nvfp4", "te_global_decode", "te_random_hadamard", "te_random_bits")
 
 
+fallbacks: Counter[str] = Counter()
+"""Why the definitions ran in place of the library -> how many operations they computed."""
+
+
 @functools.cache
 def _function(name: str, dtype: torch.dtype = torch.bfloat16, out_dtype: torch.dtype = torch.bfloat16) -> Any:
     """Return a function of the library for these dtypes."""
@@ -53,16 +59,30 @@ def _function(name: str, dtype: torch.dtype = torch.bfloat16, out_dtype: torch.d
     return function
 
 
-@functools.cache
 def available() -> bool:
-    """Whether there is a C++ compiler, which backends that compile nothing for the CPU do without."""
-    from torch._inductor.exc import InvalidCxxCompiler
+    """Whether the library can be compiled and loaded; counts in `fallbacks` why not."""
+    reason = _missing()
+    if reason:
+        fallbacks[reason] += 1
+    return not reason
 
+
+@functools.cache
+def _missing() -> str:
+    """Return what is missing of Inductor, whose cache is no public interface of torch, or of the machine, or ""."""
+    try:
+        from torch._inductor.codecache import CppCodeCache
+        from torch._inductor.exc import InvalidCxxCompiler
+    except ImportError as error:
+        return f"this torch has no {error.name or 'cache of C++ libraries'}"
+    parameters = inspect.signature(CppCodeCache.load).parameters.values()
+    if not any(p.name == "extra_flags" or p.kind is p.VAR_KEYWORD for p in parameters):
+        return "this torch compiles C++ libraries without flags of the caller's"
     try:
         _function("te_round_fp8")
     except InvalidCxxCompiler:
-        return False
-    return True
+        return "there is no C++ compiler"
+    return ""
 
 
 def _sizes(x: Tensor) -> tuple[int, int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -172,15 +172,34 @@ def test_without_a_compiler_the_definitions_run(monkeypatch: pytest.MonkeyPatch)
         assert_same(found, wanted)
 
 
-def test_a_missing_compiler_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def asked_anew() -> Iterator[None]:
+    """The answer to whether there is a library is not that of other tests, nor theirs this one's."""
+    library._missing.cache_clear()
+    library.fallbacks.clear()
+    yield
+    library._missing.cache_clear()
+    library.fallbacks.clear()
+
+
+def test_a_missing_compiler_is_noticed_and_counted(monkeypatch: pytest.MonkeyPatch, asked_anew: None) -> None:
     from torch._inductor.exc import InvalidCxxCompiler
 
     def load(*arguments: object) -> None:
         raise InvalidCxxCompiler("none")
 
     monkeypatch.setattr(library, "_function", load)
-    library.available.cache_clear()
-    try:
-        assert not library.available()
-    finally:
-        library.available.cache_clear()
+    x = ordinary((4, 64), BF16)
+    assert_same(torch.ops.te_models.round_per_tensor(x, SCALE, E4M3, F32), q.round_per_tensor(x, SCALE, E4M3))
+    assert library.fallbacks == {"there is no C++ compiler": 1}
+
+
+def test_a_torch_whose_cache_is_another_is_noticed(monkeypatch: pytest.MonkeyPatch, asked_anew: None) -> None:
+    from torch._inductor import codecache
+
+    monkeypatch.setattr(codecache.CppCodeCache, "load", classmethod(lambda cls, code: pytest.fail("called")))
+    assert not library.available()
+    monkeypatch.delattr(codecache, "CppCodeCache")
+    library._missing.cache_clear()
+    assert not library.available()
+    assert len(library.fallbacks) == 2, library.fallbacks
