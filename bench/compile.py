@@ -1,10 +1,13 @@
 """What compiling costs and gives: overhead of one call, compiled step against eager step, cold compile time by depth.
 
     python -m bench.compile [calls|cold|steps ...]   these parts only: prints, and with --update writes them to the file
+    python -m bench.compile recipes                  this part has a file of its own, compile_recipes.json
 
 calls   microseconds of a tiny Linear beyond torch.nn.Linear's, eager and compiled.
 cold    seconds until the first train step is done, in a new process with empty caches, at 4 and 32 layers, in block
         and (at 4) whole mode; the fastest of the repetitions.
+recipes processor seconds of the first train step of two layers under each recipe and of its compilers, in a new process
+        with empty caches, against bf16; and of a second process that finds them filled.
 steps   compiled against eager train step, dense and MoE, in bf16 and under each recipe, with the number of graphs that
         the steps needed and how often one had to be compiled again. Batches have several lengths, which a model is
         compiled for at once; milliseconds are those of a step, the mean over the lengths.
@@ -34,6 +37,8 @@ from bench.steps import our_step
 from te_models.layers import Linear
 
 TARGETS = {"eager_extra_us": 40.0, "compiled_extra_us": 5.0, "cold_32_over_4": 1.5}
+RECIPE_TARGETS = dict.fromkeys(NAMES, 2.0) | {"nvfp4": 3.0}
+"""How many times as long as that of bf16 compiling under a recipe may take."""
 STEP_SHAPES = (
     Shape("llama-512", hidden=512, layers=1, ffn=1408, batch=2, sequence=256),
     Shape("mixtral-512", hidden=512, layers=1, ffn=768, experts=8, batch=2, sequence=256),
@@ -44,19 +49,24 @@ STEP_RECIPES = ("bf16", *NAMES)
 CALLS = 2000
 
 _COLD = """
-import json, sys, time
+import json, os, sys, time
 import torch
 torch.set_num_threads(1)
+from bench.recipes import named
 from te_models import GPTModel, compile_model
-folder, mode = sys.argv[1:]
+from te_models.layers import autocast
+folder, mode, name = sys.argv[1:]
+recipe = named(name)
 model = GPTModel.from_pretrained(folder, dtype=torch.bfloat16).train()
 compile_model(model, mode, dynamic=False)
 ids = torch.randint(model.config.vocab_size, (2, 64))
 seconds = []
 for _ in range(2):
-    begun = time.perf_counter()
-    model(ids, labels=ids, return_logits=False).loss.backward()
-    seconds.append(time.perf_counter() - begun)
+    begun, before = time.perf_counter(), os.times()
+    with autocast(recipe is not None, recipe=recipe):
+        loss = model(ids, labels=ids, return_logits=False).loss
+    loss.backward()
+    seconds.append((time.perf_counter() - begun, sum(os.times()[:4]) - sum(before[:4])))
 print(json.dumps(seconds))
 """
 
@@ -101,7 +111,8 @@ def cold(repetitions: int = 2) -> dict[str, Any]:
     """Time the first step of new processes that find empty caches."""
     found: dict[str, Any] = {}
     for mode, layers in (("block", 4), ("block", 32), ("whole", 4)):
-        runs = [_cold_run(mode, layers) for _ in range(repetitions if mode == "block" else 1)]
+        both = [_cold_run(mode, layers) for _ in range(repetitions if mode == "block" else 1)]
+        runs = [(first[0], second[0]) for first, second in both]
         # less what the same step takes once compiled: depth makes that longer, too
         found[f"{mode}-{layers}"] = {
             "first_step_s": [round(first, 2) for first, _ in runs],
@@ -112,14 +123,34 @@ def cold(repetitions: int = 2) -> dict[str, Any]:
     return found | {"cold_32_over_4": slower, "met": slower <= TARGETS["cold_32_over_4"]}
 
 
-def _cold_run(mode: str, layers: int) -> list[float]:
+def _cold_run(mode: str, layers: int, recipe: str = "bf16", processes: int = 1) -> list[list[float]]:
+    """Return (seconds, processor seconds) of the first two steps of each process, with caches that the first finds
+    empty."""
     shape = Shape("cold", hidden=256, layers=layers, ffn=704, batch=2, sequence=64)
+    found: list[list[float]] = []
     with tempfile.TemporaryDirectory() as scratch:
         shape.write_random_model(Path(scratch) / "model")
-        environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": f"{scratch}/caches", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-c", _COLD, f"{scratch}/model", mode]
-        done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    return json.loads(done.stdout.splitlines()[-1])
+        # compilers are children of this one process, whose time is known when they end
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        environment["TORCHINDUCTOR_CACHE_DIR"] = f"{scratch}/caches"
+        command = [sys.executable, "-c", _COLD, f"{scratch}/model", mode, recipe]
+        for _ in range(processes):
+            done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+            found += json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def recipes() -> dict[str, Any]:
+    """Compare what compiling takes under each recipe with bf16."""
+    found: dict[str, Any] = {}
+    for name in STEP_RECIPES:
+        first, _, warm, _ = _cold_run("whole", 2, name, processes=2)
+        found[name] = {"cold_cpu_s": round(first[1], 2), "warm_cpu_s": round(warm[1], 2)}
+        if name in RECIPE_TARGETS:
+            over = round(first[1] / found["bf16"]["cold_cpu_s"], 3)
+            found[name] |= {"over_bf16": over, "met": over <= RECIPE_TARGETS[name]}
+        print(f"{name}: {found[name]}", flush=True)
+    return found
 
 
 def steps(rounds: int = 5) -> dict[str, Any]:
@@ -165,10 +196,14 @@ def main() -> None:
     parser.add_argument("--update", action="store_true", help="write these parts to the file, each with its commit")
     options = parser.parse_args()
     parts = options.parts
+    torch.set_num_threads(1)
+    if parts == ["recipes"]:
+        payload = {"versions": versions("torch"), "targets": RECIPE_TARGETS, "cases": recipes()}
+        print(f"written to {write_result('compile_recipes', payload)}")
+        return
     for name in parts:
         if name not in PARTS:
             parser.error(f"there is no part {name!r}; allowed: {', '.join(PARTS)}")
-    torch.set_num_threads(1)
     found = {name: PARTS[name]() for name in parts or PARTS}
     if len(found) == len(PARTS):
         payload = {"versions": versions("torch"), "targets": TARGETS, **found}

@@ -141,9 +141,11 @@ def operation(  # pyright: ignore[reportInconsistentOverload]
         op = torch.library.custom_op(f"te_models::{name}", flat, mutates_args=written, device_types=devices)
         entry = Registered(name, op, parameters, results, depends_on, written, returns, whole, own_places)
         op.register_fake(entry.fake)
-        if cpu_only:
+        if cpu_only and hasattr(op, "_lib"):
             op._lib.impl(name, flat, "CPU")
             op._lib.impl(name, torch.library.fallthrough_kernel, "AutogradCPU")
+        elif cpu_only:  # of a torch whose definitions have no library of their own: the same, through the look-out
+            op.register_kernel("cpu", flat)
         elif any(slot.holds_tensor for p in parameters for slot in p.slots):
             op.register_kernel("cuda", on_gpu_of_arguments(flat))
         _REGISTERED[name] = entry

@@ -1,6 +1,14 @@
 """Casting to FP8 and FP4 with scale factors per tensor, per block and per microscaling (MX, NVFP4) block, and back."""
 
-from .cpu_graph.op import random_hadamard, round_blockwise, round_nvfp4
+from .cpu_graph.op import (
+    raised_amax,
+    random_hadamard,
+    round_blockwise,
+    round_current,
+    round_current_nvfp4,
+    round_nvfp4,
+    round_per_tensor,
+)
 from .fp8.blocks import blockwise_amax
 from .fp8.cpu import fp8_to_float
 from .fp8.op import (
@@ -16,7 +24,7 @@ from .fp8.op import (
     quantize_per_tensor_both,
 )
 from .fp8.reference import FP8_MAX, e8m0_to_float, scale_from_amax
-from .fp8.rounding import quantize_and_round, round_per_tensor
+from .fp8.rounding import quantize_and_round
 from .fp8.rounding import round_blockwise as round_blockwise_eagerly
 from .fp8.statistics import quantization_statistics
 from .hadamard import inverse_random_hadamard
@@ -62,10 +70,13 @@ __all__ = [
     "quantize_nvfp4_transposed",
     "quantize_per_tensor",
     "quantize_per_tensor_both",
+    "raised_amax",
     "random_bits",
     "random_hadamard",
     "round_blockwise",
     "round_blockwise_eagerly",
+    "round_current",
+    "round_current_nvfp4",
     "round_nvfp4",
     "round_per_tensor",
     "scale_from_amax",

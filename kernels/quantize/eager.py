@@ -22,7 +22,7 @@ def eager_on_cpu(x: Tensor) -> bool:
     return (
         x.device.type == "cpu"
         and type(x) in _PLAIN
-        and not compiling()
+        and not (torch.compiler.is_compiling() and compiling())
         and not (x.requires_grad and torch.is_grad_enabled())
         and _get_current_dispatch_mode() is None
     )

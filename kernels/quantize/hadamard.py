@@ -12,10 +12,12 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..without_autocast import without_autocast
+from .eager import eager_on_cpu
 from .fp8.blocks import once
 
 SIZE = 16
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+_FACTORS = torch.tensor([sign * 0.25 for sign in SIGNS], device="cpu")
 
 
 def _groups(x: Tensor, dim: int) -> list[Tensor]:
@@ -57,10 +59,30 @@ def random_hadamard(x: Tensor, dim: int = -1) -> Tensor:
     The dimension comes back rounded up to a multiple of 16; what is past a ragged end counts as zero.
     """
     check(x)
+    if eager_on_cpu(x):
+        return _by_stages(x, dim)
     members = [m.to(torch.bfloat16) for m in _transform(_signed(_groups(once(x), dim)))]
     # buffers: Inductor drops a rounding to bfloat16 that is between two operations of one kernel (torch 2.13)
     with without_autocast(x):  # which refuses to stack values of another 16-bit dtype than its own
         return once(torch.stack(members, dim).flatten(dim - 1, dim))
+
+
+def _by_stages(x: Tensor, dim: int) -> Tensor:
+    """`random_hadamard` eagerly: each stage is one sum and one difference of all groups, in the order of the
+    definition."""
+    if x.shape[dim] % SIZE:
+        missing = -x.shape[dim] % SIZE
+        x = F.pad(x, (0, missing) if dim == -1 else (0, 0, 0, missing))
+    axis = x.dim() + dim + 1  # of the members of a group
+    values = x.unflatten(dim, (-1, SIZE)).float() * (_FACTORS if dim == -1 else _FACTORS[:, None])
+    for h in (1, 2, 4, 8):
+        pairs = values.unflatten(axis, (SIZE // (2 * h), 2, h))
+        a, b = pairs.unbind(axis + 1)
+        into = torch.empty_like(pairs)
+        torch.add(a, b, out=into.select(axis + 1, 0))
+        torch.sub(a, b, out=into.select(axis + 1, 1))
+        values = into.flatten(axis, axis + 2)
+    return values.to(torch.bfloat16, memory_format=torch.contiguous_format).flatten(axis - 1, axis)
 
 
 def inverse_random_hadamard(y: Tensor, dim: int = -1) -> Tensor:

@@ -131,10 +131,15 @@ def in_cpu_graph(device: torch.device) -> bool:
 def gradient_operands(
     quantizer: AnyQuantizer, dy: Tensor, usages: tuple[Usage, ...], dtype: torch.dtype, key: Tensor | None
 ) -> dict[Usage, GemmOperand]:
-    """Quantize dy: [T, N] for the GEMMs that need it, on an accelerator in one pass."""
+    """Quantize dy: [T, N] for the GEMMs that need it, on an accelerator in one pass; once where both have the same
+    numbers."""
     if len(usages) == 2 and quantized_gemms(dy.device):
         fields = quantizer.quantize_fields(dy, key)
         return {usage: stored_operand(value_of(quantizer), fields, usage, dtype, dy.shape) for usage in usages}
+    if len(usages) == 2 and quantizer.symmetric:
+        operand = quantized_operand(quantizer, dy, "rowwise", dtype, key)
+        assert isinstance(operand, Operand)
+        return {usage: transposed(operand, usage) for usage in usages}
     return {usage: quantized_operand(quantizer, dy, usage, dtype, key) for usage in usages}
 
 

@@ -101,7 +101,8 @@ class Float8Quantizer:
 
     def operand(self, x: Tensor, usage: Usage, dtype: torch.dtype, key: Tensor | None = None) -> Operand:
         """Quantize x for a GEMM, recording its amax."""
-        self.record(q.amax(x))
+        if self.amax is not None:
+            self.amax.copy_(q.raised_amax(x, self.amax))
         return self.value.rounded(x, self.scale, self.scale[..., None, None], dtype)
 
     def scaled_operand(self, x: Tensor, usage: Usage, key: Tensor | None = None) -> ScaledOperand | None:

@@ -97,12 +97,12 @@ class Float8CurrentScalingQuantizer(FP8Quantizer):
     def rounded(self, x: Tensor, scale: Tensor, per_row: Tensor, dtype: torch.dtype) -> Operand:
         """Return x as the operand it is with these scales, no quantized copy made. scale: one per matrix or group, what
         is left for the epilogue; per_row: the same, broadcastable to x."""
-        values = q.round_per_tensor(x, per_row, self.fp8_dtype).to(self.gemm_dtype(dtype))
+        values = q.round_per_tensor(x, per_row, self.fp8_dtype, self.gemm_dtype(dtype))
         return Operand(values, torch.div(torch.ones_like(scale), scale))
 
     def operand(self, x: Tensor, usage: Usage, dtype: torch.dtype, key: Tensor | None = None) -> Operand:
-        scale = self.scale(q.amax(x))
-        return self.rounded(x, scale, scale[..., None, None], dtype)
+        pow2, epsilon = self.force_pow_2_scales, self.amax_epsilon or 0.0  # a literal, as in blockwise
+        return Operand(*q.round_current(x, self.fp8_dtype, self.gemm_dtype(dtype), pow2=pow2, epsilon=epsilon))
 
     def _operand(self, parts: Parts, usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None) -> Operand:
         data, scale_inv = parts

@@ -77,8 +77,9 @@ class NVFP4Quantizer(Quantizer):
         block = self.block if stored == "rowwise" else self._columnwise_block
         assert block is not None, "blocks are what this format has"
         drawn = self.checked_key(key) if self.stochastic_rounding else None
-        values, amax = q.round_nvfp4(x, self.gemm_dtype(dtype), block=block, key=drawn, stream=_STREAM[stored])
-        return Operand(values, q.global_decode(amax))
+        return Operand(
+            *q.round_current_nvfp4(x, self.gemm_dtype(dtype), block=block, key=drawn, stream=_STREAM[stored])
+        )
 
     def rows_operand(
         self, x: Tensor, usage: Usage, dtype: torch.dtype, rows: GroupOffsets, key: Tensor | None = None

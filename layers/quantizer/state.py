@@ -54,10 +54,7 @@ def with_state(
         return quantizer
     assert scale is not None, "a delayed quantizer comes with its module's scales"
     row = ROLES.index(role)
-    mine = None if amax is None else amax[row]
-    if gemm_index is None:
-        return quantizer.with_state(scale[row], mine)
-    return quantizer.with_state(scale[row, gemm_index], None if mine is None else mine[gemm_index])
+    return quantizer.with_state(_slot(scale, row, gemm_index), None if amax is None else _slot(amax, row, gemm_index))
 
 
 def with_gradient_state(
@@ -68,8 +65,12 @@ def with_gradient_state(
     if not isinstance(quantizer, DelayedScalingQuantizer):
         return quantizer
     assert gradient is not None, "a delayed quantizer comes with its module's scales"
-    amax, scale = (gradient[row] if gemm_index is None else gradient[row, gemm_index] for row in range(2))
-    return quantizer.with_state(scale, amax if record else None)
+    return quantizer.with_state(_slot(gradient, 1, gemm_index), _slot(gradient, 0, gemm_index) if record else None)
+
+
+def _slot(tensor: Tensor, row: int, gemm_index: int | None) -> Tensor:
+    """Return a row of a matrix, [G], or an element of it, []: in one step, as a graph undoes each."""
+    return tensor[row] if gemm_index is None else tensor.view(-1)[row * tensor.shape[1] + gemm_index]
 
 
 def value_of(quantizer: AnyQuantizer) -> Quantizer:

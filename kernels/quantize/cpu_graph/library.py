@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import inspect
 import math
 import sys
+from collections import Counter
 from typing import Any
 
 import torch
@@ -30,12 +32,19 @@ _SIGNS = (ctypes.c_float * hadamard.SIZE)(*(sign * 0.25 for sign in hadamard.SIG
 _P, _N, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _ARGUMENTS = {
     "te_round_fp8": (_P, _P, *(_N,) * 5, _INT, _INT, _FLOAT, _FLOAT, _INT),
+    "te_round_current": (_P, _P, _P, _N, _N, _INT, _INT, _FLOAT, _INT),
+    "te_round_scaled": (_P, _P, _N, _N, _P, _N, _INT, _INT),
     "te_round_nvfp4": (_P, _P, *(_N,) * 5, _P, *(_N,) * 3, _P, _INT),
+    "te_global_decode": (_P, _P, _N),
     "te_row_amax": (_P, _P, _N, _N, _INT),
     "te_random_hadamard": (_P, _P, *(_N,) * 3, _P, _INT),
     "te_random_bits": (_P, *(_N,) * 4, _INT),
 }
-_PARTS = {"te_round_fp8": source.FP8}
+_OF_NVFP4 = ("te_round_nvfp4", "te_global_decode", "te_random_hadamard", "te_random_bits")
+
+
+fallbacks: Counter[str] = Counter()
+"""Why the definitions ran in place of the library -> how many operations they computed."""
 
 
 @functools.cache
@@ -44,22 +53,36 @@ def _function(name: str, dtype: torch.dtype = torch.bfloat16, out_dtype: torch.d
     from torch._inductor.codecache import CppCodeCache
 
     defined = f"#define INPUT {_NAMES[dtype]}\n#define RESULT {_NAMES[out_dtype]}\n"
-    part = _PARTS.get(name, source.NVFP4)
+    part = source.NVFP4 if name in _OF_NVFP4 else source.FP8
     function = getattr(CppCodeCache.load(defined + source.COMMON + part, extra_flags=_FLAGS), name)
     function.argtypes, function.restype = _ARGUMENTS[name], None
     return function
 
 
-@functools.cache
 def available() -> bool:
-    """Whether there is a C++ compiler, which backends that compile nothing for the CPU do without."""
-    from torch._inductor.exc import InvalidCxxCompiler
+    """Whether the library can be compiled and loaded; counts in `fallbacks` why not."""
+    reason = _missing()
+    if reason:
+        fallbacks[reason] += 1
+    return not reason
 
+
+@functools.cache
+def _missing() -> str:
+    """Return what is missing of Inductor, whose cache is no public interface of torch, or of the machine, or ""."""
+    try:
+        from torch._inductor.codecache import CppCodeCache
+        from torch._inductor.exc import InvalidCxxCompiler
+    except ImportError as error:
+        return f"this torch has no {error.name or 'cache of C++ libraries'}"
+    parameters = inspect.signature(CppCodeCache.load).parameters.values()
+    if not any(p.name == "extra_flags" or p.kind is p.VAR_KEYWORD for p in parameters):
+        return "this torch compiles C++ libraries without flags of the caller's"
     try:
         _function("te_round_fp8")
     except InvalidCxxCompiler:
-        return False
-    return True
+        return "there is no C++ compiler"
+    return ""
 
 
 def _sizes(x: Tensor) -> tuple[int, int, int]:
@@ -82,6 +105,34 @@ def round_fp8(
     return out
 
 
+def round_current(
+    x: Tensor, fp8_dtype: torch.dtype, pow2: bool, epsilon: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """See `fp8.rounding.round_current`. x, dtype: one of DTYPES."""
+    x = x.contiguous()
+    out, scale_inv = torch.empty(x.shape, dtype=dtype), torch.empty(x.shape[:-2])
+    matrices, rows, columns = _sizes(x)
+    pointers = x.data_ptr(), out.data_ptr(), scale_inv.data_ptr()
+    scales = fp8_dtype is torch.float8_e5m2, int(pow2), epsilon
+    run = _function("te_round_current", x.dtype, dtype)
+    run(*pointers, matrices, rows * columns, *scales, torch.get_num_threads())
+    return out, scale_inv
+
+
+def round_scaled(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, dtype: torch.dtype) -> Tensor:
+    """See `fp8.rounding.round_per_tensor`. x, dtype: one of DTYPES; scale: float32, the same for a row of x."""
+    x = x.contiguous()
+    out = torch.empty(x.shape, dtype=dtype)
+    if x.numel():
+        by_row = int(scale.numel() > 1)
+        scale = scale.expand(*x.shape[:-1], 1).contiguous() if by_row else scale
+        matrices, rows, columns = _sizes(x)
+        sizes = matrices * rows, columns, scale.data_ptr(), by_row
+        run = _function("te_round_scaled", x.dtype, dtype)
+        run(x.data_ptr(), out.data_ptr(), *sizes, fp8_dtype is torch.float8_e5m2, torch.get_num_threads())
+    return out
+
+
 def round_nvfp4(x: Tensor, block: tuple[int, int], amax: Tensor, random: Tensor | None, dtype: torch.dtype) -> Tensor:
     """See `nvfp4.reference.round_nvfp4`. amax: [...], or broadcastable to the blocks [..., R / block[0], C / block[1]];
     random: the bits of x, or for blocks down the rows of its transpose, int32; None rounds to nearest."""
@@ -99,6 +150,13 @@ def round_nvfp4(x: Tensor, block: tuple[int, int], amax: Tensor, random: Tensor 
     run = _function("te_round_nvfp4", x.dtype, dtype)
     pointers = (x.data_ptr(), out.data_ptr())
     run(*pointers, *_sizes(x), *block, amax.data_ptr(), *strides, bits, torch.get_num_threads())
+    return out
+
+
+def global_decode(amax: Tensor) -> Tensor:
+    """See `nvfp4.reference.global_decode`. amax: contiguous."""
+    out = torch.empty_like(amax)
+    _function("te_global_decode")(amax.data_ptr(), out.data_ptr(), amax.numel())
     return out
 
 

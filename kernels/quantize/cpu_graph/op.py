@@ -15,11 +15,12 @@ from ...custom_op import Output, like, operation
 from ...torch_versions import exporting
 from .. import hadamard
 from ..fp8 import blocks, rounding
+from ..fp8 import op as fp8_op
+from ..nvfp4 import cpu as nvfp4
 from ..nvfp4 import op as nvfp4_op
-from ..nvfp4 import reference as nvfp4
 from . import library
 
-__all__ = ["random_hadamard", "round_blockwise", "round_nvfp4"]
+__all__ = ["raised_amax", "random_hadamard", "round_blockwise", "round_current", "round_nvfp4", "round_per_tensor"]
 
 
 def in_cpu_graph(x: Tensor) -> bool:
@@ -54,6 +55,38 @@ def round_blockwise(
     return library.round_fp8(x, block, fp8_dtype, scale_kind, dtype, epsilon)
 
 
+@operation(
+    "round_current",
+    lambda x, dtype: (like(x, dtype=dtype), like(x, x.shape[:-2], torch.float32)),
+    reference=rounding.round_current,
+    serves=in_cpu_graph,
+    cpu_only=True,
+)
+def round_current(
+    x: Tensor, fp8_dtype: torch.dtype, dtype: torch.dtype, *, pow2: bool = False, epsilon: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Scale each matrix of x [..., R, C] by its own amax: return (`round_per_tensor` of it, what is left to multiply
+    with, float32 [...])."""
+    if not library.available():
+        return rounding.round_current(x, fp8_dtype, dtype, pow2=pow2, epsilon=epsilon)
+    return library.round_current(x, fp8_dtype, pow2, epsilon, dtype)
+
+
+@operation("round_per_tensor", lambda x, dtype: like(x, dtype=dtype), cpu_only=True)
+def _round_per_tensor(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, dtype: torch.dtype) -> Tensor:
+    if not library.available():
+        return rounding.round_per_tensor(x, scale, fp8_dtype, dtype)
+    return library.round_scaled(x, scale, fp8_dtype, dtype)
+
+
+def round_per_tensor(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return what `quantize_per_tensor` does in `dtype`: the numbers themselves, still scaled. scale: float32, one for
+    all of x, or one that is the same along each of its rows, broadcastable to x [..., R, C]."""
+    if torch.compiler.is_compiling() and in_cpu_graph(x) and (scale.dim() < 1 or scale.shape[-1] == 1):
+        return _round_per_tensor(x, scale, fp8_dtype, dtype)
+    return rounding.round_per_tensor(x, scale, fp8_dtype, dtype)
+
+
 def _rotated(x: Tensor) -> Output:
     rows = -(-x.shape[-2] // hadamard.SIZE) * hadamard.SIZE
     return like(x, (*x.shape[:-2], rows, x.shape[-1]))
@@ -76,6 +109,19 @@ def _amax(x: Tensor) -> Tensor:
     return library.amax(x) if library.available() else blocks.amax(x)
 
 
+@operation("raised_amax", lambda x, recorded: like(recorded), cpu_only=True)
+def _raised_amax(x: Tensor, recorded: Tensor) -> Tensor:
+    return torch.fmax(recorded, library.amax(x) if library.available() else blocks.amax(x))
+
+
+def raised_amax(x: Tensor, recorded: Tensor) -> Tensor:
+    """Return the amax of each matrix of x [..., R, C], float32 [...], or what was `recorded` where that is larger. NaN
+    is ignored."""
+    if torch.compiler.is_compiling() and in_cpu_graph(x):
+        return _raised_amax(x, recorded)
+    return torch.fmax(recorded, fp8_op.amax(x).detach())
+
+
 @operation("round_nvfp4", lambda x, dtype: like(x, dtype=dtype), cpu_only=True)
 def _round_nvfp4(
     x: Tensor, dtype: torch.dtype, block: tuple[int, int], amax: Tensor, key: Tensor | None, stream: int
@@ -96,7 +142,37 @@ def round_nvfp4(
     stream: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Quantize and decode at once: see `nvfp4.reference.round_nvfp4`."""
-    if not in_cpu_graph(x):
+    if not (torch.compiler.is_compiling() and in_cpu_graph(x)):
         return nvfp4.round_nvfp4(x, dtype, block=block, amax=amax, key=key, stream=stream)
     amax = _amax(x) if amax is None else amax
     return _round_nvfp4(x, dtype, list(block), amax, key, stream), amax
+
+
+@operation(
+    "round_current_nvfp4",
+    lambda x, dtype: (like(x, dtype=dtype), like(x, x.shape[:-2], torch.float32)),
+    cpu_only=True,
+)
+def _round_current_nvfp4(
+    x: Tensor, dtype: torch.dtype, block: tuple[int, int], key: Tensor | None, stream: int
+) -> tuple[Tensor, Tensor]:
+    if not library.available():
+        return nvfp4.round_current_nvfp4(x, dtype, block=block, key=key, stream=stream)
+    amax = library.amax(x)
+    random = None if key is None else library.random_bits(key, stream, x.numel())
+    return library.round_nvfp4(x, block, amax, random, dtype), library.global_decode(amax)
+
+
+def round_current_nvfp4(
+    x: Tensor,
+    dtype: torch.dtype,
+    *,
+    block: tuple[int, int] = (1, nvfp4.BLOCK),
+    key: Tensor | None = None,
+    stream: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Scale each matrix of x [..., R, C] by its own amax: return (`round_nvfp4` of it, what is left to multiply with,
+    float32 [...])."""
+    if torch.compiler.is_compiling() and in_cpu_graph(x):
+        return _round_current_nvfp4(x, dtype, list(block), key, stream)
+    return nvfp4.round_current_nvfp4(x, dtype, block=block, key=key, stream=stream)

@@ -123,6 +123,17 @@ void stripes(const X* x, Y* out, int64_t B, int64_t R, int64_t C, int64_t br, in
 
 }  // namespace te_models
 using namespace te_models;
+
+// [rows, columns] -> the largest magnitude of each row
+extern "C" void te_row_amax(const X* x, float* out, int64_t rows, int64_t columns, int threads) {
+#pragma omp parallel for num_threads(threads)
+  for (int64_t r = 0; r < rows; ++r) {
+    uint32_t largest = 0;
+#pragma omp simd reduction(max : largest)
+    for (int64_t c = 0; c < columns; ++c) largest = std::max(largest, X::magnitude(x[r * columns + c]));
+    out[r] = float_of(largest);
+  }
+}
 """
 
 FP8 = r"""namespace te_models {
@@ -161,6 +172,49 @@ void round_fp8(const X* x, Y* out, int64_t B, int64_t R, int64_t C, int64_t br, 
 
 }  // namespace te_models
 using namespace te_models;
+
+// One scale for a matrix, from its own amax; scale_inv: of each matrix.
+template <bool e5m2>
+void round_current(const X* x, Y* out, float* scale_inv, int64_t B, int64_t size, int kind, float epsilon,
+                   int threads) {
+  for (int64_t matrix = 0; matrix < B; ++matrix) {
+    const X* const from = x + matrix * size;
+    Y* const to = out + matrix * size;
+    uint32_t largest = 0;
+#pragma omp parallel for simd num_threads(threads) reduction(max : largest)
+    for (int64_t i = 0; i < size; ++i) largest = std::max(largest, X::magnitude(from[i]));
+    const Scale scale = fp8_scale<e5m2>(float_of(largest), kind, epsilon, kLargest);
+    scale_inv[matrix] = scale.after;
+    const float before = scale.before;
+#pragma omp parallel for simd num_threads(threads)
+    for (int64_t i = 0; i < size; ++i) to[i] = Y::write(rounded_fp8<e5m2>(X::read(from[i]) * before));
+  }
+}
+
+// A given scale for each row, or (by_row 0) for all.
+template <bool e5m2>
+void round_scaled(const X* x, Y* out, int64_t R, int64_t C, const float* scale, int64_t by_row, int threads) {
+#pragma omp parallel for num_threads(threads)
+  for (int64_t r = 0; r < R; ++r) {
+    const X* const from = x + r * C;
+    Y* const to = out + r * C;
+    const float before = scale[r * by_row];
+#pragma omp simd
+    for (int64_t c = 0; c < C; ++c) to[c] = Y::write(rounded_fp8<e5m2>(X::read(from[c]) * before));
+  }
+}
+
+extern "C" void te_round_current(const X* x, Y* out, float* scale_inv, int64_t B, int64_t size, int e5m2, int kind,
+                                 float epsilon, int threads) {
+  const auto round = e5m2 ? round_current<true> : round_current<false>;
+  round(x, out, scale_inv, B, size, kind, epsilon, threads);
+}
+
+extern "C" void te_round_scaled(const X* x, Y* out, int64_t R, int64_t C, const float* scale, int64_t by_row, int e5m2,
+                                int threads) {
+  const auto round = e5m2 ? round_scaled<true> : round_scaled<false>;
+  round(x, out, R, C, scale, by_row, threads);
+}
 
 extern "C" void te_round_fp8(const X* x, Y* out, int64_t B, int64_t R, int64_t C, int64_t br, int64_t bc, int e5m2,
                              int kind, float epsilon, float overflow, int threads) {
@@ -222,15 +276,9 @@ extern "C" void te_round_nvfp4(const X* x, Y* out, int64_t B, int64_t R, int64_t
   });
 }
 
-// [rows, columns] -> the largest magnitude of each row
-extern "C" void te_row_amax(const X* x, float* out, int64_t rows, int64_t columns, int threads) {
-#pragma omp parallel for num_threads(threads)
-  for (int64_t r = 0; r < rows; ++r) {
-    uint32_t largest = 0;
-#pragma omp simd reduction(max : largest)
-    for (int64_t c = 0; c < columns; ++c) largest = std::max(largest, X::magnitude(x[r * columns + c]));
-    out[r] = float_of(largest);
-  }
+// what decoding multiplies with, of each amax
+extern "C" void te_global_decode(const float* amax, float* to, int64_t size) {
+  for (int64_t i = 0; i < size; ++i) to[i] = 1.0f / global_encode(amax[i]);
 }
 
 // bfloat16 [B, R, C] -> [B, R rounded up to 16, C]; signs: 16 factors of +-1/4

@@ -24,6 +24,8 @@ def once(values: Tensor) -> Tensor:
     into a loop over every element (measured on CPU: 31 ms against 4 ms for 32x1 blocks of 1024 x 4096). It never
     inlines through a strided view of a buffer.
     """
+    if not torch.compiler.is_compiling():
+        return values
     size = values.size()
     # For one row under dynamic=True the tracer knows the sizes as numbers, but cannot return `stride()` (2.11 to 2.15).
     stride = [math.prod(size[i + 1 :]) for i in range(len(size))] if values.is_contiguous() else values.stride()
@@ -106,19 +108,17 @@ def blockwise_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
 def blockwise_magnitudes(x: Tensor, block: tuple[int, int]) -> Tensor | None:
     """Return the bits of each block's largest magnitude as integers of x's width; None as `_magnitudes` does."""
     found = _magnitudes(x)
-    if found is None:
-        return None
-    # down first, many columns at a time
-    found = to_blocks(found, block)
-    return _across(found.amax(-3) if block[0] > 1 else found.squeeze(-3))
+    return None if found is None else largest_of_blocks(found, block)
 
 
-def _across(magnitudes: Tensor) -> Tensor:
-    """Return the largest of the last dimension, a power of two.
+def largest_of_blocks(magnitudes: Tensor, block: tuple[int, int]) -> Tensor:
+    """Return the largest of each block of integers [..., R, C], eagerly.
 
-    A reduction of rows is fast where a row fills vectors: 32 numbers do as int32 (0.14 ns a number), not as int16
-    (0.43), and 64 as int16, too. Of fewer, halves first.
+    Down first, many columns at a time. A reduction of rows is fast where a row fills vectors: 32 numbers do as int32
+    (0.14 ns a number), not as int16 (0.43), and 64 as int16, too. Of fewer, halves first.
     """
+    magnitudes = to_blocks(magnitudes, block)
+    magnitudes = magnitudes.amax(-3) if block[0] > 1 else magnitudes.squeeze(-3)
     width, dtype = magnitudes.shape[-1], magnitudes.dtype
     if width == 32:
         return magnitudes.int().amax(-1).to(dtype)

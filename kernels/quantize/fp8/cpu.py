@@ -21,7 +21,14 @@ _SMALL = 4096  # elements up to which one slow operation is as fast as nine fast
 
 def fp8_to_float(data: Tensor) -> Tensor:
     """Return `data.float()`, bit for bit but for the payload of NaNs. data: float8_e4m3fn or float8_e5m2, any shape."""
-    if not eager_on_cpu(data) or data.dtype is not torch.float8_e4m3fn or data.numel() <= _SMALL:
+    if data.dtype is torch.float8_e4m3fn and eager_on_cpu(data):
+        return e4m3_to_float(data)
+    return data.float()
+
+
+def e4m3_to_float(data: Tensor) -> Tensor:
+    """`fp8_to_float` of float8_e4m3fn that is computed with eagerly on CPU."""
+    if data.numel() <= _SMALL:
         return data.float()
     byte = data.view(torch.int8)
     # Sign, four bits of exponent and three of mantissa to float16's places: 2^-8 of the value, for the exponent's bias

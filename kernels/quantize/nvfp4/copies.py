@@ -15,7 +15,8 @@ from torch import Tensor
 from ..fp8.blocks import once
 from ..fp8.grouped import grouped_amax, pad_rows, padded_length
 from ..hadamard import random_hadamard
-from .reference import BLOCK, quantize_nvfp4
+from .cpu import quantize_nvfp4
+from .reference import BLOCK
 
 
 def transformed(x: Tensor, with_rht: bool) -> Tensor:

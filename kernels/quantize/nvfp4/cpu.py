@@ -1,4 +1,4 @@
-"""E2M1 on CPU in eager mode (see `eager`), a few rows at a time: rounding, packing and decoding as `nvfp4` defines it.
+"""NVFP4 on CPU: eagerly in few and fast operations (see `eager`), a few rows at a time, else by the definition.
 
 A code comes of two sums, which float32 rounds as E2M1 does, to nearest and ties to even:
 
@@ -16,33 +16,108 @@ A code becomes a number as float16, whose exponent and mantissa it is at 2^-14 o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..eager import eager_on_cpu
-from ..fp8.blocks import to_blocks
-from ..fp8.cpu import fp8_to_float
-from ..random import unit_interval
+from ..fp8.blocks import largest_of_blocks, to_blocks
+from ..fp8.cpu import e4m3_to_float
+from ..random import random_bits, unit_interval
+from . import reference
+from .reference import BLOCK
 
 _TILE = 1 << 18  # elements worked on at a time: a few calls, and buffers that stay in the cache
 _UP_TO_4, _FROM_4 = 2.0**23 - 2, 2.0**24 + 8
 _APART = 0x4B800000 - 0x4AFFFFFC  # of the bits that stand for code 0: those of 2^24 and of 2^23 - 2
-_SIGN: dict[torch.dtype, tuple[torch.dtype, int]] = {
-    torch.bfloat16: (torch.int16, 12),
-    torch.float16: (torch.int16, 12),
-    torch.float32: (torch.int32, 28),
+_LARGEST = torch.finfo(torch.float32).max
+
+
+class _Form(NamedTuple):
+    """A dtype that is served, as integers: the mask of a magnitude, and the shift that brings the sign to bit 3."""
+
+    integer: torch.dtype
+    magnitude: int
+    shift: int
+
+
+_FORMS = {
+    torch.bfloat16: _Form(torch.int16, 0x7FFF, 12),
+    torch.float16: _Form(torch.int16, 0x7FFF, 12),
+    torch.float32: _Form(torch.int32, 0x7FFFFFFF, 28),
 }
-"""The dtypes that are served, each as integers, and the shift that brings the sign to bit 3."""
 
 
-def serves(x: Tensor, factors: Tensor, block: tuple[int, int]) -> bool:
-    """Whether x can be rounded here: it is computed with now, in whole blocks, and has no NaN, nor have its factors."""
-    if not eager_on_cpu(x) or x.dtype not in _SIGN:
+def serves(x: Tensor, block: tuple[int, int]) -> bool:
+    """Whether x can be rounded here: it is computed with now, has elements, and is in whole blocks."""
+    if not eager_on_cpu(x) or x.dtype not in _FORMS or x.numel() == 0:
         return False
-    whole = x.shape[-2] % block[0] == 0 and x.shape[-1] % block[1] == 0
-    return whole and bool(factors.amax() <= torch.finfo(torch.float32).max)
+    return x.shape[-2] % block[0] == 0 and x.shape[-1] % block[1] == 0
+
+
+def quantize_nvfp4(
+    x: Tensor, *, block_rows: int = 1, amax: Tensor | None = None, key: Tensor | None = None, stream: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `reference.quantize_nvfp4`."""
+    block = (block_rows, BLOCK)
+    found = _scales(x, block, amax) if block_rows in (1, BLOCK) and serves(x, block) else None
+    if found is None:
+        return reference.quantize_nvfp4(x, block_rows=block_rows, amax=amax, key=key, stream=stream)
+    scales, _, factors, amax = found
+    packed = packed_codes(x, factors, block, None if key is None else random_bits(key, stream, x.shape))
+    if block_rows > 1:
+        scales = scales.view(torch.uint8).repeat_interleave(block_rows, -2).view(torch.float8_e4m3fn)
+    return packed, scales.contiguous(), amax
+
+
+def round_nvfp4(
+    x: Tensor,
+    dtype: torch.dtype,
+    *,
+    block: tuple[int, int] = (1, BLOCK),
+    amax: Tensor | None = None,
+    key: Tensor | None = None,
+    stream: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """See `reference.round_nvfp4`."""
+    found = _scales(x, block, amax) if serves(x, block) else None
+    if found is None:
+        return reference.round_nvfp4(x, dtype, block=block, amax=amax, key=key, stream=stream)
+    _, scales, factors, amax = found
+    random = None if key is None else reference.bits_of(x, block, key, stream)
+    return rounded_blocks(x, factors, scales, block, dtype, random), amax
+
+
+def round_current_nvfp4(
+    x: Tensor, dtype: torch.dtype, *, block: tuple[int, int], key: Tensor | None = None, stream: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Scale each matrix of x [..., R, C] by its own amax: return (`round_nvfp4` of it, what is left to multiply with,
+    float32 [...])."""
+    values, amax = round_nvfp4(x, dtype, block=block, key=key, stream=stream)
+    return values, reference.global_decode(amax)
+
+
+def decode_blocks(packed: Tensor, scales: Tensor, columns: int) -> Tensor:
+    """See `reference.decode_blocks`."""
+    if eager_on_cpu(packed) and packed.numel() and columns == BLOCK * scales.shape[-1]:
+        return decoded_blocks(packed, scales)
+    return reference.decode_blocks(packed, scales, columns)
+
+
+def dequantize_nvfp4(packed: Tensor, scales: Tensor, amax: Tensor | None, columns: int, dtype: torch.dtype) -> Tensor:
+    """See `reference.dequantize_nvfp4`."""
+    return reference.times_global(decode_blocks(packed, scales, columns), amax, dtype)
+
+
+def _scales(x: Tensor, block: tuple[int, int], amax: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    """Return `reference.block_scales` and the amax; None where a NaN is among them: its codes are the definition's."""
+    form = _FORMS[x.dtype]
+    largest = largest_of_blocks(x.detach().view(form.integer) & form.magnitude, block)
+    if amax is None:
+        amax = largest.amax((-2, -1)).view(x.dtype).float()
+    found = reference.block_scales(largest.view(x.dtype).float(), amax)
+    return (*found, amax) if bool(found[2].amax() <= _LARGEST) else None
 
 
 def packed_codes(x: Tensor, factors: Tensor, block: tuple[int, int], random: Tensor | None = None) -> Tensor:
@@ -52,9 +127,12 @@ def packed_codes(x: Tensor, factors: Tensor, block: tuple[int, int], random: Ten
     stochastically with; None rounds to nearest.
     """
     packed = x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.uint8)
-    out = packed.view(-1, packed.shape[-1])
-    for rows, codes in _codes(x, factors, block, random):
-        pairs = codes.view(torch.int32)
+    out, x, factors = packed.flatten(0, -2), x.detach().flatten(0, -2), factors.flatten(0, -2)
+    random = None if random is None else random.reshape(x.shape)
+    step = _step(x, block)
+    for begin in range(0, len(x), step):
+        rows = slice(begin, begin + step)
+        pairs = _codes(x[rows], factors, block, begin, None if random is None else random[rows]).view(torch.int32)
         out[rows] = (pairs >> 12).bitwise_or_(pairs)
     return packed
 
@@ -69,50 +147,55 @@ def rounded_blocks(
 ) -> Tensor:
     """Return x [..., R, C], each block multiplied by its factor, rounded and multiplied by its scale, in `dtype`.
 
-    factors, random: see `packed_codes`; scales: float8_e4m3fn, one per block, too.
+    factors, random: see `packed_codes`; scales: those of E4M3 in float32, one per block, too.
     """
-    values = torch.empty(x.shape, dtype=dtype)
-    out, scales = values.view(-1, x.shape[-1]), fp8_to_float(scales).reshape(-1, scales.shape[-1])
-    for rows, codes in _codes(x, factors, block, random):
+    values = x.new_empty(x.shape, dtype=dtype)
+    out, x, factors, scales = (
+        values.flatten(0, -2),
+        x.detach().flatten(0, -2),
+        factors.flatten(0, -2),
+        scales.flatten(0, -2),
+    )
+    random = None if random is None else random.reshape(x.shape)
+    step = _step(x, block)
+    for begin in range(0, len(x), step):
+        rows = slice(begin, begin + step)
+        codes = _codes(x[rows], factors, block, begin, None if random is None else random[rows])
         halves = (codes << 12).bitwise_or_(codes << 9).bitwise_and_(-0x7200)
-        out[rows] = _times_scales(halves, scales, rows, block)
+        out[rows] = _times_scales(halves, scales, block, begin)
     return values
 
 
 def decoded_blocks(packed: Tensor, scales: Tensor) -> Tensor:
     """Return value * scale in float32, [..., R, C], of packed codes [..., R, C / 2] in blocks of 1x16."""
-    values = torch.empty((*packed.shape[:-1], 2 * packed.shape[-1]))
-    out, codes = values.view(-1, values.shape[-1]), packed.reshape(-1, packed.shape[-1])
-    scales = fp8_to_float(scales).reshape(-1, scales.shape[-1])
-    for rows in _rows(out, 1):
+    values = packed.new_empty((*packed.shape[:-1], 2 * packed.shape[-1]), dtype=torch.float32)
+    out, codes, scales = values.flatten(0, -2), packed.flatten(0, -2), e4m3_to_float(scales).flatten(0, -2)
+    step = _step(out, (1, BLOCK))
+    for begin in range(0, len(out), step):
+        rows = slice(begin, begin + step)
         pairs = codes[rows].to(torch.int32, memory_format=torch.contiguous_format)
         # both signs to where two float16 have them, then both magnitudes
         signs = (pairs * 0x01001000).bitwise_and_(-0x7FFF8000)
-        out[rows] = _times_scales(
-            pairs.mul_(0x00200200).bitwise_and_(0x0E000E00).bitwise_or_(signs), scales, rows, (1, 16)
-        )
+        halves = pairs.mul_(0x00200200).bitwise_and_(0x0E000E00).bitwise_or_(signs)
+        out[rows] = _times_scales(halves, scales, (1, BLOCK), begin)
     return values
 
 
-def _rows(x: Tensor, height: int) -> Iterator[slice]:
-    """Cut a matrix into parts of whole blocks."""
-    step = max(1, _TILE // (x.shape[1] * height)) * height
-    return (slice(begin, min(begin + step, len(x))) for begin in range(0, len(x), step))
+def _step(x: Tensor, block: tuple[int, int]) -> int:
+    """Return how many rows of a matrix, in whole blocks, are worked on at a time."""
+    return max(1, _TILE // (x.shape[1] * block[0])) * block[0]
 
 
-def _codes(x: Tensor, factors: Tensor, block: tuple[int, int], random: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
-    """Yield rows of x, all batches one after the other, and their codes, int16 with the sign in bit 3."""
-    x, factors = x.detach().reshape(-1, x.shape[-1]), factors.reshape(-1, factors.shape[-1])
-    random = None if random is None else random.reshape(x.shape)
-    integer, shift = _SIGN[x.dtype]
-    for rows in _rows(x, block[0]):
-        part = x[rows]
-        fine = part.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-        to_blocks(fine, block).mul_(_of_rows(factors, rows, block))
-        fine.abs_().clamp_(max=6.0)
-        codes = _nearest(fine) if random is None else _random(fine, random[rows])
-        signs = (part.view(integer) >> shift).bitwise_and_(8).to(torch.int16)
-        yield rows, codes.to(torch.int16).bitwise_or_(signs)
+def _codes(x: Tensor, factors: Tensor, block: tuple[int, int], begin: int, random: Tensor | None) -> Tensor:
+    """Return the codes, int16 with the sign in bit 3, of rows x, which begin a matrix's row `begin`."""
+    integer, _, shift = _FORMS[x.dtype]
+    fine = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    of_rows = factors[begin // block[0] : (begin + len(x)) // block[0], None, :, None]
+    to_blocks(fine, block).mul_(of_rows)
+    fine.abs_().clamp_(max=6.0)
+    codes = _nearest(fine) if random is None else _random(fine, random)
+    signs = (x.view(integer) >> shift).bitwise_and_(8).to(torch.int16)
+    return codes.to(torch.int16).bitwise_or_(signs)
 
 
 def _nearest(magnitudes: Tensor) -> Tensor:
@@ -131,13 +214,10 @@ def _random(magnitudes: Tensor, random: Tensor) -> Tensor:
     return exponents.sub_(127).mul_(2).add_(below.to(torch.int32)).sub_(up)
 
 
-def _times_scales(halves: Tensor, scales: Tensor, rows: slice, block: tuple[int, int]) -> Tensor:
-    """Return float16 numbers, given as integers, in float32 and times their scales; both are exact."""
+def _times_scales(halves: Tensor, scales: Tensor, block: tuple[int, int], begin: int) -> Tensor:
+    """Return float16 numbers, given as integers, in float32 and times their scales, both exact: rows of a matrix from
+    `begin` on, whose scales are given."""
     values = halves.view(torch.float16).float()
-    to_blocks(values, block).mul_(_of_rows(scales, rows, block).mul(2.0**14))
+    of_rows = scales[begin // block[0] : (begin + len(values)) // block[0], None, :, None]
+    to_blocks(values, block).mul_(of_rows * 2.0**14)
     return values
-
-
-def _of_rows(values: Tensor, rows: slice, block: tuple[int, int]) -> Tensor:
-    """Return values per block, broadcastable to the blocks of these rows."""
-    return values[rows.start // block[0] : rows.stop // block[0], None, :, None]

@@ -10,9 +10,9 @@ from ...custom_op import Output, like, operation
 from .. import hadamard, layout
 from ..fp8.op import amax as largest
 from ..fp8.op import grouped_amax
-from . import copies
-from . import reference as nvfp4
+from . import copies, cpu
 from .copies import transpose_nvfp4
+from .reference import block_of
 
 __all__ = [
     "decode_blocks",
@@ -94,9 +94,9 @@ def quantize_nvfp4(
     matrices that lie side by side. key, stream: round stochastically with `random_bits(key, stream, x.shape)`; None
     rounds to nearest even. A 16x16 block's scale is written for each of its rows.
     """
-    if not launch.on_accelerator(x):
-        return nvfp4.quantize_nvfp4(x, block_rows=block_rows, amax=amax, key=key, stream=stream)
-    nvfp4.block_of(block_rows)
+    if not (x.is_cuda or launch.as_accelerator):
+        return cpu.quantize_nvfp4(x, block_rows=block_rows, amax=amax, key=key, stream=stream)
+    block_of(block_rows)
     known: Tensor = largest(x) if amax is None else amax
     packed, scales = _copies(x, known, None, None, key, stream, 0, block_rows, False)
     return packed, scales, known
@@ -110,7 +110,7 @@ def quantize_nvfp4_transposed(
     with_rht: of the random Hadamard transform along the rows, which are rounded up to a multiple of 16 then. amax:
     [...], that of the transformed matrices, if known. key, stream: as for `quantize_nvfp4`, of the transpose.
     """
-    if not launch.on_accelerator(x):
+    if not (x.is_cuda or launch.as_accelerator):
         return copies.quantize_nvfp4_transposed(x, with_rht=with_rht, amax=amax, key=key, stream=stream)
     amax = _amaxes(x, None, with_rht)[1] if amax is None else amax
     packed, scales = _copies(x, None, amax, None, key, 0, stream, 1, with_rht)
@@ -137,7 +137,7 @@ def quantize_nvfp4_both(
     amaxes, streams: the two of `quantize_nvfp4` and `quantize_nvfp4_transposed`. On CUDA the amaxes take one pass over
     x, both copies another.
     """
-    if not launch.on_accelerator(x):
+    if not (x.is_cuda or launch.as_accelerator):
         return copies.quantize_nvfp4_both(x, with_rht=with_rht, amaxes=amaxes, key=key, streams=streams)
     row_amax, col_amax = amaxes or _amaxes(x, None, with_rht)
     found = _copies(x, row_amax, col_amax, None, key, *streams, 1, with_rht)
@@ -159,7 +159,7 @@ def quantize_grouped_nvfp4(
     Rowwise: [T, ceil(C / 2)], [T, ceil(C / 16)], [G]; rows past the last group count as a group of amax 0. Columnwise,
     in rows padded to multiples of 16 (see `grouped`): [C, P / 2], [C, P / 16], [G].
     """
-    if not launch.on_accelerator(x):
+    if not (x.is_cuda or launch.as_accelerator):
         flags = {"rowwise": rowwise, "columnwise": columnwise}
         return copies.quantize_grouped_nvfp4(x, m_splits, with_rht=with_rht, key=key, streams=streams, **flags)
     row_amax, col_amax = _amaxes(x, m_splits, with_rht and columnwise)
@@ -173,7 +173,7 @@ def quantize_grouped_nvfp4(
 @operation(
     "dequantize_nvfp4",
     lambda packed, columns, dtype: like(packed, (*packed.shape[:-1], columns), dtype),
-    reference=nvfp4.dequantize_nvfp4,
+    reference=cpu.dequantize_nvfp4,
 )
 def dequantize_nvfp4(packed: Tensor, scales: Tensor, amax: Tensor | None, columns: int, dtype: torch.dtype) -> Tensor:
     """Return [..., R, C] in `dtype`, C = columns; amax: of each matrix [...], or of each row [..., R, 1]; None leaves
@@ -185,6 +185,6 @@ def dequantize_nvfp4(packed: Tensor, scales: Tensor, amax: Tensor | None, column
 
 def decode_blocks(packed: Tensor, scales: Tensor, columns: int) -> Tensor:
     """Return value * scale in float32, exact, without the factor of the whole matrix: [..., R, C]."""
-    if launch.on_accelerator(packed):
+    if packed.is_cuda or launch.as_accelerator:
         return dequantize_nvfp4(packed, scales, None, columns, torch.float32)
-    return nvfp4.decode_blocks(packed, scales, columns)
+    return cpu.decode_blocks(packed, scales, columns)

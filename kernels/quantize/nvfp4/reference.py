@@ -21,11 +21,9 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ...torch_versions import saturating_cast
-from ..eager import eager_on_cpu
 from ..fp8 import blocks
 from ..fp8.cpu import fp8_to_float
 from ..random import random_bits, unit_interval
-from . import cpu as nvfp4_eager
 
 BLOCK = 16
 # Literals 6.0 (largest E2M1) and 448.0 (largest E4M3) below: under dynamic=True a stored float becomes an input of the
@@ -49,14 +47,17 @@ def _over_blocks(values: Tensor, x: Tensor) -> Tensor:
     return values if values.dim() == x.dim() else values[..., None, None]
 
 
-def _block_scales(x: Tensor, block: tuple[int, int], amax: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (E4M3 scales, float32 factors to multiply x with), one per block."""
-    encode = _over_blocks(_global_encode(amax), x)
+def block_scales(block_amax: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return of every block its E4M3 scale, the same in float32, and the float32 factor to multiply x with.
+
+    block_amax: [..., blocks down, blocks across]; amax: as for `quantize_nvfp4`.
+    """
+    encode = _over_blocks(_global_encode(amax), block_amax)
     decode = torch.div(torch.ones_like(encode), encode)
-    block_amax = blocks.once(blocks.blockwise_amax(x, block))
     scales = blocks.once(saturating_cast(block_amax * (encode * (1.0 / 6.0)), torch.float8_e4m3fn))
-    divisor = fp8_to_float(scales) * decode
-    return scales, torch.div(torch.ones_like(divisor), divisor).clamp(max=torch.finfo(torch.float32).max)
+    wide = fp8_to_float(scales)
+    divisor = wide * decode
+    return scales, wide, torch.div(torch.ones_like(divisor), divisor).clamp(max=torch.finfo(torch.float32).max)
 
 
 def _rounded(v: Tensor, bits: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -123,13 +124,10 @@ def quantize_nvfp4(
     if x.numel() == 0:
         packed = x.new_empty((*x.shape[:-1], -(-columns // 2)), dtype=torch.uint8)
         return packed, x.new_empty((*x.shape[:-1], -(-columns // BLOCK)), dtype=torch.float8_e4m3fn), amax
-    scales, factor = _block_scales(x, block, amax)
+    scales, _, factor = block_scales(blocks.once(blocks.blockwise_amax(x, block)), amax)
     bits = None if key is None else random_bits(key, stream, x.shape)
-    if nvfp4_eager.serves(x, factor, block):
-        packed = nvfp4_eager.packed_codes(x, factor, block, bits)
-    else:
-        scaled = x.float() * blocks.per_element(blocks.once(factor), block, rows, columns)
-        packed = pack(encode_e2m1(scaled.clamp(-6.0, 6.0), bits))
+    scaled = x.float() * blocks.per_element(blocks.once(factor), block, rows, columns)
+    packed = pack(encode_e2m1(scaled.clamp(-6.0, 6.0), bits))
     # FP8 tensors cannot be indexed everywhere; their bytes can
     scales = blocks.repeat(scales.view(torch.uint8), -2, block_rows, rows).view(torch.float8_e4m3fn)
     return packed, scales.contiguous(), amax
@@ -151,8 +149,6 @@ def unpack(packed: Tensor, columns: int) -> Tensor:
 
 def decode_blocks(packed: Tensor, scales: Tensor, columns: int) -> Tensor:
     """Return value * scale in float32, exact, without the factor of the whole matrix: [..., R, C]."""
-    if eager_on_cpu(packed) and packed.numel() and columns == BLOCK * scales.shape[-1]:
-        return nvfp4_eager.decoded_blocks(packed, scales)
     values = decode_e2m1(unpack(packed, columns))
     if values.numel() == 0:
         return values
@@ -162,10 +158,17 @@ def decode_blocks(packed: Tensor, scales: Tensor, columns: int) -> Tensor:
 def dequantize_nvfp4(packed: Tensor, scales: Tensor, amax: Tensor | None, columns: int, dtype: torch.dtype) -> Tensor:
     """Return [..., R, C] in `dtype`, C = columns; amax as in `quantize_nvfp4`, per matrix or per row, or None for 1 in
     place of its factor."""
-    values = decode_blocks(packed, scales, columns)
-    if amax is None:
-        return values.to(dtype)
-    return (values * _over_blocks(global_decode(amax), values)).to(dtype)
+    return times_global(decode_blocks(packed, scales, columns), amax, dtype)
+
+
+def times_global(values: Tensor, amax: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return what `decode_blocks` gives times the factor of each matrix: see `dequantize_nvfp4`."""
+    return values.to(dtype) if amax is None else (values * _over_blocks(global_decode(amax), values)).to(dtype)
+
+
+def bits_of(x: Tensor, block: tuple[int, int], key: Tensor, stream: int) -> Tensor:
+    """Return the random bits of the elements of x: for blocks down the rows those of the transpose."""
+    return random_bits(key, stream, x.shape) if block[1] == BLOCK else random_bits(key, stream, x.mT.shape).mT
 
 
 def round_nvfp4(
@@ -186,14 +189,8 @@ def round_nvfp4(
     if x.numel() == 0:
         return x.to(dtype), amax
     rows, columns = x.shape[-2:]
-    scales, factor = _block_scales(x, block, amax)
-    bits = None
-    if key is not None:
-        across = block[1] == BLOCK
-        bits = random_bits(key, stream, x.shape if across else x.mT.shape)
-        bits = bits if across else bits.mT
-    if nvfp4_eager.serves(x, factor, block):
-        return nvfp4_eager.rounded_blocks(x, factor, scales, block, dtype, bits), amax
+    scales, _, factor = block_scales(blocks.once(blocks.blockwise_amax(x, block)), amax)
+    bits = None if key is None else bits_of(x, block, key, stream)
     scaled = x.float() * blocks.per_element(blocks.once(factor), block, rows, columns)
     values = round_e2m1(scaled.clamp(-6.0, 6.0), bits)
     return (values * blocks.per_element(blocks.once(scales.float()), block, rows, columns)).to(dtype), amax

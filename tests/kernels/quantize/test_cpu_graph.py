@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -50,6 +50,21 @@ def test_fp8_blocks(fp8_dtype: torch.dtype, dtypes: tuple[torch.dtype, torch.dty
 
 
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize("fp8_dtype", [E4M3, E5M2], ids=str)
+def test_one_fp8_scale_for_a_matrix(fp8_dtype: torch.dtype, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    for shape in SHAPES:
+        for x in inputs(shape, dtypes[0]):
+            for pow2, epsilon in ((False, 0.0), (True, 0.0), (False, 0.1)):
+                found = library.round_current(x, fp8_dtype, pow2, epsilon, dtypes[1])
+                wanted = rounding.round_current(x, fp8_dtype, dtypes[1], pow2=pow2, epsilon=epsilon)
+                for a, b in zip(found, wanted, strict=True):
+                    assert_same(a, b)
+            for scale in (torch.tensor(0.37), torch.tensor([[3.0]]), torch.rand(*shape[:-1], 1) + 0.1):
+                wanted = rounding.round_per_tensor(x, scale, fp8_dtype, dtypes[1])
+                assert_same(library.round_scaled(x, scale, fp8_dtype, dtypes[1]), wanted)
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
 def test_nvfp4(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     key = torch.tensor([-(2**40) - 3, 2**33 + 5])
     for shape in SHAPES:
@@ -70,6 +85,12 @@ def test_nvfp4_with_an_amax_for_each_row_of_blocks() -> None:
         assert_same(library.round_nvfp4(x, block, amax, None, BF16), wanted)
 
 
+def test_what_decoding_nvfp4_multiplies_with() -> None:
+    amax = torch.tensor([0.0, -0.0, 1.0, 3.3, 2688.0, 1e-44, 3e38, float("inf"), float("nan")])
+    assert_same(library.global_decode(amax), nvfp4.global_decode(amax))
+    assert library.global_decode(torch.tensor(5.0)).shape == ()
+
+
 def test_the_transform_and_the_random_bits() -> None:
     for shape in SHAPES:
         x = ordinary(shape, BF16)
@@ -80,10 +101,14 @@ def test_the_transform_and_the_random_bits() -> None:
             assert torch.equal(library.random_bits(key, 3, size), random_bits(key, 3, (size,)))
 
 
-KEY = torch.tensor([3, 5])
+KEY, SCALE = torch.tensor([3, 5]), torch.tensor(2.5)
 FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], list[str]]] = {
     "fp8": (lambda x: q.round_blockwise(x, (1, 32), E4M3, "e8m0", BF16), ["round_blockwise"]),
     "nvfp4": (lambda x: q.round_nvfp4(x, BF16, block=(16, 1), key=KEY)[0], ["matrix_amax", "round_nvfp4"]),
+    "nvfp4, own amax": (lambda x: q.round_current_nvfp4(x, BF16, key=KEY)[0], ["round_current_nvfp4"]),
+    "current": (lambda x: q.round_current(x, E4M3, BF16, pow2=True)[0], ["round_current"]),
+    "delayed": (lambda x: q.round_per_tensor(x, SCALE, E5M2, BF16), ["round_per_tensor"]),
+    "amax": (lambda x: q.raised_amax(x, SCALE), ["raised_amax"]),
     "transform": (lambda x: q.random_hadamard(x, -2), ["random_hadamard_rows"]),
 }
 
@@ -136,7 +161,9 @@ def test_without_a_compiler_the_definitions_run(monkeypatch: pytest.MonkeyPatch)
 
     def quantized(x: Tensor) -> list[Tensor]:
         values, amax = q.round_nvfp4(x, BF16, block=(16, 1), key=key)
-        return [q.round_blockwise(x, (1, 32), E4M3, "e8m0", BF16), q.random_hadamard(x, -2), values, amax]
+        found = [q.round_blockwise(x, (1, 32), E4M3, "e8m0", BF16), q.random_hadamard(x, -2), values, amax]
+        found += [*q.round_current(x, E4M3, BF16), *q.round_current_nvfp4(x, BF16, key=key)]
+        return [*found, q.round_per_tensor(x, SCALE, E4M3, BF16), q.raised_amax(x, SCALE)]
 
     monkeypatch.setattr(library, "available", lambda: False)
     monkeypatch.setattr(library, "_function", lambda *arguments: pytest.fail("compiled"))
@@ -145,15 +172,34 @@ def test_without_a_compiler_the_definitions_run(monkeypatch: pytest.MonkeyPatch)
         assert_same(found, wanted)
 
 
-def test_a_missing_compiler_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def asked_anew() -> Iterator[None]:
+    """The answer to whether there is a library is not that of other tests, nor theirs this one's."""
+    library._missing.cache_clear()
+    library.fallbacks.clear()
+    yield
+    library._missing.cache_clear()
+    library.fallbacks.clear()
+
+
+def test_a_missing_compiler_is_noticed_and_counted(monkeypatch: pytest.MonkeyPatch, asked_anew: None) -> None:
     from torch._inductor.exc import InvalidCxxCompiler
 
     def load(*arguments: object) -> None:
         raise InvalidCxxCompiler("none")
 
     monkeypatch.setattr(library, "_function", load)
-    library.available.cache_clear()
-    try:
-        assert not library.available()
-    finally:
-        library.available.cache_clear()
+    x = ordinary((4, 64), BF16)
+    assert_same(torch.ops.te_models.round_per_tensor(x, SCALE, E4M3, F32), q.round_per_tensor(x, SCALE, E4M3))
+    assert library.fallbacks == {"there is no C++ compiler": 1}
+
+
+def test_a_torch_whose_cache_is_another_is_noticed(monkeypatch: pytest.MonkeyPatch, asked_anew: None) -> None:
+    from torch._inductor import codecache
+
+    monkeypatch.setattr(codecache.CppCodeCache, "load", classmethod(lambda cls, code: pytest.fail("called")))
+    assert not library.available()
+    monkeypatch.delattr(codecache, "CppCodeCache")
+    library._missing.cache_clear()
+    assert not library.available()
+    assert len(library.fallbacks) == 2, library.fallbacks

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from te_models.kernels.quantize import random
-from te_models.kernels.quantize import random as random_eager
+from te_models.kernels.quantize import hadamard, random
 from te_models.kernels.quantize.fp8 import blocks
 from te_models.kernels.quantize.nvfp4 import cpu as nvfp4_eager
 from te_models.kernels.quantize.nvfp4 import reference as nvfp4
@@ -25,7 +24,7 @@ def by_definition(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
     def call(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         with monkeypatch.context() as patch:
-            for module in (nvfp4, nvfp4_eager, blocks, random):
+            for module in (nvfp4_eager, blocks, hadamard, random):
                 patch.setattr(module, "eager_on_cpu", lambda x: False)
             return function(*args, **options)
 
@@ -83,7 +82,7 @@ def test_random_rounding_next_to_a_tie_and_to_the_fraction() -> None:
 def test_random_bits_are_the_definition(
     monkeypatch: pytest.MonkeyPatch, by_definition: Callable[..., Any], key: tuple[int, int], size: int, at_once: int
 ) -> None:
-    monkeypatch.setattr(random_eager, "_AT_ONCE", at_once if size < 1000 else 1 << 14)
+    monkeypatch.setattr(random, "_AT_ONCE", at_once if size < 1000 else 1 << 14)
     for stream in (0, 7, 2**32 - 1):
         arguments = (torch.tensor(key), stream, (size,))
         got, expected = random.random_bits(*arguments), by_definition(random.random_bits, *arguments)
@@ -99,14 +98,14 @@ def test_quantizing_is_the_definition(
     x, keys = every_case(dtype), (None, torch.tensor([3, 4]))
     for given, key in itertools.product((x, x.mT, x[:, ::2, :32], x[0].contiguous(), torch.nn.Parameter(x[1])), keys):
         for rows in (1, 16):
-            got = nvfp4.quantize_nvfp4(given, block_rows=rows, key=key)
+            got = nvfp4_eager.quantize_nvfp4(given, block_rows=rows, key=key)
             expected = by_definition(nvfp4.quantize_nvfp4, given, block_rows=rows, key=key)
             assert all(torch.equal(bits(a), bits(b)) for a, b in zip(got, expected, strict=True))
-            values = nvfp4.decode_blocks(*got[:2], given.shape[-1])
+            values = nvfp4_eager.decode_blocks(*got[:2], given.shape[-1])
             assert torch.equal(bits(values), bits(by_definition(nvfp4.decode_blocks, *got[:2], given.shape[-1])))
         for block in BLOCKS:
             for into in (torch.bfloat16, torch.float32):
-                got = nvfp4.round_nvfp4(given, into, block=block, key=key)
+                got = nvfp4_eager.round_nvfp4(given, into, block=block, key=key)
                 expected = by_definition(nvfp4.round_nvfp4, given, into, block=block, key=key)
                 assert all(torch.equal(bits(a), bits(b)) for a, b in zip(got, expected, strict=True))
 
@@ -116,15 +115,31 @@ def test_what_the_short_way_does_not_take(by_definition: Callable[..., Any]) -> 
     x = every_case(torch.float32)[0]
     for given in (x.clone().index_fill_(1, torch.tensor([3]), float("nan")), x[:, :60], x[:61]):
         for rows in (1, 16):
-            got = nvfp4.quantize_nvfp4(given, block_rows=rows)
+            got = nvfp4_eager.quantize_nvfp4(given, block_rows=rows)
             expected = by_definition(nvfp4.quantize_nvfp4, given, block_rows=rows)
             assert torch.equal(got[0], expected[0]) and torch.equal(bits(got[1]), bits(expected[1]))
-    ones = torch.ones(96, 4)
-    assert nvfp4_eager.serves(x, ones, (1, 16))
-    assert not nvfp4_eager.serves(x, ones * float("nan"), (1, 16))
-    assert not nvfp4_eager.serves(x.double(), ones, (1, 16))
-    assert not nvfp4_eager.serves(x.clone().requires_grad_(), ones, (1, 16))
-    assert not nvfp4_eager.serves(x.to("meta"), ones, (1, 16))
+    assert nvfp4_eager.serves(x, (1, 16))
+    for given in (x.double(), x.clone().requires_grad_(), x.to("meta"), x[:, :60], x[:0]):
+        assert not nvfp4_eager.serves(given, (1, 16))
+    with pytest.raises(ValueError, match="block_rows is 2; allowed: 1, 16"):
+        nvfp4_eager.quantize_nvfp4(x, block_rows=2)
+
+
+def test_codes_and_scales_lie_row_by_row() -> None:
+    x = every_case(torch.bfloat16)
+    for given, rows in ((x, 16), (x.mT, 1), (x[0].t(), 1)):
+        assert all(part.is_contiguous() for part in nvfp4_eager.quantize_nvfp4(given, block_rows=rows))
+
+
+def test_the_transform_by_stages_is_the_definition(by_definition: Callable[..., Any]) -> None:
+    x = every_case(torch.bfloat16)
+    x[1, 40, 5] = x[1, 50, 6] = 3e38  # sums that overflow stay: an infinity less one would be NaN
+    for given in (x, x.mT, x[:, 3:50, 7:30], x[0, ::3], x[:0], torch.nn.Parameter(x[2])):
+        for dim in (-1, -2):
+            got, expected = hadamard.random_hadamard(given, dim), by_definition(hadamard.random_hadamard, given, dim)
+            assert got.shape == expected.shape and got.stride() == expected.stride()
+            assert torch.equal(got.isnan(), expected.isnan())
+            assert torch.equal(bits(got.nan_to_num(7.0)), bits(expected.nan_to_num(7.0)))
 
 
 def test_every_byte_and_every_scale_decode() -> None:

@@ -163,6 +163,10 @@ def cpu_graph(device: torch.device) -> Iterator[tuple[str, Arguments]]:
         amax = x.abs().amax((-2, -1)).float()
         yield "matrix_amax", (x,)
         yield "round_nvfp4", (x, dtype, [1, 16], amax, random, 1)
+        yield "round_current_nvfp4", (x, dtype, [1, 16], random, 1)
+        yield "round_current", (x, E4M3, dtype, True, 0.1)
+        yield "round_per_tensor", (x, torch.tensor(0.7), E5M2, dtype)
+        yield "raised_amax", (x, amax / 2)
         yield "random_hadamard_rows", (x.to(BF16),)
 
 

@@ -79,9 +79,9 @@ def test_later_micro_batches_do_not_quantize_the_weight(monkeypatch: pytest.Monk
     shapes: list[tuple[int, ...]] = []
 
     def note(function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda x, *rest: (shapes.append(tuple(x.shape)), function(x, *rest))[1]
+        return lambda x, *rest, **options: (shapes.append(tuple(x.shape)), function(x, *rest, **options))[1]
 
-    for name in ("quantize_per_tensor", "round_per_tensor"):
+    for name in ("quantize_per_tensor", "round_per_tensor", "round_current"):
         monkeypatch.setattr(q, name, note(getattr(q, name)))
     counts = []
     for how in ("none", "argument"):
