@@ -103,18 +103,18 @@ def quantize_and_round(
     for shape in shapes:
         blocks = magnitudes.view(shape)  # type: ignore[arg-type]
         if len(shape) == 2:  # type: ignore[arg-type]
-            amax = blocks.int().amax(1)  # reducing rows of 32 is fast in int32, and not in int16
-            scale, scale_inv = scale_of.index_select(0, amax), scale_inv_of.index_select(0, amax)
+            largest = blocks.int().amax(1)  # reducing rows of 32 is fast in int32, and not in int16
+            scale, scale_inv = scale_of.index_select(0, largest), scale_inv_of.index_select(0, largest)
             grid = (*size[:-1], -1)
         else:
-            amax = blocks.amax(1).int().view(-1)
-            scale = scale_of.index_select(0, amax).view(-1, 1, size[-1])
-            scale_inv = scale_inv_of.index_select(0, amax).view(-1, 1, size[-1])
+            largest = blocks.amax(1).int().view(-1)
+            scale = scale_of.index_select(0, largest).view(-1, 1, size[-1])
+            scale_inv = scale_inv_of.index_select(0, largest).view(-1, 1, size[-1])
             grid = (*size[:-2], -1, size[-1])
         data = saturating_cast(x.float().view(shape).mul_(scale), fp8_dtype)  # type: ignore[arg-type]
         if not found:
             values = fp8_to_float(data).mul_(scale_inv).to(dtype).view(size)
-        found += [data.view(size), stored_of.index_select(0, amax).view(grid)]
+        found += [data.view(size), stored_of.index_select(0, largest).view(grid)]
     return values, tuple(found)
 
 
@@ -137,11 +137,11 @@ def _tables(
     """Return, for each magnitude of a 16-bit dtype as the amax of a block, what is stored of its scale, what the block
     is multiplied with before the cast, and after it: [32768, 1] each."""
     with torch.inference_mode(False):
-        amax = torch.arange(1 << 15, dtype=torch.int16, device="cpu").view(dtype)[:, None]
+        largest = torch.arange(1 << 15, dtype=torch.int16, device="cpu").view(dtype)[:, None]
         if scale_kind == "e8m0":
-            stored = e8m0_from_amax(amax, fp8_dtype)
+            stored = e8m0_from_amax(largest, fp8_dtype)
             return stored, e8m0_inverse(stored), e8m0_to_float(stored)
         overflow = torch.finfo(dtype).max
-        scale = scale_from_amax(amax, fp8_dtype, pow2=scale_kind == "pow2", epsilon=epsilon, overflow=overflow)
+        scale = scale_from_amax(largest, fp8_dtype, pow2=scale_kind == "pow2", epsilon=epsilon, overflow=overflow)
         scale_inv = torch.div(torch.ones_like(scale), scale)
         return scale_inv, scale, scale_inv
