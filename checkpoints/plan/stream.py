@@ -1,4 +1,4 @@
-"""Move the pieces of a plan: into buffers in output order, for a writer, or into a live tensor."""
+"""Move the pieces of a plan: into buffers in output order for a writer, into a live tensor, or into a state dict."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from dataclasses import replace
 
 import torch
 
-from ..io.boxes import Box, Shape, count, extents, flat_interval, shift, slices
+from ..io.boxes import Box, Shape, count, extents, flat_interval, full, shift, slices
 from ..io.buffers import Buffer, Ring
-from ..io.dtypes import bits_of, dtype_name, torch_dtype
-from ..io.finite_cast import check_converted
-from ..io.store import Store
-from .plan import Output
+from ..io.dtypes import bits_of, check_converted, dtype_name, torch_dtype
+from ..io.store import MemoryStore, Store
+from .plan import Output, Plan
 from .tensor_map import Piece
 
 _UNREAD = 4
@@ -107,7 +106,7 @@ def fill_tensor(
     store: Store, pieces: Sequence[Piece], out: torch.Tensor, limit: int = 1 << 20, *, checked: bool = False
 ) -> None:
     """Copy all pieces into `out`, converting to its dtype and device, `limit` elements at a time. checked: see
-    `overflow.py`."""
+    `io/dtypes.py`."""
     for whole in pieces:
         if _read_in_place(store, whole, out):
             continue
@@ -226,3 +225,23 @@ def _stream_computed(parts: Iterable[torch.Tensor], nbytes: int) -> Iterator[tup
             unread.popleft().wait()
     while unread:
         unread.popleft().wait()
+
+
+@torch.no_grad()
+def carry_out(plan: Plan, store: MemoryStore) -> dict[str, torch.Tensor]:
+    """Return the outputs of a plan that moves tensors in memory.
+
+    An output that is a whole tensor under another name, or a view of one, shares its memory; others are new, on the
+    device of their first piece.
+    """
+    return {output.name: _moved(store, output) for output in plan.outputs}
+
+
+def _moved(store: MemoryStore, output: Output) -> torch.Tensor:
+    dtype = torch_dtype(output.dtype)
+    first = output.pieces[0]
+    if len(output.pieces) == 1 and first.box == full(output.shape):
+        return read_piece(store, first).to(dtype)
+    out = torch.empty(output.shape, dtype=dtype, device=store.view(first.source).device)
+    fill_tensor(store, output.pieces, out, limit=max(1, count(full(output.shape))))
+    return out

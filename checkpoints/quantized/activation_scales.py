@@ -23,7 +23,7 @@ from ..io.boxes import Box, Shape
 from ..io.dtypes import dtype_name
 from ..plan.plan import Output
 from ..plan.tensor_map import Namespace
-from .shared_amax import Key, matrix_keys
+from .row_blocks import Key, matrix_keys
 
 _OF_INPUTS = ("input_scale", "activation_scale", "input_global_scale")
 

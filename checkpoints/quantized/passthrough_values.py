@@ -18,8 +18,7 @@ from ..formats import WeightFormat, parse
 from ..formats.format import scale_beside
 from ..formats.views import View, value_view
 from ..io.boxes import Box, Range, Shape
-from ..io.dtypes import dtype_name, torch_dtype
-from ..io.finite_cast import check_decoded
+from ..io.dtypes import check_decoded, dtype_name, torch_dtype
 from ..io.store import FileStore
 from ..plan.plan import Output, Plan
 from .row_blocks import BAND_ELEMENTS

@@ -4,24 +4,29 @@ Quantizing works in float32, and in several copies: for a whole matrix that is m
 band ends where a block of the format ends, so its fields are a part of the matrix's, number for number; a scale that
 belongs to the whole matrix comes from a first pass over the bands. (Only the Hadamard transform, which no weight gets,
 would pad rows.)
+
+Files hold q, k and v, or gate and up, as tensors of their own, and our linear layers hold them as one matrix with one
+number in some formats (the scale of FP8, the amax of NVFP4). `JoinedAmaxes` quantizes such tensors with the amax of the
+whole matrix, so that an import takes over what is written.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
 import torch
 
 from te_models.kernels.quantize import amax
-from te_models.layers import Quantizer
-from te_models.layers.quantizer import Usage
+from te_models.layers.quantizer import Quantizer, Usage
 from te_models.layers.quantizer.schema import FieldLayout, alignment, field_layouts
 
 from ..io.boxes import Shape
 from ..io.threads import in_turn
+from ..plan.tensor_map import Link
 
 BAND_ELEMENTS = 1 << 20
 """Elements of a band, so many that the calls of its dozens of operations cost little, each of which may wait for the
@@ -146,3 +151,38 @@ def field_rows(layout: FieldLayout, band: Rows) -> Rows | None:
         return None
     rows = layout.block[0]
     return band[0] // rows, -(-band[1] // rows)
+
+
+Key = tuple[str, int]
+"""A parameter and the number of a matrix in it."""
+
+
+def matrix_keys(links: Iterable[Link], parameters: Container[str]) -> dict[str, list[Key]]:
+    """Return where each matrix of the stored weights [out, in] or [E, out, in] of these parameters goes, by weight."""
+    keys: dict[str, list[Key]] = {}
+    for link in links:
+        if link.name in parameters:
+            first = link.box[0].start if len(link.box) == 3 else 0
+            count = link.stored_box[0].size if len(link.stored_box) == 3 else 1
+            keys.setdefault(link.stored, [(link.name, first + member) for member in range(count)])
+    return keys
+
+
+class JoinedAmaxes:
+    """The amaxes of the matrices that tensors of files are parts of, found when they are first asked for."""
+
+    def __init__(self, quantizer: Quantizer) -> None:
+        self._quantizer = quantizer
+        self._parts: dict[Key, list[tuple[Read, Rows]]] = defaultdict(list)
+        self._found: dict[Key, Amaxes] = {}
+
+    def add(self, key: Key, shape: Shape, read: Read) -> Callable[[Executor | None], Amaxes]:
+        """Note a part [rows, columns] of a matrix; return what returns the amaxes of the whole, given threads."""
+        self._parts[key] += [(read, band) for band in bands(self._quantizer, shape)]
+
+        def whole(pool: Executor | None) -> Amaxes:
+            if key not in self._found:  # two files may both find it, the same
+                self._found[key] = amaxes_of(self._quantizer, self._parts[key], pool)
+            return self._found[key]
+
+        return whole

@@ -5,28 +5,33 @@ before it has any data, so it can write the header at once and then let the data
 
 Several files are written at once, each through buffers and threads of its own (a `Lane`), with the same bytes whatever
 their number. Files with computed tensors take turns: one computes at a time, so memory stays that of one tensor.
+
+`write_tensors` writes one file of tensors in memory through the same path.
 """
 
 from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Self
 
 import torch
 
+from ..io.atomic import flush
 from ..io.buffers import Buffer
 from ..io.disk_file import DiskFile
+from ..io.dtypes import dtype_name
 from ..io.hashing import Digests, FileRecord, Lane
-from ..io.store import Store
+from ..io.store import MemoryStore, Store
 from ..io.threads import ByteProgress, Progress, cores, run_all
 from ..io.weight_files import INDEX
+from ..plan.plan import Output
 from ..plan.stream import stream
 from .resume import Journal
-from .shards import Shard, header_bytes, index_bytes
+from .shards import Shard, alignment, header_bytes, index_bytes
 
 MAX_FILES_AT_ONCE = 4
 """Each file at work has buffers of 12 MiB."""
@@ -119,3 +124,27 @@ class HashedFile:
     def record(self) -> FileRecord:
         """Return the digests and the size; waits for the hashing threads."""
         return self.digests.record(self._nbytes)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write a file with the permissions of a new file (under the umask); an existing one stays until it is complete.
+
+    Tensors are on any device and need not be contiguous; every bit is kept. Raises OSError that names the file where it
+    cannot be written.
+    """
+    outputs = [Output(n, dtype_name(t.dtype), tuple(t.shape), compute=_parts(t)) for n, t in tensors.items()]
+    partial = path.with_name(f".{path.name}.partial")
+    shard = Shard(partial.name, tuple(sorted(outputs, key=alignment)), metadata or {})
+    try:
+        partial.unlink(missing_ok=True)
+        write_weights(path.parent, [shard], MemoryStore({}))
+        partial.rename(path)
+        flush(path.parent)
+    except OSError as error:
+        raise OSError(f"{path.name}: {error.strerror or error}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _parts(tensor: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
+    return lambda: [tensor]

@@ -25,7 +25,7 @@ from te_models.checkpoints import CheckpointError, save_model
 from te_models.checkpoints.io.atomic import new_folder
 from te_models.checkpoints.io.manifest import MANIFEST, manifest_bytes, record_files
 from te_models.checkpoints.io.store import read_tensors
-from te_models.checkpoints.write.tensor_file import write_tensors
+from te_models.checkpoints.write.writer import write_tensors
 
 from ...model.pretrained.split_saving import save_split
 from .checks import (

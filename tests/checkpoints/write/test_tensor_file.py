@@ -14,7 +14,7 @@ from te_models.checkpoints import CheckpointError
 from te_models.checkpoints.io import store
 from te_models.checkpoints.io.store import read_tensors
 from te_models.checkpoints.write import tensor_file
-from te_models.checkpoints.write.tensor_file import write_tensors
+from te_models.checkpoints.write.writer import write_tensors
 from tests.checkpoints.hf_cases import assert_same_bits
 
 ROOT = Path(__file__).resolve().parents[3]
