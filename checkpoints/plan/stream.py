@@ -41,6 +41,16 @@ def _file_bytes(store: Store, piece: Piece) -> tuple[int, int] | None:
     return begin, end
 
 
+def copied_tensor(store: Store, output: Output) -> str | None:
+    """Return the source tensor whose bytes, all of them in order, are those of the output; None where there is none."""
+    if output.compute is not None or len(output.pieces) != 1:
+        return None
+    (piece,) = output.pieces
+    info = store.tensors[piece.source]
+    same = output.dtype == info.dtype and output.nbytes == info.nbytes
+    return piece.source if same and _file_bytes(store, piece) == (0, info.nbytes) else None
+
+
 def read_rows(store: Store, field: Output, begin: int, end: int) -> torch.Tensor:
     """Return indices begin .. end - 1 along the first dimension of what a plan moves to an output; all of a scalar."""
     shape = (end - begin, *field.shape[1:]) if field.shape else ()

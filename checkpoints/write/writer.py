@@ -45,23 +45,25 @@ def write_weights(
     journal: Journal | None = None,
     progress: Progress | None = None,
     files_at_once: int | None = None,
+    file_digests: bool = False,
 ) -> dict[str, FileRecord]:
     """Write all files, and an index where there is more than one; return file name -> record.
 
     Arguments:
         journal: of an earlier run that was killed; files that it finished are checked and kept.
         files_at_once: default: as many as there are processor cores, at most MAX_FILES_AT_ONCE.
+        file_digests: hash the bytes of each file as a whole, too, see `FileRecord`.
     """
     at_once = files_at_once or min(cores(), MAX_FILES_AT_ONCE)
     bytes_done = ByteProgress(sum(shard.nbytes for shard in shards), progress)
-    records = journal.keep(folder, shards, bytes_done, at_once) if journal is not None else {}
+    records = {} if journal is None else journal.keep(folder, shards, bytes_done, at_once, file_digests=file_digests)
     computing = threading.Lock()
 
     def write(shard: Shard) -> FileRecord:
         computed = any(output.compute is not None for output in shard.outputs)
         with computing if computed else nullcontext(), Lane() as lane:
             header = header_bytes(shard)
-            with HashedFile(folder / shard.file, len(header) + shard.nbytes, lane) as file:
+            with HashedFile(folder / shard.file, len(header) + shard.nbytes, lane, whole=file_digests) as file:
                 file.write_header(header)
                 for output in shard.outputs:
                     missing = output.nbytes
@@ -94,11 +96,11 @@ def write_small_file(path: Path, data: bytes) -> FileRecord:
 
 
 class HashedFile:
-    """A file being written, hashed (as a whole and tensor by tensor) and brought to the disk by threads meanwhile."""
+    """A file being written, hashed tensor by tensor (whole: and all at once) and brought to the disk by threads."""
 
-    def __init__(self, path: Path, nbytes: int, lane: Lane) -> None:
+    def __init__(self, path: Path, nbytes: int, lane: Lane, *, whole: bool = False) -> None:
         self._file, self._nbytes = DiskFile(path, nbytes, lane.staging, lane.disk), nbytes
-        self.digests = Digests(lane)
+        self.digests = Digests(lane, whole=whole)
 
     def __enter__(self) -> Self:
         return self
@@ -126,8 +128,11 @@ class HashedFile:
         return self.digests.record(self._nbytes)
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write a file with the permissions of a new file (under the umask); an existing one stays until it is complete.
+def write_tensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> FileRecord:
+    """Write a file with the permissions of a new file (under the umask), and return its digests; an existing one stays
+    until it is complete.
 
     Tensors are on any device and need not be contiguous; every bit is kept. Raises OSError that names the file where it
     cannot be written.
@@ -137,13 +142,14 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
     shard = Shard(partial.name, tuple(sorted(outputs, key=alignment)), metadata or {})
     try:
         partial.unlink(missing_ok=True)
-        write_weights(path.parent, [shard], MemoryStore({}))
+        (record,) = write_weights(path.parent, [shard], MemoryStore({})).values()
         partial.rename(path)
         flush(path.parent)
     except OSError as error:
         raise OSError(f"{path.name}: {error.strerror or error}") from error
     finally:
         partial.unlink(missing_ok=True)
+    return record
 
 
 def _parts(tensor: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
