@@ -19,6 +19,9 @@ from .tensor_map import Piece
 _UNREAD = 4
 """Pieces of computed tensors that may still be read, so that computing and hashing need not wait for each other."""
 
+_AT_ONCE = 1 << 20
+"""Elements that are read at once."""
+
 _TRANSPOSED = 8 << 20
 """Elements of a transposed matrix that are read at once."""
 
@@ -54,8 +57,12 @@ def copied_tensor(store: Store, output: Output) -> str | None:
 def read_rows(store: Store, field: Output, begin: int, end: int) -> torch.Tensor:
     """Return indices begin .. end - 1 along the first dimension of what a plan moves to an output; all of a scalar."""
     shape = (end - begin, *field.shape[1:]) if field.shape else ()
+    pieces = list(cut_pieces(field.pieces, 0, begin, end)) if field.shape else field.pieces
+    whole = len(pieces) == 1 and pieces[0].box == full(shape) and math.prod(shape) <= _AT_ONCE
+    if whole and _file_bytes(store, pieces[0]) is None:  # computed where it is read, so not in another's memory
+        return read_piece(store, pieces[0]).to(torch_dtype(field.dtype)).contiguous()
     band = torch.empty(shape, dtype=torch_dtype(field.dtype))
-    fill_tensor(store, list(cut_pieces(field.pieces, 0, begin, end)) if field.shape else field.pieces, band)
+    fill_tensor(store, pieces, band)
     return band
 
 
@@ -113,7 +120,7 @@ def cut_pieces(pieces: Sequence[Piece], d: int, begin: int, end: int) -> Iterato
 
 
 def fill_tensor(
-    store: Store, pieces: Sequence[Piece], out: torch.Tensor, limit: int = 1 << 20, *, checked: bool = False
+    store: Store, pieces: Sequence[Piece], out: torch.Tensor, limit: int = _AT_ONCE, *, checked: bool = False
 ) -> None:
     """Copy all pieces into `out`, converting to its dtype and device, `limit` elements at a time. checked: see
     `io/dtypes.py`."""

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 
 import torch
 
-from te_models.kernels.quantize import amax
 from te_models.layers.quantizer import Quantizer, Usage
 from te_models.layers.quantizer.schema import FieldLayout, alignment, field_layouts
 
@@ -63,8 +62,8 @@ class Matrix:
     """A matrix [rows, columns] to quantize, and the fields that are filled.
 
     amaxes: see `amaxes_once`; of a larger matrix that it is a part of, or of one that is read again for another copy;
-    None: found when they are needed. error: the largest difference between it and what its quantized bands stand for,
-    if `measure` was asked for.
+    None: found when they are needed. error: the largest difference between it and what either of its quantized copies
+    stands for, if `measure` was asked for.
     """
 
     read: Read
@@ -90,23 +89,23 @@ def quantize_bands(
         measure: set each matrix's error.
     """
     layouts = field_layouts(quantizer)
+    usages = by_usage(quantizer)
 
     def fill(matrix: Matrix, band: Rows, amaxes: Amaxes) -> torch.Tensor | None:
-        rows = matrix.read(*band)
-        stored = quantizer.quantize_fields(rows, amaxes=amaxes)
+        rows, stored = matrix.read(*band), dict[str, torch.Tensor]()
+        for copy in usages:
+            fields, error = _quantized(copy, rows, amaxes, measure=measure)
+            stored |= fields
+            matrix.error = max(matrix.error, error)
         for layout in layouts:
             if layout.name in matrix.fields:
                 part, out = field_rows(layout, band), matrix.fields[layout.name]
                 target = out if part is None else out.narrow(layout.axis(-2), part[0], part[1] - part[0])
                 target.copy_(stored[layout.name])
-        if measure and rows.numel():
-            # of a transposed copy the values lie across, and subtracting so takes four times as long as turning them
-            difference = quantizer.dequantize_fields(stored, torch.float32, rows.shape).contiguous().sub_(rows)
-            matrix.error = max(matrix.error, float(amax(difference)))  # bands that meet here hold the interpreter lock
         return None if streamed is None else stored[streamed]
 
     def tasks() -> Iterator[Callable[[], torch.Tensor | None]]:
-        parts = bands(quantizer, shape)
+        parts = bands(quantizer, shape, decoded=measure)
         for matrix in matrices:
             amaxes = (matrix.amaxes or amaxes_once(quantizer, matrix.read, shape))(pool)
             for band in parts:
@@ -115,6 +114,46 @@ def quantize_bands(
     for part in (task() for task in tasks()) if pool is None else in_turn(pool, tasks(), _AHEAD):
         if part is not None:
             yield part
+
+
+def by_usage(quantizer: Quantizer) -> list[Quantizer]:
+    """Return quantizers that make the stored copies one by one."""
+    usages = quantizer.stored_usages()
+    if len(usages) == 1:
+        return [quantizer]
+    return [quantizer.with_usage(rowwise=u == "rowwise", columnwise=u == "columnwise") for u in usages]
+
+
+def _quantized(
+    quantizer: Quantizer, rows: torch.Tensor, amaxes: Amaxes, *, measure: bool
+) -> tuple[dict[str, torch.Tensor], float]:
+    """Return the fields of the one copy that a quantizer makes of a band; measure: and their largest error, else 0."""
+    (usage,) = quantizer.stored_usages()
+    turned = quantizer.of_transpose() if usage == "columnwise" and not quantizer.symmetric else None
+    if turned is not None and _data_layout(quantizer).transposed and rows.numel():
+        # the copy is the rowwise one of the transpose: made so, it is compared with what lies in memory as it does
+        rows, amaxes = rows.mT.contiguous(), {"rowwise": amaxes["columnwise"]} if amaxes else {}
+    else:
+        turned = None
+    fields = (turned or quantizer).quantize_fields(rows, amaxes=amaxes)
+    error = 0.0
+    if measure and rows.numel():
+        difference = (turned or quantizer).dequantize_fields(fields, torch.float32, rows.shape).contiguous().sub_(rows)
+        low, high = torch.aminmax(difference)
+        error = float(torch.maximum(-low, high))
+    if turned is not None:
+        fields = {f"columnwise_{name.removeprefix('rowwise_')}": field for name, field in fields.items()}
+    return fields, error
+
+
+def _data_layout(quantizer: Quantizer) -> FieldLayout:
+    (usage,) = quantizer.stored_usages()
+    return next(layout for layout in field_layouts(quantizer) if layout.name == f"{usage}_data")
+
+
+def streams(quantizer: Quantizer) -> bool:
+    """Whether bands of rows of the one copy that a quantizer makes follow one another in its data."""
+    return not _data_layout(quantizer).transposed
 
 
 def amaxes_once(quantizer: Quantizer, read: Read, shape: Shape) -> Callable[[Executor | None], Amaxes]:

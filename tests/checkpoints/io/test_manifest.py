@@ -120,7 +120,7 @@ def test_a_changed_manifest_is_refused(hf_folder: HFFolder, tmp_path: Path) -> N
         (f'"{digest}"', "7", "does not map the tensors of 'model.safetensors'"),
         (f'"sha256": "{small["sha256"]}"', '"sha256": 1', "'config.json' by something other than sha256 and bytes"),
         (f'"digest": "{entry["digest"]}"', '"digest": 1', "'model.safetensors' by something other than sha256 and"),
-        (f'"digest": "{entry["digest"]}"', f'"digest": "{digest}"', "digest of model.safetensors .* is not made of those"),
+        (f'"digest": "{entry["digest"]}"', f'"digest": "{digest}"', "digest of model.safetensors .* is not made of"),
         ('"digest": ', '"sha256": "", "digest": ', "by something other than the digests of its parts"),
         (f'"header": "{entry["header"]}"', '"header": ""', "by something other than the digests of its parts"),
         (entry["header"], entry["header"].upper(), "by something other than the digests of its parts"),
@@ -174,7 +174,7 @@ def test_what_the_manifest_does_not_list_is_a_failure(
         (lambda values: values["files"].pop("model.safetensors"), "not list"),
         (lambda values: values["files"]["model.safetensors"].update(header="0"), "other than the digests of its parts"),
         (lambda values: values["files"]["model.safetensors"].update(header="0" * 64), "header"),
-        (lambda values: values["files"]["model.safetensors"].update(digest="0" * 64), "is not made of those of its parts"),
+        (lambda values: values["files"]["model.safetensors"].update(digest="0" * 64), "is not made of those of its"),
         (lambda values: values["files"]["model.safetensors"]["tensors"].popitem(), "tensor"),
     ],
 )

@@ -12,7 +12,7 @@ from te_models.checkpoints.io.store import MemoryStore
 from te_models.checkpoints.plan.quantized_format import SUFFIXES, describe
 from te_models.checkpoints.quantized import row_blocks as bands
 from te_models.checkpoints.quantized.dequantized_store import ValueStore
-from te_models.layers import Float8CurrentScalingQuantizer, HybridQuantizer, MXFP8Quantizer, Quantizer
+from te_models.layers import Float8CurrentScalingQuantizer, HybridQuantizer, MXFP8Quantizer, NVFP4Quantizer, Quantizer
 from te_models.layers import recipe as recipe_by_name
 from te_models.layers.quantizer.schema import empty_fields
 from tests.checkpoints.hf_cases import HFFolder
@@ -21,6 +21,8 @@ NAMES = ("delayed", "current", "block", "mxfp8", "nvfp4")
 QUANTIZERS: dict[str, Quantizer] = {name: recipe_by_name(name).weight_quantizer() for name in NAMES} | {
     "mxfp8 columnwise": MXFP8Quantizer(rowwise=False),
     "block 1-D": recipe_by_name("block", w_block_scaling_dim=1).weight_quantizer(),
+    "nvfp4 1-D": NVFP4Quantizer(),
+    "current, both copies": Float8CurrentScalingQuantizer(),
     "hybrid": HybridQuantizer(rowwise_quantizer=Float8CurrentScalingQuantizer(), columnwise_quantizer=MXFP8Quantizer()),
 }
 
@@ -47,7 +49,8 @@ def test_bands_are_parts_of_the_whole(monkeypatch: pytest.MonkeyPatch, name: str
         bits(field).fill_(0x7F)
     matrix = bands.Matrix(lambda begin, end: x[begin:end], fields)
     assert list(bands.quantize_bands([matrix], quantizer, shape, measure=True)) == []
-    assert matrix.error == (values - x).abs().max()
+    copies = (copy.dequantize_fields(whole, torch.float32, shape) for copy in bands.by_usage(quantizer))
+    assert matrix.error == max(float((copy - x).abs().max()) for copy in copies)
     assert fields.keys() == whole.keys()
     for field, value in whole.items():
         assert torch.equal(bits(fields[field]), bits(value)), field
