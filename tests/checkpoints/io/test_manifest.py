@@ -69,6 +69,16 @@ def test_digests_are_those_of_other_tools(hf_folder: HFFolder, tmp_path: Path, w
         assert check_manifest(folder) == len(records)
 
 
+def test_the_command_line_asks_for_digests_of_whole_files(hf_folder: HFFolder, tmp_path: Path) -> None:
+    ours, out = tmp_path / "ours", tmp_path / "out"
+    import_hf(hf_folder("llama"), ours)
+    assert main(["merge-shards", str(ours), str(out), "--file-digests"]) == 0
+    assert read_manifest(out)["model.safetensors"].sha256 == sha256((out / "model.safetensors").read_bytes())
+    assert main(["verify", str(out)]) == 0
+    assert main(["merge-shards", str(out), str(tmp_path / "again")]) == 0
+    assert (tmp_path / "again/manifest.json").read_bytes() == (ours / "manifest.json").read_bytes()
+
+
 def test_a_tensor_has_the_same_digest_in_any_file(hf_folder: HFFolder, tmp_path: Path) -> None:
     source = hf_folder("llama")
     found = []
