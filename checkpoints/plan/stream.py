@@ -29,9 +29,9 @@ _TRANSPOSED = 8 << 20
 def read_piece(store: Store, piece: Piece) -> torch.Tensor:
     """Return the piece's source elements, shaped like its place in the output; of memory, a view."""
     part = store.read(piece.source, piece.source_box)
-    kept = [axis for axis in piece.axes if axis is not None]
-    dropped = [d for d in range(part.dim()) if d not in kept]
-    return part.permute((*kept, *dropped)).reshape(extents(piece.box))
+    used = [axis for axis in piece.axes if axis is not None]
+    dropped = [d for d in range(part.dim()) if d not in used]
+    return part.permute((*used, *dropped)).reshape(extents(piece.box))
 
 
 def _file_bytes(store: Store, piece: Piece) -> tuple[int, int] | None:

@@ -89,9 +89,9 @@ def cut(part: ToyPart) -> tuple[Plan, bool]:
             outputs.append(Output(name, files[source].dtype, shape, tuple(pieces)))
     outputs += _further(part)
     outputs += (copy_of(files[copy], copy, copy) for copy in ckpt.tied_copies)
-    kept = list(unused_outputs(part, target))
-    passthrough = tuple(output.name for output in kept)
-    return Plan((*outputs, *kept), passthrough=passthrough), found
+    unused = list(unused_outputs(part, target))
+    passthrough = tuple(output.name for output in unused)
+    return Plan((*outputs, *unused), passthrough=passthrough), found
 
 
 def renumbered(declaration: Mapping[str, Any], part: ToyPart) -> dict[str, Any]:
