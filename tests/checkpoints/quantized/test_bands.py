@@ -8,8 +8,13 @@ import pytest
 import torch
 
 from te_models.checkpoints import dequantize, import_hf, quantize
+from te_models.checkpoints.io.boxes import full
 from te_models.checkpoints.io.store import MemoryStore
+from te_models.checkpoints.plan.plan import Output
 from te_models.checkpoints.plan.quantized_format import SUFFIXES, describe
+from te_models.checkpoints.plan.stream import read_rows
+from te_models.checkpoints.plan.tensor_map import Piece
+from te_models.checkpoints.quantized import requantize
 from te_models.checkpoints.quantized import row_blocks as bands
 from te_models.checkpoints.quantized.dequantized_store import ValueStore
 from te_models.layers import Float8CurrentScalingQuantizer, HybridQuantizer, MXFP8Quantizer, NVFP4Quantizer, Quantizer
@@ -60,6 +65,32 @@ def test_bands_are_parts_of_the_whole(monkeypatch: pytest.MonkeyPatch, name: str
     parts = list(stored.bands("w"))
     assert len(parts) > 1 or shape[0] < 300
     assert torch.equal(bits(torch.cat(parts)), bits(values))
+
+
+def test_both_copies_are_made_of_values_that_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And once before for the amax. A copy that can be written as it is made, MXFP8's columnwise one, is read for by
+    itself, so that it need not be in memory."""
+    shape = (300, 48)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    box, rows_read = full(shape), 0
+    weight = Output("w", "BF16", shape, (Piece("w", box, box, (0, 1)),))
+
+    def counted(store: MemoryStore, field: Output, begin: int, end: int) -> torch.Tensor:
+        nonlocal rows_read
+        rows_read += end - begin
+        return read_rows(store, field, begin, end)
+
+    monkeypatch.setattr(requantize, "read_rows", counted)
+    monkeypatch.setattr(bands, "BAND_ELEMENTS", 1)
+    for quantizer, passes in ((NVFP4Quantizer(), 2), (Float8CurrentScalingQuantizer(), 2), (MXFP8Quantizer(), 2)):
+        rows_read = 0
+        entries = requantize.field_entries("w", shape, describe(quantizer, torch.bfloat16))
+        outputs = requantize.requantized_outputs(MemoryStore({"w": x}), weight, quantizer, entries, lambda: None)
+        whole = {"w" + SUFFIXES[field]: value for field, value in quantizer.quantize_fields(x).items()}
+        for output in outputs:
+            found = torch.cat([bits(part) for part in output.compute()])
+            assert torch.equal(found, bits(whole.pop(output.name))), output.name
+        assert whole == {} and rows_read == passes * shape[0], quantizer
 
 
 @pytest.mark.parametrize("name", NAMES)
