@@ -13,8 +13,7 @@ from .base.family import Family
 from .base.fields import Field, Fixed, OneOf, Only, Values, get_path, read_typed
 from .base.latent import latent_fields
 from .base.layer_fields import check_names
-from .base.moe_fields import Groups, SharedExperts
-from .base.moe_layers import FirstDense
+from .base.moe_fields import FirstDense, Groups, SharedExperts
 from .base.names import COMMON, Fused
 from .base.rope import Rope
 

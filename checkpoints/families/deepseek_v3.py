@@ -13,8 +13,7 @@ from .base.common import ATTENTION_BIAS
 from .base.family import Family
 from .base.fields import Field, OneOf, Only, Values, read_typed
 from .base.latent import latent_fields
-from .base.moe_fields import Groups, SharedExperts, sigmoid_router
-from .base.moe_layers import FirstDense
+from .base.moe_fields import FirstDense, Groups, SharedExperts, sigmoid_router
 from .base.names import Fused
 from .base.rope import Rope
 from .base.unused import LAYERS_BEHIND

@@ -8,8 +8,7 @@ from .base.common import ATTENTION_BIAS, decoder_fields
 from .base.family import Family
 from .base.fields import Field, Fixed, OneOf
 from .base.layer_fields import WindowedFrom
-from .base.moe_fields import Groups, SharedExperts, sigmoid_router
-from .base.moe_layers import FirstDense
+from .base.moe_fields import FirstDense, Groups, SharedExperts, sigmoid_router
 from .base.names import Fused
 from .base.rope import Rope
 from .glm4_moe import SIGMOID_NAMES

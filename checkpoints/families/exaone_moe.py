@@ -8,8 +8,7 @@ from .base.common import decoder_fields
 from .base.family import Family
 from .base.fields import Field, Fixed, OneOf
 from .base.layer_fields import LayerPattern
-from .base.moe_fields import Groups, SharedExperts, sigmoid_router
-from .base.moe_layers import LayerKinds
+from .base.moe_fields import Groups, LayerKinds, SharedExperts, sigmoid_router
 from .base.names import Fused, Names
 from .base.rope import Rope
 from .base.unused import Unused

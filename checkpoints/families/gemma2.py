@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from .base.common import decoder_fields
-from .base.converted import Converted
 from .base.family import Family
-from .base.fields import Fixed, Nullable
+from .base.fields import Converted, Fixed, Nullable
 from .base.layer_fields import LayerPattern
 from .base.names import SANDWICH, Names
 from .base.rope import Rope

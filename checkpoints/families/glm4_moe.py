@@ -11,8 +11,7 @@ from te_models.config import ModelConfig
 from .base.common import decoder_fields
 from .base.family import Family
 from .base.fields import Field, OneOf, Values, read_typed
-from .base.moe_fields import Groups, SharedExperts, sigmoid_router
-from .base.moe_layers import FirstDense
+from .base.moe_fields import FirstDense, Groups, SharedExperts, sigmoid_router
 from .base.names import Fused, Names
 from .base.rope import Rope
 from .base.unused import LAYERS_BEHIND

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from .base.common import ATTENTION_BIAS, decoder_fields
-from .base.converted import Converted
 from .base.family import Family
-from .base.fields import Field
+from .base.fields import Converted, Field
 from .base.rope import Rope
 
 GRANITE_COMMON = (

@@ -5,8 +5,7 @@ from __future__ import annotations
 from .base.common import ATTENTION_BIAS, decoder_fields
 from .base.family import Family
 from .base.fields import Field, Fixed, OneOf
-from .base.moe_fields import SharedExperts
-from .base.moe_layers import LayerKinds
+from .base.moe_fields import LayerKinds, SharedExperts
 from .base.names import Fused, Names
 from .base.rope import Rope
 from .base.unused import LAYERS_BEHIND

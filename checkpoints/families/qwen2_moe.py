@@ -8,8 +8,7 @@ from .base.common import decoder_fields
 from .base.family import Family
 from .base.fields import Field, Fixed, OneOf
 from .base.layer_fields import PerLayerWindow
-from .base.moe_fields import RouterLoss
-from .base.moe_layers import SparseLayers
+from .base.moe_fields import RouterLoss, SparseLayers
 from .base.names import Fused, Names
 from .base.rope import Rope
 

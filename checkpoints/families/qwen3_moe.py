@@ -6,8 +6,7 @@ from .base.common import ATTENTION_BIAS, decoder_fields
 from .base.family import Family
 from .base.fields import Field, Fixed, OneOf
 from .base.layer_fields import AllLayersWindow
-from .base.moe_fields import RouterLoss
-from .base.moe_layers import SparseLayers
+from .base.moe_fields import RouterLoss, SparseLayers
 from .base.names import Fused, Names
 from .base.rope import Rope
 

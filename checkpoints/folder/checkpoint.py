@@ -16,16 +16,15 @@ from te_models.layers import QuantizedTensor
 
 from ..families import FAMILIES, family_of
 from ..formats import Declaration, declared, without_quantization
-from ..formats.scales import check_elements, check_scales
+from ..formats.numbers import check_elements, check_scales
 from ..formats.source import QuantizedFiles, open_quantized
 from ..io.errors import CheckpointError
 from ..io.header import TensorInfo
 from ..io.hub import local_folder
-from ..io.limits import check_held, check_strangers
 from ..io.store import Store
 from ..io.strict_json import read_object
 from ..io.weight_files import open_weights, plain_file
-from ..plan.param_shapes import ExpertLayout, expected_tensors
+from ..plan.param_shapes import ExpertLayout, check_held, check_strangers, expected_tensors
 from ..plan.parameters import Parameters
 from ..plan.plan import match_tensors
 from ..plan.quantized_format import SUFFIXES, Description, empty, read_metadata

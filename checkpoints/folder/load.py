@@ -11,7 +11,7 @@ import torch
 from te_models.config import ModelConfig
 from te_models.layers import GroupedTensor, QuantizedTensor
 
-from ..formats.scales import check_values
+from ..formats.numbers import check_values
 from ..io.errors import CheckpointError, shorten
 from ..io.store import Store
 from ..plan.param_shapes import ExpertLayout, expected_tensors

@@ -11,14 +11,14 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from ..io.buffers import CHUNK_BYTES
 from ..io.errors import CheckpointError, quote, shorten
 from ..io.hashing import FileRecord, file_digest
-from ..io.manifest import MANIFEST, is_manifest, read_manifest
+from ..io.manifest import MANIFEST, check_joint_digest, is_manifest, read_manifest
 from ..io.store import FileStore
 from ..io.threads import cores
 from ..io.weight_files import file_inside
@@ -48,9 +48,9 @@ def check_while_reading(folder: Path, store: FileStore, *, ours: bool) -> None:
 
 
 def _check_weights(store: FileStore, records: Mapping[str, FileRecord]) -> None:
-    names: dict[str, set[str]] = {file: set() for file in store.paths}
+    names: dict[str, dict[str, None]] = {file: {} for file in store.paths}
     for name, file in store.file_of.items():
-        names[file].add(name)
+        names[file][name] = None
     for file, path in store.paths.items():
         record, held = records.get(file), names[file]
         if record is None:
@@ -59,7 +59,7 @@ def _check_weights(store: FileStore, records: Mapping[str, FileRecord]) -> None:
         if size != record.size:
             raise CheckpointError(f"{file} has {size} bytes and {MANIFEST} says {record.size}; {_SKIP}")
         differing = [name for name in record.tensors if name not in held]
-        differing += sorted(held - record.tensors.keys())
+        differing += sorted(held.keys() - record.tensors.keys())
         if differing:
             raise CheckpointError(f"{file} and {MANIFEST} differ in which tensors there are: {shorten(differing)}")
         if record.header and store.header_digests[file] != record.header:
@@ -67,6 +67,7 @@ def _check_weights(store: FileStore, records: Mapping[str, FileRecord]) -> None:
                 f"the header of {file} does not have the SHA-256 that {MANIFEST} says; it was changed or damaged; "
                 f"{_SKIP}"
             )
+        check_joint_digest(file, record, held)
 
 
 def _small_files(folder: Path, store: FileStore, records: Mapping[str, FileRecord]) -> list[str]:
@@ -115,6 +116,14 @@ class TensorDigests:
         self._share = frozenset(share)
         for name in share:
             self._start(name)
+
+    def leave_to_reader(self, names: Iterable[str]) -> None:
+        """Do not hash these tensors: the reader does, and hands the digests to `compare`."""
+        self._started.update(names)
+
+    def compare(self, digests: Iterable[tuple[str, str]]) -> None:
+        """Compare digests of tensors, by name, with the expected ones."""
+        self._damaged += {name for name, digest in digests if digest != self._expected[name]}
 
     def _start(self, name: str) -> None:
         waiting: list[Future[None]] = []

@@ -19,9 +19,8 @@ from te_models.config import ConfigError, ModelConfig
 
 from ..formats.details import check_details
 from ..io.errors import CheckpointError, shown
-from ..io.limits import check_counts
 from ..io.strict_json import dump_object, parse_object
-from ..plan.param_shapes import ExpertLayout, check_layout
+from ..plan.param_shapes import ExpertLayout, check_counts, check_layout
 
 CONFIG = "config.json"
 MODEL_TYPE = "te_models"

@@ -22,8 +22,7 @@ from te_models.layers.quantizer import NVFP4Quantizer
 
 from ..families.base.fields import shorten_value
 from ..io.errors import CheckpointError
-from .fields import one_of, section
-from .format import Part, WeightFormat
+from .format import Part, WeightFormat, one_of, section
 from .fp8 import BLOCK, blocks_128, per_channel, per_tensor
 from .modelopt import takes_nvfp4
 from .mx import mxfp4_format, mxfp8_format

@@ -4,7 +4,7 @@
     mxfp4               X_blocks U8 [.., M, K/32, 16]    X_scales U8 [.., M, K/32]
 
 Every format is one declaration of this kind in a file of its own. How it is read, written, checked and reported follows
-from the declaration.
+from the declaration. `one_of` and `section` read the fields of `quantization_config`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import torch
 
 from te_models.layers.quantizer import FP8Quantizer, Quantizer
 
+from ..families.base.fields import shorten_value
 from ..io.boxes import Shape
+from ..io.errors import CheckpointError
 
 Entries = Literal["matrix", "apart", "column"]
 Element = Literal["e4m3", "e2m1"]
@@ -145,3 +147,23 @@ def scale_beside(weight: str, kind: str) -> str:
 def over_blocks(shape: Shape, block: tuple[int, int]) -> Shape:
     """Return how many blocks a matrix [..., rows, columns] has."""
     return (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
+
+
+def one_of(config: Mapping[str, Any], name: str, allowed: tuple[Any, ...], default: Any) -> Any:
+    """Return a field that must have one of these values; `default` where it is absent or null."""
+    value = config.get(name)
+    value = default if value is None else value
+    if not any(value == choice and type(value) is type(choice) for choice in allowed):
+        raise CheckpointError(
+            f"the quantization configuration has {name} = {shorten_value(value)}; supported: "
+            f"{', '.join(map(str, allowed))}"
+        )
+    return value
+
+
+def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return an object inside a configuration."""
+    value = config.get(name)
+    if not isinstance(value, dict):
+        raise CheckpointError(f"the quantization configuration has no {name!r} object")
+    return value

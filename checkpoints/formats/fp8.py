@@ -25,8 +25,7 @@ from te_models.layers.quantizer import (
 
 from ..families.base.fields import shorten_value
 from ..io.errors import CheckpointError
-from .fields import one_of
-from .format import FLOAT_SCALES, WHOLE, Entries, Part, WeightFormat, is_e4m3
+from .format import FLOAT_SCALES, WHOLE, Entries, Part, WeightFormat, is_e4m3, one_of
 
 BLOCK = (128, 128)
 E4M3 = ("e4m3", "float8_e4m3fn")

@@ -21,8 +21,7 @@ from te_models.layers.quantizer import NVFP4Quantizer, Quantizer
 
 from ..families.base.fields import shorten_value
 from ..io.errors import CheckpointError
-from .fields import one_of
-from .format import Part, WeightFormat
+from .format import Part, WeightFormat, one_of
 from .fp8 import blocks_128, per_channel, per_tensor
 from .mx import mxfp8_format
 

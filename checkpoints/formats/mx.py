@@ -21,8 +21,7 @@ from te_models.kernels.quantize.nvfp4.reference import round_e2m1
 from te_models.layers.quantizer import MXFP8Quantizer, NVFP4Quantizer, Quantizer
 from te_models.layers.quantizer.base import Fields, Usage
 
-from .fields import one_of
-from .format import BYTE_SCALES, Part, WeightFormat, is_e4m3
+from .format import BYTE_SCALES, Part, WeightFormat, is_e4m3, one_of
 from .fp8 import E4M3
 
 _ROWWISE = MXFP8Quantizer(columnwise=False)

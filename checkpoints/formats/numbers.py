@@ -2,19 +2,24 @@
 
 A function here maps the entries that a file has for a part of a matrix to what they stand for; which entries those are
 is `views`' business. E2M1 comes two in a byte, the even element in the low half.
+
+Scales and elements of our folders and of Hugging Face's alike are checked here, too: a scale that no quantization
+gives makes every weight of its block meaningless, and a NaN among the eight-bit numbers spreads from there.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
 from te_models.kernels.quantize import e8m0_to_float, fp8_to_float, global_decode
 
+from ..io.box_reads import cut_rows
 from ..io.errors import CheckpointError
+from ..io.store import FileStore
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _NO_CODE = 255
@@ -120,3 +125,50 @@ def _closest(guess: Tensor, restores: Callable[[Tensor], Tensor], factor: Tensor
         own = (global_decode(amax) == factor).float() * 2 + restores(amax).float()
         best, rank = torch.where(own > rank, amax, best), torch.maximum(own, rank)
     return best
+
+
+_PART = 1 << 18
+_E8M0_NAN = 255
+_LOW_BITS, _ONES, _HIGH_BITS = 0x7F7F7F7F7F7F7F7F, 0x0101010101010101, -0x7F7F7F7F7F7F7F80
+
+
+def check_scales(store: FileStore, names: Iterable[str]) -> None:
+    """Read these scales and amaxes; raise CheckpointError naming the first that no quantization gives."""
+    for name in names:
+        for box in cut_rows(store.tensors[name].shape, 4 * _PART):
+            check_values(name, store.read(name, box))
+
+
+def check_values(name: str, scales: torch.Tensor) -> None:
+    """Raise CheckpointError where these scales, stored as `name` or a part of it, hold a NaN, an infinity, a negative
+    number or a zero.
+
+    Scales stored as bytes are exponents (E8M0), in which 255 is NaN. Of scales in E4M3, and of amaxes, zeros are those
+    of blocks and matrices that are zero.
+    """
+    zeros = scales.dtype == torch.float8_e4m3fn or name.endswith("_amax")
+    for part in scales.flatten().split(_PART):
+        if part.dtype in (torch.uint8, torch.float8_e8m0fnu):
+            finite, wrong = part.view(torch.uint8) != _E8M0_NAN, False
+        else:
+            numbers = part.float()
+            finite, wrong = torch.isfinite(numbers), bool((numbers < 0 if zeros else numbers <= 0).any())
+        if not finite.all():
+            raise CheckpointError(f"{name!r} has a scale that is NaN or infinite, so its weight has no values")
+        if wrong:
+            what = "negative" if zeros else "zero or negative"
+            raise CheckpointError(f"{name!r} has a scale that is {what}, so its weight has no values")
+
+
+def check_elements(name: str, data: memoryview, dtype: str) -> None:
+    """Raise CheckpointError where these bytes of the tensor `name`, in F8_E4M3 or F8_E5M2, hold a NaN."""
+    raw = torch.frombuffer(data, dtype=torch.uint8)
+    if dtype == "F8_E4M3":  # a NaN is seven ones below the sign: of eight bytes at once, one that a carry goes out of
+        body = raw[: len(raw) // 8 * 8]
+        body = body.clone() if body.data_ptr() % 8 else body
+        words = body.view(torch.int64)
+        found = bool(((words & _LOW_BITS) + _ONES & _HIGH_BITS).any()) or bool((raw[len(body) :] & 127 == 127).any())
+    else:
+        found = bool(raw.view(torch.float8_e5m2).float().isnan().any())
+    if found:
+        raise CheckpointError(f"{name!r} holds a NaN among its quantized numbers, so its weight has no values")

@@ -28,7 +28,7 @@ from .encode import number_amax, number_error
 from .format import Declaration, Part, WeightFormat, scale_beside
 from .fp8 import FLOAT_BLOCKS, POW2_BLOCKS
 from .namespace import FieldNamespace, field_namespace, upright
-from .scales import check_values
+from .numbers import check_values
 from .stacks import seen_upright
 from .views import View, ViewStore, field_view, value_view
 

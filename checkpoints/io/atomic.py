@@ -61,9 +61,9 @@ def new_folder(destination: Path, *, overwrite: bool, job: str | None = None) ->
         shutil.rmtree(working)
         flush(destination.parent)
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt) and (kept := _finished(working)):
+        if isinstance(error, KeyboardInterrupt) and (count := _finished(working)):
             raise KeyboardInterrupt(
-                f"{working} has {kept} finished files: the same command goes on from there"
+                f"{working} has {count} finished files: the same command goes on from there"
             ) from None
         shutil.rmtree(working, ignore_errors=True)
         _remove_empty(created)

@@ -63,12 +63,12 @@ def check_not_above(source: Path, destination: Path) -> None:
         raise CheckpointError(f"{destination} contains the folder that is read; choose another destination")
 
 
-def check_in_place(source: Path, destination: Path, kept: Collection[str]) -> None:
-    """Raise CheckpointError where `destination` is the folder that is read and has files that are not `kept`: neither
-    read nor copied, they would be gone."""
+def check_in_place(source: Path, destination: Path, known: Collection[str]) -> None:
+    """Raise CheckpointError where `destination` is the folder that is read and has files that are not `known`:
+    neither read nor copied, they would be gone."""
     if not (destination.exists() and destination.samefile(source)):
         return
-    lost = sorted(path.name for path in source.iterdir() if path.name not in kept)
+    lost = sorted(path.name for path in source.iterdir() if path.name not in known)
     if lost:
         raise CheckpointError(
             f"{destination} is the folder that is read, and replacing it would remove {shorten(lost)}; choose another "

@@ -1,4 +1,8 @@
-"""The dtype names of the safetensors format, their torch dtypes and their widths in bits."""
+"""The dtype names of the safetensors format, their torch dtypes and their widths in bits; casts that overflow.
+
+A conversion to float16 that turns a finite number into an infinite one is refused where it writes, a buffer at a time:
+float16 reaches 65504, every other float 3e38, and a maximum costs little beside the conversion itself.
+"""
 
 from __future__ import annotations
 
@@ -70,3 +74,22 @@ def as_torch_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     if not isinstance(found, torch.dtype) or _NAMES.get(found) not in FLOATS:
         raise CheckpointError(f"weights cannot be converted to {dtype}; choose float64, float32, float16 or bfloat16")
     return found
+
+
+def check_converted(found: torch.Tensor, values: torch.Tensor, name: str) -> None:
+    """Raise CheckpointError naming the tensor `name` if `found`, made of `values`, is infinite where these are not."""
+    if found.dtype != torch.float16 or values.dtype == torch.float16 or not found.isinf().any():
+        return
+    lost = values[found.isinf() & values.isfinite()]
+    if lost.numel():
+        raise CheckpointError(
+            f"{name} has the value {float(lost[0]):.6g}, which float16 cannot hold (at most 65504); choose bfloat16 or "
+            "float32"
+        )
+
+
+def check_decoded(values: torch.Tensor, name: str) -> torch.Tensor:
+    """Return the values of a quantized weight; raise CheckpointError naming it if float16 is too narrow for them."""
+    if values.dtype == torch.float16 and values.isinf().any():
+        raise CheckpointError(f"{name} has values that float16 cannot hold (at most 65504); choose bfloat16 or float32")
+    return values

@@ -1,14 +1,15 @@
-"""SHA-256 of a file and of every tensor in it, by two threads, in the one pass that its data makes through memory.
+"""SHA-256 of every tensor of a file, in the one pass that its data makes through memory; no byte is hashed twice.
 
-The two digests read the same buffers, and hashlib releases the interpreter lock, so on a machine with cores to spare
-they cost no more time than one; no byte is read a second time.
+The digest of a weight file is made of parts: of the digest of its header and of those of its tensors, which together
+cover every byte. The digest that `sha256sum` prints of the same file is computed only where that is asked for, by a
+thread of its own from the same buffers: hashlib releases the interpreter lock.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,13 +22,31 @@ from .header import read_header
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What one file must be: its digest, its size in bytes, and for weights the digest of each tensor's data, and of
-    the header before them (empty in the record of a release that did not note it)."""
+    """What one file must be: its size in bytes, and its digests in hexadecimal digits.
+
+    Attributes:
+        sha256: of all bytes; of weights only where that was asked for, or an earlier release wrote it, else empty.
+        tensors: of weights, the digest of each tensor's data.
+        header: of weights, the digest of the bytes before the data; empty where a release did not note it.
+        digest: of weights without `sha256`: see `joint_digest`.
+    """
 
     sha256: str
     size: int
     tensors: dict[str, str] = field(default_factory=dict)
     header: str = ""
+    digest: str = ""
+
+    @property
+    def of_weights(self) -> bool:
+        """Whether the record is of a safetensors file."""
+        return bool(self.digest or self.tensors)
+
+
+def joint_digest(header: str, tensors: Iterable[str]) -> str:
+    """Return the digest of a weight file: SHA-256 of the digests of its header and its tensors, in the order of their
+    data, in hexadecimal digits, with a newline after each."""
+    return hashlib.sha256("".join(f"{digest}\n" for digest in (header, *tensors)).encode()).hexdigest()
 
 
 class Lane:
@@ -49,34 +68,38 @@ class Lane:
 
 
 class Digests:
-    """The digests of one file while its bytes pass in order."""
+    """The digests of one file while its bytes pass in order. whole: of all its bytes at once, too."""
 
-    def __init__(self, lane: Lane) -> None:
-        self._lane, self._whole = lane, hashlib.sha256()
-        self._part = hashlib.sha256()  # of the tensor that passes now
+    def __init__(self, lane: Lane, *, whole: bool = False) -> None:
+        self._lane, self._whole = lane, hashlib.sha256() if whole else None
+        self._tensor = hashlib.sha256()  # of the one that passes now
         self._tensors: dict[str, Future[str]] = {}
         self._header = hashlib.sha256()
 
     def add_header(self, data: bytes) -> None:
         """Hash bytes that belong to no tensor."""
         self._header.update(data)
-        self._lane.of_file.submit(self._whole.update, data)
+        if self._whole is not None:
+            self._lane.of_file.submit(self._whole.update, data)
 
     def add(self, buffer: Buffer, data: memoryview) -> None:
-        """Hash `data`, a part of `buffer`, which is not reused before both threads have read it."""
-        buffer.pending.append(self._lane.of_file.submit(self._whole.update, data))
-        buffer.pending.append(self._lane.of_tensor.submit(self._part.update, data))
+        """Hash `data`, a part of `buffer`, which is not reused before the threads have read it."""
+        if self._whole is not None:
+            buffer.pending.append(self._lane.of_file.submit(self._whole.update, data))
+        buffer.pending.append(self._lane.of_tensor.submit(self._tensor.update, data))
 
     def end_tensor(self, name: str) -> None:
         """Say that the bytes since the last tensor ended are those of `name`."""
-        self._tensors[name] = self._lane.of_tensor.submit(self._part.hexdigest)
-        self._part = hashlib.sha256()
+        self._tensors[name] = self._lane.of_tensor.submit(self._tensor.hexdigest)
+        self._tensor = hashlib.sha256()
 
     def record(self, size: int) -> FileRecord:
         """Wait for the threads and return the digests of a file of `size` bytes."""
-        whole = self._lane.of_file.submit(self._whole.hexdigest).result()
         tensors = {name: digest.result() for name, digest in self._tensors.items()}
-        return FileRecord(whole, size, tensors, self._header.hexdigest())
+        header = self._header.hexdigest()
+        if self._whole is None:
+            return FileRecord("", size, tensors, header, joint_digest(header, tensors.values()))
+        return FileRecord(self._lane.of_file.submit(self._whole.hexdigest).result(), size, tensors, header)
 
 
 def file_digest(path: Path) -> str:
@@ -88,13 +111,15 @@ def file_digest(path: Path) -> str:
         raise CheckpointError(f"{path.name} cannot be read: {error.strerror}") from None
 
 
-def record_of(path: Path, lane: Lane, moved: Callable[[int], None] = lambda nbytes: None) -> FileRecord:
+def record_of(
+    path: Path, lane: Lane, moved: Callable[[int], None] = lambda nbytes: None, *, whole: bool = False
+) -> FileRecord:
     """Read a safetensors file and return its digests; a malformed one raises CheckpointError.
 
-    moved: called with the number of bytes of each part read.
+    moved: called with the number of bytes of each part read. whole: with the digest of all bytes, see `FileRecord`.
     """
     header = read_header(path)
-    digests = Digests(lane)
+    digests = Digests(lane, whole=whole)
     with path.open("rb", buffering=0) as file:
         digests.add_header(file.read(header.data_start))
         size = header.data_start

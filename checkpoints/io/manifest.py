@@ -1,26 +1,32 @@
 """manifest.json: size and SHA-256 of every file of a folder and of every tensor, to notice a damaged or edited copy.
 
-    {"format_version": 1, "files": {"config.json": {"sha256": "...", "bytes": 813},
-                                    "model.safetensors": {"sha256": "...", "bytes": 9712, "header": "...",
+    {"format_version": 2, "files": {"config.json": {"sha256": "...", "bytes": 813},
+                                    "model.safetensors": {"digest": "...", "bytes": 9712, "header": "...",
                                                           "tensors": {"a": "..."}}}}
 
-The digest of a file is the one that `sha256sum` prints. The digest of a tensor is of its data alone, so it stays the
-same when the tensor moves to another file, and it says which tensors of a damaged file are the damaged ones. `header`
-is the digest of the bytes before the data; folders of earlier releases do not have it.
+The digest of a tensor is of its data alone, so it stays the same when the tensor moves to another file, and it says
+which tensors of a damaged file are the damaged ones. `header` is the digest of the bytes before the data. `digest`, one
+number for a whole weight file, is made of these (`hashing.joint_digest`), so that every byte is hashed once.
+
+In version 1 a weight file has `sha256`, what `sha256sum` prints, in place of `digest`. Earlier releases wrote it (the
+first of them without `header`), and conversions do where they are asked for these digests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from .errors import CheckpointError, quote, shorten, shown
-from .hashing import FileRecord, Lane, file_digest, record_of
+from .hashing import FileRecord, Lane, file_digest, joint_digest, record_of
 from .strict_json import MAX_JSON_BYTES, dump_object, read_object
 from .weight_files import INDEX, TEMPLATES, file_inside, plain_file
 
 MANIFEST = "manifest.json"
+_VERSIONS = (1, 2)
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class Manifest(dict[str, FileRecord]):
@@ -35,7 +41,8 @@ def manifest_bytes(records: Mapping[str, FileRecord], *, partial: bool = False) 
     """Return the content of manifest.json. partial: other programs write further files beside these, as transformers
     its tokenizers, so that only weights which are not listed are unexpected."""
     files = {name: to_dict(record) for name, record in records.items()}
-    return dump_object({"format_version": 1, "files": files} | ({"partial": True} if partial else {}))
+    version = 2 if any(record.digest for record in records.values()) else 1
+    return dump_object({"format_version": version, "files": files} | ({"partial": True} if partial else {}))
 
 
 def read_manifest(folder: Path, *, limit: int | None = None) -> Manifest:
@@ -47,14 +54,19 @@ def read_manifest(folder: Path, *, limit: int | None = None) -> Manifest:
             f"{folder} has no {MANIFEST} that it could be checked against: te-models writes one into each of its "
             "folders; a second folder may be named to compare it with"
         )
-    values = read_object(plain_file(folder, MANIFEST), MANIFEST, limit=limit)
-    version = values.get("format_version")
-    if type(version) is not int or version != 1:
-        raise CheckpointError(f"{MANIFEST} has format_version {shown(version)}; this release reads version 1")
-    files = values.get("files")
-    if not isinstance(files, dict) or not files:
+    manifest = _read(folder, limit)
+    if not manifest:
         raise CheckpointError(f"{MANIFEST} has no 'files'")
-    partial = values.get("partial", False)
+    return manifest
+
+
+def _read(folder: Path, limit: int | None = None) -> Manifest:
+    values = read_object(plain_file(folder, MANIFEST), MANIFEST, limit=limit)
+    version, files, partial = values.get("format_version"), values.get("files"), values.get("partial", False)
+    if type(version) is not int or version not in _VERSIONS:
+        raise CheckpointError(f"{MANIFEST} has format_version {shown(version)}; this release reads versions 1 and 2")
+    if not isinstance(files, dict):
+        raise CheckpointError(f"{MANIFEST} has no 'files'")
     if not isinstance(partial, bool):
         raise CheckpointError(f"{MANIFEST} has partial = {shown(partial)}; allowed: true, false")
     return Manifest({name: from_dict(name, entry) for name, entry in files.items()}, partial=partial)
@@ -71,21 +83,34 @@ def is_manifest(folder: Path) -> bool:
 
 def to_dict(record: FileRecord) -> dict[str, Any]:
     """Return a record as JSON values."""
-    values: dict[str, Any] = {"sha256": record.sha256, "bytes": record.size}
+    values: dict[str, Any] = {"digest": record.digest} if record.digest else {"sha256": record.sha256}
+    values |= {"bytes": record.size}
     values |= {"header": record.header} if record.header else {}
-    return values | ({"tensors": record.tensors} if record.tensors else {})
+    return values | ({"tensors": record.tensors} if record.tensors or record.digest else {})
 
 
 def from_dict(name: str, entry: Any) -> FileRecord:
     """Return the record of a file from JSON values; anything else raises CheckpointError."""
-    if not isinstance(entry, dict) or not isinstance(entry.get("sha256"), str) or type(entry.get("bytes")) is not int:
+    kind = "digest" if isinstance(entry, dict) and "digest" in entry else "sha256"
+    if not isinstance(entry, dict) or not isinstance(entry.get(kind), str) or type(entry.get("bytes")) is not int:
         raise CheckpointError(f"{MANIFEST} describes {quote(name)} by something other than sha256 and bytes")
     tensors, header = entry.get("tensors", {}), entry.get("header", "")
     if not isinstance(tensors, dict) or not all(isinstance(digest, str) for digest in tensors.values()):
         raise CheckpointError(f"{MANIFEST} does not map the tensors of {quote(name)} to their sha256")
     if not isinstance(header, str):
         raise CheckpointError(f"{MANIFEST} describes the header of {quote(name)} by something other than its sha256")
-    return FileRecord(entry["sha256"], entry["bytes"], tensors, header)
+    if kind == "sha256":
+        return FileRecord(entry["sha256"], entry["bytes"], tensors, header)
+    if "sha256" in entry or not all(map(_SHA256.fullmatch, (entry["digest"], header, *tensors.values()))):
+        raise CheckpointError(f"{MANIFEST} describes {quote(name)} by something other than the digests of its parts")
+    return FileRecord("", entry["bytes"], tensors, header, entry["digest"])
+
+
+def check_joint_digest(name: str, record: FileRecord, tensors: Iterable[str]) -> None:
+    """Raise CheckpointError where the digest of a weight file is not made of those of its header and its tensors, named
+    in the order of their data."""
+    if record.digest and record.digest != joint_digest(record.header, (record.tensors[tensor] for tensor in tensors)):
+        raise CheckpointError(f"the digest of {name} in {MANIFEST} is not made of those of its parts; it was changed")
 
 
 def check_manifest(folder: str | Path, *, progress: Callable[[int, int], None] | None = None) -> int:
@@ -119,10 +144,11 @@ def check_manifest(folder: str | Path, *, progress: Callable[[int, int], None] |
             raise CheckpointError(f"{name} has {size} bytes and {MANIFEST} says {record.size}")
     with Lane() as lane:
         for name, record in records.items():
-            if record.tensors:
-                _check_weights(name, record, record_of(paths[name], lane, moved))
+            if record.of_weights:
+                found = record_of(paths[name], lane, moved, whole=bool(record.sha256))
             else:
-                _check_file(name, record, paths[name])
+                found = FileRecord(file_digest(paths[name]), record.size)
+            _check_record(name, record, found)
     return len(records)
 
 
@@ -137,32 +163,35 @@ def _names(folder: Path) -> Iterator[str]:
             yield path.name
 
 
-def _check_file(name: str, record: FileRecord, path: Path) -> None:
-    if file_digest(path) != record.sha256:
-        raise CheckpointError(f"{name} does not have the SHA-256 that {MANIFEST} says; it was changed or damaged")
-
-
-def _check_weights(name: str, record: FileRecord, found: FileRecord) -> None:
+def _check_record(name: str, record: FileRecord, found: FileRecord) -> None:
+    """Raise CheckpointError, naming the damaged tensors, where a file is not as listed."""
     differing = [t for t in {**record.tensors, **found.tensors} if record.tensors.get(t) != found.tensors.get(t)]
     header = bool(record.header) and record.header != found.header
-    if found.sha256 == record.sha256 and not differing and not header:
+    if (found.sha256, found.digest) == (record.sha256, record.digest) and not differing and not header:
         return
-    what = f"tensor {shorten(differing)}" if differing else "its header"
+    if record.digest and not differing and not header:
+        check_joint_digest(name, record, found.tensors)
+    what = "it" if not record.of_weights else f"tensor {shorten(differing)}" if differing else "its header"
     raise CheckpointError(f"{name} does not have the SHA-256 that {MANIFEST} says; {what} was changed or damaged")
 
 
 def record_files(
-    paths: Mapping[str, Path], moved: Callable[[int], None] = lambda nbytes: None
+    paths: Mapping[str, Path],
+    moved: Callable[[int], None] = lambda nbytes: None,
+    *,
+    whole: Container[str] = (),
 ) -> dict[str, FileRecord]:
     """Return the records of files as they are now, by the names given: those of safetensors files with their tensors.
 
-    moved: called with the number of bytes of each part of a safetensors file read.
+    Arguments:
+        moved: called with the number of bytes of each part of a safetensors file read.
+        whole: names of safetensors files whose digest is that of all bytes, see `FileRecord`.
     """
     records = {}
     with Lane() as lane:
         for name, path in paths.items():
             if path.suffix == ".safetensors":
-                records[name] = record_of(path, lane, moved)
+                records[name] = record_of(path, lane, moved, whole=name in whole)
             else:
                 records[name] = FileRecord(file_digest(path), path.stat().st_size)
     return records
@@ -176,13 +205,7 @@ def check_listed(folder: Path, paths: Mapping[str, Path]) -> None:
     Raises:
         CheckpointError: names the first file that is not as listed, and which of its tensors are damaged.
     """
-    values = read_object(plain_file(folder, MANIFEST), MANIFEST)
-    version, entries = values.get("format_version"), values.get("files")
-    if type(version) is not int or version != 1:
-        raise CheckpointError(f"{MANIFEST} has format_version {quote(str(version))}; this release reads 1")
-    if not isinstance(entries, dict):
-        raise CheckpointError(f"{MANIFEST} has no 'files'")
-    records = {name: from_dict(name, entry) for name, entry in entries.items()}
+    records = _read(folder)
     differing = [name for name in {**records, **paths} if (name in records) != (name in paths)]
     if differing:
         raise CheckpointError(f"{MANIFEST} lists other files than there should be: {shorten(differing)}")
@@ -190,11 +213,8 @@ def check_listed(folder: Path, paths: Mapping[str, Path]) -> None:
         size = path.stat().st_size
         if size != records[name].size:
             raise CheckpointError(f"{name} has {size} bytes and {MANIFEST} says {records[name].size}")
-    found = record_files(paths)
+    found = record_files(paths, whole={name for name, record in records.items() if record.sha256})
     for name, record in records.items():
-        if record.tensors:
-            _check_weights(name, record, found[name])
-        elif found[name].sha256 != record.sha256:
-            raise CheckpointError(f"{name} does not have the SHA-256 that {MANIFEST} says; it was changed or damaged")
+        _check_record(name, record, found[name])
     if plain_file(folder, MANIFEST).read_bytes() != manifest_bytes(found):  # every byte of it counts, too
         raise CheckpointError(f"{MANIFEST} is not as te-models writes it; it was changed or damaged")

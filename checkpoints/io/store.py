@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Protocol, Self
@@ -38,7 +38,7 @@ class Store(Protocol):
         ...
 
     def can_read_bytes(self, name: str) -> bool:
-        """Whether `read_into` works: the tensor is a byte range of a file."""
+        """Whether `read_into` works: the tensor is a byte range of a file, where it has the same name."""
         ...
 
     def read_into(self, name: str, begin: int, buffer: memoryview) -> None:
@@ -55,6 +55,14 @@ class Guard(Protocol):
 
     def take_share(self, rank: int, ranks: int) -> None:
         """Check this reader's share of all tensors instead of those that it reads."""
+        ...
+
+    def leave_to_reader(self, names: Iterable[str]) -> None:
+        """Do not check tensors that the reader hashes himself, whose digests he hands to `compare`."""
+        ...
+
+    def compare(self, digests: Iterable[tuple[str, str]]) -> None:
+        """Check the digests, by tensor name, of what was read."""
         ...
 
     def finish(self) -> None:
@@ -166,6 +174,16 @@ class FileStore:
         """Of a guarded store, check the tensors of one of several readers, instead of those that are read."""
         if self._guard is not None:
             self._guard.take_share(rank, ranks)
+
+    def leave_to_reader(self, names: Iterable[str]) -> None:
+        """Of a guarded store, do not hash tensors whose digests are handed to `compare_digests`."""
+        if self._guard is not None:
+            self._guard.leave_to_reader(names)
+
+    def compare_digests(self, digests: Iterable[tuple[str, str]]) -> None:
+        """Compare the SHA-256 of tensors, by name, as they were read; `finish_checks` raises what was found."""
+        if self._guard is not None:
+            self._guard.compare(digests)
 
     def finish_checks(self) -> None:
         """Wait until what was read is checked; raise what was found."""

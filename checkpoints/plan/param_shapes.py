@@ -3,17 +3,22 @@
 Legend: H hidden, V vocabulary, P positions, N query heads, G key/value heads, D head dim, F dense ffn, E experts,
 I expert ffn. Every gated first projection holds its gate rows, then its up rows; `linear_qkv` holds q, then k, then v;
 `linear_qkv_down` (latent attention) q or its latent, then the latent of k and v, then the rotated part of k.
+
+A configuration decides how many tensors are expected, so a hostile one could ask for a list of 10^9 layers. The bounds
+(`check_counts`, `check_held`) are far above any model. Within them the files must hold as many tensors as the layers
+and experts have at least, which is compared before the first name is made: what the files hold bounds the work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
 
 from te_models.config import ModelConfig
+from te_models.config.model import MAX_LAYERS
 
 from ..io.boxes import Shape
-from ..io.errors import CheckpointError
+from ..io.errors import CheckpointError, shorten
 
 ExpertLayout = Literal["grouped", "per-gemm"]
 
@@ -180,3 +185,60 @@ def _experts(config: ModelConfig, p: str) -> Iterator[tuple[str, Shape]]:
             yield f"{p}mlp.shared_experts.linear_fc2.bias", (H,)
         if moe.shared_expert_gate:
             yield f"{p}mlp.shared_experts.gate_weight", (1, H)
+
+
+MAX_EXPERTS = 100_000
+"""Experts in all layers; 384 in 60 layers are 23,040."""
+_PER_LAYER = 4
+"""Tensors that every layer has, in any form: two of its attention, two of its MLP or experts."""
+_PER_EXPERT = 2
+MAX_STRANGERS = 20_000
+"""Tensors that a model does not use, such as layers that predict further tokens: 256 experts with scales are 1,536."""
+
+
+def check_counts(layers: object, experts: object = None) -> None:
+    """Raise CheckpointError if a configuration claims more layers, or experts in all layers, than any model has."""
+    if isinstance(layers, int) and layers > MAX_LAYERS:
+        raise CheckpointError(f"the configuration claims {_short(layers)} layers; at most {MAX_LAYERS} are supported")
+    if isinstance(layers, int) and isinstance(experts, int) and layers * experts > MAX_EXPERTS:
+        raise CheckpointError(
+            f"the configuration claims {_short(experts)} experts in {layers} layers; at most {MAX_EXPERTS} in all"
+        )
+
+
+def check_held(config: ModelConfig, held: int, where: str, *, experts_apart: bool) -> None:
+    """Raise CheckpointError if the files hold fewer tensors than the layers of the model have at least.
+
+    held: how many. experts_apart: every expert has tensors of its own.
+    """
+    if held < _PER_LAYER * config.num_layers:
+        raise CheckpointError(
+            f"the tensors of {where} do not fit its configuration: it claims {config.num_layers} layers, which have "
+            f"{_PER_LAYER} tensors each at least, and the files hold {held}"
+        )
+    if experts_apart and not holds_experts(config, held):
+        assert config.moe is not None, "only experts can be missing here"
+        raise CheckpointError(
+            f"the tensors of {where} do not fit its configuration: it claims {config.moe.num_moe_experts} experts in a "
+            f"layer, which have {_PER_EXPERT} tensors each at least, and the files hold {held}"
+        )
+
+
+def holds_experts(config: ModelConfig, held: int) -> bool:
+    """Whether so many tensors can be those of a model whose experts have tensors of their own."""
+    if config.moe is None:
+        return True
+    layers = config.num_layers if config.moe.layers is None else len(config.moe.layers)
+    return held >= _PER_EXPERT * layers * config.moe.num_moe_experts
+
+
+def check_strangers(names: Sequence[str], where: str) -> None:
+    """Raise CheckpointError if there are more tensors outside of the configuration than any model has."""
+    if len(names) > MAX_STRANGERS:
+        raise CheckpointError(
+            f"the tensors of {where} do not fit its configuration: not part of this model: {shorten(names)}"
+        )
+
+
+def _short(number: int) -> str:
+    return str(number) if number < 10**18 else "more than 10^18"

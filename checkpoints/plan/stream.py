@@ -1,4 +1,4 @@
-"""Move the pieces of a plan: into buffers in output order, for a writer, or into a live tensor."""
+"""Move the pieces of a plan: into buffers in output order for a writer, into a live tensor, or into a state dict."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from dataclasses import replace
 
 import torch
 
-from ..io.boxes import Box, Shape, count, extents, flat_interval, shift, slices
+from ..io.boxes import Box, Shape, count, extents, flat_interval, full, shift, slices
 from ..io.buffers import Buffer, Ring
-from ..io.dtypes import bits_of, dtype_name, torch_dtype
-from ..io.finite_cast import check_converted
-from ..io.store import Store
-from .plan import Output
+from ..io.dtypes import bits_of, check_converted, dtype_name, torch_dtype
+from ..io.store import MemoryStore, Store
+from .plan import Output, Plan
 from .tensor_map import Piece
 
 _UNREAD = 4
 """Pieces of computed tensors that may still be read, so that computing and hashing need not wait for each other."""
+
+_AT_ONCE = 1 << 20
+"""Elements that are read at once."""
 
 _TRANSPOSED = 8 << 20
 """Elements of a transposed matrix that are read at once."""
@@ -27,9 +29,9 @@ _TRANSPOSED = 8 << 20
 def read_piece(store: Store, piece: Piece) -> torch.Tensor:
     """Return the piece's source elements, shaped like its place in the output; of memory, a view."""
     part = store.read(piece.source, piece.source_box)
-    kept = [axis for axis in piece.axes if axis is not None]
-    dropped = [d for d in range(part.dim()) if d not in kept]
-    return part.permute((*kept, *dropped)).reshape(extents(piece.box))
+    used = [axis for axis in piece.axes if axis is not None]
+    dropped = [d for d in range(part.dim()) if d not in used]
+    return part.permute((*used, *dropped)).reshape(extents(piece.box))
 
 
 def _file_bytes(store: Store, piece: Piece) -> tuple[int, int] | None:
@@ -42,11 +44,25 @@ def _file_bytes(store: Store, piece: Piece) -> tuple[int, int] | None:
     return begin, end
 
 
+def copied_tensor(store: Store, output: Output) -> str | None:
+    """Return the source tensor whose bytes, all of them in order, are those of the output; None where there is none."""
+    if output.compute is not None or len(output.pieces) != 1:
+        return None
+    (piece,) = output.pieces
+    info = store.tensors[piece.source]
+    same = output.dtype == info.dtype and output.nbytes == info.nbytes
+    return piece.source if same and _file_bytes(store, piece) == (0, info.nbytes) else None
+
+
 def read_rows(store: Store, field: Output, begin: int, end: int) -> torch.Tensor:
     """Return indices begin .. end - 1 along the first dimension of what a plan moves to an output; all of a scalar."""
     shape = (end - begin, *field.shape[1:]) if field.shape else ()
+    pieces = list(cut_pieces(field.pieces, 0, begin, end)) if field.shape else field.pieces
+    whole = len(pieces) == 1 and pieces[0].box == full(shape) and math.prod(shape) <= _AT_ONCE
+    if whole and _file_bytes(store, pieces[0]) is None:  # computed where it is read, so not in another's memory
+        return read_piece(store, pieces[0]).to(torch_dtype(field.dtype)).contiguous()
     band = torch.empty(shape, dtype=torch_dtype(field.dtype))
-    fill_tensor(store, list(cut_pieces(field.pieces, 0, begin, end)) if field.shape else field.pieces, band)
+    fill_tensor(store, pieces, band)
     return band
 
 
@@ -104,10 +120,10 @@ def cut_pieces(pieces: Sequence[Piece], d: int, begin: int, end: int) -> Iterato
 
 
 def fill_tensor(
-    store: Store, pieces: Sequence[Piece], out: torch.Tensor, limit: int = 1 << 20, *, checked: bool = False
+    store: Store, pieces: Sequence[Piece], out: torch.Tensor, limit: int = _AT_ONCE, *, checked: bool = False
 ) -> None:
     """Copy all pieces into `out`, converting to its dtype and device, `limit` elements at a time. checked: see
-    `overflow.py`."""
+    `io/dtypes.py`."""
     for whole in pieces:
         if _read_in_place(store, whole, out):
             continue
@@ -226,3 +242,23 @@ def _stream_computed(parts: Iterable[torch.Tensor], nbytes: int) -> Iterator[tup
             unread.popleft().wait()
     while unread:
         unread.popleft().wait()
+
+
+@torch.no_grad()
+def carry_out(plan: Plan, store: MemoryStore) -> dict[str, torch.Tensor]:
+    """Return the outputs of a plan that moves tensors in memory.
+
+    An output that is a whole tensor under another name, or a view of one, shares its memory; others are new, on the
+    device of their first piece.
+    """
+    return {output.name: _moved(store, output) for output in plan.outputs}
+
+
+def _moved(store: MemoryStore, output: Output) -> torch.Tensor:
+    dtype = torch_dtype(output.dtype)
+    first = output.pieces[0]
+    if len(output.pieces) == 1 and first.box == full(output.shape):
+        return read_piece(store, first).to(dtype)
+    out = torch.empty(output.shape, dtype=dtype, device=store.view(first.source).device)
+    fill_tensor(store, output.pieces, out, limit=max(1, count(full(output.shape))))
+    return out

@@ -1,7 +1,7 @@
 """Links: how parts of stored tensors correspond to parts of the model's canonical tensors.
 
-Canonical tensors are the model's parameters in grouped layout (`naming.py`). A `Namespace` describes one way to store
-them (a family's files, our grouped files, our per-GEMM files) as a set of links
+Canonical tensors are the model's parameters in grouped layout (`param_shapes.py`). A `Namespace` describes one way to
+store them (a family's files, our grouped files, our per-GEMM files) as a set of links
 
     canonical[name][box]  <->  stored[stored_name][stored_box], stored dimension d being canonical dimension axes[d]
 

@@ -23,7 +23,7 @@ from ..io.boxes import Box, Shape
 from ..io.dtypes import dtype_name
 from ..plan.plan import Output
 from ..plan.tensor_map import Namespace
-from .shared_amax import Key, matrix_keys
+from .row_blocks import Key, matrix_keys
 
 _OF_INPUTS = ("input_scale", "activation_scale", "input_global_scale")
 
@@ -49,13 +49,13 @@ def scale_outputs(
 
     Arguments:
         scales: those of the files that `ckpt` was imported from, by name.
-        plain: how the export stores the model; weights: its quantized weights; taken: names that other outputs have.
+        plain: how the export stores the model; weights: its quantized weights; occupied: names that other outputs have.
     """
     modules = {part for name in plain.stored for part in _modules(name)}
     beside = {scale_beside(weight, kind) for weight in weights for kind in weight_format.activations}
     beside |= {f"{module}.{kind}" for module in modules for kind in weight_format.attention}
-    kept = {n: t for n, t in scales.items() if n not in occupied and (n in beside or n.rpartition(".")[0] in modules)}
-    written, used = dict(kept), set(kept)
+    own = {n: t for n, t in scales.items() if n not in occupied and (n in beside or n.rpartition(".")[0] in modules)}
+    written, used = dict(own), set(own)
     source = _source(ckpt)
     twins = _twins(plain, source)
     by_kind = _by_matrix(ckpt, source, scales, weight_format)

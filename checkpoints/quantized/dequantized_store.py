@@ -12,8 +12,7 @@ from te_models.layers.quantizer.schema import FieldLayout, alignment, field_layo
 
 from ..folder.checkpoint import Checkpoint
 from ..io.boxes import Box, Range, Shape, slices
-from ..io.dtypes import dtype_name
-from ..io.finite_cast import check_decoded
+from ..io.dtypes import check_decoded, dtype_name
 from ..io.header import TensorInfo, byte_count
 from ..io.store import Store
 from ..plan.param_shapes import expected_tensors

@@ -180,8 +180,8 @@ def _move(
     copies: Mapping[str, str],
 ) -> _Moved:
     logical = quantizer_of("", next(iter(ckpt.formats.values())))[1]
-    kept = {name: quantizer for name, quantizer in quantizers.items() if name not in inexact}
-    found = field_namespace(plain, weights, weight_format, kept, logical, lambda a, b: True)
+    representable = {name: quantizer for name, quantizer in quantizers.items() if name not in inexact}
+    found = field_namespace(plain, weights, weight_format, representable, logical, lambda a, b: True)
     store: Store = as_values(ckpt, [*inexact, *found.inexact], torch.float32)
     rowwise = {name: _rowwise(ckpt, name) for name in found.formats}
     source = te_namespace(ckpt.config, ckpt.layout or "grouped", rowwise)

@@ -33,7 +33,7 @@ from ..plan.tensor_map import Namespace
 from .representable import coarser
 from .requantize import AmaxesOf, WrittenTensor
 from .route import Target
-from .shared_amax import JoinedAmaxes, matrix_keys
+from .row_blocks import JoinedAmaxes, matrix_keys
 
 _BAND = 1 << 22
 _STACK_BAND = 1 << 20

@@ -18,8 +18,7 @@ from ..formats import WeightFormat, parse
 from ..formats.format import scale_beside
 from ..formats.views import View, value_view
 from ..io.boxes import Box, Range, Shape
-from ..io.dtypes import dtype_name, torch_dtype
-from ..io.finite_cast import check_decoded
+from ..io.dtypes import check_decoded, dtype_name, torch_dtype
 from ..io.store import FileStore
 from ..plan.plan import Output, Plan
 from .row_blocks import BAND_ELEMENTS
@@ -55,11 +54,11 @@ def passthrough_as_values(
     gone = {*parts, *scales} - computed.keys()
     outputs = [computed.get(o.name, o) for o in plan.outputs if o.name not in gone]
     names = {old: output.name for old, output in computed.items()}
-    kept = tuple(names.get(name, name) for name in plan.passthrough if name not in gone)
-    same = set(kept) - computed.keys()
+    remaining = tuple(names.get(name, name) for name in plan.passthrough if name not in gone)
+    same = set(remaining) - computed.keys()
     left = [copy for name, copy in passthrough.items() if copy in same and files.tensors[name].dtype.startswith("F8_")]
     notes = (*plan.notes, _note(left, weight_format)) if left else plan.notes
-    return replace(plan, outputs=tuple(outputs), passthrough=kept, ignored=(*plan.ignored, *scales), notes=notes)
+    return replace(plan, outputs=tuple(outputs), passthrough=remaining, ignored=(*plan.ignored, *scales), notes=notes)
 
 
 def undeclared_passthrough_as_values(

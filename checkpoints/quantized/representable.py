@@ -114,8 +114,8 @@ def _too_wide(store: Store, plan: Plan, found: FieldNamespace, weight_format: We
 def _even(store: Store, scales: Output, rows: int, columns: int) -> bool:
     """Whether all scales [..., R, C] of each group of `rows` x `columns` are the same."""
     for _, band in read_bands(store, scales, _BAND, multiple=rows):
-        kept = band[..., ::rows, ::columns]
-        kept = kept.repeat_interleave(rows, -2).repeat_interleave(columns, -1)
-        if not torch.equal(kept[..., : band.shape[-2], : band.shape[-1]], band):
+        coarse = band[..., ::rows, ::columns]
+        coarse = coarse.repeat_interleave(rows, -2).repeat_interleave(columns, -1)
+        if not torch.equal(coarse[..., : band.shape[-2], : band.shape[-1]], band):
             return False
     return True

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from te_models.layers.quantizer import Quantizer
-from te_models.layers.quantizer.schema import empty_fields, field_layouts
+from te_models.layers.quantizer.schema import empty_fields
 from te_models.memory import return_freed_memory
 
 from ..io.boxes import Shape
@@ -20,7 +20,7 @@ from ..plan.plan import Output
 from ..plan.quantized_format import SUFFIXES, Description, field_specs
 from ..plan.report import Measure
 from ..plan.stream import matrices, read_rows
-from .row_blocks import BAND_ELEMENTS, Amaxes, Matrix, Read, amaxes_once, quantize_bands
+from .row_blocks import BAND_ELEMENTS, Amaxes, Matrix, Read, amaxes_once, by_usage, quantize_bands, streams
 
 Make = Callable[[], Iterable[torch.Tensor]]
 """Computes one field in parts along its first dimension; may be called once."""
@@ -72,7 +72,7 @@ def requantized_outputs(
     else:
         amaxes = [amaxes_of(number, read) for number, read in enumerate(readers)]
     makers: dict[str, Make] = {}
-    for q in _by_usage(quantizer):
+    for q in _passes(quantizer):
         fields = _Fields(weight.shape, q, readers, threads, measure, amaxes)
         makers |= {suffix: fields.entry(field) for field, suffix in fields.suffixes()}
     return [replace(e.output, compute=_encoded(makers[e.suffix], e.encode)) for e in entries]
@@ -82,21 +82,21 @@ def _encoded(make: Make, encode: Callable[[torch.Tensor], torch.Tensor] | None) 
     return make if encode is None else lambda: map(encode, make())
 
 
-def _by_usage(quantizer: Quantizer) -> list[Quantizer]:
-    """Return quantizers that make the stored copies one by one."""
-    usages = quantizer.stored_usages()
-    if len(usages) == 1:
-        return [quantizer]
-    return [quantizer.with_usage(rowwise=u == "rowwise", columnwise=u == "columnwise") for u in usages]
+def _passes(quantizer: Quantizer) -> list[Quantizer]:
+    """Return the quantizers of one pass over the values each: a copy of which all fields are in memory is made together
+    with the one before it, so that values are read, and decoded, once for both."""
+    copies = by_usage(quantizer)
+    return copies if all(map(streams, copies)) or not streams(copies[0]) else [quantizer]
 
 
 @dataclass
 class _Fields:
-    """The fields of one parameter.
+    """The fields of one parameter that are computed in one pass.
 
-    Its data is written band after band as it is computed, where its bands follow one another in the field; the other
-    fields, small ones, are kept until they are written. Otherwise (of a transposed copy a band is columns) all fields
-    are computed when the first is written, and each is dropped when it has been.
+    The data of the first copy is written band after band as it is computed, where its bands follow one another in the
+    field; the other fields, those of a transposed copy and small ones, are kept until they are written. Otherwise (of a
+    transposed copy a band is columns) all fields are computed when the first is written, and each is dropped when it
+    has been.
     """
 
     shape: Shape
@@ -108,10 +108,8 @@ class _Fields:
 
     def __post_init__(self) -> None:
         self._ready: dict[str, torch.Tensor] = {}
-        (usage,) = self.quantizer.stored_usages()
-        self._data = f"{usage}_data"
-        layouts = {layout.name: layout for layout in field_layouts(self.quantizer)}
-        self._streams = not layouts[self._data].transposed
+        self._data = f"{self.quantizer.stored_usages()[0]}_data"
+        self._streams = streams(by_usage(self.quantizer)[0])
 
     def suffixes(self) -> Iterator[tuple[str, str]]:
         """List the fields, each with what its entry's name adds to the parameter's."""

@@ -4,24 +4,28 @@ Quantizing works in float32, and in several copies: for a whole matrix that is m
 band ends where a block of the format ends, so its fields are a part of the matrix's, number for number; a scale that
 belongs to the whole matrix comes from a first pass over the bands. (Only the Hadamard transform, which no weight gets,
 would pad rows.)
+
+Files hold q, k and v, or gate and up, as tensors of their own, and our linear layers hold them as one matrix with one
+number in some formats (the scale of FP8, the amax of NVFP4). `JoinedAmaxes` quantizes such tensors with the amax of the
+whole matrix, so that an import takes over what is written.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
 import torch
 
-from te_models.kernels.quantize import amax
-from te_models.layers import Quantizer
-from te_models.layers.quantizer import Usage
+from te_models.layers.quantizer import Quantizer, Usage
 from te_models.layers.quantizer.schema import FieldLayout, alignment, field_layouts
 
 from ..io.boxes import Shape
 from ..io.threads import in_turn
+from ..plan.tensor_map import Link
 
 BAND_ELEMENTS = 1 << 20
 """Elements of a band, so many that the calls of its dozens of operations cost little, each of which may wait for the
@@ -58,8 +62,8 @@ class Matrix:
     """A matrix [rows, columns] to quantize, and the fields that are filled.
 
     amaxes: see `amaxes_once`; of a larger matrix that it is a part of, or of one that is read again for another copy;
-    None: found when they are needed. error: the largest difference between it and what its quantized bands stand for,
-    if `measure` was asked for.
+    None: found when they are needed. error: the largest difference between it and what either of its quantized copies
+    stands for, if `measure` was asked for.
     """
 
     read: Read
@@ -85,23 +89,23 @@ def quantize_bands(
         measure: set each matrix's error.
     """
     layouts = field_layouts(quantizer)
+    usages = by_usage(quantizer)
 
     def fill(matrix: Matrix, band: Rows, amaxes: Amaxes) -> torch.Tensor | None:
-        rows = matrix.read(*band)
-        stored = quantizer.quantize_fields(rows, amaxes=amaxes)
+        rows, stored = matrix.read(*band), dict[str, torch.Tensor]()
+        for copy in usages:
+            fields, error = _quantized(copy, rows, amaxes, measure=measure)
+            stored |= fields
+            matrix.error = max(matrix.error, error)
         for layout in layouts:
             if layout.name in matrix.fields:
                 part, out = field_rows(layout, band), matrix.fields[layout.name]
                 target = out if part is None else out.narrow(layout.axis(-2), part[0], part[1] - part[0])
                 target.copy_(stored[layout.name])
-        if measure and rows.numel():
-            # of a transposed copy the values lie across, and subtracting so takes four times as long as turning them
-            difference = quantizer.dequantize_fields(stored, torch.float32, rows.shape).contiguous().sub_(rows)
-            matrix.error = max(matrix.error, float(amax(difference)))  # bands that meet here hold the interpreter lock
         return None if streamed is None else stored[streamed]
 
     def tasks() -> Iterator[Callable[[], torch.Tensor | None]]:
-        parts = bands(quantizer, shape)
+        parts = bands(quantizer, shape, decoded=measure)
         for matrix in matrices:
             amaxes = (matrix.amaxes or amaxes_once(quantizer, matrix.read, shape))(pool)
             for band in parts:
@@ -110,6 +114,46 @@ def quantize_bands(
     for part in (task() for task in tasks()) if pool is None else in_turn(pool, tasks(), _AHEAD):
         if part is not None:
             yield part
+
+
+def by_usage(quantizer: Quantizer) -> list[Quantizer]:
+    """Return quantizers that make the stored copies one by one."""
+    usages = quantizer.stored_usages()
+    if len(usages) == 1:
+        return [quantizer]
+    return [quantizer.with_usage(rowwise=u == "rowwise", columnwise=u == "columnwise") for u in usages]
+
+
+def _quantized(
+    quantizer: Quantizer, rows: torch.Tensor, amaxes: Amaxes, *, measure: bool
+) -> tuple[dict[str, torch.Tensor], float]:
+    """Return the fields of the one copy that a quantizer makes of a band; measure: and their largest error, else 0."""
+    (usage,) = quantizer.stored_usages()
+    turned = quantizer.of_transpose() if usage == "columnwise" and not quantizer.symmetric else None
+    if turned is not None and _data_layout(quantizer).transposed and rows.numel():
+        # the copy is the rowwise one of the transpose: made so, it is compared with what lies in memory as it does
+        rows, amaxes = rows.mT.contiguous(), {"rowwise": amaxes["columnwise"]} if amaxes else {}
+    else:
+        turned = None
+    fields = (turned or quantizer).quantize_fields(rows, amaxes=amaxes)
+    error = 0.0
+    if measure and rows.numel():
+        difference = (turned or quantizer).dequantize_fields(fields, torch.float32, rows.shape).contiguous().sub_(rows)
+        low, high = torch.aminmax(difference)
+        error = float(torch.maximum(-low, high))
+    if turned is not None:
+        fields = {f"columnwise_{name.removeprefix('rowwise_')}": field for name, field in fields.items()}
+    return fields, error
+
+
+def _data_layout(quantizer: Quantizer) -> FieldLayout:
+    (usage,) = quantizer.stored_usages()
+    return next(layout for layout in field_layouts(quantizer) if layout.name == f"{usage}_data")
+
+
+def streams(quantizer: Quantizer) -> bool:
+    """Whether bands of rows of the one copy that a quantizer makes follow one another in its data."""
+    return not _data_layout(quantizer).transposed
 
 
 def amaxes_once(quantizer: Quantizer, read: Read, shape: Shape) -> Callable[[Executor | None], Amaxes]:
@@ -146,3 +190,38 @@ def field_rows(layout: FieldLayout, band: Rows) -> Rows | None:
         return None
     rows = layout.block[0]
     return band[0] // rows, -(-band[1] // rows)
+
+
+Key = tuple[str, int]
+"""A parameter and the number of a matrix in it."""
+
+
+def matrix_keys(links: Iterable[Link], parameters: Container[str]) -> dict[str, list[Key]]:
+    """Return where each matrix of the stored weights [out, in] or [E, out, in] of these parameters goes, by weight."""
+    keys: dict[str, list[Key]] = {}
+    for link in links:
+        if link.name in parameters:
+            first = link.box[0].start if len(link.box) == 3 else 0
+            count = link.stored_box[0].size if len(link.stored_box) == 3 else 1
+            keys.setdefault(link.stored, [(link.name, first + member) for member in range(count)])
+    return keys
+
+
+class JoinedAmaxes:
+    """The amaxes of the matrices that tensors of files are parts of, found when they are first asked for."""
+
+    def __init__(self, quantizer: Quantizer) -> None:
+        self._quantizer = quantizer
+        self._parts: dict[Key, list[tuple[Read, Rows]]] = defaultdict(list)
+        self._found: dict[Key, Amaxes] = {}
+
+    def add(self, key: Key, shape: Shape, read: Read) -> Callable[[Executor | None], Amaxes]:
+        """Note a part [rows, columns] of a matrix; return what returns the amaxes of the whole, given threads."""
+        self._parts[key] += [(read, band) for band in bands(self._quantizer, shape)]
+
+        def whole(pool: Executor | None) -> Amaxes:
+            if key not in self._found:  # two files may both find it, the same
+                self._found[key] = amaxes_of(self._quantizer, self._parts[key], pool)
+            return self._found[key]
+
+        return whole

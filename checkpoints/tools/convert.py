@@ -78,8 +78,8 @@ def import_hf(
                 values.check_elements()
             plan = plan_quantized_import(ckpt, values, layout, wanted, dequantize=dequantize)
             if not ckpt.formats:  # then the result does not say what was declared
-                quantized, kept = ckpt.quantized, our_names(ckpt.passthrough)
-                plan = passthrough_as_values(plan, ckpt.files, kept, quantized.format, wanted or quantized.dtype)
+                quantized, passthrough = ckpt.quantized, our_names(ckpt.passthrough)
+                plan = passthrough_as_values(plan, ckpt.files, passthrough, quantized.format, wanted or quantized.dtype)
         elif dequantize or allow_requantize or storage is not None:
             raise CheckpointError(
                 f"{src} declares no quantization, so there is nothing to dequantize or to requantize; "

@@ -24,7 +24,8 @@ from ..io.errors import CheckpointError, shorten
 from ..io.store import MemoryStore
 from ..io.strict_json import parse_object
 from ..plan.param_shapes import ExpertLayout, check_layout
-from ..plan.state_dicts import convert_tensors
+from ..plan.plan import make_plan
+from ..plan.stream import carry_out
 from ..plan.te_namespace import te_namespace
 from .conversion import PathLike
 
@@ -109,13 +110,14 @@ class AutoConverter:
         namespace = self.family.namespace(self.config, form)
         extra = [name for name in tensors if name not in namespace.stored]
         unused = passthrough_tensors(extra, self.family.model_type, self._hf, in_our_folder=False)
-        copies = tied_copies(self.config, MemoryStore(tensors).tensors, self.family)
+        store = MemoryStore(tensors)
+        copies = tied_copies(self.config, store.tensors, self.family)
         for copy, original in copies.items():
             without_data = tensors[copy].is_meta or tensors[original].is_meta
             if not without_data and not torch.equal(tensors[copy], tensors[original]):
                 raise CheckpointError(f"tie_word_embeddings is true, but {copy!r} differs from {original!r}")
-        return convert_tensors(
-            tensors,
+        plan = make_plan(
+            store.tensors,
             namespace,
             te_namespace(self.config, check_layout(layout)),
             where="the state dict",
@@ -123,6 +125,7 @@ class AutoConverter:
             unused={*unused, *copies},
             passthrough=our_names(unused) if keep_unused else {},
         )
+        return carry_out(plan, store)
 
     def to_hf(
         self,
@@ -152,8 +155,9 @@ class AutoConverter:
         values = {name: tensor.dequantize() for name, tensor in quantized.items()}
         if form is None and self.source is not None and self.source.family == self.family.model_type:
             form = self.source.form
-        return convert_tensors(
-            {**tensors, **values},
+        store = MemoryStore({**tensors, **values})
+        plan = make_plan(
+            store.tensors,
             te_namespace(self.config, layout),
             self.family.namespace(self.config, form),
             where="the state dict",
@@ -161,6 +165,7 @@ class AutoConverter:
             unused=passthrough,
             passthrough=passthrough,
         )
+        return carry_out(plan, store)
 
     @property
     def _hf(self) -> Mapping[str, Any]:

@@ -20,8 +20,7 @@ from ..plan.parameters import Parameters
 from ..plan.plan import copy_of
 from ..quantized.dequantized_store import ValueStore
 from .conversion import PathLike
-from .pair import aligned, open_pair
-from .verify import VerifyReport, compare_bits, output_layers
+from .verify import VerifyReport, aligned, compare_bits, open_pair, output_layers
 
 _PART = 1 << 20
 """Elements that are compared at a time."""

@@ -13,9 +13,8 @@ from te_models.layers import recipe as recipe_by_name
 
 from ..folder.passthrough import our_names
 from ..folder.provenance import source_of
-from ..io.dtypes import as_torch_dtype, torch_dtype
+from ..io.dtypes import as_torch_dtype, check_decoded, torch_dtype
 from ..io.errors import CheckpointError
-from ..io.finite_cast import check_decoded
 from ..plan.param_shapes import is_linear_weight
 from ..plan.plan import Output, Plan, make_plan
 from ..plan.quantized_format import Description, describe

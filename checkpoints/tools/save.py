@@ -70,14 +70,16 @@ def save_model(
     with contextlib.ExitStack() as opened:
         # not checked: that a tokenizer's file was edited meanwhile must not keep a trained model from being saved
         provenance = None if source_dir is None else opened.enter_context(open_checkpoint(source_dir, verify=False))
-        kept = our_names(provenance.passthrough) if provenance is not None else {}
+        passthrough = our_names(provenance.passthrough) if provenance is not None else {}
         if provenance is not None:
-            owners.update(dict.fromkeys(kept, provenance.store))
+            owners.update(dict.fromkeys(passthrough, provenance.store))
         joined = JoinedStore(owners)
-        moved = make_plan(joined.tensors, namespace, namespace, where="the model", unused=kept, passthrough=kept)
-        outputs = (
-            moved.outputs if fetch is None else tuple(_fetched(o, fetch, set(kept.values())) for o in moved.outputs)
+        moved = make_plan(
+            joined.tensors, namespace, namespace, where="the model", unused=passthrough, passthrough=passthrough
         )
+        outputs, in_files = moved.outputs, set(passthrough.values())
+        if fetch is not None:
+            outputs = tuple(_fetched(output, fetch, in_files) for output in outputs)
         plan = replace(moved, outputs=outputs, formats=stored_formats)
         return write_folder(
             Path(out_dir),
@@ -91,5 +93,5 @@ def save_model(
         )
 
 
-def _fetched(output: Output, fetch: Callable[[str], torch.Tensor], kept: Container[str]) -> Output:
-    return output if output.name in kept else replace(output, compute=lambda: [fetch(output.name)])
+def _fetched(output: Output, fetch: Callable[[str], torch.Tensor], in_files: Container[str]) -> Output:
+    return output if output.name in in_files else replace(output, compute=lambda: [fetch(output.name)])

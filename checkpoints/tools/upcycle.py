@@ -22,9 +22,8 @@ from ..folder.te_folder import Source, TEFolder
 from ..io.boxes import Box, Range, Shape
 from ..io.dtypes import dtype_name, torch_dtype
 from ..io.errors import CheckpointError
-from ..io.limits import check_counts
 from ..io.store import Store
-from ..plan.param_shapes import ExpertLayout, check_layout, expected_tensors
+from ..plan.param_shapes import ExpertLayout, check_counts, check_layout, expected_tensors
 from ..plan.plan import Output, Plan, make_plan
 from ..plan.stream import fill_tensor
 from ..plan.te_namespace import te_namespace

@@ -18,6 +18,7 @@ from ..io.threads import Progress
 from ..io.weight_files import INDEX
 from ..plan.plan import Plan
 from ..plan.report import REPORT
+from ..plan.stream import copied_tensor
 from .resume import Journal, job_of
 from .shards import MAX_SHARD_BYTES, split_shards
 from .sidecars import find_sidecars, note_left_behind
@@ -39,6 +40,7 @@ def write_folder(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Progress | None = None,
     dry_run: bool = False,
+    file_digests: bool = False,
 ) -> Plan:
     """Carry out a plan; return it, with a note of the files beside the weights that are left behind.
 
@@ -47,6 +49,7 @@ def write_folder(
     files: what the store reads. What a killed or interrupted run of the same plan over the same files has finished is
         kept; None: the tensors are not in files, and nothing is kept. extra: further small files, name -> content.
     dry_run: only check what can be checked before the first byte is written.
+    file_digests: list the digest of each weight file that `sha256sum` prints in the manifest, see `FileRecord`.
     """
     check_place(destination)
     if sidecars_from is not None and files is not None:
@@ -66,9 +69,16 @@ def write_folder(
     job = None if files is None else job_of(shards, files, config)
     before = None if files is None else files.state()
     with new_folder(destination, overwrite=overwrite, job=job) as folder:
-        journal = None if job is None else Journal(folder.parent / FINISHED, plan.report)
-        records = write_weights(folder, shards, store, journal=journal, progress=progress)
+        # what is written as it is read is hashed once, and compared with both manifests
+        found = [] if files is None else [(o.name, copied_tensor(store, o)) for o in plan.outputs]
+        copied = {output: name for output, name in found if name is not None}
         if files is not None:
+            files.leave_to_reader(copied.values())
+        journal = None if job is None else Journal(folder.parent / FINISHED, plan.report)
+        records = write_weights(folder, shards, store, journal=journal, progress=progress, file_digests=file_digests)
+        if files is not None:
+            written = {name: digest for record in records.values() for name, digest in record.tensors.items()}
+            files.compare_digests((name, written[output]) for output, name in copied.items())
             files.finish_checks()
         if files is not None and files.state() != before:
             raise CheckpointError("the source files changed while they were read; convert them again")

@@ -66,9 +66,18 @@ class Journal:
         partial.rename(self._path(shard))
 
     def keep(
-        self, content: Path, shards: Sequence[Shard], bytes_done: ByteProgress, at_once: int
+        self,
+        content: Path,
+        shards: Sequence[Shard],
+        bytes_done: ByteProgress,
+        at_once: int,
+        *,
+        file_digests: bool = False,
     ) -> dict[str, FileRecord]:
-        """Return the records of the files in `content` that need not be written again; remove all others."""
+        """Return the records of the files in `content` that need not be written again; remove all others.
+
+        file_digests: with the digests of whole files, whether the earlier run computed them or not.
+        """
 
         def check(shard: Shard) -> FileRecord | None:
             record, errors = self._read(shard)
@@ -77,34 +86,34 @@ class Journal:
                 return None
             with Lane() as lane:
                 try:
-                    same = record_of(path, lane) == record
+                    found = record_of(path, lane, whole=file_digests)
                 except CheckpointError:
                     return None
-            if not same:
+            if (found.size, found.header, found.tensors) != (record.size, record.header, record.tensors):
                 return None
             if self._report is not None:
                 self._report.note_errors(errors)
             bytes_done.add(shard.nbytes)
-            return record
+            return found
 
-        found = run_all(check, shards, at_once, bytes_done.stop)
-        kept = {shard.file: record for shard, record in zip(shards, found) if record is not None}
+        checked = run_all(check, shards, at_once, bytes_done.stop)
+        complete = {shard.file: record for shard, record in zip(shards, checked) if record is not None}
         for path in content.iterdir():
-            if path.name in kept:
+            if path.name in complete:
                 continue
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
                 path.unlink()
-        if kept:
-            size = sum(shard.nbytes for shard in shards if shard.file in kept)
+        if complete:
+            size = sum(shard.nbytes for shard in shards if shard.file in complete)
             log.warning(
                 "continuing an interrupted run: %d of %d files (%s) are complete and kept",
-                len(kept),
+                len(complete),
                 len(shards),
                 format_size(size),
             )
-        return kept
+        return complete
 
     def _read(self, shard: Shard) -> tuple[FileRecord | None, list[float | None]]:
         try:

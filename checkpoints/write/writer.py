@@ -5,28 +5,33 @@ before it has any data, so it can write the header at once and then let the data
 
 Several files are written at once, each through buffers and threads of its own (a `Lane`), with the same bytes whatever
 their number. Files with computed tensors take turns: one computes at a time, so memory stays that of one tensor.
+
+`write_tensors` writes one file of tensors in memory through the same path.
 """
 
 from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Self
 
 import torch
 
+from ..io.atomic import flush
 from ..io.buffers import Buffer
 from ..io.disk_file import DiskFile
+from ..io.dtypes import dtype_name
 from ..io.hashing import Digests, FileRecord, Lane
-from ..io.store import Store
+from ..io.store import MemoryStore, Store
 from ..io.threads import ByteProgress, Progress, cores, run_all
 from ..io.weight_files import INDEX
+from ..plan.plan import Output
 from ..plan.stream import stream
 from .resume import Journal
-from .shards import Shard, header_bytes, index_bytes
+from .shards import Shard, alignment, header_bytes, index_bytes
 
 MAX_FILES_AT_ONCE = 4
 """Each file at work has buffers of 12 MiB."""
@@ -40,23 +45,25 @@ def write_weights(
     journal: Journal | None = None,
     progress: Progress | None = None,
     files_at_once: int | None = None,
+    file_digests: bool = False,
 ) -> dict[str, FileRecord]:
     """Write all files, and an index where there is more than one; return file name -> record.
 
     Arguments:
         journal: of an earlier run that was killed; files that it finished are checked and kept.
         files_at_once: default: as many as there are processor cores, at most MAX_FILES_AT_ONCE.
+        file_digests: hash the bytes of each file as a whole, too, see `FileRecord`.
     """
     at_once = files_at_once or min(cores(), MAX_FILES_AT_ONCE)
     bytes_done = ByteProgress(sum(shard.nbytes for shard in shards), progress)
-    records = journal.keep(folder, shards, bytes_done, at_once) if journal is not None else {}
+    records = {} if journal is None else journal.keep(folder, shards, bytes_done, at_once, file_digests=file_digests)
     computing = threading.Lock()
 
     def write(shard: Shard) -> FileRecord:
         computed = any(output.compute is not None for output in shard.outputs)
         with computing if computed else nullcontext(), Lane() as lane:
             header = header_bytes(shard)
-            with HashedFile(folder / shard.file, len(header) + shard.nbytes, lane) as file:
+            with HashedFile(folder / shard.file, len(header) + shard.nbytes, lane, whole=file_digests) as file:
                 file.write_header(header)
                 for output in shard.outputs:
                     missing = output.nbytes
@@ -89,11 +96,11 @@ def write_small_file(path: Path, data: bytes) -> FileRecord:
 
 
 class HashedFile:
-    """A file being written, hashed (as a whole and tensor by tensor) and brought to the disk by threads meanwhile."""
+    """A file being written, hashed tensor by tensor (whole: and all at once) and brought to the disk by threads."""
 
-    def __init__(self, path: Path, nbytes: int, lane: Lane) -> None:
+    def __init__(self, path: Path, nbytes: int, lane: Lane, *, whole: bool = False) -> None:
         self._file, self._nbytes = DiskFile(path, nbytes, lane.staging, lane.disk), nbytes
-        self.digests = Digests(lane)
+        self.digests = Digests(lane, whole=whole)
 
     def __enter__(self) -> Self:
         return self
@@ -119,3 +126,31 @@ class HashedFile:
     def record(self) -> FileRecord:
         """Return the digests and the size; waits for the hashing threads."""
         return self.digests.record(self._nbytes)
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> FileRecord:
+    """Write a file with the permissions of a new file (under the umask), and return its digests; an existing one stays
+    until it is complete.
+
+    Tensors are on any device and need not be contiguous; every bit is kept. Raises OSError that names the file where it
+    cannot be written.
+    """
+    outputs = [Output(n, dtype_name(t.dtype), tuple(t.shape), compute=_parts(t)) for n, t in tensors.items()]
+    partial = path.with_name(f".{path.name}.partial")
+    shard = Shard(partial.name, tuple(sorted(outputs, key=alignment)), metadata or {})
+    try:
+        partial.unlink(missing_ok=True)
+        (record,) = write_weights(path.parent, [shard], MemoryStore({})).values()
+        partial.rename(path)
+        flush(path.parent)
+    except OSError as error:
+        raise OSError(f"{path.name}: {error.strerror or error}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+    return record
+
+
+def _parts(tensor: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
+    return lambda: [tensor]

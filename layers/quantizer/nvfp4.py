@@ -116,6 +116,11 @@ class NVFP4Quantizer(Quantizer):
     def amax_of(self, x: Tensor, usage: Usage) -> Tensor:
         return q.amax(self._transformed(x, usage))
 
+    def amaxes(self, x: Tensor) -> dict[Usage, Tensor]:
+        if self.with_rht:
+            return super().amaxes(x)
+        return dict.fromkeys(self.stored_usages(), q.amax(x))  # neither copy is transformed
+
     def _quantize(self, x: Tensor, usage: Usage, key: Tensor | None, amax: Tensor | None = None) -> Parts:
         key, stream = self.checked_key(key) if self.stochastic_rounding else None, _STREAM[usage]
         if usage == "columnwise" and not self.with_2d_quantization:

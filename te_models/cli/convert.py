@@ -175,6 +175,9 @@ def _converter(
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan, write nothing")
     parser.add_argument("--force", action="store_true", help="replace an existing model folder at the output")
     parser.add_argument("--no-verify", action="store_true", help="do not check what is read against manifest.json")
+    parser.add_argument(
+        "--file-digests", action="store_true", help="list the weight files' digests that sha256sum prints"
+    )
     if shard_size:
         parser.add_argument(
             "--max-shard-size", metavar="SIZE", type=_size, default="5GB", help="of a weight file, e.g. 500MB (5GB)"

@@ -113,7 +113,7 @@ def _convert(args: argparse.Namespace, function: Callable[..., Any], **options: 
     _check_replaceable(out, force=args.force)
     with byte_progress(args.verb) as progress:
         options |= {"overwrite": args.force, "dry_run": args.dry_run, "max_shard_bytes": args.max_shard_size}
-        options |= {"verify": not args.no_verify}
+        options |= {"verify": not args.no_verify, "file_digests": args.file_digests}
         plan = function(args.source, out, progress=progress, **options)
     result = {
         "verb": args.verb,

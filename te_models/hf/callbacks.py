@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_models.checkpoints.io.store import read_tensors
-from te_models.checkpoints.write.tensor_file import write_tensors
+from te_models.checkpoints.write.writer import write_tensors
 from te_models.layers import load_recipe_state, recipe_state
 
 from ..extras import require

@@ -100,7 +100,7 @@ def convert_gguf(gguf_file: Path, out: Path) -> None:
             weight = _halves_from_pairs(weight, heads if name.endswith("q_proj.weight") else groups)
         tensors[name] = weight.to(torch.bfloat16).contiguous()
 
-    from te_models.checkpoints.write.tensor_file import write_tensors
+    from te_models.checkpoints.write.writer import write_tensors
 
     write_tensors(out / "model.safetensors", tensors, {"format": "pt"})
     config = _config(fields, tied="lm_head.weight" not in tensors)

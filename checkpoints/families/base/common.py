@@ -71,6 +71,11 @@ def layer_norm(*, bias: bool, weight: bool = True) -> tuple[Entry, ...]:
     )
 
 
+def _int_or_null(hf: Mapping[str, Any], name: str, default: int | None) -> int | None:
+    """Return an integer, `default` where it is absent, None where it is null."""
+    return read_typed(hf, name, int, None) if name in hf else default
+
+
 @dataclass(frozen=True)
 class KeyValueHeads:
     """`num_key_value_heads`: null means as many as query heads; absent means `default`."""
@@ -79,9 +84,7 @@ class KeyValueHeads:
     names: tuple[str, ...] = ("num_key_value_heads",)
 
     def read(self, hf: Mapping[str, Any]) -> Values:
-        if "num_key_value_heads" not in hf and self.default is not None:
-            return {"attention.num_query_groups": self.default}
-        heads = read_typed(hf, "num_key_value_heads", int, None)
+        heads = _int_or_null(hf, "num_key_value_heads", self.default)
         return {} if heads is None else {"attention.num_query_groups": heads}
 
     def write(self, config: ModelConfig) -> Values:
@@ -96,9 +99,7 @@ class HeadDim:
     names: tuple[str, ...] = ("head_dim",)
 
     def read(self, hf: Mapping[str, Any]) -> Values:
-        if "head_dim" not in hf and self.default is not None:
-            return {"attention.kv_channels": self.default}
-        size = read_typed(hf, "head_dim", int, None)
+        size = _int_or_null(hf, "head_dim", self.default)
         if size is None:
             heads = read_typed(hf, "num_attention_heads", int, REQUIRED)
             if heads <= 0:

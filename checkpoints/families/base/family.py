@@ -12,8 +12,7 @@ from typing import Any
 from te_models.config import ConfigError, ModelConfig
 
 from ...io.errors import CheckpointError, shorten
-from ...io.limits import check_counts, holds_experts
-from ...plan.param_shapes import expected_tensors
+from ...plan.param_shapes import check_counts, expected_tensors, holds_experts
 from ...plan.tensor_map import Link, Namespace, Stored
 from .fields import Entry, Values, get_path, shorten_value
 from .names import COMMON, Names

@@ -8,7 +8,7 @@ entry, because files of older releases leave it out.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -76,19 +76,25 @@ _KIND_NAMES = {int: "an integer", float: "a number", bool: "true or false", str:
 
 
 @dataclass(frozen=True)
-class Field:
-    """A field that means the same on both sides. `default` None also allows null: ModelConfig's own default. null: null
-    means the default, too, because transformers takes it and computes the same."""
+class _OfOneField:
+    """What entries of one Hugging Face field share: its name, `hf`."""
 
     hf: str
-    path: str
-    kind: type
-    default: Any = REQUIRED
-    null: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
         return (self.hf,)
+
+
+@dataclass(frozen=True)
+class Field(_OfOneField):
+    """A field that means the same on both sides. `default` None also allows null: ModelConfig's own default. null: null
+    means the default, too, because transformers takes it and computes the same."""
+
+    path: str
+    kind: type
+    default: Any = REQUIRED
+    null: bool = False
 
     def read(self, hf: Mapping[str, Any]) -> Values:
         value = self.default
@@ -101,16 +107,11 @@ class Field:
 
 
 @dataclass(frozen=True)
-class Nullable:
+class Nullable(_OfOneField):
     """A number that may be null, which is not the same as absent: then it has the class's `default`."""
 
-    hf: str
     path: str
     default: float | None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (self.hf,)
 
     def read(self, hf: Mapping[str, Any]) -> Values:
         value = hf.get(self.hf, self.default)
@@ -137,17 +138,12 @@ class Fixed:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Choice(_OfOneField):
     """A field whose values have other names; of several names of a value the default or the first is written."""
 
-    hf: str
     path: str
     values: dict[str, str]
     default: str
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (self.hf,)
 
     def read(self, hf: Mapping[str, Any]) -> Values:
         value = read_typed(hf, self.hf, str, self.default)
@@ -164,17 +160,12 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Spread:
+class Spread(_OfOneField):
     """A field that sets several paths to the same value; with `null` null means the default, too."""
 
-    hf: str
     paths: tuple[str, ...]
     default: bool = False
     null: bool = False
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (self.hf,)
 
     def read(self, hf: Mapping[str, Any]) -> Values:
         absent = self.null and hf.get(self.hf) is None
@@ -205,16 +196,11 @@ class OneOf:
 
 
 @dataclass(frozen=True)
-class Only:
+class Only(_OfOneField):
     """A field whose other values would change the model: absent or `value`, which is written; with `null` also null."""
 
-    hf: str
     value: Any
     null: bool = False
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (self.hf,)
 
     def read(self, hf: Mapping[str, Any]) -> Values:
         value = hf.get(self.hf, self.value)
@@ -226,3 +212,36 @@ class Only:
 
     def write(self, config: ModelConfig) -> Values:
         return {self.hf: self.value}
+
+
+@dataclass(frozen=True)
+class Converted(_OfOneField):
+    """A number that ModelConfig keeps as another one: `to_ours` of it, and `to_theirs` of that.
+
+    Division and square roots do not always invert exactly; a whole number that gives the same value is preferred, and
+    written as an integer if `whole`, because transformers' class allows nothing else.
+    """
+
+    path: str
+    default: float
+    to_ours: Callable[[float], float]
+    to_theirs: Callable[[float], float]
+    whole: bool = False
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        value = read_typed(hf, self.hf, float, self.default)
+        if not value > 0:
+            raise CheckpointError(f"config.json has {self.hf} = {value}; allowed: a positive number")
+        return {self.path: self.to_ours(value)}
+
+    def write(self, config: ModelConfig) -> Values:
+        ours = get_path(config, self.path)
+        if not ours:
+            return {}
+        try:
+            theirs = self.to_theirs(ours)
+            near = [float(round(theirs)), theirs, math.nextafter(theirs, 0), math.nextafter(theirs, math.inf)]
+            value = next((x for x in near if x > 0 and self.to_ours(x) == ours), theirs)
+        except OverflowError:  # no such number: the comparison with what is read back names the field
+            return {}
+        return {self.hf: int(value) if self.whole and value.is_integer() else value}

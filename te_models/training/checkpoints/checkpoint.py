@@ -25,7 +25,7 @@ from te_models.checkpoints import CheckpointError, save_model
 from te_models.checkpoints.io.atomic import new_folder
 from te_models.checkpoints.io.manifest import MANIFEST, manifest_bytes, record_files
 from te_models.checkpoints.io.store import read_tensors
-from te_models.checkpoints.write.tensor_file import write_tensors
+from te_models.checkpoints.write.writer import write_tensors
 
 from ...model.pretrained.split_saving import save_split
 from .checks import (
@@ -100,12 +100,13 @@ def save_checkpoint(
     target = checkpoint_dir(output_dir, state.step)
     with new_folder(target, overwrite=False) as folder:
         export_model(model, folder / MODEL, output_dir, origin)
-        write_tensors(folder / TENSORS, state.tensors, {"step": str(state.step)})
+        written = write_tensors(folder / TENSORS, state.tensors, {"step": str(state.step)})
         values = {"version": VERSION, "step": state.step, "position": state.position, "world_size": state.world_size}
         values |= {"data_digest": state.data_digest}
         text = json.dumps(values | {"config": state.config}, indent=2, allow_nan=False)
         (folder / VALUES).write_text(text + "\n", encoding="utf-8")
-        (folder / MANIFEST).write_bytes(manifest_bytes(record_files(manifest_paths(folder))))
+        small = {name: path for name, path in manifest_paths(folder).items() if name != TENSORS}
+        (folder / MANIFEST).write_bytes(manifest_bytes({TENSORS: written} | record_files(small)))
     checkpoints = list_checkpoints(output_dir)
     for old in checkpoints[:-keep_last] if keep_last else []:
         # Renamed first: a kill during the removal must not leave half a checkpoint under a complete one's name.

@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from te_models import GPTModel
-from te_models.checkpoints import CheckpointError, export_hf, import_hf, open_checkpoint, quantize, relayout
+from te_models.checkpoints import CheckpointError, export_hf, import_hf, open_checkpoint, quantize, relayout, reshard
+from te_models.checkpoints.folder.reading_checks import TensorDigests
+from te_models.checkpoints.io.header import read_header
 from te_models.checkpoints.io.manifest import MANIFEST
 from tests.checkpoints.hf_cases import HFFolder
 
@@ -22,13 +24,14 @@ FLIPS = 10_000
 
 @pytest.fixture
 def folders(hf_folder: HFFolder, tmp_path: Path) -> dict[str, Path]:
-    """Ours of one file, of several and of quantized weights, and an export."""
+    """Ours of one file, of several, with digests of whole files and of quantized weights, and an export."""
     import_hf(hf_folder("llama"), tmp_path / "plain")
     import_hf(hf_folder("mixtral"), tmp_path / "shards", max_shard_bytes=40_000)
+    reshard(tmp_path / "plain", tmp_path / "whole", file_digests=True)
     quantize(tmp_path / "plain", tmp_path / "mxfp8", "mxfp8")
     quantize(tmp_path / "plain", tmp_path / "nvfp4", "nvfp4")
     export_hf(tmp_path / "plain", tmp_path / "hf")
-    return {name: tmp_path / name for name in ("plain", "shards", "mxfp8", "nvfp4", "hf")}
+    return {name: tmp_path / name for name in ("plain", "shards", "whole", "mxfp8", "nvfp4", "hf")}
 
 
 @contextmanager
@@ -96,11 +99,13 @@ def check_manifest_flips(folder: Path, count: int) -> None:
 
 def test_a_flip_in_the_manifest_is_no_traceback(folders: dict[str, Path]) -> None:
     check_manifest_flips(folders["plain"], 20)
+    check_manifest_flips(folders["whole"], 20)
 
 
 @pytest.mark.slow
 def test_a_flip_in_the_manifest_is_no_traceback_thoroughly(folders: dict[str, Path]) -> None:
     check_manifest_flips(folders["plain"], 2_000)
+    check_manifest_flips(folders["whole"], 2_000)
 
 
 def flip_last(file: Path) -> None:
@@ -115,6 +120,27 @@ CONVERSIONS: dict[str, Callable[..., object]] = {
     "relayout": lambda a, b, **how: relayout(a, b, "per-gemm", **how),
     "quantize": lambda a, b, **how: quantize(a, b, "block", **how),
 }
+
+
+def test_tensors_that_are_copied_are_hashed_once(
+    hf_folder: HFFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The digest of what is written is compared with both manifests; only tensors that are joined or split are hashed
+    while they are read."""
+    import_hf(hf_folder("llama"), tmp_path / "ours")
+    hashed: list[str] = []
+    real = TensorDigests._check
+    monkeypatch.setattr(TensorDigests, "_check", lambda self, name: (hashed.append(name), real(self, name))[1])
+    reshard(tmp_path / "ours", tmp_path / "few", max_shard_bytes=40_000)
+    assert hashed == []
+    export_hf(tmp_path / "ours", tmp_path / "hf")
+    assert {name.rsplit(".", 2)[1] for name in hashed} == {"linear_qkv", "linear_fc1"}
+    file = tmp_path / "ours/model.safetensors"
+    header = read_header(file)
+    for info in header.tensors.values():
+        with flipped(file, 8 * (header.data_start + info.stop) - 1), pytest.raises(CheckpointError, match="SHA-256"):
+            reshard(tmp_path / "ours", tmp_path / "out", max_shard_bytes=40_000)
+        assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("name", CONVERSIONS)
@@ -151,7 +177,7 @@ def test_the_manifest_of_another_program_is_left_alone(hf_folder: HFFolder, tmp_
 
 def test_a_folder_without_digests_of_headers_is_read(hf_folder: HFFolder, tmp_path: Path) -> None:
     """As earlier releases wrote it: tensors are checked, headers as far as they have to fit the configuration."""
-    import_hf(hf_folder("llama"), tmp_path / "ours")
+    import_hf(hf_folder("llama"), tmp_path / "ours", file_digests=True)
     manifest = tmp_path / "ours" / MANIFEST
     values = json.loads(manifest.read_text())
     assert values["files"]["model.safetensors"].pop("header")

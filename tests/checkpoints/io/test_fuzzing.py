@@ -91,8 +91,10 @@ def test_any_index_thoroughly(sharded: Path, content: bytes) -> None:
 
 digests = st.sampled_from(["0" * 64, ""]) | json_values
 entries = json_values | st.fixed_dictionaries(
-    {"sha256": digests, "bytes": st.sampled_from([8, 0]) | json_values},
+    {"bytes": st.sampled_from([8, 0]) | json_values},
     optional={
+        "sha256": digests,
+        "digest": digests,
         "header": digests,
         "tensors": st.dictionaries(st.sampled_from(["a", "b"]), digests, max_size=3) | json_values,
     },
@@ -100,7 +102,7 @@ entries = json_values | st.fixed_dictionaries(
 manifests = st.one_of(
     st.fixed_dictionaries(
         {"files": st.dictionaries(file_names, entries, max_size=3) | json_values},
-        optional={"format_version": st.just(1) | json_values, "partial": json_values},
+        optional={"format_version": st.sampled_from([1, 2]) | json_values, "partial": json_values},
     ).map(json.dumps),
     json_values.map(json.dumps),
     st.text(max_size=40),

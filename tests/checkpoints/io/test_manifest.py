@@ -27,32 +27,56 @@ from te_models.cli.main import main
 from tests.checkpoints.hf_cases import HFFolder
 
 
-def test_digests_are_those_of_other_tools(hf_folder: HFFolder, tmp_path: Path) -> None:
-    """Whatever wrote the tensor: byte ranges, joined and converted parts, bands, computed fields, several files."""
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_digests_are_those_of_other_tools(hf_folder: HFFolder, tmp_path: Path, whole: bool) -> None:
+    """Whatever wrote the tensor: byte ranges, joined and converted parts, bands, computed fields, several files.
+
+    whole: `file_digests`, with which a weight file has the digest that `sha256sum` prints; otherwise it has that of a
+    text of digests, one per line: the header's and those of the tensors in the order of their data.
+    """
     source = hf_folder("mixtral")
-    import_hf(source, tmp_path / "plain", max_shard_bytes=20_000)
-    import_hf(source, tmp_path / "float", dtype="float32")
-    relayout(tmp_path / "plain", tmp_path / "split", "per-gemm")
-    quantize(source, tmp_path / "fp8", "mxfp8", max_shard_bytes=30_000)
+    import_hf(source, tmp_path / "plain", max_shard_bytes=20_000, file_digests=whole)
+    import_hf(source, tmp_path / "float", dtype="float32", file_digests=whole)
+    relayout(tmp_path / "plain", tmp_path / "split", "per-gemm", file_digests=whole)
+    quantize(source, tmp_path / "fp8", "mxfp8", max_shard_bytes=30_000, file_digests=whole)
     for name in ("plain", "float", "split", "fp8"):
         folder = tmp_path / name
         records = read_manifest(folder)
         assert {p.name for p in folder.iterdir()} == {*records, "manifest.json"}
+        assert json.loads((folder / "manifest.json").read_text())["format_version"] == (1 if whole else 2)
         tensors = 0
         for file, record in records.items():
             data = (folder / file).read_bytes()
-            assert (record.size, record.sha256) == (len(data), hashlib.sha256(data).hexdigest())
+            assert record.size == len(data)
             if file.endswith(".safetensors"):
                 expected = {
-                    name: hashlib.sha256(tensor.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
+                    name: sha256(tensor.flatten().view(torch.uint8).numpy().tobytes())
                     for name, tensor in load_file(folder / file).items()
                 }
-                assert record.tensors == expected
+                header = read_header(folder / file)
+                lines = [sha256(data[: header.data_start]), *(expected[name] for name in header.tensors)]
+                joint = sha256("".join(f"{line}\n" for line in lines).encode())
+                assert (record.sha256, record.digest) == ((sha256(data), "") if whole else ("", joint))
+                assert (record.header, record.tensors) == (lines[0], expected)
                 tensors += len(expected)
             else:
-                assert record.tensors == {}
+                assert (record.sha256, record.tensors) == (sha256(data), {})
         assert tensors > 10
         assert check_manifest(folder) == len(records)
+
+
+def test_the_command_line_asks_for_digests_of_whole_files(hf_folder: HFFolder, tmp_path: Path) -> None:
+    ours, out = tmp_path / "ours", tmp_path / "out"
+    import_hf(hf_folder("llama"), ours)
+    assert main(["merge-shards", str(ours), str(out), "--file-digests"]) == 0
+    assert read_manifest(out)["model.safetensors"].sha256 == sha256((out / "model.safetensors").read_bytes())
+    assert main(["verify", str(out)]) == 0
+    assert main(["merge-shards", str(out), str(tmp_path / "again")]) == 0
+    assert (tmp_path / "again/manifest.json").read_bytes() == (ours / "manifest.json").read_bytes()
 
 
 def test_a_tensor_has_the_same_digest_in_any_file(hf_folder: HFFolder, tmp_path: Path) -> None:
@@ -65,8 +89,9 @@ def test_a_tensor_has_the_same_digest_in_any_file(hf_folder: HFFolder, tmp_path:
     assert found[0] == found[1]
 
 
-def test_a_changed_file_is_named_with_its_tensor(hf_folder: HFFolder, tmp_path: Path) -> None:
-    import_hf(hf_folder("llama"), tmp_path / "ours")
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_changed_file_is_named_with_its_tensor(hf_folder: HFFolder, tmp_path: Path, whole: bool) -> None:
+    import_hf(hf_folder("llama"), tmp_path / "ours", file_digests=whole)
     folder = tmp_path / "ours"
     assert check_manifest(folder) == len(list(folder.iterdir())) - 1  # all but itself
     file = folder / "model.safetensors"
@@ -96,13 +121,19 @@ def test_a_changed_manifest_is_refused(hf_folder: HFFolder, tmp_path: Path) -> N
     import_hf(hf_folder("llama"), tmp_path / "ours")
     manifest = tmp_path / "ours/manifest.json"
     good = manifest.read_text()
-    entry = json.loads(good)["files"]["model.safetensors"]
+    files = json.loads(good)["files"]
+    entry, small = files["model.safetensors"], files["config.json"]
     name, digest = next(iter(entry["tensors"].items()))
     for old, new, message in (
         ("model.safetensors", "../secret", "not a plain file name"),
         (digest, "0" * 64, f"tensor '{name}' was changed"),
         (f'"{digest}"', "7", "does not map the tensors of 'model.safetensors'"),
-        (f'"sha256": "{entry["sha256"]}"', '"sha256": 1', "by something other than sha256 and bytes"),
+        (f'"sha256": "{small["sha256"]}"', '"sha256": 1', "'config.json' by something other than sha256 and bytes"),
+        (f'"digest": "{entry["digest"]}"', '"digest": 1', "'model.safetensors' by something other than sha256 and"),
+        (f'"digest": "{entry["digest"]}"', f'"digest": "{digest}"', "digest of model.safetensors .* is not made of"),
+        ('"digest": ', '"sha256": "", "digest": ', "by something other than the digests of its parts"),
+        (f'"header": "{entry["header"]}"', '"header": ""', "by something other than the digests of its parts"),
+        (entry["header"], entry["header"].upper(), "by something other than the digests of its parts"),
     ):
         assert old in good
         manifest.write_text(good.replace(old, new))
@@ -145,13 +176,15 @@ def test_what_the_manifest_does_not_list_is_a_failure(
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda values: values.update(format_version=2), "has format_version 2; this release reads version 1"),
+        (lambda values: values.update(format_version=3), "has format_version 3; this release reads versions 1 and 2"),
         (lambda values: values.update(format_version=True), "has format_version True"),
         (lambda values: values.pop("format_version"), "has format_version None"),
         (lambda values: values.update(files={}), "manifest.json has no 'files'"),
         (lambda values: values.pop("files"), "manifest.json has no 'files'"),
         (lambda values: values["files"].pop("model.safetensors"), "not list"),
-        (lambda values: values["files"]["model.safetensors"].update(header="0"), "header"),
+        (lambda values: values["files"]["model.safetensors"].update(header="0"), "other than the digests of its parts"),
+        (lambda values: values["files"]["model.safetensors"].update(header="0" * 64), "header"),
+        (lambda values: values["files"]["model.safetensors"].update(digest="0" * 64), "is not made of those of its"),
         (lambda values: values["files"]["model.safetensors"]["tensors"].popitem(), "tensor"),
     ],
 )

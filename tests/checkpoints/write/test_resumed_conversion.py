@@ -108,6 +108,19 @@ def test_finished_files_are_kept_and_counted(
     assert not working.exists()
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_finished_files_are_kept_whichever_digests_are_wanted(
+    hf_folder: HFFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture, whole: bool
+) -> None:
+    """The run that goes on lists the digests that it is asked for, not those that the killed one was."""
+    source, out = hf_folder("mixtral"), tmp_path / "out"
+    do_import(source, tmp_path / "reference", file_digests=whole)
+    interrupted(lambda a, b: do_import(a, b, file_digests=not whole), source, out, files=3)
+    do_import(source, out, file_digests=whole)
+    assert notes(caplog)[0].startswith("continuing an interrupted run: 3 of ")
+    assert content(out) == content(tmp_path / "reference")
+
+
 def test_a_damaged_finished_file_is_written_again(
     hf_folder: HFFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from te_models.checkpoints import CheckpointError
 from te_models.checkpoints.io import store
 from te_models.checkpoints.io.store import read_tensors
-from te_models.checkpoints.write import tensor_file
-from te_models.checkpoints.write.tensor_file import write_tensors
+from te_models.checkpoints.write import writer
+from te_models.checkpoints.write.writer import write_tensors
 from tests.checkpoints.hf_cases import assert_same_bits
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -60,7 +60,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkey
         (folder / shards[0].file).write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tensor_file, "write_weights", fail)
+    monkeypatch.setattr(writer, "write_weights", fail)
     with pytest.raises(OSError, match=r"^t\.safetensors: No space left on device$"):
         write_tensors(path, {"a": torch.zeros(1)})
     assert path.read_bytes() == before and len(list(tmp_path.iterdir())) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
@@ -16,7 +17,7 @@ from safetensors.torch import load_file
 
 from te_models.checkpoints.io import store
 from te_models.checkpoints.io.header import Header
-from te_models.checkpoints.io.manifest import MANIFEST
+from te_models.checkpoints.io.manifest import MANIFEST, manifest_bytes, record_files
 from te_models.cli.main import main
 from te_models.config import ConfigError
 from te_models.training import (
@@ -31,7 +32,7 @@ from te_models.training import (
     train,
 )
 from te_models.training.checkpoints.checkpoint import load_state
-from te_models.training.checkpoints.checks import TENSORS, VALUES
+from te_models.training.checkpoints.checks import TENSORS, VALUES, manifest_paths
 from tests.training.edited import (
     Case,
     edit_tensors,
@@ -300,7 +301,7 @@ def test_a_manifest_of_another_release_is_refused(plain: Run) -> None:
     original = json.loads((folder / MANIFEST).read_text())
     entry = original["files"][VALUES]
     for change, message in (
-        ({"format_version": 2}, "format_version '2'; this release reads 1"),
+        ({"format_version": 3}, "has format_version 3; this release reads versions 1 and 2"),
         ({"files": []}, "has no 'files'"),
         ({"files": {}}, "lists other files than there should be"),
         ({"more": 1}, "is not as te-models writes it"),
@@ -309,6 +310,26 @@ def test_a_manifest_of_another_release_is_refused(plain: Run) -> None:
         ({"files": original["files"] | {"../x": entry}}, "lists other files than there should be: '../x'"),
     ):
         (folder / MANIFEST).write_text(json.dumps(original | change))
+        with pytest.raises(TrainingCheckpointError, match=message):
+            load_state(folder)
+
+
+def test_a_manifest_with_digests_of_whole_files_is_checked(plain: Run) -> None:
+    """As earlier releases wrote it: what `sha256sum` prints of the training state, and no digest made of parts."""
+    _, folder = plain.copy("whole")
+    assert json.loads((folder / MANIFEST).read_text())["format_version"] == 2
+    (folder / MANIFEST).write_bytes(manifest_bytes(record_files(manifest_paths(folder), whole={TENSORS})))
+    manifest = json.loads((folder / MANIFEST).read_text())
+    digest = hashlib.sha256((folder / TENSORS).read_bytes()).hexdigest()
+    assert manifest["format_version"] == 1 and manifest["files"][TENSORS]["sha256"] == digest
+    load_state(folder)
+    for change, message in (
+        ({"sha256": "0" * 64}, "training.safetensors does not have the SHA-256"),
+        ({"header": "0" * 64}, "its header was changed"),
+        ({"tensors": {}}, "training.safetensors does not have the SHA-256"),
+    ):
+        entry = manifest["files"][TENSORS] | change
+        (folder / MANIFEST).write_text(json.dumps(manifest | {"files": manifest["files"] | {TENSORS: entry}}))
         with pytest.raises(TrainingCheckpointError, match=message):
             load_state(folder)
 

@@ -130,7 +130,7 @@ def test_a_full_disk_is_told_by_the_checkpoints_name(tmp_path: Path, monkeypatch
     def fail(*_: object, **options: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("te_models.checkpoints.write.tensor_file.write_weights", fail)
+    monkeypatch.setattr("te_models.checkpoints.write.writer.write_weights", fail)
     config = tiny_run(tmp_path)
     with pytest.raises(CheckpointError, match=r"writing .*step-00000002 failed: training.safetensors: .*No space left"):
         train(config)
