@@ -144,8 +144,8 @@ def round_nvfp4(
     """Quantize and decode at once: see `nvfp4.reference.round_nvfp4`."""
     if not (torch.compiler.is_compiling() and in_cpu_graph(x)):
         return nvfp4.round_nvfp4(x, dtype, block=block, amax=amax, key=key, stream=stream)
-    amax = _amax(x) if amax is None else amax
-    return _round_nvfp4(x, dtype, list(block), amax, key, stream), amax
+    known: Tensor = _amax(x) if amax is None else amax
+    return _round_nvfp4(x, dtype, list(block), known, key, stream), known
 
 
 @operation(
