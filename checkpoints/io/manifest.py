@@ -168,10 +168,11 @@ def record_files(
     return records
 
 
-def check_listed(folder: Path, paths: Mapping[str, Path]) -> None:
+def check_listed(folder: Path, paths: Mapping[str, Path], *, read: Mapping[str, Path] | None = None) -> None:
     """Check that manifest.json of `folder` describes exactly these files, every byte of them, and says nothing else.
 
-    paths: name in the manifest -> the file, which has been found to be a regular one.
+    paths: name in the manifest -> the file, which has been found to be a regular one. read: those of them whose bytes
+    are read, where other readers check the others; None: all.
 
     Raises:
         CheckpointError: names the first file that is not as listed, and which of its tensors are damaged.
@@ -190,7 +191,7 @@ def check_listed(folder: Path, paths: Mapping[str, Path]) -> None:
         size = path.stat().st_size
         if size != records[name].size:
             raise CheckpointError(f"{name} has {size} bytes and {MANIFEST} says {records[name].size}")
-    found = record_files(paths)
+    found = records | record_files(paths if read is None else read)
     for name, record in records.items():
         if record.tensors:
             _check_weights(name, record, found[name])
