@@ -14,6 +14,7 @@ EXAMPLES = {
     "te_models.layers": "layers.py",
     "te_models.layers.ops": "ops.py",
     "te_models.checkpoints": "checkpoints.py",
+    "te_models.parallel": "parallel.py",
     "te_models.training": "training.py",
     "te_models.hf": "hf.py",
 }

@@ -25,6 +25,7 @@ PACKAGES = (
     "te_models.layers",
     "te_models.layers.ops",
     "te_models.checkpoints",
+    "te_models.parallel",
     "te_models.training",
     "te_models.hf",
     "te_models.config",

@@ -3,7 +3,8 @@
 Names are imported on first use, so `import te_models` costs little. What lives where:
 config       ModelConfig and its parts             model        GPTModel, TransformerLayer, MoELayer
 generation   generate, stream                      compile      compile_model
-training     train                                 cli          the command `te-models`
+parallel     ParallelDims, parallelize             training     train
+cli          the command `te-models`
 kernels      maths on plain tensors                layers       the layer set and FP8 recipes
 checkpoints  Hugging Face and own files
 """

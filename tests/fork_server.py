@@ -20,7 +20,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["pytest", "torch", "torch._dynamo", "torch.distributed.tensor", "te_models.training"])
+CONTEXT.set_forkserver_preload(
+    ["pytest", "torch", "torch._dynamo", "torch.distributed.tensor", "te_models.training.loop"]
+)
 
 
 class Python:

@@ -197,10 +197,11 @@ def record_files(
     return records
 
 
-def check_listed(folder: Path, paths: Mapping[str, Path]) -> None:
+def check_listed(folder: Path, paths: Mapping[str, Path], *, read: Mapping[str, Path] | None = None) -> None:
     """Check that manifest.json of `folder` describes exactly these files, every byte of them, and says nothing else.
 
-    paths: name in the manifest -> the file, which has been found to be a regular one.
+    paths: name in the manifest -> the file, which has been found to be a regular one. read: those of them whose bytes
+    are read, where other readers check the others; None: all.
 
     Raises:
         CheckpointError: names the first file that is not as listed, and which of its tensors are damaged.
@@ -213,7 +214,8 @@ def check_listed(folder: Path, paths: Mapping[str, Path]) -> None:
         size = path.stat().st_size
         if size != records[name].size:
             raise CheckpointError(f"{name} has {size} bytes and {MANIFEST} says {records[name].size}")
-    found = record_files(paths, whole={name for name, record in records.items() if record.sha256})
+    whole = {name for name, record in records.items() if record.sha256}
+    found = records | record_files(paths if read is None else read, whole=whole)
     for name, record in records.items():
         _check_record(name, record, found[name])
     if plain_file(folder, MANIFEST).read_bytes() != manifest_bytes(found):  # every byte of it counts, too

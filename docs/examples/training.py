@@ -114,3 +114,10 @@ from te_models.training import plot_loss
 rows = [json.dumps({"step": step, "loss": 5.0 / step}) for step in range(1, 20)]
 Path("metrics.jsonl").write_text("\n".join(rows) + "\n")
 plot_loss({"run": Path("metrics.jsonl")}, Path("loss.png"))  # needs the extra `plot`
+
+# %% ParallelConfig
+from te_models.parallel import ParallelDims
+from te_models.training import ParallelConfig
+
+table = ParallelConfig(data_parallel_shard_size=-1, expert_model_parallel_size=4)
+print(ParallelDims.of(table.to_dict(), ranks=8))

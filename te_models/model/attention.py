@@ -41,7 +41,7 @@ class SelfAttention(nn.Module):
         self.epsilon = config.norm.layernorm_epsilon
         self.q_size, self.k_size = self.num_heads * self.head_dim, self.num_groups * self.head_dim
         self.v_size = self.num_groups * self.v_head_dim
-        rows = (self.q_size + self.k_size + self.v_size) * build.tp_size
+        rows = (self.q_size * build.tp_size, self.k_size * build.tp_size, self.v_size * build.tp_size)
         self.linear_qkv = make_input_linear(config, rows, a.add_qkv_bias, build, normed=normed)
         if self.norm_kind in ("head", "full"):
             full = self.norm_kind == "full"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -46,6 +47,22 @@ class LocalExperts:
         return weight
 
 
+@dataclass(frozen=True)
+class RankMajor:
+    """Fills a weight of several blocks of rows (q, k and v; gate and up) that is about to be cut into equal parts for
+    `ranks` ranks: each part then has its share of every block, so that a split layer starts from the numbers of the
+    whole one. blocks: rows of each, of the whole weight."""
+
+    start: Callable[[Tensor], Tensor]
+    blocks: tuple[int, ...]
+    ranks: int
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        blocks = self.start(weight).split(self.blocks, dim=-2)
+        shares = [block.chunk(self.ranks, dim=-2) for block in blocks]
+        return weight.copy_(torch.cat([share for rank in zip(*shares, strict=True) for share in rank], dim=-2))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Build:
     """params_dtype None is torch's default dtype, device None its default device. tp_group: the ranks over which the
@@ -85,6 +102,10 @@ class Build:
     def split(self, parallel_mode: str) -> dict[str, Any]:
         """Keyword arguments of a module that is split in this way, or whole."""
         return {} if self.tp_size == 1 else {"parallel_mode": parallel_mode, "tp_group": self.tp_group}
+
+    def starting(self, start: Callable[[Tensor], Tensor], blocks: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
+        """Return what fills a weight whose rows are these blocks, of which each rank has a share."""
+        return start if self.tp_size == 1 or len(blocks) == 1 else RankMajor(start, blocks, self.tp_size)
 
     def parameter(self, *shape: int) -> nn.Parameter:
         """Return an uninitialised parameter."""
@@ -147,9 +168,12 @@ def make_output_linear(config: ModelConfig, in_features: int, bias: bool, build:
     return Linear(in_features, config.hidden_size, bias, init_method=start, **build.new, **build.split("row"))
 
 
-def make_input_linear(config: ModelConfig, out_features: int, bias: bool, build: Build, *, normed: bool) -> nn.Module:
-    """Return the first projection of a sublayer, with the norm before it as one module when `normed`."""
-    start = init_method(config)
+def make_input_linear(
+    config: ModelConfig, blocks: tuple[int, ...], bias: bool, build: Build, *, normed: bool
+) -> nn.Module:
+    """Return the first projection of a sublayer, with the norm before it as one module when `normed`. blocks: the rows
+    of what it joins, each of which is shared by the ranks that split it."""
+    start, out_features = build.starting(init_method(config), blocks), sum(blocks)
     if not normed:
         return Linear(config.hidden_size, out_features, bias, init_method=start, **build.new, **build.split("column"))
     norm = config.norm

@@ -59,8 +59,8 @@ class GPTModel(nn.Module):
     tp_group: split attention and MLPs over these ranks; all of them call the model with the same tokens and get the
     same result, and every rank holds embedding, output layer, norms and routers in full. ep_group: give each of these
     ranks an equal share of the experts; all of them call the model, with equally many tokens of their own, and every
-    rank holds everything else in full. Random initial values come from torch's global generator (a model split by
-    tp_group starts from other values than the whole model).
+    rank holds everything else in full. Random initial values come from torch's global generator; with the same seed on
+    all ranks, a split model starts from the values of the whole one.
 
     Example:
         model = GPTModel(config)

@@ -40,7 +40,7 @@ class LatentAttention(nn.Module):
         self.sizes = [mla.q_lora_rank or q_size, mla.kv_lora_rank, mla.qk_pos_emb_head_dim]
         bias, plain = a.add_qkv_bias, mla.q_lora_rank is None
         self.linear_qkv_down = make_input_linear(
-            config, sum(self.sizes), bias and not plain, build.whole, normed=normed
+            config, (sum(self.sizes),), bias and not plain, build.whole, normed=normed
         )
         self.latent_bias = build.parameter(sum(self.sizes[1:])) if bias and plain else None
         self.linear_q_up = None if mla.q_lora_rank is None else self._up(config, mla.q_lora_rank, q_size, build)

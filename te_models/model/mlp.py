@@ -38,7 +38,7 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, ffn_hidden_size: int, bias: bool, build: Build, *, normed: bool) -> None:
         super().__init__()
-        rows = ffn_hidden_size * (2 if config.mlp.gated else 1)
+        rows = (ffn_hidden_size,) * (2 if config.mlp.gated else 1)
         self.linear_fc1 = make_input_linear(config, rows, bias, build, normed=normed)
         self.linear_fc2 = make_output_linear(config, ffn_hidden_size, bias, build)
         self._activation = activation_of(config.mlp)
@@ -60,7 +60,7 @@ class SharedExperts(nn.Module):
         self.init_method = init_method(config)
         self.gate_weight = build.parameter(1, config.hidden_size) if config.moe.shared_expert_gate else None
         self.reset_parameters()
-        rows, bias = width * (2 if config.mlp.gated else 1), config.mlp.bias
+        rows, bias = (width,) * (2 if config.mlp.gated else 1), config.mlp.bias
         self.linear_fc1 = make_input_linear(config, rows, bias, build, normed=False)
         self.linear_fc2 = make_output_linear(config, width, bias, build)
         self._activation = activation_of(config.mlp)

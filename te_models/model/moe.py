@@ -41,13 +41,13 @@ class Experts(nn.Module):
             return whole if ranks == 1 else LocalExperts(whole, self.first_expert, moe.num_moe_experts)
 
         shared = {"single_grouped_weight": build.expert_layout == "grouped", **build.new}
-        rows = width * (2 if config.mlp.gated else 1)
+        rows = (width,) * (2 if config.mlp.gated else 1)
         self.linear_fc1 = GroupedLinear(
             experts,
             config.hidden_size,
-            rows,
+            sum(rows),
             moe.bias,
-            init_method=start(init_method(config)),
+            init_method=build.starting(start(init_method(config)), rows),
             **shared,
             **build.split("column"),
         )

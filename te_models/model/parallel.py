@@ -99,8 +99,8 @@ _ELSEWHERE = {
     "pp": "pipeline stages",
     "dp": "data parallelism",
     "dp_replicate": "copies of the model",
-    "dp_shard": "FSDP2: call fully_shard on the loaded model",
-    "fsdp": "FSDP2: call fully_shard on the loaded model",
+    "dp_shard": "FSDP2: call te_models.parallel.parallelize",
+    "fsdp": "FSDP2: call te_models.parallel.parallelize",
     "cp": "context parallelism",
     "etp": "tensor parallelism of experts alone",
 }

@@ -10,7 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .checkpoints.checkpoint import TrainingCheckpointError, latest_checkpoint, list_checkpoints
+    from .checkpoints.checks import TrainingCheckpointError
+    from .checkpoints.files import latest_checkpoint, list_checkpoints
     from .config import (
         CheckpointConfig,
         DataConfig,
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
         LogConfig,
         ModelSource,
         OptimizerConfig,
+        ParallelConfig,
         PrecisionConfig,
         ScheduleConfig,
         TrainConfig,
@@ -33,7 +35,8 @@ if TYPE_CHECKING:
     from .step import TrainingError
 
 _HOME = {
-    "checkpoints.checkpoint": ("TrainingCheckpointError", "latest_checkpoint", "list_checkpoints"),
+    "checkpoints.checks": ("TrainingCheckpointError",),
+    "checkpoints.files": ("latest_checkpoint", "list_checkpoints"),
     "config": (
         "CheckpointConfig",
         "DataConfig",
@@ -41,6 +44,7 @@ _HOME = {
         "LogConfig",
         "ModelSource",
         "OptimizerConfig",
+        "ParallelConfig",
         "PrecisionConfig",
         "ScheduleConfig",
         "TrainConfig",
@@ -67,6 +71,7 @@ __all__ = [
     "MetricsError",
     "ModelSource",
     "OptimizerConfig",
+    "ParallelConfig",
     "PrecisionConfig",
     "ScheduleConfig",
     "TokenDataset",

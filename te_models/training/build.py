@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from te_models.checkpoints import open_checkpoint
-from te_models.layers import quantized_model_init
+from te_models.checkpoints.folder.provenance import source_of
+from te_models.layers import quantized_model_init, share_scales
 from te_models.layers.module.base import GemmModule
 
 from ..config import ConfigError, ModelConfig
 from ..model import GPTModel
 from ..model.embedding import Table
 from ..model.output import OutputLayer
+from ..model.parallel import groups_of
+from ..model.pretrained.keep_in_fp32 import keep_dtypes
+from ..parallel.load import load_own_parts
+from ..parallel.parts import ModelParts
+from ..parallel.sharding import parallelize
+from .checkpoints.checkpoint import TrainingState
+from .checkpoints.checks import MODEL
 from .config import DataConfig, TrainConfig
 from .data.build import build_dataset
 from .data.dataset import TokenDataset, read_meta
@@ -23,10 +31,8 @@ from .data.token_file import DataError
 from .optimizer.adamw import Optimizer
 from .precision import build_recipe
 from .ranks.experts import expert_ranks
+from .ranks.layout import ONE_RANK, Layout
 from .seeding import derive_seed
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16-mixed": torch.float32}
 
@@ -39,27 +45,35 @@ def resolve_device(name: str) -> str:
     return ("cuda" if available else "cpu") if name == "auto" else name
 
 
-def build_model(config: TrainConfig, device: str, checkpoint: Path | None, mesh: DeviceMesh | None = None) -> GPTModel:
-    """Return the model of a checkpoint, of `model.path`, or a random one from the run's seed.
+def build_model(
+    config: TrainConfig,
+    device: str,
+    checkpoint: Path | None,
+    start: TrainingState | None = None,
+    layout: Layout = ONE_RANK,
+) -> GPTModel:
+    """Return the model of a checkpoint, of `model.path`, or a random one from the run's seed, as the layout divides it.
 
-    mesh: distributes its experts, over the dimension "ep".
+    start: what was read of `checkpoint`. The weights of a sharded checkpoint are not read yet.
     """
     precision = config.precision
-    path = checkpoint / "model" if checkpoint is not None else config.model.path
-    dtype, layout = DTYPES[precision.dtype], config.model.expert_layout
+    path = checkpoint / MODEL if checkpoint is not None else config.model.path
+    dtype, experts = DTYPES[precision.dtype], config.model.expert_layout
+    parts = start is not None and start.parts is not None
+    if layout.dims.is_sharded or parts:
+        return _build_parts(config, device, start, None if parts else path, checkpoint is None, layout)
     if path is not None:
         weights = None
         if precision.quantized_weights:
             with open_checkpoint(path) as source:
                 weights = build_recipe(precision, source.config.num_layers)
-        experts = None if mesh is None else mesh["ep"]
         return GPTModel.from_pretrained(
             path,
             dtype=dtype,
             device=device,
             recipe=weights,
-            expert_layout=layout,
-            device_mesh=experts,
+            expert_layout=experts,
+            device_mesh=layout.model_mesh,
             # the files of a checkpoint were checked when it was chosen
             verify=checkpoint is None and config.model.verify,
         )
@@ -67,8 +81,64 @@ def build_model(config: TrainConfig, device: str, checkpoint: Path | None, mesh:
     model_config = read_model_config(config)
     weights = build_recipe(precision, model_config.num_layers) if precision.quantized_weights else None
     with contextlib.nullcontext() if weights is None else quantized_model_init(enabled=True, recipe=weights):
-        group = None if mesh is None else mesh.get_group("ep")
-        return GPTModel(model_config, dtype=dtype, device=device, expert_layout=layout, ep_group=group)
+        groups: dict[str, Any] = {**groups_of(layout.model_mesh)}
+        return GPTModel(model_config, dtype=dtype, device=device, expert_layout=experts, **groups)
+
+
+def _build_parts(
+    config: TrainConfig, device: str, start: TrainingState | None, path: Any, verify: bool, layout: Layout
+) -> GPTModel:
+    """Return the model part by part, so that no rank has more than one layer whole: sharded, or of a sharded
+    checkpoint, whose weights are not read yet. path: the folder to read weights from; None: random ones."""
+    precision = config.precision
+    options: dict[str, Any] = {"dtype": DTYPES[precision.dtype], "device": "meta"}
+    options |= {"expert_layout": config.model.expert_layout, **groups_of(layout.model_mesh)}
+    with contextlib.ExitStack() as opened:
+        source = None
+        if path is not None:
+            source = opened.enter_context(open_checkpoint(path, verify=verify and config.model.verify))
+            model = GPTModel(source.config, **options)
+            keep_dtypes(model, source.family, source.dtype_of)
+        elif start is not None and start.model_config is not None:
+            model = GPTModel(ModelConfig.from_dict(start.model_config), **options)
+            _keep_saved_dtypes(model, start)
+        else:
+            model = GPTModel(read_model_config(config), **options)
+        weights = build_recipe(precision, model.config.num_layers) if precision.quantized_weights else None
+        torch.manual_seed(derive_seed(config.seed, "initial weights"))
+        try:
+            parallelize(
+                model,
+                layout.mesh,
+                device=device,
+                fill=None if source is None and start is None else lambda part: None,
+                weights=weights,
+                reshard_after_forward=config.parallel.reshard_after_forward,
+            )
+        except ValueError as error:  # what a shard of a quantized weight cannot be
+            if weights is None or isinstance(error, ConfigError):
+                raise
+            raise ConfigError(
+                f"precision.quantized_weights is True with {layout.dims.data_parallel_shard_size} shards: {error}"
+            ) from None
+        if weights is not None:
+            share_scales(model)
+        if source is not None:
+            load_own_parts(model, source)
+            model.origin, model.pretrained_folder = source_of(source, None), source.path
+    return model
+
+
+def _keep_saved_dtypes(model: GPTModel, start: TrainingState) -> None:
+    """Give parameters without data the dtype that a sharded checkpoint holds them in: routers may be wider."""
+    from .checkpoints.sharded.checkpoint import saved_dtypes
+
+    assert start.parts is not None
+    saved = saved_dtypes(start.parts)
+    for name, parameter in model.named_parameters():
+        dtype = saved.get(f"model.{name}", parameter.dtype)
+        if dtype.is_floating_point:
+            parameter.data = parameter.data.to(dtype)
 
 
 def read_model_config(config: TrainConfig) -> ModelConfig:
@@ -82,16 +152,16 @@ def read_model_config(config: TrainConfig) -> ModelConfig:
         raise ConfigError(f"cannot read model.config_file {path}: {error.strerror}") from None
 
 
-def build_optimizer(
-    config: TrainConfig, model: GPTModel, mesh: DeviceMesh | None = None, *, world_size: int = 1
-) -> Optimizer:
+def build_optimizer(config: TrainConfig, model: GPTModel, layout: Layout = ONE_RANK) -> Optimizer:
     """Return AdamW for the model; quantized weights, or with `master_weights` all of fewer bits, get masters.
 
-    world_size: the ranks whose gradients are averaged. Where `needs_main_grads`, the parameters get main gradients and
-    the model's layers accumulate into them.
+    Where `needs_main_grads`, the parameters get main gradients, and the layers that are not sharded accumulate into
+    them.
     """
-    main_grads = needs_main_grads(config, config.data.gradient_accumulation * world_size)
-    for module in model.modules() if main_grads else ():
+    sharded = layout.dims.is_sharded  # whose gradients arrive as the ranks' averages
+    micro_batches = config.data.gradient_accumulation * (1 if sharded else layout.data.world_size)
+    main_grads = needs_main_grads(config, micro_batches)
+    for module in model.modules() if main_grads and not sharded else ():
         if isinstance(module, GemmModule | Table | OutputLayer):
             module.fuse_wgrad_accumulation = True
     return Optimizer(
@@ -99,7 +169,8 @@ def build_optimizer(
         config.optimizer,
         seed=derive_seed(config.seed, "optimizer moments"),
         compile=config.compile,
-        experts=expert_ranks(model.expert_parameters(), mesh),
+        experts=expert_ranks(model.expert_parameters(), layout.mesh),
+        groups=None if layout.mesh is None else ModelParts(model).groups(),
         main_grads=main_grads,
     )
 

@@ -20,6 +20,7 @@ from .config_tables import (
     LogConfig,
     ModelSource,
     OptimizerConfig,
+    ParallelConfig,
     PrecisionConfig,
     ScheduleConfig,
 )
@@ -55,14 +56,14 @@ class TrainConfig(ConfigPart):
     """Checkpoint to continue from instead of the newest; newer ones in output_dir are renamed."""
     deterministic: bool = True
     """Whether torch uses reproducible kernels only, so that two runs are equal bit for bit."""
-    expert_model_parallel_size: int = 1
-    """Ranks over which the experts are distributed; each has an equal part."""
     distributed_timeout_minutes: float = 10.0
     """Minutes after which a rank that does not answer ends the run on all ranks."""
     model: ModelSource
     """Where the model comes from."""
     data: DataConfig
     """The token data set and the shape of a batch."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """How the ranks share the model and the data."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """AdamW."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -80,10 +81,11 @@ class TrainConfig(ConfigPart):
         check(0 < self.steps <= _MOST_STEPS, "steps", self.steps, f"a positive integer up to {_MOST_STEPS}")
         check(self.seed >= 0, "seed", self.seed, "zero or a positive integer")
         check(self.resume or self.resume_from is None, "resume_from", self.resume_from, "null where resume is off")
-        size = self.expert_model_parallel_size
-        check(size > 0, "expert_model_parallel_size", size, "a positive integer")
         minutes = self.distributed_timeout_minutes
         check(0 < minutes <= _MOST_MINUTES, "distributed_timeout_minutes", minutes, f"up to {_MOST_MINUTES}, a week")
+        sharded, mode = self.parallel.data_parallel_shard_size != 1, self.compile_mode
+        allowed = "'block' with parallel.data_parallel_shard_size, or compile = false"
+        check(not (sharded and self.compile and mode == "whole"), "compile_mode", mode, allowed)
         warmup, decay = self.schedule.warmup_steps, self.schedule.decay_steps or 0
         name, length = ("steps", self.steps) if self.schedule.steps is None else ("schedule.steps", self.schedule.steps)
         check(warmup + decay <= length, "schedule.warmup_steps", warmup, f"warm-up and decay within {name} = {length}")

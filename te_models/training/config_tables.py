@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..config import ConfigPart, ModelConfig, check
+from ..parallel.dims import check_sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +145,53 @@ class ScheduleConfig(ConfigPart):
         check(decay is None or decay > 0, "schedule.decay_steps", decay, "a positive integer or null")
         check(0 <= self.min_lr_ratio <= 1, "schedule.min_lr_ratio", self.min_lr_ratio, "0 <= ratio <= 1")
         check(self.steps is None or self.steps > 0, "schedule.steps", self.steps, "a positive integer or null")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig(ConfigPart):
+    """How the ranks share the model and the data; the product of the sizes, without the experts', is the number of
+    ranks."""
+
+    data_parallel_replicate_size: int | None = None
+    """Copies of the model, whose gradients are averaged; unset means as many as the other sizes leave."""
+    data_parallel_shard_size: int = 1
+    """Ranks over which FSDP2 shards parameters, gradients and moments of each copy; -1 means all that are left."""
+    tensor_model_parallel_size: int = 1
+    """Ranks over which each layer is split."""
+    sequence_parallel: bool = False
+    """Whether activations between split layers are split, too; only false is implemented."""
+    pipeline_model_parallel_size: int = 1
+    """Pipeline stages; only 1 is implemented."""
+    pipeline_schedule: Literal["1F1B"] = "1F1B"
+    """Schedule of the pipeline."""
+    context_parallel_size: int = 1
+    """Ranks over which a sequence is split; only 1 is implemented."""
+    expert_model_parallel_size: int = 1
+    """Data-parallel ranks over which the experts are distributed; each has an equal part."""
+    expert_tensor_parallel_size: int | None = None
+    """Ranks over which each expert is split; unset means tensor_model_parallel_size, the only one implemented."""
+    expert_dispatch: Literal["all_gather"] = "all_gather"
+    """How tokens reach distributed experts: every rank gets the tokens of all."""
+    reshard_after_forward: Literal["default", "always", "never"] = "default"
+    """Whether FSDP2 frees gathered parameters between forward and backward pass: of layers (default), or of all
+    (always)."""
+    reduce_dtype: Literal["float32"] = "float32"
+    """Dtype in which FSDP2 adds up the gradients of the ranks."""
+    cpu_offload: bool = False
+    """Whether sharded parameters stay in main memory; only false is implemented."""
+    async_tensor_parallel: bool = False
+    """Whether split layers overlap communication and compute; only false is implemented."""
+
+    def _validate(self) -> None:
+        names = (name for name in self.__dataclass_fields__ if name.endswith("_size"))
+        check_sizes({name: getattr(self, name) for name in names}, "parallel.")
+        for name in ("sequence_parallel", "cpu_offload", "async_tensor_parallel"):
+            value = getattr(self, name)
+            check(not value, f"parallel.{name}", value, "False, because nothing else is implemented")
+        sharded = self.data_parallel_shard_size != 1
+        default = self.reshard_after_forward == "default"
+        where = "parallel.reshard_after_forward"
+        check(sharded or default, where, self.reshard_after_forward, "'default' with data_parallel_shard_size = 1")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,8 +26,8 @@ from ..model.expert_bias import has_expert_bias, max_load, update_expert_bias
 from ..signals import Interrupted, StopSignals
 from ..terminal import say
 from .build import build_model, build_optimizer, open_data, resolve_device
-from .checkpoints.checkpoint import TrainingState, checkpoint_dir, export_model, save_checkpoint
-from .checkpoints.checks import MODEL
+from .checkpoints.files import checkpoint_dir
+from .checkpoints.saving import Saving
 from .checkpoints.start import (
     check_same_data,
     check_same_run,
@@ -44,9 +44,9 @@ from .metrics import METRICS, MetricsFile, finite, plot_loss, read_metrics
 from .optimizer.learning_rate import LearningRate, continued_config
 from .preflight import FINAL, check_run
 from .progress import Progress
-from .ranks.data_parallel import Ranks, barrier, gather_tensors, largest_over_ranks, ranks_from_environment
-from .ranks.experts import expert_mesh
-from .seeding import derive_seed, random_state, rounding_seed, seed_all
+from .ranks.data_parallel import Ranks, barrier, largest_over_ranks, ranks_from_environment
+from .ranks.layout import layout_of
+from .seeding import derive_seed, rounding_seed, seed_all
 from .step import LossFunction, TrainingError, evaluate, make_loss_function, make_weight_cache, train_step
 
 PLOT = "loss.png"
@@ -91,14 +91,15 @@ def _run(
     progress = opened.enter_context(Progress(config.steps, shown=ranks.is_main and config.log.progress))
     if config.resume_from or (output_dir / "checkpoints").exists():
         progress.waiting("checking the checkpoint to continue from")
+    layout = layout_of(config.parallel, ranks, device)
+    data_ranks = layout.data
     checkpoint, start = open_start(config, output_dir, ranks)
     if start:
-        check_same_run(config, start, ranks)
+        check_same_run(config, start, data_ranks)
         config = continued_config(config, start.config, start.step)
     config = opened.enter_context(cpu_gemm_of_run(config, start, ranks, device))
     step, position = (start.step, start.position) if start else (0, 0)
-    mesh = expert_mesh(config.expert_model_parallel_size, ranks, device)
-    model_config, notes = check_run(config, checkpoint, device, reads_text=ranks.is_main)
+    model_config, notes = check_run(config, start, checkpoint, device, layout.dims, reads_text=ranks.is_main)
     if ranks.is_main:
         read_metrics(output_dir / METRICS)  # a damaged one is refused now, and not when the loss is drawn
     for note in notes if ranks.is_main else ():
@@ -115,22 +116,22 @@ def _run(
     digest = check_same_data(dataset, start, ranks)
     S, B, fraction = config.data.sequence_length, config.data.micro_batch_size, config.data.validation_fraction
     windows = Windows(dataset, S, "train", fraction, config.seed)
-    validation = (
-        validation_batches(config, Windows(dataset, S, "validation", fraction, config.seed), ranks) if fraction else []
-    )
+    validation = []
+    if fraction:
+        validation = validation_batches(config, Windows(dataset, S, "validation", fraction, config.seed), data_ranks)
 
     # Model and optimizer.
     source = checkpoint or config.model.path
     progress.waiting(f"loading {source}" if source else "making a model of random weights")
     with naming_the_intact(checkpoint, output_dir):
-        model = build_model(config, device, checkpoint, mesh)
+        model = build_model(config, device, checkpoint, start, layout)
     model.activation_checkpointing = config.model.activation_checkpointing
     model.output_layer.loss_chunk_tokens = config.model.loss_chunk_tokens
-    optimizer = build_optimizer(config, model, mesh, world_size=ranks.world_size)
-    saves = ranks.is_main if optimizer.experts is None else optimizer.experts.saves  # has a part of what is saved
+    optimizer = build_optimizer(config, model, layout)
+    saving = Saving(output_dir, model, optimizer, layout, ranks, config.model.path, checkpoint)
     if start:
         with naming_the_intact(checkpoint, output_dir):
-            optimizer.load_state_tensors(start.tensors)
+            saving.restore(start)
     loss_function = make_loss_function(
         model,
         config.precision,
@@ -140,13 +141,12 @@ def _run(
     )
     quantize_weights = make_weight_cache(model, config.precision, device)
     set_rounding_seed(model, rounding_seed(config.seed, ranks.rank))
-    seed_all(derive_seed(config.seed, "run", ranks.rank))
+    seed_all(derive_seed(config.seed, "run", data_ranks.rank))
     if start:
         complete_recipe_state(model, config.precision)
         with naming_the_intact(checkpoint, output_dir):
-            restore_generators(start, ranks, model)
+            restore_generators(start, ranks, model, layout.dims)
     start = None  # its tensors map a file, which would take its place on the disk as long as the run goes on
-    origin = config.model.path if checkpoint is None else str(checkpoint / MODEL)
 
     # Files and progress: rank 0 only.
     output_dir.mkdir(parents=True, exist_ok=True)
@@ -156,7 +156,7 @@ def _run(
             set_newer_aside(checkpoint, step, output_dir)
         metrics = opened.enter_context(MetricsFile(output_dir / METRICS, keep_steps=step))
 
-    micro_batches_per_step = config.data.gradient_accumulation * ranks.world_size
+    micro_batches_per_step = config.data.gradient_accumulation * data_ranks.world_size
     tokens_per_step = micro_batches_per_step * B * S
     balanced = has_expert_bias(model)
     begun = saved = time.perf_counter()
@@ -173,8 +173,8 @@ def _run(
     deferred.enter_context(signals.deferred())
     while step < config.steps:
         step_begun = time.perf_counter()
-        seed_all(derive_seed(config.seed, "step", step, ranks.rank))
-        first = range(ranks.rank, micro_batches_per_step, ranks.world_size)
+        seed_all(derive_seed(config.seed, "step", step, data_ranks.rank))
+        first = range(data_ranks.rank, micro_batches_per_step, data_ranks.world_size)
         micro_batches = [windows.batch(position + m * B, B).to(device) for m in first]
         lr = learning_rate.at(step)
         noting = config.log.statistics_every > 0 and _is_due(step + 1, config.log.statistics_every, config.steps)
@@ -184,7 +184,7 @@ def _run(
             micro_batches,
             lr,
             step=step + 1,
-            ranks=ranks,
+            ranks=data_ranks,
             before=quantize_weights,
             statistics=noting,
         )
@@ -202,7 +202,7 @@ def _run(
         row |= {} if load is None else {"max_expert_load": float(max_load(load))}
         row |= {"tokens_per_second": tokens_per_step / seconds, "seconds": time.perf_counter() - begun}
         if validation and _is_due(step, config.evaluation.every, config.steps):
-            validation_loss = evaluate_model(model, loss_function, validation, device, ranks)
+            validation_loss = evaluate_model(model, loss_function, validation, device, data_ranks)
             if not math.isfinite(validation_loss):
                 raise TrainingError(f"step {step}: the validation loss is {validation_loss}; lower optimizer.lr?")
             row["validation_loss"] = validation_loss
@@ -218,16 +218,9 @@ def _run(
         signum, late = agreed.tolist()
         due = late or signum or _is_due(step, config.checkpoint.every, config.steps)
         if due and not checkpoint_dir(output_dir, step).exists():
-            tensors = optimizer.whole_state_tensors() if saves else {}
-            tensors |= {f"rng.{name}": t for name, t in gather_tensors(random_state(), ranks).items()}
             recipe = complete_recipe_state(model, config.precision)
-            tensors |= {f"recipe.{name}": t for name, t in gather_tensors(recipe, ranks).items()}
-            if ranks.is_main:
-                state = TrainingState(step, position, ranks.world_size, config.to_dict(), tensors, digest)
-                keep_last = config.checkpoint.keep_last
-                save_checkpoint(output_dir, model, state, origin=origin, keep_last=keep_last)
-            elif saves:  # the main rank writes its experts, too
-                export_model(model, output_dir, output_dir, origin)
+            values = {"step": step, "position": position, "data_digest": digest, "config": config.to_dict()}
+            saving.save(values, recipe, keep_last=config.checkpoint.keep_last)
             barrier(ranks)
             saved = time.perf_counter()
         if signum:
@@ -235,8 +228,7 @@ def _run(
     deferred.close()  # the last checkpoint is written: a signal ends the run at once again
 
     # The result: an ordinary model folder, the metrics, and a picture of them.
-    if saves:
-        export_model(model, output_dir / FINAL, output_dir, origin)
+    saving.export(output_dir / FINAL, step)
     if ranks.is_main and config.log.plot:
         plot_loss({output_dir.name: output_dir / METRICS}, output_dir / PLOT)
     barrier(ranks)

@@ -13,9 +13,12 @@ from te_models.checkpoints.folder.hf_config import find_family
 
 from ..config import ConfigError, ModelConfig
 from ..extras import require
-from ..model.parallel import check_distribution
+from ..model.parallel import check_distribution, check_layers
+from ..parallel.dims import ParallelDims
 from ..sizes import format_size
 from .build import DTYPES, check_dataset, check_vocabulary, read_model_config
+from .checkpoints.checkpoint import TrainingState
+from .checkpoints.checks import MODEL
 from .config import TrainConfig
 from .data.build import load_encoder, matching_files
 from .data.dataset import TokenDataset, Windows
@@ -30,14 +33,22 @@ _MOMENTS = {"float32": 8, "bfloat16": 4, "float8": 2}
 
 
 def check_run(
-    config: TrainConfig, checkpoint: Path | None, device: str, *, reads_text: bool
+    config: TrainConfig,
+    start: TrainingState | None,
+    checkpoint: Path | None,
+    device: str,
+    dims: ParallelDims,
+    *,
+    reads_text: bool,
 ) -> tuple[ModelConfig, list[str]]:
     """Check what a configuration names and asks for; return the model's configuration, and notes for the user, a
     sentence each.
 
     Args:
-        checkpoint: What the run continues from.
+        start: What was read of the checkpoint that the run continues from.
+        checkpoint: Its folder.
         device: "cpu" or "cuda".
+        dims: The layout of the ranks.
         reads_text: Whether this rank builds the data set where there is none.
 
     Raises:
@@ -46,8 +57,9 @@ def check_run(
     if config.log.plot:
         require("matplotlib.figure", "plot", feature="the loss plot (log.plot)")
     _check_output(Path(config.output_dir))
-    model, notes = _read_model(config, checkpoint)
-    _check_sizes(config, model, device)
+    model, notes = _read_model(config, start, checkpoint)
+    _check_layout(config, model, dims)
+    _check_sizes(config, model, device, dims)
     build_recipe(config.precision, model.num_layers)
     if reads_text:
         _check_data(config, model)
@@ -66,11 +78,17 @@ def _check_output(folder: Path) -> None:
         raise ConfigError(f"{final} is not a model folder, and the trained model would take its place; move it away")
 
 
-def _read_model(config: TrainConfig, checkpoint: Path | None) -> tuple[ModelConfig, list[str]]:
+def _read_model(
+    config: TrainConfig, start: TrainingState | None, checkpoint: Path | None
+) -> tuple[ModelConfig, list[str]]:
     """Return the configuration of the model, and a note where no Hugging Face family can store it."""
-    path = config.model.path if checkpoint is None else checkpoint / "model"
+    path = config.model.path if checkpoint is None else checkpoint / MODEL
     source = None
-    if path is None:
+    if start is not None and start.model_config is not None:
+        model = ModelConfig.from_dict(start.model_config)
+        if config.model.path is not None:
+            return model, []
+    elif path is None:
         model = read_model_config(config)
     else:
         with open_checkpoint(path) as opened:
@@ -83,17 +101,37 @@ def _read_model(config: TrainConfig, checkpoint: Path | None) -> tuple[ModelConf
     return model, []
 
 
-def _check_sizes(config: TrainConfig, model: ModelConfig, device: str) -> None:
+def _check_layout(config: TrainConfig, model: ModelConfig, dims: ParallelDims) -> None:
+    """Raise ConfigError where a layout cannot have this model, or these formats."""
+    precision, sharded, tp = config.precision, dims.is_sharded, dims.tensor_model_parallel_size
+    if dims.expert_model_parallel_size > 1:
+        check_distribution(model, dims.expert_model_parallel_size, config.model.expert_layout)
+    check_layers(model, tp)
+    if dims.is_whole:
+        return
+    moments = config.optimizer.moment_dtype
+    if moments == "float8":
+        raise ConfigError(
+            f"optimizer.moment_dtype is {moments!r}, whose blocks of 128 values cannot be divided anew; "
+            "allowed where layers are split or sharded: 'float32', 'bfloat16'"
+        )
+    if sharded and precision.cache_weights:
+        raise ConfigError("precision.cache_weights is True; allowed with parallel.data_parallel_shard_size: False")
+    if tp > 1 and precision.quantized_weights:
+        raise ConfigError(
+            "precision.quantized_weights is True; allowed with parallel.tensor_model_parallel_size: False"
+        )
+
+
+def _check_sizes(config: TrainConfig, model: ModelConfig, device: str, dims: ParallelDims) -> None:
     """Raise ConfigError where the model has fewer positions than a window, or the memory is less than the run needs
     before its first step."""
-    data, size = config.data, config.expert_model_parallel_size
+    data, size = config.data, dims.expert_model_parallel_size
     if model.max_position_embeddings < data.sequence_length:
         raise ConfigError(
             f"data.sequence_length is {data.sequence_length}, but the model has {model.max_position_embeddings} "
             "positions"
         )
-    if size > 1:
-        check_distribution(model, size, config.model.expert_layout)
     ids = 8 * data.sequence_length * data.micro_batch_size * data.gradient_accumulation
     host = _host_memory()
     if ids > host:
@@ -101,7 +139,8 @@ def _check_sizes(config: TrainConfig, model: ModelConfig, device: str) -> None:
             f"data.sequence_length, micro_batch_size and gradient_accumulation make {format_size(ids)} of token ids a "
             f"step, and the machine has {format_size(host)} of memory"
         )
-    parameters = sum(math.prod(shape) for shape in expected_tensors(model, "grouped").values()) // size
+    shared = max(size, dims.data_parallel_shard_size) * dims.tensor_model_parallel_size
+    parameters = sum(math.prod(shape) for shape in expected_tensors(model, "grouped").values()) // shared
     needed = parameters * (DTYPES[config.precision.dtype].itemsize + _MOMENTS[config.optimizer.moment_dtype])
     memory = host if device == "cpu" else torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     if needed > memory:

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
-from te_models.layers import Recipe, autocast, cache_weights, collect_statistics, microbatch
+from te_models.layers import Recipe, autocast, cache_weights, collect_statistics, gradient_of, microbatch
+from te_models.layers.tensor.fsdp import local_part
 
 from ..compile.compile_model import Mode, compile_model, with_room
 from ..model import GPTModel
@@ -133,9 +134,7 @@ def train_step(
         (loss / len(micro_batches)).backward()
         optimizer.accumulate_gradients()
         total += torch.stack([loss.detach() - aux_loss, aux_loss]).cpu() / len(micro_batches)
-    experts = optimizer.experts
-    distributed, copies = ((), None) if experts is None else (experts.parameters, experts.copies)
-    average_gradients(optimizer.parameters.values(), ranks, distributed=distributed, copies=copies)
+    reduce_gradients(optimizer, ranks)
     norm = optimizer.clip_gradients()
     grad_norm, skip = float(norm), optimizer.config.skip_nonfinite
     mean_loss, mean_aux = mean_over_ranks(total, ranks).tolist()
@@ -144,6 +143,21 @@ def train_step(
         raise TrainingError(f"step {step}: the loss is {mean_loss} and the gradient norm {grad_norm}; {hint}")
     optimizer.step(lr, noop=~torch.isfinite(norm) if skip else None)
     return StepResult(mean_loss, mean_aux, grad_norm, skipped=not math.isfinite(grad_norm))
+
+
+@torch.no_grad()
+def reduce_gradients(optimizer: Optimizer, ranks: Ranks) -> None:
+    """Replace this rank's gradients by the gradient of the mean loss over `ranks`, those with data of their own. FSDP2
+    has averaged those of what it shards; of experts over the ranks that have the same ones alone."""
+    experts = optimizer.experts
+    whole = [p for p in optimizer.parameters.values() if local_part(p) is p]
+    distributed, copies = ((), None) if experts is None or experts.sharded else (experts.parameters, experts.copies)
+    average_gradients(whole, ranks, distributed=distributed, copies=copies)
+    if experts is not None and experts.sharded:
+        for parameter in experts.parameters:
+            gradient = gradient_of(parameter)
+            if gradient is not None:
+                local_part(gradient).div_(experts.group.size())
 
 
 @torch.no_grad()

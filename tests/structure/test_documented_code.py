@@ -52,7 +52,7 @@ PRELUDES = {
     + ONE_RANK
     + "from te_models.layers import LayerNormLinear, Linear\n"
     + "group, hidden, x = None, 32, torch.randn(4, 32)\nattention = lambda qkv: qkv[:, :32]\n",
-    "docs/parallel.md": ONE_RANK + "rank, n = 0, 1\n",
+    "docs/parallel.md": MODEL + ONE_RANK + "rank, n = 0, 1\n",
     "docs/training.md": MODEL
     + "from te_models import MoEConfig, RouterConfig\n"
     + "router = RouterConfig(expert_bias=True)\n"

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from te_models.config import ConfigError
+from te_models.parallel import ParallelDims
 from te_models.training import TrainConfig, load_config
 from tests.training.runs import tiny_model, tiny_run
 
@@ -227,9 +228,11 @@ def test_wrong_overrides_are_refused_by_name(toml: Path, arguments: list[str], n
 def test_the_documented_configuration_is_valid() -> None:
     """The TOML of docs/training.md, with its [model.config] table and its path in turn."""
     text = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
-    run, table = (block.split("```", 1)[0] for block in text.split("```toml\n")[1:])
+    run, table, layout = (block.split("```", 1)[0] for block in text.split("```toml\n")[1:])
     config = TrainConfig.from_dict(tomllib.loads(run))
     assert (config.precision.recipe, config.schedule.kind) == ("mxfp8", "wsd")
     values = tomllib.loads(run) | tomllib.loads(table)
     model = TrainConfig.from_dict(values).model.config
     assert model is not None and model.moe is not None and model.moe.num_moe_experts == 8
+    sizes = TrainConfig.from_dict(values | {"compile_mode": "block"} | tomllib.loads(layout)).parallel
+    assert ParallelDims.of(sizes.to_dict(), 16).data_ranks == 8

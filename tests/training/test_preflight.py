@@ -14,6 +14,7 @@ from te_models.config import ConfigError
 from te_models.training import (
     DataError,
     ModelSource,
+    ParallelConfig,
     PrecisionConfig,
     TrainConfig,
     build,
@@ -101,7 +102,14 @@ CASES: dict[str, tuple[Callable[[TrainConfig, Path], TrainConfig], str]] = {
         "precision.recipe_options: ",
     ),
     "model": (lambda c, p: c.replace(model=ModelSource(path=str(p / "absent"))), "absent"),
-    "experts": (lambda c, p: c.replace(expert_model_parallel_size=2), "allowed: a divisor of the number of ranks, 1"),
+    "experts": (
+        lambda c, p: c.replace(parallel=ParallelConfig(expert_model_parallel_size=2)),
+        "allowed: a divisor of data_parallel_replicate_size, 1",
+    ),
+    "shards": (
+        lambda c, p: c.replace(parallel=ParallelConfig(data_parallel_shard_size=2)),
+        "data_parallel_shard_size is 2; allowed: a divisor of the number of ranks, 1",
+    ),
     "hidden_size": (
         lambda c, p: c.replace(model=ModelSource(config=tiny_model(hidden=2**30))),
         r"the model has [\d,]+ parameters, [\d,.]+ GiB with their moments, and the device has",

@@ -1,5 +1,7 @@
 """Training checkpoints: a directory per step that is complete or absent, and never a pickle.
 
+A run in which ranks have parts of layers writes another kind (`sharded.checkpoint`); this is the kind of all others.
+
     output_dir/checkpoints/step-00000100/
         model/                  an ordinary te_models folder (`GPTModel.from_pretrained` reads it)
         training.safetensors    optimizer moments, master weights, recipes' and random states of every rank
@@ -14,7 +16,6 @@ has its final name is complete. Reading one checks it against its manifests, alw
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ from te_models.checkpoints.write.writer import write_tensors
 from ...model.pretrained.split_saving import save_split
 from .checks import (
     MODEL,
-    NAME,
+    SHARDED_VERSION,
     TENSORS,
     VALUES,
     VERSION,
@@ -39,6 +40,7 @@ from .checks import (
     manifest_paths,
     read_values,
 )
+from .files import checkpoint_dir, latest_checkpoint, remove_old
 
 if TYPE_CHECKING:
     from ...model import GPTModel
@@ -47,7 +49,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class TrainingState:
     """What a run needs besides the model's weights. `step` counts finished steps, `position` consumed windows.
-    data_digest: of the data set that is trained on; None: a checkpoint of before there was one."""
+    data_digest: of the data set that is trained on; None: a checkpoint of before there was one. data_ranks: of the
+    ranks those with windows of their own; None: all. parts: the folder of a sharded checkpoint, whose tensors are read
+    when the model is there; None: `tensors` has them. model_config: of a sharded checkpoint's model."""
 
     step: int
     position: int
@@ -55,26 +59,9 @@ class TrainingState:
     config: dict[str, Any]
     tensors: dict[str, torch.Tensor]
     data_digest: str | None = None
-
-
-def checkpoint_dir(output_dir: Path, step: int) -> Path:
-    return output_dir / "checkpoints" / f"step-{step:08d}"
-
-
-def list_checkpoints(output_dir: Path) -> list[Path]:
-    """Return the checkpoints, oldest first. Their names say that they were complete when they were written; what has
-    happened to them since, `load_state` finds out."""
-    found = []
-    for folder in (output_dir / "checkpoints").glob("step-*"):
-        match = NAME.fullmatch(folder.name)
-        if match and folder.is_dir():
-            found.append((int(match[1]), folder))
-    return [folder for _, folder in sorted(found)]
-
-
-def latest_checkpoint(output_dir: Path) -> Path | None:
-    """Return the newest complete checkpoint."""
-    return (list_checkpoints(output_dir) or [None])[-1]
+    data_ranks: int | None = None
+    parts: Path | None = None
+    model_config: dict[str, Any] | None = None
 
 
 def export_model(model: GPTModel, folder: Path, output_dir: Path, origin: str | None) -> None:
@@ -84,7 +71,7 @@ def export_model(model: GPTModel, folder: Path, output_dir: Path, origin: str | 
     experts are distributed, all ranks that share the first copy of them call this, and the first one writes.
     """
     newest = latest_checkpoint(output_dir)
-    source = newest / MODEL if newest else origin
+    source = newest / MODEL if newest and (newest / MODEL).is_dir() else origin  # a sharded one has none
     if model.ep_group is not None:
         save_split(model, folder, source, overwrite=True)
         return
@@ -107,23 +94,23 @@ def save_checkpoint(
         (folder / VALUES).write_text(text + "\n", encoding="utf-8")
         small = {name: path for name, path in manifest_paths(folder).items() if name != TENSORS}
         (folder / MANIFEST).write_bytes(manifest_bytes({TENSORS: written} | record_files(small)))
-    checkpoints = list_checkpoints(output_dir)
-    for old in checkpoints[:-keep_last] if keep_last else []:
-        # Renamed first: a kill during the removal must not leave half a checkpoint under a complete one's name.
-        old.rename(old.with_name(f".{old.name}.removed"))
-    for leftover in target.parent.glob(".step-*"):
-        shutil.rmtree(leftover)
+    remove_old(output_dir, keep_last)
     return target
 
 
-def load_state(folder: Path, device: torch.device | str = "cpu") -> TrainingState:
+def load_state(folder: Path, device: torch.device | str = "cpu", *, share: tuple[int, int] = (0, 1)) -> TrainingState:
     """Read everything but the model from a checkpoint directory, after checking every byte of it, the model's too.
+
+    share: of the parts of a sharded checkpoint, check those of reader number `share[0]` of `share[1]`.
 
     Raises TrainingCheckpointError, one sentence, for a file that is not as manifest.json says, one that is missing or
     should not be there, and for values that do not fit each other. A checkpoint of version 1 has no manifest: its
     values are checked alone, and a warning says so.
     """
-    values, _ = read_values(folder)
+    values, _ = read_values(folder, share=share)
+    if values["version"] == SHARDED_VERSION:
+        names = ("step", "position", "world_size", "config", "data_digest", "data_ranks", "model_config")
+        return TrainingState(tensors={}, parts=folder, **{name: values[name] for name in names})
     try:
         tensors = {name: tensor.to(device) for name, tensor in read_tensors(folder / TENSORS)[0].items()}
     except (CheckpointError, OSError, RuntimeError) as error:

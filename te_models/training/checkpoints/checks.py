@@ -25,20 +25,24 @@ from te_models.checkpoints.io.manifest import MANIFEST, check_listed, read_manif
 from te_models.checkpoints.io.strict_json import read_object
 from te_models.checkpoints.io.weight_files import TEMPLATES, plain_file
 
-from ..config import TrainConfig
+from ...config import ModelConfig
+from ..config import ParallelConfig, TrainConfig
 from ..seeding import PYTHON_STATE, python_state
 
 VERSION = 2
 """Of training.json. Checkpoints of version 1 have no manifest."""
 
-MODEL, TENSORS, VALUES = "model", "training.safetensors", "training.json"
+SHARDED_VERSION = 3
+"""Of a sharded checkpoint."""
+
+MODEL, TENSORS, VALUES, PARTS = "model", "training.safetensors", "training.json", "parts"
 NAME = re.compile(r"step-([0-9]{8,})")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _LIMIT = 2**53
 _SIGNS = -0x7F7F7F7F7F7F7F80
 """The sign bits of eight bytes."""
 _RNG = ("python", "torch", "cuda")
-_TABLES = ("model", "data", "optimizer", "schedule", "precision", "checkpoint", "evaluation", "log")
+_TABLES = ("model", "data", "parallel", "optimizer", "schedule", "precision", "checkpoint", "evaluation", "log")
 
 
 class TrainingCheckpointError(ValueError):
@@ -52,6 +56,22 @@ def manifest_paths(folder: Path) -> dict[str, Path]:
         raise CheckpointError(f"{folder} has no folder {MODEL}")
     paths = {name: plain_file(folder, name) for name in (TENSORS, VALUES)}
     return paths | {f"{MODEL}/{MANIFEST}": plain_file(folder / MODEL, MANIFEST)}
+
+
+def check_sharded_files(folder: Path, share: tuple[int, int]) -> None:
+    """Check the files of a sharded checkpoint against its manifest, and that there are no others; of the parts those of
+    reader number `share[0]` of `share[1]`. Raises CheckpointError."""
+    from .files import sharded_paths
+
+    paths = sharded_paths(folder)
+    number, readers = share
+    own = {n: path for i, (n, path) in enumerate(paths.items()) if path.suffix == ".json" or i % readers == number}
+    check_listed(folder, paths, read=own)
+    others = {p.name for p in folder.iterdir() if not p.name.startswith(".")} - {MANIFEST, VALUES, PARTS}
+    if others:
+        raise CheckpointError(
+            f"{MANIFEST} does not list {shorten(sorted(others))}; what a checkpoint does not hold is removed"
+        )
 
 
 def check_files(folder: Path) -> None:
@@ -77,20 +97,25 @@ def _present(folder: Path) -> set[str]:
     return found - {name for name in (MODEL, f"{MODEL}/{TEMPLATES}") if (folder / name).is_dir()}
 
 
-def read_values(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
+def read_values(folder: Path, *, share: tuple[int, int] = (0, 1)) -> tuple[dict[str, Any], dict[str, str]]:
     """Return training.json and the metadata of training.safetensors of a checkpoint whose files have been checked,
-    against the manifest that version 2 has. Raises TrainingCheckpointError."""
+    against the manifest that versions from 2 on have. share: see `check_sharded_files`. Raises TrainingCheckpointError.
+    """
     try:
-        has_manifest = os.path.lexists(folder / MANIFEST)
-        if has_manifest:
+        has_manifest, is_sharded = os.path.lexists(folder / MANIFEST), os.path.lexists(folder / PARTS)
+        if is_sharded:
+            check_sharded_files(folder, share)
+        elif has_manifest:
             check_files(folder)
         values = read_object(plain_file(folder, VALUES), VALUES)
         version = values.get("version")
-        if type(version) is not int or version not in (1, VERSION):
-            raise CheckpointError(f"checkpoint version {shown(version)} is not one that this release reads, 1 or 2")
+        if type(version) is not int or version not in ((SHARDED_VERSION,) if is_sharded else (1, VERSION)):
+            allowed = "3" if is_sharded else "1 or 2"
+            raise CheckpointError(f"checkpoint version {shown(version)} is not one that this release reads, {allowed}")
         if version > 1 and not has_manifest:
             raise CheckpointError(f"it has no {MANIFEST}")
-        metadata = read_header(plain_file(folder, TENSORS)).metadata
+        metadata = {} if is_sharded else read_header(plain_file(folder, TENSORS)).metadata
+        _move_old_keys(values)
         check_values(values, metadata, folder.name)
     except (CheckpointError, OSError) as error:
         raise TrainingCheckpointError(f"{folder} cannot be used as a training checkpoint: {error}") from None
@@ -127,7 +152,7 @@ def check_values(values: Mapping[str, Any], metadata: Mapping[str, str], folder:
     named = NAME.fullmatch(folder)
     if named is None or int(named[1]) != step:
         raise CheckpointError(f"{VALUES} says step {step}, but the folder of that step would be named step-{step:08d}")
-    if values["version"] > 1 and metadata.get("step") != str(step):
+    if values["version"] == VERSION and metadata.get("step") != str(step):
         found = quote(metadata["step"]) if "step" in metadata else "none"
         raise CheckpointError(f"{VALUES} says step {step}, but the step in {TENSORS} is {found}")
     digest = values.get("data_digest")
@@ -143,14 +168,33 @@ def check_values(values: Mapping[str, Any], metadata: Mapping[str, str], folder:
     for name in _TABLES:
         if not isinstance(config.get(name, {}), dict):
             raise CheckpointError(f"config.{name} in {VALUES} is {shown(config[name])}; allowed: an object")
-    if values["version"] > 1 or "expert_model_parallel_size" in config:
-        _integer(config, "expert_model_parallel_size", f"config in {VALUES}", 1)
+    if values["version"] == SHARDED_VERSION:
+        own = _integer(values, "data_ranks", VALUES, 1)
+        if ranks % own:
+            raise CheckpointError(f"{VALUES} has data_ranks {own}; allowed: a divisor of world_size, {ranks}")
+        _check_model_config(values.get("model_config"))
+        ranks = own
     data, where = config.get("data", {}), f"config.data in {VALUES}"
     per_step = ranks * _integer(data, "micro_batch_size", where, 1) * _integer(data, "gradient_accumulation", where, 1)
     if position != step * per_step:
         raise CheckpointError(
             f"{VALUES} says position {position}, but {step} steps of {per_step} windows reach {step * per_step}"
         )
+
+
+def _move_old_keys(values: Mapping[str, Any]) -> None:
+    """Move what earlier releases had elsewhere in the configuration to where it is now."""
+    config = values.get("config")
+    if isinstance(config, dict) and "parallel" not in config and "expert_model_parallel_size" in config:
+        ranks = config.pop("expert_model_parallel_size")
+        config["parallel"] = ParallelConfig().to_dict() | {"expert_model_parallel_size": ranks}
+
+
+def _check_model_config(values: object) -> None:
+    try:
+        ModelConfig.from_dict(values)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"model_config in {VALUES} is none that a model can have: {error}") from None
 
 
 def _check_config(config: dict[str, Any]) -> None:

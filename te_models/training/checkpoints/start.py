@@ -20,6 +20,7 @@ from te_models.layers import load_recipe_state, prepare_recipe_state, recipe_sta
 
 from ...config import ConfigError
 from ...model import GPTModel
+from ...parallel.dims import ParallelDims
 from ..config import PrecisionConfig, TrainConfig
 from ..data.dataset import TokenDataset
 from ..data.token_file import DataError
@@ -27,8 +28,9 @@ from ..metrics import METRICS
 from ..precision import build_recipe
 from ..ranks.data_parallel import Ranks, gather_tensors
 from ..seeding import restore_random_state
-from .checkpoint import TrainingState, latest_checkpoint, list_checkpoints, load_state
-from .checks import VALUES, TrainingCheckpointError, check_recipe_state
+from .checkpoint import TrainingState, load_state
+from .checks import VALUES, TrainingCheckpointError, check_random_state, check_recipe_state
+from .files import latest_checkpoint, list_checkpoints
 
 
 def open_start(config: TrainConfig, output_dir: Path, ranks: Ranks) -> tuple[Path | None, TrainingState | None]:
@@ -43,7 +45,7 @@ def open_start(config: TrainConfig, output_dir: Path, ranks: Ranks) -> tuple[Pat
         checkpoint = find_start(config, output_dir)
         if checkpoint is not None:
             with naming_the_intact(checkpoint, output_dir):
-                start = load_state(checkpoint)
+                start = load_state(checkpoint, share=(ranks.rank, ranks.world_size))
     except (ConfigError, TrainingCheckpointError) as error:
         problem = error
     check_same_start(start, ranks, checkpoint=checkpoint, problem=problem)
@@ -113,7 +115,8 @@ def check_same_run(config: TrainConfig, start: TrainingState, ranks: Ranks) -> N
     """Refuse to continue a run whose numbers would silently be those of another: name the fields that changed.
 
     Fields that decide only how long, how fast, in how much memory or how visibly it runs may change, and so may the
-    number of ranks, with as much less or more accumulation: the same windows are a step.
+    layout and the number of ranks, with as much less or more accumulation: the same windows are a step. ranks: those
+    that have data of their own.
     """
     now, before = _fields(config.to_dict()), _fields(start.config)
     per_step = int(now.pop(_ACCUMULATION)) * ranks.world_size
@@ -124,14 +127,13 @@ def check_same_run(config: TrainConfig, start: TrainingState, ranks: Ranks) -> N
     changed = [name for name in changed if not name.startswith("schedule.")]  # `continued_config` compares curves
     if config.schedule.extend == "replace" or changed == ["optimizer.lr"]:
         changed = [name for name in changed if name != "optimizer.lr"]
-    size = start.config.get("expert_model_parallel_size", 1)  # checkpoints of before had all experts on every rank
-    changed += ["expert_model_parallel_size"] if config.expert_model_parallel_size != size else []
     if changed:
         raise ConfigError(f"cannot continue from step {start.step}: {', '.join(changed)} differ from the checkpoint's")
-    if per_step != accumulated * start.world_size:
+    before_ranks = start.data_ranks or start.world_size
+    if per_step != accumulated * before_ranks:
         raise ConfigError(
-            f"cannot continue from step {start.step}: a step had {accumulated * start.world_size} micro-batches, "
-            f"{_ACCUMULATION} {accumulated} on each of {start.world_size} ranks, and has {per_step} on "
+            f"cannot continue from step {start.step}: a step had {accumulated * before_ranks} micro-batches, "
+            f"{_ACCUMULATION} {accumulated} on each of {before_ranks} ranks, and has {per_step} on "
             f"{ranks.world_size}; allowed: a gradient_accumulation with the same product"
         )
 
@@ -160,20 +162,41 @@ def complete_recipe_state(model: GPTModel, precision: PrecisionConfig) -> dict[s
     return recipe_state(model)
 
 
-def restore_generators(start: TrainingState, ranks: Ranks, model: nn.Module) -> None:
+def restore_generators(start: TrainingState, ranks: Ranks, model: nn.Module, dims: ParallelDims | None = None) -> None:
     """Restore this rank's random states and its recipes' live state. A rank that the checkpoint does not know keeps its
-    own random states; scales are the same on all ranks that have the same layers.
+    own random states; scales are the same on all ranks that have the same layers and experts.
 
-    model: with the recipe state that it will have (`complete_recipe_state`). Raises TrainingCheckpointError where that
+    model: with the recipe state that it will have (`complete_recipe_state`). dims: the layout of the ranks; None: that
+    of the checkpoint, repeated or cut off. Raises TrainingCheckpointError where that
     of the checkpoint is another.
     """
-    known = ranks.rank < start.world_size
-    states = check_recipe_state(start.tensors, recipe_state(model))
+    known, saved_by = ranks.rank < start.world_size, _same_experts(start, ranks, dims)
+    if start.parts is not None:
+        from .sharded.checkpoint import read_private
+
+        mine = read_private(start.parts, "recipe", saved_by)
+        tensors = {f"recipe.{saved_by}.{name}": value for name, value in mine.items()}
+        states = check_recipe_state(tensors, recipe_state(model))
+        random = read_private(start.parts, "rng", ranks.rank) if known else {}
+    else:
+        states, own = check_recipe_state(start.tensors, recipe_state(model)), f"rng.{ranks.rank}."
+        random = {k.removeprefix(own): t for k, t in start.tensors.items() if k.startswith(own)}
     if known:
-        own = f"rng.{ranks.rank}."
-        restore_random_state({k.removeprefix(own): t for k, t in start.tensors.items() if k.startswith(own)})
-    state = states.get(str(ranks.rank % start.world_size), {})
+        check_random_state(random, str(ranks.rank))
+        restore_random_state(random)
+    state = states.get(str(saved_by), {})
     load_recipe_state(model, {k: t for k, t in state.items() if known or not k.endswith("fp8_rng_state")})
+
+
+def _same_experts(start: TrainingState, ranks: Ranks, dims: ParallelDims | None) -> int:
+    """Return a rank of the run before that had the experts which this rank has now; where they were distributed over
+    other numbers of ranks, any."""
+    if dims is not None:
+        before = ParallelDims.of(start.config.get("parallel") or {}, start.world_size)
+        now, then = ((d.tensor_model_parallel_size, d.expert_model_parallel_size) for d in (dims, before))
+        if now != then:
+            return ranks.rank // now[0] % now[1] % then[1] * then[0]
+    return ranks.rank % start.world_size
 
 
 def _fields(config: dict[str, Any]) -> dict[str, str]:

@@ -7,21 +7,37 @@ that is filled before each step: its value is data, so nothing that reads it spe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from te_models.layers import FusedAdamW, gradient_of
+from te_models.layers.tensor.fsdp import local_part
 
+from ...config import ConfigError
 from ..checkpoints.checks import check_ranges, check_same_layout
 from ..config import OptimizerConfig
 from ..ranks.experts import ExpertRanks
+
+if TYPE_CHECKING:
+    from ...parallel.parts import LocalPart, ModelParts
 
 
 def is_decayed(name: str, parameter: torch.Tensor) -> bool:
     """Whether weight decay applies: to matrices, not to norms and biases (stacked expert biases are told by name)."""
     return parameter.ndim >= 2 and not name.rpartition(".")[2].startswith("bias")
+
+
+def norm_over(groups: Iterable[dist.ProcessGroup], norms: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return the norm of a vector that is divided over the ranks of groups, from the norms of this rank's parts."""
+    total = torch.zeros((), dtype=torch.float64, device=device)  # whose squares do not overflow
+    for norm in norms:
+        total += norm.double().square()
+    for group in groups:
+        dist.all_reduce(total, group=group)
+    return total.sqrt().float()
 
 
 class Optimizer:
@@ -32,6 +48,7 @@ class Optimizer:
         seed: of the stochastic rounding of moments in fewer bits than 32.
         compile: see `FusedAdamW`.
         experts: how experts are distributed over ranks; None: each rank has all.
+        groups: of a parameter by name, the process groups over which its elements are divided; None: none is.
         main_grads: give every parameter a float32 `main_grad`, which is then its gradient: `accumulate_gradients`
             follows each backward pass.
     """
@@ -44,22 +61,24 @@ class Optimizer:
         seed: int = 0,
         compile: bool = False,
         experts: ExpertRanks | None = None,
+        groups: Mapping[str, tuple[dist.ProcessGroup, ...]] | None = None,
         main_grads: bool = False,
     ) -> None:
         self.config = config
         self.experts = experts
+        self._groups = groups or {}
         self.parameters = {name: p for name, p in named_parameters if p.requires_grad}
         owner: Any
         for owner in self.parameters.values() if main_grads else ():
-            owner.main_grad = torch.zeros(owner.shape, dtype=torch.float32, device=owner.device)
+            owner.main_grad = torch.zeros_like(owner, dtype=torch.float32, requires_grad=False)
         device = next(iter(self.parameters.values())).device
         self.lr = torch.zeros((), dtype=torch.float32, device=device)
         decayed = [p for name, p in self.parameters.items() if is_decayed(name, p)]
         plain = [p for name, p in self.parameters.items() if not is_decayed(name, p)]
-        groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        by_decay = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
         beta1, beta2 = config.betas
         self._adamw = FusedAdamW(
-            [group for group in groups if group["params"]],
+            [group for group in by_decay if group["params"]],
             lr=self.lr,
             betas=(beta1, beta2),
             eps=config.eps,
@@ -96,20 +115,25 @@ class Optimizer:
     def clip_gradients(self) -> torch.Tensor:
         """Scale the gradients to a 2-norm of at most `clip_grad_norm`; return the norm before, a float32 scalar.
 
-        It is that of the whole model: the experts of all ranks count, each once."""
-        found = [(p, g) for p in self.parameters.values() if (g := gradient_of(p)) is not None]
-        gradients = [g for _, g in found]
-        norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
-        if self.experts is not None:
-            mine = [self.experts.owns(p) for p, _ in found]
-            others = [n for n, own in zip(norms, mine, strict=True) if not own]
-            norms = [*others, self.experts.norm(n for n, own in zip(norms, mine, strict=True) if own)]
+        It is that of the whole model: what is divided among ranks counts once, whoever has it."""
+        gradients: list[torch.Tensor] = []
+        norms: list[torch.Tensor] = []  # of what this rank has whole
+        divided: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
+        for name, parameter in self.parameters.items():
+            groups, gradient = self._groups.get(name, ()), gradient_of(parameter)
+            if groups:
+                divided.setdefault(groups, [])  # also where this rank has none: its ranks add up together
+            if gradient is not None:
+                gradients.append(local_part(gradient))
+                own = torch.linalg.vector_norm(gradients[-1], dtype=torch.float32)
+                (divided[groups] if groups else norms).append(own)
+        norms += [norm_over(groups, parts, self.lr.device) for groups, parts in divided.items()]
         norm = torch.linalg.vector_norm(torch.stack(norms))
         limit = self.config.clip_grad_norm
         if limit is not None and norm > limit:
             scale = limit / norm
-            for gradient in gradients:
-                gradient.mul_(scale)
+            for own in gradients:
+                own.mul_(scale)
         return norm
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
@@ -137,6 +161,40 @@ class Optimizer:
         for parameter, key, value in self._state():
             whole = found[key]
             value.copy_(experts.own(whole) if experts is not None and experts.owns(parameter) else whole)
+
+    def parts(self, own: ModelParts) -> dict[str, LocalPart]:
+        """Return this rank's parts of the state, by the names of `state_tensors`.
+
+        Raises ConfigError for moments in FP8, whose blocks are of a rank's own elements."""
+        from ...parallel.parts import LocalPart
+
+        found: dict[str, LocalPart] = {}
+        for name, parameter in self.parameters.items():
+            local = local_part(parameter)
+            for key, value in self._adamw.state[parameter].items():
+                tensor = local_part(value)
+                if tensor.dim() == 0:
+                    part = LocalPart(tensor, (), {})
+                elif tensor.shape == local.shape:
+                    part = own.like(name, parameter, tensor)
+                else:
+                    raise ConfigError(
+                        f"optimizer.moment_dtype is {self.config.moment_dtype!r}, whose blocks of 128 values cannot "
+                        "be divided anew; allowed where layers are split or sharded: 'float32', 'bfloat16'"
+                    )
+                found[f"optimizer.{name}.{key}"] = part
+        return found
+
+    @torch.no_grad()
+    def load_whole_state(self, tensors: Mapping[str, torch.Tensor], own: ModelParts) -> None:
+        """Take this rank's parts of the state of a whole model, as `whole_state_tensors` gives it; errors as for
+        `load_state_tensors`."""
+        parts = self.parts(own)
+        found = {name: value for name, value in tensors.items() if name.startswith("optimizer.")}
+        check_same_layout(found, {key: (p.shape, p.tensor.dtype) for key, p in parts.items()}, "optimizer")
+        check_ranges(found)
+        for key, part in parts.items():
+            part.tensor.copy_(part.of_whole(found[key]))
 
     def _whole_layout(self, parameter: torch.Tensor, value: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype]:
         """Return shape and dtype of an entry of state where the experts of all ranks are together."""

@@ -3,7 +3,7 @@
 Every rank holds the whole model, but for experts where they are distributed (`expert_ranks`). Gradients are averaged in
 one all-reduce per dtype over a flat buffer, after the last micro-batch; the reduction gives the same bits on every
 rank, so parameters never drift apart. Without torchrun's environment there is one rank and nothing here communicates.
-(Sharded training with FSDP2 is a later concern.)
+Parameters that FSDP2 shards are no concern of this file: their gradients arrive as averages.
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ TIMEOUT = timedelta(minutes=10)
 @dataclass(frozen=True)
 class Ranks:
     """This process's place. `rank` 0 writes files and shows progress. local_rank: its device; None: the current one.
-    monitor: knows whether the other ranks still answer; None: only their collectives tell."""
+    monitor: knows whether the other ranks still answer; None: only their collectives tell. group: the ranks that are
+    counted, where they are a part of all."""
 
     rank: int = 0
     world_size: int = 1
     local_rank: int | None = None
     owns_group: bool = False
     monitor: RankMonitor | None = None
+    group: dist.ProcessGroup | None = None
 
     @property
     def is_main(self) -> bool:
@@ -124,7 +126,7 @@ def average_gradients(
         gradient = gradient_of(parameter)
         if gradient is not None:
             (few if id(parameter) in own else everyone).append(gradient)
-    _sum(everyone, group, ranks.world_size)
+    _sum(everyone, ranks.group if group is None else group, ranks.world_size)
     if copies is not None and copies.size() > 1:
         _sum(few, copies, ranks.world_size)
     else:
@@ -150,7 +152,7 @@ def mean_over_ranks(value: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     if ranks.world_size == 1:
         return value
     total = _sendable(value).clone()
-    dist.all_reduce(total)
+    dist.all_reduce(total, group=ranks.group)
     return (total / ranks.world_size).to(value.device)
 
 

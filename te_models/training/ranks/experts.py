@@ -16,11 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...config import ConfigError
-from .data_parallel import Ranks
+from te_models.layers.tensor.fsdp import local_part
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+    from ...parallel.mesh import ParallelMesh
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +30,11 @@ class ExpertRanks:
     parameters: tuple[nn.Parameter, ...]
     group: dist.ProcessGroup
     copies: dist.ProcessGroup
+
+    @property
+    def sharded(self) -> bool:
+        """Whether FSDP2 shards them, and averages their gradients over the ranks that have the same experts."""
+        return local_part(self.parameters[0]) is not self.parameters[0]
 
     @property
     def saves(self) -> bool:
@@ -44,14 +48,6 @@ class ExpertRanks:
     @cached_property
     def _ids(self) -> frozenset[int]:
         return frozenset(map(id, self.parameters))
-
-    def norm(self, norms: Iterable[torch.Tensor]) -> torch.Tensor:
-        """Return the norm of a vector over the ranks of a copy, from the norms of this rank's parts of it."""
-        total = torch.zeros((), dtype=torch.float64, device=self.parameters[0].device)  # whose squares do not overflow
-        for norm in norms:
-            total += norm.double().square()
-        dist.all_reduce(total, group=self.group)
-        return total.sqrt().float()
 
     def whole(self, part: torch.Tensor) -> torch.Tensor:
         """Return the parts of a copy's ranks one behind the other, in main memory; on the other ranks than the first
@@ -71,24 +67,8 @@ class ExpertRanks:
         return whole.chunk(self.group.size())[self.group.rank()] if whole.dim() else whole
 
 
-def expert_mesh(size: int, ranks: Ranks, device: str) -> DeviceMesh | None:
-    """Return the ranks as a mesh of the dimensions "copies" and "ep", of `size`; None where each rank has all experts.
-
-    Raises ConfigError where the ranks are no multiple of `size`.
-    """
-    if ranks.world_size % size:
-        raise ConfigError(
-            f"expert_model_parallel_size is {size}; allowed: a divisor of the number of ranks, {ranks.world_size}"
-        )
-    if size == 1:
+def expert_ranks(parameters: Iterable[nn.Parameter], mesh: ParallelMesh | None) -> ExpertRanks | None:
+    """Return what the mesh says of a model's `expert_parameters`; None where each rank has all experts."""
+    if mesh is None or mesh.experts is None:
         return None
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh(device, (ranks.world_size // size, size), mesh_dim_names=("copies", "ep"))
-
-
-def expert_ranks(parameters: Iterable[nn.Parameter], mesh: DeviceMesh | None) -> ExpertRanks | None:
-    """Return what the mesh says of a model's `expert_parameters`."""
-    if mesh is None:
-        return None
-    return ExpertRanks(tuple(parameters), mesh.get_group("ep"), mesh.get_group("copies"))
+    return ExpertRanks(tuple(parameters), mesh.experts.get_group("ep"), mesh.experts.get_group("dp_replicate"))

@@ -153,8 +153,8 @@ def test_a_continued_run_lets_go_of_what_it_read(reference: Reference, monkeypat
     )
     read: list[weakref.ref[torch.Tensor]] = []
 
-    def load(folder: Path) -> TrainingState:
-        state = load_state(folder)
+    def load(folder: Path, **options: Any) -> TrainingState:
+        state = load_state(folder, **options)
         read.extend(map(weakref.ref, state.tensors.values()))
         return state
 

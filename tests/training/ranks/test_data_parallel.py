@@ -11,6 +11,7 @@ import torch
 
 from te_models.config import ConfigError
 from te_models.layers import DelayedScaling, Linear, recipe_state, set_rounding_seed
+from te_models.parallel import ParallelDims
 from te_models.training import PrecisionConfig, TrainingCheckpointError, train
 from te_models.training.checkpoints.checkpoint import TrainingState, load_state
 from te_models.training.checkpoints.start import check_same_run, check_same_start, restore_generators
@@ -95,6 +96,20 @@ def test_a_rank_that_the_checkpoint_does_not_know_takes_scales_and_no_random_num
         torch.testing.assert_close(now, state[name] if "rng" in name else given[name] + 1, rtol=0, atol=0)
 
 
+def test_scales_are_those_of_the_rank_that_had_the_experts() -> None:
+    """Ranks are numbered with split layers innermost: from ep 2 to tp 2 x ep 2, ranks 2 and 3 have what rank 1 had."""
+    model = Linear(32, 32)
+    model.prepare_recipe_state(DelayedScaling(amax_history_len=2))
+    tensors = {
+        f"recipe.{rank}.{n}": torch.full_like(t, 3 + rank) for rank in (0, 1) for n, t in recipe_state(model).items()
+    }
+    start = TrainingState(1, 0, 2, {"parallel": {"expert_model_parallel_size": 2}}, tensors)
+    dims = ParallelDims(ranks=8, expert_model_parallel_size=2, tensor_model_parallel_size=2)
+    for rank, expected in ((2, 4.0), (3, 4.0), (4, 3.0), (7, 4.0)):
+        restore_generators(start, Ranks(rank, 8), model, dims)
+        assert {float(t.flatten()[0]) for n, t in recipe_state(model).items() if "scale" in n} == {expected}, rank
+
+
 def test_a_step_of_other_windows_is_refused(tmp_path: Path) -> None:
     config = tiny_run(tmp_path, steps=1)
     start = TrainingState(1, 4, 2, config.to_dict(), {})
@@ -143,7 +158,7 @@ def test_the_command_line_reports_once(tmp_path: Path) -> None:
 def test_numbers_go_where_the_backend_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL takes no tensor in main memory, where the losses of a step and the random states are."""
 
-    def send(*arguments: torch.Tensor) -> None:
+    def send(*arguments: torch.Tensor, **_: object) -> None:
         raise RuntimeError(f"sent from {arguments[-1].device}")
 
     monkeypatch.setattr(torch.distributed, "get_backend_config", lambda: "meta:nccl")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +10,17 @@ import pytest
 import torch
 
 from te_models.config import ConfigError
+from te_models.parallel import ParallelDims
 from te_models.training import (
     CheckpointConfig,
     EvaluationConfig,
     OptimizerConfig,
+    ParallelConfig,
     PrecisionConfig,
     TrainConfig,
     latest_checkpoint,
     train,
 )
-from te_models.training.ranks.data_parallel import Ranks
-from te_models.training.ranks.experts import expert_mesh
 from tests.training.processes import train_on_ranks
 from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_run
 
@@ -37,6 +38,8 @@ train(config.replace(output_dir=config.output_dir + "-resumed"))
 dist.destroy_process_group()
 """
 
+DISTRIBUTED = ParallelConfig(expert_model_parallel_size=2)
+
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
 
 
@@ -50,7 +53,7 @@ def run_of(tmp_path: Path, name: str, accumulation: int, **changes: Any) -> Trai
 
 def train_and_resume(config: TrainConfig, ranks: int, tmp_path: Path) -> None:
     """Train over so many ranks with two ranks to a copy of the experts; then again from the second step on, bitwise."""
-    config = config.replace(expert_model_parallel_size=2)
+    config = config.replace(parallel=DISTRIBUTED)
     train_on_ranks(config, tmp_path, ranks=ranks, before=JOIN, after=RESUME)
     first, again = Path(config.output_dir), Path(config.output_dir + "-resumed")
     for folder in ("final", "checkpoints/step-00000003"):
@@ -95,16 +98,27 @@ def test_weights_and_moments_of_eight_bits_continue(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_shared_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="expert_model_parallel_size is 0; allowed: a positive integer"):
-        tiny_run(tmp_path, expert_model_parallel_size=0)
-    with pytest.raises(ConfigError, match="is 2; allowed: a divisor of the number of ranks, 3"):
-        expert_mesh(2, Ranks(0, 3), "cpu")
-    with pytest.raises(ConfigError, match="is 2; allowed: a divisor of the number of ranks, 1"):
-        train(tiny_run(tmp_path, moe=True, expert_model_parallel_size=2))
+    with pytest.raises(ConfigError, match=r"parallel\.expert_model_parallel_size is 0; allowed: a positive integer"):
+        ParallelConfig(expert_model_parallel_size=0)
+    with pytest.raises(ConfigError, match="is 2; allowed: a divisor of data_parallel_replicate_size, 3"):
+        ParallelDims(ranks=3, expert_model_parallel_size=2)
+    with pytest.raises(ConfigError, match="is 2; allowed: a divisor of data_parallel_replicate_size, 1"):
+        train(tiny_run(tmp_path, moe=True, parallel=DISTRIBUTED))
 
 
-def test_a_run_continues_only_with_its_own_distribution(tmp_path: Path) -> None:
-    run = tiny_run(tmp_path, moe=True, steps=2)
-    train(run)
-    with pytest.raises(ConfigError, match="cannot continue from step 2: expert_model_parallel_size differ"):
-        train(run.replace(expert_model_parallel_size=2))
+def test_a_run_continues_with_another_distribution(tmp_path: Path) -> None:
+    """One rank for two steps, then two that share the experts, then one again."""
+    alone = run_of(tmp_path, "alone", 4, steps=6)
+    train(alone)
+    two, one = (alone.replace(output_dir=str(tmp_path / name)) for name in ("two", "one"))
+    for before, after, step in ((alone, two, 2), (two, one, 4)):
+        checkpoint = Path("checkpoints") / f"step-{step:08d}"
+        shutil.copytree(Path(before.output_dir) / checkpoint, Path(after.output_dir) / checkpoint)
+        if after is two:
+            data = two.data.replace(gradient_accumulation=2)
+            train_on_ranks(two.replace(data=data, parallel=DISTRIBUTED), tmp_path)
+        else:
+            train(one)
+        for row, expected in zip(curve(after), curve(alone)[step:], strict=True):
+            assert row[1] == pytest.approx(expected[1], rel=1e-5)
+            assert row[4] == pytest.approx(expected[4], rel=1e-4)

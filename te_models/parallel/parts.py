@@ -1,0 +1,164 @@
+"""Which part of each whole tensor this rank has: what tensor and expert parallelism cut, and FSDP2 of what they leave.
+
+A part is given by ranges of indices along some dimensions (`Cuts`), several along one where a layer joins q, k and v. A
+checkpoint writes it as boxes, one for each combination of ranges, and any other layout reads the boxes that it needs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from te_models.checkpoints import expected_tensors
+from te_models.checkpoints.plan.quantized_format import SUFFIXES, describe, empty
+from te_models.checkpoints.plan.rank_shards import Cuts, Ranges, parts
+from te_models.layers import QuantizedTensor
+from te_models.layers.tensor.fsdp import is_one_matrix, local_part
+
+from ..model import GPTModel
+from ..model.parallel import place_of
+
+Shape = tuple[int, ...]
+
+
+class Box(NamedTuple):
+    """Indices from `begin` on of a whole tensor, which are those from `offset` on of a rank's part; `shape` of both."""
+
+    begin: Shape
+    shape: Shape
+    offset: Shape
+
+
+@dataclass(frozen=True, eq=False)
+class LocalPart:
+    """A rank's part of a tensor of shape `shape`. cuts: the ranges that it has; dimensions without any it has whole."""
+
+    tensor: Tensor
+    shape: Shape
+    cuts: Cuts
+
+    def boxes(self) -> Iterator[Box]:
+        """Yield the boxes of the part, none of an empty one."""
+        ranges = [self.cuts.get(dim, ((0, size),)) for dim, size in enumerate(self.shape)]
+        along = [list(_with_offsets(its)) for its in ranges]
+        for box in itertools.product(*along):
+            shape = tuple(end - begin for begin, end, _ in box)
+            if 0 not in shape:
+                yield Box(tuple(begin for begin, _, _ in box), shape, tuple(offset for _, _, offset in box))
+
+    def view(self, box: Box) -> Tensor:
+        """Return what of this rank's tensor a box is."""
+        found = self.tensor
+        for dim, (offset, size) in enumerate(zip(box.offset, box.shape, strict=True)):
+            found = found.narrow(dim, offset, size)
+        return found
+
+    def of_whole(self, whole: Tensor) -> Tensor:
+        """Return this part of a whole tensor."""
+        for dim, ranges in self.cuts.items():
+            some = [whole.narrow(dim, begin, end - begin) for begin, end in ranges or ((0, 0),)]  # a shard may be empty
+            whole = torch.cat(some, dim)
+        return whole
+
+
+def _with_offsets(ranges: Ranges) -> Iterator[tuple[int, int, int]]:
+    offset = 0
+    for begin, end in ranges:
+        yield begin, end, offset
+        offset += end - begin
+
+
+class ModelParts:
+    """The parts of a model's tensors that this rank has, whatever the model is split or sharded over."""
+
+    def __init__(self, model: GPTModel) -> None:
+        self.model = model
+        self._shapes = expected_tensors(model.config, model.expert_layout)
+        self._owned = parts(model.config, self._shapes, place_of(model))
+
+    def stored(self) -> dict[str, LocalPart]:
+        """Return everything that a checkpoint holds of the model, by the names that it has in files: plain tensors, and
+        the fields of quantized ones, eight-bit numbers as bytes."""
+        found: dict[str, LocalPart] = {}
+        for name, tensor in self.model.stored_tensors():
+            local = local_part(tensor).detach()
+            if isinstance(local, QuantizedTensor):
+                found |= dict(self._fields(name, tensor, local))
+            else:
+                found[name] = self.like(name, tensor, local)
+        return found
+
+    def like(self, name: str, parameter: Tensor, tensor: Tensor) -> LocalPart:
+        """Return the part of a tensor that is divided among the ranks as a parameter is. tensor: this rank's."""
+        whole, cuts = self._shapes[name], dict(self._owned[name].cuts())
+        if local_part(parameter) is not parameter:
+            rank, ranks = _place_of_shard(parameter)
+            size = self._owned[name].shape(whole)[0]
+            rows = -(-size // ranks)
+            begin = min(rank * rows, size)
+            cuts[0] = _narrow(cuts.get(0, ((0, size),)), begin, min(begin + rows, size))
+        return LocalPart(tensor, whole, cuts)
+
+    def wholes(self) -> dict[str, Tensor]:
+        """Return the tensors of the whole model without their data, quantized ones as such."""
+        found: dict[str, Tensor] = {}
+        for name, tensor in self.model.stored_tensors():
+            local = local_part(tensor)
+            if isinstance(local, QuantizedTensor):
+                found[name] = empty(name, self._shapes[name], describe(local.quantizer, local.dtype), "meta")
+            else:
+                found[name] = torch.empty(self._shapes[name], dtype=tensor.dtype, device="meta")
+        return found
+
+    def _fields(self, name: str, parameter: Tensor, local: QuantizedTensor) -> Iterator[tuple[str, LocalPart]]:
+        whole = empty(name, self._shapes[name], describe(local.quantizer, local.dtype), "meta").fields
+        by_field = self._owned[name].field_cuts(name, self._shapes[name], local.quantizer)
+        for layout in local.layouts:
+            field, cuts = getattr(local, layout.name), dict(by_field[layout.name])
+            shape = tuple(whole[layout.name].shape)
+            one_matrix = is_one_matrix(local)
+            if local_part(parameter) is not parameter and not (one_matrix and layout.block is None):
+                axis = field.dim() + layout.axis(-2) if one_matrix else 0
+                rank, _ = _place_of_shard(parameter)
+                begin = rank * field.shape[axis]
+                cuts[axis] = _narrow(cuts.get(axis, ((0, shape[axis]),)), begin, begin + field.shape[axis])
+            values = field.view(torch.uint8) if field.dtype.itemsize == 1 else field
+            yield name + SUFFIXES[layout.name], LocalPart(values, shape, cuts)
+
+    def groups(self) -> dict[str, tuple[dist.ProcessGroup, ...]]:
+        """Return the groups over which each trainable parameter is divided, by name: a sum over all of its elements is
+        the sum over their ranks."""
+        found: dict[str, tuple[dist.ProcessGroup, ...]] = {}
+        for name, parameter in self.model.named_parameters():
+            owned, groups = self._owned[name], []
+            if local_part(parameter) is not parameter:
+                mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
+                groups.append(mesh.get_group(mesh.ndim - 1))
+            if owned.experts is not None and self.model.ep_group is not None:
+                groups.append(self.model.ep_group)
+            if owned.dim is not None and self.model.tp_group is not None:
+                groups.append(self.model.tp_group)
+            found[name] = tuple(groups)
+        return found
+
+
+def _place_of_shard(parameter: Any) -> tuple[int, int]:
+    """Return (number of this rank's shard, number of shards) of a parameter that FSDP2 shards along dimension 0."""
+    mesh = parameter.device_mesh
+    return mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
+
+
+def _narrow(ranges: Ranges, begin: int, end: int) -> Ranges:
+    """Return indices begin .. end - 1 of what ranges give one after the other."""
+    found = []
+    for first, last, offset in _with_offsets(ranges):
+        low, high = max(begin, offset), min(end, offset + last - first)
+        if low < high:
+            found.append((first + low - offset, first + high - offset))
+    return tuple(found)

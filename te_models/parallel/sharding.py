@@ -1,0 +1,169 @@
+"""A model sharded over the ranks of a mesh: FSDP2 for each layer, experts over their own mesh, one compiled block.
+
+The parts of a model become real one after the other: each is created on the device, filled, quantized where weights are
+stored so, and cut into shards before the next one. No rank ever has more than one layer whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from te_models.layers import Recipe, quantized_model_init
+from te_models.layers.module.model_state import quantized_modules
+from te_models.layers.module.primary_weights import store_weights_as_asked
+
+from ..config import ConfigError
+from ..model import GPTModel
+from .mesh import ParallelMesh
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+ReshardAfterForward = Literal["default", "always", "never"]
+
+
+def parallelize(
+    model: GPTModel,
+    mesh: ParallelMesh | None,
+    *,
+    device: torch.device | str | None = None,
+    fill: Callable[[nn.Module], object] | None = None,
+    weights: Recipe | None = None,
+    reshard_after_forward: ReshardAfterForward = "default",
+    reduce_dtype: torch.dtype = torch.float32,
+) -> GPTModel:
+    """Shard `model` in place as the layout of `mesh` says, and return it. Called by all ranks.
+
+    mesh: None where there is one rank. model: built over `mesh.model`, with or without data; on the meta device its
+    parts are created on `device` one by one. fill: called with each part that was created, embedding, layers and output
+    layer in the order of a GPTModel; None: its `reset_parameters`, which draw what the whole model draws from the same
+    seed. weights: the recipe in whose format the linear layers then store their weights. reshard_after_forward: free
+    gathered parameters between the passes, "default" of the layers, "always" of all. reduce_dtype: in which gradients
+    of the ranks are added up; the result has the parameter's dtype.
+
+    Parameters of another dtype than most of their part (routers in float32) are not sharded: average their gradients,
+    and divide those of sharded experts, with `te_models.training.ranks.data_parallel.average_gradients`. Compile the
+    result with `compile_model(model, "block")`.
+
+    Raises ConfigError where experts are distributed and torch cannot shard them over a mesh of their own, ValueError
+    for stored weights whose rows the ranks cannot share.
+    """
+    over = mesh if mesh is not None and mesh.dims.is_sharded else None
+    tied = model.config.embedding.share_embeddings_and_output_weights
+    with_the_rest = [model.decoder.final_layernorm, *([model.embedding, model.output_layer] if tied else ())]
+    target = torch.empty((), device=device).device
+    for part in parts_of(model):
+        if any(parameter.is_meta for parameter in part.parameters()):
+            part.to_empty(device=target)
+            reset_parameters(part) if fill is None else fill(part)
+            if weights is not None:
+                _store_quantized(part, weights)
+        if over is not None and not any(part is other for other in with_the_rest):
+            _shard(part, over, reduce_dtype, _RESHARD[reshard_after_forward])
+    for rest in (*model.decoder.rotary_embeddings, model.router_loss_weights):
+        if rest is not None and any(buffer.is_meta for buffer in rest.buffers()):
+            rest.to_empty(device=target)
+    if over is not None:
+        _shard(model, over, reduce_dtype, _RESHARD[reshard_after_forward])
+    return model
+
+
+def reshard(model: nn.Module) -> None:
+    """Free the gathered parameters that FSDP2 keeps after a forward pass, so that a model's parameters are its shards
+    again."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+_RESHARD: dict[str, bool | None] = {"default": None, "always": True, "never": False}
+
+
+def parts_of(model: GPTModel) -> Iterator[nn.Module]:
+    """Yield the parts of a model that are sharded one by one, in the order in which they are created."""
+    yield model.embedding
+    yield from model.decoder.layers
+    yield model.decoder.final_layernorm
+    yield model.output_layer
+
+
+def reset_parameters(part: nn.Module) -> None:
+    """Initialise a part of a model anew, in the order of construction: draws what the part of a new model draws."""
+    for module in part.modules():
+        reset = getattr(module, "reset_parameters", None)
+        if reset is not None:
+            reset()
+
+
+def _store_quantized(part: nn.Module, recipe: Recipe) -> None:
+    with torch.no_grad(), quantized_model_init(recipe=recipe):
+        for _, module in quantized_modules(part):
+            store_weights_as_asked(module)
+
+
+def _shard(part: nn.Module, mesh: ParallelMesh, reduce_dtype: torch.dtype, reshard: bool | None) -> None:
+    """Call `fully_shard`, with the experts over their own mesh, if they have one."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    options: dict[str, Any] = {}
+    if mesh.dims.expert_model_parallel_size > 1:
+        experts = {id(p) for p in _experts_of(part)}
+        if experts:
+            options["shard_placement_fn"] = _own_mesh(experts, mesh.expert_fsdp)
+    fully_shard(
+        part,
+        mesh=mesh.fsdp,
+        reshard_after_forward=reshard,
+        mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
+        ignored_params=_unlike(part),
+        **options,
+    )
+
+
+def _experts_of(part: nn.Module) -> Iterator[nn.Parameter]:
+    from ..model.moe import Experts
+
+    for module in part.modules():
+        if isinstance(module, Experts):
+            yield from module.parameters()
+
+
+def _own_mesh(experts: set[int], mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
+    """Return what tells `fully_shard` over which ranks it shards a parameter."""
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
+        from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
+    except ImportError:
+        raise ConfigError(
+            f"torch {torch.__version__} shards all parameters of a layer over one mesh; allowed with "
+            "expert_model_parallel_size: data_parallel_shard_size = 1, or torch 2.13"
+        ) from None
+    from torch.distributed.tensor import Shard
+
+    info: Any = _get_mesh_info(mesh, None)
+    return lambda parameter: ShardPlacementResult(Shard(0), info) if id(parameter) in experts else None
+
+
+def _unlike(part: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters of another dtype than most of a part has, which FSDP2 cannot reduce together with it."""
+    from torch.distributed.tensor import DTensor
+
+    plain = [p for p in part.parameters() if not isinstance(p, DTensor)]
+    sizes: dict[torch.dtype, int] = {}
+    for parameter in plain:
+        sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
+    most = max(sizes, key=lambda dtype: sizes[dtype], default=None)
+    inner = {id(p) for m in _sharded_inside(part) for p in m.parameters()}
+    return {p for p in plain if p.dtype != most or id(p) in inner}
+
+
+def _sharded_inside(part: nn.Module) -> Iterator[nn.Module]:
+    from torch.distributed.fsdp import FSDPModule
+
+    yield from (module for module in part.modules() if module is not part and isinstance(module, FSDPModule))

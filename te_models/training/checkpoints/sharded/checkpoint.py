@@ -1,0 +1,176 @@
+"""A sharded checkpoint: written by all ranks, read by any number of them in any layout, exported by one.
+
+    output_dir/checkpoints/step-00000100/
+        parts/                  what each rank wrote (`storage`): weights, moments, masters, random and recipe states
+        training.json           step, data position, ranks, the whole TrainConfig, the ModelConfig
+        manifest.json           size and SHA-256 of every file
+
+As every checkpoint it appears by one rename, when all ranks have written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from te_models.checkpoints import CheckpointError, save_model
+from te_models.checkpoints.io.atomic import new_folder
+from te_models.checkpoints.io.manifest import MANIFEST, manifest_bytes, record_files
+from te_models.layers import QuantizedTensor
+
+from ....model import GPTModel
+from ....parallel.parts import LocalPart, ModelParts
+from ...ranks.data_parallel import Ranks, barrier
+from ..checks import SHARDED_VERSION, VALUES, TrainingCheckpointError, check_ranges
+from ..files import checkpoint_dir, remove_old, sharded_paths
+from .planner import PartLoadPlanner, PartSavePlanner
+from .storage import PARTS, PartReader, PartWriter, read_index
+
+
+def save_parts(
+    output_dir: Path,
+    model: GPTModel,
+    parts: Mapping[str, LocalPart],
+    values: Mapping[str, Any],
+    ranks: Ranks,
+    *,
+    keep_last: int,
+) -> Path:
+    """Write the checkpoint of `values["step"]`, called by all ranks; the first one then removes all but the newest
+    `keep_last`. parts: what this rank has, by name; values: of training.json. Raises CheckpointError on every rank, and
+    leaves nothing, where one cannot write."""
+    target = checkpoint_dir(output_dir, values["step"])
+    if not ranks.is_main:
+        (folder,) = _from_first_rank([None])
+        if folder is not None:
+            _write_parts(Path(folder), parts)
+        barrier(ranks)
+        return target
+    announced = False
+    try:
+        with new_folder(target, overwrite=False) as folder:
+            (folder / PARTS).mkdir()
+            announced = True
+            _from_first_rank([str(folder / PARTS)])
+            _write_parts(folder / PARTS, parts)
+            whole = {"version": SHARDED_VERSION, **values, "model_config": model.config.to_dict()}
+            text = json.dumps(whole, indent=2, allow_nan=False)
+            (folder / VALUES).write_text(text + "\n", encoding="utf-8")
+            (folder / MANIFEST).write_bytes(manifest_bytes(record_files(sharded_paths(folder))))
+    finally:
+        if not announced:
+            _from_first_rank([None])
+    remove_old(output_dir, keep_last)
+    barrier(ranks)
+    return target
+
+
+def _from_first_rank(value: list[Any]) -> list[Any]:
+    dist.broadcast_object_list(value, src=0, device=torch.device("cpu"))
+    return value
+
+
+def _write_parts(folder: Path, parts: Mapping[str, LocalPart]) -> None:
+    try:
+        save(dict(parts), storage_writer=PartWriter(folder), planner=PartSavePlanner())
+    except CheckpointException as error:
+        raise CheckpointError(f"writing {folder.parent} failed: {_reason(error)}") from None
+
+
+def _reason(error: CheckpointException) -> str:
+    rank, (cause, _) = next(iter(error.failures.items()))
+    return f"rank {rank}: {cause}"
+
+
+def load_parts(folder: Path, parts: Mapping[str, LocalPart]) -> None:
+    """Fill this rank's parts from a checkpoint, in any layout. Each rank reads for itself.
+
+    Raises TrainingCheckpointError where the checkpoint lacks one of them, or holds it with another
+    shape or dtype.
+    """
+    try:
+        metadata = read_index(folder / PARTS)
+        for name, part in parts.items():
+            saved: Any = metadata.state_dict_metadata.get(name)
+            if saved is None:
+                raise TrainingCheckpointError(f"{folder} lacks {name!r}")
+            if tuple(saved.size) != tuple(part.shape):
+                found, allowed = list(saved.size), list(part.shape)
+                raise TrainingCheckpointError(f"{folder} holds {name!r} with shape {found}; allowed: {allowed}")
+        reader = PartReader(folder / PARTS, metadata)
+        _read(reader, parts)
+    except CheckpointError as error:
+        raise TrainingCheckpointError(f"{folder} cannot be used: {error}") from None
+    check_ranges({name: part.tensor for name, part in parts.items() if name.startswith("optimizer.")})
+
+
+def _read(reader: PartReader, parts: Mapping[str, LocalPart]) -> None:
+    """Do what DCP's `load` does, on this rank alone: ranks read for themselves, and wait for no other."""
+    planner = PartLoadPlanner()
+    planner.set_up_planner(parts, reader.read_metadata())
+    reader.read_data(planner.create_local_plan(), planner).wait()
+
+
+def private_states(states: Mapping[str, Tensor], prefix: str, rank: int) -> dict[str, LocalPart]:
+    """Return what only this rank has, under names with its number."""
+    return {f"{prefix}.{rank}.{name}": LocalPart(t, tuple(t.shape), {}) for name, t in states.items()}
+
+
+def read_private(folder: Path, prefix: str, rank: int) -> dict[str, Tensor]:
+    """Return what a rank of the run before had alone."""
+    own, metadata = f"{prefix}.{rank}.", read_index(folder / PARTS)
+    found = {}
+    for name, saved in metadata.state_dict_metadata.items():
+        if name.startswith(own):
+            tensor = torch.empty(saved.size, dtype=saved.properties.dtype)  # type: ignore[union-attr]
+            found[name] = LocalPart(tensor, tuple(tensor.shape), {})
+    try:
+        _read(PartReader(folder / PARTS, metadata), found)
+    except CheckpointError as error:
+        raise TrainingCheckpointError(f"{folder} cannot be used: {error}") from None
+    return {name.removeprefix(own): part.tensor for name, part in found.items()}
+
+
+def saved_dtypes(folder: Path) -> dict[str, torch.dtype]:
+    """Return the dtype of everything that a checkpoint holds, by name."""
+    saved: dict[str, Any] = read_index(folder / PARTS).state_dict_metadata
+    return {name: tensor.properties.dtype for name, tensor in saved.items()}
+
+
+def export_parts(folder: Path, model: GPTModel, out: Path, source: str | None) -> None:
+    """Write the model of a checkpoint as an ordinary folder; called by one rank, which holds one tensor at a time.
+
+    source: the folder that the model came from, whose tokenizer and small files are copied.
+    """
+    metadata = read_index(folder / PARTS)
+    wholes, dtypes = ModelParts(model).wholes(), _field_dtypes(model)
+    reader = PartReader(folder / PARTS, metadata)
+
+    def fetch(name: str) -> Tensor:
+        saved: Any = metadata.state_dict_metadata[f"model.{name}"]
+        whole = torch.empty(saved.size, dtype=saved.properties.dtype)
+        _read(reader, {f"model.{name}": LocalPart(whole, tuple(whole.shape), {})})
+        return whole.view(dtypes.get(name, whole.dtype))
+
+    save_model(wholes, model.config, out, source_dir=source, source=model.origin, fetch=fetch, overwrite=True)
+
+
+def _field_dtypes(model: GPTModel) -> dict[str, torch.dtype]:
+    """Return the dtypes of the fields of quantized weights by the names that they have in files."""
+    from te_models.checkpoints.plan.quantized_format import SUFFIXES
+    from te_models.layers.tensor.fsdp import local_part
+
+    found: dict[str, torch.dtype] = {}
+    for name, tensor in model.stored_tensors():
+        local = local_part(tensor)
+        if isinstance(local, QuantizedTensor):
+            found |= {name + SUFFIXES[field]: value.dtype for field, value in local.fields.items()}
+    return found

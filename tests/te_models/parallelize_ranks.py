@@ -1,0 +1,220 @@
+"""What each process of test_parallelize does: `python -m tests.te_models.parallelize_ranks RESULTS FOLDER`, on four."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from te_models import GPTModel, MLPConfig
+from te_models.checkpoints import open_checkpoint
+from te_models.layers import QuantizedTensor, recipe
+from te_models.layers.tensor.fsdp import local_part
+from te_models.model.parallel import groups_of
+from te_models.parallel import ParallelDims, ParallelMesh, parallelize
+from te_models.parallel.load import load_own_parts
+from te_models.parallel.parts import ModelParts
+from te_models.training.optimizer.adamw import norm_over
+from tests.layers.bits import raw
+from tests.ranks import report_cases
+from tests.te_models.configs import VARIANTS, tiny, token_ids
+from tests.te_models.split_model_ranks import Reads
+
+LAYOUTS: dict[str, dict[str, int]] = {
+    "hsdp": {"data_parallel_shard_size": 2},
+    "tp2_fsdp2": {"tensor_model_parallel_size": 2, "data_parallel_shard_size": -1},
+    "ep2_fsdp4": {"expert_model_parallel_size": 2, "data_parallel_shard_size": 4},
+    "ep2_tp2_fsdp2": {
+        "expert_model_parallel_size": 2,
+        "tensor_model_parallel_size": 2,
+        "data_parallel_shard_size": 2,
+    },
+    "tp2": {"tensor_model_parallel_size": 2},
+}
+MODELS = ("dense", "tied", "biases", "qk_full", "latent", "moe_shared", "moe_biases")
+CONFIGS = {name: VARIANTS[name] for name in MODELS}
+DENSE = {"hsdp", "tp2_fsdp2", "tp2"}
+FOLDER = Path(sys.argv[2] if len(sys.argv) > 2 else "")
+
+
+def mesh_of(layout: str) -> ParallelMesh:
+    return ParallelDims(ranks=dist.get_world_size(), **LAYOUTS[layout]).build_mesh("cpu")
+
+
+def a_layout_has_one_mesh() -> None:
+    """Each has process groups, with their threads and connections."""
+    assert mesh_of("ep2_fsdp4") is mesh_of("ep2_fsdp4") is not mesh_of("hsdp")
+
+
+def split(config: Any, mesh: ParallelMesh, dtype: torch.dtype = torch.float32) -> GPTModel:
+    """A model without data over the ranks that build it together."""
+    return GPTModel(config, dtype=dtype, device="meta", **groups_of(mesh.model))
+
+
+def has_the_values_of(model: GPTModel, whole: GPTModel) -> None:
+    """Every part is the one that a checkpoint would look for in the whole model's tensor, bit for bit."""
+    expected = dict(whole.stored_tensors())
+    for name, part in ModelParts(model).stored().items():
+        right = part.of_whole(expected[name].detach())
+        assert part.tensor.shape == right.shape, (name, part.tensor.shape, right.shape)
+        assert torch.equal(raw(part.tensor), raw(right)), name
+
+
+def starts_as_the_whole_model(name: str, layout: str) -> None:
+    """From one seed."""
+    config, mesh = CONFIGS[name], mesh_of(layout)
+    torch.manual_seed(5)
+    whole = GPTModel(config)
+    torch.manual_seed(5)
+    model = split(config, mesh)
+    assert parallelize(model, mesh, device="cpu") is model
+    has_the_values_of(model, whole)
+
+
+def one_layer_at_a_time() -> None:
+    """When a layer is filled, those before it are shards, and those after it have no data."""
+    config, mesh = CONFIGS["moe_shared"], mesh_of("ep2_fsdp4")
+    model, seen = split(config, mesh), 0
+
+    def fill(part: torch.nn.Module) -> None:
+        nonlocal seen
+        seen += 1
+        for layer in (layer for layer in model.decoder.layers if layer is not part):
+            for parameter in layer.parameters():
+                assert parameter.is_meta or local_part(parameter) is not parameter
+
+    parallelize(model, mesh, device="cpu", fill=fill)
+    assert seen == config.num_layers + 3  # embedding, final norm, output layer
+
+
+def loads_its_own_parts(name: str, layout: str) -> None:
+    """Each rank reads as many bytes as its parts have."""
+    config, mesh = CONFIGS[name], mesh_of(layout)
+    folder = FOLDER / name
+    whole = GPTModel.from_pretrained(folder, dtype=torch.float32)
+    model = split(config, mesh)
+    parallelize(model, mesh, device="cpu", fill=lambda part: None)
+    with open_checkpoint(folder, verify=False) as checkpoint, Reads() as reads:
+        load_own_parts(model, checkpoint)
+    has_the_values_of(model, whole)
+    own = sum(part.tensor.nbytes for part in ModelParts(model).stored().values())
+    assert reads.bytes == own < 0.75 * sum(t.nbytes for _, t in whole.stored_tensors()), (reads.bytes, own)
+
+
+def gradients_are_those_of_one_rank(name: str, layout: str) -> None:
+    """Also their norm, over whatever the parts are divided; a router in float32 is not sharded."""
+    from te_models.training.config import OptimizerConfig
+    from te_models.training.optimizer.adamw import Optimizer
+    from te_models.training.ranks.data_parallel import Ranks
+    from te_models.training.ranks.experts import expert_ranks
+    from te_models.training.step import reduce_gradients
+
+    config, mesh = CONFIGS[name], mesh_of(layout)
+    torch.manual_seed(5)
+    whole = GPTModel(config, dtype=torch.bfloat16)
+    torch.manual_seed(5)
+    model = split(config, mesh, torch.bfloat16)
+    routers = [key for key, _ in model.named_parameters() if key.endswith("router.weight")]
+    for each in (whole, model):
+        for key in routers:
+            each.get_parameter(key).data = each.get_parameter(key).data.float()
+    parallelize(model, mesh, device="cpu")
+    for key in routers:
+        parameter = model.get_parameter(key)
+        assert parameter.dtype is torch.float32 and local_part(parameter) is parameter
+        parameter.data.copy_(whole.get_parameter(key))
+    group, ranks = mesh.data_group, mesh.dims.data_ranks
+    ids = token_ids(2 * ranks, 16).chunk(ranks)
+    for its in ids:
+        (whole(its, labels=its, return_logits=False).loss / ranks).backward()
+    mine = ids[group.rank()]
+    model(mine, labels=mine, return_logits=False).loss.backward()
+    parts = ModelParts(model)
+    optimizer = Optimizer(
+        model.named_parameters(),
+        OptimizerConfig(clip_grad_norm=None),
+        experts=expert_ranks(model.expert_parameters(), mesh),
+        groups=parts.groups(),
+    )
+    reduce_gradients(optimizer, Ranks(group.rank(), ranks, group=group))
+    for key, parameter in model.named_parameters():
+        expected = whole.get_parameter(key).grad
+        found = parts.like(key, parameter, local_part(parameter.grad))
+        right = found.of_whole(expected)
+        distance = (found.tensor.float() - right.float()).norm() / expected.float().norm()
+        assert distance < 0.05, (key, distance)
+    norm, whole_norm = optimizer.clip_gradients(), torch.stack([p.grad.float().norm() for p in whole.parameters()])
+    torch.testing.assert_close(norm, whole_norm.norm(), rtol=0.02, atol=0)
+
+
+def stored_weights_are_shards_of_the_whole() -> None:
+    """Weights with blocks are quantized before they are cut: the bytes of one rank's weights."""
+    from te_models.layers import quantized_model_init
+
+    config, mesh = tiny(hidden_size=64, mlp=MLPConfig(ffn_hidden_size=64)), mesh_of("hsdp")
+    torch.manual_seed(5)
+    with quantized_model_init(recipe=recipe("mxfp8")):
+        whole = GPTModel(config)
+    torch.manual_seed(5)
+    model = split(config, mesh)
+    parallelize(model, mesh, device="cpu", weights=recipe("mxfp8"))
+    found = 0
+    for name, parameter in model.named_parameters():
+        local, expected = local_part(parameter), whole.get_parameter(name)
+        if isinstance(local, QuantizedTensor):
+            rank, rows = mesh.fsdp.get_local_rank("dp_shard"), local.shape[0]
+            found += 1
+            right = expected.dequantize()[rank * rows : (rank + 1) * rows]
+            assert torch.equal(local.dequantize(), right), name
+    assert found
+
+
+def norms_of_nothing() -> None:
+    """A rank without a part of a vector takes part in its norm all the same."""
+    mine = [torch.tensor(3.0)] if dist.get_rank() == 1 else []
+    group = dist.group.WORLD
+    assert group is not None
+    assert float(norm_over((group,), mine, torch.device("cpu"))) == 3.0
+
+
+def other_numbers_of_ranks_are_refused() -> None:
+    try:
+        ParallelDims(ranks=2).build_mesh("cpu")
+    except ValueError as error:
+        assert str(error) == "the layout has 2 ranks, and the default process group 4; allowed: as many"
+    else:
+        raise AssertionError("no error")
+
+
+def _cases() -> dict[str, Any]:
+    cases: dict[str, Any] = {}
+    for name, config in CONFIGS.items():
+        for layout in LAYOUTS:
+            if config.moe is None and layout not in DENSE:
+                continue
+            cases[f"start {name} {layout}"] = lambda n=name, its=layout: starts_as_the_whole_model(n, its)
+    for name in ("dense", "moe_shared"):
+        for layout in ("hsdp", "tp2_fsdp2", "ep2_tp2_fsdp2"):
+            if CONFIGS[name].moe is not None or layout in DENSE:
+                cases[f"load {name} {layout}"] = lambda n=name, its=layout: loads_its_own_parts(n, its)
+    for layout in ("hsdp", "ep2_fsdp4", "ep2_tp2_fsdp2"):
+        cases[f"gradients {layout}"] = lambda its=layout: gradients_are_those_of_one_rank("moe_shared", its)
+    others = (
+        one_layer_at_a_time,
+        stored_weights_are_shards_of_the_whole,
+        norms_of_nothing,
+        a_layout_has_one_mesh,
+        other_numbers_of_ranks_are_refused,
+    )
+    return cases | {case.__name__: case for case in others}
+
+
+CASES = _cases()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    report_cases(CASES, sys.argv[1])

@@ -1,0 +1,157 @@
+"""What the tests of layouts share: one TOML file, the options of each layout, and runs compared with those of one rank.
+
+A step is four micro-batches in every layout, so that all of them take the same windows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from te_models.cli.main import main
+from te_models.training import (
+    CheckpointConfig,
+    EvaluationConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    read_metrics,
+)
+from tests.ranks import run_on_ranks
+from tests.training.processes import as_toml
+from tests.training.runs import tiny_run
+
+MICRO_BATCHES = 4
+LAYOUTS: dict[str, dict[str, int]] = {
+    "one": {},
+    "dp2": {},
+    "fsdp2": {"data_parallel_shard_size": 2},
+    "tp2": {"tensor_model_parallel_size": 2},
+    "ep2": {"expert_model_parallel_size": 2},
+    "ep2 fsdp2": {"expert_model_parallel_size": 2, "data_parallel_shard_size": 2},
+    "fsdp4": {"data_parallel_shard_size": -1},
+    "hsdp 2x2": {"data_parallel_replicate_size": 2, "data_parallel_shard_size": 2},
+    "tp2 dp2": {"tensor_model_parallel_size": 2},
+    "tp2 fsdp2": {"tensor_model_parallel_size": 2, "data_parallel_shard_size": 2},
+    "tp2 ep2": {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},
+    "ep2 fsdp4": {"expert_model_parallel_size": 2, "data_parallel_shard_size": 4},
+    "ep2 hsdp 2x2": {"expert_model_parallel_size": 2, "data_parallel_shard_size": 2},
+    "tp2 ep2 fsdp2": {
+        "tensor_model_parallel_size": 2,
+        "expert_model_parallel_size": 2,
+        "data_parallel_shard_size": 2,
+    },
+}
+"""Layout -> its sizes. Those from "fsdp4" on need four ranks."""
+DATA_RANKS = {"one": 1, "tp2": 1, "fsdp4": 4, "hsdp 2x2": 4, "ep2 fsdp4": 4, "ep2 hsdp 2x2": 4}
+"""How many ranks have data of their own; 2 where it is not said."""
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {"dtype": "fp32"},
+    "bf16": {"dtype": "bf16"},
+    "bf16-mixed": {"dtype": "bf16-mixed"},
+    "mxfp8": {"dtype": "bf16", "recipe": "mxfp8"},
+    "delayed": {"dtype": "bf16", "recipe": "delayed"},
+    "stored mxfp8": {"dtype": "bf16", "recipe": "mxfp8", "quantized_weights": True},
+    "stored current": {"dtype": "bf16", "recipe": "current", "quantized_weights": True},
+}
+SPREAD = {"fp32": (1e-5, 1e-5), "delayed": (3e-3, 1e-2)}
+"""Relative distances of losses and of gradient norms; (1e-3, 5e-3) where it is not said. A sum of float32 numbers in
+another order differs by 1e-7, one of bf16 numbers or their FP8 by what a step of rounding moves; the scales of delayed
+scaling follow the largest amax of all ranks, once a step, where one rank has four updates."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run: model, number formats, layout. start: the run whose checkpoint of step 2 it continues from."""
+
+    kind: str
+    precision: str
+    layout: str
+    start: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of its folder."""
+        after = f" after {self.start}" if self.start else ""
+        return f"{self.kind} {self.precision} {self.layout}{after}".replace(" ", "_")
+
+    def reference(self) -> Case:
+        """The same on one rank."""
+        return Case(self.kind, self.precision, "one")
+
+
+class Runs:
+    """Runs of one folder, from one TOML file for each model."""
+
+    def __init__(self, folder: Path, steps: int) -> None:
+        self.folder, self.steps = folder, steps
+
+    def output_dir(self, case: Case) -> Path:
+        """Return the folder of a run."""
+        return self.folder / case.name
+
+    def arguments(self, case: Case) -> list[str]:
+        """Return the arguments of `te-models train`: the TOML file, and the layout as options."""
+        file = self.folder / f"{case.kind}.toml"
+        if not file.exists():
+            config = tiny_run(
+                self.folder,
+                "run",
+                moe=case.kind == "moe",
+                steps=self.steps,
+                optimizer=OptimizerConfig(lr=1e-3, clip_grad_norm=0.5),
+                precision=PrecisionConfig(),
+                evaluation=EvaluationConfig(every=2, batches=MICRO_BATCHES),
+                checkpoint=CheckpointConfig(every=2, keep_last=0),
+            )
+            file.write_text(as_toml(config))
+        share = str(MICRO_BATCHES // DATA_RANKS.get(case.layout, 2))
+        options = {f"parallel.{name}": size for name, size in LAYOUTS[case.layout].items()}
+        options |= {"data.gradient_accumulation": share, "evaluation.batches": share}
+        options |= {f"precision.{name}": value for name, value in PRECISIONS[case.precision].items()}
+        words = [str(file), "--output-dir", str(self.output_dir(case))]
+        for name, value in options.items():
+            option = f"--{name.replace('_', '-')}"
+            words += [option] if value is True else [option, str(value)]
+        return words
+
+    def on_one_rank(self, cases: Sequence[Case]) -> None:
+        """Run cases in this process."""
+        for case in cases:
+            assert main(["train", *self.arguments(case)]) == 0
+
+    def on_ranks(self, cases: Sequence[Case], ranks: int, timeout: float = 300) -> None:
+        """Run cases on so many ranks, one after the other. timeout: seconds, of all."""
+        runs = []
+        for case in cases:
+            start = None
+            if case.start is not None:
+                before = Case(case.kind, case.precision, case.start)
+                start = str(self.output_dir(before) / "checkpoints" / "step-00000002")
+            output_dir = str(self.output_dir(case))
+            runs.append({"arguments": self.arguments(case), "output_dir": output_dir, "start": start})
+        file = self.folder / f"runs-{ranks}.json"
+        file.write_text(json.dumps(runs))
+        run_on_ranks(["-m", "tests.training.ranks.several_runs", str(file)], ranks=ranks, timeout=timeout)
+
+    def curve(self, case: Case) -> list[dict[str, Any]]:
+        """Return the metrics of a run."""
+        return read_metrics(self.output_dir(case) / "metrics.jsonl")
+
+    def differences(self, case: Case) -> list[str]:
+        """Return where a run is further from that of one rank than the order of sums explains, a line each."""
+        loss, norm = SPREAD.get(case.precision, (1e-3, 5e-3))
+        limits = {"loss": loss, "validation_loss": loss, "grad_norm": norm}
+        found, expected = self.curve(case), self.curve(case.reference())
+        expected = expected[len(expected) - len(found) :]
+        problems = [] if found and found[-1]["step"] == self.steps else [f"{case.name} has {len(found)} steps"]
+        for row, right in zip(found, expected, strict=True):
+            if (row["step"], row["tokens"], row["lr"]) != (right["step"], right["tokens"], right["lr"]):
+                problems.append(f"{case.name}: step {row['step']} is of other tokens")
+            for name in limits.keys() & right.keys():
+                distance = abs(row[name] - right[name]) / abs(right[name])
+                if not distance <= limits[name]:
+                    problems.append(f"{case.name}: step {row['step']} {name} {row[name]} and {right[name]}")
+        return problems
