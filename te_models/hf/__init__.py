@@ -9,10 +9,9 @@ package when it is imported itself.
 from __future__ import annotations
 
 from .cache import TransformersCache
+from .callbacks import ExpertBiasCallback, RecipeStateCallback
 from .config import TEConfig
-from .expert_bias import ExpertBiasCallback
 from .model import TEModelForCausalLM
-from .recipe_state import RecipeStateCallback
 from .registration import register
 
 __all__ = [

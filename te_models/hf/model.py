@@ -25,8 +25,7 @@ from .cache import TransformersCache
 from .config import TEConfig
 from .loading import find_adapter, load
 from .packing import same_text
-from .saving import save
-from .stored_state import joined_fields
+from .saving import joined_fields, save
 
 if TYPE_CHECKING:
     import transformers

@@ -1,4 +1,5 @@
-"""Save a `TEModelForCausalLM` into a folder that may exist and hold other things, as transformers' tools expect."""
+"""Save a `TEModelForCausalLM` into a folder that may exist and hold other things, as transformers' tools expect,
+and read state dicts as our files hold them."""
 
 from __future__ import annotations
 
@@ -18,10 +19,14 @@ from te_models.checkpoints.io.errors import shorten
 from te_models.checkpoints.io.manifest import MANIFEST, manifest_bytes, read_manifest
 from te_models.checkpoints.io.strict_json import read_object
 from te_models.checkpoints.io.weight_files import INDEX, SINGLE
+from te_models.checkpoints.plan.quantized_format import SUFFIXES, stored_fields
 from te_models.checkpoints.write.shards import parse_size
 from te_models.checkpoints.write.tensor_file import write_tensors
 from te_models.checkpoints.write.writer import write_small_file
+from te_models.layers import QuantizedTensor
 from te_models.layers.tensor.fsdp import sharded
+
+from ..model import GPTModel
 
 if TYPE_CHECKING:
     from .model import TEModelForCausalLM
@@ -146,3 +151,28 @@ def _narrow_manifest(folder: Path) -> None:
     if (folder / _GENERATION).is_file():
         records[_GENERATION] = write_small_file(folder / _GENERATION, (folder / _GENERATION).read_bytes())
     write_small_file(folder / MANIFEST, manifest_bytes(records, partial=True))
+
+
+_MORE = [suffix for suffix in SUFFIXES.values() if suffix]
+
+
+def joined_fields(gpt: GPTModel, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return `state` with each quantized parameter as one tensor.
+
+    Raises ValueError where the model does not store that parameter in the same format.
+    """
+    joined = dict(state)
+    for name, parameter in gpt.named_parameters():
+        if not any(name + suffix in state for suffix in _MORE):
+            continue
+        given = {name + suffix: state[name + suffix] for suffix in SUFFIXES.values() if name + suffix in state}
+        fields = stored_fields(name, parameter) if isinstance(parameter, QuantizedTensor) else {}
+        if {n: (t.shape, t.dtype) for n, t in given.items()} != {n: (t.shape, t.dtype) for n, t in fields.items()}:
+            raise ValueError(f"{name} is stored quantized, and the model does not have it in that format")
+        assert isinstance(parameter, QuantizedTensor)
+        for entry in given:
+            del joined[entry]
+        values = {field: given[name + SUFFIXES[field]] for field in parameter.fields}
+        cls: Any = type(parameter)
+        joined[name] = cls(values, parameter.quantizer, parameter.shape, parameter.dtype)
+    return joined

@@ -37,7 +37,7 @@ def report(capsys: pytest.CaptureFixture[str], folder: Path, *words: str, code: 
 @pytest.mark.parametrize(
     ("kind", "recipe", "mode", "dynamic", "graphs"),
     [
-        ("moe", None, "block", "always", [2, 0, 0, 0, 2, 0]),
+        pytest.param("moe", None, "block", "always", [2, 0, 0, 0, 2, 0], marks=SLOW),
         pytest.param("dense", "mxfp8", "whole", "auto", [1, 0, 1, 1, 1, 0], marks=SLOW),
         pytest.param("dense", None, "block", "never", [2, 0, 2, 2, 2, 2], marks=SLOW),
         pytest.param("moe", "delayed", "whole", "always", [1, 0, 0, 0, 1, 0], marks=SLOW),

@@ -69,6 +69,42 @@ def test_bash_completes(capsys: pytest.CaptureFixture[str], folder: Path) -> Non
     assert found == CASES
 
 
+@pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
+def test_fish_completes(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    pytest.importorskip("shtab", reason="writes it (extra completion)")
+    assert main(["completion", "fish"]) == 0
+    (folder / "script").write_text(capsys.readouterr().out)
+    tries = ["source script"]
+    tries += [f"echo (complete -C {shlex.quote(line)} | string split -f 1 \\t | string trim -r -c /)" for line in CASES]
+    command = ["fish", "--no-config", "-c", "\n".join(tries)]
+    run = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    assert dict(zip(CASES, map(str.split, run.stdout.splitlines()), strict=True)) == CASES
+
+
+ZSH = """
+zmodload zsh/zpty
+zpty shell zsh -f -i
+zpty -w shell 'fpath=($PWD/functions $fpath); autoload -Uz compinit; compinit -u -D; bindkey "^I" complete-word'
+zpty -w shell 'PROMPT=""; print -r -- re""ady'
+until [[ $out == *ready* ]]; do zpty -r shell out; done
+zpty -n -w shell "$1"$'\\t'
+while zpty -r shell part '*'"$2"'*'; do [[ $part == *$2* ]] && exit 0; done
+exit 1
+"""
+"""Types a line and the Tab key into an interactive zsh, and waits for what completes it."""
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
+@pytest.mark.parametrize("line", [line for line, found in CASES.items() if len(found) == 1])
+def test_zsh_completes(line: str, capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    pytest.importorskip("shtab", reason="writes it (extra completion)")
+    assert main(["completion", "zsh"]) == 0
+    (folder / "functions").mkdir()
+    (folder / "functions" / "_te-models").write_text(capsys.readouterr().out)
+    completed = f"{line.rpartition(' ')[0]} {CASES[line][0]}"
+    subprocess.run(["zsh", "-f", "-c", ZSH, "zsh", line, completed], cwd=folder, check=True, timeout=60)
+
+
 def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert main(["completion", "bash"]) == 2

@@ -8,10 +8,8 @@ is installed. May import: peft, and the rest of te_models.
 from __future__ import annotations
 
 from .adapter import LoraAdapter
-from .dense import LoraLayerNormLinear, LoraLinear
-from .grouped import LoraGroupedLinear
 from .injection import register
-from .mlp import LoraLayerNormMLP
+from .layers import LoraGroupedLinear, LoraLayerNormLinear, LoraLayerNormMLP, LoraLinear
 
 __all__ = [
     "LoraAdapter",

@@ -81,10 +81,11 @@ def _stack(cubin: bytes) -> int:
     return int(found[1])
 
 
-def in_child(module: str) -> dict[str, Any]:
+def in_child(module: str, *arguments: str) -> dict[str, Any]:
     """Run `module` as a program that prints what it found as JSON, without the interpreter."""
     # triton 3.9 warns where nobody says whether it may fuse a multiplication and an addition
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_DEFAULT_FP_FUSION": "1"}
-    run = subprocess.run([sys.executable, "-m", module], env=environment, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", module, *arguments]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(run.stdout)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,16 +35,19 @@ TARGET = GPUTarget("cuda", 90, 32)
 class Checked:
     """The different launches so far, and those that are no typed program: {kernel and arguments: error}."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int | None) -> None:
+        """most: launches of a kernel that are translated; None: all."""
+        self.most, self.of_kernel = most, Counter[str]()
         self.seen: set[str] = set()
         self.failed: dict[str, str] = {}
 
     def launch(self, kernel: Any, *arguments: Any, grid: Any, warmup: bool = False, **named: Any) -> None:
         signature, constants, attributes, options = specialised(kernel, arguments, named)
         name = f"{kernel.__name__} {signature} {constants} {attributes} {options}"
-        if name in self.seen:
+        if name in self.seen or self.of_kernel[kernel.__name__] == self.most:
             return
         self.seen.add(name)
+        self.of_kernel[kernel.__name__] += 1
         context, backend = ir.context(), make_backend(TARGET)
         ir.load_dialects(context)
         backend.load_dialects(context)
@@ -68,8 +73,8 @@ def samples() -> Iterator[tuple[str, tuple[Any, ...]]]:
         yield from family(device)
 
 
-def main() -> dict[str, Any]:
-    checked = Checked()
+def main(most: int | None = None) -> dict[str, Any]:
+    checked = Checked(most)
     JITFunction.run = lambda kernel, *args, **named: checked.launch(kernel, *args, **named)  # type: ignore[method-assign]
     Autotuner.run = lambda tuner, *args, **named: checked.tuned(tuner, *args, **named)  # type: ignore[method-assign]
     for module in (triton_blockwise, triton_nvfp4, triton_output, triton_tensor):
@@ -79,8 +84,8 @@ def main() -> dict[str, Any]:
         for name, arguments in samples():
             with contextlib.suppress(NotImplementedError):  # torch 2.11 has no scaled GEMM for a CPU
                 OPERATIONS[name].op(*arguments)
-    return {"launches": len(checked.seen), "failed": checked.failed}
+    return {"launches": len(checked.seen), "kernels": len(checked.of_kernel), "failed": checked.failed}
 
 
 if __name__ == "__main__":
-    print(json.dumps(main()))
+    print(json.dumps(main(*map(int, sys.argv[1:]))))

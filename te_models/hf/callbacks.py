@@ -1,4 +1,4 @@
-"""What recipes keep, in the checkpoints of transformers' Trainer."""
+"""Callbacks for transformers' Trainer: recipe state in its checkpoints, and auxiliary-loss-free balance of experts."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from te_models.checkpoints.write.tensor_file import write_tensors
 from te_models.layers import load_recipe_state, recipe_state
 
 from ..extras import require
+from ..model.expert_bias import UPDATE_RATE, biases_and_counts, check_rate, update_expert_bias
 
 if TYPE_CHECKING:
     import transformers
@@ -86,3 +87,33 @@ def _read(file: Path) -> dict[str, torch.Tensor]:
 def _file(args: Any, state: Any) -> Path:
     folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
     return folder / f"recipe_state.{args.process_index}.safetensors"
+
+
+class ExpertBiasCallback(transformers.TrainerCallback):
+    """Calls `te_models.update_expert_bias` after each optimizer step of Trainer, on all of its processes.
+
+    A step that the gradient scaler of float16 skips moves nothing. The biases are part of Trainer's checkpoints, as all
+    weights are.
+
+    rate: by how much each step moves each bias.
+
+    Example:
+        transformers.Trainer(model, arguments, train_dataset=data, callbacks=[ExpertBiasCallback(1e-3)])
+
+    Raises ValueError for a negative or infinite rate, and when training begins, for a model without expert bias.
+    """
+
+    def __init__(self, rate: float = UPDATE_RATE) -> None:
+        check_rate(rate)
+        self.rate = rate
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: torch.nn.Module, **_: Any) -> None:
+        """Look for the biases now, and not after the first step."""
+        biases_and_counts(model)
+
+    def on_optimizer_step(
+        self, args: Any, state: Any, control: Any, *, model: torch.nn.Module, optimizer: Any, **_: Any
+    ) -> None:
+        """Update the biases."""
+        skipped = getattr(optimizer, "step_was_skipped", False)  # accelerate's wrapper knows
+        update_expert_bias(model, 0.0 if skipped else self.rate)

@@ -1,8 +1,9 @@
-"""LoRA of GroupedLinear, the layer of experts: an adapter for each expert, each factor one grouped GEMM."""
+"""LoRA of each layer: Linear; LayerNormLinear, after its norm; LayerNormMLP, fc1 after the norm and fc2 after the
+activation; GroupedLinear, an adapter for each expert, each factor one grouped GEMM."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from te_models.kernels.permute import Permutation, permute
 from te_models.layers import QuantizedTensor
 from te_models.layers.functional.compute_dtype import compute_dtype
 
-from .adapter import LoraAdapter, plus
+from .adapter import FIRST, LoraAdapter, LoraLayer, plus
 
 
 class GroupedFactor(nn.Module):
@@ -65,3 +66,54 @@ class LoraGroupedLinear(LoraAdapter):
         rows = x if permutation is None else permute(x, permutation)
         y = self.base_layer(rows, m_splits, is_first_microbatch, row_align=row_align)
         return plus(y, self.delta(rows, adapters, ("lora_A", "lora_B"), m_splits))
+
+
+class LoraLinear(LoraAdapter):
+    """`y = x w^T + b + scaling * (x A^T) B^T`, on a `Linear`."""
+
+    def forward(self, x: Tensor, *args: Any, **options: Any) -> Any:
+        """As the layer's: x: [..., in_features] -> [..., out_features]."""
+        adapters = self.applied(options)
+        y = self.base_layer(x, *args, **options)
+        return plus(y, self.delta(x, adapters)) if adapters else y
+
+
+class LoraLayerNormLinear(LoraAdapter):
+    """The same on a `LayerNormLinear`, with norm(x) in place of x: what the weight is multiplied with."""
+
+    def forward(self, x: Tensor, *args: Any, **options: Any) -> Any:
+        """As the layer's: x: [..., in_features] -> [..., out_features]."""
+        adapters = self.applied(options)
+        if not adapters:
+            return self.base_layer(x, *args, **options)
+        y, normed = self.base_layer.forward_with_norm(x, *args, **options)
+        assert normed is not None, "it was asked for"
+        return plus(y, self.delta(normed, adapters))
+
+
+SECOND = ("lora_fc2_A", "lora_fc2_B")
+
+
+class LoraLayerNormMLP(LoraAdapter):
+    """On a `LayerNormMLP`: `lora_A` and `lora_B` belong to fc1, `lora_fc2_A` and `lora_fc2_B` to fc2; the rank is that
+    of both."""
+
+    PAIRS: ClassVar[tuple[tuple[str, str], ...]] = (FIRST, SECOND)
+    adapter_layer_names = (*LoraLayer.adapter_layer_names, *SECOND)
+
+    def sizes(self) -> tuple[tuple[int, int], ...]:
+        fc1, fc2 = self.base_layer.fc1_weight, self.base_layer.fc2_weight
+        return (fc1.shape[1], fc1.shape[0]), (fc2.shape[1], fc2.shape[0])
+
+    def weights(self) -> tuple[tuple[str, ...], ...]:
+        return ("fc1_weight",), ("fc2_weight",)
+
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None, **options: Any) -> Any:
+        """As the layer's: x: [..., hidden_size] -> [..., hidden_size]."""
+        adapters, layer = self.applied(options), self.base_layer
+        if not adapters:
+            return layer(x, is_first_microbatch)
+        hidden, normed = layer.forward_fc1(x, is_first_microbatch)
+        hidden = plus(hidden, self.delta(normed, adapters))
+        y, activated = layer.forward_fc2(hidden, normed, is_first_microbatch, wanted=True)
+        return plus(y, self.delta(activated, adapters, SECOND))
