@@ -1,8 +1,7 @@
 """Activations of the MLP, plain and gated, with the result in high precision or as FP8."""
 
 from .op import ACTIVATIONS, activation, gated_activation
-from .passes import Activation
-from .quantized import activation_quantized, gated_activation_quantized
+from .quantized import Activation, activation_quantized, gated_activation_quantized
 
 __all__ = [
     "ACTIVATIONS",

@@ -1,16 +1,23 @@
-"""Activations whose result is FP8: on CPU activation and then quantization, fused by Inductor; else one registered op.
+"""Activations for callers that run their own backward pass, who can have the result as FP8.
+
+On CPU the result is the activation's, then quantized, fused by Inductor, and the backward pass the derivative of the
+reference; on an accelerator each is one registered op.
 
 Not differentiable, FP8 having no gradients: who uses the result keeps x and calls `activation_bwd`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 from torch import Tensor
 
 from ..custom_op import Output, flatten, matrix_like, operation
+from ..derivative import gradients_of
 from ..launch import as_matrix
 from ..quantize.output import QuantizedOutput
-from . import reference
+from . import op, reference
 from .op import check_name, flat
 
 __all__ = ["activation_quantized", "activation_quantized_op", "gated_activation_quantized"]
@@ -78,3 +85,46 @@ def gated_activation_quantized(
         return activation_quantized_op(x, probabilities, *options, scale, *flatten(output))
     options = {"clamp": clamp, "alpha": alpha, "up_offset": up_offset, "probabilities": probabilities}
     return output.define(as_matrix(reference.gated_activation(x, name, **options)), scale)
+
+
+@dataclass(frozen=True)
+class Activation:
+    """Which activation; the fields are the arguments of `activation` and `gated_activation`."""
+
+    name: str
+    gated: bool = False
+    clamp: float | None = None
+    alpha: float = 1.0
+    up_offset: float = 0.0
+
+    def __post_init__(self) -> None:
+        op.check_name(self.name)
+
+    def _options(self) -> dict[str, Any]:
+        return {"clamp": self.clamp, "alpha": self.alpha, "up_offset": self.up_offset} if self.gated else {}
+
+    def forward(self, x: Tensor, probabilities: Tensor | None = None) -> Tensor:
+        """Return the activation of x [..., F], or of [gate | up] [..., 2F]; times probabilities [...], if given."""
+        function = op.gated_activation if self.gated else op.activation
+        return function(x, self.name, probabilities=probabilities, **self._options())
+
+    def forward_quantized(
+        self, x: Tensor, probabilities: Tensor | None, output: QuantizedOutput, scale: Tensor | None
+    ) -> list[Tensor]:
+        """Return the activation as `output` says, as a matrix."""
+        function = gated_activation_quantized if self.gated else activation_quantized
+        return function(x, self.name, output, scale, probabilities=probabilities, **self._options())
+
+    def backward(
+        self, dy: Tensor, x: Tensor, probabilities: Tensor | None = None, needs_probabilities: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the gradients of x and, if they are wanted, of the probabilities."""
+        if x.device.type == "cuda":
+            options = (self.name, self.gated, self.clamp, self.alpha, self.up_offset)
+            dx, dp = op.activation_bwd(dy, x, probabilities, *options, needs_probabilities)
+            return dx, None if probabilities is None or not needs_probabilities else dp.to(probabilities.dtype)
+        if probabilities is not None and needs_probabilities:
+            dx, dp = gradients_of(self.forward, (x, probabilities), dy)
+            return dx, dp
+        (dx,) = gradients_of(lambda x: self.forward(x, probabilities), (x,), dy)
+        return dx, None

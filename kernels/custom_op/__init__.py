@@ -7,9 +7,8 @@ results of their own as a `Result`.
 """
 
 from .boundary import differentiable
-from .direct import direct
 from .gradient import gradient_of
-from .registration import Registered, caller, operation, registered
+from .registration import Registered, caller, direct, operation, registered
 from .results import Alias, Output, Result, absent, like, matrix_like
 from .schema import Encoded, Kind, add_kind, flatten
 

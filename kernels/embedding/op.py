@@ -14,7 +14,6 @@ from torch import Tensor
 from ..asserted import asserted
 from ..compiling import compiling
 from ..custom_op import like, operation
-from . import reference
 
 __all__ = ["embedding", "embedding_accumulate_", "embedding_backward"]
 
@@ -23,7 +22,7 @@ __all__ = ["embedding", "embedding_accumulate_", "embedding_backward"]
 def embedding_backward(grad: Tensor, ids: Tensor, num_rows: int) -> Tensor:
     """Return the table's gradient: grad [T, H], ids [T] int64 -> [num_rows, H] in grad's dtype, float32 sums."""
     if grad.device.type == "cpu":
-        return reference.embedding_backward(grad, ids, num_rows)
+        return _sums_by_row(grad, ids, num_rows)
     # The device's own sorts the ids without telling the host how many there are, and adds in float32.
     return torch.ops.aten.embedding_dense_backward(grad, ids, num_rows, -1, False)
 
@@ -59,3 +58,17 @@ def embedding(ids: Tensor, weight: Tensor, main_grad: Tensor | None = None) -> T
         rows = weight.shape[0]
         asserted(((ids >= 0) & (ids < rows)).all(), f"a token id or position is outside of its table of {rows} rows")
     return _Embedding.apply(ids, weight, main_grad)
+
+
+def _sums_by_row(grad: Tensor, ids: Tensor, num_rows: int) -> Tensor:
+    """Return the table's gradient: [T, H], ids [T] int64 -> [num_rows, H] in grad's dtype.
+
+    A row's uses are added in float32 in the order of T and rounded once. Only the rows in use are added up; the others
+    cost their zeros.
+    """
+    used, place = torch.unique(ids, return_inverse=True)
+    sums = torch.zeros(used.shape[0], grad.shape[1], dtype=torch.float32, device=grad.device)
+    sums.index_add_(0, place, grad.float())
+    out = torch.zeros(num_rows, grad.shape[1], dtype=grad.dtype, device=grad.device)
+    out[used] = sums.to(grad.dtype)
+    return out

@@ -14,8 +14,7 @@ from torch.nn.functional import ScalingType, SwizzleType
 
 from .. import quantize as q
 from .backends import Hardware
-from .operand import ScaledOperand
-from .transpose import k_contiguous
+from .operand import ScaledOperand, k_contiguous
 
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -111,3 +111,20 @@ def emulation_dtype(left: ScaledOperand, right: ScaledOperand, out_dtype: torch.
     """Return the dtype in which both sides' values are exact, float32 where the output wants its precision."""
     exact = left.exact_in_bfloat16 and right.exact_in_bfloat16
     return torch.bfloat16 if exact and out_dtype == torch.bfloat16 else torch.float32
+
+
+def k_contiguous(data: Tensor) -> Tensor:
+    """Return data [..., outer, K] itself where K is contiguous and rows do not overlap, else such a copy of it.
+
+    On CUDA the copy is one Triton kernel that reads and writes whole lines. torch's own copy of a transposed view of
+    bytes is coalesced on one side only; it serves elsewhere.
+    """
+    if data.stride(-1) == 1 and data.stride(-2) >= data.shape[-1]:
+        return data
+    if not data.is_cuda:
+        return data.contiguous()
+    from . import triton as kernels
+
+    out = torch.empty_like(data, memory_format=torch.contiguous_format)
+    kernels.copy_transposed(data.view(torch.uint8), out.view(torch.uint8))
+    return out

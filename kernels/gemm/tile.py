@@ -14,8 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import shared_memory
-from .operand import ScaledOperand
-from .transpose import k_contiguous
+from .operand import ScaledOperand, k_contiguous
 
 NONE, PER_TENSOR, BLOCK_128, MICRO = 0, 1, 2, 3
 _MODES = {"per_tensor": PER_TENSOR, "float32": BLOCK_128, "pow2": BLOCK_128, "e8m0": MICRO}

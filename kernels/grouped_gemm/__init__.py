@@ -1,8 +1,7 @@
 """One GEMM per expert over rows sorted by expert."""
 
-from .accumulate import grouped_gemm_wgrad_accumulate_
 from .choice import explain_grouped_gemm
-from .op import grouped_gemm, grouped_gemm_wgrad
+from .op import grouped_gemm, grouped_gemm_wgrad, grouped_gemm_wgrad_accumulate_
 from .scaled import (
     ROW_ALIGNMENT,
     scaled_grouped_gemm,

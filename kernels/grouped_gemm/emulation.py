@@ -8,8 +8,7 @@ from torch import Tensor
 from ..gemm.cpu import unrounded
 from ..gemm.operand import ScaledOperand, emulation_dtype
 from ..gemm.reference import epilogue_scale
-from .accumulate import grouped_gemm_wgrad_accumulate_
-from .op import grouped_gemm, grouped_gemm_wgrad
+from .op import grouped_gemm, grouped_gemm_wgrad, grouped_gemm_wgrad_accumulate_
 
 
 def rows(left: ScaledOperand, right: ScaledOperand, m_splits: Tensor, out_dtype: torch.dtype) -> Tensor:

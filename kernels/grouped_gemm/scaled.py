@@ -9,15 +9,18 @@ this is one registered op that picks a backend at run time and never reads the s
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import ScalingType
 
 from ..compiling import compiling
 from ..custom_op import Output, flatten, like, operation
 from ..gemm.backends import Choice, hardware, in_plain_torch, record
-from ..gemm.operand import ScaledOperand
-from . import emulation, library
+from ..gemm.op import scaled_gemm
+from ..gemm.operand import ScaledOperand, k_contiguous
+from . import emulation
 from .choice import choose_scaled
-from .reference import check_alignment
+from .reference import check_alignment, split_bounds
 
 # Rows that one scale spans in a wgrad operand, and that a device wants groups to begin at a multiple of.
 ROW_ALIGNMENT = {"per_tensor": 16, "e8m0": 32, "float32": 128, "pow2": 128, "nvfp4": 16}
@@ -139,9 +142,9 @@ def _rows(
         sides = kernels.Side.of(left), kernels.Side.of(right)
         return kernels.grouped_gemm(*sides, m_splits, out, split_accumulation=split_accumulation)
     if choice.backend == "native":
-        return library.rows(left, right, m_splits, split_accumulation)
+        return _native_rows(left, right, m_splits, split_accumulation)
     if choice.backend == "loop":
-        return library.loop(left, right, m_splits, out_dtype, split_accumulation)
+        return _loop(left, right, m_splits, out_dtype, split_accumulation)
     return emulation.rows(left, right, m_splits, out_dtype)
 
 
@@ -163,3 +166,36 @@ def _wgrad_accumulate_(
         kernels.grouped_gemm_wgrad(*sides, m_splits, main_grad, accumulate=accumulate)
     else:
         emulation.wgrad_accumulate_(main_grad, left, right, m_splits, accumulate)
+
+
+def _native_rows(left: ScaledOperand, right: ScaledOperand, m_splits: Tensor, split_accumulation: bool) -> Tensor:
+    """Per-tensor E4M3 into bfloat16: torch takes one scale per row and per column, so each group's is repeated."""
+    ends = m_splits.cumsum(0)
+    total, members = left.outer, right.data.shape[0]
+    y = F.scaled_grouped_mm(  # pyright: ignore[reportAttributeAccessIssue]
+        k_contiguous(left.data),
+        k_contiguous(right.data).mT,
+        emulation.per_row(left.scale_inv, m_splits, total),
+        ScalingType.RowWise,
+        right.scale_inv[:, None].expand(members, right.outer).contiguous(),
+        ScalingType.RowWise,
+        offs=ends.to(torch.int32),
+        output_dtype=torch.bfloat16,
+        use_fast_accum=not split_accumulation,
+    )
+    # rows past the last group are left unwritten
+    return torch.where((torch.arange(total, device=y.device) < ends[-1])[:, None], y, 0)
+
+
+def _loop(
+    left: ScaledOperand, right: ScaledOperand, m_splits: Tensor, out_dtype: torch.dtype, split_accumulation: bool
+) -> Tensor:
+    """One scaled GEMM per group. The host waits for the splits."""
+    out = left.data.new_zeros((left.outer, right.outer), dtype=out_dtype)
+    for g, (begin, end) in enumerate(split_bounds(m_splits, left.outer)):
+        if end > begin:
+            scale = left.scale_inv[g] if left.block is None else left.scale_inv[begin:end]
+            amax = None if left.amax is None else left.amax[g]
+            mine = left._replace(data=left.data[begin:end], scale_inv=scale, amax=amax)
+            out[begin:end] = scaled_gemm(mine, right.member(g), out_dtype, split_accumulation=split_accumulation)
+    return out

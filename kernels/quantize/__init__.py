@@ -9,7 +9,7 @@ from .cpu_graph.op import (
     round_nvfp4,
     round_per_tensor,
 )
-from .fp8.blocks import blockwise_amax
+from .fp8.blocks import blockwise_amax, quantization_statistics
 from .fp8.cpu import fp8_to_float
 from .fp8.op import (
     amax,
@@ -26,7 +26,6 @@ from .fp8.op import (
 from .fp8.reference import FP8_MAX, e8m0_to_float, scale_from_amax
 from .fp8.rounding import quantize_and_round
 from .fp8.rounding import round_blockwise as round_blockwise_eagerly
-from .fp8.statistics import quantization_statistics
 from .hadamard import inverse_random_hadamard
 from .hashed import hash_key, hashed_bits
 from .nvfp4.op import (

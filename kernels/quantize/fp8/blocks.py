@@ -1,4 +1,4 @@
-"""Blocks of a matrix: their largest magnitudes, and how a value per block reaches the block's elements.
+"""Blocks of a matrix: their largest magnitudes, how a value per block reaches the block's elements, and statistics.
 
 A block is (rows, columns) of the last two dimensions; leading dimensions are a batch. Ragged edges are padded with
 zeros for amax only. Shapes: x [..., R, C], block (br, bc), one value per block [..., ceil(R / br), ceil(C / bc)].
@@ -125,3 +125,45 @@ def largest_of_blocks(magnitudes: Tensor, block: tuple[int, int]) -> Tensor:
     if width == 16:
         magnitudes = torch.maximum(*magnitudes.chunk(2, -1))
     return magnitudes.amax(-1) if width > 1 else magnitudes.squeeze(-1)
+
+
+_ROUNDING = 1 + 2.0**-20
+"""A block's own amax times its scale may come out just above the largest value; that is no saturation."""
+
+
+def quantization_statistics(
+    x: Tensor,
+    values: Tensor,
+    scale_inv: Tensor,
+    block: tuple[int, int] | None,
+    largest: float,
+    count: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """Return {"amax", "scale_min", "scale_max", "underflow", "saturation"}.
+
+    x: [..., R, C]; values: its float32 decoded form; scale_inv: float32 per block, [..., ceil(R/br), ceil(C/bc)], or
+    per matrix, [...], where block is None; largest: the format's maximum; count: how many of the elements are not mere
+    padding by zeros, None: all. scale_min and scale_max are over what is multiplied with before the cast, blocks of
+    zeros left out (both 1 where nothing is left). underflow: the fraction of nonzero elements that became zero;
+    saturation: the fraction that were clamped, infinities included. amax is infinite or NaN where x holds that.
+    """
+    x = x.detach()
+    matrix_amax, one = amax(x), torch.ones((), device=x.device)
+    if x.numel() == 0:
+        return {"amax": one * 0, "scale_min": one, "scale_max": one, "underflow": one * 0, "saturation": one * 0}
+    scale = torch.div(torch.ones_like(scale_inv), scale_inv).clamp(max=torch.finfo(torch.float32).max)
+    if block is None:
+        per_block, spread = matrix_amax, scale[..., None, None]
+    else:
+        per_block, spread = blockwise_amax(x, block), per_element(scale, block, *x.shape[-2:])
+    magnitude = x.abs().float()
+    used, nonzero = per_block > 0, magnitude > 0
+    clamped = (magnitude * spread > largest * _ROUNDING).float()
+    smallest = torch.where(used, scale, float("inf")).amin()
+    return {
+        "amax": matrix_amax.amax(),
+        "scale_min": torch.where(used.any(), smallest, one),
+        "scale_max": torch.where(used.any(), torch.where(used, scale, 0.0).amax(), one),
+        "underflow": (nonzero & (values == 0)).float().sum() / nonzero.float().sum().clamp(min=1.0),
+        "saturation": clamped.mean() if count is None else clamped.sum() / count.clamp(min=1),
+    }

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...custom_op import Output, like, operation
-from .. import layout
+from ..output import copy_by_blocks, transposed_copy
 from . import blocks, grouped, reference
 from .grouped import padded_length
 
@@ -61,7 +61,7 @@ def quantize_per_tensor(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -> Ten
 
 
 def _both_copies(x: Tensor, fp8_dtype: torch.dtype) -> tuple[Output, Output]:
-    return like(x, dtype=fp8_dtype), layout.transposed_copy(x, fp8_dtype)
+    return like(x, dtype=fp8_dtype), transposed_copy(x, fp8_dtype)
 
 
 @operation("quantize_per_tensor_both", _both_copies, reference=reference.quantize_per_tensor_both)
@@ -77,7 +77,7 @@ def quantize_per_tensor_both(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -
 def _grouped_copies(x: Tensor, m_splits: Tensor, fp8_dtype: torch.dtype, align: int, columnwise: bool) -> list[Output]:
     padded = padded_length(x.shape[0], m_splits.shape[0], align)
     row = like(x, dtype=fp8_dtype)
-    return [row, layout.transposed_copy(x, fp8_dtype, padded)] if columnwise else [row]
+    return [row, transposed_copy(x, fp8_dtype, padded)] if columnwise else [row]
 
 
 @operation("quantize_grouped_per_tensor", _grouped_copies, reference=grouped.quantize_grouped_per_tensor)
@@ -106,7 +106,7 @@ def dequantize_per_tensor(data: Tensor, scale_inv: Tensor, dtype: torch.dtype) -
 
 
 def _copy_by_blocks(x: Tensor, block: tuple[int, int], fp8_dtype: torch.dtype, scale_kind: str) -> tuple[Output, ...]:
-    return tuple(layout.copy_by_blocks(x, block, fp8_dtype, scale_kind))
+    return tuple(copy_by_blocks(x, block, fp8_dtype, scale_kind))
 
 
 @operation("quantize_blockwise", _copy_by_blocks, reference=reference.quantize_blockwise)
@@ -132,7 +132,7 @@ def quantize_blockwise(
 
 def _both_by_blocks(x: Tensor, block: tuple[int, int], fp8_dtype: torch.dtype, scale_kind: str) -> tuple[Output, ...]:
     sides = (block, (block[1], block[0]))
-    return tuple(output for side in sides for output in layout.copy_by_blocks(x, side, fp8_dtype, scale_kind))
+    return tuple(output for side in sides for output in copy_by_blocks(x, side, fp8_dtype, scale_kind))
 
 
 @operation("quantize_blockwise_both", _both_by_blocks, reference=reference.quantize_blockwise_both)
@@ -164,7 +164,7 @@ def _grouped_by_blocks(
 ) -> list[Output]:
     sides = [(block, rowwise), ((block[1], block[0]), columnwise)]
     groups = m_splits.shape[0]
-    wanted = [layout.copy_by_blocks(x, side, fp8_dtype, scale_kind, groups) for side, made in sides if made]
+    wanted = [copy_by_blocks(x, side, fp8_dtype, scale_kind, groups) for side, made in sides if made]
     return [output for copies in wanted for output in copies]
 
 

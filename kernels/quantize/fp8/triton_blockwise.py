@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..layout import copy_by_blocks
+from ..output import copy_by_blocks
 from ..triton_rounding import (
     e8m0_of_amax,
     float32_bits,

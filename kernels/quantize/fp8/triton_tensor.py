@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..layout import transposed_copy
+from ..output import transposed_copy
 from ..triton_rounding import from_e8m0, from_fp8, magnitude_bits, native_fp8, to_fp8
 from ..triton_tiles import grouped_tiles, store_tile, tile_of_group
 from .grouped import padded_length

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from ... import launch
 from ...custom_op import Output, like, operation
-from .. import hadamard, layout
+from .. import hadamard
 from ..fp8.op import amax as largest
 from ..fp8.op import grouped_amax
+from ..output import nvfp4_copies
 from . import copies, cpu
 from .copies import transpose_nvfp4
 from .reference import block_of
@@ -63,7 +64,7 @@ def _copies_of(
 ) -> list[Output]:
     wanted = {"rowwise": row_amax is not None, "columnwise": col_amax is not None}
     groups = 0 if m_splits is None else m_splits.shape[0]
-    return layout.nvfp4_copies(x, **wanted, with_rht=with_rht, groups=groups)
+    return nvfp4_copies(x, **wanted, with_rht=with_rht, groups=groups)
 
 
 @operation("quantize_nvfp4", _copies_of)

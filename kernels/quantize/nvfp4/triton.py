@@ -12,9 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..layout import nvfp4_copies, nvfp4_slots
+from ..output import nvfp4_copies, nvfp4_slots
 from ..triton_hadamard import hadamard
-from ..triton_random import random_tile
 from ..triton_rounding import (
     clamp,
     encode_e2m1,
@@ -23,6 +22,7 @@ from ..triton_rounding import (
     magnitude_bits,
     native_fp8,
     nvfp4_global_encode,
+    random_tile,
     reciprocal,
     to_fp8,
 )

@@ -17,7 +17,6 @@ from te_models.kernels.grouped_gemm import (
     explain_grouped_gemm,
     grouped_gemm,
     grouped_gemm_wgrad,
-    library,
     scaled,
     scaled_grouped_gemm,
     scaled_grouped_gemm_wgrad,
@@ -80,7 +79,7 @@ def test_quantized_rows(formats: str, splits: list[int], tail: int, dtype: torch
     left, right = operands(formats, splits, tail)
     count = torch.tensor(splits)
     # the emulation, and the backend that takes one scaled GEMM per group
-    for y in (scaled_grouped_gemm(left, right, count, dtype), library.loop(left, right, count, dtype, True)):
+    for y in (scaled_grouped_gemm(left, right, count, dtype), scaled._loop(left, right, count, dtype, True)):
         for g, (begin, end) in enumerate(ranges(splits)):
             assert_within(y[begin:end], exact_rows(left, begin, end, g, 1), exact(right)[g], roundings=2)
         assert not y[sum(splits) :].any()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from te_models.kernels import quantize as q
+from te_models.kernels.custom_op import like, operation
 from te_models.kernels.quantize import hadamard
 from te_models.kernels.quantize.cpu_graph import library
 from te_models.kernels.quantize.fp8 import blocks, rounding
@@ -203,3 +205,27 @@ def test_a_torch_whose_cache_is_another_is_noticed(monkeypatch: pytest.MonkeyPat
     library._missing.cache_clear()
     assert not library.available()
     assert len(library.fallbacks) == 2, library.fallbacks
+
+
+def test_a_torch_whose_operations_have_no_library_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The implementation is then registered by what torch documents, with the same results."""
+    define = torch.library.custom_op
+
+    class Public:
+        """An operation without the private attribute."""
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            self.made = define(*arguments, **options)
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "_lib":
+                raise AttributeError(name)
+            return getattr(self.made, name)
+
+    monkeypatch.setattr(torch.library, "custom_op", Public)
+
+    @operation("test_without_library", lambda x: like(x), cpu_only=True)
+    def doubled(x: Tensor) -> Tensor:
+        return x * 2
+
+    assert torch.equal(torch.ops.te_models.test_without_library(torch.ones(3)), torch.full((3,), 2.0))

@@ -10,7 +10,7 @@ from te_models.kernels import quantize as q
 from te_models.kernels.custom_op import flatten
 from te_models.kernels.gemm import op as dense
 from te_models.kernels.gemm.backends import Hardware
-from te_models.kernels.grouped_gemm import accumulate, op, scaled
+from te_models.kernels.grouped_gemm import op, scaled
 from te_models.kernels.permute import Permutation
 from te_models.kernels.permute.quantized import permute_quantized_op
 from te_models.layers.functional import gemm_operand, grouped_operand
@@ -21,7 +21,7 @@ H100 = Hardware("cuda", (9, 0), True, (12, 8))
 
 def gemms_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until the end of the test. Per-tensor GEMMs whose N and K are multiples of 16 still go to torch, on the CPU."""
-    for module in (dense, accumulate, op, scaled):
+    for module in (dense, op, scaled):
         monkeypatch.setattr(module, "hardware", lambda device: H100)
     for module in (dense, scaled):
         monkeypatch.setattr(module, "in_plain_torch", lambda device: False)

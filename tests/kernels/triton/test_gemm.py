@@ -73,8 +73,8 @@ def test_nan_scale_of_a_microscaled_block_reaches_its_products(device: torch.dev
 @pytest.mark.parametrize("shape", [(1, 1), (200, 130), (2, 130, 257), (3, 0, 5)], ids=str)
 def test_copies_with_the_contracted_dimension_contiguous(shape: tuple[int, ...], device: torch.device) -> None:
     """Bit for bit, from the transposed view and from one without any contiguous dimension."""
-    from te_models.kernels.gemm.transpose import k_contiguous
-    from te_models.kernels.gemm.triton_transpose import copy_transposed
+    from te_models.kernels.gemm.operand import k_contiguous
+    from te_models.kernels.gemm.triton import copy_transposed
 
     stored = torch.randint(256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).to(device)
     for view in (stored.mT, stored.mT[..., ::2, :][..., ::2]):
@@ -111,8 +111,8 @@ def test_real_sizes(sides: str, shape: tuple[int, int, int], device: torch.devic
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(4096, 7168), (1000, 4097), (8, 2048, 1408)], ids=str)
 def test_transposed_copies_of_real_sizes(shape: tuple[int, ...], device: torch.device) -> None:
-    from te_models.kernels.gemm.transpose import k_contiguous
-    from te_models.kernels.gemm.triton_transpose import copy_transposed
+    from te_models.kernels.gemm.operand import k_contiguous
+    from te_models.kernels.gemm.triton import copy_transposed
 
     stored = torch.randint(256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).to(device)
     assert torch.equal(copy_transposed(stored.mT, torch.empty_like(stored.mT).contiguous()), stored.mT)

@@ -10,8 +10,9 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
-from te_models.kernels.gemm import tile, triton_transpose
+from te_models.kernels.gemm import tile
 from te_models.kernels.gemm import triton as dense
+from te_models.kernels.gemm import triton as gemm_kernels
 from te_models.kernels.grouped_gemm import triton as grouped
 from tests.kernels.triton.hopper.compiler import SHARED_MEMORY, compile_kernel, summary
 
@@ -68,7 +69,7 @@ def cases() -> dict[str, Any]:
         found[f"wgrad {name} added"] = launch(kernel, name, 4096, True, "*fp32", units, ACCUMULATE=True, **blocks)
     kernel = grouped.grouped_gemm_fwd_kernel
     found["grouped bf16, 4096 rows, dgrad"] = launch(kernel, "bf16", 4096, True, "*bf16", ("a_k", "b_n", "o_n"))
-    kernel = triton_transpose.copy_transposed_kernel
+    kernel = gemm_kernels.copy_transposed_kernel
     types = dict.fromkeys(kernel.arg_names, "i32") | {"x_ptr": "*u8", "out_ptr": "*u8"}
     found["transpose"] = compile_kernel(kernel, types, {"x_r": 1, "o_c": 1, "BLOCK": 128}, 8, 3)
     return found
