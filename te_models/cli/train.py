@@ -64,11 +64,10 @@ def run(args: argparse.Namespace) -> int:
     if args.config is None:
         return args.usage_error(_without_config(args.overrides))
     from ..training.config_file import read_config
-    from ..training.ranks.main_process import is_main_process
 
     config = read_config(Path(args.config), args.overrides)
     if args.dry_run:
-        if is_main_process():
+        if _is_main_process():
             print(config.to_json(), end="")
         return 0
 
@@ -78,16 +77,22 @@ def run(args: argparse.Namespace) -> int:
 
             result = train(config)
     except Interrupted as stop:
-        if not is_main_process():
+        if not _is_main_process():
             return stop.exit_code
         saved = f"{stop}; continue with: {_continuing(args, config.resume)}" if str(stop) else ""
         raise Interrupted(stop.signum, saved) from None
-    if not is_main_process():
+    if not _is_main_process():
         return 0
     values = {name: str(value) if isinstance(value, Path) else value for name, value in vars(result).items()}
     loss = "" if result.loss is None else f", loss {result.loss:.4f}"
     emit(args, values, f"{result.step} steps{loss}: {result.model_dir}")
     return 0
+
+
+def _is_main_process() -> bool:
+    """Whether this process speaks for the run, torchrun's rank 0 or one that torchrun did not start: known without
+    torch."""
+    return int(os.environ.get("RANK", "0")) == 0
 
 
 def _help_keys(args: argparse.Namespace) -> int:

@@ -19,8 +19,7 @@ from ..model.embedding import Table
 from ..model.output import OutputLayer
 from ..model.parallel import groups_of
 from ..model.pretrained.keep_in_fp32 import keep_dtypes
-from ..parallel.load import load_own_parts
-from ..parallel.parts import ModelParts
+from ..parallel.parts import ModelParts, load_own_parts
 from ..parallel.sharding import parallelize
 from .checkpoints.checkpoint import TrainingState
 from .checkpoints.checks import MODEL

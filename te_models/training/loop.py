@@ -38,10 +38,10 @@ from .checkpoints.start import (
     set_newer_aside,
 )
 from .config import TrainConfig
-from .cpu_gemm import cpu_gemm_of_run
 from .data.dataset import Windows
 from .metrics import METRICS, MetricsFile, finite, plot_loss, read_metrics
 from .optimizer.learning_rate import LearningRate, continued_config
+from .precision import cpu_gemm_of_run
 from .preflight import FINAL, check_run
 from .progress import Progress
 from .ranks.data_parallel import Ranks, barrier, largest_over_ranks, ranks_from_environment

@@ -6,7 +6,9 @@ docs/layout.md says what lives where. A room may import the rooms before it, laz
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
+from statistics import median
 
 from tests.structure.test_imports import imports_of
 from tests.structure.tree import FOLDERS, ROOT, modules
@@ -67,6 +69,32 @@ def test_a_room_holds_at_most_twenty_files() -> None:
 def test_no_file_is_longer_than_five_hundred_lines() -> None:
     lengths = {name: len(file.read_text(encoding="utf-8").splitlines()) for name, file in modules().items()}
     assert {name: n for name, n in lengths.items() if n > 500} == {}
+
+
+def test_files_are_neither_crumbs_nor_used_by_one_other_file_alone() -> None:
+    """Families are small by design. What a package's __init__ or the command line offers is used by users; the
+    definition of an operation and its Triton kernels are files of their own."""
+    own = {
+        name: file
+        for name, file in modules().items()
+        if not name.endswith((".__init__", ".__main__")) and file.parent.name != "families"
+    }
+    assert 120 <= median(len(file.read_text(encoding="utf-8").splitlines()) for file in own.values()) <= 200
+    importers: dict[str, set[str]] = {name: set() for name in modules()}
+    for module, file in modules().items():
+        for target in {item.target for item in imports_of(file.read_text(encoding="utf-8"), module)}:
+            while target and target not in importers and f"{target}.__init__" not in importers:
+                target = target.rpartition(".")[0]
+            importers.get(target, set()).add(module)
+    offered = (".__init__", "te_models.cli.main")
+    alone = [
+        name
+        for name in own
+        if [*importers[name]][1:] == []
+        and not any(importer.endswith(offered) for importer in importers[name])
+        and not (name.startswith("te_models.kernels.") and re.match("reference|triton", name.rpartition(".")[2]))
+    ]
+    assert len(alone) < 0.12 * len(own), alone
 
 
 def test_identifiers_are_the_words_of_the_field() -> None:

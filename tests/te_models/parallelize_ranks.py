@@ -15,8 +15,7 @@ from te_models.layers import QuantizedTensor, recipe
 from te_models.layers.tensor.fsdp import local_part
 from te_models.model.parallel import groups_of
 from te_models.parallel import ParallelDims, ParallelMesh, parallelize
-from te_models.parallel.load import load_own_parts
-from te_models.parallel.parts import ModelParts
+from te_models.parallel.parts import ModelParts, load_own_parts
 from te_models.training.optimizer.adamw import norm_over
 from tests.layers.bits import raw
 from tests.ranks import report_cases

@@ -9,7 +9,7 @@ import pytest
 
 from te_models.kernels.gemm import cpu_gemm
 from te_models.training import PrecisionConfig, ScheduleConfig, TrainConfig, train
-from te_models.training.cpu_gemm import cpu_gemm_of_run
+from te_models.training.precision import cpu_gemm_of_run
 from te_models.training.ranks.data_parallel import Ranks
 from tests.training.runs import assert_same_bits, tensors_under, tiny_run
 
@@ -25,7 +25,7 @@ def test_a_run_continues_with_the_gemm_that_it_began_with(
 ) -> None:
     """Also on a machine that would choose the other one, and then the result is the uninterrupted run's bit for bit."""
     machine = {"is": backend}
-    monkeypatch.setattr("te_models.training.cpu_gemm.automatic_choice", lambda: (machine["is"], "the test says so"))
+    monkeypatch.setattr("te_models.training.precision.automatic_choice", lambda: (machine["is"], "the test says so"))
     precision, constant = PrecisionConfig(dtype="bf16", recipe="current"), ScheduleConfig(kind="constant")
     whole = tiny_run(tmp_path, "whole", steps=3, precision=precision, schedule=constant)
     parts = tiny_run(tmp_path, "parts", steps=2, precision=precision, schedule=constant)
@@ -41,7 +41,7 @@ def test_a_run_continues_with_the_gemm_that_it_began_with(
 
 
 def test_a_gemm_that_is_named_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("te_models.training.cpu_gemm.automatic_choice", lambda: ("float32", "the test says so"))
+    monkeypatch.setattr("te_models.training.precision.automatic_choice", lambda: ("float32", "the test says so"))
     run = tiny_run(tmp_path, precision=PrecisionConfig(dtype="bf16", cpu_gemm="bf16"))
     with cpu_gemm_of_run(run, None, Ranks(), "cpu") as used:
         assert used == run
