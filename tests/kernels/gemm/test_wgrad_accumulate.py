@@ -160,7 +160,7 @@ class _Linear(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_compiled_backward_adds_into_the_given_memory(backend: str, grouped: bool) -> None:
     """Step after step into one tensor, in place: its memory stays where it is, its numbers are the eager ones."""
 

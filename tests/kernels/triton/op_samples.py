@@ -159,13 +159,15 @@ def cpu_graph(device: torch.device) -> Iterator[tuple[str, Arguments]]:
     ):
         yield "round_blockwise", (x, [1, 32], fp8_dtype, kind, dtype, 0.0)
     key = torch.tensor([3, 5])
-    for x, random, dtype in together([ordinary((40, 48), BF16), ordinary((2, 33, 20), F32)], (key, None), (BF16, F32)):
+    for x, random, fp8_dtype, dtype in together(
+        [ordinary((40, 48), BF16), ordinary((2, 33, 20), F32)], (key, None), (E4M3, E5M2), (BF16, F32)
+    ):
         amax = x.abs().amax((-2, -1)).float()
         yield "matrix_amax", (x,)
         yield "round_nvfp4", (x, dtype, [1, 16], amax, random, 1)
         yield "round_current_nvfp4", (x, dtype, [1, 16], random, 1)
-        yield "round_current", (x, E4M3, dtype, True, 0.1)
-        yield "round_per_tensor", (x, torch.tensor(0.7), E5M2, dtype)
+        yield "round_current", (x, fp8_dtype, dtype, fp8_dtype == E4M3, 0.1)
+        yield "round_per_tensor", (x, torch.tensor(0.7), fp8_dtype, dtype)
         yield "raised_amax", (x, amax / 2)
         yield "random_hadamard_rows", (x.to(BF16),)
 

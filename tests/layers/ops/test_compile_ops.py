@@ -32,7 +32,7 @@ KINDS = {
     "quantize": (lambda: ops.Sequential(ops.Quantize(), ops.BasicLinear(96, 64), ops.Bias(64), ops.Reshape(-1, 32)), 0),
     "add": (lambda: ops.Sequential(ops.Linear(96, 96), ops.AddExtraInput(), ops.ClampedSwiGLU()), 1),
 }
-FAST = {("mlp", "delayed"), ("quantize", "mxfp8")}
+FAST = {("mlp", "delayed")}
 MATRIX = [
     pytest.param(kind, name, False, marks=() if (kind, name) in FAST else pytest.mark.slow, id=f"{kind}-{name}")
     for kind in KINDS

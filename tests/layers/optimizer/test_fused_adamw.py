@@ -164,6 +164,7 @@ def test_moments_in_few_bits_train_as_well(moments: str) -> None:
     assert optimizer.state[weight]["exp_avg"].dtype is optimizer.state[weight]["exp_avg_sq"].dtype is dtype
 
 
+@pytest.mark.slow  # test_moments compiles the encoding, too
 @pytest.mark.parametrize("moments", ["bfloat16", "float8"])
 def test_compiled_encoding_has_the_same_bits(moments: str) -> None:
     results = []
@@ -188,6 +189,7 @@ def test_compiled_requantization_has_the_same_bits(name: str) -> None:
         assert same_bits(eager, compiled)
 
 
+@pytest.mark.slow
 def test_more_shapes_than_the_compilers_limit_stay_compiled() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

@@ -36,7 +36,7 @@ def tokenizer() -> Any:
     )
 
 
-@pytest.fixture(params=["llama", "qwen3_moe"])
+@pytest.fixture(params=["qwen3_moe", pytest.param("llama", marks=pytest.mark.slow)])
 def theirs(request: pytest.FixtureRequest, tokenizer: Any) -> Any:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     config = transformers.AutoConfig.for_model(

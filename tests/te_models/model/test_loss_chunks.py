@@ -10,7 +10,7 @@ from tests.kernels.test_chunked_cross_entropy import largest_allocation
 from tests.te_models.configs import tiny, token_ids
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_same_loss_and_gradients_without_whole_logits(compiled: bool) -> None:
     torch.manual_seed(0)
     model = GPTModel(tiny(vocab_size=4096))

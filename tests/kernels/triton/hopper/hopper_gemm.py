@@ -7,6 +7,8 @@ the operands' layout that its launcher guarantees.
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,12 +50,12 @@ def launch(kernel: Any, name: str, rows: int, split: bool, out: str, units: tupl
     return compile_kernel(kernel, types, constants, tiles.num_warps, tiles.num_stages)
 
 
-def cases() -> dict[str, Any]:
+def cases(row_counts: Sequence[int] = ROWS) -> dict[str, Any]:
     """Return {case: compiled kernel}."""
     found = {}
     tile.shared_memory = lambda device: SHARED_MEMORY
     for name in FORMATS:
-        for rows in ROWS:
+        for rows in row_counts:
             for split in (True, False) if name == "per tensor" else (True,):
                 label = f"{name}, {rows} rows" + ("" if split else ", fast")
                 kernel = grouped.grouped_gemm_fwd_kernel
@@ -76,4 +78,5 @@ def cases() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps({name: summary(compiled) for name, compiled in cases().items()}))
+    found = cases([int(word) for word in sys.argv[1:]] or ROWS)
+    print(json.dumps({name: summary(compiled) for name, compiled in found.items()}))

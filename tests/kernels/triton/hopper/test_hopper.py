@@ -13,16 +13,15 @@ SMALLER = 101376  # bytes of shared memory at compute capability 8.6, 8.9 and 12
 Summaries = dict[str, dict[str, int]]
 
 
-@pytest.fixture(scope="module")
-def compiled() -> Summaries:
-    """Compile all of them once, about 20 seconds the first time."""
+@pytest.fixture(scope="module", params=["4096", pytest.param(None, marks=pytest.mark.slow)])
+def compiled(request: pytest.FixtureRequest) -> Summaries:
+    """Compile those for about so many rows, or all of them, once: about 20 seconds the first time."""
     reason = can_compile()
     if reason is not None:
         pytest.skip(reason)
-    return in_child("tests.kernels.triton.hopper.hopper_gemm")
+    return in_child("tests.kernels.triton.hopper.hopper_gemm", *([] if request.param is None else [request.param]))
 
 
-@pytest.mark.slow
 def test_shared_memory_fits(compiled: Summaries) -> None:
     assert max(found["shared"] for found in compiled.values()) <= SHARED_MEMORY
 
