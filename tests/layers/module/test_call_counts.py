@@ -17,6 +17,7 @@ import torch
 import te_models.kernels
 import te_models.layers
 from te_models.kernels.gemm import using_cpu_gemm
+from te_models.kernels.torch_versions import TORCH_2_11
 from te_models.layers import GroupedLinear, Linear, autocast, recipe
 
 FOLDERS = {
@@ -65,6 +66,7 @@ def way_of(run: Callable[[], Any]) -> Way:
     return Way(calls, depth)
 
 
+@pytest.mark.skipif(TORCH_2_11, reason="torch 2.11 has derived properties of quantizers computed where they are read")
 @pytest.mark.parametrize(("kind", "name"), LIMITS, ids=str)
 def test_a_forward_pass_is_few_calls_in_few_files(kind: str, name: str | None) -> None:
     x, options = torch.randn(64, 128, dtype=torch.bfloat16), {"params_dtype": torch.bfloat16}
