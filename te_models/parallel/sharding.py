@@ -134,16 +134,22 @@ def _experts_of(part: nn.Module) -> Iterator[nn.Parameter]:
             yield from module.parameters()
 
 
+def shards_experts_apart() -> bool:
+    """Whether `fully_shard` of this torch can shard some parameters of a layer over a mesh of their own."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_init
+
+    return hasattr(_fsdp_common, "ShardPlacementResult") and hasattr(_fsdp_init, "_get_mesh_info")
+
+
 def _own_mesh(experts: set[int], mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
     """Return what tells `fully_shard` over which ranks it shards a parameter."""
-    try:
-        from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
-        from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
-    except ImportError:
+    if not shards_experts_apart():
         raise ConfigError(
             f"torch {torch.__version__} shards all parameters of a layer over one mesh; allowed with "
             "expert_model_parallel_size: data_parallel_shard_size = 1, or torch 2.13"
-        ) from None
+        )
+    from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
+    from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
     from torch.distributed.tensor import Shard
 
     info: Any = _get_mesh_info(mesh, None)
