@@ -8,6 +8,7 @@ import torch
 from te_models import GPTModel
 from te_models.config import ConfigError
 from te_models.parallel import ParallelDims
+from te_models.parallel.sharding import shards_experts_apart
 from tests.ranks import outcomes_on_ranks
 from tests.te_models.parallelize_ranks import CASES, CONFIGS
 
@@ -26,7 +27,11 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_four_ranks(case: str, outcomes: list[dict[str, str]]) -> None:
-    assert [outcome[case] for outcome in outcomes] == ["ok"] * 4
+    found = [outcome[case] for outcome in outcomes]
+    if not shards_experts_apart() and (("ep2" in case and "fsdp" in case) or case == "one_layer_at_a_time"):
+        assert all("data_parallel_shard_size = 1, or torch 2.13" in text for text in found), "it has to be refused"
+        return
+    assert found == ["ok"] * 4
 
 
 @pytest.mark.parametrize(
