@@ -22,6 +22,7 @@ BENCHMARKS = {
     "quantize": [],
     "moments": [],
     "noting_statistics": [],
+    "stored_decode": [],
 }
 """What runs without a name, each with its arguments."""
 LEFT_OUT = {

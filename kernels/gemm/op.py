@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..custom_op import Output, flatten, like, operation
-from . import native
+from . import few_rows, native
 from .backends import EMULATION, hardware, in_plain_torch, record
 from .choice import choose
 from .cpu import in_float32
@@ -57,8 +57,19 @@ def scaled_gemm_accumulate_(
         main_grad.copy_(product)
 
 
-def explain_gemm(left: ScaledOperand, right: ScaledOperand, out_dtype: torch.dtype) -> str:
-    """Say in a sentence which backend `scaled_gemm` takes for such operands, and why not a faster one."""
+def explain_gemm(left: ScaledOperand | Tensor, right: ScaledOperand, out_dtype: torch.dtype) -> str:
+    """Say in a sentence which backend `scaled_gemm` takes for such operands, and why not a faster one.
+
+    left may be rows [M, K] in high precision, where no gradient is wanted: then it says whether a CPU multiplies the
+    stored weight or what it dequantizes to, see `few_rows`.
+    """
+    if isinstance(left, Tensor):
+        right.check("right")
+        if left.dim() != 2 or left.shape[1] != right.inner or left.dtype != out_dtype:
+            raise ValueError(
+                f"left is {left.dtype} {tuple(left.shape)}; rows for {out_dtype} are of that and [M, {right.inner}]"
+            )
+        return str(few_rows.choose_stored(left, right))
     _check(left, right)
     choice = choose(left, right, out_dtype, hardware(left.data.device))
     wide = choice.backend == EMULATION and in_float32(left.data.new_empty(0, dtype=out_dtype))

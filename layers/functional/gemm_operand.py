@@ -17,6 +17,7 @@ from te_models.kernels.gemm import (
     Operand,
     ScaledOperand,
     epilogue_scale,
+    few_rows,
     gemm,
     gemm_wgrad_accumulate_,
     scaled_gemm,
@@ -28,6 +29,7 @@ from te_models.kernels.torch_versions import constant_when_traced
 
 from ..quantizer import Fields, Quantizer, Usage
 from ..quantizer.state import AnyQuantizer
+from ..tensor.quantized_tensor import QuantizedTensor
 
 
 @constant_when_traced  # torch guards its autocast itself; traced, each function named here would be one more guard
@@ -94,6 +96,18 @@ def stored_operand(
     if scaled is not None:
         return scaled
     return emulating(quantizer, quantizer.operand_of_fields(fields, usage, dtype, shape), usage)
+
+
+def stored_for_few_rows(x: Tensor, weight: QuantizedTensor) -> ScaledOperand | None:
+    """Return a stored weight [N, K] as numbers that a CPU multiplies the rows x [..., K] by in high precision, see
+    `few_rows`; None where what it dequantizes to is multiplied."""
+    if not few_rows.serves(x, weight) or weight.shape != weight.matrix_shape:
+        return None
+    quantizer = weight.quantizer
+    if not quantizer.symmetric and "rowwise" not in quantizer.stored_usages():
+        return None
+    operand = quantizer.scaled_operand_of_fields(weight.fields, "rowwise", weight.matrix_shape)
+    return operand if operand is not None and operand.inner == x.shape[-1] else None
 
 
 def dequantized(operand: GemmOperand, dtype: torch.dtype) -> Operand:

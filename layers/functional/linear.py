@@ -15,6 +15,7 @@ from torch import Tensor
 
 from te_models.kernels import quantize as q
 from te_models.kernels.activation import Activation
+from te_models.kernels.gemm import few_rows
 from te_models.kernels.gemm.dense import linear as dense
 from te_models.kernels.norm import Norm
 from te_models.kernels.torch_versions import fix_width, own_result
@@ -25,7 +26,7 @@ from ..recipe.base import HIGH_PRECISION, GemmQuantizers
 from ..tensor.quantized_tensor import QuantizedTensor
 from .dense_gemms import GemmConfig, GemmOptions, bias_gradient, dense_fprop, dense_gradients
 from .fused_quantize import Prologue, fused_output, fused_storage, input_quantizer
-from .gemm_operand import autocast_dtype, compute_dtype, quantized_gemms
+from .gemm_operand import autocast_dtype, compute_dtype, quantized_gemms, stored_for_few_rows
 
 
 class GemmCall(NamedTuple):
@@ -60,6 +61,10 @@ def linear(
         update_amax_(call.amaxes[1], largest(weight))
     if call is None or call.config is None:
         if isinstance(weight, QuantizedTensor):
+            operand = stored_for_few_rows(x, weight)
+            if operand is not None:
+                y = few_rows.linear(x.reshape(-1, x.shape[-1]), operand, None if bias is None else bias.to(dtype))
+                return y.view(*x.shape[:-1], weight.shape[0])
             weight = weight.dequantize(dtype)
         return dense(x, weight.to(dtype), None if bias is None else bias.to(dtype))
     fix_width(x)

@@ -12,6 +12,7 @@ import inspect
 import math
 import sys
 from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +21,8 @@ from torch import Tensor
 from .. import hadamard
 from . import source
 
-_NAMES = {torch.bfloat16: "BFloat16", torch.float32: "Float32"}
-DTYPES = tuple(_NAMES)
+NAMES = {torch.bfloat16: "BFloat16", torch.float32: "Float32"}
+DTYPES = tuple(NAMES)
 """The dtypes that are read and written."""
 # Inductor turns off what it does not need: it writes vectors itself, and these flags change no bits
 _FLAGS = ("-ftree-loop-vectorize", "-fno-trapping-math") if sys.platform == "linux" else ()
@@ -50,25 +51,34 @@ fallbacks: Counter[str] = Counter()
 @functools.cache
 def _function(name: str, dtype: torch.dtype = torch.bfloat16, out_dtype: torch.dtype = torch.bfloat16) -> Any:
     """Return a function of the library for these dtypes."""
+    part = source.NVFP4 if name in _OF_NVFP4 else source.FP8
+    defined = {"INPUT": NAMES[dtype], "RESULT": NAMES[out_dtype]}
+    return compiled(source.COMMON + part, defined, name, _ARGUMENTS[name])
+
+
+def compiled(code: str, defined: Mapping[str, str], name: str, arguments: Sequence[Any]) -> Any:
+    """Return a function of C++ code under these macros, compiled where Inductor's cache does not have it.
+
+    arguments: the ctypes of its own. Raises InvalidCxxCompiler without a compiler.
+    """
     from torch._inductor.codecache import CppCodeCache
 
-    defined = f"#define INPUT {_NAMES[dtype]}\n#define RESULT {_NAMES[out_dtype]}\n"
-    part = source.NVFP4 if name in _OF_NVFP4 else source.FP8
-    function = getattr(CppCodeCache.load(defined + source.COMMON + part, extra_flags=_FLAGS), name)
-    function.argtypes, function.restype = _ARGUMENTS[name], None
+    macros = "".join([f"#define {macro} {value}\n" for macro, value in defined.items()])
+    function = getattr(CppCodeCache.load(macros + code, extra_flags=_FLAGS), name)
+    function.argtypes, function.restype = arguments, None
     return function
 
 
-def available() -> bool:
-    """Whether the library can be compiled and loaded; counts in `fallbacks` why not."""
-    reason = _missing()
+def available(trial: Callable[[], object] | None = None) -> bool:
+    """Whether a library can be compiled and loaded; counts in `fallbacks` why not. trial: loads one; None: this one."""
+    reason = _missing(trial)
     if reason:
         fallbacks[reason] += 1
     return not reason
 
 
 @functools.cache
-def _missing() -> str:
+def _missing(trial: Callable[[], object] | None = None) -> str:
     """Return what is missing of Inductor, whose cache is no public interface of torch, or of the machine, or ""."""
     try:
         from torch._inductor.codecache import CppCodeCache
@@ -79,7 +89,7 @@ def _missing() -> str:
     if not any(p.name == "extra_flags" or p.kind is p.VAR_KEYWORD for p in parameters):
         return "this torch compiles C++ libraries without flags of the caller's"
     try:
-        _function("te_round_fp8")
+        trial() if trial is not None else _function("te_round_fp8")
     except InvalidCxxCompiler:
         return "there is no C++ compiler"
     return ""

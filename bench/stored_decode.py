@@ -1,0 +1,96 @@
+"""Decoding with weights stored quantized, against the same model in bfloat16.
+
+    python -m bench.stored_decode [--rounds 7] [--print-only]
+
+A llama of hidden size 1024 and four layers with random weights, batch 1, greedy, without `autocast`: weights in each
+recipe's format are multiplied as they are stored. `dequantized`: the same with every token dequantizing all weights, as
+where there is no C++ compiler. Memory: bytes of all parameters. One thread, CPU time, all sides in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.common import versions, write_result
+from bench.generation import RECIPES, Side, Tokens, of_gpt, prompt, relative
+from bench.recipes import named
+from te_models import GPTModel
+from te_models.kernels.gemm.few_rows import library
+from te_models.layers import QuantizedTensor
+
+DECODED = 16
+
+
+def _model(folder: Path) -> None:
+    import transformers
+
+    sizes: dict[str, Any] = {"vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4}
+    sizes |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 1024}
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).save_pretrained(folder)
+
+
+def _dequantizing(run: Side) -> Side:
+    def without_library(new: int, tokens: Tokens) -> None:
+        kept, library.available = library.available, lambda: False
+        try:
+            run(new, tokens)
+        finally:
+            library.available = kept
+
+    return without_library
+
+
+def _bytes(model: GPTModel) -> int:
+    total = 0
+    for parameter in model.parameters():
+        fields = parameter.fields.values() if isinstance(parameter, QuantizedTensor) else (parameter,)
+        total += sum(field.nbytes for field in fields)
+    return total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--print-only", action="store_true", help="write no result")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    before = os.getloadavg()
+    ids = prompt(1, 32)
+    with tempfile.TemporaryDirectory() as scratch:
+        _model(Path(scratch))
+        plain = GPTModel.from_pretrained(scratch, dtype=torch.bfloat16).eval()
+        sides: dict[str, Side] = {"bf16": of_gpt(plain, ids)}
+        memory = {"bf16": _bytes(plain)}
+        for name in RECIPES:
+            model = GPTModel.from_pretrained(scratch, dtype=torch.bfloat16, recipe=named(name)).eval()
+            run = of_gpt(model, ids)
+            sides |= {name: run, f"{name}, dequantized": _dequantizing(run)}
+            memory[name] = _bytes(model)
+    found = relative(sides, args.rounds, DECODED)
+    results = {
+        "versions": versions("torch", "transformers"),
+        "rounds": args.rounds,
+        "decoded": DECODED,
+        "load_average_before": [round(x, 2) for x in before],
+        **found,
+        "memory_of_bf16": {name: round(size / memory["bf16"], 3) for name, size in memory.items()},
+        "load_average_after": [round(x, 2) for x in os.getloadavg()],
+    }
+    print(results)
+    if not args.print_only:
+        print(f"written to {write_result('stored_decode', results)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""The C++ library of each weight format and dtype of the rows, in the cache that the operands of a graph use."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...quantize.cpu_graph import library as shared
+from ..operand import ScaledOperand
+from .source import SOURCE
+
+DTYPES = shared.DTYPES
+_FORMATS = {torch.float8_e4m3fn: "E4M3", torch.float8_e5m2: "E5M2", torch.uint8: "E2M1"}
+_KINDS = ("per_tensor", "float32", "pow2", "e8m0", "nvfp4")
+_P, _N, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+_ARGUMENTS = (_P, _P, _P, _N, _N, _N, _P, _N, _P, _N, _N, _N, _N, _INT, _P, _INT)
+
+
+@functools.cache
+def _function(format: torch.dtype, dtype: torch.dtype, narrow: bool = False) -> Any:
+    """Return the function for a weight's stored dtype and the dtype of the rows. narrow: with AVX2 alone."""
+    defined = {"INPUT": shared.NAMES[dtype], "FORMAT": _FORMATS[format]}
+    if format is not torch.uint8:
+        defined["OF_BYTES"] = ""
+    if narrow:
+        defined["NARROW"] = ""
+    return shared.compiled(SOURCE, defined, "te_few_rows", _ARGUMENTS)
+
+
+def available() -> bool:
+    """Whether a library can be compiled and loaded; counts why not (`cpu_graph.library.fallbacks`)."""
+    return shared.available(_trial)
+
+
+def _trial() -> None:
+    _function(torch.float8_e4m3fn, torch.bfloat16)
+
+
+def linear(x: Tensor, weight: ScaledOperand, bias: Tensor | None) -> Tensor:
+    """Return `x @ weight^T + bias` in x's dtype, summed in float32. x: [M, K] in one of DTYPES; weight: [N, K] with
+    contiguous rows; bias: [N] of x's dtype, or None."""
+    x = x.contiguous()
+    rows, inner = x.shape
+    data, scale = weight.data, weight.scale_inv
+    out = torch.empty(rows, data.shape[0], dtype=x.dtype)
+    if out.numel() == 0:
+        return out
+    block, strides = weight.block or (data.shape[0], max(inner, 1)), scale.stride() if scale.dim() == 2 else (0, 0)
+    bias = None if bias is None else bias.contiguous()
+    _function(data.dtype, x.dtype)(
+        x.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        rows,
+        data.shape[0],
+        inner,
+        data.data_ptr(),
+        data.stride(0),
+        scale.data_ptr(),
+        *strides,
+        *block,
+        _KINDS.index(weight.kind),
+        None if weight.amax is None else weight.amax.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out

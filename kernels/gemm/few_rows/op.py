@@ -1,0 +1,99 @@
+"""`x weight^T + bias` of high-precision rows by a quantized weight, as one operation of eager code and of a graph.
+
+Decoding multiplies one row, or one for each sequence, by every weight: its time is that of reading the weights. Where
+there are more rows than FEW, a matrix multiplication of the dequantized weight is faster, and that is what runs.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor
+
+from ...compiling import compiling
+from ...custom_op import Output, direct, flatten, like, operation
+from ...torch_versions import constant_when_traced, exporting
+from ..backends import EMULATION, Choice, first_possible, record
+from ..dense import linear as dense
+from ..operand import ScaledOperand
+from . import library
+
+FEW = 16
+"""The most rows that are multiplied with the weight as it is stored."""
+LEAST = 2**16
+"""Weights of fewer elements are dequantized: there, calls take longer than what they compute."""
+
+
+def reason_against(x: Tensor, weight: ScaledOperand) -> str | None:
+    """Return why the weight has to be dequantized for x: [M, K], None where it is multiplied as it is stored."""
+    if x.device.type != "cpu":
+        return f"it is for a CPU, this is {x.device.type}"
+    if x.shape[0] > FEW:
+        return f"it is for at most {FEW} rows, these are {x.shape[0]}"
+    if x.dtype not in library.DTYPES:
+        return f"the rows are {x.dtype}; allowed: {' or '.join(map(str, library.DTYPES))}"
+    if weight.outer * weight.inner < LEAST:
+        return f"it is for weights of at least {LEAST} elements, this has {weight.outer * weight.inner}"
+    if weight.data.stride(-1) != 1:
+        return "the rows of the weight are not contiguous"
+    if weight.block is not None and weight.block[1] % 16:
+        return f"it is for blocks of whole 16 columns, not of {weight.block}"
+    if not _has_instructions():
+        return "it is for x86 CPUs with AVX2, on Linux"
+    return None
+
+
+def serves(x: Tensor, weight: Tensor) -> bool:
+    """Whether a call may go to `linear`, and not only be computed with what the weight dequantizes to: no gradient is
+    wanted, and eagerly, where each call knows its own rows, there are few."""
+    if x.device.type != "cpu" or x.dtype not in library.DTYPES or weight.numel() < LEAST:
+        return False
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return False
+    if compiling():
+        return not exporting()
+    return x.numel() <= FEW * x.shape[-1] and not torch._C._are_functorch_transforms_active()
+
+
+@constant_when_traced
+def _has_instructions() -> bool:
+    return sys.platform == "linux" and torch.cpu._is_avx2_supported()
+
+
+def choose_stored(x: Tensor, weight: ScaledOperand) -> Choice:
+    """Choose from shapes, formats and hardware alone; without a compiler the weight is dequantized all the same."""
+    return first_possible("stored_linear", (("few_rows", reason_against(x, weight)),), fallback=False)
+
+
+def _result(x: Tensor, weight: ScaledOperand) -> Output:
+    return like(x, (x.shape[0], weight.outer))
+
+
+@operation("stored_linear", _result, cpu_only=True)
+def _stored_linear(x: Tensor, weight: ScaledOperand, bias: Tensor | None) -> Tensor:
+    choice = choose_stored(x, weight)
+    if choice.backend == "few_rows" and not library.available():
+        choice = Choice("stored_linear", EMULATION, (("few_rows", "no library could be compiled"),))
+    record(choice, strict=False)
+    if choice.backend == "few_rows":
+        return library.linear(x, weight, bias)
+    return dense(x, dequantize(weight, x.dtype), bias)
+
+
+_call = direct(_stored_linear)
+
+
+def linear(x: Tensor, weight: ScaledOperand, bias: Tensor | None = None) -> Tensor:
+    """Return `x @ weight^T + bias` in x's dtype, where no gradient is wanted. x: [M, K]; bias: [N] of x's dtype.
+
+    Each value of the weight is what `dequantize` to x's dtype gives, and no copy of more than four of its rows is made
+    where `reason_against` has none. Sums are float32.
+    """
+    return _call(x, *flatten(weight), bias)
+
+
+def dequantize(weight: ScaledOperand, dtype: torch.dtype) -> Tensor:
+    """Return a weight's values in `dtype`, computed in float32 and rounded once."""
+    found = weight.dequantized(torch.float32)
+    return (found.values if found.scale is None else found.values * found.scale).to(dtype)

@@ -1,0 +1,287 @@
+"""The C++ of a product of a few rows by a quantized weight: x86 with AVX2, twice as wide with AVX-512.
+
+FORMAT is the format of the weight (E4M3, E5M2, E2M1), X the dtype of the rows and of the result. A weight is decoded
+in registers, in the order of operations of its `dequantize`, so to the same bits; for several rows, some rows of the
+weight lie decoded in the first-level cache. Every sum runs over the lanes of one vector, then over these: it does not
+depend on how many rows there are.
+"""
+
+from .vectors import VECTORS
+
+SOURCE = (
+    VECTORS
+    + r"""
+constexpr float kNone = std::numeric_limits<float>::quiet_NaN();
+
+// Formats of a byte decode kWidth values to 1/kFactor of them.
+struct E4M3 {
+  static constexpr bool packed = false;
+  static constexpr float kFactor = 256.0f;  // E4M3 in float16's places: the exponent's bias is 7 and not 15
+  // the mask clears the sign's copy in the uppermost bit of the exponent
+  static V decode(const uint8_t* p) { return halves(masked(up(bytes(p), 7), short(0xBFFF))); }
+  static constexpr uint8_t kSpecial = 0x7F;  // the bits of NaN
+  static float special(float) { return kNone; }
+};
+struct E5M2 {
+  static constexpr bool packed = false;
+  static constexpr float kFactor = 1.0f;
+  static V decode(const uint8_t* p) { return halves(up(bytes(p), 8)); }
+  static constexpr uint8_t kSpecial = 0x7C;  // of infinity and NaN, which float16 has
+  static float special(float decoded) { return decoded; }
+};
+struct E2M1 {
+  static constexpr bool packed = true;  // two values of a byte
+};
+
+using W = FORMAT;
+
+enum Kind { kPerTensor, kFloat32, kPow2, kE8m0, kNvfp4 };
+
+struct Weight {
+  const uint8_t* data;
+  int64_t stride;  // bytes from row to row
+  const void* scale;
+  int64_t down, across;  // elements from scale to scale
+  int64_t block_rows, block_columns, K;
+  int kind;
+};
+
+// Rows::decode calls use(k, r, w) for the vectors w of kRows rows from row n on, k the first column of each; the last
+// row of the matrix stands in for those past it. Columns past K are zero.
+#ifdef OF_BYTES
+// kExact: value * scale is a bfloat16, or none is asked for; kCareful: of any magnitude.
+enum Mode { kExact, kRounded, kCareful };
+
+template <Mode mode>
+INLINE V weight_of(const uint8_t* p, float scale, V s, V larger) {
+  V w = W::decode(p);
+  if constexpr (mode == kCareful) {
+    float lanes[kWidth];
+    store(lanes, w);
+    for (int i = 0; i < kWidth; ++i) {
+      const float value = ((p[i] & W::kSpecial) == W::kSpecial ? W::special(lanes[i]) : lanes[i] * W::kFactor) * scale;
+      lanes[i] = X::rounds ? BFloat16::read(BFloat16::write(value)) : value;
+    }
+    return load(lanes);
+  }
+  if constexpr (mode == kExact || !X::rounds) return mul(w, s);
+  const V m = mul(w, larger);  // 2^16 of the value: what is left of m - (m - v) are the eight bits of a bfloat16
+  return sub(m, sub(m, mul(w, s)));
+}
+
+inline bool any_special(const uint8_t* p, int64_t size) {
+  const __m256i mask = _mm256_set1_epi8(W::kSpecial);
+  __m256i found = _mm256_setzero_si256();
+  int64_t i = 0;
+  for (; i + 32 <= size; i += 32) {
+    const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + i));
+    found = _mm256_or_si256(found, _mm256_cmpeq_epi8(_mm256_and_si256(bytes, mask), mask));
+  }
+  bool special = _mm256_movemask_epi8(found);
+  for (; i < size; ++i) special |= (p[i] & W::kSpecial) == W::kSpecial;
+  return special;
+}
+
+// Read the scales of a row and say how to decode it.
+inline Mode read_scales(const Weight& w, int64_t row, int64_t blocks, float* to) {
+  const int64_t begin = row / w.block_rows * w.down, across = w.across;
+  float least = std::numeric_limits<float>::infinity(), most = 0;
+  if (w.kind == kE8m0) {
+    const uint8_t* const p = static_cast<const uint8_t*>(w.scale) + begin;
+    uint32_t low = 255, high = 0;
+#pragma omp simd reduction(min : low) reduction(max : high)
+    for (int64_t b = 0; b < blocks; ++b) {
+      const uint32_t byte = p[b * across];
+      low = std::min(low, byte);
+      high = std::max(high, byte);
+      to[b] = float_of(byte << 23);
+    }
+    if (low > 27 && high < 227) return kExact;
+    for (int64_t b = 0; b < blocks; ++b) {
+      const uint32_t byte = p[b * across];
+      to[b] = byte == 255 ? kNone : byte == 0 ? 0x1p-127f : float_of(byte << 23);
+    }
+    return kCareful;
+  }
+  const float* const p = static_cast<const float*>(w.scale) + begin;
+  for (int64_t b = 0; b < blocks; ++b) {
+    to[b] = p[b * across];
+    least = std::min(least, std::fabs(to[b]));
+    most = std::max(most, std::fabs(to[b]));
+  }
+  if (!(least > 0x1p-100f && most < 0x1p100f)) return kCareful;
+  return w.kind == kPow2 ? kExact : kRounded;
+}
+
+struct Rows {
+  std::vector<float> scale;
+
+  template <Mode mode, class Use>
+  INLINE void run(const Weight& w, const uint8_t* const* row, const float* const* scale, const Use& use) {
+    const int64_t K = w.K, full = K / kWidth * kWidth, L = w.block_columns;
+    for (int64_t begin = 0, b = 0; begin < full; begin += L, ++b) {
+      V s[kRows], larger[kRows];
+      each_row([&](auto r) INLINE {
+        s[r] = all(scale[r][b] * W::kFactor);
+        larger[r] = all(scale[r][b] * W::kFactor * 0x1p16f);
+      });
+      const int64_t end = std::min(begin + L, full);
+      for (int64_t k = begin; k < end; k += kWidth)
+        each_row([&](auto r) INLINE { use(k, r, weight_of<mode>(row[r] + k, scale[r][b], s[r], larger[r])); });
+    }
+    if (full == K) return;
+    each_row([&](auto r) INLINE {
+      uint8_t last[16] = {};
+      std::memcpy(last, row[r] + full, K - full);
+      const float f = scale[r][full / L];
+      use(full, r, weight_of<mode>(last, f, all(f * W::kFactor), all(f * W::kFactor * 0x1p16f)));
+    });
+  }
+
+  template <class Use>
+  INLINE void decode(const Weight& w, int64_t n, int64_t N, const Use& use) {
+    const int64_t blocks = (w.K + w.block_columns - 1) / w.block_columns;
+    scale.resize(kRows * blocks);
+    const uint8_t* row[kRows];
+    const float* of_row[kRows];
+    Mode mode = kExact;
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t at = std::min(n + r, N - 1);
+      row[r] = w.data + at * w.stride;
+      of_row[r] = scale.data() + r * blocks;
+      mode = std::max(mode, read_scales(w, at, blocks, scale.data() + r * blocks));
+      if (any_special(row[r], w.K)) mode = kCareful;
+    }
+    if (mode == kExact) return run<kExact>(w, row, of_row, use);
+    if (mode == kRounded) return run<kRounded>(w, row, of_row, use);
+    run<kCareful>(w, row, of_row, use);
+  }
+};
+
+struct Tables {
+  Tables(const Weight&, const float*) {}
+};
+inline Rows rows_of(const Tables&) { return {}; }
+#else
+// What decoding NVFP4 multiplies with.
+inline float global_decode(float amax) {
+  const float encode = 2688.0f / amax;
+  if (amax == 0.0f || !(std::fabs(amax) <= std::numeric_limits<float>::max())) return 1.0f;
+  return 1.0f / std::min(encode, std::numeric_limits<float>::max());
+}
+
+// The 16 values of a block of each scale.
+struct Tables {
+  std::vector<float> memory;
+  const float* table;
+  Tables(const Weight&, const float* amax) : memory(256 * 16 + 16) {
+    const float factor = global_decode(*amax);
+    const float values[8] = {0, .5f, 1, 1.5f, 2, 3, 4, 6};
+    float* const to = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64 / 4;
+    for (int byte = 0; byte < 256; ++byte) {
+      const int e = byte >> 3 & 15, m = byte & 7;
+      float scale = e ? std::ldexp(float(8 + m), e - 10) : std::ldexp(float(m), -9);
+      scale = (byte & 127) == 127 ? kNone : byte & 128 ? -scale : scale;
+      for (int code = 0; code < 16; ++code) {
+        const float value = (code & 8 ? -values[code & 7] : values[code & 7]) * scale * factor;
+        to[byte * 16 + code] = X::read(X::write(value));
+      }
+    }
+    table = to;
+  }
+};
+
+struct Rows {
+  const float* table;
+
+  template <class Use>
+  INLINE void decode(const Weight& w, int64_t n, int64_t N, const Use& use) {
+    const int64_t K = w.K, blocks = (K + 15) / 16;
+    const uint8_t *row[kRows], *scale[kRows];
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t at = std::min(n + r, N - 1);
+      row[r] = w.data + at * w.stride;
+      scale[r] = static_cast<const uint8_t*>(w.scale) + at * w.down;
+    }
+    constexpr int vectors = 16 / kWidth;
+    const auto use_block = [&](int64_t b, auto r, const uint8_t* codes) INLINE {
+      V some[vectors];
+      e2m1(codes, table + scale[r][b * w.across] * 16, some);
+      use(b * 16, r, some[0]);
+      if constexpr (vectors == 2) use(b * 16 + kWidth, r, some[1]);
+    };
+    for (int64_t b = 0; b < K / 16; ++b) each_row([&](auto r) INLINE { use_block(b, r, row[r] + b * 8); });
+    if (K % 16 == 0) return;
+    each_row([&](auto r) INLINE {
+      uint8_t last[8] = {};
+      std::memcpy(last, row[r] + K / 16 * 8, K % 16 / 2);
+      use_block(blocks - 1, r, last);
+    });
+  }
+};
+inline Rows rows_of(const Tables& tables) { return {tables.table}; }
+#endif
+
+// `count` rows of x by decoded rows of the weight -> out [count, kRows].
+template <int count>
+void several(const float* decoded, const float* x, int64_t padded, float* out) {
+  V acc[count][kRows];
+  for (int m = 0; m < count; ++m)
+    for (int r = 0; r < kRows; ++r) acc[m][r] = zero();
+  for (int64_t k = 0; k < padded; k += kWidth) {
+    V w[kRows];
+    for (int r = 0; r < kRows; ++r) w[r] = load(decoded + r * padded + k);
+    for (int m = 0; m < count; ++m) {
+      const V v = load(x + m * padded + k);
+      for (int r = 0; r < kRows; ++r) acc[m][r] = fma(w[r], v, acc[m][r]);
+    }
+  }
+  for (int m = 0; m < count; ++m)
+    for (int r = 0; r < kRows; ++r) out[m * kRows + r] = sum(acc[m][r]);
+}
+
+}  // namespace te_models
+using namespace te_models;
+
+// x [M, K] contiguous, bias [N] or null, out [M, N], amax: NVFP4's, or null
+extern "C" void te_few_rows(const X* x, const X* bias, X* out, int64_t M, int64_t N, int64_t K, const uint8_t* data,
+                            int64_t stride, const void* scale, int64_t down, int64_t across, int64_t block_rows,
+                            int64_t block_columns, int kind, const float* amax, int threads) {
+  const Weight w{data, stride, scale, down, across, block_rows, block_columns, K, kind};
+  const Tables tables(w, amax);
+  const int64_t padded = (K + 15) / 16 * 16;
+  std::vector<float> wide(M * padded);
+  for (int64_t m = 0; m < M; ++m)
+#pragma omp simd
+    for (int64_t k = 0; k < K; ++k) wide[m * padded + k] = X::read(x[m * K + k]);
+#pragma omp parallel num_threads(threads)
+  {
+    Rows rows = rows_of(tables);
+    std::vector<float> decoded(M == 1 ? 0 : kRows * padded), found(M * kRows);
+#pragma omp for
+    for (int64_t n = 0; n < N; n += kRows) {
+      if (M == 1) {  // decoded in registers
+        const float* const from = wide.data();
+        V acc[kRows];
+        for (int r = 0; r < kRows; ++r) acc[r] = zero();
+        rows.decode(w, n, N, [&](int64_t k, auto r, V v) INLINE { acc[r] = fma(v, load(from + k), acc[r]); });
+        for (int r = 0; r < kRows; ++r) found[r] = sum(acc[r]);
+      } else {
+        float* const to = decoded.data();
+        rows.decode(w, n, N, [&](int64_t k, auto r, V v) INLINE { store(to + r * padded + k, v); });
+        for (int64_t m = 0; m < M; m += 4) {
+          const auto run = M - m == 1 ? several<1> : M - m == 2 ? several<2> : M - m == 3 ? several<3> : several<4>;
+          run(to, wide.data() + m * padded, padded, found.data() + m * kRows);
+        }
+      }
+      for (int64_t m = 0; m < M; ++m)
+        for (int r = 0; r < kRows && n + r < N; ++r) {
+          float y = found[m * kRows + r];
+          if (bias != nullptr) y += X::read(bias[n + r]);
+          out[m * N + n + r] = X::write(y);
+        }
+    }
+  }
+}
+"""
+)

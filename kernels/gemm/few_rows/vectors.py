@@ -1,0 +1,111 @@
+"""The C++ of vectors: of AVX-512, or half as wide of AVX2, and how bytes and codes become floats in them."""
+
+VECTORS = r"""#include <immintrin.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+#include <vector>
+
+// the compiler keeps sums in registers where all is one function and their indices are constants
+#define INLINE __attribute__((always_inline))
+
+namespace te_models {
+
+inline uint32_t bits_of(float f) { uint32_t b; std::memcpy(&b, &f, 4); return b; }
+inline float float_of(uint32_t b) { float f; std::memcpy(&f, &b, 4); return f; }
+
+struct BFloat16 {
+  static constexpr bool rounds = true;
+  uint16_t bits;
+  static float read(BFloat16 x) { return float_of(uint32_t(x.bits) << 16); }
+  static BFloat16 write(float f) {
+    const uint32_t u = bits_of(f), rounded = (u + 0x7FFF + ((u >> 16) & 1)) >> 16;
+    return {uint16_t((u & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : rounded)};
+  }
+};
+
+struct Float32 {
+  static constexpr bool rounds = false;
+  float value;
+  static float read(Float32 x) { return x.value; }
+  static Float32 write(float f) { return {f}; }
+};
+
+using X = INPUT;
+
+#if defined(__AVX512F__) && !defined(NARROW)
+constexpr int kWidth = 16, kRows = 4;  // values of a vector; rows of the weight that are read side by side
+using V = __m512;
+inline V zero() { return _mm512_setzero_ps(); }
+inline V all(float f) { return _mm512_set1_ps(f); }
+inline V load(const float* p) { return _mm512_loadu_ps(p); }
+inline void store(float* p, V v) { _mm512_storeu_ps(p, v); }
+inline V mul(V a, V b) { return _mm512_mul_ps(a, b); }
+inline V fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
+inline V sub(V a, V b) { return _mm512_sub_ps(a, b); }
+inline __m256i bytes(const uint8_t* p) {
+  return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline V halves(__m256i h) { return _mm512_cvtph_ps(h); }
+inline __m256i up(__m256i x, int n) { return _mm256_slli_epi16(x, n); }
+inline __m256i masked(__m256i x, short m) { return _mm256_and_si256(x, _mm256_set1_epi16(m)); }
+// 16 values of E2M1 from a table of all 16
+inline void e2m1(const uint8_t* p, const float* table, V* to) {
+  uint32_t low, high;
+  std::memcpy(&low, p, 4);
+  std::memcpy(&high, p + 4, 4);
+  const __m512i shifts = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
+  const __m512i codes = _mm512_mask_set1_epi32(_mm512_set1_epi32(int(low)), 0xFF00, int(high));
+  *to = _mm512_permutexvar_ps(_mm512_srlv_epi32(codes, shifts), _mm512_load_ps(table));
+}
+#else
+constexpr int kWidth = 8, kRows = 2;
+using V = __m256;
+inline V zero() { return _mm256_setzero_ps(); }
+inline V all(float f) { return _mm256_set1_ps(f); }
+inline V load(const float* p) { return _mm256_loadu_ps(p); }
+inline void store(float* p, V v) { _mm256_storeu_ps(p, v); }
+inline V mul(V a, V b) { return _mm256_mul_ps(a, b); }
+inline V fma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
+inline V sub(V a, V b) { return _mm256_sub_ps(a, b); }
+inline __m128i bytes(const uint8_t* p) {
+  return _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+}
+inline V halves(__m128i h) { return _mm256_cvtph_ps(h); }
+inline __m128i up(__m128i x, int n) { return _mm_slli_epi16(x, n); }
+inline __m128i masked(__m128i x, short m) { return _mm_and_si128(x, _mm_set1_epi16(m)); }
+inline void e2m1(const uint8_t* p, const float* table, V* to) {
+  const __m256i shifts = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
+  const __m256 magnitudes = _mm256_load_ps(table);
+  for (int i = 0; i < 2; ++i) {
+    uint32_t eight;
+    std::memcpy(&eight, p + 4 * i, 4);
+    const __m256i codes = _mm256_srlv_epi32(_mm256_set1_epi32(int(eight)), shifts);
+    const __m256i sign = _mm256_slli_epi32(_mm256_and_si256(codes, _mm256_set1_epi32(8)), 28);
+    to[i] = _mm256_or_ps(_mm256_permutevar8x32_ps(magnitudes, codes), _mm256_castsi256_ps(sign));
+  }
+}
+#endif
+
+template <class F>
+INLINE inline void each_row(const F& f) {
+  f(std::integral_constant<int, 0>{});
+  f(std::integral_constant<int, 1>{});
+  if constexpr (kRows == 4) {
+    f(std::integral_constant<int, 2>{});
+    f(std::integral_constant<int, 3>{});
+  }
+}
+
+inline float sum(V v) {
+  float lanes[kWidth];
+  store(lanes, v);
+  for (int width = kWidth / 2; width; width /= 2)
+    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+  return lanes[0];
+}
+"""
