@@ -16,10 +16,12 @@ from torch.nn.functional import ScalingType
 from ..compiling import compiling
 from ..custom_op import Output, flatten, like, operation
 from ..gemm.backends import Choice, hardware, in_plain_torch, record
+from ..gemm.cpu import unrounded
 from ..gemm.op import scaled_gemm
-from ..gemm.operand import ScaledOperand, k_contiguous
-from . import emulation
+from ..gemm.operand import ScaledOperand, emulation_dtype, k_contiguous
+from ..gemm.reference import epilogue_scale
 from .choice import choose_scaled
+from .op import grouped_gemm, grouped_gemm_wgrad, grouped_gemm_wgrad_accumulate_
 from .reference import check_alignment, split_bounds
 
 # Rows that one scale spans in a wgrad operand, and that a device wants groups to begin at a multiple of.
@@ -44,7 +46,7 @@ def scaled_grouped_gemm(
     _check_rows(left, right, m_splits)
     if in_plain_torch(left.data.device):
         record(_choose("scaled_grouped_gemm", left, right, out_dtype), strict=strict)
-        return emulation.rows(left, right, m_splits, out_dtype)
+        return emulated_rows(left, right, m_splits, out_dtype)
     return _rows(*flatten(left), *flatten(right), m_splits, out_dtype, split_accumulation, strict)
 
 
@@ -60,7 +62,7 @@ def scaled_grouped_gemm_wgrad(
     if in_plain_torch(left.data.device):
         _check_wgrad(left, right, m_splits, shape)
         record(_choose("scaled_grouped_gemm_wgrad", left, right, out_dtype), strict=strict)
-        return emulation.wgrad(left, right, m_splits, out_dtype)
+        return emulated_wgrad(left, right, m_splits, out_dtype)
     out = left.data.new_empty(shape, dtype=out_dtype)
     scaled_grouped_gemm_wgrad_accumulate_(out, left, right, m_splits, accumulate=False, strict=strict)
     return out
@@ -82,7 +84,7 @@ def scaled_grouped_gemm_wgrad_accumulate_(
     _check_wgrad(left, right, m_splits, tuple(main_grad.shape))
     if in_plain_torch(left.data.device):
         record(_choose("scaled_grouped_gemm_wgrad", left, right, main_grad.dtype), strict=strict)
-        emulation.wgrad_accumulate_(main_grad, left, right, m_splits, accumulate)
+        emulated_wgrad_accumulate_(main_grad, left, right, m_splits, accumulate)
     else:
         _wgrad_accumulate_(main_grad, *flatten(left), *flatten(right), m_splits, accumulate, strict)
 
@@ -145,7 +147,7 @@ def _rows(
         return _native_rows(left, right, m_splits, split_accumulation)
     if choice.backend == "loop":
         return _loop(left, right, m_splits, out_dtype, split_accumulation)
-    return emulation.rows(left, right, m_splits, out_dtype)
+    return emulated_rows(left, right, m_splits, out_dtype)
 
 
 @operation("scaled_grouped_gemm_wgrad_accumulate_", lambda: None, mutates=("main_grad",))
@@ -165,7 +167,7 @@ def _wgrad_accumulate_(
         sides = kernels.Side.of(left), kernels.Side.of(right)
         kernels.grouped_gemm_wgrad(*sides, m_splits, main_grad, accumulate=accumulate)
     else:
-        emulation.wgrad_accumulate_(main_grad, left, right, m_splits, accumulate)
+        emulated_wgrad_accumulate_(main_grad, left, right, m_splits, accumulate)
 
 
 def _native_rows(left: ScaledOperand, right: ScaledOperand, m_splits: Tensor, split_accumulation: bool) -> Tensor:
@@ -175,7 +177,7 @@ def _native_rows(left: ScaledOperand, right: ScaledOperand, m_splits: Tensor, sp
     y = F.scaled_grouped_mm(  # pyright: ignore[reportAttributeAccessIssue]
         k_contiguous(left.data),
         k_contiguous(right.data).mT,
-        emulation.per_row(left.scale_inv, m_splits, total),
+        per_row(left.scale_inv, m_splits, total),
         ScalingType.RowWise,
         right.scale_inv[:, None].expand(members, right.outer).contiguous(),
         ScalingType.RowWise,
@@ -199,3 +201,40 @@ def _loop(
             mine = left._replace(data=left.data[begin:end], scale_inv=scale, amax=amax)
             out[begin:end] = scaled_gemm(mine, right.member(g), out_dtype, split_accumulation=split_accumulation)
     return out
+
+
+def emulated_rows(left: ScaledOperand, right: ScaledOperand, m_splits: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """[T, K] x [G, N, K] -> [T, N]."""
+    dtype = emulation_dtype(left, right, out_dtype)
+    a, b = left.dequantized(dtype), right.dequantized(dtype)
+    factor = epilogue_scale(a, b)
+    x, w = (a.values, b.values) if factor is None else unrounded(a.values, b.values)
+    y = grouped_gemm(x, w, m_splits)
+    return (y if factor is None else y.float() * per_row(factor, m_splits, y.shape[0])[:, None]).to(out_dtype)
+
+
+def emulated_wgrad(left: ScaledOperand, right: ScaledOperand, m_splits: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """[N, T] x [K, T] -> [G, N, K]."""
+    dtype = emulation_dtype(left, right, out_dtype)
+    a, b = left.dequantized(dtype), right.dequantized(dtype)
+    factor = epilogue_scale(a, b)
+    dy, x = (a.values, b.values) if factor is None else unrounded(a.values, b.values)
+    dw = grouped_gemm_wgrad(dy.mT, x.mT, m_splits)
+    return (dw if factor is None else dw.float() * factor[:, None, None]).to(out_dtype)
+
+
+def emulated_wgrad_accumulate_(
+    main_grad: Tensor, left: ScaledOperand, right: ScaledOperand, m_splits: Tensor, accumulate: bool
+) -> None:
+    """[N, T] x [K, T] into [G, N, K]."""
+    dtype = emulation_dtype(left, right, main_grad.dtype)
+    a, b = left.dequantized(dtype), right.dequantized(dtype)
+    grouped_gemm_wgrad_accumulate_(main_grad, a.values.mT, b.values.mT, m_splits, accumulate, epilogue_scale(a, b))
+
+
+def per_row(values: Tensor, m_splits: Tensor, rows: int) -> Tensor:
+    """Return values[group of the row], [T], for values [G]; 0 past the last group. Never reads the splits."""
+    ends = m_splits.cumsum(0)
+    group = torch.searchsorted(ends, torch.arange(rows, device=ends.device), right=True)
+    groups = values.shape[0]
+    return torch.where(group < groups, values[group.clamp(max=groups - 1)], 0)

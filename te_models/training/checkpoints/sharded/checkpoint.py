@@ -31,8 +31,7 @@ from ....parallel.parts import LocalPart, ModelParts
 from ...ranks.data_parallel import Ranks, barrier
 from ..checks import SHARDED_VERSION, VALUES, TrainingCheckpointError, check_ranges
 from ..files import checkpoint_dir, remove_old, sharded_paths
-from .planner import PartLoadPlanner, PartSavePlanner
-from .storage import PARTS, PartReader, PartWriter, read_index
+from .storage import PARTS, PartLoadPlanner, PartReader, PartSavePlanner, PartWriter, read_index
 
 
 def save_parts(

@@ -9,11 +9,13 @@ DCP's own storage writes pickles, whose reading runs code of whoever wrote them.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -21,7 +23,17 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -32,6 +44,9 @@ from te_models.checkpoints.io.errors import quote
 from te_models.checkpoints.io.store import FileStore
 from te_models.checkpoints.io.strict_json import read_object
 from te_models.checkpoints.write.writer import write_tensors
+
+from ....parallel.parts import Box, LocalPart
+from ..checks import TrainingCheckpointError
 
 PARTS, INDEX = "parts", "index.json"
 
@@ -161,3 +176,60 @@ def read_index(folder: Path) -> Metadata:
 
 def _entry(index: MetadataIndex) -> str:
     return f"{index.fqn}@{','.join(map(str, index.offset or ()))}"
+
+
+class PartSavePlanner(DefaultSavePlanner):
+    """Plans the boxes of parts: a state dict of name -> LocalPart."""
+
+    def set_up_planner(
+        self, state_dict: Mapping[str, LocalPart], storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
+        self.parts, self.is_coordinator = state_dict, is_coordinator
+        self.flatten_state_dict = False
+        self._boxes = _boxes_of(state_dict)
+
+    def create_local_plan(self) -> SavePlan:
+        items = []
+        for index, (part, box) in self._boxes.items():
+            chunk = ChunkStorageMetadata(torch.Size(box.begin), torch.Size(box.shape))
+            properties = TensorProperties(dtype=part.tensor.dtype)
+            data = TensorWriteData(chunk, properties, torch.Size(part.shape))
+            items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+        self.plan = SavePlan(items)
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        part, box = self._boxes[index]
+        return part.view(box).detach()
+
+
+class PartLoadPlanner(DefaultLoadPlanner):
+    """Plans what has to be read to fill parts: a state dict of name -> LocalPart, all of which must be there."""
+
+    def set_up_planner(
+        self, state_dict: Mapping[str, LocalPart], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        self.parts, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+        self.flatten_state_dict = False
+        self._boxes = _boxes_of(state_dict)
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None, "DCP reads it first"
+        items: list[ReadItem] = []
+        for name, part in self.parts.items():
+            saved = self.metadata.state_dict_metadata[name]
+            assert isinstance(saved, TensorStorageMetadata), "this storage holds nothing else"
+            wanted = [ChunkStorageMetadata(torch.Size(b.begin), torch.Size(b.shape)) for b in part.boxes()]
+            found = create_read_items_for_chunk_list(name, saved, wanted)
+            if sum(item.lengths.numel() for item in found) != sum(chunk.sizes.numel() for chunk in wanted):
+                raise TrainingCheckpointError(f"the parts of {name!r} do not cover the whole tensor")
+            items += found
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        part, box = self._boxes[index]
+        return part.view(box).detach()
+
+
+def _boxes_of(parts: Mapping[str, LocalPart]) -> dict[MetadataIndex, tuple[LocalPart, Box]]:
+    return {MetadataIndex(name, box.begin): (part, box) for name, part in parts.items() for box in part.boxes()}
