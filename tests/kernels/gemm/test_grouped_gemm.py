@@ -13,7 +13,6 @@ from te_models.kernels.gemm import backends as backends
 from te_models.kernels.gemm.backends import Hardware
 from te_models.kernels.grouped_gemm import (
     ROW_ALIGNMENT,
-    emulation,
     explain_grouped_gemm,
     grouped_gemm,
     grouped_gemm_wgrad,
@@ -23,6 +22,7 @@ from te_models.kernels.grouped_gemm import (
     scaled_grouped_gemm_wgrad_accumulate_,
 )
 from te_models.kernels.grouped_gemm.choice import choose_plain, choose_scaled
+from te_models.kernels.grouped_gemm.scaled import per_row
 from tests.kernels.gemm.scaled_cases import assert_within, exact, normal, quantized
 from tests.kernels.triton.test_grouped_gemm import FORMATS, SPLITS, check_wgrad, exact_rows, quantized_rows, ranges
 
@@ -191,7 +191,7 @@ def test_operands_that_do_not_fit_are_errors() -> None:
 def test_rows_find_their_group_without_reading_the_splits() -> None:
     values = torch.tensor([1.0, 2.0, 3.0])
     expected = [1.0, 1.0, 3.0, 0.0, 0.0]
-    assert emulation.per_row(values, torch.tensor([2, 0, 1]), 5).tolist() == expected
+    assert per_row(values, torch.tensor([2, 0, 1]), 5).tolist() == expected
 
 
 @pytest.mark.parametrize("formats", FORMATS)

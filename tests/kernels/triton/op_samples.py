@@ -179,6 +179,11 @@ def gemms(device: torch.device) -> Iterator[tuple[str, Arguments]]:
         right = scaled_cases.quantized(normal(5, 64, seed=2, device=device), *formats[1])
         bias, first = normal(5, seed=6, device=device), left.kind == "per_tensor"
         yield "scaled_gemm", (*flatten(left), *flatten(right), dtype, bias, first, first)
+    of_weights = [*(weight for _, weight in scaled_cases.SIDES.values()), ("nvfp4", None)]
+    for of_weight, dtype, with_bias in together(of_weights, [F32, BF16], [True, False]):
+        weight = scaled_cases.quantized(normal(5, 64, seed=2), *of_weight)
+        bias = normal(5, seed=6, dtype=dtype) if with_bias else None
+        yield "stored_linear", (normal(3, 64, seed=1, dtype=dtype), *flatten(weight), bias)
     for dtype, with_bias in itertools.product((F32, BF16), (True, False)):
         x, w = (normal(6, n, seed=n, dtype=BF16, device=device) for n in (8, 5))
         bias = normal(5, seed=6, dtype=BF16, device=device) if with_bias else None

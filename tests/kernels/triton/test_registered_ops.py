@@ -80,6 +80,7 @@ KINDS = {"float32", "pow2", "e8m0"}
 CHOICES: dict[str, set[str]] = {
     "name": set(ACTIVATIONS),
     "scale_kind": KINDS,
+    "kind": set(get_args(Kind)),
     "left_kind": set(get_args(Kind)),
     "right_kind": set(get_args(Kind)),
 }
