@@ -18,7 +18,7 @@ from ..custom_op import Output, flatten, like, operation
 from ..gemm.backends import Choice, hardware, in_plain_torch, record
 from ..gemm.cpu import unrounded
 from ..gemm.op import scaled_gemm
-from ..gemm.operand import ScaledOperand, emulation_dtype, k_contiguous
+from ..gemm.operand import Operand, ScaledOperand, emulation_dtype, k_contiguous
 from ..gemm.reference import epilogue_scale
 from .choice import choose_scaled
 from .op import grouped_gemm, grouped_gemm_wgrad, grouped_gemm_wgrad_accumulate_
@@ -216,7 +216,11 @@ def emulated_rows(left: ScaledOperand, right: ScaledOperand, m_splits: Tensor, o
 def emulated_wgrad(left: ScaledOperand, right: ScaledOperand, m_splits: Tensor, out_dtype: torch.dtype) -> Tensor:
     """[N, T] x [K, T] -> [G, N, K]."""
     dtype = emulation_dtype(left, right, out_dtype)
-    a, b = left.dequantized(dtype), right.dequantized(dtype)
+    return dequantized_wgrad(left.dequantized(dtype), right.dequantized(dtype), m_splits, out_dtype)
+
+
+def dequantized_wgrad(a: Operand, b: Operand, m_splits: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """[N, T] x [K, T] -> [G, N, K], of dequantized operands; a scale that is left is one for each group."""
     factor = epilogue_scale(a, b)
     dy, x = (a.values, b.values) if factor is None else unrounded(a.values, b.values)
     dw = grouped_gemm_wgrad(dy.mT, x.mT, m_splits)

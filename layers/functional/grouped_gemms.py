@@ -22,6 +22,7 @@ from te_models.kernels.grouped_gemm import (
     scaled_grouped_gemm_wgrad,
     scaled_grouped_gemm_wgrad_accumulate_,
 )
+from te_models.kernels.grouped_gemm.scaled import dequantized_wgrad
 from te_models.kernels.without_autocast import without_autocast
 
 from ..quantizer import Fields, IdentityQuantizer, Quantizer, Usage
@@ -247,10 +248,7 @@ def _wgrad_gemm(left: GemmOperand, right: GemmOperand, splits: Tensor, dtype: to
     if isinstance(left, ScaledOperand) and isinstance(right, ScaledOperand):
         return scaled_grouped_gemm_wgrad(left, right, splits, dtype)
     a, b = both_dequantized("scaled_grouped_gemm_wgrad", left, right, dtype)
-    scale = epilogue_scale(a, b)
-    dy, x = (a.values, b.values) if scale is None else unrounded(a.values, b.values)
-    dw = grouped_gemm_wgrad(dy.mT, x.mT, splits)
-    return (dw if scale is None else dw.float() * scale[:, None, None]).to(dtype)
+    return dequantized_wgrad(a, b, splits, dtype)
 
 
 def _accumulate_wgrad_(

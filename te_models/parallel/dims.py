@@ -29,7 +29,7 @@ def check_sizes(sizes: Mapping[str, int | None], prefix: str = "") -> None:
     """Raise ConfigError naming the first size that no number of ranks could make right. prefix: of the names."""
     for name, size in sizes.items():
         where = prefix + name
-        rest = name in ("data_parallel_shard_size",)
+        rest = name == "data_parallel_shard_size"
         if size is None:
             continue
         if name in ONE and size != 1:
