@@ -31,6 +31,7 @@ LEFT_OUT = {
     "training_curves": "seven runs of 300 steps, a quarter of an hour of processor time",
     "generation": "three models, four prompts each in two dtypes, recipes and the compiled model: half an hour",
     "compile": "it compiles seven recipes' steps and five models from nothing, most of ten minutes",
+    "eager_calls": "it compares with another checkout: python -m bench.eager_calls --before DIR",
     "gpu": "it needs a CUDA device: python -m bench.gpu",
 }
 """What `python -m bench` does not run, or not whole, and why."""

@@ -64,7 +64,7 @@ def _cell(text: str) -> str:
 
 
 def training_keys() -> str:
-    """The keys of a training run, those of its model left out."""
+    """The keys of a training run without its model's keys."""
     from te_models.training import TrainConfig
 
     return key_tables(TrainConfig, skipped="model.config")

@@ -1,6 +1,6 @@
 """Assemble the documentation site's sources in build/site: `make site` builds it from there with MkDocs, strictly.
 
-The pages are those of docs/, README.md as the front page, and a reference page for each public package: every name of
+The pages are docs/, README.md as the front page, and a reference page for each public package: every name of
 its `__all__`, read from the docstrings. The four folders are laid out there as they are imported, where mkdocstrings
 reads them without importing anything.
 """

@@ -37,7 +37,7 @@ def fix_width(x: Tensor) -> None:
     """Let a graph be for one size of the last dimension of x, which an autograd function is about to be applied to.
 
     Compiled by torch 2.11, sizes computed in there become results, too, and one that turns out to be a constant, such
-    as that of a dimension that a weight has as well, stops the compiler.
+    as the hint of a dimension that a weight has as well, stops the compiler.
     """
     if TORCH_2_11 and compiling():
         operator.index(x.shape[-1])

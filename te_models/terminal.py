@@ -66,7 +66,7 @@ class Table:
 
     def rich(self) -> Any:
         """The same as a table of rich, whose cells are folded where the terminal is too narrow."""
-        made = importlib.import_module("rich.table").Table(
+        rich_table = importlib.import_module("rich.table").Table(
             title=self.title or None,
             title_justify="left",
             title_style="bold",
@@ -78,10 +78,10 @@ class Table:
         text = importlib.import_module("rich.text").Text
         heading, body = (self.rows[0], self.rows[1:]) if self.heading else ((), self.rows)
         for i in range(len(self.rows[0]) if self.rows else 0):
-            made.add_column(heading[i] if heading else None, style="cyan" if i == 0 else None, overflow="fold")
+            rich_table.add_column(heading[i] if heading else None, style="cyan" if i == 0 else None, overflow="fold")
         for row in body:
-            made.add_row(*map(text, row))
-        return made
+            rich_table.add_row(*map(text, row))
+        return rich_table
 
 
 def show(*parts: str | Table) -> None:

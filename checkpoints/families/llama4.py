@@ -87,7 +87,7 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Sizes:
-    """`intermediate_size_mlp` is the width of dense layers, `intermediate_size` that of the experts, which reads it."""
+    """`intermediate_size_mlp` is the width of dense layers, `intermediate_size` the width of the experts."""
 
     names: tuple[str, ...] = ("intermediate_size", "intermediate_size_mlp")
 

@@ -50,7 +50,7 @@ class Checkpoint:
         source: the Hugging Face configuration that it is of, or comes from.
         formats: grouped-layout names of quantized parameters -> their format descriptions.
         files: the tensors as stored.
-        store: the tensors as they are read: those of `files`; of a quantized Hugging Face folder, fields of our
+        store: the tensors as they are read: the tensors of `files`; of a quantized Hugging Face folder, fields of our
             storage where they take over its numbers exactly, and values elsewhere.
         quantized: what a Hugging Face folder declares about quantization, and where; None: it is not quantized.
     """
@@ -109,10 +109,10 @@ class Checkpoint:
             form = family.form_of(self.config, {name.removesuffix(suffix) for name in self.files.tensors})
             self.source = replace(self.source, form=form)
             if declaration is not None:
-                plain = family.namespace(self.config, form)
+                high_precision = family.namespace(self.config, form)
                 self.quantized = open_quantized(
                     self.files,
-                    plain,
+                    high_precision,
                     declaration,
                     storage=storage,
                     any_storage=any_storage,
@@ -235,12 +235,12 @@ class Checkpoint:
         Arguments:
             params: every parameter of the model by name, in grouped or per-GEMM layout, whichever the files have. Plain
                 tensors are filled part by part; for a quantized one its values are put together first.
-            place: the parameters are those of one rank of a split model (`parts.py`); nothing else is read, but of a
+            place: the parameters belong to one rank of a split model (`parts.py`); nothing else is read, but of a
                 quantized Hugging Face folder the scales, which are checked. Weights stored quantized are taken over
                 exactly, or refused where the split would cut a block.
 
         Raises:
-            CheckpointError: names or shapes are not exactly those of the model, a tensor cannot be converted, or, after
+            CheckpointError: names or shapes are not exactly the model's, a tensor cannot be converted, or, after
                 the model was filled, a tensor is not as manifest.json says.
         """
         if place == WHOLE or self.quantized is not None:

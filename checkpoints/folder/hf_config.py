@@ -52,7 +52,7 @@ def find_family(config: ModelConfig) -> Family:
 
 
 def export_config(config: ModelConfig, source: Source | None, family: Family, stored_dtype: str) -> dict[str, Any]:
-    """Return config.json for a model exported as `family`; stored_dtype: that of most of its weights."""
+    """Return config.json for a model exported as `family`; stored_dtype: the dtype of most of its weights."""
     original: dict[str, Any] = {}
     if source is not None:
         same_family = source.config.get("model_type") == family.model_type

@@ -48,7 +48,7 @@ def load_params(
         part = owned[name]
         if name in stored.formats:
             value = stored.quantized(name, part)
-            if place != WHOLE:  # those of a whole model have been checked before anything was filled
+            if place != WHOLE:  # a whole model's parameters have been checked before anything was filled
                 _check_scales(name, value)
             param.copy_(value if isinstance(param, QuantizedTensor) else value.dequantize(param.dtype))
         elif isinstance(param, GroupedTensor):
@@ -82,5 +82,5 @@ def layout_of(names: Mapping[str, Any], config: ModelConfig, what: str) -> Exper
     missing, extra = [n for n in expected if n not in names], [n for n in names if n not in expected]
     problems = [f"{label}: {shorten(found)}" for label, found in (("missing", missing), ("unknown", extra)) if found]
     if problems:
-        raise CheckpointError(f"{what} are not those of the configuration: {'; '.join(problems)}")
+        raise CheckpointError(f"{what} do not match the configuration: {'; '.join(problems)}")
     return closest

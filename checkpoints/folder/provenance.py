@@ -19,7 +19,7 @@ from .te_folder import Source
 def source_of(ckpt: Checkpoint, quantized: Collection[str] | None = None) -> Source | None:
     """Return what a folder made from this checkpoint records about its provenance.
 
-    quantized: the grouped-layout names of its quantized parameters; None: those of the checkpoint.
+    quantized: the grouped-layout names of its quantized parameters; None: the names of the checkpoint.
     """
     others = quantized is not None and _are_others(ckpt, quantized)
     if ckpt.kind == "te_models" or ckpt.source is None:
@@ -35,8 +35,8 @@ def _are_others(ckpt: Checkpoint, quantized: Collection[str]) -> bool:
     not have been, and an output layer is stored as values."""
     if ckpt.quantized is None or ckpt.source is None:
         return set(quantized) != ckpt.formats.keys()
-    plain = FAMILIES[ckpt.family or ""].namespace(ckpt.config, ckpt.source.form)
-    return {link.stored for link in plain.links if link.name in quantized} != set(ckpt.quantized.weights)
+    high_precision = FAMILIES[ckpt.family or ""].namespace(ckpt.config, ckpt.source.form)
+    return {link.stored for link in high_precision.links if link.name in quantized} != set(ckpt.quantized.weights)
 
 
 def differing_scales(left: Checkpoint, right: Checkpoint) -> Iterator[str]:
@@ -76,5 +76,5 @@ def main_dtype(ckpt: Checkpoint) -> str:
     """Return the dtype that most bytes of a checkpoint's plain weights have; float32 where there are none."""
     if ckpt.quantized is not None:
         return dtype_name(ckpt.quantized.dtype)
-    plain = (ckpt.tensors[name] for name, stored in ckpt.namespace.stored.items() if stored.dtypes == FLOATS)
-    return with_most_bytes(((info.dtype, info.nbytes) for info in plain), "F32")
+    high_precision = (ckpt.tensors[name] for name, stored in ckpt.namespace.stored.items() if stored.dtypes == FLOATS)
+    return with_most_bytes(((info.dtype, info.nbytes) for info in high_precision), "F32")

@@ -121,8 +121,8 @@ def _check_transforms(transforms: object) -> None:
                 )
 
 
-def write(weight_format: WeightFormat, plain: list[str]) -> dict[str, Any]:
-    """Return `quantization_config` for a model whose linear modules `plain` are not quantized.
+def write(weight_format: WeightFormat, unquantized: list[str]) -> dict[str, Any]:
+    """Return `quantization_config` for a model whose linear modules `unquantized` are not quantized.
 
     E4M3 with float scales asks for activations in E4M3 as they come, which needs no scale in the files, as fp8's
     "dynamic" does and as readers want for experts; with other weights, activations stay in high precision.
@@ -149,5 +149,5 @@ def write(weight_format: WeightFormat, plain: list[str]) -> dict[str, Any]:
         "format": weight_format.name,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        "ignore": plain,
+        "ignore": unquantized,
     }

@@ -114,14 +114,16 @@ def representable_in(quantizers: set[Quantizer]) -> str:
     return f"choose {' or '.join(names)}" if names else "no format takes all of them"
 
 
-def hf_config_of(weight_format: WeightFormat, plain: list[str]) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """Return (`quantization_config` of config.json, hf_quant_config.json) for a model whose linear modules `plain` are
-    not quantized."""
+def hf_config_of(
+    weight_format: WeightFormat, unquantized: list[str]
+) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """Return (`quantization_config` of config.json, hf_quant_config.json) for a model; `unquantized`: its linear
+    modules that are not quantized."""
     name = weight_format.name
     if name in ("fp8", fp8.TENSOR.name, fp8.AUTOFP8.name):
-        return fp8.write(weight_format, plain), None
+        return fp8.write(weight_format, unquantized), None
     if name in ("mxfp4", "mxfp8"):
-        return mx.write(name, plain), None
+        return mx.write(name, unquantized), None
     if name.startswith("modelopt-"):
-        return None, modelopt.write(weight_format, plain)
-    return compressed_tensors.write(weight_format, plain), None
+        return None, modelopt.write(weight_format, unquantized)
+    return compressed_tensors.write(weight_format, unquantized), None

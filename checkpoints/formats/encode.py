@@ -69,6 +69,6 @@ def written_number(part: Part, amax: Tensor, name: str = "", imported: Mapping[s
 
 
 def number_error(part: Part, amax: Tensor, number: Tensor) -> float:
-    """Return the largest relative difference between the factors that our decoding uses and those of files."""
+    """Return the largest relative difference between the factors that our decoding uses and the factors of files."""
     factor = (1 / number if part.meaning == "divisor" else number).double()
     return float(((global_decode(amax).double() - factor).abs() / factor).max())

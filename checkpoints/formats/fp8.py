@@ -147,15 +147,15 @@ def has_power_of_two_scales(weight_format: WeightFormat) -> bool:
     return weight_format.storages["float8_block"] == POW2_BLOCKS
 
 
-def write(weight_format: WeightFormat, plain: list[str]) -> dict[str, Any]:
-    """Return `quantization_config` for a model whose linear modules `plain` are not quantized."""
+def write(weight_format: WeightFormat, unquantized: list[str]) -> dict[str, Any]:
+    """Return `quantization_config` for a model whose linear modules `unquantized` are not quantized."""
     if weight_format == AUTOFP8:
-        return {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": plain}
+        return {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": unquantized}
     config: dict[str, Any] = {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": None if weight_format.name == TENSOR.name else list(BLOCK),
-        "modules_to_not_convert": plain,
+        "modules_to_not_convert": unquantized,
     }
     return config | ({"scale_fmt": "ue8m0"} if has_power_of_two_scales(weight_format) else {})

@@ -101,8 +101,8 @@ def read(config: Mapping[str, Any]) -> WeightFormat:
     return found
 
 
-def write(weight_format: WeightFormat, plain: list[str]) -> dict[str, Any]:
-    """Return hf_quant_config.json for a model whose linear modules `plain` are not quantized, without scales of
+def write(weight_format: WeightFormat, unquantized: list[str]) -> dict[str, Any]:
+    """Return hf_quant_config.json for a model whose linear modules `unquantized` are not quantized, without scales of
     activations; FP8 has no name of its own for that."""
-    quantization = _WRITTEN[weight_format.name] | {"kv_cache_quant_algo": None, "exclude_modules": plain}
+    quantization = _WRITTEN[weight_format.name] | {"kv_cache_quant_algo": None, "exclude_modules": unquantized}
     return {"producer": {"name": "te_models", "version": "0.1.0"}, "quantization": quantization}

@@ -92,6 +92,6 @@ def read_mxfp8(config: Mapping[str, Any]) -> WeightFormat:
     return mxfp8_format("mxfp8", "_scale_inv")
 
 
-def write(method: str, plain: list[str]) -> dict[str, Any]:
-    """Return `quantization_config` for a model whose linear modules `plain` are not quantized."""
-    return {"quant_method": method, "modules_to_not_convert": plain}
+def write(method: str, unquantized: list[str]) -> dict[str, Any]:
+    """Return `quantization_config` for a model whose linear modules `unquantized` are not quantized."""
+    return {"quant_method": method, "modules_to_not_convert": unquantized}

@@ -65,7 +65,7 @@ def upright(namespace: Namespace, weights: Collection[str]) -> Namespace:
 
 
 def field_namespace(
-    plain: Namespace,
+    high_precision: Namespace,
     weights: Collection[str],
     weight_format: WeightFormat,
     quantizers: Mapping[str, Quantizer],
@@ -80,16 +80,18 @@ def field_namespace(
         same: whether two per-matrix numbers in files are equal, so that one can stand for both.
     """
     by_name: dict[str, list[Link]] = defaultdict(list)
-    for link in plain.links:
+    for link in high_precision.links:
         by_name[link.name].append(link)
     canonical: dict[str, Shape] = {}
     stored: dict[str, Stored] = {}
     links: list[Link] = []
-    result = FieldNamespace(plain)
-    for name, shape in plain.canonical.items():
+    result = FieldNamespace(high_precision)
+    for name, shape in high_precision.canonical.items():
         if name in quantizers:
             try:
-                parts = _Parameter(name, shape, by_name[name], plain, weights, weight_format, quantizers[name], dtype)
+                parts = _Parameter(
+                    name, shape, by_name[name], high_precision, weights, weight_format, quantizers[name], dtype
+                )
                 parts.build(same)
             except InexactError as error:
                 result.inexact[name] = str(error)
@@ -102,7 +104,7 @@ def field_namespace(
                 result.formats[name] = parts.meta
                 continue
         canonical[name] = shape
-        stored |= {link.stored: plain.stored[link.stored] for link in by_name[name]}
+        stored |= {link.stored: high_precision.stored[link.stored] for link in by_name[name]}
         links += by_name[name]
     result.namespace = Namespace(canonical, stored, tuple(links))
     return result
@@ -116,7 +118,7 @@ class _Parameter:
         name: str,
         shape: Shape,
         links: list[Link],
-        plain: Namespace,
+        high_precision: Namespace,
         weights: Collection[str],
         weight_format: WeightFormat,
         quantizer: Quantizer,
@@ -126,7 +128,7 @@ class _Parameter:
         self._format, self._blocks = weight_format, field_blocks(quantizer)
         self.meta = describe(quantizer, dtype)
         self._specs = field_specs(name, shape, self.meta)
-        self._shapes = {link.stored: plain.stored[link.stored].shape for link in links}
+        self._shapes = {link.stored: high_precision.stored[link.stored].shape for link in links}
         outsiders = [link.stored for link in links if link.stored not in weights]
         if outsiders:
             raise InexactError(f"{outsiders[0]!r} is not quantized, and other parts of it are")

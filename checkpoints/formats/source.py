@@ -102,7 +102,7 @@ class QuantizedFiles:
 
 def open_quantized(
     files: FileStore,
-    plain: Namespace,
+    high_precision: Namespace,
     declaration: Declaration,
     *,
     storage: str | None,
@@ -110,42 +110,42 @@ def open_quantized(
     any_storage: bool = False,
     float32: bool = False,
 ) -> QuantizedFiles:
-    """Read the headers of quantized files, whose plain form a family stores as `plain` says.
+    """Read the headers of quantized files, whose plain form a family stores as `high_precision` says.
 
     storage: a key of the format's `storages` or `then`, None for its first, VALUES for none; with any_storage also one
     of FORMS. float32: values are read as such, not in the dtype of the other weights.
     """
     weight_format = declaration.format
-    files = seen_upright(files, plain, weight_format)
-    weights = quantized_weights(plain, files, weight_format)
+    files = seen_upright(files, high_precision, weight_format)
+    weights = quantized_weights(high_precision, files, weight_format)
     if not weights:
         raise CheckpointError(f"{where} declares the format {weight_format.name} and has no tensor in it")
-    plain = upright(plain, weights)
-    activations = _activations(files, plain, weights, weight_format)
-    _match(files, plain, weights, weight_format, where)
+    high_precision = upright(high_precision, weights)
+    activations = _activations(files, high_precision, weights, weight_format)
+    _match(files, high_precision, weights, weight_format, where)
     quantizer, other = _storage(weight_format, storage, any_storage)
-    name = main_float(files, (n for n in plain.stored if n not in weights), plain)
+    name = main_float(files, (n for n in high_precision.stored if n not in weights), high_precision)
     dtype = torch_dtype(name)
-    parameters = {link.name for link in plain.links if link.stored in weights}
+    parameters = {link.name for link in high_precision.links if link.stored in weights}
     wanted = {p: quantizer for p in parameters if quantizer is not None and is_linear_weight(p)}
     promised = {name for name, form in wanted.items() if form == POW2_BLOCKS}
-    wanted |= dict.fromkeys(_no_powers_of_two(files, plain, promised, weight_format), FLOAT_BLOCKS)
+    wanted |= dict.fromkeys(_no_powers_of_two(files, high_precision, promised, weight_format), FLOAT_BLOCKS)
     to_bytes = {name for name, form in wanted.items() if any_storage and form.FORMAT == "mxfp8"}
-    requantized = _no_powers_of_two(files, plain, to_bytes, weight_format)
+    requantized = _no_powers_of_two(files, high_precision, to_bytes, weight_format)
     wanted = {name: form for name, form in wanted.items() if name not in requantized}
 
     def same(a: str, b: str) -> bool:
         return torch.equal(files.view(a).flatten().float(), files.view(b).flatten().float())
 
-    found = field_namespace(plain, weights, weight_format, wanted, dtype, same)
+    found = field_namespace(high_precision, weights, weight_format, wanted, dtype, same)
     several = {name for name in found.inexact if wanted.get(name, FLOAT_BLOCKS) != FLOAT_BLOCKS}
     if storage is None and several and FLOAT_BLOCKS in weight_format.storages.values():
         # one scale per matrix is exact in blocks that repeat it, where what a parameter joins has several
         reasons = found.inexact
         wanted |= dict.fromkeys(several, FLOAT_BLOCKS)
-        found = field_namespace(plain, weights, weight_format, wanted, dtype, same)
+        found = field_namespace(high_precision, weights, weight_format, wanted, dtype, same)
         found.inexact = {name: reasons[name] for name in found.inexact}
-    owners = {link.stored: link.name for link in plain.links}
+    owners = {link.stored: link.name for link in high_precision.links}
     if quantizer is not None:
         found.inexact |= dict.fromkeys(sorted(parameters - {*wanted}), _NOT_LINEAR)
     elif storage is None or other is not None:
@@ -164,7 +164,7 @@ def open_quantized(
                         views[part_name] = view
         else:
             views[weight] = value_view(
-                files, weight, weight_format, plain.stored[weight].shape, "F32" if float32 else name
+                files, weight, weight_format, high_precision.stored[weight].shape, "F32" if float32 else name
             )
     return QuantizedFiles(
         declaration, files, ViewStore(files, views, hidden), found, tuple(weights), activations, quantizer, dtype, other
@@ -191,12 +191,12 @@ def _storage(
     raise CheckpointError(f"{weight_format.name} cannot be stored as {storage!r}; allowed: {exact}{more}")
 
 
-def quantized_weights(plain: Namespace, files: FileStore, weight_format: WeightFormat) -> list[str]:
+def quantized_weights(high_precision: Namespace, files: FileStore, weight_format: WeightFormat) -> list[str]:
     """Return which stored weights of a plain namespace the files hold in the format: those with a part of theirs."""
     tensors = files.tensors
     return [
         name
-        for name, stored in plain.stored.items()
+        for name, stored in high_precision.stored.items()
         if len(stored.shape) >= 2
         and (
             any(part.suffix and name + part.suffix in tensors for part in weight_format.parts)
@@ -206,11 +206,13 @@ def quantized_weights(plain: Namespace, files: FileStore, weight_format: WeightF
 
 
 def _activations(
-    files: FileStore, plain: Namespace, weights: list[str], weight_format: WeightFormat
+    files: FileStore, high_precision: Namespace, weights: list[str], weight_format: WeightFormat
 ) -> tuple[str, ...]:
     names = [scale_beside(weight, kind) for weight in weights for kind in weight_format.activations]
     if weight_format.attention:
-        projections = (x.stored for x in plain.links if ".self_attention." in x.name and is_linear_weight(x.name))
+        projections = (
+            x.stored for x in high_precision.links if ".self_attention." in x.name and is_linear_weight(x.name)
+        )
         modules = dict.fromkeys(name.rsplit(".", 2)[0] for name in projections)
         names += [f"{module}.{kind}" for module in modules for kind in weight_format.attention]
     return tuple(name for name in dict.fromkeys(names) if name in files.tensors)
@@ -218,7 +220,7 @@ def _activations(
 
 def _match(
     files: FileStore,
-    plain: Namespace,
+    high_precision: Namespace,
     weights: list[str],
     weight_format: WeightFormat,
     where: str,
@@ -226,7 +228,7 @@ def _match(
     """Check that the files have every tensor of the model and of every weight's parts, each as it must be."""
     quantized = set(weights)
     expected: dict[str, Stored] = {}
-    for name, stored in plain.stored.items():
+    for name, stored in high_precision.stored.items():
         if name not in quantized:
             expected[name] = stored
             continue
@@ -244,13 +246,13 @@ def _match(
 
 
 def _no_powers_of_two(
-    files: FileStore, plain: Namespace, parameters: Collection[str], weight_format: WeightFormat
+    files: FileStore, high_precision: Namespace, parameters: Collection[str], weight_format: WeightFormat
 ) -> set[str]:
     """Return those of the parameters of which a scale is not a power of two, be it promised, as in published files
     (`self_attn.o_proj` of DeepSeek-V3.1-Terminus), or not; this reads their scales."""
     part = weight_format.part("scale_inv") if parameters else None
     found: set[str] = set()
-    for link in plain.links:
+    for link in high_precision.links:
         if part is None or link.name not in parameters or link.name in found:
             continue
         name = link.stored + part.suffix
@@ -259,9 +261,11 @@ def _no_powers_of_two(
     return found
 
 
-def main_float(files: FileStore, names: Iterable[str], plain: Namespace) -> str:
+def main_float(files: FileStore, names: Iterable[str], high_precision: Namespace) -> str:
     """Return the dtype that most bytes of these plain tensors have; bfloat16 where there are none."""
-    present = (files.tensors[name] for name in names if name in files.tensors and plain.stored[name].convertible)
+    present = (
+        files.tensors[name] for name in names if name in files.tensors and high_precision.stored[name].convertible
+    )
     return with_most_bytes(((info.dtype, info.nbytes) for info in present if info.dtype in FLOATS), "BF16")
 
 

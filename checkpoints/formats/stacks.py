@@ -18,14 +18,14 @@ from ..plan.tensor_map import Namespace
 from .format import Part, WeightFormat
 
 
-def stacks(plain: Namespace, weight_format: WeightFormat) -> dict[str, Shape]:
+def stacks(high_precision: Namespace, weight_format: WeightFormat) -> dict[str, Shape]:
     """Return the stored weights of a family's namespace that a format stores as ModelOpt does, with their shapes
     [E, in, out]."""
     if not weight_format.transposed_stacks:
         return {}
-    turned = (link.stored for link in plain.links if len(link.axes) == 3 and link.axes[1:] == (2, 1))
-    names = (name for name in dict.fromkeys(turned) if not name.endswith(".weight"))
-    return {name: plain.stored[name].shape for name in names}
+    transposed = (link.stored for link in high_precision.links if len(link.axes) == 3 and link.axes[1:] == (2, 1))
+    names = (name for name in dict.fromkeys(transposed) if not name.endswith(".weight"))
+    return {name: high_precision.stored[name].shape for name in names}
 
 
 def stacked_name(weight: str, part: Part) -> str:
@@ -33,10 +33,10 @@ def stacked_name(weight: str, part: Part) -> str:
     return f"{weight}_weight{part.suffix}" if part.suffix else weight
 
 
-def seen_upright(files: FileStore, plain: Namespace, weight_format: WeightFormat) -> FileStore:
+def seen_upright(files: FileStore, high_precision: Namespace, weight_format: WeightFormat) -> FileStore:
     """Return the files with the parts of such weights as [E, out, in], [E], and the names of the other formats."""
     seen: dict[str, tuple[str, Shape]] = {}
-    for weight, shape in stacks(plain, weight_format).items():
+    for weight, shape in stacks(high_precision, weight_format).items():
         if not any(stacked_name(weight, part) in files.tensors for part in weight_format.scales):
             continue  # as the other formats have it, or not quantized
         for part in weight_format.parts:

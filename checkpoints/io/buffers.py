@@ -16,7 +16,7 @@ class Buffer:
     """Memory as a torch tensor of bytes and as a memoryview, and the background work that still reads it."""
 
     def __init__(self, memory: torch.Tensor) -> None:
-        """memory: that of a contiguous tensor of bytes on the CPU, which the buffer keeps alive."""
+        """memory: the memory of a contiguous tensor of bytes on the CPU, which the buffer keeps alive."""
         self.tensor, self.address = memory, memory.data_ptr()
         self.bytes = memoryview((ctypes.c_ubyte * len(memory)).from_address(self.address))
         self.pending: list[Future[None]] = []

@@ -13,7 +13,7 @@ from .errors import CheckpointError, quote, shorten
 
 
 def named(destination: Path) -> Path:
-    """Return the path by its own name, as work is done in a folder beside it: that of `.` and `..` is elsewhere."""
+    """Return the path by its own name, so that the folder beside it is found: `.` and `..` have other parents."""
     return destination.resolve() if destination.name in ("", "..") else destination
 
 
@@ -79,7 +79,7 @@ def check_in_place(source: Path, destination: Path, known: Collection[str]) -> N
 def check_space(destination: Path, nbytes: int) -> None:
     """Raise CheckpointError if the disk of `destination` cannot hold `nbytes` more, less what a killed run left.
 
-    The disk is that of the folder around it, where the work is done.
+    The disk belongs to the folder around it, where the work is done.
     """
     destination = named(destination)
     around = next(path for path in destination.parents if path.exists())

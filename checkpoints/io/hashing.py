@@ -1,6 +1,6 @@
 """SHA-256 of every tensor of a file, in the one pass that its data makes through memory; no byte is hashed twice.
 
-The digest of a weight file is made of parts: of the digest of its header and of those of its tensors, which together
+The digest of a weight file is made of parts: the digest of its header and the digests of its tensors, which together
 cover every byte. The digest that `sha256sum` prints of the same file is computed only where that is asked for, by a
 thread of its own from the same buffers: hashlib releases the interpreter lock.
 """
@@ -89,7 +89,7 @@ class Digests:
         buffer.pending.append(self._lane.of_tensor.submit(self._tensor.update, data))
 
     def end_tensor(self, name: str) -> None:
-        """Say that the bytes since the last tensor ended are those of `name`."""
+        """Say that the bytes since the last tensor ended belong to `name`."""
         self._tensors[name] = self._lane.of_tensor.submit(self._tensor.hexdigest)
         self._tensor = hashlib.sha256()
 

@@ -2,16 +2,16 @@
 
 A file is `N` (8 bytes, little endian), `N` bytes of JSON `{name: {dtype, shape, data_offsets}, "__metadata__": {...}}`
 padded with spaces, then the data. Checked here, before any data is touched: every tensor lies inside the file, its
-byte count is that of its shape and dtype, and the tensors tile the data with no hole and no overlap. So a reader that
+byte count matches its shape and dtype, and the tensors tile the data with no hole and no overlap. So a reader that
 follows the header can neither leave the file nor read one byte as two tensors.
 
 The safetensors library checks most of this too, but it accepts duplicate keys, and its messages name neither the tensor
 nor the problem, hence this module.
 
 Entries are read one after the other without a JSON tree of all of them: a tree takes ten times the memory of its text,
-so the general parser bounds the number of values, and with it that of tensors. Writers of the format all write an entry
-in one way, which a regular expression reads with a tenth of that memory and time; a header that is written otherwise is
-left to the general parser.
+so the general parser bounds the number of values, and with it the number of tensors. Writers of the format all write
+an entry in one way, which a regular expression reads with a tenth of that memory and time; a header that is written
+otherwise is left to the general parser.
 """
 
 from __future__ import annotations

@@ -107,10 +107,12 @@ def from_dict(name: str, entry: Any) -> FileRecord:
 
 
 def check_joint_digest(name: str, record: FileRecord, tensors: Iterable[str]) -> None:
-    """Raise CheckpointError where the digest of a weight file is not made of those of its header and its tensors, named
-    in the order of their data."""
+    """Raise CheckpointError where the digest of a weight file is not made of the digests of its header and its tensors,
+    named in the order of their data."""
     if record.digest and record.digest != joint_digest(record.header, (record.tensors[tensor] for tensor in tensors)):
-        raise CheckpointError(f"the digest of {name} in {MANIFEST} is not made of those of its parts; it was changed")
+        raise CheckpointError(
+            f"the digest of {name} in {MANIFEST} is not made of the digests of its parts; it was changed"
+        )
 
 
 def check_manifest(folder: str | Path, *, progress: Callable[[int, int], None] | None = None) -> int:
@@ -181,7 +183,7 @@ def record_files(
     *,
     whole: Container[str] = (),
 ) -> dict[str, FileRecord]:
-    """Return the records of files as they are now, by the names given: those of safetensors files with their tensors.
+    """Return the records of files as they are now, by the names given; records of safetensors files list their tensors.
 
     Arguments:
         moved: called with the number of bytes of each part of a safetensors file read.

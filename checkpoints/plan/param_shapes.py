@@ -225,7 +225,7 @@ def check_held(config: ModelConfig, held: int, where: str, *, experts_apart: boo
 
 
 def holds_experts(config: ModelConfig, held: int) -> bool:
-    """Whether so many tensors can be those of a model whose experts have tensors of their own."""
+    """Whether a model whose experts have tensors of their own can have so many tensors."""
     if config.moe is None:
         return True
     layers = config.num_layers if config.moe.layers is None else len(config.moe.layers)

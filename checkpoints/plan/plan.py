@@ -117,7 +117,7 @@ def make_plan(
         where: names the source folder in errors.
         dtype: convert weights to it; None keeps every tensor's dtype, and those that are joined must have the same.
         unused: source tensors that are no part of the model; those that are not passed through are left out.
-        passthrough: those of them that are copied byte for byte, with the names of the copies.
+        passthrough: the unused tensors that are copied byte for byte, with the names of the copies.
         copies: names of further outputs -> the outputs that they repeat.
     """
     match_tensors(tensors, source.stored, where=where, unused=unused)

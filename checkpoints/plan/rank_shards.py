@@ -84,12 +84,12 @@ class RankPart:
         A field with one entry per matrix is whole: its number goes with every part. Raises CheckpointError where a
         range begins or ends within a block.
         """
-        side = 0 if self.dim is None else self.dim - len(whole)
+        from_end = 0 if self.dim is None else self.dim - len(whole)
         if self.dim is not None:
-            block = alignment(quantizer, side)
+            block = alignment(quantizer, from_end)
             edges = {edge for cut in self.ranges for edge in cut}
             if any(edge % block and edge != whole[self.dim] for edge in edges):
-                what = "rows" if side == -2 else "columns"
+                what = "rows" if from_end == -2 else "columns"
                 raise CheckpointError(
                     f"{name} is quantized in blocks of {block} {what}, between which it cannot be split so; "
                     "allowed: fewer ranks, or plain weights (te-models dequantize)"
@@ -98,8 +98,8 @@ class RankPart:
         for layout in field_layouts(quantizer):
             cuts: dict[int, Ranges] = {} if self.experts is None else {0: (self.experts,)}
             if self.dim is not None and layout.block is not None:
-                entries = (layout.entries(begin, end, side) for begin, end in self.ranges)
-                cuts[len(whole) + layout.axis(side)] = tuple((first, first + count) for first, count in entries)
+                entries = (layout.entries(begin, end, from_end) for begin, end in self.ranges)
+                cuts[len(whole) + layout.axis(from_end)] = tuple((first, first + count) for first, count in entries)
             found[layout.name] = cuts
         return found
 
@@ -110,7 +110,7 @@ def cut_shape(whole: Shape, cuts: Cuts) -> Shape:
 
 
 def parts(config: ModelConfig, shapes: Mapping[str, Shape], place: Place) -> dict[str, RankPart]:
-    """Return what a rank owns of each parameter; names and shapes are those of `expected_tensors`, in the grouped
+    """Return what a rank owns of each parameter; names and shapes as in `expected_tensors`, in the grouped
     layout where experts are distributed."""
     return {name: _part(config, name, shape, place) for name, shape in shapes.items()}
 

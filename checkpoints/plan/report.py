@@ -2,7 +2,7 @@
 
 A class is a parameter without the number of its layer, in one source and one target form. Kinds:
 
-    exact                the stored numbers are those of the source, byte for byte
+    exact                the stored numbers equal the source's, byte for byte
     re-encoded exact     other bytes that stand for the same numbers
     re-encoded           the same, but for the rounding of one float32 factor per matrix (max relative error)
     requantized          quantized again, from the values (max error)

@@ -45,7 +45,7 @@ def _file_bytes(store: Store, piece: Piece) -> tuple[int, int] | None:
 
 
 def copied_tensor(store: Store, output: Output) -> str | None:
-    """Return the source tensor whose bytes, all of them in order, are those of the output; None where there is none."""
+    """Return the source tensor that the output equals byte for byte; None where there is none."""
     if output.compute is not None or len(output.pieces) != 1:
         return None
     (piece,) = output.pieces

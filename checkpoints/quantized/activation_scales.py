@@ -41,7 +41,7 @@ def scale_outputs(
     ckpt: Checkpoint,
     scales: Mapping[str, torch.Tensor],
     weight_format: WeightFormat,
-    plain: Namespace,
+    high_precision: Namespace,
     weights: set[str],
     occupied: set[str],
 ) -> tuple[list[Output], tuple[str, ...]]:
@@ -49,24 +49,25 @@ def scale_outputs(
 
     Arguments:
         scales: those of the files that `ckpt` was imported from, by name.
-        plain: how the export stores the model; weights: its quantized weights; occupied: names that other outputs have.
+        high_precision: how the export stores the model; weights: its quantized weights.
+        occupied: names that other outputs have.
     """
-    modules = {part for name in plain.stored for part in _modules(name)}
+    modules = {part for name in high_precision.stored for part in _modules(name)}
     beside = {scale_beside(weight, kind) for weight in weights for kind in weight_format.activations}
     beside |= {f"{module}.{kind}" for module in modules for kind in weight_format.attention}
     own = {n: t for n, t in scales.items() if n not in occupied and (n in beside or n.rpartition(".")[0] in modules)}
     written, used = dict(own), set(own)
     source = _source(ckpt)
-    twins = _twins(plain, source)
+    twins = _twins(high_precision, source)
     by_kind = _by_matrix(ckpt, source, scales, weight_format)
-    for weight, keys in _matrices(plain, ckpt).items():
+    for weight, keys in _matrices(high_precision, ckpt).items():
         for kind, known in by_kind.items():
             name = scale_beside(weight, kind)
             parts = [scale for key in keys if (scale := _common(known[key])) is not None]
             alike = len({(scale.number.dtype, scale.one) for scale in parts}) == 1
             free = weight in weights and weight not in twins and name not in written and name not in occupied
             if free and alike and len(parts) == len(keys):
-                shape = (*plain.stored[weight].shape[:-2], *((1,) if parts[0].one else ()))
+                shape = (*high_precision.stored[weight].shape[:-2], *((1,) if parts[0].one else ()))
                 written[name] = torch.stack([scale.number for scale in parts]).view(shape)
                 used |= {scale.provenance for key in keys for scale in known[key]}
     for weight, twin in twins.items():
@@ -86,13 +87,13 @@ def _source(ckpt: Checkpoint) -> Namespace | None:
     return FAMILIES[ckpt.source.family].namespace(ckpt.config, ckpt.source.form)
 
 
-def _twins(plain: Namespace, source: Namespace | None) -> dict[str, str]:
+def _twins(high_precision: Namespace, source: Namespace | None) -> dict[str, str]:
     """Return each stored weight that is the same part of the model as one of `source` -> that one: it has the scales
     that this one had, and no others."""
     if source is None:
         return {}
     known = {place: name for name, place in _places(source).items()}
-    return {name: known[place] for name, place in _places(plain).items() if place in known}
+    return {name: known[place] for name, place in _places(high_precision).items() if place in known}
 
 
 def _places(namespace: Namespace) -> dict[str, tuple[tuple[str, Box], ...]]:

@@ -47,11 +47,11 @@ from .route import Form, Route, choose_route
 class QuantizedExport:
     """A plan, what config.json says about quantization (None: nothing), and hf_quant_config.json (None: no such file).
 
-    plain: the part of the plan that is not quantized. store: what the plan reads.
+    high_precision: the part of the plan that is not quantized. store: what the plan reads.
     """
 
     plan: Plan
-    plain: Plan
+    high_precision: Plan
     store: Store
     config: Mapping[str, Any] | None
     separate: Mapping[str, Any] | None
@@ -59,7 +59,7 @@ class QuantizedExport:
 
 def plan_quantized_export(
     ckpt: Checkpoint,
-    plain: Namespace,
+    high_precision: Namespace,
     wanted: str | None,
     dtype: torch.dtype | None,
     passthrough: Mapping[str, str],
@@ -70,7 +70,7 @@ def plan_quantized_export(
     """Plan the export of `ckpt`, a quantized folder of ours.
 
     Arguments:
-        plain: how the family's files store the model in high precision.
+        high_precision: how the family's files store the model in high precision.
         wanted: name of the format; None: the one it came from, or else the first that takes its weights.
         passthrough, copies: see `make_plan`.
         allow_requantize: requantize what the format cannot take over.
@@ -80,10 +80,10 @@ def plan_quantized_export(
     original, known = _original(ckpt), ckpt.source.quantization if ckpt.source is not None else None
     others = known is not None and known.get("others", False)
     weight_format, declaration = _choose(set(quantizers.values()), original, others, wanted, allow_requantize)
-    weights = {link.stored for link in plain.links if link.name in quantizers}
-    in_stacks = [name for name in stacks(plain, weight_format) if name in weights]
-    plain = upright(plain, weights)
-    _check_columns(plain, weights, weight_format)
+    weights = {link.stored for link in high_precision.links if link.name in quantizers}
+    in_stacks = [name for name in stacks(high_precision, weight_format) if name in weights]
+    high_precision = upright(high_precision, weights)
+    _check_columns(high_precision, weights, weight_format)
     _check_stacks(in_stacks, weight_format)
     inexact = {name: "" for name, q in quantizers.items() if not _takes(weight_format, q)}
     while True:
@@ -94,7 +94,7 @@ def plan_quantized_export(
                 f"{refused.parameter} of {ckpt.path} cannot be written as {weight_format.name}: {refused.why}; choose "
                 "another format, or --allow-requantize, or --dequantize"
             )
-        moved = _move(ckpt, plain, weights, weight_format, quantizers, inexact, dtype, passthrough, copies)
+        moved = _move(ckpt, high_precision, weights, weight_format, quantizers, inexact, dtype, passthrough, copies)
         found = moved.found.inexact or unrepresentable(
             moved.store, moved.plan, moved.found, weight_format, quantizers, in_stacks, narrow=allow_requantize
         )
@@ -103,7 +103,14 @@ def plan_quantized_export(
         inexact |= found
     details = known if declaration is not None else None
     target = FileTarget(
-        moved.plan.outputs, moved.store, weight_format, plain, moved.found, quantizers, in_stacks, details or {}
+        moved.plan.outputs,
+        moved.store,
+        weight_format,
+        high_precision,
+        moved.found,
+        quantizers,
+        in_stacks,
+        details or {},
     )
     report = ConversionReport()
     by_weight: dict[str, list[Output]] = {}
@@ -115,28 +122,30 @@ def plan_quantized_export(
         left_out += tuple(activation_scales(known))
     if details is not None:
         names = {output.name for output in (*outputs, *moved.plan.outputs)}
-        scales, unsaid = scale_outputs(ckpt, activation_scales(details), weight_format, plain, weights, names)
+        scales, unsaid = scale_outputs(ckpt, activation_scales(details), weight_format, high_precision, weights, names)
         outputs += scales
         left_out += unsaid
     rest = [o for o in moved.plan.outputs if o.name not in moved.found.fields and o.name not in weights]
-    plain_outputs = [output for output in rest if output.name not in moved.plan.passthrough]
+    high_precision_outputs = [output for output in rest if output.name not in moved.plan.passthrough]
     outputs += [output for output in rest if output.name in moved.plan.passthrough]
     for name in moved.found.formats:
         meta, encoded, error = ckpt.formats[name], name in target.reencoded, target.number_error(name)
         what = str(meta["format"]) + (" rowwise copy" if len(meta["usage"]) > 1 else "")
         report.add_exact(name, what, weight_format.name, encoded=encoded, error=error)
     owners = moved.found.owners
-    for output in plain_outputs:
+    for output in high_precision_outputs:
         name = owners.get(output.name, output.name)  # a copy of the embedding has none
         report.add_values(name, (ckpt.tensors[piece.source].dtype for piece in output.pieces), output.dtype)
-    plan = replace(moved.plan, outputs=(*plain_outputs, *outputs), ignored=left_out, report=report)
+    plan = replace(moved.plan, outputs=(*high_precision_outputs, *outputs), ignored=left_out, report=report)
     if declaration is not None:
         config, separate = declaration.config, declaration.separate
     else:
         plan = undeclared_passthrough_as_values(plan, ckpt.files, passthrough, ckpt.source, dtype)
-        config, separate = hf_config_of(weight_format, [*_plain_modules(plain, weights), *passthrough_modules(plan)])
+        config, separate = hf_config_of(
+            weight_format, [*_unquantized_modules(high_precision, weights), *passthrough_modules(plan)]
+        )
         plan = replace(plan, notes=(*plan.notes, modelopt.UNCALIBRATED)) if weight_format == modelopt.FP8 else plan
-    return QuantizedExport(plan, Plan(tuple(plain_outputs)), moved.store, config, separate)
+    return QuantizedExport(plan, Plan(tuple(high_precision_outputs)), moved.store, config, separate)
 
 
 def _routes(
@@ -170,7 +179,7 @@ class _Moved:
 
 def _move(
     ckpt: Checkpoint,
-    plain: Namespace,
+    high_precision: Namespace,
     weights: set[str],
     weight_format: WeightFormat,
     quantizers: Mapping[str, Quantizer],
@@ -181,7 +190,7 @@ def _move(
 ) -> _Moved:
     logical = quantizer_of("", next(iter(ckpt.formats.values())))[1]
     representable = {name: quantizer for name, quantizer in quantizers.items() if name not in inexact}
-    found = field_namespace(plain, weights, weight_format, representable, logical, lambda a, b: True)
+    found = field_namespace(high_precision, weights, weight_format, representable, logical, lambda a, b: True)
     store: Store = as_values(ckpt, [*inexact, *found.inexact], torch.float32)
     rowwise = {name: _rowwise(ckpt, name) for name in found.formats}
     source = te_namespace(ckpt.config, ckpt.layout or "grouped", rowwise)
@@ -237,9 +246,9 @@ def _choose(
     return format_named(wanted, quantizers, allow_requantize=allow_requantize), None
 
 
-def _check_columns(plain: Namespace, weights: set[str], weight_format: WeightFormat) -> None:
+def _check_columns(high_precision: Namespace, weights: set[str], weight_format: WeightFormat) -> None:
     for name in sorted(weights):
-        columns = plain.stored[name].shape[-1]
+        columns = high_precision.stored[name].shape[-1]
         if columns % weight_format.columns:
             raise CheckpointError(
                 f"{name} has {columns} columns and cannot be written as {weight_format.name}, which needs a "
@@ -251,7 +260,7 @@ def _check_stacks(in_stacks: list[str], weight_format: WeightFormat) -> None:
     if in_stacks and any(part.entries != "matrix" for part in weight_format.parts):
         raise CheckpointError(
             f"{in_stacks[0]} is a stack of experts and cannot be written as {weight_format.name}, whose scales are "
-            "those of one matrix; choose another format, or --form per-expert"
+            "the scales of one matrix; choose another format, or --form per-expert"
         )
 
 
@@ -260,8 +269,10 @@ def _rowwise(ckpt: Checkpoint, name: str) -> Mapping[str, Any]:
     return describe(quantizer.with_usage(rowwise=True, columnwise=quantizer.symmetric), dtype)
 
 
-def _plain_modules(plain: Namespace, weights: set[str]) -> list[str]:
+def _unquantized_modules(high_precision: Namespace, weights: set[str]) -> list[str]:
     """Return the modules with weight matrices that are not quantized, embeddings aside."""
-    embeddings = {link.stored for link in plain.links if link.name.startswith("embedding.")}
-    names = (n for n, s in plain.stored.items() if len(s.shape) >= 2 and n not in weights and n not in embeddings)
+    embeddings = {link.stored for link in high_precision.links if link.name.startswith("embedding.")}
+    names = (
+        n for n, s in high_precision.stored.items() if len(s.shape) >= 2 and n not in weights and n not in embeddings
+    )
     return [name.removesuffix(".weight") for name in names if name.endswith(".weight")]

@@ -3,7 +3,7 @@
 The fields of a parameter that the format takes over are moved where a part has the same bytes, and encoded on the way
 where it has not (packed, in another dtype, the inverse). Stacks of experts that a format stores as ModelOpt does
 (`formats/stacks.py`) are transposed last. A requantized tensor of the files is quantized by itself, but for the
-per-matrix amax, which is that of all tensors that one parameter joins.
+per-matrix amax, taken over all tensors that one parameter joins.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class FileTarget(Target):
     Arguments:
         moved: see `Target`.
         store: what their pieces read: fields, and values in float32.
-        plain: how the family stores the model in high precision; found: the same with the fields of the parameters that
-            are taken over.
+        high_precision: how the family stores the model in high precision; found: the same, with the
+            fields of the parameters that are taken over.
         quantizers: of all quantized parameters.
         stacks: the weights that the format stores as they lie in the model.
         details: what the files that the model came from say besides their declaration, if they are of this format.
@@ -60,7 +60,7 @@ class FileTarget(Target):
         moved: Iterable[Output],
         store: Store,
         weight_format: WeightFormat,
-        plain: Namespace,
+        high_precision: Namespace,
         found: FieldNamespace,
         quantizers: Mapping[str, Quantizer],
         stacks: Collection[str],
@@ -72,11 +72,11 @@ class FileTarget(Target):
         self._numbers: Mapping[str, float] | None = details.get("numbers")
         self._quantizers = quantizers
         self._weights: dict[str, dict[str, None]] = defaultdict(dict)
-        for link in plain.links:
+        for link in high_precision.links:
             self._weights[link.name][link.stored] = None
         self._parameter = {weight: name for name, weights in self._weights.items() for weight in weights}
         self._joined = JoinedAmaxes(weight_format.quantizer)
-        self._keys = matrix_keys(plain.links, quantizers)
+        self._keys = matrix_keys(high_precision.links, quantizers)
         for weight in stacks:  # one number for all experts
             self._keys[weight] = self._keys[weight][:1] * len(self._keys[weight])
         self.reencoded: set[str] = set()

@@ -21,7 +21,7 @@ from ..plan.quantized_format import SUFFIXES
 from ..plan.stream import matrices, read_bands, read_rows
 
 _SPAN, _TOP = 17, 8
-"""Binary orders of magnitude between the largest and the smallest power of two of E4M3; that of the largest."""
+"""Binary orders of magnitude between the largest and the smallest power of two of E4M3; the exponent of the largest."""
 _BAND = 1 << 20
 
 
@@ -86,7 +86,7 @@ def _top(store: Store, data: Output, scales: Output) -> int:
         return 127
     low, top = int(found[0]), int(found[-1])
     if top - low > _SPAN:
-        raise SpanError(f"its scales span 2^{top - low}, and those of NVFP4 2^{_SPAN}")
+        raise SpanError(f"its scales span 2^{top - low}, scales of NVFP4 span 2^{_SPAN}")
     if global_decode(_amax(top)) != e8m0_to_float(torch.tensor(top, dtype=torch.uint8)) * 2.0**-_TOP:
         raise SpanError(f"its largest scale is 2^{top - 127}, beyond the factors of NVFP4")
     return top

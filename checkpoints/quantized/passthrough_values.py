@@ -2,7 +2,7 @@
 
 The layers of DeepSeek-V3 that predict further tokens are quantized like the others, and one declaration holds for both.
 So where a conversion writes another declaration or none, codes and scales of the old format would be read wrongly. Such
-weights are then dequantized as those of the model are.
+weights are then dequantized like the model's weights.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def undeclared_passthrough_as_values(
     plan: Plan, files: FileStore, passthrough: Mapping[str, str], source: Source | None, dtype: torch.dtype | None
 ) -> Plan:
     """Return the plan of files that do not declare what those declared which `source` describes, with the
-    passthrough weights in that format as values, in `dtype` or that of the other weights."""
+    passthrough weights in that format as values, in `dtype` or the dtype of the other weights."""
     if source is None or not passthrough:
         return plan
     separate = None if source.quantization is None else source.quantization["separate"]

@@ -1,6 +1,6 @@
 """Whether a format takes the numbers of a folder, where headers cannot say: they are read before anything is written.
 
-Scales of small blocks are written as those of larger ones where they are the same throughout each of these: MXFP8 in
+Scales of small blocks are written as scales of larger blocks where they are the same throughout each of these: MXFP8 in
 32x32 blocks whose scales come from 128x128 blocks is written as such blocks again, and 128x128 blocks that share one
 scale as a matrix with one. And what is held in eight bits is written in four where all values are such.
 """
@@ -65,7 +65,7 @@ def _uneven(
     weight_format: WeightFormat,
     quantizers: Mapping[str, Quantizer],
 ) -> dict[str, str]:
-    """Return parameter -> why its scales cannot be those of the format's larger blocks; this reads such scales."""
+    """Return parameter -> why its scales do not fit the format's larger blocks; this reads such scales."""
     part = weight_format.part("scale_inv")
     owners, uneven = found.owners, dict[str, str]()
     for output in plan.outputs:
@@ -98,7 +98,7 @@ def _unequal(
 
 
 def _too_wide(store: Store, plan: Plan, found: FieldNamespace, weight_format: WeightFormat) -> dict[str, str]:
-    """Return parameter -> why its elements cannot be those of a format of four bits; this reads them."""
+    """Return parameter -> why its elements do not fit a format of four bits; this reads them."""
     if weight_format.element != "e2m1":
         return {}
     owners, wide = found.owners, dict[str, str]()

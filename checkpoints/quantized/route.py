@@ -1,6 +1,6 @@
 """The way that each quantized parameter takes through a conversion, and the tensors that are written of it.
 
-    move         the fields of one side are those of the other, byte for byte
+    move         source and target have the same fields, byte for byte
     re-encode    other bytes that stand for the same numbers
     requantize   quantized from values: the source's own, or those that its numbers stand for
     dequantize   the values
@@ -66,7 +66,7 @@ class Route:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the numbers of the source are those of the target."""
+        """Whether source and target hold the same numbers."""
         return self.quantizer is not None and self.way != "requantize"
 
 
@@ -114,7 +114,7 @@ class Target(ABC):
         return outputs
 
     def amaxes_of(self, weight: str) -> AmaxesOf | None:
-        """Return where the matrices of a weight get their amaxes, if they share them with those of others."""
+        """Return where the matrices of a weight get their amaxes, if they share them with other matrices."""
         return None
 
     @cached_property

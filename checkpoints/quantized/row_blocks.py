@@ -129,19 +129,24 @@ def _quantized(
 ) -> tuple[dict[str, torch.Tensor], float]:
     """Return the fields of the one copy that a quantizer makes of a band; measure: and their largest error, else 0."""
     (usage,) = quantizer.stored_usages()
-    turned = quantizer.of_transpose() if usage == "columnwise" and not quantizer.symmetric else None
-    if turned is not None and _data_layout(quantizer).transposed and rows.numel():
+    transpose_quantizer = quantizer.of_transpose() if usage == "columnwise" and not quantizer.symmetric else None
+    if transpose_quantizer is not None and _data_layout(quantizer).transposed and rows.numel():
         # the copy is the rowwise one of the transpose: made so, it is compared with what lies in memory as it does
         rows, amaxes = rows.mT.contiguous(), {"rowwise": amaxes["columnwise"]} if amaxes else {}
     else:
-        turned = None
-    fields = (turned or quantizer).quantize_fields(rows, amaxes=amaxes)
+        transpose_quantizer = None
+    fields = (transpose_quantizer or quantizer).quantize_fields(rows, amaxes=amaxes)
     error = 0.0
     if measure and rows.numel():
-        difference = (turned or quantizer).dequantize_fields(fields, torch.float32, rows.shape).contiguous().sub_(rows)
+        difference = (
+            (transpose_quantizer or quantizer)
+            .dequantize_fields(fields, torch.float32, rows.shape)
+            .contiguous()
+            .sub_(rows)
+        )
         low, high = torch.aminmax(difference)
         error = float(torch.maximum(-low, high))
-    if turned is not None:
+    if transpose_quantizer is not None:
         fields = {f"columnwise_{name.removeprefix('rowwise_')}": field for name, field in fields.items()}
     return fields, error
 

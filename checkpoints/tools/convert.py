@@ -137,7 +137,7 @@ def export_hf(
                 ckpt, namespace, format, wanted, passthrough, copies, allow_requantize=allow_requantize
             )
             plan, store = export.plan, export.store
-            config = export_config(ckpt.config, ckpt.source, target, weight_dtype(export.plain, copies))
+            config = export_config(ckpt.config, ckpt.source, target, weight_dtype(export.high_precision, copies))
             if export.config is not None:
                 config = config | {"quantization_config": dict(export.config)}
             if export.separate is not None:

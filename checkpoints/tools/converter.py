@@ -104,7 +104,7 @@ class AutoConverter:
             keep_unused: return what the family's files may hold and the model does not use as well, under names that
                 begin with "carried.", for `to_hf`; otherwise it is left out. No model of ours loads them.
 
-        Raises CheckpointError where the tensors are not exactly those of the model.
+        Raises CheckpointError where the tensors are not exactly the model's.
         """
         form = self.family.form_of(self.config, tensors)
         namespace = self.family.namespace(self.config, form)
@@ -140,8 +140,8 @@ class AutoConverter:
         What `from_hf` kept of tensors that the model does not use is given back. Otherwise as `from_hf`.
 
         Arguments:
-            form: which of the family's forms; None means that of the files that the model came from, or the published
-                one.
+            form: which of the family's forms; None means the form of the files that the model came from, or the
+                published one.
             dequantize: return the values of quantized tensors, in their logical dtype; otherwise they are refused.
         """
         passthrough = passthrough_tensors(tensors, self.family.model_type, self._hf, in_our_folder=True)

@@ -29,7 +29,7 @@ _PART = 1 << 20
 @dataclass(frozen=True)
 class TensorDifference:
     """One parameter whose values differ: how many elements, the largest difference, and the root mean square of the
-    differences divided by that of A's values."""
+    differences divided by the norm of A's values."""
 
     name: str
     differing: int
@@ -84,15 +84,15 @@ def diff(a: PathLike, b: PathLike, *, progress: Progress | None = None) -> DiffR
                 report.notes.append(f"{name}: only in {a if name in shapes else b}")
             elif shapes[name] != other[name]:
                 report.notes.append(f"{name}: {list(shapes[name])} and {list(other[name])}")
-        sides = [Parameters(c.store, c.namespace, c.config, c.formats, "grouped") for c in (left, right)]
-        quantized = [{name: (p.shapes[name], meta) for name, meta in p.formats.items()} for p in sides]
-        stores = [ValueStore(cast(Store, p), found, torch.float32) for p, found in zip(sides, quantized)]
+        both = [Parameters(c.store, c.namespace, c.config, c.formats, "grouped") for c in (left, right)]
+        quantized = [{name: (p.shapes[name], meta) for name, meta in p.formats.items()} for p in both]
+        stores = [ValueStore(cast(Store, p), found, torch.float32) for p, found in zip(both, quantized)]
         total, done = sum(math.prod(shapes[name]) for name in common), 0
         for name in common:
-            kinds = [_kind(parameters, name) for parameters in sides]
+            kinds = [_kind(parameters, name) for parameters in both]
             if kinds[0] != kinds[1]:
                 report.notes.append(f"{name}: {kinds[0]} and {kinds[1]}")
-            found = _compare(name, math.prod(shapes[name]), *(_values(*side, name) for side in zip(sides, stores)))
+            found = _compare(name, math.prod(shapes[name]), *(_values(*of_one, name) for of_one in zip(both, stores)))
             if found.differing:
                 report.tensors.append(found)
             else:

@@ -18,7 +18,7 @@ from .statistics import FormatSummary, count_parts, summarize_formats
 @dataclass(frozen=True)
 class Inspection:
     """A folder's content. `parameters` counts logical weights, `active_parameters` those that one token uses, `parts`
-    those of each part of the model; `carried_bytes` are those of tensors that the model does not use and conversions
+    the bytes of each part of the model; `carried_bytes` counts tensors that the model does not use and conversions
     keep; `formats` counts the parameters in each quantized format, of a Hugging Face folder the tensors in the one that
     it declares, and `quantized` says what they take."""
 

@@ -37,7 +37,7 @@ def quantize(
 
     recipe: a recipe or its name (a key of RECIPES); its weight quantizer decides format and scales. The
     result is what quantizing the loaded weights gives, bit for bit; every expert has its own scales in both layouts.
-    Memory is that of one usage's fields of one parameter and the quantizer's working copies of a few rows.
+    Memory holds one usage's fields of one parameter and the quantizer's working copies of a few rows.
     """
     chosen = recipe_by_name(recipe) if isinstance(recipe, str) else recipe
     quantizer = chosen.weight_quantizer()
@@ -45,10 +45,10 @@ def quantize(
         conversion.refuse_quantized("quantized again")
         ckpt = conversion.ckpt
         layout = ckpt.layout or "grouped"
-        plain = plan_te_folder(ckpt, layout)
-        by_name = {output.name: output for output in plain.outputs}
+        high_precision = plan_te_folder(ckpt, layout)
+        by_name = {output.name: output for output in high_precision.outputs}
         dtypes = {name: torch_dtype(output.dtype) for name, output in by_name.items()}
-        target = TETarget(ckpt.config, layout, plain.outputs, ckpt.store, by_name, dtypes.__getitem__)
+        target = TETarget(ckpt.config, layout, high_precision.outputs, ckpt.store, by_name, dtypes.__getitem__)
         outputs: list[Output] = []
         formats: dict[str, Description] = {}
         for name in parameter_names(ckpt.config, layout):
@@ -57,8 +57,8 @@ def quantize(
                 outputs += written
                 if route.quantizer is not None:
                     formats[weight] = describe(route.quantizer, dtypes[weight])
-        outputs += [by_name[name] for name in plain.passthrough]
-        plan = replace(plain, outputs=tuple(outputs), formats=formats)
+        outputs += [by_name[name] for name in high_precision.passthrough]
+        plan = replace(high_precision, outputs=tuple(outputs), formats=formats)
         plan = replace(plan, report=moved_report(plan, ckpt.tensors, "quantized"))
         return conversion.write_te_folder(plan, layout, source_of(ckpt))
 
@@ -84,12 +84,12 @@ def dequantize(
         if not ckpt.formats or ckpt.layout is None:
             raise CheckpointError(f"{src} has no quantized weights")
         layout = ckpt.layout
-        plain = te_namespace(ckpt.config, layout)
+        high_precision = te_namespace(ckpt.config, layout)
         store = as_values(ckpt, ckpt.formats, wanted)
         moved = make_plan(
             store.tensors,
-            plain,
-            plain,
+            high_precision,
+            high_precision,
             where=str(src),
             dtype=wanted,
             unused=ckpt.unused,

@@ -88,9 +88,9 @@ def summarize_formats(ckpt: Checkpoint) -> dict[str, FormatSummary]:
 
 def _of_files(ckpt: Checkpoint, quantized: QuantizedFiles) -> FormatSummary:
     """Return the summary of what the files hold, which may not be the form that an import stores it in."""
-    plain = FAMILIES[ckpt.family or ""].namespace(ckpt.config, ckpt.source and ckpt.source.form)
+    high_precision = FAMILIES[ckpt.family or ""].namespace(ckpt.config, ckpt.source and ckpt.source.form)
     tensors = quantized.files.tensors
-    weights = sum(math.prod(plain.stored[name].shape) for name in quantized.weights)
+    weights = sum(math.prod(high_precision.stored[name].shape) for name in quantized.weights)
     data, *scales = (
         sum(tensors[name + part.suffix].nbytes for name in quantized.weights) for part in quantized.format.parts
     )

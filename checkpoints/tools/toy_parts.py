@@ -4,7 +4,7 @@ The hidden sizes stay, so a cut never goes through the blocks of a quantized wei
 the weight is, along the dimensions before its rows and columns.
 
 Of the tensors that the model does not use, above all the layers that predict further tokens are kept. Such a layer
-holds a layer of the model among other things. So a tensor in it whose name ends as that of a tensor in a layer with
+holds a layer of the model among other things. So a tensor in it whose name ends like a tensor in a layer with
 experts is cut as that one is, and all others are whole. Layers behind the last one of the model get the numbers behind
 the last one of the toy.
 """
@@ -133,7 +133,7 @@ def _first(part: ToyPart, source: str, name: str, leading: Shape, whole: Shape) 
 
 
 def _further(part: ToyPart) -> Iterator[Output]:
-    """Yield the scales of activations that belong to no weight of their own: those of a layer's cache."""
+    """Yield the scales of activations that belong to no weight of their own: the scales of a layer's cache."""
     quantized = part.checkpoint.quantized
     if quantized is None:
         return

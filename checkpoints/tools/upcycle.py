@@ -118,7 +118,7 @@ def _moe_family(config: ModelConfig) -> str | None:
 
 
 def _with_experts(dense: Namespace, config: ModelConfig) -> Namespace:
-    """Return the dense files seen as those of the mixture: the parts of all experts link to the same MLP tensors."""
+    """Return the dense files seen as the mixture's files: the parts of all experts link to the same MLP tensors."""
     assert config.moe is not None
     experts = config.moe.num_moe_experts
     canonical = {n: shape for n, shape in expected_tensors(config).items() if not n.endswith(".mlp.router.weight")}

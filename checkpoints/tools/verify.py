@@ -167,8 +167,8 @@ def compare_bits(
         report.add(f"{a.name}: {a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}")
         return
     position = 0
-    sides = ((left, a, rings[0]), (right, b, rings[1]))
-    parts = ((buffer.tensor[:n] for buffer, n in stream(c.store, o, ring)) for c, o, ring in sides)
+    pair = ((left, a, rings[0]), (right, b, rings[1]))
+    parts = ((buffer.tensor[:n] for buffer, n in stream(c.store, o, ring)) for c, o, ring in pair)
     for x, y in aligned(*parts):
         if not torch.equal(x, y):
             width = (bits_of(a.dtype) or 8) // 8

@@ -6,7 +6,7 @@ The folder in which a conversion works (`atomic.py`) outlives a kill. Beside the
     finished/<file>.json    the record (size, digests) of every weight file that is complete and on the disk
 
 A conversion that finds its own job there keeps the files whose content still has the recorded digests and writes the
-others again; any other job is thrown away. The result is that of a run without interruption, bit for bit.
+others again; any other job is thrown away. The result equals a run without interruption, bit for bit.
 """
 
 from __future__ import annotations

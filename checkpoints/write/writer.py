@@ -4,7 +4,7 @@ The safetensors library writes a file in one call from tensors that are all in m
 before it has any data, so it can write the header at once and then let the data pass through, whatever the total.
 
 Several files are written at once, each through buffers and threads of its own (a `Lane`), with the same bytes whatever
-their number. Files with computed tensors take turns: one computes at a time, so memory stays that of one tensor.
+their number. Files with computed tensors take turns: one computes at a time, so memory holds one tensor.
 
 `write_tensors` writes one file of tensors in memory through the same path.
 """

@@ -82,7 +82,7 @@ def linear_cross_entropy_op(
     weight_grad_in_fp32: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the mean loss and the gradients of hidden, weight and bias that are `wanted` (the others empty), each in
-    the dtype of its tensor, but for that of the weight where it is asked for in float32.
+    the dtype of its tensor, but for the weight's gradient where it is asked for in float32.
 
     multiplier, softcap: float32 scalars on hidden's device. Numbers would be constants of the compiled graph: under
     dynamic=True the compiler first makes a variable of a float, and compiles again when an op asks for its value.

@@ -21,8 +21,8 @@ NEEDS = "needs"
 
 
 def differentiable(forward: CustomOpDef, backward: CustomOpDef, *, gradients: Sequence[str]) -> Callable[..., Any]:
-    """Return both operations as one function of keyword arguments: the forward's parameters, then those of its own that
-    the backward has.
+    """Return both operations as one function of keyword arguments: the forward's parameters, then those that
+    only the backward has.
 
     forward: returns a NamedTuple; its first field is the function's result, the others are for the backward pass.
     backward: returns a tuple or list, the gradient of each parameter named in `gradients` or None. Its parameters are
@@ -35,8 +35,8 @@ def differentiable(forward: CustomOpDef, backward: CustomOpDef, *, gradients: Se
     run_forward = caller(forward)
     fields = _fields_of(ahead)
     incoming = f"d{fields[0]}"
-    taken = tuple(p.name for p in ahead.parameters)
-    own = [name for name in taken if name != NEEDS]
+    parameter_names = tuple(p.name for p in ahead.parameters)
+    own = [name for name in parameter_names if name != NEEDS]
     own += [p.name for p in back.parameters if p.name not in (*own, *fields, incoming, NEEDS)]
     if not set(gradients) <= set(own):
         raise TypeError(f"{ahead.name} has no parameter {', '.join(sorted(set(gradients) - set(own)))}")
@@ -45,25 +45,25 @@ def differentiable(forward: CustomOpDef, backward: CustomOpDef, *, gradients: Se
 
     def step(values: dict[str, Any], needs: list[bool]) -> Any:
         values = {**values, NEEDS: needs}
-        return run_forward(**{name: values[name] for name in taken})
+        return run_forward(**{name: values[name] for name in parameter_names})
 
     class Run(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, *given: Any) -> Any:
-            values = dict(zip(own, given, strict=True))
+        def forward(ctx: Any, *arguments: Any) -> Any:
+            values = dict(zip(own, arguments, strict=True))
             found = step(values, [ctx.needs_input_grad[i] for i in wanted])
             values.update(zip(fields, found, strict=True))
             saved: list[Tensor] = []
-            ctx.kept = []
+            ctx.held = []
             for parameter, holds in kept_ones:
-                ctx.kept.append(_keep(parameter.leaves(values[parameter.name]), holds, saved))
+                ctx.held.append(_keep(parameter.leaves(values[parameter.name]), holds, saved))
             ctx.save_for_backward(*saved)
             return found[0]
 
         @staticmethod
         def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
             needs = [ctx.needs_input_grad[i] for i in wanted]
-            saved, kept = ctx.saved_tensors, list(ctx.kept)
+            saved, held = ctx.saved_tensors, list(ctx.held)
             flat: list[Any] = []
             values: dict[str, Any] = {}
             at = 0
@@ -73,7 +73,7 @@ def differentiable(forward: CustomOpDef, backward: CustomOpDef, *, gradients: Se
                 elif parameter.name == NEEDS:
                     leaves = [needs]
                 else:
-                    leaves, at = _restored(kept.pop(0), saved, at)
+                    leaves, at = _restored(held.pop(0), saved, at)
                 flat += parameter.encoded(leaves)
                 values[parameter.name] = parameter.of_leaves(leaves)
             found = back.op(*flat)
@@ -106,23 +106,23 @@ def _to_save(parameter: Parameter, written: Sequence[str]) -> tuple[bool, ...]:
 
 def _keep(leaves: Sequence[Any], to_save: Sequence[bool], saved: list[Tensor]) -> list[tuple[int, Any]]:
     """Move a value's tensors to `saved` and return, leaf by leaf, (how many they were, -1 for none; the rest)."""
-    kept: list[tuple[int, Any]] = []
+    held: list[tuple[int, Any]] = []
     for leaf, saves in zip(leaves, to_save, strict=True):
         if leaf is None or not saves:
-            kept.append((-1, leaf))
+            held.append((-1, leaf))
         elif isinstance(leaf, Tensor):
             saved.append(leaf)
-            kept.append((1, None))
+            held.append((1, None))
         else:
             saved.extend(leaf)
-            kept.append((len(leaf), list))
-    return kept
+            held.append((len(leaf), list))
+    return held
 
 
-def _restored(kept: Sequence[tuple[int, Any]], saved: Sequence[Tensor], at: int) -> tuple[list[Any], int]:
+def _restored(held: Sequence[tuple[int, Any]], saved: Sequence[Tensor], at: int) -> tuple[list[Any], int]:
     """Return the leaves of a value, and where the saved tensors of the next one begin."""
     leaves: list[Any] = []
-    for count, rest in kept:
+    for count, rest in held:
         if count < 0:
             leaves.append(rest)
         else:

@@ -31,12 +31,14 @@ def gradient_of(
 
         def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             results = (output,) if isinstance(output, Tensor) else output
-            kept = {name.replace(".", "_"): _kept(inputs[names.index(name.partition(".")[0])], name) for name in saves}
-            tensors = {name: value for name, value in kept.items() if isinstance(value, Tensor)}
+            to_save = {
+                name.replace(".", "_"): _kept(inputs[names.index(name.partition(".")[0])], name) for name in saves
+            }
+            tensors = {name: value for name, value in to_save.items() if isinstance(value, Tensor)}
             ctx.mark_non_differentiable(*(results[i] for i in constant))
             ctx.save_for_backward(*tensors.values(), *(results[i] for i in saves_results))
             ctx.names = list(tensors)
-            ctx.constants = {name: value for name, value in kept.items() if name not in tensors}
+            ctx.constants = {name: value for name, value in to_save.items() if name not in tensors}
 
         def run(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
             tensors = ctx.saved_tensors

@@ -188,11 +188,11 @@ def caller(op: CustomOpDef) -> Callable[..., Any]:
     defaults = {p.name: p.default for p in entry.parameters if p.default is not inspect.Parameter.empty}
 
     def call(*args: Any, **keywords: Any) -> Any:
-        given = dict(zip(names, args, strict=False))
-        values = {**defaults, **given, **keywords}
-        twice = any(name in given for name in keywords)
+        by_position = dict(zip(names, args, strict=False))
+        values = {**defaults, **by_position, **keywords}
+        twice = any(name in by_position for name in keywords)
         if len(args) > len(names) or twice or len(values) != len(names) or any(name not in values for name in names):
-            got = [*given, *(f"argument {i + 1}" for i in range(len(names), len(args))), *keywords]
+            got = [*by_position, *(f"argument {i + 1}" for i in range(len(names), len(args))), *keywords]
             raise TypeError(f"{entry.name} takes {', '.join(names)}; it was given {', '.join(got) or 'nothing'}")
         flat: list[Any] = []
         for parameter in entry.parameters:

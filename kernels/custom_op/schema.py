@@ -218,8 +218,8 @@ class Parameter(NamedTuple):
         if isinstance(self.layout, Slot):
             return flat[0] if self.layout.decode is None else self.layout.decode(flat[0])
         leaves: list[Any] = [None] * len(flat)
-        for slot, at, given in zip(self.slots, self.order, flat, strict=True):
-            leaves[at] = given if slot.decode is None else slot.decode(given)
+        for slot, at, leaf in zip(self.slots, self.order, flat, strict=True):
+            leaves[at] = leaf if slot.decode is None else slot.decode(leaf)
         return self.of_leaves(leaves)
 
     @property
@@ -308,7 +308,7 @@ def _append(layout: Layout, value: Any, leaves: list[Any]) -> None:
 
 
 def _made(layout: Layout, leaves: Sequence[Any], at: int) -> tuple[Any, int]:
-    """Return the value whose leaves begin at a position, and where those of the next one begin."""
+    """Return the value whose leaves begin at a position, and where the leaves of the next one begin."""
     if isinstance(layout, Slot):
         return leaves[at], at + 1
     parts = []

@@ -134,16 +134,16 @@ def _cpu_name() -> str:
 def _measured(machine: str) -> tuple[CpuGemm, str]:
     """Return what was measured on this machine before, or measure now and keep it."""
     file = cache_folder() / "cpu_gemm.json"
-    kept = _read(file)
-    if machine not in kept:
-        kept = {**kept, machine: _time_both()}
+    timings = _read(file)
+    if machine not in timings:
+        timings = {**timings, machine: _time_both()}
         with contextlib.suppress(OSError):  # a folder that cannot be written: the next process measures again
             file.parent.mkdir(parents=True, exist_ok=True)
             temporary = file.with_name(f"{file.name}.{os.getpid()}")
-            temporary.write_text(json.dumps(kept, indent=1))
+            temporary.write_text(json.dumps(timings, indent=1))
             temporary.replace(file)
-            kept = {**kept, **_read(file)}  # of processes that measured at once, the last to write decides
-    times = kept[machine]
+            timings = {**timings, **_read(file)}  # of processes that measured at once, the last to write decides
+    times = timings[machine]
     backend: CpuGemm = "bf16" if times["bf16"] <= times["float32"] else "float32"
     return backend, f"{_MEASURED}^3 takes {times['bf16']:.2g} ms in bfloat16 and {times['float32']:.2g} ms in float32"
 

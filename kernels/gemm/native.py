@@ -97,9 +97,9 @@ def _padded_inner(scales: Tensor) -> Tensor:
 
 def _scales(operand: ScaledOperand) -> tuple[list[Tensor], list[ScalingType], list[SwizzleType]]:
     """Return scales, their recipes and their orders as torch's scaled GEMM wants them."""
-    plain, tiled = SwizzleType.NO_SWIZZLE, SwizzleType.SWIZZLE_32_4_4
+    unswizzled, tiled = SwizzleType.NO_SWIZZLE, SwizzleType.SWIZZLE_32_4_4
     if operand.kind == "per_tensor":
-        return [operand.scale_inv.reshape(1)], [ScalingType.TensorWise], [plain]
+        return [operand.scale_inv.reshape(1)], [ScalingType.TensorWise], [unswizzled]
     if operand.kind == "e8m0":
         # a 32x32 block is 32 blocks of 1x32 with one scale
         rows = operand.scale_inv
@@ -109,10 +109,10 @@ def _scales(operand: ScaledOperand) -> tuple[list[Tensor], list[ScalingType], li
     if operand.kind == "nvfp4":
         assert operand.amax is not None
         scales = [tiled_32_4_4(operand.scale_inv).view(torch.float8_e4m3fn), q.global_decode(operand.amax).reshape(1)]
-        return scales, [ScalingType.BlockWise1x16, ScalingType.TensorWise], [tiled, plain]
+        return scales, [ScalingType.BlockWise1x16, ScalingType.TensorWise], [tiled, unswizzled]
     if operand.block == (1, 128):
-        return [_contiguous_outer(operand.scale_inv)], [ScalingType.BlockWise1x128], [plain]
-    return [_padded_inner(operand.scale_inv)], [ScalingType.BlockWise128x128], [plain]
+        return [_contiguous_outer(operand.scale_inv)], [ScalingType.BlockWise1x128], [unswizzled]
+    return [_padded_inner(operand.scale_inv)], [ScalingType.BlockWise128x128], [unswizzled]
 
 
 def _readable(data: Tensor) -> Tensor:

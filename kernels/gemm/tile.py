@@ -23,7 +23,7 @@ GROUP_M = 8
 _WIDE_MEMORY = 160 * 1024  # bytes of shared memory that a wide tile's values in flight take at least
 
 
-class Side(NamedTuple):
+class TileOperand(NamedTuple):
     """Kernel arguments of one operand. strides: (member, outer, K) of data and of scales; rows: a block's."""
 
     data: Tensor
@@ -34,7 +34,7 @@ class Side(NamedTuple):
     rows: int
 
     @staticmethod
-    def of(operand: ScaledOperand) -> Side:
+    def of(operand: ScaledOperand) -> TileOperand:
         """Describe a quantized operand [outer, K] or [G, outer, K]; a copy where tensor cores could not read it."""
         mode = _MODES[operand.kind]
         # MX values are converted to bfloat16, which tensor cores read either way
@@ -45,26 +45,26 @@ class Side(NamedTuple):
             scale_strides = (scale.stride(0) if scale.dim() else 0, 0, 0)
         else:
             scale_strides = _strides(operand.scale_inv)
-        return Side(data, operand.scale_inv, _strides(data), scale_strides, mode, rows)
+        return TileOperand(data, operand.scale_inv, _strides(data), scale_strides, mode, rows)
 
     @staticmethod
-    def plain(data: Tensor) -> Side:
+    def unscaled(data: Tensor) -> TileOperand:
         """Describe unquantized values."""
-        return Side(data, None, _strides(data), (0, 0, 0), NONE, 1)
+        return TileOperand(data, None, _strides(data), (0, 0, 0), NONE, 1)
 
 
 def _strides(x: Tensor) -> tuple[int, int, int]:
     return (x.stride(0) if x.dim() == 3 else 0, x.stride(-2), x.stride(-1))
 
 
-def dot_dtype(side: Side) -> tl.dtype | None:
+def dot_dtype(left: TileOperand) -> tl.dtype | None:
     """Return the dtype to convert values to before the dot; None where they are multiplied as they are.
 
     Triton's interpreter multiplies bfloat16 bit patterns as integers, so there it gets float32.
     """
-    if not side.data.is_cuda:
+    if not left.data.is_cuda:
         return tl.float32
-    return tl.bfloat16 if side.mode == MICRO else None
+    return tl.bfloat16 if left.mode == MICRO else None
 
 
 @triton.jit
@@ -178,25 +178,25 @@ class Config(NamedTuple):
     num_stages: int
 
 
-def config(side: Side, rows: int, columns: int, *, narrow: bool) -> Config:
+def config(left: TileOperand, rows: int, columns: int, *, narrow: bool) -> Config:
     """Choose tiles for about `rows` x `columns` per GEMM: fixed by the shapes, so that two runs agree to the last bit.
 
     A wide tile reads less of `a` per product. narrow: not a wide one, because the kernel needs its registers for a
     second accumulator (split sums, 128-blocks) or for what it adds to; it would spill (test_hopper.py compiles all).
     Nor is a tile wide on consumers' GPUs and compute capability 8.9, whose 99 KiB of shared memory hold a narrow one.
     """
-    if not side.data.is_cuda:
+    if not left.data.is_cuda:
         # the interpreter: small tiles, so that small tests have many, ragged ones among them
-        return Config(16, 16, 32 if side.mode == NONE else 128, 1, 1)
-    if side.mode == NONE:
-        block_k, stages = (64, 4) if side.data.element_size() == 2 else (32, 3)
+        return Config(16, 16, 32 if left.mode == NONE else 128, 1, 1)
+    if left.mode == NONE:
+        block_k, stages = (64, 4) if left.data.element_size() == 2 else (32, 3)
     else:
-        block_k, stages = 128, 3 if side.mode == MICRO else 4
+        block_k, stages = 128, 3 if left.mode == MICRO else 4
     if rows <= 16:
         return Config(16, 128, block_k, 4, stages)
     if rows <= 64:
         return Config(64, 128, block_k, 4, stages)
-    half = side.mode == NONE and side.data.element_size() == 2
-    wide = columns >= 256 and not narrow and (half or side.mode == PER_TENSOR)
-    wide = wide and shared_memory(side.data.device) >= _WIDE_MEMORY
+    half = left.mode == NONE and left.data.element_size() == 2
+    wide = columns >= 256 and not narrow and (half or left.mode == PER_TENSOR)
+    wide = wide and shared_memory(left.data.device) >= _WIDE_MEMORY
     return Config(128, 256 if wide else 128, block_k, 8, stages)

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .operand import ScaledOperand
-from .tile import GROUP_M, PER_TENSOR, Side, config, dot_dtype, store_tile, swizzled, tile
+from .tile import GROUP_M, PER_TENSOR, TileOperand, config, dot_dtype, store_tile, swizzled, tile
 
 _PER_TENSOR = tl.constexpr(PER_TENSOR)
 
@@ -74,7 +74,7 @@ def scaled_gemm(
     accumulate: bool = False,
 ) -> Tensor:
     """Write `left @ right^T + bias` into out [M, N], or add it there, and return it."""
-    a, b, (rows, columns) = Side.of(left), Side.of(right), out.shape
+    a, b, (rows, columns) = TileOperand.of(left), TileOperand.of(right), out.shape
     split = split_accumulation and a.mode == PER_TENSOR
     tiles = config(a, rows, columns, narrow=split or accumulate)
     grid = (triton.cdiv(rows, tiles.BLOCK_M) * triton.cdiv(columns, tiles.BLOCK_N),)

@@ -36,7 +36,7 @@ def grouped_gemm(a: Tensor, b: Tensor, m_splits: Tensor, transpose_b: bool = Tru
 
         out = a.new_empty(a.shape[0], b.shape[1] if transpose_b else b.shape[2])
         return kernels.grouped_gemm(
-            kernels.Side.plain(a), kernels.Side.plain(b if transpose_b else b.mT), m_splits, out
+            kernels.TileOperand.unscaled(a), kernels.TileOperand.unscaled(b if transpose_b else b.mT), m_splits, out
         )
     a, b = a.contiguous(), b.contiguous()
     if choice.backend == "loop":
@@ -57,7 +57,9 @@ def grouped_gemm_wgrad(dy: Tensor, x: Tensor, m_splits: Tensor) -> Tensor:
         from . import triton as kernels
 
         out = dy.new_empty(m_splits.shape[0], dy.shape[1], x.shape[1])
-        return kernels.grouped_gemm_wgrad(kernels.Side.plain(dy.t()), kernels.Side.plain(x.t()), m_splits, out)
+        return kernels.grouped_gemm_wgrad(
+            kernels.TileOperand.unscaled(dy.t()), kernels.TileOperand.unscaled(x.t()), m_splits, out
+        )
     dy, x = dy.contiguous(), x.contiguous()
     if choice.backend == "loop":
         return reference.grouped_gemm_wgrad(dy, x, m_splits)
@@ -107,9 +109,9 @@ def grouped_gemm_wgrad_accumulate_(
     if choice.backend == "triton":
         from . import triton as kernels
 
-        sides = kernels.Side.plain(dy.t()), kernels.Side.plain(x.t())
+        operands = kernels.TileOperand.unscaled(dy.t()), kernels.TileOperand.unscaled(x.t())
         record(choice, strict=False)
-        kernels.grouped_gemm_wgrad(*sides, m_splits, main_grad, factor=scale, accumulate=accumulate)
+        kernels.grouped_gemm_wgrad(*operands, m_splits, main_grad, factor=scale, accumulate=accumulate)
         return
     record(choice._replace(backend="loop"), strict=False)
     reference.grouped_gemm_wgrad_accumulate(main_grad, dy, x, m_splits, accumulate, scale)

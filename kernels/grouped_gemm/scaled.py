@@ -141,8 +141,8 @@ def _rows(
         from . import triton as kernels
 
         out = left.data.new_empty((left.outer, right.outer), dtype=out_dtype)
-        sides = kernels.Side.of(left), kernels.Side.of(right)
-        return kernels.grouped_gemm(*sides, m_splits, out, split_accumulation=split_accumulation)
+        tiles = kernels.TileOperand.of(left), kernels.TileOperand.of(right)
+        return kernels.grouped_gemm(*tiles, m_splits, out, split_accumulation=split_accumulation)
     if choice.backend == "native":
         return _native_rows(left, right, m_splits, split_accumulation)
     if choice.backend == "loop":
@@ -164,8 +164,8 @@ def _wgrad_accumulate_(
     if choice.backend == "triton":
         from . import triton as kernels
 
-        sides = kernels.Side.of(left), kernels.Side.of(right)
-        kernels.grouped_gemm_wgrad(*sides, m_splits, main_grad, accumulate=accumulate)
+        tiles = kernels.TileOperand.of(left), kernels.TileOperand.of(right)
+        kernels.grouped_gemm_wgrad(*tiles, m_splits, main_grad, accumulate=accumulate)
     else:
         emulated_wgrad_accumulate_(main_grad, left, right, m_splits, accumulate)
 

@@ -10,7 +10,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..gemm.tile import BLOCK_128, GROUP_M, MICRO, NONE, PER_TENSOR, Side, config, dot_dtype, store_tile, swizzled, tile
+from ..gemm.tile import (
+    BLOCK_128,
+    GROUP_M,
+    MICRO,
+    NONE,
+    PER_TENSOR,
+    TileOperand,
+    config,
+    dot_dtype,
+    store_tile,
+    swizzled,
+    tile,
+)
 from ..launch import multiprocessors
 
 _PER_TENSOR = tl.constexpr(PER_TENSOR)
@@ -114,7 +126,9 @@ def grouped_gemm_wgrad_kernel(
 # fmt: on
 
 
-def grouped_gemm(a: Side, b: Side, m_splits: Tensor, out: Tensor, *, split_accumulation: bool = True) -> Tensor:
+def grouped_gemm(
+    a: TileOperand, b: TileOperand, m_splits: Tensor, out: Tensor, *, split_accumulation: bool = True
+) -> Tensor:
     """Write each row's product with its group's matrix into out [T, N]; a: rows [T, K]; b: [G, N, K]."""
     rows, columns = out.shape
     if out.numel() == 0:
@@ -136,7 +150,13 @@ def grouped_gemm(a: Side, b: Side, m_splits: Tensor, out: Tensor, *, split_accum
 
 
 def grouped_gemm_wgrad(
-    a: Side, b: Side, m_splits: Tensor, out: Tensor, *, factor: Tensor | None = None, accumulate: bool = False
+    a: TileOperand,
+    b: TileOperand,
+    m_splits: Tensor,
+    out: Tensor,
+    *,
+    factor: Tensor | None = None,
+    accumulate: bool = False,
 ) -> Tensor:
     """Write each group's `factor[g] * a @ b^T` over its rows into out [G, N, K], or add it there; a: [N, T]; b: [K, T].
 

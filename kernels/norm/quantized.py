@@ -1,7 +1,8 @@
 """Norms for callers that run their own backward pass, who can have the result as FP8.
 
 On CPU the result is the norm's, then quantized, fused by Inductor, and the backward pass the derivative of the
-reference, which recomputes the statistics; on an accelerator each is one op, and the second reads those of the first.
+reference, which recomputes the statistics; on an accelerator each is one op, and the second reads the
+statistics of the first.
 
 Nothing here is differentiable, FP8 having no gradients: who uses the result keeps x and the statistics that come along
 and calls `norm_bwd`. T rows, H columns.
@@ -154,18 +155,18 @@ class Norm:
         statistics: tuple[Tensor, ...],
         needs: tuple[bool, bool],
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the gradients of x, weight and bias. needs: whether those of the weight and of the bias are wanted."""
+        """Return the gradients of x, weight and bias. needs: whether the last two are wanted."""
         if statistics:
             wanted = [p.dtype if p is not None and n else None for p, n in zip((weight, bias), needs, strict=True)]
             dx, dw, db = op.norm_bwd(dy, x, weight, *statistics, *self._flags(), *wanted)
             return dx, dw if wanted[0] else None, db if wanted[1] else None
-        given = [p for p in (weight, bias) if p is not None]
+        present = [p for p in (weight, bias) if p is not None]
 
         def run(x: Tensor, *parameters: Tensor) -> Tensor:
             left = iter(parameters)
             return self._reference(x, *(None if p is None else next(left) for p in (weight, bias)))
 
-        dx, *gradients = gradients_of(run, (x, *given), dy)
+        dx, *gradients = gradients_of(run, (x, *present), dy)
         found = iter(gradients)
         dw, db = (None if p is None else next(found) for p in (weight, bias))
         return dx, dw if needs[0] else None, db if needs[1] else None

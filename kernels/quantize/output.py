@@ -84,7 +84,7 @@ def copy_by_blocks(
     """Describe data and scales of x [..., R, C] by `block`, in x's orientation.
 
     With groups: grouped rows, padded where blocks span rows. The columnwise data of 128-blocks lies transposed in
-    memory, which is how FP8 GEMMs read it and how it is stored; that of MXFP8 does not.
+    memory, which is how FP8 GEMMs read it and how it is stored; the columnwise copy of MXFP8 does not.
     """
     *batch, rows, columns = x.shape
     if groups and block[0] > 1:

@@ -24,7 +24,7 @@ _AT_ONCE = 1 << 15
 def words(
     size: int, counter: tuple[int, int, int], keys: Sequence[tuple[int, int]], multipliers: tuple[int, int]
 ) -> Tensor:
-    """Return `size` int32 words, four of each counter (i, *counter), i = 0, 1, ...; keys: those of every round."""
+    """Return `size` int32 words, four of each counter (i, *counter), i = 0, 1, ...; keys: the keys of every round."""
     out = torch.empty((size + 3) // 4, 2, dtype=torch.int64)
     for begin in range(0, len(out), _AT_ONCE):
         c0 = torch.arange(begin, min(begin + _AT_ONCE, len(out)))

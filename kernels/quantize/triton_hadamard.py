@@ -117,7 +117,7 @@ def random_hadamard(x: Tensor, dim: int) -> Tensor:
 
 
 def nvfp4_amaxes(x: Tensor, m_splits: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the amax of each matrix of x [..., R, C], and that of its transform along the rows: float32 [...].
+    """Return the amax of each matrix of x [..., R, C], and the amax of its transform along the rows: float32 [...].
 
     With m_splits [G] integer: of each group of rows of x [R, C], [G].
     """

@@ -78,7 +78,7 @@ def to_fp8(x, E4M3: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def with_sign(value, negative):
-    """Set the sign bit where `negative` is 1. Triton's minus is a subtraction from zero, which loses that of a zero."""
+    """Set the sign bit where `negative` is 1. Triton's minus subtracts from zero, which loses a zero's sign."""
     return (value.to(tl.int32, bitcast=True) | (negative << 31)).to(tl.float32, bitcast=True)
 
 

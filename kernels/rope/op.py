@@ -78,7 +78,7 @@ def rope_frequencies(
 ) -> tuple[Tensor, float]:
     """Return (inverse frequencies, float32 [R/2]; the factor that cos and sin are multiplied by).
 
-    max_position_embeddings is the model's; original_max_position_embeddings that of its first training (default: the
+    max_position_embeddings: the model's; original_max_position_embeddings: of its first training (default: the
     model's). sequence_length: int64 scalar tensor, read by "dynamic" and "longrope" only, without a host
     synchronisation; None means a short sequence. Raises ValueError for an unknown scaling or a missing argument.
     """

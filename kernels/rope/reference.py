@@ -44,8 +44,8 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, style: str = "half") -> Tens
     a, b = turning.chunk(2, dim=-1) if style == "half" else turning.unflatten(-1, (-1, 2)).unbind(-1)
     a, b = a.float(), b.float()
     # Rounding each half before joining them moves half the bytes of joining in float32.
-    turned = (a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype)
+    halves = (a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype)
     if style == "half":
-        return torch.cat((*turned, x[..., rotated:]), dim=-1) if rotated < x.shape[-1] else torch.cat(turned, dim=-1)
-    turned = torch.stack(turned, dim=-1).flatten(-2)
-    return torch.cat((turned, x[..., rotated:]), dim=-1) if rotated < x.shape[-1] else turned
+        return torch.cat((*halves, x[..., rotated:]), dim=-1) if rotated < x.shape[-1] else torch.cat(halves, dim=-1)
+    halves = torch.stack(halves, dim=-1).flatten(-2)
+    return torch.cat((halves, x[..., rotated:]), dim=-1) if rotated < x.shape[-1] else halves

@@ -41,8 +41,8 @@ def _within_groups(scores: Tensor, num_groups: int, topk_groups: int, group_scor
         value = grouped.gather(-1, _choose(grouped, min(2, grouped.shape[-1]))).sum(dim=-1)
     best = _choose(value, topk_groups)
     groups = torch.arange(num_groups, device=scores.device)
-    kept = (best[..., None] == groups).any(dim=-2)
-    return torch.where(kept[..., None], grouped, -torch.inf).flatten(-2)
+    selected = (best[..., None] == groups).any(dim=-2)
+    return torch.where(selected[..., None], grouped, -torch.inf).flatten(-2)
 
 
 def check(

@@ -71,12 +71,12 @@ def within_groups(
         value += tl.where(second == _TAKEN, 0.0, of_second)
     groups = tl.arange(0, BLOCK_G)[None, :]
     keys = tl.where(groups < G, choice_keys(value, groups), _TAKEN)
-    kept = tl.zeros([ROWS, BLOCK_G], tl.int32)
+    selected = tl.zeros([ROWS, BLOCK_G], tl.int32)
     for _ in tl.static_range(TOPK_GROUPS):
         hit = keys == tl.max(keys, axis=1)[:, None]
-        kept += hit.to(tl.int32)
+        selected += hit.to(tl.int32)
         keys = tl.where(hit, _TAKEN, keys)
-    values = tl.where(kept[:, :, None] > 0, values, float("-inf"))
+    values = tl.where(selected[:, :, None] > 0, values, float("-inf"))
     return tl.reshape(values, (ROWS, BLOCK_G * BLOCK_S))
 
 

@@ -55,12 +55,12 @@ def add(verbs: Verbs) -> None:
         "te-models export ./moe ./moe-hf --family mixtral",
     )
     parser.add_argument("--family", help="architecture to write (default: the one that fits the configuration)")
-    parser.add_argument("--format", help="format of quantized weights, e.g. fp8 (default: that of the original)")
+    parser.add_argument("--format", help="format of quantized weights, e.g. fp8 (default: as in the original)")
     parser.add_argument(
         "--allow-requantize", action="store_true", help="quantize anew what the format cannot take over"
     )
     parser.add_argument("--dequantize", action="store_true", help="write the values of quantized weights")
-    parser.add_argument("--form", help="kind of file to write, e.g. fused experts (default: that of the original)")
+    parser.add_argument("--form", help="kind of file to write, e.g. fused experts (default: as in the original)")
     parser.add_argument("--dtype", choices=DTYPES, help="convert the weights (default: keep)")
 
     parser = _converter(

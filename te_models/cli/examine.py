@@ -93,13 +93,13 @@ def run_inspect(args: argparse.Namespace) -> int:
 def run_verify(args: argparse.Namespace) -> int:
     """Print the comparison, or the check of one folder; 1 if the models differ or the folder was changed."""
     options = {name: getattr(args, name) for name in ("tokens", "text", "dtype", "tolerance")}
-    given = {name: value for name, value in options.items() if value is not None}
+    chosen = {name: value for name, value in options.items() if value is not None}
     if args.logits:
         if args.b is None:
             raise ValueError("--logits compares two folders; only one is given")
-        return _compare_logits(args, given)
-    if given:
-        raise ValueError(f"--{next(iter(given))} needs --logits")
+        return _compare_logits(args, chosen)
+    if chosen:
+        raise ValueError(f"--{next(iter(chosen))} needs --logits")
     if args.b is None:
         return _check_training(args) if (Path(args.a) / "training.json").exists() else _check_one(args)
 

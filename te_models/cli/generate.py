@@ -151,12 +151,12 @@ def _prompt(args: argparse.Namespace) -> str:
 def _prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
     """The tokens to continue: as transformers, with those that the tokenizer puts before every text, but without those
     that it puts behind it. A prompt that has the first ones written out gets no second ones."""
-    plain = tokenizer.encode(prompt, add_special_tokens=False)
-    if not plain:
+    prompt_tokens = tokenizer.encode(prompt, add_special_tokens=False)
+    if not prompt_tokens:
         raise ValueError("the prompt is empty")
     whole = tokenizer.encode(prompt)
-    before = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
-    return plain if plain[:before] == whole[:before] else whole[:before] + plain
+    before = next((i for i in range(len(whole)) if whole[i : i + len(prompt_tokens)] == prompt_tokens), 0)
+    return prompt_tokens if prompt_tokens[:before] == whole[:before] else whole[:before] + prompt_tokens
 
 
 def _tokenizer(folder: Path) -> tuple[Tokenizer, int | None]:

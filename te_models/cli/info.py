@@ -129,8 +129,8 @@ def _compile_report(args: argparse.Namespace) -> int:
     say_while_waiting(f"loading {args.compile_report} and compiling it; this can take minutes")
     model = GPTModel.from_pretrained(args.compile_report)
     model.activation_checkpointing = args.activation_checkpointing
-    made = partial(recipe, args.recipe) if args.recipe else None
-    report = compile_report(model, made, mode=args.mode or "whole", dynamic=DYNAMIC[args.dynamic or "auto"])
+    make_recipe = partial(recipe, args.recipe) if args.recipe else None
+    report = compile_report(model, make_recipe, mode=args.mode or "whole", dynamic=DYNAMIC[args.dynamic or "auto"])
     calls = [(call["call"], str(call["shape"]), str(call["graphs"])) for call in report["calls"]]
     lines: list[str | Table] = [Table([("call", "shape", "graphs"), *calls], heading=True)]
     lines += [f"{_program(p)} of: {call['call']}" for call in report["calls"] for p in call["programs"]]

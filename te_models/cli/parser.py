@@ -56,7 +56,7 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 def help_width() -> int:
-    """Columns of help: those of the terminal, up to 100."""
+    """Columns of help: the terminal's width, up to 100."""
     return min(100, shutil.get_terminal_size().columns - 2)
 
 

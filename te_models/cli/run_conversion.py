@@ -150,7 +150,7 @@ def _check_replaceable(out: Path, *, force: bool) -> None:
 
 
 def _is_model_folder(folder: Path) -> bool:
-    """Whether a folder's config.json, which other programs have too, is that of a model, or weights lie beside it."""
+    """Whether a folder's config.json, which other programs have too, describes a model, or weights lie beside it."""
     from te_models.checkpoints import CheckpointError
     from te_models.checkpoints.io.strict_json import read_object
 

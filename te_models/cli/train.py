@@ -21,7 +21,7 @@ Keys = Literal["none", "hidden", "shown"]
 DESCRIPTION = """\
 Train a model as CONFIG.toml says. Every key of the file is also an option, with dots for
 tables and dashes for underscores: --optimizer.lr 1e-4, --data.sequence-length 512,
---no-compile. `te-models train --help-keys` lists them all, `--help-keys data` those of a table.
+--no-compile. `te-models train --help-keys` lists them all, `--help-keys data` the keys of one table.
 A run that was interrupted continues from its newest checkpoint when started again, or from
 the one that --resume-from names. SIGTERM and Ctrl-C let the step that runs finish, save a
 checkpoint and end with 143 or 130."""

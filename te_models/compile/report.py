@@ -36,7 +36,7 @@ def compile_report(
     `compile_model`, except that a break ends a graph and is reported. Returns JSON values: "calls" in order, each with
     the number of graphs it compiled, the reasons for compiling again, and "programs": of each forward and backward pass
     compiled the number of operations, and how often each one occurs that is not torch's own; "graphs" in all; "breaks"
-    by reason. The gradients of the model are dropped; its compiled state is that of a model never compiled.
+    by reason. The gradients of the model are dropped; afterwards nothing of it is compiled.
     """
     longest = model.config.max_position_embeddings
     calls = [
@@ -63,8 +63,10 @@ def compile_report(
                 loss.backward()
                 model.zero_grad()
             new = run()[before:]
-            reasons, made = [r for r in new if r], programs[known:]
-            rows.append({"call": name, "shape": list(shape), "graphs": len(new), "reasons": reasons, "programs": made})
+            reasons, new_programs = [r for r in new if r], programs[known:]
+            rows.append(
+                {"call": name, "shape": list(shape), "graphs": len(new), "reasons": reasons, "programs": new_programs}
+            )
         breaks = {str(reason): count for reason, count in counters["graph_break"].items()}
         return {"calls": rows, "graphs": counters["stats"]["unique_graphs"], "breaks": breaks}
 

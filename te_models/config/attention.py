@@ -116,13 +116,13 @@ class AttentionConfig(ConfigPart):
         for name in ("softmax_scale", "softcap", "clip_qkv"):
             value = getattr(self, name)
             check(value is None or value > 0, f"attention.{name}", value, "a positive number or null")
-        plain = self.qk_layernorm_bias and self.qk_layernorm not in ("head", "full")
-        check(not plain, "attention.qk_layernorm_bias", True, "false unless qk_layernorm is 'head' or 'full'")
+        allowed_here = self.qk_layernorm_bias and self.qk_layernorm not in ("head", "full")
+        check(not allowed_here, "attention.qk_layernorm_bias", True, "false unless qk_layernorm is 'head' or 'full'")
         if self.mla is not None:
             for name, value in self._derivations().items():
                 if name != "num_query_groups":
                     allowed = f"null or {value}, because attention.mla says so"
                     check(getattr(self, name) == value, f"attention.{name}", getattr(self, name), allowed)
-            plain = self.qk_layernorm == "none" and groups == heads and not self.sinks and self.clip_qkv is None
-            check(plain, "attention.mla", self.mla, "null with grouped queries, qk_layernorm, sinks or clip_qkv")
+            allowed_here = self.qk_layernorm == "none" and groups == heads and not self.sinks and self.clip_qkv is None
+            check(allowed_here, "attention.mla", self.mla, "null with grouped queries, qk_layernorm, sinks or clip_qkv")
         check(0 <= self.attention_dropout < 1, "attention.attention_dropout", self.attention_dropout, "0 <= p < 1")

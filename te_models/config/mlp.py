@@ -64,7 +64,7 @@ class RouterConfig(ConfigPart):
     group_score: Literal["max", "top2_sum"] = "top2_sum"
     """Value of a group: the largest score in it, or the sum of the two largest."""
     dtype: Literal["input", "float32"] = "input"
-    """Dtype in which the router computes its logits: that of its input, or float32."""
+    """Dtype in which the router computes its logits: its input's dtype, or float32."""
     apply_on_input: bool = False
     """Whether the scores multiply the input of the experts instead of their output."""
 

@@ -99,7 +99,7 @@ class ModelConfig(ConfigPart):
     rope: RopeConfig = field(default_factory=RopeConfig)
     """Rotary position embedding."""
     rope_sliding: RopeConfig | None = None
-    """Rotary position embedding of sliding layers; unset means that of the others."""
+    """Rotary position embedding of sliding layers; unset means the other layers' one."""
     moe: MoEConfig | None = None
     """Mixture of experts; unset means a dense model."""
     embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)
@@ -156,8 +156,10 @@ class ModelConfig(ConfigPart):
         )
         for seen, name in (("sliding", "window_size"), ("chunked", "chunk_size")):
             of_kind = [kind for kind in kinds if kind.startswith(seen)]
-            given = not of_kind or getattr(self.attention, name) is not None
-            check(given, f"attention.{name}", None, f"a size, because layer_types has {''.join(of_kind[:1])!r} layers")
+            has_size = not of_kind or getattr(self.attention, name) is not None
+            check(
+                has_size, f"attention.{name}", None, f"a size, because layer_types has {''.join(of_kind[:1])!r} layers"
+            )
         check(0 <= self.hidden_dropout < 1, "hidden_dropout", self.hidden_dropout, "0 <= p < 1")
         check(self.init_method_std >= 0, "init_method_std", self.init_method_std, "zero or a positive number")
         if self.moe is not None:

@@ -103,8 +103,8 @@ class ConfigPart:
         given and these. Fields that were derived are derived again; ConfigError where given ones do not fit the change.
         """
         _check_names(type(self), changes)
-        given = {f.name: None if f.name in self._derived else getattr(self, f.name) for f in dataclasses.fields(self)}
-        return type(self)(**given | changes)
+        current = {f.name: None if f.name in self._derived else getattr(self, f.name) for f in dataclasses.fields(self)}
+        return type(self)(**current | changes)
 
 
 def _check_names(cls: type[ConfigPart], values: Iterable[Any]) -> None:

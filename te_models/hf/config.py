@@ -61,10 +61,10 @@ class TEConfig(transformers.PreTrainedConfig):
         if values.get("model_type") in (None, MODEL_TYPE):
             return values, options
         family = family_of(values["model_type"])
-        kept = {name: values.pop(name) for name in ("_commit_hash",) if name in values}
-        kept |= {name: values[name] for name in ("dtype", "torch_dtype") if name in values}
+        passed_on = {name: values.pop(name) for name in ("_commit_hash",) if name in values}
+        passed_on |= {name: values[name] for name in ("dtype", "torch_dtype") if name in values}
         model = family.read_config(without_quantization(values))
-        return TEFolder("grouped", model, Source(family.model_type, values, None)).to_dict() | kept, options
+        return TEFolder("grouped", model, Source(family.model_type, values, None)).to_dict() | passed_on, options
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> TEConfig:

@@ -78,7 +78,7 @@ def load(
     with open_checkpoint(folder, storage="values" if dequantize else None, verify=False) as checkpoint:
         found = TEConfig.of(checkpoint)
         if config is not None:
-            found = _given(config, found, checkpoint.config, name)
+            found = _config_for(config, found, checkpoint.config, name)
         if dtype is None or dtype == "auto":
             wanted = torch_dtype(main_dtype(checkpoint))
         else:
@@ -114,9 +114,9 @@ def find_adapter(
     the model that the file names; of a hub id, transformers' Auto classes look and say so in `adapter_kwargs`. Raises
     ValueError for other arguments of adapters, MissingExtraError where there is an adapter, and no peft.
     """
-    given = dict(options.get("adapter_kwargs") or {})
-    adapter = given.pop("_adapter_model_path", None)
-    if unknown := sorted(set(given) - {"revision", "token"}):
+    hub_options = dict(options.get("adapter_kwargs") or {})
+    adapter = hub_options.pop("_adapter_model_path", None)
+    if unknown := sorted(set(hub_options) - {"revision", "token"}):
         raise ValueError(
             f"adapter_kwargs has {unknown[0]!r}, which TEModelForCausalLM.from_pretrained cannot honour; allowed: "
             "'revision', 'token'"
@@ -131,15 +131,17 @@ def find_adapter(
     return name, {
         "peft_model_id": str(adapter),
         "adapter_name": options.get("adapter_name"),
-        "adapter_kwargs": given,
+        "adapter_kwargs": hub_options,
     }
 
 
-def _given(config: Any, of_folder: TEConfig, model: ModelConfig, name: object) -> TEConfig:
+def _config_for(config: Any, of_folder: TEConfig, model: ModelConfig, name: object) -> TEConfig:
     """Return a copy of the configuration that a user, or transformers' Auto classes, give for the model of a folder: it
     may set what is no part of the model, as output_hidden_states."""
     if not isinstance(config, TEConfig):
-        raise ValueError(f"config is a {type(config).__name__}; allowed: a TEConfig, or None for that of the folder")
+        raise ValueError(
+            f"config is a {type(config).__name__}; allowed: a TEConfig, or None for the folder's configuration"
+        )
     if config.model_config != model:
         raise ValueError(f"config does not describe the model in {name}; change the folder, or leave config out")
     copied = copy.deepcopy(config)

@@ -113,7 +113,7 @@ def _save_adapter(model: TEModelForCausalLM, folder: Path, state_dict: Mapping[s
 
 
 def _move_in(written: Path, folder: Path) -> None:
-    """Move a model's files to where an older one may be, so that the weights in `folder` are those of one of them if
+    """Move a model's files to where an older one may be, so that the weights in `folder` belong to one of them if
     the process is killed: no file goes before others are complete that are read without it (`open_weights`). Only
     between two models in as many shards, which have the same names, there is a time when both are mixed."""
     # the old digests fit none of the new files: without them, what lies there midway is read unchecked, not refused
@@ -136,7 +136,7 @@ def _move_in(written: Path, folder: Path) -> None:
 
 def _leave_tokenizer(written: Path, folder: Path) -> None:
     """Where `folder` has files beside the model, such as a tokenizer that was saved before the model and may have other
-    tokens than that of the model's origin, bring none: the files of one tokenizer belong together."""
+    tokens than the origin's tokenizer, bring none: the files of one tokenizer belong together."""
     names = [str(path.relative_to(written)) for path in written.rglob("*") if path.is_file()]
     beside = [name for name in names if name not in (CONFIG, MANIFEST, _GENERATION) and not _WEIGHTS.fullmatch(name)]
     if any((folder / name).exists() for name in beside):
@@ -164,14 +164,14 @@ def joined_fields(gpt: GPTModel, state: Mapping[str, Tensor]) -> dict[str, Tenso
     for name, parameter in gpt.named_parameters():
         if not any(name + suffix in state for suffix in _MORE):
             continue
-        given = {name + suffix: state[name + suffix] for suffix in SUFFIXES.values() if name + suffix in state}
+        in_state = {name + suffix: state[name + suffix] for suffix in SUFFIXES.values() if name + suffix in state}
         fields = stored_fields(name, parameter) if isinstance(parameter, QuantizedTensor) else {}
-        if {n: (t.shape, t.dtype) for n, t in given.items()} != {n: (t.shape, t.dtype) for n, t in fields.items()}:
+        if {n: (t.shape, t.dtype) for n, t in in_state.items()} != {n: (t.shape, t.dtype) for n, t in fields.items()}:
             raise ValueError(f"{name} is stored quantized, and the model does not have it in that format")
         assert isinstance(parameter, QuantizedTensor)
-        for entry in given:
+        for entry in in_state:
             del joined[entry]
-        values = {field: given[name + SUFFIXES[field]] for field in parameter.fields}
+        values = {field: in_state[name + SUFFIXES[field]] for field in parameter.fields}
         cls: Any = type(parameter)
         joined[name] = cls(values, parameter.quantizer, parameter.shape, parameter.dtype)
     return joined

@@ -26,9 +26,9 @@ def input_size(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[
         raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; allowed: [batch, sequence]")
     if inputs_embeds is not None and inputs_embeds.dim() != 3:
         raise ValueError(f"inputs_embeds has shape {tuple(inputs_embeds.shape)}; allowed: [batch, sequence, hidden]")
-    given = inputs_embeds if input_ids is None else input_ids
-    assert given is not None
-    return given.shape[0], given.shape[1]
+    tokens = inputs_embeds if input_ids is None else input_ids
+    assert tokens is not None
+    return tokens.shape[0], tokens.shape[1]
 
 
 class Table(nn.Module):

@@ -2,7 +2,7 @@
 
 Wang et al. 2024 (arXiv 2408.15664), DeepSeek-V3 (arXiv 2412.19437, section 2.1.2). After each step an expert that more
 tokens chose than the mean is made less attractive by a constant, one that fewer chose more attractive. No gradient is
-involved, so the loss is that of the text alone.
+involved, so the loss measures the text alone.
 """
 
 from __future__ import annotations

@@ -180,14 +180,14 @@ class GPTModel(nn.Module):
         tokens were rotated for another one: their keys and values are others now, and all have to be given again.
         """
         batch, length = input_size(input_ids, inputs_embeds)
-        given = input_ids if inputs_embeds is None else inputs_embeds
-        assert given is not None
+        inputs = input_ids if inputs_embeds is None else inputs_embeds
+        assert inputs is not None
         if labels is not None and last_logits_only:
             raise ValueError("labels were given with last_logits_only; a loss needs the logits of all tokens")
         if labels is not None and labels.shape != (batch, length):
             raise ValueError(f"labels has shape {tuple(labels.shape)}; allowed: {(batch, length)}, as input_ids")
         if self._ep_group_name is not None and self.expert_model_parallel_size > 1:
-            check_same_tokens(batch * length, given.device, self._ep_group_name)
+            check_same_tokens(batch * length, inputs.device, self._ep_group_name)
         begin = 0
         if cache is not None:
             cache.check_room(batch, length)
@@ -201,7 +201,7 @@ class GPTModel(nn.Module):
                 )
             attention_mask = attention_mask.bool()
         if position_ids is None:
-            position_ids = torch.arange(begin, begin + length, device=given.device)[None]
+            position_ids = torch.arange(begin, begin + length, device=inputs.device)[None]
         elif position_ids.dim() != 2 or position_ids.shape[0] not in (1, batch) or position_ids.shape[1] != length:
             raise ValueError(
                 f"position_ids has shape {tuple(position_ids.shape)}; allowed: [{batch}, {length}] or [1, {length}]"
@@ -237,7 +237,7 @@ class GPTModel(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialise all parameters again, in the order of construction. After `torch.manual_seed(s)` the parameters
-        equal those of a model that is built after `torch.manual_seed(s)`."""
+        equal the values of a model that is built after `torch.manual_seed(s)`."""
         for module in self.modules():
             reset = getattr(module, "reset_parameters", None)
             if module is not self and reset is not None:

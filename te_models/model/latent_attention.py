@@ -92,8 +92,8 @@ class LatentAttention(nn.Module):
             q = self.linear_q_up(q).unflatten(-1, (heads, -1))
         else:
             q = split.whole_rows(q).unflatten(-1, (heads * split.tp_size, -1)).narrow(2, heads * split.tp_rank, heads)
-        plain, turned = q.split([mla.qk_head_dim, mla.qk_pos_emb_head_dim], dim=-1)
-        q = torch.cat((plain, self._rotated(turned, rotary)), dim=-1)
+        plain, to_rotate = q.split([mla.qk_head_dim, mla.qk_pos_emb_head_dim], dim=-1)
+        q = torch.cat((plain, self._rotated(to_rotate, rotary)), dim=-1)
         if query_scale is not None:
             q = q * query_scale.to(q.dtype)
         latent, shared = latent[:, :, None], self._rotated(shared[:, :, None], rotary)

@@ -24,7 +24,7 @@ class RotaryEmbedding(ConstantModule):
     """
 
     frequencies: Tensor
-    long_frequencies: Tensor  # of "longrope" only, for sequences longer than those of the first training
+    long_frequencies: Tensor  # of "longrope" only, for sequences longer than in the first training
 
     def __init__(
         self, rope: RopeConfig, head_dim: int, max_position_embeddings: int, device: torch.device | str | None = None

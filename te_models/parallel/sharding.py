@@ -46,8 +46,8 @@ def parallelize(
     of the ranks are added up; the result has the parameter's dtype.
 
     Parameters of another dtype than most of their part (routers in float32) are not sharded: average their gradients,
-    and divide those of sharded experts, with `te_models.training.ranks.data_parallel.average_gradients`. Compile the
-    result with `compile_model(model, "block")`.
+    and divide sharded experts' gradients, with `te_models.training.ranks.data_parallel.average_gradients`. Compile
+    the result with `compile_model(model, "block")`.
 
     Raises ConfigError where experts are distributed and torch cannot shard them over a mesh of their own, ValueError
     for stored weights whose rows the ranks cannot share.
@@ -160,13 +160,13 @@ def _unlike(part: nn.Module) -> set[nn.Parameter]:
     """Return the parameters of another dtype than most of a part has, which FSDP2 cannot reduce together with it."""
     from torch.distributed.tensor import DTensor
 
-    plain = [p for p in part.parameters() if not isinstance(p, DTensor)]
+    unsharded = [p for p in part.parameters() if not isinstance(p, DTensor)]
     sizes: dict[torch.dtype, int] = {}
-    for parameter in plain:
+    for parameter in unsharded:
         sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
     most = max(sizes, key=lambda dtype: sizes[dtype], default=None)
     inner = {id(p) for m in _sharded_inside(part) for p in m.parameters()}
-    return {p for p in plain if p.dtype != most or id(p) in inner}
+    return {p for p in unsharded if p.dtype != most or id(p) in inner}
 
 
 def _sharded_inside(part: nn.Module) -> Iterator[nn.Module]:

@@ -18,7 +18,7 @@ class Sizes:
 
     The compared text is `windows` held-out files of `length` tokens each. `most_perplexity` is what a sane model stays
     below there. Training reads `train_batches` batches `epochs` times, `windows_per_file` windows from each text file;
-    its loss on the last `compared` batches is compared with that of the untrained model on the very same batches, so
+    its loss on the last `compared` batches is compared with the untrained model's loss on the very same batches, so
     that the difference between batches does not hide what is learned; it must be below `most_loss` times as much. The
     tiny model reads each batch once: read over and over, a few pages make a model of that size worse on other text.
     """

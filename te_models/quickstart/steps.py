@@ -108,7 +108,7 @@ def quantized(run: Run) -> None:
     """Store the weights under each recipe; what is read back is what quantizing in memory gives, bit for bit."""
     report = run.report
     weights = GPTModel.from_pretrained(run.model, dtype=torch.bfloat16).state_dict()
-    plain = perplexity(ours(run.model, run.windows, torch.bfloat16), run.windows)
+    unquantized = perplexity(ours(run.model, run.windows, torch.bfloat16), run.windows)
     for name in ("current", "block", "mxfp8"):
         folder = run.scratch / f"model-{name}"
         quantize(run.model, folder, name)
@@ -126,8 +126,10 @@ def quantized(run: Run) -> None:
         value = perplexity(ours(folder, run.windows, torch.bfloat16), run.windows)
         report.numbers[f"perplexity_{name}"] = value
         report.numbers[f"size_ratio_{name}"] = file_bytes(folder) / file_bytes(run.model)
-        change = abs(value / plain - 1)
-        report.at_most(f"{name}: perplexity {value:.5g}, against bf16 weights ({plain:.5g}), relative", change, 0.05)
+        change = abs(value / unquantized - 1)
+        report.at_most(
+            f"{name}: perplexity {value:.5g}, against bf16 weights ({unquantized:.5g}), relative", change, 0.05
+        )
         shutil.rmtree(folder)
 
 

@@ -33,8 +33,8 @@ class ModelSource(ConfigPart):
     """Whether the weights in path are checked against the digests of its manifest.json."""
 
     def _validate(self) -> None:
-        given = [name for name in ("path", "config", "config_file") if getattr(self, name) is not None]
-        check(len(given) == 1, "model", " and ".join(given) or "empty", "one of path, config and config_file")
+        present = [name for name in ("path", "config", "config_file") if getattr(self, name) is not None]
+        check(len(present) == 1, "model", " and ".join(present) or "empty", "one of path, config and config_file")
         chunk = self.loss_chunk_tokens
         check(chunk is None or chunk > 0, "model.loss_chunk_tokens", chunk, "a positive integer or null")
 
@@ -133,7 +133,7 @@ class ScheduleConfig(ConfigPart):
     min_lr_ratio: float = 0.1
     """Part of optimizer.lr at which cosine and wsd end."""
     steps: int | None = None
-    """Length of the curve, after which the learning rate stays where it ended; unset means that of the run."""
+    """Length of the curve, after which the learning rate stays where it ended; unset means the length of the run."""
     extend: Literal["hold", "replace"] | None = None
     """Which curve a run follows whose checkpoint had another one: the checkpoint's (hold), or the one configured now
     (replace); unset means that such a run is refused."""

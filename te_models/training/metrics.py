@@ -25,8 +25,8 @@ class MetricsFile:
 
     def __init__(self, path: Path, *, keep_steps: int) -> None:
         self.path = path
-        kept = [row for row in read_metrics(path) if row["step"] <= keep_steps]
-        replace_text(path, "".join(_line(row) for row in kept))
+        earlier = [row for row in read_metrics(path) if row["step"] <= keep_steps]
+        replace_text(path, "".join(_line(row) for row in earlier))
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, row: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """The keys of a training configuration as options of a command: `--data.micro-batch-size 4`, `--no-compile`.
 
 Every key has an option, dots for tables and dashes for underscores (underscores are taken, too). The options are made
-of the annotations of the configuration; `config_file` checks the values together with those of the TOML file.
+of the annotations of the configuration; `config_file` checks the values together with the TOML file's values.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def add_key_options(parser: argparse.ArgumentParser, *, shown: bool = False) -> 
                 options(*_spellings(key.path, shown), nargs=0, help=sentence)
                 options(*_spellings(f"{before}{dot}no-{name}", shown), nargs=0, off=True, help=sentence)
             else:
-                # completion reads the choices; values are checked together with those of the file
+                # completion reads the choices; values are checked together with the file's values
                 choices, nargs = _choices(key.hint) if shown else None, "*" if _is_list(key.hint) else None
                 options(*_spellings(key.path, shown), nargs=nargs, choices=choices, help=sentence)
 

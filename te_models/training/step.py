@@ -148,7 +148,7 @@ def train_step(
 @torch.no_grad()
 def reduce_gradients(optimizer: Optimizer, ranks: Ranks) -> None:
     """Replace this rank's gradients by the gradient of the mean loss over `ranks`, those with data of their own. FSDP2
-    has averaged those of what it shards; of experts over the ranks that have the same ones alone."""
+    has averaged the gradients of what it shards; of experts over the ranks that have the same ones alone."""
     experts = optimizer.experts
     whole = [p for p in optimizer.parameters.values() if local_part(p) is p]
     distributed, copies = ((), None) if experts is None or experts.sharded else (experts.parameters, experts.copies)

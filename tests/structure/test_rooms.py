@@ -22,7 +22,10 @@ ROOMS = {
 """The rooms of a folder in the order in which they may import each other."""
 MOST_FILES = 20
 BANNED = {
-    "te_models": {"rung", "rungs", "handover", "handed_over", "preceded_linear", "given_rows", "raise_", "stored_form"},
+    "te_models": {
+        *("rung", "rungs", "handover", "handed_over", "preceded_linear", "given_rows", "raise_", "stored_form"),
+        *("given", "taken", "made", "turned", "kept", "Side", "sides", "anew", "lying"),
+    },
     "te_models.layers": {
         *("Kept", "kept", "keep", "keep_weight", "kept_weight", "Side", "side", "sides", "turned", "How", "how"),
         *("LiveState", "RowGroups", "noted", "note_statistics", "given", "taken", "made", "handed_out"),

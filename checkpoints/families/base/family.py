@@ -83,7 +83,7 @@ _TRAINING_ONLY = (
 )
 
 _FAR = 100
-"""As a distance: more than that of a family that differs in single fields."""
+"""A distance larger than any between families that differ in single fields."""
 
 _NEAREST = 3
 """How many families give their reasons where none fits."""

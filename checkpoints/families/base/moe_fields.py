@@ -39,8 +39,8 @@ class RouterLoss:
 
 @dataclass(frozen=True)
 class ExpertSize:
-    """`intermediate_size` is the experts' width, with `shared` also that of the shared one; there is no dense MLP, or
-    one of the same width, or one with a field of its own."""
+    """`intermediate_size` is the experts' width, with `shared` also the shared expert's width; there is no dense MLP,
+    or one of the same width, or one with a field of its own."""
 
     shared: bool = False
     names: tuple[str, ...] = ("intermediate_size",)

@@ -177,7 +177,7 @@ class RopePerLayerType:
 
 
 def _overlaid(values: Any, scaling: Any) -> Any:
-    """Return rope parameters with those of an old `rope_scaling`, which may spell `rope_type` as `type`."""
+    """Return rope parameters merged with an old `rope_scaling`, which may spell `rope_type` as `type`."""
     if not isinstance(values, dict) or not isinstance(scaling, dict):
         return scaling if isinstance(values, dict) else values  # which is refused
     older = "type" in scaling and "rope_type" not in scaling

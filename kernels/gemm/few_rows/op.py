@@ -1,6 +1,6 @@
 """`x weight^T + bias` of high-precision rows by a quantized weight, as one operation of eager code and of a graph.
 
-Decoding multiplies one row, or one for each sequence, by every weight: its time is that of reading the weights. Where
+Decoding multiplies one row, or one for each sequence, by every weight: it takes as long as reading the weights. Where
 there are more rows than FEW, a matrix multiplication of the dequantized weight is faster, and that is what runs.
 """
 

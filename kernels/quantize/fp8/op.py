@@ -131,8 +131,10 @@ def quantize_blockwise(
 
 
 def _both_by_blocks(x: Tensor, block: tuple[int, int], fp8_dtype: torch.dtype, scale_kind: str) -> tuple[Output, ...]:
-    sides = (block, (block[1], block[0]))
-    return tuple(output for side in sides for output in copy_by_blocks(x, side, fp8_dtype, scale_kind))
+    copy_blocks = (block, (block[1], block[0]))
+    return tuple(
+        output for copy_block in copy_blocks for output in copy_by_blocks(x, copy_block, fp8_dtype, scale_kind)
+    )
 
 
 @operation("quantize_blockwise_both", _both_by_blocks, reference=reference.quantize_blockwise_both)
@@ -162,9 +164,13 @@ def _grouped_by_blocks(
     rowwise: bool,
     columnwise: bool,
 ) -> list[Output]:
-    sides = [(block, rowwise), ((block[1], block[0]), columnwise)]
+    copy_blocks = [(block, rowwise), ((block[1], block[0]), columnwise)]
     groups = m_splits.shape[0]
-    wanted = [copy_by_blocks(x, side, fp8_dtype, scale_kind, groups) for side, made in sides if made]
+    wanted = [
+        copy_by_blocks(x, copy_block, fp8_dtype, scale_kind, groups)
+        for copy_block, is_wanted in copy_blocks
+        if is_wanted
+    ]
     return [output for copies in wanted for output in copies]
 
 

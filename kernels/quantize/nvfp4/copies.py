@@ -1,6 +1,6 @@
 """The definition of NVFP4's columnwise copy, of both copies of a matrix, and of grouped rows, in torch.
 
-The columnwise copy is that of the transpose, stored transposed. With the random Hadamard transform it is that of the
+The columnwise copy quantizes the transpose, stored transposed. With the random Hadamard transform it quantizes the
 transform along the rows, of the values in bfloat16: its rows are rounded up to a multiple of 16, and its amax is the
 one after the transform. Stochastic rounding draws the bits of an element from its row-major index in its copy, each
 copy from a stream of its own.
@@ -39,7 +39,7 @@ def quantize_nvfp4_transposed(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the columnwise copy of x [..., R, C]: packed [..., C, ceil(R / 2)], scales [..., C, ceil(R / 16)], amax.
 
-    amax: [...], that of the transformed matrices, if known.
+    amax: [...], the amax of the transformed matrices, if known.
     """
     return quantize_nvfp4(_transposed(transformed(x, with_rht)), amax=amax, key=key, stream=stream)
 

@@ -91,7 +91,7 @@ def quantize_nvfp4(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize blocks of 1x16 or 16x16 (block_rows) along the last dimension: return (packed, scales, amax).
 
-    amax: that of each matrix if known, [...]; or of each block, broadcastable to [..., R / block_rows, C / 16], for
+    amax: the amax of each matrix if known, [...]; or of each block, broadcastable to [..., R / block_rows, C / 16], for
     matrices that lie side by side. key, stream: round stochastically with `random_bits(key, stream, x.shape)`; None
     rounds to nearest even. A 16x16 block's scale is written for each of its rows.
     """
@@ -109,7 +109,7 @@ def quantize_nvfp4_transposed(
     """Return the columnwise copy of x [..., R, C]: packed [..., C, ceil(R / 2)], scales [..., C, ceil(R / 16)], amax.
 
     with_rht: of the random Hadamard transform along the rows, which are rounded up to a multiple of 16 then. amax:
-    [...], that of the transformed matrices, if known. key, stream: as for `quantize_nvfp4`, of the transpose.
+    [...], the amax of the transformed matrices, if known. key, stream: as for `quantize_nvfp4`, of the transpose.
     """
     if not (x.is_cuda or launch.as_accelerator):
         return copies.quantize_nvfp4_transposed(x, with_rht=with_rht, amax=amax, key=key, stream=stream)

@@ -114,7 +114,7 @@ def quantize_nvfp4(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize blocks of 1x16 or 16x16 (block_rows) along the last dimension: return (packed, scales, amax).
 
-    amax: that of each matrix if known, [...]; or of each block, broadcastable to [..., R / block_rows, C / 16], for
+    amax: the amax of each matrix if known, [...]; or of each block, broadcastable to [..., R / block_rows, C / 16], for
     matrices that lie side by side. key, stream: round stochastically with `random_bits(key, stream, x.shape)`; None
     rounds to nearest even. A 16x16 block's scale is written for each of its rows.
     """

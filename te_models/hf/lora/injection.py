@@ -76,8 +76,8 @@ def _before_injection(tuner: BaseTuner, model: nn.Module, adapter_name: str, *_:
     if not layers:
         return
     check_tokens(config, model)
-    plain = isinstance(tuner, peft.LoraModel) and config.peft_type == peft.PeftType.LORA
-    if not plain:
+    is_lora = isinstance(tuner, peft.LoraModel) and config.peft_type == peft.PeftType.LORA
+    if not is_lora:
         wanted = layers if config.peft_type == peft.PeftType.XLORA else targeted(tuner, config, model)
         for name, layer in wanted:
             refuse_tuner(config, name, layer)
@@ -153,7 +153,7 @@ def name_layers(config: LoraConfig, model: nn.Module) -> None:
         found: Any = _maybe_include_all_linear_layers(config, model)  # typed as the config's base
         names: Any = set(found.target_modules) | set(layers)  # as LoraConfig itself holds them, against its annotation
         config.target_modules = names
-    kept: list[str] = []
+    for_peft: list[str] = []
     by_weight: list[str] = []
     for key in config.target_parameters or ():
         found = [(name, each, p) for name, each, p in _parameters(model) if _means(key, f"{name}.{p}")]
@@ -166,11 +166,11 @@ def name_layers(config: LoraConfig, model: nn.Module) -> None:
                     f"allowed: {name.rpartition('.')[2]!r} in target_modules"
                 )
         by_weight += [name for name, _ in own]
-        kept += [f"{name}.{parameter}" for name, _, parameter in found if name not in layers] if own else [key]
+        for_peft += [f"{name}.{parameter}" for name, _, parameter in found if name not in layers] if own else [key]
         for name, module, parameter in found:
             check_parameter(f"{name}.{parameter}", module, model)
     if by_weight:
-        config.target_parameters = kept or None
+        config.target_parameters = for_peft or None
         config.target_modules = _with_names(config.target_modules, by_weight)
 
 

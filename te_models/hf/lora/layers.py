@@ -31,7 +31,7 @@ class GroupedFactor(nn.Module):
 
 class LoraGroupedLinear(LoraAdapter):
     """`y[g] = x[g] w[g]^T + b[g] + scaling * (x[g] A[g]^T) B[g]^T`, on a `GroupedLinear`; A: [num_gemms, r, in], B:
-    [num_gemms, out, r]. The rank is that of each expert."""
+    [num_gemms, out, r]. Each expert has its own rank-r product."""
 
     def factor(self, inputs: int, outputs: int) -> nn.Module:
         return GroupedFactor(self.base_layer.num_gemms, inputs, outputs)

@@ -33,11 +33,11 @@ def converter_of(model: transformers.PreTrainedModel) -> Any:
 def fill_from_hf(gpt: GPTModel, model: transformers.PreTrainedModel, device: torch.device) -> None:
     """Copy a transformers model's weights into a `GPTModel` of the same configuration, which is made without data."""
     converter = converter_of(model)
-    given = converter.from_hf(model.state_dict(), layout=gpt.expert_layout)
-    keep_dtypes(gpt, converter.family.model_type, lambda name: given[name].dtype)
+    converted = converter.from_hf(model.state_dict(), layout=gpt.expert_layout)
+    keep_dtypes(gpt, converter.family.model_type, lambda name: converted[name].dtype)
     gpt.to_empty(device=device)
     for name, tensor in gpt.stored_tensors():
-        tensor.copy_(given[name])
+        tensor.copy_(converted[name])
 
 
 def to_hf(gpt: GPTModel, family: str | None, *, dequantize: bool) -> transformers.PreTrainedModel:
@@ -54,19 +54,19 @@ def to_hf(gpt: GPTModel, family: str | None, *, dequantize: bool) -> transformer
     if chosen.model_type not in transformers.CONFIG_MAPPING:
         raise CheckpointError(_without_class(gpt, chosen.model_type, transformers.CONFIG_MAPPING))
     config = transformers.AutoConfig.for_model(**converter.hf_config(tensors))
-    dtype = _main_dtype(tensors)  # not that of config.json, which its files may contradict
+    dtype = _main_dtype(tensors)  # config.json names a dtype as well, which its files may contradict
     # transformers' other attention leaves the soft-capping of scores out
     attention = {} if gpt.config.attention.softcap is None else {"attn_implementation": "eager"}
     with torch.device(next(iter(tensors.values())).device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, **attention)
     form = chosen.form_of(gpt.config, model.state_dict())
-    given = converter.to_hf(tensors, form=form, dequantize=dequantize)
+    converted = converter.to_hf(tensors, form=form, dequantize=dequantize)
     for name, stored in chosen.namespace(gpt.config, form).stored.items():
-        if not stored.convertible and name in given:  # such a tensor has a precision of its own
+        if not stored.convertible and name in converted:  # such a tensor has a precision of its own
             tensor = model.get_parameter(name) if name in dict(model.named_parameters()) else model.get_buffer(name)
-            tensor.data = tensor.data.to(torch.promote_types(tensor.dtype, given[name].dtype))
+            tensor.data = tensor.data.to(torch.promote_types(tensor.dtype, converted[name].dtype))
     names = model.state_dict()
-    result = model.load_state_dict(given, strict=False)
+    result = model.load_state_dict(converted, strict=False)
     loaded = {t.data_ptr() for name, t in names.items() if name not in result.missing_keys}
     missing = [name for name in result.missing_keys if names[name].data_ptr() not in loaded]  # not only a tied copy
     if missing or result.unexpected_keys:

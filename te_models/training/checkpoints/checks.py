@@ -329,8 +329,8 @@ def _violated_fp8(key: str, value: torch.Tensor) -> str | None:
         low, high = (int(bound) for bound in torch.aminmax(part))
         if key == "exp_avg_sq" and (low < 0 or high == 127):  # its root is stored, which is not negative
             return "numbers of zero and more"
-        turned = (part.view(torch.int64) ^ _SIGNS).view(torch.int8) if wide else part ^ -128
-        if high == 127 or int(turned.max()) == 127:
+        as_signed = (part.view(torch.int64) ^ _SIGNS).view(torch.int8) if wide else part ^ -128
+        if high == 127 or int(as_signed.max()) == 127:
             return "finite numbers"
     return None
 

@@ -112,7 +112,7 @@ with an expert bias, and with gradients that are added up in float32."""
 
 
 def check_same_run(config: TrainConfig, start: TrainingState, ranks: Ranks) -> None:
-    """Refuse to continue a run whose numbers would silently be those of another: name the fields that changed.
+    """Refuse to continue a run whose numbers would silently change: name the fields that changed.
 
     Fields that decide only how long, how fast, in how much memory or how visibly it runs may change, and so may the
     layout and the number of ranks, with as much less or more accumulation: the same windows are a step. ranks: those
@@ -255,7 +255,7 @@ def check_same_data(dataset: TokenDataset, start: TrainingState | None, ranks: R
             raise DataError(f"rank {rank} reads other tokens from data.path {dataset.path} than rank 0")
     if start is not None and start.data_digest not in (None, digest):
         raise DataError(
-            f"cannot continue from step {start.step}: {dataset.path} holds other tokens than those of the steps before "
+            f"cannot continue from step {start.step}: {dataset.path} holds other tokens than the steps before read "
             f"(digest {digest[:12]}, was {start.data_digest[:12]}); allowed: the same data set"
         )
     return digest

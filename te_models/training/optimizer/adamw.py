@@ -74,8 +74,11 @@ class Optimizer:
         device = next(iter(self.parameters.values())).device
         self.lr = torch.zeros((), dtype=torch.float32, device=device)
         decayed = [p for name, p in self.parameters.items() if is_decayed(name, p)]
-        plain = [p for name, p in self.parameters.items() if not is_decayed(name, p)]
-        by_decay = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        undecayed = [p for name, p in self.parameters.items() if not is_decayed(name, p)]
+        by_decay = [
+            {"params": decayed, "weight_decay": config.weight_decay},
+            {"params": undecayed, "weight_decay": 0.0},
+        ]
         beta1, beta2 = config.betas
         self._adamw = FusedAdamW(
             [group for group in by_decay if group["params"]],

@@ -56,8 +56,8 @@ def continued_config(config: TrainConfig, before: Mapping[str, Any], step: int) 
     old = LearningRate(before["optimizer"]["lr"], schedule.steps or before["steps"], schedule)
     new = LearningRate.of(config)
     if extend == "hold":
-        kept = new if config.schedule.steps else dataclasses.replace(new, steps=old.steps)
-        if changes := _changes(old, kept):
+        held = new if config.schedule.steps else dataclasses.replace(new, steps=old.steps)
+        if changes := _changes(old, held):
             raise ConfigError(
                 f"cannot continue from step {step}: {', '.join(changes)} differ from the checkpoint's; allowed with "
                 "schedule.extend = 'hold': another steps only"

@@ -110,13 +110,13 @@ def average_gradients(
 
     group: the ranks that are meant, where others have other parts of the layers (`tp`): `ranks` counts those of it
     alone; None: all.
-    distributed: those of the parameters that only a part of the ranks has, as `GPTModel.expert_parameters` lists them.
+    distributed: the parameters that only a part of the ranks has, as `GPTModel.expert_parameters` lists them.
     Their gradients are sums over the ranks that share a copy of all experts, and are summed over `copies`, the ranks
     that have the same ones, too; None: no other rank has them.
     """
-    for name, given in {"copies": copies, "group": group}.items():
-        if given is not None:
-            check_group(name, given)
+    for name, process_group in {"copies": copies, "group": group}.items():
+        if process_group is not None:
+            check_group(name, process_group)
     if ranks.world_size == 1:
         return
     own = {id(parameter) for parameter in distributed}

@@ -38,7 +38,7 @@ class ExpertRanks:
 
     @property
     def saves(self) -> bool:
-        """Whether this rank's experts are those that go into checkpoints, those of the first copy."""
+        """Whether this rank's experts go into checkpoints: it holds the first copy."""
         return self.copies.rank() == 0
 
     def owns(self, parameter: torch.Tensor) -> bool:

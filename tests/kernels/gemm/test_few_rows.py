@@ -67,6 +67,7 @@ def assert_within_bound(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | Non
     assert ((y.double() - exact).abs() <= bound).all(), ((y.double() - exact).abs() / bound).max()
 
 
+@pytest.mark.matrix("pairs")
 @pytest.mark.parametrize("dtype", (BF16, F32))
 @pytest.mark.parametrize("format", FORMATS)
 def test_it_is_the_product_with_the_dequantized_weight(instructions: None, format: str, dtype: torch.dtype) -> None:
@@ -82,6 +83,7 @@ def test_it_is_the_product_with_the_dequantized_weight(instructions: None, forma
     assert gemm_counts() == {("stored_linear", "few_rows"): 36}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", (BF16, F32))
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("magnitude", (1.0, 1e-33, 1e-38, 1e35))
@@ -132,6 +134,7 @@ def test_every_scale_is_decoded(instructions: None) -> None:
                 )
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_row_does_not_depend_on_the_others(instructions: None, format: str) -> None:
     operand, _ = stored(format, (515, 336))

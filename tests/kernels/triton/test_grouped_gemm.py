@@ -66,7 +66,10 @@ def test_plain_rows(splits: list[int], tail: int, transpose: bool, dtype: torch.
     b = normal(len(splits), outer, inner, seed=2, dtype=dtype, device=device)
     b = b if transpose else b.mT.contiguous().mT  # dgrad reads the weight the other way round
     y = kernels.grouped_gemm(
-        kernels.Side.plain(x), kernels.Side.plain(b), torch.tensor(splits, device=device), x.new_empty(rows, outer)
+        kernels.TileOperand.unscaled(x),
+        kernels.TileOperand.unscaled(b),
+        torch.tensor(splits, device=device),
+        x.new_empty(rows, outer),
     )
     for g, (begin, end) in enumerate(ranges(splits)):
         assert_within(y[begin:end], x[begin:end].double(), b[g].double())
@@ -85,7 +88,7 @@ def test_quantized_rows(formats: str, splits: list[int], tail: int, device: torc
     right = quantized(normal(len(splits), outer, inner, seed=4, device=device), *FORMATS[formats][1])
     out = torch.empty(rows, outer, device=device)
     splits_tensor = torch.tensor(splits, dtype=torch.int32, device=device)
-    y = kernels.grouped_gemm(kernels.Side.of(left), kernels.Side.of(right), splits_tensor, out)
+    y = kernels.grouped_gemm(kernels.TileOperand.of(left), kernels.TileOperand.of(right), splits_tensor, out)
     for g, (begin, end) in enumerate(ranges(splits)):
         assert_within(y[begin:end], exact_rows(left, begin, end, g, 1), exact(right)[g])
     assert not y[sum(splits) :].any()
@@ -104,8 +107,10 @@ def test_plain_wgrad(splits: list[int], tail: int, accumulate: bool, device: tor
     factor = torch.linspace(0.5, 2, len(splits), device=device)
     before = normal(len(splits), 19, 37, seed=7, dtype=torch.float32, device=device)
     out = before.clone() if accumulate else torch.empty_like(before)
-    sides = kernels.Side.plain(dy.t()), kernels.Side.plain(x.t())
-    kernels.grouped_gemm_wgrad(*sides, torch.tensor(splits, device=device), out, factor=factor, accumulate=accumulate)
+    operands = kernels.TileOperand.unscaled(dy.t()), kernels.TileOperand.unscaled(x.t())
+    kernels.grouped_gemm_wgrad(
+        *operands, torch.tensor(splits, device=device), out, factor=factor, accumulate=accumulate
+    )
     for g, (begin, end) in enumerate(ranges(splits)):
         check_wgrad(out[g], before[g], factor[g] * dy[begin:end].double().t(), x[begin:end].double().t(), accumulate)
 
@@ -134,8 +139,8 @@ def test_quantized_wgrad(formats: str, groups: list[int], accumulate: bool, devi
     right = quantized_rows(normal(rows, 33, seed=9, device=device), splits, kind, block, dim=0)
     before = normal(len(splits), 18, 33, seed=10, dtype=torch.float32, device=device)
     out = before.clone() if accumulate else torch.empty_like(before)
-    sides = kernels.Side.of(left), kernels.Side.of(right)
-    kernels.grouped_gemm_wgrad(*sides, torch.tensor(splits, device=device), out, accumulate=accumulate)
+    operands = kernels.TileOperand.of(left), kernels.TileOperand.of(right)
+    kernels.grouped_gemm_wgrad(*operands, torch.tensor(splits, device=device), out, accumulate=accumulate)
     for g, (begin, end) in enumerate(ranges(splits)):
         a, b = (exact_rows(side, begin, end, g, 0) for side in (left, right))
         check_wgrad(out[g], before[g], a, b, accumulate)
@@ -147,11 +152,13 @@ def test_splits_beyond_the_rows_stay_inside_the_memory(device: torch.device) -> 
 
     x, b = normal(20, 32, seed=11, device=device), normal(3, 16, 32, seed=12, device=device)
     splits = torch.tensor([12, 50, 7], device=device)
-    y = kernels.grouped_gemm(kernels.Side.plain(x), kernels.Side.plain(b), splits, x.new_empty(20, 16))
+    y = kernels.grouped_gemm(
+        kernels.TileOperand.unscaled(x), kernels.TileOperand.unscaled(b), splits, x.new_empty(20, 16)
+    )
     assert_within(y[:12], x[:12].double(), b[0].double())
     assert_within(y[12:], x[12:].double(), b[1].double())
     out = torch.full((3, 32, 32), float("nan"), device=device)
-    kernels.grouped_gemm_wgrad(kernels.Side.plain(x.t()), kernels.Side.plain(x.t()), splits, out)
+    kernels.grouped_gemm_wgrad(kernels.TileOperand.unscaled(x.t()), kernels.TileOperand.unscaled(x.t()), splits, out)
     assert_within(out[1], x[12:].double().t(), x[12:].double().t())
     assert not out[2].any()
 
@@ -175,15 +182,19 @@ def test_real_sizes(formats: str, shape: tuple[int, int, int, int], device: torc
     if formats == "plain":
         left, right, loose = x, w, 0.0
         a, b, columns = (
-            kernels.Side.plain(x),
-            kernels.Side.plain(w),
-            (kernels.Side.plain(dy.t()), kernels.Side.plain(x.t())),
+            kernels.TileOperand.unscaled(x),
+            kernels.TileOperand.unscaled(w),
+            (kernels.TileOperand.unscaled(dy.t()), kernels.TileOperand.unscaled(x.t())),
         )
     else:
         left = quantized_rows(x, sizes, kind, block, dim=1)
         right = quantized(w, *FORMATS[formats][1])
         grads = [quantized_rows(side, sizes, kind, block, dim=0) for side in (dy, x)]
-        a, b, columns = kernels.Side.of(left), kernels.Side.of(right), tuple(map(kernels.Side.of, grads))
+        a, b, columns = (
+            kernels.TileOperand.of(left),
+            kernels.TileOperand.of(right),
+            tuple(map(kernels.TileOperand.of, grads)),
+        )
         # tensor cores of compute capability 9 keep about 14 bits of a sum within 128 values; MX runs in bfloat16
         loose = 0.0 if kind == "e8m0" else 2.0**-12
     runs = [kernels.grouped_gemm(a, b, count, torch.empty(total, outer, device=device)) for _ in range(2)]
@@ -192,14 +203,14 @@ def test_real_sizes(formats: str, shape: tuple[int, int, int, int], device: torc
     assert torch.equal(*wgrads)
     for g, (begin, end) in enumerate(ranges(sizes)):
         if formats == "plain":
-            rows, weight, sides = (
+            rows, weight, operands = (
                 x[begin:end].double(),
                 w[g].double(),
                 (dy[begin:end].double().t(), x[begin:end].double().t()),
             )
         else:
             rows, weight = exact_rows(left, begin, end, g, 1), exact(right.member(g))
-            sides = [exact_rows(side, begin, end, g, 0) for side in grads]
+            operands = [exact_rows(side, begin, end, g, 0) for side in grads]
         assert_within(runs[0][begin:end], rows, weight, unit=UNIT[torch.float32] + loose)
-        assert_within(wgrads[0][g], *sides, unit=UNIT[torch.float32] + loose)
+        assert_within(wgrads[0][g], *operands, unit=UNIT[torch.float32] + loose)
     assert not runs[0][sum(sizes) :].any()

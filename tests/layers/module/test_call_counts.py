@@ -28,7 +28,7 @@ FOLDERS = {
 LIMITS = {
     ("linear", None): (10, 8, 4, 7),
     ("linear", "mxfp8"): (55, 16, 11, 23),
-    ("linear", "nvfp4"): (208, 26, 17, 38),
+    ("linear", "nvfp4"): (150, 26, 17, 38),
     ("grouped", "mxfp8"): (143, 29, 15, 60),
 }
 

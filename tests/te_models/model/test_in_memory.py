@@ -128,7 +128,7 @@ def test_wrong_state_dicts_are_refused(tmp_path: Path) -> None:
         converter.from_hf({**tensors, "x": torch.ones(1)})
     with pytest.raises(CheckpointError, match="has shape"):
         converter.from_hf({**tensors, name: tensors[name].T})
-    with pytest.raises(CheckpointError, match="the names of the state dict are not those of the configuration"):
+    with pytest.raises(CheckpointError, match="the names of the state dict do not match the configuration"):
         converter.to_hf(tensors)
     with pytest.raises(CheckpointError, match="is of the family 'llama', not 'qwen2'"):
         AutoConverter.from_config(hf, family="qwen2")

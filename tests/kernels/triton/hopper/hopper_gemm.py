@@ -29,7 +29,7 @@ ROWS = (16, 64, 4096)
 
 
 def side(mode: int) -> Any:
-    """Stand in for a Side on a GPU, as far as `config` and `dot_dtype` look at it."""
+    """Stand in for a TileOperand on a GPU, as far as `config` and `dot_dtype` look at it."""
     data = SimpleNamespace(is_cuda=True, device=None, element_size=lambda: 2 if mode == 0 else 1)
     return SimpleNamespace(mode=mode, data=data)
 
