@@ -15,6 +15,7 @@ EXAMPLES = {
     "te_models.layers.ops": "ops.py",
     "te_models.checkpoints": "checkpoints.py",
     "te_models.parallel": "parallel.py",
+    "te_models.plan": "plan.py",
     "te_models.training": "training.py",
     "te_models.hf": "hf.py",
 }

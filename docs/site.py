@@ -26,6 +26,7 @@ PACKAGES = (
     "te_models.layers.ops",
     "te_models.checkpoints",
     "te_models.parallel",
+    "te_models.plan",
     "te_models.training",
     "te_models.hf",
     "te_models.config",

@@ -104,11 +104,11 @@ class ModelParts:
         """Return the part of a tensor that is divided among the ranks as a parameter is. tensor: this rank's."""
         whole, cuts = self._shapes[name], dict(self._owned[name].cuts())
         if local_part(parameter) is not parameter:
-            rank, ranks = _place_of_shard(parameter)
-            size = self._owned[name].shape(whole)[0]
-            rows = -(-size // ranks)
-            begin = min(rank * rows, size)
-            cuts[0] = _narrow(cuts.get(0, ((0, size),)), begin, min(begin + rows, size))
+            rank, ranks, dim = _place_of_shard(parameter)
+            size = self._owned[name].shape(whole)[dim]
+            each = -(-size // ranks)
+            begin = min(rank * each, size)
+            cuts[dim] = _narrow(cuts.get(dim, ((0, size),)), begin, min(begin + each, size))
         return LocalPart(tensor, whole, cuts)
 
     def wholes(self) -> dict[str, Tensor]:
@@ -131,7 +131,7 @@ class ModelParts:
             one_matrix = is_one_matrix(local)
             if local_part(parameter) is not parameter and not (one_matrix and layout.block is None):
                 axis = field.dim() + layout.axis(-2) if one_matrix else 0
-                rank, _ = _place_of_shard(parameter)
+                rank, _, _ = _place_of_shard(parameter)
                 begin = rank * field.shape[axis]
                 cuts[axis] = _narrow(cuts.get(axis, ((0, shape[axis]),)), begin, begin + field.shape[axis])
             values = field.view(torch.uint8) if field.dtype.itemsize == 1 else field
@@ -154,10 +154,10 @@ class ModelParts:
         return found
 
 
-def _place_of_shard(parameter: Any) -> tuple[int, int]:
-    """Return (number of this rank's shard, number of shards) of a parameter that FSDP2 shards along dimension 0."""
+def _place_of_shard(parameter: Any) -> tuple[int, int, int]:
+    """Return (number of this rank's shard, number of shards, dimension) of a parameter that FSDP2 shards."""
     mesh = parameter.device_mesh
-    return mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
+    return mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1), parameter.placements[-1].dim
 
 
 def _narrow(ranges: Ranges, begin: int, end: int) -> Ranges:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from te_models.layers import Recipe, quantized_model_init
+from te_models.layers import QuantizedTensor, Recipe, quantized_model_init
 from te_models.layers.module.model_state import quantized_modules
 from te_models.layers.module.primary_weights import store_weights_as_asked
 
@@ -22,6 +22,7 @@ from .mesh import ParallelMesh
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard
 
 ReshardAfterForward = Literal["default", "always", "never"]
 
@@ -112,10 +113,12 @@ def _shard(part: nn.Module, mesh: ParallelMesh, reduce_dtype: torch.dtype, resha
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     options: dict[str, Any] = {}
-    if mesh.dims.expert_model_parallel_size > 1:
-        experts = {id(p) for p in _experts_of(part)}
-        if experts:
-            options["shard_placement_fn"] = _own_mesh(experts, mesh.expert_fsdp)
+    experts = {id(p) for p in _experts_of(part)}
+    if experts and mesh.dims.expert_model_parallel_size > 1:
+        options["shard_placement_fn"] = _own_mesh(experts, mesh.expert_fsdp)
+    elif experts:
+        shards = mesh.fsdp.size(mesh.fsdp.ndim - 1)
+        options["shard_placement_fn"] = lambda p: _placement(p, shards) if id(p) in experts else None
     fully_shard(
         part,
         mesh=mesh.fsdp,
@@ -150,10 +153,23 @@ def _own_mesh(experts: set[int], mesh: DeviceMesh) -> Callable[[nn.Parameter], A
         )
     from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
     from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
-    from torch.distributed.tensor import Shard
 
     info: Any = _get_mesh_info(mesh, None)
-    return lambda parameter: ShardPlacementResult(Shard(0), info) if id(parameter) in experts else None
+    shards = mesh.size(mesh.ndim - 1)
+
+    def place(parameter: nn.Parameter) -> Any:
+        return ShardPlacementResult(_placement(parameter, shards), info) if id(parameter) in experts else None
+
+    return place
+
+
+def _placement(parameter: nn.Parameter, shards: int) -> Shard:
+    """Return the dimension along which the experts' parameter is sharded: the first one that the ranks can share
+    equally. FSDP2 pads the first dimension, which for few experts on many ranks is most of what it holds and sends."""
+    from torch.distributed.tensor import Shard
+
+    dims = range(1 if isinstance(parameter, QuantizedTensor) else parameter.dim())
+    return Shard(next((dim for dim in dims if parameter.shape[dim] % shards == 0), 0))
 
 
 def _unlike(part: nn.Module) -> set[nn.Parameter]:

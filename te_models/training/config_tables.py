@@ -286,6 +286,10 @@ class LogConfig(ConfigPart):
     """Whether the run draws loss.png (extra plot)."""
     statistics_every: int = 0
     """Steps between two records of what quantization did to each operand, in the metrics; 0: none."""
+    peak_tflops: float | None = None
+    """Dense bfloat16 peak of one device, in TFLOP/s: with it the metrics have `mfu`; unset: they do not."""
 
     def _validate(self) -> None:
+        peak = self.peak_tflops
+        check(peak is None or peak > 0, "log.peak_tflops", peak, "a positive number or null")
         check(self.statistics_every >= 0, "log.statistics_every", self.statistics_every, "zero or a positive integer")

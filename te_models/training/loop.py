@@ -23,6 +23,7 @@ from te_models.layers import quantization_statistics, set_rounding_seed
 from ..config import ConfigError
 from ..memory import return_freed_memory
 from ..model.expert_bias import has_expert_bias, max_load, update_expert_bias
+from ..model.flops import training_flops_per_token
 from ..signals import Interrupted, StopSignals
 from ..terminal import say
 from .build import build_model, build_optimizer, open_data, resolve_device
@@ -158,6 +159,7 @@ def _run(
 
     micro_batches_per_step = config.data.gradient_accumulation * data_ranks.world_size
     tokens_per_step = micro_batches_per_step * B * S
+    tflop_of_rank = training_flops_per_token(model_config, S) * tokens_per_step / ranks.world_size / 1e12
     balanced = has_expert_bias(model)
     begun = saved = time.perf_counter()
     loss: float | None = None
@@ -201,6 +203,9 @@ def _run(
         row |= {"skipped": True} if result.skipped else {}
         row |= {} if load is None else {"max_expert_load": float(max_load(load))}
         row |= {"tokens_per_second": tokens_per_step / seconds, "seconds": time.perf_counter() - begun}
+        row["tflops"] = tflop_of_rank / seconds
+        if config.log.peak_tflops is not None:
+            row["mfu"] = row["tflops"] / config.log.peak_tflops
         if validation and _is_due(step, config.evaluation.every, config.steps):
             validation_loss = evaluate_model(model, loss_function, validation, device, data_ranks)
             if not math.isfinite(validation_loss):

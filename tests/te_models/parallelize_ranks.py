@@ -35,12 +35,15 @@ LAYOUTS: dict[str, dict[str, int]] = {
 }
 MODELS = ("dense", "tied", "biases", "qk_full", "latent", "moe_shared", "moe_biases")
 CONFIGS = {name: VARIANTS[name] for name in MODELS}
+SIX_EXPERTS = VARIANTS["moe_shared"].replace(moe=VARIANTS["moe_shared"].moe.replace(num_moe_experts=6))
 DENSE = {"hsdp", "tp2_fsdp2", "tp2"}
+LAYOUTS_OF_SIX = {"fsdp4": {"data_parallel_shard_size": 4}}
 FOLDER = Path(sys.argv[2] if len(sys.argv) > 2 else "")
 
 
 def mesh_of(layout: str) -> ParallelMesh:
-    return ParallelDims(ranks=dist.get_world_size(), **LAYOUTS[layout]).build_mesh("cpu")
+    sizes = (LAYOUTS | LAYOUTS_OF_SIX)[layout]
+    return ParallelDims(ranks=dist.get_world_size(), **sizes).build_mesh("cpu")
 
 
 def a_layout_has_one_mesh() -> None:
@@ -111,7 +114,7 @@ def gradients_are_those_of_one_rank(name: str, layout: str) -> None:
     from te_models.training.ranks.experts import expert_ranks
     from te_models.training.step import reduce_gradients
 
-    config, mesh = CONFIGS[name], mesh_of(layout)
+    config, mesh = (CONFIGS | {"six": SIX_EXPERTS})[name], mesh_of(layout)
     torch.manual_seed(5)
     whole = GPTModel(config, dtype=torch.bfloat16)
     torch.manual_seed(5)
@@ -171,6 +174,19 @@ def stored_weights_are_shards_of_the_whole() -> None:
     assert found
 
 
+def experts_are_not_padded() -> None:
+    """Four ranks share six experts equally, along another dimension than the experts'."""
+    mesh = mesh_of("fsdp4")
+    torch.manual_seed(5)
+    whole = GPTModel(SIX_EXPERTS)
+    torch.manual_seed(5)
+    model = split(SIX_EXPERTS, mesh)
+    parallelize(model, mesh, device="cpu")
+    has_the_values_of(model, whole)
+    for shard, expert in zip(model.expert_parameters(), whole.expert_parameters(), strict=True):
+        assert local_part(shard).untyped_storage().nbytes() * 4 == expert.untyped_storage().nbytes()
+
+
 def norms_of_nothing() -> None:
     """A rank without a part of a vector takes part in its norm all the same."""
     mine = [torch.tensor(3.0)] if dist.get_rank() == 1 else []
@@ -201,7 +217,9 @@ def _cases() -> dict[str, Any]:
                 cases[f"load {name} {layout}"] = lambda n=name, its=layout: loads_its_own_parts(n, its)
     for layout in ("hsdp", "ep2_fsdp4", "ep2_tp2_fsdp2"):
         cases[f"gradients {layout}"] = lambda its=layout: gradients_are_those_of_one_rank("moe_shared", its)
+    cases["gradients six experts"] = lambda: gradients_are_those_of_one_rank("six", "fsdp4")
     others = (
+        experts_are_not_padded,
         one_layer_at_a_time,
         stored_weights_are_shards_of_the_whole,
         norms_of_nothing,

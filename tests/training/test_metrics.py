@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from te_models.extras import MissingExtraError
+from te_models.model.flops import training_flops_per_token
 from te_models.training import (
     EvaluationConfig,
     MetricsError,
@@ -79,7 +80,7 @@ def test_a_validation_loss_that_is_not_finite_stops_the_run(tmp_path: Path, monk
 
 def test_a_run_writes_what_it_measured_and_a_picture(tmp_path: Path) -> None:
     config = tiny_run(tmp_path, steps=4, evaluation=EvaluationConfig(every=2, batches=1))
-    config = config.replace(log=config.log.replace(plot=True, progress=True))
+    config = config.replace(log=config.log.replace(plot=True, progress=True, peak_tflops=2.0))
     result = train(config)
     rows = read_metrics(result.metrics_file)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
@@ -88,6 +89,10 @@ def test_a_run_writes_what_it_measured_and_a_picture(tmp_path: Path) -> None:
     assert rows[-1]["validation_loss"] == result.validation_loss
     assert [row["tokens"] for row in rows] == [128, 256, 384, 512]
     assert all(row["tokens_per_second"] > 0 and row["grad_norm"] > 0 for row in rows)
+    flops = training_flops_per_token(config.model.config, config.data.sequence_length)
+    for row in rows:
+        assert row["tflops"] == pytest.approx(flops * row["tokens_per_second"] / 1e12)
+        assert row["mfu"] == pytest.approx(row["tflops"] / 2.0)
     png = (tmp_path / "run" / "loss.png").read_bytes()
     assert png.startswith(b"\x89PNG\r\n\x1a\n")
     plot_loss({"a": result.metrics_file, "b": result.metrics_file}, tmp_path / "two.png")

@@ -1,0 +1,124 @@
+"""`te-models plan`: what a training run would take of each rank, without the machines."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..sizes import format_size
+from ..terminal import Table, say_while_waiting
+from .parser import Verbs, emit, integer, number, verb
+
+if TYPE_CHECKING:
+    from ..plan import Hardware, Plan
+    from ..plan.layouts import Refused
+
+DESCRIPTION = """\
+Plan a training run on any number of ranks, without them: memory, FLOPs, bytes of every
+collective and a model of step time. One micro-batch runs on tensors without values, as a rank
+of the layout in CONFIG.toml would run it on CPU. --layouts tries every layout of tensor and
+expert parallelism that the ranks allow, and says which ones fit. Exit code 1: nothing fits."""
+
+_SHORT = {
+    "data_parallel_replicate_size": "dp_replicate",
+    "data_parallel_shard_size": "dp_shard",
+    "tensor_model_parallel_size": "tp",
+    "expert_model_parallel_size": "ep",
+}
+
+
+def add(verbs: Verbs) -> None:
+    """Add the verb."""
+    parser = verb(
+        verbs,
+        "plan",
+        run,
+        "memory, FLOPs and traffic of a run on any number of ranks",
+        DESCRIPTION,
+        "te-models plan train.toml --ranks 1024 --layouts",
+    )
+    parser.add_argument("config", metavar="CONFIG.toml", help="the training configuration")
+    parser.add_argument("--ranks", type=integer, required=True, metavar="N", help="how many ranks the run has")
+    parser.add_argument("--layouts", action="store_true", help="plan every layout that the ranks allow")
+    for option, what in _HARDWARE.items():
+        kind = integer if option == "node_ranks" else number
+        parser.add_argument(f"--{option.replace('_', '-')}", type=kind, metavar="N", help=what)
+
+
+_HARDWARE = {
+    "memory_gib": "memory of a device, in GiB (default: 80)",
+    "tflops": "dense bfloat16 peak of a device, in TFLOP/s (default: 989)",
+    "efficiency": "part of the peak that GEMMs reach (default: 0.45)",
+    "node_ranks": "ranks that fast links connect (default: 8)",
+    "node_gbps": "GB/s that a rank sends over the fast links (default: 450)",
+    "network_gbps": "GB/s that a rank sends over the network (default: 50)",
+}
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan, or the plans of all layouts; 1 if nothing fits."""
+    from ..training.config_file import read_config
+
+    config = read_config(Path(args.config), [])
+    say_while_waiting("running a micro-batch on tensors without values")
+    from ..plan import Hardware, plan_run
+
+    asked = {name: getattr(args, name) for name in _HARDWARE if getattr(args, name) is not None}
+    hardware = Hardware(**asked)
+    if not args.layouts:
+        plan = plan_run(config, args.ranks, hardware)
+        emit(args, plan.to_dict(), *_tables(plan, hardware))
+        return 0 if plan.fits else 1
+    from ..plan.layouts import Refused, plan_layouts
+
+    plans = plan_layouts(config, args.ranks, hardware)
+    fitting = [plan for plan in plans if not isinstance(plan, Refused) and plan.fits]
+    values = [{"sizes": p.sizes, "refused": p.reason} if isinstance(p, Refused) else p.to_dict() for p in plans]
+    emit(args, {"layouts": values}, _layouts(plans, args.ranks, hardware))
+    return 0 if fitting else 1
+
+
+def _tables(plan: Plan, hardware: Hardware) -> list[Table]:
+    sizes = ", ".join(f"{_SHORT[name]} {size}" for name, size in plan.sizes.items() if name in _SHORT)
+    verdict = "fits" if plan.fits else "does not fit"
+    memory = Table(
+        [
+            ("parameters", format_size(plan.parameters)),
+            ("optimizer and main gradients", format_size(plan.optimizer)),
+            ("activations, gradients and gathered parameters", format_size(plan.activations)),
+            ("together, at the highest point", format_size(plan.memory)),
+            ("of a device", f"{hardware.memory_gib:g} GiB: {verdict}"),
+        ],
+        f"memory of one of {plan.ranks} ranks ({sizes})",
+    )
+    rows = [("collective", "over", "calls", "payload", "sent by a rank")]
+    for (kind, over), traffic in plan.traffic.items():
+        rows.append((kind, over, str(traffic.calls), format_size(traffic.payload), format_size(traffic.sent)))
+    step = Table(
+        [
+            ("tokens of all ranks", f"{plan.tokens:,}"),
+            ("model FLOPs of a rank", f"{plan.flops / 1e12:,.4g} TFLOP"),
+            ("compute", f"{plan.compute_s:.3g} s"),
+            ("communication", f"{plan.communication_s:.3g} s"),
+            ("step, if that of sharded parameters overlaps", f"{plan.step_s:.3g} s"),
+            ("model FLOPs utilization", f"{100 * plan.mfu:.3g} %"),
+        ],
+        "a step at best",
+    )
+    return [memory, Table(rows, "collectives of a step", heading=True), step]
+
+
+def _layouts(plans: list[Plan | Refused], ranks: int, hardware: Hardware) -> Table:
+    from ..plan.layouts import Refused
+
+    rows = [("tp", "ep", "memory", "fits", "step", "MFU")]
+    for plan in plans:
+        sizes = [str(plan.sizes[name]) for name in ("tensor_model_parallel_size", "expert_model_parallel_size")]
+        if isinstance(plan, Refused):
+            rows.append((sizes[0], sizes[1], "refused", "", "", plan.reason))
+        else:
+            mfu = f"{100 * plan.mfu:.3g} %"
+            fits = "yes" if plan.fits else "no"
+            rows.append((sizes[0], sizes[1], format_size(plan.memory), fits, f"{plan.step_s:.3g} s", mfu))
+    return Table(rows, f"layouts of {ranks} ranks of {hardware.memory_gib:g} GiB", heading=True)

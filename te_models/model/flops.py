@@ -1,0 +1,65 @@
+"""Floating-point operations of a model: the multiplications and additions of its GEMMs, from its configuration.
+
+Norms, activations, softmax and the router's choice are left out, as model FLOPs utilization leaves them out (PaLM,
+arXiv 2204.02311, appendix B). A query counts the keys that it sees: half a sequence on average, or a window.
+"""
+
+from __future__ import annotations
+
+import math
+
+from te_models.checkpoints import expected_tensors
+
+from ..config import ModelConfig
+
+_NO_GEMM = ("embedding.", "layernorm", "layer_norm", "bias", "rotary")
+"""Parts of the names of parameters that no GEMM multiplies by."""
+
+
+def forward_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
+    """Return the FLOPs of one forward pass, divided by its tokens; a training step takes three times as many.
+
+    sequence_length: of the texts, which begin without a cache.
+    """
+    return 2.0 * _active_weights(config) + _attention_flops(config, sequence_length)
+
+
+def training_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
+    """Return the FLOPs of forward and backward pass per token; what is computed again counts nothing."""
+    return 3.0 * forward_flops_per_token(config, sequence_length)
+
+
+def _active_weights(config: ModelConfig) -> float:
+    """Count the elements of the matrices that a token is multiplied by."""
+    total = 0.0
+    for name, shape in expected_tensors(config, "grouped").items():
+        if len(shape) < 2 or any(word in name for word in _NO_GEMM):
+            continue
+        share = 1.0
+        if ".experts." in name:
+            assert config.moe is not None
+            share = config.moe.moe_router_topk / config.moe.num_moe_experts
+        total += share * math.prod(shape)
+    if config.embedding.share_embeddings_and_output_weights:
+        total += config.vocab_size * config.hidden_size
+    return total
+
+
+def _attention_flops(config: ModelConfig, length: int) -> float:
+    """Return the FLOPs of scores and of their sum of values, per token."""
+    a = config.attention
+    assert a.kv_channels is not None, "filled in by validation"
+    keys = a.kv_channels if a.mla is None else a.mla.qk_head_dim + a.mla.qk_pos_emb_head_dim
+    values = (a.v_head_dim or a.kv_channels) if a.mla is None else a.mla.v_head_dim
+    total = 0.0
+    for layer in range(config.num_layers):
+        window = config.window_size(layer) or config.chunk_size(layer)
+        total += 2.0 * a.num_attention_heads * (keys + values) * _keys_seen(length, window)
+    return total
+
+
+def _keys_seen(length: int, window: int | None) -> float:
+    """Return how many keys a query sees on average, itself included."""
+    if window is None or window >= length:
+        return (length + 1) / 2
+    return window - window * (window - 1) / (2 * length)

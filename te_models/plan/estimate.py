@@ -1,0 +1,164 @@
+"""The plan of a run: what each rank holds, computes and sends, whether it fits, and how long a step takes at best."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Self
+
+from te_models.checkpoints import open_checkpoint
+
+from ..config import ConfigError, ModelConfig
+from ..model.flops import training_flops_per_token
+from ..model.parallel import check_distribution, check_layers
+from ..training.build import read_model_config
+from ..training.config import TrainConfig
+from ..training.ranks.data_parallel import Ranks
+from ..training.ranks.layout import Layout, layout_of
+from .micro_batch import record
+from .simulation import Traffic, fake_ranks, fake_tensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """What a plan supposes of the machines; the defaults are an NVIDIA H100 SXM's data sheet, eight to a node.
+
+    memory_gib: of a device. tflops: its dense bfloat16 peak. efficiency: the part of it that GEMMs reach. node_ranks:
+    ranks that the fast links connect. node_gbps, network_gbps: gigabytes per second that a rank sends over the fast
+    links, and over the network.
+    """
+
+    memory_gib: float = 80.0
+    tflops: float = 989.0
+    efficiency: float = 0.45
+    node_ranks: int = 8
+    node_gbps: float = 450.0
+    network_gbps: float = 50.0
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if value <= 0 or (name == "efficiency" and value > 1):
+                allowed = "a number above 0 and at most 1" if name == "efficiency" else "a positive number"
+                raise ConfigError(f"{name} is {value}; allowed: {allowed}", name)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one rank, the first, takes. Bytes; FLOPs and seconds are of one optimizer step.
+
+    parameters: as they are stored on this rank. optimizer: moments, masters and main gradients. activations: the most
+    that a micro-batch takes beyond those, gradients and gathered parameters included. traffic: (collective, dimension
+    of the mesh) -> `Traffic` of a step. compute_s, communication_s: of a step; step_s: communication of sharded
+    parameters overlaps with compute, all other waits. memory_limit, peak_flops: of a device.
+    """
+
+    sizes: dict[str, int | None]
+    ranks: int
+    parameters: int
+    optimizer: int
+    activations: int
+    tokens: int
+    flops: float
+    traffic: dict[tuple[str, str], Traffic]
+    compute_s: float
+    communication_s: float
+    step_s: float
+    memory_limit: float
+    peak_flops: float
+
+    @property
+    def memory(self) -> int:
+        """Bytes at the highest point of a step."""
+        return self.parameters + self.optimizer + self.activations
+
+    @property
+    def fits(self) -> bool:
+        """Whether that is no more than the device has."""
+        return self.memory <= self.memory_limit
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization: the FLOPs of a step over what the device could do in that time."""
+        return self.flops / self.step_s / self.peak_flops
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as JSON values."""
+        values = {k: v for k, v in asdict(self).items() if k != "traffic"}
+        values["traffic"] = [
+            {"collective": kind, "over": over, **asdict(traffic)} for (kind, over), traffic in self.traffic.items()
+        ]
+        return values | {"memory": self.memory, "fits": self.fits, "mfu": self.mfu}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Return the plan that `to_dict` described."""
+        known = {field.name: values[field.name] for field in fields(cls)}
+        rows = [dict(row) for row in known["traffic"]]
+        traffic = {(row.pop("collective"), row.pop("over")): Traffic(**row) for row in rows}
+        return cls(**known | {"traffic": traffic})
+
+
+def model_of(config: TrainConfig) -> ModelConfig:
+    """Return the configuration of the model that a run trains; of a folder nothing else is read."""
+    if config.model.path is None:
+        return read_model_config(config)
+    with open_checkpoint(config.model.path, verify=False) as source:
+        return source.config
+
+
+def plan_here(config: TrainConfig, ranks: int, hardware: Hardware) -> Plan:
+    """Return the plan of a run on so many ranks, in a process that belongs to no process group and plans no other run:
+    torch keeps meshes of equal shape, with the groups that they had.
+
+    One micro-batch and the end of a step run on tensors without values, as a rank of the layout would run them on CPU;
+    layers of a kind count as often as the model has them. Raises ConfigError for what `te-models train` refuses in this
+    layout.
+    """
+    model = model_of(config)
+    with fake_ranks(ranks):
+        layout = layout_of(config.parallel, Ranks(0, ranks), "cpu")
+        if layout.dims.expert_model_parallel_size > 1:
+            check_distribution(model, layout.dims.expert_model_parallel_size, config.model.expert_layout)
+        check_layers(model, layout.dims.tensor_model_parallel_size)
+        with fake_tensors():
+            found = record(config, model, layout)
+        dims = layout.dims
+    micro_batches = config.data.gradient_accumulation
+    tokens = config.data.micro_batch_size * config.data.sequence_length * micro_batches
+    traffic = {
+        key: found.each.get(key, Traffic()).times(micro_batches) + found.once.get(key, Traffic())
+        for key in sorted({*found.each, *found.once})
+    }
+    flops = training_flops_per_token(model, config.data.sequence_length) * tokens / dims.tensor_model_parallel_size
+    again = 4 / 3 if config.model.activation_checkpointing else 1.0  # the forward pass runs twice
+    compute = again * flops / (hardware.tflops * 1e12 * hardware.efficiency)
+    seconds = {key: moved.sent / _bandwidth(key[1], layout, hardware) for key, moved in traffic.items()}
+    overlapped = sum(s for (_, over), s in seconds.items() if over in _OVERLAPPED)
+    waiting = sum(s for (_, over), s in seconds.items() if over not in _OVERLAPPED)
+    return Plan(
+        sizes=dims.sizes(),
+        ranks=ranks,
+        parameters=round(found.parameters),
+        optimizer=round(found.optimizer),
+        activations=round(found.peak - found.parameters - found.optimizer),
+        tokens=tokens * dims.data_ranks,
+        flops=flops,
+        traffic=traffic,
+        compute_s=compute,
+        communication_s=overlapped + waiting,
+        step_s=max(compute, overlapped) + waiting,
+        memory_limit=hardware.memory_gib * 2**30,
+        peak_flops=hardware.tflops * 1e12,
+    )
+
+
+_OVERLAPPED = ("dp_shard", "fsdp", "dp_replicate")
+"""Dimensions whose collectives run while the layers compute."""
+
+
+def _bandwidth(dimension: str, layout: Layout, hardware: Hardware) -> float:
+    """Return the bytes per second of a ring over a dimension: the fast links' where its ranks are in one node."""
+    dims = layout.dims
+    tp, ep = dims.tensor_model_parallel_size, dims.expert_model_parallel_size
+    reach = {"tp": tp, "ep": tp * ep}.get(dimension, dims.ranks)
+    return 1e9 * (hardware.node_gbps if reach <= hardware.node_ranks else hardware.network_gbps)

@@ -1,0 +1,68 @@
+"""The layouts that a number of ranks allows, planned one by one: which of them fit, and how fast each is at best."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+from ..config import ConfigError, ModelConfig
+from ..training.config import TrainConfig
+from .estimate import Hardware, Plan, model_of
+from .process import plan_run
+
+Layout = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A layout that `te-models train` refuses, and its sentence."""
+
+    sizes: Layout
+    reason: str
+
+
+def plan_layouts(config: TrainConfig, ranks: int, hardware: Hardware) -> list[Plan | Refused]:
+    """Return the plan of every layout in `layouts_of`: those that fit first, by model FLOPs utilization;
+    refused ones last.
+
+    As many are planned at a time as the machine has cores.
+    """
+    sizes = list(layouts_of(model_of(config), ranks, hardware.node_ranks))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = list(pool.map(partial(_planned, config, ranks, hardware), sizes))
+    return sorted(found, key=_rank)
+
+
+def layouts_of(model: ModelConfig, ranks: int, node_ranks: int) -> Iterator[Layout]:
+    """Yield the sizes to try: tensor parallelism inside a node by powers of two, experts over 1, 4, 16, ... ranks, and
+    everything sharded over the ranks that are left."""
+    experts = 1 if model.moe is None else model.moe.num_moe_experts
+    for tp in _powers(2, min(node_ranks, ranks)):
+        for ep in _powers(4, min(experts, ranks // tp)):
+            if ranks % tp == 0 and (ranks // tp) % ep == 0 and experts % ep == 0:
+                yield {"tensor_model_parallel_size": tp, "expert_model_parallel_size": ep}
+
+
+def _powers(base: int, most: int) -> Iterator[int]:
+    size = 1
+    while size <= most:
+        yield size
+        size *= base
+
+
+def _planned(config: TrainConfig, ranks: int, hardware: Hardware, sizes: Layout) -> Plan | Refused:
+    shards = -1 if ranks > sizes["tensor_model_parallel_size"] else 1
+    every = {"data_parallel_replicate_size": None, "data_parallel_shard_size": shards, **sizes}
+    try:
+        return plan_run(config.replace(parallel=config.parallel.replace(**every)), ranks, hardware)
+    except ConfigError as error:
+        return Refused(sizes, str(error))
+
+
+def _rank(found: Plan | Refused) -> tuple[int, float]:
+    if isinstance(found, Refused):
+        return 2, 0.0
+    return (0, -found.mfu) if found.fits else (1, found.memory)

@@ -1,0 +1,139 @@
+"""One training step of a model of few layers, on ranks that do not exist, recorded.
+
+Layers of a kind are alike, so three of each and one more say what any number takes: what FSDP2 gathers ahead and
+reduces behind is whole with three.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from te_models.layers import quantized_model_init
+
+from ..config import ModelConfig
+from ..model import GPTModel
+from ..model.parallel import groups_of
+from ..parallel.mesh import ParallelMesh
+from ..parallel.sharding import parallelize
+from ..training.build import DTYPES, build_optimizer
+from ..training.config import TrainConfig
+from ..training.precision import build_recipe
+from ..training.ranks.layout import Layout
+from ..training.step import make_loss_function, reduce_gradients
+from .simulation import Recorder, Traffic
+
+Kind = tuple[bool, str]
+
+
+@dataclass
+class Recorded:
+    """What a rank takes. parameters, optimizer: bytes that stay. peak: bytes at the highest point of a micro-batch,
+    those included. each: the traffic of every micro-batch; once: that of the step's end."""
+
+    parameters: float = 0.0
+    optimizer: float = 0.0
+    peak: float = 0.0
+    each: dict[tuple[str, str], Traffic] = field(default_factory=dict)
+    once: dict[tuple[str, str], Traffic] = field(default_factory=dict)
+
+    def plus(self, other: Recorded, factor: float) -> Recorded:
+        """Return this and `factor` times another."""
+
+        def joined(a: dict[tuple[str, str], Traffic], b: dict[tuple[str, str], Traffic]) -> dict:
+            return {k: a.get(k, Traffic()) + b.get(k, Traffic()).times(factor) for k in sorted({*a, *b})}
+
+        return Recorded(
+            self.parameters + factor * other.parameters,
+            self.optimizer + factor * other.optimizer,
+            self.peak + factor * other.peak,
+            joined(self.each, other.each),
+            joined(self.once, other.once),
+        )
+
+
+def record(config: TrainConfig, model: ModelConfig, layout: Layout) -> Recorded:
+    """Return what rank 0 takes for a step of the model, from steps of models of a few of its layers.
+
+    Called inside `fake_ranks`.
+    """
+    places: dict[Kind, list[int]] = {}
+    for layer in range(model.num_layers):
+        places.setdefault(_kind(model, layer), []).append(layer)
+    few = sorted(layer for layers in places.values() for layer in layers[:3])
+    base = record_layers(config, model, layout, few)
+    total = base
+    for layers in places.values():
+        if len(layers) > 3:
+            more = record_layers(config, model, layout, sorted([*few, layers[3]]))
+            total = total.plus(more.plus(base, -1.0), len(layers) - 3)
+    return total
+
+
+def record_layers(config: TrainConfig, model: ModelConfig, layout: Layout, layers: list[int]) -> Recorded:
+    """Run a micro-batch and the end of a step with these layers of the model alone, and return what was recorded."""
+    part, precision = of_layers(model, layers), config.precision
+    recipe = build_recipe(precision, part.num_layers) if precision.recipe != "none" else None
+    recorder = Recorder(_dimensions(layout))
+    stored = recipe if precision.quantized_weights else None
+    with contextlib.nullcontext() if stored is None else quantized_model_init(enabled=True, recipe=stored):
+        options = {**groups_of(layout.model_mesh), "expert_layout": config.model.expert_layout}
+        gpt = GPTModel(part, dtype=DTYPES[precision.dtype], device="cpu", **options)
+    if layout.dims.is_sharded:
+        parallelize(gpt, layout.mesh, reshard_after_forward=config.parallel.reshard_after_forward)
+    gpt.activation_checkpointing = config.model.activation_checkpointing
+    gpt.output_layer.loss_chunk_tokens = config.model.loss_chunk_tokens
+    recorder.hold([list(gpt.parameters()), list(gpt.buffers())])
+    found = Recorded(parameters=recorder.live)
+    with recorder:
+        optimizer = build_optimizer(config.replace(compile=False), gpt, layout)
+        found.optimizer = recorder.live - found.parameters
+        loss_function = make_loss_function(gpt.train(), precision, "cpu", compiled=False)
+        shape = config.data.micro_batch_size, config.data.sequence_length
+        loss, _ = loss_function(torch.zeros(shape, dtype=torch.int64))
+        loss.backward()
+        del loss
+        optimizer.accumulate_gradients()
+        found.each, recorder.traffic = recorder.traffic, {}
+        reduce_gradients(optimizer, layout.data)
+        found.once, found.peak = recorder.traffic, recorder.peak
+    return found
+
+
+def of_layers(model: ModelConfig, layers: list[int]) -> ModelConfig:
+    """Return the configuration of a model with these layers of another one alone, in their order."""
+    changes: dict = {"num_layers": len(layers)}
+    if model.layer_types is not None:
+        changes["layer_types"] = tuple(model.layer_types[layer] for layer in layers)
+    if model.moe is not None:
+        with_experts = tuple(i for i, layer in enumerate(layers) if model.is_moe_layer(layer))
+        changes["moe"] = model.moe.replace(layers=with_experts) if with_experts else None
+    return model.replace(**changes)
+
+
+def kinds(model: ModelConfig) -> Counter[Kind]:
+    """Return how many layers there are of each kind."""
+    return Counter(_kind(model, layer) for layer in range(model.num_layers))
+
+
+def _kind(model: ModelConfig, layer: int) -> Kind:
+    return model.is_moe_layer(layer), model.layer_type(layer)
+
+
+def _dimensions(layout: Layout) -> dict[str, str]:
+    """Return the name of the mesh's dimension by the name of its process group."""
+    names = {}
+    if layout.mesh is None:
+        return {"0": "dp"}
+    for mesh in _meshes(layout.mesh):
+        for name in mesh.mesh_dim_names or ():
+            names.setdefault(mesh.get_group(name).group_name, name)
+    return names
+
+
+def _meshes(mesh: ParallelMesh) -> Iterator:
+    yield from (m for m in (mesh.layers, mesh.experts, mesh.data) if m is not None)

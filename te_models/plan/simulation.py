@@ -1,0 +1,181 @@
+"""One rank of many, simulated: a process group whose collectives return at once, tensors without values, and a record
+of what a piece of work allocates and sends.
+
+torch's fake process group and fake tensors: every operation runs as far as shapes and dtypes go, for any number of
+ranks, on one machine without their memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from te_models.layers.collectives import resolve_group
+
+from ..config import ConfigError
+
+_KINDS = {
+    "all_gather": ("all_gather", "allgather"),
+    "reduce_scatter": ("reduce_scatter",),
+    "all_reduce": ("all_reduce", "allreduce"),
+    "all_to_all": ("all_to_all", "alltoall"),
+    "broadcast": ("broadcast",),
+}
+"""Collective -> what the names of torch's operations contain; `c10d` and `_c10d_functional` spell them differently."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """calls: of a collective over a dimension of the mesh. payload: bytes of the whole tensors. sent: bytes that each
+    rank sends when they go round in a ring."""
+
+    calls: int = 0
+    payload: int = 0
+    sent: float = 0.0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.calls + other.calls, self.payload + other.payload, self.sent + other.sent)
+
+    def times(self, factor: float) -> Traffic:
+        """Return the traffic of so many times as much work."""
+        return Traffic(round(self.calls * factor), round(self.payload * factor), self.sent * factor)
+
+
+class Recorder(TorchDispatchMode):
+    """Counts, in a `with`, the bytes of the storages that live and the collectives that run.
+
+    groups: name of a process group -> the dimension of the mesh that it is. live, peak: bytes, now and at most, of
+    storages that were created or used inside. traffic: (collective, dimension) -> what it moved.
+    """
+
+    def __init__(self, groups: Mapping[str, str]) -> None:
+        super().__init__()
+        self._groups = groups
+        self._storages: dict[int, int] = {}
+        self.live = self.peak = 0
+        self.traffic: dict[tuple[str, str], Traffic] = {}
+
+    def hold(self, tensors: Any) -> None:
+        """Count tensors that were made before."""
+        for tensor in tree_leaves(tensors):
+            if isinstance(tensor, Tensor):
+                self._see(tensor)
+
+    def __enter__(self) -> Self:
+        resize = self._resize = torch.UntypedStorage.resize_
+
+        def measured(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            if id(storage) in self._storages:
+                self._measure(storage)
+            return result
+
+        # FSDP2 frees and fills the buffers that it gathers into so, and no operation tells
+        torch.UntypedStorage.resize_ = measured  # pyright: ignore[reportAttributeAccessIssue]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._see(tensor)
+        if "c10d" in func.namespace and "wait" not in func._opname:
+            self._count(func._opname, args, result)
+        return result
+
+    def _see(self, tensor: Tensor) -> None:
+        inner = getattr(tensor, "_local_tensor", None)
+        if inner is not None:
+            return self._see(inner)
+        if hasattr(tensor, "__tensor_flatten__"):
+            names, _ = tensor.__tensor_flatten__()
+            for name in names:
+                self._see(getattr(tensor, name))
+            return None
+        if tensor.is_meta and not _is_fake(tensor):
+            return None
+        storage = tensor.untyped_storage()
+        if id(storage) not in self._storages:
+            self._storages[id(storage)] = 0
+            weakref.finalize(storage, self._free, id(storage))
+            self._measure(storage)
+        return None
+
+    def _measure(self, storage: torch.UntypedStorage) -> None:
+        grown = storage.nbytes() - self._storages[id(storage)]
+        self._storages[id(storage)] += grown
+        self.live += grown
+        self.peak = max(self.peak, self.live)
+
+    def _free(self, key: int) -> None:
+        self.live -= self._storages.pop(key, 0)
+
+    def _count(self, name: str, args: tuple[Any, ...], result: Any) -> None:
+        kind = next((kind for kind, words in _KINDS.items() if any(word in name for word in words)), None)
+        if kind is None:  # barriers and the like move nothing
+            return
+        group = _group_of(args)
+        # where an operation has both tensors, one is the ranks' together and the other this rank's part
+        payload = max(_bytes(part) for part in (*args, *(result if isinstance(result, tuple) else (result,))))
+        size = group.size()
+        rounds = {"all_reduce": 2}.get(kind, 1) * (size - 1) / size
+        key = kind, self._groups.get(group.group_name, group.group_name)
+        self.traffic[key] = self.traffic.get(key, Traffic()) + Traffic(1, payload, payload * rounds)
+
+
+def _is_fake(tensor: Tensor) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
+def _bytes(values: Any) -> int:
+    return sum(value.numel() * value.element_size() for value in tree_leaves(values) if isinstance(value, Tensor))
+
+
+def _group_of(args: tuple[Any, ...]) -> dist.ProcessGroup:
+    """Return the process group among an operation's arguments: an object of c10d, at the end a name elsewhere."""
+    found = next((argument for argument in args if isinstance(argument, torch.ScriptObject)), None)
+    if found is not None:
+        return dist.ProcessGroup.unbox(found)
+    last = args[-1]
+    return resolve_group(last) if isinstance(last, str) else last
+
+
+@contextlib.contextmanager
+def fake_ranks(ranks: int) -> Iterator[None]:
+    """Inside, this process is rank 0 of `ranks`.
+
+    Raises ConfigError where the process has a process group: only one can be the default.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise ConfigError("this process belongs to a process group; a plan is made in a process of its own")
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Inside, tensors have shapes and dtypes, and no values."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
+        yield

@@ -1,0 +1,76 @@
+"""What each process of test_plan does: `python -m tests.te_models.plan_ranks RESULTS [fake]`, on two ranks or as one of
+two that do not exist."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from te_models.plan.estimate import model_of
+from te_models.plan.micro_batch import Recorded, record, record_layers
+from te_models.plan.simulation import fake_ranks, fake_tensors
+from te_models.training.ranks.data_parallel import Ranks
+from te_models.training.ranks.layout import layout_of
+from tests.training.runs import tiny_model, tiny_run
+
+LAYERS = 6
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {},
+    "fsdp2": {"data_parallel_shard_size": 2},
+    "tp2": {"tensor_model_parallel_size": 2},
+    "ep2": {"expert_model_parallel_size": 2},
+    "fsdp2 mxfp8": {"data_parallel_shard_size": 2},
+    "fsdp2 checkpointed": {"data_parallel_shard_size": 2},
+}
+
+
+def values_of(found: Recorded) -> dict[str, Any]:
+    """Return what was recorded as JSON values, with the traffic of a step as sorted text."""
+    traffic = {
+        f"{when} {kind} over {over}": asdict(moved)
+        for when, of in (("each", found.each), ("once", found.once))
+        for (kind, over), moved in sorted(of.items())
+    }
+    return {"parameters": found.parameters, "optimizer": found.optimizer, "peak": found.peak, "traffic": traffic}
+
+
+def main(results: str, fake: bool) -> None:
+    found: dict[str, Any] = {}
+    with contextlib.ExitStack() as stack:
+        if fake:
+            stack.enter_context(fake_ranks(2))
+        else:
+            dist.init_process_group("gloo")
+            stack.callback(dist.destroy_process_group)
+        for name, sizes in LAYOUTS.items():
+            config = tiny_run(Path("unused"), moe="2 mxfp8" not in name)
+            config = config.replace(
+                parallel=config.parallel.replace(**sizes),
+                precision=config.precision.replace(dtype="bf16", recipe="mxfp8" if "mxfp8" in name else "none"),
+                model=config.model.replace(
+                    config=tiny_model(moe="mxfp8" not in name, layers=LAYERS),
+                    activation_checkpointing="checkpointed" in name,
+                ),
+            )
+            layout = layout_of(config.parallel, Ranks(0 if fake else dist.get_rank(), 2), "cpu")
+            with fake_tensors() if fake else contextlib.nullcontext():
+                whole = record_layers(config, model_of(config), layout, list(range(LAYERS)))
+                found[name] = values_of(whole)
+                if fake:
+                    found[f"{name} predicted"] = values_of(record(config, model_of(config), layout))
+        rank = dist.get_rank()
+        Path(f"{results}.{rank}").write_text(json.dumps(found))
+        if not fake:
+            dist.barrier()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(sys.argv[1], len(sys.argv) > 2)

@@ -1,0 +1,130 @@
+"""A plan says, without the machines, what real ranks send to the byte and hold to a tenth, and what they compute."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from te_models import GPTModel
+from te_models.cli.main import main
+from te_models.config import ConfigError, ModelConfig
+from te_models.model.flops import forward_flops_per_token, training_flops_per_token
+from te_models.plan import Hardware, Plan, plan_run
+from te_models.plan.layouts import layouts_of
+from te_models.plan.micro_batch import of_layers
+from tests.fork_server import run_python
+from tests.ranks import run_on_ranks
+from tests.te_models.configs import VARIANTS, token_ids
+from tests.te_models.plan_ranks import LAYOUTS
+from tests.training.processes import as_toml
+from tests.training.runs import tiny_model, tiny_run
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
+MODULE = "tests.te_models.plan_ranks"
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the first of two ranks took, and what the first of two took that do not exist."""
+    folder = tmp_path_factory.mktemp("plan")
+    run_on_ranks(["-m", MODULE, str(folder / "real")], timeout=180)
+    done = run_python(["-m", MODULE, str(folder / "fake"), "fake"], timeout=180)
+    assert done.returncode == 0, done.stderr
+    real, fake = (json.loads((folder / f"{name}.0").read_text()) for name in ("real", "fake"))
+    return real, fake
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_it_says_what_two_ranks_send_and_hold(layout: str, recorded: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    real, fake = (found[layout] for found in recorded)
+    assert fake["traffic"] == real["traffic"] and real["traffic"]
+    assert (fake["parameters"], fake["optimizer"]) == (real["parameters"], real["optimizer"])
+    assert fake["peak"] == pytest.approx(real["peak"], rel=0.1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_few_layers_tell_of_many(layout: str, recorded: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    _, fake = recorded
+    whole, predicted = fake[layout], fake[f"{layout} predicted"]
+    assert predicted["traffic"] == whole["traffic"]
+    for name in ("parameters", "optimizer", "peak"):
+        assert predicted[name] == pytest.approx(whole[name], rel=0.02), name
+
+
+def attention_flops(config: ModelConfig, length: int) -> float:
+    """The products of all queries with the keys that they see, and of the scores with values, counted one by one."""
+    a, total = config.attention, 0.0
+    channels = a.kv_channels + (a.v_head_dim or a.kv_channels)
+    if a.mla is not None:
+        channels = a.mla.qk_head_dim + a.mla.qk_pos_emb_head_dim + a.mla.v_head_dim
+    for layer in range(config.num_layers):
+        window = config.window_size(layer) or length
+        total += sum(2.0 * a.num_attention_heads * channels * min(s + 1, window) for s in range(length))
+    return total
+
+
+@pytest.mark.parametrize("name", ["dense", "tied", "latent", "biases", "mixed_layers"])
+def test_flops_are_those_of_the_gemms(name: str) -> None:
+    """torch counts what a forward pass multiplies; of attention it would count hidden keys, too."""
+    config, length = VARIANTS[name], 16
+    model, ids = GPTModel(config), token_ids(1, length)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(ids)
+    counted = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
+    gemms = counted.get("aten.mm", 0) + counted.get("aten.addmm", 0)
+    assert length * forward_flops_per_token(config, length) == gemms + attention_flops(config, length)
+    assert training_flops_per_token(config, length) == 3 * forward_flops_per_token(config, length)
+
+
+def test_a_token_is_multiplied_by_its_own_experts() -> None:
+    one, two = (
+        VARIANTS["moe_shared"].replace(moe=VARIANTS["moe_shared"].moe.replace(moe_router_topk=k)) for k in (1, 2)
+    )
+    (layers,) = (len(one.moe.layers),)
+    of_an_expert = 2 * 3 * one.hidden_size * one.moe.moe_ffn_hidden_size
+    assert forward_flops_per_token(two, 8) - forward_flops_per_token(one, 8) == layers * of_an_expert
+
+
+def test_layers_that_are_left_out_leave_the_others_as_they_were() -> None:
+    model = tiny_model(moe=True, layers=5)
+    model = model.replace(moe=model.moe.replace(layers=(1, 3)))
+    part = of_layers(model, [0, 3, 4])
+    assert part.num_layers == 3 and part.moe.layers == (1,)
+    assert of_layers(model, [0, 2]).moe is None
+
+
+def test_layouts_are_those_that_divide_the_ranks_and_the_experts() -> None:
+    model = tiny_model(moe=True)  # four experts
+    found = [tuple(sizes.values()) for sizes in layouts_of(model, 8, node_ranks=2)]
+    assert found == [(1, 1), (1, 4), (2, 1), (2, 4)]
+    assert [tuple(sizes.values()) for sizes in layouts_of(tiny_model(), 2, node_ranks=8)] == [(1, 1), (2, 1)]
+
+
+@pytest.mark.parametrize("name", ["memory_gib", "efficiency"])
+def test_hardware_is_checked(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is 0; allowed: "):
+        Hardware(**{name: 0})
+    with pytest.raises(ConfigError, match=r"efficiency is 1\.5; allowed: a number above 0 and at most 1"):
+        Hardware(efficiency=1.5)
+
+
+def test_the_command_says_whether_it_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(as_toml(tiny_run(tmp_path)))
+    assert main(["plan", str(file), "--ranks", "2", "--json", "--memory-gib", "0.0001"]) == 1
+    values = json.loads(capsys.readouterr().out)
+    plan = Plan.from_dict(values)
+    assert not plan.fits and plan.to_dict() == values
+    assert plan.memory == plan.parameters + plan.optimizer + plan.activations > 0.0001 * 2**30
+
+
+def test_what_training_refuses_is_refused(tmp_path: Path) -> None:
+    config = tiny_run(tmp_path)
+    config = config.replace(parallel=config.parallel.replace(tensor_model_parallel_size=4))
+    with pytest.raises(ConfigError, match=r"attention\.num_query_groups is 2, which 4 ranks cannot share equally"):
+        plan_run(config, 4)
