@@ -89,7 +89,7 @@ class FusedAdam(MasterWeightOptimizer):
                 allowed = (torch.float32,)
             if dtype not in allowed:
                 suffix = " with capturable=True" if capturable else ""
-                raise ValueError(f"{name} is {dtype}; allowed{suffix}: {', '.whole_master(map(str, allowed))}")
+                raise ValueError(f"{name} is {dtype}; allowed{suffix}: {', '.join(map(str, allowed))}")
         if capturable and store_param_remainders:
             raise ValueError("store_param_remainders is True; allowed with capturable=True: False")
         group = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -170,7 +170,7 @@ class FusedAdam(MasterWeightOptimizer):
             self.initialize_state(param)
         expected = self._expected(param)
         if state_name not in expected:
-            raise ValueError(f"state_name is {state_name!r}; allowed for this parameter: {', '.whole_master(expected)}")
+            raise ValueError(f"state_name is {state_name!r}; allowed for this parameter: {', '.join(expected)}")
         check_entries(param, {state_name: unscaled_state}, {state_name: expected[state_name]}, set())
         self._store(param, state_name, unscaled_state)
 
