@@ -75,7 +75,7 @@ def takes_parallel_options(constructor: F) -> F:
         with get_rng_state_tracker().fork(*(() if rng_tracker_name is None else (rng_tracker_name,))):
             constructor(self, *args, **arguments)
         for module in self.modules():
-            module.get_rng_state_tracker = get_rng_state_tracker
+            module.get_rng_state_tracker = get_rng_state_tracker  # type: ignore[assignment]
 
     return cast(F, call)
 
@@ -123,7 +123,7 @@ def holds_something(held: Any) -> bool:
     return held is not None
 
 
-def packed(tensors: dict[str, Tensor]) -> Tensor:
+def tensors_as_bytes(tensors: dict[str, Tensor]) -> Tensor:
     """Return tensors as the bytes of a safetensors file, uint8 [n]: nothing in it is executed when it is read."""
     from safetensors.torch import save
 
@@ -132,14 +132,14 @@ def packed(tensors: dict[str, Tensor]) -> Tensor:
 
 
 def written_here(held: Any) -> bool:
-    """Whether an extra state is one that `packed` wrote."""
+    """Whether an extra state is one that `tensors_as_bytes` wrote."""
     if not isinstance(held, Tensor) or held.dtype is not torch.uint8 or held.dim() != 1:
         return False
     return _MARK in bytes(held[:512].tolist())
 
 
-def unpacked(held: Tensor) -> dict[str, Tensor]:
-    """Return the tensors that `packed` wrote. ValueError for damaged bytes."""
+def tensors_from_bytes(held: Tensor) -> dict[str, Tensor]:
+    """Return the tensors that `tensors_as_bytes` wrote. ValueError for damaged bytes."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 

@@ -34,8 +34,8 @@ from ..te_arguments import (
     KEY,
     holds_something,
     leave_extra_state,
-    packed,
-    unpacked,
+    tensors_as_bytes,
+    tensors_from_bytes,
     written_here,
 )
 from ..tensor.quantized_tensor import module_conversion
@@ -202,7 +202,7 @@ class RecipeStateModule(nn.Module):
         """Return `recipe_state` as bytes, uint8 [n] on the CPU, [0] where there is none: for scripts that save it under
         `_extra_state`. A state dict of ours has its tensors by name, and no such key."""
         state_of_recipe = self.recipe_state()
-        return packed(state_of_recipe) if state_of_recipe else torch.empty(0, dtype=torch.uint8)
+        return tensors_as_bytes(state_of_recipe) if state_of_recipe else torch.empty(0, dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor | None) -> None:
         """Take over what `get_extra_state` returned; nothing where it is empty. Raises ValueError for anything else:
@@ -214,7 +214,7 @@ class RecipeStateModule(nn.Module):
                 "the extra state is not one that get_extra_state returned here: Transformer Engine pickles its own, "
                 f"which is not opened; load_state_dict takes the weights beside it, and {EXTRA_STATE_INSTEAD}"
             )
-        self.set_recipe_state(unpacked(state))
+        self.set_recipe_state(tensors_from_bytes(state))
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

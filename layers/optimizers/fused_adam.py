@@ -23,7 +23,7 @@ from .master_weights import (
 )
 from .stored_state import LARGEST, STORED_AS, decode, encode, split_master, whole_master
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+_MOMENTS: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 _MASTER_DTYPES = (torch.float32, torch.float16)
 
 
@@ -102,7 +102,7 @@ class FusedAdam(MasterWeightOptimizer):
         self.set_grad_none = set_grad_none
         self.gradient_attribute = "decoupled_grad" if use_decoupled_grad else "grad"
         self._requantize = requantize
-        self._dtypes = dict(
+        self._dtypes: dict[str, torch.dtype] = dict(
             zip((*_MOMENTS, "master_param"), (exp_avg_dtype, exp_avg_sq_dtype, master_weight_dtype), strict=True)
         )
         self._scales: dict[Tensor, dict[str, Tensor]] = {}
@@ -187,7 +187,7 @@ class FusedAdam(MasterWeightOptimizer):
         """Return shape and dtype of each entry of a parameter's state as a state dict holds it."""
         local = local_part(parameter)
         shape, remainder = tuple(local.shape), self._has_remainder(local)
-        found = dict.fromkeys(_MOMENTS, (shape, torch.float32))
+        found: dict[str, tuple[tuple[int, ...], torch.dtype]] = dict.fromkeys(_MOMENTS, (shape, torch.float32))
         quantized = isinstance(local, QuantizedTensor)
         if quantized or remainder or (self.master_weights and local.dtype is not torch.float32):
             found["master_param"] = (shape, torch.int16 if remainder else torch.float32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -314,6 +314,40 @@ def test_what_sgd_does_not_have_is_refused() -> None:
     with pytest.raises(ValueError, match="lr"):
         FusedSGD([weight])
     FusedSGD([{"params": [weight], "lr": 0.1}], materialize_master_grads=False, set_grad_none=True).zero_grad()
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    if not torch.distributed.is_available():
+        pytest.skip("this torch is built without distributed")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+def test_sharded_parameters_have_sharded_states(mesh: Any) -> None:
+    """On one rank, where a shard is the whole: the same numbers as of a plain parameter, resumed once."""
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    def run(parameter: nn.Parameter, options: dict[str, Any]) -> Tensor:
+        saved: dict[str, Any] = {}
+        for i, gradient in enumerate(gradients(3)):
+            if i != 1:
+                optimizer = FusedAdam([parameter], **options, **OPTIONS)
+            if i == 2:
+                optimizer.load_state_dict(saved)
+            sharded = isinstance(parameter, DTensor)
+            gradient = gradient.bfloat16()
+            parameter.grad = distribute_tensor(gradient, mesh, [Shard(0)]) if sharded else gradient
+            optimizer.step()
+            saved = optimizer.state_dict()
+        assert all(isinstance(value, DTensor) == sharded for value in saved["state"][0].values())
+        return parameter.detach().full_tensor() if sharded else parameter.detach()
+
+    for kind in ("fp8", "remainders", "fp16 master"):
+        plain = nn.Parameter(values(torch.bfloat16))
+        sharded = nn.Parameter(distribute_tensor(values(torch.bfloat16), mesh, [Shard(0)]))
+        assert torch.equal(run(sharded, DTYPES[kind]), run(plain, DTYPES[kind])), kind
 
 
 def test_gradients_are_clipped_with_lists_of_tensors() -> None:
