@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -65,8 +66,9 @@ def takes_parallel_options(constructor: F) -> F:
         **arguments: Any,
     ) -> None:
         buffers = {name: arguments.pop(name) for name in arguments.keys() & USER_BUFFERS.keys()}
-        group = arguments.get("tp_group")
-        ranks = arguments.get("tp_size", 1) if group is None else group.size()
+        group, ranks = arguments.get("tp_group"), arguments.get("tp_size", 1)
+        if dist.is_available() and isinstance(group, dist.ProcessGroup):  # the constructor refuses anything else
+            ranks = group.size()
         for name, value in buffers.items() if ranks > 1 else ():
             require_default(name, value, USER_BUFFERS[name])
         if get_rng_state_tracker is None:

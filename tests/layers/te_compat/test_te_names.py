@@ -50,20 +50,13 @@ def test_returned_biases_and_norms_are_what_was_left_out(kind: str, bias: bool, 
             assert len(both(x)) == 3
 
 
-class Group:
-    """As much of a process group as is asked before it is used."""
-
-    def size(self) -> int:
-        return 2
-
-
 @pytest.mark.parametrize("kind", LAYERS)
 def test_user_buffers_are_taken_where_there_is_nothing_to_communicate(kind: str) -> None:
     LAYERS[kind](ub_overlap_ag=False, ub_name=None, get_rng_state_tracker=None, symmetric_ar_type=None, name=None)
     options = {"ub_overlap_ag": True, "ub_bulk_wgrad": True, "symmetric_ar_type": "two_shot"}
     LAYERS[kind](ub_name="qkv", **options)
     for name, value in options.items():
-        for ranks in ({"tp_size": 2}, {"tp_group": Group()}):
+        for ranks in ({"tp_size": 2}, {"tp_group": torch.distributed.ProcessGroup(0, 2)}):
             with pytest.raises(ValueError, match=f"{name} is .*, which this library does not have; allowed: "):
                 LAYERS[kind](**{name: value}, **ranks)
 
