@@ -13,6 +13,7 @@ EXAMPLES = {
     "te_models": "te_models.py",
     "te_models.layers": "layers.py",
     "te_models.layers.ops": "ops.py",
+    "te_models.layers.optimizers": "optimizers.py",
     "te_models.checkpoints": "checkpoints.py",
     "te_models.parallel": "parallel.py",
     "te_models.plan": "plan.py",

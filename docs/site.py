@@ -24,6 +24,7 @@ PACKAGES = (
     "te_models",
     "te_models.layers",
     "te_models.layers.ops",
+    "te_models.layers.optimizers",
     "te_models.checkpoints",
     "te_models.parallel",
     "te_models.plan",

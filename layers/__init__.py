@@ -37,7 +37,8 @@ from .module.model_state import (
 from .module.norm import LayerNorm, RMSNorm
 from .module.primary_weights import store_weights
 from .module.report import RecipeReport, quantization_statistics, recipe_report
-from .optimizer.fused_adamw import FusedAdamW, GradScaler, gradient_of
+from .optimizers.fused_adamw import FusedAdamW
+from .optimizers.master_weights import GradScaler, gradient_of
 from .quantizer import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,

@@ -1,7 +1,7 @@
 """What calls and state dicts of Transformer Engine hold that means nothing here, so that both move unchanged.
 
-Such arguments are taken at their defaults. The weights of a state dict are loaded; the pickled state of a recipe beside
-them is not read.
+Such arguments are taken at their defaults, and at any value where no result depends on it. The weights of a state dict
+are loaded; the pickled state of a recipe beside them is not read.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-TRACKER = {"get_rng_state_tracker": None}
-"""States of random generators per parallel rank: here split weights start as parts of the unsplit one's."""
 USER_BUFFERS: dict[str, Any] = {
+    "ub_tp_comm_overlap": False,
     "ub_overlap_ag": False,
     "ub_overlap_rs": False,
     "ub_overlap_rs_dgrad": False,
     "ub_bulk_dgrad": False,
     "ub_bulk_wgrad": False,
-    "ub_name": None,
     "symmetric_ar_type": None,
 }
-"""Communication through user buffers: here collectives are torch.distributed's."""
+"""Communication through user buffers: here collectives are torch.distributed's. A layer of one rank has none."""
 
 
 def takes_at_default(**defaults: Any) -> Callable[[F], F]:
@@ -48,6 +48,40 @@ def takes_at_default(**defaults: Any) -> Callable[[F], F]:
     return decorate
 
 
+def takes_parallel_options(constructor: F) -> F:
+    """Let the constructor of a module take Transformer Engine's options of parallel layers, too.
+
+    USER_BUFFERS: any value in a layer of one rank, where there is nothing to communicate; else the defaults, or
+    ValueError. ub_name, the name of a buffer: any. get_rng_state_tracker: a function that returns a tracker of random
+    states; parameters are initialised, and attention drops out, inside its `fork()`, or `fork(rng_tracker_name)`.
+    """
+
+    @functools.wraps(constructor)
+    def call(
+        self: nn.Module,
+        *args: Any,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        rng_tracker_name: str | None = None,
+        ub_name: str | None = None,
+        **arguments: Any,
+    ) -> None:
+        buffers = {name: arguments.pop(name) for name in arguments.keys() & USER_BUFFERS.keys()}
+        group, ranks = arguments.get("tp_group"), arguments.get("tp_size", 1)
+        if dist.is_available() and isinstance(group, dist.ProcessGroup):  # the constructor refuses anything else
+            ranks = group.size()
+        for name, value in buffers.items() if ranks > 1 else ():
+            require_default(name, value, USER_BUFFERS[name])
+        if get_rng_state_tracker is None:
+            constructor(self, *args, **arguments)
+            return
+        with get_rng_state_tracker().fork(*(() if rng_tracker_name is None else (rng_tracker_name,))):
+            constructor(self, *args, **arguments)
+        for module in self.modules():
+            module.get_rng_state_tracker = get_rng_state_tracker  # type: ignore[assignment]
+
+    return cast(F, call)
+
+
 def require_default(name: str, value: object, default: object) -> None:
     """Raise ValueError unless the value is the default, or says "no" as the default does."""
     says_no = default in (None, False) and value in (None, False) if isinstance(value, bool | None) else False
@@ -62,17 +96,56 @@ def leave_extra_state(module: nn.Module, state_dict: dict[str, Any], prefix: str
     """Take `_extra_state` out of what is to be loaded, and warn where it holds something: Transformer Engine pickles
     the scales and amaxes of delayed scaling there, and no pickle of a state dict is opened. A pre-hook of loading."""
     held = state_dict.pop(prefix + KEY, None)
-    if _holds_something(held):
-        warnings.warn(
-            f"the state dict has {prefix + KEY}, a pickled state of Transformer Engine's, which is not read: the "
-            "weights are loaded, and the scales of delayed scaling start anew",
-            stacklevel=2,
-        )
+    if not holds_something(held):
+        return
+    set_extra_state = getattr(type(module), "set_extra_state", nn.Module.set_extra_state)
+    if set_extra_state is not nn.Module.set_extra_state and written_here(held):
+        set_extra_state(module, held)
+        return
+    warnings.warn(
+        f"the state dict has {prefix + KEY}, a pickled state of Transformer Engine's, which is not read: the weights "
+        f"are loaded, and the scales of delayed scaling start anew; {EXTRA_STATE_INSTEAD}",
+        stacklevel=2,
+    )
 
 
-def _holds_something(held: Any) -> bool:
+EXTRA_STATE_INSTEAD = (
+    "to keep them, read the pickle where Transformer Engine is installed and pass fp8_scale to set_recipe_state"
+)
+_MARK = b'"te_models":"recipe_state"'
+"""In the metadata of what `get_extra_state` of a layer returns."""
+
+
+def holds_something(held: Any) -> bool:
+    """Whether an extra state is more than Transformer Engine's empty one."""
     if isinstance(held, Tensor):
         return held.numel() > 0
     if isinstance(held, io.BytesIO):
         return held.getbuffer().nbytes > 0
     return held is not None
+
+
+def tensors_as_bytes(tensors: dict[str, Tensor]) -> Tensor:
+    """Return tensors as the bytes of a safetensors file, uint8 [n]: nothing in it is executed when it is read."""
+    from safetensors.torch import save
+
+    data = save({name: value.detach().cpu() for name, value in tensors.items()}, {"te_models": "recipe_state"})
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def written_here(held: Any) -> bool:
+    """Whether an extra state is one that `tensors_as_bytes` wrote."""
+    if not isinstance(held, Tensor) or held.dtype is not torch.uint8 or held.dim() != 1:
+        return False
+    return _MARK in bytes(held[:512].tolist())
+
+
+def tensors_from_bytes(held: Tensor) -> dict[str, Tensor]:
+    """Return the tensors that `tensors_as_bytes` wrote. ValueError for damaged bytes."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        return dict(sorted(load(held.cpu().numpy().tobytes()).items()))
+    except SafetensorError as error:
+        raise ValueError(f"the extra state is damaged: {error}") from error

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal, Self, TypedDict
+from contextlib import nullcontext
+from typing import Any, Literal, Self, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from ..collectives import ranks_of
 from ..recipe.activation_checkpoint import checkpointed
-from ..te_arguments import TRACKER, leave_extra_state, require_default, takes_at_default
+from ..te_arguments import leave_extra_state, require_default, takes_at_default, takes_parallel_options
 from .core import attend
 from .mask import AttentionMask, BiasType, Masking, ScoreBias, Window, mask_type_of, masks_of, window_of
 from .qkv_format import QkvFormat, batch_first, check_qkv_format, from_batch_first
@@ -37,9 +38,10 @@ class DotProductAttention(nn.Module):
     attention_type, sequence_parallel (q, k and v are whole sequences). ValueError for options that it does not have.
     """
 
-    @takes_at_default(
-        **TRACKER, cp_group=None, cp_global_ranks=None, cp_stream=None, cp_comm_type="p2p", return_max_logit=False
-    )
+    get_rng_state_tracker: Callable[[], Any] | None = None
+
+    @takes_parallel_options
+    @takes_at_default(cp_group=None, cp_global_ranks=None, cp_stream=None, cp_comm_type="p2p", return_max_logit=False)
     def __init__(
         self,
         num_attention_heads: int,
@@ -185,7 +187,10 @@ class DotProductAttention(nn.Module):
         plain = self.softcap is None and self.softmax_type == "vanilla"
         masks = masks_of(masking, query, key, self._scale_now(), plain=plain)
         arguments = query, key, value, *masks
-        out = checkpointed(self._attend, *arguments) if checkpoint_core_attention else self._attend(*arguments)
+        if checkpoint_core_attention:
+            out = checkpointed(self._attend, *arguments, get_rng_state_tracker=self.get_rng_state_tracker)
+        else:
+            out = self._attend(*arguments)
         return from_batch_first(out, layout)
 
     def _scale_now(self) -> float | Tensor:
@@ -205,7 +210,10 @@ class DotProductAttention(nn.Module):
         query, key, value = (t.transpose(1, 2) for t in (query, key, value))
         dropout = self.attention_dropout if self.training else 0.0
         options = {"causal": causal, "scale": scale, "softcap": self.softcap, "dropout": dropout}
-        return attend(query, key, value, visible, bias, sink, **options).transpose(1, 2).flatten(2)
+        tracker = self.get_rng_state_tracker if dropout else None
+        with nullcontext() if tracker is None else tracker().fork():
+            out = attend(query, key, value, visible, bias, sink, **options)
+        return out.transpose(1, 2).flatten(2)
 
     def extra_repr(self) -> str:
         heads = f"heads={self.num_attention_heads}, groups={self.num_gqa_groups}, {self.qkv_format}"

@@ -15,7 +15,7 @@ from ..collectives import ranks_of
 from ..distributed.tensor_parallel import InitMethod
 from ..module.layernorm_linear import LayerNormLinear
 from ..module.linear import Linear
-from ..te_arguments import TRACKER, USER_BUFFERS, takes_at_default
+from ..te_arguments import takes_parallel_options
 from .dot_product_attention import AttentionOptions, DotProductAttention
 from .mask import AttentionMask, Window
 from .qkv import QkNorm, join_parameters, qk_norm, split_kv, split_qkv
@@ -41,7 +41,7 @@ class MultiheadAttention(nn.Module):
     `Linear` and `LayerNormLinear`.
     """
 
-    @takes_at_default(**TRACKER, **USER_BUFFERS)
+    @takes_parallel_options
     def __init__(
         self,
         hidden_size: int,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..distributed.tensor_parallel import InitMethod
 from ..module.layernorm_mlp import LayerNormMLP
 from ..module.norm import NORMS
-from ..te_arguments import TRACKER, USER_BUFFERS, takes_at_default
+from ..te_arguments import takes_at_default, takes_parallel_options
 from .dot_product_attention import CoreOptions
 from .mask import AttentionMask, Window
 from .multihead_attention import MultiheadAttention, RotaryAngles
@@ -40,10 +40,8 @@ class TransformerLayer(nn.Module):
     `LayerNormMLP`. (`te_models.TransformerLayer` is the layer of a configured model.)
     """
 
+    @takes_parallel_options
     @takes_at_default(
-        **TRACKER,
-        **USER_BUFFERS,
-        ub_tp_comm_overlap=False,
         seq_length=None,
         micro_batch_size=None,
     )

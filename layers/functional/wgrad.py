@@ -6,7 +6,9 @@ True` makes a pass write instead of add, so that nobody has to zero it. Names as
 
 A wrapper such as Megatron's DistributedDataParallel waits for autograd's hook of every weight, which None does not
 call. It sets `w.grad_added_to_main_grad = False`: a weight that has this attribute gets True there, and autograd a
-gradient of zeros, so that whoever adds `w.grad` to `w.main_grad` adds nothing.
+gradient of zeros, so that whoever adds `w.grad` to `w.main_grad` adds nothing (Megatron-Core does where
+`w.zero_out_wgrad` is set). A delayed gradient is announced in the backward pass, too: such a wrapper sees
+`w.skip_backward_post_hook` and has `backward_dw` call it, where it wants to find a gradient.
 """
 
 from __future__ import annotations
@@ -111,28 +113,24 @@ def run_wgrad(
                 "the input of a layer or the gradient of its output was written to between the backward pass and "
                 "backward_dw(), which reads them; allowed: backward_dw() first, or copies of what is written to"
             )
-        for weight, gradient in zip(weights, _announced(wgrad, weights, compute(), dummies=False), strict=True):
+        for weight, gradient in zip(weights, compute(), strict=True):
             if gradient is not None and weight.requires_grad:
                 weight.grad = gradient if weight.grad is None else weight.grad + gradient
 
     wgrad.later.append(run)
-    return (None,) * len(weights)
+    return _announced(wgrad, weights, (None,) * len(weights))
 
 
 def _announced(
-    wgrad: WeightGradient | None,
-    weights: tuple[Tensor, ...],
-    gradients: tuple[Tensor | None, ...],
-    dummies: bool = True,
+    wgrad: WeightGradient | None, weights: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]
 ) -> tuple[Tensor | None, ...]:
-    """Say on the weights that want to know that their main gradients were written to; return what autograd gets,
-    zeros (with `dummies`) for those."""
+    """Say on the weights that want to know that their main gradients are or will be written to; return what autograd
+    gets, zeros for those."""
     found = list(gradients)
     for g, one in enumerate(() if wgrad is None else wgrad.each()):
         if one.announced is None:
             continue
         if not torch.compiler.is_compiling():
             one.announced.grad_added_to_main_grad = True
-        if dummies:
-            found[g] = torch.zeros(weights[g].shape, dtype=weights[g].dtype, device=weights[g].device)
+        found[g] = torch.zeros(weights[g].shape, dtype=weights[g].dtype, device=weights[g].device)
     return tuple(found)

@@ -25,7 +25,7 @@ from ..recipe.recipes import DelayedScaling
 from ..tensor.fsdp import sharded
 from ..tensor.quantized_tensor import QuantizedTensor
 from .recipe_state import RecipeStateModule, as_replica
-from .weight_cache import cached_weight, update_cached_weight
+from .weight_cache import CANNOT_CACHE, cached_weight, update_cached_weight
 
 
 class QuantizedModule(RecipeStateModule):
@@ -155,7 +155,8 @@ class QuantizedModule(RecipeStateModule):
         weights: one [out, in] or [G, out, in], or G of [out, in]. is_first_microbatch: True quantizes and caches,
         False returns what is cached, None (unless `microbatch` says otherwise) does neither. gemm_index: of the GEMM
         meant, None for all together; each has its own. Where `microbatch(noop=...)` is nonzero, what is cached
-        stays. Raises RuntimeError where nothing is cached, ValueError after a change of recipe.
+        stays. False where nothing is cached yet quantizes and caches, as True does. Raises ValueError after a change of
+        recipe, RuntimeError in a compiled graph that would have to cache.
         """
         first = state().first_microbatch if is_first_microbatch is None else is_first_microbatch
         quantizers = None if first is None or isinstance(weights[0], QuantizedTensor) else self.quantizers()
@@ -165,10 +166,7 @@ class QuantizedModule(RecipeStateModule):
             quantizer, make = quantizers.weight, update_cached_weight if first else cached_weight
             return once(lambda: make(self, quantizer, weights, gemm_index))
         if first:
-            raise RuntimeError(
-                "a compiled graph cannot cache a quantized weight: call cache_weights(model) before the step's first "
-                "micro-batch, and run all of them with is_first_microbatch=False or microbatch(first=False)"
-            )
+            raise RuntimeError(CANNOT_CACHE)
         return cached_weight(self, quantizers.weight, weights, gemm_index)
 
     def gemm_weights(self) -> list[tuple[tuple[Tensor, ...], int | None]]:
@@ -177,11 +175,11 @@ class QuantizedModule(RecipeStateModule):
 
 
 class GemmModule(QuantizedModule):
-    """fuse_wgrad_accumulation: weight gradients are added to `weight.main_grad` in place and `weight.grad` stays None;
-    a call with `is_first_microbatch=True` writes them there instead, so that nobody has to zero it.
-    delay_wgrad_compute: backward leaves weight gradients out until `backward_dw()`. save_original_input: save the
-    input as it is for wgrad and quantize it in the backward pass, which saves memory where several layers share it.
-    Names and meanings are Transformer Engine's."""
+    """fuse_wgrad_accumulation: weight gradients are added to `weight.main_grad` in place and `weight.grad` stays None,
+    or becomes zeros where a wrapper waits for it (see `functional.wgrad`); a call with `is_first_microbatch=True`
+    writes them there instead, so that nobody has to zero it. delay_wgrad_compute: backward leaves weight gradients out
+    until `backward_dw()`. save_original_input: save the input as it is for wgrad and quantize it in the backward pass,
+    which saves memory where several layers share it. Names and meanings are Transformer Engine's."""
 
     def __init__(
         self,
@@ -195,6 +193,12 @@ class GemmModule(QuantizedModule):
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.save_original_input = save_original_input
         self._later: list[Callable[[], None]] | None = [] if delay_wgrad_compute else None
+        self.wgrad_accumulation_and_reduce_hooks: list[Callable[[], None]] = []
+
+    def complete_state(self) -> None:
+        super().complete_state()
+        for name in self.weight_names() if self.need_backward_dw() else ():
+            getattr(self, name).skip_backward_post_hook = True  # wrappers wait for `backward_dw` then, see `wgrad`
 
     return_bias = return_layernorm_output = False  # layers that have these options set them
 
@@ -240,16 +244,30 @@ class GemmModule(QuantizedModule):
             self.save_original_input, weight_gradient(weights, self.fuse_wgrad_accumulation, self._later, first is True)
         )
 
+    def need_backward_dw(self) -> bool:
+        """Whether backward passes leave weight gradients to `backward_dw`."""
+        return self._later is not None
+
+    def register_wgrad_accumulation_and_reduce_hooks(
+        self, wgrad_accumulation_and_reduce_hook: Callable[[], None]
+    ) -> None:
+        """Have `backward_dw` call a function without arguments once the gradients are there: what wrappers such as
+        Megatron's register for weights that have `skip_backward_post_hook`, instead of autograd's hook."""
+        self.wgrad_accumulation_and_reduce_hooks.append(wgrad_accumulation_and_reduce_hook)
+
     def backward_dw(self) -> None:
-        """Compute the weight gradients that backward left out, oldest first. Raises RuntimeError without
-        delay_wgrad_compute, where the input or the gradient of the output, of which one that is not quantized is saved
-        as it is, was written to since the backward pass, and of weights that FSDP2 shards."""
-        if self._later is None:
-            raise RuntimeError("backward_dw needs a layer built with delay_wgrad_compute=True")
-        if self._later and sharded(self.parameters(recurse=False)):
+        """Compute the weight gradients that backward left out, oldest first, then call what was registered for it;
+        nothing is done where none were left out. Raises RuntimeError where the input or the gradient of the output, of
+        which one that is not quantized is saved as it is, was written to since the backward pass, and of weights that
+        FSDP2 shards."""
+        if not self._later:
+            return
+        if sharded(self.parameters(recurse=False)):
             raise RuntimeError(
                 "FSDP2 has sharded the weights again and reduces no gradient that comes after the backward pass; "
                 "allowed: layers built without delay_wgrad_compute"
             )
         while self._later:
             self._later.pop(0)()
+        for hook in self.wgrad_accumulation_and_reduce_hooks:
+            hook()

@@ -13,7 +13,7 @@ from ..functional.gemm_operand import quantized_gemms
 from ..functional.grouped_linear import add_bias_rows, grouped_linear
 from ..functional.grouped_operand import row_align_of
 from ..quantizer.group_offsets import check_values
-from ..te_arguments import TRACKER, USER_BUFFERS, takes_at_default
+from ..te_arguments import takes_at_default, takes_parallel_options
 from ..tensor.grouped_tensor import GroupedTensor
 from ..tensor.quantized_tensor import QuantizedTensor
 from .base import GemmModule
@@ -36,7 +36,8 @@ class GroupedLinear(TensorParallelModule, GemmModule):
     for num_gemms below 1 and for m_splits of another shape or dtype.
     """
 
-    @takes_at_default(**TRACKER, **USER_BUFFERS, sequence_parallel=False, return_bias=False)
+    @takes_parallel_options
+    @takes_at_default(sequence_parallel=False, return_bias=False)
     def __init__(
         self,
         num_gemms: int,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..distributed.tensor_parallel import InitMethod, TensorParallelModule
 from ..functional.linear import linear
-from ..te_arguments import TRACKER, USER_BUFFERS, takes_at_default
+from ..te_arguments import takes_at_default, takes_parallel_options
 from .base import GemmModule
 from .norm import PrecedingNorm
 from .primary_weights import default_init_method, empty_parameter, store_weights_as_asked
@@ -26,7 +26,8 @@ class LayerNormLinear(TensorParallelModule, PrecedingNorm, GemmModule):
     `GemmModule`. Raises ValueError for parallel_mode "row": a norm needs whole rows.
     """
 
-    @takes_at_default(**TRACKER, **USER_BUFFERS, parameters_split=None, return_layernorm_output_gathered=False)
+    @takes_parallel_options
+    @takes_at_default(parameters_split=None, return_layernorm_output_gathered=False)
     def __init__(
         self,
         in_features: int,

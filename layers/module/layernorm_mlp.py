@@ -13,7 +13,7 @@ from te_models.kernels.activation import Activation
 from ..distributed.tensor_parallel import InitMethod, TensorParallelModule
 from ..functional.fused_quantize import Prologue
 from ..functional.linear import linear
-from ..te_arguments import TRACKER, USER_BUFFERS, takes_at_default
+from ..te_arguments import takes_at_default, takes_parallel_options
 from .base import GemmModule
 from .norm import PrecedingNorm
 from .primary_weights import default_init_method, empty_parameter, store_weights_as_asked
@@ -47,9 +47,8 @@ class LayerNormMLP(TensorParallelModule, PrecedingNorm, GemmModule):
 
     STATISTICS_SLOTS = ("fc1", "fc2")
 
+    @takes_parallel_options
     @takes_at_default(
-        **TRACKER,
-        **USER_BUFFERS,
         return_layernorm_output_gathered=False,
         seq_length=None,
         micro_batch_size=None,

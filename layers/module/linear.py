@@ -13,7 +13,7 @@ from te_models.kernels.activation import Activation
 from ..distributed.tensor_parallel import InitMethod, ParallelMode, TensorParallelModule
 from ..functional.fused_quantize import Prologue
 from ..functional.linear import linear
-from ..te_arguments import TRACKER, USER_BUFFERS, takes_at_default
+from ..te_arguments import takes_at_default, takes_parallel_options
 from .base import GemmModule
 from .primary_weights import default_init_method, empty_parameter, store_weights_as_asked
 
@@ -28,7 +28,8 @@ class Linear(TensorParallelModule, GemmModule):
     other options: see `GemmModule`; name: see `QuantizedModule`.
     """
 
-    @takes_at_default(**TRACKER, **USER_BUFFERS, parameters_split=None)
+    @takes_parallel_options
+    @takes_at_default(parameters_split=None)
     def __init__(
         self,
         in_features: int,

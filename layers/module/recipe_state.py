@@ -29,7 +29,15 @@ from ..recipe.base import Recipe
 from ..recipe.context import state
 from ..recipe.recipe_use import RecipeUse, choose, register_layer
 from ..recipe.recipes import DelayedRule, DelayedScaling
-from ..te_arguments import leave_extra_state
+from ..te_arguments import (
+    EXTRA_STATE_INSTEAD,
+    KEY,
+    holds_something,
+    leave_extra_state,
+    tensors_as_bytes,
+    tensors_from_bytes,
+    written_here,
+)
 from ..tensor.quantized_tensor import module_conversion
 from .weight_cache import move_cached_weights
 
@@ -190,8 +198,27 @@ class RecipeStateModule(nn.Module):
                 else:
                     setattr(self, name, own)
 
+    def get_extra_state(self) -> Tensor:
+        """Return `recipe_state` as bytes, uint8 [n] on the CPU, [0] where there is none: for scripts that save it under
+        `_extra_state`. A state dict of ours has its tensors by name, and no such key."""
+        state_of_recipe = self.recipe_state()
+        return tensors_as_bytes(state_of_recipe) if state_of_recipe else torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor | None) -> None:
+        """Take over what `get_extra_state` returned; nothing where it is empty. Raises ValueError for anything else:
+        Transformer Engine pickles its own, and no pickle is opened."""
+        if not holds_something(state):
+            return
+        if state is None or not written_here(state):
+            raise ValueError(
+                "the extra state is not one that get_extra_state returned here: Transformer Engine pickles its own, "
+                f"which is not opened; load_state_dict takes the weights beside it, and {EXTRA_STATE_INSTEAD}"
+            )
+        self.set_recipe_state(tensors_from_bytes(state))
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        del destination[prefix + KEY]
         for name, value in self.recipe_state().items():
             destination[prefix + name] = value
 
@@ -202,6 +229,8 @@ class RecipeStateModule(nn.Module):
         except ValueError as error:
             args[-1].append(f"{prefix}{error}")
         super()._load_from_state_dict(state_dict, prefix, *args)
+        if prefix + KEY in args[2]:  # torch misses it
+            args[2].remove(prefix + KEY)
 
 
 def _real_default_device() -> torch.device:

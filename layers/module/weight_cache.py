@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from te_models.kernels.compiling import compiling
+
 from ..functional.saved_input import record_statistics
 from ..quantizer import Quantizer
 from ..quantizer.state import value_of, with_state
@@ -16,6 +18,10 @@ from ..tensor.quantized_tensor import QuantizedTensor
 if TYPE_CHECKING:
     from .base import QuantizedModule
 
+CANNOT_CACHE = (
+    "a compiled graph cannot cache a quantized weight: call cache_weights(model) before the step's first micro-batch, "
+    "and run all of them with is_first_microbatch=False or microbatch(first=False)"
+)
 _CACHE = "weight_cache"  # of attributes that hold a weight for later micro-batches
 
 
@@ -26,10 +32,15 @@ def _slot(gemm_index: int | None) -> str:
 def cached_weight(
     module: QuantizedModule, quantizer: Quantizer, weights: tuple[Tensor, ...], gemm_index: int | None
 ) -> QuantizedTensor:
-    """Return what is cached of `weights` for a GEMM (None: for all together), which `quantizer` must have made."""
+    """Return what is cached of `weights` for a GEMM (None: for all together), which `quantizer` must have made.
+
+    Where nothing is cached, the weights are quantized and cached now. RuntimeError in a compiled graph, which cannot.
+    """
     before = getattr(module, _slot(gemm_index), None)
     if before is None:
-        raise RuntimeError("is_first_microbatch=False, but no earlier call had is_first_microbatch=True")
+        if compiling():
+            raise RuntimeError(CANNOT_CACHE)
+        return update_cached_weight(module, quantizer, weights, gemm_index)
     wanted = with_state(quantizer, module.fp8_scale, None, "weight", gemm_index)
     if before.quantizer != value_of(wanted):
         raise ValueError(

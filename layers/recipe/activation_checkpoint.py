@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Self, TypeVar
 
 import torch
@@ -167,7 +168,7 @@ def checkpoint(
     function: Callable[..., Any],
     *args: Any,
     distribute_saved_activations: bool = False,
-    get_rng_state_tracker: None = None,
+    get_rng_state_tracker: Callable[[], Any] | None = None,
     tp_group: Any = None,
     use_reentrant: bool = True,
     **kwargs: Any,
@@ -175,18 +176,53 @@ def checkpoint(
     """Return `function(*args, **kwargs)`, saving only the arguments for the backward pass, in which it runs again.
 
     It repeats the first run under its recipe and scales. Transformer Engine: `te.checkpoint`. Gradients do not depend
-    on use_reentrant (they are made without reentry), nor on tp_group. ValueError where saved activations are to be
-    distributed, for a tracker of random states, whose numbers would differ in the second run, and for a context_fn.
+    on use_reentrant (they are made without reentry), nor on tp_group. get_rng_state_tracker: a function that returns a
+    tracker of random states; the second run starts from the states of the first. ValueError where saved activations are
+    to be distributed, for a tracker in a compiled graph, and for a context_fn.
     """
     require_default("distribute_saved_activations", distribute_saved_activations, False)
-    require_default("get_rng_state_tracker", get_rng_state_tracker, None)
     if "context_fn" in kwargs:
         raise ValueError("context_fn is given; use torch.utils.checkpoint with recompute_contexts(save)")
-    return checkpointed(function, *args, **kwargs)
+    return checkpointed(function, *args, get_rng_state_tracker=get_rng_state_tracker, **kwargs)
 
 
-def checkpointed(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+def checkpointed(
+    function: Callable[..., Any],
+    *arguments: Any,
+    get_rng_state_tracker: Callable[[], Any] | None = None,
+    **named: Any,
+) -> Any:
     """Return `function(*arguments)`, saving only the arguments for the backward pass, in which it runs again."""
-    # in a graph the compiler recomputes what it traced: no state is looked up a second time
-    contexts: dict[str, Any] = {} if compiling() else {"context_fn": recompute_contexts}
-    return checkpoint_of_torch(function, *arguments, use_reentrant=False, **contexts, **named)
+    if compiling():
+        if get_rng_state_tracker is not None:
+            raise ValueError(
+                "get_rng_state_tracker is given in a compiled graph, which cannot set states; allowed: None"
+            )
+        # in a graph the compiler recomputes what it traced: no state is looked up a second time
+        return checkpoint_of_torch(function, *arguments, use_reentrant=False, **named)
+    contexts: Callable[[], tuple[Any, Any]] = recompute_contexts
+    if get_rng_state_tracker is not None:
+        contexts = partial(_contexts_with_tracker, get_rng_state_tracker)
+    return checkpoint_of_torch(function, *arguments, use_reentrant=False, context_fn=contexts, **named)
+
+
+def _contexts_with_tracker(get_rng_state_tracker: Callable[[], Any]) -> tuple[Any, Any]:
+    first, again = recompute_contexts()
+    states = dict(get_rng_state_tracker().get_states())
+    return first, _Both(_TrackerStates(get_rng_state_tracker, states), again)
+
+
+class _TrackerStates:
+    """Gives a tracker of random states earlier states, and afterwards those that it had."""
+
+    def __init__(self, get_rng_state_tracker: Callable[[], Any], states: dict[str, Any]) -> None:
+        self.get_rng_state_tracker, self.states = get_rng_state_tracker, states
+        self.present: dict[str, Any] = {}
+
+    def __enter__(self) -> None:
+        tracker = self.get_rng_state_tracker()
+        self.present = dict(tracker.get_states())
+        tracker.set_states(dict(self.states))
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.get_rng_state_tracker().set_states(self.present)

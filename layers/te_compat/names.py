@@ -65,7 +65,6 @@ _INSTEAD = {
     "mark_not_offload": "use torch.autograd.graph.save_on_cpu",
     "moe_permute_and_pad_with_probs": "use moe_permute_with_probs: GroupedLinear pads what a format wants itself",
     "onnx_export": "use torch.export",
-    "optimizers": "FusedAdamW is here; its weight_decay is 0.01 unless given",
 }
 _OPERATIONS_INSTEAD = {
     "L2Normalization": "it is L2Norm",

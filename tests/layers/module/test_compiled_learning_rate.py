@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 
 from te_models.layers import FusedAdamW
 from tests.layers.bits import weight_quantizers
-from tests.layers.optimizer.test_fused_adamw import NOT_COMPILED
+from tests.layers.optimizers.test_fused_adamw import NOT_COMPILED
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 

@@ -18,6 +18,7 @@ from te_models.layers import (
     Linear,
     autocast,
     cache_weights,
+    checkpoint,
     microbatch,
     quantized_model_init,
     recipe,
@@ -126,9 +127,77 @@ def test_a_compiled_graph_cannot_keep_a_weight() -> None:
         torch.compile(layer, fullgraph=True, backend="aot_eager")(torch.randn(4, 64), is_first_microbatch=True)
 
 
-def test_a_later_micro_batch_needs_a_first() -> None:
-    with autocast(recipe=recipe("mxfp8")), pytest.raises(RuntimeError, match="no earlier call had"):
-        Linear(8, 8)(torch.randn(2, 8), is_first_microbatch=False)
+@pytest.mark.parametrize("kind", BUILD)
+def test_a_later_micro_batch_without_a_first_quantizes_and_caches(kind: str) -> None:
+    """As under Transformer Engine. A graph cannot: it names what can."""
+    layer = BUILD[kind]()
+    with autocast(recipe=recipe("mxfp8")):
+        y = call(layer, batches()[0])
+        assert torch.equal(call(layer, batches()[0], False), y)
+        with torch.no_grad():
+            for weight in layer.parameters():
+                weight.mul_(2.0)
+        layer_norm = [p for n, p in layer.named_parameters() if "layer_norm" in n or "bias" in n]
+        with torch.no_grad():
+            for parameter in layer_norm:
+                parameter.mul_(0.5)
+        assert torch.equal(call(layer, batches()[0], False), y), "the weights were not cached"
+        assert not torch.equal(call(layer, batches()[0]), y)
+
+
+def test_a_graph_cannot_cache_in_a_later_micro_batch_either() -> None:
+    torch._dynamo.reset()
+    layer = Linear(8, 8)
+    with autocast(recipe=recipe("mxfp8")), pytest.raises(Exception, match=r"call cache_weights\(model\)"):
+        torch.compile(layer, fullgraph=True, backend="aot_eager")(torch.randn(2, 8), is_first_microbatch=False)
+
+
+ORDER = "F0 F1 B0 F2 B1 F3 B2 B3"  # one stage of a pipeline, one forward and one backward pass in turn
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("kind", ["linear", "layernorm_mlp", "grouped", "per_gemm"])
+def test_micro_batches_as_megatron_orders_them(kind: str, checkpointed: bool) -> None:
+    """Its layers hold the flag: set at the start of a step, cleared by every forward pass, that of a recomputation
+    included. The gradients are those of micro-batches that know nothing of it."""
+
+    class Stage(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = BUILD[kind](fuse_wgrad_accumulation=True)
+            self.is_first_microbatch: bool | None = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = call(self.layer, x, self.is_first_microbatch)
+            if self.is_first_microbatch is not None:
+                self.is_first_microbatch = False
+            return y
+
+    inputs = [torch.randn(16, 64, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+    results = []
+    for flagged in (True, False):
+        stage = Stage()
+        weights = [w for n, w in stage.layer.named_parameters() if "weight" in n and "layer_norm" not in n]
+        for weight in weights:
+            weight.main_grad = torch.zeros(weight.shape)
+        for _ in range(2):
+            for weight in weights:
+                weight.main_grad.zero_()
+            stage.is_first_microbatch = True if flagged else None
+            outputs: dict[str, Tensor] = {}
+            for what in ORDER.split():
+                if what[0] == "B":
+                    outputs.pop(what[1]).square().sum().backward()
+                    continue
+                with autocast(recipe=recipe("mxfp8")):
+                    run = (lambda x: checkpoint(stage, x)) if checkpointed else stage  # noqa: B023
+                    outputs[what[1]] = run(inputs[int(what[1])].clone().requires_grad_())
+            with torch.no_grad():
+                for weight in weights:
+                    weight.sub_(0.01 * weight.main_grad)
+        results.append([weight.main_grad for weight in weights])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)) and results[0][0].any()
 
 
 def test_a_cache_of_another_recipe_is_refused() -> None:
@@ -271,9 +340,14 @@ def test_delayed_weight_gradients_are_the_same_later(kind: str, fused: bool) -> 
         torch.testing.assert_close(b, a, rtol=0, atol=0)
 
 
-def test_backward_dw_needs_the_option() -> None:
-    with pytest.raises(RuntimeError, match="needs a layer built with delay_wgrad_compute=True"):
-        Linear(8, 8).backward_dw()
+def test_backward_dw_does_nothing_where_nothing_was_left_out() -> None:
+    layer = Linear(8, 8)
+    layer(torch.randn(2, 8)).sum().backward()
+    gradient = layer.weight.grad.clone()
+    layer.register_wgrad_accumulation_and_reduce_hooks(lambda: pytest.fail("there is no gradient to wait for"))
+    layer.backward_dw()
+    assert torch.equal(layer.weight.grad, gradient) and not layer.need_backward_dw()
+    assert Linear(8, 8, delay_wgrad_compute=True).backward_dw() is None
 
 
 @pytest.mark.parametrize("name", RECIPES)

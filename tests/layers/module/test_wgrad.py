@@ -12,7 +12,17 @@ from torch import Tensor, nn
 
 from te_models.kernels.gemm import reference as dense
 from te_models.kernels.grouped_gemm import reference as grouped
-from te_models.layers import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear, autocast, gradient_of, ops, recipe
+from te_models.layers import (
+    GroupedLinear,
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    autocast,
+    gradient_of,
+    ops,
+    quantized_model_init,
+    recipe,
+)
 
 SPLITS = torch.tensor([3, 5, 8])
 
@@ -188,8 +198,7 @@ def test_a_compiled_layer_accumulates_in_float32() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "compiled"),
-    [(kind, False) for kind in ("Linear", "LayerNormMLP", "GroupedLinear", "per-GEMM", "ops.Linear")]
-    + [("LayerNormMLP", True)],
+    [(kind, False) for kind in KINDS] + [("LayerNormMLP", True), ("Linear", True), ("per-GEMM", True)],
 )
 def test_a_wrapper_that_waits_for_every_gradient_hears_of_it(kind: str, compiled: bool) -> None:
     """As Megatron's DistributedDataParallel does: it sets the attribute, reads it in autograd's hook, and adds
@@ -201,7 +210,7 @@ def test_a_wrapper_that_waits_for_every_gradient_hears_of_it(kind: str, compiled
     for weight in weights:
         weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(weight.shape), False
         weight.register_post_accumulate_grad_hook(lambda w: heard.append(w.grad_added_to_main_grad))
-    rest = (torch.tensor([16]),) if kind in ("GroupedLinear", "per-GEMM") else ()
+    rest = (torch.tensor([16]),) if "Grouped" in kind or kind == "per-GEMM" else ()
     run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
     run(torch.randn(16, 64), *rest).square().sum().backward()
     assert heard == [True] * len(weights)
@@ -211,10 +220,84 @@ def test_a_wrapper_that_waits_for_every_gradient_hears_of_it(kind: str, compiled
         assert torch.equal(gradient_of(weight), before)
 
 
-def test_a_delayed_gradient_is_announced_when_it_is_computed() -> None:
-    layer = Linear(64, 32, bias=False, fuse_wgrad_accumulation=True, delay_wgrad_compute=True)
-    layer.weight.main_grad, layer.weight.grad_added_to_main_grad = torch.zeros(32, 64), False
-    layer(torch.randn(16, 64)).sum().backward()
-    assert not layer.weight.grad_added_to_main_grad and layer.weight.grad is None
-    layer.backward_dw()
-    assert layer.weight.grad_added_to_main_grad and layer.weight.main_grad.any() and layer.weight.grad is None
+class Experts(nn.Module):
+    """A model of every layer with GEMMs, each with its own way of fusing a weight gradient."""
+
+    def __init__(self, **options: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = Linear(64, 64, **options)
+        self.norm = LayerNormLinear(64, 64, **options)
+        self.mlp = LayerNormMLP(64, 64, **options)
+        self.grouped = GroupedLinear(3, 64, 64, **options)
+        self.per_gemm = GroupedLinear(3, 64, 64, single_grouped_weight=False, **options)
+        self.head = ops.Sequential(ops.Linear(64, 64, **options))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.mlp(self.norm(self.first(x)))
+        return self.head(self.per_gemm(self.grouped(x, SPLITS), SPLITS))
+
+    def backward_dw(self) -> None:
+        for module in self.modules():
+            if module is not self and hasattr(module, "backward_dw"):
+                module.backward_dw()
+
+
+class Buckets:
+    """Data parallelism in Megatron's manner: main gradients are views of a few flat buckets, and a bucket is reduced in
+    the last micro-batch, when the hook of each of its parameters has run. Hooks hang on autograd's accumulators, or on
+    `backward_dw` of the module where a weight says that autograd brings nothing."""
+
+    def __init__(self, model: nn.Module, size: int) -> None:
+        self.last, self.reduced, self.waiting = False, [], []
+        self.accumulators: list[Any] = []
+        parameters = list(model.parameters())
+        for begin in range(0, len(parameters), size):
+            members = parameters[begin : begin + size]
+            flat = torch.zeros(sum(p.numel() for p in members))
+            self.waiting.append({id(p) for p in members})
+            for parameter, part in zip(members, flat.split([p.numel() for p in members]), strict=True):
+                parameter.main_grad, parameter.grad_added_to_main_grad = part.view(parameter.shape), False
+                hook = functools.partial(self.arrived, parameter, len(self.waiting) - 1)
+                if getattr(parameter, "skip_backward_post_hook", False):
+                    owner = next(m for m in model.modules() if any(p is parameter for p in m.parameters(False)))
+                    owner.register_wgrad_accumulation_and_reduce_hooks(hook)
+                else:
+                    accumulator = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+                    accumulator.register_hook(hook)
+                    self.accumulators.append(accumulator)
+
+    def arrived(self, parameter: nn.Parameter, bucket: int, *_: Any) -> None:
+        assert parameter.grad is not None, "the hook ran, and there is no gradient"
+        if not parameter.grad_added_to_main_grad or getattr(parameter, "zero_out_wgrad", False):
+            parameter.main_grad.add_(parameter.grad)
+        parameter.grad = None
+        if self.last:
+            self.waiting[bucket].remove(id(parameter))
+            if not self.waiting[bucket]:
+                self.reduced.append(bucket)
+
+
+@pytest.mark.parametrize("name", [None, "mxfp8", "stored"], ids=str)
+@pytest.mark.parametrize("delayed", [False, True])
+def test_buckets_of_a_wrapper_fill(delayed: bool, name: str | None) -> None:
+    """Every bucket is reduced once, in the last of three micro-batches, and holds what autograd alone would sum up."""
+    chosen = None if name is None else recipe("mxfp8")
+    region = functools.partial(autocast, enabled=name is not None, recipe=chosen)
+    with quantized_model_init(enabled=name == "stored", recipe=chosen):
+        plain = Experts()
+        model = Experts(fuse_wgrad_accumulation=True, delay_wgrad_compute=delayed)
+    model.mlp.fc1_weight.zero_out_wgrad = True
+    wrapper = Buckets(model, size=5)
+    for i in range(3):
+        x, wrapper.last = torch.randn(16, 64, generator=torch.Generator().manual_seed(i)), i == 2
+        for one in (plain, model):
+            with region():
+                y = one(x)
+            y.square().sum().backward()
+        if delayed:
+            assert not wrapper.last or len(wrapper.reduced) < len(wrapper.waiting)
+            model.backward_dw()
+    assert sorted(wrapper.reduced) == list(range(len(wrapper.waiting))) and len(wrapper.reduced) > 2
+    for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.main_grad, expected.grad, rtol=1e-5, atol=1e-4)

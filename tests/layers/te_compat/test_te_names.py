@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -49,11 +51,70 @@ def test_returned_biases_and_norms_are_what_was_left_out(kind: str, bias: bool, 
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_arguments_without_a_meaning_here_are_taken_at_their_defaults(kind: str) -> None:
+def test_user_buffers_are_taken_where_there_is_nothing_to_communicate(kind: str) -> None:
     LAYERS[kind](ub_overlap_ag=False, ub_name=None, get_rng_state_tracker=None, symmetric_ar_type=None, name=None)
-    for name, value in {"ub_overlap_ag": True, "ub_name": "qkv", "get_rng_state_tracker": print}.items():
-        with pytest.raises(ValueError, match=f"{name} is .*, which this library does not have; allowed: "):
-            LAYERS[kind](**{name: value})
+    options = {"ub_overlap_ag": True, "ub_bulk_wgrad": True, "symmetric_ar_type": "two_shot"}
+    LAYERS[kind](ub_name="qkv", **options)
+    for name, value in options.items():
+        for ranks in ({"tp_size": 2}, {"tp_group": torch.distributed.ProcessGroup(0, 2)}):
+            with pytest.raises(ValueError, match=f"{name} is .*, which this library does not have; allowed: "):
+                LAYERS[kind](**{name: value}, **ranks)
+
+
+class Tracker:
+    """A tracker of random states in Megatron's form, on the CPU."""
+
+    def __init__(self) -> None:
+        self.states = {"model-parallel-rng": torch.Generator().manual_seed(5).get_state()}
+
+    def get_states(self) -> dict[str, torch.Tensor]:
+        return dict(self.states)
+
+    def set_states(self, states: dict[str, torch.Tensor]) -> None:
+        self.states = states
+
+    @contextlib.contextmanager
+    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
+        outside = torch.get_rng_state()
+        torch.set_rng_state(self.states[name])
+        try:
+            yield
+        finally:
+            self.states[name] = torch.get_rng_state()
+            torch.set_rng_state(outside)
+
+
+def test_parameters_start_from_the_states_of_a_tracker() -> None:
+    tracker = Tracker()
+    tracker.states["expert"] = torch.Generator().manual_seed(6).get_state()
+    outside = torch.get_rng_state()
+    layer = te.Linear(16, 24, get_rng_state_tracker=lambda: tracker)
+    expert = te.Linear(16, 24, get_rng_state_tracker=lambda: tracker, rng_tracker_name="expert")
+    assert torch.equal(torch.get_rng_state(), outside)
+    for weight, seed in ((layer.weight, 5), (expert.weight, 6)):
+        assert torch.equal(weight, torch.empty(24, 16).normal_(0, 0.023, generator=torch.Generator().manual_seed(seed)))
+
+
+@pytest.mark.parametrize("core", [True, False])
+def test_a_recomputation_drops_out_what_the_first_run_did(core: bool) -> None:
+    """core: of the attention alone. The states go on afterwards where they were."""
+    gradients, states = [], []
+    for again in (False, True):
+        torch.manual_seed(0)
+        tracker = Tracker()
+        attention = te.MultiheadAttention(16, 2, attention_dropout=0.5, get_rng_state_tracker=lambda: tracker)  # noqa: B023
+        x = torch.randn(6, 2, 16).requires_grad_()
+        if not again:
+            y = attention(x)
+        elif core:
+            y = attention(x, checkpoint_core_attention=True)
+        else:
+            y = te.checkpoint(attention, x, get_rng_state_tracker=lambda: tracker, tp_group=None)  # noqa: B023
+        later = tracker.get_states()["model-parallel-rng"]
+        gradients.append(torch.autograd.grad(y.square().sum(), x)[0])
+        assert torch.equal(tracker.get_states()["model-parallel-rng"], later)
+        states.append(later)
+    assert torch.equal(*gradients) and torch.equal(*states)
 
 
 def test_arguments_of_the_other_layers() -> None:
@@ -192,6 +253,33 @@ def test_pickled_extra_state_is_left_and_said() -> None:
     with pytest.warns(UserWarning, match=r"proj\._extra_state, a pickled state .* which is not read") as warned:
         block.load_state_dict(state)
     assert len(warned) == 1 and torch.equal(block.proj.weight, state["proj.weight"])
+
+
+def test_extra_state_goes_round_without_a_pickle() -> None:
+    layer, other = (te.Linear(16, 16) for _ in range(2))
+    empty = layer.get_extra_state()
+    assert empty.dtype is torch.uint8 and empty.numel() == 0
+    for nothing in (empty, None, io.BytesIO()):
+        other.set_extra_state(nothing)
+    x = torch.randn(16, 16)
+    for _ in range(2):
+        with te.autocast(recipe=DelayedScaling(amax_history_len=4)):
+            layer(x * 3).sum().backward()
+    held = layer.get_extra_state()
+    assert "_extra_state" not in "".join(layer.state_dict())
+    other.set_extra_state(held)
+    third = te.Linear(16, 16)
+    third.load_state_dict({"weight": layer.weight, "bias": layer.bias, "_extra_state": held})
+    for found in (other, third):
+        for name, value in layer.recipe_state().items():
+            assert torch.equal(found.recipe_state()[name], value), name
+    pickled = torch.frombuffer(bytearray(pickle.dumps(Opened())), dtype=torch.uint8)
+    damaged = torch.cat((held[:200], pickled))
+    for wrong, message in ((pickled, "pass fp8_scale to set_recipe_state"), (damaged, "is damaged"), ({}, "one that")):
+        with pytest.raises(ValueError, match=message):
+            other.set_extra_state(wrong)
+    with pytest.raises(ValueError, match=r"has shape \(2, 1\); expected \(2, 2\)"):
+        te.GroupedLinear(2, 16, 16).set_extra_state(held)
 
 
 def test_delayed_scaling_takes_all_arguments_at_their_defaults() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -135,3 +136,34 @@ def test_operations() -> None:
     with te.autocast(recipe=recipe.MXFP8BlockScaling()):
         y = model(torch.randn(32, HIDDEN))
     trained(model.parameters(), y.square().sum())
+
+
+@pytest.mark.parametrize("init", [te.fp8_model_init, te.quantized_model_init])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_float32_masters_taken_from_quantized_parameters(grouped: bool, init: Callable[..., Any]) -> None:
+    """As Megatron's Float16Optimizer has them: cloned in float32, updated, copied back. The weight is then that of an
+    optimizer which does so itself."""
+    weights = []
+    for own in (True, False):
+        torch.manual_seed(0)
+        with init(enabled=True, recipe=recipe.MXFP8BlockScaling()):
+            options = {"bias": False, "params_dtype": torch.bfloat16, "fuse_wgrad_accumulation": True}
+            layer = te.GroupedLinear(2, HIDDEN, HIDDEN, **options) if grouped else te.Linear(HIDDEN, HIDDEN, **options)
+        (weight,) = layer.parameters()
+        weight.main_grad = torch.zeros(weight.shape)
+        master = weight.detach().clone().float()
+        optimizer = te.optimizers.FusedAdam([master] if own else [weight], lr=0.01, use_decoupled_grad=True)
+        for i in range(3):
+            x = torch.randn(32, HIDDEN, generator=torch.Generator().manual_seed(i)).bfloat16()
+            with te.autocast(recipe=recipe.MXFP8BlockScaling()):
+                y = layer(x, *([[12, 20]] if grouped else []), is_first_microbatch=True)
+            y.float().square().sum().backward()
+            (master if own else weight).decoupled_grad = weight.main_grad
+            before = master.clone()
+            optimizer.step()
+            if own:
+                assert not torch.equal(master, before)
+                weight.data.copy_(master)
+        assert type(master) is Tensor and isinstance(weight, te.QuantizedTensor)
+        weights.append(weight.detach().dequantize())
+    assert torch.equal(*weights)

@@ -175,9 +175,8 @@ def test_a_weight_kept_for_micro_batches_is_not_used_after_a_merge() -> None:
         model(x, is_first_microbatch=True)
         kept = model(x, is_first_microbatch=False)
         model.merge_adapter()
-        with pytest.raises(RuntimeError, match="no earlier call"):
-            model(x, is_first_microbatch=False)
-        assert not torch.equal(model(x, is_first_microbatch=True), kept)
+        merged = model(x, is_first_microbatch=False)  # quantizes and caches the merged weight
+        assert not torch.equal(merged, kept) and torch.equal(model(x, is_first_microbatch=True), merged)
         with microbatch(first=False):
             model(x)
 

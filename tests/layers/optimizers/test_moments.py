@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from te_models.kernels.quantize import hash_key, hashed_bits
-from te_models.layers.optimizer import moments
+from te_models.layers.optimizers import moments
 
 E4M3 = sorted({float(v) for v in torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()})
 

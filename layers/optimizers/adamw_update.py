@@ -1,5 +1,5 @@
-"""The arithmetic of one AdamW step (arXiv 1711.05101) on working copies: torch's fused kernel, or the formula in torch
-operations where a compiler is to fuse it with what follows, the rounding and requantization of the weight.
+"""The arithmetic of one step of Adam and AdamW (arXiv 1412.6980, 1711.05101) on working copies: torch's fused kernel,
+or the formula in torch operations where a compiler is to fuse it with the rounding and requantization of the weight.
 
 A large parameter is updated in pieces, so that its working copies stay small whatever its size.
 """
@@ -70,28 +70,44 @@ class Update:
     second: Tensor
 
 
-def update_(work: list[Update], group: dict[str, Any], noop: Tensor | None) -> None:
-    """Update weights, moments and step counts in place.
+def _found_inf(noop: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if noop is None else (noop.reshape(()) != 0).to(device, torch.float32)
+
+
+def advance_steps_(work: list[Update], noop: Tensor | None) -> None:
+    """Count one step of every parameter that begins in these updates, unless `noop`, a scalar tensor, is nonzero."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for update in work:
+        if update.piece.begin == 0:
+            by_device.setdefault(update.weight.device, []).append(update.piece.state["step"])
+    for device, steps in by_device.items():
+        found_inf = _found_inf(noop, device)
+        # a tensor by itself would be taken for a number, which the host has to wait for
+        more = 1 if found_inf is None else [1 - found_inf] * len(steps)
+        torch._foreach_add_(steps, more)  # type: ignore[attr-defined]
+
+
+def update_(
+    work: list[Update], group: dict[str, Any], noop: Tensor | None, *, decoupled_weight_decay: bool = True
+) -> None:
+    """Update weights and moments in place, in the step that the step counts say, the first being 1.
 
     group: lr, betas, weight_decay and eps; noop: a scalar tensor; where it is nonzero nothing changes, decided on the
-    device.
+    device. decoupled_weight_decay: whether the decay shrinks the weight (AdamW) or is part of the gradient (Adam,
+    arXiv 1412.6980).
     """
     by_kind: dict[tuple[torch.device, torch.dtype], list[Update]] = {}
     for update in work:
         by_kind.setdefault((update.weight.device, update.weight.dtype), []).append(update)
     for (device, _), updates in by_kind.items():
-        found_inf = None if noop is None else (noop.reshape(()) != 0).to(device, torch.float32)
-        leading = [update.piece.state["step"] for update in updates if update.piece.begin == 0]
-        if leading:
-            # a tensor by itself would be taken for a number, which the host has to wait for
-            more = 1 if found_inf is None else [1 - found_inf] * len(leading)
-            torch._foreach_add_(leading, more)  # type: ignore[attr-defined]
+        found_inf = _found_inf(noop, device)
         if compiling():
             # the fused kernel on lists cannot be functionalized (torch 2.13)
             for update in updates:
-                _formula_(update, group, found_inf)
+                _formula_(update, group, found_inf, decoupled_weight_decay)
             continue
-        torch._fused_adamw_(  # type: ignore[attr-defined]
+        fused = torch._fused_adamw_ if decoupled_weight_decay else torch._fused_adam_  # type: ignore[attr-defined]
+        fused(
             [update.weight for update in updates],
             [update.gradient for update in updates],
             [update.first for update in updates],
@@ -109,16 +125,21 @@ def update_(work: list[Update], group: dict[str, Any], noop: Tensor | None) -> N
         )
 
 
-def _formula_(update: Update, group: dict[str, Any], found_inf: Tensor | None) -> None:
+def _formula_(update: Update, group: dict[str, Any], found_inf: Tensor | None, decoupled_weight_decay: bool) -> None:
     """Do what the fused kernel does; the results differ from its by roundings."""
     lr, (beta1, beta2), g = group["lr"], group["betas"], update.gradient
+    shrunk = update.weight
+    if decoupled_weight_decay:
+        shrunk = shrunk * (1 - lr * group["weight_decay"])
+    else:
+        g = g + group["weight_decay"] * update.weight
     t = update.piece.state["step"].double()
     first_correction = (1 - torch.pow(beta1, t)).to(g.dtype)
     second_correction = (1 - torch.pow(beta2, t)).sqrt().to(g.dtype)
     first = update.first + (1 - beta1) * (g - update.first)
     second = update.second * beta2 + (1 - beta2) * g * g
     step = lr / first_correction * (first / (second.sqrt() / second_correction + group["eps"]))
-    weight = update.weight * (1 - lr * group["weight_decay"]) - step
+    weight = shrunk - step
     for old, new in ((update.weight, weight), (update.first, first), (update.second, second)):
         old.copy_(new if found_inf is None else torch.where(found_inf != 0, old, new))
 

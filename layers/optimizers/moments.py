@@ -11,7 +11,7 @@ and grow without bound. A positive value never rounds to zero, since the update 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -22,6 +22,7 @@ from te_models.kernels.quantize import hash_key, hashed_bits, scale_from_amax
 
 from ..tensor.fsdp import largest_part, local_part, rows_like
 from .adamw_update import Update, compiled_by_shape
+from .master_weights import check_entries, check_tensors
 
 MomentDtype = Literal["float32", "bfloat16", "float8"]
 MOMENT_DTYPES = ("float32", "bfloat16", "float8")
@@ -137,13 +138,11 @@ class MomentStore:
         data, scale_inv = ((*blocks, BLOCK), torch.float8_e4m3fn), (blocks, torch.float32)
         return dict(zip(MOMENT_KEYS["float8"], (data, scale_inv, data, scale_inv), strict=True))
 
-    def check(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
+    def check(self, parameter: Tensor, state: dict[str, Any]) -> None:
         """Raise ValueError unless `state` is a state of a parameter as this optimizer stores it, complete and in the
         shapes and dtypes it has here: the update reads and writes it element by element, unchecked. A master may be
         missing."""
-        for name, value in state.items():
-            if not isinstance(value, Tensor):
-                raise ValueError(f"the state dict holds {name!r} as {type(value).__name__}; allowed: tensors")
+        check_tensors(state)
         saved: MomentDtype = "float32"
         if any(name.endswith("_scale_inv") for name in state):
             saved = "float8"
@@ -156,11 +155,7 @@ class MomentStore:
             )
         shapes = {"step": ((), torch.float32), "master": (tuple(local_part(parameter).shape), torch.float32)}
         shapes |= self.expected(parameter)
-        unknown, missing = state.keys() - shapes.keys(), shapes.keys() - state.keys() - {"master"}
-        if unknown or missing:
-            problem = f"holds {min(unknown, key=str)!r}" if unknown else f"lacks {min(missing)!r}"
-            raise ValueError(f"the state dict {problem} for a parameter; its entries are {', '.join(sorted(shapes))}")
-        if "exp_avg_scale_inv" in shapes:
+        if "exp_avg_scale_inv" in shapes and "exp_avg_scale_inv" in state:
             found, blocks = tuple(local_part(state["exp_avg_scale_inv"]).shape), shapes["exp_avg_scale_inv"][0]
             if found != blocks:
                 raise ValueError(
@@ -168,13 +163,7 @@ class MomentStore:
                     f"{tuple(parameter.shape)}, and here they are {blocks}: it was sharded over another number of "
                     "ranks; allowed: the same number"
                 )
-        for name, value in state.items():
-            found, dtype = tuple(local_part(value).shape), value.dtype
-            if (found, dtype) != shapes[name]:
-                raise ValueError(
-                    f"the state dict holds {name} of shape {found} and {dtype} for a parameter of shape "
-                    f"{tuple(parameter.shape)}; allowed: {shapes[name][0]} and {shapes[name][1]}"
-                )
+        check_entries(parameter, state, shapes, {"master"})
 
     def read(self, state: dict[str, Tensor], like: Tensor) -> tuple[Tensor, Tensor]:
         """Return both moments in the shape and dtype of `like`; where the state has them so, its very tensors."""

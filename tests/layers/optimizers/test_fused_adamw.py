@@ -509,7 +509,7 @@ def test_working_copies_of_few_parameters_exist_at_a_time(monkeypatch: pytest.Mo
         together.append([update.weight.numel() for update in work])
         finish(work, *rest)
 
-    monkeypatch.setattr("te_models.layers.optimizer.fused_adamw._CHUNK", {"cpu": 100})
+    monkeypatch.setattr("te_models.layers.optimizers.master_weights._CHUNK", {"cpu": 100})
     monkeypatch.setattr(optimizer, "_finish", noted)
     optimizer.step()
     assert together == [[40, 30], [50], [100], [20, 10, 60]]
@@ -525,7 +525,7 @@ def test_a_parameter_in_pieces_is_updated_as_a_whole_one(
     """Random bits included: they are those of the element, not of its place in a piece."""
     results = []
     for chunk in (1 << 20, 64, 128):  # whole vectors: the update's own kernel rounds otherwise past the last one
-        monkeypatch.setattr("te_models.layers.optimizer.fused_adamw._CHUNK", {"cpu": chunk})
+        monkeypatch.setattr("te_models.layers.optimizers.master_weights._CHUNK", {"cpu": chunk})
         torch.manual_seed(0)
         parameter = torch.nn.Parameter(torch.randn(30, 11, dtype=torch.bfloat16))
         optimizer = FusedAdamW([parameter], lr=0.1, weight_decay=0.3, master_weights=master, moment_dtype=moments)

@@ -1,0 +1,19 @@
+"""FusedAdam, FusedAdamW and FusedSGD: float32 masters, moments in few bits, primary weights requantized in the step.
+
+`te.optimizers`, as Transformer Engine's scripts call it. May import: `te_models.kernels`, `..quantizer`, `..tensor`.
+"""
+
+from .fused_adam import FusedAdam
+from .fused_adamw import FusedAdamW
+from .fused_sgd import FusedSGD
+from .multi_tensor import MultiTensorApply, multi_tensor_applier, multi_tensor_l2norm, multi_tensor_scale
+
+__all__ = [
+    "FusedAdam",
+    "FusedAdamW",
+    "FusedSGD",
+    "MultiTensorApply",
+    "multi_tensor_applier",
+    "multi_tensor_l2norm",
+    "multi_tensor_scale",
+]
