@@ -69,7 +69,6 @@ _INSTEAD = {
 }
 _OPERATIONS_INSTEAD = {
     "L2Normalization": "it is L2Norm",
-    "ScaledClampedQGeGLU": "ClampedSwiGLU is here, without probabilities",
     "register_backward_fusion": "append to FUSIONS",
     "register_forward_fusion": "append to FUSIONS",
 }

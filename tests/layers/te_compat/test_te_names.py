@@ -66,12 +66,12 @@ def test_arguments_of_the_other_layers() -> None:
         te.Linear(4, 12, parameters_split="qkv")
 
 
-def test_a_norm_over_several_dimensions_is_refused() -> None:
-    """It normalised the last one, with a weight of both."""
-    assert te.LayerNorm((8,)).weight.shape == te.RMSNorm([8]).weight.shape == (8,)
+def test_norms_take_their_shape_under_either_name() -> None:
     for norm in (te.LayerNorm, te.RMSNorm):
-        with pytest.raises(ValueError, match=r"hidden_size is \(4, 8\); allowed: a number, or"):
-            norm((4, 8))
+        for layer in (norm((8,)), norm(normalized_shape=8), norm(hidden_size=8)):
+            assert layer.weight.shape == (8,)
+        with pytest.raises(ValueError, match="normalized_shape is empty; allowed: a number, or a sequence of numbers"):
+            norm(())
 
 
 def test_older_names_of_regions() -> None:
