@@ -60,14 +60,7 @@ from .recipe.recipes import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
-from .te_compat.functions import (
-    moe_permute,
-    moe_permute_with_probs,
-    moe_sort_chunks_by_index,
-    moe_sort_chunks_by_index_with_probs,
-    moe_unpermute,
-    parallel_cross_entropy,
-)
+from .te_compat.cross_entropy import parallel_cross_entropy
 from .te_compat.names import (
     fp8_autocast,
     fp8_model_init,
@@ -77,6 +70,13 @@ from .te_compat.names import (
     is_mxfp8_available,
     is_nvfp4_available,
     missing,
+)
+from .te_compat.permutation import (
+    moe_permute,
+    moe_permute_with_probs,
+    moe_sort_chunks_by_index,
+    moe_sort_chunks_by_index_with_probs,
+    moe_unpermute,
 )
 from .tensor import averages as tensor_averages  # noqa: F401 (what torch does out of an operation's sight)
 from .tensor import collectives as tensor_collectives  # noqa: F401

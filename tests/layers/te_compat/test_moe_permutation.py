@@ -1,4 +1,4 @@
-"""Transformer Engine's functions of a mixture of experts, and its cross entropy, as its scripts call them."""
+"""Transformer Engine's functions of a mixture of experts, as its scripts call them."""
 
 from __future__ import annotations
 
@@ -81,24 +81,3 @@ def test_what_does_not_fit_is_refused() -> None:
         te.moe_unpermute(rows, row_id_map)
     with pytest.raises(ValueError, match="probs and merging_probs are both given"):
         te.moe_unpermute(rows, row_id_map, probs, probs=probs)
-
-
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_cross_entropy_of_each_token(smoothing: float) -> None:
-    torch.manual_seed(0)
-    logits = torch.randn(2, 5, 7, dtype=torch.bfloat16, requires_grad=True)
-    target = torch.randint(7, (2, 5))
-    target[0, 1] = -100
-    loss = te.parallel_cross_entropy(logits, target, smoothing)
-    spread = torch.full((2, 5, 7), smoothing / 7).scatter_add(
-        2, target.clamp(min=0)[..., None], torch.full((2, 5, 1), 1 - smoothing)
-    )
-    expected = -(spread * logits.double().log_softmax(-1)).sum(-1) * (target >= 0)
-    assert loss.dtype is torch.float32 and loss.shape == (2, 5)
-    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
-    mean = te.parallel_cross_entropy(logits, target, smoothing, reduce_loss=True)
-    torch.testing.assert_close(mean.double(), expected.sum() / 9, rtol=1e-5, atol=1e-6)
-    with pytest.raises(ValueError, match="is_cg_capturable is True, which this library does not have"):
-        te.parallel_cross_entropy(logits, target, is_cg_capturable=True)
-    with pytest.raises(ValueError, match=r"target has shape \(10,\); allowed with these logits: \(2, 5\)"):
-        te.parallel_cross_entropy(logits, target.flatten())

@@ -1,7 +1,6 @@
-"""Functions of Transformer Engine: tokens to their experts and back, and cross entropy.
+"""Transformer Engine's functions that bring tokens to their experts and back.
 
-Our own models use `te_models.kernels.permute`, which quantizes on the way, and `te_models.kernels.cross_entropy`, which
-needs no logits in memory; these are a few operations of torch.
+Our own models use `te_models.kernels.permute`, which quantizes on the way; these are a few operations of torch.
 
 T tokens, E experts, K experts per token, R rows sorted by expert, H hidden.
 """
@@ -12,12 +11,9 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
-from ..collectives import ranks_of
-from ..te_arguments import require_default, takes_at_default
+from ..te_arguments import require_default
 
 MapType = Literal["mask", "index"]
 
@@ -128,31 +124,3 @@ def _source_rows(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> Tens
     row = torch.arange(inp.shape[0], device=inp.device)
     chunk = torch.bucketize(row, sorted_ends, right=True).clamp(max=len(order) - 1)
     return begins[order][chunk] + row - (sorted_ends - sizes[order])[chunk]
-
-
-@takes_at_default(is_cg_capturable=False, overwrite_input=False)
-def parallel_cross_entropy(
-    inp: Tensor,
-    target: Tensor,
-    label_smoothing: float = 0.0,
-    reduce_loss: bool = False,
-    dist_process_group: dist.ProcessGroup | None = None,
-    ignore_idx: int = -100,
-) -> Tensor:
-    """Return the loss of each token, float32 in target's shape, 0 where target is ignore_idx.
-
-    inp: logits [..., V]; target: [...] integer. reduce_loss: return the mean over the tokens that count. ValueError
-    where the vocabulary is split over several ranks of dist_process_group, and for shapes that do not fit.
-    """
-    if dist_process_group is not None and ranks_of("dist_process_group", dist_process_group) > 1:
-        raise ValueError("dist_process_group has several ranks; allowed: one, with logits of the whole vocabulary")
-    if inp.shape[:-1] != target.shape:
-        raise ValueError(f"target has shape {tuple(target.shape)}; allowed with these logits: {tuple(inp.shape[:-1])}")
-    loss = F.cross_entropy(
-        inp.float().flatten(0, -2),
-        target.long().flatten(),
-        ignore_index=ignore_idx,
-        label_smoothing=label_smoothing,
-        reduction="mean" if reduce_loss else "none",
-    )
-    return loss if reduce_loss else loss.view(target.shape)
