@@ -60,10 +60,19 @@ def test_arguments_of_the_other_layers() -> None:
     te.GroupedLinear(2, 4, 4, return_bias=False, sequence_parallel=False, ub_overlap_rs=False)
     te.RMSNorm(8, eps=1e-6, sequence_parallel=None)
     te.LayerNorm(hidden_size=8, sequence_parallel=False)
-    with pytest.raises(ValueError, match="return_bias is True, which this library does not have; allowed: False"):
-        te.GroupedLinear(2, 4, 4, return_bias=True)
-    with pytest.raises(ValueError, match="parameters_split is 'qkv', which this library does not have; allowed: None"):
-        te.Linear(4, 12, parameters_split="qkv")
+
+
+def test_arguments_that_change_nothing() -> None:
+    """Shapes to warm kernels up for, names, and hints of how to run."""
+    shapes = {"seq_length": 16, "micro_batch_size": 2}
+    te.LayerNormMLP(16, 32, **shapes)
+    te.MultiheadAttention(16, 2, **shapes)
+    layer = te.TransformerLayer(16, 32, 2, **shapes).eval()
+    x = torch.randn(4, 1, 16)
+    assert torch.equal(layer(x), layer(x, fast_zero_fill=False, max_seqlen_q=4, pad_between_seqs=False))
+    attention = te.DotProductAttention(2, 8, name="core")
+    heads = [torch.randn(4, 1, 2, 8) for _ in range(3)]
+    assert attention.name == "core" and torch.equal(attention(*heads), attention(*heads, num_splits=3))
 
 
 def test_norms_take_their_shape_under_either_name() -> None:
