@@ -42,7 +42,7 @@ class GroupedLinear(BasicOperation, GroupedLinearModule):
     NUM_EXTRA_INPUTS = 1
 
     @takes_also(num_groups="num_gemms", **THEIR_NAMES)
-    @takes_at_default(rng_state_tracker_function=None)
+    @takes_at_default(rng_state_tracker_function=None, return_bias=False)
     def __init__(self, *arguments: Any, scale_bias: bool = False, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.scale_bias = scale_bias and self.use_bias
