@@ -71,12 +71,19 @@ from .te_compat.names import (
     is_nvfp4_available,
     missing,
 )
+from .te_compat.padding import Fp8Padding, Fp8Unpadding
 from .te_compat.permutation import (
     moe_permute,
+    moe_permute_and_pad_with_probs,
     moe_permute_with_probs,
     moe_sort_chunks_by_index,
     moe_sort_chunks_by_index_with_probs,
     moe_unpermute,
+)
+from .te_compat.router import (
+    fused_compute_score_for_moe_aux_loss,
+    fused_moe_aux_loss,
+    fused_topk_with_score_function,
 )
 from .tensor import averages as tensor_averages  # noqa: F401 (what torch does out of an operation's sight)
 from .tensor import collectives as tensor_collectives  # noqa: F401
@@ -118,6 +125,8 @@ __all__ = [
     "Float8Tensor",
     "Float8TensorStorage",
     "Format",
+    "Fp8Padding",
+    "Fp8Unpadding",
     "FusedAdamW",
     "GemmQuantizers",
     "GradScaler",
@@ -166,6 +175,9 @@ __all__ = [
     "first_last_layers_bf16",
     "fp8_autocast",
     "fp8_model_init",
+    "fused_compute_score_for_moe_aux_loss",
+    "fused_moe_aux_loss",
+    "fused_topk_with_score_function",
     "gradient_of",
     "is_bf16_available",
     "is_fp8_available",
@@ -175,6 +187,7 @@ __all__ = [
     "load_recipe_state",
     "microbatch",
     "moe_permute",
+    "moe_permute_and_pad_with_probs",
     "moe_permute_with_probs",
     "moe_sort_chunks_by_index",
     "moe_sort_chunks_by_index_with_probs",
