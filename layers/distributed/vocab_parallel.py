@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from te_models.kernels.compiling import compiling
-from te_models.kernels.cross_entropy import IGNORE_INDEX
-from te_models.kernels.cross_entropy.shards import combined_loss, shard_gradient, shard_statistics
+from te_models.kernels.cross_entropy import IGNORE_INDEX, combined_loss, shard_gradient, shard_statistics
 
 from ..collectives import all_gather
 

@@ -10,8 +10,7 @@ from te_models.kernels.permute import Permutation
 
 from ..distributed.tensor_parallel import InitMethod, ParallelMode, TensorParallelModule
 from ..functional.gemm_operand import quantized_gemms
-from ..functional.grouped_buffers import gradient_into, written_into
-from ..functional.grouped_linear import add_bias_rows, grouped_linear
+from ..functional.grouped_linear import add_bias_rows, gradient_into, grouped_linear, written_into
 from ..functional.grouped_operand import row_align_of
 from ..quantizer.group_offsets import check_values
 from ..te_arguments import TRACKER, USER_BUFFERS, takes_at_default
@@ -150,9 +149,9 @@ class GroupedLinear(TensorParallelModule, GemmModule):
         all splits are known to be multiples of, filled up with rows of zeros: such rows are not padded again."""
         if not isinstance(m_splits, Tensor):
             m_splits = torch.tensor(m_splits)
-        given = x.shape
-        if len(given) != 2:
-            x = x.reshape(-1, given[-1])
+        shape = x.shape
+        if len(shape) != 2:
+            x = x.reshape(-1, shape[-1])
         self.check_splits(m_splits, x.shape[0] if permutation is None else permutation.slot_of_row.shape[0])
         if m_splits.device != x.device:
             m_splits = m_splits.to(x.device)
@@ -164,8 +163,8 @@ class GroupedLinear(TensorParallelModule, GemmModule):
         y = grouped_linear(x, weights, bias, m_splits, call, permutation=permutation, row_align=row_align)
         if out is not None:
             y = written_into(y, out, m_splits)
-        if len(given) != 2 and permutation is None:
-            y = y.view(*given[:-1], y.shape[-1])
+        if len(shape) != 2 and permutation is None:
+            y = y.view(*shape[:-1], y.shape[-1])
         return (y, self._returned_bias(y.dtype)) if self.return_bias else y
 
     def _returned_bias(self, dtype: torch.dtype) -> list[Tensor] | None:

@@ -45,11 +45,11 @@ class SplitParameters(TensorParallelModule, GemmModule):
         rows = {"": out_features} if parameters_split is None else rows_of(parameters_split, out_features)
         if parameters_split is not None:
             self.parameters_split, self.weight_is_joined = tuple(rows), True
-            for option, given in (
+            for option, asked in (
                 ("fuse_wgrad_accumulation", self.fuse_wgrad_accumulation),
                 ("delay_wgrad_compute", self._later is not None),
             ):
-                if given:
+                if asked:
                     raise ValueError(f"{option} is True beside parameters_split; allowed: one of the two")
         if self.parallel_mode == "column":
             rows = {prefix: self.part(count, f"the rows of {prefix}weight") for prefix, count in rows.items()}

@@ -11,8 +11,7 @@ from torch import Tensor
 
 import te_models.layers as te
 from te_models.kernels import launch
-from te_models.kernels.cross_entropy import rows
-from te_models.kernels.cross_entropy.shards import combined_loss, shard_gradient, shard_statistics
+from te_models.kernels.cross_entropy import combined_loss, rows, shard_gradient, shard_statistics
 
 F32 = 2.0**-24
 
