@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 as_accelerator = False
-"""Whether quantization runs the kernels of an accelerator on any device; tests do so, in Triton's interpreter."""
+"""Whether quantization, and cross entropy of shards, run the kernels of an accelerator on any device; tests do so, in
+Triton's interpreter."""
 
 
 def on_accelerator(x: Tensor) -> bool:
-    """Whether kernels serve x, for quantization; elsewhere the reference does."""
+    """Whether kernels serve x, for those of `as_accelerator`; elsewhere the reference does."""
     return x.is_cuda or as_accelerator
 
 

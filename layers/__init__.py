@@ -61,14 +61,7 @@ from .recipe.recipes import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
-from .te_compat.functions import (
-    moe_permute,
-    moe_permute_with_probs,
-    moe_sort_chunks_by_index,
-    moe_sort_chunks_by_index_with_probs,
-    moe_unpermute,
-    parallel_cross_entropy,
-)
+from .te_compat.cross_entropy import parallel_cross_entropy
 from .te_compat.names import (
     fp8_autocast,
     fp8_model_init,
@@ -78,6 +71,20 @@ from .te_compat.names import (
     is_mxfp8_available,
     is_nvfp4_available,
     missing,
+)
+from .te_compat.padding import Fp8Padding, Fp8Unpadding
+from .te_compat.permutation import (
+    moe_permute,
+    moe_permute_and_pad_with_probs,
+    moe_permute_with_probs,
+    moe_sort_chunks_by_index,
+    moe_sort_chunks_by_index_with_probs,
+    moe_unpermute,
+)
+from .te_compat.router import (
+    fused_compute_score_for_moe_aux_loss,
+    fused_moe_aux_loss,
+    fused_topk_with_score_function,
 )
 from .tensor import averages as tensor_averages  # noqa: F401 (what torch does out of an operation's sight)
 from .tensor import collectives as tensor_collectives  # noqa: F401
@@ -119,6 +126,8 @@ __all__ = [
     "Float8Tensor",
     "Float8TensorStorage",
     "Format",
+    "Fp8Padding",
+    "Fp8Unpadding",
     "FusedAdamW",
     "GemmQuantizers",
     "GradScaler",
@@ -167,6 +176,9 @@ __all__ = [
     "first_last_layers_bf16",
     "fp8_autocast",
     "fp8_model_init",
+    "fused_compute_score_for_moe_aux_loss",
+    "fused_moe_aux_loss",
+    "fused_topk_with_score_function",
     "gradient_of",
     "is_bf16_available",
     "is_fp8_available",
@@ -176,6 +188,7 @@ __all__ = [
     "load_recipe_state",
     "microbatch",
     "moe_permute",
+    "moe_permute_and_pad_with_probs",
     "moe_permute_with_probs",
     "moe_sort_chunks_by_index",
     "moe_sort_chunks_by_index_with_probs",

@@ -1,7 +1,8 @@
 """What calls and state dicts of Transformer Engine hold that means nothing here, so that both move unchanged.
 
-Such arguments are taken at their defaults, and at any value where no result depends on it. The weights of a state dict
-are loaded; the pickled state of a recipe beside them is not read.
+Arguments that would mean something are taken at their defaults, those that change no result at any value, and those
+that have another name here under either name. The weights of a state dict are loaded; the pickled state of a recipe
+beside them is not read.
 """
 
 from __future__ import annotations
@@ -28,6 +29,18 @@ USER_BUFFERS: dict[str, Any] = {
     "symmetric_ar_type": None,
 }
 """Communication through user buffers: here collectives are torch.distributed's. A layer of one rank has none."""
+SHAPES = ("seq_length", "micro_batch_size")
+"""Shapes that Transformer Engine warms its kernels up for."""
+OF_OPERATIONS: dict[str, Any] = {
+    "tensor_parallel_mode": None,
+    "tensor_parallel_group": None,
+    "sequence_parallel": False,
+    "rng_state_tracker_function": None,
+    "userbuffers_options": None,
+}
+"""Of operations with weights, which are not split here."""
+THEIR_NAMES = {"dtype": "params_dtype", "accumulate_into_main_grad": "fuse_wgrad_accumulation"}
+"""Of operations with parameters: their names of arguments -> those of the modules."""
 
 
 def takes_at_default(**defaults: Any) -> Callable[[F], F]:
@@ -80,6 +93,37 @@ def takes_parallel_options(constructor: F) -> F:
             module.get_rng_state_tracker = get_rng_state_tracker  # type: ignore[assignment]
 
     return cast(F, call)
+
+
+def takes_without_effect(*names: str) -> Callable[[F], F]:
+    """Let a function take these keyword arguments, too: hints of how to run, with the same result at every value."""
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def call(*args: Any, **arguments: Any) -> Any:
+            return function(*args, **{name: value for name, value in arguments.items() if name not in names})
+
+        return cast(F, call)
+
+    return decorate
+
+
+def takes_also(**names: str) -> Callable[[F], F]:
+    """Let a function take keyword arguments under Transformer Engine's names, too. names: theirs -> ours. ValueError
+    where one is given under both."""
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def call(*args: Any, **arguments: Any) -> Any:
+            for theirs in arguments.keys() & names.keys():
+                if names[theirs] in arguments:
+                    raise ValueError(f"{theirs} and {names[theirs]} are both given; allowed: one, they are the same")
+                arguments[names[theirs]] = arguments.pop(theirs)
+            return function(*args, **arguments)
+
+        return cast(F, call)
+
+    return decorate
 
 
 def require_default(name: str, value: object, default: object) -> None:

@@ -419,6 +419,34 @@ mask = torch.nn.functional.one_hot(experts, 4).sum(1)
 rows, probs, row_id_map = moe_permute_with_probs(tokens, mask * 0.5, mask)
 print(rows.shape, probs.shape)  # [8, 8], [8]
 
+# %% moe_permute_and_pad_with_probs, Fp8Padding, Fp8Unpadding
+import torch
+from te_models.layers import Fp8Padding, Fp8Unpadding, GroupedLinear, moe_permute_and_pad_with_probs, moe_unpermute
+
+tokens, experts = torch.randn(4, 8), torch.tensor([[0, 2], [1, 2], [0, 1], [1, 3]])
+mask = torch.nn.functional.one_hot(experts, 4).sum(1)
+padded, probs, row_id_map, pad_offsets, m_splits = moe_permute_and_pad_with_probs(
+    tokens, mask * 0.5, mask, mask.sum(0), align_size=16
+)
+y = GroupedLinear(4, 8, 8, bias=False)(padded, m_splits)  # 16 rows for each expert
+print(moe_unpermute(y * probs[:, None], row_id_map, restore_shape=tokens.shape, pad_offsets=pad_offsets).shape)
+rows, padded_splits = Fp8Padding(2, align_size=16)(torch.randn(5, 8), [2, 3])  # [32, 8], [16, 16]
+assert Fp8Unpadding(2, align_size=16)(rows, [2, 3]).shape == (5, 8)
+
+# %% fused_topk_with_score_function, fused_compute_score_for_moe_aux_loss, fused_moe_aux_loss
+import torch
+from te_models.layers import (
+    fused_compute_score_for_moe_aux_loss,
+    fused_moe_aux_loss,
+    fused_topk_with_score_function,
+)
+
+logits = torch.randn(6, 8)
+probs, routing_map = fused_topk_with_score_function(logits, 2, False, None, None, None, "softmax", None)
+print(probs.sum(1), routing_map.sum(1))  # weights that add up to 1, two experts for each token
+_, scores = fused_compute_score_for_moe_aux_loss(logits, 2, "softmax")
+loss = fused_moe_aux_loss(scores, routing_map.sum(0), total_num_tokens=6, num_experts=8, topk=2, coeff=0.01)
+
 # %% moe_sort_chunks_by_index, moe_sort_chunks_by_index_with_probs
 import torch
 from te_models.layers import moe_sort_chunks_by_index, moe_sort_chunks_by_index_with_probs

@@ -17,24 +17,42 @@ from te_models.layers.ops import BasicLinear, Bias, Sequential
 
 print(Sequential(BasicLinear(64, 96), Bias(96))(torch.randn(8, 64)).shape)  # what Linear(64, 96) consists of
 
-# %% GELU, ReLU, SReLU, SiLU, GEGLU, ReGLU, SReGLU, ClampedSwiGLU, ActivationOperation
+# %% GELU, QGELU, ReLU, SReLU, SiLU, ActivationOperation
 import torch
-from te_models.layers.ops import GEGLU, GELU, ActivationOperation, ClampedSwiGLU, ReGLU, ReLU, SReGLU, SReLU, SiLU
+from te_models.layers.ops import GELU, QGELU, ActivationOperation, ReLU, SReLU, SiLU
 
 x = torch.randn(8, 64)
-for activation in (GELU(), ReLU(), SReLU(), SiLU()):
+for activation in (GELU(), QGELU(), ReLU(), SReLU(), SiLU()):
     assert isinstance(activation, ActivationOperation) and activation(x).shape == (8, 64)
-for gated in (GEGLU(), ReGLU(), SReGLU(), ClampedSwiGLU()):  # the input holds gate and up side by side
-    assert gated(x).shape == (8, 32)
 
-# %% GroupedLinear, ScaledSwiGLU, ScaledGEGLU, ScaledGLU
+# %% GLU, GEGLU, QGEGLU, ReGLU, SReGLU, ClampedSwiGLU, GatedActivation
 import torch
-from te_models.layers.ops import GroupedLinear, ScaledGEGLU, ScaledGLU, ScaledSwiGLU, Sequential
+from te_models.layers.ops import GEGLU, GLU, QGEGLU, ClampedSwiGLU, GatedActivation, ReGLU, SReGLU, SwiGLU
+
+x = torch.randn(8, 64)
+for gated in (GLU(), GEGLU(), QGEGLU(), ReGLU(), SReGLU(), ClampedSwiGLU()):  # the input holds gate and up side by side
+    assert isinstance(gated, GatedActivation) and gated(x).shape == (8, 32)
+print(SwiGLU(glu_interleave_size=8)(x).shape)  # or in alternating blocks of eight columns
+
+# %% GroupedLinear, ScaledSwiGLU, ScaledGEGLU, ScaledClampedQGeGLU, ScaledSReLU, ScaledGLU, ScaledActivation
+import torch
+from te_models.layers.ops import (
+    GroupedLinear,
+    ScaledActivation,
+    ScaledClampedQGeGLU,
+    ScaledGEGLU,
+    ScaledGLU,
+    ScaledSReLU,
+    ScaledSwiGLU,
+    Sequential,
+)
 
 experts = Sequential(GroupedLinear(4, 64, 256, bias=False), ScaledSwiGLU(), GroupedLinear(4, 128, 64, bias=False))
 rows, m_splits, probabilities = torch.randn(10, 64), torch.tensor([3, 0, 5, 2]), torch.rand(10)
 print(experts(rows, m_splits, probabilities, m_splits).shape)  # extra inputs in the order of the operations
-assert isinstance(ScaledGEGLU(), ScaledGLU)
+for gated in (ScaledGEGLU(), ScaledClampedQGeGLU(limit=7.0)):
+    assert isinstance(gated, ScaledGLU)
+assert isinstance(ScaledSReLU(), ScaledActivation)
 
 # %% AddExtraInput, MakeExtraOutput
 import torch

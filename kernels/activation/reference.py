@@ -8,6 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+QUICK_GELU_ALPHA = 1.702
+"""Of `x sigmoid(alpha x)`, the sigmoid approximation of GELU (arXiv 1606.08415, section 2)."""
+
 
 def _gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
@@ -17,12 +20,19 @@ def _squared_relu(x: Tensor) -> Tensor:
     return torch.square(F.relu(x))
 
 
+def _quick_gelu(x: Tensor) -> Tensor:
+    exact = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (exact * torch.sigmoid(QUICK_GELU_ALPHA * exact)).to(x.dtype)  # rounded once, as torch's own are
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": _gelu_tanh,
     "relu": F.relu,
     "squared_relu": _squared_relu,
+    "sigmoid": torch.sigmoid,
+    "quick_gelu": _quick_gelu,
 }
 
 

@@ -11,10 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .reference import QUICK_GELU_ALPHA
+
 _SQRT_HALF: tl.constexpr = tl.constexpr(0.7071067811865476)
 _INV_SQRT_2PI: tl.constexpr = tl.constexpr(0.3989422804014327)
 _TANH_SCALE: tl.constexpr = tl.constexpr(0.7978845608028654)
 _TANH_CUBIC: tl.constexpr = tl.constexpr(0.044715)
+_QUICK_GELU_ALPHA: tl.constexpr = tl.constexpr(QUICK_GELU_ALPHA)
 
 
 @triton.jit
@@ -34,6 +37,10 @@ def activate(x, NAME: tl.constexpr):
         y = x * sigmoid((x + x * x * x * _TANH_CUBIC) * (2.0 * _TANH_SCALE))
     elif NAME == "relu":
         y = tl.where(x <= 0, 0.0, x)
+    elif NAME == "sigmoid":
+        y = sigmoid(x)
+    elif NAME == "quick_gelu":
+        y = x * sigmoid(x * _QUICK_GELU_ALPHA)
     else:
         tl.static_assert(NAME == "squared_relu", "unknown activation")
         y = tl.where(x <= 0, 0.0, x)
@@ -54,6 +61,12 @@ def slope(x, NAME: tl.constexpr):
         y = s + x * s * (1.0 - s) * (1.0 + x * x * (3.0 * _TANH_CUBIC)) * (2.0 * _TANH_SCALE)
     elif NAME == "relu":
         y = tl.where(x <= 0, 0.0, 1.0)
+    elif NAME == "sigmoid":
+        s = sigmoid(x)
+        y = s * (1.0 - s)
+    elif NAME == "quick_gelu":
+        s = sigmoid(x * _QUICK_GELU_ALPHA)
+        y = s * (1.0 + x * _QUICK_GELU_ALPHA * (1.0 - s))
     else:
         tl.static_assert(NAME == "squared_relu", "unknown activation")
         y = tl.where(x <= 0, 0.0, 2.0 * x)

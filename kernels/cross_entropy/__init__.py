@@ -1,5 +1,15 @@
 """Cross entropy of next-token prediction, from logits or straight from hidden states and the output weight."""
 
 from .op import IGNORE_INDEX, cross_entropy, linear_cross_entropy, output_logits, shift_labels
+from .shards import combined_loss, shard_gradient, shard_statistics
 
-__all__ = ["IGNORE_INDEX", "cross_entropy", "linear_cross_entropy", "output_logits", "shift_labels"]
+__all__ = [
+    "IGNORE_INDEX",
+    "combined_loss",
+    "cross_entropy",
+    "linear_cross_entropy",
+    "output_logits",
+    "shard_gradient",
+    "shard_statistics",
+    "shift_labels",
+]

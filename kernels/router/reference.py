@@ -18,7 +18,7 @@ from ..compiling import compiling
 _FEW_TOKENS = 32  # up to which one sort is faster than a dozen passes: what a batch has when it generates
 
 
-def _choose(scores: Tensor, k: int) -> Tensor:
+def choose(scores: Tensor, k: int) -> Tensor:
     """Return the indices of the k largest entries of each row, largest first, ties to the lower index: [T, k]."""
     left = scores.clamp(min=torch.finfo(scores.dtype).min)  # so that -inf marks taken entries only
     if not compiling() and scores.shape[0] <= _FEW_TOKENS:
@@ -32,14 +32,15 @@ def _choose(scores: Tensor, k: int) -> Tensor:
     return torch.stack(chosen, dim=-1)
 
 
-def _within_groups(scores: Tensor, num_groups: int, topk_groups: int, group_score: str) -> Tensor:
-    """Return scores with every expert outside the token's best groups at -inf (DeepSeek-V2/V3)."""
+def within_groups(scores: Tensor, num_groups: int, topk_groups: int, summed: int) -> Tensor:
+    """Return scores with every expert outside the token's best groups at -inf (DeepSeek-V2/V3). summed: how many of the
+    best scores of a group make its value."""
     grouped = scores.unflatten(-1, (num_groups, -1))
-    if group_score == "max":
+    if summed == 1:
         value = grouped.amax(dim=-1)
     else:
-        value = grouped.gather(-1, _choose(grouped, min(2, grouped.shape[-1]))).sum(dim=-1)
-    best = _choose(value, topk_groups)
+        value = grouped.gather(-1, choose(grouped, min(summed, grouped.shape[-1]))).sum(dim=-1)
+    best = choose(value, topk_groups)
     groups = torch.arange(num_groups, device=scores.device)
     selected = (best[..., None] == groups).any(dim=-2)
     return torch.where(selected[..., None], grouped, -torch.inf).flatten(-2)
@@ -90,8 +91,8 @@ def router_topk(
     with torch.no_grad():
         choice = scores if expert_bias is None else scores + expert_bias.float()
         if num_groups is not None and topk_groups is not None:
-            choice = _within_groups(choice, num_groups, topk_groups, group_score)
-        indices = _choose(choice, topk)
+            choice = within_groups(choice, num_groups, topk_groups, 1 if group_score == "max" else 2)
+        indices = choose(choice, topk)
     weights = scores.gather(-1, indices)
     if score_after_topk:
         weights = _score(weights, score)

@@ -35,7 +35,8 @@ class DotProductAttention(nn.Module):
     softmax_offset [N] (gpt-oss sinks). softmax_scale None: 1/sqrt(channels of q). It may be assigned later: from then
     on it is data, and queries are multiplied by it, so that another value recompiles nothing. tp_size or tp_group:
     how many ranks share the heads; this module has its share of them. Without meaning for the result: layer_number,
-    attention_type, sequence_parallel (q, k and v are whole sequences). ValueError for options that it does not have.
+    attention_type, sequence_parallel (q, k and v are whole sequences), name. ValueError for options that it does not
+    have.
     """
 
     get_rng_state_tracker: Callable[[], Any] | None = None
@@ -62,14 +63,16 @@ class DotProductAttention(nn.Module):
         softmax_type: str = "vanilla",
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        name: str | None = None,
     ) -> None:
         super().__init__()
-        for name, value, allowed in (
+        for option, value, allowed in (
             ("softmax_type", softmax_type, _SOFTMAX_TYPES),
             ("attention_type", attention_type, ("self", "cross")),
         ):
             if value not in allowed:
-                raise ValueError(f"{name} is {value!r}; allowed: {', '.join(map(repr, allowed))}")
+                raise ValueError(f"{option} is {value!r}; allowed: {', '.join(map(repr, allowed))}")
+        self.name = name
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         if groups < 1 or num_attention_heads % groups:
             raise ValueError(f"num_gqa_groups is {num_gqa_groups}; allowed: a divisor of {num_attention_heads} heads")
@@ -156,19 +159,17 @@ class DotProductAttention(nn.Module):
         attention_mask: bool, True is hidden. With a padding type [B, 1, 1, S], or a pair of them, of queries and keys;
         with any other broadcastable to [B, N, S, L], on top of what the type hides. cu_seqlens_q, cu_seqlens_kv [B + 1]
         with a padding type: sums of the numbers of real rows, in place of a mask; in "thd" of the sequences' lengths,
-        with cu_seqlens_*_padded where there is padding between them. They stay on the device (max_seqlen_* and
-        pad_between_seqs may be given and are not needed); the mask of packed sequences is [T, T].
+        with cu_seqlens_*_padded where there is padding between them. They stay on the device (max_seqlen_*,
+        pad_between_seqs, fast_zero_fill and num_splits may be given and change nothing); the mask of packed sequences
+        is [T, T].
         core_attention_bias: added to the scores, broadcastable to [B, N, S, L]: "pre_scale_bias" before scaling,
         "post_scale_bias" behind it; "alibi": minus the distance times alibi_slopes [N] or [B, N], None: the usual ones.
         bottom_right_diagonal: whether distances count from the ends of the two sequences; None: as the mask type says.
         checkpoint_core_attention: compute it again in the backward pass. qkv_format, attn_mask_type, window_size: in
         place of the module's. ValueError for what is contradictory, missing, or not there.
         """
-        for name, argument, default in (("fast_zero_fill", fast_zero_fill, True), ("fp8_output", fp8_output, False)):
-            require_default(name, argument, default)
+        require_default("fp8_output", fp8_output, False)
         require_default("inference_params", inference_params, None)
-        if num_splits not in (None, 0, 1):
-            raise ValueError(f"num_splits is {num_splits!r}, which this library does not have; allowed: 1")
         layout = self.qkv_format if qkv_format is None else qkv_format
         check_qkv_format(layout)
         query = batch_first("query", query_layer, self.num_attention_heads, layout)

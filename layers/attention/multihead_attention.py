@@ -15,7 +15,7 @@ from ..collectives import ranks_of
 from ..distributed.tensor_parallel import InitMethod
 from ..module.layernorm_linear import LayerNormLinear
 from ..module.linear import Linear
-from ..te_arguments import takes_parallel_options
+from ..te_arguments import SHAPES, takes_parallel_options, takes_without_effect
 from .dot_product_attention import AttentionOptions, DotProductAttention
 from .mask import AttentionMask, Window
 from .qkv import QkNorm, join_parameters, qk_norm, split_kv, split_qkv
@@ -37,11 +37,13 @@ class MultiheadAttention(nn.Module):
 
     kv_channels: D, None: H / N. qk_norm_type: norms of q and k by head, with qk_norm_before_rope ahead of the rotation.
     set_parallel_mode: split heads over the ranks of tp_group. return_bias: return (y without the bias of `proj`, that);
-    return_layernorm_output: return the normed input, too, behind them. The other options: see `DotProductAttention`,
+    return_layernorm_output: return the normed input, too, behind them. seq_length and
+    micro_batch_size change nothing. The other options: see `DotProductAttention`,
     `Linear` and `LayerNormLinear`.
     """
 
     @takes_parallel_options
+    @takes_without_effect(*SHAPES)
     def __init__(
         self,
         hidden_size: int,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..distributed.tensor_parallel import InitMethod
 from ..module.layernorm_mlp import LayerNormMLP
 from ..module.norm import NORMS
-from ..te_arguments import takes_at_default, takes_parallel_options
+from ..te_arguments import SHAPES, takes_parallel_options, takes_without_effect
 from .dot_product_attention import CoreOptions
 from .mask import AttentionMask, Window
 from .multihead_attention import MultiheadAttention, RotaryAngles
@@ -36,15 +36,13 @@ class TransformerLayer(nn.Module):
     `inter_attention`, `layernorm_mlp`, `layernorm`. apply_residual_connection_post_layernorm: x on the right is
     norm(x). output_layernorm: no norm ahead of self attention, and one behind everything. parallel_attention_mlp:
     `x + attention(norm(x)) + mlp(norm(x))`, each with its norm. drop_path_rate: how often attention and MLP are left
-    out for a sequence. attn_input_format: see `QkvFormat`. The other options: see `MultiheadAttention` and
+    out for a sequence. attn_input_format: see `QkvFormat`. seq_length and micro_batch_size change nothing. The other
+    options: see `MultiheadAttention` and
     `LayerNormMLP`. (`te_models.TransformerLayer` is the layer of a configured model.)
     """
 
     @takes_parallel_options
-    @takes_at_default(
-        seq_length=None,
-        micro_batch_size=None,
-    )
+    @takes_without_effect(*SHAPES)
     def __init__(
         self,
         hidden_size: int,

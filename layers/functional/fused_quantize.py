@@ -14,7 +14,7 @@ under every recipe.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ from ..quantizer import Quantizer
 from ..quantizer.state import AnyQuantizer, QuantizerState, value_of, with_state
 from ..recipe.base import GemmQuantizers
 from ..recipe.context import state as active
+from ..tensor.formats import TENSOR_CLASSES
+from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.storage import STORAGE_CLASSES, QuantizedStorage
 from .dense_gemms import GemmConfig
 from .saved_input import in_cpu_graph
@@ -118,3 +120,27 @@ def fused_storage(
     value = value_of(quantizer)
     matrix = torch.Size((torch.Size(shape[:-1]).numel(), shape[-1]))
     return STORAGE_CLASSES[value.FORMAT](quantizer.fields_of_output(copies), value, matrix, dtype)
+
+
+def quantized_output(y: Tensor, quantizer: Quantizer) -> QuantizedTensor:
+    """Return y: [..., C] quantized rowwise, in its shape; the gradient passes unchanged. ValueError for a quantizer
+    that scales by live tensors, of which an output has none."""
+    if quantizer.NEEDS_STATE:
+        raise ValueError(
+            "fp8_output is True under delayed scaling, which has no scale for outputs here; allowed: another recipe"
+        )
+    if not compiling():  # a graph cannot make a new quantizer
+        quantizer = quantizer.with_usage(rowwise=True, columnwise=False)
+    return _QuantizedOutput.apply(y, quantizer)
+
+
+class _QuantizedOutput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, quantizer: Quantizer) -> QuantizedTensor:
+        rows = y.detach().reshape(-1, y.shape[-1])
+        fields = quantizer.quantize_fields(rows)
+        return TENSOR_CLASSES[quantizer.FORMAT](fields, quantizer, y.shape, y.dtype, matrix_shape=rows.shape)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dy, None

@@ -35,6 +35,8 @@ class QuantizedModule(RecipeStateModule):
     def _replicate_for_data_parallel(self) -> Self:
         return as_replica(super()._replicate_for_data_parallel())
 
+    weight_is_joined: bool = False  # whether the weight of one GEMM is several parameters
+
     def weight_names(self) -> tuple[str, ...]:
         """Return the names of the weight parameters."""
         return ("weight",)

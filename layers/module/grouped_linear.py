@@ -10,7 +10,7 @@ from te_models.kernels.permute import Permutation
 
 from ..distributed.tensor_parallel import InitMethod, ParallelMode, TensorParallelModule
 from ..functional.gemm_operand import quantized_gemms
-from ..functional.grouped_linear import add_bias_rows, grouped_linear
+from ..functional.grouped_linear import add_bias_rows, gradient_into, grouped_linear, written_into
 from ..functional.grouped_operand import row_align_of
 from ..quantizer.group_offsets import check_values
 from ..te_arguments import takes_at_default, takes_parallel_options
@@ -32,12 +32,14 @@ class GroupedLinear(TensorParallelModule, GemmModule):
     adds it with `with_bias`.
     The other options: see `GemmModule`; in the per-GEMM layout every weight has a `main_grad` of its own.
 
+    return_bias: return (y without bias, a list of the bias of each GEMM, None without any): the caller adds them.
+
     forward: x [T, in], rows sorted by expert; m_splits [num_gemms] integer, rows of each -> [T, out]. Raises ValueError
-    for num_gemms below 1 and for m_splits of another shape or dtype.
+    for num_gemms below 1 and for m_splits of another shape or dtype, below 0, or of more rows than there are.
     """
 
     @takes_parallel_options
-    @takes_at_default(sequence_parallel=False, return_bias=False)
+    @takes_at_default(sequence_parallel=False)
     def __init__(
         self,
         num_gemms: int,
@@ -51,6 +53,7 @@ class GroupedLinear(TensorParallelModule, GemmModule):
         tp_group: dist.ProcessGroup | None = None,
         tp_size: int = 1,
         init_method: InitMethod | None = None,
+        return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
         parallel_mode: ParallelMode | None = None,
         device: torch.device | str | None = None,
@@ -68,6 +71,7 @@ class GroupedLinear(TensorParallelModule, GemmModule):
         self.in_features = in_features
         self.out_features = out_features
         self.use_bias = bias
+        self.return_bias = return_bias
         self.single_grouped_weight = single_grouped_weight
         self.single_grouped_bias = single_grouped_weight if single_grouped_bias is None else single_grouped_bias
         self.init_method = init_method or default_init_method
@@ -129,23 +133,46 @@ class GroupedLinear(TensorParallelModule, GemmModule):
         x: Tensor,
         m_splits: Tensor | list[int],
         is_first_microbatch: bool | None = None,
+        out: Tensor | None = None,
+        dgrad_out: Tensor | None = None,
         *,
         permutation: Permutation | None = None,
         row_align: int = 1,
-    ) -> Tensor:
-        """x: [T, in_features], rows sorted by group; m_splits: [num_gemms] rows per group, a device tensor (never read
-        on the host) or a list. Returns [T, out_features]; rows past the last group are zero.
-        is_first_microbatch: as for `Linear`.
+    ) -> Tensor | tuple[Tensor, list[Tensor] | None]:
+        """x: [T, in_features], rows sorted by group, or [..., in_features], the leading dimensions T in all; m_splits:
+        [num_gemms] rows per group, a device tensor (never read on the host) or a list. Returns [T, out_features] or
+        [..., out_features]; rows past the last group are zero. is_first_microbatch: as for `Linear`.
+        out: [T, out_features] in the compute dtype, where the result is written, and whose memory it then has;
+        dgrad_out: [T, in_features] in x's dtype, where backward writes the gradient of x. Both contiguous and without a
+        gradient of their own; of either, rows past the last group stay as they are. ValueError for others.
         permutation: x are tokens instead, and T the rows that `permute` makes of them; where this is made with the
         `align` that `row_align` returns, permutation, padding and quantization are one pass. row_align: a number that
         all splits are known to be multiples of, filled up with rows of zeros: such rows are not padded again."""
         if not isinstance(m_splits, Tensor):
-            m_splits = torch.tensor(m_splits, device=x.device)
+            m_splits = torch.tensor(m_splits)
+        shape = x.shape
+        if len(shape) != 2:
+            x = x.reshape(-1, shape[-1])
         self.check_splits(m_splits, x.shape[0] if permutation is None else permutation.slot_of_row.shape[0])
+        if m_splits.device != x.device:
+            m_splits = m_splits.to(x.device)
+        if dgrad_out is not None:
+            x = gradient_into(x, dgrad_out, m_splits if permutation is None else None)
         weights = self._members("weight")
-        bias = None if self.parallel_mode == "row" else self._stacked_bias()
+        bias = None if self.parallel_mode == "row" or self.return_bias else self._stacked_bias()
         call = self.gemm_call(weights, is_first_microbatch)
-        return grouped_linear(x, weights, bias, m_splits, call, permutation=permutation, row_align=row_align)
+        y = grouped_linear(x, weights, bias, m_splits, call, permutation=permutation, row_align=row_align)
+        if out is not None:
+            y = written_into(y, out, m_splits)
+        if len(shape) != 2 and permutation is None:
+            y = y.view(*shape[:-1], y.shape[-1])
+        return (y, self._returned_bias(y.dtype)) if self.return_bias else y
+
+    def _returned_bias(self, dtype: torch.dtype) -> list[Tensor] | None:
+        if not self.use_bias:
+            return None
+        biases = self._members("bias")
+        return [bias.to(dtype) for bias in (biases[0].unbind(0) if self.single_grouped_bias else biases)]
 
     def with_bias(self, y: Tensor, m_splits: Tensor) -> Tensor:
         """Return y: [T, out_features] plus each row's bias, if the layer has one: what `forward` does itself but for a
@@ -171,10 +198,10 @@ class GroupedLinear(TensorParallelModule, GemmModule):
 
     def check_splits(self, m_splits: Tensor, rows: int) -> None:
         """Raise ValueError unless there is one number of rows per GEMM; their values: see `check_values`."""
-        if m_splits.is_floating_point() or m_splits.dtype is torch.bool:
-            raise ValueError(f"m_splits has dtype {m_splits.dtype}; allowed: an integer dtype")
         if m_splits.shape != (self.num_gemms,):
             raise ValueError(f"m_splits has shape {tuple(m_splits.shape)}; allowed: ({self.num_gemms},), one per GEMM")
+        if m_splits.is_floating_point() or m_splits.dtype is torch.bool:
+            raise ValueError(f"m_splits has dtype {m_splits.dtype}; allowed: an integer dtype")
         check_values(m_splits, rows)
 
     def extra_repr(self) -> str:

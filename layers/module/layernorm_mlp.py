@@ -13,7 +13,8 @@ from te_models.kernels.activation import Activation
 from ..distributed.tensor_parallel import InitMethod, TensorParallelModule
 from ..functional.fused_quantize import Prologue
 from ..functional.linear import linear
-from ..te_arguments import takes_at_default, takes_parallel_options
+from ..recipe.activation_checkpoint import checkpointed
+from ..te_arguments import SHAPES, takes_at_default, takes_parallel_options, takes_without_effect
 from .base import GemmModule
 from .norm import PrecedingNorm
 from .primary_weights import default_init_method, empty_parameter, store_weights_as_asked
@@ -22,6 +23,9 @@ from .primary_weights import default_init_method, empty_parameter, store_weights
 MLP_ACTIVATIONS = {
     "gelu": ("gelu_tanh", False),
     "geglu": ("gelu_tanh", True),
+    "glu": ("sigmoid", True),
+    "qgelu": ("quick_gelu", False),
+    "qgeglu": ("quick_gelu", True),
     "relu": ("relu", False),
     "reglu": ("relu", True),
     "silu": ("silu", False),
@@ -30,15 +34,16 @@ MLP_ACTIVATIONS = {
     "sreglu": ("squared_relu", True),
     "clamped_swiglu": ("silu", True),
 }
-_CLAMPED = {"limit": 7.0, "alpha": 1.702}
+_CLAMPED = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}
 
 
 class LayerNormMLP(TensorParallelModule, PrecedingNorm, GemmModule):
     """`y = act(norm(x) w1^T + b1) w2^T + b2`. Transformer Engine: `te.pytorch.LayerNormMLP`.
 
     activation: a key of MLP_ACTIVATIONS; the *glu ones are gated, fc1 then has 2 * ffn_hidden_size rows [gate | up].
-    "clamped_swiglu" is gpt-oss's, with activation_params limit (7.0) and alpha (1.702). output_layer_init_method: of
-    fc2_weight, None: N(0, 0.023^2).
+    "clamped_swiglu" is gpt-oss's, with activation_params limit (7.0), alpha (1.702) and glu_linear_offset (1.0).
+    output_layer_init_method: of fc2_weight, None: N(0, 0.023^2). checkpoint: save only the input for the backward pass,
+    which computes norm, fc1 and activation again, the same bits. seq_length and micro_batch_size change nothing.
     Parameters: layer_norm_weight, layer_norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias. set_parallel_mode: split
     fc1 by column and fc2 by row over the ranks of tp_group, see `tensor_parallel`; of a gated fc1 each rank has its
     part of the gate rows and of the up rows (partition_stride 2). return_bias: as for `Linear`, of fc2;
@@ -50,10 +55,8 @@ class LayerNormMLP(TensorParallelModule, PrecedingNorm, GemmModule):
     @takes_parallel_options
     @takes_at_default(
         return_layernorm_output_gathered=False,
-        seq_length=None,
-        micro_batch_size=None,
-        checkpoint=False,
     )
+    @takes_without_effect(*SHAPES)
     def __init__(
         self,
         hidden_size: int,
@@ -78,6 +81,7 @@ class LayerNormMLP(TensorParallelModule, PrecedingNorm, GemmModule):
         set_parallel_mode: bool = False,
         device: torch.device | str | None = None,
         delay_wgrad_compute: bool = False,
+        checkpoint: bool = False,
         name: str = "",
     ) -> None:
         super().__init__(2, name, fuse_wgrad_accumulation, delay_wgrad_compute, False)
@@ -94,6 +98,7 @@ class LayerNormMLP(TensorParallelModule, PrecedingNorm, GemmModule):
         self.init_method = init_method or default_init_method
         self.return_bias = return_bias
         self.return_layernorm_output = return_layernorm_output
+        self.checkpoint = checkpoint
         self.output_layer_init_method = output_layer_init_method or default_init_method
         new = {"params_dtype": params_dtype, "device": device}
         self._blocks = 2 if MLP_ACTIVATIONS[activation][1] else 1  # of fc1's rows: the gate's and the others, or one
@@ -130,6 +135,11 @@ class LayerNormMLP(TensorParallelModule, PrecedingNorm, GemmModule):
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor | tuple[Tensor | None, ...]:
         """x: [..., hidden_size] -> [..., hidden_size], in the compute dtype. is_first_microbatch: as for `Linear`."""
+        if self.checkpoint and torch.is_grad_enabled():
+            return checkpointed(self._run, x, is_first_microbatch)
+        return self._run(x, is_first_microbatch)
+
+    def _run(self, x: Tensor, is_first_microbatch: bool | None) -> Tensor | tuple[Tensor | None, ...]:
         hidden, normed = self.forward_fc1(x, is_first_microbatch, self.return_layernorm_output)
         return self.forward_fc2(hidden, normed, is_first_microbatch)[0]
 
@@ -180,5 +190,5 @@ def _activation(name: str, params: Mapping[str, float] | None) -> Activation:
     if unknown:
         raise ValueError(f"activation_params has {unknown[0]!r} with activation {name!r}; allowed: {sorted(known)}")
     values = {**known, **(params or {})}
-    clamped = {"clamp": values["limit"], "alpha": values["alpha"], "up_offset": 1.0} if known else {}
-    return Activation(*MLP_ACTIVATIONS[name], **clamped)
+    names = {"clamp": "limit", "alpha": "alpha", "up_offset": "glu_linear_offset"} if known else {}
+    return Activation(*MLP_ACTIVATIONS[name], **{ours: values[theirs] for ours, theirs in names.items()})

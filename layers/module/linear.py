@@ -10,26 +10,26 @@ from torch import Tensor
 
 from te_models.kernels.activation import Activation
 
-from ..distributed.tensor_parallel import InitMethod, ParallelMode, TensorParallelModule
+from ..distributed.tensor_parallel import InitMethod, ParallelMode
 from ..functional.fused_quantize import Prologue
 from ..functional.linear import linear
-from ..te_arguments import takes_at_default, takes_parallel_options
-from .base import GemmModule
-from .primary_weights import default_init_method, empty_parameter, store_weights_as_asked
+from ..te_arguments import takes_parallel_options
+from .parameters_split import ParametersSplit, SplitParameters
+from .primary_weights import default_init_method, store_weights_as_asked
 
 
-class Linear(TensorParallelModule, GemmModule):
+class Linear(SplitParameters):
     """`y = x w^T + b`, quantized under `autocast`. Transformer Engine: `te.pytorch.Linear`.
 
     weight: [out_features, in_features]; bias: [out_features]. params_dtype: dtype of the parameters (None: torch's
     default); init_method: fills the weight in place (None: N(0, 0.023^2)); the bias starts at zero. parallel_mode: how
     the weight is split over the ranks of tp_group, see `tensor_parallel`; in_features and out_features are the unsplit
-    sizes, the attributes of that name this rank's. return_bias: return (y without bias, bias): the caller adds it. The
-    other options: see `GemmModule`; name: see `QuantizedModule`.
+    sizes, the attributes of that name this rank's. return_bias: return (y without bias, bias): the caller adds it.
+    parameters_split: several parameters in place of one, see `SplitParameters`. The other options: see `GemmModule`;
+    name: see `QuantizedModule`.
     """
 
     @takes_parallel_options
-    @takes_at_default(parameters_split=None)
     def __init__(
         self,
         in_features: int,
@@ -44,6 +44,7 @@ class Linear(TensorParallelModule, GemmModule):
         return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
         parallel_mode: ParallelMode | None = None,
+        parameters_split: ParametersSplit | None = None,
         device: torch.device | str | None = None,
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
@@ -51,45 +52,49 @@ class Linear(TensorParallelModule, GemmModule):
     ) -> None:
         super().__init__(1, name, fuse_wgrad_accumulation, delay_wgrad_compute, save_original_input)
         ranks: dict[str, Any] = {"tp_group": tp_group, "tp_size": tp_size, "sequence_parallel": sequence_parallel}
-        in_features, out_features = self.split_features(parallel_mode, in_features, out_features, **ranks)
-        self.in_features = in_features
-        self.out_features = out_features
-        self.init_method = init_method or default_init_method
+        sizes = self.split_features(parallel_mode, in_features, out_features, **ranks)
+        self.in_features, self.out_features = sizes
         self.return_bias = return_bias
-        self.weight = empty_parameter(out_features, in_features, params_dtype=params_dtype, device=device)
-        self.bias = empty_parameter(out_features, params_dtype=params_dtype, device=device) if bias else None
+        new: dict[str, Any] = {"params_dtype": params_dtype, "device": device}
+        init_method = init_method or default_init_method
+        self.add_parameters(parameters_split, self.in_features, out_features, bias, init_method, **new)
         self.reset_parameters()
         self.complete_state()
         store_weights_as_asked(self)
-        self.mark_part(self.weight, self.split_dim())
-        self.mark_part(self.bias, self.split_dim(bias=True))
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Initialise the parameters anew."""
-        self.fill_part(self.weight, self.init_method, self.split_dim())
-        if self.bias is not None:
-            self.bias.zero_()
+        self.mark_parameters()
 
     def forward(
-        self, x: Tensor, is_first_microbatch: bool | None = None, *, activation: Activation | None = None
+        self,
+        x: Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+        *,
+        activation: Activation | None = None,
     ) -> Tensor | tuple[Tensor | None, ...]:
         """x: [..., in_features] -> [..., out_features], in the compute dtype. is_first_microbatch: True quantizes the
         weight and caches the result, False uses what is cached, None quantizes without caching; True writes to a main
-        gradient, see `GemmModule`. activation: x is its input, [..., 2 in_features] if it is gated; on an accelerator
-        its result is quantized in the same pass."""
+        gradient, see `GemmModule`. fp8_output: under a recipe (but DelayedScaling: ValueError) return y as a quantized
+        tensor, rowwise, in the format of the recipe's inputs; fp8_grad is taken as False only. activation: x is its
+        input, [..., 2 in_features] if it is gated; on an accelerator its result is quantized in the same pass."""
         prologue = None if activation is None else Prologue(activation)
-        weight, row = self.weight, self.parallel_mode == "row"
+        if self.parameters_split is None:
+            weight, own = self.weight, self.bias
+        else:
+            weight, own = self.joined("weight"), self.joined("bias")
+        row = self.parallel_mode == "row"
         call = self.gemm_call((weight,), is_first_microbatch, 0)
         if self.parallel_mode == "column":
             x, prologue = self.whole_rows(x if prologue is None else prologue.run(x)), None
-        bias = None if self.return_bias else self.bias
+        bias = None if self.return_bias else own
         y = linear(x, weight, None if row else bias, call, prologue)
         y = self.summed(y, bias) if row else y
+        if fp8_output or fp8_grad:
+            y = self.output(y, fp8_output, fp8_grad)
         if not self.return_bias:
             return y
-        own = self.bias
         return self.results(y, self.for_own_rows(own) if row and own is not None else own)
 
     def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
+        split = "" if self.parameters_split is None else f", parameters_split={self.parameters_split}"
+        return f"{self.in_features}, {self.out_features}, bias={self.joined('bias') is not None}{split}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,16 +12,17 @@ from torch import Tensor, nn
 from te_models.kernels.norm import Norm, layer_norm, rms_norm
 
 from ..functional.fused_quantize import Prologue
-from ..te_arguments import leave_extra_state, takes_at_default
+from ..te_arguments import leave_extra_state, takes_also, takes_at_default
 from .primary_weights import empty_parameter
 
 
 class _Norm(nn.Module):
-    """Parameters of a norm. weight: [hidden_size] or None; bias: [hidden_size] or None."""
+    """Parameters of a norm. weight: [*normalized_shape] or None; bias: alike; hidden_size: how many numbers a norm is
+    of."""
 
     def __init__(
         self,
-        hidden_size: int | Sequence[int],
+        normalized_shape: int | Sequence[int],
         eps: float,
         zero_centered_gamma: bool,
         cast_order: str,
@@ -32,18 +34,18 @@ class _Norm(nn.Module):
         super().__init__()
         if cast_order not in ("weight_first", "weight_last"):
             raise ValueError(f"cast_order is {cast_order!r}; allowed: 'weight_first', 'weight_last'")
-        if not isinstance(hidden_size, int):  # as torch and Transformer Engine take it
-            if len(hidden_size) != 1:
-                raise ValueError(f"hidden_size is {hidden_size!r}; allowed: a number, or a sequence of one number")
-            (hidden_size,) = hidden_size
-        self.hidden_size = hidden_size
+        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        if not shape:
+            raise ValueError("normalized_shape is empty; allowed: a number, or a sequence of numbers")
+        self.normalized_shape = shape
+        self.hidden_size = math.prod(shape)
         self.register_load_state_dict_pre_hook(leave_extra_state)
         self.eps = eps
         self.zero_centered_gamma = zero_centered_gamma
         self.cast_order = cast_order
         new = {"params_dtype": params_dtype, "device": device}
-        self.weight = empty_parameter(hidden_size, **new) if has_weight else None
-        self.bias = empty_parameter(hidden_size, **new) if bias else None
+        self.weight = empty_parameter(*shape, **new) if has_weight else None
+        self.bias = empty_parameter(*shape, **new) if bias else None
         self.reset_parameters()
 
     @torch.no_grad()
@@ -55,20 +57,39 @@ class _Norm(nn.Module):
             self.bias.zero_()
 
     def extra_repr(self) -> str:
-        return f"{self.hidden_size}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}, {self.cast_order}"
+        options = f"eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}, {self.cast_order}"
+        return f"{', '.join(map(str, self.normalized_shape))}, {options}"
+
+
+def flat_input(x: Tensor, normalized_shape: tuple[int, ...]) -> Tensor:
+    """Return x: [..., *normalized_shape] with its last dimensions as one: [..., hidden_size]. ValueError for other
+    dimensions than these."""
+    count = len(normalized_shape)
+    if count == 1:
+        return x
+    if tuple(x.shape[-count:]) != normalized_shape:
+        allowed = ", ".join(map(str, normalized_shape))
+        raise ValueError(f"the input has shape {tuple(x.shape)}; allowed: [..., {allowed}]")
+    return x.flatten(-count)
+
+
+def flat_parameter(parameter: Tensor | None) -> Tensor | None:
+    """Return a parameter of a norm as [hidden_size]."""
+    return parameter if parameter is None or parameter.dim() == 1 else parameter.flatten()
 
 
 class RMSNorm(_Norm):
     """Root mean square norm: `gamma * x / sqrt(mean(x^2) + eps)`.
 
-    hidden_size: the last dimension. zero_centered_gamma: the weight stores gamma - 1. cast_order: where the product
-    is rounded, see `te_models.kernels.norm`. Transformer Engine: `te.pytorch.RMSNorm`.
+    normalized_shape: the last dimension, or the last few. zero_centered_gamma: the weight stores gamma - 1. cast_order:
+    where the product is rounded, see `te_models.kernels.norm`. Transformer Engine: `te.pytorch.RMSNorm`.
     """
 
+    @takes_also(hidden_size="normalized_shape")
     @takes_at_default(sequence_parallel=None)
     def __init__(
         self,
-        hidden_size: int | Sequence[int],
+        normalized_shape: int | Sequence[int],
         eps: float = 1e-5,
         *,
         zero_centered_gamma: bool = False,
@@ -77,20 +98,25 @@ class RMSNorm(_Norm):
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__(hidden_size, eps, zero_centered_gamma, cast_order, has_weight, False, params_dtype, device)
+        super().__init__(
+            normalized_shape, eps, zero_centered_gamma, cast_order, has_weight, False, params_dtype, device
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise x: [..., hidden_size]."""
-        return rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered_gamma, cast_order=self.cast_order)
+        """Normalise x: [..., *normalized_shape]."""
+        options: dict[str, Any] = {"zero_centered": self.zero_centered_gamma, "cast_order": self.cast_order}
+        rows = flat_input(x, self.normalized_shape)
+        return rms_norm(rows, flat_parameter(self.weight), self.eps, **options).view(x.shape)
 
 
 class LayerNorm(_Norm):
     """Layer norm: `gamma * (x - mean) / sqrt(var + eps) + beta`; arguments as for RMSNorm, plus `bias`."""
 
+    @takes_also(hidden_size="normalized_shape")
     @takes_at_default(sequence_parallel=None)
     def __init__(
         self,
-        hidden_size: int | Sequence[int],
+        normalized_shape: int | Sequence[int],
         eps: float = 1e-5,
         *,
         zero_centered_gamma: bool = False,
@@ -100,18 +126,14 @@ class LayerNorm(_Norm):
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__(hidden_size, eps, zero_centered_gamma, cast_order, has_weight, bias, params_dtype, device)
+        super().__init__(normalized_shape, eps, zero_centered_gamma, cast_order, has_weight, bias, params_dtype, device)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise x: [..., hidden_size]."""
-        return layer_norm(
-            x,
-            self.weight,
-            self.bias,
-            self.eps,
-            zero_centered=self.zero_centered_gamma,
-            cast_order=self.cast_order,
-        )
+        """Normalise x: [..., *normalized_shape]."""
+        options: dict[str, Any] = {"zero_centered": self.zero_centered_gamma, "cast_order": self.cast_order}
+        weight, bias = flat_parameter(self.weight), flat_parameter(self.bias)
+        rows = flat_input(x, self.normalized_shape)
+        return layer_norm(rows, weight, bias, self.eps, **options).view(x.shape)
 
 
 class PrecedingNorm(nn.Module):

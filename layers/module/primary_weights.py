@@ -45,6 +45,11 @@ def store_weights_as_asked(module: QuantizedModule, stored: dict[int, nn.Paramet
     its_recipe = recipe.for_module(module.name)
     if its_recipe is None:
         return
+    if module.weight_is_joined:
+        raise ValueError(
+            f"{module.name or type(module).__name__} has parameters_split, and its parameters cannot be stored "
+            "quantized; allowed: parameters_split=None, or high-precision weights"
+        )
     quantizer = its_recipe.quantizers(module.kind, module.name).weight
     stored = {} if stored is None else stored
     for name in module.weight_names():

@@ -16,7 +16,7 @@ from .basic import (
     ConstantScale,
     GroupedLinear,
     MakeExtraOutput,
-    ScaledGLU,
+    ScaledActivation,
 )
 from .call import Computed, Gradients, Input, OperationCall, OperationContext
 from .operation import BasicOperation, FusedOperation
@@ -46,7 +46,7 @@ class ForwardGroupedMLP(FusedOperation):
 
     @classmethod
     def matches(cls, operations: Sequence[BasicOperation]) -> int:
-        between = (ActivationOperation, ScaledGLU)
+        between = (ActivationOperation, ScaledActivation)
         return 3 if any(begins_with(operations, GroupedLinear, kind, GroupedLinear) for kind in between) else 0
 
     def fuser_forward_compute(self, x: Input, calls: Sequence[OperationCall]) -> tuple[Computed, ...]:
@@ -82,7 +82,7 @@ class _ForwardLinear(FusedOperation):
         """Run an operation on the output of the GEMM, in place where that is possible."""
         if isinstance(operation, AddExtraInput):
             (extra,) = call.extra_inputs
-            return Computed(y.add_(extra.to(y.dtype)))
+            return Computed(operation.into_extra(y, extra) if operation.in_place else y.add_(extra.to(y.dtype)))
         if isinstance(operation, ConstantScale):
             return Computed(y.mul_(operation.scale))
         return operation.op_forward_compute(y, call)

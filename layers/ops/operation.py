@@ -66,7 +66,7 @@ class BasicOperation(FusibleOperation):
     """
 
     SPLIT_FORWARD: ClassVar[bool]
-    NUM_EXTRA_INPUTS: ClassVar[int] = 0
+    NUM_EXTRA_INPUTS: int = 0
     NUM_EXTRA_OUTPUTS: ClassVar[int] = 0
     TAKES_QUANTIZED: ClassVar[bool] = False
 

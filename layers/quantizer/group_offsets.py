@@ -29,7 +29,8 @@ def check_values(m_splits: Tensor, rows: int) -> None:
     elif type(m_splits) is Tensor and m_splits.device.type == "cpu":
         splits = m_splits.tolist()
         if min(splits) < 0 or sum(splits) > rows:
-            raise ValueError(f"m_splits is {splits}; allowed: numbers from 0 on that add up to at most {rows}")
+            allowed = f"numbers from 0 on that add up to at most {rows}, the number of rows"
+            raise ValueError(f"m_splits is {splits}; allowed: {allowed}, and these add up to {sum(splits)}")
 
 
 @dataclass(frozen=True)

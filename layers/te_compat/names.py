@@ -43,8 +43,6 @@ _INSTEAD = {
     "FP8GlobalStateManager": "current_recipe() is the recipe in force, and every recipe runs on every device",
     "Float8BlockwiseQTensor": "it is Float8BlockwiseTensor",
     "Float8BlockwiseQTensorStorage": "it is Float8BlockwiseTensorStorage",
-    "Fp8Padding": "GroupedLinear takes rows and m_splits as they are, and pads what a format wants itself",
-    "Fp8Unpadding": "GroupedLinear takes rows and m_splits as they are, and pads what a format wants itself",
     "HybridQuantizedTensor": "it is HybridTensor",
     "HybridQuantizedTensorStorage": "it is HybridTensorStorage",
     "InferenceParams": "te_models.GPTModel generates with te_models.KVCache",
@@ -53,9 +51,6 @@ _INSTEAD = {
     "common": "te_models.layers.recipe.recipes has what is in transformer_engine.common.recipe",
     "destroy_ub": "collectives are torch.distributed's, without user buffers",
     "distributed": "checkpoint is here",
-    "fused_compute_score_for_moe_aux_loss": "te_models.kernels.router has routers and their losses",
-    "fused_moe_aux_loss": "te_models.kernels.router has routers and their losses",
-    "fused_topk_with_score_function": "te_models.kernels.router has routers and their losses",
     "get_cpu_offload_context": "use torch.autograd.graph.save_on_cpu",
     "get_default_recipe": "it is Float8CurrentScaling()",
     "get_default_fp8_recipe": "it is Float8CurrentScaling()",
@@ -63,12 +58,10 @@ _INSTEAD = {
     "initialize_ub": "collectives are torch.distributed's, without user buffers",
     "make_graphed_callables": "use torch.compile(mode='reduce-overhead')",
     "mark_not_offload": "use torch.autograd.graph.save_on_cpu",
-    "moe_permute_and_pad_with_probs": "use moe_permute_with_probs: GroupedLinear pads what a format wants itself",
     "onnx_export": "use torch.export",
 }
 _OPERATIONS_INSTEAD = {
     "L2Normalization": "it is L2Norm",
-    "ScaledClampedQGeGLU": "ClampedSwiGLU is here, without probabilities",
     "register_backward_fusion": "append to FUSIONS",
     "register_forward_fusion": "append to FUSIONS",
 }

@@ -23,11 +23,27 @@ def test_known_values() -> None:
         "gelu_tanh": [-0.045402306, 0.0, 2.996362607],
         "relu": [0.0, 0.0, 3.0],
         "squared_relu": [0.0, 0.0, 9.0],
+        "sigmoid": [0.119202922, 0.5, 0.952574127],
+        "quick_gelu": [-0.064341377, 0.0, 2.981928690],
     }
     assert set(expected) == set(ACTIVATIONS)
     for name, values in expected.items():
         # gelu: 1 + erf(x / sqrt(2)) cancels, so two last places of erf near 1 are 2 ** -23 times |x| / 2 each
         assert activation(x, name).tolist() == pytest.approx(values, rel=1e-6, abs=2 * 2.0**-23)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("name", ["sigmoid", "quick_gelu"])
+def test_the_formula_and_its_derivative(name: str, gated: bool) -> None:
+    """In float64, gradient against differences; in bfloat16 rounded once (and once more by the gate's product)."""
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
+    function = gated_activation if gated else activation
+    act = {"sigmoid": torch.sigmoid, "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x)}[name]
+    gate, up = x.chunk(2, -1) if gated else (x, torch.ones((), dtype=torch.float64))
+    torch.testing.assert_close(function(x, name), act(gate) * up, rtol=1e-14, atol=0)
+    assert torch.autograd.gradcheck(lambda x: function(x, name), x)
+    half = x.detach().bfloat16()
+    assert torch.equal(activation(half, name), act(half.float()).bfloat16())
 
 
 def test_clamped_gate() -> None:

@@ -23,6 +23,7 @@ from te_models.layers import (
     TransformerLayer,
     autocast,
     ops,
+    parallel_cross_entropy,
     quantized_model_init,
     recipe,
 )
@@ -208,6 +209,31 @@ def a_group_of_other_ranks_is_refused() -> None:
             assert dist.get_rank() == 0
 
 
+def a_vocabulary_is_split(smoothing: float, dtype: torch.dtype, compiled: bool) -> None:
+    """Both ranks have the loss of the whole vocabulary, each the gradient of its own words, of which there are 37."""
+    rank, group = dist.get_rank(), dist.new_group([0, 1])
+    torch.manual_seed(3)
+    words, weights = 2 * 37, torch.rand(6, 3)
+    logits, target = (8 * torch.randn(6, 3, words)).to(dtype), torch.randint(words, (6, 3))
+    target[0, 1] = target[4] = -1
+    whole, mine = logits.clone().requires_grad_(), logits.chunk(RANKS, -1)[rank].clone().requires_grad_()
+    expected = parallel_cross_entropy(whole, target, smoothing, ignore_idx=-1)
+    (expected * weights).sum().backward()
+
+    def run(mine: Tensor, target: Tensor, reduce: bool) -> Tensor:
+        return parallel_cross_entropy(mine, target, smoothing, reduce, group, -1)
+
+    split = torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run
+    loss = split(mine, target, False)
+    (loss * weights).sum().backward()
+    close(loss, expected, 4e-6)
+    close(mine.grad, whole.grad.chunk(RANKS, -1)[rank], {torch.float32: 4e-6, torch.bfloat16: 2.0**-7}[dtype])
+    mean = split(mine, target, True)
+    close(mean, parallel_cross_entropy(whole, target, smoothing, True, None, -1), 4e-6)
+    gathered = all_gather(loss.detach(), group).chunk(RANKS)
+    assert torch.equal(*gathered)
+
+
 def torch_has_nothing_to_warn_of() -> None:
     x = torch.arange(4.0)
     with warnings.catch_warnings():
@@ -231,6 +257,9 @@ CASES |= {
     "a_row_of_a_pipeline_has_no_bias": a_row_of_a_pipeline_has_no_bias,
     "quantized_weights_are_marked": quantized_weights_are_marked,
     "a_group_of_other_ranks_is_refused": a_group_of_other_ranks_is_refused,
+    "a_vocabulary_is_split": lambda: a_vocabulary_is_split(0.0, torch.bfloat16, False),
+    "a_vocabulary_is_split-smoothed": lambda: a_vocabulary_is_split(0.1, torch.float32, False),
+    "a_vocabulary_is_split-compiled": lambda: a_vocabulary_is_split(0.1, torch.float32, True),
     "torch_has_nothing_to_warn_of": torch_has_nothing_to_warn_of,
 }
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...collectives import all_gather, all_reduce, check_group, reduce_scatter
+from ...te_arguments import takes_also
 from ..call import Computed, Gradients, OperationCall, OperationContext
 from ..operation import BasicOperation
 
@@ -18,6 +19,7 @@ from ..operation import BasicOperation
 class _Collective(BasicOperation):
     """What collectives share: the name of a group, so that models can be copied, and nothing to save."""
 
+    @takes_also(process_group="group")
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         if group is not None:

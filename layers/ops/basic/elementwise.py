@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...functional.dense_gemms import bias_gradient
 from ...module.primary_weights import empty_parameter
+from ...te_arguments import takes_also, takes_at_default, takes_without_effect
 from ..call import Computed, Gradients, Input, OperationArguments, OperationCall, OperationContext
 from ..operation import BasicOperation
 
@@ -101,6 +102,8 @@ class Reshape(BasicOperation):
 class Bias(BasicOperation):
     """`y = x + b`, in x's dtype. bias: [size], zero at first; x: [..., size]. Transformer Engine: `te.ops.Bias`."""
 
+    @takes_also(dtype="params_dtype")
+    @takes_at_default(tensor_parallel=False, tensor_parallel_group=None)
     def __init__(
         self, size: int, *, params_dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> None:
@@ -132,13 +135,29 @@ class Bias(BasicOperation):
 
 
 class AddExtraInput(BasicOperation):
-    """`y = x + extra`. Transformer Engine: `te.ops.AddExtraInput`."""
+    """`y = x + extra`. Transformer Engine: `te.ops.AddExtraInput`. in_place: the sum is written over the extra input,
+    of x's shape and dtype, whose memory the result shares; autograd does not see that it is written to. ValueError for
+    another shape or dtype then."""
 
     NUM_EXTRA_INPUTS = 1
 
+    def __init__(self, *, in_place: bool = False) -> None:
+        super().__init__()
+        self.in_place = in_place
+
     def op_forward_compute(self, x: Tensor, call: OperationCall) -> Computed:
         (extra,) = call.extra_inputs
-        return Computed(x + extra.to(x.dtype))
+        return Computed(self.into_extra(x, extra) if self.in_place else x + extra.to(x.dtype))
+
+    @staticmethod
+    def into_extra(x: Tensor, extra: Tensor) -> Tensor:
+        """Add x to the extra input in place and return that."""
+        if (extra.shape, extra.dtype) != (x.shape, x.dtype):
+            raise ValueError(
+                f"the extra input is {extra.dtype} {tuple(extra.shape)}; allowed with in_place: {x.dtype} "
+                f"{tuple(x.shape)}, as the main input"
+            )
+        return extra.detach().add_(x)
 
     def op_forward_save_ctx(self, ctx: OperationContext, x: Tensor, computed: Computed, call: OperationCall) -> None:
         ctx.constants = call.extra_inputs[0].dtype
@@ -148,9 +167,14 @@ class AddExtraInput(BasicOperation):
 
 
 class MakeExtraOutput(BasicOperation):
-    """`y = x`, and x is an extra output, too. Transformer Engine: `te.ops.MakeExtraOutput`."""
+    """`y = x`, and x is an extra output, too. Transformer Engine: `te.ops.MakeExtraOutput`. in_place, its leave to
+    write over the gradient of the extra output, changes nothing: no gradient of others is written to."""
 
     NUM_EXTRA_OUTPUTS = 1
+
+    @takes_without_effect("in_place")
+    def __init__(self) -> None:
+        super().__init__()
 
     def op_forward_compute(self, x: Tensor, call: OperationCall) -> Computed:
         return Computed(x, extra_outputs=(x,))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from ...quantizer.delayed import update_amax_
 from ...quantizer.group_offsets import GroupOffsets
 from ...quantizer.state import QuantizerState
 from ...recipe.base import HIGH_PRECISION
+from ...te_arguments import THEIR_NAMES, takes_also, takes_at_default
 from ..call import Computed, Gradients, OperationArguments, OperationCall, OperationContext
 from ..operation import BasicOperation
 
@@ -34,9 +35,18 @@ class GroupedConstants(NamedTuple):
 
 class GroupedLinear(BasicOperation, GroupedLinearModule):
     """`y[g] = x[g] w[g]^T + b[g]`; arguments: see `te_models.layers.GroupedLinear`. Extra input: m_splits [num_gemms],
-    the rows per group, a tensor. Transformer Engine: `te.ops.GroupedLinear`."""
+    the rows per group, a tensor. scale_bias: a second extra input, scales [T], multiplies the bias of each row:
+    `y[g] = x[g] w[g]^T + scales b[g]`. Transformer Engine: `te.ops.GroupedLinear`. ValueError for scales of another
+    shape."""
 
     NUM_EXTRA_INPUTS = 1
+
+    @takes_also(num_groups="num_gemms", **THEIR_NAMES)
+    @takes_at_default(rng_state_tracker_function=None, return_bias=False)
+    def __init__(self, *arguments: Any, scale_bias: bool = False, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.scale_bias = scale_bias and self.use_bias
+        self.NUM_EXTRA_INPUTS = 2 if self.scale_bias else 1
 
     def fuser_arguments(self, device_type: str) -> OperationArguments:
         weights, biases = self.members()
@@ -75,7 +85,7 @@ class GroupedLinear(BasicOperation, GroupedLinearModule):
         y, saved, tensors = grouped_fprop(matrix, weights, cached, rows, state, constants.config, matrix.dtype, needs)
         if biases:
             bias = biases[0] if biases[0].dim() == 2 else torch.stack(biases)
-            y = y + rows.per_row(bias.to(y.dtype))
+            y = y + (_scaled_rows(rows, bias, *call.extra_inputs[1:]).to(y.dtype))
         return Computed(y, (*rows.tensors(), *tensors), notes=(saved, matrix.dtype))
 
     def op_forward_save_ctx(self, ctx: OperationContext, x: Tensor, computed: Computed, call: OperationCall) -> None:
@@ -83,32 +93,52 @@ class GroupedLinear(BasicOperation, GroupedLinearModule):
         state, into = QuantizerState(*tensors[:_STATE]), tensors[_STATE:]
         weights = call.parameters[: call.constants.weights]
         rows, tensors = computed.saved[:3], computed.saved[3:]
-        ctx.save_for_backward(*rows, cached, state.scale, state.key, *weights, *tensors)
-        ctx.save_live(state.gradient, state.grad_statistics, *into)
         biases = call.parameters[call.constants.weights :]
+        scales, of_scales = (call.extra_inputs[1], biases) if self.scale_bias else (None, ())
+        ctx.save_for_backward(*rows, cached, state.scale, state.key, scales, *weights, *of_scales, *tensors)
+        ctx.save_live(state.gradient, state.grad_statistics, *into)
         of_bias = (biases[0].dtype, biases[0].dim() == 2) if biases else (None, False)
         ctx.constants = (call.constants, x.dtype, *of_bias, *computed.notes)
 
     def op_backward(self, ctx: OperationContext, dy: Tensor, extra_gradients: tuple[Tensor, ...]) -> Gradients:
-        m_splits, ends, group, cached, scale, key, *rest = ctx.saved
+        m_splits, ends, group, cached, scale, key, scales, *rest = ctx.saved
         gradient, grad_statistics, *into = ctx.live
         constants, x_dtype, bias_dtype, stacked_bias, saved, dtype = ctx.constants
-        dy = dy.to(dtype)
+        dy, rows = dy.to(dtype), GroupOffsets(m_splits, ends, group)
+        weights, rest = tuple(rest[: constants.weights]), rest[constants.weights :]
+        count = len(ctx.needs.parameters) - constants.weights if self.scale_bias else 0
+        biases, rest = rest[:count], rest[count:]
         dx, dw = grouped_gradients(
             dy,
-            tuple(rest[: constants.weights]),
+            weights,
             cached,
             tuple(into),
-            GroupOffsets(m_splits, ends, group),
+            rows,
             QuantizerState(scale, None, gradient, None, grad_statistics, key),
             constants.config,
             saved,
-            rest[constants.weights :],
+            rest,
             dtype,
             (ctx.needs.input, any(ctx.needs.parameters[: constants.weights])),
         )
         db: tuple[Tensor | None, ...] = (None,) * (len(ctx.needs.parameters) - constants.weights)
         if any(ctx.needs.parameters[constants.weights :]):
-            grouped = bias_rows_gradient(dy, m_splits).to(bias_dtype)
+            scaled = dy if scales is None else dy.float() * scales.float()[:, None]
+            grouped = bias_rows_gradient(scaled, m_splits).to(bias_dtype)
             db = (grouped,) if stacked_bias else grouped.unbind(0)
-        return Gradients(None if dx is None else dx.to(x_dtype), (*dw, *db), (None,))
+        of_extra: tuple[Tensor | None, ...] = (None,)
+        if scales is not None:
+            bias = biases[0] if stacked_bias else torch.stack(biases)
+            wanted = ctx.needs.extra_inputs[1]
+            of_extra += ((dy.float() * rows.per_row(bias).float()).sum(-1).to(scales.dtype) if wanted else None,)
+        return Gradients(None if dx is None else dx.to(x_dtype), (*dw, *db), of_extra)
+
+
+def _scaled_rows(rows: GroupOffsets, bias: Tensor, scales: Tensor | None = None) -> Tensor:
+    """Return the bias [G, N] of each row, times scales [T], in float32, if given: [T, N]."""
+    found = rows.per_row(bias)
+    if scales is None:
+        return found
+    if scales.shape != found.shape[:1]:
+        raise ValueError(f"the scales of the bias have shape {tuple(scales.shape)}; allowed: {tuple(found.shape[:1])}")
+    return found.float() * scales.float()[:, None]

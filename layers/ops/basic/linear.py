@@ -5,19 +5,21 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...distributed.tensor_parallel import InitMethod
-from ...functional.dense_gemms import GemmConfig, dense_fprop, dense_gradients
+from ...functional.dense_gemms import GemmConfig, dense_fprop, dense_gradients, scaled_values
 from ...functional.fused_quantize import input_quantizer, readable_as_input
 from ...functional.gemm_operand import autocast_dtype, require_floating
 from ...functional.linear import largest
 from ...functional.saved_input import SavedInput
 from ...module.base import GemmModule, QuantizedModule
 from ...module.primary_weights import default_init_method, empty_parameter, store_weights_as_asked
+from ...quantizer import Quantizer
 from ...quantizer.delayed import update_amax_
-from ...quantizer.state import AnyQuantizer, QuantizerState, value_of, with_state
+from ...quantizer.state import AnyQuantizer, QuantizerState, value_of, with_gradient_state, with_state
 from ...recipe.base import HIGH_PRECISION
+from ...te_arguments import OF_OPERATIONS, THEIR_NAMES, takes_also, takes_at_default
 from ...tensor.storage import STORAGE_CLASSES, QuantizedStorage
 from ..call import Computed, Gradients, Input, OperationArguments, OperationCall, OperationContext, QuantizedRows
 from ..operation import BasicOperation, FusibleOperation
@@ -31,6 +33,13 @@ class LinearConstants(NamedTuple):
 
     config: GemmConfig
     dtype: torch.dtype | None
+
+
+class QuantizeConstants(NamedTuple):
+    """What a quantization makes of its input and of its gradient; None: nothing."""
+
+    input: Quantizer | None
+    grad_output: Quantizer | None
 
 
 class LinearNotes(NamedTuple):
@@ -51,6 +60,8 @@ class BasicLinear(GemmModule, BasicOperation):
 
     TAKES_QUANTIZED = True
 
+    @takes_also(**THEIR_NAMES)
+    @takes_at_default(**OF_OPERATIONS)
     def __init__(
         self,
         in_features: int,
@@ -156,15 +167,21 @@ class BasicLinear(GemmModule, BasicOperation):
 
 
 class Quantize(QuantizedModule, BasicOperation):
-    """Quantize [..., C] as the input of a GEMM under the recipe in force; without one, calibrate at most.
+    """Quantize [..., C] as the input of a GEMM under the recipe in force (forward), and the gradient as that of the
+    output of a GEMM (backward); without a recipe, calibrate at most.
 
     The next operation takes the quantized data if it can; at the end of a group the result is a quantized tensor, which
-    has to be a matrix. The gradient passes unchanged. Under `torch.compile` let the operation that uses
-    the data follow in the same `Sequential`: a quantized tensor can enter or leave a graph, but its gradient cannot,
-    and the compiler does not see the quantizer of one that was made between two groups of the same graph.
+    has to be a matrix. The gradient is handed on as what its rowwise quantization stands for, in its own dtype. Under
+    `torch.compile` let the operation that uses the data follow in the same `Sequential`: a quantized tensor can enter
+    or leave a graph, but its gradient cannot, and the compiler does not see the quantizer of one that was made between
+    two groups of the same graph. Transformer Engine: `te.ops.Quantize`.
     """
 
     TAKES_QUANTIZED = True
+
+    def __init__(self, forward: bool = True, backward: bool = False) -> None:
+        super().__init__()
+        self.quantize_forward, self.quantize_backward = forward, backward
 
     def weight_names(self) -> tuple[str, ...]:
         return ()
@@ -173,37 +190,88 @@ class Quantize(QuantizedModule, BasicOperation):
         quantizers = self.quantizers()
         live = self.live_state(quantizers or HIGH_PRECISION)
         recorded = self.calibration_amax("input", 0) if self.calibrating() else None
-        return OperationArguments((), (recorded, *live), None if quantizers is None else quantizers.input)
+        constants = QuantizeConstants(None, None)
+        if quantizers is not None:
+            of_x = quantizers.input if self.quantize_forward else None
+            constants = QuantizeConstants(of_x, quantizers.grad_output if self.quantize_backward else None)
+        return OperationArguments((), (recorded, *live), constants)
 
     def op_forward_compute(self, x: Input, call: OperationCall) -> Computed:
         recorded, *tensors = call.tensors
+        wanted = call.constants.input
         if recorded is not None and isinstance(x, Tensor):
             update_amax_(recorded, largest(x.reshape(-1, x.shape[-1])))
-        if call.constants is None or isinstance(x, QuantizedRows):
+        if wanted is None or isinstance(x, QuantizedRows):
             return Computed(x)
         state = QuantizerState(*tensors)
-        quantizer = with_state(call.constants, state.scale, state.amax, "input", 0)
+        quantizer = with_state(wanted, state.scale, state.amax, "input", 0)
         value = value_of(quantizer)
         rows = x.reshape(-1, x.shape[-1])
         storage = STORAGE_CLASSES[value.FORMAT](quantizer.quantize_fields(rows), value, rows.shape, x.dtype)
         return Computed(QuantizedRows(storage, x.shape))
 
     def op_forward_save_ctx(self, ctx: OperationContext, x: Input, computed: Computed, call: OperationCall) -> None:
-        """Nothing is needed."""
+        ctx.constants = call.constants.grad_output
+        if ctx.constants is not None:
+            _, *tensors = call.tensors
+            state = QuantizerState(*tensors)
+            ctx.save_for_backward(state.key)
+            ctx.save_live(state.gradient)
 
     def op_backward(self, ctx: OperationContext, dy: Tensor, extra_gradients: tuple[Tensor, ...]) -> Gradients:
-        return Gradients(dy)
+        if ctx.constants is None:
+            return Gradients(dy)
+        (key,), (gradient,) = ctx.saved, ctx.live
+        quantizer = with_gradient_state(ctx.constants, gradient, 0)
+        operand = quantizer.operand(dy.reshape(-1, dy.shape[-1]), "rowwise", dy.dtype, key)
+        return Gradients(scaled_values(operand, dy.dtype).view(dy.shape))
+
+    def extra_repr(self) -> str:
+        return f"forward={self.quantize_forward}, backward={self.quantize_backward}"
 
 
 class Linear(FusibleOperation):
-    """`y = x w^T + b`: a BasicLinear `linear` and a Bias `bias`, which a group fuses. Transformer Engine:
-    `te.ops.Linear`. The keyword arguments: see `BasicLinear`."""
+    """`y = x w^T + b`: a BasicLinear `linear` and a Bias, which a group fuses. Transformer Engine: `te.ops.Linear`.
 
+    weight, bias: their parameters, bias None without one. In a state dict they are `linear.weight` and `bias.bias`;
+    Transformer Engine's `basic_ops.0.weight` and `basic_ops.1.bias` are loaded, too. The keyword arguments: see
+    `BasicLinear`.
+    """
+
+    @takes_also(**THEIR_NAMES)
     def __init__(self, in_features: int, out_features: int, bias: bool = True, **options: Any) -> None:
         super().__init__()
         self.linear = BasicLinear(in_features, out_features, **options)
         new = {name: options[name] for name in ("params_dtype", "device") if name in options}
-        self.bias = Bias(out_features, **new) if bias else None
+        # past `add_module`: the attribute of this name is the parameter
+        self._modules["bias"] = Bias(out_features, **new) if bias else None
+
+    @property
+    def weight(self) -> nn.Parameter:
+        return self.linear.weight
+
+    @property
+    def bias(self) -> nn.Parameter | None:
+        added = self._modules["bias"]
+        return None if added is None else added.bias  # type: ignore[return-value]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Exchange the weight or the bias where a parameter is assigned. ValueError for a bias where there is none."""
+        if name not in ("weight", "bias") or not isinstance(value, nn.Parameter):
+            super().__setattr__(name, value)
+        elif name == "bias" and self.bias is None:
+            raise ValueError("this ops.Linear was built with bias=False and has no bias to exchange")
+        else:
+            setattr(self.linear if name == "weight" else self._modules["bias"], name, value)
 
     def basic_operations(self) -> tuple[BasicOperation, ...]:
-        return (self.linear,) if self.bias is None else (self.linear, self.bias)
+        added = self._modules["bias"]
+        assert added is None or isinstance(added, BasicOperation)
+        return (self.linear,) if added is None else (self.linear, added)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for index, own in enumerate(("linear", "bias")):
+            theirs = f"{prefix}basic_ops.{index}."
+            for key in [key for key in state_dict if key.startswith(theirs)]:
+                state_dict[f"{prefix}{own}.{key.removeprefix(theirs)}"] = state_dict.pop(key)
+        super()._load_from_state_dict(state_dict, prefix, *args)

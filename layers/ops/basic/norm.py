@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from ...functional.fused_quantize import fused_output, fused_storage
 from ...functional.gemm_operand import autocast_dtype
 from ...module.norm import LayerNorm as LayerNormModule
 from ...module.norm import RMSNorm as RMSNormModule
+from ...module.norm import flat_input, flat_parameter
+from ...te_arguments import takes_also, takes_without_effect
 from ..call import Computed, Gradients, Input, OperationArguments, OperationCall, OperationContext, QuantizedRows
 from ..operation import BasicOperation
 
@@ -31,6 +33,8 @@ class _NormOperation(BasicOperation):
     Where the next operation is a GEMM under a recipe, the result is handed over quantized.
     """
 
+    normalized_shape: tuple[int, ...]
+
     def fuser_arguments(self, device_type: str) -> OperationArguments:
         centered = isinstance(self, LayerNormModule)
         norm = Norm(centered, self.eps, self.zero_centered_gamma, self.cast_order)  # type: ignore[arg-type]
@@ -39,10 +43,13 @@ class _NormOperation(BasicOperation):
     def op_forward_compute(self, x: Tensor, call: OperationCall) -> Computed:
         (weight, bias), (norm, gemm_dtype) = call.parameters, call.constants
         dtype = norm.output_dtype(x, weight, bias)
-        fused = fused_output(call.next_input, dtype, gemm_dtype or dtype)
+        several = len(self.normalized_shape) > 1  # then the rows of the norm are not those of the GEMM
+        fused = None if several else fused_output(call.next_input, dtype, gemm_dtype or dtype)
         y: Input
         if fused is None or call.next_input is None:
-            y, statistics = norm.forward(x, weight, bias)
+            rows = flat_input(x, self.normalized_shape)
+            normed, statistics = norm.forward(rows, flat_parameter(weight), flat_parameter(bias))
+            y = normed.view(x.shape)
         else:
             copies, statistics = norm.forward_quantized(x, weight, bias, *fused)
             y = QuantizedRows(fused_storage(call.next_input, copies, x.shape, dtype), x.shape)
@@ -54,16 +61,29 @@ class _NormOperation(BasicOperation):
 
     def op_backward(self, ctx: OperationContext, dy: Tensor, extra_gradients: tuple[Tensor, ...]) -> Gradients:
         x, weight, bias, *statistics = ctx.saved
-        dx, dw, db = ctx.constants.backward(dy, x, weight, bias, tuple(statistics), ctx.needs.parameters)
-        return Gradients(dx, (dw, db))
+        rows = [flat_input(t, self.normalized_shape) for t in (dy, x)]
+        flat = flat_parameter(weight), flat_parameter(bias)
+        dx, *of_parameters = ctx.constants.backward(*rows, *flat, tuple(statistics), ctx.needs.parameters)
+        found = [None if g is None else g.view(self.normalized_shape) for g in of_parameters]
+        return Gradients(dx.view(x.shape), tuple(found))
 
 
 class LayerNorm(_NormOperation, LayerNormModule):
     """Layer norm; arguments: see `te_models.layers.LayerNorm`. Transformer Engine: `te.ops.LayerNorm`."""
 
+    @takes_also(dtype="params_dtype")
+    @takes_without_effect("sm_margin")
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+
 
 class RMSNorm(_NormOperation, RMSNormModule):
     """Root mean square norm; arguments: see `te_models.layers.RMSNorm`. Transformer Engine: `te.ops.RMSNorm`."""
+
+    @takes_also(dtype="params_dtype")
+    @takes_without_effect("sm_margin")
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
 
 
 class L2Norm(BasicOperation):

@@ -49,18 +49,24 @@ class LoraGroupedLinear(LoraAdapter):
         x: Tensor,
         m_splits: Tensor | list[int],
         is_first_microbatch: bool | None = None,
+        out: Tensor | None = None,
+        dgrad_out: Tensor | None = None,
         *,
         permutation: Permutation | None = None,
         row_align: int = 1,
         **options: Any,
-    ) -> Tensor:
+    ) -> Any:
         """As the layer's: x: [T, in_features], or with `permutation` the tokens that the rows come from ->
-        [T, out_features]. Raises ValueError for rows that are quantized already."""
+        [T, out_features]. Raises ValueError for rows that are quantized already, or no matrix, and for buffers."""
         adapters = self.applied(options)
         if not adapters:
-            return self.base_layer(x, m_splits, is_first_microbatch, permutation=permutation, row_align=row_align)
-        if isinstance(x, QuantizedTensor):
-            raise ValueError("an adapter of GroupedLinear got rows that are quantized; allowed: rows in high precision")
+            more: dict[str, Any] = {"permutation": permutation, "row_align": row_align}
+            return self.base_layer(x, m_splits, is_first_microbatch, out, dgrad_out, **more)
+        if isinstance(x, QuantizedTensor) or x.dim() != 2:
+            kind = "quantized" if isinstance(x, QuantizedTensor) else f"of shape {tuple(x.shape)}"
+            raise ValueError(f"an adapter of GroupedLinear got rows that are {kind}; allowed: plain rows [T, in]")
+        if out is not None or dgrad_out is not None:
+            raise ValueError("an adapter of GroupedLinear writes to no buffers; allowed: out=None and dgrad_out=None")
         if not isinstance(m_splits, Tensor):
             m_splits = torch.tensor(m_splits, device=x.device)
         rows = x if permutation is None else permute(x, permutation)

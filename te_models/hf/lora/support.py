@@ -38,7 +38,9 @@ def check_config(config: LoraConfig) -> None:
 
 
 def check_layer(layer: nn.Module, name: str) -> None:
-    """Raise ValueError for a layer whose weights several ranks share."""
+    """Raise ValueError for a layer whose weights several ranks share, or are joined of several parameters."""
+    if getattr(layer, "weight_is_joined", False):
+        raise ValueError(f"{name or type(layer).__name__} has parameters_split; allowed: layers with one weight")
     if getattr(layer, "tp_size", 1) > 1:
         raise ValueError(
             f"{name or type(layer).__name__} is split over {layer.tp_size} ranks, and adapters are not; allowed: a "

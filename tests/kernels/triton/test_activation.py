@@ -69,7 +69,8 @@ def check(device, shape, dtype, weighted, option) -> None:
         gate, up = gate.clamp(max=4 * clamp), up.clamp(max=clamp) + offset
     unit, floor = UNIT[dtype], torch.finfo(dtype).tiny * UNIT[dtype]  # half the distance of subnormals
     # The activation itself: exp or erf, with cancellation in the tails; then every rounding of the reference.
-    own = 16 * F32 * (1 + gate) * gate.clamp(min=gate.square() if name == "squared_relu" else 0) * up
+    value = {"squared_relu": torch.maximum(gate, gate.square()), "sigmoid": gate.clamp(min=1)}.get(name, gate)
+    own = 16 * F32 * (1 + gate) * value * up
     roundings = 1 if not gated else 2 if clamp is None else 8 + 2 * alpha * gate
     y_error = own + (roundings + (probabilities is not None)) * unit * exact.detach().abs() + floor
     assert ((y.double() - exact.detach() * p).abs() <= y_error * p + floor).all()

@@ -216,7 +216,6 @@ def test_dropouts_are_for_training() -> None:
             {"ub_tp_comm_overlap": True, "tp_size": 2},
             "ub_tp_comm_overlap is True, which this library does not have; allowed: False",
         ),
-        ({"seq_length": 4}, "seq_length is 4, which this library does not have; allowed: None"),
         ({"qk_norm_type": "L1"}, "qk_norm_type is 'L1'; allowed: None, 'RMSNorm', 'LayerNorm', 'L2Normalization'"),
         ({"kv_channels": None, "num_gqa_groups": 3}, "num_gqa_groups is 3; allowed: a divisor of 4 heads"),
     ],

@@ -30,9 +30,21 @@ KINDS = {
     "recompute": (lambda: mlp(recompute=True), 1),
     "linear_gelu": (lambda: ops.Sequential(ops.LayerNorm(96), ops.Linear(96, 64), ops.GELU(), ops.L2Norm()), 0),
     "quantize": (lambda: ops.Sequential(ops.Quantize(), ops.BasicLinear(96, 64), ops.Bias(64), ops.Reshape(-1, 32)), 0),
+    "in_place": (
+        lambda: ops.Sequential(
+            ops.Linear(96, 96),
+            ops.AddExtraInput(in_place=True),
+            ops.SwiGLU(glu_interleave_size=8),
+            ops.Quantize(backward=True),
+            ops.Linear(48, 64),
+            ops.Reshape(-1, 2, 32),
+            ops.LayerNorm((2, 32)),
+        ),
+        1,
+    ),
     "add": (lambda: ops.Sequential(ops.Linear(96, 96), ops.AddExtraInput(), ops.ClampedSwiGLU()), 1),
 }
-FAST = {("mlp", "delayed")}
+FAST = {("mlp", "delayed"), ("in_place", "mxfp8")}
 MATRIX = [
     pytest.param(kind, name, False, marks=() if (kind, name) in FAST else pytest.mark.slow, id=f"{kind}-{name}")
     for kind in KINDS

@@ -161,7 +161,7 @@ def test_quantized_inputs_and_outputs(name: str) -> None:
     x = torch.randn(40, 96)
     with autocast(recipe=fresh(name)):
         assert isinstance(front(x), QuantizedTensor)
-    parameters = [back[1].linear.weight, back[1].bias.bias]
+    parameters = [back[1].linear.weight, back[1].bias]
     both = torch.nn.ModuleList([front, back])
     got = step(both, name, [x], run=lambda x: back(front(x)), parameters=parameters)
     assert_equal(step(whole, name, [x]), got)

@@ -32,6 +32,33 @@ def test_operation_equals_the_module(name: str | None, single: bool) -> None:
         operation(x, SPLITS[:2])
 
 
+@pytest.mark.parametrize("single", [True, False], ids=["grouped", "per_gemm"])
+def test_the_bias_of_each_row_is_scaled(single: bool) -> None:
+    """Three rows lie past the last group."""
+    torch.manual_seed(0)
+    layer = ops.GroupedLinear(3, 64, 48, bias=True, single_grouped_weight=single, scale_bias=True)
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            if name.startswith("bias"):
+                parameter.normal_()
+    x, scales, splits = torch.randn(33, 64), torch.rand(33), torch.tensor([20, 0, 10])
+
+    def formula(x: torch.Tensor, splits: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        weights, biases = layer.members()
+        weight, bias = (t[0] if single else torch.stack(t) for t in (weights, biases))
+        parts = zip(x.split([20, 0, 13]), scales.split([20, 0, 13]), weight, bias, strict=True)
+        y = torch.cat([rows @ w.T + s[:, None] * b for rows, s, w, b in parts])
+        return torch.where(torch.arange(33)[:, None] < 30, y, 0)
+
+    got, expected = step(layer, None, [x, splits, scales]), step(layer, None, [x, splits, scales], run=formula)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert_equal(got, step(ops.Sequential(layer), None, [x, splits, scales]))
+    assert ops.GroupedLinear(3, 64, 48, bias=False, scale_bias=True).NUM_EXTRA_INPUTS == 1
+    with pytest.raises(ValueError, match=r"the scales of the bias have shape \(33, 1\); allowed: \(33,\)"):
+        layer(x, splits, scales[:, None])
+
+
 def experts() -> ops.Sequential:
     torch.manual_seed(0)
     return ops.Sequential(

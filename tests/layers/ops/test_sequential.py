@@ -88,7 +88,7 @@ def test_gradients_only_where_they_are_wanted(frozen: str) -> None:
 
 def test_a_changed_list_is_grouped_anew() -> None:
     model = ops.Sequential(ops.Linear(8, 8))
-    nn.init.ones_(model[0].bias.bias)
+    nn.init.ones_(model[0].bias)
     x = torch.randn(2, 8)
     before = model(x)
     model.append(ops.ConstantScale(3.0))
@@ -108,8 +108,8 @@ def test_linear_equals_the_module(name: str | None) -> None:
     torch.manual_seed(0)
     operation, module = ops.Linear(96, 48), Linear(96, 48)
     with torch.no_grad():
-        operation.bias.bias.normal_()
-    module.load_state_dict({"weight": operation.linear.weight, "bias": operation.bias.bias})
+        operation.bias.normal_()
+    module.load_state_dict({"weight": operation.linear.weight, "bias": operation.bias})
     x = torch.randn(2, 20, 96)
     assert_equal(step(module, name, [x]), step(operation, name, [x]))
     # the gradient's scale is the next region's business, and the second step was one

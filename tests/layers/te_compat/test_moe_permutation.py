@@ -1,4 +1,4 @@
-"""Transformer Engine's functions of a mixture of experts, and its cross entropy, as its scripts call them."""
+"""Transformer Engine's functions of a mixture of experts, as its scripts call them."""
 
 from __future__ import annotations
 
@@ -83,22 +83,102 @@ def test_what_does_not_fit_is_refused() -> None:
         te.moe_unpermute(rows, row_id_map, probs, probs=probs)
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_cross_entropy_of_each_token(smoothing: float) -> None:
+@pytest.mark.parametrize("align", [1, 4, 16])
+def test_padded_rows_hold_zeros_between_the_experts(align: int) -> None:
+    x, probs, _, mask = routed()
+    counts = mask.sum(0)
+    rows, row_probs, row_id_map, offsets, splits = te.moe_permute_and_pad_with_probs(x, probs, mask, counts, align)
+    assert splits.tolist() == [-(-n // align) * align for n in counts.tolist()] and rows.shape == (splits.sum(), H)
+    plain, plain_probs, _ = te.moe_permute_with_probs(x, probs, mask)
+    begin, at = 0, 0
+    for e, (n, filled) in enumerate(zip(counts.tolist(), splits.tolist(), strict=True)):
+        assert torch.equal(rows[begin : begin + n], plain[at : at + n]) and not rows[begin + n : begin + filled].any()
+        assert torch.equal(row_probs[begin : begin + n], plain_probs[at : at + n])
+        assert not row_probs[begin + n : begin + filled].any()
+        assert (0 if offsets is None else offsets[e].item()) == begin - at
+        begin, at = begin + filled, at + n
+    assert (offsets is None) == (align == 1)
+    y = te.moe_unpermute(rows, row_id_map, probs, x.shape, pad_offsets=offsets)
+    torch.testing.assert_close(y, x * probs.sum(1, keepdim=True))
+    gradients = torch.autograd.grad(y.square().sum() + row_probs.sum(), (x, probs))
+    expected = torch.autograd.grad((x * probs.sum(1, keepdim=True)).square().sum() + (probs * mask).sum(), (x, probs))
+    for a, b in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(a * (mask if a is gradients[1] else 1), b * (mask if b is expected[1] else 1))
+    with pytest.raises(ValueError, match=r"tokens_per_expert is \[.*\]; allowed: \[.*\], by the mask"):
+        te.moe_permute_and_pad_with_probs(x, probs, mask, counts + 1, align)
+    with pytest.raises(ValueError, match="align_size is 0; allowed: a positive number of rows"):
+        te.moe_permute_and_pad_with_probs(x, probs, mask, counts, 0)
+
+
+ROW_QUANTIZERS = {
+    "current": te.Float8CurrentScalingQuantizer(),
+    "block": te.Float8BlockQuantizer(block_scaling_dim=1),
+    "mxfp8": te.MXFP8Quantizer(),
+    "nvfp4": te.NVFP4Quantizer(),
+    "nvfp4 rht": te.NVFP4Quantizer(with_rht=True),
+}
+
+
+@pytest.mark.parametrize("name", ROW_QUANTIZERS)
+def test_quantized_rows_stay_quantized(name: str) -> None:
+    """The bits of each row's data and scales; of rows of no token zeros; the gradient is that of plain rows."""
     torch.manual_seed(0)
-    logits = torch.randn(2, 5, 7, dtype=torch.bfloat16, requires_grad=True)
-    target = torch.randint(7, (2, 5))
-    target[0, 1] = -100
-    loss = te.parallel_cross_entropy(logits, target, smoothing)
-    spread = torch.full((2, 5, 7), smoothing / 7).scatter_add(
-        2, target.clamp(min=0)[..., None], torch.full((2, 5, 1), 1 - smoothing)
-    )
-    expected = -(spread * logits.double().log_softmax(-1)).sum(-1) * (target >= 0)
-    assert loss.dtype is torch.float32 and loss.shape == (2, 5)
-    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
-    mean = te.parallel_cross_entropy(logits, target, smoothing, reduce_loss=True)
-    torch.testing.assert_close(mean.double(), expected.sum() / 9, rtol=1e-5, atol=1e-6)
-    with pytest.raises(ValueError, match="is_cg_capturable is True, which this library does not have"):
-        te.parallel_cross_entropy(logits, target, is_cg_capturable=True)
-    with pytest.raises(ValueError, match=r"target has shape \(10,\); allowed with these logits: \(2, 5\)"):
-        te.parallel_cross_entropy(logits, target.flatten())
+    _, probs, indices, mask = routed()
+    values = torch.randn(T, 128, dtype=torch.bfloat16)
+    x = ROW_QUANTIZERS[name].quantize(values)
+    plain = x.dequantize().requires_grad_()
+    x.requires_grad_()
+    for routing, map_type, wanted in ((mask, "mask", T * K + 2), (indices, "index", -1)):
+        rows, row_id_map = te.moe_permute(x, routing, wanted, map_type=map_type)
+        expected, _ = te.moe_permute(plain, routing, wanted, map_type=map_type)
+        assert type(rows) is type(x) and rows.shape == expected.shape
+        assert torch.equal(rows.dequantize(), expected)
+        dy = torch.randn(expected.shape, dtype=torch.bfloat16)
+        (ours,), (theirs,) = torch.autograd.grad(rows, x, dy), torch.autograd.grad(expected, plain, dy)
+        torch.testing.assert_close(ours, theirs, rtol=2.0**-7, atol=2.0**-7)
+    token = row_id_map[0]
+    data = (t.view(torch.uint8) for t in (rows.rowwise_data, x.rowwise_data))
+    ours, theirs = data
+    assert torch.equal(ours, theirs[token])
+    padded, *_ = te.moe_permute_and_pad_with_probs(x, probs, mask, mask.sum(0), 16)
+    assert type(padded) is type(x) and torch.isfinite(padded.dequantize()).all()
+    sizes, order = torch.tensor([4, 5]), torch.tensor([1, 0])
+    sorted_rows = te.moe_sort_chunks_by_index(x, sizes, order)
+    assert type(sorted_rows) is type(x)
+    assert torch.equal(sorted_rows.dequantize(), torch.cat([plain[4:], plain[:4]]))
+    back = te.moe_unpermute(rows, row_id_map, restore_shape=x.shape, map_type="index")
+    torch.testing.assert_close(back, K * plain, rtol=2.0**-7, atol=0)
+
+
+def test_rows_that_share_scales_are_refused() -> None:
+    _, _, _, mask = routed()
+    wrong = te.Float8BlockQuantizer(), te.MXFP8Quantizer(rowwise=False)
+    for quantizer in wrong:
+        with pytest.raises(ValueError, match="cannot be permuted; allowed: a rowwise copy, with blocks of one row"):
+            te.moe_permute(quantizer.quantize(torch.randn(T, 128)), mask)
+
+
+@pytest.mark.parametrize("shape", [(12, H), (3, 4, H)])
+def test_padding_and_back(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, requires_grad=True)
+    pad, unpad = te.Fp8Padding(3), te.Fp8Unpadding(3)
+    for recipe, align in ((None, 16), (te.Float8CurrentScaling(), 16), (te.MXFP8BlockScaling(), 32)):
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            rows, splits = pad(x, [5, 0, 7])
+            back = unpad(rows, [5, 0, 7])
+        assert splits == [align, 0, align] and rows.shape == (2 * align, H)
+        flat = x.detach().view(-1, H)
+        assert torch.equal(rows[:5], flat[:5]) and torch.equal(rows[align : align + 7], flat[5:])
+        assert not rows[5:align].any() and not rows[align + 7 :].any()
+        assert torch.equal(back, flat)
+        (gradient,) = torch.autograd.grad(rows.square().sum(), x)
+        assert torch.equal(gradient, 2 * x)
+    for made, inp in ((te.Fp8Padding(2, 2), x), (te.Fp8Unpadding(2, 2), x)):
+        found = made(inp, [4, 8])
+        assert (found[0] if isinstance(found, tuple) else found) is inp  # nothing to do
+    with pytest.raises(ValueError, match=r"m_splits is \[5, 7\]; allowed: 3 numbers from 0 on, one per GEMM"):
+        pad(x, [5, 7])
+    with pytest.raises(ValueError, match=r"the input has 12 rows; allowed: 11, which \[4, 0, 7\] add up to"):
+        pad(x, [4, 0, 7])
+    with pytest.raises(ValueError, match="num_gemms is 2 and align_size 0; allowed: positive numbers"):
+        te.Fp8Padding(2, 0)

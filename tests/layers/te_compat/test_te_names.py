@@ -121,18 +121,27 @@ def test_arguments_of_the_other_layers() -> None:
     te.GroupedLinear(2, 4, 4, return_bias=False, sequence_parallel=False, ub_overlap_rs=False)
     te.RMSNorm(8, eps=1e-6, sequence_parallel=None)
     te.LayerNorm(hidden_size=8, sequence_parallel=False)
-    with pytest.raises(ValueError, match="return_bias is True, which this library does not have; allowed: False"):
-        te.GroupedLinear(2, 4, 4, return_bias=True)
-    with pytest.raises(ValueError, match="parameters_split is 'qkv', which this library does not have; allowed: None"):
-        te.Linear(4, 12, parameters_split="qkv")
 
 
-def test_a_norm_over_several_dimensions_is_refused() -> None:
-    """It normalised the last one, with a weight of both."""
-    assert te.LayerNorm((8,)).weight.shape == te.RMSNorm([8]).weight.shape == (8,)
+def test_arguments_that_change_nothing() -> None:
+    """Shapes to warm kernels up for, names, and hints of how to run."""
+    shapes = {"seq_length": 16, "micro_batch_size": 2}
+    te.LayerNormMLP(16, 32, **shapes)
+    te.MultiheadAttention(16, 2, **shapes)
+    layer = te.TransformerLayer(16, 32, 2, **shapes).eval()
+    x = torch.randn(4, 1, 16)
+    assert torch.equal(layer(x), layer(x, fast_zero_fill=False, max_seqlen_q=4, pad_between_seqs=False))
+    attention = te.DotProductAttention(2, 8, name="core")
+    heads = [torch.randn(4, 1, 2, 8) for _ in range(3)]
+    assert attention.name == "core" and torch.equal(attention(*heads), attention(*heads, num_splits=3))
+
+
+def test_norms_take_their_shape_under_either_name() -> None:
     for norm in (te.LayerNorm, te.RMSNorm):
-        with pytest.raises(ValueError, match=r"hidden_size is \(4, 8\); allowed: a number, or"):
-            norm((4, 8))
+        for layer in (norm((8,)), norm(normalized_shape=8), norm(hidden_size=8)):
+            assert layer.weight.shape == (8,)
+        with pytest.raises(ValueError, match="normalized_shape is empty; allowed: a number, or a sequence of numbers"):
+            norm(())
 
 
 def test_older_names_of_regions() -> None:
@@ -167,8 +176,8 @@ def test_names_that_are_elsewhere_say_where() -> None:
     assert te.ops.Linear is te_models.layers.ops.Linear
     with pytest.raises(AttributeError, match=r"has no attribute 'Linear'; the layer set is te_models\.layers"):
         te_models.Linear  # noqa: B018
-    with pytest.raises(AttributeError, match="no attribute 'Fp8Padding': GroupedLinear takes rows"):
-        te.Fp8Padding  # noqa: B018
+    with pytest.raises(AttributeError, match=r"no attribute 'InferenceParams': te_models\.GPT"):
+        te.InferenceParams  # noqa: B018
     with pytest.raises(AttributeError, match="no attribute 'L2Normalization': it is L2Norm"):
         te.ops.L2Normalization  # noqa: B018
     with pytest.raises(TypeError, match=r"config is 64; allowed: .* te_models\.layers\.TransformerLayer"):

@@ -1,0 +1,113 @@
+"""The weight and the bias of a layer with one GEMM, each one parameter or several that are joined for the GEMM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..distributed.tensor_parallel import InitMethod, TensorParallelModule
+from ..functional.fused_quantize import quantized_output
+from ..te_arguments import require_default
+from .base import GemmModule
+from .primary_weights import empty_parameter
+
+ParametersSplit = Mapping[str, int] | Sequence[str]
+"""Rows of each parameter by its name, or names of parameters of equally many rows."""
+
+
+class SplitParameters(TensorParallelModule, GemmModule):
+    """Base of layers with one GEMM. Without parameters_split they have `weight` [out, in] and `bias` [out]; with it for
+    each name, in order, `NAME_weight` [rows, in] and `NAME_bias` [rows]. Names and state-dict keys are Transformer
+    Engine's.
+
+    Raises ValueError for names without rows, rows that do not add up to out, or that ranks cannot share, and beside
+    fuse_wgrad_accumulation or delay_wgrad_compute: a joined weight has no main gradient.
+    """
+
+    parameters_split: tuple[str, ...] | None = None
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def add_parameters(
+        self,
+        parameters_split: ParametersSplit | None,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        init_method: InitMethod,
+        **new: Any,
+    ) -> None:
+        """Create the parameters. in_features: of this rank; out_features: of all ranks; new: dtype and device."""
+        self.init_method = init_method
+        rows = {"": out_features} if parameters_split is None else rows_of(parameters_split, out_features)
+        if parameters_split is not None:
+            self.parameters_split, self.weight_is_joined = tuple(rows), True
+            for option, asked in (
+                ("fuse_wgrad_accumulation", self.fuse_wgrad_accumulation),
+                ("delay_wgrad_compute", self._later is not None),
+            ):
+                if asked:
+                    raise ValueError(f"{option} is True beside parameters_split; allowed: one of the two")
+        if self.parallel_mode == "column":
+            rows = {prefix: self.part(count, f"the rows of {prefix}weight") for prefix, count in rows.items()}
+        for prefix, count in rows.items():
+            self.register_parameter(f"{prefix}weight", empty_parameter(count, in_features, **new))
+        for prefix, count in rows.items():
+            self.register_parameter(f"{prefix}bias", empty_parameter(count, **new) if bias else None)
+
+    def _names(self, kind: str) -> tuple[str, ...]:
+        return tuple([f"{prefix}{kind}" for prefix in self.parameters_split or ("",)])
+
+    def weight_names(self) -> tuple[str, ...]:
+        return self._names("weight")
+
+    def gemm_weights(self) -> list[tuple[tuple[Tensor, ...], int | None]]:
+        return [((self.joined("weight"),), 0)]
+
+    def joined(self, kind: str) -> Any:
+        """Return the "weight" [out, in] or the "bias" [out], None without one, of this rank."""
+        parts = [getattr(self, name) for name in self._names(kind)]
+        return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(parts)
+
+    def output(self, y: Tensor, fp8_output: bool, fp8_grad: bool) -> Tensor:
+        """Return y, with fp8_output as the recipe in force quantizes the input of a GEMM, if one is."""
+        require_default("fp8_grad", fp8_grad, False)
+        quantizers = self.quantizers() if fp8_output else None
+        return y if quantizers is None else quantized_output(y, quantizers.input)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initialise the parameters anew."""
+        for name in self._names("weight"):
+            self.fill_part(getattr(self, name), self.init_method, self.split_dim())
+        for name in self._names("bias"):
+            if getattr(self, name) is not None:
+                getattr(self, name).zero_()
+
+    def mark_parameters(self) -> None:
+        """Note on the parameters how they are split over ranks, once they are what they stay."""
+        for kind in ("weight", "bias"):
+            for name in self._names(kind):
+                self.mark_part(getattr(self, name), self.split_dim(bias=kind == "bias"))
+
+
+def rows_of(parameters_split: ParametersSplit, out_features: int) -> dict[str, int]:
+    """Return the rows of each parameter by its prefix, "query_" for "query"."""
+    if isinstance(parameters_split, str) or not parameters_split:
+        raise ValueError(f"parameters_split is {parameters_split!r}; allowed: names, or rows by name, or None")
+    names = list(parameters_split)
+    prefixes = [f"{name.rstrip('_')}_" for name in names]
+    if len(set(prefixes)) < len(prefixes):
+        raise ValueError(f"parameters_split has a name twice: {names}; allowed: names that differ")
+    if isinstance(parameters_split, Mapping):
+        rows = list(parameters_split.values())
+    else:
+        if out_features % len(names):
+            raise ValueError(f"parameters_split has {len(names)} names; allowed: a divisor of {out_features} rows")
+        rows = [out_features // len(names)] * len(names)
+    if min(rows) < 1 or sum(rows) != out_features:
+        raise ValueError(f"parameters_split has rows {rows}; allowed: positive numbers that add up to {out_features}")
+    return dict(zip(prefixes, rows, strict=True))
