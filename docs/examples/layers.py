@@ -126,7 +126,7 @@ from te_models.layers import (
 
 
 def quantizer_of(role: QuantizerRole):
-    if role.tensor == "grad_output":
+    if role.tensor_type == "grad_output":
         return Float8CurrentScalingQuantizer(fp8_dtype=torch.float8_e5m2)
     return MXFP8Quantizer()
 

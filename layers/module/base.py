@@ -20,7 +20,7 @@ from ..quantizer.state import NO_STATE, QuantizerState
 from ..recipe.activation_checkpoint import once, recomputing, refuse_around_a_graph, same_as_first_run, scratch_like
 from ..recipe.base import HIGH_PRECISION, GemmQuantizers, Recipe
 from ..recipe.context import State, state
-from ..recipe.recipe_use import Choice, LastUse, choose, untracked_side_effect
+from ..recipe.recipe_use import Choice, LastUse, choose_once, untracked_side_effect
 from ..recipe.recipes import DelayedScaling
 from ..tensor.fsdp import sharded
 from ..tensor.quantized_tensor import QuantizedTensor
@@ -64,7 +64,7 @@ class QuantizedModule(RecipeStateModule):
         """Return what the recipe in force means for this layer; no quantizers where the recipe has the same for all."""
         recipe = state().compute
         if recipe is not None and recipe.by_name:
-            return (self.recipe_use.in_thread.now.chosen if state().chosen else None) or choose(recipe, self)
+            return choose_once(recipe, self)
         return recipe, None
 
     def _record_use(self, asked: Recipe | None, recipe: Recipe | None) -> None:
