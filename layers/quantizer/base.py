@@ -44,6 +44,9 @@ class Quantizer(ValueObject):
     BLOCK_SCALES_ONLY: ClassVar[bool] = False
     """Whether every scale is that of one block, so that groups of whole blocks may be quantized as one matrix."""
 
+    LATER_FIELDS: ClassVar[tuple[str, ...]] = ()
+    """Fields that files name only where they are not at their defaults, since they came after the first files."""
+
     rowwise: bool = True
     columnwise: bool = True
 
@@ -140,6 +143,16 @@ class Quantizer(ValueObject):
     def transformed(self) -> bool:
         """Whether the columnwise copy is that of the random Hadamard transform; a rowwise one never is."""
         return False
+
+    @derived
+    def row_scaled(self) -> bool:
+        """Whether every row of the rowwise copy has an amax of its own, in place of the matrix's."""
+        return False
+
+    @derived
+    def random_signs(self) -> bool:
+        """Whether that transform has its random signs: operands cancel only against their like."""
+        return True
 
     def square_blocks(self, usage: Usage) -> bool:
         """Whether the copy of a usage has blocks that no GEMM multiplies by another operand's of the kind: 128x128."""
@@ -324,7 +337,11 @@ class Quantizer(ValueObject):
 
     def to_dict(self) -> dict[str, Any]:
         """Return {"format": ..., field: plain JSON value}."""
-        return {"format": self.FORMAT} | {f.name: _to_json(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        fields = [f for f in dataclasses.fields(self) if f.name not in self.LATER_FIELDS]
+        fields += [
+            f for f in dataclasses.fields(self) if f.name in self.LATER_FIELDS and getattr(self, f.name) != f.default
+        ]
+        return {"format": self.FORMAT} | {f.name: _to_json(getattr(self, f.name)) for f in fields}
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> Quantizer:

@@ -135,6 +135,11 @@ class GemmQuantizers:
                     f"{roles[0]} has the random Hadamard transform and {roles[1]} has not, but in wgrad it cancels "
                     "only against itself; allowed: with_rht alike for the two"
                 )
+            if dy.transformed and dy.random_signs != x.random_signs:
+                raise ValueError(
+                    "input and grad_output have different signs in the random Hadamard transform, so it would not "
+                    "cancel in wgrad; allowed: with_random_sign_mask alike for the two"
+                )
 
 
 def refuse_two_dimensional(
@@ -174,6 +179,7 @@ class Recipe:
 
     NAME: ClassVar[str]
     PLAIN_FIELDS: ClassVar[tuple[tuple[str, str], ...]] = ()  # the fields that are checked, and what each may be
+    LATER_FIELDS: ClassVar[tuple[str, ...]] = ()  # that JSON names only where they are not at their defaults
     by_name: ClassVar[bool] = False  # whether `for_module` or `quantizers` look at the module's name
 
     backward_override: BackwardOverride | None = None
@@ -264,6 +270,8 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         """Return {"recipe": name, field: plain JSON value}."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        defaults = {f.name: f.default for f in dataclasses.fields(self) if f.name in self.LATER_FIELDS}
+        values = {k: v for k, v in values.items() if k not in defaults or v != defaults[k]}
         return {"recipe": self.NAME} | {k: v.name if isinstance(v, enum.Enum) else v for k, v in values.items()}
 
     @classmethod

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from torch import Tensor
 
 from ..quantizer import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
+    HybridQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
     Quantizer,
@@ -226,24 +227,100 @@ class MXFP8BlockScaling(Recipe):
         return MXFP8Quantizer(fp8_dtype=self.fp8_format.dtype(role), two_dimensional=two_dimensional)
 
 
-@dataclass(frozen=True, kw_only=True)
+Scope = Literal["none", "weights", "activations", "all"]
+
+
+@dataclass(frozen=True)
 class NVFP4BlockScaling(Recipe):
     """Four-bit E2M1 with an E4M3 scale per 16 values and a float32 one per tensor (arXiv 2509.25149).
 
     Weights use 16x16 blocks; the columnwise copies of x and dy get a random Hadamard transform, which cancels in wgrad;
     dy is rounded stochastically. Each of the three can be switched off.
+
+    row_scaled_activation: x has a float32 scale per row in fprop. nvfp4_4over6: quantize "weights", "activations" (x)
+    or "all" with two candidates per block, see `NVFP4Quantizer`; x only with disable_rht. nvfp4_4over6_e4m3_use_256:
+    which of these have 256 as the largest block scale, and not 448. nvfp4_4over6_err_mode: "MAE" or "MSE". fp4_format,
+    fp8_format, fp8_dpa, fp8_mha: Transformer Engine's, at their defaults. Raises ValueError for other values.
     """
 
     NAME: ClassVar[str] = "nvfp4"
+    LATER_FIELDS: ClassVar[tuple[str, ...]] = (
+        "row_scaled_activation",
+        "nvfp4_4over6",
+        "nvfp4_4over6_e4m3_use_256",
+        "nvfp4_4over6_err_mode",
+    )
     disable_rht: bool = False
     disable_stochastic_rounding: bool = False
     disable_2d_quantization: bool = False
+    row_scaled_activation: bool = False
+    nvfp4_4over6: Scope = "none"
+    nvfp4_4over6_e4m3_use_256: Scope = "all"
+    nvfp4_4over6_err_mode: Literal["MAE", "MSE"] = "MAE"
+    fp4_format: InitVar[Format] = Format.E2M1
+    fp8_format: InitVar[Format] = Format.E4M3
+    fp8_dpa: InitVar[bool] = False
+    fp8_mha: InitVar[bool] = False
+
+    def __post_init__(self, fp4_format: Format, fp8_format: Format, fp8_dpa: bool, fp8_mha: bool) -> None:
+        _at_defaults(
+            fp4_format=(fp4_format, Format.E2M1),
+            fp8_format=(fp8_format, Format.E4M3),
+            fp8_dpa=(fp8_dpa, False),
+            fp8_mha=(fp8_mha, False),
+        )
+        for name in ("nvfp4_4over6", "nvfp4_4over6_e4m3_use_256"):
+            if getattr(self, name) not in get_args(Scope):
+                allowed = ", ".join(map(repr, get_args(Scope)))
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {allowed}")
+        if self.nvfp4_4over6 in ("activations", "all") and not self.disable_rht:
+            raise ValueError(
+                f"nvfp4_4over6 is {self.nvfp4_4over6!r}; allowed with disable_rht=False: 'none', 'weights'"
+            )
+        super().__post_init__()
+
+    @property
+    def fp4_quant_fwd_inp(self) -> QParams:
+        """How inputs are quantized."""
+        return QParams(random_hadamard_transform=not self.disable_rht)
+
+    @property
+    def fp4_quant_fwd_weight(self) -> QParams:
+        """How weights are quantized."""
+        return QParams(fp4_2d_quantization=not self.disable_2d_quantization)
+
+    @property
+    def fp4_quant_bwd_grad(self) -> QParams:
+        """How gradients are quantized."""
+        stochastic = not self.disable_stochastic_rounding
+        return QParams(random_hadamard_transform=not self.disable_rht, stochastic_rounding=stochastic)
+
+    def _four_over_six(self, scope: Scope) -> dict[str, Any]:
+        """Return the options of quantizers of the tensors "weights" or "activations"."""
+        if self.nvfp4_4over6 not in (scope, "all"):
+            return {}
+        e4m3_max = 256 if self.nvfp4_4over6_e4m3_use_256 in (scope, "all") else 448
+        return {
+            "nvfp4_use_4over6": True,
+            "nvfp4_e4m3_max": e4m3_max,
+            "nvfp4_4over6_err_mode": self.nvfp4_4over6_err_mode,
+        }
 
     def _quantizer(self, role: Role) -> Quantizer:
+        rht = not self.disable_rht
         if role == "weight":
-            return NVFP4Quantizer(with_2d_quantization=not self.disable_2d_quantization)
-        stochastic = role == "grad_output" and not self.disable_stochastic_rounding
-        return NVFP4Quantizer(with_rht=not self.disable_rht, stochastic_rounding=stochastic)
+            two_dimensional = not self.disable_2d_quantization
+            return NVFP4Quantizer(with_2d_quantization=two_dimensional, **self._four_over_six("weights"))
+        if role == "grad_output":
+            return NVFP4Quantizer(with_rht=rht, stochastic_rounding=not self.disable_stochastic_rounding)
+        candidates = self._four_over_six("activations")
+        if not self.row_scaled_activation:
+            return NVFP4Quantizer(with_rht=rht, **candidates)
+        rows = NVFP4Quantizer(columnwise=False, row_scaled_nvfp4=True, **candidates)
+        if self.backward_override is not None:
+            return rows
+        of_wgrad = NVFP4Quantizer(rowwise=False, with_rht=rht, **candidates)
+        return HybridQuantizer(rowwise_quantizer=rows, columnwise_quantizer=of_wgrad)
 
 
 @dataclass(frozen=True, eq=False)
