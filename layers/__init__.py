@@ -60,6 +60,7 @@ from .recipe.recipes import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
+from .te_arguments import DType
 from .te_compat.functions import (
     moe_permute,
     moe_permute_with_probs,
@@ -105,6 +106,7 @@ from .tensor.storage import (
 __all__ = [
     "RECIPES",
     "CustomRecipe",
+    "DType",
     "DelayedScaling",
     "DotProductAttention",
     "FP8Quantizer",
