@@ -21,6 +21,7 @@ from .module.autocast import (
 )
 from .module.base import QuantizedModule
 from .module.delayed_scaling import update_delayed_scaling
+from .module.fp8_meta import DelayedScalingRecipeState, RecipeState
 from .module.grouped_linear import GroupedLinear
 from .module.layernorm_linear import LayerNormLinear
 from .module.layernorm_mlp import LayerNormMLP
@@ -69,6 +70,8 @@ from .te_compat.functions import (
     moe_unpermute,
     parallel_cross_entropy,
 )
+from .te_compat.global_state import FP8GlobalStateManager
+from .te_compat.grouped import bgrad_group_quantize, group_quantize
 from .te_compat.names import (
     fp8_autocast,
     fp8_model_init,
@@ -92,6 +95,7 @@ from .tensor.formats import (
 from .tensor.fsdp import share_scales
 from .tensor.grouped_storage import GroupedTensorStorage
 from .tensor.grouped_tensor import GroupedRows, GroupedTensor
+from .tensor.mixed_shapes import MixedShapesStorage
 from .tensor.quantized_tensor import QuantizedTensor
 from .tensor.storage import (
     Float8BlockwiseTensorStorage,
@@ -108,7 +112,9 @@ __all__ = [
     "CustomRecipe",
     "DType",
     "DelayedScaling",
+    "DelayedScalingRecipeState",
     "DotProductAttention",
+    "FP8GlobalStateManager",
     "FP8Quantizer",
     "Float8BlockQuantizer",
     "Float8BlockScaling",
@@ -141,6 +147,7 @@ __all__ = [
     "MXFP8Quantizer",
     "MXFP8Tensor",
     "MXFP8TensorStorage",
+    "MixedShapesStorage",
     "MultiheadAttention",
     "NVFP4BlockScaling",
     "NVFP4Quantizer",
@@ -156,10 +163,12 @@ __all__ = [
     "RMSNorm",
     "Recipe",
     "RecipeReport",
+    "RecipeState",
     "RotaryPositionEmbedding",
     "TransformerLayer",
     "apply_rotary_pos_emb",
     "autocast",
+    "bgrad_group_quantize",
     "cache_weights",
     "checkpoint",
     "collect_statistics",
@@ -169,6 +178,7 @@ __all__ = [
     "fp8_autocast",
     "fp8_model_init",
     "gradient_of",
+    "group_quantize",
     "is_bf16_available",
     "is_fp8_available",
     "is_fp8_block_scaling_available",

@@ -4,7 +4,7 @@ gradients are to be made."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from ..recipe.recipe_use import Choice, LastUse, choose_once, untracked_side_eff
 from ..recipe.recipes import DelayedScaling
 from ..tensor.fsdp import sharded
 from ..tensor.quantized_tensor import QuantizedTensor
+from .fp8_meta import fp8_meta, te_quantizers
 from .recipe_state import RecipeStateModule, as_replica
 from .weight_cache import cached_weight, update_cached_weight
 
@@ -41,9 +42,37 @@ class QuantizedModule(RecipeStateModule):
 
     # --- what is in force ------------------------------------------------------------------------------------------
 
-    def quantizers(self) -> GemmQuantizers | None:
+    def gemm_quantizers(self) -> GemmQuantizers | None:
         """Return this module's quantizers under the recipe in force; None: high precision."""
         return self._quantizers(state(), compiling())
+
+    # --- what programs of Transformer Engine read --------------------------------------------------------------------
+
+    @property
+    def fp8(self) -> bool:
+        """Whether the last forward pass ran under a recipe."""
+        return self.recipe_use.ran is not None
+
+    @property
+    def fp8_calibration(self) -> bool:
+        """Whether the last forward pass was one of a calibration."""
+        return self.recipe_use.ran is None and self.recipe_use.asked not in (None, "none")
+
+    @property
+    def primary_weights_in_fp8(self) -> bool:
+        """Whether the weights are stored quantized."""
+        return any(isinstance(getattr(self, name), QuantizedTensor) for name in self.weight_names())
+
+    @property
+    def fp8_meta(self) -> dict[str, Any]:
+        """The recipe and its state: see `fp8_meta.fp8_meta`."""
+        return fp8_meta(self)
+
+    @property
+    def quantizers(self) -> dict[str, list[Any]]:
+        """{"scaling_fwd": quantizers of input, weight and output of each GEMM, "scaling_bwd": of grad_output and
+        grad_input}, None where nothing is quantized: see `fp8_meta.quantizers`."""
+        return te_quantizers(self)
 
     def _quantizers(self, now: State, traced: bool) -> GemmQuantizers | None:
         """Return `quantizers` under what is in force `now`."""
@@ -158,7 +187,7 @@ class QuantizedModule(RecipeStateModule):
         stays. Raises RuntimeError where nothing is cached, ValueError after a change of recipe.
         """
         first = state().first_microbatch if is_first_microbatch is None else is_first_microbatch
-        quantizers = None if first is None or isinstance(weights[0], QuantizedTensor) else self.quantizers()
+        quantizers = None if first is None or isinstance(weights[0], QuantizedTensor) else self.gemm_quantizers()
         if first is None or quantizers is None:
             return None
         if not compiling():

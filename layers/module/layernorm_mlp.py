@@ -16,7 +16,7 @@ from ..functional.linear import linear
 from ..te_arguments import TRACKER, USER_BUFFERS, takes_at_default
 from .base import GemmModule
 from .norm import PrecedingNorm
-from .primary_weights import default_init_method, empty_parameter, store_weights_as_asked
+from .primary_weights import default_init_method, empty_parameter, materialising, store_weights_as_asked
 
 # Transformer Engine's activation names -> (ours, gated)
 MLP_ACTIVATIONS = {
@@ -112,6 +112,7 @@ class LayerNormMLP(TensorParallelModule, PrecedingNorm, GemmModule):
         self.mark_part(self.fc1_bias, fc1_dim, self._blocks)
         self.mark_part(self.fc2_weight, fc2_dim)
 
+    @materialising
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialise the parameters anew."""

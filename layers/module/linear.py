@@ -15,7 +15,7 @@ from ..functional.fused_quantize import Prologue
 from ..functional.linear import linear
 from ..te_arguments import TRACKER, USER_BUFFERS, takes_at_default
 from .base import GemmModule
-from .primary_weights import default_init_method, empty_parameter, store_weights_as_asked
+from .primary_weights import default_init_method, empty_parameter, materialising, store_weights_as_asked
 
 
 class Linear(TensorParallelModule, GemmModule):
@@ -63,6 +63,7 @@ class Linear(TensorParallelModule, GemmModule):
         self.mark_part(self.weight, self.split_dim())
         self.mark_part(self.bias, self.split_dim(bias=True))
 
+    @materialising
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialise the parameters anew."""
