@@ -66,8 +66,8 @@ class RecipeState:
             raise ValueError(f"mode is {mode!r}; allowed: 'forward', 'backward'")
         if roles is not None and len(roles) != num_quantizers:
             raise ValueError(f"roles has {len(roles)} entries; allowed: {num_quantizers}, one per quantizer")
-        self.recipe, self.mode, self.num_quantizers, self.roles = recipe, mode, num_quantizers, roles
-        self.device = device
+        self.recipe, self.num_quantizers, self.roles, self.device = recipe, num_quantizers, roles, device
+        self.mode: Mode = mode
 
     @staticmethod
     def create(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -108,7 +108,8 @@ class NVFP4Quantizer(Quantizer):
 
     def gemm_dtype(self, dtype: torch.dtype) -> torch.dtype:
         # a row's float32 scale times a value is not exact in bfloat16
-        return torch.float32 if self.row_scaled_nvfp4 else super().gemm_dtype(dtype)
+        exact = dtype == torch.bfloat16 and not self.row_scaled_nvfp4
+        return torch.bfloat16 if exact else torch.float32
 
     def part_dtype(self, part: str) -> torch.dtype | None:
         return {"data": torch.uint8, "scale_inv": torch.float8_e4m3fn, "amax": torch.float32}[part]
@@ -139,8 +140,7 @@ class NVFP4Quantizer(Quantizer):
         if self.nvfp4_use_4over6:
             per_block = rows.per_row(amax)[:: block[0], None]
             packed, scales, _ = self._four_over_six(x, usage, per_block)
-            values = self._decoded(packed, scales, usage, x.shape)
-            return Operand(values.to(self.gemm_dtype(dtype)), self._factor(amax))
+            return self._operand((packed, scales, amax), usage, dtype, x.shape)
         values, _ = q.round_nvfp4(
             x,
             self.gemm_dtype(dtype),
@@ -166,7 +166,10 @@ class NVFP4Quantizer(Quantizer):
         return self.with_rht and usage == "columnwise"
 
     def _transformed(self, x: Tensor, usage: Usage) -> Tensor:
-        return q.random_hadamard(self._unmasked(x).to(torch.bfloat16), -2) if self._rotates(usage) else x
+        if not self._rotates(usage):
+            return x
+        x = x if self.with_random_sign_mask else self._unmasked(x)
+        return q.random_hadamard(x.to(torch.bfloat16), -2)
 
     def _unmasked(self, x: Tensor, position: Tensor | None = None) -> Tensor:
         """Return x [..., R, C] such that the transform of it along the rows is the one without random signs, if that is
@@ -206,7 +209,7 @@ class NVFP4Quantizer(Quantizer):
         if self.nvfp4_use_4over6:
             return self._four_over_six(x, usage, amax)
         if usage == "columnwise" and not self.with_2d_quantization:
-            x = self._unmasked(x)
+            x = x if self.with_random_sign_mask else self._unmasked(x)
             return q.quantize_nvfp4_transposed(x, with_rht=self.with_rht, amax=amax, key=key, stream=stream)
         x = x.mT.contiguous() if usage == "columnwise" else x
         return q.quantize_nvfp4(x, block_rows=self.block[0], amax=amax, key=key, stream=stream)
@@ -224,17 +227,15 @@ class NVFP4Quantizer(Quantizer):
         if shape is None:
             raise ValueError(_NO_SHAPE)
         packed, scales, amax = parts
-        values = self._decoded(packed, scales, usage, shape)
-        if self.row_scaled_nvfp4:
-            return Operand(values * self._factor(amax), None)
-        return Operand(values.to(self.gemm_dtype(dtype)), self._factor(amax))
-
-    def _decoded(self, packed: Tensor, scales: Tensor, usage: Usage, shape: Sequence[int]) -> Tensor:
-        """Return value * scale in the tensor's own orientation, without the factor of the matrix."""
         if usage == "rowwise":
-            return q.decode_blocks(packed, scales, shape[-1])
-        rows = -(-shape[-2] // _BLOCK) * _BLOCK if self._rotates(usage) else shape[-2]
-        return q.decode_blocks(packed, scales, rows).mT
+            values = q.decode_blocks(packed, scales, shape[-1])
+        else:
+            rows = -(-shape[-2] // _BLOCK) * _BLOCK if self._rotates(usage) else shape[-2]
+            values = q.decode_blocks(packed, scales, rows).mT
+        factor = q.global_decode(amax, self.nvfp4_e4m3_max)
+        if self.row_scaled_nvfp4:
+            return Operand(values * factor, None)
+        return Operand(values.to(self.gemm_dtype(dtype)), factor)
 
     def _scaled(self, parts: Parts, usage: Usage) -> ScaledOperand | None:
         if self.row_scaled_nvfp4 or self.nvfp4_e4m3_max != 448:
@@ -257,11 +258,11 @@ class NVFP4Quantizer(Quantizer):
     ) -> Fields:
         if self.with_2d_quantization:
             return super().quantize_rows(x, m_splits, key, usages)
-        computed = [usage for usage in self._usages if usages is None or usage in usages]
+        computed: list[Usage] = [usage for usage in self._usages if usages is None or usage in usages]
         if self.with_rht and not self.with_random_sign_mask and len(computed) == 2:
             fields = self.quantize_rows(x, m_splits, key, ("rowwise",))
             return fields | self.quantize_rows(x, m_splits, key, ("columnwise",))
-        flags = {"rowwise": "rowwise" in computed, "columnwise": "columnwise" in computed}
+        flags: dict[str, Any] = {"rowwise": "rowwise" in computed, "columnwise": "columnwise" in computed}
         if self.row_scaled_nvfp4:
             parts = [part for usage in computed for part in self._quantize(x, usage, key)]
         elif self.nvfp4_use_4over6:

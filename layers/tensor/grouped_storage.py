@@ -117,9 +117,11 @@ class GroupedTensorStorage(QuantizedStorage):
         """Return the members as tensors that share these fields. splits: the values of m_splits, which may be left out
         on the CPU only."""
         if self.m_splits is None:
-            return CLASSES["GroupedTensor"](self.fields, self.quantizer, self.shape, self.dtype).members()
+            stacked: Any = CLASSES["GroupedTensor"]
+            return stacked(self.fields, self.quantizer, self.shape, self.dtype).members()
         fields = self.fields | {"m_splits": self.m_splits}
-        return CLASSES["GroupedRows"](fields, self.quantizer, self.shape, self.dtype).members(splits)
+        rows: Any = CLASSES["GroupedRows"]
+        return rows(fields, self.quantizer, self.shape, self.dtype).members(splits)
 
     def decode(self, dtype: torch.dtype) -> Tensor:
         if self.m_splits is None:
@@ -136,4 +138,5 @@ class GroupedTensorStorage(QuantizedStorage):
         quantizer, shape, dtype = meta
         names = quantizer.field_names()
         fields = dict(zip(names, tensors, strict=False))
-        return GroupedTensorStorage(fields, quantizer, shape, dtype, *tensors[len(names) :])
+        m_splits = tensors[len(names)] if len(tensors) > len(names) else None
+        return GroupedTensorStorage(fields, quantizer, shape, dtype, m_splits)

@@ -166,8 +166,9 @@ def quantize_grouped_nvfp4(
     in rows padded to multiples of 16 (see `grouped`): [C, P / 2], [C, P / 16], [G].
     """
     if not (x.is_cuda or launch.as_accelerator):
-        flags = {"rowwise": rowwise, "columnwise": columnwise}
-        return copies.quantize_grouped_nvfp4(x, m_splits, with_rht=with_rht, key=key, streams=streams, **flags)
+        return copies.quantize_grouped_nvfp4(
+            x, m_splits, with_rht=with_rht, key=key, streams=streams, rowwise=rowwise, columnwise=columnwise
+        )
     row_amax, col_amax = _amaxes(x, m_splits, with_rht and columnwise)
     wanted = (row_amax if rowwise else None, col_amax if columnwise else None)
     found = _copies(x, *wanted, m_splits, key, *streams, 1, with_rht)
