@@ -18,10 +18,10 @@ NAMES = ("delayed", "current", "block", "mxfp8", "nvfp4", "custom")
 
 def _by_role(role: QuantizerRole) -> Quantizer:
     forward, dgrad, wgrad = MXFP8Quantizer(), Float8CurrentScalingQuantizer(), Float8BlockQuantizer(block_scaling_dim=1)
-    if role.tensor == "grad_output":
+    if role.tensor_type == "grad_output":
         gradient = Float8CurrentScalingQuantizer(fp8_dtype=torch.float8_e5m2)
         return HybridQuantizer(rowwise_quantizer=gradient, columnwise_quantizer=wgrad)
-    columnwise = dgrad if role.tensor == "weight" else wgrad
+    columnwise = dgrad if role.tensor_type == "weight" else wgrad
     return HybridQuantizer(rowwise_quantizer=forward, columnwise_quantizer=columnwise)
 
 

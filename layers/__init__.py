@@ -21,6 +21,7 @@ from .module.autocast import (
 )
 from .module.base import QuantizedModule
 from .module.delayed_scaling import update_delayed_scaling
+from .module.fp8_meta import DelayedScalingRecipeState, RecipeState
 from .module.grouped_linear import GroupedLinear
 from .module.layernorm_linear import LayerNormLinear
 from .module.layernorm_mlp import LayerNormMLP
@@ -61,7 +62,10 @@ from .recipe.recipes import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
+from .te_arguments import DType
 from .te_compat.cross_entropy import parallel_cross_entropy
+from .te_compat.global_state import FP8GlobalStateManager
+from .te_compat.grouped import bgrad_group_quantize, group_quantize
 from .te_compat.names import (
     fp8_autocast,
     fp8_model_init,
@@ -99,6 +103,7 @@ from .tensor.formats import (
 from .tensor.fsdp import share_scales
 from .tensor.grouped_storage import GroupedTensorStorage
 from .tensor.grouped_tensor import GroupedRows, GroupedTensor
+from .tensor.mixed_shapes import MixedShapesStorage
 from .tensor.quantized_tensor import QuantizedTensor
 from .tensor.storage import (
     Float8BlockwiseTensorStorage,
@@ -113,8 +118,11 @@ from .tensor.storage import (
 __all__ = [
     "RECIPES",
     "CustomRecipe",
+    "DType",
     "DelayedScaling",
+    "DelayedScalingRecipeState",
     "DotProductAttention",
+    "FP8GlobalStateManager",
     "FP8Quantizer",
     "Float8BlockQuantizer",
     "Float8BlockScaling",
@@ -149,6 +157,7 @@ __all__ = [
     "MXFP8Quantizer",
     "MXFP8Tensor",
     "MXFP8TensorStorage",
+    "MixedShapesStorage",
     "MultiheadAttention",
     "NVFP4BlockScaling",
     "NVFP4Quantizer",
@@ -164,10 +173,12 @@ __all__ = [
     "RMSNorm",
     "Recipe",
     "RecipeReport",
+    "RecipeState",
     "RotaryPositionEmbedding",
     "TransformerLayer",
     "apply_rotary_pos_emb",
     "autocast",
+    "bgrad_group_quantize",
     "cache_weights",
     "checkpoint",
     "collect_statistics",
@@ -180,6 +191,7 @@ __all__ = [
     "fused_moe_aux_loss",
     "fused_topk_with_score_function",
     "gradient_of",
+    "group_quantize",
     "is_bf16_available",
     "is_fp8_available",
     "is_fp8_block_scaling_available",

@@ -7,6 +7,7 @@ beside them is not read.
 
 from __future__ import annotations
 
+import enum
 import functools
 import io
 import warnings
@@ -41,6 +42,32 @@ OF_OPERATIONS: dict[str, Any] = {
 """Of operations with weights, which are not split here."""
 THEIR_NAMES = {"dtype": "params_dtype", "accumulate_into_main_grad": "fuse_wgrad_accumulation"}
 """Of operations with parameters: their names of arguments -> those of the modules."""
+
+
+DType = enum.Enum(
+    "DType",
+    {
+        "kByte": torch.uint8,
+        "kInt32": torch.int32,
+        "kFloat32": torch.float32,
+        "kFloat16": torch.float16,
+        "kBFloat16": torch.bfloat16,
+        "kFloat8E4M3": torch.float8_e4m3fn,
+        "kFloat8E5M2": torch.float8_e5m2,
+        "kFloat4E2M1": "float4_e2m1",
+    },
+    module=__name__,
+)
+"""Dtypes by their names in Transformer Engine (`tex.DType`); the value is torch's, for E2M1 its name."""
+
+
+def torch_dtype(dtype: Any) -> Any:
+    """Return a dtype as torch's, whoever named it."""
+    return dtype.value if isinstance(dtype, DType) else dtype
+
+
+AMAX_REDUCTION: dict[str, Any] = {"with_amax_reduction": False, "amax_reduction_group": None}
+"""Of quantizers: here the parts of a matrix share an amax under FSDP2, see `share_scales`."""
 
 
 def takes_at_default(**defaults: Any) -> Callable[[F], F]:
@@ -95,12 +122,17 @@ def takes_parallel_options(constructor: F) -> F:
     return cast(F, call)
 
 
-def takes_without_effect(*names: str) -> Callable[[F], F]:
-    """Let a function take these keyword arguments, too: hints of how to run, with the same result at every value."""
+def takes_without_effect(*names: str, position: int | None = None) -> Callable[[F], F]:
+    """Let a function take these keyword arguments, too: hints of how to run, with the same result at every value.
+
+    position: the first of them is also the positional argument of this number, self counted as 0.
+    """
 
     def decorate(function: F) -> F:
         @functools.wraps(function)
         def call(*args: Any, **arguments: Any) -> Any:
+            if position is not None and len(args) == position + 1:
+                args = args[:-1]
             return function(*args, **{name: value for name, value in arguments.items() if name not in names})
 
         return cast(F, call)

@@ -30,8 +30,10 @@ _ATTENTION = ("k_proj.k_scale", "v_proj.v_scale")
 
 
 def takes_nvfp4(quantizer: Quantizer) -> bool:
-    """Whether a form of ours has NVFP4's rowwise copy."""
-    return isinstance(quantizer, NVFP4Quantizer) and (quantizer.rowwise or quantizer.symmetric)
+    """Whether a form of ours has NVFP4's rowwise copy, with the factor of the matrix that these files have."""
+    if not isinstance(quantizer, NVFP4Quantizer) or quantizer.row_scaled or quantizer.nvfp4_e4m3_max != 448:
+        return False
+    return quantizer.rowwise or quantizer.symmetric
 
 
 NVFP4 = WeightFormat(

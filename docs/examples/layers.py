@@ -112,6 +112,25 @@ for _ in range(3):
     update_delayed_scaling()  # optional: takes over the gradients' amaxes now instead of at the next region's end
 print(layer.fp8_scale)
 
+# %% RecipeState, DelayedScalingRecipeState, FP8GlobalStateManager
+import torch
+from te_models.layers import (
+    DelayedScaling,
+    DelayedScalingRecipeState,
+    FP8GlobalStateManager,
+    Linear,
+    RecipeState,
+    autocast,
+)
+
+layer = Linear(32, 32)
+with autocast(recipe=DelayedScaling(amax_history_len=4)):
+    assert FP8GlobalStateManager.is_fp8_enabled()
+    layer(torch.randn(4, 32)).sum().backward()
+state = layer.fp8_meta["scaling_fwd"]
+assert isinstance(state, RecipeState) and isinstance(state, DelayedScalingRecipeState)
+print(state.amax_history.shape, layer.quantizers["scaling_fwd"][1].scale)  # [4, 3]: input, weight, output
+
 # %% CustomRecipe, QuantizerRole, GemmQuantizers
 import torch
 from te_models.layers import (
@@ -126,7 +145,7 @@ from te_models.layers import (
 
 
 def quantizer_of(role: QuantizerRole):
-    if role.tensor == "grad_output":
+    if role.tensor_type == "grad_output":
         return Float8CurrentScalingQuantizer(fp8_dtype=torch.float8_e5m2)
     return MXFP8Quantizer()
 
@@ -197,6 +216,14 @@ assert isinstance(x, Float8Tensor)
 fields = Float8TensorStorage.quantize(torch.ones(2, 2), quantizer).fields
 print(x.fields["rowwise_scale_inv"])  # one float32 scale
 
+# %% DType
+import torch
+from te_models.layers import DType, MXFP8Quantizer
+
+quantizer = MXFP8Quantizer(DType.kFloat8E4M3, rowwise=True, columnwise=True)
+quantizer.set_usage(columnwise=False)
+print(quantizer(torch.randn(2, 16, 64)).fields.keys())  # rowwise ones
+
 # %% Float8Quantizer
 import torch
 from te_models.layers import Float8Quantizer
@@ -263,6 +290,17 @@ with quantized_model_init(recipe=MXFP8BlockScaling()):
     experts = GroupedLinear(4, 64, 96, bias=False)
 assert isinstance(experts.weight, GroupedTensor) and issubclass(GroupedTensor, GroupedTensorStorage) is False
 print(experts.weight.shape, experts.weight.member(1).shape)  # [4, 96, 64], [96, 64]: a view
+
+# %% group_quantize, bgrad_group_quantize, MixedShapesStorage
+import torch
+from te_models.layers import MixedShapesStorage, MXFP8Quantizer, bgrad_group_quantize, group_quantize
+
+dy, rows = torch.randn(96, 64), torch.tensor([32, 64])
+grouped, dbias = bgrad_group_quantize(dy, MXFP8Quantizer(), 2, rows)
+print(dbias.shape)  # [2, 64]
+mixed = group_quantize(dy.view(32, -1), MXFP8Quantizer(), 2, None, torch.tensor([64, 128]))
+assert isinstance(mixed, MixedShapesStorage)
+print([member.shape for member in mixed.split_into_quantized_tensors()])  # [32, 64], [32, 128]
 
 # %% GroupedRows
 import torch

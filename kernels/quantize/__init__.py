@@ -9,7 +9,7 @@ from .cpu_graph.op import (
     round_nvfp4,
     round_per_tensor,
 )
-from .fp8.blocks import blockwise_amax, quantization_statistics
+from .fp8.blocks import blockwise_amax, quantization_statistics, row_amax
 from .fp8.cpu import fp8_to_float
 from .fp8.op import (
     amax,
@@ -26,11 +26,14 @@ from .fp8.op import (
 from .fp8.reference import FP8_MAX, e8m0_to_float, scale_from_amax
 from .fp8.rounding import quantize_and_round
 from .fp8.rounding import round_blockwise as round_blockwise_eagerly
-from .hadamard import inverse_random_hadamard
+from .hadamard import flip_signs, inverse_random_hadamard
 from .hashed import hash_key, hashed_bits
+from .nvfp4.four_over_six import ErrorMode
 from .nvfp4.op import (
     decode_blocks,
     dequantize_nvfp4,
+    quantize_four_over_six,
+    quantize_grouped_four_over_six,
     quantize_grouped_nvfp4,
     quantize_nvfp4,
     quantize_nvfp4_both,
@@ -43,6 +46,7 @@ from .random import random_bits
 
 __all__ = [
     "FP8_MAX",
+    "ErrorMode",
     "QuantizedOutput",
     "amax",
     "blockwise_amax",
@@ -51,6 +55,7 @@ __all__ = [
     "dequantize_nvfp4",
     "dequantize_per_tensor",
     "e8m0_to_float",
+    "flip_signs",
     "fp8_to_float",
     "global_decode",
     "grouped_amax",
@@ -61,7 +66,9 @@ __all__ = [
     "quantize_and_round",
     "quantize_blockwise",
     "quantize_blockwise_both",
+    "quantize_four_over_six",
     "quantize_grouped_blockwise",
+    "quantize_grouped_four_over_six",
     "quantize_grouped_nvfp4",
     "quantize_grouped_per_tensor",
     "quantize_nvfp4",
@@ -78,6 +85,7 @@ __all__ = [
     "round_current_nvfp4",
     "round_nvfp4",
     "round_per_tensor",
+    "row_amax",
     "scale_from_amax",
     "transpose_nvfp4",
 ]

@@ -85,6 +85,13 @@ def _by_stages(x: Tensor, dim: int) -> Tensor:
     return values.to(torch.bfloat16, memory_format=torch.contiguous_format).flatten(axis - 1, axis)
 
 
+def flip_signs(x: Tensor, position: Tensor) -> Tensor:
+    """Return x [..., R, C] with the signs of the transform, by which row i is multiplied where position[i] in its group
+    of 16 has a minus: exact. Flipped before it, the transform is the one without random signs; and likewise undone."""
+    signs = torch.tensor(SIGNS, dtype=x.dtype, device=x.device)[position % SIZE]
+    return x * signs[:, None]
+
+
 def inverse_random_hadamard(y: Tensor, dim: int = -1) -> Tensor:
     """Undo `random_hadamard`, in float32 and without rounding its result; y: a multiple of 16 along `dim`."""
     return torch.stack(_signed(_transform(_groups(y, dim))), dim).flatten(dim - 1, dim)

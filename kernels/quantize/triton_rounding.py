@@ -174,7 +174,7 @@ def reciprocal(x):
 
 @triton.jit
 def nvfp4_global_encode(amax):
-    """`nvfp4._global_encode` for float32 amaxes."""
+    """`nvfp4.reference.global_encode` for float32 amaxes."""
     bits = magnitude_bits(amax)
     encode = tl.div_rn(tl.full(amax.shape, 2688.0, tl.float32), amax)
     encode = tl.where(encode == float("inf"), 3.4028234663852886e38, encode)

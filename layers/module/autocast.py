@@ -99,7 +99,7 @@ class autocast(Region):
         self._undo(entry)
         s.depth -= 1
         if s is not state():
-            s.chosen = False  # each layer looks it up where it runs
+            s.chosen = s.by_region = False  # each layer looks it up where it runs
             return
         put_in_force(s.compute)
         if s.depth == 0:

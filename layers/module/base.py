@@ -4,7 +4,7 @@ gradients are to be made."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,11 @@ from ..quantizer.state import NO_STATE, QuantizerState
 from ..recipe.activation_checkpoint import once, recomputing, refuse_around_a_graph, same_as_first_run, scratch_like
 from ..recipe.base import HIGH_PRECISION, GemmQuantizers, Recipe
 from ..recipe.context import State, state
-from ..recipe.recipe_use import Choice, LastUse, choose, untracked_side_effect
+from ..recipe.recipe_use import Choice, LastUse, choose_once, untracked_side_effect
 from ..recipe.recipes import DelayedScaling
 from ..tensor.fsdp import sharded
 from ..tensor.quantized_tensor import QuantizedTensor
+from .fp8_meta import fp8_meta, te_quantizers
 from .recipe_state import RecipeStateModule, as_replica
 from .weight_cache import CANNOT_CACHE, cached_weight, update_cached_weight
 
@@ -43,9 +44,37 @@ class QuantizedModule(RecipeStateModule):
 
     # --- what is in force ------------------------------------------------------------------------------------------
 
-    def quantizers(self) -> GemmQuantizers | None:
+    def gemm_quantizers(self) -> GemmQuantizers | None:
         """Return this module's quantizers under the recipe in force; None: high precision."""
         return self._quantizers(state(), compiling())
+
+    # --- what programs of Transformer Engine read --------------------------------------------------------------------
+
+    @property
+    def fp8(self) -> bool:
+        """Whether the last forward pass ran under a recipe."""
+        return self.recipe_use.ran is not None
+
+    @property
+    def fp8_calibration(self) -> bool:
+        """Whether the last forward pass was one of a calibration."""
+        return self.recipe_use.ran is None and self.recipe_use.asked not in (None, "none")
+
+    @property
+    def primary_weights_in_fp8(self) -> bool:
+        """Whether the weights are stored quantized."""
+        return any(isinstance(getattr(self, name), QuantizedTensor) for name in self.weight_names())
+
+    @property
+    def fp8_meta(self) -> dict[str, Any]:
+        """The recipe and its state: see `fp8_meta.fp8_meta`."""
+        return fp8_meta(self)
+
+    @property
+    def quantizers(self) -> dict[str, list[Any]]:
+        """{"scaling_fwd": quantizers of input, weight and output of each GEMM, "scaling_bwd": of grad_output and
+        grad_input}, None where nothing is quantized: see `fp8_meta.quantizers`."""
+        return te_quantizers(self)
 
     def _quantizers(self, now: State, traced: bool) -> GemmQuantizers | None:
         """Return `quantizers` under what is in force `now`."""
@@ -66,7 +95,7 @@ class QuantizedModule(RecipeStateModule):
         """Return what the recipe in force means for this layer; no quantizers where the recipe has the same for all."""
         recipe = state().compute
         if recipe is not None and recipe.by_name:
-            return (self.recipe_use.in_thread.now.chosen if state().chosen else None) or choose(recipe, self)
+            return choose_once(recipe, self)
         return recipe, None
 
     def _record_use(self, asked: Recipe | None, recipe: Recipe | None) -> None:
@@ -161,7 +190,7 @@ class QuantizedModule(RecipeStateModule):
         recipe, RuntimeError in a compiled graph that would have to cache.
         """
         first = state().first_microbatch if is_first_microbatch is None else is_first_microbatch
-        quantizers = None if first is None or isinstance(weights[0], QuantizedTensor) else self.quantizers()
+        quantizers = None if first is None or isinstance(weights[0], QuantizedTensor) else self.gemm_quantizers()
         if first is None or quantizers is None:
             return None
         if not compiling():

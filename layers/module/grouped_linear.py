@@ -17,7 +17,7 @@ from ..te_arguments import takes_at_default, takes_parallel_options
 from ..tensor.grouped_tensor import GroupedTensor
 from ..tensor.quantized_tensor import QuantizedTensor
 from .base import GemmModule
-from .primary_weights import default_init_method, empty_parameter, store_weights_as_asked
+from .primary_weights import default_init_method, empty_parameter, materialising, store_weights_as_asked
 
 
 class GroupedLinear(TensorParallelModule, GemmModule):
@@ -105,6 +105,7 @@ class GroupedLinear(TensorParallelModule, GemmModule):
     def _names(self, kind: str) -> tuple[str, ...]:
         return (kind,) if self._is_grouped(kind) else tuple(f"{kind}{g}" for g in range(self.num_gemms))
 
+    @materialising
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialise every member anew."""
@@ -126,7 +127,7 @@ class GroupedLinear(TensorParallelModule, GemmModule):
         gradients are wanted, too: then no GEMM contracts rows, and few tokens are not filled up to many."""
         fits = quantized_gemms(device) and torch.is_grad_enabled() and self.tp_size == 1
         fits = fits and not self.use_bias and not self.save_original_input
-        return row_align_of(self.quantizers(), device) if fits else 1
+        return row_align_of(self.gemm_quantizers(), device) if fits else 1
 
     def forward(
         self,

@@ -13,7 +13,7 @@ from ..functional.linear import linear
 from ..te_arguments import takes_at_default, takes_parallel_options
 from .norm import PrecedingNorm
 from .parameters_split import ParametersSplit, SplitParameters
-from .primary_weights import default_init_method, store_weights_as_asked
+from .primary_weights import default_init_method, materialising, store_weights_as_asked
 
 
 class LayerNormLinear(PrecedingNorm, SplitParameters):
@@ -71,6 +71,7 @@ class LayerNormLinear(PrecedingNorm, SplitParameters):
         store_weights_as_asked(self)
         self.mark_parameters()
 
+    @materialising
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialise the parameters anew."""

@@ -17,7 +17,7 @@ from ..recipe.activation_checkpoint import checkpointed
 from ..te_arguments import SHAPES, takes_at_default, takes_parallel_options, takes_without_effect
 from .base import GemmModule
 from .norm import PrecedingNorm
-from .primary_weights import default_init_method, empty_parameter, store_weights_as_asked
+from .primary_weights import default_init_method, empty_parameter, materialising, store_weights_as_asked
 
 # Transformer Engine's activation names -> (ours, gated)
 MLP_ACTIVATIONS = {
@@ -116,6 +116,7 @@ class LayerNormMLP(TensorParallelModule, PrecedingNorm, GemmModule):
         self.mark_part(self.fc1_bias, fc1_dim, self._blocks)
         self.mark_part(self.fc2_weight, fc2_dim)
 
+    @materialising
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialise the parameters anew."""

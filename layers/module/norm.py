@@ -13,7 +13,7 @@ from te_models.kernels.norm import Norm, layer_norm, rms_norm
 
 from ..functional.fused_quantize import Prologue
 from ..te_arguments import leave_extra_state, takes_also, takes_at_default
-from .primary_weights import empty_parameter
+from .primary_weights import empty_parameter, materialising
 
 
 class _Norm(nn.Module):
@@ -48,6 +48,7 @@ class _Norm(nn.Module):
         self.bias = empty_parameter(*shape, **new) if bias else None
         self.reset_parameters()
 
+    @materialising
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Start as the plain normalisation: gamma 1, beta 0."""

@@ -12,7 +12,7 @@ from ..distributed.tensor_parallel import InitMethod, TensorParallelModule
 from ..functional.fused_quantize import quantized_output
 from ..te_arguments import require_default
 from .base import GemmModule
-from .primary_weights import empty_parameter
+from .primary_weights import empty_parameter, materialising
 
 ParametersSplit = Mapping[str, int] | Sequence[str]
 """Rows of each parameter by its name, or names of parameters of equally many rows."""
@@ -75,9 +75,10 @@ class SplitParameters(TensorParallelModule, GemmModule):
     def output(self, y: Tensor, fp8_output: bool, fp8_grad: bool) -> Tensor:
         """Return y, with fp8_output as the recipe in force quantizes the input of a GEMM, if one is."""
         require_default("fp8_grad", fp8_grad, False)
-        quantizers = self.quantizers() if fp8_output else None
+        quantizers = self.gemm_quantizers() if fp8_output else None
         return y if quantizers is None else quantized_output(y, quantizers.input)
 
+    @materialising
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialise the parameters anew."""

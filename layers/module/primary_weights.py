@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
 import torch
 from torch import Tensor, nn
 
@@ -9,11 +13,15 @@ from ..quantizer import Quantizer
 from ..recipe.base import Recipe
 from ..recipe.context import state
 from ..recipe.per_module import PerModuleRecipe
+from ..tensor.fsdp import sharded
 from ..tensor.high_precision_init import preserve
 from ..tensor.quantized_tensor import QuantizedTensor
 from .autocast import quantized_model_init
 from .base import QuantizedModule
 from .model_state import quantized_modules
+from .recipe_state import real_default_device
+
+F = TypeVar("F", bound=Callable[[Any], None])
 
 
 def default_init_method(weight: Tensor) -> Tensor:
@@ -24,6 +32,50 @@ def default_init_method(weight: Tensor) -> Tensor:
 def empty_parameter(*shape: int, params_dtype: torch.dtype | None, device: torch.device | str | None) -> nn.Parameter:
     """Return an uninitialised parameter; `params_dtype` None is torch's default dtype."""
     return nn.Parameter(torch.empty(*shape, dtype=params_dtype or torch.get_default_dtype(), device=device))
+
+
+def materialising(reset: F) -> F:
+    """Let `reset_parameters` of a layer on the meta device, called again after construction, make its parameters on
+    torch's default device first, and store those quantized that were to be. Parameters that FSDP2 shards stay where
+    they are: `to_empty` places those."""
+
+    @functools.wraps(reset)
+    def call(module: nn.Module) -> None:
+        stored = _materialise(module) if vars(module).get("_was_reset") else {}
+        reset(module)
+        _store_again(module, stored)
+        vars(module)["_was_reset"] = True
+
+    return cast(F, call)
+
+
+def _materialise(module: nn.Module) -> dict[str, Quantizer]:
+    """Replace parameters on the meta device by uninitialised ones in high precision; return what quantizes them."""
+    stored: dict[str, Quantizer] = {}
+    device = real_default_device()
+    for name, old in module.named_parameters(recurse=False):
+        if not old.is_meta or sharded([old]):
+            continue
+        new = nn.Parameter(torch.empty(old.shape, dtype=old.dtype, device=device), old.requires_grad)
+        attributes = vars(old)
+        if isinstance(old, QuantizedTensor):
+            stored[name], attributes = old.quantizer, old.user_attributes()
+        vars(new).update(attributes)
+        setattr(module, name, new)
+        if isinstance(module, QuantizedModule):
+            module.place_state(device)
+    return stored
+
+
+@torch.no_grad()
+def _store_again(module: nn.Module, stored: dict[str, Quantizer]) -> None:
+    """Quantize initialised parameters."""
+    for name, quantizer in stored.items():
+        weight = getattr(module, name)
+        parameter = _quantized(weight, quantizer)
+        if vars(module).get("_preserves_init_val"):
+            preserve(module, name, parameter, weight.detach())
+        setattr(module, name, parameter)
 
 
 @torch.no_grad()
@@ -51,6 +103,7 @@ def store_weights_as_asked(module: QuantizedModule, stored: dict[int, nn.Paramet
             "quantized; allowed: parameters_split=None, or high-precision weights"
         )
     quantizer = its_recipe.quantizers(module.kind, module.name).weight
+    vars(module)["_preserves_init_val"] = state().preserve_init_val
     stored = {} if stored is None else stored
     for name in module.weight_names():
         weight = getattr(module, name)

@@ -68,7 +68,7 @@ class RecipeStateModule(nn.Module):
         self.reduce_amax = True  # False: other ranks have other GEMMs here, so delayed scaling reduces no amaxes
         self.delayed_rule: DelayedRule | None = None
         self.fp8_history: Tensor | None = None
-        self._fp8_scale = torch.ones(len(ROLES), num_gemms, device=_real_default_device())
+        self._fp8_scale = torch.ones(len(ROLES), num_gemms, device=real_default_device())
         self.fp8_amax = torch.zeros_like(self.fp8_scale[:2])
         self.fp8_gradient = torch.stack((self.fp8_amax[0], self.fp8_scale[2]))
         self.fp8_statistics = self.fp8_scale.new_zeros(len(self.STATISTICS_SLOTS), 2, len(STATISTICS))
@@ -129,9 +129,9 @@ class RecipeStateModule(nn.Module):
         bits becomes one of this module's own, which follows from how many modules were built before."""
         if default_seed() == self._seed:
             self.fp8_rng_state[0] += 1 + self._ordinal % (STREAMS - 1)
-        self._place_state(next(self.parameters()).device)
+        self.place_state(next(self.parameters()).device)
 
-    def _place_state(self, device: torch.device) -> None:
+    def place_state(self, device: torch.device) -> None:
         """Move the live state to a device, unless that is the meta device, where it never lives."""
         for name in () if device.type == "meta" else _PLACED_NAMES:
             value = getattr(self, name)
@@ -146,7 +146,7 @@ class RecipeStateModule(nn.Module):
             vars(self._parameters[name]).update(attributes)
         parameter = next(self.parameters(), None)
         # without parameters, what happens to some other tensor tells
-        self._place_state((fn(self.fp8_scale.new_empty(0)) if parameter is None else parameter).device)
+        self.place_state((fn(self.fp8_scale.new_empty(0)) if parameter is None else parameter).device)
         if parameter is not None:
             move_cached_weights(self, parameter.device, parameter.dtype)
         return self
@@ -233,7 +233,8 @@ class RecipeStateModule(nn.Module):
             args[2].remove(prefix + KEY)
 
 
-def _real_default_device() -> torch.device:
+def real_default_device() -> torch.device:
+    """Return torch's default device, or the CPU where that is the meta device."""
     device = torch.get_default_device()
     return torch.device("cpu") if device.type == "meta" else device
 

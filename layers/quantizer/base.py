@@ -6,7 +6,7 @@ import dataclasses
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from .value import ValueObject, derived
 Usage = Literal["rowwise", "columnwise"]
 Fields = dict[str, Tensor]
 Parts = Sequence[Tensor]
+Q = TypeVar("Q", bound="Quantizer")
 TENSOR_TYPES: dict[str, Any] = {}
 """Format -> the class of tensor that `quantize` makes, and "grouped" -> that of a stack of matrices. The modules of
 these classes, which are built on this one, enter them when they are imported."""
@@ -43,6 +44,9 @@ class Quantizer(ValueObject):
     """Whether what it stores are the values themselves, in high precision."""
     BLOCK_SCALES_ONLY: ClassVar[bool] = False
     """Whether every scale is that of one block, so that groups of whole blocks may be quantized as one matrix."""
+
+    LATER_FIELDS: ClassVar[tuple[str, ...]] = ()
+    """Fields that files name only where they are not at their defaults, since they came after the first files."""
 
     rowwise: bool = True
     columnwise: bool = True
@@ -140,6 +144,16 @@ class Quantizer(ValueObject):
     def transformed(self) -> bool:
         """Whether the columnwise copy is that of the random Hadamard transform; a rowwise one never is."""
         return False
+
+    @derived
+    def row_scaled(self) -> bool:
+        """Whether every row of the rowwise copy has an amax of its own, in place of the matrix's."""
+        return False
+
+    @derived
+    def random_signs(self) -> bool:
+        """Whether that transform has its random signs: operands cancel only against their like."""
+        return True
 
     def square_blocks(self, usage: Usage) -> bool:
         """Whether the copy of a usage has blocks that no GEMM multiplies by another operand's of the kind: 128x128."""
@@ -286,11 +300,83 @@ class Quantizer(ValueObject):
             )
         return stored
 
-    def quantize(self, x: Tensor, key: Tensor | None = None) -> Any:
-        """Return x: [rows, columns] as a `QuantizedTensor` of the same logical shape and dtype."""
-        return TENSOR_TYPES[self.FORMAT].quantize(x, self, key)
+    # --- tensors, as programs of Transformer Engine make them --------------------------------------------------------
 
-    __call__ = quantize
+    @property
+    def rowwise_usage(self) -> bool:
+        """Whether `quantize` makes the rowwise copy: `rowwise`, or what `set_usage` said later."""
+        return self.get_usages()["rowwise"]
+
+    @property
+    def columnwise_usage(self) -> bool:
+        """Whether `quantize` makes the columnwise copy: `columnwise`, or what `set_usage` said later."""
+        return self.get_usages()["columnwise"]
+
+    def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
+        """Let `quantize`, `make_empty` and `copy` of this very object make other copies; None leaves one as it is.
+
+        For programs of Transformer Engine. The value stays what it was: its fields, what it equals, and what layers and
+        tensors that have it do with it; `with_usage` returns another value. An object that was told so is no constant
+        of a graph (TypeError).
+        """
+        asked = {"rowwise": rowwise, "columnwise": columnwise}
+        usages = self.get_usages() | {usage: wanted for usage, wanted in asked.items() if wanted is not None}
+        object.__setattr__(self, "_usages_asked", usages)
+
+    def get_usages(self) -> dict[str, bool]:
+        """Return {"rowwise": ..., "columnwise": ...}, as `quantize` makes them."""
+        return dict(vars(self).get("_usages_asked", {"rowwise": self.rowwise, "columnwise": self.columnwise}))
+
+    def copy(self) -> Self:
+        """Return an equal quantizer that makes the copies that this object was told to make last."""
+        return dataclasses.replace(_asked(self))
+
+    def quantize(
+        self, tensor: Tensor, key: Tensor | None = None, *, out: Any = None, dtype: torch.dtype | None = None
+    ) -> Any:
+        """Return a tensor [..., C] of at least one dimension as a `QuantizedTensor` of the same logical shape.
+
+        Leading dimensions are flattened: what is quantized is the matrix [rows, C]. The gradient passes unchanged, as
+        in Transformer Engine. out: a tensor to `update_quantized` and return; dtype: the logical dtype, None for the
+        tensor's own; key: see `Quantizer`.
+        """
+        if out is not None:
+            return self.update_quantized(tensor, out, key=key)
+        return quantized(_asked(self), tensor, key, dtype)
+
+    def __call__(self, tensor: Tensor, key: Tensor | None = None) -> Any:
+        """Return `quantize(tensor, key)`."""
+        return self.quantize(tensor, key)
+
+    def multi_quantize(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """Return `quantize` of each tensor."""
+        return [self.quantize(tensor) for tensor in tensors]
+
+    def calibrate(self, tensor: Tensor) -> None:
+        """Do nothing: only delayed scaling has a state to record in."""
+
+    def make_empty(
+        self,
+        shape: Sequence[int],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        requires_grad: bool = False,
+    ) -> Any:
+        """Return an uninitialised tensor of this logical shape [..., C] and dtype. device: None is torch's default."""
+        return empty_tensor(_asked(self), shape, dtype, device).requires_grad_(requires_grad)
+
+    def update_quantized(
+        self, src: Tensor, dst: Any, *, noop_flag: Tensor | None = None, key: Tensor | None = None
+    ) -> Any:
+        """Quantize src into dst, a tensor of its shape that this quantizer could have made, and return dst.
+
+        noop_flag: a scalar tensor; where it is nonzero dst stays as it is, decided on the device. key: see `Quantizer`.
+        ValueError for another format or other options, and for another shape.
+        """
+        if not isinstance(dst, TENSOR_TYPES[self.FORMAT]) or not self.same_numbers(dst.quantizer):
+            raise ValueError(f"{self} cannot update {dst!r}; allowed: a tensor that such a quantizer made")
+        return dst.quantize_(src.to(dst.device), noop=noop_flag, key=key)
 
     def quantize_grouped(self, x: Tensor, key: Tensor | None = None) -> Any:
         """Return x: [num_gemms, rows, columns] as one `GroupedTensor`, every member with its own scales."""
@@ -324,7 +410,11 @@ class Quantizer(ValueObject):
 
     def to_dict(self) -> dict[str, Any]:
         """Return {"format": ..., field: plain JSON value}."""
-        return {"format": self.FORMAT} | {f.name: _to_json(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        fields = [f for f in dataclasses.fields(self) if f.name not in self.LATER_FIELDS]
+        fields += [
+            f for f in dataclasses.fields(self) if f.name in self.LATER_FIELDS and getattr(self, f.name) != f.default
+        ]
+        return {"format": self.FORMAT} | {f.name: _to_json(getattr(self, f.name)) for f in fields}
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> Quantizer:
@@ -352,6 +442,51 @@ class Quantizer(ValueObject):
     def _from_json(cls, field: str, value: Any) -> Any:
         """Undo `_to_json` for one field."""
         return value
+
+
+def _asked(quantizer: Q) -> Q:
+    """Return the value that makes the copies which `set_usage` of this object asked for last, or else itself."""
+    if compiling() or "_usages_asked" not in vars(quantizer):
+        return quantizer
+    return quantizer.with_usage(**vars(quantizer)["_usages_asked"])
+
+
+def quantized(quantizer: Any, x: Tensor, key: Tensor | None, dtype: torch.dtype | None) -> Any:
+    """Return `Quantizer.quantize` by a value or by the live quantizer of delayed scaling."""
+    if dtype is not None and dtype != x.dtype:
+        return quantized(quantizer, x, key, None).to(dtype)
+    if x.requires_grad and torch.is_grad_enabled():
+        return _Quantize.apply(x, quantizer, key)
+    cls = TENSOR_TYPES[quantizer.FORMAT]
+    if x.dim() in (0, cls.RANK):
+        return cls.quantize(x, quantizer, key)
+    flat = cls.quantize(x.reshape(1, -1) if x.dim() == 1 else x.flatten(0, -2), quantizer, key)
+    return flat.wrap(flat.fields, shape=x.shape, matrix_shape=flat.shape)
+
+
+def empty_tensor(
+    quantizer: Quantizer, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None
+) -> Any:
+    """Return an uninitialised tensor of a quantizer's format, of logical shape [..., C]."""
+    cls, size = TENSOR_TYPES[quantizer.FORMAT], torch.Size(shape)
+    if not size:
+        raise ValueError("shape is (); allowed: at least one dimension")
+    rows = size[:-1].numel()
+    flat = cls.empty((rows, size[-1]), quantizer, dtype, torch.get_default_device() if device is None else device)
+    return flat if len(size) == cls.RANK else flat.wrap(flat.fields, shape=size, matrix_shape=flat.shape)
+
+
+class _Quantize(torch.autograd.Function):
+    """`quantized` with the gradient of the identity."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, quantizer: Any, key: Tensor | None) -> Any:
+        ctx.dtype = x.dtype
+        return quantized(quantizer, x.detach(), key, None)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.to(ctx.dtype), None, None
 
 
 def _to_json(value: Any) -> Any:

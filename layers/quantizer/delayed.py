@@ -26,8 +26,9 @@ from torch import Tensor
 from te_models.kernels import quantize as q
 from te_models.kernels.gemm import Operand, ScaledOperand
 
+from ..te_arguments import torch_dtype
 from . import Fields, Float8CurrentScalingQuantizer, Quantizer, Usage
-from .base import TENSOR_TYPES
+from .base import TENSOR_TYPES, empty_tensor, quantized
 from .fp8 import quantize_rows_with, rows_by_usage
 from .group_offsets import GroupOffsets
 from .value import value_class
@@ -58,21 +59,30 @@ class DelayedScalingQuantizer(Float8CurrentScalingQuantizer):
 class Float8Quantizer:
     """A live per-tensor quantizer: multiplies by `scale` and records the largest magnitude it sees in `amax`.
 
-    scale: float32 [1], or [G] for G groups of rows; amax: float32 of the same shape, or None to record nothing; both
-    stay on the device. fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2. Transformer Engine: `Float8Quantizer(scale,
-    amax, fp8_dtype)`. Two quantizers are equal only if they are the same object. The quantizer holds tensors, so it is
-    never a constant of a compiled graph (TypeError): see `__fx_repr__`. Methods ignore `key`: nothing is stochastic.
-    Raises ValueError for a scale that does not fit the groups of rows.
+    scale: float32 [] or [1], or [G] for G groups of rows; amax: float32 of the same shape, or None to record nothing;
+    both stay on the device. fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2, or `DType`'s. rowwise, columnwise: the
+    usages, which share one copy; `set_usage` changes them. Two quantizers are equal only if they are the same object.
+    The quantizer holds tensors, so it is never a constant of a compiled graph (TypeError): see `__fx_repr__`. Methods
+    ignore `key`: nothing is stochastic. Raises ValueError for a scale that does not fit the groups of rows.
     """
 
     FORMAT: ClassVar[str] = "float8"
     BLOCK_SCALES_ONLY: ClassVar[bool] = False
     symmetric: ClassVar[bool] = True
 
-    def __init__(self, scale: Tensor, amax: Tensor | None, fp8_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        scale: Tensor,
+        amax: Tensor | None,
+        fp8_dtype: torch.dtype,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+    ) -> None:
         self.scale = scale
         self.amax = amax
-        self.fp8_dtype = fp8_dtype
+        self.fp8_dtype = torch_dtype(fp8_dtype)
+        self.rowwise_usage, self.columnwise_usage = rowwise, columnwise
 
     @property
     def value(self) -> Float8CurrentScalingQuantizer:
@@ -91,8 +101,9 @@ class Float8Quantizer:
     def quantize_fields(self, x: Tensor, key: Tensor | None = None) -> Fields:
         """Quantize x: [..., R, C], one scale per matrix, recording amaxes."""
         self.record(q.amax(x))
-        data = q.quantize_per_tensor(x, self.scale[..., None, None], self.fp8_dtype)
-        return {"rowwise_data": data, "rowwise_scale_inv": torch.div(torch.ones_like(self.scale), self.scale)}
+        scale = self.scale if self.scale.dim() == x.dim() - 2 else self.scale.reshape(x.shape[:-2])
+        data = q.quantize_per_tensor(x, scale[..., None, None], self.fp8_dtype)
+        return {"rowwise_data": data, "rowwise_scale_inv": torch.div(torch.ones_like(scale), scale)}
 
     def operand_and_fields(self, x: Tensor, dtype: torch.dtype, key: Tensor | None = None) -> tuple[Operand, Fields]:
         """Quantize x into the stored fields, recording its amax, and return (the operand that they are, they)."""
@@ -175,11 +186,60 @@ class Float8Quantizer:
         """Return how many rows one scale spans, for alignment: any number will do."""
         return 1
 
-    def quantize(self, x: Tensor, key: Tensor | None = None) -> Any:
-        """Return x as a `Float8Tensor`, recording its amax."""
-        return TENSOR_TYPES[self.FORMAT](self.quantize_fields(x.detach()), self.value, x.shape, x.dtype)
+    def quantize(
+        self, tensor: Tensor, key: Tensor | None = None, *, out: Any = None, dtype: torch.dtype | None = None
+    ) -> Any:
+        """Return a tensor [..., C] as a `Float8Tensor`, recording its amax; as `Quantizer.quantize`."""
+        return quantized(self, tensor, key, dtype) if out is None else self.update_quantized(tensor, out)
 
-    __call__ = quantize
+    def __call__(self, tensor: Tensor, key: Tensor | None = None) -> Any:
+        """Return `quantize(tensor)`."""
+        return self.quantize(tensor)
+
+    def multi_quantize(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """Return `quantize` of each tensor."""
+        return [self.quantize(tensor) for tensor in tensors]
+
+    def calibrate(self, tensor: Tensor) -> None:
+        """Record the amax of a tensor of any shape, as if it was quantized."""
+        self.record(q.amax(tensor.detach().reshape(1, -1)))
+
+    def make_empty(
+        self,
+        shape: Sequence[int],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        requires_grad: bool = False,
+    ) -> Any:
+        """Return an uninitialised `Float8Tensor`, see `Quantizer.make_empty`."""
+        return empty_tensor(self.value, shape, dtype, device).requires_grad_(requires_grad)
+
+    @torch.no_grad()
+    def update_quantized(self, src: Tensor, dst: Any, *, noop_flag: Tensor | None = None) -> Any:
+        """Quantize src into dst with this scale, recording its amax, and return dst: see `Quantizer.update_quantized`.
+        ValueError for another format, and for another shape."""
+        if not isinstance(dst, TENSOR_TYPES[self.FORMAT]) or dst.quantizer.fp8_dtype != self.fp8_dtype:
+            raise ValueError(
+                f"a Float8Quantizer of {self.fp8_dtype} cannot update {dst!r}; allowed: such a Float8Tensor"
+            )
+        if src.shape != dst.shape:
+            raise ValueError(f"cannot quantize shape {tuple(src.shape)} into a tensor of shape {tuple(dst.shape)}")
+        return dst.overwrite(self.quantize_fields(src.to(dst.device).reshape(dst.matrix_shape)), noop=noop_flag)
+
+    def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
+        """Change the usages; None leaves one as it is."""
+        self.rowwise_usage = self.rowwise_usage if rowwise is None else rowwise
+        self.columnwise_usage = self.columnwise_usage if columnwise is None else columnwise
+
+    def get_usages(self) -> dict[str, bool]:
+        """Return {"rowwise": ..., "columnwise": ...}."""
+        return {"rowwise": self.rowwise_usage, "columnwise": self.columnwise_usage}
+
+    def copy(self) -> Float8Quantizer:
+        """Return another quantizer with the same tensors."""
+        usages = {"rowwise": self.rowwise_usage, "columnwise": self.columnwise_usage}
+        return Float8Quantizer(self.scale, self.amax, self.fp8_dtype, **usages)
 
     def quantize_grouped(self, x: Tensor, key: Tensor | None = None) -> Any:
         """Return x: [G, R, C] as one `GroupedTensor`, recording amaxes; scale and amax are [G]."""

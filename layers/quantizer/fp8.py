@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -13,6 +13,7 @@ from te_models.kernels import quantize as q
 from te_models.kernels.gemm import Operand, ScaledOperand
 from te_models.kernels.quantize.fp8.dequantize_grouped import dequantize_grouped
 
+from ..te_arguments import AMAX_REDUCTION, DType, takes_at_default, takes_without_effect, torch_dtype
 from .base import Fields, Parts, Quantizer, Usage
 from .group_offsets import GroupOffsets
 from .value import derived, value_class
@@ -20,12 +21,15 @@ from .value import derived, value_class
 
 @dataclass(frozen=True, kw_only=True)
 class FP8Quantizer(Quantizer):
-    """Base of quantizers to FP8. fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2, else ValueError."""
+    """Base of quantizers to FP8. fp8_dtype, the first positional argument: torch.float8_e4m3fn or torch.float8_e5m2,
+    or `DType`'s, else ValueError."""
 
-    fp8_dtype: torch.dtype = torch.float8_e4m3fn
+    fp8_dtype: torch.dtype = field(default=torch.float8_e4m3fn, kw_only=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if isinstance(self.fp8_dtype, DType):
+            object.__setattr__(self, "fp8_dtype", torch_dtype(self.fp8_dtype))
         if self.fp8_dtype not in q.FP8_MAX:
             raise ValueError(f"fp8_dtype is {self.fp8_dtype}; allowed: {', '.join(map(str, q.FP8_MAX))}")
 
@@ -59,7 +63,11 @@ def check_epsilon(epsilon: float) -> None:
 @value_class
 @dataclass(frozen=True, kw_only=True)
 class Float8CurrentScalingQuantizer(FP8Quantizer):
-    """One float32 scale per matrix, from its own amax. Fields: data [..., R, C], scale_inv [...]."""
+    """One float32 scale per matrix, from its own amax. Fields: data [..., R, C], scale_inv [...].
+
+    Taken as in Transformer Engine: device, the second positional argument, which nothing depends on (there is no
+    buffer to place), with_amax_reduction and amax_reduction_group at their defaults.
+    """
 
     FORMAT: ClassVar[str] = "float8"
 
@@ -133,6 +141,10 @@ class Float8CurrentScalingQuantizer(FP8Quantizer):
     def dequantize_rows(self, fields: Fields, m_splits: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         data, scale_inv = fields["rowwise_data"], fields["rowwise_scale_inv"]
         return dequantize_grouped(data, scale_inv, m_splits, shape[0], None, dtype)
+
+
+_init = takes_at_default(**AMAX_REDUCTION)(Float8CurrentScalingQuantizer.__init__)
+Float8CurrentScalingQuantizer.__init__ = takes_without_effect("device", position=2)(_init)  # type: ignore[method-assign]
 
 
 def quantize_rows_with(

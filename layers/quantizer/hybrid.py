@@ -59,6 +59,10 @@ class HybridQuantizer(Quantizer):
     def transformed(self) -> bool:
         return self.columnwise_quantizer.transformed
 
+    @derived
+    def random_signs(self) -> bool:
+        return self.columnwise_quantizer.random_signs
+
     def square_blocks(self, usage: Usage) -> bool:
         return self.member(usage).square_blocks(usage)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from te_models.kernels import quantize as q
 from te_models.kernels.gemm import Operand, ScaledOperand
 from te_models.kernels.quantize.fp8.dequantize_grouped import unpad_rows
 
+from ..te_arguments import AMAX_REDUCTION, DType, takes_at_default, takes_without_effect
 from .base import Fields, Parts, Quantizer, Usage
 from .group_offsets import GroupOffsets
 from .value import derived, value_class
@@ -29,24 +30,52 @@ class NVFP4Quantizer(Quantizer):
 
     with_rht: the columnwise copy is quantized from the random Hadamard transform along the rows, of bfloat16 values;
     its rows are rounded up to a multiple of 16. The transform cancels against another such operand, and only there.
-    stochastic_rounding: both copies are rounded with random bits from `key`, which is then required. Raises ValueError
-    for with_rht together with with_2d_quantization, and for a missing or malformed key.
+    with_random_sign_mask=False: the transform without its signs. stochastic_rounding: both copies are rounded with
+    random bits from `key`, which is then required. row_scaled_nvfp4: an amax for each row instead of each matrix, in
+    the rowwise copy, which is the only one then. nvfp4_use_4over6: two candidates per block, as
+    `kernels/quantize/nvfp4/four_over_six.py` says, with nvfp4_e4m3_max (448, 256) and nvfp4_4over6_err_mode ("MAE",
+    "MSE"). Names are Transformer Engine's. Raises ValueError for options that exclude each other, and for a missing or
+    malformed key.
 
-    Fields: rowwise data uint8 [..., R, ceil(C/2)], scale_inv float8_e4m3fn [..., R, ceil(C/16)], amax float32 [...];
-    columnwise ones of the transpose, [..., C, ceil(R/2)], [..., C, ceil(R/16)], [...].
+    Fields: rowwise data uint8 [..., R, ceil(C/2)], scale_inv float8_e4m3fn [..., R, ceil(C/16)], amax float32 [...]
+    (row_scaled_nvfp4: [..., R, 1]); columnwise ones of the transpose, [..., C, ceil(R/2)], [..., C, ceil(R/16)], [...].
+
+    No GEMM and no kernel takes rows with scales of their own or 256 as the largest block scale: such operands are
+    dequantized, to float32 where the rows have scales, and four over six is computed by operations of torch.
     """
 
     FORMAT: ClassVar[str] = "nvfp4"
     PARTS: ClassVar[tuple[str, ...]] = ("data", "scale_inv", "amax")
+    LATER_FIELDS: ClassVar[tuple[str, ...]] = (
+        "with_random_sign_mask",
+        "row_scaled_nvfp4",
+        "nvfp4_use_4over6",
+        "nvfp4_e4m3_max",
+        "nvfp4_4over6_err_mode",
+    )
 
     with_rht: bool = False
     stochastic_rounding: bool = False
     with_2d_quantization: bool = False
+    with_random_sign_mask: bool = True
+    row_scaled_nvfp4: bool = False
+    nvfp4_use_4over6: bool = False
+    nvfp4_e4m3_max: int = 448
+    nvfp4_4over6_err_mode: q.ErrorMode = "MAE"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.with_rht and self.with_2d_quantization:
-            raise ValueError("with_rht and with_2d_quantization are both True; allowed: one of the two")
+        if self.with_2d_quantization and (self.with_rht or self.row_scaled_nvfp4):
+            other = "with_rht" if self.with_rht else "row_scaled_nvfp4"
+            raise ValueError(f"{other} and with_2d_quantization are both True; allowed: one of the two")
+        if self.nvfp4_use_4over6 and (self.with_rht or self.stochastic_rounding):
+            other = "with_rht" if self.with_rht else "stochastic_rounding"
+            raise ValueError(f"{other} and nvfp4_use_4over6 are both True; allowed: one of the two")
+        if self.nvfp4_e4m3_max not in ((448, 256) if self.nvfp4_use_4over6 else (448,)):
+            allowed = "448, 256" if self.nvfp4_use_4over6 else "448, and 256 with nvfp4_use_4over6"
+            raise ValueError(f"nvfp4_e4m3_max is {self.nvfp4_e4m3_max!r}; allowed: {allowed}")
+        if self.nvfp4_4over6_err_mode not in ("MAE", "MSE"):
+            raise ValueError(f"nvfp4_4over6_err_mode is {self.nvfp4_4over6_err_mode!r}; allowed: 'MAE', 'MSE'")
 
     @derived
     def symmetric(self) -> bool:
@@ -60,9 +89,27 @@ class NVFP4Quantizer(Quantizer):
     def transformed(self) -> bool:
         return self.with_rht
 
+    @derived
+    def random_signs(self) -> bool:
+        return self.with_random_sign_mask
+
+    @derived
+    def row_scaled(self) -> bool:
+        return self.row_scaled_nvfp4
+
+    @derived
+    def _ordinary(self) -> bool:
+        """Whether kernels quantize to it, and GEMMs take it."""
+        return not (self.row_scaled_nvfp4 or self.nvfp4_use_4over6)
+
     def of_transpose(self) -> Quantizer | None:
         # the copies are made differently, or the one copy is packed along its rows
-        return None if self.with_rht or self.symmetric else super().of_transpose()
+        return None if self.with_rht or self.symmetric or self.row_scaled else super().of_transpose()
+
+    def gemm_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        # a row's float32 scale times a value is not exact in bfloat16
+        exact = dtype == torch.bfloat16 and not self.row_scaled_nvfp4
+        return torch.bfloat16 if exact else torch.float32
 
     def part_dtype(self, part: str) -> torch.dtype | None:
         return {"data": torch.uint8, "scale_inv": torch.float8_e4m3fn, "amax": torch.float32}[part]
@@ -72,6 +119,8 @@ class NVFP4Quantizer(Quantizer):
 
     def operand(self, x: Tensor, usage: Usage, dtype: torch.dtype, key: Tensor | None = None) -> Operand:
         stored: Usage = "rowwise" if self.symmetric else usage
+        if not self._ordinary:
+            return self._operand(self._quantize(x, stored, key), stored, dtype, x.shape)
         if self.with_rht and stored == "columnwise":
             x = self._transformed(x, stored)
         block = self.block if stored == "rowwise" else self._columnwise_block
@@ -84,8 +133,14 @@ class NVFP4Quantizer(Quantizer):
     def rows_operand(
         self, x: Tensor, usage: Usage, dtype: torch.dtype, rows: GroupOffsets, key: Tensor | None = None
     ) -> Operand:
+        if self.row_scaled_nvfp4:
+            return self.operand(x, usage, dtype, key)
         x = self._transformed(x, usage)
         amax, block = rows.amax(x), self._block_of(usage)
+        if self.nvfp4_use_4over6:
+            per_block = rows.per_row(amax)[:: block[0], None]
+            packed, scales, _ = self._four_over_six(x, usage, per_block)
+            return self._operand((packed, scales, amax), usage, dtype, x.shape)
         values, _ = q.round_nvfp4(
             x,
             self.gemm_dtype(dtype),
@@ -111,19 +166,50 @@ class NVFP4Quantizer(Quantizer):
         return self.with_rht and usage == "columnwise"
 
     def _transformed(self, x: Tensor, usage: Usage) -> Tensor:
-        return q.random_hadamard(x.to(torch.bfloat16), -2) if self._rotates(usage) else x
+        if not self._rotates(usage):
+            return x
+        x = x if self.with_random_sign_mask else self._unmasked(x)
+        return q.random_hadamard(x.to(torch.bfloat16), -2)
 
-    def amax_of(self, x: Tensor, usage: Usage) -> Tensor:
-        return q.amax(self._transformed(x, usage))
+    def _unmasked(self, x: Tensor, position: Tensor | None = None) -> Tensor:
+        """Return x [..., R, C] such that the transform of it along the rows is the one without random signs, if that is
+        wanted. position: [R], of each row in its matrix; None: 0, 1, ..."""
+        if self.with_random_sign_mask or not self.with_rht:
+            return x
+        return q.flip_signs(x, torch.arange(x.shape[-2], device=x.device) if position is None else position)
+
+    def _factor(self, amax: Tensor) -> Tensor:
+        """Return what decoding multiplies with for these amaxes."""
+        return q.global_decode(amax, self.nvfp4_e4m3_max)
+
+    def _four_over_six(self, x: Tensor, usage: Usage, amax: Tensor | None) -> Parts:
+        """Return the parts of one usage. amax: of each matrix, or in x's orientation broadcastable to its blocks."""
+        block_rows, options = self.block[0], {"e4m3_max": self.nvfp4_e4m3_max, "err_mode": self.nvfp4_4over6_err_mode}
+        if usage == "columnwise":
+            x, amax = x.mT.contiguous(), amax if amax is None or amax.dim() < x.dim() else amax.mT
+        return q.quantize_four_over_six(x, block_rows=block_rows, amax=amax, **options)
+
+    def amax_of(self, x: Tensor, usage: Usage) -> Tensor | None:
+        return None if self.row_scaled_nvfp4 else q.amax(self._transformed(x, usage))
 
     def amaxes(self, x: Tensor) -> dict[Usage, Tensor]:
-        if self.with_rht:
+        if self.with_rht or self.row_scaled_nvfp4:
             return super().amaxes(x)
         return dict.fromkeys(self.stored_usages(), q.amax(x))  # neither copy is transformed
 
     def _quantize(self, x: Tensor, usage: Usage, key: Tensor | None, amax: Tensor | None = None) -> Parts:
         key, stream = self.checked_key(key) if self.stochastic_rounding else None, _STREAM[usage]
+        if self.row_scaled_nvfp4:
+            if usage == "columnwise":
+                raise ValueError(
+                    "row_scaled_nvfp4 has no columnwise copy; pass columnwise=False, and a HybridQuantizer where one "
+                    "is needed"
+                )
+            amax = q.row_amax(x)
+        if self.nvfp4_use_4over6:
+            return self._four_over_six(x, usage, amax)
         if usage == "columnwise" and not self.with_2d_quantization:
+            x = x if self.with_random_sign_mask else self._unmasked(x)
             return q.quantize_nvfp4_transposed(x, with_rht=self.with_rht, amax=amax, key=key, stream=stream)
         x = x.mT.contiguous() if usage == "columnwise" else x
         return q.quantize_nvfp4(x, block_rows=self.block[0], amax=amax, key=key, stream=stream)
@@ -131,10 +217,10 @@ class NVFP4Quantizer(Quantizer):
     def _dequantize(self, parts: Parts, usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None) -> Tensor:
         """Undo `_quantize` and the transform."""
         operand = self._operand(parts, usage, torch.float32, shape)
-        assert operand.scale is not None and shape is not None
-        values = operand.values * operand.scale[..., None, None]
+        assert shape is not None, "there is none without a shape"
+        values = operand.values if operand.scale is None else operand.values * operand.scale[..., None, None]
         if self._rotates(usage):
-            values = q.inverse_random_hadamard(values, -2)[..., : shape[-2], :]
+            values = self._unmasked(q.inverse_random_hadamard(values, -2))[..., : shape[-2], :]
         return values.to(dtype)
 
     def _operand(self, parts: Parts, usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None) -> Operand:
@@ -146,9 +232,14 @@ class NVFP4Quantizer(Quantizer):
         else:
             rows = -(-shape[-2] // _BLOCK) * _BLOCK if self._rotates(usage) else shape[-2]
             values = q.decode_blocks(packed, scales, rows).mT
-        return Operand(values.to(self.gemm_dtype(dtype)), q.global_decode(amax))
+        factor = q.global_decode(amax, self.nvfp4_e4m3_max)
+        if self.row_scaled_nvfp4:
+            return Operand(values * factor, None)
+        return Operand(values.to(self.gemm_dtype(dtype)), factor)
 
-    def _scaled(self, parts: Parts, usage: Usage) -> ScaledOperand:
+    def _scaled(self, parts: Parts, usage: Usage) -> ScaledOperand | None:
+        if self.row_scaled_nvfp4 or self.nvfp4_e4m3_max != 448:
+            return None
         data, scale_inv, amax = parts
         return ScaledOperand(data, scale_inv, "nvfp4", (1, _BLOCK), amax)
 
@@ -167,15 +258,23 @@ class NVFP4Quantizer(Quantizer):
     ) -> Fields:
         if self.with_2d_quantization:
             return super().quantize_rows(x, m_splits, key, usages)
-        computed = [usage for usage in self._usages if usages is None or usage in usages]
-        parts = q.quantize_grouped_nvfp4(
-            x,
-            m_splits,
-            with_rht=self.with_rht,
-            key=self.checked_key(key),
-            rowwise="rowwise" in computed,
-            columnwise="columnwise" in computed,
-        )
+        computed: list[Usage] = [usage for usage in self._usages if usages is None or usage in usages]
+        if self.with_rht and not self.with_random_sign_mask and len(computed) == 2:
+            fields = self.quantize_rows(x, m_splits, key, ("rowwise",))
+            return fields | self.quantize_rows(x, m_splits, key, ("columnwise",))
+        flags: dict[str, Any] = {"rowwise": "rowwise" in computed, "columnwise": "columnwise" in computed}
+        if self.row_scaled_nvfp4:
+            parts = [part for usage in computed for part in self._quantize(x, usage, key)]
+        elif self.nvfp4_use_4over6:
+            options = {"e4m3_max": self.nvfp4_e4m3_max, "err_mode": self.nvfp4_4over6_err_mode}
+            parts = q.quantize_grouped_four_over_six(x, m_splits, **options, **flags)
+        else:
+            if flags["columnwise"] and self.with_rht and not self.with_random_sign_mask:
+                rows = GroupOffsets.of(m_splits, x.shape[0])
+                x = self._unmasked(
+                    x, torch.arange(x.shape[0], device=x.device) - rows.per_row(rows.ends - rows.m_splits)
+                )
+            parts = q.quantize_grouped_nvfp4(x, m_splits, with_rht=self.with_rht, key=self.checked_key(key), **flags)
         names = [f"{usage}_{part}" for usage in computed for part in self.PARTS]
         return dict(zip(names, parts, strict=True))
 
@@ -186,13 +285,17 @@ class NVFP4Quantizer(Quantizer):
             return packed.new_empty(tuple(shape), dtype=dtype)
         rows = GroupOffsets.of(m_splits, shape[0])
         if usage == "rowwise":
-            values = q.dequantize_nvfp4(packed, scales, rows.per_row(amax)[:, None], shape[1], dtype)
+            own = amax if self.row_scaled_nvfp4 else rows.per_row(amax)[:, None]
+            if self.nvfp4_e4m3_max != 448:
+                values = (q.decode_blocks(packed, scales, shape[1]) * self._factor(own)).to(dtype)
+            else:
+                values = q.dequantize_nvfp4(packed, scales, own, shape[1], dtype)
             return rows.zero_outside(values)
         align = self.row_block(usage)
-        scale = rows.padded(align).groups().per_row(q.global_decode(amax))
+        scale = rows.padded(align).groups().per_row(self._factor(amax))
         values = q.decode_blocks(packed, scales, packed.shape[1] * 2).mT * scale[:, None]
         if self.with_rht:
-            values = q.inverse_random_hadamard(values, -2)
+            values = self._unmasked(q.inverse_random_hadamard(values, -2))
         return unpad_rows(values, rows.m_splits, align, shape[0]).to(dtype)
 
     def statistics(
@@ -200,5 +303,11 @@ class NVFP4Quantizer(Quantizer):
     ) -> dict[str, Tensor]:
         parts = self._quantize(x, "rowwise", key, amax)
         values = self._dequantize(parts, "rowwise", torch.float32, x.shape)
-        scale_inv = parts[1].float() * q.global_decode(parts[2])[..., None, None]
+        factor = self._factor(parts[2])
+        scale_inv = parts[1].float() * (factor if self.row_scaled_nvfp4 else factor[..., None, None])
         return q.quantization_statistics(x, values, scale_inv, (1, _BLOCK), 6.0, count)
+
+
+_init = takes_at_default(**AMAX_REDUCTION, fp4_dtype=DType.kFloat4E2M1)(NVFP4Quantizer.__init__)
+# an amax is always that of the transformed matrix
+NVFP4Quantizer.__init__ = takes_without_effect("with_post_rht_amax")(_init)  # type: ignore[method-assign]

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from . import Fields, Quantizer, Usage
 
+_WHOLE_ROW = 2**62  # columns that one entry spans: all there are
+
 
 @dataclass(frozen=True)
 class Schema:
@@ -96,6 +98,8 @@ def field_layouts(quantizer: Quantizer) -> tuple[FieldLayout, ...]:
         schema = SCHEMAS[member.FORMAT]
         for part in member.PARTS:
             block = {"data": (1, schema.values_per_entry), "scale_inv": schema.scale_block or member.block}.get(part)
+            if part == "amax" and member.row_scaled:
+                block = (1, _WHOLE_ROW)
             if columnwise and block is not None:
                 block = (block[1], block[0])
             transposed = columnwise and schema.columnwise_transposed

@@ -13,7 +13,7 @@ import json
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 import torch
 
@@ -37,11 +37,27 @@ def _is_a(kind: str, value: object) -> bool:
     return isinstance(value, int) or (kind == "float" and isinstance(value, float) and math.isfinite(value))
 
 
-class Format(enum.Enum):
-    """FP8 formats: E4M3 everywhere, or HYBRID: E4M3 in the forward pass, E5M2 for gradients."""
+class FormatMax(NamedTuple):
+    """The largest magnitudes of a format, in the forward and in the backward pass: `Format.HYBRID.value.max_bwd`."""
 
-    E4M3 = "E4M3"
-    HYBRID = "HYBRID"
+    max_fwd: float
+    max_bwd: float
+
+
+class Format(enum.Enum):
+    """Number formats by their names in Transformer Engine; the value has the largest magnitudes, see `FormatMax`.
+
+    Recipes take E4M3 (everywhere) and HYBRID (E4M3 in the forward pass, E5M2 for gradients); E2M1 is NVFP4's, and E5M2
+    everywhere is in no recipe.
+    """
+
+    E2M1 = FormatMax(6.0, 6.0)
+    E4M3 = FormatMax(448.0, 448.0)
+    E5M2 = FormatMax(57344.0, 57344.0)
+    HYBRID = FormatMax(448.0, 57344.0)
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def dtype(self, role: Role) -> torch.dtype:
         """Return the dtype of a tensor of this role."""
@@ -49,14 +65,40 @@ class Format(enum.Enum):
         return torch.float8_e5m2 if hybrid_gradient else torch.float8_e4m3fn
 
 
+FP8_FORMATS = (Format.E4M3, Format.HYBRID)
+"""What `fp8_format` of a recipe may be."""
+
+
+@dataclass(frozen=True)
+class MMParams:
+    """Options of a GEMM; recipes take them at their defaults. use_split_accumulator: sum FP8 products in float32 and
+    not in the shorter accumulator of some accelerators."""
+
+    use_split_accumulator: bool = True
+
+
+@dataclass(frozen=True)
+class QParams:
+    """How a recipe quantizes one operand, in Transformer Engine's words: `recipe.fp8_quant_fwd_inp` and its like return
+    one. To choose other values, give the recipe its own arguments, or use a `CustomRecipe`."""
+
+    power_2_scale: bool = False
+    amax_epsilon: float = 0.0
+    random_hadamard_transform: bool = False
+    stochastic_rounding: bool = False
+    fp4_2d_quantization: bool = False
+
+
 @dataclass(frozen=True)
 class QuantizerRole:
-    """Which tensor a quantizer is for. module: class name such as "Linear"; tensor: "input", "weight" or "grad_output";
-    name: the module's qualified name, "" where it has none."""
+    """Which tensor a quantizer is for. module_type: "linear", or "grouped_linear" of a layer with several GEMMs of a
+    kind; tensor_type: "input", "weight" or "grad_output"; name: the module's qualified name, "" where it has none;
+    module: the class name of the layer, such as "LayerNormMLP"."""
 
-    module: str
-    tensor: Role
+    module_type: str = ""
+    tensor_type: str = ""
     name: str = ""
+    module: str = ""
 
 
 @dataclass(frozen=True)
@@ -92,6 +134,11 @@ class GemmQuantizers:
                 raise ValueError(
                     f"{roles[0]} has the random Hadamard transform and {roles[1]} has not, but in wgrad it cancels "
                     "only against itself; allowed: with_rht alike for the two"
+                )
+            if dy.transformed and dy.random_signs != x.random_signs:
+                raise ValueError(
+                    "input and grad_output have different signs in the random Hadamard transform, so it would not "
+                    "cancel in wgrad; allowed: with_random_sign_mask alike for the two"
                 )
 
 
@@ -132,6 +179,7 @@ class Recipe:
 
     NAME: ClassVar[str]
     PLAIN_FIELDS: ClassVar[tuple[tuple[str, str], ...]] = ()  # the fields that are checked, and what each may be
+    LATER_FIELDS: ClassVar[tuple[str, ...]] = ()  # that JSON names only where they are not at their defaults
     by_name: ClassVar[bool] = False  # whether `for_module` or `quantizers` look at the module's name
 
     backward_override: BackwardOverride | None = None
@@ -152,8 +200,8 @@ class Recipe:
             allowed = ", ".join(map(repr, get_args(BackwardOverride)))
             raise ValueError(f"backward_override is {self.backward_override!r}; allowed: None, {allowed}")
         fp8_format = getattr(self, "fp8_format", Format.HYBRID)
-        if not isinstance(fp8_format, Format):
-            raise ValueError(f"fp8_format is {fp8_format!r}; allowed: {', '.join(map(str, Format))}")
+        if fp8_format not in FP8_FORMATS:
+            raise ValueError(f"fp8_format is {fp8_format!r}; allowed: {', '.join(map(str, FP8_FORMATS))}")
         if not self.by_name:
             # built once and not where they are asked for: inside a compiled region the fields need not be constants
             quantizers = (self._quantizer("input"), self._quantizer("weight"), self._quantizer("grad_output"))
@@ -178,16 +226,59 @@ class Recipe:
         """Return the quantizers of one module. module: its class name; name: its qualified name."""
         return self._quantizers  # type: ignore[attr-defined]
 
+    # --- which recipe it is, asked as of Transformer Engine's: of a value or of a class ----------------------------
+
+    @classmethod
+    def _named(cls, *names: str) -> bool:
+        return getattr(cls, "NAME", None) in names
+
+    @classmethod
+    def delayed(cls) -> bool:
+        """Whether it is DelayedScaling."""
+        return cls._named("delayed")
+
+    @classmethod
+    def float8_current_scaling(cls) -> bool:
+        """Whether it is Float8CurrentScaling."""
+        return cls._named("current")
+
+    @classmethod
+    def float8_per_tensor_scaling(cls) -> bool:
+        """Whether it is DelayedScaling or Float8CurrentScaling."""
+        return cls._named("delayed", "current")
+
+    @classmethod
+    def float8_block_scaling(cls) -> bool:
+        """Whether it is Float8BlockScaling."""
+        return cls._named("block")
+
+    @classmethod
+    def mxfp8(cls) -> bool:
+        """Whether it is MXFP8BlockScaling."""
+        return cls._named("mxfp8")
+
+    @classmethod
+    def nvfp4(cls) -> bool:
+        """Whether it is NVFP4BlockScaling."""
+        return cls._named("nvfp4")
+
+    @classmethod
+    def custom(cls) -> bool:
+        """Whether it is a CustomRecipe."""
+        return cls._named("custom")
+
     def to_dict(self) -> dict[str, Any]:
         """Return {"recipe": name, field: plain JSON value}."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {"recipe": self.NAME} | {k: v.value if isinstance(v, enum.Enum) else v for k, v in values.items()}
+        defaults = {f.name: f.default for f in dataclasses.fields(self) if f.name in self.LATER_FIELDS}
+        values = {k: v for k, v in values.items() if k not in defaults or v != defaults[k]}
+        return {"recipe": self.NAME} | {k: v.name if isinstance(v, enum.Enum) else v for k, v in values.items()}
 
     @classmethod
     def _from_fields(cls, values: dict[str, Any]) -> Self:
         """Rebuild from the fields of `to_dict`."""
-        if values.get("fp8_format") in [member.value for member in Format]:
-            values["fp8_format"] = Format(values["fp8_format"])
+        if values.get("fp8_format") in [member.name for member in Format]:
+            values["fp8_format"] = Format[values["fp8_format"]]
         return cls(**values)
 
     @staticmethod

@@ -27,14 +27,15 @@ if TYPE_CHECKING:
 
 class State:
     """What the regions of one thread say. compute, storage: None is high precision. chosen: whether the live modules
-    know what `compute` means for them, see `recipe_use`. touched: in a region opened inside a compiled function, the
+    know what `compute` means for them, see `recipe_use`. by_region: whether the region that says so was entered outside
+    of compiled code. touched: in a region opened inside a compiled function, the
     modules that recorded amaxes; None elsewhere, where all live modules are asked. depth: how many `autocast` regions
     are open. entered: the regions entered outside of compiled code and not yet left. runs: the activation checkpoints
     that are being run or recomputed, the innermost last."""
 
     def __init__(self) -> None:
         self.compute: Recipe | None = None
-        self.chosen = False
+        self.chosen = self.by_region = False
         self.storage: Recipe | None = None
         self.preserve_init_val = False
         self.calibrating = False

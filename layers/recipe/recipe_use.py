@@ -1,8 +1,9 @@
 """What recipes a layer ran under, and what a recipe that goes by names means for it.
 
-A name must not get into a compiled graph: it would be guarded on, and a block that layers share would be compiled once
-for each of them. So where a region is entered outside of compiled code, every layer looks up what it has to do then;
-graphs are guarded on that, which is the same for many layers.
+A layer looks up what such a recipe means for it when it first runs under it. A name must not get into a compiled
+graph, though: it would be guarded on, and a block that layers share would be compiled once for each of them. So while
+a graph is traced, every layer that exists looks it up, outside of the graph, and from then on whenever a region is
+entered outside of compiled code; graphs are guarded on what was found, which is the same for many layers.
 
 What a layer writes down while it runs goes through `untracked_side_effect`, also inside an activation checkpoint that
 is compiled. The compiler refuses such writing there, since the recomputation would not repeat it. It need not: it would
@@ -18,6 +19,7 @@ from collections.abc import Callable, MutableMapping
 from typing import Any, NamedTuple, Protocol
 
 from te_models.kernels.compiling import compiling
+from te_models.kernels.torch_versions import constant_when_traced
 
 from .base import GemmQuantizers, Recipe
 from .context import state
@@ -134,6 +136,17 @@ def choose(recipe: Recipe, module: Layer) -> Choice:
     return own, None if own is None else own.quantizers(module.kind, module.name)
 
 
+def choose_once(recipe: Recipe, module: Layer) -> Choice:
+    """Return `choose`, which is called when the layer first runs under this recipe."""
+    use = module.recipe_use.in_thread.now
+    if compiling():
+        _choose_before_tracing()
+        return (use.chosen if state().chosen else None) or choose(recipe, module)
+    if use.chosen_for is not recipe or use.chosen is None:
+        use.chosen, use.chosen_for = choose(recipe, module), recipe
+    return use.chosen
+
+
 _ordinals = itertools.count()
 _layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
@@ -156,12 +169,29 @@ def put_in_force(recipe: Recipe | None) -> None:
     """Let layers run under this recipe now."""
     s = state()
     s.compute = recipe
-    s.chosen = _choose_for_all(recipe)
+    s.by_region = recipe is not None and not compiling()
+    s.chosen = _Traced.anything and s.by_region and _choose_for_all(recipe)
+
+
+class _Traced:
+    """Whether a graph was traced in which a layer ran under a recipe that goes by names."""
+
+    anything = False
+
+
+@constant_when_traced
+def _choose_before_tracing() -> bool:
+    """Let all layers look up what the recipe in force means for them, at the time of tracing and not in the graph."""
+    s = state()
+    if s.compute is not None and s.compute.by_name and s.by_region and not s.chosen:
+        _Traced.anything = True
+        s.chosen = _choose_for_all(s.compute)
+    return True
 
 
 def _choose_for_all(recipe: Recipe | None) -> bool:
     """Let layers look up what a recipe means for them, if it goes by names, and return whether they have."""
-    if recipe is None or not recipe.by_name or compiling():
+    if recipe is None or not recipe.by_name:
         return False
     for layer in live_modules():
         use = layer.recipe_use.in_thread.now

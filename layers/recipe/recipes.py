@@ -4,27 +4,41 @@ operand, and the options under Transformer Engine's names."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import InitVar, dataclass
-from typing import Any, ClassVar, Literal
+from dataclasses import InitVar, dataclass, field
+from typing import Any, ClassVar, Literal, get_args
 
 from torch import Tensor
 
 from ..quantizer import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
+    HybridQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
     Quantizer,
 )
 from ..quantizer.delayed import DelayedScalingQuantizer
 from ..te_arguments import require_default
-from .base import Format, GemmQuantizers, QuantizerRole, Recipe, Role
+from .base import Format, GemmQuantizers, MMParams, QParams, QuantizerRole, Recipe, Role
 
 AmaxAlgorithm = Literal["max", "most_recent"] | Callable[[Tensor], Tensor]
 DelayedRule = tuple[int, int, AmaxAlgorithm, bool, bool]
 
 
-@dataclass(frozen=True, kw_only=True)
+def _at_defaults(**arguments: tuple[Any, Any]) -> None:
+    """Raise ValueError for an argument of Transformer Engine's, name=(value, default), that is not at its default."""
+    for name, (value, default) in arguments.items():
+        require_default(name, value, default)
+
+
+def _check_gemms(fprop: MMParams | None, dgrad: MMParams | None, wgrad: MMParams | None, *, fast_fprop: bool) -> None:
+    """Raise ValueError for options of GEMMs that are not the defaults of a recipe. None: not said."""
+    for name, params, fast in (("fprop", fprop, fast_fprop), ("dgrad", dgrad, False), ("wgrad", wgrad, False)):
+        if params is not None:
+            require_default(f"fp8_gemm_{name}", params, MMParams(use_split_accumulator=not fast))
+
+
+@dataclass(frozen=True)
 class DelayedScaling(Recipe):
     """Per-tensor scales from the amaxes of earlier steps: `scale = fp8_max * 2^-margin / amax`. HYBRID by default.
 
@@ -32,8 +46,8 @@ class DelayedScaling(Recipe):
     of the history [length, ...], newest first, that returns amaxes [...]. reduce_amax: take the maximum over the ranks
     of the amax reduction group that `autocast` is given. Weights that `quantized_model_init` stores are scaled by their
     own amax whenever they are requantized, so a stored weight is never clipped by an old scale. fp8_dpa, fp8_mha,
-    scaling_factor_compute_algo, override_linear_precision: Transformer Engine's, at their defaults. Raises ValueError
-    for an option that is not allowed, and TypeError in `to_dict` if amax_compute_algo is a function.
+    scaling_factor_compute_algo, override_linear_precision, interval: Transformer Engine's, at their defaults. Raises
+    ValueError for an option that is not allowed, and TypeError in `to_dict` if amax_compute_algo is a function.
     """
 
     NAME: ClassVar[str] = "delayed"
@@ -41,19 +55,28 @@ class DelayedScaling(Recipe):
     fp8_format: Format = Format.HYBRID
     amax_history_len: int = 1024
     amax_compute_algo: AmaxAlgorithm = "max"
+    scaling_factor_compute_algo: InitVar[None] = None
     reduce_amax: bool = True
     fp8_dpa: InitVar[bool] = False
     fp8_mha: InitVar[bool] = False
-    scaling_factor_compute_algo: InitVar[None] = None
-    override_linear_precision: InitVar[tuple[bool, bool, bool]] = (False, False, False)
+    override_linear_precision: InitVar[tuple[bool, bool, bool]] = field(default=(False, False, False), kw_only=True)
+    interval: InitVar[int] = field(default=1, kw_only=True)  # of updates; -1 says the same there
 
     def __post_init__(
-        self, fp8_dpa: bool, fp8_mha: bool, scaling_factor_compute_algo: None, override_linear_precision: Any
+        self,
+        scaling_factor_compute_algo: None,
+        fp8_dpa: bool,
+        fp8_mha: bool,
+        override_linear_precision: Any,
+        interval: int,
     ) -> None:
-        require_default("fp8_dpa", fp8_dpa, False)
-        require_default("fp8_mha", fp8_mha, False)
-        require_default("scaling_factor_compute_algo", scaling_factor_compute_algo, None)
-        require_default("override_linear_precision", tuple(override_linear_precision), (False, False, False))
+        _at_defaults(
+            scaling_factor_compute_algo=(scaling_factor_compute_algo, None),
+            fp8_dpa=(fp8_dpa, False),
+            fp8_mha=(fp8_mha, False),
+            override_linear_precision=(tuple(override_linear_precision), (False, False, False)),
+            interval=(1 if interval == -1 else interval, 1),
+        )
         if type(self.amax_history_len) is not int or self.amax_history_len < 1:
             raise ValueError(f"amax_history_len is {self.amax_history_len!r}; allowed: a positive integer")
         if not callable(self.amax_compute_algo) and self.amax_compute_algo not in ("max", "most_recent"):
@@ -77,17 +100,42 @@ class DelayedScaling(Recipe):
         return super().to_dict()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Float8CurrentScaling(Recipe):
     """Per-tensor scales from the amax of this very tensor. HYBRID by default.
 
-    use_power_2_scales rounds scales down to powers of two; amax_epsilon is a floor for amax.
+    use_power_2_scales rounds scales down to powers of two; amax_epsilon is a floor for amax. fp8_gemm_*, fp8_dpa,
+    fp8_mha: Transformer Engine's, at their defaults.
     """
 
     NAME: ClassVar[str] = "current"
-    fp8_format: Format = Format.HYBRID
     use_power_2_scales: bool = False
-    amax_epsilon: float = 0.0
+    fp8_format: Format = Format.HYBRID
+    fp8_gemm_fprop: InitVar[MMParams | None] = None
+    fp8_gemm_dgrad: InitVar[MMParams | None] = None
+    fp8_gemm_wgrad: InitVar[MMParams | None] = None
+    fp8_dpa: InitVar[bool] = False
+    fp8_mha: InitVar[bool] = False
+    amax_epsilon: float = field(default=0.0, kw_only=True)
+
+    def __post_init__(
+        self,
+        fp8_gemm_fprop: MMParams | None,
+        fp8_gemm_dgrad: MMParams | None,
+        fp8_gemm_wgrad: MMParams | None,
+        fp8_dpa: bool,
+        fp8_mha: bool,
+    ) -> None:
+        _check_gemms(fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad, fast_fprop=True)
+        _at_defaults(fp8_dpa=(fp8_dpa, False), fp8_mha=(fp8_mha, False))
+        super().__post_init__()
+
+    @property
+    def fp8_quant_fwd_inp(self) -> QParams:
+        """How inputs are quantized."""
+        return QParams(power_2_scale=self.use_power_2_scales, amax_epsilon=self.amax_epsilon)
+
+    fp8_quant_fwd_weight = fp8_quant_bwd_grad = fp8_quant_fwd_inp
 
     def _quantizer(self, role: Role) -> Quantizer:
         return Float8CurrentScalingQuantizer(
@@ -97,23 +145,38 @@ class Float8CurrentScaling(Recipe):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Float8BlockScaling(Recipe):
     """DeepSeek-V3's scheme: 1x128 blocks for x and dy, 128x128 for w, E4M3 throughout, power-of-two scales.
 
-    use_f32_scales: keep float32 scales. *_block_scaling_dim: 1 or 2. Raises ValueError for another value, and where a
-    GEMM would multiply two operands with 128x128 blocks.
+    use_f32_scales: keep float32 scales. *_block_scaling_dim: 1 or 2. fp8_gemm_*, fp8_dpa, fp8_mha: Transformer
+    Engine's, at their defaults. Raises ValueError for another value, and where a GEMM would multiply two operands with
+    128x128 blocks.
     """
 
     NAME: ClassVar[str] = "block"
-    fp8_format: Format = Format.E4M3
     use_f32_scales: bool = False
+    fp8_format: Format = Format.E4M3
     x_block_scaling_dim: int = 1
     w_block_scaling_dim: int = 2
     grad_block_scaling_dim: int = 1
-    amax_epsilon: float = 0.0
+    fp8_gemm_fprop: InitVar[MMParams | None] = None
+    fp8_gemm_dgrad: InitVar[MMParams | None] = None
+    fp8_gemm_wgrad: InitVar[MMParams | None] = None
+    fp8_dpa: InitVar[bool] = False
+    fp8_mha: InitVar[bool] = False
+    amax_epsilon: float = field(default=0.0, kw_only=True)
 
-    def __post_init__(self) -> None:
+    def __post_init__(
+        self,
+        fp8_gemm_fprop: MMParams | None,
+        fp8_gemm_dgrad: MMParams | None,
+        fp8_gemm_wgrad: MMParams | None,
+        fp8_dpa: bool,
+        fp8_mha: bool,
+    ) -> None:
+        _check_gemms(fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad, fast_fprop=False)
+        _at_defaults(fp8_dpa=(fp8_dpa, False), fp8_mha=(fp8_mha, False))
         dims = {n: getattr(self, f"{n}_block_scaling_dim") for n in ("x", "w", "grad")}
         for name, dim in dims.items():
             if dim not in (1, 2):
@@ -122,6 +185,13 @@ class Float8BlockScaling(Recipe):
             if dims[a] == dims[b] == 2:
                 raise ValueError(f"{a}_block_scaling_dim and {b}_block_scaling_dim are both 2; allowed: one of the two")
         super().__post_init__()
+
+    @property
+    def fp8_quant_fwd_inp(self) -> QParams:
+        """How inputs are quantized."""
+        return QParams(power_2_scale=not self.use_f32_scales, amax_epsilon=self.amax_epsilon)
+
+    fp8_quant_fwd_weight = fp8_quant_bwd_grad = fp8_quant_fwd_inp
 
     def _quantizer(self, role: Role) -> Quantizer:
         dims = {"input": self.x_block_scaling_dim, "weight": self.w_block_scaling_dim}
@@ -133,56 +203,142 @@ class Float8BlockScaling(Recipe):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class MXFP8BlockScaling(Recipe):
     """OCP microscaling: 1x32 blocks with a power-of-two scale byte. E4M3 throughout.
 
-    enable_2d_quantization uses 32x32 blocks for weights, whose transpose then has the same numbers.
+    enable_2d_quantization uses 32x32 blocks for weights, whose transpose then has the same numbers. margin, fp8_dpa,
+    fp8_mha: Transformer Engine's, at their defaults.
     """
 
     NAME: ClassVar[str] = "mxfp8"
+    margin: InitVar[int] = 0
     fp8_format: Format = Format.E4M3
-    enable_2d_quantization: bool = False
+    fp8_dpa: InitVar[bool] = False
+    fp8_mha: InitVar[bool] = False
+    enable_2d_quantization: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self, margin: int, fp8_dpa: bool, fp8_mha: bool) -> None:
+        _at_defaults(margin=(margin, 0), fp8_dpa=(fp8_dpa, False), fp8_mha=(fp8_mha, False))
+        super().__post_init__()
 
     def _quantizer(self, role: Role) -> Quantizer:
         two_dimensional = self.enable_2d_quantization and role == "weight"
         return MXFP8Quantizer(fp8_dtype=self.fp8_format.dtype(role), two_dimensional=two_dimensional)
 
 
-@dataclass(frozen=True, kw_only=True)
+Scope = Literal["none", "weights", "activations", "all"]
+
+
+@dataclass(frozen=True)
 class NVFP4BlockScaling(Recipe):
     """Four-bit E2M1 with an E4M3 scale per 16 values and a float32 one per tensor (arXiv 2509.25149).
 
     Weights use 16x16 blocks; the columnwise copies of x and dy get a random Hadamard transform, which cancels in wgrad;
     dy is rounded stochastically. Each of the three can be switched off.
+
+    row_scaled_activation: x has a float32 scale per row in fprop. nvfp4_4over6: quantize "weights", "activations" (x)
+    or "all" with two candidates per block, see `NVFP4Quantizer`; x only with disable_rht. nvfp4_4over6_e4m3_use_256:
+    which of these have 256 as the largest block scale, and not 448. nvfp4_4over6_err_mode: "MAE" or "MSE". fp4_format,
+    fp8_format, fp8_dpa, fp8_mha: Transformer Engine's, at their defaults. Raises ValueError for other values.
     """
 
     NAME: ClassVar[str] = "nvfp4"
+    LATER_FIELDS: ClassVar[tuple[str, ...]] = (
+        "row_scaled_activation",
+        "nvfp4_4over6",
+        "nvfp4_4over6_e4m3_use_256",
+        "nvfp4_4over6_err_mode",
+    )
     disable_rht: bool = False
     disable_stochastic_rounding: bool = False
     disable_2d_quantization: bool = False
+    row_scaled_activation: bool = False
+    nvfp4_4over6: Scope = "none"
+    nvfp4_4over6_e4m3_use_256: Scope = "all"
+    nvfp4_4over6_err_mode: Literal["MAE", "MSE"] = "MAE"
+    fp4_format: InitVar[Format] = Format.E2M1
+    fp8_format: InitVar[Format] = Format.E4M3
+    fp8_dpa: InitVar[bool] = False
+    fp8_mha: InitVar[bool] = False
+
+    def __post_init__(self, fp4_format: Format, fp8_format: Format, fp8_dpa: bool, fp8_mha: bool) -> None:
+        _at_defaults(
+            fp4_format=(fp4_format, Format.E2M1),
+            fp8_format=(fp8_format, Format.E4M3),
+            fp8_dpa=(fp8_dpa, False),
+            fp8_mha=(fp8_mha, False),
+        )
+        for name in ("nvfp4_4over6", "nvfp4_4over6_e4m3_use_256"):
+            if getattr(self, name) not in get_args(Scope):
+                allowed = ", ".join(map(repr, get_args(Scope)))
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {allowed}")
+        if self.nvfp4_4over6 in ("activations", "all") and not self.disable_rht:
+            raise ValueError(
+                f"nvfp4_4over6 is {self.nvfp4_4over6!r}; allowed with disable_rht=False: 'none', 'weights'"
+            )
+        super().__post_init__()
+
+    @property
+    def fp4_quant_fwd_inp(self) -> QParams:
+        """How inputs are quantized."""
+        return QParams(random_hadamard_transform=not self.disable_rht)
+
+    @property
+    def fp4_quant_fwd_weight(self) -> QParams:
+        """How weights are quantized."""
+        return QParams(fp4_2d_quantization=not self.disable_2d_quantization)
+
+    @property
+    def fp4_quant_bwd_grad(self) -> QParams:
+        """How gradients are quantized."""
+        stochastic = not self.disable_stochastic_rounding
+        return QParams(random_hadamard_transform=not self.disable_rht, stochastic_rounding=stochastic)
+
+    def _four_over_six(self, scope: Scope) -> dict[str, Any]:
+        """Return the options of quantizers of the tensors "weights" or "activations"."""
+        if self.nvfp4_4over6 not in (scope, "all"):
+            return {}
+        e4m3_max = 256 if self.nvfp4_4over6_e4m3_use_256 in (scope, "all") else 448
+        return {
+            "nvfp4_use_4over6": True,
+            "nvfp4_e4m3_max": e4m3_max,
+            "nvfp4_4over6_err_mode": self.nvfp4_4over6_err_mode,
+        }
 
     def _quantizer(self, role: Role) -> Quantizer:
+        rht = not self.disable_rht
         if role == "weight":
-            return NVFP4Quantizer(with_2d_quantization=not self.disable_2d_quantization)
-        stochastic = role == "grad_output" and not self.disable_stochastic_rounding
-        return NVFP4Quantizer(with_rht=not self.disable_rht, stochastic_rounding=stochastic)
+            two_dimensional = not self.disable_2d_quantization
+            return NVFP4Quantizer(with_2d_quantization=two_dimensional, **self._four_over_six("weights"))
+        if role == "grad_output":
+            return NVFP4Quantizer(with_rht=rht, stochastic_rounding=not self.disable_stochastic_rounding)
+        candidates = self._four_over_six("activations")
+        if not self.row_scaled_activation:
+            return NVFP4Quantizer(with_rht=rht, **candidates)
+        rows = NVFP4Quantizer(columnwise=False, row_scaled_nvfp4=True, **candidates)
+        if self.backward_override is not None:
+            return rows
+        of_wgrad = NVFP4Quantizer(rowwise=False, with_rht=rht, **candidates)
+        return HybridQuantizer(rowwise_quantizer=rows, columnwise_quantizer=of_wgrad)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class CustomRecipe(Recipe):
     """Quantizers from a function of the role: `qfactory(QuantizerRole) -> Quantizer`.
 
-    Two custom recipes are equal only if they are the same object: a function has no value to compare. It is called
-    when a region is entered, for the layers that exist then, and may be called again whenever a layer runs, so it must
-    return equal quantizers for equal roles. An error of the function for a layer is raised when that layer runs.
+    Two custom recipes are equal only if they are the same object: a function has no value to compare. It is called for
+    the three tensors of a layer when that layer first runs in the region, once; in a program with compiled layers when
+    a region is entered, for all layers that exist then, because a graph cannot call it. It may be called again, so it
+    must return equal quantizers for equal roles. An error of the function for a layer is raised when that layer runs.
+    fp8_format says nothing here; it, fp8_dpa, fp8_mha (at their defaults): Transformer Engine's.
 
     Raises TypeError when a layer runs for which qfactory returned no Quantizer, or a quantizer of delayed scaling, and
     in `to_dict`: a function has no JSON form.
 
     Example:
         def mixed(role):
-            if role.tensor == "grad_output":
+            if role.tensor_type == "grad_output":
                 return Float8CurrentScalingQuantizer(fp8_dtype=torch.float8_e5m2)
             return IdentityQuantizer() if role.name.endswith("linear_proj") else MXFP8Quantizer()
 
@@ -192,12 +348,20 @@ class CustomRecipe(Recipe):
     NAME: ClassVar[str] = "custom"
     by_name: ClassVar[bool] = True
     qfactory: Callable[[QuantizerRole], Quantizer]
+    fp8_format: InitVar[Format] = Format.HYBRID
+    fp8_dpa: InitVar[bool] = False
+    fp8_mha: InitVar[bool] = False
+
+    def __post_init__(self, fp8_format: Format, fp8_dpa: bool, fp8_mha: bool) -> None:
+        _at_defaults(fp8_dpa=(fp8_dpa, False), fp8_mha=(fp8_mha, False))
+        super().__post_init__()
 
     def quantizers(self, module: str, name: str) -> GemmQuantizers:
+        kind = "grouped_linear" if module == "GroupedLinear" else "linear"
         return GemmQuantizers(
-            self._made(QuantizerRole(module, "input", name)),
-            self._made(QuantizerRole(module, "weight", name)),
-            self._made(QuantizerRole(module, "grad_output", name)),
+            self._made(QuantizerRole(kind, "input", name, module)),
+            self._made(QuantizerRole(kind, "weight", name, module)),
+            self._made(QuantizerRole(kind, "grad_output", name, module)),
             self.backward_override,
         )
 
@@ -216,3 +380,9 @@ class CustomRecipe(Recipe):
 
     def to_dict(self) -> dict[str, Any]:
         raise TypeError("a CustomRecipe has no JSON form: its qfactory is a function")
+
+
+# said here and not as the fields' defaults, which would be objects that the compiler meets where it traces __init__
+for _cls, _fprop in ((Float8CurrentScaling, MMParams(False)), (Float8BlockScaling, MMParams(True))):
+    for _name, _params in (("fprop", _fprop), ("dgrad", MMParams(True)), ("wgrad", MMParams(True))):
+        setattr(_cls, f"fp8_gemm_{_name}", _params)

@@ -40,7 +40,7 @@ is_bf16_available = _available
 
 _INSTEAD = {
     "CudaRNGStatesTracker": "split weights start as parts of the unsplit one's, and ranks are seeded apart for dropout",
-    "FP8GlobalStateManager": "current_recipe() is the recipe in force, and every recipe runs on every device",
+    "DelayedScalingRequest": "the recipe DelayedScaling is for all tensors of a layer",
     "Float8BlockwiseQTensor": "it is Float8BlockwiseTensor",
     "Float8BlockwiseQTensorStorage": "it is Float8BlockwiseTensorStorage",
     "HybridQuantizedTensor": "it is HybridTensor",
@@ -48,7 +48,7 @@ _INSTEAD = {
     "InferenceParams": "te_models.GPTModel generates with te_models.KVCache",
     "QuantizedTensorStorage": "it is QuantizedStorage",
     "SplitAlongDim": "use torch.split",
-    "common": "te_models.layers.recipe.recipes has what is in transformer_engine.common.recipe",
+    "common": "te_models.layers.recipe has what is in transformer_engine.common.recipe",
     "destroy_ub": "collectives are torch.distributed's, without user buffers",
     "distributed": "checkpoint is here",
     "get_cpu_offload_context": "use torch.autograd.graph.save_on_cpu",

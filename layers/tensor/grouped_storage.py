@@ -10,7 +10,7 @@ one, so that no block spans two groups; P is a function of the shapes. What a ma
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from ..quantizer import Fields, Quantizer
 from ..quantizer.delayed import Float8Quantizer
 from ..quantizer.schema import empty_fields, field_layouts
 from ..quantizer.state import value_of
+from .formats import CLASSES
 from .storage import QuantizedStorage
 
 
@@ -49,8 +50,8 @@ def member_of_rows(quantizer: Quantizer, fields: Fields, splits: Sequence[int], 
 
 class GroupedTensorStorage(QuantizedStorage):
     """Fields of all members, in any format. m_splits None: logical shape [num_gemms, rows, columns], fields stacked;
-    else [T, columns] with m_splits: [num_gemms] integer rows per group, fields as above. ValueError for a
-    shape of another rank."""
+    else [T, columns] with m_splits: [num_gemms] integer rows per group, fields as above. amaxes: of each member [G], by
+    usage, where whoever made this passed on what the scales come from. ValueError for a shape of another rank."""
 
     def __init__(
         self,
@@ -59,9 +60,12 @@ class GroupedTensorStorage(QuantizedStorage):
         shape: torch.Size,
         dtype: torch.dtype,
         m_splits: Tensor | None = None,
+        amaxes: Mapping[str, Tensor] | None = None,
     ) -> None:
         super().__init__(fields, quantizer, shape, dtype)
         self.m_splits = m_splits
+        self._amaxes = dict(amaxes or {})
+        vars(self).setdefault("columnwise_amax", self._amaxes.get("columnwise"))
         if len(self.shape) != (3 if m_splits is None else 2):
             wanted = "[num_gemms, rows, columns]" if m_splits is None else "[rows, columns] beside m_splits"
             raise ValueError(f"{type(self).__name__} has shape {tuple(shape)}; allowed: {wanted}")
@@ -103,6 +107,22 @@ class GroupedTensorStorage(QuantizedStorage):
         """The number of members."""
         return self.shape[0] if self.m_splits is None else self.m_splits.shape[0]
 
+    @property
+    def amax(self) -> Tensor | None:
+        """The amaxes that the scales of the rowwise copies come from, [G], as columnwise_amax those of the others; None
+        where they are not stored."""
+        return self.fields.get("rowwise_amax", self._amaxes.get("rowwise"))
+
+    def split_into_quantized_tensors(self, splits: Sequence[int] | None = None) -> list[Any]:
+        """Return the members as tensors that share these fields. splits: the values of m_splits, which may be left out
+        on the CPU only."""
+        if self.m_splits is None:
+            stacked: Any = CLASSES["GroupedTensor"]
+            return stacked(self.fields, self.quantizer, self.shape, self.dtype).members()
+        fields = self.fields | {"m_splits": self.m_splits}
+        rows: Any = CLASSES["GroupedRows"]
+        return rows(fields, self.quantizer, self.shape, self.dtype).members(splits)
+
     def decode(self, dtype: torch.dtype) -> Tensor:
         if self.m_splits is None:
             return super().decode(dtype)
@@ -118,4 +138,5 @@ class GroupedTensorStorage(QuantizedStorage):
         quantizer, shape, dtype = meta
         names = quantizer.field_names()
         fields = dict(zip(names, tensors, strict=False))
-        return GroupedTensorStorage(fields, quantizer, shape, dtype, *tensors[len(names) :])
+        m_splits = tensors[len(names)] if len(tensors) > len(names) else None
+        return GroupedTensorStorage(fields, quantizer, shape, dtype, m_splits)

@@ -136,11 +136,12 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
         return self._written()
 
     @torch.no_grad()
-    def overwrite(self, inner: Fields) -> Self:
-        """Copy stored tensors, as `inner_tensors` of a tensor of the same form returns them, into this one's."""
+    def overwrite(self, inner: Fields, *, noop: Tensor | None = None) -> Self:
+        """Copy stored tensors, as `inner_tensors` of a tensor of the same form returns them, into this one's. noop: see
+        `quantize_`."""
         self.require_own_scale("overwritten")
         for name, stored in self.inner_tensors().items():
-            stored.copy_(inner[name])
+            stored.copy_(inner[name] if noop is None else unless(noop, inner[name].to(stored.device), stored))
         return self._written()
 
     def require_own_scale(self, what: str) -> None:

@@ -100,7 +100,7 @@ def custom(role: str, usage: str, x: np.ndarray, overflow: float, among: Among) 
 
 
 def _only_fprop(role: QuantizerRole) -> Quantizer:
-    if role.tensor == "grad_output":
+    if role.tensor_type == "grad_output":
         return IdentityQuantizer()
     return HybridQuantizer(
         rowwise_quantizer=MXFP8Quantizer(two_dimensional=True), columnwise_quantizer=IdentityQuantizer()

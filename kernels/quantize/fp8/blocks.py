@@ -94,6 +94,13 @@ def amax(x: Tensor) -> Tensor:
     return x.abs().amax((-2, -1)).float()
 
 
+def row_amax(x: Tensor) -> Tensor:
+    """Return the largest magnitude of each row, float32: [..., R, C] -> [..., R, 1]. NaN stays; an empty one has 0."""
+    if x.shape[-1] == 0:
+        return x.new_zeros((*x.shape[:-1], 1), dtype=torch.float32)
+    return x.abs().amax(-1, keepdim=True).float()
+
+
 def blockwise_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
     """Return the largest magnitude of each block, float32; NaN wherever a block holds one."""
     found = blockwise_magnitudes(x, block)

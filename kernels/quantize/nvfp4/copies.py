@@ -8,6 +8,8 @@ copy from a stream of its own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -90,24 +92,27 @@ def quantize_grouped_nvfp4(
     streams: tuple[int, int] = (0, 1),
     rowwise: bool = True,
     columnwise: bool = True,
+    quantize: Callable[..., tuple[Tensor, Tensor, Tensor]] = quantize_nvfp4,
 ) -> list[Tensor]:
     """Quantize each group of rows of x [T, C] with an amax of its own: (packed, scales, amax) of each copy asked for.
 
     Rowwise: [T, ceil(C / 2)], [T, ceil(C / 16)], [G]; rows past the last group count as a group of amax 0. Columnwise,
-    in rows padded to multiples of 16 (see `grouped`): [C, P / 2], [C, P / 16], [G].
+    in rows padded to multiples of 16 (see `grouped`): [C, P / 2], [C, P / 16], [G]. quantize: `quantize_nvfp4`, or
+    without a key `quantize_four_over_six`.
     """
     splits = m_splits.to(torch.int64)
     rows, groups = x.shape[0], splits.shape[0]
+    drawn = [{} if key is None else {"key": key, "stream": stream} for stream in streams]
     found: list[Tensor] = []
     if rowwise:
         amax = grouped_amax(x, splits)
         own = _of_group(amax, splits, rows)[:, None]
-        found += [*quantize_nvfp4(x, amax=own, key=key, stream=streams[0])[:2], amax]
+        found += [*quantize(x, amax=own, **drawn[0])[:2], amax]
     if columnwise:
         sizes = (splits + BLOCK - 1) // BLOCK * BLOCK
         padded = x.new_empty((0, x.shape[1])) if x.numel() == 0 else pad_rows(x, splits, BLOCK)
         padded = transformed(padded, with_rht)
         amax = grouped_amax(padded, sizes)
         own = _of_group(amax, sizes // BLOCK, padded_length(rows, groups, BLOCK) // BLOCK)[None]
-        found += [*quantize_nvfp4(_transposed(padded), amax=own, key=key, stream=streams[1])[:2], amax]
+        found += [*quantize(_transposed(padded), amax=own, **drawn[1])[:2], amax]
     return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -13,11 +15,14 @@ from ..fp8.op import grouped_amax
 from ..output import nvfp4_copies
 from . import copies, cpu
 from .copies import transpose_nvfp4
+from .four_over_six import ErrorMode, quantize_four_over_six
 from .reference import block_of
 
 __all__ = [
     "decode_blocks",
     "dequantize_nvfp4",
+    "quantize_four_over_six",
+    "quantize_grouped_four_over_six",
     "quantize_grouped_nvfp4",
     "quantize_nvfp4",
     "quantize_nvfp4_both",
@@ -161,14 +166,29 @@ def quantize_grouped_nvfp4(
     in rows padded to multiples of 16 (see `grouped`): [C, P / 2], [C, P / 16], [G].
     """
     if not (x.is_cuda or launch.as_accelerator):
-        flags = {"rowwise": rowwise, "columnwise": columnwise}
-        return copies.quantize_grouped_nvfp4(x, m_splits, with_rht=with_rht, key=key, streams=streams, **flags)
+        return copies.quantize_grouped_nvfp4(
+            x, m_splits, with_rht=with_rht, key=key, streams=streams, rowwise=rowwise, columnwise=columnwise
+        )
     row_amax, col_amax = _amaxes(x, m_splits, with_rht and columnwise)
     wanted = (row_amax if rowwise else None, col_amax if columnwise else None)
     found = _copies(x, *wanted, m_splits, key, *streams, 1, with_rht)
     row = [*found[:2], row_amax] if rowwise else []
     col = [*found[-2:], col_amax] if columnwise else []
     return row + col
+
+
+def quantize_grouped_four_over_six(
+    x: Tensor,
+    m_splits: Tensor,
+    *,
+    e4m3_max: int,
+    err_mode: ErrorMode,
+    rowwise: bool = True,
+    columnwise: bool = True,
+) -> list[Tensor]:
+    """Do as `quantize_grouped_nvfp4`, with the candidates and the options of `quantize_four_over_six`."""
+    quantize = partial(quantize_four_over_six, e4m3_max=e4m3_max, err_mode=err_mode)
+    return copies.quantize_grouped_nvfp4(x, m_splits, rowwise=rowwise, columnwise=columnwise, quantize=quantize)
 
 
 @operation(

@@ -30,20 +30,22 @@ BLOCK = 16
 # graph, which a second autograd function in it cannot take (torch 2.13).
 
 
-def global_decode(amax: Tensor) -> Tensor:
-    """Return the float32 factor that decoding multiplies with, for amaxes of any shape."""
-    encode = _global_encode(amax)
+def global_decode(amax: Tensor, e4m3_max: int = 448) -> Tensor:
+    """Return the float32 factor that decoding multiplies with, for amaxes of any shape. e4m3_max: the largest scale
+    factor of a block, 448 or (`four_over_six`) 256."""
+    encode = global_encode(amax, e4m3_max)
     return torch.div(torch.ones_like(encode), encode)
 
 
-def _global_encode(amax: Tensor) -> Tensor:
-    encode = torch.div(torch.full_like(amax, 448.0 * 6.0), amax)
+def global_encode(amax: Tensor, e4m3_max: int = 448) -> Tensor:
+    """Return the float32 factor that encoding multiplies with, see `global_decode`."""
+    encode = torch.div(torch.full_like(amax, 256.0 * 6.0 if e4m3_max == 256 else 448.0 * 6.0), amax)
     encode = torch.where(encode == float("inf"), torch.finfo(torch.float32).max, encode)
     return torch.where((amax == 0) | ~torch.isfinite(amax), 1.0, encode)
 
 
-def _over_blocks(values: Tensor, x: Tensor) -> Tensor:
-    """Make a value per matrix [...] broadcastable to blocks; one of x's rank already is."""
+def over_blocks(values: Tensor, x: Tensor) -> Tensor:
+    """Make a value per matrix [...] broadcastable to blocks [..., r, c]; one of x's rank already is."""
     return values if values.dim() == x.dim() else values[..., None, None]
 
 
@@ -52,7 +54,7 @@ def block_scales(block_amax: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tens
 
     block_amax: [..., blocks down, blocks across]; amax: as for `quantize_nvfp4`.
     """
-    encode = _over_blocks(_global_encode(amax), block_amax)
+    encode = over_blocks(global_encode(amax), block_amax)
     decode = torch.div(torch.ones_like(encode), encode)
     scales = blocks.once(saturating_cast(block_amax * (encode * (1.0 / 6.0)), torch.float8_e4m3fn))
     wide = fp8_to_float(scales)
@@ -163,7 +165,7 @@ def dequantize_nvfp4(packed: Tensor, scales: Tensor, amax: Tensor | None, column
 
 def times_global(values: Tensor, amax: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return what `decode_blocks` gives times the factor of each matrix: see `dequantize_nvfp4`."""
-    return values.to(dtype) if amax is None else (values * _over_blocks(global_decode(amax), values)).to(dtype)
+    return values.to(dtype) if amax is None else (values * over_blocks(global_decode(amax), values)).to(dtype)
 
 
 def bits_of(x: Tensor, block: tuple[int, int], key: Tensor, stream: int) -> Tensor:

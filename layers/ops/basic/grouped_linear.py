@@ -53,7 +53,7 @@ class GroupedLinear(BasicOperation, GroupedLinearModule):
         if biases and self.parallel_mode == "row":
             raise ValueError("a row-parallel ops.GroupedLinear has no bias: it belongs after the sum over ranks")
         cached = self.cached_weight(weights, None)
-        quantizers, options = self.quantizers(), self.gemm_options(*weights)
+        quantizers, options = self.gemm_quantizers(), self.gemm_options(*weights)
         recorded = None
         if self.calibrating():
             self.calibrate("weight", largest(stacked(weights)))

@@ -91,7 +91,7 @@ class BasicLinear(GemmModule, BasicOperation):
 
     def fuser_arguments(self, device_type: str) -> OperationArguments:
         cached = self.cached_weight((self.weight,), None, 0)
-        quantizers, options = self.quantizers(), self.gemm_options(self.weight)
+        quantizers, options = self.gemm_quantizers(), self.gemm_options(self.weight)
         recorded = None
         if self.calibrating():
             self.calibrate("weight", largest(self.weight), 0)
@@ -187,7 +187,7 @@ class Quantize(QuantizedModule, BasicOperation):
         return ()
 
     def fuser_arguments(self, device_type: str) -> OperationArguments:
-        quantizers = self.quantizers()
+        quantizers = self.gemm_quantizers()
         live = self.live_state(quantizers or HIGH_PRECISION)
         recorded = self.calibration_amax("input", 0) if self.calibrating() else None
         constants = QuantizeConstants(None, None)

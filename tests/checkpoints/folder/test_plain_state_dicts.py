@@ -38,7 +38,7 @@ FLAT = HybridQuantizer(
 )
 RECIPES: dict[str, Recipe] = {name: recipe(name) for name in ("delayed", "current", "block", "mxfp8", "nvfp4")} | {
     "nvfp4 1-D": recipe("nvfp4", disable_2d_quantization=True),
-    "hybrid": CustomRecipe(qfactory=lambda role: HYBRID if role.tensor == "weight" else FLAT),
+    "hybrid": CustomRecipe(qfactory=lambda role: HYBRID if role.tensor_type == "weight" else FLAT),
     "identity": CustomRecipe(qfactory=lambda role: IdentityQuantizer()),
 }
 LAYERS: dict[str, Callable[[], nn.Module]] = {

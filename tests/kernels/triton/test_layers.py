@@ -16,7 +16,7 @@ from tests.kernels.triton.as_on_a_gpu import gemms_as_on_a_gpu, rows_as_on_a_gpu
 
 
 def mixed(role: layers.QuantizerRole) -> layers.Quantizer:
-    dtype = torch.float8_e5m2 if role.tensor == "grad_output" else torch.float8_e4m3fn
+    dtype = torch.float8_e5m2 if role.tensor_type == "grad_output" else torch.float8_e4m3fn
     return layers.MXFP8Quantizer(fp8_dtype=dtype)
 
 

@@ -168,7 +168,7 @@ def test_formats_that_are_aligned_differently(mixture: str, save: bool, monkeypa
     of_x, of_dy = MIXTURES[mixture]
 
     def factory(role: QuantizerRole) -> Quantizer:
-        return {"input": of_x, "grad_output": of_dy, "weight": MXFP8Quantizer()}[role.tensor]
+        return {"input": of_x, "grad_output": of_dy, "weight": MXFP8Quantizer()}[role.tensor_type]
 
     chosen = CustomRecipe(qfactory=factory)
     expected = step(layer(save_original_input=True), chosen)

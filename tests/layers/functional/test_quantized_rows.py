@@ -16,7 +16,7 @@ SPLITS = [([5, 0, 37], 50), ([0, 0, 0], 4), ([64, 32, 0], 96)]
 
 def input_quantizer(module: GroupedLinear, name: str) -> Quantizer:
     with autocast(recipe=fresh(name)):
-        quantizers = module.quantizers()
+        quantizers = module.gemm_quantizers()
     assert quantizers is not None and isinstance(quantizers.input, Quantizer)
     return quantizers.input.with_usage(rowwise=True, columnwise=True)
 

@@ -90,7 +90,7 @@ def test_they_accumulate_into_main_grad(kind: str, name: str, monkeypatch: pytes
 
 def test_a_product_of_one_quantized_side_is_counted_and_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:
     def factory(role):
-        return IdentityQuantizer() if role.tensor == "weight" else MXFP8Quantizer()
+        return IdentityQuantizer() if role.tensor_type == "weight" else MXFP8Quantizer()
 
     monkeypatch.setattr(gemm_operand, "_DEQUANTIZING_DEVICES", ())
     with pytest.warns(RuntimeWarning, match="there is no kernel for e8m0 by high precision"):
@@ -100,7 +100,7 @@ def test_a_product_of_one_quantized_side_is_counted_and_warned_about(monkeypatch
 
 def test_strict_raises_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     def factory(role):
-        return IdentityQuantizer() if role.tensor == "weight" else MXFP8Quantizer()
+        return IdentityQuantizer() if role.tensor_type == "weight" else MXFP8Quantizer()
 
     mixed = CustomRecipe(qfactory=factory)
     monkeypatch.setattr(gemm_operand, "_DEQUANTIZING_DEVICES", ())
@@ -156,7 +156,7 @@ def test_a_fallback_in_a_compiled_graph_is_counted_when_it_is_traced(monkeypatch
     """And warned about; it runs uncounted. Another shape is another graph."""
 
     def factory(role):
-        return IdentityQuantizer() if role.tensor == "weight" else MXFP8Quantizer()
+        return IdentityQuantizer() if role.tensor_type == "weight" else MXFP8Quantizer()
 
     torch._dynamo.reset()
     reset_gemm_counts()

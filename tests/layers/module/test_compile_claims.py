@@ -91,7 +91,7 @@ def test_fp8_output_keeps_its_quantizer_through_the_compiled_path(name: str, bac
 
 def formats(quantizer: Quantizer, seen: list[str], name: str) -> Any:
     def factory(role: Any) -> Quantizer:
-        seen.append(f"{name} {role.tensor}")
+        seen.append(f"{name} {role.tensor_type}")
         return quantizer
 
     return factory

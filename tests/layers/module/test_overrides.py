@@ -214,12 +214,12 @@ def test_unusable_rules_are_refused() -> None:
 
 
 def by_role(role: QuantizerRole):
-    if role.tensor == "grad_output":
+    if role.tensor_type == "grad_output":
         return HybridQuantizer(
             rowwise_quantizer=Float8CurrentScalingQuantizer(fp8_dtype=torch.float8_e5m2),
             columnwise_quantizer=MXFP8Quantizer(),
         )
-    return IdentityQuantizer() if role.tensor == "weight" else MXFP8Quantizer()
+    return IdentityQuantizer() if role.tensor_type == "weight" else MXFP8Quantizer()
 
 
 def test_a_custom_recipe_gives_each_operand_its_format() -> None:
@@ -235,8 +235,8 @@ def test_a_custom_recipe_gives_each_operand_its_format() -> None:
     with autocast(recipe=CustomRecipe(qfactory=factory)):
         y = layer(x)
     y.backward(dy)
-    seen = [role for role in seen if role.name == "here"]  # it is asked for every layer that exists
-    assert seen == [QuantizerRole("Linear", tensor, "here") for tensor in ("input", "weight", "grad_output")]
+    roles = [QuantizerRole("linear", tensor, "here", "Linear") for tensor in ("input", "weight", "grad_output")]
+    assert [role for role in seen if role.name == "here"] == roles
 
     def through(quantizer, tensor: torch.Tensor, usage: str) -> torch.Tensor:
         operand = quantizer.operand(tensor, usage, torch.float32)

@@ -190,7 +190,7 @@ TWO, ONE = Float8BlockQuantizer(block_scaling_dim=2), Float8BlockQuantizer(block
     ],
 )
 def test_a_custom_recipe_cannot_ask_for_2d_by_2d(quantizers: dict, refused: str | None) -> None:
-    chosen = CustomRecipe(qfactory=lambda role: quantizers[role.tensor])
+    chosen = CustomRecipe(qfactory=lambda role: quantizers[role.tensor_type])
     layer = Linear(256, 128, bias=False)
     if refused is None:
         run(layer, chosen)

@@ -27,9 +27,13 @@ EXAMPLES: dict[str, Quantizer] = {
     "1x16": NVFP4Quantizer(),
     "1x16 RHT": NVFP4Quantizer(with_rht=True),
     "16x16": NVFP4Quantizer(with_2d_quantization=True),
+    "16x16 4/6": NVFP4Quantizer(with_2d_quantization=True, nvfp4_use_4over6=True, nvfp4_e4m3_max=256),
     "identity": IdentityQuantizer(),
     "hybrid": HybridQuantizer(
         rowwise_quantizer=MXFP8Quantizer(), columnwise_quantizer=Float8BlockQuantizer(block_scaling_dim=1)
+    ),
+    "hybrid by rows": HybridQuantizer(
+        rowwise_quantizer=NVFP4Quantizer(row_scaled_nvfp4=True), columnwise_quantizer=NVFP4Quantizer()
     ),
     "hybrid symmetric": HybridQuantizer(
         rowwise_quantizer=NVFP4Quantizer(with_2d_quantization=True),

@@ -56,7 +56,9 @@ def step_sizes(quantizer: Quantizer, x: Tensor) -> tuple[em.Format, np.ndarray]:
     fields = quantizer.quantize_fields(x)
     if isinstance(quantizer, NVFP4Quantizer):
         amax = fields["rowwise_amax"].item()
-        decode = float(np.float32(1) / np.float32(min(2688 / amax, em.F32_MAX))) if amax else 1.0
+        decode = (
+            float(np.float32(1) / np.float32(min(6 * quantizer.nvfp4_e4m3_max / amax, em.F32_MAX))) if amax else 1.0
+        )
         scales = em.E4M3.decode(fields["rowwise_scale_inv"].view(torch.uint8).numpy())
         return E2M1, em.per_element(scales, (1, 16), x.shape) * decode
     scale = fields["rowwise_scale_inv"].numpy()

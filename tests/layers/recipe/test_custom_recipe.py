@@ -14,6 +14,7 @@ from te_models.layers import (
     MXFP8Quantizer,
     NVFP4Quantizer,
     Quantizer,
+    QuantizerRole,
     autocast,
     quantized_model_init,
 )
@@ -35,6 +36,27 @@ def test_a_custom_recipe_stores_weights_of_layers_without_a_name(grouped: bool) 
             layer(torch.randn(4, 32), *([torch.tensor([1, 3])] if grouped else []))
 
 
+def test_the_factory_is_asked_for_the_layer_at_hand_and_once() -> None:
+    """As Transformer Engine's, for every tensor of a layer when that layer first runs."""
+    asked: list[QuantizerRole] = []
+
+    def factory(role: QuantizerRole) -> Quantizer:
+        asked.append(role)
+        return MXFP8Quantizer()
+
+    other, layer, experts = Linear(32, 32, name="other"), Linear(32, 32, name="qkv"), GroupedLinear(2, 32, 32)
+    chosen = CustomRecipe(qfactory=factory)
+    for _ in range(2):
+        with autocast(recipe=chosen):
+            for _ in range(2):
+                layer(torch.randn(4, 32)).sum().backward()
+    assert asked == [QuantizerRole("linear", t, "qkv", "Linear") for t in ("input", "weight", "grad_output")]
+    with autocast(recipe=chosen):
+        experts(torch.randn(4, 32), [1, 3])
+    assert {(role.module_type, role.name) for role in asked[3:]} == {("grouped_linear", "")} and len(asked) == 6
+    del other
+
+
 @pytest.mark.parametrize(
     "made",
     [
@@ -45,7 +67,7 @@ def test_a_custom_recipe_stores_weights_of_layers_without_a_name(grouped: bool) 
 )
 def test_delayed_scaling_is_not_for_factories(made: Quantizer) -> None:
     """Nobody would keep its scales."""
-    chosen = CustomRecipe(qfactory=lambda role: made if role.tensor == "weight" else MXFP8Quantizer())
+    chosen = CustomRecipe(qfactory=lambda role: made if role.tensor_type == "weight" else MXFP8Quantizer())
     with autocast(recipe=chosen), pytest.raises(TypeError, match=r"returned a DelayedScalingQuantizer .*'weight'"):
         Linear(32, 16)(torch.randn(4, 32))
     with quantized_model_init(recipe=chosen), pytest.raises(TypeError, match="allowed: a quantizer of another class"):
@@ -73,7 +95,7 @@ def test_the_hadamard_transform_has_to_cancel(
     x: Quantizer, weight: Quantizer, dy: Quantizer, refused: str | None, grouped: bool
 ) -> None:
     quantizers = {"input": x, "weight": weight, "grad_output": dy}
-    chosen = CustomRecipe(qfactory=lambda role: quantizers[role.tensor])
+    chosen = CustomRecipe(qfactory=lambda role: quantizers[role.tensor_type])
     layer = GroupedLinear(2, 64, 48, bias=False) if grouped else Linear(64, 48, bias=False)
     splits = (torch.tensor([40, 24]),) if grouped else ()
     values = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))

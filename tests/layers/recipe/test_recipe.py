@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from te_models.layers import (
     RECIPES,
+    CustomRecipe,
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -20,6 +22,8 @@ from te_models.layers import (
     NVFP4BlockScaling,
     PerModuleRecipe,
     QuantizedTensor,
+    Quantizer,
+    QuantizerRole,
     Recipe,
     autocast,
     current_recipe,
@@ -27,6 +31,7 @@ from te_models.layers import (
     recipe,
     storage_recipe,
 )
+from te_models.layers.recipe import MMParams, QParams
 
 EXAMPLES = [
     Float8CurrentScaling(fp8_format=Format.E4M3, amax_epsilon=0.1),
@@ -59,6 +64,81 @@ def test_by_name() -> None:
         recipe("custom")
     with pytest.raises(ValueError, match="no field 'speed'"):
         Recipe.from_dict({"recipe": "block", "speed": 1})
+
+
+def test_transformer_engines_module_of_recipes() -> None:
+    """`from transformer_engine.common import recipe` and `from transformer_engine.common.recipe import ...`."""
+    module = importlib.import_module("te_models.layers.recipe")
+    for name in ("DelayedScaling", "Float8CurrentScaling", "MXFP8BlockScaling", "Format", "MMParams", "QParams"):
+        assert getattr(module, name) is getattr(recipe, name)
+    assert recipe.Format is Format
+
+
+def test_arguments_in_transformer_engines_order() -> None:
+    assert DelayedScaling(1, Format.E4M3, 16, "most_recent", None, False, False, False) == DelayedScaling(
+        margin=1, fp8_format=Format.E4M3, amax_history_len=16, amax_compute_algo="most_recent", reduce_amax=False
+    )
+    fast, split = MMParams(use_split_accumulator=False), MMParams()
+    assert Float8CurrentScaling(True, Format.E4M3, fast, split, split, False, False) == Float8CurrentScaling(
+        use_power_2_scales=True, fp8_format=Format.E4M3
+    )
+    assert Float8BlockScaling(True, Format.E4M3, 1, 1, 2, split, split, split, False, False) == Float8BlockScaling(
+        use_f32_scales=True, w_block_scaling_dim=1, grad_block_scaling_dim=2
+    )
+    assert MXFP8BlockScaling(0, Format.HYBRID, False, False) == MXFP8BlockScaling(fp8_format=Format.HYBRID)
+    assert CustomRecipe(by_tensor).quantizers("Linear", "").weight == IdentityQuantizer()
+    assert DelayedScaling(interval=1) == DelayedScaling(interval=-1) == DelayedScaling()
+
+
+def by_tensor(role: QuantizerRole) -> Quantizer:
+    return IdentityQuantizer()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DelayedScaling(interval=2), "interval is 2, which this library does not have; allowed: 1"),
+        (lambda: DelayedScaling(scaling_factor_compute_algo=max), "scaling_factor_compute_algo is <built-in"),
+        (lambda: DelayedScaling(fp8_format=Format.E5M2), "fp8_format is Format.E5M2; allowed: Format.E4M3, Format.HYB"),
+        (lambda: MXFP8BlockScaling(margin=1), "margin is 1, which this library does not have; allowed: 0"),
+        (lambda: Float8CurrentScaling(fp8_gemm_fprop=MMParams(True)), r"fp8_gemm_fprop is MMParams\(use_split_accumul"),
+        (lambda: Float8BlockScaling(fp8_mha=True), "fp8_mha is True, which this library does not have; allowed: False"),
+        (lambda: CustomRecipe(by_tensor, fp8_dpa=True), "fp8_dpa is True, which this library does not have"),
+    ],
+)
+def test_values_that_would_change_numbers_are_refused(make: Callable[[], Recipe], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+PREDICATES = {
+    "delayed": ("delayed", "float8_per_tensor_scaling"),
+    "current": ("float8_current_scaling", "float8_per_tensor_scaling"),
+    "block": ("float8_block_scaling",),
+    "mxfp8": ("mxfp8",),
+    "nvfp4": ("nvfp4",),
+    "custom": ("custom",),
+    "per_module": (),
+}
+
+
+def test_predicates_of_values_and_classes() -> None:
+    names = {name for names in PREDICATES.values() for name in names}
+    for name, cls in RECIPES.items():
+        assert {predicate for predicate in names if getattr(cls, predicate)()} == set(PREDICATES[name])
+    assert recipe("mxfp8").mxfp8() and not recipe("mxfp8").nvfp4() and not Recipe.mxfp8()
+
+
+def test_formats_know_their_largest_magnitudes() -> None:
+    assert (Format.E4M3.value.max_fwd, Format.E4M3.value.max_bwd) == (448, 448)
+    assert (Format.HYBRID.value.max_fwd, Format.HYBRID.value.max_bwd) == (448, 57344)
+    assert Format.E5M2.value.max_fwd == torch.finfo(torch.float8_e5m2).max and Format.E2M1.value.max_bwd == 6
+
+
+def test_what_a_recipe_says_in_transformer_engines_words() -> None:
+    assert Float8CurrentScaling(use_power_2_scales=True).fp8_quant_fwd_weight == QParams(power_2_scale=True)
+    assert Float8BlockScaling(amax_epsilon=0.5).fp8_quant_bwd_grad == QParams(power_2_scale=True, amax_epsilon=0.5)
+    assert not Float8CurrentScaling().fp8_gemm_fprop.use_split_accumulator and not DelayedScaling().fp8_dpa
 
 
 def test_a_product_of_two_dimensional_blocks_is_refused() -> None:

@@ -145,7 +145,7 @@ def linear_op(
 ) -> Tensor:
     """Do what `library_linear` does, under a recipe."""
     x = x.to(compute_dtype(x))
-    quantizers = module.quantizers()
+    quantizers = module.gemm_quantizers()
     assert quantizers is not None, "in high precision there is nothing to register"
     live = module.live_state(quantizers)
     wgrad = options.wgrad
@@ -180,6 +180,6 @@ def library_linear(
     options: GemmOptions = DEFAULT_OPTIONS,
 ) -> Tensor:
     """Do what a module's forward pass does, with these options."""
-    quantizers = module.quantizers()
+    quantizers = module.gemm_quantizers()
     assert quantizers is not None
     return linear(x, weight, bias, GemmCall(GemmConfig(quantizers, options), module.live_state(quantizers), cached))

@@ -1,0 +1,156 @@
+"""Quantizers as programs of Transformer Engine make and use them: arguments, usages, buffers, gradients, shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import te_models.layers as te
+
+E4M3, E5M2 = te.DType.kFloat8E4M3, te.DType.kFloat8E5M2
+MAKERS: dict[str, Callable[[], Any]] = {
+    "delayed": lambda: te.Float8Quantizer(torch.full((1,), 4.0), torch.zeros(1), E4M3, rowwise=True, columnwise=True),
+    "current": lambda: te.Float8CurrentScalingQuantizer(E5M2, torch.device("cpu"), rowwise=True, columnwise=True),
+    "block": lambda: te.Float8BlockQuantizer(
+        fp8_dtype=E4M3,
+        rowwise=True,
+        columnwise=True,
+        amax_epsilon=0.0,
+        force_pow_2_scales=True,
+        block_scaling_dim=1,
+    ),
+    "mxfp8": lambda: te.MXFP8Quantizer(E4M3, rowwise=True, columnwise=True),
+    "nvfp4": lambda: te.NVFP4Quantizer(
+        fp4_dtype=te.DType.kFloat4E2M1,
+        rowwise=True,
+        columnwise=True,
+        with_amax_reduction=False,
+        amax_reduction_group=None,
+        with_rht=False,
+        with_post_rht_amax=False,
+        with_2d_quantization=False,
+        stochastic_rounding=False,
+    ),
+}
+X = torch.randn(4, 8, 64, generator=torch.Generator().manual_seed(0))
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two quantized tensors have the same stored bytes."""
+    pairs = zip(a.fields.values(), b.fields.values(), strict=True)
+    return a.fields.keys() == b.fields.keys() and all(
+        torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8)) for x, y in pairs
+    )
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_leading_dimensions_are_flattened(name: str) -> None:
+    quantizer = MAKERS[name]()
+    flat, cube = quantizer(X.view(32, 64)), quantizer(X)
+    assert cube.shape == X.shape and cube.dtype == X.dtype and same(flat, cube)
+    assert torch.equal(cube.dequantize(), flat.dequantize().view(X.shape))
+    line = quantizer(X[0, 0])
+    assert line.shape == (64,) and torch.equal(line.dequantize(), quantizer(X[0, :1]).dequantize()[0])
+    with pytest.raises(ValueError, match=r"tensors; got shape \(\)"):
+        quantizer(X[0, 0, 0])
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_the_gradient_passes_unchanged(name: str) -> None:
+    quantizer, x = MAKERS[name](), X.clone().requires_grad_()
+    y = quantizer(x)
+    grad = torch.randn(X.shape)
+    assert y.requires_grad
+    y.dequantize().backward(grad)
+    assert torch.equal(x.grad, grad)
+    assert not quantizer(X).requires_grad
+    with torch.no_grad():
+        assert not quantizer(x).requires_grad
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_tensors_are_made_empty_and_updated(name: str) -> None:
+    quantizer = MAKERS[name]()
+    made = quantizer.make_empty([4, 8, 64], dtype=torch.bfloat16, device="cpu", requires_grad=True)
+    assert (made.shape, made.dtype, made.requires_grad) == ((4, 8, 64), torch.bfloat16, True)
+    out = quantizer.make_empty((4, 8, 64))
+    assert quantizer.update_quantized(X, out) is out and same(out, quantizer(X))
+    quantizer.update_quantized(2.5 * X, out, noop_flag=torch.ones(1))
+    assert same(out, quantizer(X))
+    quantizer.update_quantized(2.5 * X, out, noop_flag=torch.zeros(1))
+    assert same(out, quantizer(2.5 * X))
+    assert quantizer.quantize(X, out=out) is out and same(out, quantizer(X))
+    assert [same(t, quantizer(X)) for t in quantizer.multi_quantize([X, X])] == [True, True]
+    for wrong in (torch.empty(4, 8, 64), te.IdentityQuantizer()(X)):
+        with pytest.raises(ValueError, match="cannot update"):
+            quantizer.update_quantized(X, wrong)
+    with pytest.raises(ValueError, match="cannot quantize shape"):
+        quantizer.update_quantized(X[:2], out)
+
+
+@pytest.mark.parametrize("name", ["block", "mxfp8", "nvfp4"])
+def test_usages_are_set_on_the_object(name: str) -> None:
+    quantizer = MAKERS[name]()
+    value = quantizer.copy()
+    before = quantizer(X)
+    assert quantizer.set_usage(rowwise=False) is None
+    quantizer.set_usage(rowwise=True, columnwise=False)
+    assert (quantizer.rowwise_usage, quantizer.columnwise_usage) == (True, False)
+    rowwise = quantizer(X)
+    assert {field.partition("_")[0] for field in rowwise.fields} == {"rowwise"}
+    quantizer.set_usage(rowwise=False)
+    quantizer.set_usage(columnwise=True)
+    assert quantizer.get_usages() == {"rowwise": False, "columnwise": True}
+    assert {field.partition("_")[0] for field in quantizer.make_empty((8, 64)).fields} == {"columnwise"}
+    assert same(quantizer(X), value.with_usage(rowwise=False, columnwise=True)(X))
+    assert quantizer.copy() == value.with_usage(rowwise=False, columnwise=True)
+    assert quantizer == value and same(before, value(X))  # the value is what it was, and so are its tensors
+    with pytest.raises(TypeError, match="live state that a graph cannot hold"):
+        quantizer.__fx_repr__()
+    value.__fx_repr__()
+
+
+def test_a_live_quantizer_records_and_is_copied_with_its_tensors() -> None:
+    scale, amax = torch.full((1,), 2.0), torch.zeros(1)
+    quantizer = te.Float8Quantizer(scale, amax, E4M3, columnwise=False)
+    assert quantizer.fp8_dtype == torch.float8_e4m3fn and quantizer.get_usages() == {
+        "rowwise": True,
+        "columnwise": False,
+    }
+    quantizer(X)
+    assert amax.item() == X.abs().max().item()
+    quantizer.calibrate(torch.full((3,), -70.0))
+    assert amax.item() == 70
+    other = quantizer.copy()
+    other.set_usage(columnwise=True)
+    scale.fill_(8.0)
+    assert other.get_usages()["columnwise"] and not quantizer.columnwise_usage
+    assert other(X).fields["rowwise_scale_inv"].item() == 1 / 8
+
+
+def test_arguments_without_meaning_here_are_taken_at_their_defaults() -> None:
+    group = object()
+    for wrong in ({"with_amax_reduction": True}, {"amax_reduction_group": group}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} is .*, which this library does not have"):
+            te.Float8CurrentScalingQuantizer(E4M3, "cpu", **wrong)
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} is .*, which this library does not have"):
+            te.NVFP4Quantizer(**wrong)
+    with pytest.raises(ValueError, match=r"fp8_dtype is torch\.bfloat16; allowed: "):
+        te.MXFP8Quantizer(te.DType.kBFloat16)
+    assert te.MXFP8Quantizer(E4M3) == te.MXFP8Quantizer(torch.float8_e4m3fn) == te.MXFP8Quantizer()
+
+
+def test_a_script_that_compares_two_ways_of_quantizing_a_weight() -> None:
+    weight = torch.nn.Parameter(torch.randn(64, 32))
+    quantizer = te.MXFP8Quantizer(fp8_dtype=E4M3)
+    quantizer.set_usage(rowwise=True, columnwise=True)
+
+    def loss(w: Tensor) -> Tensor:
+        return (w.dequantize() if isinstance(w, te.QuantizedTensor) else w).square().sum()
+
+    loss(quantizer(weight)).backward()
+    assert torch.equal(weight.grad, 2 * quantizer(weight.detach()).dequantize())
