@@ -114,8 +114,8 @@ def largest(x: Tensor) -> Tensor:
 
 class _Arguments(NamedTuple):
     """x: [T, K] in `dtype`, that of the GEMMs, or the input [..., H] of the prologue, which has dtype for a result;
-    norm_weight, norm_bias: of the prologue; weight: [N, K] plain or quantized; bias: [N] or None; scale to key: of
-    QuantizerState; needs_x, needs_weight: whether the gradients of x or a norm's parameter, and of the weight, are
+    norm_weight, norm_bias: of the prologue; weight: [N, K] plain or quantized; bias: [N] or None; scale to gradient_log:
+    of QuantizerState; needs_x, needs_weight: whether the gradients of x or a norm's parameter, and of the weight, are
     wanted; quantizers to index: of GemmConfig."""
 
     x: Any
@@ -131,6 +131,7 @@ class _Arguments(NamedTuple):
     statistics: Any
     grad_statistics: Any
     key: Any
+    gradient_log: Any
     function: Norm | Activation | None
     dtype: torch.dtype
     needs_x: bool
@@ -177,7 +178,8 @@ class _DenseLinear(torch.autograd.Function):
         saved = _Saved(input_of_prologue, a.norm_weight, a.norm_bias, a.weight, a.cached, a.scale, a.key)
         ctx.save_for_backward(*saved, *statistics, *tensors)
         # not saved: backward writes to them, also between the forward and the backward pass of another call
-        ctx.main_grad, ctx.gradient, ctx.grad_statistics = a.main_grad, a.gradient, a.grad_statistics
+        ctx.main_grad, ctx.grad_statistics = a.main_grad, a.grad_statistics
+        ctx.gradient, ctx.gradient_log = a.gradient, a.gradient_log
         ctx.function, ctx.dtype, ctx.statistics = a.function, a.dtype, len(statistics)
         ctx.config = (a.quantizers, a.options, a.index)
         ctx.bias_dtype = None if a.bias is None else a.bias.dtype
@@ -192,7 +194,7 @@ class _DenseLinear(torch.autograd.Function):
         rest = list(tensors[count + ctx.statistics :])
         needs = _Arguments(*ctx.needs_input_grad)
         needs_x = needs.x or needs.norm_weight or needs.norm_bias
-        state = QuantizerState(s.scale, None, ctx.gradient, None, ctx.grad_statistics, s.key)
+        state = QuantizerState(s.scale, None, ctx.gradient, None, ctx.grad_statistics, s.key, ctx.gradient_log)
         config = GemmConfig(*ctx.config)
         dx, dw = dense_gradients(
             dy, s.weight, s.cached, ctx.main_grad, state, config, ctx.saved, rest, ctx.dtype, (needs_x, needs.weight)

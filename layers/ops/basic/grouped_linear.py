@@ -84,14 +84,14 @@ class GroupedLinear(BasicOperation, GroupedLinearModule):
         weights = call.parameters[: call.constants.weights]
         rows, tensors = computed.saved[:3], computed.saved[3:]
         ctx.save_for_backward(*rows, cached, state.scale, state.key, *weights, *tensors)
-        ctx.save_live(state.gradient, state.grad_statistics, *into)
+        ctx.save_live(state.gradient, state.gradient_log, state.grad_statistics, *into)
         biases = call.parameters[call.constants.weights :]
         of_bias = (biases[0].dtype, biases[0].dim() == 2) if biases else (None, False)
         ctx.constants = (call.constants, x.dtype, *of_bias, *computed.notes)
 
     def op_backward(self, ctx: OperationContext, dy: Tensor, extra_gradients: tuple[Tensor, ...]) -> Gradients:
         m_splits, ends, group, cached, scale, key, *rest = ctx.saved
-        gradient, grad_statistics, *into = ctx.live
+        gradient, gradient_log, grad_statistics, *into = ctx.live
         constants, x_dtype, bias_dtype, stacked_bias, saved, dtype = ctx.constants
         dy = dy.to(dtype)
         dx, dw = grouped_gradients(
@@ -100,7 +100,7 @@ class GroupedLinear(BasicOperation, GroupedLinearModule):
             cached,
             tuple(into),
             GroupOffsets(m_splits, ends, group),
-            QuantizerState(scale, None, gradient, None, grad_statistics, key),
+            QuantizerState(scale, None, gradient, None, grad_statistics, key, gradient_log),
             constants.config,
             saved,
             rest[constants.weights :],
