@@ -36,6 +36,7 @@ from .module.model_state import (
 )
 from .module.norm import LayerNorm, RMSNorm
 from .module.primary_weights import store_weights
+from .module.replace_linears import ReplacementReport, replace_linears
 from .module.report import RecipeReport, quantization_statistics, recipe_report
 from .optimizer.fused_adamw import FusedAdamW, GradScaler, gradient_of
 from .quantizer import (
@@ -154,6 +155,7 @@ __all__ = [
     "RMSNorm",
     "Recipe",
     "RecipeReport",
+    "ReplacementReport",
     "RotaryPositionEmbedding",
     "TransformerLayer",
     "apply_rotary_pos_emb",
@@ -189,6 +191,7 @@ __all__ = [
     "recipe_report",
     "recipe_state",
     "recompute_contexts",
+    "replace_linears",
     "set_rounding_seed",
     "share_scales",
     "storage_recipe",

@@ -159,12 +159,7 @@ def dense_gradients(
     of_x, weight_fields = saved.parts(tensors)
     quantizer: AnyQuantizer = IdentityQuantizer()
     if not override:
-        quantizer = with_gradient_state(
-            quantizers.grad_output,
-            state,
-            lambda: q.raised_amax(dy.detach(), dy.new_zeros((), dtype=torch.float32)),
-            index,
-        )
+        quantizer = with_gradient_state(quantizers.grad_output, state, lambda: _amax(dy.detach()), index)
         if state.grad_statistics is not None:
             into = state.grad_statistics[(index or 0) % state.grad_statistics.shape[0]]
             record_statistics(into, unrecorded(quantizer), dy, key)
@@ -187,6 +182,10 @@ def dense_gradients(
 
         (dw,) = run_wgrad(wgrad, (weight,), (left, right), compute)
     return first_derivative(dx, override, dy, weight), first_derivative(dw, override, dy, *tensors)
+
+
+def _amax(x: Tensor) -> Tensor:
+    return q.raised_amax(x, x.new_zeros((), dtype=torch.float32))
 
 
 def _dgrad_operand(

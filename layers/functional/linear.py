@@ -114,9 +114,9 @@ def largest(x: Tensor) -> Tensor:
 
 class _Arguments(NamedTuple):
     """x: [T, K] in `dtype`, that of the GEMMs, or the input [..., H] of the prologue, which has dtype for a result;
-    norm_weight, norm_bias: of the prologue; weight: [N, K] plain or quantized; bias: [N] or None; scale to gradient_log:
-    of QuantizerState; needs_x, needs_weight: whether the gradients of x or a norm's parameter, and of the weight, are
-    wanted; quantizers to index: of GemmConfig."""
+    norm_weight, norm_bias: of the prologue; weight: [N, K] plain or quantized; bias: [N] or None; scale to
+    gradient_log: of QuantizerState; needs_x, needs_weight: whether the gradients of x or a norm's parameter, and of the
+    weight, are wanted; quantizers to index: of GemmConfig."""
 
     x: Any
     norm_weight: Any

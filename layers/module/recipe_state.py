@@ -62,6 +62,7 @@ class RecipeStateModule(nn.Module):
         self.recipe_use = RecipeUse()
         self.kind = type(self).__name__  # as recipes know it; `fully_shard` makes another class of the module
         self.name = name or ""  # Transformer Engine's None
+        self.state_in_state_dict = True  # False: `recipe_state(model)` alone gives it
         self.reduce_amax = True  # False: other ranks have other GEMMs here, so delayed scaling reduces no amaxes
         self.delayed_rule: DelayedRule | None = None
         self.fp8_history: Tensor | None = None
@@ -214,7 +215,7 @@ class RecipeStateModule(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name, value in self.recipe_state().items():
+        for name, value in self.recipe_state().items() if self.state_in_state_dict else ():
             destination[prefix + name] = value
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

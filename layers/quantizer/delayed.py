@@ -203,7 +203,7 @@ GENERATIONS = 2**20  # exactly representable, and a multiple of LOG
 
 
 def log_amax_(log: Tensor, generation: Tensor, amax: Tensor, gemm_index: int | None) -> None:
-    """Enter the amaxes of a backward pass under their generation, both [G], or both [] of one GEMM. log: [2, LOG, G]."""
+    """Enter the amaxes of a backward pass under their generation, both [G], or [] of one GEMM. log: [2, LOG, G]."""
     part = log if gemm_index is None else log[:, :, gemm_index : gemm_index + 1]
     slots = torch.arange(LOG, device=log.device, dtype=generation.dtype)[:, None]
     own = slots == torch.remainder(generation, LOG)
