@@ -201,6 +201,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "ops":  # a package of its own, which not every program needs
-        return importlib.import_module(f"{__name__}.ops")
+    if name in ("ops", "optimizers", "utils"):  # packages of their own, which not every program needs
+        return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(missing(name))

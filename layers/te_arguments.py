@@ -43,6 +43,7 @@ def takes_at_default(**defaults: Any) -> Callable[[F], F]:
                 require_default(name, arguments.pop(name), defaults[name])
             return function(*args, **arguments)
 
+        call.taken_at_default = getattr(function, "taken_at_default", {}) | defaults  # type: ignore[attr-defined]
         return cast(F, call)
 
     return decorate

@@ -18,7 +18,7 @@ from ..quantizer import (
 )
 from ..quantizer.delayed import DelayedScalingQuantizer
 from ..te_arguments import require_default
-from .base import Format, GemmQuantizers, QuantizerRole, Recipe, Role
+from .base import RECIPES, Format, GemmQuantizers, QuantizerRole, Recipe, Role, recipe
 
 AmaxAlgorithm = Literal["max", "most_recent"] | Callable[[Tensor], Tensor]
 DelayedRule = tuple[int, int, AmaxAlgorithm, bool, bool]
@@ -216,3 +216,8 @@ class CustomRecipe(Recipe):
 
     def to_dict(self) -> dict[str, Any]:
         raise TypeError("a CustomRecipe has no JSON form: its qfactory is a function")
+
+
+# a script that imports Transformer Engine's module `recipe` writes `recipe.DelayedScaling`; here it finds the function
+for _class in (Format, *RECIPES.values()):
+    setattr(recipe, _class.__name__, _class)

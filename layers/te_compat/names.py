@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import importlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from ..module.autocast import autocast, quantized_model_init
 from ..recipe.base import Recipe
@@ -39,37 +41,64 @@ is_fp8_available = is_mxfp8_available = is_fp8_block_scaling_available = is_nvfp
 is_bf16_available = _available
 
 _INSTEAD = {
+    "CPLoadBalancingStrategy": "attention is not split over ranks along the sequence",
     "CudaRNGStatesTracker": "split weights start as parts of the unsplit one's, and ranks are seeded apart for dropout",
+    "DType": "formats are torch's dtypes",
+    "DelayedScalingRequest": "a CustomRecipe's factory returns quantizers without state",
     "FP8GlobalStateManager": "current_recipe() is the recipe in force, and every recipe runs on every device",
     "Float8BlockwiseQTensor": "it is Float8BlockwiseTensor",
     "Float8BlockwiseQTensorStorage": "it is Float8BlockwiseTensorStorage",
     "Fp8Padding": "GroupedLinear takes rows and m_splits as they are, and pads what a format wants itself",
     "Fp8Unpadding": "GroupedLinear takes rows and m_splits as they are, and pads what a format wants itself",
+    "FusedAdam": "FusedAdamW is here; its weight_decay is 0.01 unless given",
+    "FusedMLAQUpProjFunction": "te_models has latent attention in its models",
+    "FusedMLAQUpProjRopeQuant": "te_models has latent attention in its models",
+    "FusedSGD": "FusedAdamW is here, or torch.optim.SGD",
+    "GatedDeltaNet2Attention": "attention is softmax attention",
+    "GatedDeltaNetAttention": "attention is softmax attention",
+    "GatedDeltaProductAttention": "attention is softmax attention",
     "HybridQuantizedTensor": "it is HybridTensor",
     "HybridQuantizedTensorStorage": "it is HybridTensorStorage",
     "InferenceParams": "te_models.GPTModel generates with te_models.KVCache",
+    "MMParams": "GEMMs sum in float32",
+    "ManualOffloadSynchronizer": "use torch.autograd.graph.save_on_cpu",
+    "QParams": "what an operand is rounded to is in the quantizers of a recipe",
     "QuantizedTensorStorage": "it is QuantizedStorage",
+    "QuantizerRequest": "a CustomRecipe's factory returns quantizers without state",
     "SplitAlongDim": "use torch.split",
-    "common": "te_models.layers.recipe.recipes has what is in transformer_engine.common.recipe",
+    "UserBufferQuantizationMode": "collectives are torch.distributed's, without user buffers",
+    "common": "te_models.layers.recipe has what is in transformer_engine.common.recipe",
+    "deinterleave_glu_tensor": "the halves of a gated activation are blocks, see torch.chunk",
     "destroy_ub": "collectives are torch.distributed's, without user buffers",
     "distributed": "checkpoint is here",
     "fused_compute_score_for_moe_aux_loss": "te_models.kernels.router has routers and their losses",
     "fused_moe_aux_loss": "te_models.kernels.router has routers and their losses",
     "fused_topk_with_score_function": "te_models.kernels.router has routers and their losses",
     "get_cpu_offload_context": "use torch.autograd.graph.save_on_cpu",
-    "get_default_recipe": "it is Float8CurrentScaling()",
+    "get_cudnn_version": "use torch.backends.cudnn.version",
     "get_default_fp8_recipe": "it is Float8CurrentScaling()",
+    "get_default_recipe": "it is Float8CurrentScaling()",
     "get_device_compute_capability": "use torch.cuda.get_device_capability",
     "initialize_ub": "collectives are torch.distributed's, without user buffers",
+    "interleave_glu_tensor": "the halves of a gated activation are blocks, see torch.cat",
     "make_graphed_callables": "use torch.compile(mode='reduce-overhead')",
     "mark_not_offload": "use torch.autograd.graph.save_on_cpu",
     "moe_permute_and_pad_with_probs": "use moe_permute_with_probs: GroupedLinear pads what a format wants itself",
     "onnx_export": "use torch.export",
-    "optimizers": "FusedAdamW is here; its weight_decay is 0.01 unless given",
+    "prepare_for_saving": "autograd saves quantized tensors as they are",
+    "restore_from_func_ctx": "autograd saves quantized tensors as they are",
+    "restore_from_saved": "autograd saves quantized tensors as they are",
 }
 _OPERATIONS_INSTEAD = {
+    "GLU": "SwiGLU, GEGLU, ReGLU and SReGLU are here",
     "L2Normalization": "it is L2Norm",
+    "QGEGLU": "GEGLU is here",
+    "QGELU": "GELU is here",
     "ScaledClampedQGeGLU": "ClampedSwiGLU is here, without probabilities",
+    "ScaledSReLU": "SReLU is here, without probabilities",
+    "ScaledSiTUGLU": "ScaledSwiGLU is here",
+    "ScaledTanhSReLU": "SReLU is here",
+    "SiTUGLU": "SwiGLU is here",
     "register_backward_fusion": "append to FUSIONS",
     "register_forward_fusion": "append to FUSIONS",
 }
@@ -85,3 +114,12 @@ def missing(name: str) -> str:
     """Return the sentence for a name that `te_models.layers` does not have."""
     instead = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
     return f"module 'te_models.layers' has no attribute {name!r}{instead}"
+
+
+def from_layers(module: str, name: str, names: Sequence[str]) -> Any:
+    """Return what `te_models.layers` has under a name that Transformer Engine has in another module, too. names: those
+    that this module has; AttributeError for any other."""
+    layers = importlib.import_module("te_models.layers")
+    if name in names:
+        return getattr(layers, name)
+    raise AttributeError(f"module {module!r} has no attribute {name!r}")

@@ -1,0 +1,14 @@
+"""The optimizers of `te_models.layers` under Transformer Engine's module path.
+
+May import: `te_models.layers`, lazily.
+"""
+
+from typing import Any
+
+from ..te_compat.names import from_layers
+
+__all__ = ["FusedAdamW"]
+
+
+def __getattr__(name: str) -> Any:
+    return from_layers(__name__, name, (*__all__, "FusedAdam", "FusedSGD"))
