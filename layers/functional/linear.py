@@ -57,15 +57,10 @@ def linear(
     if prologue is None:
         x = x.to(dtype)
     if call is not None and call.amaxes is not None:
-        update_amax_(call.amaxes[0], largest(x.reshape(-1, x.shape[-1])))
-        update_amax_(call.amaxes[1], largest(weight))
+        calibrate(x, weight, call.amaxes)
     if call is None or call.config is None:
         if isinstance(weight, QuantizedTensor):
-            operand = stored_for_few_rows(x, weight)
-            if operand is not None:
-                y = few_rows.linear(x.reshape(-1, x.shape[-1]), operand, None if bias is None else bias.to(dtype))
-                return y.view(*x.shape[:-1], weight.shape[0])
-            weight = weight.dequantize(dtype)
+            return stored_linear(x, weight, bias)
         return dense(x, weight.to(dtype), None if bias is None else bias.to(dtype))
     fix_width(x)
     # asked outside of the autograd function, which says so of a parameter under no_grad, too, and would save what no
@@ -91,6 +86,22 @@ def linear(
         *call.config,
     )
     return _DenseLinear.apply(*arguments).view(*x.shape[:-1], weight.shape[0])
+
+
+def calibrate(x: Tensor, weight: Tensor, amaxes: tuple[Tensor, Tensor]) -> None:
+    """Record the amaxes of x [..., in] and of the weight in `GemmCall.amaxes`."""
+    update_amax_(amaxes[0], largest(x.reshape(-1, x.shape[-1])))
+    update_amax_(amaxes[1], largest(weight))
+
+
+def stored_linear(x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
+    """Return `x @ weight^T + bias` in x's dtype, without a recipe. x: [..., in]."""
+    bias = None if bias is None else bias.to(x.dtype)
+    operand = stored_for_few_rows(x, weight)
+    if operand is not None:
+        y = few_rows.linear(x.reshape(-1, x.shape[-1]), operand, bias)
+        return y.view(*x.shape[:-1], weight.shape[0])
+    return dense(x, weight.dequantize(x.dtype), bias)
 
 
 def _fused_dtype(x: Tensor, weight: Tensor, call: GemmCall | None, prologue: Prologue) -> torch.dtype | None:

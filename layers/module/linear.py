@@ -13,6 +13,7 @@ from te_models.kernels.activation import Activation
 from ..distributed.tensor_parallel import InitMethod, ParallelMode, TensorParallelModule
 from ..functional.fused_quantize import Prologue
 from ..functional.linear import linear
+from ..functional.linear_op import Boundary, check_boundary, linear_layer
 from ..te_arguments import TRACKER, USER_BUFFERS, takes_at_default
 from .base import GemmModule
 from .primary_weights import default_init_method, empty_parameter, store_weights_as_asked
@@ -24,8 +25,10 @@ class Linear(TensorParallelModule, GemmModule):
     weight: [out_features, in_features]; bias: [out_features]. params_dtype: dtype of the parameters (None: torch's
     default); init_method: fills the weight in place (None: N(0, 0.023^2)); the bias starts at zero. parallel_mode: how
     the weight is split over the ranks of tp_group, see `tensor_parallel`; in_features and out_features are the unsplit
-    sizes, the attributes of that name this rank's. return_bias: return (y without bias, bias): the caller adds it. The
-    other options: see `GemmModule`; name: see `QuantizedModule`.
+    sizes, the attributes of that name this rank's. return_bias: return (y without bias, bias): the caller adds it.
+    boundary: what the compiler sees of the layer, with the same numbers: "kernel" every quantization and GEMM, which
+    it fuses; "layer" one operation forward and one backward, which compile in a fraction of the time and fuse with
+    nothing (docs/compile.md). The other options: see `GemmModule`; name: see `QuantizedModule`.
     """
 
     @takes_at_default(**TRACKER, **USER_BUFFERS, parameters_split=None)
@@ -47,6 +50,7 @@ class Linear(TensorParallelModule, GemmModule):
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
         name: str = "",
+        boundary: Boundary = "kernel",
     ) -> None:
         super().__init__(1, name, fuse_wgrad_accumulation, delay_wgrad_compute, save_original_input)
         ranks: dict[str, Any] = {"tp_group": tp_group, "tp_size": tp_size, "sequence_parallel": sequence_parallel}
@@ -55,6 +59,7 @@ class Linear(TensorParallelModule, GemmModule):
         self.out_features = out_features
         self.init_method = init_method or default_init_method
         self.return_bias = return_bias
+        self.boundary: Boundary = check_boundary(boundary, self.tp_size, delay_wgrad_compute)
         self.weight = empty_parameter(out_features, in_features, params_dtype=params_dtype, device=device)
         self.bias = empty_parameter(out_features, params_dtype=params_dtype, device=device) if bias else None
         self.reset_parameters()
@@ -83,7 +88,8 @@ class Linear(TensorParallelModule, GemmModule):
         if self.parallel_mode == "column":
             x, prologue = self.whole_rows(x if prologue is None else prologue.run(x)), None
         bias = None if self.return_bias else self.bias
-        y = linear(x, weight, None if row else bias, call, prologue)
+        run = linear if self.boundary == "kernel" else linear_layer
+        y = run(x, weight, None if row else bias, call, prologue)
         y = self.summed(y, bias) if row else y
         if not self.return_bias:
             return y
