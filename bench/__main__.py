@@ -32,10 +32,11 @@ LEFT_OUT = {
     "generation": "three models, four prompts each in two dtypes, recipes and the compiled model: half an hour",
     "compile": "it compiles seven recipes' steps and five models from nothing, most of ten minutes",
     "eager_calls": "it compares with another checkout: python -m bench.eager_calls --before DIR",
+    "boundary": "it compiles two layers two dozen times, twelve of them from nothing, five minutes",
     "gpu": "it needs a CUDA device: python -m bench.gpu",
 }
 """What `python -m bench` does not run, or not whole, and why."""
-EVERY = [*BENCHMARKS, "training_curves", "generation", "compile"]
+EVERY = [*BENCHMARKS, "training_curves", "generation", "compile", "boundary"]
 
 
 def main(arguments: list[str]) -> int:

@@ -2,13 +2,15 @@
 
 A generated part stands between `<!-- begin NAME -->` and `<!-- end NAME -->`; what is around it is written by hand. The
 parts are the help of every verb (docs/cli.md), the keys of a training run and of a model (docs/training-keys.md,
-docs/model-keys.md), the folders and where things are (docs/layout.md), and the table of tested versions
-(docs/support.md). A test fails when one is stale.
+docs/model-keys.md), the folders and where things are (docs/layout.md), the table of tested versions
+(docs/support.md), and how signatures differ from Transformer Engine's (docs/porting.md). A test fails when one is
+stale.
 """
 
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import sys
@@ -17,6 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PHRASE = 110
+DEVIATIONS = ROOT / "docs/te_deviations.json"
 FOLDERS = ("kernels", "layers", "checkpoints", "te_models")
 
 
@@ -103,6 +106,29 @@ def package_tree() -> str:
     return "```text\n" + "\n".join(f"{name:<{width}}{text}".rstrip() for name, text in lines) + "\n```"
 
 
+def te_deviations() -> str:
+    """The differences between our signatures and Transformer Engine's, by reason."""
+    rows = []
+    for why, lines in json.loads(DEVIATIONS.read_text(encoding="utf-8")).items():
+        arguments: dict[str, list[str]] = {}
+        for line in lines:
+            match = re.match(r"([\w.]+)(?:\((\*?\w+)\))?: ", line)
+            if match is None:
+                raise ValueError(
+                    f"{DEVIATIONS.name} has the line {line!r}; allowed: NAME: WHAT or NAME(ARGUMENT): WHAT"
+                )
+            names = arguments.setdefault(match[1], [])
+            names += [match[2]] if match[2] and match[2] not in names else []
+        cells = [
+            f"`{name}` ({', '.join(f'`{argument}`' for argument in names)})"
+            if names and len(lines) < 60
+            else f"`{name}`"
+            for name, names in arguments.items()
+        ]
+        rows.append(f"| {why} | {', '.join(cells)} |")
+    return "\n".join(["| difference | where |", "|---|---|", *rows])
+
+
 WHERE = (
     (
         "Where is the weight quantized in the forward GEMM (fprop)?",
@@ -163,6 +189,7 @@ def pages() -> dict[Path, str]:
         ("docs/support.md", "support", support_table),
         ("docs/layout.md", "package-tree", package_tree),
         ("docs/layout.md", "where", where_table),
+        ("docs/porting.md", "te-deviations", te_deviations),
     ]
     found: dict[Path, str] = {}
     for page, name, body in parts:

@@ -37,6 +37,7 @@ from .module.model_state import (
 )
 from .module.norm import LayerNorm, RMSNorm
 from .module.primary_weights import store_weights
+from .module.replace_linears import ReplacementReport, replace_linears
 from .module.report import RecipeReport, quantization_statistics, recipe_report
 from .optimizers.fused_adamw import FusedAdamW
 from .optimizers.master_weights import GradScaler, gradient_of
@@ -174,6 +175,7 @@ __all__ = [
     "Recipe",
     "RecipeReport",
     "RecipeState",
+    "ReplacementReport",
     "RotaryPositionEmbedding",
     "TransformerLayer",
     "apply_rotary_pos_emb",
@@ -215,6 +217,7 @@ __all__ = [
     "recipe_report",
     "recipe_state",
     "recompute_contexts",
+    "replace_linears",
     "set_rounding_seed",
     "share_scales",
     "storage_recipe",
@@ -224,6 +227,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "ops":  # a package of its own, which not every program needs
-        return importlib.import_module(f"{__name__}.ops")
+    if name in ("ops", "optimizers", "utils"):  # packages of their own, which not every program needs
+        return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(missing(name))

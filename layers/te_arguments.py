@@ -11,8 +11,8 @@ import enum
 import functools
 import io
 import warnings
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -70,6 +70,12 @@ AMAX_REDUCTION: dict[str, Any] = {"with_amax_reduction": False, "amax_reduction_
 """Of quantizers: here the parts of a matrix share an amax under FSDP2, see `share_scales`."""
 
 
+def _noted(call: Any, function: Any, names: Iterable[str], how: str) -> Any:
+    """Note on a function that it takes arguments which its signature does not have, for the table of differences."""
+    call.also_taken = getattr(function, "also_taken", {}) | dict.fromkeys(names, how)
+    return call
+
+
 def takes_at_default(**defaults: Any) -> Callable[[F], F]:
     """Let a function take these keyword arguments, too, each at its default (or another value that says "no").
 
@@ -83,7 +89,7 @@ def takes_at_default(**defaults: Any) -> Callable[[F], F]:
                 require_default(name, arguments.pop(name), defaults[name])
             return function(*args, **arguments)
 
-        return cast(F, call)
+        return _noted(call, function, defaults, "only at its default")
 
     return decorate
 
@@ -119,7 +125,8 @@ def takes_parallel_options(constructor: F) -> F:
         for module in self.modules():
             module.get_rng_state_tracker = get_rng_state_tracker  # type: ignore[assignment]
 
-    return cast(F, call)
+    named = ("get_rng_state_tracker", "rng_tracker_name", "ub_name")
+    return _noted(_noted(call, constructor, named, "keyword only"), call, USER_BUFFERS, "at any value on one rank")
 
 
 def takes_without_effect(*names: str, position: int | None = None) -> Callable[[F], F]:
@@ -135,7 +142,7 @@ def takes_without_effect(*names: str, position: int | None = None) -> Callable[[
                 args = args[:-1]
             return function(*args, **{name: value for name, value in arguments.items() if name not in names})
 
-        return cast(F, call)
+        return _noted(call, function, names[1:] if position is not None else names, "keyword only")
 
     return decorate
 
@@ -153,7 +160,7 @@ def takes_also(**names: str) -> Callable[[F], F]:
                 arguments[names[theirs]] = arguments.pop(theirs)
             return function(*args, **arguments)
 
-        return cast(F, call)
+        return _noted(call, function, names, "keyword only")
 
     return decorate
 

@@ -425,6 +425,16 @@ prepare_recipe_state(again, DelayedScaling())  # for loaders that fill an existi
 load_recipe_state(again, recipe_state(layer))
 assert torch.equal(layer.fp8_scale, again.fp8_scale)
 
+# %% replace_linears, ReplacementReport
+import torch
+from te_models.layers import ReplacementReport, autocast, recipe, replace_linears
+
+model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.GELU(), torch.nn.Linear(96, 64))
+report: ReplacementReport = replace_linears(model, exclude="2")
+assert report.replaced == ("0",) and report.left == {"2": "exclude names it"}
+with autocast(recipe=recipe("mxfp8")):
+    model(torch.randn(32, 64)).sum().backward()
+
 # %% share_scales
 import torch
 from te_models.layers import Float8CurrentScaling, Linear, quantized_model_init, share_scales

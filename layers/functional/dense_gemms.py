@@ -17,11 +17,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from te_models.kernels import quantize as q
 from te_models.kernels.gemm import Operand
 from te_models.kernels.gemm.cpu import operand_dtype
 
 from ..quantizer import Fields, IdentityQuantizer, Quantizer, Usage
-from ..quantizer.state import AnyQuantizer, QuantizerState, value_of, with_gradient_state, with_state
+from ..quantizer.state import AnyQuantizer, QuantizerState, unrecorded, value_of, with_gradient_state, with_state
 from ..recipe.base import HIGH_PRECISION, GemmQuantizers
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.storage import QuantizedStorage
@@ -158,11 +159,10 @@ def dense_gradients(
     of_x, weight_fields = saved.parts(tensors)
     quantizer: AnyQuantizer = IdentityQuantizer()
     if not override:
-        quantizer = with_gradient_state(quantizers.grad_output, state.gradient, index)
+        quantizer = with_gradient_state(quantizers.grad_output, state, lambda: _amax(dy.detach()), index)
         if state.grad_statistics is not None:
             into = state.grad_statistics[(index or 0) % state.grad_statistics.shape[0]]
-            unrecorded = with_gradient_state(quantizers.grad_output, state.gradient, index, record=False)
-            record_statistics(into, unrecorded, dy, key)
+            record_statistics(into, unrecorded(quantizer), dy, key)
     usages: tuple[Usage, ...] = tuple([u for u, needed in zip(USAGES, needs, strict=True) if needed])
     of_dy = gradient_operands(quantizer, dy, usages, dtype, key)
     dx = dw = None
@@ -182,6 +182,10 @@ def dense_gradients(
 
         (dw,) = run_wgrad(wgrad, (weight,), (left, right), compute)
     return first_derivative(dx, override, dy, weight), first_derivative(dw, override, dy, *tensors)
+
+
+def _amax(x: Tensor) -> Tensor:
+    return q.raised_amax(x, x.new_zeros((), dtype=torch.float32))
 
 
 def _dgrad_operand(

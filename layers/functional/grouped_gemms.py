@@ -27,7 +27,7 @@ from te_models.kernels.without_autocast import without_autocast
 
 from ..quantizer import Fields, IdentityQuantizer, Quantizer, Usage
 from ..quantizer.group_offsets import GroupOffsets
-from ..quantizer.state import AnyQuantizer, QuantizerState, with_gradient_state, with_state
+from ..quantizer.state import AnyQuantizer, QuantizerState, unrecorded, with_gradient_state, with_state
 from ..recipe.base import HIGH_PRECISION, GemmQuantizers
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.storage import QuantizedStorage
@@ -122,10 +122,9 @@ def grouped_gradients(
     of_x, fields = saved.parts(tensors)
     quantizer: AnyQuantizer = IdentityQuantizer()
     if not override:
-        quantizer = with_gradient_state(quantizers.grad_output, state.gradient)
+        quantizer = with_gradient_state(quantizers.grad_output, state, lambda: offsets.amax(dy.detach()))
         if state.grad_statistics is not None:
-            unrecorded = with_gradient_state(quantizers.grad_output, state.gradient, record=False)
-            record_statistics(state.grad_statistics[0], unrecorded, dy, key, offsets)
+            record_statistics(state.grad_statistics[0], unrecorded(quantizer), dy, key, offsets)
     align = row_alignment(quantizers, dy.device)
     usages: tuple[Usage, ...] = tuple([u for u, needed in zip(USAGES, needs, strict=True) if needed])
     if aligned:

@@ -103,9 +103,9 @@ class _BiasRows(torch.autograd.Function):
 class _Arguments(NamedTuple):
     """x: [T, K] in `dtype`, that of the GEMMs, or quantized; where slot_of_row, row_of_slot and padding_rows of a
     Permutation are given, x are tokens [tokens, K] of any dtype, and the rows are made of them. m_splits, ends, group:
-    of GroupOffsets; scale to key: of QuantizerState; needs_x, needs_weights: whether the gradients of x and of the
-    weights are wanted; quantizers to index: of GemmConfig; count: how many weights. Behind these come the weights, one
-    [G, N, K] or G of [N, K], plain or quantized, and then the main gradients, if there are any."""
+    of GroupOffsets; scale to gradient_log: of QuantizerState; needs_x, needs_weights: whether the gradients of x and of
+    the weights are wanted; quantizers to index: of GemmConfig; count: how many weights. Behind these come the weights,
+    one [G, N, K] or G of [N, K], plain or quantized, and then the main gradients, if there are any."""
 
     x: Any
     slot_of_row: Any
@@ -121,6 +121,7 @@ class _Arguments(NamedTuple):
     statistics: Any
     grad_statistics: Any
     key: Any
+    gradient_log: Any
     needs_x: bool
     needs_weights: bool
     dtype: torch.dtype
@@ -172,7 +173,8 @@ class _GroupedLinear(torch.autograd.Function):
         saved = _Saved(a.slot_of_row, a.row_of_slot, a.padding_rows, *offsets.tensors(), a.cached, a.scale, a.key)
         ctx.save_for_backward(*saved, *weights, *left)
         # not saved, as in `_DenseLinear`
-        ctx.main_grads, ctx.gradient, ctx.grad_statistics = tensors[a.count :], a.gradient, a.grad_statistics
+        ctx.main_grads, ctx.grad_statistics = tensors[a.count :], a.grad_statistics
+        ctx.gradient, ctx.gradient_log = a.gradient, a.gradient_log
         ctx.config, ctx.dtype, ctx.count = (a.quantizers, a.options, a.index), a.dtype, a.count
         ctx.aligned, ctx.x_dtype = a.aligned, a.x.dtype
         return own_result(y)
@@ -190,7 +192,7 @@ class _GroupedLinear(torch.autograd.Function):
             s.cached,
             ctx.main_grads,
             GroupOffsets(s.m_splits, s.ends, s.group),
-            QuantizerState(s.scale, None, ctx.gradient, None, ctx.grad_statistics, s.key),
+            QuantizerState(s.scale, None, ctx.gradient, None, ctx.grad_statistics, s.key, ctx.gradient_log),
             GemmConfig(*ctx.config),
             ctx.saved,
             list(rest[ctx.count :]),

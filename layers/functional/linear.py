@@ -57,15 +57,10 @@ def linear(
     if prologue is None:
         x = x.to(dtype)
     if call is not None and call.amaxes is not None:
-        update_amax_(call.amaxes[0], largest(x.reshape(-1, x.shape[-1])))
-        update_amax_(call.amaxes[1], largest(weight))
+        calibrate(x, weight, call.amaxes)
     if call is None or call.config is None:
         if isinstance(weight, QuantizedTensor):
-            operand = stored_for_few_rows(x, weight)
-            if operand is not None:
-                y = few_rows.linear(x.reshape(-1, x.shape[-1]), operand, None if bias is None else bias.to(dtype))
-                return y.view(*x.shape[:-1], weight.shape[0])
-            weight = weight.dequantize(dtype)
+            return stored_linear(x, weight, bias)
         return dense(x, weight.to(dtype), None if bias is None else bias.to(dtype))
     fix_width(x)
     # asked outside of the autograd function, which says so of a parameter under no_grad, too, and would save what no
@@ -93,6 +88,22 @@ def linear(
     return _DenseLinear.apply(*arguments).view(*x.shape[:-1], weight.shape[0])
 
 
+def calibrate(x: Tensor, weight: Tensor, amaxes: tuple[Tensor, Tensor]) -> None:
+    """Record the amaxes of x [..., in] and of the weight in `GemmCall.amaxes`."""
+    update_amax_(amaxes[0], largest(x.reshape(-1, x.shape[-1])))
+    update_amax_(amaxes[1], largest(weight))
+
+
+def stored_linear(x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
+    """Return `x @ weight^T + bias` in x's dtype, without a recipe. x: [..., in]."""
+    bias = None if bias is None else bias.to(x.dtype)
+    operand = stored_for_few_rows(x, weight)
+    if operand is not None:
+        y = few_rows.linear(x.reshape(-1, x.shape[-1]), operand, bias)
+        return y.view(*x.shape[:-1], weight.shape[0])
+    return dense(x, weight.dequantize(x.dtype), bias)
+
+
 def _fused_dtype(x: Tensor, weight: Tensor, call: GemmCall | None, prologue: Prologue) -> torch.dtype | None:
     """Return the dtype of the GEMM whose input the prologue quantizes; None where they are two functions: in high
     precision, on a CPU, and where a recipe wants the high-precision result."""
@@ -114,9 +125,9 @@ def largest(x: Tensor) -> Tensor:
 
 class _Arguments(NamedTuple):
     """x: [T, K] in `dtype`, that of the GEMMs, or the input [..., H] of the prologue, which has dtype for a result;
-    norm_weight, norm_bias: of the prologue; weight: [N, K] plain or quantized; bias: [N] or None; scale to key: of
-    QuantizerState; needs_x, needs_weight: whether the gradients of x or a norm's parameter, and of the weight, are
-    wanted; quantizers to index: of GemmConfig."""
+    norm_weight, norm_bias: of the prologue; weight: [N, K] plain or quantized; bias: [N] or None; scale to
+    gradient_log: of QuantizerState; needs_x, needs_weight: whether the gradients of x or a norm's parameter, and of the
+    weight, are wanted; quantizers to index: of GemmConfig."""
 
     x: Any
     norm_weight: Any
@@ -131,6 +142,7 @@ class _Arguments(NamedTuple):
     statistics: Any
     grad_statistics: Any
     key: Any
+    gradient_log: Any
     function: Norm | Activation | None
     dtype: torch.dtype
     needs_x: bool
@@ -177,7 +189,8 @@ class _DenseLinear(torch.autograd.Function):
         saved = _Saved(input_of_prologue, a.norm_weight, a.norm_bias, a.weight, a.cached, a.scale, a.key)
         ctx.save_for_backward(*saved, *statistics, *tensors)
         # not saved: backward writes to them, also between the forward and the backward pass of another call
-        ctx.main_grad, ctx.gradient, ctx.grad_statistics = a.main_grad, a.gradient, a.grad_statistics
+        ctx.main_grad, ctx.grad_statistics = a.main_grad, a.grad_statistics
+        ctx.gradient, ctx.gradient_log = a.gradient, a.gradient_log
         ctx.function, ctx.dtype, ctx.statistics = a.function, a.dtype, len(statistics)
         ctx.config = (a.quantizers, a.options, a.index)
         ctx.bias_dtype = None if a.bias is None else a.bias.dtype
@@ -192,7 +205,7 @@ class _DenseLinear(torch.autograd.Function):
         rest = list(tensors[count + ctx.statistics :])
         needs = _Arguments(*ctx.needs_input_grad)
         needs_x = needs.x or needs.norm_weight or needs.norm_bias
-        state = QuantizerState(s.scale, None, ctx.gradient, None, ctx.grad_statistics, s.key)
+        state = QuantizerState(s.scale, None, ctx.gradient, None, ctx.grad_statistics, s.key, ctx.gradient_log)
         config = GemmConfig(*ctx.config)
         dx, dw = dense_gradients(
             dy, s.weight, s.cached, ctx.main_grad, state, config, ctx.saved, rest, ctx.dtype, (needs_x, needs.weight)

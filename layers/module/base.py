@@ -153,12 +153,15 @@ class QuantizedModule(RecipeStateModule):
         now, traced = state(), compiling()
         if self._without_state(quantizers, now, traced):
             return NO_STATE
-        scale = amax = gradient = statistics = grad_statistics = key = None
+        scale = amax = gradient = log = statistics = grad_statistics = key = None
         if self.delayed_rule is not None:
             scale = self.fp8_scale
             # evaluation uses the scales and leaves no trace in them
             amax = self.fp8_amax if self.training else None
             gradient = self.fp8_gradient if self.training else self.fp8_gradient.clone()
+            if traced:
+                log = self.fp8_gradient_log if self.training else self.fp8_gradient_log.clone()
+                untracked_side_effect(setattr, self, "gradients_logged", True)
         if now.statistics and self.training and quantizers is not HIGH_PRECISION:
             statistics, grad_statistics = self.fp8_statistics, self.fp8_grad_statistics
         if quantizers.needs_key and torch.is_grad_enabled():
@@ -168,7 +171,7 @@ class QuantizedModule(RecipeStateModule):
             moved_on = torch.stack((key[0], key[1] + 1))
             if traced or not recomputing():
                 untracked_side_effect(setattr, self, "fp8_rng_state", moved_on)
-        live = QuantizerState(scale, amax, gradient, statistics, grad_statistics, key)
+        live = QuantizerState(scale, amax, gradient, statistics, grad_statistics, key, log)
         if not traced:
             return same_as_first_run(live)
         if scale is not None or key is not None:

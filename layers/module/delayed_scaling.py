@@ -69,7 +69,7 @@ def update_delayed_scaling(
 
 
 def _update(rule: DelayedRule, modules: list[QuantizedModule], group: dist.ProcessGroup | None) -> None:
-    amaxes = [torch.cat((m.fp8_amax, m.fp8_gradient[:1])) for m in modules]
+    amaxes = [torch.cat((m.fp8_amax, m.recorded_gradient_amax()[None])) for m in modules]
     history_len, margin, algorithm, reduce_amax, hybrid = rule
     if reduce_amax and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
         shared = [i for i, module in enumerate(modules) if module.reduce_amax]

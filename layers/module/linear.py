@@ -13,6 +13,7 @@ from te_models.kernels.activation import Activation
 from ..distributed.tensor_parallel import InitMethod, ParallelMode
 from ..functional.fused_quantize import Prologue
 from ..functional.linear import linear
+from ..functional.linear_op import Boundary, check_boundary, linear_layer
 from ..te_arguments import takes_parallel_options
 from .parameters_split import ParametersSplit, SplitParameters
 from .primary_weights import default_init_method, store_weights_as_asked
@@ -25,8 +26,10 @@ class Linear(SplitParameters):
     default); init_method: fills the weight in place (None: N(0, 0.023^2)); the bias starts at zero. parallel_mode: how
     the weight is split over the ranks of tp_group, see `tensor_parallel`; in_features and out_features are the unsplit
     sizes, the attributes of that name this rank's. return_bias: return (y without bias, bias): the caller adds it.
-    parameters_split: several parameters in place of one, see `SplitParameters`. The other options: see `GemmModule`;
-    name: see `QuantizedModule`.
+    boundary: what the compiler sees of the layer, with the same numbers: "kernel" every quantization and GEMM, which
+    it fuses; "layer" one operation forward and one backward, which compile in a fraction of the time and fuse with
+    nothing (docs/compile.md). parameters_split: several parameters in place of one, see `SplitParameters`. The other
+    options: see `GemmModule`; name: see `QuantizedModule`.
     """
 
     @takes_parallel_options
@@ -49,12 +52,14 @@ class Linear(SplitParameters):
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
         name: str = "",
+        boundary: Boundary = "kernel",
     ) -> None:
         super().__init__(1, name, fuse_wgrad_accumulation, delay_wgrad_compute, save_original_input)
         ranks: dict[str, Any] = {"tp_group": tp_group, "tp_size": tp_size, "sequence_parallel": sequence_parallel}
         sizes = self.split_features(parallel_mode, in_features, out_features, **ranks)
         self.in_features, self.out_features = sizes
         self.return_bias = return_bias
+        self.boundary: Boundary = check_boundary(boundary, self.tp_size, delay_wgrad_compute)
         new: dict[str, Any] = {"params_dtype": params_dtype, "device": device}
         init_method = init_method or default_init_method
         self.add_parameters(parameters_split, self.in_features, out_features, bias, init_method, **new)
@@ -87,7 +92,8 @@ class Linear(SplitParameters):
         if self.parallel_mode == "column":
             x, prologue = self.whole_rows(x if prologue is None else prologue.run(x)), None
         bias = None if self.return_bias else own
-        y = linear(x, weight, None if row else bias, call, prologue)
+        run = linear if self.boundary == "kernel" else linear_layer
+        y = run(x, weight, None if row else bias, call, prologue)
         y = self.summed(y, bias) if row else y
         if fp8_output or fp8_grad:
             y = self.output(y, fp8_output, fp8_grad)

@@ -4,7 +4,10 @@ G GEMMs; the 3 roles are input, weight and grad_output:
 
     fp8_scale [3, G], fp8_history [L, 3, G]           delayed scaling, see `delayed`
     fp8_amax [2, G]                                   what its forward passes have recorded since the last update
-    fp8_gradient [2, G]                               of gradients, the amax recorded since then and the scale
+    fp8_gradient [3, G]                               of gradients, the amax recorded since then, the scale and the
+                                                      generation, how many updates there were
+    fp8_gradient_log, fp8_gradient_seen [2, LOG, G]   of gradients, the amaxes that graphs recorded, now and at the last
+                                                      update
     fp8_statistics [S, 2, 5], fp8_grad_statistics     of S GEMMs apart, see `quantization_statistics`; [S, 5]
     fp8_rng_state [2] int64                           (seed, counter) of stochastic rounding
 
@@ -23,7 +26,7 @@ from torch import Tensor, nn
 
 from te_models.kernels.compiling import compiling
 
-from ..quantizer.delayed import ROLES, STATISTICS
+from ..quantizer.delayed import GENERATIONS, LOG, ROLES, STATISTICS, logged_amax
 from ..quantizer.state import STREAMS, default_seed
 from ..recipe.base import Recipe
 from ..recipe.context import state
@@ -45,6 +48,8 @@ _DELAYED_NAMES = ("fp8_scale", "fp8_amax", "fp8_grad_amax", "fp8_history")
 _SAVED_NAMES = (*_DELAYED_NAMES, "fp8_rng_state")
 _PLACED_NAMES = (
     "fp8_gradient",
+    "fp8_gradient_log",
+    "fp8_gradient_seen",
     "_fp8_scale",
     "fp8_amax",
     "fp8_history",
@@ -65,12 +70,16 @@ class RecipeStateModule(nn.Module):
         self.recipe_use = RecipeUse()
         self.kind = type(self).__name__  # as recipes know it; `fully_shard` makes another class of the module
         self.name = name or ""  # Transformer Engine's None
+        self.state_in_state_dict = True  # False: `recipe_state(model)` alone gives it
         self.reduce_amax = True  # False: other ranks have other GEMMs here, so delayed scaling reduces no amaxes
         self.delayed_rule: DelayedRule | None = None
         self.fp8_history: Tensor | None = None
         self._fp8_scale = torch.ones(len(ROLES), num_gemms, device=real_default_device())
         self.fp8_amax = torch.zeros_like(self.fp8_scale[:2])
-        self.fp8_gradient = torch.stack((self.fp8_amax[0], self.fp8_scale[2]))
+        self.fp8_gradient = torch.stack((self.fp8_amax[0], self.fp8_scale[2], self.fp8_amax[0]))
+        self.fp8_gradient_log = self.fp8_scale.new_zeros(2, LOG, num_gemms)
+        self.fp8_gradient_seen = torch.zeros_like(self.fp8_gradient_log)
+        self.gradients_logged = False  # whether there is a graph whose backward pass records
         self.fp8_statistics = self.fp8_scale.new_zeros(len(self.STATISTICS_SLOTS), 2, len(STATISTICS))
         self.fp8_grad_statistics = self.fp8_scale.new_zeros(len(self.STATISTICS_SLOTS), len(STATISTICS))
         self.register_load_state_dict_pre_hook(leave_extra_state)
@@ -97,12 +106,21 @@ class RecipeStateModule(nn.Module):
     @fp8_scale.setter
     def fp8_scale(self, scale: Tensor) -> None:
         self._fp8_scale = scale
-        self.fp8_gradient = torch.stack((self.fp8_gradient[0], scale[2]))
+        self.fp8_gradient = torch.stack((self.fp8_gradient[0], scale[2], self.fp8_gradient[2]))
 
     @property
     def fp8_grad_amax(self) -> Tensor:
-        """The amax of gradients that was recorded since the last update, [G]."""
+        """The amax of gradients that was recorded since the last update, [G]; what is written to it counts."""
+        if self.gradients_logged:
+            self.fp8_gradient.data[0].copy_(self.recorded_gradient_amax())
+            self.fp8_gradient_seen = self.fp8_gradient_log.clone()
         return self.fp8_gradient[0]
+
+    def recorded_gradient_amax(self) -> Tensor:
+        """Return the amax of gradients that eager backward passes and those of graphs have recorded, [G]."""
+        if not (compiling() or self.gradients_logged):
+            return self.fp8_gradient[0]
+        return torch.maximum(self.fp8_gradient[0], logged_amax(self.fp8_gradient_log, self.fp8_gradient_seen))
 
     def move_scales_on(self, scale: Tensor, history: Tensor) -> None:
         """Take the scales [3, G] and the history of an update, and begin to record anew."""
@@ -110,7 +128,11 @@ class RecipeStateModule(nn.Module):
         # because that pass will read and write it
         self._fp8_scale, self.fp8_history = scale, history
         self.fp8_amax.zero_()
-        gradient = torch.stack((torch.zeros_like(scale[2]), scale[2]))
+        generation = self.fp8_gradient[2]
+        if compiling() or self.gradients_logged:
+            generation = torch.remainder(generation + 1, GENERATIONS)
+            self.fp8_gradient_seen = self.fp8_gradient_log.clone()
+        gradient = torch.stack((torch.zeros_like(scale[2]), scale[2], generation))
         if compiling():
             self.fp8_gradient.copy_(gradient)
         else:
@@ -194,7 +216,8 @@ class RecipeStateModule(nn.Module):
             with torch.inference_mode(mode=False):  # training steps write to it, whatever mode it is loaded in
                 own = torch.empty_like(value, device=expected.device, dtype=expected.dtype).copy_(value)
                 if name == "fp8_grad_amax":
-                    self.fp8_gradient = torch.stack((own, self.fp8_scale[2]))
+                    self.fp8_gradient = torch.stack((own, *self.fp8_gradient[1:]))
+                    self.fp8_gradient_seen = self.fp8_gradient_log.clone()
                 else:
                     setattr(self, name, own)
 
@@ -219,7 +242,7 @@ class RecipeStateModule(nn.Module):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         del destination[prefix + KEY]
-        for name, value in self.recipe_state().items():
+        for name, value in self.recipe_state().items() if self.state_in_state_dict else ():
             destination[prefix + name] = value
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

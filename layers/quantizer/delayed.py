@@ -1,7 +1,7 @@
 """Delayed scaling: quantizers with a live scale, and the update that follows every step.
 
 Per module three roles (input, weight, grad_output) times G GEMMs. Slot 0 of the amax history, `fp8_amax` [2, G] and
-`fp8_gradient[0]` [G], collects this step's amaxes; `fp8_history` [length - 1, 3, G] holds the earlier ones, newest
+`fp8_grad_amax` [G], collects this step's amaxes; `fp8_history` [length - 1, 3, G] holds the earlier ones, newest
 first; `fp8_scale` [3, G] is what the step uses. All three roles are updated at one point, the exit of the outermost
 autocast region in which the module ran: the forward roles from the region, the gradient role from the backward passes
 since the last update. As a gradient scale is only read in a backward pass, and as it is when that pass runs, this
@@ -9,8 +9,14 @@ equals an update after each backward pass whose forward pass has left its region
 compiled.
 
 A new scale is a new tensor: a pass between forward and backward keeps those of its input and weight. What backward
-passes use, `fp8_gradient` [2, G] with the amaxes and, once more, the scales of gradients, is one tensor for good, so
+passes use, `fp8_gradient` [3, G] with the amaxes and, once more, the scales of gradients, is one tensor for good, so
 that those after the exit of their region read what that exit wrote, and write to what the next update reads.
+
+The backward pass of a graph writes to `fp8_gradient_log` [2, LOG, G] instead, which no forward pass writes: of a tensor
+that both passes of one graph write, some backends make no graph (torch 2.13's `aot_autograd` without further options),
+and others save the value of the forward pass, which loses what another backward pass recorded since. Each slot of the
+log holds an amax and the generation that it is of, a number that every exit counts up; an exit counts the slots that
+have changed since the one before.
 """
 
 from __future__ import annotations
@@ -249,6 +255,26 @@ class Float8Quantizer:
 def update_amax_(recorded: Tensor, amax: Tensor) -> None:
     """Raise recorded amaxes to `amax` where that is larger, in place. NaN is ignored."""
     recorded.copy_(torch.fmax(recorded, amax.detach().float()))
+
+
+LOG = 32
+"""How many generations of gradients may be recorded, by graphs that end their regions themselves, before an update."""
+GENERATIONS = 2**20  # exactly representable, and a multiple of LOG
+
+
+def log_amax_(log: Tensor, generation: Tensor, amax: Tensor, gemm_index: int | None) -> None:
+    """Enter the amaxes of a backward pass under their generation, both [G], or [] of one GEMM. log: [2, LOG, G]."""
+    part = log if gemm_index is None else log[:, :, gemm_index : gemm_index + 1]
+    slots = torch.arange(LOG, device=log.device, dtype=generation.dtype)[:, None]
+    own = slots == torch.remainder(generation, LOG)
+    before = torch.where(part[1] == generation, part[0], 0.0)
+    entered = torch.where(own, torch.maximum(before, amax), part[0])
+    part.copy_(torch.stack((entered, torch.where(own, generation, part[1]))))
+
+
+def logged_amax(log: Tensor, seen: Tensor) -> Tensor:
+    """Return the largest amax [G] of the slots of a log that are not as they were `seen`; 0 where there is none."""
+    return torch.where((log != seen).any(0), log[0], 0.0).amax(0)
 
 
 def next_history(history: Tensor, last: Tensor) -> Tensor:

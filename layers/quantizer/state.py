@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .base import Quantizer
-from .delayed import ROLES, DelayedScalingQuantizer, Float8Quantizer
+from .delayed import ROLES, DelayedScalingQuantizer, Float8Quantizer, log_amax_
 
 AnyQuantizer = Quantizer | Float8Quantizer
 """A value, or one with the scale and the amax of its module."""
@@ -26,9 +27,10 @@ AnyQuantizer = Quantizer | Float8Quantizer
 class QuantizerState(NamedTuple):
     """A module's live tensors (G GEMMs, S GEMMs with statistics of their own); None where not needed.
 
-    scale: [3, G] of input, weight and grad_output; amax: [2, G], what the forward roles record; gradient: [2, G], of
-    gradients the recorded amax and the scale; statistics: [S, 2, 5] and grad_statistics: [S, 5], see
-    `quantization_statistics`; key: int64 [2], (seed, counter) of this pass.
+    scale: [3, G] of input, weight and grad_output; amax: [2, G], what the forward roles record; gradient: [3, G], of
+    gradients the recorded amax, the scale and its generation; statistics: [S, 2, 5] and grad_statistics: [S, 5], see
+    `quantization_statistics`; key: int64 [2], (seed, counter) of this pass; gradient_log: where the backward pass of a
+    graph records amaxes, see `delayed`.
     """
 
     scale: Tensor | None = None
@@ -37,6 +39,7 @@ class QuantizerState(NamedTuple):
     statistics: Tensor | None = None
     grad_statistics: Tensor | None = None
     key: Tensor | None = None
+    gradient_log: Tensor | None = None
 
 
 NO_STATE = QuantizerState()
@@ -58,14 +61,31 @@ def with_state(
 
 
 def with_gradient_state(
-    quantizer: Quantizer, gradient: Tensor | None, gemm_index: int | None = None, *, record: bool = True
+    quantizer: Quantizer, state: QuantizerState, amax: Callable[[], Tensor], gemm_index: int | None = None
 ) -> AnyQuantizer:
-    """Return the quantizer of gradients to use, as `with_state`. gradient: [2, G], the amax to update (unless told not
-    to `record`) and the scale, both as they are when the backward pass runs."""
+    """Return the quantizer of gradients to use, as `with_state`, with the scale as it is when the backward pass runs;
+    it records into `state.gradient`. amax: returns the amaxes of the gradient that it will quantize, of each GEMM, for
+    a graph, where this records them in `state.gradient_log`."""
     if not isinstance(quantizer, DelayedScalingQuantizer):
         return quantizer
+    gradient, log = state.gradient, state.gradient_log
     assert gradient is not None, "a delayed quantizer comes with its module's scales"
-    return quantizer.with_state(_slot(gradient, 1, gemm_index), _slot(gradient, 0, gemm_index) if record else None)
+    if log is None:
+        return quantizer.with_state(_slot(gradient, 1, gemm_index), _slot(gradient, 0, gemm_index))
+    own = amax()
+    own = torch.fmax(own, torch.zeros_like(own))  # NaN is ignored
+    # the scale and the generation, neither of them negative; by their dependence on the gradient, no compiler reads
+    # them in the forward pass, before the exit of the region has written them
+    scale, generation = [torch.maximum(_slot(gradient, row, gemm_index), -own) for row in (1, 2)]
+    log_amax_(log, generation, own, gemm_index)
+    return quantizer.with_state(scale, None)
+
+
+def unrecorded(quantizer: AnyQuantizer) -> AnyQuantizer:
+    """Return a quantizer that records no amaxes."""
+    if not isinstance(quantizer, Float8Quantizer):
+        return quantizer
+    return Float8Quantizer(quantizer.scale, None, quantizer.fp8_dtype)
 
 
 def _slot(tensor: Tensor, row: int, gemm_index: int | None) -> Tensor:

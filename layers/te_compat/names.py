@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import importlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from ..module.autocast import autocast, quantized_model_init
 from ..recipe.base import Recipe
@@ -39,29 +41,49 @@ is_fp8_available = is_mxfp8_available = is_fp8_block_scaling_available = is_nvfp
 is_bf16_available = _available
 
 _INSTEAD = {
+    "CPLoadBalancingStrategy": "attention is not split over ranks along the sequence",
     "CudaRNGStatesTracker": "split weights start as parts of the unsplit one's, and ranks are seeded apart for dropout",
     "DelayedScalingRequest": "the recipe DelayedScaling is for all tensors of a layer",
     "Float8BlockwiseQTensor": "it is Float8BlockwiseTensor",
     "Float8BlockwiseQTensorStorage": "it is Float8BlockwiseTensorStorage",
+    "FusedMLAQUpProjFunction": "te_models has latent attention in its models",
+    "FusedMLAQUpProjRopeQuant": "te_models has latent attention in its models",
+    "GatedDeltaNet2Attention": "attention is softmax attention",
+    "GatedDeltaNetAttention": "attention is softmax attention",
+    "GatedDeltaProductAttention": "attention is softmax attention",
     "HybridQuantizedTensor": "it is HybridTensor",
     "HybridQuantizedTensorStorage": "it is HybridTensorStorage",
     "InferenceParams": "te_models.GPTModel generates with te_models.KVCache",
+    "MMParams": "it is te_models.layers.recipe.MMParams",
+    "ManualOffloadSynchronizer": "use torch.autograd.graph.save_on_cpu",
+    "QParams": "it is te_models.layers.recipe.QParams",
     "QuantizedTensorStorage": "it is QuantizedStorage",
+    "QuantizerRequest": "a CustomRecipe's factory returns quantizers without state",
     "SplitAlongDim": "use torch.split",
+    "UserBufferQuantizationMode": "collectives are torch.distributed's, without user buffers",
     "common": "te_models.layers.recipe has what is in transformer_engine.common.recipe",
+    "deinterleave_glu_tensor": "operations take glu_interleave_size; elsewhere the halves are blocks, see torch.chunk",
     "destroy_ub": "collectives are torch.distributed's, without user buffers",
     "distributed": "checkpoint is here",
     "get_cpu_offload_context": "use torch.autograd.graph.save_on_cpu",
-    "get_default_recipe": "it is Float8CurrentScaling()",
+    "get_cudnn_version": "use torch.backends.cudnn.version",
     "get_default_fp8_recipe": "it is Float8CurrentScaling()",
+    "get_default_recipe": "it is Float8CurrentScaling()",
     "get_device_compute_capability": "use torch.cuda.get_device_capability",
     "initialize_ub": "collectives are torch.distributed's, without user buffers",
+    "interleave_glu_tensor": "operations take glu_interleave_size; elsewhere the halves are blocks, see torch.cat",
     "make_graphed_callables": "use torch.compile(mode='reduce-overhead')",
     "mark_not_offload": "use torch.autograd.graph.save_on_cpu",
     "onnx_export": "use torch.export",
+    "prepare_for_saving": "autograd saves quantized tensors as they are",
+    "restore_from_func_ctx": "autograd saves quantized tensors as they are",
+    "restore_from_saved": "autograd saves quantized tensors as they are",
 }
 _OPERATIONS_INSTEAD = {
     "L2Normalization": "it is L2Norm",
+    "ScaledSiTUGLU": "ScaledSwiGLU is here",
+    "ScaledTanhSReLU": "SReLU is here",
+    "SiTUGLU": "SwiGLU is here",
     "register_backward_fusion": "append to FUSIONS",
     "register_forward_fusion": "append to FUSIONS",
 }
@@ -77,3 +99,12 @@ def missing(name: str) -> str:
     """Return the sentence for a name that `te_models.layers` does not have."""
     instead = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
     return f"module 'te_models.layers' has no attribute {name!r}{instead}"
+
+
+def from_layers(module: str, name: str, names: Sequence[str]) -> Any:
+    """Return what `te_models.layers` has under a name that Transformer Engine has in another module, too. names: those
+    that this module has; AttributeError for any other."""
+    layers = importlib.import_module("te_models.layers")
+    if name in names:
+        return getattr(layers, name)
+    raise AttributeError(f"module {module!r} has no attribute {name!r}")

@@ -12,7 +12,15 @@ from tests.structure.tree import packages
 
 
 @pytest.mark.parametrize(
-    "page", ["docs/cli.md", "docs/layout.md", "docs/model-keys.md", "docs/support.md", "docs/training-keys.md"]
+    "page",
+    [
+        "docs/cli.md",
+        "docs/layout.md",
+        "docs/model-keys.md",
+        "docs/porting.md",
+        "docs/support.md",
+        "docs/training-keys.md",
+    ],
 )
 def test_generated_parts_are_current(page: str) -> None:
     assert (ROOT / page).read_text(encoding="utf-8") == pages()[ROOT / page], "run: make docs"

@@ -15,8 +15,8 @@ from tests.structure.tree import FOLDERS, ROOT, modules
 
 ROOMS = {
     "te_models.checkpoints": "io plan families formats folder write quantized tools",
-    "te_models.layers": "te_arguments collectives quantizer tensor recipe functional distributed module te_compat "
-    "attention ops optimizers dynamo",
+    "te_models.layers": "te_arguments collectives quantizer tensor recipe dynamo functional distributed module "
+    "te_compat attention ops optimizers utils",
     "te_models.kernels": "launch derivative torch_versions without_autocast asserted custom_op quantize",
 }
 """The rooms of a folder in the order in which they may import each other."""

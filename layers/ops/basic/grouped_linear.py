@@ -96,13 +96,13 @@ class GroupedLinear(BasicOperation, GroupedLinearModule):
         biases = call.parameters[call.constants.weights :]
         scales, of_scales = (call.extra_inputs[1], biases) if self.scale_bias else (None, ())
         ctx.save_for_backward(*rows, cached, state.scale, state.key, scales, *weights, *of_scales, *tensors)
-        ctx.save_live(state.gradient, state.grad_statistics, *into)
+        ctx.save_live(state.gradient, state.gradient_log, state.grad_statistics, *into)
         of_bias = (biases[0].dtype, biases[0].dim() == 2) if biases else (None, False)
         ctx.constants = (call.constants, x.dtype, *of_bias, *computed.notes)
 
     def op_backward(self, ctx: OperationContext, dy: Tensor, extra_gradients: tuple[Tensor, ...]) -> Gradients:
         m_splits, ends, group, cached, scale, key, scales, *rest = ctx.saved
-        gradient, grad_statistics, *into = ctx.live
+        gradient, gradient_log, grad_statistics, *into = ctx.live
         constants, x_dtype, bias_dtype, stacked_bias, saved, dtype = ctx.constants
         dy, rows = dy.to(dtype), GroupOffsets(m_splits, ends, group)
         weights, rest = tuple(rest[: constants.weights]), rest[constants.weights :]
@@ -114,7 +114,7 @@ class GroupedLinear(BasicOperation, GroupedLinearModule):
             cached,
             tuple(into),
             rows,
-            QuantizerState(scale, None, gradient, None, grad_statistics, key),
+            QuantizerState(scale, None, gradient, None, grad_statistics, key, gradient_log),
             constants.config,
             saved,
             rest,

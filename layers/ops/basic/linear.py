@@ -136,15 +136,15 @@ class BasicLinear(GemmModule, BasicOperation):
         if notes.saved.form in _INPUT_ITSELF and isinstance(x, Tensor) and x.dtype == notes.dtype:
             saved = (x, *saved[1:])  # the very input, not a matrix made of it: it has second derivatives
         ctx.save_for_backward(weight, cached, state.scale, state.key, *saved)
-        ctx.save_live(main_grad, state.gradient, state.grad_statistics)
+        ctx.save_live(main_grad, state.gradient, state.gradient_log, state.grad_statistics)
         ctx.constants = notes
 
     def op_backward(self, ctx: OperationContext, dy: Tensor, extra_gradients: tuple[Tensor, ...]) -> Gradients:
         weight, cached, scale, key, *rest = ctx.saved
         tensors = list(rest)  # which torch 2.11 traces as a tuple
-        main_grad, gradient, grad_statistics = ctx.live
+        main_grad, gradient, gradient_log, grad_statistics = ctx.live
         notes: LinearNotes = ctx.constants
-        state = QuantizerState(scale, None, gradient, None, grad_statistics, key)
+        state = QuantizerState(scale, None, gradient, None, grad_statistics, key, gradient_log)
         if notes.saved.form in _INPUT_ITSELF:
             tensors[0] = tensors[0].reshape(-1, tensors[0].shape[-1])
         rows = dy.to(notes.dtype).reshape(-1, dy.shape[-1])
