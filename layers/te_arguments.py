@@ -142,7 +142,8 @@ def takes_without_effect(*names: str, position: int | None = None) -> Callable[[
                 args = args[:-1]
             return function(*args, **{name: value for name, value in arguments.items() if name not in names})
 
-        return _noted(call, function, names[1:] if position is not None else names, "keyword only")
+        first = 0 if position is None else 1
+        return _noted(_noted(call, function, names[first:], "keyword only"), call, names[:first], "as there")
 
     return decorate
 

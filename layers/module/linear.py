@@ -27,9 +27,9 @@ class Linear(SplitParameters):
     the weight is split over the ranks of tp_group, see `tensor_parallel`; in_features and out_features are the unsplit
     sizes, the attributes of that name this rank's. return_bias: return (y without bias, bias): the caller adds it.
     boundary: what the compiler sees of the layer, with the same numbers: "kernel" every quantization and GEMM, which
-    it fuses; "layer" one operation forward and one backward, which compile in a fraction of the time and fuse with
-    nothing (docs/compile.md). parameters_split: several parameters in place of one, see `SplitParameters`. The other
-    options: see `GemmModule`; name: see `QuantizedModule`.
+    it fuses; "layer" one operation forward and one backward, which make small graphs and fuse with nothing
+    (docs/compile.md). parameters_split: several parameters in place of one, see `SplitParameters`. The other options:
+    see `GemmModule`; name: see `QuantizedModule`.
     """
 
     @takes_parallel_options

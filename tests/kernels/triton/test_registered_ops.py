@@ -19,13 +19,16 @@ from tests.kernels.described import Arguments, check_description, tensors
 from tests.kernels.triton.op_samples import FAMILIES, Family
 from tests.kernels.triton.quantize.quantizer_samples import as_on_a_gpu
 
+LAYERS = {"linear_layer", "linear_layer_backward"}
+"""Operations of layers, which tests/layers/registered calls in every combination."""
+
 
 def everything() -> dict[str, Registered]:
-    """Import every module that may register an operation; return all that are, but for those of other tests."""
+    """Import every module of kernels that may register an operation; return all, but for those of other tests."""
     for module in pkgutil.walk_packages(kernels.__path__, "te_models.kernels."):
         if not module.name.rpartition(".")[2].startswith("triton"):
             importlib.import_module(module.name)
-    return {name: entry for name, entry in registered().items() if not name.startswith("test_")}
+    return {name: entry for name, entry in registered().items() if not name.startswith("test_") and name not in LAYERS}
 
 
 OPERATIONS = everything()

@@ -69,7 +69,9 @@ def deviations() -> Iterator[str]:
             found = _parameters(function)
             if name in PASSED_ON and method == "__init__":
                 found = {k: p for k, p in found.items() if p.kind is not p.VAR_KEYWORD}
-                found |= {k: p for k, p in _parameters(ours(PASSED_ON[name]).__init__).items() if k not in found}
+                passed_on = ours(PASSED_ON[name]).__init__
+                found |= {k: p for k, p in _parameters(passed_on).items() if k not in found}
+                function = passed_on
             taken = getattr(inspect.unwrap(function, stop=lambda f: hasattr(f, "also_taken")), "also_taken", {})
             for parameter, what in _compared(parameters, found, taken):
                 yield f"{where}({parameter}): {what}"
@@ -106,7 +108,7 @@ def _compared(
             yield name, f"name, {here} here"
         elif own is None:
             if name in taken:
-                if kind == "positional" or taken[name] != "keyword only":
+                if taken[name] != "as there" and (kind == "positional" or taken[name] != "keyword only"):
                     yield name, taken[name]
             elif inspect.Parameter.VAR_KEYWORD not in variadic:
                 yield name, "missing"
