@@ -3,9 +3,12 @@
 May import: `te_models.layers`, lazily.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..te_compat.names import from_layers
+
+if TYPE_CHECKING:
+    from ..optimizer.fused_adamw import FusedAdamW
 
 __all__ = ["FusedAdamW"]
 
