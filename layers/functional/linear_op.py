@@ -65,7 +65,8 @@ def _saved(x: Tensor, quantizers: GemmQuantizers, save_original_input: bool, nee
 def _results(
     x: Tensor, weight: Tensor, quantizers: GemmQuantizers, save_original_input: bool, needs: list[bool]
 ) -> Forward:
-    return Forward(like(x, (x.shape[0], weight.shape[0])), _saved(x, quantizers, save_original_input, needs))
+    y: Any = like(x, (x.shape[0], weight.shape[0]))
+    return Forward(y, _saved(x, quantizers, save_original_input, needs))
 
 
 @operation("linear_layer", _results, mutates=("amax", "statistics"), places=4)
@@ -229,6 +230,6 @@ def linear_layer(
         overwrite=wgrad is not None and wgrad.overwrite,
         bias_dtype=None if bias is None else bias.dtype,
     )
-    if amax is not None and amax is not live.amax:
+    if amax is not None and live.amax is not None and amax is not live.amax:
         update_amax_(live.amax, amax)
     return y.view(*x.shape[:-1], weight.shape[0])

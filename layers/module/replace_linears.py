@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -67,7 +67,8 @@ def replace_linears(
     layers = {name: m for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, nn.Linear)}
     included = _patterns("include", include, layers)
     excluded = OUTPUT_LAYER if exclude is None else _patterns("exclude", exclude, layers)
-    output = model.get_output_embeddings() if exclude is None and hasattr(model, "get_output_embeddings") else None
+    find_output: Any = getattr(model, "get_output_embeddings", None) if exclude is None else None
+    output = None if find_output is None else find_output()
     replaced: dict[str, Linear] = {}
     left: dict[str, str] = {}
     shared: dict[int, Linear] = {}
@@ -123,7 +124,7 @@ def _linear_like(layer: nn.Linear, name: str) -> Linear:
     options: dict[str, Any] = {"params_dtype": layer.weight.dtype, "device": "meta", "name": name}
     with quantized_model_init(enabled=False):
         new = Linear(layer.in_features, layer.out_features, layer.bias is not None, **options)
-    new.weight, new.bias = layer.weight, layer.bias
+    new.weight, new.bias = cast(nn.Parameter, layer.weight), cast(nn.Parameter | None, layer.bias)
     new.state_in_state_dict = False
     new._place_state(layer.weight.device)
     return new.train(layer.training)

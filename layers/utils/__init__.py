@@ -3,9 +3,12 @@
 May import: `te_models.layers`, lazily.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..te_compat.names import from_layers
+
+if TYPE_CHECKING:
+    from ..te_compat.names import is_bf16_available
 
 __all__ = ["is_bf16_available"]
 

@@ -172,6 +172,23 @@ def test_every_recipe_is_available() -> None:
         assert check() is True and check(return_reason=True) == (True, "")
 
 
+def test_module_paths_are_transformer_engines() -> None:
+    import te_models.layers.ops
+    import te_models.layers.optimizers
+    import te_models.layers.utils
+    from te_models.layers import recipe
+    from te_models.layers.recipe import Float8CurrentScaling
+
+    assert te.optimizers is te_models.layers.optimizers and te.optimizers.FusedAdamW is te.FusedAdamW
+    assert te.utils is te_models.layers.utils and te.utils.is_bf16_available()
+    assert recipe.DelayedScaling is te.DelayedScaling and recipe.Format.HYBRID is Format.HYBRID
+    assert Float8CurrentScaling is te.Float8CurrentScaling and recipe("current") == Float8CurrentScaling()
+    with pytest.raises(AttributeError, match=r"no attribute 'get_cudnn_version': use torch\.backends\.cudnn\.version"):
+        te.utils.get_cudnn_version  # noqa: B018
+    with pytest.raises(AttributeError, match=r"module 'te_models\.layers\.utils' has no attribute 'Linear'"):
+        te.utils.Linear  # noqa: B018
+
+
 def test_names_that_are_elsewhere_say_where() -> None:
     assert te.ops.Linear is te_models.layers.ops.Linear
     with pytest.raises(AttributeError, match=r"has no attribute 'Linear'; the layer set is te_models\.layers"):
