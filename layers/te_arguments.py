@@ -70,9 +70,9 @@ AMAX_REDUCTION: dict[str, Any] = {"with_amax_reduction": False, "amax_reduction_
 """Of quantizers: here the parts of a matrix share an amax under FSDP2, see `share_scales`."""
 
 
-def _noted(call: Any, function: Any, names: Iterable[str], how: str) -> Any:
+def _noted(call: Any, function: Any, names: Iterable[str], kind: str) -> Any:
     """Note on a function that it takes arguments which its signature does not have, for the table of differences."""
-    call.also_taken = getattr(function, "also_taken", {}) | dict.fromkeys(names, how)
+    call.also_taken = getattr(function, "also_taken", {}) | dict.fromkeys(names, kind)
     return call
 
 

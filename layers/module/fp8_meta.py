@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..quantizer import Quantizer
 from ..quantizer.delayed import Float8Quantizer
-from ..quantizer.state import with_gradient_state, with_state
+from ..quantizer.state import QuantizerState, with_gradient_state, with_state
 from ..recipe.base import Format, GemmQuantizers, QuantizerRole, Recipe
 from ..recipe.context import state
 from ..recipe.recipes import DelayedScaling
@@ -137,7 +137,7 @@ class DelayedScalingRecipeState(RecipeState):
         if self._layer is None:
             return self._history
         layer, length = self._layer, self.recipe.amax_history_len  # type: ignore[attr-defined]
-        now = torch.cat((layer.fp8_amax, layer.fp8_gradient[:1]))
+        now = torch.cat((layer.fp8_amax, layer.recorded_gradient_amax()[None]))
         whole = torch.cat((now[None], layer.delayed_history(length - 1).flip(0)))
         return torch.stack([_by_slot(row, self.mode, 0.0) for row in whole]).as_subclass(StateCopy)
 
@@ -147,10 +147,10 @@ class DelayedScalingRecipeState(RecipeState):
             self._history = values
             return
         layer = self._layer
-        now = torch.cat((layer.fp8_amax, layer.fp8_gradient[:1]))
+        now = torch.cat((layer.fp8_amax, layer.recorded_gradient_amax()[None]))
         _into_roles(now, values[0], self.mode)
         layer.fp8_amax.copy_(now[:2])
-        layer.fp8_gradient[0].copy_(now[2])
+        layer.fp8_grad_amax.copy_(now[2])
         history = layer.delayed_history(len(values) - 1).clone()
         for own, row in zip(history, values[1:].flip(0), strict=True):
             _into_roles(own, row, self.mode)
@@ -240,5 +240,6 @@ def _live(module: QuantizedModule, chosen: GemmQuantizers, role: str, gemm: int)
     if not quantizer.NEEDS_STATE:
         return quantizer.copy()
     if role == "grad_output":
-        return with_gradient_state(quantizer, module.fp8_gradient, gemm)
+        state = QuantizerState(gradient=module.fp8_gradient)
+        return with_gradient_state(quantizer, state, module.recorded_gradient_amax, gemm)
     return with_state(quantizer, module.fp8_scale, module.fp8_amax, role, gemm)

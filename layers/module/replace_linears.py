@@ -126,5 +126,5 @@ def _linear_like(layer: nn.Linear, name: str) -> Linear:
         new = Linear(layer.in_features, layer.out_features, layer.bias is not None, **options)
     new.weight, new.bias = cast(nn.Parameter, layer.weight), cast(nn.Parameter | None, layer.bias)
     new.state_in_state_dict = False
-    new._place_state(layer.weight.device)
+    new.place_state(layer.weight.device)
     return new.train(layer.training)

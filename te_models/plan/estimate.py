@@ -92,10 +92,10 @@ class Plan:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Return the plan that `to_dict` described."""
-        known = {field.name: values[field.name] for field in fields(cls)}
+        known: dict[str, Any] = {field.name: values[field.name] for field in fields(cls)}
         rows = [dict(row) for row in known["traffic"]]
-        traffic = {(row.pop("collective"), row.pop("over")): Traffic(**row) for row in rows}
-        return cls(**known | {"traffic": traffic})
+        known["traffic"] = {(row.pop("collective"), row.pop("over")): Traffic(**row) for row in rows}
+        return cls(**known)
 
 
 def model_of(config: TrainConfig) -> ModelConfig:

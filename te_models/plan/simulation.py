@@ -100,8 +100,9 @@ class Recorder(TorchDispatchMode):
         inner = getattr(tensor, "_local_tensor", None)
         if inner is not None:
             return self._see(inner)
-        if hasattr(tensor, "__tensor_flatten__"):
-            names, _ = tensor.__tensor_flatten__()
+        flatten: Any = getattr(tensor, "__tensor_flatten__", None)
+        if flatten is not None:
+            names, _ = flatten()
             for name in names:
                 self._see(getattr(tensor, name))
             return None

@@ -32,6 +32,7 @@ VERBS = (
     "diff",
     "toy",
     "train",
+    "plan",
     "generate",
     "quickstart",
     "info",

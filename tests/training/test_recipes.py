@@ -153,7 +153,7 @@ def test_the_configuration_becomes_a_recipe() -> None:
     options = PrecisionConfig(recipe="delayed", recipe_options=("amax_history_len=16", "fp8_format=E4M3"))
     recipe = build_recipe(options, 4)
     assert isinstance(recipe, DelayedScaling)
-    assert (recipe.amax_history_len, recipe.fp8_format.value) == (16, "E4M3")
+    assert (recipe.amax_history_len, recipe.fp8_format.name) == (16, "E4M3")
     for text, value in (("True", True), ("False", False), ("true", True), ("false", False)):
         options = PrecisionConfig(recipe="mxfp8", recipe_options=(f"enable_2d_quantization={text}",))
         assert build_recipe(options, 4) == MXFP8BlockScaling(enable_2d_quantization=value)

@@ -216,13 +216,14 @@ class Quantize(QuantizedModule, BasicOperation):
             _, *tensors = call.tensors
             state = QuantizerState(*tensors)
             ctx.save_for_backward(state.key)
-            ctx.save_live(state.gradient)
+            ctx.save_live(state.gradient, state.gradient_log)
 
     def op_backward(self, ctx: OperationContext, dy: Tensor, extra_gradients: tuple[Tensor, ...]) -> Gradients:
         if ctx.constants is None:
             return Gradients(dy)
-        (key,), (gradient,) = ctx.saved, ctx.live
-        quantizer = with_gradient_state(ctx.constants, gradient, 0)
+        (key,), (gradient, gradient_log) = ctx.saved, ctx.live
+        state = QuantizerState(gradient=gradient, gradient_log=gradient_log)
+        quantizer = with_gradient_state(ctx.constants, state, lambda: largest(dy), 0)
         operand = quantizer.operand(dy.reshape(-1, dy.shape[-1]), "rowwise", dy.dtype, key)
         return Gradients(scaled_values(operand, dy.dtype).view(dy.shape))
 

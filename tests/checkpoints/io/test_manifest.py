@@ -184,7 +184,10 @@ def test_what_the_manifest_does_not_list_is_a_failure(
         (lambda values: values["files"].pop("model.safetensors"), "not list"),
         (lambda values: values["files"]["model.safetensors"].update(header="0"), "other than the digests of its parts"),
         (lambda values: values["files"]["model.safetensors"].update(header="0" * 64), "header"),
-        (lambda values: values["files"]["model.safetensors"].update(digest="0" * 64), "is not made of those of its"),
+        (
+            lambda values: values["files"]["model.safetensors"].update(digest="0" * 64),
+            "is not made of the digests of its",
+        ),
         (lambda values: values["files"]["model.safetensors"]["tensors"].popitem(), "tensor"),
     ],
 )

@@ -82,11 +82,13 @@ def test_a_file_that_shrinks_is_one_sentence(tmp_path: Path, monkeypatch: pytest
 
 
 def test_no_other_writer_or_reader_of_safetensors() -> None:
-    """safetensors' own writer leaves files that nobody else can read, and its reader maps them into memory."""
+    """safetensors' own writer leaves files that nobody else can read, and its reader maps them into memory. A layer's
+    extra state is bytes in memory, and no file."""
     found = []
     for folder in ("checkpoints", "layers", "kernels", "te_models"):
         for file in (ROOT / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "safetensors":
                     found += [f"{file.relative_to(ROOT)}: {name.name}" for name in node.names]
-    assert found == []
+    extra_state = "layers/te_arguments.py: "
+    assert sorted(found) == [extra_state + name for name in ("SafetensorError", "load", "save")]

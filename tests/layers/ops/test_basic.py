@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from te_models.layers import autocast, ops
-from te_models.layers.quantizer.state import with_gradient_state
+from te_models.layers.quantizer.state import QuantizerState, with_gradient_state
 from tests.layers.ops.steps import assert_equal, fresh, step
 
 
@@ -234,7 +234,8 @@ def test_quantize_rounds_the_gradient(name: str) -> None:
             y = operation(x)
             assert torch.equal(y, x)
             (dx,) = torch.autograd.grad(y, x, dy)
-        quantizer = with_gradient_state(chosen.quantizers("Quantize", "").grad_output, torch.ones(2, 1), 0)
+        state = QuantizerState(gradient=torch.ones(3, 1))
+        quantizer = with_gradient_state(chosen.quantizers("Quantize", "").grad_output, state, lambda: torch.ones(1), 0)
         assert torch.equal(dx, quantizer.quantize(dy).dequantize() if operation is backward else dy)
     whole = ops.Sequential(ops.Linear(64, 48), ops.Quantize(forward=False, backward=True))
     apart = torch.nn.Sequential(whole[0], ops.Quantize(forward=False, backward=True))

@@ -19,6 +19,7 @@ from te_models.layers import (
     quantized_model_init,
 )
 from te_models.layers.quantizer.delayed import DelayedScalingQuantizer
+from te_models.layers.recipe import recipe_use
 
 
 @pytest.mark.parametrize("grouped", [False, True])
@@ -36,8 +37,9 @@ def test_a_custom_recipe_stores_weights_of_layers_without_a_name(grouped: bool) 
             layer(torch.randn(4, 32), *([torch.tensor([1, 3])] if grouped else []))
 
 
-def test_the_factory_is_asked_for_the_layer_at_hand_and_once() -> None:
-    """As Transformer Engine's, for every tensor of a layer when that layer first runs."""
+def test_the_factory_is_asked_for_the_layer_at_hand_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Transformer Engine's, for each tensor of a layer when that layer first runs; while nothing was traced."""
+    monkeypatch.setattr(recipe_use._Traced, "anything", False)
     asked: list[QuantizerRole] = []
 
     def factory(role: QuantizerRole) -> Quantizer:

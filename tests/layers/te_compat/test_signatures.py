@@ -37,6 +37,9 @@ def test_names_that_are_not_here_say_what_is() -> None:
     silent = []
     for name in names:
         prefix, _, own = name.rpartition(".")
+        if prefix == "router":
+            assert hasattr(te, own), "they are names of te_models.layers"
+            continue
         with pytest.raises(AttributeError) as error:
             getattr(te.ops if prefix == "ops" else te, own)
         if f"{own!r}: " not in str(error.value):
