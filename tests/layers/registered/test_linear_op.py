@@ -102,6 +102,7 @@ def test_real_and_fake_agree(name: str, weights: str) -> None:
     assert seen == {"linear_layer", "linear_layer_backward"}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("option", ["save_original_input", "fuse_wgrad_accumulation", "statistics"])
 @pytest.mark.parametrize("name", ["none", "delayed", "mxfp8"])
 def test_real_and_fake_agree_with_options(name: str, option: str) -> None:
@@ -177,6 +178,7 @@ def test_float32_without_a_recipe_is_torchs_own(how: str) -> None:
     assert_same(found[2], found[0])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("how", ["eager", "aot_eager"])
 @pytest.mark.parametrize("name", ["delayed", "nvfp4"])
 def test_a_checkpoint_records_once_and_repeats_the_numbers(name: str, how: str) -> None:
