@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..quantizer import Quantizer
-from ..quantizer.delayed import Float8Quantizer
+from ..quantizer.delayed import ROLES, Float8Quantizer
 from ..quantizer.state import QuantizerState, with_gradient_state, with_state
 from ..recipe.base import Format, GemmQuantizers, QuantizerRole, Recipe
 from ..recipe.context import state
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 Mode = Literal["forward", "backward"]
 SLOTS: dict[Mode, tuple[str | None, ...]] = {"forward": ("input", "weight", None), "backward": ("grad_output", None)}
 """The roles of one GEMM's slots; None: nothing is quantized there."""
-_ROWS: dict[Mode, tuple[int | None, ...]] = {"forward": (0, 1, None), "backward": (2, None)}
+_ROWS = {mode: [None if role is None else ROLES.index(role) for role in roles] for mode, roles in SLOTS.items()}
+"""The rows of a layer's state that the slots are."""
 KEYS: dict[str, Mode] = {"scaling_fwd": "forward", "scaling_bwd": "backward"}
 
 

@@ -17,6 +17,7 @@ from .master_weights import (
     check_entries,
     check_hyperparameters,
     drops_gradients,
+    loss_of,
     new_master,
     requantize,
     values,
@@ -224,10 +225,7 @@ class FusedAdam(MasterWeightOptimizer):
         without capturable, and for sparse gradients."""
         if grad_scaler is not None and not self.capturable:
             raise ValueError("grad_scaler is given, and capturable is False; allowed: capturable=True, or None")
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         self._scaling = None if grad_scaler is None else self._read_scaling(grad_scaler)
         noop = None if self._scaling is None else self._scaling.found_inf
         for group in self.param_groups:

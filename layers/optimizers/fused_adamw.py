@@ -19,6 +19,7 @@ from .master_weights import (
     MasterWeightOptimizer,
     check_hyperparameters,
     gradient_of,
+    loss_of,
     new_master,
     requantize,
     values,
@@ -108,10 +109,7 @@ class FusedAdamW(MasterWeightOptimizer):
         noop: a scalar tensor, for example whether a gradient is infinite; where it is nonzero nothing changes, neither
         weights nor state, decided on the device without the host waiting for it.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         self._update_parameters(noop)
         return loss
 

@@ -17,6 +17,7 @@ from .master_weights import (
     check_entries,
     check_hyperparameters,
     drops_gradients,
+    loss_of,
     new_master,
     requantize,
     values,
@@ -73,10 +74,7 @@ class FusedSGD(MasterWeightOptimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         self._update_parameters(None)
         return loss
 

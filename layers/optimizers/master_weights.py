@@ -145,6 +145,14 @@ def check_hyperparameters(betas: tuple[float, float] = (0.0, 0.0), **numbers: An
         raise ValueError(f"betas are {betas}; allowed: two numbers in [0, 1)")
 
 
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """Return what the closure of a step returns, with gradients enabled; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 def drops_gradients(set_grad_none: bool | None, set_to_none: bool | None) -> bool:
     """Return whether `zero_grad(set_to_none)` of an optimizer made with set_grad_none drops gradients, or zeroes them.
     ValueError where the two differ."""
@@ -228,9 +236,8 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
         read = optimizer.gradient if isinstance(optimizer, MasterWeightOptimizer) else gradient_of
-        found: list[
-            torch.Tensor
-        ] = []  # stands in for the parameters: torch looks at `.grad`, which here is of any dtype
+        # these stand in for the parameters: torch looks at `.grad`, which here is of any dtype
+        found: list[torch.Tensor] = []
         for group in optimizer.param_groups:
             for gradient in map(read, group["params"]):
                 if gradient is not None:

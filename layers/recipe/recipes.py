@@ -31,13 +31,6 @@ def _at_defaults(**arguments: tuple[Any, Any]) -> None:
         require_default(name, value, default)
 
 
-def _check_gemms(fprop: MMParams | None, dgrad: MMParams | None, wgrad: MMParams | None, *, fast_fprop: bool) -> None:
-    """Raise ValueError for options of GEMMs that are not the defaults of a recipe. None: not said."""
-    for name, params, fast in (("fprop", fprop, fast_fprop), ("dgrad", dgrad, False), ("wgrad", wgrad, False)):
-        if params is not None:
-            require_default(f"fp8_gemm_{name}", params, MMParams(use_split_accumulator=not fast))
-
-
 @dataclass(frozen=True)
 class DelayedScaling(Recipe):
     """Per-tensor scales from the amaxes of earlier steps: `scale = fp8_max * 2^-margin / amax`. HYBRID by default.
@@ -100,8 +93,28 @@ class DelayedScaling(Recipe):
         return super().to_dict()
 
 
+class _GemmOptions(Recipe):
+    """What the recipes share that take Transformer Engine's options of GEMMs, fp8_gemm_*, at their defaults: the
+    attributes of the class. Raises ValueError for other options; None: not said."""
+
+    def __post_init__(
+        self,
+        fp8_gemm_fprop: MMParams | None,
+        fp8_gemm_dgrad: MMParams | None,
+        fp8_gemm_wgrad: MMParams | None,
+        fp8_dpa: bool,
+        fp8_mha: bool,
+    ) -> None:
+        said = {"fp8_gemm_fprop": fp8_gemm_fprop, "fp8_gemm_dgrad": fp8_gemm_dgrad, "fp8_gemm_wgrad": fp8_gemm_wgrad}
+        for name, params in said.items():
+            if params is not None:
+                require_default(name, params, getattr(self, name))
+        _at_defaults(fp8_dpa=(fp8_dpa, False), fp8_mha=(fp8_mha, False))
+        super().__post_init__()
+
+
 @dataclass(frozen=True)
-class Float8CurrentScaling(Recipe):
+class Float8CurrentScaling(_GemmOptions):
     """Per-tensor scales from the amax of this very tensor. HYBRID by default.
 
     use_power_2_scales rounds scales down to powers of two; amax_epsilon is a floor for amax. fp8_gemm_*, fp8_dpa,
@@ -117,18 +130,6 @@ class Float8CurrentScaling(Recipe):
     fp8_dpa: InitVar[bool] = False
     fp8_mha: InitVar[bool] = False
     amax_epsilon: float = field(default=0.0, kw_only=True)
-
-    def __post_init__(
-        self,
-        fp8_gemm_fprop: MMParams | None,
-        fp8_gemm_dgrad: MMParams | None,
-        fp8_gemm_wgrad: MMParams | None,
-        fp8_dpa: bool,
-        fp8_mha: bool,
-    ) -> None:
-        _check_gemms(fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad, fast_fprop=True)
-        _at_defaults(fp8_dpa=(fp8_dpa, False), fp8_mha=(fp8_mha, False))
-        super().__post_init__()
 
     @property
     def fp8_quant_fwd_inp(self) -> QParams:
@@ -146,7 +147,7 @@ class Float8CurrentScaling(Recipe):
 
 
 @dataclass(frozen=True)
-class Float8BlockScaling(Recipe):
+class Float8BlockScaling(_GemmOptions):
     """DeepSeek-V3's scheme: 1x128 blocks for x and dy, 128x128 for w, E4M3 throughout, power-of-two scales.
 
     use_f32_scales: keep float32 scales. *_block_scaling_dim: 1 or 2. fp8_gemm_*, fp8_dpa, fp8_mha: Transformer
@@ -167,16 +168,7 @@ class Float8BlockScaling(Recipe):
     fp8_mha: InitVar[bool] = False
     amax_epsilon: float = field(default=0.0, kw_only=True)
 
-    def __post_init__(
-        self,
-        fp8_gemm_fprop: MMParams | None,
-        fp8_gemm_dgrad: MMParams | None,
-        fp8_gemm_wgrad: MMParams | None,
-        fp8_dpa: bool,
-        fp8_mha: bool,
-    ) -> None:
-        _check_gemms(fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad, fast_fprop=False)
-        _at_defaults(fp8_dpa=(fp8_dpa, False), fp8_mha=(fp8_mha, False))
+    def __post_init__(self, *options: Any) -> None:
         dims = {n: getattr(self, f"{n}_block_scaling_dim") for n in ("x", "w", "grad")}
         for name, dim in dims.items():
             if dim not in (1, 2):
@@ -184,7 +176,7 @@ class Float8BlockScaling(Recipe):
         for a, b in (("x", "w"), ("grad", "w"), ("grad", "x")):
             if dims[a] == dims[b] == 2:
                 raise ValueError(f"{a}_block_scaling_dim and {b}_block_scaling_dim are both 2; allowed: one of the two")
-        super().__post_init__()
+        super().__post_init__(*options)
 
     @property
     def fp8_quant_fwd_inp(self) -> QParams:

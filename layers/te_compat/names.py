@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..module.autocast import autocast, quantized_model_init
 from ..recipe.base import Recipe
@@ -99,12 +97,3 @@ def missing(name: str) -> str:
     """Return the sentence for a name that `te_models.layers` does not have."""
     instead = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
     return f"module 'te_models.layers' has no attribute {name!r}{instead}"
-
-
-def from_layers(module: str, name: str, names: Sequence[str]) -> Any:
-    """Return what `te_models.layers` has under a name that Transformer Engine has in another module, too. names: those
-    that this module has; AttributeError for any other."""
-    layers = importlib.import_module("te_models.layers")
-    if name in names:
-        return getattr(layers, name)
-    raise AttributeError(f"module {module!r} has no attribute {name!r}")

@@ -1,22 +1,17 @@
 """Questions about the device under Transformer Engine's module path.
 
-May import: `te_models.layers`, lazily.
+May import: `..te_compat`.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..te_compat.names import from_layers
-
-if TYPE_CHECKING:
-    from ..te_compat.names import is_bf16_available
+from ..te_compat.names import is_bf16_available, missing
 
 __all__ = ["is_bf16_available"]
 
-_THEIRS = (
-    *("deinterleave_glu_tensor", "get_cudnn_version", "get_device_compute_capability", "interleave_glu_tensor"),
-    "is_bf16_available",
-)
+_ELSEWHERE = ("deinterleave_glu_tensor", "get_cudnn_version", "get_device_compute_capability", "interleave_glu_tensor")
+"""Names of Transformer Engine's module; asking says what to use instead."""
 
 
 def __getattr__(name: str) -> Any:
-    return from_layers(__name__, name, _THEIRS)
+    raise AttributeError(missing(name) if name in _ELSEWHERE else f"module {__name__!r} has no attribute {name!r}")

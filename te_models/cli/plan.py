@@ -11,8 +11,7 @@ from ..terminal import Table, say_while_waiting
 from .parser import Verbs, emit, integer, number, verb
 
 if TYPE_CHECKING:
-    from ..plan import Hardware, Plan
-    from ..plan.layouts import Refused
+    from ..plan import Hardware, Plan, Refused
 
 DESCRIPTION = """\
 Plan a training run on any number of ranks, without them: memory, FLOPs, bytes of every
@@ -62,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
     config = read_config(Path(args.config), [])
     say_while_waiting("running a micro-batch on tensors without values")
-    from ..plan import Hardware, plan_run
+    from ..plan import Hardware, Refused, plan_layouts, plan_run
 
     asked = {name: getattr(args, name) for name in _HARDWARE if getattr(args, name) is not None}
     hardware = Hardware(**asked)
@@ -70,8 +69,6 @@ def run(args: argparse.Namespace) -> int:
         plan = plan_run(config, args.ranks, hardware)
         emit(args, plan.to_dict(), *_tables(plan, hardware))
         return 0 if plan.fits else 1
-    from ..plan.layouts import Refused, plan_layouts
-
     plans = plan_layouts(config, args.ranks, hardware)
     fitting = [plan for plan in plans if not isinstance(plan, Refused) and plan.fits]
     values = [{"sizes": p.sizes, "refused": p.reason} if isinstance(p, Refused) else p.to_dict() for p in plans]
@@ -110,7 +107,7 @@ def _tables(plan: Plan, hardware: Hardware) -> list[Table]:
 
 
 def _layouts(plans: list[Plan | Refused], ranks: int, hardware: Hardware) -> Table:
-    from ..plan.layouts import Refused
+    from ..plan import Refused
 
     rows = [("tp", "ep", "memory", "fits", "step", "MFU")]
     for plan in plans:

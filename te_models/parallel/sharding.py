@@ -114,11 +114,11 @@ def _shard(part: nn.Module, mesh: ParallelMesh, reduce_dtype: torch.dtype, resha
 
     options: dict[str, Any] = {}
     experts = {id(p) for p in _experts_of(part)}
-    if experts and mesh.dims.expert_model_parallel_size > 1:
-        options["shard_placement_fn"] = _own_mesh(experts, mesh.expert_fsdp)
-    elif experts:
-        shards = mesh.fsdp.size(mesh.fsdp.ndim - 1)
-        options["shard_placement_fn"] = lambda p: _placement(p, shards) if id(p) in experts else None
+    if experts:
+        over = mesh.expert_fsdp
+        place = (lambda shard: shard) if mesh.experts is None else _own_mesh(over)
+        shards = over.size(over.ndim - 1)
+        options["shard_placement_fn"] = lambda p: place(_placement(p, shards)) if id(p) in experts else None
     fully_shard(
         part,
         mesh=mesh.fsdp,
@@ -144,8 +144,8 @@ def shards_experts_apart() -> bool:
     return hasattr(_fsdp_common, "ShardPlacementResult") and hasattr(_fsdp_init, "_get_mesh_info")
 
 
-def _own_mesh(experts: set[int], mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
-    """Return what tells `fully_shard` over which ranks it shards a parameter."""
+def _own_mesh(mesh: DeviceMesh) -> Callable[[Shard], Any]:
+    """Return what makes of a placement one that tells `fully_shard` over which ranks it shards, too."""
     if not shards_experts_apart():
         raise ConfigError(
             f"torch {torch.__version__} shards all parameters of a layer over one mesh; allowed with "
@@ -155,12 +155,7 @@ def _own_mesh(experts: set[int], mesh: DeviceMesh) -> Callable[[nn.Parameter], A
     from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
 
     info: Any = _get_mesh_info(mesh, None)
-    shards = mesh.size(mesh.ndim - 1)
-
-    def place(parameter: nn.Parameter) -> Any:
-        return ShardPlacementResult(_placement(parameter, shards), info) if id(parameter) in experts else None
-
-    return place
+    return lambda shard: ShardPlacementResult(shard, info)
 
 
 def _placement(parameter: nn.Parameter, shards: int) -> Shard:

@@ -10,9 +10,9 @@ from te_models.checkpoints import open_checkpoint
 
 from ..config import ConfigError, ModelConfig
 from ..model.flops import training_flops_per_token
-from ..model.parallel import check_distribution, check_layers
 from ..training.build import read_model_config
 from ..training.config import TrainConfig
+from ..training.preflight import check_layout
 from ..training.ranks.data_parallel import Ranks
 from ..training.ranks.layout import Layout, layout_of
 from .micro_batch import record
@@ -117,9 +117,7 @@ def plan_here(config: TrainConfig, ranks: int, hardware: Hardware) -> Plan:
     model = model_of(config)
     with fake_ranks(ranks):
         layout = layout_of(config.parallel, Ranks(0, ranks), "cpu")
-        if layout.dims.expert_model_parallel_size > 1:
-            check_distribution(model, layout.dims.expert_model_parallel_size, config.model.expert_layout)
-        check_layers(model, layout.dims.tensor_model_parallel_size)
+        check_layout(config, model, layout.dims)
         with fake_tensors():
             found = record(config, model, layout)
         dims = layout.dims

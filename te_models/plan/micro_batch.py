@@ -6,23 +6,14 @@ reduces behind is whole with three.
 
 from __future__ import annotations
 
-import contextlib
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 
-from te_models.layers import quantized_model_init
-
 from ..config import ModelConfig
-from ..model import GPTModel
-from ..model.parallel import groups_of
-from ..parallel.mesh import ParallelMesh
 from ..parallel.sharding import parallelize
-from ..training.build import DTYPES, build_optimizer
+from ..training.build import build_optimizer, random_model
 from ..training.config import TrainConfig
-from ..training.precision import build_recipe
 from ..training.ranks.layout import Layout
 from ..training.step import make_loss_function, reduce_gradients
 from .simulation import Recorder, Traffic
@@ -76,13 +67,8 @@ def record(config: TrainConfig, model: ModelConfig, layout: Layout) -> Recorded:
 
 def record_layers(config: TrainConfig, model: ModelConfig, layout: Layout, layers: list[int]) -> Recorded:
     """Run a micro-batch and the end of a step with these layers of the model alone, and return what was recorded."""
-    part, precision = of_layers(model, layers), config.precision
-    recipe = build_recipe(precision, part.num_layers) if precision.recipe != "none" else None
     recorder = Recorder(_dimensions(layout))
-    stored = recipe if precision.quantized_weights else None
-    with contextlib.nullcontext() if stored is None else quantized_model_init(enabled=True, recipe=stored):
-        options = {**groups_of(layout.model_mesh), "expert_layout": config.model.expert_layout}
-        gpt = GPTModel(part, dtype=DTYPES[precision.dtype], device="cpu", **options)
+    gpt = random_model(config, of_layers(model, layers), "cpu", layout)
     if layout.dims.is_sharded:
         parallelize(gpt, layout.mesh, reshard_after_forward=config.parallel.reshard_after_forward)
     gpt.activation_checkpointing = config.model.activation_checkpointing
@@ -92,7 +78,7 @@ def record_layers(config: TrainConfig, model: ModelConfig, layout: Layout, layer
     with recorder:
         optimizer = build_optimizer(config.replace(compile=False), gpt, layout)
         found.optimizer = recorder.live - found.parameters
-        loss_function = make_loss_function(gpt.train(), precision, "cpu", compiled=False)
+        loss_function = make_loss_function(gpt.train(), config.precision, "cpu", compiled=False)
         shape = config.data.micro_batch_size, config.data.sequence_length
         loss, _ = loss_function(torch.zeros(shape, dtype=torch.int64))
         loss.backward()
@@ -115,25 +101,17 @@ def of_layers(model: ModelConfig, layers: list[int]) -> ModelConfig:
     return model.replace(**changes)
 
 
-def kinds(model: ModelConfig) -> Counter[Kind]:
-    """Return how many layers there are of each kind."""
-    return Counter(_kind(model, layer) for layer in range(model.num_layers))
-
-
 def _kind(model: ModelConfig, layer: int) -> Kind:
     return model.is_moe_layer(layer), model.layer_type(layer)
 
 
 def _dimensions(layout: Layout) -> dict[str, str]:
     """Return the name of the mesh's dimension by the name of its process group."""
-    names = {}
     if layout.mesh is None:
         return {"0": "dp"}
-    for mesh in _meshes(layout.mesh):
+    names: dict[str, str] = {}
+    meshes = (layout.mesh.layers, layout.mesh.experts, layout.mesh.data)
+    for mesh in (mesh for mesh in meshes if mesh is not None):
         for name in mesh.mesh_dim_names or ():
             names.setdefault(mesh.get_group(name).group_name, name)
     return names
-
-
-def _meshes(mesh: ParallelMesh) -> Iterator:
-    yield from (m for m in (mesh.layers, mesh.experts, mesh.data) if m is not None)

@@ -106,7 +106,7 @@ class Recorder(TorchDispatchMode):
             for name in names:
                 self._see(getattr(tensor, name))
             return None
-        if tensor.is_meta and not _is_fake(tensor):
+        if tensor.is_meta:
             return None
         storage = tensor.untyped_storage()
         if id(storage) not in self._storages:
@@ -135,12 +135,6 @@ class Recorder(TorchDispatchMode):
         rounds = {"all_reduce": 2}.get(kind, 1) * (size - 1) / size
         key = kind, self._groups.get(group.group_name, group.group_name)
         self.traffic[key] = self.traffic.get(key, Traffic()) + Traffic(1, payload, payload * rounds)
-
-
-def _is_fake(tensor: Tensor) -> bool:
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return isinstance(tensor, FakeTensor)
 
 
 def _bytes(values: Any) -> int:

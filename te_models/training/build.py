@@ -77,11 +77,17 @@ def build_model(
             verify=checkpoint is None and config.model.verify,
         )
     torch.manual_seed(derive_seed(config.seed, "initial weights"))
-    model_config = read_model_config(config)
-    weights = build_recipe(precision, model_config.num_layers) if precision.quantized_weights else None
+    return random_model(config, read_model_config(config), device, layout)
+
+
+def random_model(config: TrainConfig, model: ModelConfig, device: str, layout: Layout) -> GPTModel:
+    """Return a model with the initial weights that torch's generator gives now, split as the layout says and stored
+    quantized where the run stores weights so."""
+    precision = config.precision
+    weights = build_recipe(precision, model.num_layers) if precision.quantized_weights else None
+    options: dict[str, Any] = {"expert_layout": config.model.expert_layout, **groups_of(layout.model_mesh)}
     with contextlib.nullcontext() if weights is None else quantized_model_init(enabled=True, recipe=weights):
-        groups: dict[str, Any] = {**groups_of(layout.model_mesh)}
-        return GPTModel(model_config, dtype=dtype, device=device, expert_layout=experts, **groups)
+        return GPTModel(model, dtype=DTYPES[precision.dtype], device=device, **options)
 
 
 def _build_parts(

@@ -58,7 +58,7 @@ def check_run(
         require("matplotlib.figure", "plot", feature="the loss plot (log.plot)")
     _check_output(Path(config.output_dir))
     model, notes = _read_model(config, start, checkpoint)
-    _check_layout(config, model, dims)
+    check_layout(config, model, dims)
     _check_sizes(config, model, device, dims)
     build_recipe(config.precision, model.num_layers)
     if reads_text:
@@ -101,7 +101,7 @@ def _read_model(
     return model, []
 
 
-def _check_layout(config: TrainConfig, model: ModelConfig, dims: ParallelDims) -> None:
+def check_layout(config: TrainConfig, model: ModelConfig, dims: ParallelDims) -> None:
     """Raise ConfigError where a layout cannot have this model, or these formats."""
     precision, sharded, tp = config.precision, dims.is_sharded, dims.tensor_model_parallel_size
     if dims.expert_model_parallel_size > 1:
