@@ -23,6 +23,7 @@ BENCHMARKS = {
     "moments": [],
     "noting_statistics": [],
     "stored_decode": [],
+    "expert_dispatch": [],
 }
 """What runs without a name, each with its arguments."""
 LEFT_OUT = {
@@ -33,10 +34,11 @@ LEFT_OUT = {
     "compile": "it compiles seven recipes' steps and five models from nothing, most of ten minutes",
     "eager_calls": "it compares with another checkout: python -m bench.eager_calls --before DIR",
     "boundary": "it compiles two layers two dozen times, twelve of them from nothing, five minutes",
+    "ranks": "it trains on two ranks in four layouts, which takes both cores: python -m bench.ranks",
     "gpu": "it needs a CUDA device: python -m bench.gpu",
 }
 """What `python -m bench` does not run, or not whole, and why."""
-EVERY = [*BENCHMARKS, "training_curves", "generation", "compile", "boundary"]
+EVERY = [*BENCHMARKS, "training_curves", "generation", "compile", "boundary", "ranks"]
 
 
 def main(arguments: list[str]) -> int:

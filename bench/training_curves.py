@@ -31,7 +31,8 @@ from te_models.quickstart.text import library_files
 from te_models.quickstart.tiny import VOCABULARY, train_tokenizer
 from te_models.training import build_dataset
 from te_models.training.config import OptimizerConfig, PrecisionConfig, ScheduleConfig
-from te_models.training.data.dataset import TokenDataset, Windows
+from te_models.training.data.dataset import TokenDataset
+from te_models.training.data.windows import Windows
 from te_models.training.optimizer.adamw import Optimizer
 from te_models.training.optimizer.schedule import lr_at
 from te_models.training.ranks.data_parallel import ranks_from_environment

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -50,6 +51,13 @@ def smaller(a: int, b: int) -> int:
     """
     least = min if TORCH_2_11 and compiling() else torch.sym_min
     return least(a, b)  # type: ignore[return-value]  # typed as int or float; of two sizes it is one
+
+
+def scalars_in_graphs() -> Any:
+    """Return a context in which compiled code may read tensors as numbers: each becomes a variable of the graph."""
+    if not compiling():
+        return contextlib.nullcontext()
+    return torch._dynamo.patch_dynamo_config(capture_scalar_outputs=True)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def splits_loops(device: torch.device) -> bool:

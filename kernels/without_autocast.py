@@ -1,6 +1,6 @@
 """Arithmetic that `torch.amp.autocast` must leave alone: operands of a recipe, exact in the dtype that they have.
 
-Autocast rounds float32 operands of a product, and those of another 16-bit dtype, to its own: forward, and in a compiled
+Autocast rounds operands of a product in float32 and in another 16-bit dtype to its own: forward, and in a compiled
 graph, where the region of the forward pass is still in force, backward, too. What a region says is which dtype a layer
 computes in; that has been heard when these operands are made.
 """

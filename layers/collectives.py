@@ -11,6 +11,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
+from te_models.kernels.torch_versions import constant_when_traced
+
 # torch 2.13 has new names for them, and warns of the old ones
 _all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
 _reduce_scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
@@ -21,6 +23,15 @@ def resolve_group(name: str) -> dist.ProcessGroup:
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
+@constant_when_traced
+def group_of_all() -> str | None:
+    """Return the name of the default process group; None where there is none, or of one rank."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return None
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD.group_name
 
 
 def check_group(name: str, group: object) -> None:
@@ -59,3 +70,9 @@ def reduce_scatter(x: Tensor, group: Any) -> Tensor:
 def all_reduce(x: Tensor, group: Any) -> Tensor:
     """The sum over ranks, on every rank."""
     return functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", group))
+
+
+def all_to_all(x: Tensor, group: Any, receive: list[int] | None = None, send: list[int] | None = None) -> Tensor:
+    """[sum of send, ...] -> [sum of receive, ...]: the first send[0] rows go to the first rank, and so on; what the
+    ranks sent comes in rank order. None: each rank gets an equal share."""
+    return functional.wait_tensor(functional.all_to_all_single(x.contiguous(), receive, send, group))

@@ -41,7 +41,7 @@ OF_OPERATIONS: dict[str, Any] = {
 }
 """Of operations with weights, which are not split here."""
 THEIR_NAMES = {"dtype": "params_dtype", "accumulate_into_main_grad": "fuse_wgrad_accumulation"}
-"""Of operations with parameters: their names of arguments -> those of the modules."""
+"""Operations with parameters: an argument's name -> its name in the modules."""
 
 
 DType = enum.Enum(

@@ -31,7 +31,15 @@ if TYPE_CHECKING:
         TemperatureConfig,
     )
     from .generation import generate, stream
-    from .model import GPTModel, KVCache, ModelOutput, MoELayer, TransformerLayer, update_expert_bias
+    from .model import (
+        GPTModel,
+        KVCache,
+        ModelOutput,
+        MoELayer,
+        TransformerLayer,
+        take_expert_load,
+        update_expert_bias,
+    )
 
 _HOME = {
     "compile.compile_model": ("compile_model",),
@@ -49,7 +57,15 @@ _HOME = {
         "TemperatureConfig",
     ),
     "generation": ("generate", "stream"),
-    "model": ("GPTModel", "KVCache", "MoELayer", "ModelOutput", "TransformerLayer", "update_expert_bias"),
+    "model": (
+        "GPTModel",
+        "KVCache",
+        "MoELayer",
+        "ModelOutput",
+        "TransformerLayer",
+        "take_expert_load",
+        "update_expert_bias",
+    ),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
@@ -75,6 +91,7 @@ __all__ = [
     "compile_model",
     "generate",
     "stream",
+    "take_expert_load",
     "update_expert_bias",
 ]
 

@@ -19,6 +19,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "peft": ("peft",),
     "gpu": ("triton",),
     "quantized": ("accelerate", "compressed_tensors"),
+    "data": ("datasets", "pyarrow"),
     "train": ("rich",),
     "completion": ("shtab",),
     "plot": ("matplotlib",),

@@ -117,6 +117,17 @@ def encode_as_transformers(folder: Path, text: str) -> list[int]:
 
     Raises MissingExtraError, CheckpointError for files that are too large or leave the folder, and TokenizerError.
     """
+    _check_folder(folder)
+    process = _Process(f"the tokenizer of {folder}", _TRANSFORMERS_MEMORY_BYTES)
+    try:
+        asked = json.dumps({"folder": str(folder.resolve()), "text": text}).encode()
+        return array("I", process.ask(b"F", asked, _room(len(text.encode())))).tolist()
+    finally:
+        process.close()
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise MissingExtraError without transformers, and CheckpointError for files that it should not read."""
     from te_models.checkpoints.io.weight_files import plain_file
     from te_models.checkpoints.write.sidecars import find_sidecars
 
@@ -125,12 +136,33 @@ def encode_as_transformers(folder: Path, text: str) -> list[int]:
     for path in folder.iterdir():  # transformers knows more names
         if not path.is_dir():
             plain_file(folder, path.name)
-    process = _Process(f"the tokenizer of {folder}", _TRANSFORMERS_MEMORY_BYTES)
-    try:
-        asked = json.dumps({"folder": str(folder.resolve()), "text": text}).encode()
-        return array("I", process.ask(b"F", asked, _room(len(text.encode())))).tolist()
-    finally:
-        process.close()
+
+
+class ChatTokenizer:
+    """The tokenizer of a folder with its chat template, as `AutoTokenizer` reads them, in a process of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises as `encode_as_transformers` does."""
+        _check_folder(folder)
+        self._process = _Process(f"the chat template of {folder}", _TRANSFORMERS_MEMORY_BYTES)
+        self._folder = str(folder.resolve())
+
+    def encode(self, messages: list[dict[str, str]]) -> tuple[list[int], list[int]]:
+        """Return the ids of a chat, and for each whether the assistant wrote it (1) or not (0).
+
+        Templates that mark what the assistant writes (`{% generation %}`) say so themselves. With others, its part is
+        what a message adds to the chat before it and the prompt of an answer: the template has to write chats so that a
+        longer one begins with a shorter one. Raises TokenizerError where it does not, refuses the messages, or is
+        absent.
+        """
+        asked = json.dumps({"folder": self._folder, "messages": messages}).encode()
+        size = sum(len(message["content"].encode("utf-8", "surrogatepass")) for message in messages)
+        marked = array("I", self._process.ask(b"C", asked, _room(size) * (len(messages) + 1))).tolist()
+        return [id & 0x7FFFFFFF for id in marked], [id >> 31 for id in marked]
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.close()
 
 
 def _room(nbytes: int) -> int:

@@ -5,6 +5,7 @@ was standard output, each as a kind (one byte), a length (eight) and so many byt
 
     J  a tokenizer.json       -> its size (JSON)
     F  {"folder", "text"}     -> the ids of the text (uint32) with the folder's tokenizer, as transformers reads it
+    C  {"folder", "messages"} -> the ids of a chat (uint32) with its template; highest bit set: the assistant's
     e  UTF-8 text             -> its ids, without special tokens;  E: with them
     d  ids                    -> their UTF-8 text
     t  a token                -> its id (JSON)
@@ -80,6 +81,8 @@ def _answer(state: dict[str, Any], kind: bytes, data: bytes) -> bytes:
         return json.dumps(max(vocabulary.values(), default=-1) + 1).encode()  # there may be gaps
     if kind == b"F":
         return _of_folder(**json.loads(data))
+    if kind == b"C":
+        return _of_chat(state, **json.loads(data))
     tokenizer = state["tokenizer"]
     if kind in (b"e", b"E"):
         return _bounded(tokenizer.encode(data.decode(), add_special_tokens=kind == b"E").ids, len(data))
@@ -111,12 +114,50 @@ def _load(data: bytes) -> Any:
 
 
 def _of_folder(folder: str, text: str) -> bytes:
+    return _bounded(_auto_tokenizer(folder)(text)["input_ids"], len(text.encode()))
+
+
+def _of_chat(state: dict[str, Any], folder: str, messages: list[dict[str, str]]) -> bytes:
+    """What the assistant wrote is what the template marks, or what each of its messages adds to the text before it."""
+    if state.get("chat_folder") != folder:
+        state["chat_folder"], state["chat"] = folder, _auto_tokenizer(folder)
+    tokenizer = state["chat"]
+    template = tokenizer.chat_template
+    if not template:
+        raise LimitError("there is no chat template in the folder")
+    if isinstance(template, str) and "{% generation" in template.replace("{%-", "{%"):
+        found = tokenizer.apply_chat_template(
+            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        ids, scored = found["input_ids"], found["assistant_masks"]
+    else:
+        text, ends = "", []
+        for i, message in enumerate(messages):
+            if message["role"] == "assistant":
+                options = {"tokenize": False, "add_generation_prompt": True}
+                asked = tokenizer.apply_chat_template(messages[:i], **options)
+                answered = tokenizer.apply_chat_template(messages[: i + 1], tokenize=False)
+                if not (asked.startswith(text) and answered.startswith(asked)):
+                    raise LimitError(f"it changes what is before message {i}, so that no part is the assistant's")
+                ends += [(asked[len(text) :], 0), (answered[len(asked) :], 1)]
+                text = answered
+        whole = tokenizer.apply_chat_template(messages, tokenize=False)
+        if not whole.startswith(text):
+            raise LimitError("it changes what is before later messages, so that no part is the assistant's")
+        ids, scored = [], []
+        for piece, mark in [*ends, (whole[len(text) :], 0)]:
+            piece_ids = tokenizer(piece, add_special_tokens=False)["input_ids"] if piece else []
+            ids += piece_ids
+            scored += [mark] * len(piece_ids)
+    return array("I", [id | mark << 31 for id, mark in zip(ids, scored, strict=True)]).tobytes()
+
+
+def _auto_tokenizer(folder: str) -> Any:
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
     options = {"local_files_only": True, "trust_remote_code": False}
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
-    return _bounded(tokenizer(text)["input_ids"], len(text.encode()))
+    return transformers.AutoTokenizer.from_pretrained(folder, **options)
 
 
 def _bounded(ids: list[int], nbytes: int) -> bytes:

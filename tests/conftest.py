@@ -6,6 +6,7 @@ test module is collected. It changes nothing else: without a GPU nothing but our
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Generator, Iterator
 
@@ -45,6 +46,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.filterwarnings("ignore:.* runs as emulation:RuntimeWarning"))
         if not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="needs an accelerator, and this machine has none"))
+
+
+def pytest_collection_finish() -> None:
+    """Keep what importing and collecting made out of the garbage collector, which would walk it during the tests."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # extensions look for leaks at exit
 
 
 @pytest.hookimpl(wrapper=True)

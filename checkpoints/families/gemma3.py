@@ -29,7 +29,7 @@ GEMMA3_TEXT = Family(
         LayerPattern(window=4096, period=6, pattern=True),
         Only("attn_logit_softcapping", None),  # a field of the class without effect: no release has a cap
         Nullable("final_logit_softcapping", "embedding.logits_softcap", None),
-        # Old files: `rope_theta` and `rope_scaling` (linear, 8 from 4B on) are those of the full layers; the others
+        # Old files: `rope_theta` and `rope_scaling` (linear, 8 from 4B on) belong to the full layers; the others
         # have `rope_local_base_freq` unscaled. So the release (transformers 4.50), the paper, and 5.17, which
         # only overlooks a `rope_scaling` whose kind is called `type`, the older name.
         RopePerLayerType(theta=1e6, sliding_theta=1e4, local="rope_local_base_freq"),

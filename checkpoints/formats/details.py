@@ -62,7 +62,7 @@ def _unrestored(quantized: QuantizedFiles) -> Iterator[tuple[str, float]]:
 
 
 def group_scales(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, Any]]:
-    """Return the scales of activations as JSON values, those of one dtype and shape together."""
+    """Return the scales of activations as JSON values, scales of one dtype and shape together."""
     groups: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or tensor.numel() > _MOST_VALUES or not torch.isfinite(tensor.float()).all():

@@ -248,7 +248,7 @@ def _match(
 def _no_powers_of_two(
     files: FileStore, high_precision: Namespace, parameters: Collection[str], weight_format: WeightFormat
 ) -> set[str]:
-    """Return those of the parameters of which a scale is not a power of two, be it promised, as in published files
+    """Return the parameters of which a scale is not a power of two, be it promised, as in published files
     (`self_attn.o_proj` of DeepSeek-V3.1-Terminus), or not; this reads their scales."""
     part = weight_format.part("scale_inv") if parameters else None
     found: set[str] = set()

@@ -187,7 +187,7 @@ def record_files(
 
     Arguments:
         moved: called with the number of bytes of each part of a safetensors file read.
-        whole: names of safetensors files whose digest is that of all bytes, see `FileRecord`.
+        whole: names of safetensors files whose digest covers all bytes, see `FileRecord`.
     """
     records = {}
     with Lane() as lane:

@@ -2,8 +2,9 @@
 
 Tensor parallelism splits the first projection of attention and of an MLP by rows, the second by columns. A projection
 that joins several (q, k and v; gate and up) is split in each of them, so that a rank has whole heads and matching gate
-and up rows. Of latent attention, the projection down to the latents is on every rank. Expert parallelism gives each
-rank consecutive whole experts, which tensor parallelism may split further.
+and up rows. Embedding and output layer are split by words, of which ranks may have one fewer. Of latent attention, the
+projection down to the latents is on every rank. Expert parallelism gives each rank consecutive whole experts, which
+tensor parallelism may split further.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from te_models.config import ModelConfig
+from te_models.layers.distributed.vocab_parallel import vocab_range
 from te_models.layers.quantizer import Quantizer
 from te_models.layers.quantizer.schema import alignment, field_layouts
 
@@ -28,6 +30,7 @@ _ATTENTION = re.compile(
     r".*\.self_attention\.(linear_qkv\.(weight|bias)|linear_(q|kv)_up\.weight|linear_proj\.weight|"
     r"(q|k)_layernorm\.weight|core_attention\..*)"
 )
+_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
 _MLP = re.compile(r".*\.mlp\.(shared_experts\.|experts\.)?linear_(fc1\.(weight|bias)|fc2\.weight)(\d*)")
 
 
@@ -125,15 +128,17 @@ def _part(config: ModelConfig, name: str, shape: Shape, place: Place) -> RankPar
         return RankPart(experts=experts)
     dim, blocks = split
     ranges, offset = [], 0
-    for size in blocks:
-        own = size // place.tp_size
-        ranges.append((offset + place.tp_rank * own, offset + (place.tp_rank + 1) * own))
+    for size in blocks:  # of which only vocabularies may be divided unequally
+        first, end = vocab_range(size, place.tp_rank, place.tp_size)
+        ranges.append((offset + first, offset + end))
         offset += size
     return RankPart(dim, tuple(ranges), experts)
 
 
 def _split(config: ModelConfig, name: str, shape: Shape) -> tuple[int, tuple[int, ...]] | None:
     """Return the dimension that is split and the blocks along it; None for what every rank has."""
+    if name in _VOCABULARY:
+        return 0, (shape[0],)
     match = _ATTENTION.fullmatch(name)
     if match is not None:
         if "_layernorm" in match[1] and config.attention.qk_layernorm != "full":

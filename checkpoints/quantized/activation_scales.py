@@ -4,7 +4,7 @@ A scale belongs to a weight (`input_scale`), or to the attention around it (`k_s
 weight as it was, under its name or another, it has the scales that it had. In another form of the family the weight is
 a part of another tensor, or consists of several; then each matrix gets the scale that its parts had, if that is one
 number. A scale of gate and another one of up are none of both: such ones are named as left out. Only scales of what
-goes into a matrix are shared by its parts: that of the keys (`k_proj.k_scale`) is none of the queries and values.
+goes into a matrix are shared by its parts: the scale of the keys (`k_proj.k_scale`) is none of the queries and values.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def scale_outputs(
     """Return the outputs of an export that are scales of activations, and the names of those that it cannot have.
 
     Arguments:
-        scales: those of the files that `ckpt` was imported from, by name.
+        scales: the scales of the files that `ckpt` was imported from, by name.
         high_precision: how the export stores the model; weights: its quantized weights.
         occupied: names that other outputs have.
     """

@@ -94,7 +94,7 @@ class _Fields:
     """The fields of one parameter that are computed in one pass.
 
     The data of the first copy is written band after band as it is computed, where its bands follow one another in the
-    field; the other fields, those of a transposed copy and small ones, are kept until they are written. Otherwise (of a
+    field; the other fields, a transposed copy's and small ones, are kept until they are written. Otherwise (of a
     transposed copy a band is columns) all fields are computed when the first is written, and each is dropped when it
     has been.
     """

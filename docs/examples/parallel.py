@@ -35,3 +35,11 @@ model = parallelize(GPTModel(config, device="meta"), mesh, device="cpu")
 tokens = torch.arange(16)[None]
 print(model(tokens, labels=tokens, return_logits=False).loss)
 dist.destroy_process_group()
+
+# %% StageLayout
+# Which layers of ten each of two ranks has, under a schedule of two stages a rank.
+from te_models.parallel import StageLayout
+
+stages = StageLayout(2, "Interleaved1F1B")
+for rank in range(2):
+    print(rank, [stages.layers(10)[number] for number in stages.of_rank(rank)])

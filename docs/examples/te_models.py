@@ -117,6 +117,25 @@ config = ModelConfig(
 model = compile_model(GPTModel(config), mode="block")  # in place; parameter names do not change
 print(model(torch.arange(8)[None]).logits.shape)
 
+# %% take_expert_load
+import torch
+from te_models import AttentionConfig, GPTModel, MLPConfig, ModelConfig, MoEConfig, take_expert_load
+
+config = ModelConfig(
+    vocab_size=64,
+    hidden_size=32,
+    num_layers=2,
+    max_position_embeddings=32,
+    attention=AttentionConfig(num_attention_heads=2),
+    mlp=MLPConfig(ffn_hidden_size=48),
+    moe=MoEConfig(num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=16, moe_expert_capacity_factor=1.25),
+)
+model, tokens = GPTModel(config), torch.arange(16)[None]
+model(tokens, labels=tokens).loss.backward()
+load = take_expert_load(model)
+print(load.tokens)  # [2, 4]: tokens of each expert in each MoE layer
+print(load.metrics())  # of each layer: the fullest expert, the entropy of the shares, dropped choices
+
 # %% update_expert_bias
 import torch
 from te_models import AttentionConfig, GPTModel, MLPConfig, ModelConfig, MoEConfig, RouterConfig, update_expert_bias

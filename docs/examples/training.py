@@ -23,10 +23,11 @@ Path("hello.txt").write_text("hello, world\n" * 50)
 data = build_dataset("data/hello", ["*.txt"], "bytes")
 print(data.vocab_size)
 
-# %% load_config, TrainConfig, ModelSource, DataConfig, OptimizerConfig, ScheduleConfig, PrecisionConfig
+# %% load_config, TrainConfig, ModelSource, DataConfig, OptimizerConfig, LoRAConfig, ScheduleConfig, PrecisionConfig
 from te_models import AttentionConfig, MLPConfig, ModelConfig
 from te_models.training import (
     DataConfig,
+    LoRAConfig,
     ModelSource,
     OptimizerConfig,
     PrecisionConfig,
@@ -48,6 +49,7 @@ config = TrainConfig(
     model=ModelSource(config=model),
     data=DataConfig(path="data/bytes", text=("*.txt",), tokenizer="bytes", sequence_length=16),
     optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.0),
+    lora=LoRAConfig(rank=8),  # adapters are trained in place of the weights
     schedule=ScheduleConfig(kind="constant"),
     precision=PrecisionConfig(dtype="fp32"),
 )

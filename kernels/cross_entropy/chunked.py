@@ -8,15 +8,20 @@ weight's dtype before, in which the gradient is returned in any case.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from ..compiling import compiling
 from ..gemm.cpu import operand_dtype
 from ..gemm.dense import linear, multiply
 from ..gemm.reference import accumulate_product
 from . import rows
 from .reference import valid_count
 
+LossAndGradient = Callable[[Tensor, Tensor, Tensor | None, Any, Any], Tensor]
 _ROWS = 128  # of the weight's gradient, whose product then stays in the cache
 
 
@@ -30,15 +35,17 @@ def loss_and_gradients(
     chunk_tokens: int,
     wanted: list[bool],
     weight_grad_in_fp32: bool,
+    loss_and_gradient_: LossAndGradient | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the mean loss (float32 scalar) and the gradients of hidden [T, H], weight [V, H] and bias [V].
 
     wanted: which of the three gradients; the others come back empty. weight_grad_in_fp32: the weight's in float32, no
-    product of which is rounded. Other arguments as in `linear_cross_entropy`.
+    product of which is rounded. loss_and_gradient_: in place of `rows.loss_and_gradient_`, for logits of a part of the
+    vocabulary. Other arguments as in `linear_cross_entropy`.
     """
-    if hidden.device.type == "cuda":
+    if loss_and_gradient_ is None and hidden.device.type == "cuda":
         from .triton import cross_entropy_grad_ as loss_and_gradient_
-    else:
+    elif loss_and_gradient_ is None:
         loss_and_gradient_ = rows.loss_and_gradient_
     tokens, count = hidden.shape[0], valid_count(labels)
     scale = torch.ones_like(count) / count if any(wanted) else None
@@ -68,7 +75,10 @@ def loss_and_gradients(
 
 def _add_product(d_weight: Tensor, left: Tensor, right: Tensor, accumulate: bool, scale: None) -> None:
     """Add `left @ right`, [V, C] x [C, H], to d_weight, or write it there."""
-    if d_weight.device.type != "cpu":
+    if compiling():
+        product = multiply(left, right)
+        _ = d_weight.add_(product) if accumulate else d_weight.copy_(product)
+    elif d_weight.device.type != "cpu":
         accumulate_product(d_weight, left, right, accumulate, None)
     elif d_weight.dtype == left.dtype:
         torch.addmm(d_weight, left, right, beta=float(accumulate), out=d_weight)  # beta 0 ignores what it holds

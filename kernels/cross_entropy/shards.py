@@ -1,7 +1,7 @@
 """Cross entropy over a vocabulary that is split: each shard's part of it, on plain tensors, without communication.
 
-T tokens, V columns of a shard, W words of the whole vocabulary. A shard knows the logsumexp of its own columns; that of
-the whole is the logsumexp over shards, exact to rounding whatever the magnitudes are. So `shard_statistics` of each
+T tokens, V columns of a shard, W words of the whole vocabulary. A shard knows the logsumexp of its own columns; the
+whole's is the logsumexp over shards, exact to rounding whatever the magnitudes are. So `shard_statistics` of each
 shard, moved to all of them, give the loss (`combined_loss`), and with its normalizer each shard has the gradient of its
 own logits (`shard_gradient`). Labels are words of the whole vocabulary, -100 where a token does not count; `first` is
 the word of a shard's first column. (arXiv 1909.08053, section 3; label smoothing: arXiv 1512.00567, section 7.)
@@ -40,7 +40,7 @@ def shard_statistics(logits: Tensor, labels: Tensor, first: int, label_smoothing
     if on_accelerator(logits):
         normalizer = op.cross_entropy_fwd(logits, local)[1]
     else:
-        normalizer = torch.cat([torch.logsumexp(logits[step].to(dtype), dim=-1) for step in _steps(logits)])
+        normalizer = torch.cat([torch.logsumexp(logits[step].to(dtype), dim=-1) for step in steps(logits)])
     found = [normalizer, target, here.to(dtype)]
     return torch.stack([*found, logits.sum(-1, dtype=dtype)] if label_smoothing else found)
 
@@ -78,7 +78,7 @@ def shard_gradient(
     column = torch.where(here, local, 0)[:, None]
     of_label = torch.where(here, label_smoothing - 1.0, 0.0).to(normalizer.dtype)[:, None]
     parts = []
-    for step in _steps(logits):
+    for step in steps(logits):
         gradient = (logits[step].to(normalizer.dtype) - normalizer[step, None]).exp()
         if label_smoothing:
             gradient = gradient - label_smoothing / vocab_size
@@ -87,6 +87,6 @@ def shard_gradient(
     return torch.cat(parts)
 
 
-def _steps(logits: Tensor) -> Iterable[slice]:
-    """Rows to take at a time: in a graph all, which the compiler fuses."""
+def steps(logits: Tensor) -> Iterable[slice]:
+    """Return the rows of logits [T, V] to take at a time: in a graph all, which the compiler fuses."""
     return [slice(None)] if compiling() or not logits.shape[0] else rows.steps(logits)

@@ -1,7 +1,7 @@
 """Quantization as the last step of another operation: which copies it makes, and what they must be.
 
 Norms, activations and the permutation of tokens can hand out their result as FP8 without writing it in high precision
-first. The numbers are those of the result rounded to its dtype and then quantized: two definitions one after the other.
+first. The numbers equal the result rounded to its dtype and then quantized: two definitions one after the other.
 T rows, H columns.
 """
 

@@ -77,7 +77,7 @@ def nvfp4_amax_kernel(
     TILE_C: tl.constexpr,
 ):
     """Raise row_amax_ptr[matrix or group], float32 bits, to the largest magnitude in a tile of x: [B, R, C] or grouped
-    rows [R, C], and col_amax_ptr to that of its transform along the rows."""
+    rows [R, C], and col_amax_ptr to the amax of its transform along the rows."""
     program = tl.program_id(0).to(tl.int64)
     column_tiles = tl.cdiv(columns, TILE_C)
     first_column = (program % column_tiles * TILE_C).to(tl.int32)

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from ..custom_op import Output, gradient_of, like, operation
 from . import reference
-from .reference import load_balancing_loss, router_probabilities, router_z_loss
+from .reference import load_balancing_loss, mean_probabilities, router_probabilities, router_z_loss
 
 __all__ = [
     "load_balancing_loss",
+    "mean_probabilities",
     "router_probabilities",
     "router_topk",
     "router_topk_bwd",

@@ -122,19 +122,36 @@ def load_balancing_loss(probabilities: Tensor, indices: Tensor, mask: Tensor | N
     f_e is the fraction of choices that went to expert e (sums to 1), P_e the mean probability of e (arXiv 2101.03961,
     eq. 4-6; for K > 1 the fraction counts all K choices). probabilities: [T, E]; indices: [T, K]; mask: [T] bool,
     True where a token counts (None: all). Float32 scalar; the gradient flows through the probabilities. No token: 0.
+    With a dimension B before these, the mean over the B sequences that have tokens (DeepSeek-V2, arXiv 2405.04434,
+    eq. 23-25, but for the factor K).
     """
     num_experts = probabilities.shape[-1]
     experts = torch.arange(num_experts, device=indices.device)
-    hits = (indices[..., None] == experts).sum(dim=1, dtype=torch.float32)
+    hits = (indices[..., None] == experts).sum(dim=-2, dtype=torch.float32)
     if mask is not None:
-        counted = mask.float()[:, None]
-        hits, probabilities = hits * counted, probabilities * counted
-        tokens = counted.sum()
-    else:
-        tokens = torch.full((), probabilities.shape[0], dtype=torch.float32, device=probabilities.device)
-    tokens = tokens.clamp(min=1)
-    fraction = hits.sum(dim=0) / (tokens * indices.shape[-1])
-    return num_experts * (fraction * probabilities.sum(dim=0) / tokens).sum()
+        hits = hits * mask.float()[..., None]
+    fraction = hits.sum(dim=-2) / (_tokens(probabilities, mask)[..., None] * indices.shape[-1])
+    losses = num_experts * (fraction * mean_probabilities(probabilities, mask)).sum(dim=-1)
+    if losses.dim() == 0:
+        return losses
+    some = torch.ones_like(losses) if mask is None else mask.any(dim=-1).float()
+    return losses.sum() / some.sum().clamp(min=1)
+
+
+def mean_probabilities(probabilities: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return the mean over tokens, [..., T, E] -> [..., E], of those where mask, [..., T] bool, is True (None: all)."""
+    tokens = _tokens(probabilities, mask)[..., None]
+    if mask is not None:
+        probabilities = probabilities * mask.float()[..., None]
+    return probabilities.sum(dim=-2) / tokens
+
+
+def _tokens(probabilities: Tensor, mask: Tensor | None) -> Tensor:
+    """Return how many tokens count, [..., T, E] -> [...] float32, at least 1."""
+    if mask is not None:
+        return mask.float().sum(dim=-1).clamp(min=1)
+    shape = probabilities.shape[:-2]
+    return torch.full(shape, probabilities.shape[-2], dtype=torch.float32, device=probabilities.device).clamp(min=1)
 
 
 def router_z_loss(logits: Tensor, mask: Tensor | None = None) -> Tensor:

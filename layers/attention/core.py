@@ -55,7 +55,7 @@ def attend(
 
 
 def _folded(query: Tensor, key: Tensor) -> Tensor:
-    """Return query [B, N, S, D] as [B, G, N/G * S, D]: of the heads that share those of key [B, G, L, D]."""
+    """Return query [B, N, S, D] as [B, G, N/G * S, D]: heads that share a head of key [B, G, L, D] together."""
     together = query.shape[1] // key.shape[1] * query.shape[2]
     return query.reshape(query.shape[0], key.shape[1], together, query.shape[3])
 

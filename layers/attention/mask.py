@@ -103,7 +103,7 @@ def window_of(window: Window | None, mask_type: str) -> tuple[int, int]:
 
 
 class Masking(NamedTuple):
-    """What a call says about who sees whom; the names are those of `DotProductAttention.forward`."""
+    """What a call says about who sees whom; the names are `DotProductAttention.forward`'s."""
 
     mask_type: str
     window_size: Window | None

@@ -1,22 +1,81 @@
 """Expert parallelism: each rank of a group has tokens and experts of its own, and what the ranks tell each other.
 
-Every rank gets the tokens of all, multiplies those that chose its experts, and gives each token's part of the result
-back; the sum over ranks is the layer's output. Shapes follow from the number of tokens alone, so nothing waits for a
-router's decision and no token is dropped. Sums over ranks run in float32 and are rounded once, as the sum of a token's
-results on one rank is.
+Two ways to the same numbers. By all-to-all each row travels to the rank of its expert and its result travels back: the
+rows of a rank are those that its experts multiply, and how many that are is data, which the host learns once per layer
+(`exchange_splits`). By all-gather every rank gets the tokens of all, multiplies those that chose its experts, and the
+sum over ranks is the layer's output: shapes follow from the number of tokens alone, so nothing waits for a router's
+decision, and memory grows with the number of ranks. Sums over ranks run in float32 and are rounded once, as the sum of
+a token's results on one rank is.
+
+n ranks, T tokens of a rank, K experts per token, E experts, E/n of each rank, R rows.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from te_models.kernels.asserted import asserted
-from te_models.kernels.torch_versions import own_result
+from te_models.kernels.compiling import compiling
+from te_models.kernels.torch_versions import own_result, scalars_in_graphs
 
-from ..collectives import all_gather, reduce_scatter
+from ..collectives import all_gather, all_to_all, reduce_scatter
+
+
+class Splits(NamedTuple):
+    """How rows travel. send: how many this rank sends to each rank; receive: how many it gets from each; numbers of the
+    host, as the collective wants them. rows: [n, E/n] int64, on the device, how many of each rank's rows come for each
+    expert of this rank."""
+
+    send: list[int]
+    receive: list[int]
+    rows: Tensor
+
+
+def expert_of_row(rows: Tensor, received: int) -> Tensor:
+    """Return which of this rank's experts each received row is for: [R] int64. rows: of `Splits`; received: R."""
+    experts = torch.arange(rows.shape[1], device=rows.device).repeat(rows.shape[0])
+    return torch.repeat_interleave(experts, rows.flatten(), output_size=received)
+
+
+def exchange_splits(tokens_per_expert: Tensor, group: str, ranks: int, *, balanced: int | None = None) -> Splits:
+    """Tell the other ranks how many rows come for their experts, and wait until the host knows all numbers.
+
+    tokens_per_expert: [E] int64, of this rank's rows; group: a name. balanced: suppose that so many rows go to all
+    ranks alike, for tensors without values, which nobody can read.
+    """
+    mine = tokens_per_expert.view(ranks, -1)
+    rows = all_to_all(mine, group)
+    if balanced is not None:
+        even = [balanced // ranks + (rank < balanced % ranks) for rank in range(ranks)]
+        return Splits(even, [even[0]] * ranks, rows)
+    sizes = torch.stack([mine.sum(1), rows.sum(1)])
+    with scalars_in_graphs():
+        send, receive = sizes.tolist()
+    if compiling():
+        for size in (*send, *receive):
+            torch._check(size >= 0)
+    return Splits(send, receive, rows)
+
+
+def exchange_rows(x: Tensor, send: list[int], receive: list[int], group: str) -> Tensor:
+    """[sum of send, H], rows in the order of the ranks that they go to -> [sum of receive, H], in the order of the
+    ranks that they come from. The gradient travels back. group: a name."""
+    return _Exchanged.apply(x, send, receive, group)
+
+
+class _Exchanged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, send: list[int], receive: list[int], group: str) -> Tensor:
+        ctx.way = send, receive, group
+        return own_result(all_to_all(x, group, receive, send))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        send, receive, group = ctx.way
+        return all_to_all(dy, group, send, receive), None, None, None
 
 
 def gather_tokens(x: Tensor, group: str) -> Tensor:

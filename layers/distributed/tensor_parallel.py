@@ -145,6 +145,15 @@ class TensorParallelModule(nn.Module):
         """Return a parameter that every rank has in full; applied to its own rows only, its gradient is summed."""
         return _collective(parameter, "same", self) if self.sequence_parallel else parameter
 
+    def for_own_features(self, x: Tensor) -> Tensor:
+        """Return what every rank has in full and uses for its own features only: its gradient is summed."""
+        return x if self.tp_size == 1 else _collective(x, "same", self)
+
+
+def with_summed_gradient(x: Tensor, group: str) -> Tensor:
+    """Return x, whose gradient is summed over the ranks of a group. group: a name."""
+    return _Collective.apply(x, "same", group)
+
 
 def part_of(whole: Tensor, dim: int, rank: int, ranks: int, stride: int = 1) -> Tensor:
     """Return one rank's part of a parameter along `dim`, of each of `stride` equal blocks."""

@@ -1,28 +1,52 @@
-"""Cross entropy of logits whose vocabulary is split over the ranks of a group: one small all-gather, no logits move.
+"""A vocabulary that is split over the ranks of a group: lookup, logits, and a cross entropy for which no logits move.
 
-The mathematics is that of `te_models.kernels.cross_entropy.shards`. T tokens, V words of the vocabulary.
+Each rank holds consecutive rows of the embedding and of the output weight. The loss needs one all-gather of three
+numbers per token (arXiv 1909.08053, section 3); `te_models.kernels.cross_entropy.shards` states its mathematics.
+T tokens, H hidden, V words of the vocabulary, v words of this rank.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from te_models.kernels.asserted import asserted
 from te_models.kernels.compiling import compiling
 from te_models.kernels.cross_entropy import IGNORE_INDEX, combined_loss, shard_gradient, shard_statistics
+from te_models.kernels.cross_entropy.chunked import loss_and_gradients
+from te_models.kernels.cross_entropy.op import scaled
+from te_models.kernels.cross_entropy.shards import steps
+from te_models.kernels.embedding import embedding
 
 from ..collectives import all_gather
 
 
+def vocab_range(words: int, rank: int, ranks: int) -> tuple[int, int]:
+    """Return (first word, word behind the last one) of a rank: consecutive ranks have consecutive words, and the first
+    V % ranks of them one more than the others."""
+    each, more = divmod(words, ranks)
+    first = rank * each + min(rank, more)
+    return first, first + each + (rank < more)
+
+
 class VocabShard(NamedTuple):
-    """Which part of the vocabulary a rank holds. group: the name of the process group; each rank has as many words,
-    in rank order. One rank needs no group."""
+    """Which part of the vocabulary a rank holds. group: the name of the process group. words: of the whole vocabulary,
+    shared as `vocab_range` says; None: each rank has as many as this one. One rank needs no group."""
 
     rank: int = 0
     ranks: int = 1
     group: str = ""
+    words: int | None = None
+
+    def place(self, own: int) -> tuple[int, int]:
+        """Return (this rank's first word, words of the whole vocabulary); own: words of this rank."""
+        if self.words is None:
+            return self.rank * own, self.ranks * own
+        return vocab_range(self.words, self.rank, self.ranks)[0], self.words
 
 
 def vocab_parallel_cross_entropy(
@@ -30,7 +54,7 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """Return the loss of each token, the same on every rank, float32 in labels' shape; 0 where it does not count.
 
-    logits: [..., V / ranks], this rank's words; labels: [...] integer, words of the whole vocabulary, or ignore_index.
+    logits: [..., v], this rank's words; labels: [...] integer, words of the whole vocabulary, or ignore_index.
     Differentiable once in the logits: the loss depends on all ranks' logits, and each rank gets the gradient of its own
     as if it had the whole loss. Collective. ValueError for shapes that do not fit and, eagerly on a CPU, for a label
     that is no word; elsewhere its loss is NaN.
@@ -40,39 +64,187 @@ def vocab_parallel_cross_entropy(
         raise ValueError(f"target has shape {tuple(labels.shape)}; allowed with these logits: {allowed}")
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing is {label_smoothing}; allowed: a number from 0 to 1")
-    words = logits.shape[-1] * shard.ranks
+    first, words = shard.place(logits.shape[-1])
     flat = labels.reshape(-1).to(torch.int64)
     flat = torch.where(flat == ignore_index, IGNORE_INDEX, flat)
-    if not compiling() and flat.device.type == "cpu":
-        _check_words(flat, words, ignore_index)
-    loss = _VocabParallelLoss.apply(logits.reshape(-1, logits.shape[-1]), flat, shard, words, label_smoothing)
+    _check_words(flat, words, ignore_index)
+    loss = _VocabParallelLoss.apply(logits.reshape(-1, logits.shape[-1]), flat, shard, first, words, label_smoothing)
     return loss.view(labels.shape)
 
 
+def _readable(x: Tensor) -> bool:
+    """Whether the values of a tensor can be looked at without waiting for a device, and there are any."""
+    return not compiling() and x.device.type == "cpu" and type(x) is Tensor
+
+
 def _check_words(labels: Tensor, words: int, ignore_index: int) -> None:
+    if not _readable(labels):
+        return
     wrong = labels[(labels != IGNORE_INDEX) & ((labels < 0) | (labels >= words))]
     if wrong.numel():
         raise ValueError(f"target has {wrong[0].item()}; allowed: 0 to {words - 1}, or ignore_idx, {ignore_index}")
 
 
+def _gathered(statistics: Tensor, shard: VocabShard) -> Tensor:
+    """Return the statistics [3 or 4, T] of all ranks, [ranks, 3 or 4, T]."""
+    count = statistics.shape[0]
+    return (all_gather(statistics, shard.group) if shard.ranks > 1 else statistics).view(shard.ranks, count, -1)
+
+
 class _VocabParallelLoss(torch.autograd.Function):
-    """Losses [T] of logits [T, V / ranks] and labels [T]."""
+    """Losses [T] of logits [T, v] and labels [T]."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, shard: VocabShard, words: int, smoothing: float) -> Tensor:
-        first = shard.rank * logits.shape[1]
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, shard: VocabShard, first: int, words: int, smoothing: float
+    ) -> Tensor:
         statistics = shard_statistics(logits, labels, first, smoothing)
-        count = statistics.shape[0]
-        if shard.ranks > 1:
-            statistics = all_gather(statistics, shard.group)
-        loss, normalizer = combined_loss(statistics.view(shard.ranks, count, -1), labels, words, smoothing)
+        loss, normalizer = combined_loss(_gathered(statistics, shard), labels, words, smoothing)
         ctx.save_for_backward(logits, labels, normalizer)
         ctx.first, ctx.words, ctx.smoothing = first, words, smoothing
         return loss
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         logits, labels, normalizer = ctx.saved_tensors
         dx = shard_gradient(logits, labels, ctx.first, normalizer, grads[0], ctx.words, ctx.smoothing)
-        return dx, None, None, None, None
+        return dx, None, None, None, None, None
+
+
+def vocab_parallel_linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    shard: VocabShard,
+    bias: Tensor | None = None,
+    *,
+    multiplier: float = 1.0,
+    softcap: float | None = None,
+    chunk_tokens: int | None = None,
+    main_grad: Tensor | None = None,
+) -> Tensor:
+    """Return the mean cross entropy of all words' logits, a float32 scalar, the same on every rank; 0 if no label is
+    valid.
+
+    hidden: [T, H], the same on every rank; weight: [v, H]; bias: [v]; labels: [T] int64, words of the whole vocabulary,
+    -100 where a token does not count; other arguments as for `te_models.kernels.cross_entropy.linear_cross_entropy`.
+    Gradients are computed with the loss, so that only logits [chunk_tokens, v] ever exist, of T tokens where
+    chunk_tokens is None. The gradient of hidden is this rank's part of a sum over the ranks. Collective. Raises
+    ValueError where chunk_tokens is below 1 and, eagerly on a CPU, for a label that is no word.
+    """
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens is {chunk_tokens}; allowed: 1 or more, or None for all at once")
+    _check_words(labels, shard.place(weight.shape[0])[1], IGNORE_INDEX)
+    wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias)]
+    chunk = max(1, hidden.shape[0]) if chunk_tokens is None else chunk_tokens
+    return _LinearLoss.apply(hidden, weight, bias, main_grad, labels, shard, multiplier, softcap, chunk, wanted)
+
+
+class _LinearLoss(torch.autograd.Function):
+    """The mean loss, and the `wanted` gradients; the weight's is added to main_grad where that is given."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        main_grad: Tensor | None,
+        labels: Tensor,
+        shard: VocabShard,
+        multiplier: float,
+        softcap: float | None,
+        chunk: int,
+        wanted: list[bool],
+    ) -> Tensor:
+        of_shard = partial(_loss_and_gradient_, shard=shard, multiplier=multiplier, softcap=softcap)
+        loss, *gradients = loss_and_gradients(
+            hidden, weight, labels, bias, None, None, chunk, wanted, main_grad is not None, of_shard
+        )
+        ctx.save_for_backward(*gradients)
+        ctx.main_grad, ctx.wanted = main_grad, wanted
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (grad,) = grads
+        hidden, weight, bias = ctx.saved_tensors
+        dx, dw, db = ctx.wanted
+        of_weight = None
+        if dw and ctx.main_grad is not None:
+            ctx.main_grad.addcmul_(weight, grad)
+        elif dw:
+            of_weight = scaled(weight, grad)
+        return scaled(hidden, grad) if dx else None, of_weight, scaled(bias, grad) if db else None, *(None,) * 7
+
+
+def _loss_and_gradient_(
+    logits: Tensor,
+    labels: Tensor,
+    scale: Tensor | None,
+    _multiplier: None,
+    _softcap: None,
+    *,
+    shard: VocabShard,
+    multiplier: float,
+    softcap: float | None,
+) -> Tensor:
+    """Return each token's loss [T]; overwrite the projection's output [T, v] by its gradient, unless scale is None."""
+    first, words = shard.place(logits.shape[1])
+    final = logits if multiplier == 1.0 else logits * multiplier
+    final = final if softcap is None else softcap * torch.tanh(final / softcap)
+    loss, normalizer = combined_loss(_gathered(shard_statistics(final, labels, first), shard), labels, words)
+    if scale is None:
+        return loss
+    for step in steps(logits):
+        z = final[step]
+        of_loss = scale.expand(z.shape[0])
+        gradient = shard_gradient(z, labels[step], first, normalizer[step], of_loss, words)
+        if softcap is not None:
+            gradient = gradient * (1 - (z / softcap).square())
+        logits[step] = gradient if multiplier == 1.0 else gradient * multiplier
+    return loss
+
+
+def vocab_parallel_embedding(ids: Tensor, weight: Tensor, shard: VocabShard, main_grad: Tensor | None = None) -> Tensor:
+    """Return this rank's summand of the rows of all words' table, zeros for a word of another rank: ids [...] int64,
+    weight [v, H] -> [..., H].
+
+    Raises IndexError for an id that is no word, eagerly on a CPU; elsewhere RuntimeError.
+    """
+    first, words = shard.place(weight.shape[0])
+    known = ((ids >= 0) & (ids < words)).all()
+    message = f"a token id is outside of its table of {words} rows"
+    if not _readable(ids):
+        asserted(known, message)
+    elif not known:
+        raise IndexError(message)
+    local = ids - first
+    here = (local >= 0) & (local < weight.shape[0])
+    rows = embedding(torch.where(here, local, 0), weight, main_grad)
+    return torch.where(here[..., None], rows, 0)
+
+
+def gather_logits(logits: Tensor, shard: VocabShard) -> Tensor:
+    """Return the logits of all words, [..., V] of [..., v], on every rank; where all ranks compute the same with them,
+    each has the gradient of its own."""
+    return _AllLogits.apply(logits, shard)
+
+
+class _AllLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, shard: VocabShard) -> Tensor:
+        ctx.first, words = shard.place(logits.shape[-1])
+        ctx.own = logits.shape[-1]
+        most = -(-words // shard.ranks)  # ranks have equally many, or one fewer, and send equally many
+        sent = F.pad(logits, (0, most - ctx.own)).movedim(-1, 0)
+        received = all_gather(sent, shard.group).unflatten(0, (shard.ranks, most))
+        each = [vocab_range(words, rank, shard.ranks) for rank in range(shard.ranks)]
+        parts = [part[: end - first] for part, (first, end) in zip(received, each, strict=True)]
+        return torch.cat(parts).movedim(0, -1).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].narrow(-1, ctx.first, ctx.own), None

@@ -88,7 +88,7 @@ def dense_fprop(
     )
     if state.statistics is not None:
         of_gemm = state.statistics[(index or 0) % state.statistics.shape[0]]
-        if isinstance(x, Tensor):  # statistics are those of the values before quantization
+        if isinstance(x, Tensor):  # statistics describe the values before quantization
             record_statistics(of_gemm[0], x_quantizer, x)
         if not isinstance(stored, QuantizedTensor):
             record_statistics(of_gemm[1], with_state(quantizers.weight, state.scale, None, "weight", index), stored)

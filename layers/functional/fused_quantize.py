@@ -65,7 +65,7 @@ class Prologue(NamedTuple):
     def gradients(
         self, dy: Tensor, x: Tensor, statistics: tuple[Tensor, ...], needs: tuple[bool, bool]
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the gradients of x, weight and bias. needs: whether those of the weight and of the bias are wanted."""
+        """Return the gradients of x, weight and bias. needs: whether the latter two are wanted."""
         if isinstance(self.function, Norm):
             return self.function.backward(dy, x, self.weight, self.bias, statistics, needs)
         return self.function.backward(dy, x)[0], None, None

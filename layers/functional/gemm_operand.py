@@ -1,7 +1,7 @@
 """The two operands of a GEMM under a recipe, the dtype that they are computed with, and the GEMM of them.
 
 On CPU an operand is an `Operand`: dequantized values that are exact in the dtype of the GEMM. In a graph, one operation
-makes those of block, MXFP8 and NVFP4 scaling (`kernels/quantize/cpu_graph`). On an accelerator an operand is a
+makes the operands of block, MXFP8 and NVFP4 scaling (`kernels/quantize/cpu_graph`). On an accelerator an operand is a
 `ScaledOperand`, the quantized numbers themselves. Either way the contracted dimension is the last one, so every GEMM is
 `left @ right^T`:
 
@@ -40,7 +40,7 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype a GEMM on x runs in: that of an enabled `torch.amp.autocast`, else x's own. ValueError for
+    """Return the dtype a GEMM on x runs in: an enabled `torch.amp.autocast`'s, else x's own. ValueError for
     integers, to which the weights would be rounded."""
     if not x.is_floating_point():
         require_floating(x.dtype)

@@ -64,7 +64,7 @@ def grouped_fprop(
 ) -> tuple[Tensor, SavedInput, tuple[Tensor, ...]]:
     """Return (`x[g] w[g]^T` for each group of rows, [T, N]; how to read what is saved; what is saved).
 
-    x: [T, K] in `dtype`, that of the GEMMs, or `GroupedRows` of the input quantizer; weights: one [G, N, K] or G of
+    x: [T, K] in `dtype`, the GEMMs' dtype, or `GroupedRows` of the input quantizer; weights: one [G, N, K] or G of
     [N, K], plain or quantized; cached: the weights quantized in an earlier micro-batch; needs: whether the gradients of
     x and of the weights will be wanted; aligned: whether the groups are aligned (`grouped_operand`); such rows may come
     quantized.
@@ -72,7 +72,7 @@ def grouped_fprop(
     quantizers, options, _ = config
     x_quantizer = with_state(quantizers.input, state.scale, state.amax, "input")
     if state.statistics is not None:
-        assert isinstance(x, Tensor), "statistics are those of the values before quantization"
+        assert isinstance(x, Tensor), "statistics describe the values before quantization"
         unrecorded = with_state(quantizers.input, state.scale, None, "input")
         record_statistics(state.statistics[0, 0], unrecorded, x, offsets=offsets)
         if cached is None and not isinstance(weights[0], QuantizedTensor):

@@ -1,6 +1,6 @@
 """One GEMM per group of rows, in high precision or under a recipe, differentiable: the function behind GroupedLinear.
 
-The three GEMMs are those of `grouped_gemms`.
+`grouped_gemms` holds the three GEMMs.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class _BiasRows(torch.autograd.Function):
 
 
 class _Arguments(NamedTuple):
-    """x: [T, K] in `dtype`, that of the GEMMs, or quantized; where slot_of_row, row_of_slot and padding_rows of a
+    """x: [T, K] in `dtype`, the GEMMs' dtype, or quantized; where slot_of_row, row_of_slot and padding_rows of a
     Permutation are given, x are tokens [tokens, K] of any dtype, and the rows are made of them. m_splits, ends, group:
     of GroupOffsets; scale to gradient_log: of QuantizerState; needs_x, needs_weights: whether the gradients of x and of
     the weights are wanted; quantizers to index: of GemmConfig; count: how many weights. Behind these come the weights,

@@ -59,7 +59,7 @@ def _operand_of_copy(
     shape: Sequence[int],
     padding: PaddedRows | None,
 ) -> RowsOperand:
-    """Return a copy of rows as an operand. shape: [T, C], that of the rows before `padding`."""
+    """Return a copy of rows as an operand. shape: [T, C], the rows' shape before `padding`."""
     rows = shape[0] if padding is None else padding.used.shape[0]
     value = value_of(quantizer.member(usage))
     return RowsOperand(stored_operand(value, fields, usage, dtype, (rows, shape[1])), padding)

@@ -2,7 +2,7 @@
 
 The formula is Python around kernels on tensors, not one opaque operation per layer: the compiler sees every step. On an
 accelerator it fuses the quantizations with what is around them; in a CPU graph the operands of block, MXFP8 and NVFP4
-scaling are one operation each (`kernels/quantize/cpu_graph`). The three GEMMs are those of `dense_gemms`. Live state
+scaling are one operation each (`kernels/quantize/cpu_graph`). `dense_gemms` holds the three GEMMs. Live state
 comes in as tensors; nothing is hidden in objects.
 """
 
@@ -33,7 +33,7 @@ class GemmCall(NamedTuple):
     """What a module hands down for one call of its GEMM, or of all GEMMs of a grouped layer.
 
     config: quantizers and options, None for high precision whose gradients go to autograd; cached: the weight quantized
-    in an earlier micro-batch; amaxes: where a calibration records those of the input and of the weight.
+    in an earlier micro-batch; amaxes: where a calibration records the amaxes of the input and of the weight.
     """
 
     config: GemmConfig | None
@@ -124,7 +124,7 @@ def largest(x: Tensor) -> Tensor:
 
 
 class _Arguments(NamedTuple):
-    """x: [T, K] in `dtype`, that of the GEMMs, or the input [..., H] of the prologue, which has dtype for a result;
+    """x: [T, K] in `dtype`, the GEMMs' dtype, or the input [..., H] of the prologue, which has dtype for a result;
     norm_weight, norm_bias: of the prologue; weight: [N, K] plain or quantized; bias: [N] or None; scale to
     gradient_log: of QuantizerState; needs_x, needs_weight: whether the gradients of x or a norm's parameter, and of the
     weight, are wanted; quantizers to index: of GemmConfig."""

@@ -1,6 +1,6 @@
 """The dense layer as one operation forward and one backward: what `Linear(boundary="layer")` is to the compiler.
 
-The numbers are those of `linear`, whose functions the operations call. Quantized weights and caches are among the
+The numbers equal `linear`'s, because the operations call its functions. Quantized weights and caches are among the
 arguments, live state that is written to is declared, and what is saved of x is a quantized storage or x itself. On fake
 tensors the results follow from one description. docs/compile.md says which boundary is better where.
 """

@@ -41,7 +41,7 @@ def check_format(weight: QuantizedTensor, quantizer: Quantizer) -> None:
             f"the weight is stored as {stored.FORMAT}, but the recipe in force wants {quantizer.FORMAT}; "
             "allowed: a recipe of the stored format, or autocast(enabled=False)"
         )
-    # a stored weight's scale under delayed scaling is always that of its own amax
+    # under delayed scaling a stored weight's scale always comes from its own amax
     names = ("fp8_dtype",) if quantizer.NEEDS_STATE else _FORM
     others = [name for name in names if getattr(stored, name, None) != getattr(quantizer, name, None)]
     if others:

@@ -81,7 +81,7 @@ class autocast(Region):
             group, touched = self._group, [] if compiling() else None
         elif self._group is not None and self._group is not group:
             raise ValueError(
-                "amax_reduction_group is not that of the outermost autocast region, at whose exit all scales are "
+                "amax_reduction_group is not the outermost autocast region's, at whose exit all scales are "
                 "updated; give it there"
             )
         in_force: dict[str, Any] = {"compute": self._recipe, "calibrating": self._calibrating}

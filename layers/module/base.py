@@ -133,7 +133,7 @@ class QuantizedModule(RecipeStateModule):
 
     def calibration_amax(self, role: str, gemm_index: int | None = None) -> Tensor:
         """Return what to `update_amax_` while `calibrating`, [] of one GEMM or [G] of all (None). In a
-        recomputation it is a tensor that nobody reads, so that the operations are those of the first run."""
+        recomputation it is a tensor that nobody reads, so that the operations repeat the first run's."""
         row = self.fp8_amax[ROLES.index(role)]
         if not compiling() and recomputing():
             row = scratch_like(row)

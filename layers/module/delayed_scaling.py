@@ -63,7 +63,7 @@ def update_delayed_scaling(
     for rule, together in by_rule.items():
         if compiling() or not torch.is_inference_mode_enabled():
             _update(rule, together, group)
-        else:  # the scales that it makes are also those of training steps, which save them for the backward pass
+        else:  # training steps, too, use the scales that it makes, and save them for the backward pass
             with torch.inference_mode(mode=False), torch.no_grad():
                 _update(rule, together, group)
 

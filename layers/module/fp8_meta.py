@@ -52,7 +52,7 @@ class StateCopy(Tensor):
 
 class RecipeState:
     """What a recipe needs for the slots of one direction. recipe, mode ("forward" or "backward"), num_quantizers,
-    roles: those of the constructor; dtype: what the slots are quantized to, where they share one."""
+    roles: the constructor's; dtype: what the slots are quantized to, where they share one."""
 
     def __init__(
         self,

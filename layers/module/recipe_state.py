@@ -100,7 +100,7 @@ class RecipeStateModule(nn.Module):
 
     @property
     def fp8_scale(self) -> Tensor:
-        """The scale of each role, [3, G]. What is written to it is that of gradients, too, from now on."""
+        """The scale of each role, [3, G]. What is written to it is the gradients' scale, too, from now on."""
         return self._fp8_scale
 
     @fp8_scale.setter

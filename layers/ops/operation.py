@@ -216,7 +216,7 @@ def check_gradients(
     operation: BasicOperation | FusedOperation, steps: Sequence[Step], gradients: Sequence[Gradients]
 ) -> None:
     """Raise TypeError where a backward pass returned no Gradients for each step, ValueError for another number of them
-    than the step has parameters or extra inputs, and where that of the input is missing."""
+    than the step has parameters or extra inputs, and where the input's gradient is missing."""
     _check_kind(operation, "backward", steps, gradients, Gradients)
     for step, gradient in zip(steps, gradients, strict=True):
         for kind, found, own in (

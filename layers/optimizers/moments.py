@@ -207,7 +207,7 @@ def working_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def _round(first: Tensor, second: Tensor, key: Tensor, step: Tensor, begin: Tensor) -> tuple[Tensor, ...]:
-    """Round the words of both moments to those of bfloat16 numbers: int32 [n] each."""
+    """Round the words of both moments to words of bfloat16 numbers: int32 [n] each."""
     bits = hashed_bits(key, step, begin, first.shape)
     return round_words(first, bits), round_words(second, bits >> 16)
 

@@ -23,8 +23,8 @@ Fields = dict[str, Tensor]
 Parts = Sequence[Tensor]
 Q = TypeVar("Q", bound="Quantizer")
 TENSOR_TYPES: dict[str, Any] = {}
-"""Format -> the class of tensor that `quantize` makes, and "grouped" -> that of a stack of matrices. The modules of
-these classes, which are built on this one, enter them when they are imported."""
+"""Format -> the class of tensor that `quantize` makes, and "grouped" -> the class of a stack of matrices. The modules
+of these classes, which are built on this one, enter them when they are imported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Quantizer(ValueObject):
     KEEPS_VALUES: ClassVar[bool] = False
     """Whether what it stores are the values themselves, in high precision."""
     BLOCK_SCALES_ONLY: ClassVar[bool] = False
-    """Whether every scale is that of one block, so that groups of whole blocks may be quantized as one matrix."""
+    """Whether every scale belongs to one block, so that groups of whole blocks may be quantized as one matrix."""
 
     LATER_FIELDS: ClassVar[tuple[str, ...]] = ()
     """Fields that files name only where they are not at their defaults, since they came after the first files."""
@@ -84,7 +84,7 @@ class Quantizer(ValueObject):
         raise NotImplementedError
 
     def part_dtype(self, part: str) -> torch.dtype | None:
-        """Return the dtype of a part; None where it is that of the quantized tensor."""
+        """Return the dtype of a part; None where it is the quantized tensor's dtype."""
         raise NotImplementedError
 
     def amax_of(self, x: Tensor, usage: Usage) -> Tensor | None:
@@ -142,7 +142,7 @@ class Quantizer(ValueObject):
 
     @derived
     def transformed(self) -> bool:
-        """Whether the columnwise copy is that of the random Hadamard transform; a rowwise one never is."""
+        """Whether the columnwise copy holds the random Hadamard transform; a rowwise one never is."""
         return False
 
     @derived

@@ -36,7 +36,7 @@ class _BlockwiseQuantizer(FP8Quantizer):
         return 0.0
 
     def _stored(self, parts: Parts, usage: Usage) -> Parts:
-        """Turn x's orientation into that of the storage, or back."""
+        """Turn x's orientation into the storage's, or back."""
         return tuple(part.mT for part in parts) if self.TRANSPOSED and usage == "columnwise" else parts
 
     def _quantize(self, x: Tensor, usage: Usage, key: Tensor | None, amax: Tensor | None = None) -> Parts:

@@ -83,7 +83,7 @@ SCHEMAS: dict[str, Schema] = {
 
 
 def high_precision_fields(quantizer: Quantizer) -> set[str]:
-    """Return the names of the fields that hold values in high precision: those of identity quantizers."""
+    """Return the names of the fields that hold values in high precision: the fields of identity quantizers."""
     members = {usage: quantizer.member(usage) for usage in quantizer.stored_usages()}
     return {f"{usage}_data" for usage, member in members.items() if member.FORMAT == "identity"}
 

@@ -29,7 +29,7 @@ from .recipe_use import put_in_force
 
 T = TypeVar("T")
 Saved = list[Any] | Callable[..., Any]
-"""Which results selective checkpointing saves: those of a list of operators, or as a policy function says."""
+"""Which results selective checkpointing saves: the results of a list of operators, or what a policy function says."""
 _NAMES = ("compute", "calibrating", "first_microbatch", "noop", "statistics")
 
 
@@ -139,7 +139,7 @@ def same_as_first_run(state_used: T) -> T:
 def once(make: Callable[[], T]) -> T:
     """Return `make()`, or in a recomputation, without calling it, what it returned in the first run.
 
-    Selective checkpointing finds what it saved by counting operations, so it must not see those of the one call.
+    Selective checkpointing finds what it saved by counting operations, so it must not see the one call's operations.
     """
     if recomputing():
         return same_as_first_run(None)  # type: ignore[return-value]

@@ -83,7 +83,7 @@ def _run_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _dtype_beside(x: QuantizedTensor, written: list[Any]) -> torch.dtype:
-    """Return the dtype to read x in: that of a float32 average which it goes into, else its own."""
+    """Return the dtype to read x in: float32 where it goes into a float32 average, else its own."""
     into = written[0] if written and type(written[0]) is Tensor and written[0].is_floating_point() else x
     return torch.promote_types(x.dtype, into.dtype)
 
@@ -121,7 +121,7 @@ def _clone(x: QuantizedTensor, *, memory_format: Any = None) -> QuantizedTensor:
 
 
 def _to_copy(x: QuantizedTensor, *, dtype: torch.dtype | None = None, device: Any = None, **kwargs: Any) -> Tensor:
-    """Move the fields; another dtype is that of the values, dequantized, but where a module is converted."""
+    """Move the fields; another dtype dequantizes the values, but where a module is converted."""
     if dtype is not None and dtype != x.dtype and not (dtype.is_floating_point and converts_modules()):
         values = x.dequantize(dtype if dtype.is_floating_point else None)
         return values.to(dtype=dtype, device=device, non_blocking=kwargs.get("non_blocking", False))

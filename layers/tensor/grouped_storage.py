@@ -1,7 +1,7 @@
 """The bare fields of a grouped tensor: members of one shape, or of as many rows as splits on the device say.
 
 Rows sorted by group are quantized group by group. Nothing here reads the splits, but for `member_of_rows`, which is
-told them. T rows, P padded rows, G groups. The fields are those of the format, in the layout that `schema` declares,
+told them. T rows, P padded rows, G groups. The format's fields lie in the layout that `schema` declares,
 with two differences. A copy whose blocks span several rows (every columnwise one but that of a format with one scale
 per matrix) is in padded rows: a group begins at a multiple of the block's rows and is followed by zeros up to the next
 one, so that no block spans two groups; P is a function of the shapes. What a matrix has once, every group has once,
@@ -35,7 +35,7 @@ def empty_rows(
 
 
 def member_of_rows(quantizer: Quantizer, fields: Fields, splits: Sequence[int], index: int) -> Fields:
-    """Return the fields of one group as views: those of its rows quantized by themselves. splits: m_splits' values."""
+    """Return one group's fields as views: what its rows, quantized by themselves, have. splits: m_splits' values."""
     found: Fields = {}
     for layout in field_layouts(quantizer):
         field = fields[layout.name]

@@ -36,7 +36,7 @@ _CONVERTS_MODULES: ContextVar[bool] = ContextVar("converts_modules", default=Fal
 
 
 def converts_modules() -> bool:
-    """Whether a conversion to another dtype is that of a module, whose weights stay quantized."""
+    """Whether a conversion to another dtype converts a module, whose weights stay quantized."""
     return not torch.compiler.is_compiling() and _CONVERTS_MODULES.get()
 
 
@@ -222,7 +222,7 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
         """Refuse: torch would call a function of what it takes for the values in memory."""
         raise TypeError(f"apply_ does not know a {type(self).__name__}; call dequantize() first, and copy_ the result")
 
-    # --- conversions: a dtype is that of values, and the eight-bit numbers have no other ------------------------------
+    # --- conversions: a dtype describes values; the eight-bit numbers have no other -------------------------------
 
     def float(self, **options: Any) -> Tensor:
         """Return the values in float32 (a module that is converted: this tensor with that logical dtype)."""

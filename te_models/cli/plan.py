@@ -98,7 +98,7 @@ def _tables(plan: Plan, hardware: Hardware) -> list[Table]:
             ("model FLOPs of a rank", f"{plan.flops / 1e12:,.4g} TFLOP"),
             ("compute", f"{plan.compute_s:.3g} s"),
             ("communication", f"{plan.communication_s:.3g} s"),
-            ("step, if that of sharded parameters overlaps", f"{plan.step_s:.3g} s"),
+            ("step, if the sharded parameters' traffic overlaps", f"{plan.step_s:.3g} s"),
             ("model FLOPs utilization", f"{100 * plan.mfu:.3g} %"),
         ],
         "a step at best",

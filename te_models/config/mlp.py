@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -95,10 +96,20 @@ class MoEConfig(ConfigPart):
     """Channels between the two linear layers of an expert that every token uses; unset means no such expert."""
     shared_expert_gate: bool = False
     """Whether the sigmoid of a projection of the input to one number multiplies the shared expert's output."""
+    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "global_aux_loss"] = "aux_loss"
+    """Over which tokens the load-balancing loss compares experts: those of a micro-batch on a rank (aux_loss), of each
+    sequence (seq_aux_loss), or of all ranks and the micro-batches of a step so far (global_aux_loss)."""
     aux_loss_coeff: float = 0.0
     """Weight of the load-balancing loss (arXiv 2101.03961)."""
     z_loss_coeff: float = 0.0
     """Weight of the router z-loss (arXiv 2202.08906)."""
+    moe_expert_capacity_factor: float | None = None
+    """An expert takes at most this many times its even share of a micro-batch's tokens on a rank, and drops the others;
+    unset means that no token is dropped."""
+    moe_token_drop_policy: Literal["probs", "position"] = "probs"
+    """Which tokens a full expert keeps: those of the largest weights (probs), or the first ones (position)."""
+    moe_pad_expert_input_to_capacity: bool = False
+    """Whether each expert of other ranks is sent as many rows as it takes, filled up: nothing waits for the router."""
     router: RouterConfig = field(default_factory=RouterConfig)
     """How tokens choose experts."""
 
@@ -132,5 +143,10 @@ class MoEConfig(ConfigPart):
             enough = self.router.topk_groups * size >= topk
             what = f"so many groups of {size} that they have moe_router_topk = {topk} experts"
             check(enough, "router.topk_groups", self.router.topk_groups, what)
+        factor = self.moe_expert_capacity_factor
+        where = "moe.moe_expert_capacity_factor"
+        check(factor is None or 0 < factor < math.inf, where, factor, "a positive number or null")
+        pad, where = self.moe_pad_expert_input_to_capacity, "moe.moe_pad_expert_input_to_capacity"
+        check(factor is not None or not pad, where, pad, "false without moe_expert_capacity_factor")
         for name in ("aux_loss_coeff", "z_loss_coeff"):
             check(getattr(self, name) >= 0, f"moe.{name}", getattr(self, name), "zero or a positive number")

@@ -3,18 +3,18 @@
 gpt        the model: embedding, decoder, output; loading and saving     decoder   the stack of layers
 layer      one transformer layer, in five block kinds                     attention self attention
 mlp        dense MLP and shared experts                                   moe       routing and experts
-router     the router, what it decided, and its counts                    expert_bias  balance without a loss
+router     the router, what it decided, and its counts                    expert_bias  balance of experts
 embedding  token and position embedding                                   output    logits, loss, ModelOutput
 rotary     cos and sin tables                                             cache     key-value cache
 build      how modules are created                                        support   what is refused
-constants  buffers that are computed, not learned
+constants  buffers that are computed, not learned                        stage     pipeline stages of a model
 
 May import: everything but the command line.
 """
 
 from .build import Build
 from .cache import KVCache
-from .expert_bias import update_expert_bias
+from .expert_bias import ExpertLoad, take_expert_load, update_expert_bias
 from .gpt import GPTModel
 from .layer import TransformerLayer
 from .moe import MoELayer
@@ -23,11 +23,13 @@ from .router import RouterOutput
 
 __all__ = [
     "Build",
+    "ExpertLoad",
     "GPTModel",
     "KVCache",
     "MoELayer",
     "ModelOutput",
     "RouterOutput",
     "TransformerLayer",
+    "take_expert_load",
     "update_expert_bias",
 ]

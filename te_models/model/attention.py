@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from te_models.kernels.norm import rms_norm, rms_norm_by
 from te_models.kernels.rope import apply_rope
 from te_models.layers import RMSNorm
+from te_models.layers.distributed.context_parallel import ContextShard, attention_of_chunks, gather_positions
 
 from ..config import ModelConfig
 from .build import Build, make_core_attention, make_input_linear, make_norm, make_output_linear
@@ -38,6 +39,7 @@ class SelfAttention(nn.Module):
         rope = config.rope_of(layer)
         self.rope_style = "half" if rope is None else rope.style
         self.chunk_size = config.chunk_size(layer)
+        self.context_shard: ContextShard | None = None
         self.epsilon = config.norm.layernorm_epsilon
         self.q_size, self.k_size = self.num_heads * self.head_dim, self.num_groups * self.head_dim
         self.v_size = self.num_groups * self.v_head_dim
@@ -58,11 +60,14 @@ class SelfAttention(nn.Module):
         hidden_keys: Tensor | None = None,
         cache: LayerMemory | None = None,
         query_scale: Tensor | None = None,
+        batch_size: int | None = None,
     ) -> Tensor:
         """x: [B, S, H] -> [B, S, H]. rotary: tables of the positions; None: no rotation. hidden_keys: [B, 1, 1 or S, L]
         bool, True where a key is padding, or hidden from a query. cache: takes this call's keys and values, gives all.
-        query_scale: [B or 1, S, 1, 1] float32, what the queries are multiplied by."""
+        query_scale: [B or 1, S, 1, 1] float32, what the queries are multiplied by. batch_size: B,
+        where x and the result are this rank's part of the tokens, [B S / ranks, H]; None: they are all."""
         qkv = self.linear_qkv(x)
+        qkv = qkv if batch_size is None else qkv.unflatten(0, (batch_size, -1))
         q, k = self._queries_and_keys(qkv, rotary)
         if query_scale is not None:
             q = q * query_scale.to(q.dtype)
@@ -72,9 +77,18 @@ class SelfAttention(nn.Module):
             k, v = cache.update(k, v)
             if hidden_keys is not None:
                 hidden_keys = hidden_keys[..., hidden_keys.shape[-1] - k.shape[1] :]
+        if self.context_shard is None:
+            y = self._attention(q, k, v, hidden_keys)
+        else:
+            both = gather_positions(torch.cat((k, v), -1), self.context_shard)
+            k, v = both.split((self.head_dim, self.v_head_dim), -1)
+            y = attention_of_chunks(self._attention, q, k, v, hidden_keys, self.context_shard)
+        return self.linear_proj(y if batch_size is None else y.flatten(0, 1))
+
+    def _attention(self, q: Tensor, k: Tensor, v: Tensor, hidden_keys: Tensor | None) -> Tensor:
         if self.chunk_size is not None:
             hidden_keys = other_chunks(q.shape[1], k.shape[1], self.chunk_size, hidden_keys, q.device)
-        return self.linear_proj(self.core_attention(q, k, v, hidden_keys))
+        return self.core_attention(q, k, v, hidden_keys)
 
     def _queries_and_keys(self, qkv: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
         if self.norm_kind in ("none", "l2"):
@@ -98,7 +112,7 @@ class SelfAttention(nn.Module):
         t = t.unflatten(-1, (-1, self.head_dim))
         if self.linear_proj.tp_size > 1:
             # every rank has the weight and applies it to its own heads only: its gradients are summed over the ranks
-            shared = {name: self.linear_proj.whole_rows(p) for name, p in norm.named_parameters()}
+            shared = {name: self.linear_proj.for_own_features(p) for name, p in norm.named_parameters()}
             return self._clipped(torch.func.functional_call(norm, shared, (t,)))
         return self._clipped(norm(t))
 

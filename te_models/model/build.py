@@ -12,10 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from te_models.layers import DotProductAttention, LayerNorm, LayerNormLinear, Linear, RMSNorm
+from te_models.layers.distributed.sequence_parallel import SequenceShard
+from te_models.layers.distributed.vocab_parallel import VocabShard, vocab_range
 
 from ..config import ConfigError, ModelConfig, NormConfig
 
 ExpertLayout = Literal["grouped", "per-gemm"]
+ExpertDispatch = Literal["all_to_all", "all_gather"]
 
 
 @dataclass(frozen=True)
@@ -63,21 +66,41 @@ class RankMajor:
         return weight.copy_(torch.cat([share for rank in zip(*shares, strict=True) for share in rank], dim=-2))
 
 
+@dataclass(frozen=True)
+class WordsOfRank:
+    """Fills the rows of a table that a rank has with what `start` gives them in the table of all words."""
+
+    start: Callable[[Tensor], Tensor]
+    shard: VocabShard | None
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        if self.shard is None:
+            return self.start(weight)
+        first, words = self.shard.place(weight.shape[0])
+        whole = torch.empty(words, *weight.shape[1:], dtype=weight.dtype, device=weight.device)
+        return weight.copy_(self.start(whole).narrow(0, first, weight.shape[0]))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Build:
     """params_dtype None is torch's default dtype, device None its default device. tp_group: the ranks over which the
-    layers are split, ep_group: those over which experts are distributed; None: each rank has all."""
+    layers are split, ep_group: those over which experts are distributed; None: each rank has all. sequence_parallel:
+    between split layers each rank of tp_group has a part of the tokens. expert_dispatch: how tokens reach distributed
+    experts."""
 
     params_dtype: torch.dtype | None = None
     device: torch.device | str | None = None
     expert_layout: ExpertLayout = "grouped"
     tp_group: dist.ProcessGroup | None = None
     ep_group: dist.ProcessGroup | None = None
+    sequence_parallel: bool = False
+    expert_dispatch: ExpertDispatch = "all_to_all"
 
     def __post_init__(self) -> None:
-        if self.expert_layout not in get_args(ExpertLayout):
-            allowed = ", ".join(map(repr, get_args(ExpertLayout)))
-            raise ConfigError(f"expert_layout is {self.expert_layout!r}; allowed: {allowed}")
+        for name, choices in {"expert_layout": ExpertLayout, "expert_dispatch": ExpertDispatch}.items():
+            if getattr(self, name) not in get_args(choices):
+                allowed = ", ".join(map(repr, get_args(choices)))
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: {allowed}")
 
     @property
     def new(self) -> dict[str, Any]:
@@ -94,18 +117,47 @@ class Build:
         """Over how many ranks the experts are distributed."""
         return 1 if self.ep_group is None else self.ep_group.size()
 
+    def vocab_shard(self, words: int) -> VocabShard | None:
+        """Return which part of a vocabulary this rank has; None: all of it."""
+        if self.tp_group is None or self.tp_size == 1:
+            return None
+        return VocabShard(self.tp_group.rank(), self.tp_size, self.tp_group.group_name, words)
+
     @property
     def whole(self) -> Build:
         """The same for a layer that every rank has whole."""
-        return replace(self, tp_group=None)
+        return replace(self, tp_group=None, sequence_parallel=False)
+
+    @property
+    def of_all_tokens(self) -> Build:
+        """The same for split layers that every rank calls with all tokens."""
+        return replace(self, sequence_parallel=False)
+
+    @property
+    def sequence_shard(self) -> SequenceShard | None:
+        """Which tokens this rank has between split layers; None: all."""
+        if not self.sequence_parallel or self.tp_group is None or self.tp_size == 1:
+            return None
+        return SequenceShard(self.tp_group.rank(), self.tp_size, self.tp_group.group_name)
 
     def split(self, parallel_mode: str) -> dict[str, Any]:
         """Keyword arguments of a module that is split in this way, or whole."""
-        return {} if self.tp_size == 1 else {"parallel_mode": parallel_mode, "tp_group": self.tp_group}
+        if self.tp_size == 1:
+            return {}
+        split: dict[str, Any] = {"parallel_mode": parallel_mode, "tp_group": self.tp_group}
+        return split | ({"sequence_parallel": True} if self.sequence_parallel else {})
 
     def starting(self, start: Callable[[Tensor], Tensor], blocks: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
         """Return what fills a weight whose rows are these blocks, of which each rank has a share."""
         return start if self.tp_size == 1 or len(blocks) == 1 else RankMajor(start, blocks, self.tp_size)
+
+    def own_words(self, words: int) -> int:
+        """Return how many words of a vocabulary this rank has."""
+        shard = self.vocab_shard(words)
+        if shard is None:
+            return words
+        first, end = vocab_range(words, shard.rank, shard.ranks)
+        return end - first
 
     def parameter(self, *shape: int) -> nn.Parameter:
         """Return an uninitialised parameter."""

@@ -10,6 +10,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from te_models.layers.distributed.context_parallel import ContextShard, own_positions
+from te_models.layers.distributed.sequence_parallel import norm_own_tokens
+
 from ..config import ModelConfig, RopeConfig, TemperatureConfig
 from .build import Build, make_norm
 from .cache import Memory
@@ -28,6 +31,8 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
         self.activation_checkpointing = False
+        self.sequence_shard = build.sequence_shard
+        self.context_shard: ContextShard | None = None
         self.layers = nn.ModuleList(TransformerLayer(config, i, build) for i in range(config.num_layers))
         self.final_layernorm = make_norm(config.norm, config.hidden_size, build)
         ropes: list[RopeConfig] = []
@@ -59,6 +64,10 @@ class Decoder(nn.Module):
     def _rotaries(self) -> list[RotaryEmbedding]:
         return [rotary for rotary in self.rotary_embeddings if isinstance(rotary, RotaryEmbedding)]
 
+    def _own_tables(self, tables: Rotary) -> Rotary:
+        cos, sin = tables
+        return own_positions(cos, self.context_shard), own_positions(sin, self.context_shard)
+
     def forward(
         self,
         x: Tensor,
@@ -66,21 +75,28 @@ class Decoder(nn.Module):
         attention_mask: Tensor | None = None,
         cache: Memory | None = None,
         states: list[Tensor] | None = None,
+        batch_size: int | None = None,
     ) -> tuple[Tensor, list[RouterOutput]]:
         """x: [B, S, H]; position_ids: [B or 1, S]; attention_mask: [B, L] bool, False where a key is padding, or
         [B, S, L], False where a key is hidden from a query.
 
         Returns ([B, S, H] after the final norm, what each MoE layer's router decided). states: a list that gets x, the
-        result of each layer but the last, and what is returned, all [B, S, H].
+        result of each layer but the last, and what is returned, all [B, S, H]. batch_size: B, where x and the result
+        are this rank's part of the tokens, [B S / ranks, H]. Where ranks share sequences, position_ids and
+        attention_mask are of all positions, and x is of this rank's.
         """
-        tables = [rotary(position_ids) for rotary in self.rotary_embeddings]
+        # of all positions, whose number the frequencies may depend on
+        tables = [self._own_tables(rotary(position_ids)) for rotary in self.rotary_embeddings]
+        length, position_ids = position_ids.shape[1], own_positions(position_ids, self.context_shard)
         query_scale = None if self.temperature is None else temperature_of(position_ids, self.temperature)
         hidden_keys = token_mask = None
         if attention_mask is not None and attention_mask.dim() == 3:
             hidden_keys = ~attention_mask[:, None]
+            if x.shape[1] == attention_mask.shape[2]:  # a token that does not even see itself is padding
+                token_mask = attention_mask.diagonal(dim1=1, dim2=2)
         elif attention_mask is not None:
             hidden_keys = ~attention_mask[:, None, None, :]
-            token_mask = attention_mask[:, -x.shape[1] :]
+            token_mask = own_positions(attention_mask[:, -length:], self.context_shard)
         recompute = self.activation_checkpointing and torch.is_grad_enabled() and cache is None
         routed: list[RouterOutput] = []
         for i, layer in enumerate(self.layers):
@@ -96,11 +112,13 @@ class Decoder(nn.Module):
                 None if cache is None else cache.layers[i],
                 query_scale if self.tuned_layers[i] else None,
                 recompute,
+                batch_size,
             )
             if decided is not None:
                 cast(MoELayer, layer.mlp).router.count(decided)
                 routed.append(decided)
-        x = self.final_layernorm(x)
+        if self.final_layernorm is not None:  # only the last pipeline stage has it
+            x = norm_own_tokens(self.final_layernorm, x, self.sequence_shard)
         if states is not None:
             states.append(x)
         return x, routed

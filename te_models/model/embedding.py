@@ -10,10 +10,13 @@ from torch import Tensor, nn
 
 from te_models.kernels.compiling import compiling
 from te_models.kernels.embedding import embedding
+from te_models.layers.distributed.sequence_parallel import own_tokens
+from te_models.layers.distributed.tensor_parallel import TensorParallelModule
+from te_models.layers.distributed.vocab_parallel import vocab_parallel_embedding
 from te_models.layers.functional.wgrad import main_grad_of
 
 from ..config import ModelConfig
-from .build import Build, init_method
+from .build import Build, WordsOfRank, init_method
 
 
 def input_size(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[int, int]:
@@ -31,15 +34,20 @@ def input_size(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[
     return tokens.shape[0], tokens.shape[1]
 
 
-class Table(nn.Module):
-    """A lookup table: weight [rows, H]. fuse_wgrad_accumulation: see `te_models.layers.Linear`; set it later."""
+class Table(TensorParallelModule):
+    """A lookup table: weight [rows, H], of which the ranks that split layers have consecutive rows each.
+    fuse_wgrad_accumulation: see `te_models.layers.Linear`; set it later."""
 
+    parallel_mode = None
     fuse_wgrad_accumulation = False
 
     def __init__(self, rows: int, config: ModelConfig, build: Build) -> None:
         super().__init__()
-        self.init_method = init_method(config)
-        self.weight = build.parameter(rows, config.hidden_size)
+        self.set_parallel(build.tp_group, 1, build.sequence_parallel)
+        self.shard = build.vocab_shard(rows)
+        self.init_method = WordsOfRank(init_method(config), self.shard)
+        self.weight = build.parameter(build.own_words(rows), config.hidden_size)
+        self.mark_part(self.weight, None if self.shard is None else 0)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -48,8 +56,12 @@ class Table(nn.Module):
         self.init_method(self.weight)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids: [B, S] int64 -> [B, S, H]."""
-        return embedding(ids, self.weight, main_grad_of(self.weight, self.fuse_wgrad_accumulation))
+        """ids: [B, S] int64 -> [B, S, H]; of a rank that has a part of the tokens only, [T / ranks, H]."""
+        main_grad = main_grad_of(self.weight, self.fuse_wgrad_accumulation)
+        if self.shard is None:
+            return embedding(ids, self.weight, main_grad)
+        ids = ids.flatten() if self.sequence_parallel else ids
+        return self.summed(vocab_parallel_embedding(ids, self.weight, self.shard, main_grad), None)
 
 
 class Embedding(nn.Module):
@@ -59,15 +71,16 @@ class Embedding(nn.Module):
         super().__init__()
         self.config = config.embedding
         self.hidden_dropout = config.hidden_dropout
+        self.sequence_shard = build.sequence_shard
         self.word_embeddings = Table(config.vocab_size, config, build)
         self.position_embeddings = None
         if config.embedding.position_embedding_type == "learned_absolute":
-            self.position_embeddings = Table(config.max_position_embeddings, config, build)
+            self.position_embeddings = Table(config.max_position_embeddings, config, build.whole)
 
     def forward(self, input_ids: Tensor | None, position_ids: Tensor, inputs_embeds: Tensor | None = None) -> Tensor:
         """input_ids: [B, S], position_ids: [B or 1, S] -> [B, S, H] in the weight's dtype. inputs_embeds: [B, S, H], in
-        place of `word_embeddings[input_ids]`. Raises IndexError for an id or a position outside of its table, where
-        that can be seen without waiting for a device."""
+        place of `word_embeddings[input_ids]`. Under sequence parallelism this rank's tokens, [T / ranks, H]. Raises
+        IndexError for an id or a position outside of its table, where that can be seen without waiting for a device."""
         if inputs_embeds is None:
             assert input_ids is not None, "input_size has looked"
             x = self.word_embeddings(input_ids)
@@ -76,7 +89,7 @@ class Embedding(nn.Module):
             if inputs_embeds.shape[-1] != weight.shape[-1]:
                 shape = tuple(inputs_embeds.shape)
                 raise ValueError(f"inputs_embeds has shape {shape}; allowed: [batch, sequence, {weight.shape[-1]}]")
-            x = inputs_embeds.to(weight.dtype)
+            x = self._own_tokens(inputs_embeds.to(weight.dtype), inputs_embeds.shape[0])
         multiplier = self.config.multiplier
         if multiplier == "sqrt_hidden_in_weight_dtype":
             # filled on the device: for a number from the host it would make the host wait
@@ -85,8 +98,15 @@ class Embedding(nn.Module):
             x = x * multiplier
         if self.position_embeddings is not None:
             self._check_positions(position_ids, self.position_embeddings.weight.shape[0])
-            x = x + self.position_embeddings(position_ids)
+            batch = (input_ids if inputs_embeds is None else inputs_embeds).shape[0]  # type: ignore[union-attr]
+            x = x + self._own_tokens(self.position_embeddings(position_ids), batch)
         return F.dropout(x, self.hidden_dropout, self.training) if self.hidden_dropout > 0 else x
+
+    def _own_tokens(self, x: Tensor, batch: int) -> Tensor:
+        """Return x: [B or 1, S, H], or this rank's tokens of it."""
+        if self.sequence_shard is None:
+            return x
+        return own_tokens(x.expand(batch, -1, -1).flatten(0, 1), self.sequence_shard)
 
     def _check_positions(self, position_ids: Tensor, learned: int) -> None:
         readable = type(position_ids) is Tensor and position_ids.device.type == "cpu" and position_ids.numel() > 0

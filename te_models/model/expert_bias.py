@@ -1,4 +1,5 @@
-"""Balance without an auxiliary loss: a bias per expert that steers the choice and nothing else.
+"""How evenly experts are loaded, and balance without an auxiliary loss: a bias per expert that steers the choice and
+nothing else.
 
 Wang et al. 2024 (arXiv 2408.15664), DeepSeek-V3 (arXiv 2412.19437, section 2.1.2). After each step an expert that more
 tokens chose than the mean is made less attractive by a constant, one that fewer chose more attractive. No gradient is
@@ -8,7 +9,7 @@ involved, so the loss measures the text alone.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ def update_expert_bias(
 ) -> Tensor:
     """Move each router's `expert_bias` by `rate * sign(mean - count)`, forget the counts, and return them.
 
-    Call it once after each optimizer step, on all ranks. It is the sum over the forward passes in training mode with
+    Call it once after each optimizer step, on all ranks. They are the sum over the forward passes in training mode with
     gradients since the last call, and over the ranks: padding is left out, and what an activation checkpoint computes
     again. The result is [MoE layers, E] int64, on the model's device; nothing here waits for it. The arithmetic is that
     of whole numbers up to the sign, so all ranks get the same bits, and ranks that see the same tokens (`tp`) may be
@@ -51,15 +52,59 @@ def update_expert_bias(
         check_rate(rate)
     if process_group is not None:
         check_group("process_group", process_group)
-    buffers = biases_and_counts(model)
-    counts = torch.stack([own for _, own in buffers])
+    biases_and_counts(model)  # there are some
+    counts = take_expert_load(model, process_group=process_group).tokens
+    move_expert_bias(model, counts, rate)
+    return counts
+
+
+@torch.no_grad()
+def move_expert_bias(model: nn.Module, counts: Tensor, rate: float | Tensor) -> None:
+    """Move the biases as `update_expert_bias` does, for counts, [MoE layers, E], that `take_expert_load` returned."""
+    below = counts.sum(dim=-1, keepdim=True) - counts * counts.shape[-1]  # E times the distance from the mean
+    for (bias, _), change in zip(biases_and_counts(model), below.sign().float() * rate, strict=True):
+        bias.add_(change)
+
+
+class ExpertLoad(NamedTuple):
+    """tokens: [MoE layers, E] int64, how many tokens chose each expert, without padding; dropped: [MoE layers] int64,
+    how many of these choices found no room."""
+
+    tokens: Tensor
+    dropped: Tensor
+
+    def metrics(self, repeated: int = 1) -> dict[str, list[float]]:
+        """Return numbers for a log, one for each MoE layer; here the host waits for the device.
+
+        max_load: times the mean that the fullest expert has, see `max_load`. entropy: of the experts' shares of the
+        choices, in nats; log(E) is balance, 0 that one expert has all. dropped_tokens: choices that found no room.
+        repeated: on how many ranks each token was counted.
+        """
+        shares = self.tokens.double() / self.tokens.sum(-1, keepdim=True).clamp(min=1)
+        entropy = torch.special.entr(shares).sum(-1)
+        fullest = max_load(self.tokens, each=True).double()
+        rows = torch.stack([fullest, entropy, self.dropped.double() / repeated]).tolist()
+        return dict(zip(("max_load", "entropy", "dropped_tokens"), rows, strict=True))
+
+
+@torch.no_grad()
+def take_expert_load(model: nn.Module, *, process_group: ProcessGroup | None = None) -> ExpertLoad:
+    """Return how the experts of each MoE layer were loaded since the last call, and forget it.
+
+    What counts, and over which ranks it is summed: see `update_expert_bias`, which calls this. Nothing here waits for
+    the device. Where the load-balancing loss is over the global batch, a call ends the batch: call it, or
+    `update_expert_bias`, once after each optimizer step. Raises ValueError for a model without experts.
+    """
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    if not routers:
+        raise ValueError("model has no experts; allowed: one whose config.moe is set")
+    counts = torch.stack([torch.cat([router.expert_counts, router.dropped_tokens]) for router in routers])
     if dist.is_available() and dist.is_initialized() and dist.get_world_size(process_group) > 1:
         dist.all_reduce(counts, group=process_group)
-    below = counts.sum(dim=-1, keepdim=True) - counts * counts.shape[-1]  # E times the distance from the mean
-    for (bias, own), change in zip(buffers, below.sign().float() * rate, strict=True):
-        bias.add_(change)
-        own.zero_()
-    return counts
+    for router in routers:
+        router.expert_counts.zero_()
+        router.dropped_tokens.zero_()
+    return ExpertLoad(counts[:, :-1], counts[:, -1])
 
 
 def check_rate(rate: float) -> None:
@@ -77,14 +122,15 @@ def biases_and_counts(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """List (expert_bias, expert_counts) of each router that has them, in the order of the layers. Raises ValueError if
     there is none."""
     routers = [m for m in model.modules() if isinstance(m, Router)]
-    pairs = [(router.expert_bias, router.expert_counts) for router in routers]
-    found = [(bias, counts) for bias, counts in pairs if bias is not None and counts is not None]
+    found = [(router.expert_bias, router.expert_counts) for router in routers if router.expert_bias is not None]
     if not found:
         raise ValueError("model has no expert bias; allowed: one whose config.moe.router.expert_bias is true")
     return found
 
 
-def max_load(counts: Tensor) -> Tensor:
-    """Return how many times the mean load the fullest expert of any layer has, a float32 scalar: 1 is balance, E that
-    one expert has every token where each chooses one. counts: [MoE layers, E] int64; a layer without tokens is 0."""
-    return (counts.amax(-1) * counts.shape[-1] / counts.sum(-1).clamp(min=1)).amax()
+def max_load(counts: Tensor, *, each: bool = False) -> Tensor:
+    """Return how many times the mean load the fullest expert of any layer (of `each`: [MoE layers]) has, float32: 1 is
+    balance, E that one expert has every token where each chooses one. counts: [MoE layers, E] int64; a layer without
+    tokens is 0."""
+    loads = counts.amax(-1) * counts.shape[-1] / counts.sum(-1).clamp(min=1)
+    return loads if each else loads.amax()

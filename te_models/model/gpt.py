@@ -24,22 +24,24 @@ from te_models.layers import (
     storage_recipe,
     store_weights,
 )
-from te_models.layers.collectives import resolve_group
+from te_models.layers.collectives import all_reduce, check_member, group_of_all, resolve_group
+from te_models.layers.distributed.context_parallel import ContextShard, own_positions
 from te_models.layers.distributed.expert_parallel import check_same_tokens
 from te_models.layers.tensor.fsdp import sharded
 
 from ..config import ModelConfig
-from .build import Build, ExpertLayout
+from .build import Build, ExpertDispatch, ExpertLayout
 from .cache import Memory
 from .decoder import Decoder
 from .embedding import Embedding, input_size
 from .moe import Experts
 from .output import ModelOutput, OutputLayer, RouterLossWeights
-from .parallel import check_split, groups_of, place_of
+from .parallel import check_split, check_tokens, check_tokens_shared, groups_of, place_of
 from .pretrained.in_memory import converter_of, fill_from_hf, to_hf
 from .pretrained.keep_in_fp32 import keep_dtypes
-from .pretrained.sharded_saving import save_sharded
 from .pretrained.split_saving import save_split
+from .router import Router, RouterOutput
+from .stage import with_layers
 from .support import check_supported
 
 if TYPE_CHECKING:
@@ -56,11 +58,14 @@ class GPTModel(nn.Module):
     call the model under `torch.amp.autocast`. params_dtype: the same under the layers' name. device: where to create
     the parameters; "meta" creates no data, call `to_empty` and `reset_parameters` or `load_state_dict` next.
     expert_layout: "grouped" holds the experts of a layer as one parameter, "per-gemm" as one parameter per expert.
-    tp_group: split attention and MLPs over these ranks; all of them call the model with the same tokens and get the
-    same result, and every rank holds embedding, output layer, norms and routers in full. ep_group: give each of these
-    ranks an equal share of the experts; all of them call the model, with equally many tokens of their own, and every
-    rank holds everything else in full. Random initial values come from torch's global generator; with the same seed on
-    all ranks, a split model starts from the values of the whole one.
+    tp_group: split attention, MLPs, embedding and output layer over these ranks; all of them call the model with the
+    same tokens and get the same result, and every rank holds norms and routers in full. sequence_parallel: between
+    split layers each of these ranks has its part of the tokens only, for training: such a model takes no cache.
+    ep_group: give each of these ranks an equal share of the experts; all of them call the model, with tokens of their
+    own, and every rank holds everything else in full. expert_dispatch: how tokens reach distributed experts;
+    "all_to_all" sends each to the ranks of its experts, "all_gather", for equally many tokens on all ranks, sends each
+    to all ranks. Random initial values come from torch's global generator; with the same seed on all ranks, a split
+    model starts from the values of the whole one.
 
     Example:
         model = GPTModel(config)
@@ -68,6 +73,13 @@ class GPTModel(nn.Module):
 
     Raises ConfigError if `config` asks for something that is not implemented.
     """
+
+    pre_process = post_process = True
+    """Whether the model begins with the embedding, and ends with final norm and output layer: see `stage`."""
+    whole: GPTModel | None = None
+    """Of a stage the model that it is a part of."""
+    pipeline_stages: tuple[Any, ...] = ()
+    """Of a model whose layers `te_models.parallel.parallelize` distributed: the stages that this rank has."""
 
     def __init__(
         self,
@@ -80,6 +92,8 @@ class GPTModel(nn.Module):
         activation_checkpointing: bool = False,
         tp_group: dist.ProcessGroup | None = None,
         ep_group: dist.ProcessGroup | None = None,
+        sequence_parallel: bool = False,
+        expert_dispatch: ExpertDispatch = "all_to_all",
     ) -> None:
         super().__init__()
         check_supported(config)
@@ -91,10 +105,15 @@ class GPTModel(nn.Module):
             expert_layout=expert_layout,
             tp_group=tp_group,
             ep_group=ep_group,
+            sequence_parallel=sequence_parallel,
+            expert_dispatch=expert_dispatch,
         )
         check_split(config, build)
         self.tp_size = build.tp_size
+        self.sequence_parallel = build.sequence_shard is not None
+        self.context_shard: ContextShard | None = None
         self.expert_model_parallel_size = build.expert_model_parallel_size
+        self.expert_dispatch: ExpertDispatch = expert_dispatch
         self._tp_group_name = None if tp_group is None else tp_group.group_name
         self._ep_group_name = None if ep_group is None else ep_group.group_name
         self.config = config
@@ -127,6 +146,23 @@ class GPTModel(nn.Module):
         """The ranks over which the experts are distributed; None if each has all."""
         return None if self._ep_group_name is None else resolve_group(self._ep_group_name)
 
+    def set_context_parallel_group(self, cp_group: dist.ProcessGroup | None) -> None:
+        """Share each sequence among these ranks, for training; None: none. All of them call the model with the same
+        tokens, and get the loss of whole sequences.
+
+        The ranks count as data parallel: average their gradients. Such a model takes no cache; logits are gathered.
+        Sequences are multiples of twice as many positions as there are ranks. Transformer Engine: the method of this
+        name of its layers. ValueError for a group without this rank.
+        """
+        shard = None
+        if cp_group is not None:
+            check_member("cp_group", cp_group)
+            if cp_group.size() > 1:
+                shard = ContextShard(cp_group.rank(), cp_group.size(), cp_group.group_name)
+        for module in self.modules():
+            if hasattr(module, "context_shard"):
+                module.context_shard = shard  # type: ignore[assignment]
+
     def expert_parameters(self) -> list[nn.Parameter]:
         """List the parameters of the experts: those that `ep_group` distributes."""
         return [p for module in self.modules() if isinstance(module, Experts) for p in module.parameters()]
@@ -139,6 +175,13 @@ class GPTModel(nn.Module):
     @activation_checkpointing.setter
     def activation_checkpointing(self, enabled: bool) -> None:
         self.decoder.activation_checkpointing = enabled
+
+    @property
+    def _wants_same_tokens(self) -> bool:
+        """Whether ranks exchange tokens in shapes that follow from their number."""
+        if self.config.moe is None or self.expert_model_parallel_size == 1:
+            return False
+        return self.expert_dispatch == "all_gather" or self.config.moe.moe_pad_expert_input_to_capacity
 
     def set_aux_loss_coeff(self, value: float) -> None:
         """Change the weight of the load-balancing loss; does not recompile. See RouterLossWeights.set."""
@@ -186,7 +229,7 @@ class GPTModel(nn.Module):
             raise ValueError("labels were given with last_logits_only; a loss needs the logits of all tokens")
         if labels is not None and labels.shape != (batch, length):
             raise ValueError(f"labels has shape {tuple(labels.shape)}; allowed: {(batch, length)}, as input_ids")
-        if self._ep_group_name is not None and self.expert_model_parallel_size > 1:
+        if self._ep_group_name is not None and self._wants_same_tokens:
             check_same_tokens(batch * length, inputs.device, self._ep_group_name)
         begin = 0
         if cache is not None:
@@ -213,20 +256,44 @@ class GPTModel(nn.Module):
                     f"sequences of {end} tokens are rotated otherwise than the {begin} in the cache; reset it and give "
                     "all tokens again, as generate does"
                 )
-        x = self.embedding(input_ids, position_ids, inputs_embeds)
+        shard, batch_size = self.context_shard, None
+        if shard is not None or self.sequence_parallel:
+            asked = {"cache": cache, "last_logits_only": last_logits_only, "return_hidden_states": return_hidden_states}
+            check_tokens_shared(asked)
+        own_ids = position_ids
+        if shard is not None:
+            shard.check(length)
+            input_ids = None if input_ids is None else own_positions(input_ids, shard)
+            inputs_embeds = None if inputs_embeds is None else own_positions(inputs_embeds, shard)
+            own_ids, length = own_positions(position_ids, shard), length // shard.ranks
+        if self.sequence_parallel:
+            check_tokens(batch * length, self.tp_size)
+            batch_size = batch
+        if self.pre_process:
+            x = self.embedding(input_ids, own_ids, inputs_embeds)
+        elif inputs_embeds is None:
+            raise ValueError(
+                "this stage was given input_ids; allowed: inputs_embeds, what the stage before it returned"
+            )
+        else:
+            x = inputs_embeds
         states: list[Tensor] | None = [] if return_hidden_states else None
-        x, routed = self.decoder(x, position_ids, attention_mask, cache, states)
+        x, routed = self.decoder(x, position_ids, attention_mask, cache, states, batch_size)
         if cache is not None:
             cache.advance(length)
         if last_logits_only:
             x = x[:, -1:]
-        tied = self.config.embedding.share_embeddings_and_output_weights
-        weight = self.embedding.word_embeddings.weight if tied else None
-        logits, loss = self.output_layer(x, weight, labels, return_logits=return_logits)
+        logits = loss = None
+        if self.post_process:
+            tied = self.config.embedding.share_embeddings_and_output_weights
+            weight = self.embedding.word_embeddings.weight if tied else None
+            logits, loss = self.output_layer(x, weight, labels, return_logits=return_logits, batch_size=batch_size)
+        elif states is None:
+            states = [x]
         output = ModelOutput(logits=logits, loss=loss, hidden_states=None if states is None else tuple(states))
         if self.router_loss_weights is not None and routed:
             weights = self.router_loss_weights
-            balance = torch.stack([r.load_balancing_loss for r in routed])
+            balance = self._load_balancing_losses(routed)
             z = torch.stack([r.z_loss for r in routed])
             output.tokens_per_expert = torch.stack([r.tokens_per_expert for r in routed])
             output.load_balancing_loss, output.z_loss = balance.mean(), z.mean()
@@ -234,6 +301,38 @@ class GPTModel(nn.Module):
             if loss is not None:
                 output.loss = loss + output.aux_loss
         return output
+
+    def _load_balancing_losses(self, routed: list[RouterOutput]) -> Tensor:
+        """Return the loss of each MoE layer, [MoE layers]. Over the global batch, experts' shares are those of the
+        choices of all ranks since the last `take_expert_load`; evaluation compares a rank's own."""
+        if routed[0].mean_probabilities is None:
+            return torch.stack([r.load_balancing_loss for r in routed])
+        routers: list[Router] = [layer.mlp.router for layer in self.decoder.layers if layer.is_moe]  # type: ignore[union-attr]
+        if routers[0].counting:
+            counts = torch.stack([router.expert_counts for router in routers])
+            group = group_of_all()
+            counts = counts if group is None else all_reduce(counts, group)
+        else:
+            counts = torch.stack([r.tokens_per_expert for r in routed])
+        shares = counts.float() / counts.sum(-1, keepdim=True).clamp(min=1)
+        means = torch.stack([r.mean_probabilities for r in routed if r.mean_probabilities is not None])
+        return counts.shape[-1] * (shares * means).sum(-1)
+
+    def stage(self, first: int, last: int) -> GPTModel:
+        """Return layers `first` to `last` - 1 as a pipeline stage, with the embedding if `first` is 0, and with final
+        norm and output layer if `last` is the number of layers.
+
+        Stage and model share their modules, so that names, and values, are those of the whole model; of a model on the
+        meta device only the stages that a rank has need data. Call a later stage with `inputs_embeds`, the
+        `hidden_states[-1]` [B, S, H] of the stage before it; an earlier stage than the last returns no logits and no
+        loss, and `aux_loss` is of its own layers. Where embedding and output layer share their weight, the last stage
+        has the embedding, too: add up the gradients that both leave. Raises ConfigError for layers that the model does
+        not have.
+
+        Example:
+            begin, end = (GPTModel(config, device="meta").stage(*layers) for layers in ((0, 2), (2, 4)))
+        """
+        return with_layers(self, range(first, last))
 
     def reset_parameters(self) -> None:
         """Initialise all parameters again, in the order of construction. After `torch.manual_seed(s)` the parameters
@@ -260,6 +359,8 @@ class GPTModel(nn.Module):
         recipe: Recipe | None = None,
         expert_layout: ExpertLayout = "grouped",
         device_mesh: DeviceMesh | None = None,
+        sequence_parallel: bool = False,
+        expert_dispatch: ExpertDispatch = "all_to_all",
         dequantize: bool = False,
         verify: bool = True,
     ) -> Self:
@@ -270,11 +371,11 @@ class GPTModel(nn.Module):
         None keeps the folder's format, quantized weights bit for bit. dequantize: store the plain values of quantized
         weights; they take the memory of `dtype` and, without FP8 hardware, compute several times as fast. device_mesh:
         split the layers over the dimension "tp" and distribute the experts over the dimension "ep"; each rank reads
-        only its own parts. verify: check every tensor that is read against the folder's manifest.json, if it has one;
-        the ranks of a split model share the work, so each rank detects damage in its share. Tensors stream from the
-        files into the model one by one. Raises CheckpointError for a folder that cannot be read, ConfigError for a
-        configuration that is not implemented, and ValueError for a mesh with other dimensions and for `recipe` together
-        with `dequantize`.
+        only its own parts. sequence_parallel: see `GPTModel`. verify: check every tensor that is read against the
+        folder's manifest.json, if it has one; the ranks of a split model share the work, so each rank detects damage in
+        its share. Tensors stream from the files into the model one by one. Raises CheckpointError for a folder that
+        cannot be read, ConfigError for a configuration that is not implemented, and ValueError for a mesh with other
+        dimensions and for `recipe` together with `dequantize`.
         """
         from te_models.checkpoints import open_checkpoint
         from te_models.checkpoints.folder.provenance import source_of
@@ -286,7 +387,8 @@ class GPTModel(nn.Module):
         storage = "values" if dequantize else None
         with open_checkpoint(folder, storage=storage, float32=dequantize, verify=verify) as checkpoint:
             target = torch.empty((), device=device).device
-            split: dict[str, Any] = {**groups_of(device_mesh), "expert_layout": expert_layout}
+            split: dict[str, Any] = {**groups_of(device_mesh), "sequence_parallel": sequence_parallel}
+            split |= {"expert_layout": expert_layout, "expert_dispatch": expert_dispatch}
             if recipe is None:
                 model = cls(checkpoint.config, dtype=dtype, device="meta", **split)
                 keep_dtypes(model, checkpoint.family, checkpoint.dtype_of)
@@ -342,15 +444,13 @@ class GPTModel(nn.Module):
 
         The tokenizer and the other small files of the model's original folder are copied if the folder still exists.
         Every rank of a split model calls this (with several copies, every rank of one copy), and every rank of the mesh
-        of a model that FSDP2 shards. The first rank writes the whole model, tensor after tensor.
+        of a model that FSDP2 shards, split or not. The first rank writes the whole model, tensor after tensor.
         """
         from te_models.checkpoints import save_model
 
         source = self.pretrained_folder
         source = source if source and source.is_dir() else None
-        if sharded(self.parameters()):
-            save_sharded(self, folder, source)
-        elif self.tp_group is None and self.ep_group is None:
+        if self.tp_group is None and self.ep_group is None and not sharded(self.parameters()):
             save_model(dict(self.stored_tensors()), self.config, folder, source_dir=source, source=self.origin)
         else:
             save_split(self, folder, source)

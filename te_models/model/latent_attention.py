@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from te_models.kernels.rope import apply_rope
 from te_models.layers import LayerNormLinear
+from te_models.layers.distributed.context_parallel import ContextShard, attention_of_chunks, gather_positions
+from te_models.layers.distributed.sequence_parallel import gather_tokens_of_ranks
 
 from ..config import ModelConfig
 from .build import Build, init_method, make_core_attention, make_input_linear, make_output_linear
@@ -26,13 +28,15 @@ class LatentAttention(nn.Module):
     `mla.q_lora_rank`, then of the latent of k and v, then of the rotated key part. Of q itself it has no bias:
     `latent_bias` [C + R] is then that of the others.
 
-    Where layers are split, each rank computes its own heads; `linear_qkv_down` is on every rank."""
+    Where layers are split, each rank computes its own heads; `linear_qkv_down` is on every rank, of all tokens."""
 
     def __init__(self, config: ModelConfig, layer: int, build: Build, *, normed: bool) -> None:
         super().__init__()
         a, mla = config.attention, config.attention.mla
         assert mla is not None
         self.mla = mla
+        self.sequence_shard = build.sequence_shard
+        self.context_shard: ContextShard | None = None
         rope = config.rope_of(layer)
         self.rope_style = "half" if rope is None else rope.style
         heads = a.num_attention_heads
@@ -67,7 +71,7 @@ class LatentAttention(nn.Module):
             cast_order=config.norm.cast_order,
             init_method=init_method(config),
             **build.new,
-            **build.split("column"),
+            **build.of_all_tokens.split("column"),
         )
 
     def forward(
@@ -77,9 +81,12 @@ class LatentAttention(nn.Module):
         hidden_keys: Tensor | None = None,
         cache: LayerMemory | None = None,
         query_scale: Tensor | None = None,
+        batch_size: int | None = None,
     ) -> Tensor:
         """x: [B, S, H] -> [B, S, H]. Arguments as for `SelfAttention`."""
         mla = self.mla
+        if self.sequence_shard is not None:
+            x = gather_tokens_of_ranks(x, self.sequence_shard).unflatten(0, (batch_size or 1, -1))
         q, latent, shared = self.linear_qkv_down(x).split(self.sizes, dim=-1)
         if self.latent_bias is not None:
             ours, everyones = self.latent_bias.to(latent.dtype).split(self.sizes[1:])
@@ -87,11 +94,12 @@ class LatentAttention(nn.Module):
         # of what every rank computed and uses for its own heads, the gradient is summed over the ranks; the projections
         # up from a latent do so themselves
         split, heads = self.linear_proj, self.core_attention.num_attention_heads
-        shared = split.whole_rows(shared)
+        shared = split.for_own_features(shared)
         if self.linear_q_up is not None:
             q = self.linear_q_up(q).unflatten(-1, (heads, -1))
         else:
-            q = split.whole_rows(q).unflatten(-1, (heads * split.tp_size, -1)).narrow(2, heads * split.tp_rank, heads)
+            q = split.for_own_features(q).unflatten(-1, (heads * split.tp_size, -1))
+            q = q.narrow(2, heads * split.tp_rank, heads)
         plain, to_rotate = q.split([mla.qk_head_dim, mla.qk_pos_emb_head_dim], dim=-1)
         q = torch.cat((plain, self._rotated(to_rotate, rotary)), dim=-1)
         if query_scale is not None:
@@ -101,10 +109,17 @@ class LatentAttention(nn.Module):
             latent, shared = cache.update(latent, shared)
             if hidden_keys is not None:
                 hidden_keys = hidden_keys[..., hidden_keys.shape[-1] - latent.shape[1] :]
+        if self.context_shard is not None:  # fewer numbers than keys and values, which each rank computes from them
+            both = gather_positions(torch.cat((latent, shared), -1), self.context_shard)
+            latent, shared = both.split(self.sizes[1:], -1)
         kv = self.linear_kv_up(latent[:, :, 0]).unflatten(-1, (q.shape[2], -1))
         plain, v = kv.split([mla.qk_head_dim, mla.v_head_dim], dim=-1)
         k = torch.cat((plain, shared.expand(-1, -1, q.shape[2], -1)), dim=-1)
-        return self.linear_proj(self.core_attention(q, k, v, hidden_keys))
+        if self.context_shard is None:
+            y = self.core_attention(q, k, v, hidden_keys)
+        else:
+            y = attention_of_chunks(self.core_attention, q, k, v, hidden_keys, self.context_shard)
+        return self.linear_proj(y if batch_size is None else y.flatten(0, 1))
 
     def _rotated(self, t: Tensor, rotary: Rotary | None) -> Tensor:
         return t if rotary is None else apply_rope(t, *rotary, self.rope_style)

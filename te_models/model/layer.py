@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from te_models.layers.distributed.sequence_parallel import gather_tokens_of_ranks, norm_own_tokens, own_tokens
 from te_models.layers.recipe.activation_checkpoint import checkpointed
 
 from ..config import ModelConfig
@@ -44,6 +45,7 @@ class TransformerLayer(nn.Module):
             )
         check_supported(config)
         build = build or Build()
+        self.sequence_shard = build.sequence_shard
         self.block = config.block
         self.residual_multiplier = config.residual_multiplier
         self.hidden_dropout = config.hidden_dropout
@@ -58,7 +60,7 @@ class TransformerLayer(nn.Module):
         separate = normed and self.is_moe
         self.pre_mlp_layernorm = make_norm(config.norm, config.hidden_size, build) if separate else None
         if self.is_moe:
-            self.mlp = MoELayer(config, build)
+            self.mlp = MoELayer(config, build.of_all_tokens)
         else:
             self.mlp = MLP(config, config.mlp.ffn_hidden_size, config.mlp.bias, build, normed=normed)
         self.post_mlp_layernorm = make_norm(config.norm, config.hidden_size, build) if after else None
@@ -72,11 +74,13 @@ class TransformerLayer(nn.Module):
         cache: LayerMemory | None = None,
         query_scale: Tensor | None = None,
         recompute: bool = False,
+        batch_size: int | None = None,
     ) -> tuple[Tensor, RouterOutput | None]:
         """x: [B, S, H] -> ([B, S, H], what the router decided; None in a dense layer). Arguments as for
         `SelfAttention` and `MoELayer`. recompute: keep only them for the backward pass and compute the rest again
-        there (activation checkpointing); here, not around the call, so that it is part of a graph of one layer."""
-        arguments = (x, rotary, hidden_keys, token_mask, cache, query_scale)
+        there (activation checkpointing); here, not around the call, so that it is part of a graph of one layer.
+        batch_size: B, where x and the result are this rank's part of the tokens, [B S / ranks, H]."""
+        arguments = (x, rotary, hidden_keys, token_mask, cache, query_scale, batch_size)
         return checkpointed(self._run, *arguments) if recompute else self._run(*arguments)
 
     def _run(
@@ -87,25 +91,37 @@ class TransformerLayer(nn.Module):
         token_mask: Tensor | None,
         cache: LayerMemory | None,
         query_scale: Tensor | None,
+        batch_size: int | None,
     ) -> tuple[Tensor, RouterOutput | None]:
         if self.block in ("parallel", "parallel_shared_norm"):
-            normed = x if self.input_layernorm is None else self.input_layernorm(x)
-            attended = self.self_attention(normed, rotary, hidden_keys, cache, query_scale)
-            y, routed = self._mlp(normed, token_mask)
+            normed = x if self.input_layernorm is None else self._normed(self.input_layernorm, x)
+            attended = self.self_attention(normed, rotary, hidden_keys, cache, query_scale, batch_size)
+            y, routed = self._mlp(normed, token_mask, batch_size)
             return self._add(x, attended + y), routed
-        attended = self.self_attention(x, rotary, hidden_keys, cache, query_scale)
+        attended = self.self_attention(x, rotary, hidden_keys, cache, query_scale, batch_size)
         if self.post_self_attn_layernorm is not None:
-            attended = self.post_self_attn_layernorm(attended)
+            attended = self._normed(self.post_self_attn_layernorm, attended)
         x = self._add(x, attended)
-        y, routed = self._mlp(x, token_mask)
+        y, routed = self._mlp(x, token_mask, batch_size)
         if self.post_mlp_layernorm is not None:
-            y = self.post_mlp_layernorm(y)
+            y = self._normed(self.post_mlp_layernorm, y)
         return self._add(x, y), routed
 
-    def _mlp(self, x: Tensor, token_mask: Tensor | None) -> tuple[Tensor, RouterOutput | None]:
+    def _mlp(self, x: Tensor, token_mask: Tensor | None, batch_size: int | None) -> tuple[Tensor, RouterOutput | None]:
         if self.pre_mlp_layernorm is not None:
-            x = self.pre_mlp_layernorm(x)
-        return self.mlp(x, token_mask) if self.is_moe else (self.mlp(x), None)
+            x = self._normed(self.pre_mlp_layernorm, x)
+        if not self.is_moe:
+            return self.mlp(x), None
+        if self.sequence_shard is None:
+            return self.mlp(x, token_mask)
+        # a router loss is of all tokens, so that every rank routes all of them
+        assert batch_size is not None, "given where ranks share tokens"
+        tokens = gather_tokens_of_ranks(x, self.sequence_shard)
+        y, routed = self.mlp(tokens.view(batch_size, -1, tokens.shape[-1]), token_mask)
+        return own_tokens(y.flatten(0, 1), self.sequence_shard), routed
+
+    def _normed(self, norm: nn.Module, x: Tensor) -> Tensor:
+        return norm_own_tokens(norm, x, self.sequence_shard)
 
     def _add(self, x: Tensor, y: Tensor) -> Tensor:
         if self.hidden_dropout > 0:

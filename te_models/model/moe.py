@@ -12,11 +12,34 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from te_models.kernels.permute import Permutation, permute, sort_by_expert, unpermute
-from te_models.kernels.router import load_balancing_loss, router_probabilities, router_topk, router_z_loss
+from te_models.kernels.permute import (
+    Permutation,
+    capacity_share,
+    expert_capacity,
+    fill_to_capacity,
+    permute,
+    sort_by_expert,
+    unpermute,
+    within_capacity,
+)
+from te_models.kernels.router import (
+    load_balancing_loss,
+    mean_probabilities,
+    router_probabilities,
+    router_topk,
+    router_z_loss,
+)
 from te_models.layers import GroupedLinear
 from te_models.layers.collectives import all_gather
-from te_models.layers.distributed.expert_parallel import gather_tokens, local_choices, sum_tokens
+from te_models.layers.distributed.context_parallel import ContextShard, gather_rows
+from te_models.layers.distributed.expert_parallel import (
+    exchange_rows,
+    exchange_splits,
+    expert_of_row,
+    gather_tokens,
+    local_choices,
+    sum_tokens,
+)
 
 from ..config import ModelConfig
 from .build import Build, LocalExperts, Normal, init_method, output_init_method
@@ -83,7 +106,11 @@ class MoELayer(nn.Module):
         y, routed = MoELayer(config)(torch.randn(2, 16, config.hidden_size))
 
     x: [B, S, H] -> y [B, S, H]. Raises ValueError for a configuration without experts.
+
+    supposes_balance: whether rows travel as if all experts had equally many, for a plan, whose tensors have no values.
     """
+
+    supposes_balance = False
 
     def __init__(self, config: ModelConfig, build: Build | None = None) -> None:
         super().__init__()
@@ -91,9 +118,13 @@ class MoELayer(nn.Module):
             raise ValueError("MoELayer needs a configuration with moe set; config.moe is None")
         build = build or Build()
         self.moe = config.moe
+        factor = config.moe.moe_expert_capacity_factor
+        self._capacity_share = None if factor is None else capacity_share(factor, config.moe.num_moe_experts)
         self.router = Router(config, build)
         self.expert_model_parallel_size = build.expert_model_parallel_size
+        self.expert_dispatch = build.expert_dispatch
         self._ep_group_name = "" if build.ep_group is None else build.ep_group.group_name
+        self.context_shard: ContextShard | None = None
         self.experts = Experts(config, build)
         self.shared_experts = None
         if config.moe.shared_expert_intermediate_size is not None:
@@ -122,46 +153,136 @@ class MoELayer(nn.Module):
         y = y.view(x.shape)
         if self.shared_experts is not None:
             y = y + self.shared_experts(x)
-        mask = None if token_mask is None else token_mask.flatten()
-        return y, self._router_output(logits, indices, counts, mask)
+        return y, self._router_output(logits, indices, counts, token_mask, x.shape[0])
 
     def _expert_sums(self, tokens: Tensor, weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
         """tokens: [T, H]; weights, indices: [T, K] -> (each token's weighted sum of its experts' results [T, H], how
         many of these tokens chose each expert [E] int64)."""
-        experts, group = self.experts.num_local_experts, self._ep_group_name
-        distributed = self.expert_model_parallel_size > 1
-        dtype = tokens.dtype
-        on_input = self.moe.router.apply_on_input
-        if not distributed:
-            align = 1 if on_input else self.experts.linear_fc1.row_align(tokens.device)
-            order = sort_by_expert(indices, experts, align=align)
-            counts = order.tokens_per_expert
-            if not on_input:
-                results = self.experts(tokens, order.rows_per_expert, order, align)
-                return unpermute(results, order, weights), counts
+        experts, counts, capacity = self.moe.num_moe_experts, None, self._capacity(indices.numel())
+        if capacity is not None:
+            counts = count_choices(indices, experts)
+            fits = within_capacity(indices, weights, experts, capacity, self.moe.moe_token_drop_policy)
+            indices, weights = torch.where(fits, indices, experts), torch.where(fits, weights, 0)
+        if self.expert_model_parallel_size == 1:
+            y, chosen = self._local_sums(tokens, weights, indices)
+        elif self.expert_dispatch == "all_to_all":
+            y, chosen = self._exchanged_sums(tokens, weights, indices)
         else:
-            counts = count_choices(indices, self.moe.num_moe_experts)
-            tokens, weights = gather_tokens(tokens, group), gather_tokens(weights, group)
-            indices = all_gather(indices, group)
-            indices, weights = local_choices(indices, weights, self.experts.first_expert, experts)
-            order = sort_by_expert(indices, experts + 1)  # other ranks' experts as one, whose rows come last
+            y, chosen = self._gathered_sums(tokens, weights, indices), None
+        if counts is None:
+            counts = count_choices(indices, experts) if chosen is None else chosen
+        return y, counts
+
+    def _capacity(self, slots: int) -> int | None:
+        """Return how many of so many choices an expert takes; None: all."""
+        return None if self._capacity_share is None else expert_capacity(slots, self._capacity_share)
+
+    def _local_sums(self, tokens: Tensor, weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """`_expert_sums` of a rank that has all experts; counts without choices that were dropped."""
+        on_input = self.moe.router.apply_on_input
+        align = 1 if on_input else self.experts.linear_fc1.row_align(tokens.device)
+        order = self._sorted(indices, align)
+        rows = order.rows_per_expert[: self.moe.num_moe_experts]
+        if on_input:
+            tokens, weights = self._weighted(permute(tokens, order), weights, indices, order)
+        results = self.experts(tokens, rows, None if on_input else order, align)
+        return unpermute(results, order, weights), order.tokens_per_expert[: self.moe.num_moe_experts]
+
+    def _sorted(self, indices: Tensor, align: int = 1) -> Permutation:
+        """Sort slots by expert; choices that were dropped are one expert more, whose rows come last."""
+        dropping = self._capacity_share is not None
+        return sort_by_expert(indices, self.moe.num_moe_experts + dropping, align=align)
+
+    def _weighted(self, rows: Tensor, weights: Tensor, indices: Tensor, order: Permutation) -> tuple[Tensor, Tensor]:
+        """Return the rows times their weights, and what then multiplies their results: 1, or 0 of a dropped choice."""
+        rows = rows * weights.flatten()[order.slot_of_row.clamp(min=0)][:, None].to(rows.dtype)
+        return rows, (indices < self.moe.num_moe_experts).to(weights.dtype)
+
+    def _gathered_sums(self, tokens: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
+        """`_expert_sums` where every rank gets the tokens of all."""
+        experts, group, dtype = self.experts.num_local_experts, self._ep_group_name, tokens.dtype
+        tokens, weights = gather_tokens(tokens, group), gather_tokens(weights, group)
+        indices = all_gather(indices, group)
+        indices, weights = local_choices(indices, weights, self.experts.first_expert, experts)
+        order = sort_by_expert(indices, experts + 1)  # other ranks' experts as one, whose rows come last
         # tokens of all ranks are wider than their rows, so that the gradients are, which the ranks add up
         rows = permute(tokens, order, dtype=dtype)
-        if on_input:
+        if self.moe.router.apply_on_input:
             rows = rows * weights.flatten()[order.slot_of_row][:, None].to(rows.dtype)
             weights = torch.ones_like(weights)
         results = self.experts(rows, order.tokens_per_expert[:experts])
-        if not distributed:
-            return unpermute(results, order, weights), counts
-        return sum_tokens(unpermute(results, order, weights, dtype=torch.float32), group, results.dtype), counts
+        return sum_tokens(unpermute(results, order, weights, dtype=torch.float32), group, results.dtype)
 
-    def _router_output(self, logits: Tensor, indices: Tensor, counts: Tensor, mask: Tensor | None) -> RouterOutput:
+    def _exchanged_sums(self, tokens: Tensor, weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """`_local_sums` where each row travels to the rank of its expert, and its result back."""
+        moe, group, ranks = self.moe, self._ep_group_name, self.expert_model_parallel_size
+        capacity = self._capacity(indices.numel())
+        room = capacity if moe.moe_pad_expert_input_to_capacity else None
+        order = self._sorted(indices) if room is None else fill_to_capacity(indices, moe.num_moe_experts, room)
+        rows = permute(tokens, order)  # sorted by expert, and so by rank
+        slots = rows.shape[0]
+        if moe.router.apply_on_input:
+            rows, weights = self._weighted(rows, weights, indices, order)
+        if room is not None:
+            local = self.experts.num_local_experts
+            send = receive = [local * room] * ranks
+            rows = exchange_rows(rows[: sum(send)], send, receive, group)
+            rows = rows.view(ranks, local, room, -1).transpose(0, 1).flatten(0, 2)
+            results = self.experts(rows, torch.full((local,), ranks * room, device=rows.device))
+            results = results.view(local, ranks, room, -1).transpose(0, 1).flatten(0, 2)
+        else:
+            counts = order.tokens_per_expert[: moe.num_moe_experts]
+            balanced = None
+            if self.supposes_balance:
+                balanced = slots if capacity is None else min(slots, moe.num_moe_experts * capacity)
+            send, receive, by_rank = exchange_splits(counts, group, ranks, balanced=balanced)
+            rows = rows if capacity is None else rows[: sum(send)]
+            rows = exchange_rows(rows, send, receive, group)
+            results = self._exchanged_rows(rows, expert_of_row(by_rank, rows.shape[0]))
+        results = exchange_rows(results, receive, send, group)
+        if capacity is not None:  # of choices that were dropped
+            results = torch.cat([results, results.new_zeros(slots - sum(send), results.shape[1])])
+        return unpermute(results, order, weights), order.tokens_per_expert[: moe.num_moe_experts]
+
+    def _exchanged_rows(self, rows: Tensor, experts: Tensor) -> Tensor:
+        """rows: [R, H]; experts: [R], which of this rank's each row is for -> their results, [R, H]."""
+        align = self.experts.linear_fc1.row_align(rows.device)
+        order = sort_by_expert(experts[:, None], self.experts.num_local_experts, align=align)
+        return unpermute(self.experts(rows, order.rows_per_expert, order, align), order, None)
+
+    def _router_output(
+        self, logits: Tensor, indices: Tensor, counts: Tensor, token_mask: Tensor | None, sequences: int
+    ) -> RouterOutput:
+        """logits: [T, E]; indices: [T, K]; counts: [E]; token_mask: [B, S]; sequences: B."""
+        moe, mask = self.moe, None if token_mask is None else token_mask.flatten()
         balance = z = torch.zeros((), dtype=torch.float32, device=logits.device)
-        if self.moe.aux_loss_coeff > 0:
-            balance = load_balancing_loss(router_probabilities(logits, self.moe.router.score), indices, mask)
-        if self.moe.z_loss_coeff > 0:
-            z = router_z_loss(logits, mask)
-        own = None
+        own = mean = dropped = None
         if mask is not None and self.router.counting:
-            own = count_choices(indices, self.moe.num_moe_experts, mask)
-        return RouterOutput(balance, z, counts, own)
+            own = count_choices(indices, moe.num_moe_experts, mask)
+        capacity = self._capacity(indices.numel())
+        if capacity is not None:
+            dropped = (counts - capacity).clamp(min=0).sum()
+        if self.context_shard is not None and (moe.aux_loss_coeff > 0 or moe.z_loss_coeff > 0):
+            # the losses are of whole sequences
+            shard = self.context_shard
+            logits = _by_sequence(gather_rows(logits, shard), shard, sequences)
+            indices = _by_sequence(all_gather(indices, shard.group), shard, sequences)
+            mask = None if mask is None else _by_sequence(all_gather(mask, shard.group), shard, sequences)
+        if moe.aux_loss_coeff > 0:
+            probabilities = router_probabilities(logits, moe.router.score)
+            if moe.moe_router_load_balancing_type == "global_aux_loss":
+                mean = mean_probabilities(probabilities, mask)
+            elif moe.moe_router_load_balancing_type == "seq_aux_loss":
+                by_sequence = probabilities.unflatten(0, (sequences, -1)), indices.unflatten(0, (sequences, -1))
+                counted = None if mask is None else mask.unflatten(0, (sequences, -1))
+                balance = load_balancing_loss(*by_sequence, counted)
+            else:
+                balance = load_balancing_loss(probabilities, indices, mask)
+        if moe.z_loss_coeff > 0:
+            z = router_z_loss(logits, mask)
+        return RouterOutput(balance, z, counts, own, mean, dropped)
+
+
+def _by_sequence(rows: Tensor, shard: ContextShard, sequences: int) -> Tensor:
+    """Bring rows of ranks that share sequences, [ranks T, ...] in rank order, together by sequence."""
+    return rows.unflatten(0, (shard.ranks, sequences, -1)).transpose(0, 1).flatten(0, 2)

@@ -6,15 +6,30 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import register_dataclass
 
-from te_models.kernels.cross_entropy import cross_entropy, linear_cross_entropy, output_logits, shift_labels
+from te_models.kernels.cross_entropy import (
+    IGNORE_INDEX,
+    cross_entropy,
+    linear_cross_entropy,
+    output_logits,
+    shift_labels,
+)
+from te_models.layers.collectives import all_reduce
+from te_models.layers.distributed.context_parallel import (
+    ContextShard,
+    gather_positions,
+    mean_of_ranks,
+    own_positions,
+)
+from te_models.layers.distributed.tensor_parallel import TensorParallelModule
+from te_models.layers.distributed.vocab_parallel import gather_logits, vocab_parallel_linear_cross_entropy
 from te_models.layers.functional.gemm_operand import compute_dtype
 from te_models.layers.functional.wgrad import main_grad_of
 
 from ..config import ModelConfig
-from .build import Build, init_method
+from .build import Build, WordsOfRank, init_method
 from .constants import ConstantModule
 
 
@@ -43,8 +58,10 @@ class ModelOutput:
 register_dataclass(ModelOutput, serialized_type_name="te_models.ModelOutput")
 
 
-class OutputLayer(nn.Module):
-    """The vocabulary projection. weight: [V, H], absent when shared with the embedding; bias: [V].
+class OutputLayer(TensorParallelModule):
+    """The vocabulary projection. weight: [V, H], absent when shared with the embedding; bias: [V]. Ranks that split
+    layers have consecutive rows each: the loss is computed from each rank's own logits, and logits that are returned
+    are gathered.
 
     Not a `te_models.layers.Linear`: it stays in high precision under every recipe, and its GEMM belongs to the loss.
 
@@ -55,16 +72,22 @@ class OutputLayer(nn.Module):
     fuse_wgrad_accumulation: set it to add the weight's gradient to `weight.main_grad`, as in `te_models.layers.Linear`.
     """
 
+    parallel_mode = None
     loss_chunk_tokens: int | None = None
     fuse_wgrad_accumulation = False
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
         self.config = config.embedding
-        self.init_method = init_method(config)
-        shared = config.embedding.share_embeddings_and_output_weights
-        self.weight = None if shared else build.parameter(config.vocab_size, config.hidden_size)
-        self.bias = build.parameter(config.vocab_size) if config.embedding.output_bias else None
+        self.set_parallel(build.tp_group, 1, build.sequence_parallel)
+        self.shard = build.vocab_shard(config.vocab_size)
+        self.context_shard: ContextShard | None = None
+        self.init_method = WordsOfRank(init_method(config), self.shard)
+        shared, words = config.embedding.share_embeddings_and_output_weights, build.own_words(config.vocab_size)
+        self.weight = None if shared else build.parameter(words, config.hidden_size)
+        self.bias = build.parameter(words) if config.embedding.output_bias else None
+        for parameter in (self.weight, self.bias):
+            self.mark_part(parameter, None if self.shard is None else 0)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -76,9 +99,16 @@ class OutputLayer(nn.Module):
             self.bias.zero_()
 
     def forward(
-        self, x: Tensor, shared_weight: Tensor | None, labels: Tensor | None, *, return_logits: bool
+        self,
+        x: Tensor,
+        shared_weight: Tensor | None,
+        labels: Tensor | None,
+        *,
+        return_logits: bool,
+        batch_size: int | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """x: [B, S, H]; shared_weight: the embedding's [V, H], of a layer that has none; labels: [B, S].
+        batch_size: of x that is a rank's part of the tokens, [T / ranks, H].
 
         Returns (logits [B, S, V] or None, loss or None). Without logits the loss never holds them in float32. Raises
         ValueError where the weight has no data, with which torch would multiply, and return any numbers.
@@ -96,15 +126,37 @@ class OutputLayer(nn.Module):
         bias = None if self.bias is None else self.bias.to(dtype)
         scaled: dict[str, Any] = {"multiplier": self.config.logits_multiplier, "softcap": self.config.logits_softcap}
         scaled["main_grad"] = main_grad
-        x = x.to(dtype)
-        targets = None if labels is None else shift_labels(labels).flatten()
+        x = self.whole_rows(x.to(dtype))
+        x = x if batch_size is None else x.unflatten(0, (batch_size, -1))
+        targets = None
+        if labels is not None:
+            targets = own_positions(shift_labels(labels), self.context_shard).flatten()
         if not return_logits:
             if targets is None:
                 return None, None
-            chunk = self.loss_chunk_tokens
-            return None, linear_cross_entropy(x.flatten(0, 1), weight, targets, bias, chunk_tokens=chunk, **scaled)
+            scaled["chunk_tokens"] = self.loss_chunk_tokens
+            if self.shard is None:
+                loss = linear_cross_entropy(x.flatten(0, 1), weight, targets, bias, **scaled)
+            else:
+                of_shard = vocab_parallel_linear_cross_entropy
+                loss = of_shard(x.flatten(0, 1), weight, targets, self.shard, bias, **scaled)
+            return None, self._of_all_positions(loss, targets)
         logits = output_logits(x, weight, bias, **scaled)
-        return logits, None if targets is None else cross_entropy(logits.flatten(0, 1), targets)
+        if self.shard is not None:
+            logits = gather_logits(logits, self.shard)
+        loss = (
+            None if targets is None else self._of_all_positions(cross_entropy(logits.flatten(0, 1), targets), targets)
+        )
+        return logits if self.context_shard is None else gather_positions(logits, self.context_shard), loss
+
+    def _of_all_positions(self, loss: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss of the sequences that ranks share from that of this rank's positions."""
+        if self.context_shard is None:
+            return loss
+        own = (targets != IGNORE_INDEX).sum()
+        every = all_reduce(own, self.context_shard.group)
+        share = loss * (own * self.context_shard.ranks / every.clamp(min=1))
+        return mean_of_ranks(share, self.context_shard)
 
 
 class RouterLossWeights(ConstantModule):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -28,6 +29,33 @@ def check_split(config: ModelConfig, build: Build) -> None:
     if build.ep_group is not None:
         check_distribution(config, build.expert_model_parallel_size, build.expert_layout)
     check_layers(config, build.tp_size)
+    if build.sequence_shard is not None:
+        check_sequence(config)
+
+
+def check_sequence(config: ModelConfig) -> None:
+    """Raise ConfigError naming the field because of which the tokens between split layers cannot be shared."""
+    if config.hidden_dropout > 0:
+        raise ConfigError(
+            f"hidden_dropout is {config.hidden_dropout}; allowed with sequence_parallel: 0, because ranks that split "
+            "layers draw the same numbers"
+        )
+
+
+def check_tokens_shared(asked: Mapping[str, object]) -> None:
+    """Raise ValueError for options of a call that a model whose ranks share tokens does not take."""
+    for name, value in asked.items():
+        if value is not None and value is not False:
+            raise ValueError(
+                f"{name} is given to a model whose ranks share tokens; allowed: a model without sequence_parallel and "
+                "without a context-parallel group"
+            )
+
+
+def check_tokens(tokens: int, ranks: int) -> None:
+    """Raise ValueError for a number of tokens that ranks with sequence_parallel cannot share."""
+    if tokens % ranks:
+        raise ValueError(f"there are {tokens} tokens, which {ranks} ranks with sequence_parallel cannot share equally")
 
 
 def check_distribution(config: ModelConfig, ranks: int, expert_layout: str) -> None:
@@ -45,6 +73,8 @@ def check_layers(config: ModelConfig, ranks: int) -> None:
     """Raise ConfigError naming the first field because of which layers cannot be split over so many ranks."""
     if ranks == 1:
         return
+    if config.vocab_size < ranks:
+        raise ConfigError(f"vocab_size is {config.vocab_size}; allowed: a word or more for each of {ranks} ranks")
     a, moe = config.attention, config.moe
     moe_layers = (moe.layers or ()) if moe is not None else ()
     refused = {
@@ -101,7 +131,7 @@ _ELSEWHERE = {
     "dp_replicate": "copies of the model",
     "dp_shard": "FSDP2: call te_models.parallel.parallelize",
     "fsdp": "FSDP2: call te_models.parallel.parallelize",
-    "cp": "context parallelism",
+    "cp": "context parallelism: call set_context_parallel_group",
     "etp": "tensor parallelism of experts alone",
 }
 """Names that are usual for what does not happen here, or not yet."""

@@ -2,8 +2,9 @@
 
 T tokens, H hidden, E experts, K experts per token.
 
-Counting is for balancing without an auxiliary loss (`expert_bias.py`). A layer returns what its router chose, and the
-decoder adds it up outside of the layer: what an activation checkpoint computes again is not counted again.
+Counting is for balance over the global batch, and for metrics (`expert_bias.py`). A layer returns what its router
+chose, and the decoder adds it up outside of the layer: what an activation checkpoint computes again is not counted
+again.
 """
 
 from __future__ import annotations
@@ -28,23 +29,28 @@ class RouterOutput(NamedTuple):
     """What a layer's router decided, for losses, balancing and monitoring. All of this rank's own tokens.
 
     load_balancing_loss, z_loss: float32 scalars, zero where the configuration gives them no weight (they are not
-    computed then); tokens_per_expert: [E] int64. balanced_per_expert: the same without padding, where a router with an
-    `expert_bias` counts and there may be padding; else None.
+    computed then); tokens_per_expert: [E] int64, dropped ones included. balanced_per_expert: the same without padding,
+    where training counts and there may be padding; else None. mean_probabilities: [E] float32, of the tokens that are
+    no padding, where the loss is over the global batch; else None. dropped_tokens: [] int64, how many choices found no
+    room; None where experts take all.
     """
 
     load_balancing_loss: Tensor
     z_loss: Tensor
     tokens_per_expert: Tensor
     balanced_per_expert: Tensor | None = None
+    mean_probabilities: Tensor | None = None
+    dropped_tokens: Tensor | None = None
 
 
 class Router(nn.Module):
-    """The router projection. weight: [E, H]; bias: [E] if `linear_bias`. With the option `expert_bias` two buffers:
-    expert_bias [E], kept in float32, and expert_counts [E] int64, how many tokens chose each expert since the last
-    `update_expert_bias`, which no checkpoint holds."""
+    """The router projection. weight: [E, H]; bias: [E] if `linear_bias`. Buffers: expert_bias [E] with the option of
+    this name, kept in float32; and expert_counts [E] and dropped_tokens [1] int64, which no checkpoint holds: how many
+    tokens chose each expert, and found no room, since the last `update_expert_bias` or `take_expert_load`."""
 
     expert_bias: Tensor | None
-    expert_counts: Tensor | None
+    expert_counts: Tensor
+    dropped_tokens: Tensor
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
@@ -54,31 +60,32 @@ class Router(nn.Module):
         experts = config.moe.num_moe_experts
         self.weight = build.parameter(experts, config.hidden_size)
         self.bias = build.parameter(experts) if self.config.linear_bias else None
-        bias = counts = None
+        bias = None
         if self.config.expert_bias:
             bias = torch.empty(experts, dtype=torch.float32, device=build.device)
-            counts = torch.empty(experts, dtype=torch.int64, device=build.device)
         self.register_buffer("expert_bias", bias)
-        self.register_buffer("expert_counts", counts, persistent=False)
+        for name, size in {"expert_counts": experts, "dropped_tokens": 1}.items():
+            counts = torch.empty(size, dtype=torch.int64, device=build.device)
+            self.register_buffer(name, counts, persistent=False)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialise the projection anew; both biases and the counts start at zero."""
         self.init_method(self.weight)
-        for tensor in (self.bias, self.expert_bias, self.expert_counts):
+        for tensor in (self.bias, self.expert_bias, self.expert_counts, self.dropped_tokens):
             if tensor is not None:
                 tensor.zero_()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # Selection compares scores that differ by less than bfloat16 resolves, so this bias is never rounded.
-        exact, counts = self.expert_bias, self.expert_counts
+        exact, counts = self.expert_bias, (self.expert_counts, self.dropped_tokens)
         super()._apply(fn, recurse)
-        bias, moved = self.expert_bias, self.expert_counts
+        bias = self.expert_bias
         if exact is not None and bias is not None and bias.dtype != torch.float32:
             self.expert_bias = exact.to(bias.device)
-        if counts is not None and moved is not None:  # no file fills them after `to_empty`
-            _ = moved.zero_() if counts.is_meta else moved.copy_(counts)
+        for before, moved in zip(counts, (self.expert_counts, self.dropped_tokens), strict=True):
+            _ = moved.zero_() if before.is_meta else moved.copy_(before)  # no file fills them after `to_empty`
         return self
 
     def forward(self, x: Tensor) -> Tensor:
@@ -92,18 +99,19 @@ class Router(nn.Module):
     @property
     def counting(self) -> bool:
         """Whether choices count now: in training mode and with gradients, which evaluation and generation are not."""
-        possible = self.expert_counts is not None and not torch.compiler.is_exporting()
-        return possible and self.training and torch.is_grad_enabled()
+        return not torch.compiler.is_exporting() and self.training and torch.is_grad_enabled()
 
     def count(self, decided: RouterOutput) -> None:
-        """Add to `expert_counts` what this router decided, if choices count now. `GPTModel` calls it once for each
+        """Add to the buffers what this router decided, if choices count now. `GPTModel` calls it once for each
         layer and forward pass; whoever calls layers alone may, outside of any activation checkpoint."""
-        if self.expert_counts is None or not self.counting:
+        if not self.counting:
             return
         if not compiling() and recomputing():
             return
         own = decided.balanced_per_expert
         self.expert_counts.add_(decided.tokens_per_expert if own is None else own)
+        if decided.dropped_tokens is not None:
+            self.dropped_tokens.add_(decided.dropped_tokens)
 
 
 def count_choices(indices: Tensor, experts: int, mask: Tensor | None = None) -> Tensor:

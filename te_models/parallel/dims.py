@@ -1,8 +1,9 @@
 """The sizes of a layout: over how many ranks each kind of parallelism splits, checked against the number of ranks.
 
-Ranks are numbered with tensor parallelism innermost: rank = ((pp * dp_replicate + r) * dp_shard + s) * tp + t. Experts
-are distributed over consecutive data-parallel ranks, as Megatron-Core and torchtitan count them: over a part of
-dp_shard where parameters are sharded, over a part of dp_replicate where they are not.
+Ranks are numbered with tensor parallelism innermost: rank = (((pp * dp_replicate + r) * dp_shard + s) * cp
++ c) * tp + t. Ranks that share a sequence count as data parallel in everything but the data: gradients are averaged
+over them, and parameters sharded. Experts are distributed over consecutive such ranks, as Megatron-Core and torchtitan
+count them: over a part of dp_shard x cp where parameters are sharded, of dp_replicate x cp where they are not.
 """
 
 from __future__ import annotations
@@ -18,11 +19,6 @@ if TYPE_CHECKING:
 
 REST = -1
 """A size that is what the other sizes leave of the ranks."""
-ONE = {
-    "pipeline_model_parallel_size": "pipeline stages are not implemented",
-    "context_parallel_size": "context parallelism is not implemented",
-}
-"""Sizes that can only be 1, and why."""
 
 
 def check_sizes(sizes: Mapping[str, int | None], prefix: str = "") -> None:
@@ -32,8 +28,6 @@ def check_sizes(sizes: Mapping[str, int | None], prefix: str = "") -> None:
         rest = name == "data_parallel_shard_size"
         if size is None:
             continue
-        if name in ONE and size != 1:
-            raise ConfigError(f"{where} is {size}; allowed: 1, because {ONE[name]}", where)
         if size < 1 and not (rest and size == REST):
             also = f", or {REST} for all ranks that are left" if rest else ""
             raise ConfigError(f"{where} is {size}; allowed: a positive integer{also}", where)
@@ -51,7 +45,8 @@ class ParallelDims:
     data_parallel_replicate_size: copies of the model (DDP, or HSDP with a shard size); None: as many as the other sizes
     leave. data_parallel_shard_size: ranks over which FSDP2 shards each copy; 1: none, -1: all ranks that are left.
     expert_model_parallel_size: data-parallel ranks that share the experts of a copy. expert_tensor_parallel_size: ranks
-    over which each expert is split; None, or tensor_model_parallel_size.
+    over which each expert is split; None, or tensor_model_parallel_size. pipeline_model_parallel_size: ranks over which
+    the layers of a copy are distributed, as pipeline stages. context_parallel_size: ranks that share each sequence.
 
     Raises ConfigError naming the size that does not divide the ranks, and for what is not implemented.
 
@@ -73,7 +68,14 @@ class ParallelDims:
         check_sizes(self.sizes())
         if self.ranks < 1:
             raise ConfigError(f"ranks is {self.ranks}; allowed: a positive integer", "ranks")
-        left = self._left("tensor_model_parallel_size", self.tensor_model_parallel_size, self.ranks)
+        left = self._left("pipeline_model_parallel_size", self.pipeline_model_parallel_size, self.ranks)
+        left = self._left("tensor_model_parallel_size", self.tensor_model_parallel_size, left)
+        left = self._left("context_parallel_size", self.context_parallel_size, left)
+        if self.pipeline_model_parallel_size > 1 and self.context_parallel_size > 1:
+            raise ConfigError(
+                f"context_parallel_size is {self.context_parallel_size}; allowed with pipeline stages: 1",
+                "context_parallel_size",
+            )
         shard, replicate = self.data_parallel_shard_size, self.data_parallel_replicate_size
         if shard == REST:
             replicate = 1 if replicate is None else replicate
@@ -94,6 +96,7 @@ class ParallelDims:
         ep, over, what = self.expert_model_parallel_size, self.expert_ranks, "data_parallel_replicate_size"
         if over % ep:
             what = "data_parallel_shard_size" if shard > 1 else what
+            what += " x context_parallel_size" if self.context_parallel_size > 1 else ""
             raise ConfigError(
                 f"expert_model_parallel_size is {ep}; allowed: a divisor of {what}, {over}",
                 "expert_model_parallel_size",
@@ -121,7 +124,7 @@ class ParallelDims:
 
     @property
     def data_ranks(self) -> int:
-        """How many ranks have data of their own: the others repeat the tokens of one of them."""
+        """How many ranks have windows of their own: the others read those of one of them."""
         assert self.data_parallel_replicate_size is not None, "filled in"
         return self.data_parallel_replicate_size * self.data_parallel_shard_size
 
@@ -130,7 +133,7 @@ class ParallelDims:
         """How many ranks the experts can be distributed over at most."""
         assert self.data_parallel_replicate_size is not None, "filled in"
         shard = self.data_parallel_shard_size
-        return shard if shard > 1 else self.data_parallel_replicate_size
+        return (shard if shard > 1 else self.data_parallel_replicate_size) * self.context_parallel_size
 
     @property
     def is_sharded(self) -> bool:
@@ -140,7 +143,7 @@ class ParallelDims:
     @property
     def is_whole(self) -> bool:
         """Whether every rank has the whole model, at most without a part of the experts."""
-        return not self.is_sharded and self.tensor_model_parallel_size == 1
+        return not self.is_sharded and self.tensor_model_parallel_size == self.pipeline_model_parallel_size == 1
 
     def build_mesh(self, device_type: str) -> ParallelMesh:
         """Return the device mesh of this layout, called by all ranks of the default process group.

@@ -17,13 +17,18 @@ class ParallelMesh:
     layers: dimensions pp, dp_replicate, dp_shard, cp, tp. experts: pp, dp_replicate, fsdp, ep, tp, where ep are the
     ranks that share the experts of a copy, fsdp those over which each of their parts is sharded, and tp those that
     split each expert (its size is etp); None where each rank has all experts. data: pp, dp, tp, where dp are the ranks
-    with data of their own; None where these are a dimension of `layers`.
+    over which gradients are averaged, those with data of their own and those that share sequences with them; None where
+    these are a dimension of `layers`. shards: pp, dp_replicate, dp_shard_cp, tp, where dp_shard_cp are the ranks over
+    which FSDP2 shards what is no expert; None where these are dp_shard. layer_ranks: pp, stage, where stage are the
+    ranks that have the same layers; None where all have.
     """
 
     dims: ParallelDims
     layers: DeviceMesh
     experts: DeviceMesh | None
     data: DeviceMesh | None
+    shards: DeviceMesh | None
+    layer_ranks: DeviceMesh | None
 
     @property
     def model(self) -> DeviceMesh | None:
@@ -36,8 +41,10 @@ class ParallelMesh:
 
     @property
     def fsdp(self) -> DeviceMesh:
-        """The mesh over which FSDP2 shards what is no expert: dp_shard, or (dp_replicate, dp_shard) where there are
-        several copies."""
+        """The mesh over which FSDP2 shards what is no expert: dp_shard, with cp where ranks share sequences, or
+        (dp_replicate, dp_shard) where there are several copies."""
+        if self.shards is not None:
+            return _with_copies(self.shards, "dp_shard_cp")
         return _with_copies(self.layers, "dp_shard")
 
     @property
@@ -46,11 +53,28 @@ class ParallelMesh:
         return self.fsdp if self.experts is None else _with_copies(self.experts, "fsdp")
 
     @property
+    def stages(self) -> dist.ProcessGroup | None:
+        """The ranks with the other pipeline stages of this copy; None where each rank has all layers."""
+        return self.layers.get_group("pp") if self.dims.pipeline_model_parallel_size > 1 else None
+
+    @property
+    def same_layers(self) -> dist.ProcessGroup | None:
+        """The ranks that have the same layers; None where all have."""
+        return None if self.layer_ranks is None else self.layer_ranks.get_group("stage")
+
+    @property
     def data_group(self) -> dist.ProcessGroup:
-        """The ranks with data of their own, this one or one that reads the same among them."""
+        """The ranks over which gradients are averaged: with data of their own, or with a part of their sequences."""
         if self.data is not None:
             return self.data.get_group("dp")
+        if self.dims.data_ranks == 1:
+            return self.layers.get_group("cp")
         return self.layers.get_group("dp_shard" if self.dims.is_sharded else "dp_replicate")
+
+    @property
+    def cp_group(self) -> dist.ProcessGroup | None:
+        """The ranks that share each sequence; None where there is one."""
+        return self.layers.get_group("cp") if self.dims.context_parallel_size > 1 else None
 
 
 def _with_copies(mesh: DeviceMesh, shards: str) -> DeviceMesh:
@@ -77,16 +101,21 @@ cannot end before the default group does: torch keeps meshes that it has seen, a
 
 def _new_mesh(dims: ParallelDims, device_type: str) -> ParallelMesh:
     replicate, shard = dims.data_parallel_replicate_size, dims.data_parallel_shard_size
-    tp, ep = dims.tensor_model_parallel_size, dims.expert_model_parallel_size
+    tp, ep, pp = dims.tensor_model_parallel_size, dims.expert_model_parallel_size, dims.pipeline_model_parallel_size
+    cp = dims.context_parallel_size
     assert replicate is not None, "filled in"
 
     def mesh(**sizes: int) -> DeviceMesh:
         return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
-    experts = data = None
+    experts = data = shards = None
     if ep > 1:
-        copies, fsdp = (replicate, shard // ep) if dims.is_sharded else (replicate // ep, 1)
-        experts = mesh(pp=1, dp_replicate=copies, fsdp=fsdp, ep=ep, tp=tp)
-    if replicate > 1 and shard > 1:
-        data = mesh(pp=1, dp=replicate * shard, tp=tp)
-    return ParallelMesh(dims, mesh(pp=1, dp_replicate=replicate, dp_shard=shard, cp=1, tp=tp), experts, data)
+        copies, fsdp = (replicate, shard * cp // ep) if dims.is_sharded else (replicate * cp // ep, 1)
+        experts = mesh(pp=pp, dp_replicate=copies, fsdp=fsdp, ep=ep, tp=tp)
+    if sum(size > 1 for size in (replicate, shard, cp)) > 1:
+        data = mesh(pp=pp, dp=replicate * shard * cp, tp=tp)
+    if dims.is_sharded and cp > 1:
+        shards = mesh(pp=pp, dp_replicate=replicate, dp_shard_cp=shard * cp, tp=tp)
+    layers = mesh(pp=pp, dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp)
+    same_layers = mesh(pp=pp, stage=dims.ranks // pp) if pp > 1 else None
+    return ParallelMesh(dims, layers, experts, data, shards, same_layers)

@@ -88,6 +88,11 @@ class ModelParts:
         self._shapes = expected_tensors(model.config, model.expert_layout)
         self._owned = parts(model.config, self._shapes, place_of(model))
 
+    def elsewhere(self) -> list[str]:
+        """Return the names of the parameters that only other pipeline stages have."""
+        own = dict(self.model.named_parameters(remove_duplicate=False))
+        return [name for name in self._shapes if name not in own]
+
     def stored(self) -> dict[str, LocalPart]:
         """Return everything that a checkpoint holds of the model, by the names that it has in files: plain tensors, and
         the fields of quantized ones, eight-bit numbers as bytes."""
@@ -114,7 +119,7 @@ class ModelParts:
     def wholes(self) -> dict[str, Tensor]:
         """Return the tensors of the whole model without their data, quantized ones as such."""
         found: dict[str, Tensor] = {}
-        for name, tensor in self.model.stored_tensors():
+        for name, tensor in (self.model.whole or self.model).stored_tensors():
             local = local_part(tensor)
             if isinstance(local, QuantizedTensor):
                 found[name] = empty(name, self._shapes[name], describe(local.quantizer, local.dtype), "meta")
@@ -184,7 +189,8 @@ def load_own_parts(model: GPTModel, checkpoint: Checkpoint) -> None:
         )
     checkpoint.check_values()
     tensors = dict(model.stored_tensors())
-    layout = layout_of(tensors, model.config, "the names of the parameters to load")
+    whole = model.whole or model
+    layout = layout_of(dict(whole.stored_tensors()), model.config, "the names of the parameters to load")
     stored = Parameters(checkpoint.store, checkpoint.namespace, model.config, checkpoint.formats, layout)
     per_gemm = cache(
         lambda: Parameters(checkpoint.store, checkpoint.namespace, model.config, checkpoint.formats, "per-gemm")

@@ -18,7 +18,9 @@ from te_models.layers.module.primary_weights import store_weights_as_asked
 
 from ..config import ConfigError
 from ..model import GPTModel
+from ..model.stage import with_layers
 from .mesh import ParallelMesh
+from .pipeline import Stage, StageLayout
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -36,28 +38,49 @@ def parallelize(
     weights: Recipe | None = None,
     reshard_after_forward: ReshardAfterForward = "default",
     reduce_dtype: torch.dtype = torch.float32,
+    stages: StageLayout | None = None,
 ) -> GPTModel:
     """Shard `model` in place as the layout of `mesh` says, and return it. Called by all ranks.
+
+    With pipeline stages the result is a model of this rank's layers alone, whose `pipeline_stages` a `Pipeline` runs.
 
     mesh: None where there is one rank. model: built over `mesh.model`, with or without data; on the meta device its
     parts are created on `device` one by one. fill: called with each part that was created, embedding, layers and output
     layer in the order of a GPTModel; None: its `reset_parameters`, which draw what the whole model draws from the same
     seed. weights: the recipe in whose format the linear layers then store their weights. reshard_after_forward: free
     gathered parameters between the passes, "default" of the layers, "always" of all. reduce_dtype: in which gradients
-    of the ranks are added up; the result has the parameter's dtype.
+    of the ranks are added up; the result has the parameter's dtype. stages: the pipeline stages, where `mesh` has any;
+    None: one a rank.
 
     Parameters of another dtype than most of their part (routers in float32) are not sharded: average their gradients,
     and divide sharded experts' gradients, with `te_models.training.ranks.data_parallel.average_gradients`. Compile
     the result with `compile_model(model, "block")`.
 
-    Raises ConfigError where experts are distributed and torch cannot shard them over a mesh of their own, ValueError
-    for stored weights whose rows the ranks cannot share.
+    Ranks that share sequences are told to the model.
+
+    Raises ConfigError where experts are distributed and torch cannot shard them over a mesh of their own, TypeError for
+    another kind of mesh, ValueError for a model that was built over other ranks, and for stored weights whose rows the
+    ranks cannot share.
     """
+    _check_mesh(model, mesh)
+    if mesh is not None:
+        model.set_context_parallel_group(mesh.cp_group)
     over = mesh if mesh is not None and mesh.dims.is_sharded else None
     tied = model.config.embedding.share_embeddings_and_output_weights
     with_the_rest = [model.decoder.final_layernorm, *([model.embedding, model.output_layer] if tied else ())]
     target = torch.empty((), device=device).device
-    for part in parts_of(model):
+    whole, roots = model, (model,)
+    if mesh is not None and mesh.stages is not None:
+        stages = stages or StageLayout(mesh.dims.pipeline_model_parallel_size)
+        model = _own_stages(model, mesh, stages, sharded=over is not None)
+        roots = model.pipeline_stages
+    own = {id(part) for part in parts_of(model)}
+    for part in parts_of(whole):
+        if id(part) not in own:
+            if fill is None and any(parameter.is_meta for parameter in part.parameters()):
+                reset_parameters(part.to_empty(device=target))  # the next part draws what it draws of the whole model
+                part.to_empty(device="meta")
+            continue
         if any(parameter.is_meta for parameter in part.parameters()):
             part.to_empty(device=target)
             reset_parameters(part) if fill is None else fill(part)
@@ -69,18 +92,57 @@ def parallelize(
         if rest is not None and any(buffer.is_meta for buffer in rest.buffers()):
             rest.to_empty(device=target)
     if over is not None:
-        _shard(model, over, reduce_dtype, _RESHARD[reshard_after_forward])
+        for root in roots:
+            _shard(root, over, reduce_dtype, _RESHARD[reshard_after_forward])
     return model
 
 
-def reshard(model: nn.Module) -> None:
+def _check_mesh(model: GPTModel, mesh: ParallelMesh | None) -> None:
+    """Raise where a mesh is none of ours, whose dimensions say what they share, or the model was built over another."""
+    if mesh is None:
+        return
+    if not isinstance(mesh, ParallelMesh):
+        names = getattr(mesh, "mesh_dim_names", None)
+        what = type(mesh).__name__ + (f" with the dimensions {names}" if names else "")
+        raise TypeError(
+            f"mesh is a {what}; allowed: a ParallelMesh, as ParallelDims(ranks=...).build_mesh(...) returns"
+        )
+    sizes = {
+        "tensor_model_parallel_size": (model.tp_size, mesh.dims.tensor_model_parallel_size),
+        "expert_model_parallel_size": (model.expert_model_parallel_size, mesh.dims.expert_model_parallel_size),
+    }
+    for name, (built, size) in sizes.items():
+        if built != size:
+            raise ValueError(f"{name} of the mesh is {size}, and the model was built over {built}; allowed: mesh.model")
+
+
+def _own_stages(model: GPTModel, mesh: ParallelMesh, stages: StageLayout, *, sharded: bool) -> GPTModel:
+    """Return the layers of this rank's stages as one model, cut into `pipeline_stages`.
+
+    Raises ConfigError where the stages cannot have this model."""
+    assert mesh.stages is not None
+    tied = model.config.embedding.share_embeddings_and_output_weights
+    if tied and sharded and stages.is_v_shaped:
+        raise ConfigError(
+            f"parallel.pipeline_schedule is {stages.schedule!r}, in which two stages of a rank share the weight of "
+            "embedding and output layer; allowed with data_parallel_shard_size: 1F1B, GPipe and interleaved schedules, "
+            "or a model that shares none"
+        )
+    spans, numbers = stages.layers(model.config.num_layers), stages.of_rank(mesh.stages.rank())
+    own = with_layers(model, [layer for number in numbers for layer in spans[number]])
+    own.pipeline_stages = tuple(Stage(with_layers(own, spans[number]), number) for number in numbers)
+    return own
+
+
+def reshard(model: GPTModel) -> None:
     """Free the gathered parameters that FSDP2 keeps after a forward pass, so that a model's parameters are its shards
     again."""
     from torch.distributed.fsdp import FSDPModule
 
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    for root in model.pipeline_stages or (model,):
+        for module in root.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 _RESHARD: dict[str, bool | None] = {"default": None, "always": True, "never": False}
@@ -88,10 +150,8 @@ _RESHARD: dict[str, bool | None] = {"default": None, "always": True, "never": Fa
 
 def parts_of(model: GPTModel) -> Iterator[nn.Module]:
     """Yield the parts of a model that are sharded one by one, in the order in which they are created."""
-    yield model.embedding
-    yield from model.decoder.layers
-    yield model.decoder.final_layernorm
-    yield model.output_layer
+    parts = (model.embedding, *model.decoder.layers, model.decoder.final_layernorm, model.output_layer)
+    yield from (part for part in parts if part is not None)
 
 
 def reset_parameters(part: nn.Module) -> None:

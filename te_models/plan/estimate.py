@@ -114,7 +114,12 @@ def plan_here(config: TrainConfig, ranks: int, hardware: Hardware) -> Plan:
     layers of a kind count as often as the model has them. Raises ConfigError for what `te-models train` refuses in this
     layout.
     """
-    model = model_of(config)
+    model, stages = model_of(config), config.parallel.pipeline_model_parallel_size
+    if stages > 1:
+        raise ConfigError(
+            f"parallel.pipeline_model_parallel_size is {stages}; allowed in a plan: 1, because what a stage holds "
+            "depends on how many micro-batches its schedule has in flight, which is not simulated"
+        )
     with fake_ranks(ranks):
         layout = layout_of(config.parallel, Ranks(0, ranks), "cpu")
         check_layout(config, model, layout.dims)
@@ -127,12 +132,13 @@ def plan_here(config: TrainConfig, ranks: int, hardware: Hardware) -> Plan:
         key: found.each.get(key, Traffic()).times(micro_batches) + found.once.get(key, Traffic())
         for key in sorted({*found.each, *found.once})
     }
-    flops = training_flops_per_token(model, config.data.sequence_length) * tokens / dims.tensor_model_parallel_size
+    flops = training_flops_per_token(model, config.data.sequence_length) * tokens
+    flops /= dims.tensor_model_parallel_size * dims.context_parallel_size
     again = 4 / 3 if config.model.activation_checkpointing else 1.0  # the forward pass runs twice
     compute = again * flops / (hardware.tflops * 1e12 * hardware.efficiency)
     seconds = {key: moved.sent / _bandwidth(key[1], layout, hardware) for key, moved in traffic.items()}
-    overlapped = sum(s for (_, over), s in seconds.items() if over in _OVERLAPPED)
-    waiting = sum(s for (_, over), s in seconds.items() if over not in _OVERLAPPED)
+    overlapped = sum(s for key, s in seconds.items() if _overlaps(*key))
+    waiting = sum(s for key, s in seconds.items() if not _overlaps(*key))
     return Plan(
         sizes=dims.sizes(),
         ranks=ranks,
@@ -150,13 +156,19 @@ def plan_here(config: TrainConfig, ranks: int, hardware: Hardware) -> Plan:
     )
 
 
-_OVERLAPPED = ("dp_shard", "fsdp", "dp_replicate")
+_OVERLAPPED = ("dp_shard", "dp_shard_cp", "fsdp", "dp_replicate")
 """Dimensions whose collectives run while the layers compute."""
+
+
+def _overlaps(kind: str, dimension: str) -> bool:
+    """Whether a collective runs while the layers compute; experts wait for their rows, whatever the ranks are called
+    that share them."""
+    return dimension in _OVERLAPPED and kind != "all_to_all"
 
 
 def _bandwidth(dimension: str, layout: Layout, hardware: Hardware) -> float:
     """Return the bytes per second of a ring over a dimension: the fast links' where its ranks are in one node."""
     dims = layout.dims
     tp, ep = dims.tensor_model_parallel_size, dims.expert_model_parallel_size
-    reach = {"tp": tp, "ep": tp * ep}.get(dimension, dims.ranks)
+    reach = {"tp": tp, "cp": tp * dims.context_parallel_size, "ep": tp * ep}.get(dimension, dims.ranks)
     return 1e9 * (hardware.node_gbps if reach <= hardware.node_ranks else hardware.network_gbps)

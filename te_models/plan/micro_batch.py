@@ -1,7 +1,7 @@
 """One training step of a model of few layers, on ranks that do not exist, recorded.
 
 Layers of a kind are alike, so three of each and one more say what any number takes: what FSDP2 gathers ahead and
-reduces behind is whole with three.
+reduces behind is whole with three. Experts are supposed to get equally many rows: what a router chooses is a value.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..config import ModelConfig
+from ..model.moe import MoELayer
 from ..parallel.sharding import parallelize
 from ..training.build import build_optimizer, random_model
 from ..training.config import TrainConfig
@@ -24,7 +26,7 @@ Kind = tuple[bool, str]
 @dataclass
 class Recorded:
     """What a rank takes. parameters, optimizer: bytes that stay. peak: bytes at the highest point of a micro-batch,
-    those included. each: the traffic of every micro-batch; once: that of the step's end."""
+    those included. each: the traffic of every micro-batch; once: the traffic of the step's end."""
 
     parameters: float = 0.0
     optimizer: float = 0.0
@@ -73,6 +75,10 @@ def record_layers(config: TrainConfig, model: ModelConfig, layout: Layout, layer
         parallelize(gpt, layout.mesh, reshard_after_forward=config.parallel.reshard_after_forward)
     gpt.activation_checkpointing = config.model.activation_checkpointing
     gpt.output_layer.loss_chunk_tokens = config.model.loss_chunk_tokens
+    without_values = isinstance(torch.empty(0), FakeTensor)
+    for module in gpt.modules():
+        if isinstance(module, MoELayer):
+            module.supposes_balance = without_values  # a router's decisions are read, and such tensors tell none
     recorder.hold([list(gpt.parameters()), list(gpt.buffers())])
     found = Recorded(parameters=recorder.live)
     with recorder:
@@ -85,7 +91,7 @@ def record_layers(config: TrainConfig, model: ModelConfig, layout: Layout, layer
         del loss
         optimizer.accumulate_gradients()
         found.each, recorder.traffic = recorder.traffic, {}
-        reduce_gradients(optimizer, layout.data)
+        reduce_gradients(optimizer, layout.gradients)
         found.once, found.peak = recorder.traffic, recorder.peak
     return found
 
@@ -110,7 +116,7 @@ def _dimensions(layout: Layout) -> dict[str, str]:
     if layout.mesh is None:
         return {"0": "dp"}
     names: dict[str, str] = {}
-    meshes = (layout.mesh.layers, layout.mesh.experts, layout.mesh.data)
+    meshes = (layout.mesh.layers, layout.mesh.experts, layout.mesh.data, layout.mesh.shards)
     for mesh in (mesh for mesh in meshes if mesh is not None):
         for name in mesh.mesh_dim_names or ():
             names.setdefault(mesh.get_group(name).group_name, name)

@@ -26,7 +26,9 @@ def plan_run(config: TrainConfig, ranks: int, hardware: Hardware | None = None) 
     child = [sys.executable, "-m", "te_models.plan.process"]
     run = subprocess.run(child, input=json.dumps(asked), capture_output=True, text=True, check=False)
     if run.returncode:
-        raise RuntimeError(f"the plan failed: {(run.stderr.strip().splitlines() or ['without a word'])[-1]}")
+        error = RuntimeError(f"the plan failed: {(run.stderr.strip().splitlines() or ['without a word'])[-1]}")
+        error.add_note(run.stderr)  # `--debug` shows where
+        raise error
     answer = json.loads(run.stdout)
     if "refused" in answer:
         raise ConfigError(answer["refused"])

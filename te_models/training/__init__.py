@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         DataConfig,
         EvaluationConfig,
         LogConfig,
+        LoRAConfig,
         ModelSource,
         OptimizerConfig,
         ParallelConfig,
@@ -26,9 +27,11 @@ if TYPE_CHECKING:
         TrainConfig,
     )
     from .config_file import load_config
-    from .data.build import build_dataset, write_dataset
-    from .data.dataset import TokenDataset, Windows
+    from .data.dataset import TokenDataset
     from .data.token_file import DataError
+    from .data.tokenize import build_dataset
+    from .data.windows import Windows
+    from .data.writer import write_dataset
     from .loop import TrainResult, train
     from .metrics import MetricsError, plot_loss, read_metrics
     from .optimizer.schedule import lr_at
@@ -43,6 +46,7 @@ _HOME = {
         "DataConfig",
         "EvaluationConfig",
         "LogConfig",
+        "LoRAConfig",
         "ModelSource",
         "OptimizerConfig",
         "ParallelConfig",
@@ -51,9 +55,11 @@ _HOME = {
         "TrainConfig",
     ),
     "config_file": ("load_config",),
-    "data.build": ("build_dataset", "write_dataset"),
-    "data.dataset": ("TokenDataset", "Windows"),
+    "data.dataset": ("TokenDataset",),
     "data.token_file": ("DataError",),
+    "data.tokenize": ("build_dataset",),
+    "data.windows": ("Windows",),
+    "data.writer": ("write_dataset",),
     "loop": ("TrainResult", "train"),
     "metrics": ("MetricsError", "plot_loss", "read_metrics"),
     "optimizer.schedule": ("lr_at",),
@@ -67,6 +73,7 @@ __all__ = [
     "DataConfig",
     "DataError",
     "EvaluationConfig",
+    "LoRAConfig",
     "LogConfig",
     "LostRankError",
     "MetricsError",

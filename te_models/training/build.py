@@ -10,24 +10,22 @@ import torch
 
 from te_models.checkpoints import open_checkpoint
 from te_models.checkpoints.folder.provenance import source_of
-from te_models.layers import quantized_model_init, share_scales
+from te_models.layers import gradient_of, quantized_model_init, share_scales
 from te_models.layers.module.base import GemmModule
 
 from ..config import ConfigError, ModelConfig
 from ..model import GPTModel
 from ..model.embedding import Table
 from ..model.output import OutputLayer
-from ..model.parallel import groups_of
 from ..model.pretrained.keep_in_fp32 import keep_dtypes
 from ..parallel.parts import ModelParts, load_own_parts
 from ..parallel.sharding import parallelize
 from .checkpoints.checkpoint import TrainingState
 from .checkpoints.checks import MODEL
-from .config import DataConfig, TrainConfig
-from .data.build import build_dataset
-from .data.dataset import TokenDataset, read_meta
+from .config import TrainConfig
 from .data.token_file import DataError
 from .optimizer.adamw import Optimizer
+from .optimizer.groups import freeze
 from .precision import build_recipe
 from .ranks.experts import expert_ranks
 from .ranks.layout import ONE_RANK, Layout
@@ -59,23 +57,26 @@ def build_model(
     path = checkpoint / MODEL if checkpoint is not None else config.model.path
     dtype, experts = DTYPES[precision.dtype], config.model.expert_layout
     parts = start is not None and start.parts is not None
-    if layout.dims.is_sharded or parts:
+    if layout.dims.is_sharded or layout.stages is not None or parts:
         return _build_parts(config, device, start, None if parts else path, checkpoint is None, layout)
     if path is not None:
         weights = None
         if precision.quantized_weights:
             with open_checkpoint(path) as source:
                 weights = build_recipe(precision, source.config.num_layers)
-        return GPTModel.from_pretrained(
+        model = GPTModel.from_pretrained(
             path,
             dtype=dtype,
             device=device,
             recipe=weights,
             expert_layout=experts,
             device_mesh=layout.model_mesh,
+            sequence_parallel=layout.sequence_parallel,
+            expert_dispatch=config.parallel.expert_dispatch,
             # the files of a checkpoint were checked when it was chosen
             verify=checkpoint is None and config.model.verify,
         )
+        return layout.share_sequences(model)
     torch.manual_seed(derive_seed(config.seed, "initial weights"))
     return random_model(config, read_model_config(config), device, layout)
 
@@ -85,9 +86,15 @@ def random_model(config: TrainConfig, model: ModelConfig, device: str, layout: L
     quantized where the run stores weights so."""
     precision = config.precision
     weights = build_recipe(precision, model.num_layers) if precision.quantized_weights else None
-    options: dict[str, Any] = {"expert_layout": config.model.expert_layout, **groups_of(layout.model_mesh)}
+    options = _model_options(config, layout)
     with contextlib.nullcontext() if weights is None else quantized_model_init(enabled=True, recipe=weights):
-        return GPTModel(model, dtype=DTYPES[precision.dtype], device=device, **options)
+        return layout.share_sequences(GPTModel(model, dtype=DTYPES[precision.dtype], device=device, **options))
+
+
+def _model_options(config: TrainConfig, layout: Layout) -> dict[str, Any]:
+    """Return the arguments of a model that say how its experts lie, and how it is divided."""
+    experts = {"expert_layout": config.model.expert_layout, "expert_dispatch": config.parallel.expert_dispatch}
+    return {**experts, **layout.model_options}
 
 
 def _build_parts(
@@ -97,7 +104,7 @@ def _build_parts(
     checkpoint, whose weights are not read yet. path: the folder to read weights from; None: random ones."""
     precision = config.precision
     options: dict[str, Any] = {"dtype": DTYPES[precision.dtype], "device": "meta"}
-    options |= {"expert_layout": config.model.expert_layout, **groups_of(layout.model_mesh)}
+    options |= _model_options(config, layout)
     with contextlib.ExitStack() as opened:
         source = None
         if path is not None:
@@ -112,13 +119,14 @@ def _build_parts(
         weights = build_recipe(precision, model.config.num_layers) if precision.quantized_weights else None
         torch.manual_seed(derive_seed(config.seed, "initial weights"))
         try:
-            parallelize(
+            model = parallelize(
                 model,
                 layout.mesh,
                 device=device,
                 fill=None if source is None and start is None else lambda part: None,
                 weights=weights,
                 reshard_after_forward=config.parallel.reshard_after_forward,
+                stages=layout.stages,
             )
         except ValueError as error:  # what a shard of a quantized weight cannot be
             if weights is None or isinstance(error, ConfigError):
@@ -158,26 +166,44 @@ def read_model_config(config: TrainConfig) -> ModelConfig:
 
 
 def build_optimizer(config: TrainConfig, model: GPTModel, layout: Layout = ONE_RANK) -> Optimizer:
-    """Return AdamW for the model; quantized weights, or with `master_weights` all of fewer bits, get masters.
+    """Return the optimizer of the model, whose frozen parameters this marks. Quantized weights, or with
+    `master_weights` all of fewer bits, get masters.
 
     Where `needs_main_grads`, the parameters get main gradients, and the layers that are not sharded accumulate into
     them.
     """
+    freeze(model, config.optimizer.freeze)
     sharded = layout.dims.is_sharded  # whose gradients arrive as the ranks' averages
-    micro_batches = config.data.gradient_accumulation * (1 if sharded else layout.data.world_size)
+    micro_batches = config.data.gradient_accumulation * (1 if sharded else layout.gradients.world_size)
     main_grads = needs_main_grads(config, micro_batches)
     for module in model.modules() if main_grads and not sharded else ():
         if isinstance(module, GemmModule | Table | OutputLayer):
             module.fuse_wgrad_accumulation = True
+    for parameter in model.parameters() if main_grads and not sharded and layout.stages is not None else ():
+        # a schedule runs all micro-batches, so that nobody else adds up what each leaves in `.grad`
+        parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
     return Optimizer(
         model.named_parameters(),
         config.optimizer,
         seed=derive_seed(config.seed, "optimizer moments"),
         compile=config.compile,
         experts=expert_ranks(model.expert_parameters(), layout.mesh),
+        stages=None if layout.mesh is None else layout.mesh.stages,
+        elsewhere=names_counted_elsewhere(model),
         groups=None if layout.mesh is None else ModelParts(model).groups(),
         main_grads=main_grads,
     )
+
+
+def _add_to_main_grad(parameter: torch.Tensor) -> None:
+    gradient_of(parameter)
+
+
+def names_counted_elsewhere(model: GPTModel) -> set[str]:
+    """Return the parameters of this rank that the norm of the gradients counts on another one: of a last pipeline stage
+    that shares the embedding's weight with the first."""
+    table = "embedding.word_embeddings.weight"
+    return {table} if model.embedding is not None and not model.pre_process else set()
 
 
 def needs_main_grads(config: TrainConfig, micro_batches: int) -> bool:
@@ -185,29 +211,6 @@ def needs_main_grads(config: TrainConfig, micro_batches: int) -> bool:
     or the product that becomes it, has fewer bits than float32."""
     in_float32 = config.precision.dtype == "fp32" and config.precision.recipe == "none"
     return config.optimizer.accumulate_allreduce_grads_in_fp32 and micro_batches > 1 and not in_float32
-
-
-def open_data(config: DataConfig, *, vocab_size: int, may_build: bool) -> TokenDataset:
-    """Open the data set at `data.path`, building it from `data.text` first if it is absent.
-
-    Raises DataError if it was built from other text, or has token ids that the model does not know.
-    """
-    if config.text and may_build and not Path(config.path).exists():
-        build_dataset(config.path, config.text, str(config.tokenizer))
-    dataset = TokenDataset.open(config.path)
-    check_dataset(dataset, config, vocab_size)
-    return dataset
-
-
-def check_dataset(dataset: TokenDataset, config: DataConfig, vocab_size: int) -> None:
-    """Raise DataError for a data set of other text, another tokenizer or a larger vocabulary than the run's."""
-    if config.text:
-        source = read_meta(dataset.path).get("source") or {}
-        if (source.get("text"), source.get("tokenizer")) != (list(config.text), config.tokenizer):
-            raise DataError(
-                f"{config.path} was built from other text or another tokenizer than data.text and data.tokenizer"
-            )
-    check_vocabulary(config.path, dataset.vocab_size, vocab_size)
 
 
 def check_vocabulary(what: str, size: int, vocab_size: int) -> None:

@@ -18,6 +18,7 @@ from .config_tables import (
     DataConfig,
     EvaluationConfig,
     LogConfig,
+    LoRAConfig,
     ModelSource,
     OptimizerConfig,
     ParallelConfig,
@@ -65,7 +66,9 @@ class TrainConfig(ConfigPart):
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """How the ranks share the model and the data."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """AdamW."""
+    """AdamW, or Muon for matrices."""
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    """LoRA instead of training the weights."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """The learning rate as a function of the step."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
@@ -83,13 +86,22 @@ class TrainConfig(ConfigPart):
         check(self.resume or self.resume_from is None, "resume_from", self.resume_from, "null where resume is off")
         minutes = self.distributed_timeout_minutes
         check(0 < minutes <= _MOST_MINUTES, "distributed_timeout_minutes", minutes, f"up to {_MOST_MINUTES}, a week")
-        sharded, mode = self.parallel.data_parallel_shard_size != 1, self.compile_mode
-        allowed = "'block' with parallel.data_parallel_shard_size, or compile = false"
-        check(not (sharded and self.compile and mode == "whole"), "compile_mode", mode, allowed)
+        mode, whole = self.compile_mode, self.compile and self.compile_mode == "whole"
+        for size in ("data_parallel_shard_size", "pipeline_model_parallel_size"):
+            divided = getattr(self.parallel, size) != 1
+            check(not (divided and whole), "compile_mode", mode, f"'block' with parallel.{size}, or compile = false")
         warmup, decay = self.schedule.warmup_steps, self.schedule.decay_steps or 0
         name, length = ("steps", self.steps) if self.schedule.steps is None else ("schedule.steps", self.schedule.steps)
         check(warmup + decay <= length, "schedule.warmup_steps", warmup, f"warm-up and decay within {name} = {length}")
-        has_validation = self.data.validation_fraction > 0
+        adapted, optimizer = self.lora.rank > 0, self.optimizer
+        check(not (adapted and optimizer.freeze), "optimizer.freeze", list(optimizer.freeze), "none with lora.rank")
+        check(
+            not adapted or optimizer.ema_decay is None,
+            "optimizer.ema_decay",
+            optimizer.ema_decay,
+            "null with lora.rank",
+        )
+        has_validation = self.data.validation_fraction > 0 or bool(self.evaluation.sets)
         check(
             has_validation or not self.evaluation.every,
             "evaluation.every",

@@ -13,20 +13,21 @@ from te_models.checkpoints.folder.hf_config import find_family
 
 from ..config import ConfigError, ModelConfig
 from ..extras import require
-from ..model.parallel import check_distribution, check_layers
+from ..model.parallel import check_distribution, check_layers, check_sequence
 from ..parallel.dims import ParallelDims
 from ..sizes import format_size
-from .build import DTYPES, check_dataset, check_vocabulary, read_model_config
+from .build import DTYPES, check_vocabulary, read_model_config
 from .checkpoints.checkpoint import TrainingState
 from .checkpoints.checks import MODEL
 from .config import TrainConfig
-from .data.build import load_encoder, matching_files
-from .data.dataset import TokenDataset, Windows
+from .data.documents import matching_files
+from .data.encoder import load_encoder
 from .data.token_file import DataError
 from .precision import build_recipe
+from .run_data import open_data, training_windows, validation_windows
 
-FINAL = "final"
-"""Where in a run's folder the trained model is."""
+FINAL, FINAL_EMA = "final", "final-ema"
+"""Where in a run's folder the trained model is, and its average."""
 
 _MOMENTS = {"float32": 8, "bfloat16": 4, "float8": 2}
 """Bytes of the two moments of a parameter."""
@@ -54,6 +55,8 @@ def check_run(
     Raises:
         ConfigError, DataError, CheckpointError, MissingExtraError: the run cannot be what is asked for.
     """
+    if config.lora.rank:
+        require("peft", "peft", feature="LoRA (lora.rank)")
     if config.log.plot:
         require("matplotlib.figure", "plot", feature="the loss plot (log.plot)")
     _check_output(Path(config.output_dir))
@@ -103,13 +106,16 @@ def _read_model(
 
 def check_layout(config: TrainConfig, model: ModelConfig, dims: ParallelDims) -> None:
     """Raise ConfigError where a layout cannot have this model, or these formats."""
+    _check_documents(config, dims)
     precision, sharded, tp = config.precision, dims.is_sharded, dims.tensor_model_parallel_size
     if dims.expert_model_parallel_size > 1:
         check_distribution(model, dims.expert_model_parallel_size, config.model.expert_layout)
     check_layers(model, tp)
-    if dims.is_whole:
+    _check_tokens(config, model, dims)
+    _check_optimizer(config, dims)
+    if dims.is_whole and not (config.checkpoint.async_save and dims.expert_model_parallel_size > 1):
         return
-    moments = config.optimizer.moment_dtype
+    moments, pp = config.optimizer.moment_dtype, dims.pipeline_model_parallel_size
     if moments == "float8":
         raise ConfigError(
             f"optimizer.moment_dtype is {moments!r}, whose blocks of 128 values cannot be divided anew; "
@@ -117,9 +123,103 @@ def check_layout(config: TrainConfig, model: ModelConfig, dims: ParallelDims) ->
         )
     if sharded and precision.cache_weights:
         raise ConfigError("precision.cache_weights is True; allowed with parallel.data_parallel_shard_size: False")
+    if pp > 1:
+        _check_stages(config, model, pp)
     if tp > 1 and precision.quantized_weights:
         raise ConfigError(
             "precision.quantized_weights is True; allowed with parallel.tensor_model_parallel_size: False"
+        )
+
+
+def _check_documents(config: TrainConfig, dims: ParallelDims) -> None:
+    """Raise ConfigError where ranks that share sequences, or layers, are to tell documents or predictions apart."""
+    for name in ("context_parallel_size", "pipeline_model_parallel_size"):
+        size = getattr(dims, name)
+        if size > 1 and (config.data.by_document or config.data.messages_field is not None):
+            raise ConfigError(
+                f"parallel.{name} is {size}; allowed with data.pack_documents, reset_position_ids, "
+                "reset_attention_mask and messages_field: 1"
+            )
+    if dims.pipeline_model_parallel_size > 1 and config.data.eod_mask_loss:
+        raise ConfigError("data.eod_mask_loss is True; allowed with parallel.pipeline_model_parallel_size: False")
+
+
+def _check_optimizer(config: TrainConfig, dims: ParallelDims) -> None:
+    """Raise ConfigError for optimizers, averages and adapters that a layout, or stored weights, cannot have."""
+    optimizer, whole = config.optimizer, dims.is_whole and dims.expert_model_parallel_size == 1
+    for key, used in (("kind", optimizer.kind == "muon"), ("ema_decay", optimizer.ema_decay is not None)):
+        if used and config.precision.quantized_weights:
+            value = getattr(optimizer, key)
+            raise ConfigError(f"optimizer.{key} is {value!r}; allowed with precision.quantized_weights: its default")
+    divided = "allowed where experts are distributed, or layers are split or sharded"
+    if optimizer.ema_decay is not None and not whole:
+        raise ConfigError(f"optimizer.ema_decay is {optimizer.ema_decay}; {divided}: none")
+    if config.lora.rank and not whole:
+        raise ConfigError(f"lora.rank is {config.lora.rank}; {divided}: 0")
+    if dims.is_whole:
+        return
+    if optimizer.kind == "muon":
+        raise ConfigError("optimizer.kind is 'muon'; allowed where layers are split or sharded: 'adamw'")
+    if dims.is_sharded and optimizer.freeze:
+        raise ConfigError(
+            f"optimizer.freeze is {list(optimizer.freeze)!r}; allowed with parallel.data_parallel_shard_size: none"
+        )
+
+
+def _check_tokens(config: TrainConfig, model: ModelConfig, dims: ParallelDims) -> None:
+    """Raise ConfigError where ranks cannot share a window, or the tokens of a micro-batch."""
+    data, cp, tp = config.data, dims.context_parallel_size, dims.tensor_model_parallel_size
+    if cp > 1 and data.sequence_length % (2 * cp):
+        raise ConfigError(
+            f"data.sequence_length is {data.sequence_length}; allowed with parallel.context_parallel_size = {cp}: a "
+            f"multiple of {2 * cp}"
+        )
+    if not config.parallel.sequence_parallel:
+        return
+    check_sequence(model)
+    tokens = data.micro_batch_size * data.sequence_length // cp
+    if tokens % tp:
+        raise ConfigError(
+            f"data.micro_batch_size and sequence_length make {tokens} tokens; allowed with parallel.sequence_parallel: "
+            f"a multiple of tensor_model_parallel_size, {tp}"
+        )
+
+
+def _check_stages(config: TrainConfig, model: ModelConfig, ranks: int) -> None:
+    """Raise ConfigError where pipeline stages cannot have this model, or these formats."""
+    from ..parallel.pipeline import StageLayout
+
+    parallel, precision = config.parallel, config.precision
+    stages = StageLayout(ranks, parallel.pipeline_schedule, parallel.virtual_pipeline_model_parallel_size)
+    stages.layers(model.num_layers)
+    allowed = "allowed with parallel.pipeline_model_parallel_size: False"
+    for name, value in {
+        "precision.quantized_weights": precision.quantized_weights,
+        "precision.cache_weights": precision.cache_weights,
+        "parallel.sequence_parallel": parallel.sequence_parallel,
+    }.items():
+        if value:
+            raise ConfigError(f"{name} is True; {allowed}")
+    if model.moe is not None and model.moe.moe_router_load_balancing_type == "global_aux_loss":
+        raise ConfigError(
+            "moe.moe_router_load_balancing_type is 'global_aux_loss'; allowed with pipeline stages: 'aux_loss', "
+            "'seq_aux_loss'"
+        )
+    if config.compile and stages.is_later:
+        raise ConfigError(
+            f"compile is True; allowed with parallel.pipeline_schedule = {parallel.pipeline_schedule!r}, which "
+            "computes weight gradients apart: False"
+        )
+    tied = model.embedding.share_embeddings_and_output_weights
+    if tied and config.optimizer.moment_dtype != "float32":
+        raise ConfigError(
+            f"optimizer.moment_dtype is {config.optimizer.moment_dtype!r}; allowed with pipeline stages of a model "
+            "whose embedding and output layer share their weight: 'float32', because two stages update it alike"
+        )
+    if config.parallel.data_parallel_shard_size != 1 and stages.is_later:
+        raise ConfigError(
+            f"parallel.pipeline_schedule is {parallel.pipeline_schedule!r}; allowed with data_parallel_shard_size: "
+            "1F1B, GPipe, Interleaved1F1B and LoopedBFS, because FSDP2 reduces gradients when backward passes end"
         )
 
 
@@ -140,6 +240,7 @@ def _check_sizes(config: TrainConfig, model: ModelConfig, device: str, dims: Par
             f"step, and the machine has {format_size(host)} of memory"
         )
     shared = max(size, dims.data_parallel_shard_size) * dims.tensor_model_parallel_size
+    shared *= dims.pipeline_model_parallel_size
     parameters = sum(math.prod(shape) for shape in expected_tensors(model, "grouped").values()) // shared
     needed = parameters * (DTYPES[config.precision.dtype].itemsize + _MOMENTS[config.optimizer.moment_dtype])
     memory = host if device == "cpu" else torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
@@ -151,21 +252,20 @@ def _check_sizes(config: TrainConfig, model: ModelConfig, device: str, dims: Par
 
 
 def _check_data(config: TrainConfig, model: ModelConfig) -> None:
-    """Raise DataError where the data set is missing and cannot be built, or does not fit the model."""
+    """Raise DataError where a data set is missing and cannot be built, or does not fit the model."""
     data = config.data
-    if Path(data.path).exists():
-        dataset = TokenDataset.open(data.path)
-        check_dataset(dataset, data, model.vocab_size)
-        Windows(dataset, data.sequence_length, "train", data.validation_fraction, config.seed)
-        if data.validation_fraction:
-            Windows(dataset, data.sequence_length, "validation", data.validation_fraction, config.seed)
+    if data.path is None or Path(data.path).exists():
+        found = open_data(config, vocab_size=model.vocab_size, may_build=False)
+        training_windows(config, found)
+        validation_windows(config, found)
         return
     if not data.text:
         raise DataError(f"data.path is {data.path}, which does not exist, and there is no data.text to build it from")
     for file in matching_files(data.text):
         if not os.access(file, os.R_OK):
             raise DataError(f"cannot read the text file {file}")
-    check_vocabulary(f"the tokenizer {data.tokenizer}", load_encoder(str(data.tokenizer)).vocab_size, model.vocab_size)
+    encoder = load_encoder(str(data.tokenizer), chat=data.messages_field is not None)
+    check_vocabulary(f"the tokenizer {data.tokenizer}", encoder.vocab_size, model.vocab_size)
 
 
 def _host_memory() -> int:

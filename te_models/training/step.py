@@ -13,20 +13,26 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from te_models.layers import Recipe, autocast, cache_weights, collect_statistics, gradient_of, microbatch
 from te_models.layers.tensor.fsdp import local_part
 
 from ..compile.compile_model import Mode, compile_model, with_room
 from ..model import GPTModel
-from .config import PrecisionConfig
+from ..parallel.pipeline import Pipeline
+from .config import PrecisionConfig, TrainConfig
+from .data.windows import Batch
 from .optimizer.adamw import Optimizer
 from .precision import build_recipe
 from .ranks.data_parallel import Ranks, average_gradients, mean_over_ranks
+from .ranks.layout import Layout
 
-LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+LossFunction = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+"""Of a Batch, or input ids [B, S] alone, and a weight: see `make_loss_function`."""
 
 
 class TrainingError(RuntimeError):
@@ -38,7 +44,7 @@ class StepResult:
     """Numbers of one step, averaged over micro-batches and ranks.
 
     `loss` is the cross entropy; `aux_loss` what the routers add to it in the loss that is minimised. `skipped`: the
-    gradient norm is not finite and nothing was updated.
+    gradient norm is not finite, or a spike, and nothing was updated.
     """
 
     loss: float
@@ -48,13 +54,16 @@ class StepResult:
 
 
 @contextlib.contextmanager
-def compute_precision(precision: PrecisionConfig, recipe: Recipe | None, device: str) -> Iterator[None]:
-    """Enter the number formats of the forward pass: torch's autocast for "bf16-mixed", ours for a recipe."""
+def compute_precision(
+    precision: PrecisionConfig, recipe: Recipe | None, device: str, group: dist.ProcessGroup | None = None
+) -> Iterator[None]:
+    """Enter the number formats of the forward pass: torch's autocast for "bf16-mixed", ours for a recipe. group: the
+    ranks that have the same layers, where not all have."""
     with contextlib.ExitStack() as stack:
         if precision.dtype == "bf16-mixed":
             stack.enter_context(torch.amp.autocast(device, dtype=torch.bfloat16))
         if recipe is not None:
-            stack.enter_context(autocast(enabled=True, recipe=recipe))
+            stack.enter_context(autocast(enabled=True, recipe=recipe, amax_reduction_group=group))
         yield
 
 
@@ -66,17 +75,29 @@ def make_loss_function(
     compiled: bool,
     mode: Mode = "whole",
 ) -> LossFunction:
-    """Return `f(input_ids [B, S]) -> (loss to minimise, auxiliary part of it)`, both float32 scalars.
+    """Return `f(batch, weight) -> (loss to minimise, auxiliary part of it)`, both float32 scalars.
+
+    batch: a Batch, or input ids [B, S]. weight: float32 scalar that the cross entropy, and not the auxiliary part, is
+    multiplied by; None: 1.
 
     Compiled, it is one graph; with mode "block", one graph per kind of layer, one of the output layer, the rest eager.
     What would break a graph is an error.
     """
     recipe = build_recipe(precision, model.config.num_layers)
 
-    def loss_function(input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        output = model(input_ids, labels=input_ids, return_logits=False)
+    def loss_function(
+        input_ids: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        documents: torch.Tensor | None = None,
+        weight: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        mask = None if documents is None else sees_own_document(documents)
+        labels = input_ids if labels is None else labels
+        output = model(input_ids, labels=labels, position_ids=position_ids, attention_mask=mask, return_logits=False)
         aux_loss = torch.zeros_like(output.loss) if output.aux_loss is None else output.aux_loss
-        return output.loss, aux_loss.detach()
+        loss = output.loss if weight is None else (output.loss - aux_loss) * weight + aux_loss
+        return loss, aux_loss.detach()
 
     function = loss_function
     if compiled and mode == "block":
@@ -84,11 +105,64 @@ def make_loss_function(
     elif compiled:
         function = with_room(torch.compile(loss_function, fullgraph=True, dynamic=False))  # of all runs of a process
 
-    def with_precision(input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def with_precision(
+        batch: torch.Tensor | Batch, weight: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        arguments: tuple[Any, ...] = (batch,) if isinstance(batch, torch.Tensor) else tuple(batch)
         with compute_precision(precision, recipe, device):
-            return function(input_ids)
+            if weight is None and all(argument is None for argument in arguments[1:]):
+                return function(arguments[0])
+            return function(*arguments, weight=weight)
 
     return with_precision
+
+
+def make_pipeline(model: GPTModel, config: TrainConfig, device: str, layout: Layout) -> Pipeline:
+    """Return what runs micro-batches through the pipeline stages of a model, compiled layer by layer or not.
+
+    Raises ConfigError where the schedule does not have so many micro-batches."""
+    assert layout.stages is not None and layout.mesh is not None and layout.mesh.stages is not None
+    recipe, group = build_recipe(config.precision, model.config.num_layers), layout.mesh.same_layers
+    if config.compile:
+        compile_model(model, "block", dynamic=False)
+    return Pipeline(
+        model,
+        layout.stages,
+        layout.mesh.stages,
+        micro_batches=config.data.gradient_accumulation,
+        shape=(config.data.micro_batch_size, config.data.sequence_length),
+        context=lambda: compute_precision(config.precision, recipe, device, group),
+    )
+
+
+def sees_own_document(documents: torch.Tensor) -> torch.Tensor:
+    """documents: [B, S], -1 for padding -> [B, S, S] bool, true where a token may see another; padding sees nothing,
+    itself neither."""
+    return (documents[:, :, None] == documents[:, None, :]) & (documents >= 0)[:, :, None]
+
+
+def loss_weights(batches: Sequence[torch.Tensor | Batch], ranks: Ranks) -> list[torch.Tensor | None]:
+    """Return what makes the mean over this rank's batches, and over ranks, of each batch's mean loss the mean over all
+    predictions that are scored: n * (number of batches) / (predictions of all). None where every batch scores all."""
+    if not any(isinstance(batch, Batch) and batch.labels is not None for batch in batches):
+        return [None] * len(batches)
+    counts = [float(batch.scored()) if isinstance(batch, Batch) else float(batch[:, 1:].numel()) for batch in batches]
+    total = float(mean_over_ranks(torch.tensor(sum(counts), dtype=torch.float64), ranks))  # of a rank, on average
+    return [torch.tensor(count * len(counts) / max(total, 1.0), device=_device_of(batches[0])) for count in counts]
+
+
+def _ids(batches: Sequence[torch.Tensor | Batch]) -> list[torch.Tensor]:
+    """Return the input ids of batches for pipeline stages, which tell neither documents nor predictions apart."""
+    found = []
+    for batch in batches:
+        if isinstance(batch, Batch) and any(field is not None for field in batch[1:]):
+            raise TrainingError("the data have documents or a loss mask; allowed with pipeline stages: neither")
+        found.append(batch if isinstance(batch, torch.Tensor) else batch.input_ids)
+    return found
+
+
+def _device_of(batch: torch.Tensor | Batch) -> torch.device:
+    return batch.device if isinstance(batch, torch.Tensor) else batch.input_ids.device
 
 
 def make_weight_cache(model: GPTModel, precision: PrecisionConfig, device: str) -> Callable[[], None] | None:
@@ -106,9 +180,9 @@ def make_weight_cache(model: GPTModel, precision: PrecisionConfig, device: str) 
 
 
 def train_step(
-    loss_function: LossFunction,
+    loss_function: LossFunction | Pipeline,
     optimizer: Optimizer,
-    micro_batches: Sequence[torch.Tensor],
+    micro_batches: Sequence[torch.Tensor | Batch],
     lr: float,
     *,
     step: int,
@@ -116,38 +190,50 @@ def train_step(
     before: Callable[[], None] | None = None,
     statistics: bool = False,
 ) -> StepResult:
-    """Do one step on this rank's micro-batches `[B, S]`, all of one shape, and return what happened.
+    """Do one step on this rank's micro-batches `[B, S]`, all of one shape, and return what happened. The loss is the
+    mean over the predictions that are scored, in all micro-batches on all ranks.
 
-    before: see `make_weight_cache`. statistics: note what the recipe does to its operands, in the last micro-batch
-    only, because each pass replaces what was noted. Raises TrainingError, leaving the parameters as they were, if the
-    loss is not finite, or the gradient without `optimizer.skip_nonfinite`.
+    loss_function: of the model, or the pipeline that has its stages. before: see `make_weight_cache`. statistics: note
+    what the recipe does to its operands, in the last micro-batch only, because each pass replaces what was noted.
+    Raises TrainingError, leaving the parameters as they were, if the loss is not finite, or the gradient without
+    `optimizer.skip_nonfinite`.
     """
     optimizer.zero_grad()
     total = torch.zeros(2)
     if before is not None:
         with collect_statistics(statistics):
             before()
-    for i, input_ids in enumerate(micro_batches, 1):
-        noting = statistics and i == len(micro_batches)
-        with microbatch(first=None if before is None else False), collect_statistics(noting):
-            loss, aux_loss = loss_function(input_ids)
-        (loss / len(micro_batches)).backward()
+    if isinstance(loss_function, Pipeline):
+        with microbatch(first=None if before is None else False), collect_statistics(statistics):
+            total = loss_function.forward_backward(_ids(micro_batches))
         optimizer.accumulate_gradients()
-        total += torch.stack([loss.detach() - aux_loss, aux_loss]).cpu() / len(micro_batches)
+    else:
+        weights = loss_weights(micro_batches, ranks)
+        for i, (batch, weight) in enumerate(zip(micro_batches, weights, strict=True), 1):
+            noting = statistics and i == len(micro_batches)
+            with microbatch(first=None if before is None else False), collect_statistics(noting):
+                loss, aux_loss = loss_function(batch) if weight is None else loss_function(batch, weight)
+            (loss / len(micro_batches)).backward()
+            optimizer.accumulate_gradients()
+            total += torch.stack([loss.detach() - aux_loss, aux_loss]).cpu() / len(micro_batches)
     reduce_gradients(optimizer, ranks)
+    if isinstance(loss_function, Pipeline):
+        loss_function.sum_embedding_gradients()
     norm = optimizer.clip_gradients()
     grad_norm, skip = float(norm), optimizer.config.skip_nonfinite
     mean_loss, mean_aux = mean_over_ranks(total, ranks).tolist()
     if not (math.isfinite(mean_loss) and (skip or math.isfinite(grad_norm))):
         hint = "optimizer.skip_nonfinite goes on past it" if math.isfinite(mean_loss) else "lower optimizer.lr?"
         raise TrainingError(f"step {step}: the loss is {mean_loss} and the gradient norm {grad_norm}; {hint}")
-    optimizer.step(lr, noop=~torch.isfinite(norm) if skip else None)
-    return StepResult(mean_loss, mean_aux, grad_norm, skipped=not math.isfinite(grad_norm))
+    noop = optimizer.skips(norm)
+    optimizer.step(lr, noop=noop)
+    return StepResult(mean_loss, mean_aux, grad_norm, skipped=noop is not None and bool(noop))
 
 
 @torch.no_grad()
 def reduce_gradients(optimizer: Optimizer, ranks: Ranks) -> None:
-    """Replace this rank's gradients by the gradient of the mean loss over `ranks`, those with data of their own. FSDP2
+    """Replace this rank's gradients by the gradient of the mean loss over `ranks`, those with data, or parts
+    of sequences, of their own. FSDP2
     has averaged the gradients of what it shards; of experts over the ranks that have the same ones alone."""
     experts = optimizer.experts
     whole = [p for p in optimizer.parameters.values() if local_part(p) is p]
@@ -161,7 +247,12 @@ def reduce_gradients(optimizer: Optimizer, ranks: Ranks) -> None:
 
 
 @torch.no_grad()
-def evaluate(loss_function: LossFunction, batches: Sequence[torch.Tensor], ranks: Ranks) -> float:
+def evaluate(loss_function: LossFunction | Pipeline, batches: Sequence[torch.Tensor | Batch], ranks: Ranks) -> float:
     """Return the mean cross entropy over this rank's batches and all ranks. The caller has called `model.eval()`."""
-    losses = [loss - aux_loss for loss, aux_loss in map(loss_function, batches)]
+    if isinstance(loss_function, Pipeline):
+        return float(mean_over_ranks(loss_function.evaluate(_ids(batches)).mean(), ranks))
+    losses = []
+    for batch, weight in zip(batches, loss_weights(batches, ranks), strict=True):
+        loss, aux_loss = loss_function(batch) if weight is None else loss_function(batch, weight)
+        losses.append(loss - aux_loss)
     return float(mean_over_ranks(torch.stack(losses).mean().cpu(), ranks))

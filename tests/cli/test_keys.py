@@ -42,7 +42,7 @@ def test_a_key_is_a_line_of_toml_and_a_sentence(
     monkeypatch.setenv("COLUMNS", "102")
     text = printed(capsys, "train", "--help-keys", "data")
     assert text.startswith(
-        "[data]  The token data set and the shape of a batch.\n  path  (string, required)\n      Folder"
+        "[data]  The token data set and the shape of a batch.\n  path  (string, unset)\n      Folder"
     )
     assert "\n  sequence_length = 1024  (integer)\n      Tokens in a window.\n" in text
     assert "\n  tokenizer  (string, unset)\n" in text

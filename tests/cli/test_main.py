@@ -31,6 +31,7 @@ VERBS = (
     "verify",
     "diff",
     "toy",
+    "tokenize",
     "train",
     "plan",
     "generate",

@@ -81,8 +81,8 @@ CHANGES = {
         *([] if HAS_TRAINER else [(TRAINING, ""), (WITH_OPTIMIZER, "")]),
     ],
 }
-SLOW = {"docs/tutorials/ranks.md": pytest.mark.slow}
-"""Pages that start many processes: over a minute of processor time."""
+SLOW = dict.fromkeys(("docs/tutorials/ranks.md", "docs/tutorials/quantize.md", "docs/planning.md"), pytest.mark.slow)
+"""Pages that start many processes, quantize in every format, or plan every layout."""
 WITHOUT_COMPILER = "import torch\ntorch.compiler.set_stance('force_eager')\n"
 SHELL = r"""
 make() { command make --dry-run --directory "$ROOT" "$@"; }

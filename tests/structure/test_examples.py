@@ -61,7 +61,9 @@ def test_a_cell_uses_its_names(package: str) -> None:
     assert unused == []
 
 
-@pytest.mark.parametrize("package", EXAMPLES)
+@pytest.mark.parametrize(
+    "package", [pytest.param(p, marks=pytest.mark.slow if p == "te_models.plan" else ()) for p in EXAMPLES]
+)
 def test_the_examples_run(package: str, reader: Path) -> None:  # noqa: F811
     root = Path(__file__).parents[2]
     # what compiled code computes is tested elsewhere, and takes minutes

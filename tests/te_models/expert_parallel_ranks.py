@@ -7,17 +7,20 @@ folder for each case of FOLDER_CASES.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from te_models import GPTModel, RouterConfig, generate
+from te_models import GPTModel, RouterConfig, generate, take_expert_load
 from te_models.checkpoints import expected_tensors, verify
 from te_models.checkpoints.plan.quantized_format import stored_fields
 from te_models.checkpoints.plan.rank_shards import Place, parts
@@ -37,12 +40,19 @@ MODELS = {
     "two_on_input": tiny_moe(RouterConfig(score="sigmoid", normalize=False, apply_on_input=True), num_moe_experts=2),
 }
 PRECISIONS = {"float32": (torch.float32, None), "bfloat16": (torch.bfloat16, None), "mxfp8": (torch.bfloat16, "mxfp8")}
-MODEL_CASES = [f"{model}-{precision}" for model in MODELS for precision in PRECISIONS]
+DISPATCHES = ("all_to_all", "all_gather")
+MODEL_CASES = [
+    f"{model}-{precision}-{dispatch}" for model in MODELS for precision in PRECISIONS for dispatch in DISPATCHES
+]
 FOLDER_CASES = ("plain", "hf", "current", "block", "mxfp8", "nvfp4")
 CASES = (
     *MODEL_CASES,
     "empty_experts",
+    "capacity",
+    "sequences_and_global_batch",
     "compiled",
+    "compiled_gathered",
+    "compiled_capacity",
     "uneven",
     "generated",
     "checkpointed",
@@ -55,12 +65,12 @@ FOUR_RANKS = ("split_and_distributed_plain", "split_and_distributed_mxfp8")
 FOLDERS = Path(sys.argv[2] if len(sys.argv) > 2 else "")
 
 
-def both(config, dtype: torch.dtype = torch.float32) -> tuple[GPTModel, GPTModel]:
+def both(config, dtype: torch.dtype = torch.float32, dispatch: str = "all_to_all") -> tuple[GPTModel, GPTModel]:
     """The whole model and the distributed one, started from one seed."""
     models = []
     for group in (None, dist.group.WORLD):
         torch.manual_seed(0)
-        models.append(GPTModel(config, params_dtype=dtype, ep_group=group))
+        models.append(GPTModel(config, params_dtype=dtype, ep_group=group, expert_dispatch=dispatch))
     for model in models:
         with torch.no_grad():
             for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -87,13 +97,13 @@ def the_same(got: Tensor, expected: Tensor, exact: bool, what: str) -> None:
         assert distance(got, expected) <= 64 * 2.0**-24, f"{what}: {distance(got, expected):.1e}"
 
 
-def model_case(name: str, precision: str) -> None:
-    """Logits and gradients are those of the whole model. Adding two numbers has no order, so with two experts per token
-    they are to the last bit."""
+def model_case(name: str, precision: str, dispatch: str) -> None:
+    """Logits and gradients are those of the whole model: to the last bit by all-to-all, which adds up a token's results
+    where the token is; by all-gather with two experts per token, because adding two numbers has no order."""
     dtype, named = PRECISIONS[precision]
     config, ranks = MODELS[name], dist.get_world_size()
-    exact = config.moe.moe_router_topk == 2
-    whole, split = both(config, dtype)
+    exact = config.moe.moe_router_topk == 2 or dispatch == "all_to_all"
+    whole, split = both(config, dtype, dispatch)
     for key, p in split.named_parameters():
         expected = whole.get_parameter(key)
         assert torch.equal(p, mine(expected) if ".experts." in key else expected), f"{key} does not start the same"
@@ -140,19 +150,77 @@ def empty_experts() -> None:
             assert used.tolist() == ([True, False, True] if dist.get_rank() == 0 else [False] * 3), key
 
 
-def compiled(backend: str = "eager") -> None:
-    """One graph forward and backward, the same whatever the router decides, and for any number of tokens."""
-    _, split = both(one_layer(tiny_moe(aux_loss_coeff=0.01, shared_expert_intermediate_size=40)))
-    run = torch.compile(split, fullgraph=True, backend=backend, dynamic=True)
+def capacity() -> None:
+    """Every rank drops what one rank with its tokens drops; padded or not, by either way, the numbers are the same."""
+    rank = dist.get_rank()
+    for dispatch, pad, factor, on_input in itertools.product(DISPATCHES, (False, True), (0.6, 1.5), (False, True)):
+        router = MODELS["moe_on_input"].moe.router if on_input else RouterConfig()
+        values = {"moe_expert_capacity_factor": factor, "moe_pad_expert_input_to_capacity": pad, "aux_loss_coeff": 0.01}
+        whole, split = both(tiny_moe(router, bias=True, **values), dispatch=dispatch)
+        ids, what = token_ids(BATCH, LENGTH, seed=rank), f"{dispatch} {pad} {factor} {on_input}"
+        alone, got = whole(ids, labels=ids), split(ids, labels=ids)
+        the_same(got.logits, alone.logits, False, what)
+        alone.loss.backward()
+        got.loss.backward()
+        for key, p in split.named_parameters():
+            expected = whole.get_parameter(key).grad
+            if ".experts." in key:
+                dist.all_reduce(expected)
+            the_same(p.grad, mine(expected) if ".experts." in key else expected, False, f"{what} gradient of {key}")
+        loads = [take_expert_load(model).metrics() for model in (whole, split)]
+        assert loads[0] == loads[1] and (sum(loads[0]["dropped_tokens"]) > 0) == (factor < 1), (what, loads)
+
+
+def sequences_and_global_batch() -> None:
+    """Losses by sequence average over ranks to those of all sequences, over the global batch compare with all ranks'
+    tokens: on two ranks as on one that has both their sequences."""
+    for kind in ("seq_aux_loss", "global_aux_loss"):
+        config = tiny_moe(aux_loss_coeff=0.1, moe_router_load_balancing_type=kind, num_moe_experts=6)
+        for dispatch in DISPATCHES:
+            whole, split = both(config, dispatch=dispatch)
+            for seed in range(2):  # micro-batches
+                ids = token_ids(2 * BATCH, LENGTH, seed=seed)
+                got = split(mine(ids), labels=mine(ids))
+                with alone():
+                    together = whole(ids, labels=ids)
+                mean = got.load_balancing_loss.detach().clone()
+                dist.all_reduce(mean)
+                the_same(mean / 2, together.load_balancing_loss.detach(), False, f"{kind} {dispatch} {seed}")
+                (got.loss / 2).backward()
+                together.loss.backward()
+            for key, p in split.named_parameters():
+                expected, gradient = whole.get_parameter(key).grad, p.grad
+                if ".experts." not in key:
+                    dist.all_reduce(gradient)
+                the_same(
+                    gradient, mine(expected) if ".experts." in key else expected, False, f"{kind} gradient of {key}"
+                )
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Inside, models count the tokens of this rank as if there were no others."""
+    with mock.patch("te_models.model.gpt.group_of_all", lambda: None):
+        yield
+
+
+def compiled(backend: str = "eager", dispatch: str = "all_to_all", dynamic: bool = True, **changes: object) -> None:
+    """One graph forward and backward, the same whatever the router decides, and for any number of tokens if dynamic."""
+    config = one_layer(tiny_moe(aux_loss_coeff=0.01, shared_expert_intermediate_size=40, **changes))
+    _, split = both(config, dispatch=dispatch)
+    run = torch.compile(split, fullgraph=True, backend=backend, dynamic=dynamic)
+    shapes = [(2, 16), (2, 16), (3, 12) if dynamic else (2, 16), (2, 16)]
     with torch._dynamo.config.patch(error_on_recompile=True):
-        for seed, shape in enumerate([(2, 16), (2, 16), (3, 12), (2, 16)]):
+        for seed, shape in enumerate(shapes):
             # in the last round every token is the same one, so all choose the same experts
             ids = token_ids(*shape, seed + 10 * dist.get_rank()) if seed < 3 else torch.zeros(shape, dtype=torch.int64)
             split.zero_grad()
+            take_expert_load(split)
             expected = split(ids, labels=ids)
             expected.loss.backward()
             gradients = [p.grad.clone() for p in split.parameters()]
             split.zero_grad()
+            take_expert_load(split)
             got = run(ids, labels=ids)
             got.loss.backward()
             the_same(got.logits, expected.logits, False, "logits")
@@ -160,23 +228,46 @@ def compiled(backend: str = "eager") -> None:
                 the_same(p.grad, gradient, False, "gradient")
 
 
+def compiled_gathered() -> None:
+    compiled(dispatch="all_gather")
+
+
+def compiled_capacity(backend: str = "eager") -> None:
+    for pad in (False, True):
+        torch._dynamo.reset()
+        values = {"moe_expert_capacity_factor": 0.75, "moe_pad_expert_input_to_capacity": pad}
+        compiled(backend, **values, moe_router_load_balancing_type="seq_aux_loss")
+
+
 def compiled_backward() -> None:
-    compiled("aot_eager")
+    for dispatch in DISPATCHES:
+        for dynamic in (True, False):  # a training run's shapes are fixed
+            torch._dynamo.reset()
+            compiled("aot_eager", dispatch, dynamic)
+    compiled_capacity("aot_eager")
+    torch._dynamo.reset()
+    compiled("aot_eager", moe_router_load_balancing_type="global_aux_loss")
 
 
 def compiled_by_inductor() -> None:
-    compiled("inductor")
+    for dispatch in DISPATCHES:
+        torch._dynamo.reset()
+        compiled("inductor", dispatch)
 
 
 def uneven() -> None:
-    """Ranks with different numbers of tokens say so, all of them."""
-    _, split = both(tiny_moe())
+    """Ranks with different numbers of tokens: by all-gather all of them say so, by all-to-all each gets its own
+    right."""
+    ids = token_ids(1, 4 + dist.get_rank())
+    _, gathered = both(tiny_moe(), dispatch="all_gather")
     try:
-        split(token_ids(1, 4 + dist.get_rank()))
+        gathered(ids)
     except RuntimeError as error:
         assert "have different numbers of tokens" in str(error)
     else:
         raise AssertionError("different numbers of tokens were accepted")
+    whole, split = both(tiny_moe())
+    the_same(split(ids).logits, whole(ids).logits, False, "logits")
 
 
 def generated() -> None:

@@ -9,6 +9,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {},
     "fsdp2": {"data_parallel_shard_size": 2},
     "tp2": {"tensor_model_parallel_size": 2},
+    "tp2 sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "cp2": {"context_parallel_size": 2},
     "ep2": {"expert_model_parallel_size": 2},
+    "ep2 all_gather": {"expert_model_parallel_size": 2, "expert_dispatch": "all_gather"},
     "fsdp2 mxfp8": {"data_parallel_shard_size": 2},
     "fsdp2 checkpointed": {"data_parallel_shard_size": 2},
 }
@@ -41,9 +45,17 @@ def values_of(found: Recorded) -> dict[str, Any]:
     return {"parameters": found.parameters, "optimizer": found.optimizer, "peak": found.peak, "traffic": traffic}
 
 
+def balanced_topk(logits: torch.Tensor, topk: int, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return softmax weights, and experts one after the other, so that each is chosen equally often."""
+    tokens, experts = logits.shape
+    indices = torch.arange(tokens * topk).view(tokens, topk) % experts
+    return torch.softmax(logits.float(), -1).gather(1, indices), indices
+
+
 def main(results: str, fake: bool) -> None:
     found: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch("te_models.model.moe.router_topk", balanced_topk))  # as a plan supposes
         if fake:
             stack.enter_context(fake_ranks(2))
         else:

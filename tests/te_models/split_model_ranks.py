@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import te_models.checkpoints.plan.stream as move
 from te_models import AttentionConfig, GPTModel, ModelConfig, compile_model, generate
@@ -58,6 +59,20 @@ LARGE = ModelConfig(
 """190 MiB, of which no tensor has more than 10."""
 SLACK = 12 << 20
 """The buffers of a file that is written take 8 MiB."""
+
+
+class NoLogits(TorchDispatchMode):
+    """Raises AssertionError where an operation makes a tensor of all words' logits of all tokens."""
+
+    def __init__(self, tokens: int, words: int) -> None:
+        super().__init__()
+        self.sizes = {tokens, words}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            assert set(result.shape) != self.sizes, (func, result.shape)
+        return result
 
 
 class Reads:
@@ -116,6 +131,15 @@ def check(folder: Path, saved: Path) -> None:
     gradients = {name: p.grad for name, p in whole.named_parameters()}
     for name, p in split.named_parameters():
         assert close(p.grad, part_of(whole.config, name, gradients[name], rank, layout)), name
+    for chunk in (None, 5):  # a loss without logits, of all tokens and of five at a time
+        split.zero_grad()
+        split.output_layer.loss_chunk_tokens = chunk
+        with NoLogits(ids.numel(), whole.config.vocab_size):
+            loss = split(ids, labels=ids, return_logits=False).loss
+            loss.backward()
+        assert close(loss, results[0].loss)
+        for name, p in split.named_parameters():
+            assert close(p.grad, part_of(whole.config, name, gradients[name], rank, layout)), (chunk, name)
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
     tokens = [generate(model, ids, 6, attention_mask=mask) for model in (whole, split)]

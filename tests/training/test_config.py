@@ -79,12 +79,12 @@ def test_json_round_trip_is_exact(tmp_path: Path) -> None:
         ("lr = 1e-3", 'lr = "fast"', ": [optimizer] lr is 'fast'; allowed: a number"),
         ("lr = 1e-3", "lr = -1", ": [optimizer] lr is -1.0; allowed: a positive number"),
         ("lr = 1e-3", "clip_grad_norm = 0", ": [optimizer] clip_grad_norm is 0.0; allowed: a positive number or unset"),
-        ("lr = 1e-3", "leraning_rate = 1e-3", ": [optimizer] has no key 'leraning_rate'; allowed: lr, betas, "),
+        ("lr = 1e-3", "leraning_rate = 1e-3", ": [optimizer] has no key 'leraning_rate'; allowed: kind, lr, "),
         ("lr = 1e-3", "weight_deacy = 1e-3", "; did you mean 'weight_decay'?"),
         ("steps = 100", "steps = 100\nsequence_length = 3", "; did you mean [data] sequence_length?"),
         ("sequence_length = 256", "device = 'cpu'", "; did you mean device before the first table?"),
         ("[optimizer]", "[moe]", "; did you mean [model.config.moe]?"),
-        ('kind = "wsd"', 'kind = "linear"', ": [schedule] kind is 'linear'; allowed: 'constant', 'cosine', 'wsd'"),
+        ('kind = "wsd"', 'kind = "step"', ": [schedule] kind is 'step'; allowed: 'constant', 'linear', "),
         ("warmup_steps = 10", "warmup_steps = 101", ": [schedule] warmup_steps is 101; allowed: warm-up"),
         ('recipe = "mxfp8"', "quantized_weights = true", ": [precision] quantized_weights is True"),
         ('recipe = "mxfp8"', 'recipe = "mxpf8"', "'nvfp4'; did you mean 'mxfp8'?"),
@@ -93,7 +93,7 @@ def test_json_round_trip_is_exact(tmp_path: Path) -> None:
         ('path = "data/text"', 'path = "data/text"\ntext = ["a.txt"]', ": [data] tokenizer is None"),
         ('path = "data/text"', 'path = "data/text"\ntext = "a.txt"', ": [data] text is 'a.txt'; allowed: a list"),
         ('path = "data/text"', 'path = "data/text"\ntext = [3]', ": [data] text[0] is 3; allowed: a string"),
-        ('path = "data/text"', "", ": [data] needs the key 'path'"),
+        ('path = "data/text"', "", ": [data] path is None; allowed: a folder, or data.blend"),
         ("[data]", "[dataset]", " has no key 'dataset'; allowed: output_dir, "),
         ("[schedule]", "[scheduler]", "; did you mean 'schedule'?"),
         ("steps = 100", "steps = 100\nlog = 3", ": log is 3; allowed: a table of keys"),
@@ -212,7 +212,7 @@ def test_options_change_the_model_and_what_is_derived_from_it(toml: Path) -> Non
         (["--lr", "3"], "'--lr' is no option; did you mean '--optimizer.lr'?"),
         (["--steps", "1.5"], "--steps is '1.5'; allowed: an integer"),
         (["--steps"], "--steps: a value is missing"),
-        (["--schedule.kind", "linear"], "--schedule.kind is 'linear'; allowed: 'constant', 'cosine', 'wsd'"),
+        (["--schedule.kind", "step"], "--schedule.kind is 'step'; allowed: 'constant', 'linear', 'cosine', "),
         (["--optimizer.lr", "-1"], "--optimizer.lr is -1.0; allowed: a positive number"),
         (["--schedule.warmup-steps", "500"], "--schedule.warmup-steps is 500; allowed: warm-up and decay within"),
         (["stray"], "'stray' belongs to no option"),
@@ -228,7 +228,7 @@ def test_wrong_overrides_are_refused_by_name(toml: Path, arguments: list[str], n
 def test_the_documented_configuration_is_valid() -> None:
     """The TOML of docs/training.md, with its [model.config] table and its path in turn."""
     text = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
-    run, table, layout = (block.split("```", 1)[0] for block in text.split("```toml\n")[1:])
+    run, table, _, _, layout = (block.split("```", 1)[0] for block in text.split("```toml\n")[1:])
     config = TrainConfig.from_dict(tomllib.loads(run))
     assert (config.precision.recipe, config.schedule.kind) == ("mxfp8", "wsd")
     values = tomllib.loads(run) | tomllib.loads(table)

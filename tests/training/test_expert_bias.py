@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -123,15 +124,14 @@ def test_a_skipped_step_moves_no_bias(tmp_path: Path, monkeypatch: pytest.Monkey
             broken.remove()
         return result
 
-    def update(model: Any, rate: float) -> torch.Tensor:
-        counts = real_update(model, rate)
+    def update(model: Any, counts: torch.Tensor, rate: float) -> None:
+        real_update(model, counts, rate)
         biases = [layer.mlp.router.expert_bias.clone() for layer in model.decoder.layers[1:]]
         seen.append((rate, counts.sum(-1).tolist(), biases))
-        return counts
 
-    real, real_update, seen = loop.train_step, loop.update_expert_bias, []
+    real, real_update, seen = loop.train_step, loop.move_expert_bias, []
     monkeypatch.setattr(loop, "train_step", step)
-    monkeypatch.setattr(loop, "update_expert_bias", update)
+    monkeypatch.setattr(loop, "move_expert_bias", update)
     train(config)
     rows = read_metrics(Path(config.output_dir) / "metrics.jsonl")
     assert [row.get("skipped", False) for row in rows] == [True, False]
@@ -155,7 +155,21 @@ def test_the_rate_is_checked_and_part_of_the_run(tmp_path: Path) -> None:
         assert train(run_of(tmp_path, "run", 0.02, schedule=ScheduleConfig(extend="hold"))).step == 4
 
 
-def test_models_without_expert_bias_have_no_load_in_the_metrics(tmp_path: Path) -> None:
-    config = tiny_run(tmp_path, moe=True, steps=1)
-    train(config)
-    assert "max_expert_load" not in read_metrics(Path(config.output_dir) / "metrics.jsonl")[0]
+def test_the_load_of_every_layer_of_experts_is_in_the_metrics(tmp_path: Path) -> None:
+    config = tiny_run(tmp_path, moe=True, steps=2)
+    assert config.model.config is not None and config.model.config.moe is not None
+    limited = config.model.config.replace(moe=config.model.config.moe.replace(moe_expert_capacity_factor=0.5))
+    train(config.replace(model=ModelSource(config=limited)))
+    for row in read_metrics(Path(config.output_dir) / "metrics.jsonl"):
+        experts = row["experts"]
+        assert all(1 <= load <= 4 for load in experts["max_load"]) and row["max_expert_load"] == max(
+            experts["max_load"]
+        )
+        assert all(0 < entropy <= math.log(4) + 1e-9 for entropy in experts["entropy"])
+        choices = row["tokens"] / row["step"] * 2
+        assert len(experts["dropped_tokens"]) == 2 and all(
+            choices / 2 <= n < choices for n in experts["dropped_tokens"]
+        )
+    dense = tiny_run(tmp_path, "dense", steps=1)
+    train(dense)
+    assert not {"max_expert_load", "experts"} & read_metrics(Path(dense.output_dir) / "metrics.jsonl")[0].keys()

@@ -10,20 +10,23 @@ from pathlib import Path
 import pytest
 
 from te_models.checkpoints import CheckpointError
-from te_models.config import ConfigError
+from te_models.config import ConfigError, EmbeddingConfig
+from te_models.parallel import ParallelDims
+from te_models.plan.estimate import Hardware, plan_here
 from te_models.training import (
     DataError,
     ModelSource,
     ParallelConfig,
     PrecisionConfig,
     TrainConfig,
-    build,
     load_config,
     loop,
     preflight,
+    run_data,
     train,
     write_dataset,
 )
+from te_models.training.preflight import check_layout
 from tests.training.processes import as_toml
 from tests.training.runs import tiny_model, tiny_run
 
@@ -36,7 +39,7 @@ def nothing_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("the run began")
 
     monkeypatch.setattr(loop, "build_model", begun)
-    monkeypatch.setattr(build, "build_dataset", begun)
+    monkeypatch.setattr(run_data, "build_dataset", begun)
 
 
 def data(config: TrainConfig, **changes: object) -> TrainConfig:
@@ -110,6 +113,10 @@ CASES: dict[str, tuple[Callable[[TrainConfig, Path], TrainConfig], str]] = {
         lambda c, p: c.replace(parallel=ParallelConfig(data_parallel_shard_size=2)),
         "data_parallel_shard_size is 2; allowed: a divisor of the number of ranks, 1",
     ),
+    "stages": (
+        lambda c, p: c.replace(parallel=ParallelConfig(pipeline_model_parallel_size=2)),
+        "pipeline_model_parallel_size is 2; allowed: a divisor of the number of ranks, 1",
+    ),
     "hidden_size": (
         lambda c, p: c.replace(model=ModelSource(config=tiny_model(hidden=2**30))),
         r"the model has [\d,]+ parameters, [\d,.]+ GiB with their moments, and the device has",
@@ -117,6 +124,50 @@ CASES: dict[str, tuple[Callable[[TrainConfig, Path], TrainConfig], str]] = {
     "batch": (lambda c, p: data(c, micro_batch_size=10**12), r"make 476,837.2 GiB of token ids a step"),
     "accumulation": (lambda c, p: data(c, gradient_accumulation=10**12), r"make 476,837.2 GiB of token ids a step"),
 }
+
+
+DEEP = tiny_model(layers=4)
+TIED = EmbeddingConfig(share_embeddings_and_output_weights=True)
+STAGED: dict[str, tuple[Callable[[TrainConfig], TrainConfig], str]] = {
+    "layers": (lambda c: c, "is 2 with 2 stages each, and the model has 2 layers; allowed: at most as many stages"),
+    "quantized weights": (
+        lambda c: c.replace(
+            precision=PrecisionConfig(recipe="mxfp8", quantized_weights=True), model=ModelSource(config=DEEP)
+        ),
+        "precision.quantized_weights is True; allowed with parallel.pipeline_model_parallel_size: False",
+    ),
+    "compiled": (
+        lambda c: c.replace(compile=True, compile_mode="block", model=ModelSource(config=DEEP)),
+        "compile is True; allowed with parallel.pipeline_schedule = 'ZBVZeroBubble', .*: False",
+    ),
+    "moments": (
+        lambda c: c.replace(
+            optimizer=c.optimizer.replace(moment_dtype="bfloat16"),
+            model=ModelSource(config=replace(DEEP, embedding=TIED)),
+        ),
+        "optimizer.moment_dtype is 'bfloat16'; allowed with pipeline stages .*: 'float32'",
+    ),
+    "shards": (
+        lambda c: c.replace(parallel=c.parallel.replace(data_parallel_shard_size=2), model=ModelSource(config=DEEP)),
+        "pipeline_schedule is 'ZBVZeroBubble'; allowed with data_parallel_shard_size: 1F1B, GPipe",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", STAGED)
+def test_pipeline_stages_that_cannot_be_are_refused(tmp_path: Path, case: str) -> None:
+    change, sentence = STAGED[case]
+    parallel = ParallelConfig(pipeline_model_parallel_size=2, pipeline_schedule="ZBVZeroBubble")
+    config = change(tiny_run(tmp_path, parallel=parallel))
+    dims = ParallelDims.of(config.parallel.to_dict(), 2 * config.parallel.data_parallel_shard_size)
+    with pytest.raises(ConfigError, match=sentence):
+        check_layout(config, config.model.config, dims)
+
+
+def test_a_plan_of_stages_is_refused(tmp_path: Path) -> None:
+    config = tiny_run(tmp_path, parallel=ParallelConfig(pipeline_model_parallel_size=2))
+    with pytest.raises(ConfigError, match="pipeline_model_parallel_size is 2; allowed in a plan: 1, because"):
+        plan_here(config, 2, Hardware())
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -164,3 +215,25 @@ def test_absurd_numbers_are_answered_at_once(tmp_path: Path, key: str, value: st
     (tmp_path / "train.toml").write_text(text.replace(key, value))
     with pytest.raises(ConfigError, match=sentence):
         load_config(tmp_path / "train.toml")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changes", "sentence"),
+    [
+        ({"context_parallel_size": 2}, {"sequence_length": 34}, "sequence_length is 34; .* = 2: a multiple of 4"),
+        (
+            {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+            {"sequence_length": 33, "micro_batch_size": 1},
+            "micro_batch_size and sequence_length make 33 tokens; .*: a multiple of tensor_model_parallel_size, 2",
+        ),
+    ],
+)
+def test_tokens_that_ranks_cannot_share(tmp_path: Path, sizes: dict, changes: dict, sentence: str) -> None:
+    config = data(tiny_run(tmp_path).replace(parallel=ParallelConfig(**sizes)), **changes)
+    with pytest.raises(ConfigError, match=sentence):
+        preflight.check_layout(config, tiny_model(), ParallelDims.of(sizes, 2))
+
+
+def test_sequence_parallelism_needs_split_layers() -> None:
+    with pytest.raises(ConfigError, match="sequence_parallel is True; allowed: False with tensor_model_p"):
+        ParallelConfig(sequence_parallel=True)

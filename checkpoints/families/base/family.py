@@ -79,6 +79,7 @@ _TRAINING_ONLY = (
     "init_method_std",
     "moe.aux_loss_coeff",
     "moe.z_loss_coeff",
+    "moe.moe_router_load_balancing_type",
     "attention.attention_dropout",
 )
 

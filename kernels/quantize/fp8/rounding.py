@@ -100,7 +100,7 @@ def quantize_and_round(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Quantize x: [..., R, C] and return (`round_blockwise` of it, what `quantize_blockwise` returns of it).
 
-    both: what `quantize_blockwise_both` returns, instead; the values are those of `block`.
+    both: what `quantize_blockwise_both` returns, instead; the values equal `block`'s.
     """
     shapes = [_in_memory(x, b) for b in ((block, (block[1], block[0])) if both else (block,))]
     if x.dtype.itemsize != 2 or None in shapes or not eager_on_cpu(x):

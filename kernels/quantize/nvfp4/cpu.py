@@ -147,7 +147,7 @@ def rounded_blocks(
 ) -> Tensor:
     """Return x [..., R, C], each block multiplied by its factor, rounded and multiplied by its scale, in `dtype`.
 
-    factors, random: see `packed_codes`; scales: those of E4M3 in float32, one per block, too.
+    factors, random: see `packed_codes`; scales: the E4M3 scales in float32, one per block, too.
     """
     values = x.new_empty(x.shape, dtype=dtype)
     out, x, factors, scales = (

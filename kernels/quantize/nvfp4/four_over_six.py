@@ -11,7 +11,7 @@ sums and e4m3_max as in Transformer Engine's reference):
     error         = sum |value * scale * amax / (6 * e4m3_max) - x|, or of its squares
 
 The error is summed in float32 along the 16 columns in their order, then down the 16 rows of a 16x16 block as a tree:
-rows i and i + 8, then i and i + 4, and so on. Layouts are those of `reference`. These are operations of torch on every
+rows i and i + 8, then i and i + 4, and so on. Layouts as in `reference`. These are operations of torch on every
 device; there is no kernel of its own.
 """
 

@@ -169,7 +169,7 @@ def times_global(values: Tensor, amax: Tensor | None, dtype: torch.dtype) -> Ten
 
 
 def bits_of(x: Tensor, block: tuple[int, int], key: Tensor, stream: int) -> Tensor:
-    """Return the random bits of the elements of x: for blocks down the rows those of the transpose."""
+    """Return the random bits of the elements of x: for blocks down the rows, the bits of the transpose."""
     return random_bits(key, stream, x.shape) if block[1] == BLOCK else random_bits(key, stream, x.mT.shape).mT
 
 

@@ -37,7 +37,7 @@ class ActivationOperation(BasicOperation):
         return x if self.glu_interleave_size is None else _halves_of_blocks(x, self.glu_interleave_size)
 
     def as_given(self, dx: Tensor) -> Tensor:
-        """Return the gradient of `gate_and_up`'s result as that of its input."""
+        """Turn the gradient of `gate_and_up`'s result into the gradient of its input."""
         return dx if self.glu_interleave_size is None else _blocks_of_halves(dx, self.glu_interleave_size)
 
     def fuser_arguments(self, device_type: str) -> OperationArguments:

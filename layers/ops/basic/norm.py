@@ -28,7 +28,7 @@ class NormConstants(NamedTuple):
 
 
 class _NormOperation(BasicOperation):
-    """What LayerNorm and RMSNorm share: parameters and options are those of the module each inherits from.
+    """What LayerNorm and RMSNorm share: each has the parameters and options of the module it inherits from.
 
     Where the next operation is a GEMM under a recipe, the result is handed over quantized.
     """
@@ -43,7 +43,7 @@ class _NormOperation(BasicOperation):
     def op_forward_compute(self, x: Tensor, call: OperationCall) -> Computed:
         (weight, bias), (norm, gemm_dtype) = call.parameters, call.constants
         dtype = norm.output_dtype(x, weight, bias)
-        several = len(self.normalized_shape) > 1  # then the rows of the norm are not those of the GEMM
+        several = len(self.normalized_shape) > 1  # then the norm and the GEMM have different rows
         fused = None if several else fused_output(call.next_input, dtype, gemm_dtype or dtype)
         y: Input
         if fused is None or call.next_input is None:

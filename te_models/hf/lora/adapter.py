@@ -209,6 +209,10 @@ class LoraAdapter(nn.Module, LoraLayer):
         """As the layer."""
         return self.base_layer.whole_rows(x)
 
+    def for_own_features(self, x: Tensor) -> Tensor:
+        """See `TensorParallelModule`."""
+        return self.base_layer.for_own_features(x)
+
     def summed(self, y: Tensor, bias: Tensor | None) -> Tensor:
         """As the layer."""
         return self.base_layer.summed(y, bias)

@@ -1,22 +1,31 @@
-"""Saving a model that is split over ranks: the others send the first one their parts of a tensor."""
+"""Saving a model that ranks have in parts, whatever divides it: the others send the first one their parts of a tensor.
+
+FSDP2 may shard what tensor and expert parallelism leave to a rank. So a tensor becomes whole in this order: the shards
+of a rank's part, the parts of the ranks that split layers, the experts of the ranks that share them. Every rank holds
+one tensor at a time.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from te_models.layers import QuantizedTensor
+from te_models.layers.tensor.fsdp import check_shared, is_one_matrix, local_part, one_per_matrix
 
 from ..parallel import place_of
 from .collected_saving import Collection, save_collected
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from te_models.checkpoints.plan.rank_shards import Cuts, RankPart
 
     from ..gpt import GPTModel
@@ -29,10 +38,12 @@ def save_split(
     *,
     overwrite: bool = False,
 ) -> None:
-    """Write a split model; called by all of its ranks. Quantized weights are put together as they are.
+    """Write a split or sharded model; called by all ranks of a copy, and by all of the mesh where FSDP2 shards it.
+    Quantized weights are put together as they are.
 
     Raises CheckpointError on every rank where a matrix is split whose format has one number per matrix, and the ranks
-    have different ones, and as `save_collected` does.
+    have different ones, and as `save_collected` does; ValueError where what is no expert is sharded over several
+    meshes, or the shards of a quantized weight are not equal.
     """
     parts = _Parts(model)
     parts.check_numbers()
@@ -63,10 +74,15 @@ class _Split:
             return None
         whole = torch.empty(self.whole(own.shape), dtype=own.dtype, device=device)
         for rank, its in enumerate(self.cuts):
+            shape = [
+                *own.shape[: self.dim],
+                sum(end - begin for begin, end in its[self.dim]),
+                *own.shape[self.dim + 1 :],
+            ]
             if rank > 0:
-                sent = torch.empty_like(sent)
+                sent = torch.empty(math.prod(shape) * own.itemsize, dtype=torch.uint8, device=own.device)
                 dist.recv(sent, group=self.group, group_src=rank)
-            part, offset = sent.view(own.dtype).view(own.shape), 0
+            part, offset = sent.view(own.dtype).view(shape), 0
             for begin, end in its[self.dim]:
                 size = end - begin
                 whole.narrow(self.dim, begin, size).copy_(part.narrow(self.dim, offset, size))
@@ -76,10 +92,12 @@ class _Split:
 
 @dataclass(frozen=True)
 class _Entry:
-    """One tensor of the files: what this rank has of it, and how it is shared, by tensor parallelism first."""
+    """One tensor of the files: what this rank has of it, a DTensor where FSDP2 shards that, in bytes where it has eight
+    bits; and how it is shared, by tensor parallelism first."""
 
     parameter: str
-    own: Tensor
+    own: Any
+    dtype: torch.dtype
     tp: _Split | None
     ep: _Split | None
     one_number: bool
@@ -94,7 +112,7 @@ class _Parts(Collection):
         from te_models.checkpoints.plan.rank_shards import Place, parts
 
         place, self._shapes = place_of(model), expected_tensors(model.config, model.expert_layout)
-        self.first, self._first_of_tp = place.tp_rank == place.ep_rank == 0, place.tp_rank == 0
+        self._first_of_tp = place.tp_rank == 0
         self._tp, self._ep = model.tp_group, model.ep_group
         tp = [Place(tp_rank=rank, tp_size=place.tp_size) for rank in range(place.tp_size)]
         ep = [Place(ep_rank=rank, ep_size=place.ep_size) for rank in range(place.ep_size)]
@@ -105,23 +123,40 @@ class _Parts(Collection):
             by_tp, by_ep = ([its[name] for its in ranks] for ranks in owned)
             self._entries |= dict(self._entries_of(name, tensor, by_tp, by_ep))
         self.names = list(self._entries)
-        self._device = self._entries[self.names[0]].own.device
+        self._mesh = self._mesh_of_shards()
+        first_of_shards = self._mesh is None or not any(self._mesh.get_coordinate() or ())
+        self.first = first_of_shards and place.tp_rank == place.ep_rank == 0
+        device: Any = self._entries[self.names[0]].own.device if self._mesh is None else self._mesh.device_type
+        self._device = torch.device(device)
+
+    def _mesh_of_shards(self) -> DeviceMesh | None:
+        """Return the mesh over which FSDP2 shards what is no expert; None where it shards nothing."""
+        from te_models.checkpoints.plan.param_shapes import is_expert_stack
+
+        sharded: dict[str, Any] = {name: t for name, t in self._tensors.items() if local_part(t) is not t}
+        meshes = {t.device_mesh for name, t in sharded.items() if not is_expert_stack(name)}
+        if len(meshes) > 1:
+            raise ValueError("parameters are sharded over several meshes; allowed: one, and another one for experts")
+        meshes = meshes or {t.device_mesh for t in sharded.values()}
+        return next(iter(meshes), None)
 
     def _entries_of(
         self, name: str, tensor: Tensor, by_tp: list[RankPart], by_ep: list[RankPart]
     ) -> Iterator[tuple[str, _Entry]]:
         from te_models.checkpoints.plan.quantized_format import SUFFIXES
 
-        if not isinstance(tensor, QuantizedTensor):
+        local = local_part(tensor)
+        if not isinstance(local, QuantizedTensor):
+            own = tensor if local is tensor else _sharded(tensor, local, tensor.placements)  # type: ignore[attr-defined]
             tp, ep = ([part.cuts() for part in row] for row in (by_tp, by_ep))
-            yield name, _Entry(name, tensor, _split(self._tp, tp), _split(self._ep, ep), one_number=False)
+            yield name, _Entry(name, own, local.dtype, _split(self._tp, tp), _split(self._ep, ep), one_number=False)
             return
         shape = self._shapes[name]
-        fields = [[part.field_cuts(name, shape, tensor.quantizer) for part in row] for row in (by_tp, by_ep)]
-        for field, own in tensor.fields.items():
+        fields = [[part.field_cuts(name, shape, local.quantizer) for part in row] for row in (by_tp, by_ep)]
+        for field, own in (local.fields if local is tensor else _sharded_fields(name, tensor, local)).items():
             tp, ep = ([its[field] for its in row] for row in fields)
-            shared = bool(by_tp[0].cuts()) and not tp[0]
-            entry = _Entry(name, own, _split(self._tp, tp), _split(self._ep, ep), one_number=shared)
+            shared, dtype = bool(by_tp[0].cuts()) and not tp[0], getattr(local, field).dtype
+            entry = _Entry(name, own, dtype, _split(self._tp, tp), _split(self._ep, ep), one_number=shared)
             yield name + SUFFIXES[field], entry
 
     def check_numbers(self) -> None:
@@ -151,20 +186,21 @@ class _Parts(Collection):
 
         found: dict[str, Tensor] = {}
         for name, tensor in self._tensors.items():
-            shape = self._shapes[name]
-            if isinstance(tensor, QuantizedTensor):
-                found[name] = empty(name, shape, describe(tensor.quantizer, tensor.dtype), "meta")
+            shape, local = self._shapes[name], local_part(tensor)
+            if isinstance(local, QuantizedTensor):
+                found[name] = empty(name, shape, describe(local.quantizer, local.dtype), "meta")
             else:
                 found[name] = torch.empty(shape, dtype=tensor.dtype, device="meta")
         return found
 
     def announce(self, number: int) -> int:
-        """See `Collection`."""
+        """See `Collection`. Every rank tells what it knows, over one dimension after the other; behind the last one all
+        know what the first rank says."""
         message = torch.tensor([number], device=self._device)
-        if self._ep is not None and self._first_of_tp:
-            dist.broadcast(message, group=self._ep, group_src=0)
-        if self._tp is not None:
-            dist.broadcast(message, group=self._tp, group_src=0)
+        groups = () if self._mesh is None else [self._mesh.get_group(dim) for dim in range(self._mesh.ndim)]
+        for group in (*groups, self._ep, self._tp):
+            if group is not None:
+                dist.broadcast(message, group=group, group_src=0)
         return int(message)
 
     @torch.no_grad()
@@ -172,13 +208,51 @@ class _Parts(Collection):
         """See `Collection`."""
         entry = self._entries[self.names[number]]
         found: Tensor | None = entry.own
+        if local_part(entry.own) is not entry.own:
+            found = entry.own.full_tensor()
+            if any(entry.own.device_mesh.get_coordinate()):
+                return None
         memory = torch.device("cpu")
-        if entry.tp is not None:
-            found = entry.tp.collect(entry.own, self._device if entry.ep is not None else memory)
+        if entry.tp is not None and found is not None:
+            found = entry.tp.collect(found, self._device if entry.ep is not None else memory)
         if entry.ep is not None and self._first_of_tp and found is not None:
             found = entry.ep.collect(found, memory)
-        return None if found is None or not self.first else found.to(memory)
+        return None if found is None or not self.first else found.to(memory).view(entry.dtype)
 
 
 def _split(group: dist.ProcessGroup | None, cuts: list[Cuts]) -> _Split | None:
     return None if group is None or not cuts[0] else _Split(group, cuts)
+
+
+def _sharded(parameter: Any, values: Tensor, placements: Any) -> Any:
+    """Return values that are sharded over the mesh of a parameter, on the mesh's device: CPUOffloadPolicy keeps shards
+    elsewhere."""
+    from torch.distributed.tensor import DTensor
+
+    mesh, options = parameter.device_mesh, {}
+    if values.shape == local_part(parameter).shape and not isinstance(local_part(parameter), QuantizedTensor):
+        options = {"shape": parameter.shape, "stride": parameter.stride()}
+    return DTensor.from_local(values.to(mesh.device_type), mesh, placements, run_check=False, **options)
+
+
+def _sharded_fields(name: str, parameter: Any, local: QuantizedTensor) -> dict[str, Any]:
+    """Return the stored fields of a quantized parameter, each sharded as it is."""
+    from torch.distributed.tensor import Shard
+
+    mesh: Any = parameter.device_mesh
+    ranks = parameter.shape[0] // max(1, local.shape[0])
+    if local.shape[0] * ranks != parameter.shape[0] or local.shape[1:] != parameter.shape[1:]:
+        raise ValueError(f"{name} is quantized and has shards that are not equal, along the first dimension")
+    if is_one_matrix(local) and one_per_matrix(local):
+        check_shared(local, mesh.get_group(mesh.ndim - 1))
+    found: dict[str, Any] = {}
+    for layout in local.layouts:
+        field = getattr(local, layout.name)
+        if is_one_matrix(local) and layout.block is None:  # a number that all shards share
+            found[layout.name] = field
+            continue
+        dim = 1 if is_one_matrix(local) and layout.transposed else 0
+        placements = [Shard(dim) if hasattr(p, "dim") else p for p in parameter.placements]
+        values = field.view(torch.uint8) if field.dtype.itemsize == 1 else field
+        found[layout.name] = _sharded(parameter, values, placements)
+    return found

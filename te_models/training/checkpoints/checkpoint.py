@@ -16,6 +16,7 @@ has its final name is complete. Reading one checks it against its manifests, alw
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,7 @@ from .checks import (
 from .files import checkpoint_dir, latest_checkpoint, remove_old
 
 if TYPE_CHECKING:
+    from ...config import ModelConfig
     from ...model import GPTModel
 
 
@@ -50,8 +52,9 @@ if TYPE_CHECKING:
 class TrainingState:
     """What a run needs besides the model's weights. `step` counts finished steps, `position` consumed windows.
     data_digest: of the data set that is trained on; None: a checkpoint of before there was one. data_ranks: of the
-    ranks those with windows of their own; None: all. parts: the folder of a sharded checkpoint, whose tensors are read
-    when the model is there; None: `tensors` has them. model_config: of a sharded checkpoint's model."""
+    ranks those with windows of their own; None: all, or one of those that share each sequence. parts: the folder of a
+    sharded checkpoint, whose tensors are read when the model is there; None: `tensors` has them. model_config: of a
+    sharded checkpoint's model."""
 
     step: int
     position: int
@@ -64,29 +67,42 @@ class TrainingState:
     model_config: dict[str, Any] | None = None
 
 
-def export_model(model: GPTModel, folder: Path, output_dir: Path, origin: str | None) -> None:
+def export_model(
+    model: GPTModel,
+    folder: Path,
+    output_dir: Path,
+    origin: str | None,
+) -> None:
     """Write the model as an ordinary folder, with the tokenizer and the family of the model that training began with.
 
     They are taken from the newest checkpoint, so that only the first save needs the original folder `origin`. Where
     experts are distributed, all ranks that share the first copy of them call this, and the first one writes.
     """
-    newest = latest_checkpoint(output_dir)
-    source = newest / MODEL if newest and (newest / MODEL).is_dir() else origin  # a sharded one has none
     if model.ep_group is not None:
-        save_split(model, folder, source, overwrite=True)
-        return
+        save_split(model, folder, _source(output_dir, origin), overwrite=True)
+    else:
+        export_tensors(dict(model.stored_tensors()), model.config, folder, output_dir, origin)
+
+
+def export_tensors(
+    tensors: Mapping[str, torch.Tensor], config: ModelConfig, folder: Path, output_dir: Path, origin: str | None
+) -> None:
+    """Write the tensors of a whole model as `export_model` does."""
     with torch.no_grad():
-        save_model(dict(model.stored_tensors()), model.config, folder, source_dir=source, overwrite=True)
+        save_model(dict(tensors), config, folder, source_dir=_source(output_dir, origin), overwrite=True)
 
 
-def save_checkpoint(
-    output_dir: Path, model: GPTModel, state: TrainingState, *, origin: str | None, keep_last: int
-) -> Path:
-    """Write the checkpoint of `state.step`, then remove all but the newest `keep_last` (0: remove none). Raises
-    CheckpointError, and leaves nothing of it, where it cannot be written."""
+def _source(output_dir: Path, origin: str | None) -> Path | str | None:
+    newest = latest_checkpoint(output_dir)
+    return newest / MODEL if newest and (newest / MODEL).is_dir() else origin  # a sharded one has none
+
+
+def save_checkpoint(output_dir: Path, export: Callable[[Path], None], state: TrainingState, *, keep_last: int) -> Path:
+    """Write the checkpoint of `state.step`, then remove all but the newest `keep_last` (0: remove none). export: writes
+    the model to a folder. Raises CheckpointError, and leaves nothing of it, where it cannot be written."""
     target = checkpoint_dir(output_dir, state.step)
     with new_folder(target, overwrite=False) as folder:
-        export_model(model, folder / MODEL, output_dir, origin)
+        export(folder / MODEL)
         written = write_tensors(folder / TENSORS, state.tensors, {"step": str(state.step)})
         values = {"version": VERSION, "step": state.step, "position": state.position, "world_size": state.world_size}
         values |= {"data_digest": state.data_digest}

@@ -174,6 +174,12 @@ def check_values(values: Mapping[str, Any], metadata: Mapping[str, str], folder:
             raise CheckpointError(f"{VALUES} has data_ranks {own}; allowed: a divisor of world_size, {ranks}")
         _check_model_config(values.get("model_config"))
         ranks = own
+    else:
+        shared = (config.get("parallel") or {}).get("context_parallel_size", 1)
+        if type(shared) is not int or shared < 1 or ranks % shared:
+            where = f"config.parallel in {VALUES} has context_parallel_size"
+            raise CheckpointError(f"{where} {shown(shared)}; allowed: a divisor of world_size, {ranks}")
+        ranks //= shared
     data, where = config.get("data", {}), f"config.data in {VALUES}"
     per_step = ranks * _integer(data, "micro_batch_size", where, 1) * _integer(data, "gradient_accumulation", where, 1)
     if position != step * per_step:
@@ -223,7 +229,7 @@ def check_tensors(tensors: Mapping[str, torch.Tensor], step: int, ranks: int) ->
     the optimizer. Raises TrainingCheckpointError."""
     rng, recipe = by_rank(tensors, "rng."), by_rank(tensors, "recipe.")
     for name in tensors:
-        if not name.startswith(("rng.", "recipe.", "optimizer.")):
+        if not name.startswith(("rng.", "recipe.", "optimizer.", "lora.")):
             raise TrainingCheckpointError(f"{TENSORS} holds {quote(name)}, which is no part of a training state")
     for what, found in (("rng", rng), ("recipe", recipe)):
         if wrong := sorted(rank for rank in found if rank not in map(str, range(min(ranks, len(tensors))))):
@@ -309,7 +315,7 @@ def _violated(key: str, value: torch.Tensor) -> str | None:
     finite = abs(low) < float("inf") and abs(high) < float("inf")  # False for NaN
     if key.endswith("_scale_inv") or key == "fp8_scale":
         return None if finite and low > 0 else "finite numbers above zero"
-    if key in ("exp_avg", "master"):
+    if key in ("exp_avg", "master", "momentum_buffer", "ema", "grad_norm_average"):
         return None if finite else "finite numbers"
     if key == "exp_avg_sq":
         return None if low >= 0 else "numbers of zero and more"

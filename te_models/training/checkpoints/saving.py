@@ -6,28 +6,37 @@ Where layers are split or sharded, every rank writes its own part. Each kind is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+from te_models.checkpoints import save_model
 
 from ...model import GPTModel
 from ...parallel.parts import ModelParts
 from ...parallel.sharding import reshard
+from ..lora import ADAPTER, Adapters
 from ..optimizer.adamw import Optimizer
-from ..ranks.data_parallel import Ranks, gather_tensors
+from ..ranks.data_parallel import Ranks, barrier, gather_tensors
 from ..ranks.layout import Layout
 from ..seeding import random_state
-from .checkpoint import TrainingState, export_model, save_checkpoint
+from .background import PATIENCE, BackgroundWriter, copied
+from .checkpoint import TrainingState, export_model, export_tensors, save_checkpoint
 from .checks import MODEL
 from .files import checkpoint_dir
 
 
 @dataclass(frozen=True)
 class Saving:
-    """What is saved of a run. model_path: the folder that training began with; checkpoint: what it continues from."""
+    """What is saved of a run. model_path: the folder that training began with; checkpoint: what it continues from.
+    writer: writes checkpoints while the run goes on; None: `save` returns when they are written. group: of all ranks,
+    for what they exchange meanwhile. adapters: what is trained in place of the weights."""
 
     output_dir: Path
     model: GPTModel
@@ -36,6 +45,9 @@ class Saving:
     ranks: Ranks
     model_path: str | None
     checkpoint: Path | None
+    writer: BackgroundWriter | None = None
+    group: dist.ProcessGroup | None = None
+    adapters: Adapters | None = None
 
     @property
     def _origin(self) -> str | None:
@@ -59,6 +71,8 @@ class Saving:
             load_parts(start.parts, self._parts())
         elif self.layout.dims.is_whole:
             self.optimizer.load_state_tensors(start.tensors)
+            if self.adapters is not None:
+                self.adapters.load_state_tensors(start.tensors)
         else:
             self.optimizer.load_whole_state(start.tensors, ModelParts(self.model))
 
@@ -70,28 +84,91 @@ class Saving:
         return weights | self.optimizer.parts(own)
 
     def save(self, values: Mapping[str, Any], recipe: Mapping[str, torch.Tensor], *, keep_last: int) -> None:
-        """Write a checkpoint; called by all ranks. values: step, position, data_digest and config of the run. recipe:
-        this rank's live state of the recipe. Raises CheckpointError, and leaves nothing of it, where that fails."""
-        ranks = self.ranks
-        if not self.layout.dims.is_whole:
+        """Write a checkpoint, or begin to; called by all ranks. values: step, position, data_digest and config of the
+        run. recipe: this rank's live state of the recipe. Raises CheckpointError, and leaves nothing of it, where that
+        fails; where `writer` writes, the next call, `check` or `finish` does."""
+        if self.writer is not None:
+            self.writer.finish()
+        work = self._work(values, recipe, keep_last)
+        if self.writer is not None:
+            self.writer.start(work)
+        else:
+            work()
+            barrier(self.ranks)
+
+    def check(self) -> None:
+        """Raise the error of a checkpoint that could not be written; wait for none."""
+        if self.writer is not None:
+            self.writer.check()
+
+    def finish(self) -> None:
+        """Return when the last checkpoint is complete, on all ranks; called by all."""
+        if self.writer is not None:
+            self.writer.finish()
+            barrier(self.ranks)
+
+    def leave(self) -> None:
+        """Wait for the checkpoint that is being written, at the end of a run that may have failed."""
+        if self.writer is not None:
+            with contextlib.suppress(Exception):
+                self.writer.finish(PATIENCE if self._divided else None)
+
+    @property
+    def _divided(self) -> bool:
+        """Whether every rank writes its own part: also of distributed experts, where a thread writes them, because they
+        would have to be sent to the first rank while other collectives run."""
+        dims = self.layout.dims
+        return not dims.is_whole or (self.writer is not None and dims.expert_model_parallel_size > 1)
+
+    def _work(
+        self, values: Mapping[str, Any], recipe: Mapping[str, torch.Tensor], keep_last: int
+    ) -> Callable[[], object]:
+        """Return what writes a checkpoint of the present state, whenever it is called if `writer` calls it."""
+        ranks, output_dir = self.ranks, self.output_dir
+        own_copies: Any = dict if self.writer is None else copied
+        if self._divided:
             from .sharded.checkpoint import private_states, save_parts
 
             parts = self._parts() | private_states(random_state(), "rng", ranks.rank)
-            parts |= private_states(recipe, "recipe", ranks.rank)
+            parts = own_copies(parts | private_states(recipe, "recipe", ranks.rank))
             counts = {"world_size": ranks.world_size, "data_ranks": self.layout.data.world_size}
-            save_parts(self.output_dir, self.model, parts, {**values, **counts}, ranks, keep_last=keep_last)
-            return
+            whole, group = {**values, **counts}, self.group
+            return lambda: save_parts(output_dir, self.model, parts, whole, ranks, keep_last=keep_last, group=group)
         tensors = self.optimizer.whole_state_tensors() if self._takes_part else {}
         tensors |= {f"rng.{name}": t for name, t in gather_tensors(random_state(), ranks).items()}
         tensors |= {f"recipe.{name}": t for name, t in gather_tensors(dict(recipe), ranks).items()}
-        if ranks.is_main:
-            state = TrainingState(tensors=tensors, world_size=ranks.world_size, **values)
-            save_checkpoint(self.output_dir, self.model, state, origin=self._origin, keep_last=keep_last)
-        elif self._takes_part:  # the main rank writes its experts, too
-            export_model(self.model, self.output_dir, self.output_dir, self._origin)
+        origin = self._origin
+        if not ranks.is_main:
+            if not self._takes_part:
+                return lambda: None
+            return lambda: export_model(self.model, output_dir, output_dir, origin)  # the main rank writes its experts
+        weights = None if self.writer is None else dict(self.model.stored_tensors())
+        if self.adapters is not None:
+            tensors |= self.adapters.state_tensors()
+            weights = self.adapters.base_tensors()
+        state = TrainingState(tensors=own_copies(tensors), world_size=ranks.world_size, **values)
+        if weights is None:
+            export = partial(export_model, self.model, output_dir=output_dir, origin=origin)
+        else:
+            whole = own_copies(weights), self.model.config
+            export = partial(export_tensors, *whole, output_dir=output_dir, origin=origin)
+        return lambda: save_checkpoint(output_dir, export, state, keep_last=keep_last)
+
+    def export_averages(self, folder: Path) -> None:
+        """Write the model with the optimizer's float32 averages in place of what they are averages of; called by the
+        first rank, of a model that every rank has whole."""
+        averages = self.optimizer.averages
+        by_parameter = {id(p): averages[name] for name, p in self.optimizer.parameters.items()}
+        tensors = {name: by_parameter.get(id(tensor), tensor) for name, tensor in self.model.stored_tensors()}
+        with torch.no_grad():
+            save_model(tensors, self.model.config, folder, source_dir=self._origin, overwrite=True)
 
     def export(self, folder: Path, step: int) -> None:
         """Write the trained model as an ordinary folder; called by all ranks. step: of the newest checkpoint."""
+        if self.adapters is not None:
+            if self.ranks.is_main:
+                self.adapters.save(self.output_dir / ADAPTER)
+            self.adapters.merge()
         if not self.layout.dims.is_whole:
             from .sharded.checkpoint import export_parts
 

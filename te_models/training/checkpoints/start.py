@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import shlex
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,16 +22,20 @@ from te_models.layers import load_recipe_state, prepare_recipe_state, recipe_sta
 from ...config import ConfigError
 from ...model import GPTModel
 from ...parallel.dims import ParallelDims
-from ..config import PrecisionConfig, TrainConfig
-from ..data.dataset import TokenDataset
+from ..config import DataConfig, LoRAConfig, ModelSource, OptimizerConfig, PrecisionConfig, TrainConfig
 from ..data.token_file import DataError
 from ..metrics import METRICS
 from ..precision import build_recipe
+from ..ranks.agreement import check_agreement
 from ..ranks.data_parallel import Ranks, gather_tensors
 from ..seeding import restore_random_state
 from .checkpoint import TrainingState, load_state
 from .checks import VALUES, TrainingCheckpointError, check_random_state, check_recipe_state
 from .files import latest_checkpoint, list_checkpoints
+
+if TYPE_CHECKING:
+    from ..data.dataset import TokenDataset
+    from ..run_data import RunData
 
 
 def open_start(config: TrainConfig, output_dir: Path, ranks: Ranks) -> tuple[Path | None, TrainingState | None]:
@@ -100,6 +105,7 @@ def find_start(config: TrainConfig, output_dir: Path) -> Path | None:
 _FREE = {
     "model.activation_checkpointing",
     "model.loss_chunk_tokens",
+    "data.tokenizer_workers",
     "model.verify",
     "optimizer.skip_nonfinite",
     "precision.cpu_gemm",
@@ -123,13 +129,15 @@ def check_same_run(config: TrainConfig, start: TrainingState, ranks: Ranks) -> N
     accumulated = int(before.pop(_ACCUMULATION, 1))
     for name in _LATER:
         before.setdefault(name, now[name])
+    before = {key: value for key, value in _defaults().items() if key != _ACCUMULATION} | before
     changed = [name for name in now | before if now.get(name) != before.get(name) and name not in _FREE]
     changed = [name for name in changed if not name.startswith("schedule.")]  # `continued_config` compares curves
     if config.schedule.extend == "replace" or changed == ["optimizer.lr"]:
         changed = [name for name in changed if name != "optimizer.lr"]
     if changed:
         raise ConfigError(f"cannot continue from step {start.step}: {', '.join(changed)} differ from the checkpoint's")
-    before_ranks = start.data_ranks or start.world_size
+    share = (start.config.get("parallel") or {}).get("context_parallel_size", 1)
+    before_ranks = start.data_ranks or start.world_size // share
     if per_step != accumulated * before_ranks:
         raise ConfigError(
             f"cannot continue from step {start.step}: a step had {accumulated * before_ranks} micro-batches, "
@@ -172,14 +180,19 @@ def restore_generators(start: TrainingState, ranks: Ranks, model: nn.Module, dim
     """
     known, saved_by = ranks.rank < start.world_size, _same_experts(start, ranks, dims)
     if start.parts is not None:
-        from .sharded.checkpoint import read_private
+        from .sharded.checkpoint import read_private, read_recipe
 
         mine = read_private(start.parts, "recipe", saved_by)
+        if start_stages(start) > 1 or (dims is not None and dims.pipeline_model_parallel_size > 1):
+            mine = read_recipe(start.parts, _with_other_stages(start, saved_by), recipe_state(model))
         tensors = {f"recipe.{saved_by}.{name}": value for name, value in mine.items()}
         states = check_recipe_state(tensors, recipe_state(model))
         random = read_private(start.parts, "rng", ranks.rank) if known else {}
     else:
-        states, own = check_recipe_state(start.tensors, recipe_state(model)), f"rng.{ranks.rank}."
+        live, tensors = recipe_state(model), start.tensors
+        if dims is not None and dims.pipeline_model_parallel_size > 1:  # the whole model's, of which a stage has a part
+            tensors = {k: t for k, t in tensors.items() if not k.startswith("recipe.") or k.split(".", 2)[2] in live}
+        states, own = check_recipe_state(tensors, live), f"rng.{ranks.rank}."
         random = {k.removeprefix(own): t for k, t in start.tensors.items() if k.startswith(own)}
     if known:
         check_random_state(random, str(ranks.rank))
@@ -188,12 +201,31 @@ def restore_generators(start: TrainingState, ranks: Ranks, model: nn.Module, dim
     load_recipe_state(model, {k: t for k, t in state.items() if known or not k.endswith("fp8_rng_state")})
 
 
+def _dims_of(start: TrainingState) -> ParallelDims:
+    """Return the layout of the run before."""
+    return ParallelDims.of(start.config.get("parallel") or {}, start.world_size)
+
+
+def start_stages(start: TrainingState) -> int:
+    """Return how many ranks the layers of the run before were distributed over."""
+    return _dims_of(start).pipeline_model_parallel_size
+
+
+def _with_other_stages(start: TrainingState, rank: int) -> list[int]:
+    """Return a rank of the run before, and those that had the other stages of its copy."""
+    each = start.world_size // start_stages(start)
+    return [rank, *(stage * each + rank % each for stage in range(start_stages(start)))]
+
+
 def _same_experts(start: TrainingState, ranks: Ranks, dims: ParallelDims | None) -> int:
     """Return a rank of the run before that had the experts which this rank has now; where they were distributed over
     other numbers of ranks, any."""
     if dims is not None:
-        before = ParallelDims.of(start.config.get("parallel") or {}, start.world_size)
-        now, then = ((d.tensor_model_parallel_size, d.expert_model_parallel_size) for d in (dims, before))
+        before = _dims_of(start)
+        now, then = (
+            (d.tensor_model_parallel_size, d.expert_model_parallel_size, d.pipeline_model_parallel_size)
+            for d in (dims, before)
+        )
         if now != then:
             return ranks.rank // now[0] % now[1] % then[1] * then[0]
     return ranks.rank % start.world_size
@@ -202,10 +234,23 @@ def _same_experts(start: TrainingState, ranks: Ranks, dims: ParallelDims | None)
 def _fields(config: dict[str, Any]) -> dict[str, str]:
     """Return what decides a run's numbers, by name (`optimizer.lr`), as texts."""
     found = {}
-    for name in ("seed", "model", "data", "optimizer", "schedule", "precision"):
+    for name in ("seed", "model", "data", "optimizer", "lora", "schedule", "precision"):
         value = config.get(name)
         table = {f"{name}.{key}": v for key, v in value.items()} if isinstance(value, dict) else {name: value}
         found |= {key: json.dumps(v) for key, v in table.items()}
+    return found
+
+
+def _defaults() -> dict[str, str]:
+    """Return the defaults of keys, by name: what a checkpoint of before there was a key means."""
+    parts = {"model": ModelSource, "data": DataConfig, "optimizer": OptimizerConfig, "lora": LoRAConfig}
+    parts |= {"precision": PrecisionConfig}
+    found = {}
+    for table, part in parts.items():
+        for field in dataclasses.fields(part):
+            if field.default is not dataclasses.MISSING:
+                value = list(field.default) if isinstance(field.default, tuple) else field.default
+                found[f"{table}.{field.name}"] = json.dumps(value)
     return found
 
 
@@ -245,14 +290,12 @@ def check_same_start(
             )
 
 
-def check_same_data(dataset: TokenDataset, start: TrainingState | None, ranks: Ranks) -> str:
+def check_same_data(dataset: TokenDataset | RunData, start: TrainingState | None, ranks: Ranks) -> str:
     """Return the digest of the data set. Raises DataError, on every rank, where a rank reads other tokens than rank 0
     or the run has trained on others until now."""
     digest = dataset.checked_digest()
-    found = gather_tensors({"digest": torch.tensor(list(bytes.fromhex(digest)), dtype=torch.uint8)}, ranks)
-    for rank in range(ranks.world_size):
-        if not torch.equal(found[f"{rank}.digest"], found["0.digest"]):
-            raise DataError(f"rank {rank} reads other tokens from data.path {dataset.path} than rank 0")
+    read = {"tokens": f"{len(dataset):,}", "digest": digest}
+    check_agreement({f"{name} of data.path {dataset.path}": value for name, value in read.items()}, ranks, DataError)
     if start is not None and start.data_digest not in (None, digest):
         raise DataError(
             f"cannot continue from step {start.step}: {dataset.path} holds other tokens than the steps before read "

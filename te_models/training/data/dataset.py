@@ -1,53 +1,76 @@
-"""A token data set on the disk and the order in which training reads it.
+"""A token data set on the disk.
 
-Layout of a data set, a directory written by `te_models.training.data.build`:
-    tokens.bin   token ids, little endian, uint16 (vocabulary up to 65536) or uint32, documents one after another
-    meta.json    format, version, dtype, num_tokens, num_documents, vocab_size, source, digest (`data_digest`)
-
-Training reads *windows*: `sequence_length` consecutive tokens, not overlapping; labels are shifted inside the model,
-so a window holds sequence_length - 1 predictions. The last `validation_fraction` of the windows is the validation
-split, a contiguous tail, so that no training text is a neighbour of validation text except at one point.
-
-The order is a pure function of (seed, position): position p of training is window `permutation(seed, epoch)[p % n]`
-of epoch `p // n`. So the whole state of the data loader is one integer, and resuming, or changing the number of ranks
-while keeping the global batch, continues the same sequence. Alternatives rejected: a stateful iterator (its state
-must be saved and can disagree with the step), sampling with replacement (an epoch is not an epoch).
+A data set is a directory written by `te_models.training.data.writer`:
+    tokens.bin     token ids, little endian, uint16 (vocabulary up to 65536) or uint32, documents one after another
+    documents.bin  int64: the number of tokens up to the end of each document (absent from earlier data sets)
+    loss_mask.bin  uint8: 1 where the loss counts a token (absent where it counts all)
+    meta.json      format, version, dtype, num_tokens, num_documents, vocab_size, source, digests (`data_digest`)
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from ..seeding import derive_seed
 from .digest import data_digest
 from .token_file import DTYPES, DataError, TokenFile
 
 FORMAT = "te_models tokens"
+TOKENS, DOCUMENTS, LOSS_MASK = "tokens.bin", "documents.bin", "loss_mask.bin"
 
 
 @dataclass(frozen=True)
 class TokenDataset:
-    """An open data set. Tokens are read when a window is read. digest: the digest in meta.json, or None."""
+    """An open data set. Tokens are read when a window is read. digest: the digest in meta.json, or None. loss_mask: the
+    file of marks, None: the loss counts all tokens; documents: the file of ends, None: an earlier data set;
+    extra_digests: the digests of the two in meta.json."""
 
     path: Path
     file: TokenFile
     vocab_size: int
     num_documents: int
     digest: str | None = None
+    documents: TokenFile | None = None
+    loss_mask: TokenFile | None = None
+    extra_digests: tuple[str, ...] = ()
 
     @classmethod
     def open(cls, path: str | Path) -> TokenDataset:
         """Open a data set. Raises DataError if it is missing or its size disagrees with its meta.json."""
         path = Path(path)
         meta = read_meta(path)
-        file = TokenFile(path / "tokens.bin", meta["dtype"], meta["num_tokens"], meta["vocab_size"])
-        return cls(path, file, meta["vocab_size"], meta["num_documents"], meta.get("digest"))
+        file = TokenFile(path / TOKENS, meta["dtype"], meta["num_tokens"], meta["vocab_size"])
+        digests = {name: meta[key] for name in (DOCUMENTS, LOSS_MASK) if (key := _digest_key(name)) in meta}
+        extra = {name: side_file(path, name, meta) for name in digests}
+        return cls(
+            path,
+            file,
+            meta["vocab_size"],
+            meta["num_documents"],
+            meta.get("digest"),
+            extra.get(DOCUMENTS),
+            extra.get(LOSS_MASK),
+            tuple(digests.values()),
+        )
+
+    @cached_property
+    def document_ends(self) -> torch.Tensor:
+        """The number of tokens up to the end of each document, int64 `[number of documents]`.
+
+        Raises DataError for a data set of an earlier release, which has none, and for ends that do not grow up to the
+        number of tokens."""
+        if self.documents is None:
+            raise DataError(f"{self.path} has no {DOCUMENTS}: it was built by an earlier release; build it again")
+        ends = self.documents.read(0, self.num_documents)
+        if int(ends[-1]) != len(self) or bool((ends.diff(prepend=ends.new_zeros(1)) < 0).any()):
+            raise DataError(f"{self.documents.path} is damaged: the ends of documents do not grow up to {len(self)}")
+        return ends
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -60,6 +83,12 @@ class TokenDataset:
         found = data_digest(self.file)
         if self.digest not in (None, found):
             raise DataError(f"{self.file.path} is not what was built: its digest is not the one in meta.json")
+        extra = [side for side in (self.documents, self.loss_mask) if side is not None]
+        for side, expected in zip(extra, self.extra_digests, strict=True):
+            if data_digest(side) != expected:
+                raise DataError(f"{side.path} is not what was built: its digest is not the one in meta.json")
+        if self.loss_mask is not None:  # the same tokens, of which others are scored, are other data
+            return hashlib.sha256(" ".join((found, *self.extra_digests)).encode()).hexdigest()
         return found
 
     def __len__(self) -> int:
@@ -82,63 +111,18 @@ def read_meta(path: Path) -> dict[str, Any]:
             raise DataError(f"{file}: {name} is {meta.get(name)!r}; it must be a positive integer")
     if meta.get("dtype") not in DTYPES:
         raise DataError(f"{file}: dtype is {meta.get('dtype')!r}; allowed: {', '.join(DTYPES)}")
-    if not isinstance(meta.get("digest", ""), str):
-        raise DataError(f"{file}: digest is {meta['digest']!r}; it must be a string")
+    for key in ("digest", _digest_key(DOCUMENTS), _digest_key(LOSS_MASK)):
+        if not isinstance(meta.get(key, ""), str):
+            raise DataError(f"{file}: {key} is {meta[key]!r}; it must be a string")
     return meta
 
 
-@dataclass(frozen=True)
-class Windows:
-    """One split of a data set, as a sequence of windows addressed by position.
-
-    Args:
-        split: "train" repeats for ever, in a shuffled order that is new in each epoch; "validation" is read once, in
-            file order.
-
-    Raises DataError if the data set has no window of sequence_length tokens in the split.
-    """
-
-    dataset: TokenDataset
-    sequence_length: int
-    split: Literal["train", "validation"]
-    validation_fraction: float
-    seed: int
-
-    def __post_init__(self) -> None:
-        if len(self) == 0:
-            raise DataError(
-                f"{self.dataset.path} has {len(self.dataset)} tokens: not one {self.split} window of "
-                f"{self.sequence_length} tokens with validation_fraction = {self.validation_fraction}"
-            )
-
-    @property
-    def _sizes(self) -> tuple[int, int]:
-        total = len(self.dataset) // self.sequence_length
-        validation = int(total * self.validation_fraction)
-        if self.validation_fraction > 0 and total > 1:
-            validation = max(1, validation)
-        return total - validation, validation
-
-    def __len__(self) -> int:
-        """The number of windows in one epoch of this split."""
-        train, validation = self._sizes
-        return train if self.split == "train" else validation
-
-    def window(self, position: int) -> int:
-        """Return which window of the data set is read at `position`."""
-        if self.split == "validation":
-            return self._sizes[0] + position
-        epoch, index = divmod(position, len(self))
-        return int(_permutation(len(self), derive_seed(self.seed, "data order", epoch))[index])
-
-    def batch(self, position: int, size: int) -> torch.Tensor:
-        """Return windows `position` to `position + size - 1` as int64 `[size, sequence_length]`."""
-        S = self.sequence_length
-        starts = [self.window(p) * S for p in range(position, position + size)]
-        return torch.stack([self.dataset.file.read(start, S) for start in starts])
+def side_file(folder: Path, name: str, meta: dict[str, Any]) -> TokenFile:
+    """Open documents.bin or loss_mask.bin of a data set."""
+    if name == DOCUMENTS:
+        return TokenFile(folder / name, "int64", meta["num_documents"], meta["num_tokens"] + 1)
+    return TokenFile(folder / name, "uint8", meta["num_tokens"], 2)
 
 
-@lru_cache(maxsize=2)
-def _permutation(size: int, seed: int) -> torch.Tensor:
-    """A batch straddles at most two epochs (or reads one small data set repeatedly), hence two entries."""
-    return torch.randperm(size, generator=torch.Generator().manual_seed(seed))
+def _digest_key(name: str) -> str:
+    return f"{Path(name).stem}_digest"

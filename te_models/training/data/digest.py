@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from .token_file import DTYPES, TokenFile
+from .token_file import TokenFile
 
 BLOCKS, BLOCK = 1024, 64 << 10
 
@@ -23,7 +23,7 @@ def data_digest(tokens: TokenFile) -> str:
     Raises DataError if the file shrinks meanwhile, or an id in what is read is beyond the vocabulary.
     """
     digest = hashlib.sha256(f"{tokens.dtype} {tokens.count} {tokens.vocab_size}\n".encode())
-    dtype = DTYPES[tokens.dtype]
+    dtype = tokens.torch_dtype
     for start, count in _blocks(tokens.count, dtype.itemsize):
         data = tokens.read_bytes(start, count)
         digest.update(data)

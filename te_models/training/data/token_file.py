@@ -13,6 +13,8 @@ import torch
 
 DTYPES: dict[str, torch.dtype] = {"uint16": torch.uint16, "uint32": torch.uint32}
 """How ids are stored, little endian."""
+_STORED = DTYPES | {"uint8": torch.uint8, "int64": torch.int64}
+"""How the files beside them are: marks of tokens, and the ends of documents."""
 
 
 class DataError(ValueError):
@@ -23,7 +25,7 @@ class TokenFile:
     """An open file of token ids. It stays the same file when another one takes its name.
 
     Args:
-        dtype: A key of `DTYPES`.
+        dtype: A key of `DTYPES`, or "uint8", "int64".
         count: How many ids the file holds.
         vocab_size: Every id is below it.
 
@@ -33,11 +35,13 @@ class TokenFile:
 
     def __init__(self, path: Path, dtype: str, count: int, vocab_size: int) -> None:
         self.path, self.dtype, self.count, self.vocab_size = path, dtype, count, vocab_size
-        self._itemsize = DTYPES[dtype].itemsize
+        self.torch_dtype = _STORED[dtype]
+        self._itemsize = self.torch_dtype.itemsize
+        self._unit = "tokens" if dtype in DTYPES else "entries"
         size = path.stat().st_size if path.is_file() else 0  # opening a pipe would wait for a writer
         needed = count * self._itemsize
         if size != needed:
-            raise DataError(f"{path} has {size} bytes, but {count} tokens of {dtype} need {needed}")
+            raise DataError(f"{path} has {size} bytes, but {count} {self._unit} of {dtype} need {needed}")
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -50,7 +54,7 @@ class TokenFile:
         Raises DataError where the file no longer has them, or one is beyond the vocabulary.
         """
         data = self.read_bytes(start, count)
-        ids = torch.frombuffer(data, dtype=DTYPES[self.dtype]).to(torch.int64)
+        ids = torch.frombuffer(data, dtype=self.torch_dtype).to(torch.int64)
         if int(ids.max()) >= self.vocab_size:
             where = int((ids >= self.vocab_size).nonzero()[0])
             raise DataError(

@@ -1,4 +1,4 @@
-"""AdamW over named parameters: what decays, clipping, and state by name for checkpoints.
+"""The optimizer of a run over named parameters: AdamW, or Muon and AdamW; clipping, and state by name for checkpoints.
 
 The arithmetic is `te_models.layers.FusedAdamW`: one pass over parameter, gradient and both moments (5 ms for 8 M
 float32 parameters on one core, against 15 ms compiled by Inductor and 34 ms foreach). The learning rate is a tensor
@@ -7,7 +7,7 @@ that is filled before each step: its value is data, so nothing that reads it spe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,14 +20,14 @@ from ...config import ConfigError
 from ..checkpoints.checks import check_ranges, check_same_layout
 from ..config import OptimizerConfig
 from ..ranks.experts import ExpertRanks
+from .groups import optimizer_groups
+from .muon import Muon
 
 if TYPE_CHECKING:
     from ...parallel.parts import LocalPart, ModelParts
 
-
-def is_decayed(name: str, parameter: torch.Tensor) -> bool:
-    """Whether weight decay applies: to matrices, not to norms and biases (stacked expert biases are told by name)."""
-    return parameter.ndim >= 2 and not name.rpartition(".")[2].startswith("bias")
+SPIKE_AFTER, SPIKE_SHARE = 20, 0.02
+"""Steps before a gradient norm can be a spike, and the share of a step in the running average of norms."""
 
 
 def norm_over(groups: Iterable[dist.ProcessGroup], norms: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -41,7 +41,7 @@ def norm_over(groups: Iterable[dist.ProcessGroup], norms: Iterable[torch.Tensor]
 
 
 class Optimizer:
-    """AdamW for a model's trainable parameters.
+    """AdamW, or Muon with AdamW, for a model's trainable parameters.
 
     Args:
         named_parameters: (FQN, parameter) pairs; the FQNs name the state in checkpoints.
@@ -49,6 +49,8 @@ class Optimizer:
         compile: see `FusedAdamW`.
         experts: how experts are distributed over ranks; None: each rank has all.
         groups: of a parameter by name, the process groups over which its elements are divided; None: none is.
+        stages: the ranks that have the other pipeline stages of the model; None: there are none.
+        elsewhere: names of parameters that another of these ranks counts in the norm of the gradients.
         main_grads: give every parameter a float32 `main_grad`, which is then its gradient: `accumulate_gradients`
             follows each backward pass.
     """
@@ -62,26 +64,38 @@ class Optimizer:
         compile: bool = False,
         experts: ExpertRanks | None = None,
         groups: Mapping[str, tuple[dist.ProcessGroup, ...]] | None = None,
+        stages: dist.ProcessGroup | None = None,
+        elsewhere: Collection[str] = (),
         main_grads: bool = False,
     ) -> None:
         self.config = config
         self.experts = experts
         self._groups = groups or {}
+        self._stages, self._elsewhere = stages, elsewhere
         self.parameters = {name: p for name, p in named_parameters if p.requires_grad}
         owner: Any
         for owner in self.parameters.values() if main_grads else ():
             owner.main_grad = torch.zeros_like(owner, dtype=torch.float32, requires_grad=False)
         device = next(iter(self.parameters.values())).device
         self.lr = torch.zeros((), dtype=torch.float32, device=device)
-        decayed = [p for name, p in self.parameters.items() if is_decayed(name, p)]
-        undecayed = [p for name, p in self.parameters.items() if not is_decayed(name, p)]
-        by_decay = [
-            {"params": decayed, "weight_decay": config.weight_decay},
-            {"params": undecayed, "weight_decay": 0.0},
-        ]
+        self._rates: list[tuple[torch.Tensor, float]] = []
+        groups_of: dict[str, list[dict[str, Any]]] = {"adamw": [], "muon": []}
+        for (kind, rate, decay), members in optimizer_groups(config, self.parameters).items():
+            lr = self.lr if rate == 1.0 else torch.zeros_like(self.lr)
+            self._rates += [(lr, rate)]
+            groups_of[kind].append({"params": members, "weight_decay": decay, "lr": lr})
         beta1, beta2 = config.betas
+        self._muon = None
+        if groups_of["muon"]:
+            self._muon = Muon(
+                groups_of["muon"],
+                lr=self.lr,
+                momentum=config.muon_momentum,
+                adjust_lr=config.muon_adjust_lr,
+                master_weights=config.master_weights,
+            )
         self._adamw = FusedAdamW(
-            [group for group in by_decay if group["params"]],
+            groups_of["adamw"] or [{"params": []}],
             lr=self.lr,
             betas=(beta1, beta2),
             eps=config.eps,
@@ -91,21 +105,77 @@ class Optimizer:
             compile=compile,
         )
         self._adamw.init_state()
+        self.averages: dict[str, torch.Tensor] = {}
+        """The float32 averages of `ema_decay`, by name."""
+        if config.ema_decay is not None:
+            self.averages = {name: p.detach().float().clone() for name, p in self.parameters.items()}
+        # what the rule of skip_grad_norm_spike goes by: the running average of the norm, and the steps in it
+        self._norms = (
+            None if config.skip_grad_norm_spike is None else torch.zeros(2, dtype=torch.float32, device=device)
+        )
 
     @property
     def masters(self) -> dict[str, torch.Tensor]:
         """The float32 masters, of the parameters that have one."""
-        states = {name: self._adamw.state[p] for name, p in self.parameters.items()}
+        states = {name: self._entries(name) for name in self.parameters}
         return {name: state["master"] for name, state in states.items() if "master" in state}
+
+    def _entries(self, name: str) -> dict[str, torch.Tensor]:
+        """Return the state of a parameter."""
+        parameter = self.parameters[name]
+        optimizer = self._muon if self._muon is not None and parameter in self._muon.state else self._adamw
+        average = {"ema": self.averages[name]} if name in self.averages else {}
+        return {**optimizer.state[parameter], **average}
+
+    @torch.no_grad()
+    def skips(self, norm: torch.Tensor) -> torch.Tensor | None:
+        """Return whether the step of this gradient norm is to change nothing, a bool scalar; None: no step ever is.
+
+        A spike is above `skip_grad_norm_spike` times the average of earlier norms, of which there are at least 20. It
+        enters the average as the largest norm that is none, so that a level that lasts is accepted after some steps.
+        """
+        skip = ~torch.isfinite(norm) if self.config.skip_nonfinite else None
+        if self._norms is None:
+            return skip
+        average, count = self._norms.unbind()
+        limit = average * float(self.config.skip_grad_norm_spike or 1.0)
+        known = count >= SPIKE_AFTER
+        spike = known & (norm > limit)
+        bounded = torch.where(known, torch.minimum(norm, limit), norm)
+        share = torch.clamp(1 / (count + 1), min=SPIKE_SHARE)
+        finite = torch.isfinite(norm)
+        self._norms.copy_(
+            torch.stack([torch.where(finite, average.lerp(bounded, share), average), count + finite.to(count.dtype)])
+        )
+        return spike & finite if skip is None else skip | spike
 
     def step(self, lr: float, *, noop: torch.Tensor | None = None) -> None:
         """Update the parameters from their gradients. noop: a scalar tensor; where it is nonzero nothing changes."""
         self.lr.fill_(lr)
+        for own, rate in self._rates:
+            if own is not self.lr:
+                own.fill_(lr * rate)
         self._adamw.step(noop=noop)
+        if self._muon is not None:
+            self._muon.step(noop=noop)
+        self._update_averages(noop)
+
+    @torch.no_grad()
+    def _update_averages(self, noop: torch.Tensor | None) -> None:
+        decay = self.config.ema_decay
+        for name, average in self.averages.items() if decay is not None else ():
+            parameter, state = self.parameters[name], self._entries(name)
+            new = average.lerp(state.get("master", parameter).float(), 1 - float(decay or 0))
+            average.copy_(new if noop is None else torch.where(noop.bool(), average, new))
 
     def zero_grad(self) -> None:
         """Drop the gradients."""
         self._adamw.zero_grad()
+        if self._muon is not None:
+            for parameter in (p for group in self._muon.param_groups for p in group["params"]):
+                if getattr(parameter, "main_grad", None) is not None:
+                    parameter.main_grad.zero_()
+                parameter.grad = None
 
     @torch.no_grad()
     def accumulate_gradients(self) -> None:
@@ -118,7 +188,7 @@ class Optimizer:
     def clip_gradients(self) -> torch.Tensor:
         """Scale the gradients to a 2-norm of at most `clip_grad_norm`; return the norm before, a float32 scalar.
 
-        It is that of the whole model: what is divided among ranks counts once, whoever has it."""
+        It is the whole model's norm: what is divided among ranks counts once, whoever has it."""
         gradients: list[torch.Tensor] = []
         norms: list[torch.Tensor] = []  # of what this rank has whole
         divided: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
@@ -128,9 +198,13 @@ class Optimizer:
                 divided.setdefault(groups, [])  # also where this rank has none: its ranks add up together
             if gradient is not None:
                 gradients.append(local_part(gradient))
+                if name in self._elsewhere:
+                    continue
                 own = torch.linalg.vector_norm(gradients[-1], dtype=torch.float32)
                 (divided[groups] if groups else norms).append(own)
         norms += [norm_over(groups, parts, self.lr.device) for groups, parts in divided.items()]
+        if self._stages is not None:  # each with parameters of its own
+            norms = [norm_over([self._stages], norms, self.lr.device)]
         norm = torch.linalg.vector_norm(torch.stack(norms))
         limit = self.config.clip_grad_norm
         if limit is not None and norm > limit:
@@ -141,14 +215,15 @@ class Optimizer:
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """Return moments, step counts and masters by name, ready for safetensors; of experts this rank's."""
-        return {key: value for _, key, value in self._state()}
+        return {key: value for _, key, value in self._state()} | self._shared_state()
 
     def whole_state_tensors(self) -> dict[str, torch.Tensor]:
         """Return `state_tensors` of the whole model on the first rank; called by all that share its copy of experts."""
         experts = self.experts
         if experts is None:
             return self.state_tensors()
-        return {key: experts.whole(value) if experts.owns(p) else value for p, key, value in self._state()}
+        found = {key: experts.whole(value) if experts.owns(p) else value for p, key, value in self._state()}
+        return found | self._shared_state()
 
     @torch.no_grad()
     def load_state_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -159,8 +234,12 @@ class Optimizer:
         """
         experts = self.experts
         found = {name: value for name, value in tensors.items() if name.startswith("optimizer.")}
-        check_same_layout(found, {key: self._whole_layout(p, value) for p, key, value in self._state()}, "optimizer")
+        layout = {key: self._whole_layout(p, value) for p, key, value in self._state()}
+        layout |= {key: (tuple(value.shape), value.dtype) for key, value in self._shared_state().items()}
+        check_same_layout(found, layout, "optimizer")
         check_ranges(found)
+        for key, value in self._shared_state().items():
+            value.copy_(found[key])
         for parameter, key, value in self._state():
             whole = found[key]
             value.copy_(experts.own(whole) if experts is not None and experts.owns(parameter) else whole)
@@ -171,10 +250,10 @@ class Optimizer:
         Raises ConfigError for moments in FP8, whose blocks are of a rank's own elements."""
         from ...parallel.parts import LocalPart
 
-        found: dict[str, LocalPart] = {}
+        found = {key: LocalPart(value, tuple(value.shape), {}) for key, value in self._shared_state().items()}
         for name, parameter in self.parameters.items():
             local = local_part(parameter)
-            for key, value in self._adamw.state[parameter].items():
+            for key, value in self._entries(name).items():
                 tensor = local_part(value)
                 if tensor.dim() == 0:
                     part = LocalPart(tensor, (), {})
@@ -194,10 +273,16 @@ class Optimizer:
         `load_state_tensors`."""
         parts = self.parts(own)
         found = {name: value for name, value in tensors.items() if name.startswith("optimizer.")}
+        others = tuple(f"optimizer.{name}." for name in own.elsewhere())
+        found = {name: value for name, value in found.items() if not name.startswith(others)}
         check_same_layout(found, {key: (p.shape, p.tensor.dtype) for key, p in parts.items()}, "optimizer")
         check_ranges(found)
         for key, part in parts.items():
             part.tensor.copy_(part.of_whole(found[key]))
+
+    def _shared_state(self) -> dict[str, torch.Tensor]:
+        """Return the state that belongs to no parameter, the same on all ranks."""
+        return {} if self._norms is None else {"optimizer.grad_norm_average": self._norms}
 
     def _whole_layout(self, parameter: torch.Tensor, value: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype]:
         """Return shape and dtype of an entry of state where the experts of all ranks are together."""
@@ -209,5 +294,5 @@ class Optimizer:
     def _state(self) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
         """Yield (parameter, name, tensor) of the state."""
         for name, parameter in self.parameters.items():
-            for key, value in self._adamw.state[parameter].items():
+            for key, value in self._entries(name).items():
                 yield parameter, f"optimizer.{name}.{key}", value

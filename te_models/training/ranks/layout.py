@@ -1,37 +1,57 @@
-"""The layout of a run: its ranks as a mesh, and the ranks that have data of their own."""
+"""The layout of a run: its ranks as a mesh, those that have data of their own, those whose gradients are averaged."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from ...model.parallel import groups_of
 from ...parallel.dims import ParallelDims
+from ...parallel.pipeline import StageLayout
 from ..config import ParallelConfig
 from .data_parallel import Ranks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from ...model import GPTModel
     from ...parallel.mesh import ParallelMesh
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
     """mesh: None where every rank has the whole model, and only data differ. data: this rank's place among those whose
-    windows differ; ranks that split layers with it read the same ones."""
+    windows differ; ranks that split layers or share sequences with it read the same ones. gradients: its place among
+    those over which gradients and losses are averaged, which have other windows or other parts of them.
+    sequence_parallel: whether ranks that split layers have a part of the tokens between these. stages: the pipeline
+    stages; None where each rank has all layers."""
 
     dims: ParallelDims
     mesh: ParallelMesh | None
     data: Ranks
+    gradients: Ranks
+    sequence_parallel: bool = False
+    stages: StageLayout | None = None
 
     @property
     def model_mesh(self) -> DeviceMesh | None:
         """The dimensions over which the model is built; None where each rank builds all of it."""
         return None if self.mesh is None else self.mesh.model
 
+    @property
+    def model_options(self) -> dict[str, Any]:
+        """How a model is divided, as arguments of `GPTModel`."""
+        return {**groups_of(self.model_mesh), "sequence_parallel": self.sequence_parallel}
 
-ONE_RANK = Layout(ParallelDims(ranks=1), None, Ranks())
+    def share_sequences(self, model: GPTModel) -> GPTModel:
+        """Tell a model which ranks share its sequences, and return it."""
+        if self.mesh is not None:
+            model.set_context_parallel_group(self.mesh.cp_group)
+        return model
+
+
+ONE_RANK = Layout(ParallelDims(ranks=1), None, Ranks(), Ranks())
 
 
 def layout_of(config: ParallelConfig, ranks: Ranks, device: str) -> Layout:
@@ -40,9 +60,16 @@ def layout_of(config: ParallelConfig, ranks: Ranks, device: str) -> Layout:
     Raises ConfigError, naming the size, where the ranks cannot be divided so.
     """
     dims = ParallelDims.of(config.to_dict(), ranks.world_size)
-    if dims.is_whole and dims.expert_model_parallel_size == 1:
-        return Layout(dims, None, ranks)
+    stages = None
+    if dims.pipeline_model_parallel_size > 1:
+        per_rank = config.virtual_pipeline_model_parallel_size
+        stages = StageLayout(dims.pipeline_model_parallel_size, config.pipeline_schedule, per_rank)
+    if dims.is_whole and dims.expert_model_parallel_size == dims.context_parallel_size == 1:
+        return Layout(dims, None, ranks, ranks)
     mesh = dims.build_mesh(device)
-    group = mesh.data_group
-    place = {"rank": group.rank(), "world_size": group.size(), "group": group, "owns_group": False}
-    return Layout(dims, mesh, dataclasses.replace(ranks, **place))
+    group, share = mesh.data_group, dims.context_parallel_size
+    gradients = dataclasses.replace(ranks, rank=group.rank(), world_size=group.size(), group=group, owns_group=False)
+    data = gradients
+    if share > 1:  # no collective is over these ranks alone
+        data = Ranks(group.rank() // share, group.size() // share)
+    return Layout(dims, mesh, data, gradients, config.sequence_parallel, stages)

@@ -107,6 +107,7 @@ def test_folders_that_hold_each_scale_with_its_dtype_and_shape_are_read(tmp_path
     assert_same_bits(stored(source), stored(tmp_path / "back"))
 
 
+@pytest.mark.slow
 def test_a_folder_holds_the_scales_of_the_largest_mixtures(tmp_path: Path) -> None:
     source, _ = make(CASES["modelopt-fp8"], tmp_path)
     tensors = {

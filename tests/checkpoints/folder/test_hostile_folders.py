@@ -79,6 +79,7 @@ def test_quantized_folder_is_refused(hf_folder: HFFolder, tmp_path: Path, defect
             convert(tmp_path / "quantized", tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_each_is_refused_soon_and_in_little_memory(hf_folder: HFFolder, tmp_path: Path) -> None:
     """All of them in a process that can count: under 1 s of its time and 200 MiB above what it had before, each."""
     # beside another worker a process has a hyperthread, half a core: its seconds are as long as two

@@ -156,6 +156,7 @@ def test_the_scanner_is_as_strict_as_the_parser(text: bytes, message: str) -> No
         parse_header(text, 4, "x")
 
 
+@pytest.mark.slow
 def test_a_file_of_120_000_tensors(tmp_path: Path) -> None:
     """More than the general parser may hold: one of 256 experts in 60 layers with scales has as many."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}

@@ -67,7 +67,7 @@ def assert_within_bound(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | Non
     assert ((y.double() - exact).abs() <= bound).all(), ((y.double() - exact).abs() / bound).max()
 
 
-@pytest.mark.matrix("pairs")
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", (BF16, F32))
 @pytest.mark.parametrize("format", FORMATS)
 def test_it_is_the_product_with_the_dequantized_weight(instructions: None, format: str, dtype: torch.dtype) -> None:
@@ -100,6 +100,7 @@ def test_each_weight_is_exactly_its_dequantized_value(
             assert torch.equal(found, values[:, begin : begin + count].t()), (begin, count)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("fp8_dtype", (E4M3, E5M2))
 @pytest.mark.parametrize("scale", (0.7, 2.0**-20, 3e-39, 2.0**121))
 def test_every_byte_is_decoded(instructions: None, fp8_dtype: torch.dtype, scale: float) -> None:

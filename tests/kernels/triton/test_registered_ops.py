@@ -53,8 +53,18 @@ DIFFERENTIABLE = {"x", "weight", "bias", "probabilities", "logits", "hidden", "a
 ONE_BYTE = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-@pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
+EVERYDAY = [family for family in FAMILIES if family.__name__ != "by_recipe"]  # whose samples are other families', too
+
+
+@pytest.mark.parametrize(
+    ("family", "few"),
+    [
+        pytest.param(family, few, marks=() if few and family in EVERYDAY else pytest.mark.slow)
+        for family in FAMILIES
+        for few in (True, False)
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_opcheck(device, family, few: bool) -> None:
     """torch's own checks, on one sample of each operation or three; one of them cannot compare FP8."""
     by_name: dict[str, list[Arguments]] = {}

@@ -44,7 +44,7 @@ KINDS = {
     ),
     "add": (lambda: ops.Sequential(ops.Linear(96, 96), ops.AddExtraInput(), ops.ClampedSwiGLU()), 1),
 }
-FAST = {("mlp", "delayed"), ("in_place", "mxfp8")}
+FAST = {("mlp", "delayed"), ("add", "mxfp8")}
 MATRIX = [
     pytest.param(kind, name, False, marks=() if (kind, name) in FAST else pytest.mark.slow, id=f"{kind}-{name}")
     for kind in KINDS

@@ -67,7 +67,8 @@ def test_fp8_shapes_and_errors(size: int) -> None:
     assert (root > 0).all()
 
 
-@pytest.mark.parametrize("size", [75, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [75, 1000])
 def test_compiled_encoding_has_the_same_bits(size: int) -> None:
     """Random bits included."""
     torch.manual_seed(size)

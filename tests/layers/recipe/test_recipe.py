@@ -208,7 +208,7 @@ def test_the_outermost_region_decides_the_reduction_group() -> None:
     for group in (None, outer):
         with (
             autocast(enabled=False, amax_reduction_group=group),
-            pytest.raises(ValueError, match="amax_reduction_group is not that of the outermost autocast region"),
+            pytest.raises(ValueError, match="amax_reduction_group is not the outermost autocast region's"),
             autocast(amax_reduction_group=inner),
         ):
             pass

@@ -142,7 +142,7 @@ def assert_same(found: list[Any], expected: list[Any]) -> None:
         assert got is None or torch.equal(got, want)
 
 
-FAST = {("none", "plain"), ("delayed", "plain"), ("nvfp4", "cached")}
+FAST = {("none", "plain"), ("nvfp4", "cached")}
 COMPILED = [
     pytest.param(*case, how, marks=() if how == "aot_eager" and case in FAST else pytest.mark.slow)
     for case, how in itertools.product(CASES, ("aot_eager", "inductor"))

@@ -47,7 +47,7 @@ def test_every_field_is_a_key_or_a_table(part: type[ConfigPart]) -> None:
 
 
 def test_types_and_defaults_are_words_of_toml() -> None:
-    assert keys(TRAINING["data"])["path"] == ("string", "required")
+    assert keys(TRAINING["data"])["path"] == ("string", "unset")
     assert keys(TRAINING["data"])["text"] == ("list of strings", "[]")
     assert keys(TRAINING["optimizer"])["betas"] == ("list of numbers", "[0.9, 0.95]")
     assert keys(TRAINING["schedule"])["decay_steps"] == ("integer", "unset")

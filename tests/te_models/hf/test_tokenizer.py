@@ -21,7 +21,7 @@ from te_models.tokenizer import (
     end_token,
     read_tokenizer,
 )
-from te_models.training.data.build import load_encoder
+from te_models.training.data.encoder import load_encoder
 from tests.te_models.tokenizer_cases import HOSTILE, SOUND, as_bytes, damaged, replacements, tokenizer_file
 
 tokenizers = pytest.importorskip("tokenizers")

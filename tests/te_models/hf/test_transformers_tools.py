@@ -144,6 +144,7 @@ def test_trainer_smooths_labels_of_the_next_tokens(theirs: Any, tokenizer: Any, 
     assert losses(run) == pytest.approx(losses(reference), rel=2e-3)
 
 
+@pytest.mark.slow
 def test_trainer_goes_on_with_weights_stored_quantized(theirs: Any, tokenizer: Any, tmp_path: Path) -> None:
     """From a checkpoint in one file or in several, and from the best one at the end."""
     source, ids = save(theirs, tmp_path / "hf"), torch.arange(3, 9)[None]

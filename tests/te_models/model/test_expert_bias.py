@@ -182,7 +182,7 @@ def test_the_fullest_expert_of_any_layer() -> None:
 def test_what_cannot_be_balanced_is_refused() -> None:
     plain = GPTModel(tiny_moe())
     assert not has_expert_bias(plain) and has_expert_bias(build())
-    assert not [name for name, _ in plain.named_buffers() if "expert" in name]
+    assert not [name for name, _ in plain.named_buffers() if "expert_bias" in name]
     with pytest.raises(ValueError, match=r"model has no expert bias; allowed: one whose .*expert_bias is true"):
         update_expert_bias(plain)
     for rate in (-0.1, float("nan"), float("inf")):

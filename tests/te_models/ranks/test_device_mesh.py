@@ -12,6 +12,7 @@ import torch
 from te_models import GPTModel, RouterConfig, compile_model, update_expert_bias
 from te_models.layers import DotProductAttention, GroupedLinear, LayerNormMLP, Linear, MultiheadAttention, ops
 from te_models.model.parallel import groups_of
+from te_models.parallel import ParallelDims, parallelize
 from te_models.training.ranks.data_parallel import Ranks, average_gradients
 from tests.te_models.configs import tiny, tiny_moe
 
@@ -72,6 +73,7 @@ BIASED = RouterConfig(expert_bias=True)
 CALLS: dict[str, Callable[[Any], object]] = {
     "GPTModel tp": lambda mesh: GPTModel(tiny(), tp_group=mesh),
     "GPTModel ep": lambda mesh: GPTModel(tiny_moe(), ep_group=mesh),
+    "GPTModel cp": lambda mesh: GPTModel(tiny()).set_context_parallel_group(mesh),
     "Linear": lambda mesh: Linear(32, 32, parallel_mode="column", tp_group=mesh),
     "LayerNormMLP": lambda mesh: LayerNormMLP(32, 64, set_parallel_mode=True, tp_group=mesh),
     "GroupedLinear": lambda mesh: GroupedLinear(2, 32, 32, parallel_mode="column", tp_group=mesh),
@@ -90,3 +92,14 @@ def test_a_mesh_is_no_process_group(call: str, mesh: Callable[..., Any]) -> None
     """Where one group is asked for, no dimension of a mesh is chosen."""
     with pytest.raises(ValueError, match=r"group is a DeviceMesh; allowed: a process group, such as get_group\('tp'\)"):
         CALLS[call](mesh("tp"))
+
+
+def test_parallelize_takes_no_other_mesh(mesh: Callable[..., Any]) -> None:
+    """Neither one whose dimensions may mean anything, nor one of other ranks than the model was built over."""
+    with pytest.raises(
+        TypeError, match=r"mesh is a DeviceMesh with the dimensions \('anything',\); allowed: a Parallel"
+    ):
+        parallelize(GPTModel(tiny()), mesh("anything"))
+    dims = ParallelDims(ranks=4, tensor_model_parallel_size=2)
+    with pytest.raises(ValueError, match="tensor_model_parallel_size of the mesh is 2, and the model was built over 1"):
+        parallelize(GPTModel(tiny()), dims.build_mesh("cpu"))

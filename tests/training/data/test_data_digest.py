@@ -7,13 +7,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 from te_models.training import DataError, TokenDataset, Windows, latest_checkpoint, loop, train, write_dataset
 from te_models.training.checkpoints.checkpoint import load_state
-from te_models.training.checkpoints.start import check_same_data
 from te_models.training.data import digest as data_digest
-from te_models.training.ranks.data_parallel import Ranks
 from te_models.training.step import StepResult, train_step
 from tests.fork_server import CONTEXT
 from tests.training.runs import tiny_run
@@ -77,14 +74,6 @@ def test_a_run_does_not_continue_on_other_data(tmp_path: Path) -> None:
         train(config)
     shutil.rmtree(data)  # built again, from the same text
     train(config)
-
-
-def test_ranks_read_the_same_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dataset = write_dataset(tmp_path / "a", [[[1, 2, 3]]], 100)
-    other = {"0.digest": torch.zeros(32, dtype=torch.uint8), "1.digest": torch.ones(32, dtype=torch.uint8)}
-    monkeypatch.setattr("te_models.training.checkpoints.start.gather_tensors", lambda *_: other)
-    with pytest.raises(DataError, match=r"rank 1 reads other tokens from data.path .* than rank 0"):
-        check_same_data(dataset, None, Ranks(0, 2))
 
 
 def test_ids_beyond_the_vocabulary_are_told(tmp_path: Path) -> None:

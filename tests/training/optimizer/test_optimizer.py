@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from te_models.training.config import OptimizerConfig
-from te_models.training.optimizer.adamw import Optimizer, is_decayed
+from te_models.training.optimizer.adamw import Optimizer
+from te_models.training.optimizer.groups import is_decayed
 from tests.training.runs import assert_same_bits
 
 

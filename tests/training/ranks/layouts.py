@@ -12,25 +12,46 @@ from pathlib import Path
 from typing import Any
 
 from te_models.cli.main import main
+from te_models.config import EmbeddingConfig, ModelConfig
 from te_models.training import (
     CheckpointConfig,
     EvaluationConfig,
+    ModelSource,
     OptimizerConfig,
     PrecisionConfig,
     read_metrics,
 )
 from tests.ranks import run_on_ranks
 from tests.training.processes import as_toml
-from tests.training.runs import tiny_run
+from tests.training.runs import balanced_model, tiny_model, tiny_run
 
 MICRO_BATCHES = 4
-LAYOUTS: dict[str, dict[str, int]] = {
+
+
+def _balanced(kind: str) -> ModelConfig:
+    model = tiny_model(moe=True)
+    return model.replace(moe=model.moe.replace(moe_router_load_balancing_type=kind, aux_loss_coeff=0.1))
+
+
+MODELS: dict[str, ModelConfig] = {
+    "dense": tiny_model(),
+    "moe": tiny_model(moe=True),
+    "seq_moe": _balanced("seq_aux_loss"),
+    "mla_moe": balanced_model(),
+    "deep": tiny_model(moe=True, layers=4),
+    "tied": tiny_model(layers=4).replace(embedding=EmbeddingConfig(share_embeddings_and_output_weights=True)),
+}
+"""Kind -> its model; mla_moe has latent attention, groups of experts, a shared one and a bias that balances them."""
+LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
     "dp2": {},
     "fsdp2": {"data_parallel_shard_size": 2},
     "tp2": {"tensor_model_parallel_size": 2},
     "ep2": {"expert_model_parallel_size": 2},
     "ep2 fsdp2": {"expert_model_parallel_size": 2, "data_parallel_shard_size": 2},
+    "tp2 sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "cp2": {"context_parallel_size": 2},
+    "pp2": {"pipeline_model_parallel_size": 2},
     "fsdp4": {"data_parallel_shard_size": -1},
     "hsdp 2x2": {"data_parallel_replicate_size": 2, "data_parallel_shard_size": 2},
     "tp2 dp2": {"tensor_model_parallel_size": 2},
@@ -38,14 +59,38 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "tp2 ep2": {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},
     "ep2 fsdp4": {"expert_model_parallel_size": 2, "data_parallel_shard_size": 4},
     "ep2 hsdp 2x2": {"expert_model_parallel_size": 2, "data_parallel_shard_size": 2},
+    "cp2 fsdp2": {"context_parallel_size": 2, "data_parallel_shard_size": 2},
+    "cp2 ep2": {"context_parallel_size": 2, "expert_model_parallel_size": 2},
+    "cp2 tp2 sp": {"context_parallel_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True},
     "tp2 ep2 fsdp2": {
         "tensor_model_parallel_size": 2,
         "expert_model_parallel_size": 2,
         "data_parallel_shard_size": 2,
     },
+    "pp2 fsdp2": {"pipeline_model_parallel_size": 2, "data_parallel_shard_size": 2},
+    "pp2 dp2": {"pipeline_model_parallel_size": 2},
+    "pp2 tp2": {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2},
+    "pp2 ep2": {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2},
 }
 """Layout -> its sizes. Those from "fsdp4" on need four ranks."""
-DATA_RANKS = {"one": 1, "tp2": 1, "fsdp4": 4, "hsdp 2x2": 4, "ep2 fsdp4": 4, "ep2 hsdp 2x2": 4}
+SCHEDULES = {
+    f"pp2 {schedule}": {"pipeline_model_parallel_size": 2, "pipeline_schedule": schedule}
+    for schedule in ("GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+}
+"""Layouts of two pipeline stages under other schedules than 1F1B; most of them have two stages a rank."""
+DATA_RANKS = dict.fromkeys(SCHEDULES, 1) | {
+    "one": 1,
+    "tp2": 1,
+    "tp2 sp": 1,
+    "cp2": 1,
+    "cp2 tp2 sp": 1,
+    "pp2": 1,
+    "pp2 tp2": 1,
+    "fsdp4": 4,
+    "hsdp 2x2": 4,
+    "ep2 fsdp4": 4,
+    "ep2 hsdp 2x2": 4,
+}
 """How many ranks have data of their own; 2 where it is not said."""
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {"dtype": "fp32"},
@@ -99,7 +144,7 @@ class Runs:
             config = tiny_run(
                 self.folder,
                 "run",
-                moe=case.kind == "moe",
+                model=ModelSource(config=MODELS[case.kind]),
                 steps=self.steps,
                 optimizer=OptimizerConfig(lr=1e-3, clip_grad_norm=0.5),
                 precision=PrecisionConfig(),
@@ -108,7 +153,7 @@ class Runs:
             )
             file.write_text(as_toml(config))
         share = str(MICRO_BATCHES // DATA_RANKS.get(case.layout, 2))
-        options = {f"parallel.{name}": size for name, size in LAYOUTS[case.layout].items()}
+        options = {f"parallel.{name}": size for name, size in (LAYOUTS | SCHEDULES)[case.layout].items()}
         options |= {"data.gradient_accumulation": share, "evaluation.batches": share}
         options |= {f"precision.{name}": value for name, value in PRECISIONS[case.precision].items()}
         words = [str(file), "--output-dir", str(self.output_dir(case))]

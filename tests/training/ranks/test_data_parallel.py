@@ -127,10 +127,10 @@ def test_ranks_wait_for_a_data_set_however_long_it_takes(tmp_path: Path) -> None
     setup = """
 import time, torch.distributed as dist
 from datetime import timedelta
-import te_models.training.build as build
-def slowly(*arguments, build_dataset=build.build_dataset):
+import te_models.training.run_data as build
+def slowly(*arguments, build_dataset=build.build_dataset, **options):
     time.sleep(5)
-    return build_dataset(*arguments)
+    return build_dataset(*arguments, **options)
 build.build_dataset = slowly
 dist.init_process_group("gloo", timeout=timedelta(seconds=3))
 """

@@ -21,6 +21,7 @@ from te_models.training import (
     latest_checkpoint,
     train,
 )
+from te_models.training.metrics import read_metrics
 from tests.training.processes import train_on_ranks
 from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_run
 
@@ -72,6 +73,8 @@ def test_distributed_experts_train_as_on_one_rank(ranks: int, tmp_path: Path) ->
         assert row[2] == pytest.approx(expected[2], rel=1e-5)  # router losses
         assert row[4] == pytest.approx(expected[4], rel=1e-5)  # the norm: every expert counts, and once
         assert row[4] > 0.1
+    found, expected = (read_metrics(Path(run.output_dir) / "metrics.jsonl")[0] for run in (together, alone))
+    assert found["experts"] == expected["experts"]
     # what is saved is the whole model: its weights, and the moments of all experts where one rank has them
     one, two = (tensors_under(latest_checkpoint(Path(run.output_dir))) for run in (alone, together))
     assert one.keys() <= two.keys()  # of the random states there is one for each rank

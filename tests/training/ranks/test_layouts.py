@@ -12,10 +12,11 @@ import torch
 from te_models import GPTModel
 from te_models.checkpoints import check_manifest
 from te_models.parallel.sharding import shards_experts_apart
-from te_models.training import TrainingCheckpointError
+from te_models.training import ParallelConfig, TrainingCheckpointError
 from te_models.training.checkpoints.checkpoint import load_state
-from tests.training.ranks.layouts import LAYOUTS, PRECISIONS, Case, Runs
-from tests.training.runs import assert_same_bits, tensors_under
+from tests.training.processes import train_on_ranks
+from tests.training.ranks.layouts import LAYOUTS, PRECISIONS, SCHEDULES, Case, Runs
+from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_run
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
 
@@ -25,6 +26,13 @@ TRAINED = [
     Case("moe", "fp32", "tp2"),
     Case("moe", "fp32", "ep2 fsdp2"),
     Case("moe", "stored mxfp8", "fsdp2"),
+    Case("moe", "fp32", "tp2 sp"),
+    Case("moe", "fp32", "cp2"),
+    Case("mla_moe", "fp32", "ep2 fsdp2"),
+    Case("tied", "fp32", "pp2"),
+    Case("deep", "delayed", "pp2"),
+    Case("deep", "fp32", "pp2 Interleaved1F1B"),
+    Case("deep", "bf16", "pp2 ZBVZeroBubble"),
 ]
 CONTINUED = [
     Case("dense", "fp32", "fsdp2", start="fsdp2"),
@@ -34,9 +42,20 @@ CONTINUED = [
     Case("moe", "fp32", "tp2", start="ep2 fsdp2"),
     Case("moe", "fp32", "ep2", start="ep2 fsdp2"),
     Case("moe", "stored mxfp8", "fsdp2", start="fsdp2"),
+    Case("moe", "fp32", "tp2 sp", start="cp2"),
+    Case("moe", "fp32", "cp2", start="tp2 sp"),
+    Case("tied", "fp32", "pp2", start="pp2"),
+    Case("tied", "fp32", "pp2", start="one"),
+    Case("deep", "fp32", "fsdp2", start="pp2 Interleaved1F1B"),
 ]
-FOUR = [Case("moe", "fp32", "tp2 ep2 fsdp2"), Case("moe", "mxfp8", "ep2 hsdp 2x2")]
-BACK = Case("moe", "fp32", "one", start="tp2 ep2 fsdp2")
+FOUR = [
+    Case("moe", "fp32", "tp2 ep2 fsdp2"),
+    Case("moe", "mxfp8", "ep2 hsdp 2x2"),
+    Case("dense", "fp32", "cp2 fsdp2"),
+    Case("seq_moe", "fp32", "cp2 tp2 sp"),
+    Case("deep", "fp32", "pp2 fsdp2"),
+]
+BACK = [Case("moe", "fp32", "one", start="tp2 ep2 fsdp2"), Case("tied", "fp32", "one", start="pp2")]
 
 
 def possible(case: Case) -> bool:
@@ -68,7 +87,7 @@ def test_a_layout_trains_as_one_rank(case: Case, runs: Runs) -> None:
     assert runs.differences(case) == []
 
 
-@pytest.mark.parametrize("case", each([BACK]))
+@pytest.mark.parametrize("case", each(BACK))
 def test_one_rank_continues_what_four_began(case: Case, runs: Runs) -> None:
     runs.on_ranks([case], 1)
     assert runs.differences(case) == []
@@ -85,7 +104,7 @@ def test_the_same_layout_continues_bit_for_bit(case: Case, runs: Runs) -> None:
     assert [[row.get(name) for name in columns] for row in runs.curve(case)] == rows[2:]
 
 
-@pytest.mark.parametrize("case", each([TRAINED[0], TRAINED[3], TRAINED[4], FOUR[0]]))
+@pytest.mark.parametrize("case", each([TRAINED[0], TRAINED[3], TRAINED[4], TRAINED[7], FOUR[0]]))
 def test_the_result_is_an_ordinary_folder(case: Case, runs: Runs) -> None:
     """Of the weights of one rank, but for sums in another order, which Adam may turn into steps of the size of lr."""
     final = runs.output_dir(case) / "final"
@@ -137,18 +156,37 @@ def _copy(folder: Path, to: Path, changed: dict[str, bytes]) -> None:
         (to / name).write_bytes(changed.get(str(name), file.read_bytes()))
 
 
+@pytest.mark.slow
+def test_compiled_stages_train_as_eager_ones(tmp_path: Path) -> None:
+    """Layer by layer: one graph for all layers of a stage that are alike."""
+    parallel = ParallelConfig(pipeline_model_parallel_size=2)
+    eager = tiny_run(tmp_path, "eager", steps=2, parallel=parallel)
+    compiled = eager.replace(output_dir=str(tmp_path / "compiled"), compile=True, compile_mode="block")
+    for config in (eager, compiled):
+        train_on_ranks(config, tmp_path, timeout=400)
+    for found, right in zip(curve(compiled), curve(eager), strict=True):
+        assert found[1] == pytest.approx(right[1], rel=1e-5) and found[4] == pytest.approx(right[4], rel=1e-4)
+
+
 SLOW = [
     Case(kind, precision, layout)
-    for kind in ("dense", "moe")
-    for precision in PRECISIONS
+    for kind in ("dense", "moe", "mla_moe")
+    for precision in (PRECISIONS if kind != "mla_moe" else ("fp32", "mxfp8"))
     for layout in LAYOUTS
     if layout != "one"
-    and (kind == "moe" or "ep2" not in layout)
+    and (kind != "dense" or "ep2" not in layout)
     # not implemented, or a shard would cut the blocks of 32 rows of this model
-    and not (precision.startswith("stored") and ("tp2" in layout or "fsdp4" in layout))
+    and not (precision.startswith("stored") and ("tp2" in layout or "fsdp4" in layout or "pp2" in layout))
     and possible(Case(kind, precision, layout))
 ]
-FROM = ("one", "dp2", "fsdp2", "tp2", "ep2 fsdp2")
+SLOW += [
+    Case(kind, precision, layout)
+    for kind in ("deep", "tied", "mla_moe")
+    for precision in ("fp32", "bf16", "delayed")
+    for layout in ("pp2", "pp2 fsdp2", *SCHEDULES)
+    if kind != "mla_moe" or layout in ("pp2", "pp2 GPipe")  # three layers
+]
+FROM = ("one", "dp2", "fsdp2", "tp2", "pp2", "ep2 fsdp2", "cp2")
 
 
 @pytest.mark.slow
@@ -156,7 +194,7 @@ def test_every_layout_trains_as_one_rank(tmp_path: Path) -> None:
     """Ten steps of {dense, mixture} x number formats x layouts."""
     runs = Runs(tmp_path, steps=10)
     runs.on_one_rank(list(dict.fromkeys(case.reference() for case in SLOW)))
-    for layout in LAYOUTS:  # one for each set of processes: the threads of process groups end with them
+    for layout in LAYOUTS | SCHEDULES:  # one for each set of processes: the threads of process groups end with them
         if cases := [case for case in SLOW if case.layout == layout]:
             runs.on_ranks(cases, _ranks(layout), timeout=1800)
     assert [problem for case in SLOW for problem in runs.differences(case)] == []
@@ -176,5 +214,5 @@ def test_every_layout_continues_every_other(tmp_path: Path) -> None:
 
 
 def _ranks(layout: str) -> int:
-    names = list(LAYOUTS)
+    names = [*SCHEDULES, *LAYOUTS]
     return 1 if layout == "one" else 2 if names.index(layout) < names.index("fsdp4") else 4

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from te_models.training import LostRankError, list_checkpoints
+from te_models.training import LostRankError, ParallelConfig, list_checkpoints
 from tests.training.checkpoints.test_interruption import FOREVER, endless
 from tests.training.processes import exit_codes, stderr, training, wait_for_rows
 
@@ -33,6 +33,18 @@ def test_a_rank_that_is_gone_ends_the_others(tmp_path: Path, gone: int, signum: 
         assert time.monotonic() - begun < 40  # gloo waits for half an hour, and the machine may be busy
     for rank in left:
         assert f"rank {gone} stopped answering" in stderr(tmp_path, rank).read_text()
+
+
+@pytest.mark.slow
+def test_a_pipeline_stage_that_is_gone_ends_the_others(tmp_path: Path) -> None:
+    """torch wraps what a receive raises in errors of its own."""
+    parallel = ParallelConfig(pipeline_model_parallel_size=2)
+    config = endless(tmp_path, distributed_timeout_minutes=5 / 60, parallel=parallel)
+    with training(config, tmp_path, ranks=2) as processes:
+        wait_for_rows(config, 2, processes)
+        os.kill(processes[1].pid, signal.SIGKILL)
+        assert exit_codes(processes[:1], timeout=60) == [3]
+    assert "rank 1 stopped answering" in stderr(tmp_path, 0).read_text()
 
 
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path) -> None:

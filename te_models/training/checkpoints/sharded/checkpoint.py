@@ -11,7 +11,7 @@ As every checkpoint it appears by one rename, when all ranks have written.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from te_models.layers import QuantizedTensor
 
 from ....model import GPTModel
 from ....parallel.parts import LocalPart, ModelParts
-from ...ranks.data_parallel import Ranks, barrier
+from ...ranks.data_parallel import Ranks
 from ..checks import SHARDED_VERSION, VALUES, TrainingCheckpointError, check_ranges
 from ..files import checkpoint_dir, remove_old, sharded_paths
 from .storage import PARTS, PartLoadPlanner, PartReader, PartSavePlanner, PartWriter, read_index
@@ -42,44 +42,44 @@ def save_parts(
     ranks: Ranks,
     *,
     keep_last: int,
+    group: dist.ProcessGroup | None = None,
 ) -> Path:
     """Write the checkpoint of `values["step"]`, called by all ranks; the first one then removes all but the newest
-    `keep_last`. parts: what this rank has, by name; values: of training.json. Raises CheckpointError on every rank, and
-    leaves nothing, where one cannot write."""
+    `keep_last`, and is the last to return. parts: what this rank has, by name; values: of training.json. group: of all
+    ranks, which nothing else uses meanwhile; None: the default one. Raises CheckpointError on every rank, and leaves
+    nothing, where one cannot write."""
     target = checkpoint_dir(output_dir, values["step"])
     if not ranks.is_main:
-        (folder,) = _from_first_rank([None])
+        (folder,) = _from_first_rank([None], group)
         if folder is not None:
-            _write_parts(Path(folder), parts)
-        barrier(ranks)
+            _write_parts(Path(folder), parts, group)
         return target
     announced = False
     try:
         with new_folder(target, overwrite=False) as folder:
             (folder / PARTS).mkdir()
             announced = True
-            _from_first_rank([str(folder / PARTS)])
-            _write_parts(folder / PARTS, parts)
+            _from_first_rank([str(folder / PARTS)], group)
+            _write_parts(folder / PARTS, parts, group)
             whole = {"version": SHARDED_VERSION, **values, "model_config": model.config.to_dict()}
             text = json.dumps(whole, indent=2, allow_nan=False)
             (folder / VALUES).write_text(text + "\n", encoding="utf-8")
             (folder / MANIFEST).write_bytes(manifest_bytes(record_files(sharded_paths(folder))))
     finally:
         if not announced:
-            _from_first_rank([None])
+            _from_first_rank([None], group)
     remove_old(output_dir, keep_last)
-    barrier(ranks)
     return target
 
 
-def _from_first_rank(value: list[Any]) -> list[Any]:
-    dist.broadcast_object_list(value, src=0, device=torch.device("cpu"))
+def _from_first_rank(value: list[Any], group: dist.ProcessGroup | None) -> list[Any]:
+    dist.broadcast_object_list(value, src=0, device=torch.device("cpu"), group=group)
     return value
 
 
-def _write_parts(folder: Path, parts: Mapping[str, LocalPart]) -> None:
+def _write_parts(folder: Path, parts: Mapping[str, LocalPart], group: dist.ProcessGroup | None) -> None:
     try:
-        save(dict(parts), storage_writer=PartWriter(folder), planner=PartSavePlanner())
+        save(dict(parts), storage_writer=PartWriter(folder), planner=PartSavePlanner(), process_group=group)
     except CheckpointException as error:
         raise CheckpointError(f"writing {folder.parent} failed: {_reason(error)}") from None
 
@@ -136,6 +136,18 @@ def read_private(folder: Path, prefix: str, rank: int) -> dict[str, Tensor]:
     except CheckpointError as error:
         raise TrainingCheckpointError(f"{folder} cannot be used: {error}") from None
     return {name.removeprefix(own): part.tensor for name, part in found.items()}
+
+
+def read_recipe(folder: Path, ranks: Sequence[int], names: Iterable[str]) -> dict[str, Tensor]:
+    """Return entries of the recipes' state, each of the first of these ranks of the run before that had it: pipeline
+    stages have those of their own layers. Names that no rank had are left out."""
+    by_rank = {rank: read_private(folder, "recipe", rank) for rank in dict.fromkeys(ranks)}
+    found = {}
+    for name in names:
+        saved = next((state[name] for state in by_rank.values() if name in state), None)
+        if saved is not None:
+            found[name] = saved
+    return found
 
 
 def saved_dtypes(folder: Path) -> dict[str, torch.dtype]:

@@ -7,8 +7,6 @@ the operands' layout that its launcher guarantees.
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,12 +48,12 @@ def launch(kernel: Any, name: str, rows: int, split: bool, out: str, units: tupl
     return compile_kernel(kernel, types, constants, tiles.num_warps, tiles.num_stages)
 
 
-def cases(row_counts: Sequence[int] = ROWS) -> dict[str, Any]:
+def cases() -> dict[str, Any]:
     """Return {case: compiled kernel}."""
     found = {}
     tile.shared_memory = lambda device: SHARED_MEMORY
     for name in FORMATS:
-        for rows in row_counts:
+        for rows in ROWS:
             for split in (True, False) if name == "per tensor" else (True,):
                 label = f"{name}, {rows} rows" + ("" if split else ", fast")
                 kernel = grouped.grouped_gemm_fwd_kernel
@@ -78,5 +76,5 @@ def cases(row_counts: Sequence[int] = ROWS) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    found = cases([int(word) for word in sys.argv[1:]] or ROWS)
+    found = cases()
     print(json.dumps({name: summary(compiled) for name, compiled in found.items()}))

@@ -13,15 +13,16 @@ SMALLER = 101376  # bytes of shared memory at compute capability 8.6, 8.9 and 12
 Summaries = dict[str, dict[str, int]]
 
 
-@pytest.fixture(scope="module", params=["4096", pytest.param(None, marks=pytest.mark.slow)])
-def compiled(request: pytest.FixtureRequest) -> Summaries:
-    """Compile those for about so many rows, or all of them, once: about 20 seconds the first time."""
+@pytest.fixture(scope="module")
+def compiled() -> Summaries:
+    """Compile all of them once: some minutes the first time."""
     reason = can_compile()
     if reason is not None:
         pytest.skip(reason)
-    return in_child("tests.kernels.triton.hopper.hopper_gemm", *([] if request.param is None else [request.param]))
+    return in_child("tests.kernels.triton.hopper.hopper_gemm")
 
 
+@pytest.mark.slow
 def test_shared_memory_fits(compiled: Summaries) -> None:
     assert max(found["shared"] for found in compiled.values()) <= SHARED_MEMORY
 
@@ -44,11 +45,13 @@ def test_values_in_flight_fit_a_smaller_gpu(narrow: bool, monkeypatch: pytest.Mo
     assert wide == ([] if narrow else [SHARED_MEMORY] * 2)
 
 
+@pytest.mark.slow
 def test_sums_stay_in_registers(compiled: Summaries) -> None:
     """A few spilled addresses cost little; an accumulator is 256 bytes per thread."""
     assert {name: found["stack"] for name, found in compiled.items() if found["stack"] > 96} == {}
 
 
+@pytest.mark.slow
 def test_tensor_cores_run_asynchronously(compiled: Summaries) -> None:
     """From 64 rows on; one product is in flight where no scales have to be applied to it first."""
     for name, found in compiled.items():
@@ -57,6 +60,7 @@ def test_tensor_cores_run_asynchronously(compiled: Summaries) -> None:
             assert found["in_flight"] == (0 if "128-blocks" in name or "mxfp8" in name else 1), name
 
 
+@pytest.mark.slow
 def test_loads_are_asynchronous_copies_and_stores_are_wide(compiled: Summaries) -> None:
     for name, found in compiled.items():
         assert found["wide"] > 0, name

@@ -1,0 +1,64 @@
+"""Pipeline stages of a model: some of its layers, the embedding before the first and the output layer after the last.
+
+A stage is a GPTModel that shares its modules with the whole one, under the same names: a parameter is called
+`decoder.layers.5.…` in whichever stage it is. Megatron-Core: `pre_process` and `post_process`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch import nn
+
+from ..config import ConfigError
+
+if TYPE_CHECKING:
+    from .gpt import GPTModel
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def with_layers(model: GPTModel, layers: Sequence[int]) -> GPTModel:
+    """Return a model of these layers of `model` alone, in ascending order: with the embedding if layer 0 is among them,
+    and with final norm and output layer if the last one is. Where embedding and output layer share their weight, the
+    last layer brings the embedding, too. The modules are those of `model`, not copies.
+
+    Raises ConfigError for no layer, and for a layer that the model does not have.
+    """
+    whole, own = model.config.num_layers, {int(name): layer for name, layer in _layers(model).items()}
+    missing = [layer for layer in layers if layer not in own]
+    if missing or not layers or list(layers) != sorted(set(layers)):
+        raise ConfigError(
+            f"a stage is asked for with layers {list(layers)}; allowed: one or more, in ascending order, of "
+            f"{sorted(own)}"
+        )
+    first, last = layers[0] == 0, layers[-1] == whole - 1
+    tied = model.config.embedding.share_embeddings_and_output_weights
+    needed = {"embedding"} if first or (last and tied) else set()
+    needed |= {"output_layer"} if last else set()
+    stage = _copy_without(model, {"embedding", "output_layer"} - needed)
+    object.__setattr__(stage, "whole", model.whole or model)  # no submodule
+    stage.pre_process, stage.post_process = first, last
+    decoder = _copy_without(model.decoder, set() if last else {"final_layernorm"})
+    some = nn.ModuleList()
+    for layer in layers:
+        some.add_module(str(layer), own[layer])
+    places = [list(own).index(layer) for layer in layers]
+    decoder.layers = some
+    decoder.rotary_of_layer = [model.decoder.rotary_of_layer[place] for place in places]
+    decoder.tuned_layers = [model.decoder.tuned_layers[place] for place in places]
+    stage.decoder = decoder
+    return stage
+
+
+def _layers(model: GPTModel) -> dict[str, Any]:
+    return model.decoder.layers._modules
+
+
+def _copy_without(module: M, names: Collection[str]) -> M:
+    """Return a module with the same submodules, where these are None. What is changed in it is not in the other."""
+    result = copy.copy(module)
+    result._modules = {name: None if name in names else child for name, child in module._modules.items()}
+    return result

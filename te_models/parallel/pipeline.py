@@ -1,0 +1,305 @@
+"""Pipeline stages of a layout: which layers each rank has, and one pass of micro-batches through them.
+
+Stages, their schedules and what they send are `torch.distributed.pipelining`. What is added here: the router losses
+travel with the hidden states as a second tensor, so that the last stage has the loss of all layers, and its gradient
+reaches every router; weight gradients that a schedule wants later come from the layers' own delayed computation.
+
+B batch, S sequence, H hidden.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from te_models.layers import gradient_of
+from te_models.layers.module.base import GemmModule
+from te_models.layers.tensor.fsdp import local_part
+
+from ..config import ConfigError
+from ..model import GPTModel
+
+ABSTRACT = ("PipelineScheduleSingle", "PipelineScheduleMulti")
+V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+"""Schedules in which the first rank has the first and the last stage."""
+LATER = ("ScheduleInterleavedZeroBubble", *V_SHAPED)
+"""Schedules that compute weight gradients apart from the gradients of activations."""
+WHERE = "parallel.pipeline_schedule"
+
+
+def schedule_class(name: str) -> Any:
+    """Return torch's class of a schedule. Raises ConfigError for a name that torch does not know."""
+    from torch.distributed.pipelining.schedules import get_schedule_class
+
+    try:
+        found = None if name in ABSTRACT else get_schedule_class(name)
+    except ValueError:
+        found = None
+    if found is None or found.__name__ in ABSTRACT:
+        known = "1F1B, GPipe, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble, DualPipeV"
+        raise ConfigError(f"{WHERE} is {name!r}; allowed: a schedule that torch has, such as {known}", WHERE)
+    return found
+
+
+@dataclass(frozen=True)
+class StageLayout:
+    """Which stages each of `ranks` ranks has under a schedule. stages_per_rank: None means one, or two under schedules
+    of several stages a rank. Raises ConfigError for a schedule that torch does not know, and for a number of stages
+    that it does not have."""
+
+    ranks: int
+    schedule: str = "1F1B"
+    stages_per_rank: int | None = None
+
+    def __post_init__(self) -> None:
+        from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+        found, asked = schedule_class(self.schedule), self.stages_per_rank
+        single = issubclass(found, PipelineScheduleSingle)
+        allowed = "1" if single else "2" if found.__name__ in V_SHAPED else "2 or more"
+        per_rank = (1 if single else 2) if asked is None else asked
+        if (single and per_rank != 1) or (found.__name__ in V_SHAPED and per_rank != 2) or not (single or per_rank > 1):
+            where = "parallel.virtual_pipeline_model_parallel_size"
+            raise ConfigError(f"{where} is {asked} with {WHERE} = {self.schedule!r}; allowed: {allowed}", where)
+        object.__setattr__(self, "stages_per_rank", per_rank)
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        return self.ranks * (self.stages_per_rank or 1)
+
+    @property
+    def is_v_shaped(self) -> bool:
+        """Whether the first rank has the first and the last stage."""
+        return schedule_class(self.schedule).__name__ in V_SHAPED
+
+    @property
+    def is_later(self) -> bool:
+        """Whether weight gradients are computed apart from those of activations."""
+        return schedule_class(self.schedule).__name__ in LATER
+
+    def of_rank(self, rank: int) -> tuple[int, ...]:
+        """Return the numbers of a rank's stages, in ascending order."""
+        if self.is_v_shaped:
+            return rank, self.stages - 1 - rank
+        return tuple(range(rank, self.stages, self.ranks))
+
+    def layers(self, num_layers: int) -> list[range]:
+        """Return the layers of each stage: as many each, at most one more where they do not divide. Raises ConfigError
+        where there are fewer layers than stages."""
+        if num_layers < self.stages:
+            where = "parallel.pipeline_model_parallel_size"
+            raise ConfigError(
+                f"{where} is {self.ranks} with {self.stages_per_rank} stages each, and the model has {num_layers} "
+                "layers; allowed: at most as many stages as layers",
+                where,
+            )
+        edges = [num_layers * stage // self.stages for stage in range(self.stages + 1)]
+        return [range(begin, end) for begin, end in pairwise(edges)]
+
+
+class Stage(nn.Module):
+    """A pipeline stage: from hidden states [B, S, H] and, of a mixture of experts, the router losses until there, to
+    those after its layers; the last stage returns the loss. number: of the stage. context: what a call runs in."""
+
+    def __init__(self, model: GPTModel, number: int) -> None:
+        super().__init__()
+        self.model, self.number = model, number
+        self.routed = model.config.moe is not None
+        self.context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+        self.dtype: torch.dtype | None = None
+        self.losses: list[Tensor] = []
+
+    def forward(self, x: Tensor, aux_loss: Tensor | None = None, *, labels: Tensor) -> Any:
+        """x: [B, S] int64 of the first stage, else [B, S, H]; aux_loss: float32 scalar; labels: [B, S]. Adds (cross
+        entropy, router losses) of a micro-batch to `losses`, on the last stage."""
+        model = self.model
+        what: dict[str, Any] = {"input_ids": x} if model.pre_process else {"inputs_embeds": x}
+        with self.context():
+            output = model(**what, labels=labels if model.post_process else None, return_logits=False)
+        own = output.aux_loss
+        aux = aux_loss if own is None else own if aux_loss is None else aux_loss + own
+        if model.post_process:
+            loss = output.loss if aux_loss is None else output.loss + aux_loss
+            aux = torch.zeros_like(loss) if aux is None else aux
+            self.losses.append(torch.stack([(loss - aux).detach(), aux.detach()]))
+            return loss
+        x = output.hidden_states[-1]
+        if self.dtype is not None and x.dtype != self.dtype:
+            raise RuntimeError(f"stage {self.number} returned {x.dtype}; allowed: {self.dtype}, as the parameters have")
+        if not self.routed:
+            return x
+        return x, torch.zeros((), dtype=torch.float32, device=x.device) if aux is None else aux
+
+
+class Pipeline:
+    """Passes of micro-batches through this rank's stages.
+
+    Args:
+        model: Of `parallelize`, with its `pipeline_stages`.
+        layout: Of the stages.
+        group: The ranks that have the other stages of this copy.
+        micro_batches: Of a step.
+        shape: (B, S) of a micro-batch.
+        context: What each call of a stage runs in; None: nothing.
+
+    Raises ConfigError for a number of micro-batches that the schedule does not have.
+    """
+
+    def __init__(
+        self,
+        model: GPTModel,
+        layout: StageLayout,
+        group: dist.ProcessGroup,
+        *,
+        micro_batches: int,
+        shape: tuple[int, int],
+        context: Callable[[], AbstractContextManager[Any]] | None = None,
+    ) -> None:
+        self.model, self.layout, self.group, self.micro_batches = model, layout, group, micro_batches
+        self.stages: tuple[Stage, ...] = model.pipeline_stages
+        parameter = next(model.decoder.parameters())
+        self.device = parameter.device
+        ids = torch.empty(shape, dtype=torch.int64, device="meta")
+        hidden = torch.empty(*shape, model.config.hidden_size, dtype=parameter.dtype, device="meta", requires_grad=True)
+        scalar = torch.empty((), dtype=torch.float32, device="meta", requires_grad=True)
+        between = (hidden, scalar) if model.config.moe is not None else (hidden,)
+        stages = []
+        for stage in self.stages:
+            stage.dtype = parameter.dtype
+            stage.context = context or contextlib.nullcontext
+            first, last = stage.number == 0, stage.number == layout.stages - 1
+            stages.append(self._stage(stage, (ids,) if first else between, (scalar,) if last else between))
+        schedule = schedule_class(layout.schedule)
+        options: dict[str, Any] = {"loss_fn": self._loss, "scale_grads": False}
+        try:
+            single = layout.stages_per_rank == 1
+            self._schedule = schedule(stages[0] if single else stages, micro_batches, **options)
+        except ValueError as error:
+            raise ConfigError(
+                f"data.gradient_accumulation is {micro_batches}, with which {WHERE} = {layout.schedule!r} cannot be on "
+                f"{layout.ranks} ranks: {error}"
+            ) from None
+
+    def _stage(self, stage: Stage, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> Any:
+        builder = _later_gradients(stage) if self.layout.is_later else None
+        return _stage_class()(
+            stage,
+            stage.number,
+            self.layout.stages,
+            self.device,
+            input_args=inputs,
+            output_args=outputs,
+            group=self.group,
+            dw_builder=builder,
+        )
+
+    def _loss(self, loss: Tensor, _: Tensor) -> Tensor:
+        return loss / self.micro_batches
+
+    def forward_backward(self, micro_batches: Sequence[Tensor]) -> Tensor:
+        """Run micro-batches [B, S] forward and backward; return [cross entropy, router losses], means over them, the
+        same on all ranks of `group`. Gradients are those of the mean loss."""
+        return self._run(micro_batches, backward=True).mean(0)
+
+    def evaluate(self, batches: Sequence[Tensor]) -> Tensor:
+        """Return the cross entropy of each batch [B, S], the same on all ranks of `group`."""
+        found = []
+        for first in range(0, len(batches), self.micro_batches):
+            some = list(batches[first : first + self.micro_batches])
+            full = some + [some[-1]] * (self.micro_batches - len(some))  # a schedule has one number of micro-batches
+            found.append(self._run(full, backward=False)[: len(some), 0])
+        return torch.cat(found)
+
+    def _run(self, micro_batches: Sequence[Tensor], *, backward: bool) -> Tensor:
+        ids = torch.cat(list(micro_batches)).to(self.device)
+        for stage in self.stages:
+            stage.losses.clear()
+        arguments = (ids,) if any(stage.number == 0 for stage in self.stages) else ()
+        run = self._schedule.step if backward else self._schedule.eval
+        with contextlib.nullcontext() if backward else torch.no_grad():
+            try:
+                run(*arguments, labels=ids, target=ids, return_outputs=False)
+            except RuntimeError as error:  # torch lists tensors, and says what went wrong only as the cause
+                raise _first_cause(error) from None
+        total = torch.zeros(len(micro_batches), 2, dtype=torch.float32, device=self.device)
+        for stage in self.stages:
+            if stage.losses:
+                total += torch.stack(stage.losses[-len(micro_batches) :])
+        dist.all_reduce(total, group=self.group)  # of one rank: the others have zeros
+        return total.cpu()
+
+    @property
+    def shares_embedding(self) -> bool:
+        """Whether the first and the last stage, on two ranks, both have the weight of embedding and output layer."""
+        tied = self.model.config.embedding.share_embeddings_and_output_weights
+        return tied and self.layout.ranks > 1 and not self.layout.is_v_shaped
+
+    @torch.no_grad()
+    def sum_embedding_gradients(self) -> None:
+        """Add up the gradients of the shared weight of the first and the last stage, in both."""
+        rank, last = self.group.rank(), self.layout.ranks - 1
+        if not self.shares_embedding or rank not in (0, last):
+            return
+        gradient = gradient_of(self.model.embedding.word_embeddings.weight)
+        assert gradient is not None, "both stages use it"
+        own = local_part(gradient)
+        theirs, other = torch.empty_like(own), dist.get_global_rank(self.group, last - rank)
+        both = [(dist.isend, own.contiguous()), (dist.irecv, theirs)]
+        for work in dist.batch_isend_irecv([dist.P2POp(op, tensor, other, self.group) for op, tensor in both]):
+            work.wait()
+        own.add_(theirs)  # two numbers: the same bits on both ranks
+
+
+@cache
+def _stage_class() -> Any:
+    """Return torch's stage, which under V-shaped schedules hands gradients on also where an evaluation has none."""
+    from torch.distributed.pipelining import PipelineStage
+
+    class EvaluatedStage(PipelineStage):
+        def get_local_bwd_output(self, mb_index: int) -> Any:
+            return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+        def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+            if self.has_backward:
+                super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    return EvaluatedStage
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _later_gradients(stage: Stage) -> Callable[[], Callable[[], None]]:
+    """Have the layers of a stage leave weight gradients out of backward passes, and return what torch calls after each:
+    a function that returns the one which computes what that pass left out."""
+    queues: list[list[Callable[[], None]]] = []
+    for module in stage.modules():
+        if isinstance(module, GemmModule):
+            module._later = []
+            queues.append(module._later)
+
+    def after_backward() -> Callable[[], None]:
+        left = [compute for queue in queues for compute in queue]
+        for queue in queues:
+            queue.clear()
+
+        def run() -> None:
+            while left:
+                left.pop(0)()
+
+        return run
+
+    return after_backward

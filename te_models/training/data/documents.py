@@ -1,0 +1,212 @@
+"""Documents in files: text, JSON lines, Parquet, and data sets that Hugging Face `datasets` saved, one after another.
+
+The name says what a file is: `.jsonl` and `.ndjson` are JSON lines, `.parquet` Parquet (extra `data`), a folder with a
+state.json a saved data set (extra `data`), everything else is text, one document a file. A *span* is a part of a file
+that is read in one go: whole text files, some 32 MiB of JSON lines, a row group, some thousand rows.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ...extras import require
+from .token_file import DataError
+
+PIECE = 1 << 20
+"""Characters of a text file that are read at once; a piece ends at a line end."""
+SPAN_BYTES = 32 << 20
+SPAN_ROWS = 4096
+Kind = Literal["text", "jsonl", "parquet", "dataset"]
+_ROLES = "role and content, both text"
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Which field of a row is the document: `text`, or a list of chat `messages`, each with role and content."""
+
+    text: str = "text"
+    messages: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The field that is read."""
+        return self.text if self.messages is None else self.messages
+
+
+@dataclass(frozen=True)
+class Span:
+    """Bytes `begin` to `end` of JSON lines, of which the first is line `first`; or a whole text file; or rows `begin`
+    to `end` of a saved data set; or row group `begin`, whose first row is `first`. size: how much work it is."""
+
+    file: Path
+    kind: Kind
+    begin: int
+    end: int
+    first: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document. where: what errors call it. pieces: its text; messages: of a chat, in place of text."""
+
+    where: str
+    pieces: Iterator[str] | tuple[str, ...] = ()
+    messages: list[dict[str, str]] | None = None
+
+
+def matching_files(text: Sequence[str | Path]) -> list[Path]:
+    """Return the files and saved data sets that names and glob patterns mean, sorted. Raises DataError for one that
+    means none."""
+    found: set[Path] = set()
+    for pattern in text:
+        matches = [Path(name) for name in glob.glob(str(pattern), recursive=True)]  # noqa: PTH207 (absolute patterns)
+        files = [file for file in matches if file.is_file() or _is_saved(file)]
+        if not files:
+            raise DataError(f"no text file matches {str(pattern)!r}")
+        found.update(files)
+    return sorted(found)
+
+
+def kind_of(file: Path) -> Kind:
+    """Return what a file is, by its name."""
+    if file.suffix in (".jsonl", ".ndjson"):
+        return "jsonl"
+    return "dataset" if file.is_dir() else "parquet" if file.suffix == ".parquet" else "text"
+
+
+def spans_of(file: Path, fields: Fields) -> list[Span]:
+    """Return the spans of a file. Raises DataError for one that cannot be read or lacks the field, and
+    MissingExtraError without the extra that reads it."""
+    kind = kind_of(file)
+    try:
+        if kind == "text":
+            if fields.messages is not None:
+                raise DataError(f"{file} is text; allowed with a messages field: .jsonl, .parquet and saved data sets")
+            return [Span(file, kind, 0, 0, 1, file.stat().st_size)]
+        if kind == "jsonl":
+            return list(_line_spans(file))
+    except OSError as error:
+        raise DataError(f"cannot read {file}: {error.strerror}") from None
+    opened = _open_table(file, kind)
+    columns = opened.schema_arrow.names if kind == "parquet" else opened.column_names
+    if fields.name not in columns:
+        raise DataError(f"{file} has no column {fields.name!r}; it has {_listed(columns)}")
+    if kind == "dataset":
+        ends = [min(i + SPAN_ROWS, len(opened)) for i in range(0, len(opened), SPAN_ROWS)]
+        return [Span(file, kind, i * SPAN_ROWS, end, i * SPAN_ROWS + 1, end) for i, end in enumerate(ends)]
+    groups, first = [opened.metadata.row_group(i) for i in range(opened.num_row_groups)], 1
+    spans = []
+    for i, group in enumerate(groups):
+        spans.append(Span(file, kind, i, i + 1, first, group.total_byte_size))
+        first += group.num_rows
+    return spans
+
+
+def documents_of(span: Span, fields: Fields) -> Iterator[Document]:
+    """Yield the documents of a span. Raises DataError, with file and line or row, for one that cannot be read, has not
+    the field, has it in another type, or is empty (an empty text file is a document)."""
+    if span.kind == "text":
+        yield Document(str(span.file), _text_pieces(span.file))
+    elif span.kind == "jsonl":
+        yield from _json_documents(span, fields)
+    else:
+        for number, value in enumerate(_table_values(span, fields.name), span.first):
+            yield _document(f"{span.file}, row {number}", value, fields)
+
+
+def _is_saved(folder: Path) -> bool:
+    return folder.is_dir() and (folder / "state.json").is_file()
+
+
+def _text_pieces(file: Path) -> Iterator[str]:
+    try:
+        with file.open(encoding="utf-8", errors="replace", newline="") as lines:
+            while piece := lines.readlines(PIECE):
+                yield "".join(piece)
+    except OSError as error:
+        raise DataError(f"cannot read {file}: {error.strerror}") from None
+
+
+def _line_spans(file: Path) -> Iterator[Span]:
+    """Cut a file of lines where lines end."""
+    begin, first, line, position = 0, 1, 0, 0
+    with file.open("rb") as lines:
+        for data in lines:
+            line, position = line + 1, position + len(data)
+            if position - begin >= SPAN_BYTES:
+                yield Span(file, "jsonl", begin, position, first, position - begin)
+                begin, first = position, line + 1
+    if position > begin:
+        yield Span(file, "jsonl", begin, position, first, position - begin)
+
+
+def _json_documents(span: Span, fields: Fields) -> Iterator[Document]:
+    with span.file.open("rb") as lines:
+        lines.seek(span.begin)
+        number, position = span.first, span.begin
+        while position < span.end and (data := lines.readline()):
+            where = f"{span.file}, line {number}"
+            try:
+                row = json.loads(data.decode("utf-8"))
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{where} is not JSON: {'the line is empty' if not data.strip() else error}") from None
+            if not isinstance(row, dict):
+                raise DataError(f"{where} is a {type(row).__name__}; allowed: an object of named fields")
+            if fields.name not in row:
+                raise DataError(f"{where} has no field {fields.name!r}; it has {_listed(row)}")
+            yield _document(where, row[fields.name], fields)
+            number, position = number + 1, position + len(data)
+
+
+def _document(where: str, value: Any, fields: Fields) -> Document:
+    """Check the value of the field."""
+    if fields.messages is None:
+        if not isinstance(value, str):
+            raise DataError(f"{where}: {fields.name} is a {type(value).__name__}; allowed: text")
+        if not value:
+            raise DataError(f"{where}: {fields.name} is empty")
+        return Document(where, (value,))
+    if not isinstance(value, list) or not value:
+        what = "empty" if value == [] else f"a {type(value).__name__}"
+        raise DataError(f"{where}: {fields.name} is {what}; allowed: a list of messages")
+    for i, message in enumerate(value):
+        texts = isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+        if not texts:
+            raise DataError(f"{where}: {fields.name}[{i}] is {str(message)[:80]!r}; allowed: {_ROLES}")
+    if all(message["role"] != "assistant" for message in value):
+        raise DataError(f"{where}: {fields.name} has no message of the assistant, so nothing of it would be learned")
+    return Document(where, messages=value)
+
+
+def _open_table(file: Path, kind: Kind) -> Any:
+    library = require("pyarrow.parquet" if kind == "parquet" else "datasets", "data", feature=f"reading {file}")
+    try:
+        opened: Any = library.ParquetFile(file) if kind == "parquet" else library.load_from_disk(str(file))
+    except (OSError, ValueError, KeyError) as error:  # pyarrow's ArrowInvalid is a ValueError
+        raise DataError(f"{file} cannot be read: {' '.join(str(error).split())}") from None
+    if isinstance(opened, dict):
+        raise DataError(f"{file} has the splits {_listed(opened)}; name one of them, as in {file / next(iter(opened))}")
+    return opened
+
+
+def _table_values(span: Span, column: str) -> Iterator[Any]:
+    opened = _open_table(span.file, span.kind)
+    try:
+        if span.kind == "parquet":
+            for batch in opened.iter_batches(row_groups=[span.begin], columns=[column]):
+                yield from batch.column(0).to_pylist()
+        else:
+            yield from opened.select_columns([column])[span.begin : span.end][column]
+    except (OSError, ValueError) as error:
+        raise DataError(f"{span.file} cannot be read: {' '.join(str(error).split())}") from None
+
+
+def _listed(names: Any) -> str:
+    found = [str(name) for name in names]
+    return ", ".join(found[:10]) + (" and more" if len(found) > 10 else "") if found else "none"

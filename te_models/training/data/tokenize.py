@@ -1,0 +1,218 @@
+"""Tokenize files into a data set with several workers; a run that is interrupted goes on where it was.
+
+The spans of all files are shuffled with a fixed seed, so that the tail of the data set, the validation split, is a fair
+sample, and grouped into *parts*. Each part is written into the folder `.NAME.parts` beside the destination, and has
+its final name only when it is complete. When all are, they are joined in their order: the bytes of the data set depend
+on neither the number of workers nor on interruptions. A worker is a thread with a tokenizer process of its own.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import random
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from te_models.checkpoints.io.atomic import flush, new_folder, replace_text
+
+from ...tokenizer import FILE
+from .dataset import TokenDataset
+from .documents import Fields, Span, documents_of, matching_files, spans_of
+from .encoder import Encoder, load_encoder
+from .token_file import DataError
+from .writer import TokenWriter, write_meta
+
+PART_SIZE = 64 << 20
+"""Of the spans of a part, in bytes; smaller where there would be fewer parts than workers."""
+Report = Callable[[int, int], None]
+
+
+def build_dataset(
+    out: str | Path,
+    text: Sequence[str | Path],
+    tokenizer: str,
+    *,
+    text_field: str = "text",
+    messages_field: str | None = None,
+    shuffle_seed: int = 0,
+    workers: int = 1,
+    report: Report = lambda done, total: None,
+) -> TokenDataset:
+    """Tokenize files into a new data set at `out`, or go on with a run of the same arguments that was interrupted.
+
+    Args:
+        text: Names or glob patterns (`**` included) of text files, `.jsonl`, `.parquet` (extra `data`), and folders of
+            `datasets.save_to_disk` (extra `data`). Bytes of text files that are not UTF-8 become U+FFFD.
+        tokenizer: A folder with tokenizer.json, or "bytes".
+        text_field: The field, or column, of a row that is its text.
+        messages_field: The field that is a list of chat messages (`role`, `content`), in place of `text_field`: they
+            are written with the tokenizer's chat template, and the loss counts the messages of the assistant.
+        shuffle_seed: Decides the order of the spans.
+        workers: How many tokenizer processes run.
+        report: Called with the bytes that are done, and all.
+
+    Raises:
+        DataError: nothing matches, `out` exists, the tokenizer folder is incomplete, or a document cannot be used; the
+            sentence names the file and the line.
+        TokenizerError, CheckpointError: the tokenizer's files are damaged, ask for too much, or leave the folder.
+        MissingExtraError: the extra that reads a file is not installed.
+    """
+    out, fields = Path(out), Fields(text_field, messages_field)
+    if out.exists():
+        raise DataError(f"{out} exists already")
+    encoder = load_encoder(tokenizer, chat=messages_field is not None)
+    files = matching_files(text)
+    spans = [span for file in files for span in spans_of(file, fields)]
+    random.Random(shuffle_seed).shuffle(spans)
+    parts = _parts(spans, workers)
+    source: dict[str, Any] = {"text": [str(t) for t in text], "tokenizer": tokenizer, "files": len(files)}
+    source |= {"shuffle_seed": shuffle_seed} | _fields_of(fields, text_field)
+    working = out.parent / f".{out.name}.parts"
+    working.parent.mkdir(parents=True, exist_ok=True)
+    working.mkdir(exist_ok=True)
+    lock = os.open(working, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(f"another process is writing {out}; wait for it") from None
+        _same_job(working, _job(parts, source, encoder))
+        _write_parts(working, parts, fields, tokenizer, encoder, workers, report)
+        dataset = _join(out, [working / str(i) for i in range(len(parts))], encoder.vocab_size, fields, source)
+        shutil.rmtree(working)
+    except BaseException as error:
+        done = sum(1 for path in working.iterdir() if path.is_dir() and path.suffix == "") if working.exists() else 0
+        if not done:
+            shutil.rmtree(working, ignore_errors=True)
+        elif isinstance(error, (DataError, KeyboardInterrupt)):
+            rest = f"{working} has {done} of {len(parts)} parts: the same command goes on from there"
+            raise type(error)(f"{error}; {rest}" if str(error) else rest) from None
+        raise
+    finally:
+        os.close(lock)
+    return dataset
+
+
+def _fields_of(fields: Fields, text_field: str) -> dict[str, str]:
+    """Return what meta.json says of the fields: nothing of usual ones."""
+    if fields.messages is not None:
+        return {"messages_field": fields.messages}
+    return {} if text_field == "text" else {"text_field": text_field}
+
+
+def _parts(spans: list[Span], workers: int) -> list[list[Span]]:
+    """Group spans in their order."""
+    limit = max(1, min(PART_SIZE, sum(span.size for span in spans) // (4 * workers)))
+    parts: list[list[Span]] = []
+    room = 0
+    for span in spans:
+        if room <= 0:
+            parts.append([])
+            room = limit
+        parts[-1].append(span)
+        room -= max(1, span.size)
+    return parts
+
+
+def _job(parts: list[list[Span]], source: dict[str, Any], encoder: Encoder) -> str:
+    """Return what says whether two runs write the same parts: the spans, the sizes and times of the files, and the
+    tokenizer."""
+    files = sorted({span.file for part in parts for span in part})
+    stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    folder = Path(encoder.name)
+    names = (FILE, "tokenizer_config.json", "chat_template.jinja")
+    digests = [hashlib.sha256((folder / n).read_bytes()).hexdigest() for n in names if (folder / n).is_file()]
+    spans = [[asdict(span) | {"file": str(span.file)} for span in part] for part in parts]
+    whole = json.dumps([source, stats, digests, spans])
+    return hashlib.sha256(whole.encode()).hexdigest()
+
+
+def _same_job(working: Path, job: str) -> None:
+    """Empty the working folder unless it is of the same job."""
+    note = working / "job"
+    if note.is_file() and note.read_text(encoding="utf-8") == job:
+        return
+    for path in working.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    replace_text(note, job)
+
+
+def _write_parts(
+    working: Path,
+    parts: list[list[Span]],
+    fields: Fields,
+    tokenizer: str,
+    encoder: Encoder,
+    workers: int,
+    report: Report,
+) -> None:
+    """Write the parts that are missing."""
+    own, stop = threading.local(), threading.Event()
+    own.encoder = encoder
+    sizes = [sum(span.size for span in part) for part in parts]
+    missing = [i for i in range(len(parts)) if not (working / str(i)).is_dir()]
+    done, total = sum(sizes) - sum(sizes[i] for i in missing), sum(sizes)
+    report(done, total)
+
+    def write(number: int) -> None:
+        if not hasattr(own, "encoder"):
+            own.encoder = load_encoder(tokenizer, chat=fields.messages is not None)
+        _write_part(working / str(number), parts[number], fields, own.encoder, stop)
+
+    if workers == 1:
+        for number in missing:
+            write(number)
+            report(done := done + sizes[number], total)
+        return
+    with ThreadPoolExecutor(workers) as pool:
+        futures = {pool.submit(write, number): number for number in missing}
+        try:
+            for future in as_completed(futures):
+                future.result()
+                report(done := done + sizes[futures[future]], total)
+        except BaseException:
+            stop.set()  # what has begun ends at its next document
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+class _StoppedError(Exception):
+    """Another worker failed."""
+
+
+def _write_part(folder: Path, spans: list[Span], fields: Fields, encoder: Encoder, stop: threading.Event) -> None:
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    with TokenWriter(partial, encoder.vocab_size, masked=fields.messages is not None) as writer:
+        for span in spans:
+            for document in documents_of(span, fields):
+                if stop.is_set():
+                    raise _StoppedError
+                for ids, scored in encoder.pieces(document):
+                    writer.add(ids, scored)
+                writer.end_document()
+    for path in partial.iterdir():
+        flush(path)
+    partial.rename(folder)
+
+
+def _join(out: Path, parts: list[Path], vocab_size: int, fields: Fields, source: dict[str, Any]) -> TokenDataset:
+    """Join complete parts into a data set."""
+    masked = fields.messages is not None
+    with new_folder(out, overwrite=False) as folder:
+        with TokenWriter(folder, vocab_size, masked=masked) as writer:
+            for part in parts:
+                writer.append(part)
+        if writer.num_tokens == 0:
+            raise DataError(f"nothing to write to {out}: the documents hold no token")
+        write_meta(folder, writer, source)
+    return TokenDataset.open(out)

@@ -1,0 +1,56 @@
+"""What all ranks of a run must have alike, compared before anything is built: a difference ends all of them at once.
+
+Ranks with other settings would wait in different collectives, or average gradients of different models.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+import torch
+
+from ...config import ConfigError
+from ..config import TrainConfig
+from .data_parallel import Ranks, gather_tensors, largest_over_ranks
+
+
+def check_same_settings(config: TrainConfig, ranks: Ranks) -> None:
+    """Raise ConfigError, on every rank, where ranks have other settings or versions of the code; called by all."""
+    from ... import __version__
+
+    versions = {"the version of te_models": __version__, "the version of torch": torch.__version__}
+    check_agreement(versions | _flat(config.to_dict()), ranks)
+
+
+def check_agreement(values: Mapping[str, object], ranks: Ranks, error: type[ValueError] = ConfigError) -> None:
+    """Raise `error`, on every rank, where a rank has other values than rank 0; called by all.
+
+    The sentence names the rank, the first value that differs, and both. What is compared is a digest; the values
+    themselves are exchanged where it differs."""
+    if ranks.world_size == 1:
+        return
+    text = json.dumps({name: str(value) for name, value in values.items()}).encode()
+    digest = torch.tensor(list(hashlib.sha256(text).digest()), dtype=torch.uint8)
+    digests = gather_tensors({"digest": digest}, ranks)
+    others = [r for r in range(ranks.world_size) if not torch.equal(digests[f"{r}.digest"], digests["0.digest"])]
+    if not others:
+        return
+    longest = int(largest_over_ranks(torch.tensor([len(text)]), ranks))
+    padded = torch.tensor(list(text.ljust(longest)), dtype=torch.uint8)
+    texts = gather_tensors({"text": padded}, ranks)
+    first, other = (json.loads(bytes(texts[f"{rank}.text"].tolist())) for rank in (0, others[0]))
+    name = next(name for name in [*first, *other] if first.get(name) != other.get(name))
+    raise error(
+        f"rank {others[0]} and rank 0 do not agree: {name} is {other.get(name, 'absent')} on rank {others[0]} and "
+        f"{first.get(name, 'absent')} on rank 0; allowed: the same on all ranks"
+    )
+
+
+def _flat(table: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    """Return a table of tables as one, with dots in its names."""
+    found: dict[str, object] = {}
+    for name, value in table.items():
+        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: repr(value)}
+    return found

@@ -1,0 +1,127 @@
+"""The data of a run: the data sets that its configuration names, training windows, and validation batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..config import ConfigError
+from .build import check_vocabulary
+from .config import DataConfig, TrainConfig
+from .data.blend import Blend, blend_digest
+from .data.dataset import TokenDataset, read_meta
+from .data.token_file import DataError
+from .data.tokenize import build_dataset
+from .data.windows import Batch, Packing, Windows
+from .ranks.data_parallel import Ranks
+
+
+@dataclass(frozen=True)
+class RunData:
+    """Open data sets of a run. training: those that windows are read from; validation: of `evaluation.sets`."""
+
+    training: tuple[TokenDataset, ...]
+    validation: dict[str, TokenDataset]
+
+    def checked_digest(self) -> str:
+        """Return the digest of what is trained on. Raises DataError as `TokenDataset.checked_digest` does."""
+        for dataset in self.validation.values():
+            dataset.checked_digest()
+        return blend_digest([dataset.checked_digest() for dataset in self.training])
+
+    def __len__(self) -> int:
+        return sum(map(len, self.training))
+
+    @property
+    def path(self) -> str:
+        """What errors call the data."""
+        return ", ".join(str(dataset.path) for dataset in self.training)
+
+
+def open_data(config: TrainConfig, *, vocab_size: int, may_build: bool) -> RunData:
+    """Open the data sets of a run, building the one at `data.path` from `data.text` first if it is absent.
+
+    Raises DataError for one that is absent, was built from other text, or has token ids that the model does not know.
+    """
+    data = config.data
+    if data.text and data.path is not None and may_build and not Path(data.path).exists():
+        build_dataset(
+            data.path,
+            data.text,
+            str(data.tokenizer),
+            text_field=data.text_field,
+            messages_field=data.messages_field,
+            workers=data.tokenizer_workers,
+        )
+    found = RunData(
+        tuple(TokenDataset.open(path) for path in data.weights()),
+        {name: TokenDataset.open(path) for name, path in config.evaluation.folders().items()},
+    )
+    for dataset in found.training:
+        check_dataset(dataset, data, vocab_size)
+    for dataset in found.validation.values():
+        check_vocabulary(str(dataset.path), dataset.vocab_size, vocab_size)
+    return found
+
+
+def check_dataset(dataset: TokenDataset, config: DataConfig, vocab_size: int) -> None:
+    """Raise DataError for a data set of other text, another tokenizer or a larger vocabulary than the run's."""
+    if config.text:
+        source = read_meta(dataset.path).get("source") or {}
+        found = [source.get("text"), source.get("tokenizer"), source.get("text_field", "text")]
+        found.append(source.get("messages_field"))
+        field = config.text_field if config.messages_field is None else "text"
+        if found != [list(config.text), config.tokenizer, field, config.messages_field]:
+            raise DataError(
+                f"{config.path} was built from other text or another tokenizer than data.text and data.tokenizer"
+            )
+    check_vocabulary(str(dataset.path), dataset.vocab_size, vocab_size)
+
+
+def packing_of(config: DataConfig) -> Packing:
+    """Return what windows say of the documents in them."""
+    return Packing(config.pack_documents, config.reset_position_ids, config.reset_attention_mask, config.eod_mask_loss)
+
+
+def training_windows(config: TrainConfig, data: RunData) -> Blend:
+    """Return the windows that are trained on. Raises DataError where a data set has none."""
+    d = config.data
+    parts = [
+        Windows(dataset, d.sequence_length, "train", d.validation_fraction, config.seed, packing_of(d))
+        for dataset in data.training
+    ]
+    return Blend(tuple(parts), tuple(d.weights().values()))
+
+
+def validation_windows(config: TrainConfig, data: RunData) -> dict[str, list[Windows]]:
+    """Return the windows of each validation set; "" is what `data.validation_fraction` holds out of all data sets."""
+    d, packing, found = config.data, packing_of(config.data), {}
+    if d.validation_fraction:
+        found[""] = [
+            Windows(dataset, d.sequence_length, "validation", d.validation_fraction, config.seed, packing)
+            for dataset in data.training
+        ]
+    for name, dataset in data.validation.items():
+        found[name] = [Windows(dataset, d.sequence_length, "all", 0.0, config.seed, packing)]
+    return found
+
+
+def validation_batches(config: TrainConfig, parts: list[Windows], ranks: Ranks, name: str = "") -> list[Batch]:
+    """Return this rank's validation batches: full ones only, the same number on every rank. Of several data sets each
+    has its share, by the number of its windows, from its beginning."""
+    B, total = config.data.micro_batch_size, sum(map(len, parts))
+    count = min(config.evaluation.batches, total // (B * ranks.world_size))
+    if count == 0 and config.evaluation.every:
+        split = f"validation set {name!r}" if name else "validation split"
+        raise ConfigError(
+            f"the {split} has {total} windows: less than one batch of {B} for each of the {ranks.world_size} ranks"
+        )
+    where = [(part, i) for part in parts for i in range(len(part))]
+    if len(parts) > 1:
+        needed = count * B * ranks.world_size
+        where = [where[i * len(where) // needed] for i in range(needed)] if needed else []
+    batches = []
+    for i in range(count):
+        begin = (i * ranks.world_size + ranks.rank) * B
+        batches.append(Batch.joined([part.examples(p, 1) for part, p in where[begin : begin + B]]))
+    return batches

@@ -1,0 +1,91 @@
+"""Pipeline stages of a model: its own modules under their names, and together its losses and gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from te_models import GPTModel
+from te_models.config import ConfigError
+from te_models.parallel import StageLayout
+from tests.te_models.configs import VARIANTS, token_ids
+
+
+@pytest.mark.parametrize("name", ["dense", "tied", "moe_shared", "latent"])
+def test_stages_one_after_the_other_are_the_model(name: str) -> None:
+    config = VARIANTS[name]
+    model, ids = GPTModel(config), token_ids(2, 12)
+    expected = model(ids, labels=ids)
+    expected.loss.backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+
+    half = config.num_layers // 2
+    first, last = model.stage(0, half), model.stage(half, config.num_layers)
+    begun = first(ids)
+    assert begun.logits is None and begun.loss is None
+    found = last(inputs_embeds=begun.hidden_states[-1], labels=ids)
+    assert torch.equal(found.logits, expected.logits)
+    loss = found.loss if begun.aux_loss is None else found.loss + begun.aux_loss
+    torch.testing.assert_close(loss, expected.loss)
+    loss.backward()
+
+    names = {**dict(first.named_parameters()), **dict(last.named_parameters())}
+    assert names.keys() == dict(model.named_parameters()).keys()
+    for n, parameter in model.named_parameters():
+        assert names[n] is parameter
+        torch.testing.assert_close(parameter.grad, gradients[n], msg=n)
+
+
+def test_a_middle_stage_has_layers_alone() -> None:
+    config = VARIANTS["dense"].replace(num_layers=3)
+    stage = GPTModel(config, device="meta").stage(1, 2)
+    assert {name.split(".")[2] for name, _ in stage.named_parameters()} == {"1"}
+    assert all(name.startswith("decoder.layers.1.") for name in stage.state_dict())
+    with pytest.raises(ValueError, match="this stage was given input_ids; allowed: inputs_embeds"):
+        stage(torch.zeros(1, 4, dtype=torch.int64))
+
+
+def test_layers_that_are_not_there_are_refused() -> None:
+    model = GPTModel(VARIANTS["dense"], device="meta")
+    with pytest.raises(ConfigError, match=r"asked for with layers \[\]; allowed: one or more"):
+        model.stage(1, 1)
+    with pytest.raises(ConfigError, match="allowed: one or more, in ascending order, of "):
+        model.stage(0, 99)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "stages"),
+    [
+        ("1F1B", 2, [(0,), (1,)]),
+        ("gpipe", 2, [(0,), (1,)]),
+        ("Interleaved1F1B", 2, [(0, 2), (1, 3)]),
+        ("ZBVZeroBubble", 2, [(0, 3), (1, 2)]),
+        ("DualPipeV", 3, [(0, 5), (1, 4), (2, 3)]),
+    ],
+)
+def test_which_stages_a_rank_has(schedule: str, ranks: int, stages: list[tuple[int, ...]]) -> None:
+    layout = StageLayout(ranks, schedule)
+    assert [layout.of_rank(rank) for rank in range(ranks)] == stages
+
+
+def test_layers_are_shared_evenly() -> None:
+    assert [len(layers) for layers in StageLayout(4).layers(10)] == [2, 3, 2, 3]
+    with pytest.raises(ConfigError, match="is 4 with 1 stages each, and the model has 3 layers"):
+        StageLayout(4).layers(3)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "per_rank", "sentence"),
+    [
+        ("2F2B", None, "pipeline_schedule is '2F2B'; allowed: a schedule that torch has, such as 1F1B, GPipe"),
+        ("PipelineScheduleMulti", None, "pipeline_schedule is 'PipelineScheduleMulti'; allowed"),
+        ("1F1B", 2, "virtual_pipeline_model_parallel_size is 2 with parallel.pipeline_schedule = '1F1B'; allowed: 1"),
+        ("ZBVZeroBubble", 3, "is 3 with parallel.pipeline_schedule = 'ZBVZeroBubble'; allowed: 2"),
+        ("Interleaved1F1B", 1, "is 1 with parallel.pipeline_schedule = 'Interleaved1F1B'; allowed: 2 or more"),
+    ],
+)
+def test_schedules_that_cannot_be_are_named(schedule: str, per_rank: int | None, sentence: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        StageLayout(2, schedule, per_rank)
+    assert sentence in str(raised.value)

@@ -1,0 +1,86 @@
+"""What each of four processes of test_product_saving does: `python -m tests.te_models.product_saving_ranks RESULTS`.
+
+A case's outcome, "ok" or a traceback, is written to RESULTS.<rank>; RESULTS.<case> is the folder that it saves to.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from te_models import GPTModel, ModelConfig
+from te_models.checkpoints import expected_tensors
+from te_models.layers import recipe
+from te_models.model.parallel import groups_of
+from te_models.parallel import ParallelDims, parallelize
+from te_models.parallel.sharding import shards_experts_apart
+from tests.ranks import report_cases
+from tests.te_models.configs import tiny, tiny_moe
+from tests.te_models.sharded_saving_ranks import CONFIGS
+from tests.te_models.split_model_ranks import LARGE, SLACK, grown
+
+RANKS = 4
+CASES: dict[str, dict[str, int]] = {
+    "ep2-fsdp4": {"expert_model_parallel_size": 2, "data_parallel_shard_size": 4},
+    "ep2-hsdp": {"expert_model_parallel_size": 2, "data_parallel_shard_size": 2},
+    "ep2-cp2-fsdp2": {"expert_model_parallel_size": 2, "data_parallel_shard_size": 2, "context_parallel_size": 2},
+    "tp2-fsdp2": {"tensor_model_parallel_size": 2, "data_parallel_shard_size": 2},
+    "tp2-ep2": {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},
+    "tp2-ep2-fsdp2": {
+        "tensor_model_parallel_size": 2,
+        "expert_model_parallel_size": 2,
+        "data_parallel_shard_size": 2,
+    },
+    "mxfp8-ep2-fsdp4": {"expert_model_parallel_size": 2, "data_parallel_shard_size": 4},
+}
+"""Layouts of four ranks; "mxfp8" stores weights quantized."""
+MOE, QUANTIZED = tiny_moe(), CONFIGS["moe"].replace(hidden_size=128, mlp=tiny().mlp.replace(ffn_hidden_size=128))
+if not shards_experts_apart():
+    CASES = {name: sizes for name, sizes in CASES.items() if name in ("tp2-fsdp2", "tp2-ep2")}
+
+
+def divided(config: ModelConfig, sizes: dict[str, int], weights: str | None = None) -> GPTModel:
+    """The model of seed 0 in a layout."""
+    mesh = ParallelDims(ranks=RANKS, **sizes).build_mesh("cpu")
+    torch.manual_seed(0)
+    model = GPTModel(config, device="meta", **groups_of(mesh.model))
+    return parallelize(model, mesh, device="cpu", weights=None if weights is None else recipe(weights))
+
+
+def whole(config: ModelConfig, weights: str | None) -> GPTModel:
+    torch.manual_seed(0)
+    model = GPTModel(config, device="meta")
+    return parallelize(model, None, device="cpu", weights=None if weights is None else recipe(weights))
+
+
+def is_the_folder_of_one_rank(case: str, results: str) -> None:
+    """File by file, byte for byte."""
+    config, weights = (QUANTIZED, "mxfp8") if "mxfp8" in case else (MOE, None)
+    divided(config, CASES[case], weights).save_pretrained(f"{results}.{case}")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        whole(config, weights).save_pretrained(f"{results}.{case}.one")
+        found, expected = (Path(f"{results}.{case}{end}") for end in ("", ".one"))
+        names = sorted(file.name for file in expected.iterdir())
+        assert sorted(file.name for file in found.iterdir()) == names
+        for name in names:
+            assert (found / name).read_bytes() == (expected / name).read_bytes(), name
+    dist.barrier()
+
+
+def holds_one_tensor_at_a_time(results: str) -> None:
+    """Whatever the rank: its part of the largest tensor, on the first rank also the whole of it."""
+    model = divided(LARGE, CASES["tp2-fsdp2"])
+    largest = 4 * max(math.prod(shape) for shape in expected_tensors(LARGE).values())
+    peak = grown(lambda: model.save_pretrained(f"{results}.large"))
+    assert peak < 5 * largest // 2 + SLACK, f"{peak >> 20} MiB"
+
+
+if __name__ == "__main__":
+    cases = {case: partial(is_the_folder_of_one_rank, case, sys.argv[1]) for case in CASES}
+    report_cases(cases | {"memory": partial(holds_one_tensor_at_a_time, sys.argv[1])}, sys.argv[1])

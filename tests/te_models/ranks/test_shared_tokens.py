@@ -1,0 +1,53 @@
+"""Two ranks that share tokens, between split layers or along the sequence, are the model of one rank: loss, router
+losses, logits and gradients. The cases are in shared_tokens_ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from te_models.layers.distributed.context_parallel import ContextShard, own_positions
+from te_models.layers.distributed.vocab_parallel import vocab_range
+from tests.te_models.configs import VARIANTS
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
+if torch.distributed.is_available():
+    from tests.ranks import outcomes_on_ranks
+
+SP = ("sandwich", "parallel_shared_norm", "biases", "learned_positions", "qk_full", "latent", "moe_shared")
+CP = ("mixed_layers", "sinks_clip", "softcaps", "chunked_l2_temperature", "dynamic_rope", "latent", "moe")
+CASES = [*(f"sp {name}" for name in SP), *(f"cp {name}" for name in CP), "refused"]
+MODULE = "tests.te_models.shared_tokens_ranks"
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """What every case came to, on either rank."""
+    return outcomes_on_ranks(MODULE, tmp_path_factory.mktemp("shared") / "results", *CASES, timeout=300)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks(case: str, outcomes: list[dict[str, str]]) -> None:
+    assert [outcome[case] for outcome in outcomes] == ["ok", "ok"]
+
+
+@pytest.mark.slow
+def test_every_kind_of_model(tmp_path: Path) -> None:
+    cases = [f"{kind} {name}" for kind in ("sp", "cp") for name in VARIANTS]
+    cases += ["compiled sp moe_shared", "compiled cp moe_shared", "compiled cp latent"]
+    assert outcomes_on_ranks(MODULE, tmp_path / "results", *cases, timeout=900) == [dict.fromkeys(cases, "ok")] * 2
+
+
+def test_each_position_and_each_word_is_of_one_rank() -> None:
+    """And the ranks see equally many keys under a causal mask."""
+    positions = torch.arange(24)[None]
+    own = [own_positions(positions, ContextShard(rank, 3, "")) for rank in range(3)]
+    assert [each.tolist() for each in own[:1]] == [[[0, 1, 2, 3, 20, 21, 22, 23]]]
+    assert torch.equal(torch.cat(own, 1).sort().values, positions)
+    assert len({int((each + 1).sum()) for each in own}) == 1
+    for words, ranks in ((61, 2), (10, 4), (4, 4), (257, 8)):
+        ends = [vocab_range(words, rank, ranks) for rank in range(ranks)]
+        assert [w for begin, end in ends for w in range(begin, end)] == list(range(words))
+        assert {end - begin for begin, end in ends} <= {words // ranks, -(-words // ranks)}

@@ -1,0 +1,120 @@
+"""What each of the two processes of test_shared_tokens does: this module is run with RESULTS and the cases.
+
+A case is "KIND VARIANT": of a model of tests.te_models.configs, under sequence ("sp") or context parallelism ("cp"),
+the loss, the router loss, logits and all gradients are those of the whole model on one rank.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from te_models import ConfigError, GPTModel, KVCache, compile_model
+from te_models.checkpoints import expected_tensors
+from te_models.checkpoints.plan.rank_shards import Place, parts
+from tests.ranks import report_cases
+from tests.te_models.configs import VARIANTS, tiny, token_ids
+from tests.te_models.split_model_ranks import close
+
+LENGTH = {"sp": 7, "cp": 16}
+
+
+def pair(kind: str, variant: str) -> tuple[GPTModel, GPTModel]:
+    """The whole model, and the one whose ranks share tokens, of the same values."""
+    config, options = VARIANTS[variant], {}
+    if variant == "dynamic_rope":  # longer sequences than in the first training, on which the frequencies depend
+        config = config.replace(max_position_embeddings=8)
+    if kind == "sp":
+        options = {"tp_group": dist.group.WORLD, "sequence_parallel": True}
+    models = []
+    for its in ({}, options):
+        torch.manual_seed(0)
+        models.append(GPTModel(config, **its))
+    if kind == "cp":
+        models[1].set_context_parallel_group(dist.group.WORLD)
+    return models[0], models[1]
+
+
+def wrong_gradients(kind: str, whole: GPTModel, shared: GPTModel) -> list[str]:
+    """Return the names of parameters whose gradients are not the whole model's."""
+    owned = parts(whole.config, expected_tensors(whole.config), Place(tp_rank=dist.get_rank(), tp_size=2))
+    expected, wrong = {name: p.grad for name, p in whole.named_parameters()}, []
+    for name, parameter in shared.named_parameters():
+        right, part = expected[name], owned[name]
+        if kind == "cp":
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= 2
+        elif part.dim is not None:
+            right = torch.cat([right.narrow(part.dim, begin, end - begin) for begin, end in part.ranges], part.dim)
+        if not close(parameter.grad, right):
+            wrong.append(name)
+    return wrong
+
+
+def is_the_whole_model(kind: str, variant: str) -> None:
+    """Without padding, with padding, with two texts in a row; with activation checkpoints and without."""
+    whole, shared = pair(kind, variant)
+    length = LENGTH[kind]
+    ids = token_ids(2, length)
+    padded, texts = torch.ones_like(ids), torch.ones(2, length, length, dtype=torch.bool)
+    padded[0, :2], texts[:, 5:, :5] = 0, False
+    for number, mask in enumerate((None, padded, texts)):
+        whole.zero_grad()
+        shared.zero_grad()
+        shared.activation_checkpointing = number > 0
+        expected = whole(ids, labels=ids, attention_mask=mask)
+        expected.loss.backward()
+        found = shared(ids, labels=ids, attention_mask=mask, return_logits=number > 0)
+        found.loss.backward()
+        assert close(found.loss, expected.loss)
+        assert found.logits is None or close(found.logits, expected.logits)
+        if expected.aux_loss is not None:
+            assert close(found.aux_loss, expected.aux_loss)
+        assert wrong_gradients(kind, whole, shared) == []
+
+
+def is_refused() -> None:
+    """What such a model cannot do, by name."""
+    ids = token_ids(1, 6)
+    for kind in ("sp", "cp"):
+        _, model = pair(kind, "dense")
+        cache = KVCache(model.config, 1, 8, tp_size=model.tp_size)
+        for name, value in {"cache": cache, "last_logits_only": True, "return_hidden_states": True}.items():
+            with pytest.raises(ValueError, match=f"{name} is given to a model whose ranks share tokens; allowed: "):
+                model(ids, **{name: value})
+    with pytest.raises(ValueError, match="has 6 positions; allowed with 2 context-parallel ranks: a multiple of 4"):
+        model(ids)
+    _, model = pair("sp", "dense")
+    with pytest.raises(
+        ValueError, match="there are 5 tokens, which 2 ranks with sequence_parallel cannot share equally"
+    ):
+        model(token_ids(1, 5))
+    group = dist.group.WORLD
+    with pytest.raises(ConfigError, match=r"hidden_dropout is 0\.1; allowed with sequence_parallel: 0"):
+        GPTModel(tiny(hidden_dropout=0.1), tp_group=group, sequence_parallel=True)
+    with pytest.raises(ConfigError, match="vocab_size is 1; allowed: a word or more for each of 2 ranks"):
+        GPTModel(tiny(vocab_size=1), tp_group=group)
+
+
+def compiles(kind: str, variant: str) -> None:
+    """One graph a layer, without breaks, and the same numbers."""
+    whole, shared = pair(kind, variant)
+    ids = token_ids(2, 16)
+    expected = whole(ids, labels=ids, return_logits=False).loss
+    expected.backward()
+    compile_model(shared, "block", dynamic=False)
+    shared.output_layer.loss_chunk_tokens = 10
+    loss = shared(ids, labels=ids, return_logits=False).loss
+    loss.backward()
+    assert close(loss, expected) and wrong_gradients(kind, whole, shared) == []
+
+
+if __name__ == "__main__":
+    asked = sys.argv[2:]
+    cases = {name: partial(is_the_whole_model, *name.split()) for name in asked if len(name.split()) == 2}
+    cases |= {name: partial(compiles, *name.split()[1:]) for name in asked if name.startswith("compiled")}
+    report_cases(cases | {name: is_refused for name in asked if name == "refused"}, sys.argv[1])

@@ -1,0 +1,121 @@
+"""Mixtures of data sets: exact shares at every position, a position that is all there is to resume from, and more
+validation sets with a loss each."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from te_models.config import ConfigError
+from te_models.training import (
+    CheckpointConfig,
+    DataConfig,
+    DataError,
+    EvaluationConfig,
+    ScheduleConfig,
+    TrainConfig,
+    Windows,
+    build_dataset,
+    read_metrics,
+    train,
+    write_dataset,
+)
+from te_models.training.data.blend import Blend
+from tests.training.runs import TEXT, assert_same_bits, curve, tensors_under, tiny_run
+
+
+def of_one_token(path: Path, token: int, count: int) -> Windows:
+    return Windows(write_dataset(path, [[[token] * 4 * count]], 257), 4, "train", 0.0, 0)
+
+
+@given(st.lists(st.fractions(min_value=Fraction(1, 100), max_value=100), min_size=1, max_size=5), st.integers(1, 300))
+@settings(deadline=None, max_examples=50)
+def test_counts_follow_the_weights_at_every_position(weights: list[Fraction], positions: int) -> None:
+    blend = object.__new__(Blend)
+    object.__setattr__(blend, "weights", tuple(weights))
+    seen = [0] * len(weights)
+    for position in range(positions):
+        i, own = blend.source(position)
+        assert own == seen[i], "each data set is read in its own order, without gaps"
+        seen[i] += 1
+        for count, weight in zip(seen, weights, strict=True):
+            assert abs(count - (position + 1) * weight / sum(weights)) < len(weights)
+
+
+def test_a_blend_reads_its_data_sets_by_weight(tmp_path: Path) -> None:
+    parts = tuple(of_one_token(tmp_path / str(i), i, 3) for i in range(3))
+    blend = Blend(parts, (Fraction("0.5"), Fraction("0.3"), Fraction("0.2")))
+    first = blend.examples(0, 10).input_ids[:, 0]
+    assert torch.bincount(first).tolist() == [5, 3, 2]
+    for position in (0, 7, 10**15):
+        assert torch.equal(blend.examples(position, 4).input_ids[1:], blend.examples(position + 1, 3).input_ids)
+
+
+def blended(tmp_path: Path, name: str, **changes: object) -> TrainConfig:
+    run = tiny_run(tmp_path, name, steps=4)
+    folders = [tmp_path / "json", tmp_path / "email"]
+    for folder, text in zip(folders, (TEXT, TEXT.replace("json", "email")), strict=True):
+        if not folder.exists():
+            build_dataset(folder, [text], "bytes")
+    data = DataConfig(
+        blend=(f"{folders[0]}=0.7", f"{folders[1]}=0.3"),
+        sequence_length=32,
+        micro_batch_size=2,
+        gradient_accumulation=2,
+    )
+    sets = (f"mail={folders[1]}", f"code={folders[0]}")
+    values: dict[str, Any] = {
+        "schedule": ScheduleConfig(kind="constant"),
+        "data": data,
+        "evaluation": EvaluationConfig(every=2, batches=2, sets=sets),
+    }
+    return run.replace(**values, checkpoint=CheckpointConfig(every=2), **changes)
+
+
+def test_a_run_on_a_blend_resumes_bit_for_bit_and_measures_each_set(tmp_path: Path) -> None:
+    whole, parts = blended(tmp_path, "whole"), blended(tmp_path, "parts")
+    train(whole)
+    train(parts.replace(steps=2))
+    train(parts)
+    assert curve(whole) == curve(parts)
+    assert_same_bits(*(tensors_under(Path(run.output_dir) / "checkpoints") for run in (whole, parts)))
+    rows = read_metrics(Path(whole.output_dir) / "metrics.jsonl")
+    assert list(rows[1]["validation_losses"]) == ["mail", "code"]
+    assert rows[1]["validation_losses"]["mail"] != rows[1]["validation_losses"]["code"]
+    assert "validation_loss" in rows[1] and "validation_losses" not in rows[0]
+    other = blended(tmp_path, "parts", steps=6)
+    other = other.replace(data=other.data.replace(blend=other.data.blend[::-1]))
+    with pytest.raises(ConfigError, match=r"data.blend differ from the checkpoint's"):
+        train(other)
+
+
+WRONG = {
+    ("a",): r'data.blend is \'a\'; allowed: "folder=weight" with a positive number',
+    ("a=0",): "data.blend is 'a=0'",
+    ("a=1/0",): "data.blend is 'a=1/0'",
+    ("=1",): "data.blend is '=1'",
+    ("a=1", "a=2"): "each folder once",
+}
+
+
+@pytest.mark.parametrize("blend", WRONG)
+def test_a_wrong_blend_is_named(blend: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match=WRONG[blend]):
+        DataConfig(blend=blend)
+
+
+def test_what_a_blend_cannot_be_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"a folder, or data.blend, and not both"):
+        DataConfig(path="a", blend=("b=1",))
+    with pytest.raises(ConfigError, match=r"evaluation.sets is 'code'; allowed: .name=folder."):
+        EvaluationConfig(sets=("code",))
+    run = blended(tmp_path, "run")
+    absent = run.replace(data=run.data.replace(blend=(f"{tmp_path / 'absent'}=1",)))
+    with pytest.raises(DataError, match="absent is not a token data set"):
+        train(absent)

@@ -1,0 +1,238 @@
+"""Files become a token data set: JSON lines, tables and chats, in any number of workers, and after interruptions; a
+document that cannot be used is one sentence with file and line."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from te_models.cli.main import main
+from te_models.extras import MissingExtraError
+from te_models.training import DataError, TokenDataset, build_dataset
+from te_models.training.data import documents, tokenize
+from tests.byte_tokenizer import byte_tokenizer
+
+CHAT = """{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<end>{% endfor %}\
+{% if add_generation_prompt %}<assistant>{% endif %}"""
+
+
+def lines(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def texts(dataset: TokenDataset) -> list[str]:
+    """The documents of a data set over bytes, without their ends."""
+    ends = [0, *dataset.document_ends.tolist()]
+    ids = dataset.tokens.tolist()
+    return [bytes(ids[a : b - 1]).decode() for a, b in itertools.pairwise(ends)]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Files of several spans each."""
+    monkeypatch.setattr(documents, "SPAN_BYTES", 100)
+    return [lines(tmp_path / f"{n}.jsonl", [{"body": f"{n} {i} é"} for i in range(20)]) for n in range(3)]
+
+
+def test_json_lines_keep_documents_and_workers_change_no_byte(tmp_path: Path, many: list[Path]) -> None:
+    one = build_dataset(tmp_path / "one", many, "bytes", text_field="body")
+    build_dataset(tmp_path / "four", many, "bytes", text_field="body", workers=4)
+    assert files(tmp_path / "one")["tokens.bin"] == files(tmp_path / "four")["tokens.bin"]
+    assert files(tmp_path / "one") == files(tmp_path / "four")
+    assert sorted(texts(one)) == sorted(f"{n} {i} é" for n in range(3) for i in range(20))
+    assert texts(one) != sorted(texts(one)), "spans are shuffled"
+    assert one.num_documents == 60
+
+
+def test_a_run_that_was_interrupted_goes_on(tmp_path: Path, many: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts that are complete are not written again; other arguments begin anew."""
+    whole = files(build_dataset(tmp_path / "whole", many, "bytes", text_field="body").path)
+    write, written = tokenize._write_part, []
+
+    def interrupted(folder: Path, *rest: Any) -> None:
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        written.append(folder.name)
+        write(folder, *rest)
+
+    monkeypatch.setattr(tokenize, "_write_part", interrupted)
+    with pytest.raises(KeyboardInterrupt, match=r"\.out\.parts has 2 of \d+ parts: the same command goes on"):
+        build_dataset(tmp_path / "out", many, "bytes", text_field="body")
+    assert not (tmp_path / "out").exists()
+    (tmp_path / ".out.parts" / "2.partial").mkdir()  # what a kill leaves
+    written[:] = ["", "", ""]
+    again = build_dataset(tmp_path / "out", many, "bytes", text_field="body")
+    assert files(again.path) == whole
+    assert not {"0", "1"} & set(written)
+    assert not (tmp_path / ".out.parts").exists()
+    written[:] = []
+    with pytest.raises(KeyboardInterrupt):
+        build_dataset(tmp_path / "other", many, "bytes", text_field="body")
+    many[0].write_text(many[0].read_text() + '{"body": "more"}\n')
+    written[:] = ["", "", ""]
+    assert "more" in texts(build_dataset(tmp_path / "other", many, "bytes", text_field="body"))
+    assert "0" in written
+
+
+BAD = {
+    "no JSON": ('{"text": "a"', r"a.jsonl, line 2 is not JSON: "),
+    "empty line": ("", r"a.jsonl, line 2 is not JSON: the line is empty"),
+    "no object": ("[1]", r"a.jsonl, line 2 is a list; allowed: an object of named fields"),
+    "no field": ('{"body": "x", "id": 1}', r"a.jsonl, line 2 has no field 'text'; it has body, id"),
+    "no text": ('{"text": 7}', r"a.jsonl, line 2: text is a int; allowed: text"),
+    "empty": ('{"text": ""}', r"a.jsonl, line 2: text is empty"),
+    "no UTF-8": (b'{"text": "\xff"}', r"a.jsonl, line 2 is not JSON: .*utf-8"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_row_that_cannot_be_used_is_named_by_file_and_line(case: str, tmp_path: Path) -> None:
+    row, says = BAD[case]
+    data = row if isinstance(row, bytes) else row.encode()
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "fine"}\n' + data + b'\n{"text": "fine"}\n')
+    with pytest.raises(DataError, match=says):
+        build_dataset(tmp_path / "d", [tmp_path / "a.jsonl"], "bytes", workers=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_lines_are_counted_over_spans(tmp_path: Path, many: list[Path]) -> None:
+    many[1].write_text(many[1].read_text().replace('"1 17', '7, "x": "1 17'))
+    with pytest.raises(DataError, match=r"1.jsonl, line 18: body is a int"):
+        build_dataset(tmp_path / "d", many, "bytes", text_field="body")
+
+
+def test_tables_are_read_through_the_extra_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins for pyarrow and datasets, whose calls these are."""
+    table = tmp_path / "a.parquet"
+    table.touch()
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved/state.json").touch()
+    if importlib.util.find_spec("pyarrow") is None:
+        with pytest.raises(MissingExtraError, match=r"reading .*a.parquet needs .*pip install 'te_models\[data\]'"):
+            build_dataset(tmp_path / "d", [table], "bytes")
+    rows = [["a", "b"], ["c"]]
+
+    class ParquetFile:
+        schema_arrow = SimpleNamespace(names=["id", "text"])
+        num_row_groups = 2
+        metadata = SimpleNamespace(row_group=lambda i: SimpleNamespace(total_byte_size=9, num_rows=len(rows[i])))
+
+        def __init__(self, path: Path) -> None:
+            assert path == table
+
+        def iter_batches(self, row_groups: list[int], columns: list[str]) -> Any:
+            assert columns == ["text"]
+            yield SimpleNamespace(column=lambda i: SimpleNamespace(to_pylist=lambda: rows[row_groups[0]]))
+
+    class Saved:
+        column_names = ("text",)
+
+        def __len__(self) -> int:
+            return 2
+
+        def select_columns(self, names: list[str]) -> Saved:
+            return self
+
+        def __getitem__(self, where: slice) -> dict[str, list[str]]:
+            return {"text": ["d", "e"][where]}
+
+    monkeypatch.setitem(sys.modules, "pyarrow", SimpleNamespace(__path__=[]))
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", SimpleNamespace(ParquetFile=ParquetFile))
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_from_disk=lambda folder: Saved()))
+    assert sorted(texts(build_dataset(tmp_path / "d", [table, tmp_path / "saved"], "bytes"))) == list("abcde")
+    rows[1] = [""]
+    with pytest.raises(DataError, match=r"a.parquet, row 3: text is empty"):
+        build_dataset(tmp_path / "e", [table], "bytes")
+    with pytest.raises(DataError, match=r"a.parquet has no column 'body'; it has id, text"):
+        build_dataset(tmp_path / "e", [table], "bytes", text_field="body")
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_from_disk=lambda folder: {"train": Saved()}))
+    with pytest.raises(DataError, match=r"has the splits train; name one of them, as in .*saved/train"):
+        build_dataset(tmp_path / "e", [tmp_path / "saved"], "bytes")
+
+
+def chat_folder(folder: Path, template: str) -> Path:
+    tokenizer = byte_tokenizer(["hello world, this is a chat"])
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+MESSAGES = [
+    {"role": "user", "content": "hello"},
+    {"role": "assistant", "content": "this is"},
+    {"role": "user", "content": "a chat"},
+    {"role": "assistant", "content": "world"},
+]
+MARKED = """{% for m in messages %}<{{ m['role'] }}>{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}\
+<end>{% endgeneration %}{% else %}{{ m['content'] }}<end>{% endif %}{% endfor %}"""
+
+
+@pytest.mark.parametrize("template", [CHAT, MARKED], ids=["prefixes", "marked"])
+def test_a_chat_scores_what_the_assistant_wrote(template: str, tmp_path: Path) -> None:
+    folder = chat_folder(tmp_path / "tokenizer", template)
+    path = lines(tmp_path / "a.jsonl", [{"messages": MESSAGES}, {"messages": MESSAGES[:2]}])
+    dataset = build_dataset(tmp_path / "d", [path], str(folder), messages_field="messages")
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert dataset.loss_mask is not None
+    end = int(dataset.document_ends[0])
+    ids, mask = dataset.tokens[:end], dataset.loss_mask.read(0, end).bool()
+    whole = "<user>hello<end><assistant>this is<end><user>a chat<end><assistant>world<end>"
+    assert tokenizer.decode(ids.tolist()) == whole
+    assert tokenizer.decode(ids[mask].tolist()) == "this is<end>world<end>"
+    assert dataset.num_documents == 2
+    plain = torch.ones(len(dataset), dtype=torch.uint8).numpy().tobytes()
+    before = dataset.checked_digest()
+    (dataset.path / "loss_mask.bin").write_bytes(plain)
+    with pytest.raises(DataError, match=r"loss_mask.bin is not what was built"):
+        TokenDataset.open(dataset.path).checked_digest()
+    assert before != dataset.digest
+
+
+def test_chats_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    folder = chat_folder(tmp_path / "tokenizer", "{{ raise_exception('roles must alternate') }}")
+    cases = [
+        ({"messages": []}, "messages is empty; allowed: a list of messages"),
+        ({"messages": "hi"}, "messages is a str; allowed"),
+        ({"messages": [{"role": "user"}]}, r"messages\[0\] is .*; allowed: role and content, both text"),
+        ({"messages": MESSAGES[:1]}, "messages has no message of the assistant"),
+        ({"messages": MESSAGES}, "the chat template of .* cannot be used: .*roles must alternate"),
+    ]
+    for row, says in cases:
+        path = lines(tmp_path / "a.jsonl", [row])
+        with pytest.raises(DataError, match=f"a.jsonl, line 1:? {says}"):
+            build_dataset(tmp_path / "d", [path], str(folder), messages_field="messages")
+    with pytest.raises(DataError, match="'bytes' has no chat template"):
+        build_dataset(tmp_path / "d", [path], "bytes", messages_field="messages")
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(DataError, match=r"a.txt is text; allowed with a messages field: .jsonl"):
+        build_dataset(tmp_path / "d", [tmp_path / "a.txt"], str(folder), messages_field="messages")
+
+
+def test_the_command_says_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = lines(tmp_path / "a.jsonl", [{"text": "ab"}, {"text": "c"}])
+    words = ["tokenize", str(path), "--tokenizer", "bytes", "--output", str(tmp_path / "d")]
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "output": str(tmp_path / "d"),
+        "tokens": 5,
+        "documents": 2,
+        "vocab_size": 257,
+        "scored_tokens": None,
+    }
+    assert main(words) == 2
+    assert "d exists already" in capsys.readouterr().err

@@ -1,0 +1,197 @@
+"""Which parameters are trained and how: multipliers and freezing by glob, Muon against torch's, float32 averages,
+skipped spikes of the gradient norm; all of it resumes bit for bit, and what a layout cannot have is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from te_models import GPTModel
+from te_models.config import ConfigError
+from te_models.parallel import ParallelDims
+from te_models.training import OptimizerConfig, PrecisionConfig, ScheduleConfig, TrainConfig, read_metrics, train
+from te_models.training.build import build_model, build_optimizer
+from te_models.training.optimizer.adamw import SPIKE_AFTER, Optimizer
+from te_models.training.optimizer.groups import optimizer_groups
+from te_models.training.optimizer.muon import Muon, newton_schulz
+from te_models.training.preflight import check_layout
+from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_model, tiny_run
+
+
+def optimizer_config(**changes: Any) -> OptimizerConfig:
+    return OptimizerConfig(**{"lr": 1e-2, "weight_decay": 0.1, **changes})
+
+
+def test_multipliers_are_those_of_the_first_match() -> None:
+    model = GPTModel(tiny_model(), dtype=torch.float32)
+    config = optimizer_config(lr_mult=("embedding.*=0.5", "*=2"), wd_mult=("*norm*=1", "decoder.*=0.25"))
+    groups = optimizer_groups(config, dict(model.named_parameters()))
+    found = {id(p): (rate, decay) for (_, rate, decay), members in groups.items() for p in members}
+    for name, p in model.named_parameters():
+        rate = 0.5 if name.startswith("embedding.") else 2.0
+        decay = 0.1 if "norm" in name else 0.1 * 0.25 if name.startswith("decoder.") else 0.1 * (p.dim() > 1)
+        assert found[id(p)] == (rate, decay), name
+
+
+def test_a_multiplier_is_another_learning_rate() -> None:
+    start = torch.randn(3, 4)
+    weights = {"a": torch.nn.Parameter(start.clone()), "b": torch.nn.Parameter(start.clone())}
+    optimizer = Optimizer(weights.items(), optimizer_config(lr_mult=("a=0.5",)))
+    other = torch.nn.Parameter(start.clone())
+    reference = Optimizer([("a", other)], optimizer_config())
+    for p in (*weights.values(), other):
+        p.grad = torch.ones(3, 4)
+    optimizer.step(0.5)
+    reference.step(0.25)
+    assert torch.equal(weights["a"], other)
+    assert not torch.equal(weights["b"], other)
+
+
+WRONG = {
+    "lr_mult": ("x", "optimizer.lr_mult is 'x'; allowed: \"pattern=number\" with zero or a positive number"),
+    "wd_mult": ("x=-1", "optimizer.wd_mult is 'x=-1'"),
+    "ema_decay": (1.0, "optimizer.ema_decay is 1.0; allowed: a number between 0 and 1"),
+    "skip_grad_norm_spike": (1.0, "optimizer.skip_grad_norm_spike is 1.0; allowed: a number above 1"),
+    "muon_momentum": (1.0, "optimizer.muon_momentum is 1.0"),
+}
+
+
+@pytest.mark.parametrize("key", WRONG)
+def test_wrong_values_are_named(key: str) -> None:
+    value, says = WRONG[key]
+    with pytest.raises(ConfigError, match=says):
+        OptimizerConfig(**{key: (value,) if isinstance(value, str) else value})
+
+
+@pytest.mark.parametrize("key", ["lr_mult", "wd_mult", "freeze"])
+def test_a_pattern_that_matches_nothing_is_refused(key: str, tmp_path: Path) -> None:
+    value = "embeding.*" + ("" if key == "freeze" else "=1")
+    run = tiny_run(tmp_path, optimizer=optimizer_config(**{key: (value,)}))
+    with pytest.raises(ConfigError, match=rf"optimizer.{key} has 'embeding.\*', which matches no parameter; they are"):
+        build_optimizer(run, build_model(run, "cpu", None))
+    run = tiny_run(tmp_path, optimizer=optimizer_config(freeze=("*",)))
+    with pytest.raises(ConfigError, match="patterns that leave something to train"):
+        build_optimizer(run, build_model(run, "cpu", None))
+
+
+def test_muon_is_torch_s_on_matrices() -> None:
+    """To the last bit of float32, and on a stack member by member."""
+    torch.manual_seed(0)
+    for shape in ((8, 6), (6, 20)):
+        ours, theirs = (torch.nn.Parameter(torch.ones(shape)) for _ in range(2))
+        reference = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+        optimizer = Muon([ours], lr=torch.tensor(0.02))
+        for _ in range(3):
+            ours.grad = torch.randn(shape)
+            theirs.grad = ours.grad.clone()
+            optimizer.step()
+            reference.step()
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-7)
+    stack = torch.randn(3, 16, 24)
+    members = torch.stack([newton_schulz(member) for member in stack])
+    torch.testing.assert_close(newton_schulz(stack), members, rtol=0, atol=2e-2)
+    values = torch.linalg.svdvals(newton_schulz(stack).float())
+    assert values.min() > 0.6 and values.max() < 1.3
+    with pytest.raises(ValueError, match=r"Muon got a parameter that is of shape \(3,\)"):
+        Muon([torch.nn.Parameter(torch.ones(3))], lr=torch.tensor(1.0))
+
+
+def run_of(tmp_path: Path, name: str, **changes: Any) -> TrainConfig:
+    options: dict[str, Any] = {"lr": 3e-3, "ema_decay": 0.8, "skip_grad_norm_spike": 3.0, **changes}
+    return tiny_run(
+        tmp_path,
+        name,
+        moe=True,
+        steps=4,
+        schedule=ScheduleConfig(kind="inverse_sqrt"),
+        optimizer=OptimizerConfig(**options),
+        precision=PrecisionConfig(dtype="bf16"),
+    )
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_run_resumes_bit_for_bit(kind: str, tmp_path: Path) -> None:
+    changes = {"kind": kind, "freeze": ("embedding.*",), "lr_mult": ("*experts*=0.5",), "master_weights": True}
+    whole, parts = run_of(tmp_path, "whole", **changes), run_of(tmp_path, "parts", **changes)
+    train(whole)
+    train(parts.replace(steps=2))
+    train(parts)
+    assert [row[:-1] for row in curve(whole)] == [row[:-1] for row in curve(parts)]
+    folders = [Path(run.output_dir) for run in (whole, parts)]
+    assert_same_bits(*(tensors_under(folder / "checkpoints") for folder in folders))
+    trained, average = (GPTModel.from_pretrained(folders[0] / name, dtype="float32") for name in ("final", "final-ema"))
+    assert tensors_under(folders[0] / "final-ema").popitem()[1].dtype == torch.float32
+    first = build_model(whole, "cpu", None)
+    for name, p in trained.named_parameters():
+        same = torch.equal(p, dict(average.named_parameters())[name])
+        assert same == name.startswith("embedding."), name
+        assert torch.equal(p.bfloat16(), dict(first.named_parameters())[name]) == name.startswith("embedding."), name
+
+
+def test_the_average_is_its_formula() -> None:
+    p = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.bfloat16))
+    optimizer = Optimizer([("p", p)], optimizer_config(ema_decay=0.9))
+    expected = torch.zeros(2, 2)
+    for i in range(3):
+        p.grad = torch.full((2, 2), float(i + 1), dtype=torch.bfloat16)
+        optimizer.step(0.1)
+        expected = 0.9 * expected + 0.1 * p.detach().float()
+    torch.testing.assert_close(optimizer.averages["p"], expected)
+    before = optimizer.averages["p"].clone()
+    optimizer.step(0.1, noop=torch.tensor(True))
+    assert torch.equal(optimizer.averages["p"], before)
+
+
+def test_a_spike_is_skipped_and_a_lasting_level_is_accepted() -> None:
+    optimizer = Optimizer([("p", torch.nn.Parameter(torch.zeros(2)))], optimizer_config(skip_grad_norm_spike=2.0))
+
+    def skipped(norm: float) -> bool:
+        found = optimizer.skips(torch.tensor(norm))
+        assert found is not None
+        return bool(found)
+
+    assert not any(skipped(norm) for norm in (100.0, *[1.0] * 3))  # too early to tell
+    optimizer = Optimizer([("p", torch.nn.Parameter(torch.zeros(2)))], optimizer_config(skip_grad_norm_spike=2.0))
+    assert not any(skipped(1.0) for _ in range(SPIKE_AFTER))
+    assert skipped(2.5) and not skipped(1.9)
+    assert not skipped(float("inf")), "an infinite norm is the affair of skip_nonfinite"
+    steps = [skipped(3.0) for _ in range(60)]
+    assert steps[0] and not steps[-1]
+
+
+def test_a_skipped_spike_is_in_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from te_models.training.optimizer import adamw
+
+    monkeypatch.setattr(adamw, "SPIKE_AFTER", 1)
+    run = tiny_run(tmp_path, steps=3, optimizer=OptimizerConfig(lr=3e-3, skip_grad_norm_spike=1.0001))
+    clip = Optimizer.clip_gradients
+    norms = iter([1.0, 5.0, 1.0])
+    monkeypatch.setattr(Optimizer, "clip_gradients", lambda self: clip(self) * 0 + next(norms))
+    train(run)
+    rows = read_metrics(Path(run.output_dir) / "metrics.jsonl")
+    assert [row.get("skipped", False) for row in rows] == [False, True, False]
+    assert rows[1]["grad_norm"] == 5.0
+
+
+LAYOUTS = {
+    "muon": ({"kind": "muon"}, {"tensor_model_parallel_size": 2}, "optimizer.kind is 'muon'; allowed where layers are"),
+    "muon sharded": ({"kind": "muon"}, {"data_parallel_shard_size": 2}, "optimizer.kind is 'muon'"),
+    "average": ({"ema_decay": 0.9}, {"data_parallel_shard_size": 2}, "optimizer.ema_decay is 0.9"),
+    "average of experts": ({"ema_decay": 0.9}, {"expert_model_parallel_size": 2}, "optimizer.ema_decay is 0.9"),
+    "frozen": ({"freeze": ("embedding.*",)}, {"data_parallel_shard_size": 2}, r"optimizer.freeze is .*none"),
+}
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_a_layout_that_cannot_have_it_is_refused(case: str, tmp_path: Path) -> None:
+    options, sizes, says = LAYOUTS[case]
+    run = tiny_run(tmp_path, moe=True, optimizer=optimizer_config(**options))
+    with pytest.raises(ConfigError, match=says):
+        check_layout(run, tiny_model(moe=True), ParallelDims.of(sizes, 2))
+    stored = run.replace(precision=PrecisionConfig(recipe="mxfp8", quantized_weights=True))
+    if "freeze" not in options:
+        with pytest.raises(ConfigError, match=r"allowed with precision.quantized_weights: its default"):
+            check_layout(stored, tiny_model(moe=True), ParallelDims.of({}, 1))

@@ -1,0 +1,35 @@
+"""The metrics have the extremes of the ranks: who waits for data, who is slow, who takes the most memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from te_models.training import read_metrics
+from tests.training.processes import train_on_ranks
+from tests.training.runs import tiny_run
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
+
+UNEVEN = """
+import os, time
+from te_models.training.data.blend import Blend
+from te_models.training import loop
+rank, batch = int(os.environ["RANK"]), Blend.examples
+Blend.examples = lambda *arguments: (time.sleep(0.2 * rank), batch(*arguments))[1]
+trim = loop.return_freed_memory
+loop.return_freed_memory = lambda: (time.sleep(0.4 * (1 - rank)), trim())[1]
+kept = bytearray(300 << 20) if rank else None
+"""
+
+
+def test_the_extremes_of_two_ranks(tmp_path: Path) -> None:
+    """Rank 1 reads slowly and takes 300 MiB more; rank 0 is slow where no collective makes both wait."""
+    config = tiny_run(tmp_path, steps=2)
+    train_on_ranks(config, tmp_path, before=UNEVEN, after="print(len(kept or ''))")
+    for row in read_metrics(Path(config.output_dir) / "metrics.jsonl"):
+        assert 0.4 <= row["data_s"] < row["step_s_max"], "two micro-batches"
+        assert row["step_s_max"] - row["step_s_min"] >= 0.35
+        assert row["peak_memory"] > 500 << 20

@@ -1,0 +1,104 @@
+"""LoRA in a run: only adapters are trained, over plain and over stored quantized weights, a run resumes bit for bit,
+and the merged model equals the base with the adapter, for every kind of layer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from te_models import GPTModel
+from te_models.config import ConfigError, ModelConfig
+from te_models.parallel import ParallelDims
+from te_models.training import LoRAConfig, ModelSource, PrecisionConfig, ScheduleConfig, TrainConfig, train
+from te_models.training.build import build_model, build_optimizer
+from te_models.training.preflight import check_layout
+from tests.training.runs import assert_same_bits, balanced_model, curve, tensors_under, tiny_model, tiny_run
+
+pytest.importorskip("peft")
+IDS = torch.arange(24)[None] * 7 % 257
+MODELS = {"dense": tiny_model(), "experts": tiny_model(moe=True), "latent attention, shared experts": balanced_model()}
+
+
+def lora_run(tmp_path: Path, name: str, model: ModelConfig, **changes: Any) -> TrainConfig:
+    """A run from a saved model, whose adapters move far."""
+    base = tmp_path / "base"
+    if not base.exists():
+        torch.manual_seed(0)
+        GPTModel(model, dtype=torch.float32).save_pretrained(base)
+    values = {"lora": LoRAConfig(rank=4), "model": ModelSource(path=str(base)), **changes}
+    return tiny_run(tmp_path, name, steps=4, schedule=ScheduleConfig(kind="constant"), **values)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_merged_equals_the_base_with_the_adapter(kind: str, tmp_path: Path) -> None:
+    """In float32 to 1e-5 of the largest logit; the base's files are unchanged, and a resumed run has the same bits."""
+    from te_models.hf import TEModelForCausalLM
+
+    whole, parts = (lora_run(tmp_path, name, MODELS[kind]) for name in ("whole", "parts"))
+    train(whole)
+    with torch.no_grad():
+        adapted = TEModelForCausalLM.from_pretrained(tmp_path / "whole/adapter", dtype="float32")(IDS).logits
+        merged = GPTModel.from_pretrained(tmp_path / "whole/final", dtype="float32").eval()(IDS).logits
+        base = GPTModel.from_pretrained(tmp_path / "base", dtype="float32").eval()(IDS).logits
+    largest = base.abs().max()
+    assert (adapted - merged).abs().max() < 1e-5 * largest
+    assert (merged - base).abs().max() > 1e-3 * largest, "the adapters learned"
+    if kind != "dense":
+        return
+    train(parts.replace(steps=2))
+    train(parts)
+    assert [row[:-1] for row in curve(whole)] == [row[:-1] for row in curve(parts)]
+    for folder in ("checkpoints", "final", "adapter"):
+        assert_same_bits(*(tensors_under(Path(run.output_dir) / folder) for run in (whole, parts)))
+    base_of_last = tensors_under(tmp_path / "whole/checkpoints/step-00000004/model")
+    assert_same_bits(tensors_under(tmp_path / "base"), base_of_last)
+
+
+def test_stored_quantized_weights_stay_and_adapters_are_trained(tmp_path: Path) -> None:
+    precision = PrecisionConfig(dtype="bf16", recipe="current", quantized_weights=True)
+    run = lora_run(tmp_path, "run", tiny_model(moe=True), precision=precision)
+    train(run)
+    folder = tmp_path / "run/checkpoints"
+    first, last = (tensors_under(folder / f"step-0000000{step}/model") for step in (2, 4))
+    assert any(t.dtype == torch.float8_e4m3fn for t in first.values())
+    assert_same_bits(first, last)
+    factors = [tensors_under(folder / f"step-0000000{step}") for step in (2, 4)]
+    names = [name for name in factors[0] if ":lora." in name]
+    assert {name.rpartition("linear_")[2].partition(".")[0] for name in names} == {"qkv", "proj", "fc1", "fc2"}
+    assert any(".experts." in name for name in names)
+    assert all(not torch.equal(factors[0][name], factors[1][name]) for name in names)
+
+
+def test_only_adapters_have_optimizer_state(tmp_path: Path) -> None:
+    from te_models.training.lora import Adapters
+
+    run = lora_run(tmp_path, "run", tiny_model(), lora=LoRAConfig(rank=2, targets=("linear_qkv",)))
+    model = build_model(run, "cpu", None)
+    Adapters(run, model)
+    names = build_optimizer(run, model).parameters
+    assert names and all(".linear_qkv.lora_" in name for name in names)
+
+
+def test_what_cannot_be_is_named(tmp_path: Path) -> None:
+    from te_models.training.lora import Adapters
+
+    run = lora_run(tmp_path, "run", tiny_model(), lora=LoRAConfig(rank=2, targets=("linear_qvk",)))
+    with pytest.raises(ConfigError, match=r"lora.targets is \['linear_qvk'\]: .*not found"):
+        Adapters(run, build_model(run, "cpu", None))
+    for changes, says in (
+        ({"rank": -1}, "lora.rank is -1"),
+        ({"targets": ()}, "lora.targets is"),
+        ({"alpha": 0}, "alpha"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            LoRAConfig(**changes)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"optimizer.ema_decay is 0.9; allowed: null with lora.rank"):
+        run.replace(optimizer=run.optimizer.replace(ema_decay=0.9))
+    with pytest.raises(ConfigError, match=r"optimizer.freeze is .*; allowed: none with lora.rank"):
+        run.replace(optimizer=run.optimizer.replace(freeze=("*",)))
+    for sizes in ({"data_parallel_shard_size": 2}, {"tensor_model_parallel_size": 2}):
+        with pytest.raises(ConfigError, match=r"lora.rank is 2; allowed where experts are distributed"):
+            check_layout(run, tiny_model(), ParallelDims.of(sizes, 2))
