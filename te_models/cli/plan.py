@@ -57,7 +57,7 @@ _HARDWARE = {
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan, or the plans of all layouts; 1 if nothing fits."""
-    from ..training.config_file import read_config
+    from ..training.config.file import read_config
 
     config = read_config(Path(args.config), [])
     say_while_waiting("running a micro-batch on tensors without values")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         ScheduleConfig,
         TrainConfig,
     )
-    from .config_file import load_config
+    from .config.file import load_config
     from .data.dataset import TokenDataset
     from .data.token_file import DataError
     from .data.tokenize import build_dataset
@@ -54,7 +54,7 @@ _HOME = {
         "ScheduleConfig",
         "TrainConfig",
     ),
-    "config_file": ("load_config",),
+    "config.file": ("load_config",),
     "data.dataset": ("TokenDataset",),
     "data.token_file": ("DataError",),
     "data.tokenize": ("build_dataset",),

@@ -1,4 +1,4 @@
-"""The training configuration: one frozen tree of values, read from a TOML file (`config_file`).
+"""The training configuration: one frozen tree of values, read from a TOML file (`file`).
 
 Why a tree of dataclasses and not a dictionary: every key is known, typed and checked before the first weight is
 allocated, and a misspelt key is an error that names it rather than a default that silently wins. The tree shares its
@@ -12,19 +12,12 @@ import json
 from dataclasses import dataclass, field
 from typing import Literal, Self
 
-from ..config import ConfigPart, check
-from .config_tables import (
-    CheckpointConfig,
-    DataConfig,
-    EvaluationConfig,
-    LogConfig,
-    LoRAConfig,
-    ModelSource,
-    OptimizerConfig,
-    ParallelConfig,
-    PrecisionConfig,
-    ScheduleConfig,
-)
+from ...config import ConfigPart, check
+from .optimizer import LoRAConfig, OptimizerConfig, ScheduleConfig
+from .output import CheckpointConfig, EvaluationConfig, LogConfig
+from .parallel import ParallelConfig
+from .precision import PrecisionConfig
+from .source import DataConfig, ModelSource
 
 _MOST_MINUTES = 7 * 24 * 60
 _MOST_STEPS = 10**12

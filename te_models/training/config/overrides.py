@@ -1,7 +1,7 @@
 """The keys of a training configuration as options of a command: `--data.micro-batch-size 4`, `--no-compile`.
 
 Every key has an option, dots for tables and dashes for underscores (underscores are taken, too). The options are made
-of the annotations of the configuration; `config_file` checks the values together with the TOML file's values.
+of the annotations of the configuration; `file` checks the values together with the TOML file's values.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NoReturn
 
-from ..config import ConfigError
-from ..config.keys import Key, alternatives, may_be_unset, tables_of, type_words
-from ..suggestions import did_you_mean
-from .config import TrainConfig
+from ...config import ConfigError
+from ...config.keys import Key, alternatives, may_be_unset, tables_of, type_words
+from ...suggestions import did_you_mean
+from .run import TrainConfig
 
 
 @dataclass(frozen=True)

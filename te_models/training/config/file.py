@@ -13,12 +13,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from ..config import ConfigError, ConfigPart
-from ..config.keys import alternatives, may_be_unset, nested_part, tables_of
-from ..config.part import coerce
-from ..suggestions import did_you_mean
-from .config import TrainConfig
+from ...config import ConfigError, ConfigPart
+from ...config.keys import alternatives, may_be_unset, nested_part, tables_of
+from ...config.part import coerce
+from ...suggestions import did_you_mean
 from .overrides import Override, parse_overrides
+from .run import TrainConfig
 
 UNSET = "none"
 """What a file says for a key that is to have no value, since TOML has no word for that."""

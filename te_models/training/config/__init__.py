@@ -1,0 +1,25 @@
+"""The configuration of a run: a table of its TOML file is a class, one file for tables that belong together.
+
+`run` puts the tables together, `file` reads them, `overrides` makes options of their keys.
+"""
+
+from .optimizer import LoRAConfig, OptimizerConfig, ScheduleConfig
+from .output import CheckpointConfig, EvaluationConfig, LogConfig
+from .parallel import ParallelConfig
+from .precision import PrecisionConfig
+from .run import TrainConfig
+from .source import DataConfig, ModelSource
+
+__all__ = [
+    "CheckpointConfig",
+    "DataConfig",
+    "EvaluationConfig",
+    "LoRAConfig",
+    "LogConfig",
+    "ModelSource",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "PrecisionConfig",
+    "ScheduleConfig",
+    "TrainConfig",
+]

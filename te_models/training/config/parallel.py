@@ -1,0 +1,72 @@
+"""The table [parallel]: how the ranks share a model and its data.
+
+The sentence below a key is its documentation everywhere: on the command line, and in docs/training-keys.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ...config import ConfigPart, check
+from ...parallel.dims import check_sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig(ConfigPart):
+    """How the ranks share the model and the data; the product of the sizes, without the experts', is the number of
+    ranks."""
+
+    data_parallel_replicate_size: int | None = None
+    """Copies of the model, whose gradients are averaged; unset means as many as the other sizes leave."""
+    data_parallel_shard_size: int = 1
+    """Ranks over which FSDP2 shards parameters, gradients and moments of each copy; -1 means all that are left."""
+    tensor_model_parallel_size: int = 1
+    """Ranks over which each layer is split."""
+    sequence_parallel: bool = False
+    """Whether ranks that split layers have a part of the tokens each between these layers."""
+    pipeline_model_parallel_size: int = 1
+    """Ranks over which the layers are distributed, as pipeline stages."""
+    virtual_pipeline_model_parallel_size: int | None = None
+    """Pipeline stages of each rank; unset means as many as the schedule needs, 1 or 2."""
+    pipeline_schedule: str = "1F1B"
+    """Schedule of the pipeline, by torch's name: 1F1B, GPipe, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble,
+    ZBVZeroBubble, DualPipeV."""
+    context_parallel_size: int = 1
+    """Ranks that share each sequence; they read the same windows."""
+    expert_model_parallel_size: int = 1
+    """Data-parallel ranks over which the experts are distributed; each has an equal part."""
+    expert_tensor_parallel_size: int | None = None
+    """Ranks over which each expert is split; unset means tensor_model_parallel_size, the only one implemented."""
+    expert_dispatch: Literal["all_to_all", "all_gather"] = "all_to_all"
+    """How tokens reach distributed experts: each travels to the ranks of its experts (all_to_all), or every rank gets
+    the tokens of all (all_gather)."""
+    reshard_after_forward: Literal["default", "always", "never"] = "default"
+    """Whether FSDP2 frees gathered parameters between forward and backward pass: of layers (default), or of all
+    (always)."""
+    reduce_dtype: Literal["float32"] = "float32"
+    """Dtype in which FSDP2 adds up the gradients of the ranks."""
+    cpu_offload: bool = False
+    """Whether sharded parameters stay in main memory; only false is implemented."""
+    async_tensor_parallel: bool = False
+    """Whether split layers overlap communication and compute; only false is implemented."""
+
+    def _validate(self) -> None:
+        names = (name for name in self.__dataclass_fields__ if name.endswith("_size"))
+        check_sizes({name: getattr(self, name) for name in names}, "parallel.")
+        tp = self.tensor_model_parallel_size
+        where = "parallel.sequence_parallel"
+        check(tp > 1 or not self.sequence_parallel, where, True, "False with tensor_model_parallel_size = 1")
+        for name in ("cpu_offload", "async_tensor_parallel"):
+            value = getattr(self, name)
+            check(not value, f"parallel.{name}", value, "False, because nothing else is implemented")
+        virtual, schedule = self.virtual_pipeline_model_parallel_size, self.pipeline_schedule
+        staged = self.pipeline_model_parallel_size > 1
+        allowed = "'1F1B' with pipeline_model_parallel_size = 1"
+        check(staged or schedule == "1F1B", "parallel.pipeline_schedule", schedule, allowed)
+        where = "parallel.virtual_pipeline_model_parallel_size"
+        check(staged or virtual is None, where, virtual, "null with pipeline_model_parallel_size = 1")
+        sharded = self.data_parallel_shard_size != 1
+        default = self.reshard_after_forward == "default"
+        where = "parallel.reshard_after_forward"
+        check(sharded or default, where, self.reshard_after_forward, "'default' with data_parallel_shard_size = 1")

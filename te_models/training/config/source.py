@@ -1,0 +1,113 @@
+"""The tables [model] and [data]: where a model and its tokens come from.
+
+The sentence below a key is its documentation everywhere: on the command line, and in docs/training-keys.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+from ...config import ConfigPart, ModelConfig, check
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource(ConfigPart):
+    """Where the model comes from: exactly one of `path`, `config` and `config_file`. The last two are a random
+    initialisation."""
+
+    path: str | None = None
+    """Folder of a trained model, te_models' or Hugging Face's."""
+    config: ModelConfig | None = None
+    """Configuration of a model with random weights."""
+    config_file: str | None = None
+    """JSON file of a ModelConfig, for a model with random weights."""
+    expert_layout: Literal["grouped", "per-gemm"] = "grouped"
+    """Whether the experts of a layer are one tensor (grouped) or one each."""
+    activation_checkpointing: bool = False
+    """Whether only the input of each layer is kept for the backward pass, which computes the rest again."""
+    loss_chunk_tokens: int | None = None
+    """Tokens whose logits the loss is computed from at a time, which bounds its memory; unset means all."""
+    verify: bool = True
+    """Whether the weights in path are checked against the digests of its manifest.json."""
+
+    def _validate(self) -> None:
+        present = [name for name in ("path", "config", "config_file") if getattr(self, name) is not None]
+        check(len(present) == 1, "model", " and ".join(present) or "empty", "one of path, config and config_file")
+        chunk = self.loss_chunk_tokens
+        check(chunk is None or chunk > 0, "model.loss_chunk_tokens", chunk, "a positive integer or null")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(ConfigPart):
+    """The token data set and the shape of a batch.
+
+    One optimizer step consumes `micro_batch_size * gradient_accumulation * ranks` windows of `sequence_length` tokens.
+    """
+
+    path: str | None = None
+    """Folder of the token data set; built from text where it does not exist."""
+    blend: tuple[str, ...] = ()
+    """Folders of several token data sets in place of path, as "folder=weight": windows are read by weight."""
+    text: tuple[str, ...] = ()
+    """Files or glob patterns to build the data set from: text, .jsonl, .parquet, folders that datasets saved."""
+    text_field: str = "text"
+    """Field of .jsonl, or column of a table, that is the text of a document."""
+    messages_field: str | None = None
+    """Field that is a list of chat messages with role and content, in place of text_field: they are written with the
+    tokenizer's chat template, and the loss counts the assistant's messages alone."""
+    tokenizer: str | None = None
+    """Folder with a tokenizer.json, or "bytes"; set exactly when text is."""
+    tokenizer_workers: int = 1
+    """Tokenizer processes that build the data set."""
+    pack_documents: bool = False
+    """Whether windows are rows of whole documents, filled up with padding that does not count, instead of consecutive
+    tokens; it implies the next three keys."""
+    reset_position_ids: bool = False
+    """Whether positions begin at 0 in each document."""
+    reset_attention_mask: bool = False
+    """Whether tokens see their own document alone."""
+    eod_mask_loss: bool = False
+    """Whether the first token of a document, which the end of another document predicts, is left out of the loss."""
+    sequence_length: int = 1024
+    """Tokens in a window."""
+    micro_batch_size: int = 1
+    """Windows in a micro-batch."""
+    gradient_accumulation: int = 1
+    """Micro-batches of each rank in an optimizer step."""
+    validation_fraction: float = 0.01
+    """Part of the windows that is held out for validation, 0 to 1."""
+
+    def _validate(self) -> None:
+        check(self.sequence_length >= 2, "data.sequence_length", self.sequence_length, "at least 2 tokens")
+        for name in ("micro_batch_size", "gradient_accumulation"):
+            check(getattr(self, name) > 0, f"data.{name}", getattr(self, name), "a positive integer")
+        check(0 <= self.validation_fraction < 1, "data.validation_fraction", self.validation_fraction, "0 <= f < 1")
+        both = bool(self.text) == (self.tokenizer is not None)
+        check(both, "data.tokenizer", self.tokenizer, "set exactly when data.text is set")
+        check(self.tokenizer_workers > 0, "data.tokenizer_workers", self.tokenizer_workers, "a positive integer")
+        check((self.path is None) == bool(self.blend), "data.path", self.path, "a folder, or data.blend, and not both")
+        check(not (self.blend and self.text), "data.text", list(self.text), "empty with data.blend")
+        self.weights()
+
+    @property
+    def by_document(self) -> bool:
+        """Whether attention or positions depend on where documents begin."""
+        return self.pack_documents or self.reset_position_ids or self.reset_attention_mask
+
+    def weights(self) -> dict[str, Fraction]:
+        """Return the folders that windows are read from, with their weights."""
+        if self.path is not None:
+            return {self.path: Fraction(1)}
+        found: dict[str, Fraction] = {}
+        for text in self.blend:
+            path, _, weight = text.rpartition("=")
+            try:
+                value = Fraction(weight)
+            except (ValueError, ZeroDivisionError):
+                value = Fraction(0)
+            check(bool(path) and value > 0, "data.blend", text, '"folder=weight" with a positive number')
+            check(path not in found, "data.blend", text, "each folder once")
+            found[path] = value
+        return found
