@@ -89,12 +89,12 @@ def rank_of_a_run(folder: Path) -> None:
     import torch.distributed.pipelining
     import torch.distributed.tensor
 
-    from te_models.training import loop
+    from te_models.training import loop, setup
 
     torch.set_num_threads(1)
     seconds: list[float] = []
     before = highest = 0
-    build, step = loop.build_model, loop.train_step
+    build, step = setup.build_model, loop.train_step
 
     def building(*arguments: Any) -> Any:
         nonlocal before
@@ -109,7 +109,7 @@ def rank_of_a_run(folder: Path) -> None:
         highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return result
 
-    loop.build_model, loop.train_step = building, stepping
+    setup.build_model, loop.train_step = building, stepping
     loop.train(TrainConfig.from_json((folder / "config.json").read_text()))
     print(json.dumps([highest - before, seconds]))
 

@@ -1,7 +1,8 @@
 """Training: configuration, token data, schedules, AdamW, resumable checkpoints, metrics, and the loop that uses them.
 
-Start reading at `loop.py`. May import everything of te_models; nothing but the command line imports it. Names are
-imported on first use: the configuration can be read, and its keys listed, without torch.
+Start reading at `loop.py`; `setup.py` is what happens before its first step, `step.py` one step. May import everything
+of te_models; nothing but the command line imports it. Names are imported on first use: the configuration can be read,
+and its keys listed, without torch.
 """
 
 from __future__ import annotations

@@ -19,51 +19,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from te_models.layers import quantization_statistics, set_rounding_seed
-
 from ..memory import return_freed_memory
 from ..model import GPTModel
 from ..model.expert_bias import ExpertLoad, has_expert_bias, move_expert_bias, take_expert_load
-from ..model.flops import training_flops_per_token
 from ..parallel.pipeline import Pipeline
 from ..signals import Interrupted, StopSignals
 from ..terminal import say
-from .build import build_model, build_optimizer, resolve_device
-from .checkpoints.background import BackgroundWriter
+from .build import resolve_device
 from .checkpoints.files import checkpoint_dir
-from .checkpoints.saving import Saving
-from .checkpoints.start import (
-    check_same_data,
-    check_same_run,
-    complete_recipe_state,
-    naming_the_intact,
-    open_start,
-    restore_generators,
-    set_newer_aside,
-)
-from .config import ModelSource, TrainConfig
+from .checkpoints.start import complete_recipe_state
+from .config import TrainConfig
 from .data.windows import Batch
-from .lora import Adapters
-from .metrics import METRICS, MetricsFile, finite, plot_loss, read_metrics
-from .optimizer.learning_rate import LearningRate, continued_config
-from .precision import cpu_gemm_of_run
-from .preflight import FINAL, FINAL_EMA, check_run
-from .progress import Progress
-from .ranks.agreement import check_same_settings
+from .metrics import METRICS, plot_loss
+from .optimizer.learning_rate import LearningRate
+from .preflight import FINAL, FINAL_EMA
 from .ranks.data_parallel import Ranks, barrier, largest_over_ranks, ranks_from_environment
-from .ranks.layout import Layout, layout_of
-from .ranks.spread import spread_over_ranks
-from .run_data import open_data, training_windows, validation_batches, validation_windows
-from .seeding import derive_seed, rounding_seed, seed_all
-from .step import (
-    LossFunction,
-    TrainingError,
-    evaluate,
-    make_loss_function,
-    make_pipeline,
-    make_weight_cache,
-    train_step,
-)
+from .ranks.layout import Layout
+from .row import Rows
+from .seeding import derive_seed, seed_all
+from .setup import SetUp, set_up
+from .step import LossFunction, TrainingError, evaluate, train_step
 
 PLOT = "loss.png"
 
@@ -102,93 +77,19 @@ def _run(
     config: TrainConfig, device: str, ranks: Ranks, signals: StopSignals, opened: contextlib.ExitStack
 ) -> TrainResult:
     """Do the run. What is entered in `opened` is closed at the end, also when a step raises."""
-    # Where to start: from a checkpoint, or from nothing.
-    output_dir = Path(config.output_dir)
-    progress = opened.enter_context(Progress(config.steps, shown=ranks.is_main and config.log.progress))
-    if config.resume_from or (output_dir / "checkpoints").exists():
-        progress.waiting("checking the checkpoint to continue from")
-    check_same_settings(config, ranks)
-    layout = layout_of(config.parallel, ranks, device)
-    data_ranks = layout.data
-    checkpoint, start = open_start(config, output_dir, ranks)
-    if start:
-        check_same_run(config, start, data_ranks)
-        config = continued_config(config, start.config, start.step)
-    config = opened.enter_context(cpu_gemm_of_run(config, start, ranks, device))
-    step, position = (start.step, start.position) if start else (0, 0)
-    model_config, notes = check_run(config, start, checkpoint, device, layout.dims, reads_text=ranks.is_main)
-    if ranks.is_main:
-        read_metrics(output_dir / METRICS)  # a damaged one is refused now, and not when the loss is drawn
-    for note in notes if ranks.is_main else ():
-        say(f"note: {note}")
-
-    # Data.
-    if ranks.is_main:
-        if config.data.path is not None and not Path(config.data.path).exists():
-            progress.waiting(f"tokenizing data.text into {config.data.path}")
-        data = open_data(config, vocab_size=model_config.vocab_size, may_build=True)
-    barrier(ranks)
-    if not ranks.is_main:
-        data = open_data(config, vocab_size=model_config.vocab_size, may_build=False)
-    digest = check_same_data(data, start, ranks)
-    S, B = config.data.sequence_length, config.data.micro_batch_size
-    windows = training_windows(config, data)
-    validation = {
-        name: validation_batches(config, parts, data_ranks, name)
-        for name, parts in validation_windows(config, data).items()
-    }
-
-    # Model and optimizer.
-    source = checkpoint or config.model.path
-    progress.waiting(f"loading {source}" if source else "making a model of random weights")
-    with naming_the_intact(checkpoint, output_dir):
-        model = build_model(config, device, checkpoint, start, layout)
-    set_memory_options(model, config.model)
-    adapters = Adapters(config, model) if config.lora.rank else None
-    optimizer = build_optimizer(config, model, layout)
-    writer, group = (
-        (BackgroundWriter(), group_of_writers(ranks, config)) if config.checkpoint.async_save else (None, None)
-    )
-    saving = Saving(output_dir, model, optimizer, layout, ranks, config.model.path, checkpoint, writer, group, adapters)
-    opened.callback(saving.leave)
-    if start:
-        with naming_the_intact(checkpoint, output_dir):
-            saving.restore(start)
-    loss_function: LossFunction | Pipeline
-    if layout.stages is not None:
-        loss_function = make_pipeline(model, config, device, layout)
-    else:
-        compiled = config.compile
-        loss_function = make_loss_function(model, config.precision, device, compiled=compiled, mode=config.compile_mode)
-    quantize_weights = make_weight_cache(model, config.precision, device)
-    set_rounding_seed(model, rounding_seed(config.seed, ranks.rank))
-    stages = None if layout.mesh is None else layout.mesh.stages
-    stage = () if stages is None else ("stage", stages.rank())  # whose dropout is its own
-    seed_all(derive_seed(config.seed, "run", layout.gradients.rank, *stage))
-    if start:
-        complete_recipe_state(model, config.precision)
-        with naming_the_intact(checkpoint, output_dir):
-            restore_generators(start, ranks, model, layout.dims)
-    start = None  # its tensors map a file, which would take its place on the disk as long as the run goes on
-
-    # Files and progress: rank 0 only.
-    output_dir.mkdir(parents=True, exist_ok=True)
-    metrics = None
-    if ranks.is_main:
-        if checkpoint is not None and config.resume_from is not None:
-            set_newer_aside(checkpoint, step, output_dir)
-        metrics = opened.enter_context(MetricsFile(output_dir / METRICS, keep_steps=step))
-
+    run = set_up(config, device, ranks, opened)
+    config, step, position, layout = run.config, run.step, run.position, run.layout
+    model, loss_function, saving, progress = run.model, run.loss_function, run.saving, run.progress
+    B, data_ranks = config.data.micro_batch_size, layout.data
     micro_batches_per_step = config.data.gradient_accumulation * data_ranks.world_size
-    tokens_per_step = micro_batches_per_step * B * S
-    tflop_of_rank = training_flops_per_token(model_config, S) * tokens_per_step / ranks.world_size / 1e12
-    has_experts = any(map(model_config.is_moe_layer, range(model_config.num_layers)))
-    begun = saved = time.perf_counter()
+    has_experts = any(map(run.model_config.is_moe_layer, range(run.model_config.num_layers)))
+    learning_rate = LearningRate.of(config)
+    rows = Rows.of(run, device, ranks)
+    saved = rows.begun
     loss: float | None = None
     validation_loss: float | None = None
-    learning_rate = LearningRate.of(config)
-    if checkpoint and ranks.is_main:
-        say(f"continuing from step {step} of {config.steps}: {checkpoint}")
+    if run.checkpoint and ranks.is_main:
+        say(f"continuing from step {step} of {config.steps}: {run.checkpoint}")
     if config.compile and step < config.steps:
         progress.waiting("compiling the first step, which can take minutes")
     progress.begin(step)
@@ -198,65 +99,43 @@ def _run(
     while step < config.steps:
         step_begun = time.perf_counter()
         saving.check()
-        seed_all(derive_seed(config.seed, "step", step, layout.gradients.rank, *stage))
+        seed_all(derive_seed(config.seed, "step", step, layout.gradients.rank, *run.stage))
         first = range(data_ranks.rank, micro_batches_per_step, data_ranks.world_size)
         reading = time.perf_counter()
-        micro_batches = [windows.examples(position + m * B, B).to(device) for m in first]
+        micro_batches = [run.windows.examples(position + m * B, B).to(device) for m in first]
         data_s = time.perf_counter() - reading
         lr = learning_rate.at(step)
         noting = config.log.statistics_every > 0 and _is_due(step + 1, config.log.statistics_every, config.steps)
         result = train_step(
             loss_function,
-            optimizer,
+            run.optimizer,
             micro_batches,
             lr,
             step=step + 1,
             ranks=layout.gradients,
-            before=quantize_weights,
+            before=run.quantize_weights,
             statistics=noting,
         )
         load = None
         if has_experts:
-            fixed = result.skipped or adapters is not None  # an adapter's folder has no biases: the base's must stay
+            fixed = result.skipped or run.adapters is not None  # an adapter's folder has no biases of experts
             load = balance_experts(model, 0.0 if fixed else config.optimizer.moe_router_bias_update_rate, layout)
         step, position, loss = step + 1, position + micro_batches_per_step * B, result.loss
         if device == "cpu":
             return_freed_memory()
         seconds = time.perf_counter() - step_begun
 
-        row: dict[str, Any] = {"step": step, "loss": result.loss, "aux_loss": result.aux_loss, "lr": lr}
-        row |= {
-            "grad_norm": result.grad_norm if math.isfinite(result.grad_norm) else None,
-            "tokens": step * tokens_per_step,
-        }
-        row |= {"skipped": True} if result.skipped else {}
-        if load is not None:
-            pp = layout.dims.pipeline_model_parallel_size
-            experts = load.metrics(repeated=ranks.world_size // (pp * layout.gradients.world_size))
-            row |= {"max_expert_load": max(experts["max_load"]), "experts": experts}
-        row |= {"tokens_per_second": tokens_per_step / seconds, "seconds": time.perf_counter() - begun}
-        row |= spread_over_ranks(seconds, data_s, device, ranks)
-        row["tflops"] = tflop_of_rank / seconds
-        if config.log.peak_tflops is not None:
-            row["mfu"] = row["tflops"] / config.log.peak_tflops
-        if any(validation.values()) and _is_due(step, config.evaluation.every, config.steps):
-            losses = {
-                name: evaluate_model(model, loss_function, batches, device, layout.gradients)
-                for name, batches in validation.items()
-                if batches
-            }
-            for name, value in losses.items():
-                if not math.isfinite(value):
-                    what = f"validation loss of {name}" if name else "validation loss"
-                    raise TrainingError(f"step {step}: the {what} is {value}; lower optimizer.lr?")
+        row = rows.row(step, result, lr, load, seconds, data_s)
+        if any(run.validation.values()) and _is_due(step, config.evaluation.every, config.steps):
+            losses = validation_losses(run, step, device)
             if "" in losses:
                 row["validation_loss"] = validation_loss = losses.pop("")
             if losses:
                 row["validation_losses"] = losses
         if noting:
-            row["quantization"] = finite(quantization_statistics(model))
-        if metrics:
-            metrics.write(row)
+            row["quantization"] = rows.quantization()
+        if run.metrics:
+            run.metrics.write(row)
         progress.step(row)
 
         late = config.checkpoint.every_minutes and time.perf_counter() - saved > 60 * config.checkpoint.every_minutes
@@ -264,41 +143,26 @@ def _run(
         agreed = largest_over_ranks(torch.tensor([signals.received, int(ranks.is_main and late)]), ranks)
         signum, late = agreed.tolist()
         due = late or signum or _is_due(step, config.checkpoint.every, config.steps)
-        if due and not checkpoint_dir(output_dir, step).exists():
+        if due and not checkpoint_dir(run.output_dir, step).exists():
             recipe = complete_recipe_state(model, config.precision)
-            values = {"step": step, "position": position, "data_digest": digest, "config": config.to_dict()}
+            values = {"step": step, "position": position, "data_digest": run.digest, "config": config.to_dict()}
             saving.save(values, recipe, keep_last=config.checkpoint.keep_last)
             saved = time.perf_counter()
         if signum:
             saving.finish()
-            raise Interrupted(signum, f"step {step} of {config.steps} is saved in {checkpoint_dir(output_dir, step)}")
+            where = checkpoint_dir(run.output_dir, step)
+            raise Interrupted(signum, f"step {step} of {config.steps} is saved in {where}")
     saving.finish()
     deferred.close()  # the last checkpoint is written: a signal ends the run at once again
 
     # The result: an ordinary model folder, the metrics, and a picture of them.
-    saving.export(output_dir / FINAL, step)
+    saving.export(run.output_dir / FINAL, step)
     if config.optimizer.ema_decay is not None and ranks.is_main:
-        saving.export_averages(output_dir / FINAL_EMA)
+        saving.export_averages(run.output_dir / FINAL_EMA)
     if ranks.is_main and config.log.plot:
-        plot_loss({output_dir.name: output_dir / METRICS}, output_dir / PLOT)
+        plot_loss({run.output_dir.name: run.output_dir / METRICS}, run.output_dir / PLOT)
     barrier(ranks)
-    return TrainResult(output_dir / FINAL, output_dir / METRICS, step, loss, validation_loss)
-
-
-def group_of_writers(ranks: Ranks, config: TrainConfig) -> dist.ProcessGroup | None:
-    """Return a process group of all ranks for the threads that write checkpoints, made by all of them."""
-    if ranks.world_size == 1:
-        return None
-    group: Any = dist.new_group(backend="gloo", timeout=timedelta(minutes=config.distributed_timeout_minutes))
-    return group
-
-
-def set_memory_options(model: GPTModel, options: ModelSource) -> None:
-    """Set what trades time for memory, in every pipeline stage of a model."""
-    for part in (model, *(stage.model for stage in model.pipeline_stages)):
-        part.activation_checkpointing = options.activation_checkpointing
-    if model.post_process:
-        model.output_layer.loss_chunk_tokens = options.loss_chunk_tokens
+    return TrainResult(run.output_dir / FINAL, run.output_dir / METRICS, step, loss, validation_loss)
 
 
 def balance_experts(model: GPTModel, rate: float, layout: Layout) -> ExpertLoad:
@@ -322,6 +186,22 @@ def balance_experts(model: GPTModel, rate: float, layout: Layout) -> ExpertLoad:
         counts[own] = torch.cat([load.tokens, load.dropped[:, None]], 1)
     dist.all_reduce(counts, group=stages)  # each layer of one stage: the others have zeros
     return ExpertLoad(counts[:, :-1], counts[:, -1])
+
+
+def validation_losses(run: SetUp, step: int, device: str) -> dict[str, float]:
+    """Return the loss of each validation set, "" being what is held out of the training data.
+
+    Raises TrainingError for one that is not finite."""
+    losses = {
+        name: evaluate_model(run.model, run.loss_function, batches, device, run.layout.gradients)
+        for name, batches in run.validation.items()
+        if batches
+    }
+    for name, value in losses.items():
+        if not math.isfinite(value):
+            what = f"validation loss of {name}" if name else "validation loss"
+            raise TrainingError(f"step {step}: the {what} is {value}; lower optimizer.lr?")
+    return losses
 
 
 def evaluate_model(

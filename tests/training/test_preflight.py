@@ -20,9 +20,9 @@ from te_models.training import (
     PrecisionConfig,
     TrainConfig,
     load_config,
-    loop,
     preflight,
     run_data,
+    setup,
     train,
     write_dataset,
 )
@@ -38,7 +38,7 @@ def nothing_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     def begun(*_: object, **__: object) -> None:
         raise AssertionError("the run began")
 
-    monkeypatch.setattr(loop, "build_model", begun)
+    monkeypatch.setattr(setup, "build_model", begun)
     monkeypatch.setattr(run_data, "build_dataset", begun)
 
 

@@ -1,0 +1,202 @@
+"""What a run consists of when its first step begins: where it starts, its data, model, optimizer and files.
+
+The order matters. What can be refused is refused before weights are read and before anything is written, and every
+rank takes the same turns, because some of them communicate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from te_models.layers import set_rounding_seed
+
+from ..config import ModelConfig
+from ..model import GPTModel
+from ..parallel.pipeline import Pipeline
+from ..terminal import say
+from .build import build_model, build_optimizer
+from .checkpoints.background import BackgroundWriter
+from .checkpoints.saving import Saving
+from .checkpoints.start import (
+    check_same_data,
+    check_same_run,
+    complete_recipe_state,
+    naming_the_intact,
+    open_start,
+    restore_generators,
+    set_newer_aside,
+)
+from .config import ModelSource, TrainConfig
+from .data.blend import Blend
+from .data.windows import Batch
+from .lora import Adapters
+from .metrics import METRICS, MetricsFile, read_metrics
+from .optimizer.adamw import Optimizer
+from .optimizer.learning_rate import continued_config
+from .precision import cpu_gemm_of_run
+from .preflight import check_run
+from .progress import Progress
+from .ranks.agreement import check_same_settings
+from .ranks.data_parallel import Ranks, barrier
+from .ranks.layout import Layout, layout_of
+from .run_data import open_data, training_windows, validation_batches, validation_windows
+from .seeding import derive_seed, rounding_seed, seed_all
+from .step import LossFunction, make_loss_function, make_pipeline, make_weight_cache
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetUp:
+    """A run that is ready for its next step. `step` are finished, and `position` examples of the data are read.
+
+    Attributes:
+        config: The configuration, its schedule continued where the run is extended.
+        output_dir: The folder of the run.
+        checkpoint: The folder that the run continues from; None: it begins.
+        digest: The digest of the training data.
+        validation: The validation batches of this rank, by the name of their set.
+        quantize_weights: Is called before the micro-batches of a step; None: nothing is.
+        stage: What the seed of dropout also depends on: the pipeline stage, where there are any.
+        metrics: The file of the metrics, on rank 0.
+    """
+
+    config: TrainConfig
+    output_dir: Path
+    checkpoint: Path | None
+    step: int
+    position: int
+    layout: Layout
+    model_config: ModelConfig
+    digest: str
+    windows: Blend
+    validation: dict[str, list[Batch]]
+    model: GPTModel
+    adapters: Adapters | None
+    optimizer: Optimizer
+    saving: Saving
+    loss_function: LossFunction | Pipeline
+    quantize_weights: Callable[[], None] | None
+    stage: tuple[Any, ...]
+    metrics: MetricsFile | None
+    progress: Progress
+
+
+def set_up(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.ExitStack) -> SetUp:
+    """Make or read everything that a run needs. What is to be closed at its end is entered in `opened`."""
+    # Where to start: from a checkpoint, or from nothing.
+    output_dir = Path(config.output_dir)
+    progress = opened.enter_context(Progress(config.steps, shown=ranks.is_main and config.log.progress))
+    if config.resume_from or (output_dir / "checkpoints").exists():
+        progress.waiting("checking the checkpoint to continue from")
+    check_same_settings(config, ranks)
+    layout = layout_of(config.parallel, ranks, device)
+    data_ranks = layout.data
+    checkpoint, start = open_start(config, output_dir, ranks)
+    if start:
+        check_same_run(config, start, data_ranks)
+        config = continued_config(config, start.config, start.step)
+    config = opened.enter_context(cpu_gemm_of_run(config, start, ranks, device))
+    step, position = (start.step, start.position) if start else (0, 0)
+    model_config, notes = check_run(config, start, checkpoint, device, layout.dims, reads_text=ranks.is_main)
+    if ranks.is_main:
+        read_metrics(output_dir / METRICS)  # a damaged one is refused now, and not when the loss is drawn
+    for note in notes if ranks.is_main else ():
+        say(f"note: {note}")
+
+    # Data.
+    if ranks.is_main:
+        if config.data.path is not None and not Path(config.data.path).exists():
+            progress.waiting(f"tokenizing data.text into {config.data.path}")
+        data = open_data(config, vocab_size=model_config.vocab_size, may_build=True)
+    barrier(ranks)
+    if not ranks.is_main:
+        data = open_data(config, vocab_size=model_config.vocab_size, may_build=False)
+    digest = check_same_data(data, start, ranks)
+    windows = training_windows(config, data)
+    validation = {
+        name: validation_batches(config, parts, data_ranks, name)
+        for name, parts in validation_windows(config, data).items()
+    }
+
+    # Model and optimizer.
+    source = checkpoint or config.model.path
+    progress.waiting(f"loading {source}" if source else "making a model of random weights")
+    with naming_the_intact(checkpoint, output_dir):
+        model = build_model(config, device, checkpoint, start, layout)
+    set_memory_options(model, config.model)
+    adapters = Adapters(config, model) if config.lora.rank else None
+    optimizer = build_optimizer(config, model, layout)
+    writer, group = (
+        (BackgroundWriter(), group_of_writers(ranks, config)) if config.checkpoint.async_save else (None, None)
+    )
+    saving = Saving(output_dir, model, optimizer, layout, ranks, config.model.path, checkpoint, writer, group, adapters)
+    opened.callback(saving.leave)
+    if start:
+        with naming_the_intact(checkpoint, output_dir):
+            saving.restore(start)
+    loss_function: LossFunction | Pipeline
+    if layout.stages is not None:
+        loss_function = make_pipeline(model, config, device, layout)
+    else:
+        compiled = config.compile
+        loss_function = make_loss_function(model, config.precision, device, compiled=compiled, mode=config.compile_mode)
+    quantize_weights = make_weight_cache(model, config.precision, device)
+    set_rounding_seed(model, rounding_seed(config.seed, ranks.rank))
+    stages = None if layout.mesh is None else layout.mesh.stages
+    stage = () if stages is None else ("stage", stages.rank())  # whose dropout is its own
+    seed_all(derive_seed(config.seed, "run", layout.gradients.rank, *stage))
+    if start:
+        complete_recipe_state(model, config.precision)
+        with naming_the_intact(checkpoint, output_dir):
+            restore_generators(start, ranks, model, layout.dims)
+
+    # Files and progress: rank 0 only.
+    output_dir.mkdir(parents=True, exist_ok=True)
+    metrics = None
+    if ranks.is_main:
+        if checkpoint is not None and config.resume_from is not None:
+            set_newer_aside(checkpoint, step, output_dir)
+        metrics = opened.enter_context(MetricsFile(output_dir / METRICS, keep_steps=step))
+    return SetUp(
+        config=config,
+        output_dir=output_dir,
+        checkpoint=checkpoint,
+        step=step,
+        position=position,
+        layout=layout,
+        model_config=model_config,
+        digest=digest,
+        windows=windows,
+        validation=validation,
+        model=model,
+        adapters=adapters,
+        optimizer=optimizer,
+        saving=saving,
+        loss_function=loss_function,
+        quantize_weights=quantize_weights,
+        stage=stage,
+        metrics=metrics,
+        progress=progress,
+    )
+
+
+def group_of_writers(ranks: Ranks, config: TrainConfig) -> dist.ProcessGroup | None:
+    """Return a process group of all ranks for the threads that write checkpoints, made by all of them."""
+    if ranks.world_size == 1:
+        return None
+    group: Any = dist.new_group(backend="gloo", timeout=timedelta(minutes=config.distributed_timeout_minutes))
+    return group
+
+
+def set_memory_options(model: GPTModel, options: ModelSource) -> None:
+    """Set what trades time for memory, in every pipeline stage of a model."""
+    for part in (model, *(stage.model for stage in model.pipeline_stages)):
+        part.activation_checkpointing = options.activation_checkpointing
+    if model.post_process:
+        model.output_layer.loss_chunk_tokens = options.loss_chunk_tokens
