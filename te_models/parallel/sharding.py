@@ -15,6 +15,7 @@ from torch import nn
 from te_models.layers import QuantizedTensor, Recipe, quantized_model_init
 from te_models.layers.module.model_state import quantized_modules
 from te_models.layers.module.primary_weights import store_weights_as_asked
+from te_models.layers.tensor.fsdp import shards_of_blocks
 
 from ..config import ConfigError
 from ..model import GPTModel
@@ -179,14 +180,15 @@ def _shard(part: nn.Module, mesh: ParallelMesh, reduce_dtype: torch.dtype, resha
         place = (lambda shard: shard) if mesh.experts is None else _own_mesh(over)
         shards = over.size(over.ndim - 1)
         options["shard_placement_fn"] = lambda p: place(_placement(p, shards)) if id(p) in experts else None
-    fully_shard(
-        part,
-        mesh=mesh.fsdp,
-        reshard_after_forward=reshard,
-        mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
-        ignored_params=_unlike(part),
-        **options,
-    )
+    with shards_of_blocks(part):
+        fully_shard(
+            part,
+            mesh=mesh.fsdp,
+            reshard_after_forward=reshard,
+            mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
+            ignored_params=_unlike(part),
+            **options,
+        )
 
 
 def _experts_of(part: nn.Module) -> Iterator[nn.Parameter]:

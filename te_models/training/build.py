@@ -26,6 +26,7 @@ from .config import TrainConfig
 from .data.token_file import DataError
 from .optimizer.adamw import Optimizer
 from .optimizer.groups import freeze
+from .optimizer.whole_matrix import divided_matrices
 from .precision import build_recipe
 from .ranks.experts import expert_ranks
 from .ranks.layout import ONE_RANK, Layout
@@ -172,7 +173,8 @@ def build_optimizer(config: TrainConfig, model: GPTModel, layout: Layout = ONE_R
     Where `needs_main_grads`, the parameters get main gradients, and the layers that are not sharded accumulate into
     them.
     """
-    freeze(model, config.optimizer.freeze)
+    everywhere = None if model.whole is None else dict(model.whole.named_parameters())
+    freeze(model, config.optimizer.freeze, everywhere)
     sharded = layout.dims.is_sharded  # whose gradients arrive as the ranks' averages
     micro_batches = config.data.gradient_accumulation * (1 if sharded else layout.gradients.world_size)
     main_grads = needs_main_grads(config, micro_batches)
@@ -182,6 +184,7 @@ def build_optimizer(config: TrainConfig, model: GPTModel, layout: Layout = ONE_R
     for parameter in model.parameters() if main_grads and not sharded and layout.stages is not None else ():
         # a schedule runs all micro-batches, so that nobody else adds up what each leaves in `.grad`
         parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
+    parts = None if layout.mesh is None else ModelParts(model)
     return Optimizer(
         model.named_parameters(),
         config.optimizer,
@@ -190,8 +193,10 @@ def build_optimizer(config: TrainConfig, model: GPTModel, layout: Layout = ONE_R
         experts=expert_ranks(model.expert_parameters(), layout.mesh),
         stages=None if layout.mesh is None else layout.mesh.stages,
         elsewhere=names_counted_elsewhere(model),
-        groups=None if layout.mesh is None else ModelParts(model).groups(),
+        groups=None if parts is None else parts.groups(),
         main_grads=main_grads,
+        divided=None if parts is None or config.optimizer.kind != "muon" else divided_matrices(parts),
+        everywhere=everywhere,
     )
 
 

@@ -277,8 +277,8 @@ def _run(
 
     # The result: an ordinary model folder, the metrics, and a picture of them.
     saving.export(output_dir / FINAL, step)
-    if config.optimizer.ema_decay is not None and ranks.is_main:
-        saving.export_averages(output_dir / FINAL_EMA)
+    if config.optimizer.ema_decay is not None:
+        saving.export_averages(output_dir / FINAL_EMA, step)
     if ranks.is_main and config.log.plot:
         plot_loss({output_dir.name: output_dir / METRICS}, output_dir / PLOT)
     barrier(ranks)

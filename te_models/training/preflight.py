@@ -151,19 +151,9 @@ def _check_optimizer(config: TrainConfig, dims: ParallelDims) -> None:
         if used and config.precision.quantized_weights:
             value = getattr(optimizer, key)
             raise ConfigError(f"optimizer.{key} is {value!r}; allowed with precision.quantized_weights: its default")
-    divided = "allowed where experts are distributed, or layers are split or sharded"
-    if optimizer.ema_decay is not None and not whole:
-        raise ConfigError(f"optimizer.ema_decay is {optimizer.ema_decay}; {divided}: none")
     if config.lora.rank and not whole:
+        divided = "allowed where experts are distributed, or layers are split or sharded"
         raise ConfigError(f"lora.rank is {config.lora.rank}; {divided}: 0")
-    if dims.is_whole:
-        return
-    if optimizer.kind == "muon":
-        raise ConfigError("optimizer.kind is 'muon'; allowed where layers are split or sharded: 'adamw'")
-    if dims.is_sharded and optimizer.freeze:
-        raise ConfigError(
-            f"optimizer.freeze is {list(optimizer.freeze)!r}; allowed with parallel.data_parallel_shard_size: none"
-        )
 
 
 def _check_tokens(config: TrainConfig, model: ModelConfig, dims: ParallelDims) -> None:

@@ -101,10 +101,20 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "stored mxfp8": {"dtype": "bf16", "recipe": "mxfp8", "quantized_weights": True},
     "stored current": {"dtype": "bf16", "recipe": "current", "quantized_weights": True},
 }
-SPREAD = {"fp32": (1e-5, 1e-5), "delayed": (3e-3, 1e-2)}
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "muon": {
+        "precision.dtype": "fp32",
+        "optimizer.kind": "muon",
+        "optimizer.ema_decay": "0.5",
+        "optimizer.freeze": "embedding.*",
+    },
+}
+"""What else a case's `precision` can be: another optimizer, in float32, with averages and frozen parameters."""
+SPREAD = {"muon": (3e-4, 3e-3), "fp32": (1e-5, 1e-5), "delayed": (3e-3, 1e-2)}
 """Relative distances of losses and of gradient norms; (1e-3, 5e-3) where it is not said. A sum of float32 numbers in
-another order differs by 1e-7, one of bf16 numbers or their FP8 by what a step of rounding moves; the scales of delayed
-scaling follow the largest amax of all ranks, once a step, where one rank has four updates."""
+another order differs by 1e-7, of which Muon's steps in bfloat16 make more, one of bf16 numbers or their FP8 by what a
+step of rounding moves; the scales of delayed scaling follow the largest amax of all ranks, once a step, where one rank
+has four updates."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +165,8 @@ class Runs:
         share = str(MICRO_BATCHES // DATA_RANKS.get(case.layout, 2))
         options = {f"parallel.{name}": size for name, size in (LAYOUTS | SCHEDULES)[case.layout].items()}
         options |= {"data.gradient_accumulation": share, "evaluation.batches": share}
-        options |= {f"precision.{name}": value for name, value in PRECISIONS[case.precision].items()}
+        options |= {f"precision.{name}": value for name, value in PRECISIONS.get(case.precision, {}).items()}
+        options |= OPTIMIZERS.get(case.precision, {})
         words = [str(file), "--output-dir", str(self.output_dir(case))]
         for name, value in options.items():
             option = f"--{name.replace('_', '-')}"
