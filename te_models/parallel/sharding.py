@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Shard
 
-ReshardAfterForward = Literal["default", "always", "never"]
+ReshardAfterForward = int | Literal["default", "always", "never"]
 
 
 def parallelize(
@@ -49,7 +49,8 @@ def parallelize(
     parts are created on `device` one by one. fill: called with each part that was created, embedding, layers and output
     layer in the order of a GPTModel; None: its `reset_parameters`, which draw what the whole model draws from the same
     seed. weights: the recipe in whose format the linear layers then store their weights. reshard_after_forward: free
-    gathered parameters between the passes, "default" of the layers, "always" of all. reduce_dtype: in which gradients
+    gathered parameters between the passes, "default" of the layers, "always" of all; a number: keep shards over so many
+    ranks, a divisor of the ranks that share the parameters (not of quantized weights). reduce_dtype: in which gradients
     of the ranks are added up; the result has the parameter's dtype. stages: the pipeline stages, where `mesh` has any;
     None: one a rank.
 
@@ -88,13 +89,13 @@ def parallelize(
             if weights is not None:
                 _store_quantized(part, weights)
         if over is not None and not any(part is other for other in with_the_rest):
-            _shard(part, over, reduce_dtype, _RESHARD[reshard_after_forward])
+            _shard(part, over, reduce_dtype, _reshard_of(reshard_after_forward))
     for rest in (*model.decoder.rotary_embeddings, model.router_loss_weights):
         if rest is not None and any(buffer.is_meta for buffer in rest.buffers()):
             rest.to_empty(device=target)
     if over is not None:
         for root in roots:
-            _shard(root, over, reduce_dtype, _RESHARD[reshard_after_forward])
+            _shard(root, over, reduce_dtype, _reshard_of(reshard_after_forward))
     return model
 
 
@@ -146,7 +147,8 @@ def reshard(model: GPTModel) -> None:
                 module.reshard()
 
 
-_RESHARD: dict[str, bool | None] = {"default": None, "always": True, "never": False}
+def _reshard_of(asked: ReshardAfterForward) -> bool | int | None:
+    return {"default": None, "always": True, "never": False}[asked] if isinstance(asked, str) else asked
 
 
 def parts_of(model: GPTModel) -> Iterator[nn.Module]:
@@ -169,7 +171,7 @@ def _store_quantized(part: nn.Module, recipe: Recipe) -> None:
             store_weights_as_asked(module)
 
 
-def _shard(part: nn.Module, mesh: ParallelMesh, reduce_dtype: torch.dtype, reshard: bool | None) -> None:
+def _shard(part: nn.Module, mesh: ParallelMesh, reduce_dtype: torch.dtype, reshard: bool | int | None) -> None:
     """Call `fully_shard`, with the experts over their own mesh, if they have one."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

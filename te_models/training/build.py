@@ -127,6 +127,7 @@ def _build_parts(
                 fill=None if source is None and start is None else lambda part: None,
                 weights=weights,
                 reshard_after_forward=config.parallel.reshard_after_forward,
+                reduce_dtype=getattr(torch, config.parallel.reduce_dtype),
                 stages=layout.stages,
             )
         except ValueError as error:  # what a shard of a quantized weight cannot be

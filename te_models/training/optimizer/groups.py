@@ -26,9 +26,8 @@ def freeze(model: nn.Module, patterns: Sequence[str], everywhere: Iterable[str] 
         if any(fnmatchcase(name, pattern) for pattern in patterns):
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in names.values()):
-        raise ConfigError(
-            f"optimizer.freeze is {list(patterns)!r}; allowed: patterns that leave something to train (in every pipeline stage)"
-        )
+        allowed = "patterns that leave something to train, in every pipeline stage"
+        raise ConfigError(f"optimizer.freeze is {list(patterns)!r}; allowed: {allowed}")
 
 
 def check_patterns(key: str, patterns: Iterable[str], names: Iterable[str]) -> None:

@@ -53,6 +53,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp2": {"context_parallel_size": 2},
     "pp2": {"pipeline_model_parallel_size": 2},
     "fsdp4": {"data_parallel_shard_size": -1},
+    "fsdp4 kept over 2": {"data_parallel_shard_size": 4, "reshard_after_forward": 2},
     "hsdp 2x2": {"data_parallel_replicate_size": 2, "data_parallel_shard_size": 2},
     "tp2 dp2": {"tensor_model_parallel_size": 2},
     "tp2 fsdp2": {"tensor_model_parallel_size": 2, "data_parallel_shard_size": 2},
@@ -87,6 +88,7 @@ DATA_RANKS = dict.fromkeys(SCHEDULES, 1) | {
     "pp2": 1,
     "pp2 tp2": 1,
     "fsdp4": 4,
+    "fsdp4 kept over 2": 4,
     "hsdp 2x2": 4,
     "ep2 fsdp4": 4,
     "ep2 hsdp 2x2": 4,
@@ -110,7 +112,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     },
 }
 """What else a case's `precision` can be: another optimizer, in float32, with averages and frozen parameters."""
-SPREAD = {"muon": (3e-4, 3e-3), "fp32": (1e-5, 1e-5), "delayed": (3e-3, 1e-2)}
+SPREAD = {"muon": (1e-5, 1e-4), "fp32": (1e-5, 1e-5), "delayed": (3e-3, 1e-2)}
 """Relative distances of losses and of gradient norms; (1e-3, 5e-3) where it is not said. A sum of float32 numbers in
 another order differs by 1e-7, of which Muon's steps in bfloat16 make more, one of bf16 numbers or their FP8 by what a
 step of rounding moves; the scales of delayed scaling follow the largest amax of all ranks, once a step, where one rank

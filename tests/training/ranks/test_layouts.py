@@ -60,6 +60,7 @@ FOUR = [
     Case("deep", "fp32", "pp2 fsdp2"),
     Case("moe", "stored mxfp8", "fsdp4"),
     Case("moe", "muon", "hsdp 2x2"),
+    Case("dense", "fp32", "fsdp4 kept over 2"),
     Case("moe", "muon", "tp2 ep2 fsdp2"),
 ]
 BACK = [
@@ -202,7 +203,7 @@ SLOW = [
     if layout != "one"
     and (kind != "dense" or "ep2" not in layout)
     # not implemented
-    and not (precision.startswith("stored") and ("tp2" in layout or "pp2" in layout))
+    and not (precision.startswith("stored") and ("tp2" in layout or "pp2" in layout or "kept" in layout))
     and possible(Case(kind, precision, layout))
 ]
 SLOW += [
