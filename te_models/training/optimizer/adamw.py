@@ -19,6 +19,7 @@ from te_models.layers.tensor.fsdp import local_part
 from ...config import ConfigError
 from ..checkpoints.checks import check_ranges, check_same_layout
 from ..config import OptimizerConfig
+from ..host import reads_are_free
 from ..ranks.experts import ExpertRanks
 from .groups import optimizer_groups
 from .muon import Muon
@@ -215,10 +216,11 @@ class Optimizer:
             norms = [norm_over([self._stages], norms, self.lr.device)]
         norm = torch.linalg.vector_norm(torch.stack(norms))
         limit = self.config.clip_grad_norm
-        if limit is not None and norm > limit:
-            scale = limit / norm
-            for own in gradients:
-                own.mul_(scale)
+        if limit is None or (reads_are_free(norm.device) and not norm > limit):
+            return norm
+        scale = torch.clamp(limit / norm, max=1.0)
+        for own in gradients:
+            own.mul_(scale)
         return norm
 
     def state_tensors(self) -> dict[str, torch.Tensor]:

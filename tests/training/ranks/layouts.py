@@ -38,10 +38,12 @@ MODELS: dict[str, ModelConfig] = {
     "moe": tiny_model(moe=True),
     "seq_moe": _balanced("seq_aux_loss"),
     "mla_moe": balanced_model(),
+    "wide": tiny_model(hidden=128),
     "deep": tiny_model(moe=True, layers=4),
     "tied": tiny_model(layers=4).replace(embedding=EmbeddingConfig(share_embeddings_and_output_weights=True)),
 }
-"""Kind -> its model; mla_moe has latent attention, groups of experts, a shared one and a bias that balances them."""
+"""Kind -> its model; mla_moe has latent attention, groups of experts, a shared one and a bias that balances them;
+two ranks cut "wide" between blocks of 32 rows."""
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
     "dp2": {},
