@@ -93,6 +93,10 @@ class ModelParts:
         """Return the shape of a whole parameter."""
         return tuple(self._shapes[name])
 
+    def is_split(self, name: str) -> bool:
+        """Whether tensor parallelism cuts a parameter."""
+        return self._owned[name].dim is not None
+
     def of_tp_ranks(self) -> list[Mapping[str, RankPart]]:
         """Return the parts of the ranks that split the layers with this one, in their order, by name."""
         place = place_of(self.model)

@@ -79,8 +79,12 @@ def parallelize(
     own = {id(part) for part in parts_of(model)}
     for part in parts_of(whole):
         if id(part) not in own:
-            if fill is None and any(parameter.is_meta for parameter in part.parameters()):
-                reset_parameters(part.to_empty(device=target))  # the next part draws what it draws of the whole model
+            if any(p.is_meta for p in part.parameters()) and (fill is None or weights is not None):
+                part.to_empty(device=target)
+                if fill is None:  # the next part draws what it draws of the whole model
+                    reset_parameters(part)
+                if weights is not None:  # who writes the whole model knows what other stages store
+                    _store_quantized(part, weights)
                 part.to_empty(device="meta")
             continue
         if any(parameter.is_meta for parameter in part.parameters()):

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from te_models.checkpoints import open_checkpoint
+from te_models.checkpoints import CheckpointError, open_checkpoint
 from te_models.checkpoints.folder.provenance import source_of
-from te_models.layers import gradient_of, quantized_model_init, share_scales
+from te_models.layers import QuantizedTensor, gradient_of, quantized_model_init, share_scales
 from te_models.layers.module.base import GemmModule
+from te_models.layers.tensor.fsdp import local_part, one_per_matrix
 
 from ..config import ConfigError, ModelConfig
 from ..model import GPTModel
@@ -54,6 +55,33 @@ def build_model(
 
     start: what was read of `checkpoint`. The weights of a sharded checkpoint are not read yet.
     """
+    model = _build_model(config, device, checkpoint, start, layout)
+    if config.precision.quantized_weights and layout.dims.tensor_model_parallel_size > 1:
+        _check_split_weights(model)
+    return model
+
+
+def _check_split_weights(model: GPTModel) -> None:
+    """Raise ConfigError where ranks that split layers cut a block of a stored weight, or have parts of a matrix that
+    has one scale."""
+    where = "precision.quantized_weights is True with parallel.tensor_model_parallel_size"
+    parts = ModelParts(model)
+    try:
+        parts.stored()
+    except CheckpointError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    for name, parameter in model.named_parameters():
+        local = local_part(parameter)
+        if isinstance(local, QuantizedTensor) and one_per_matrix(local) and parts.is_split(name):
+            raise ConfigError(
+                f"{where}, which splits {name}, and its format has one scale per matrix; allowed: recipes with scales "
+                "of blocks alone, 'block' and 'mxfp8'"
+            )
+
+
+def _build_model(
+    config: TrainConfig, device: str, checkpoint: Path | None, start: TrainingState | None, layout: Layout
+) -> GPTModel:
     precision = config.precision
     path = checkpoint / MODEL if checkpoint is not None else config.model.path
     dtype, experts = DTYPES[precision.dtype], config.model.expert_layout

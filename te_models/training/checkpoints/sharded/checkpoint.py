@@ -186,7 +186,7 @@ def _field_dtypes(model: GPTModel) -> dict[str, torch.dtype]:
     from te_models.layers.tensor.fsdp import local_part
 
     found: dict[str, torch.dtype] = {}
-    for name, tensor in model.stored_tensors():
+    for name, tensor in (model.whole or model).stored_tensors():
         local = local_part(tensor)
         if isinstance(local, QuantizedTensor):
             found |= {name + SUFFIXES[field]: value.dtype for field, value in local.fields.items()}
