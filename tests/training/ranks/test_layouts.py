@@ -20,7 +20,7 @@ from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_run
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
 
-MUON = [Case("moe", "muon", layout) for layout in ("fsdp2", "tp2", "ep2", "ep2 fsdp2", "pp2")]
+MUON = [Case("moe", "muon", layout) for layout in ("tp2", "ep2 fsdp2")]
 TRAINED = [
     Case("dense", "fp32", "fsdp2"),
     Case("dense", "delayed", "tp2"),
@@ -34,6 +34,8 @@ TRAINED = [
     Case("deep", "delayed", "pp2"),
     Case("deep", "fp32", "pp2 Interleaved1F1B"),
     Case("deep", "bf16", "pp2 ZBVZeroBubble"),
+    Case("wide", "stored mxfp8", "tp2"),
+    Case("deep", "stored current", "pp2"),
     *MUON,
 ]
 CONTINUED = [
@@ -50,7 +52,6 @@ CONTINUED = [
     Case("tied", "fp32", "pp2", start="one"),
     Case("deep", "fp32", "fsdp2", start="pp2 Interleaved1F1B"),
     Case("moe", "muon", "tp2", start="ep2 fsdp2"),
-    Case("moe", "muon", "fsdp2", start="tp2"),
 ]
 FOUR = [
     Case("moe", "fp32", "tp2 ep2 fsdp2"),
@@ -59,9 +60,7 @@ FOUR = [
     Case("seq_moe", "fp32", "cp2 tp2 sp"),
     Case("deep", "fp32", "pp2 fsdp2"),
     Case("moe", "stored mxfp8", "fsdp4"),
-    Case("moe", "muon", "hsdp 2x2"),
     Case("dense", "fp32", "fsdp4 kept over 2"),
-    Case("moe", "muon", "tp2 ep2 fsdp2"),
 ]
 BACK = [
     Case("moe", "fp32", "one", start="tp2 ep2 fsdp2"),
@@ -130,7 +129,7 @@ def test_the_result_is_an_ordinary_folder(case: Case, runs: Runs) -> None:
         assert case.precision != "fp32" or (distance < 1e-5).float().mean() > 0.99, name
 
 
-@pytest.mark.parametrize("case", each([*MUON, *(case for case in FOUR if case.precision == "muon")]))
+@pytest.mark.parametrize("case", each(MUON))
 def test_averages_are_those_of_one_rank(case: Case, runs: Runs) -> None:
     """In float32, of what is trained; frozen parameters are what they were."""
     found, right, last = (
@@ -202,8 +201,8 @@ SLOW = [
     for layout in LAYOUTS
     if layout != "one"
     and (kind != "dense" or "ep2" not in layout)
-    # not implemented
-    and not (precision.startswith("stored") and ("tp2" in layout or "pp2" in layout or "kept" in layout))
+    # a split would cut the blocks of 32 rows of this model, or is not implemented
+    and not (precision.startswith("stored") and ("tp2" in layout or "kept" in layout))
     and possible(Case(kind, precision, layout))
 ]
 SLOW += [
@@ -213,6 +212,8 @@ SLOW += [
     for layout in ("pp2", "pp2 fsdp2", *SCHEDULES)
     if kind != "mla_moe" or layout in ("pp2", "pp2 GPipe")  # three layers
 ]
+SLOW += [Case("moe", "muon", layout) for layout in LAYOUTS if layout != "one" and possible(Case("moe", "muon", layout))]
+SLOW += [Case("wide", "stored mxfp8", layout) for layout in ("tp2", "tp2 dp2", "tp2 fsdp2", "fsdp4", "pp2")]
 FROM = ("one", "dp2", "fsdp2", "tp2", "pp2", "ep2 fsdp2", "cp2")
 
 
