@@ -146,9 +146,11 @@ def shards_of_blocks(module: nn.Module) -> Iterator[None]:
     own = [p for p in module.parameters() if isinstance(p, QuantizedTensor)]
     for parameter in own:
         parameter.unequal_shards = True
-    yield
-    for parameter in own:
-        parameter.unequal_shards = False
+    try:
+        yield
+    finally:
+        for parameter in own:
+            parameter.unequal_shards = False
     for shard in _fsdp_parameters(module):
         _pad_reductions(shard)
 

@@ -61,8 +61,8 @@ def parallelize(
     Ranks that share sequences are told to the model.
 
     Raises ConfigError where experts are distributed and torch cannot shard them over a mesh of their own, TypeError for
-    another kind of mesh, ValueError for a model that was built over other ranks, and for stored weights whose rows the
-    ranks cannot share.
+    another kind of mesh, ValueError for a model that was built over other ranks, and for stored weights whose blocks
+    the ranks cannot share equally where torch shards no other way.
     """
     _check_mesh(model, mesh)
     if mesh is not None:

@@ -57,11 +57,11 @@ def build_model(
     """
     model = _build_model(config, device, checkpoint, start, layout)
     if config.precision.quantized_weights and layout.dims.tensor_model_parallel_size > 1:
-        _check_split_weights(model)
+        check_split_weights(model)
     return model
 
 
-def _check_split_weights(model: GPTModel) -> None:
+def check_split_weights(model: GPTModel) -> None:
     """Raise ConfigError where ranks that split layers cut a block of a stored weight, or have parts of a matrix that
     has one scale."""
     where = "precision.quantized_weights is True with parallel.tensor_model_parallel_size"

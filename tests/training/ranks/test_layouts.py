@@ -20,7 +20,7 @@ from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_run
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
 
-MUON = [Case("moe", "muon", layout) for layout in ("tp2", "ep2 fsdp2")]
+MUON = [Case("moe", "muon", layout) for layout in ("tp2", "ep2", "ep2 fsdp2")]
 TRAINED = [
     Case("dense", "fp32", "fsdp2"),
     Case("dense", "delayed", "tp2"),
