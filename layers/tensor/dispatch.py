@@ -161,7 +161,9 @@ def _new_empty(
     shape, wanted, device = torch.Size(size), dtype or x.dtype, device or x.device
     if len(shape) != len(x.matrix_shape) or wanted != x.dtype:
         return torch.empty(shape, dtype=wanted, device=device)
-    return x.new_empty_of(shape, wanted, device)
+    new = x.new_empty_of(shape, wanted, device)
+    new.unequal_shards = x.unequal_shards
+    return new
 
 
 def _new_zeros(x: QuantizedTensor, size: Sequence[int], **kwargs: Any) -> Tensor:

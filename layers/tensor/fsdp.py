@@ -1,9 +1,10 @@
 """Sharding with FSDP2 (`torch.distributed.fsdp.fully_shard`): shards are gathered in quantized form.
 
-`fully_shard` cuts a parameter along dimension 0 into equal shards, each a quantized tensor of its own, and gathers the
-fields' bytes: one byte a value instead of two or four. Rules, each an error when broken: the cuts lie between blocks
-(a weight with 128x128 blocks over 4 ranks has a multiple of 512 rows), and all shards are equal, because padding would
-be part of the gathered matrix.
+`fully_shard` cuts a parameter along dimension 0 into shards, each a quantized tensor of its own, and gathers the
+fields' bytes: one byte a value instead of two or four. By itself it cuts equal shards, between blocks (a weight with
+128x128 blocks over 4 ranks has a multiple of 512 rows); anything else is an error. Inside `shards_of_blocks` any number
+of rows is cut: each rank has as many whole blocks as the others, the last ranks fewer, and gathers and reductions are
+padded.
 
 A format with one scale per matrix needs the same scale in all its shards. Cutting shares it; afterwards a shard that is
 requantized reduces its amax over the ranks first (`amax_group`, set at the first gather or by `share_scales`).
@@ -11,8 +12,9 @@ requantized reduces its amax over the ranks first (`amax_group`, set at the firs
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 
 from ..collectives import resolve_group
 from ..quantizer import Quantizer, Usage
+from ..quantizer.schema import FieldLayout, alignment
 from .high_precision_init import hand_to_shards
 
 if TYPE_CHECKING:
@@ -49,8 +52,25 @@ def largest_part(tensor: Tensor) -> int:
         return tensor.numel()
     shape = list(tensor.shape)
     for dim, ranks in _shards(tensor):
-        shape[dim] = -(-shape[dim] // ranks)
+        shape[dim] = largest_shard(tensor, shape[dim], ranks)
     return math.prod(shape)
+
+
+def largest_shard(tensor: Tensor, size: int, ranks: int) -> int:
+    """Return how many of `size` indices the largest shard of a sharded tensor has, which every rank has in turn until
+    none are left: whole blocks where it is quantized."""
+    local: Any = local_part(tensor)
+    return _largest_of_blocks(local, size, ranks) if hasattr(local, "quantizer") else -(-size // ranks)
+
+
+def _largest_of_blocks(x: QuantizedTensor, size: int, ranks: int) -> int:
+    block = block_rows(x)
+    return -(-size // (ranks * block)) * block
+
+
+def block_rows(x: QuantizedTensor) -> int:
+    """Return the multiple of dimension 0 at which shards may begin."""
+    return alignment(x.quantizer, -2) if is_one_matrix(x) else 1
 
 
 def rows_like(tensor: Tensor, rows: Tensor) -> Tensor:
@@ -76,7 +96,8 @@ def _shards(tensor: Any) -> Iterator[tuple[int, int]]:
 
 def shared_amaxes(quantizer: Quantizer, x: Tensor, group: Any) -> dict[Usage, Tensor]:
     """Return the amaxes that quantizing x needs, reduced over a process group, by usage. group: it, or its name."""
-    amaxes = quantizer.amaxes(x)
+    # an empty shard takes part, too
+    amaxes = quantizer.amaxes(x if x.numel() else x.new_zeros((alignment(quantizer, -2), x.shape[-1])))
     if isinstance(group, str):
         group = resolve_group(group)
     for amax in amaxes.values():
@@ -111,7 +132,64 @@ def share_scales(module: nn.Module) -> None:
             if is_one_matrix(local) and one_per_matrix(local):
                 local.amax_group = mesh.get_group(mesh.ndim - 1).group_name
     for part in module.modules():
-        hand_to_shards(part)
+        hand_to_shards(part, largest_shard)
+
+
+@contextlib.contextmanager
+def shards_of_blocks(module: nn.Module) -> Iterator[None]:
+    """Inside, `fully_shard(module)` cuts quantized weights with any number of rows, between blocks.
+
+    Their shards are not those that DTensor supposes: torch's functions on whole state dicts do not know them. Raises
+    ValueError where this torch's FSDP2 cannot be told of them."""
+    from .quantized_tensor import QuantizedTensor
+
+    own = [p for p in module.parameters() if isinstance(p, QuantizedTensor)]
+    for parameter in own:
+        parameter.unequal_shards = True
+    try:
+        yield
+    finally:
+        for parameter in own:
+            parameter.unequal_shards = False
+    for shard in _fsdp_parameters(module):
+        _pad_reductions(shard)
+
+
+def _fsdp_parameters(module: nn.Module) -> list[Any]:
+    """Return torch's records of the parameters that `fully_shard` has made of a module's."""
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [parameter for group in groups if group is not None for parameter in group.fsdp_params]
+
+
+def _pad_reductions(shard: Any) -> None:
+    """Have FSDP2 reduce a gradient of a weight whose shards are not equal: padded to as many rows on every rank."""
+    from .quantized_tensor import QuantizedTensor
+
+    local, ranks = local_part(shard.sharded_param), getattr(shard.mesh_info, "shard_mesh_size", 1)
+    if not isinstance(local, QuantizedTensor):
+        return
+    rows = shard.sharded_param.shape[0]
+    each = _largest_of_blocks(local, rows, ranks)
+    if each * ranks == rows:
+        local.unequal_shards = False
+        return
+    if not hasattr(shard, "padded_sharded_param_size") or not hasattr(shard, "_get_grad_inner_tensor"):
+        raise ValueError(
+            f"torch {torch.__version__} shards quantized weights equally; allowed: a number of rows that is a multiple "
+            f"of {ranks * block_rows(local)}, and here it is {rows}"
+        )
+    new = local.clone().keep_attributes(local)  # of its own memory, and with a scale of its own
+    new.unequal_shards = True
+    shard.sharded_param._local_tensor, shard._sharded_param_data = new, new.view(-1)
+    shard.padded_sharded_param_size = new.size()  # what is gathered has its own padding, and nothing else is padded
+    inner: Callable[[Tensor], Tensor] = shard._get_grad_inner_tensor
+
+    def padded(gradient: Tensor) -> Tensor:
+        found = inner(gradient)
+        return torch.cat([found, found.new_zeros((each * ranks - rows, *found.shape[1:]))])
+
+    shard._get_grad_inner_tensor = padded
 
 
 class GathersQuantized:
@@ -120,58 +198,89 @@ class GathersQuantized:
     def fsdp_pre_all_gather(
         self: Any, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """Return (the bytes of every field, whether they are one tensor). ValueError where the shards are not equal, or
-        cut along another dimension than the first."""
+        """Return (the bytes of every field, (rows, shards); of one tensor None). ValueError where the shards
+        are not equal outside of `shards_of_blocks`, or cut along another dimension than the first."""
         x: QuantizedTensor = self
-        hand_to_shards(module)
+        hand_to_shards(module, largest_shard)
         ranks = mesh.size()
         if ranks == 1 or _are_copies(outer_size, module):  # nothing is gathered, and torch reads one tensor
-            return (packed(x.fields),), True
+            return (packed(x.fields),), None
         if x.shape[1:] != outer_size[1:]:
             raise ValueError(
                 f"a {type(x).__name__} of shape {tuple(outer_size)} has shards of shape {tuple(x.shape)}; "
                 "allowed: shards along the first dimension, Shard(0)"
             )
-        if outer_size[0] % ranks:
+        if outer_size[0] % ranks and not x.unequal_shards:
             raise ValueError(
                 f"a {type(x).__name__} of shape {tuple(outer_size)} cannot be sharded over {ranks} ranks: its first "
-                f"dimension must be a multiple of {ranks}, because gathered shards are not padded"
+                f"dimension must be a multiple of {ranks}, because torch pads no gathered shards"
             )
         if x.amax_group is None and is_one_matrix(x) and one_per_matrix(x):
             check_shared(x, mesh.get_group())
             for shard in (x, *_kept_elsewhere(x, outer_size, module)):
                 shard.amax_group = mesh.get_group().group_name
-        return tuple(_bytes(field) for field in x.fields.values()), False
+        if not x.unequal_shards:
+            return tuple(_bytes(field) for field in x.fields.values()), (outer_size[0], ranks)
+        each = _largest_of_blocks(x, outer_size[0], ranks)
+        return tuple(_bytes(padded_field(x, layout, each)) for layout in x.layouts), (outer_size[0], ranks)
 
     def fsdp_post_all_gather(
-        self: Any, outputs: tuple[Tensor, ...], packed: bool, dtype: torch.dtype, *, out: Tensor | None = None
+        self: Any,
+        outputs: tuple[Tensor, ...],
+        gathered_from: tuple[int, int] | None,
+        dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """Return the whole parameter in `dtype` and the tensors it owns, or refill `out`."""
         x: QuantizedTensor = self
-        if packed:  # the fields of `out` are views of what was filled just now
+        if gathered_from is None:  # the fields of `out` are views of what was filled just now
             return None if out is not None else (x.wrap(unpacked(x.fields, outputs[0]), dtype=dtype), ())
+        rows, ranks = gathered_from
         fields, owned = {}, []
         for layout, gathered in zip(x.layouts, outputs, strict=True):
             field = getattr(x, layout.name)
-            ranks = gathered.numel() // max(1, field.numel() * field.itemsize)
-            shards = gathered.view(-1).view(field.dtype).view(ranks, *field.shape)
-            if not is_one_matrix(x):
-                whole = shards.flatten(0, 1)
-            elif layout.block is None:
-                whole = shards[0]
-            elif layout.transposed:
-                whole = shards.movedim(0, 1).flatten(1, 2)
+            values = gathered.view(-1).view(field.dtype)
+            axis, count = entries_of_rows(x, layout, rows)
+            if axis is None:
+                whole = values[: field.numel()].view(field.shape)
+            elif axis == 0:
+                whole = values[: count * math.prod(field.shape[1:])].view(count, *field.shape[1:])
+            else:  # of a transposed matrix, whose rows are the last dimension
+                whole = torch.cat(
+                    values.view(ranks, field.shape[0], -1).unbind(), 1
+                )  # its own memory, which torch frees
+                if whole.shape[1] != count:
+                    whole = whole[:, :count].clone(memory_format=torch.contiguous_format)
                 owned.append(whole)
-            else:
-                whole = shards.flatten(0, 1)
             fields[layout.name] = whole
         if out is not None:
             for layout in x.layouts:
                 if layout.transposed and is_one_matrix(x):
                     getattr(out, layout.name).copy_(fields[layout.name])
             return None
-        shape = torch.Size((x.shape[0] * ranks, *x.shape[1:]))
+        shape = torch.Size((rows, *x.shape[1:]))
         return x.wrap(fields, shape=shape, dtype=dtype), tuple(owned)
+
+
+def entries_of_rows(x: QuantizedTensor, layout: FieldLayout, rows: int) -> tuple[int | None, int]:
+    """Return (dimension of a field along which the rows of x are, number of its entries for so many of them). The
+    dimension is None where the field has one entry per matrix."""
+    if not is_one_matrix(x):
+        return 0, rows
+    if layout.block is None:
+        return None, 1
+    return getattr(x, layout.name).dim() + layout.axis(-2), layout.entries(0, rows, -2)[1]
+
+
+def padded_field(x: QuantizedTensor, layout: FieldLayout, rows: int) -> Tensor:
+    """Return a field of a shard, filled up with zeros to what `rows` rows have."""
+    field, (axis, count) = getattr(x, layout.name), entries_of_rows(x, layout, rows)
+    if axis is None or field.shape[axis] == count:
+        return field
+    rest = (*field.shape[:axis], count - field.shape[axis], *field.shape[axis + 1 :])
+    raw = field.view(torch.uint8) if field.dtype.itemsize == 1 else field
+    return torch.cat([raw, raw.new_zeros(rest)], axis).view(field.dtype)
 
 
 def _bytes(field: Tensor) -> Tensor:

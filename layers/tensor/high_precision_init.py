@@ -7,9 +7,9 @@ parameter is then given its own part.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
@@ -45,8 +45,9 @@ def preserve(module: nn.Module, name: str, parameter: nn.Parameter, value: Tenso
     vars(module).setdefault(_HELD, {})[name] = initial
 
 
-def hand_to_shards(module: nn.Module) -> None:
+def hand_to_shards(module: nn.Module, largest_shard: Callable[[Tensor, int, int], int]) -> None:
     """Give each parameter that `fully_shard` has made of this layer's weights its part of the value, and free the rest.
+    largest_shard: see `fsdp`, which calls this.
 
     Nothing happens where that was done, or where no values were preserved.
     """
@@ -59,7 +60,7 @@ def hand_to_shards(module: nn.Module) -> None:
             continue
         initial = held.pop(name)
         if initial.value is not None:
-            _attach(parameter, InitialValue(_part_of(initial.value, parameter).clone()))
+            _attach(parameter, InitialValue(_part_of(initial.value, parameter, largest_shard).clone()))
             initial.clear()
 
 
@@ -94,12 +95,15 @@ def _preserved_of(parameter: Tensor) -> InitialValue | None:
     return None if method is None else method.__self__
 
 
-def _part_of(value: Tensor, parameter: DTensor) -> Tensor:
+def _part_of(value: Tensor, parameter: DTensor, largest_shard: Callable[[Tensor, int, int], int]) -> Tensor:
     """Return this rank's rows of a value of the whole parameter."""
     from torch.distributed.tensor import Shard
 
     mesh = parameter.device_mesh
     for dim, placement in enumerate(parameter.placements):
         if isinstance(placement, Shard):
-            value = torch.chunk(value, mesh.size(dim), placement.dim)[mesh.get_local_rank(dim)]
+            size, along = value.shape[placement.dim], placement.dim
+            each = largest_shard(parameter, size, mesh.size(dim))
+            begin = min(mesh.get_local_rank(dim) * each, size)
+            value = value.narrow(along, begin, min(each, size - begin))
     return value

@@ -62,6 +62,7 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
     RANK: ClassVar[int] = 2
     shares_scale: bool = False
     amax_group: Any = None
+    unequal_shards: bool = False
 
     @staticmethod
     def __new__(
@@ -347,7 +348,8 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
 
     def user_attributes(self) -> dict[str, Any]:
         """Return what users have set on this tensor, a parallel attribute, say."""
-        own = {"quantizer", "matrix_shape", "shares_scale", "amax_group", "_is_param", *self._inner_names()}
+        own = {"quantizer", "matrix_shape", "shares_scale", "amax_group", "unequal_shards", "_is_param"}
+        own |= {*self._inner_names()}
         return {name: value for name, value in vars(self).items() if name not in own}
 
     def _marks(self) -> dict[str, Any]:

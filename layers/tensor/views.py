@@ -16,6 +16,7 @@ from torch._prims_common import infer_size
 
 from ..quantizer.schema import alignment, field_layouts
 from .formats import TENSOR_CLASSES
+from .fsdp import block_rows
 from .quantized_tensor import QuantizedTensor
 
 
@@ -98,7 +99,7 @@ def narrow(x: QuantizedTensor, dim: int, start: int, stop: int) -> QuantizedTens
     matrix_dim = dim - x.dim()  # -2 or -1
     align = alignment(x.quantizer, matrix_dim)
     for cut in (start, stop):
-        if cut % align and cut != size:
+        if cut % align and cut != size and not (cut == stop and x.unequal_shards):  # a shard ends with the whole
             name = "rows" if matrix_dim == -2 else "columns"
             raise ValueError(
                 f"cannot cut a {type(x).__name__} of shape {tuple(x.shape)} between {name} {cut - 1} and {cut}: its "
@@ -112,7 +113,7 @@ def narrow(x: QuantizedTensor, dim: int, start: int, stop: int) -> QuantizedTens
         else:
             fields[layout.name] = field.narrow(layout.axis(matrix_dim), *layout.entries(start, stop, matrix_dim))
     new = x.view_of(fields, shape=shape)
-    new.shares_scale |= shared
+    new.shares_scale |= shared and not x.unequal_shards  # a shard gets a scale of its own, or its group
     return new
 
 
@@ -143,8 +144,11 @@ def unbind(x: QuantizedTensor, dim: int = 0) -> list[Any]:
 
 
 def split(x: QuantizedTensor, size: int, dim: int = 0) -> list[QuantizedTensor]:
-    """Return pieces of `size` entries, the last one perhaps smaller."""
+    """Return pieces of `size` entries, the last one perhaps smaller; where `fully_shard` cuts, of whole blocks."""
     length = x.shape[dim]
+    if x.unequal_shards and dim % x.dim() == 0:
+        block = block_rows(x)
+        size = -(-size // block) * block
     return [narrow(x, dim, i, min(i + size, length)) for i in range(0, length, size)]
 
 

@@ -7,8 +7,9 @@ checkpoint writes it as boxes, one for each combination of ranges, and any other
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -22,9 +23,9 @@ from te_models.checkpoints.folder.checkpoint import Checkpoint
 from te_models.checkpoints.folder.load import layout_of
 from te_models.checkpoints.plan.parameters import Parameters
 from te_models.checkpoints.plan.quantized_format import SUFFIXES, describe, empty
-from te_models.checkpoints.plan.rank_shards import Cuts, Ranges, cut_shape, parts
+from te_models.checkpoints.plan.rank_shards import Cuts, Ranges, RankPart, cut_shape, parts
 from te_models.layers import QuantizedTensor
-from te_models.layers.tensor.fsdp import is_one_matrix, local_part
+from te_models.layers.tensor.fsdp import entries_of_rows, is_one_matrix, largest_shard, local_part
 
 from ..config import ConfigError
 from ..model import GPTModel
@@ -88,6 +89,20 @@ class ModelParts:
         self._shapes = expected_tensors(model.config, model.expert_layout)
         self._owned = parts(model.config, self._shapes, place_of(model))
 
+    def shape(self, name: str) -> Shape:
+        """Return the shape of a whole parameter."""
+        return tuple(self._shapes[name])
+
+    def is_split(self, name: str) -> bool:
+        """Whether tensor parallelism cuts a parameter."""
+        return self._owned[name].dim is not None
+
+    def of_tp_ranks(self) -> list[Mapping[str, RankPart]]:
+        """Return the parts of the ranks that split the layers with this one, in their order, by name."""
+        place = place_of(self.model)
+        ranks = range(place.tp_size)
+        return [parts(self.model.config, self._shapes, dataclasses.replace(place, tp_rank=rank)) for rank in ranks]
+
     def elsewhere(self) -> list[str]:
         """Return the names of the parameters that only other pipeline stages have."""
         own = dict(self.model.named_parameters(remove_duplicate=False))
@@ -111,7 +126,7 @@ class ModelParts:
         if local_part(parameter) is not parameter:
             rank, ranks, dim = _place_of_shard(parameter)
             size = self._owned[name].shape(whole)[dim]
-            each = -(-size // ranks)
+            each = largest_shard(parameter, size, ranks)
             begin = min(rank * each, size)
             cuts[dim] = _narrow(cuts.get(dim, ((0, size),)), begin, min(begin + each, size))
         return LocalPart(tensor, whole, cuts)
@@ -135,9 +150,11 @@ class ModelParts:
             shape = tuple(whole[layout.name].shape)
             one_matrix = is_one_matrix(local)
             if local_part(parameter) is not parameter and not (one_matrix and layout.block is None):
-                axis = field.dim() + layout.axis(-2) if one_matrix else 0
-                rank, _, _ = _place_of_shard(parameter)
-                begin = rank * field.shape[axis]
+                rank, ranks, _ = _place_of_shard(parameter)
+                each = largest_shard(parameter, parameter.shape[0], ranks)
+                axis, entries = entries_of_rows(local, layout, each)
+                assert axis is not None, "a field with blocks"
+                begin = rank * entries
                 cuts[axis] = _narrow(cuts.get(axis, ((0, shape[axis]),)), begin, begin + field.shape[axis])
             values = field.view(torch.uint8) if field.dtype.itemsize == 1 else field
             yield name + SUFFIXES[layout.name], LocalPart(values, shape, cuts)

@@ -236,7 +236,7 @@ class Pipeline:
             if stage.losses:
                 total += torch.stack(stage.losses[-len(micro_batches) :])
         dist.all_reduce(total, group=self.group)  # of one rank: the others have zeros
-        return total.cpu()
+        return total
 
     @property
     def shares_embedding(self) -> bool:

@@ -15,6 +15,7 @@ from torch import nn
 from te_models.layers import QuantizedTensor, Recipe, quantized_model_init
 from te_models.layers.module.model_state import quantized_modules
 from te_models.layers.module.primary_weights import store_weights_as_asked
+from te_models.layers.tensor.fsdp import shards_of_blocks
 
 from ..config import ConfigError
 from ..model import GPTModel
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Shard
 
-ReshardAfterForward = Literal["default", "always", "never"]
+ReshardAfterForward = int | Literal["default", "always", "never"]
 
 
 def parallelize(
@@ -48,7 +49,8 @@ def parallelize(
     parts are created on `device` one by one. fill: called with each part that was created, embedding, layers and output
     layer in the order of a GPTModel; None: its `reset_parameters`, which draw what the whole model draws from the same
     seed. weights: the recipe in whose format the linear layers then store their weights. reshard_after_forward: free
-    gathered parameters between the passes, "default" of the layers, "always" of all. reduce_dtype: in which gradients
+    gathered parameters between the passes, "default" of the layers, "always" of all; a number: keep shards over so many
+    ranks, a divisor of the ranks that share the parameters (not of quantized weights). reduce_dtype: in which gradients
     of the ranks are added up; the result has the parameter's dtype. stages: the pipeline stages, where `mesh` has any;
     None: one a rank.
 
@@ -59,8 +61,8 @@ def parallelize(
     Ranks that share sequences are told to the model.
 
     Raises ConfigError where experts are distributed and torch cannot shard them over a mesh of their own, TypeError for
-    another kind of mesh, ValueError for a model that was built over other ranks, and for stored weights whose rows the
-    ranks cannot share.
+    another kind of mesh, ValueError for a model that was built over other ranks, and for stored weights whose blocks
+    the ranks cannot share equally where torch shards no other way.
     """
     _check_mesh(model, mesh)
     if mesh is not None:
@@ -77,8 +79,12 @@ def parallelize(
     own = {id(part) for part in parts_of(model)}
     for part in parts_of(whole):
         if id(part) not in own:
-            if fill is None and any(parameter.is_meta for parameter in part.parameters()):
-                reset_parameters(part.to_empty(device=target))  # the next part draws what it draws of the whole model
+            if any(p.is_meta for p in part.parameters()) and (fill is None or weights is not None):
+                part.to_empty(device=target)
+                if fill is None:  # the next part draws what it draws of the whole model
+                    reset_parameters(part)
+                if weights is not None:  # who writes the whole model knows what other stages store
+                    _store_quantized(part, weights)
                 part.to_empty(device="meta")
             continue
         if any(parameter.is_meta for parameter in part.parameters()):
@@ -87,13 +93,13 @@ def parallelize(
             if weights is not None:
                 _store_quantized(part, weights)
         if over is not None and not any(part is other for other in with_the_rest):
-            _shard(part, over, reduce_dtype, _RESHARD[reshard_after_forward])
+            _shard(part, over, reduce_dtype, _reshard_of(reshard_after_forward))
     for rest in (*model.decoder.rotary_embeddings, model.router_loss_weights):
         if rest is not None and any(buffer.is_meta for buffer in rest.buffers()):
             rest.to_empty(device=target)
     if over is not None:
         for root in roots:
-            _shard(root, over, reduce_dtype, _RESHARD[reshard_after_forward])
+            _shard(root, over, reduce_dtype, _reshard_of(reshard_after_forward))
     return model
 
 
@@ -145,7 +151,8 @@ def reshard(model: GPTModel) -> None:
                 module.reshard()
 
 
-_RESHARD: dict[str, bool | None] = {"default": None, "always": True, "never": False}
+def _reshard_of(asked: ReshardAfterForward) -> bool | int | None:
+    return {"default": None, "always": True, "never": False}[asked] if isinstance(asked, str) else asked
 
 
 def parts_of(model: GPTModel) -> Iterator[nn.Module]:
@@ -168,7 +175,7 @@ def _store_quantized(part: nn.Module, recipe: Recipe) -> None:
             store_weights_as_asked(module)
 
 
-def _shard(part: nn.Module, mesh: ParallelMesh, reduce_dtype: torch.dtype, reshard: bool | None) -> None:
+def _shard(part: nn.Module, mesh: ParallelMesh, reduce_dtype: torch.dtype, reshard: bool | int | None) -> None:
     """Call `fully_shard`, with the experts over their own mesh, if they have one."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -179,14 +186,15 @@ def _shard(part: nn.Module, mesh: ParallelMesh, reduce_dtype: torch.dtype, resha
         place = (lambda shard: shard) if mesh.experts is None else _own_mesh(over)
         shards = over.size(over.ndim - 1)
         options["shard_placement_fn"] = lambda p: place(_placement(p, shards)) if id(p) in experts else None
-    fully_shard(
-        part,
-        mesh=mesh.fsdp,
-        reshard_after_forward=reshard,
-        mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
-        ignored_params=_unlike(part),
-        **options,
-    )
+    with shards_of_blocks(part):
+        fully_shard(
+            part,
+            mesh=mesh.fsdp,
+            reshard_after_forward=reshard,
+            mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
+            ignored_params=_unlike(part),
+            **options,
+        )
 
 
 def _experts_of(part: nn.Module) -> Iterator[nn.Parameter]:

@@ -72,7 +72,8 @@ def record_layers(config: TrainConfig, model: ModelConfig, layout: Layout, layer
     recorder = Recorder(_dimensions(layout))
     gpt = random_model(config, of_layers(model, layers), "cpu", layout)
     if layout.dims.is_sharded:
-        parallelize(gpt, layout.mesh, reshard_after_forward=config.parallel.reshard_after_forward)
+        reshard, reduce_dtype = config.parallel.reshard_after_forward, getattr(torch, config.parallel.reduce_dtype)
+        parallelize(gpt, layout.mesh, reshard_after_forward=reshard, reduce_dtype=reduce_dtype)
     gpt.activation_checkpointing = config.model.activation_checkpointing
     gpt.output_layer.loss_chunk_tokens = config.model.loss_chunk_tokens
     without_values = isinstance(torch.empty(0), FakeTensor)

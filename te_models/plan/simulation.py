@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from te_models.layers import QuantizedTensor
 from te_models.layers.collectives import resolve_group
 
 from ..config import ConfigError
@@ -162,9 +163,32 @@ def fake_ranks(ranks: int) -> Iterator[None]:
         raise ConfigError("this process belongs to a process group; a plan is made in a process of its own")
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     try:
-        yield
+        with _first_shards():
+            yield
     finally:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _first_shards() -> Iterator[None]:
+    """Inside, FSDP2 cuts the first rank's shard from a parameter, the only one that it uses here: as many tensors as
+    there are ranks, of each parameter, took most of a plan's time."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    every = getattr(_fsdp_param, "_chunk_with_empty", None)  # another torch may call it otherwise
+
+    def first(tensor: Tensor, num_chunks: int, dim: int) -> list[Tensor]:
+        if isinstance(tensor, QuantizedTensor):  # whose shards are whole blocks
+            return every(tensor, num_chunks, dim) if every is not None else []
+        return [tensor.narrow(dim, 0, -(-tensor.size(dim) // num_chunks))] * num_chunks
+
+    if every is not None:
+        _fsdp_param._chunk_with_empty = first  # pyright: ignore[reportPrivateImportUsage]
+    try:
+        yield
+    finally:
+        if every is not None:
+            _fsdp_param._chunk_with_empty = every  # pyright: ignore[reportPrivateImportUsage]
 
 
 @contextlib.contextmanager

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from te_models.checkpoints import open_checkpoint
+from te_models.checkpoints import CheckpointError, open_checkpoint
 from te_models.checkpoints.folder.provenance import source_of
-from te_models.layers import gradient_of, quantized_model_init, share_scales
+from te_models.layers import QuantizedTensor, gradient_of, quantized_model_init, share_scales
 from te_models.layers.module.base import GemmModule
+from te_models.layers.tensor.fsdp import local_part, one_per_matrix
 
 from ..config import ConfigError, ModelConfig
 from ..model import GPTModel
@@ -26,6 +27,7 @@ from .config import TrainConfig
 from .data.token_file import DataError
 from .optimizer.adamw import Optimizer
 from .optimizer.groups import freeze
+from .optimizer.whole_matrix import divided_matrices
 from .precision import build_recipe
 from .ranks.experts import expert_ranks
 from .ranks.layout import ONE_RANK, Layout
@@ -53,6 +55,33 @@ def build_model(
 
     start: what was read of `checkpoint`. The weights of a sharded checkpoint are not read yet.
     """
+    model = _build_model(config, device, checkpoint, start, layout)
+    if config.precision.quantized_weights and layout.dims.tensor_model_parallel_size > 1:
+        check_split_weights(model)
+    return model
+
+
+def check_split_weights(model: GPTModel) -> None:
+    """Raise ConfigError where ranks that split layers cut a block of a stored weight, or have parts of a matrix that
+    has one scale."""
+    where = "precision.quantized_weights is True with parallel.tensor_model_parallel_size"
+    parts = ModelParts(model)
+    try:
+        parts.stored()
+    except CheckpointError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    for name, parameter in model.named_parameters():
+        local = local_part(parameter)
+        if isinstance(local, QuantizedTensor) and one_per_matrix(local) and parts.is_split(name):
+            raise ConfigError(
+                f"{where}, which splits {name}, and its format has one scale per matrix; allowed: recipes with scales "
+                "of blocks alone, 'block' and 'mxfp8'"
+            )
+
+
+def _build_model(
+    config: TrainConfig, device: str, checkpoint: Path | None, start: TrainingState | None, layout: Layout
+) -> GPTModel:
     precision = config.precision
     path = checkpoint / MODEL if checkpoint is not None else config.model.path
     dtype, experts = DTYPES[precision.dtype], config.model.expert_layout
@@ -126,6 +155,7 @@ def _build_parts(
                 fill=None if source is None and start is None else lambda part: None,
                 weights=weights,
                 reshard_after_forward=config.parallel.reshard_after_forward,
+                reduce_dtype=getattr(torch, config.parallel.reduce_dtype),
                 stages=layout.stages,
             )
         except ValueError as error:  # what a shard of a quantized weight cannot be
@@ -172,7 +202,8 @@ def build_optimizer(config: TrainConfig, model: GPTModel, layout: Layout = ONE_R
     Where `needs_main_grads`, the parameters get main gradients, and the layers that are not sharded accumulate into
     them.
     """
-    freeze(model, config.optimizer.freeze)
+    everywhere = None if model.whole is None else dict(model.whole.named_parameters())
+    freeze(model, config.optimizer.freeze, everywhere)
     sharded = layout.dims.is_sharded  # whose gradients arrive as the ranks' averages
     micro_batches = config.data.gradient_accumulation * (1 if sharded else layout.gradients.world_size)
     main_grads = needs_main_grads(config, micro_batches)
@@ -182,6 +213,7 @@ def build_optimizer(config: TrainConfig, model: GPTModel, layout: Layout = ONE_R
     for parameter in model.parameters() if main_grads and not sharded and layout.stages is not None else ():
         # a schedule runs all micro-batches, so that nobody else adds up what each leaves in `.grad`
         parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
+    parts = None if layout.mesh is None else ModelParts(model)
     return Optimizer(
         model.named_parameters(),
         config.optimizer,
@@ -190,8 +222,10 @@ def build_optimizer(config: TrainConfig, model: GPTModel, layout: Layout = ONE_R
         experts=expert_ranks(model.expert_parameters(), layout.mesh),
         stages=None if layout.mesh is None else layout.mesh.stages,
         elsewhere=names_counted_elsewhere(model),
-        groups=None if layout.mesh is None else ModelParts(model).groups(),
+        groups=None if parts is None else parts.groups(),
         main_grads=main_grads,
+        divided=None if parts is None or config.optimizer.kind != "muon" else divided_matrices(parts),
+        everywhere=everywhere,
     )
 
 

@@ -156,9 +156,8 @@ def _run(
     deferred.close()  # the last checkpoint is written: a signal ends the run at once again
 
     # The result: an ordinary model folder, the metrics, and a picture of them.
-    saving.export(run.output_dir / FINAL, step)
-    if config.optimizer.ema_decay is not None and ranks.is_main:
-        saving.export_averages(run.output_dir / FINAL_EMA)
+    if config.optimizer.ema_decay is not None:
+        saving.export_averages(run.output_dir / FINAL_EMA, step)
     if ranks.is_main and config.log.plot:
         plot_loss({run.output_dir.name: run.output_dir / METRICS}, run.output_dir / PLOT)
     barrier(ranks)

@@ -113,6 +113,7 @@ def check_layout(config: TrainConfig, model: ModelConfig, dims: ParallelDims) ->
     check_layers(model, tp)
     _check_tokens(config, model, dims)
     _check_optimizer(config, dims)
+    _check_reshard(config, dims)
     if dims.is_whole and not (config.checkpoint.async_save and dims.expert_model_parallel_size > 1):
         return
     moments, pp = config.optimizer.moment_dtype, dims.pipeline_model_parallel_size
@@ -125,10 +126,18 @@ def check_layout(config: TrainConfig, model: ModelConfig, dims: ParallelDims) ->
         raise ConfigError("precision.cache_weights is True; allowed with parallel.data_parallel_shard_size: False")
     if pp > 1:
         _check_stages(config, model, pp)
-    if tp > 1 and precision.quantized_weights:
-        raise ConfigError(
-            "precision.quantized_weights is True; allowed with parallel.tensor_model_parallel_size: False"
-        )
+
+
+def _check_reshard(config: TrainConfig, dims: ParallelDims) -> None:
+    """Raise ConfigError where gathered parameters cannot be kept over a part of the ranks."""
+    ranks, over = config.parallel.reshard_after_forward, dims.data_parallel_shard_size * dims.context_parallel_size
+    if isinstance(ranks, str):
+        return
+    what = f"parallel.reshard_after_forward is {ranks}; allowed"
+    if config.precision.quantized_weights or dims.expert_model_parallel_size > 1:
+        raise ConfigError(f"{what} with precision.quantized_weights or distributed experts: default, always, never")
+    if over % ranks:
+        raise ConfigError(f"{what}: a divisor of the {over} ranks over which parameters are sharded")
 
 
 def _check_documents(config: TrainConfig, dims: ParallelDims) -> None:
@@ -151,19 +160,9 @@ def _check_optimizer(config: TrainConfig, dims: ParallelDims) -> None:
         if used and config.precision.quantized_weights:
             value = getattr(optimizer, key)
             raise ConfigError(f"optimizer.{key} is {value!r}; allowed with precision.quantized_weights: its default")
-    divided = "allowed where experts are distributed, or layers are split or sharded"
-    if optimizer.ema_decay is not None and not whole:
-        raise ConfigError(f"optimizer.ema_decay is {optimizer.ema_decay}; {divided}: none")
     if config.lora.rank and not whole:
+        divided = "allowed where experts are distributed, or layers are split or sharded"
         raise ConfigError(f"lora.rank is {config.lora.rank}; {divided}: 0")
-    if dims.is_whole:
-        return
-    if optimizer.kind == "muon":
-        raise ConfigError("optimizer.kind is 'muon'; allowed where layers are split or sharded: 'adamw'")
-    if dims.is_sharded and optimizer.freeze:
-        raise ConfigError(
-            f"optimizer.freeze is {list(optimizer.freeze)!r}; allowed with parallel.data_parallel_shard_size: none"
-        )
 
 
 def _check_tokens(config: TrainConfig, model: ModelConfig, dims: ParallelDims) -> None:
@@ -194,7 +193,6 @@ def _check_stages(config: TrainConfig, model: ModelConfig, ranks: int) -> None:
     stages.layers(model.num_layers)
     allowed = "allowed with parallel.pipeline_model_parallel_size: False"
     for name, value in {
-        "precision.quantized_weights": precision.quantized_weights,
         "precision.cache_weights": precision.cache_weights,
         "parallel.sequence_parallel": parallel.sequence_parallel,
     }.items():

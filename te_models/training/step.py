@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from te_models.kernels.cross_entropy import IGNORE_INDEX
 from te_models.layers import Recipe, autocast, cache_weights, collect_statistics, gradient_of, microbatch
 from te_models.layers.tensor.fsdp import local_part
 
@@ -26,6 +27,7 @@ from ..model import GPTModel
 from ..parallel.pipeline import Pipeline
 from .config import PrecisionConfig, TrainConfig
 from .data.windows import Batch
+from .host import reads_are_free
 from .optimizer.adamw import Optimizer
 from .precision import build_recipe
 from .ranks.data_parallel import Ranks, average_gradients, mean_over_ranks
@@ -146,9 +148,18 @@ def loss_weights(batches: Sequence[torch.Tensor | Batch], ranks: Ranks) -> list[
     predictions that are scored: n * (number of batches) / (predictions of all). None where every batch scores all."""
     if not any(isinstance(batch, Batch) and batch.labels is not None for batch in batches):
         return [None] * len(batches)
-    counts = [float(batch.scored()) if isinstance(batch, Batch) else float(batch[:, 1:].numel()) for batch in batches]
-    total = float(mean_over_ranks(torch.tensor(sum(counts), dtype=torch.float64), ranks))  # of a rank, on average
-    return [torch.tensor(count * len(counts) / max(total, 1.0), device=_device_of(batches[0])) for count in counts]
+    counts = torch.stack([_scored(batch) for batch in batches])
+    total = mean_over_ranks(counts.sum(), ranks)  # of a rank, on average
+    return list((counts * len(batches) / total.clamp(min=1.0)).float().unbind())
+
+
+def _scored(batch: torch.Tensor | Batch) -> torch.Tensor:
+    """Return how many predictions the loss counts, a float64 scalar on the batch's device."""
+    labels = batch.labels if isinstance(batch, Batch) else None
+    if labels is not None:
+        return (labels[:, 1:] != IGNORE_INDEX).sum().double()
+    ids = batch.input_ids if isinstance(batch, Batch) else batch
+    return torch.full((), ids[:, 1:].numel(), dtype=torch.float64, device=ids.device)
 
 
 def _ids(batches: Sequence[torch.Tensor | Batch]) -> list[torch.Tensor]:
@@ -159,10 +170,6 @@ def _ids(batches: Sequence[torch.Tensor | Batch]) -> list[torch.Tensor]:
             raise TrainingError("the data have documents or a loss mask; allowed with pipeline stages: neither")
         found.append(batch if isinstance(batch, torch.Tensor) else batch.input_ids)
     return found
-
-
-def _device_of(batch: torch.Tensor | Batch) -> torch.device:
-    return batch.device if isinstance(batch, torch.Tensor) else batch.input_ids.device
 
 
 def make_weight_cache(model: GPTModel, precision: PrecisionConfig, device: str) -> Callable[[], None] | None:
@@ -195,11 +202,13 @@ def train_step(
 
     loss_function: of the model, or the pipeline that has its stages. before: see `make_weight_cache`. statistics: note
     what the recipe does to its operands, in the last micro-batch only, because each pass replaces what was noted.
-    Raises TrainingError, leaving the parameters as they were, if the loss is not finite, or the gradient without
+    The host reads nothing before the whole step is queued, and then four numbers (on CPU it reads as it goes). Raises
+    TrainingError, leaving the parameters as they were, if the loss is not finite, or the gradient without
     `optimizer.skip_nonfinite`.
     """
     optimizer.zero_grad()
-    total = torch.zeros(2)
+    device = optimizer.lr.device
+    total = torch.zeros(2, device=device)
     if before is not None:
         with collect_statistics(statistics):
             before()
@@ -215,19 +224,29 @@ def train_step(
                 loss, aux_loss = loss_function(batch) if weight is None else loss_function(batch, weight)
             (loss / len(micro_batches)).backward()
             optimizer.accumulate_gradients()
-            total += torch.stack([loss.detach() - aux_loss, aux_loss]).cpu() / len(micro_batches)
+            total += torch.stack([loss.detach() - aux_loss, aux_loss]) / len(micro_batches)
     reduce_gradients(optimizer, ranks)
     if isinstance(loss_function, Pipeline):
         loss_function.sum_embedding_gradients()
-    norm = optimizer.clip_gradients()
-    grad_norm, skip = float(norm), optimizer.config.skip_nonfinite
-    mean_loss, mean_aux = mean_over_ranks(total, ranks).tolist()
-    if not (math.isfinite(mean_loss) and (skip or math.isfinite(grad_norm))):
-        hint = "optimizer.skip_nonfinite goes on past it" if math.isfinite(mean_loss) else "lower optimizer.lr?"
-        raise TrainingError(f"step {step}: the loss is {mean_loss} and the gradient norm {grad_norm}; {hint}")
+    norm, losses = optimizer.clip_gradients(), mean_over_ranks(total, ranks)
     noop = optimizer.skips(norm)
+    if not reads_are_free(device):  # what is read below stops the run, after the update was queued: it changes nothing
+        bad = ~(torch.isfinite(losses[0]) & torch.isfinite(norm))
+        noop = bad if noop is None else noop | bad
+    else:
+        check_finite(float(losses[0]), float(norm), step, skips=optimizer.config.skip_nonfinite)
     optimizer.step(lr, noop=noop)
-    return StepResult(mean_loss, mean_aux, grad_norm, skipped=noop is not None and bool(noop))
+    skipped = torch.zeros_like(norm) if noop is None else noop.float()
+    mean_loss, mean_aux, grad_norm, skip = torch.stack([*losses, norm, skipped]).tolist()  # the one read of a step
+    check_finite(mean_loss, grad_norm, step, skips=optimizer.config.skip_nonfinite)
+    return StepResult(mean_loss, mean_aux, grad_norm, skipped=bool(skip))
+
+
+def check_finite(loss: float, grad_norm: float, step: int, *, skips: bool) -> None:
+    """Raise TrainingError where a loss is not finite, or a gradient norm that no rule skips."""
+    if not (math.isfinite(loss) and (skips or math.isfinite(grad_norm))):
+        hint = "optimizer.skip_nonfinite goes on past it" if math.isfinite(loss) else "lower optimizer.lr?"
+        raise TrainingError(f"step {step}: the loss is {loss} and the gradient norm {grad_norm}; {hint}")
 
 
 @torch.no_grad()
@@ -255,4 +274,4 @@ def evaluate(loss_function: LossFunction | Pipeline, batches: Sequence[torch.Ten
     for batch, weight in zip(batches, loss_weights(batches, ranks), strict=True):
         loss, aux_loss = loss_function(batch) if weight is None else loss_function(batch, weight)
         losses.append(loss - aux_loss)
-    return float(mean_over_ranks(torch.stack(losses).mean().cpu(), ranks))
+    return float(mean_over_ranks(torch.stack(losses).mean(), ranks))

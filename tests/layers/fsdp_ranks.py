@@ -35,6 +35,8 @@ from te_models.layers import (
     recipe,
     share_scales,
 )
+from te_models.layers.quantizer.schema import alignment
+from te_models.layers.tensor.fsdp import shards_of_blocks
 from tests.layers.bits import same_bits, weight_quantizers
 from tests.ranks import report_cases
 
@@ -359,6 +361,39 @@ def unequal_shards_are_refused(mesh: DeviceMesh) -> None:
         refused(lambda module=module: gathered(fully_shard(module, mesh=mesh)), "must be a multiple of 2")
 
 
+def any_number_of_rows_is_shared(name: str, grouped: bool, mesh: DeviceMesh) -> None:
+    """Between blocks, of which the last rank has fewer: three and a part of one, three experts, and one block, of which
+    it has nothing. Gathered bits and steps are those of one rank."""
+    quantizer = FORMATS[name]
+    block = 1 if grouped else alignment(quantizer, -2)
+    for rows in (3, 1) if grouped else (3 * block + 16, 16 if block == 1 else block):
+        torch.manual_seed(0)
+        shape = (rows, 32, IN) if grouped else (rows, IN)
+        value = torch.randn(shape) / 8
+        modules = [GroupedLinear(rows, IN, 32, bias=False) if grouped else Linear(IN, rows, bias=False) for _ in "ab"]
+        for module in modules:
+            module.weight = nn.Parameter(quantizer.quantize_grouped(value) if grouped else quantizer.quantize(value))
+        whole, module = modules
+        with shards_of_blocks(module):
+            fully_shard(module, mesh=mesh)
+        share_scales(module)
+        each = -(-rows // (RANKS * block)) * block
+        own = module.weight._local_tensor.shape[0]
+        assert own == min(each, max(0, rows - dist.get_rank() * each)), (rows, own)
+        optimizers = [FusedAdamW(m.parameters(), lr=LR) for m in modules]
+        x = torch.randn(8 * rows if grouped else 8, IN)  # the same on both ranks
+        splits = (torch.full((rows,), 8),) if grouped else ()
+        for _ in range(2):
+            assert same_bits(gathered(module), whole.weight), rows
+            for m, optimizer in zip(modules, optimizers, strict=True):
+                m(x, *splits).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        state = {name: t.clone() for name, t in module.state_dict().items()}
+        module.load_state_dict(state)
+        assert same_bits(gathered(module), whole.weight), rows
+
+
 def fewer_bytes_are_sent(mesh: DeviceMesh) -> None:
     """A gather sends the fields and nothing else: for 128-block weights a byte a value and a scale per block."""
     local = build(FORMATS["float8_block"], False).weight.detach()[: OUT // RANKS]
@@ -391,6 +426,7 @@ def cases() -> dict[str, Callable[[DeviceMesh], None]]:
         add(mixed_precision_changes_no_stored_number, name, grouped)
         add(copies_hold_the_whole, name, grouped)
         add(data_parallel_copies_average_gradients, name, grouped)
+        add(any_number_of_rows_is_shared, name, grouped)
     for name in RECIPES:
         for grouped in (False, True):
             add(a_recipe_uses_the_gathered_numbers, name, grouped)

@@ -179,6 +179,28 @@ def stored_weights_are_shards_of_the_whole() -> None:
     assert found
 
 
+def unequal_shards_are_saved() -> None:
+    """Of 64 rows in blocks of 32 two of four ranks have none; files have the whole model's bits."""
+    from te_models.layers import quantized_model_init
+
+    config, mesh = tiny(hidden_size=64, mlp=MLPConfig(ffn_hidden_size=96)), mesh_of("fsdp4")
+    torch.manual_seed(5)
+    with quantized_model_init(recipe=recipe("mxfp8")):
+        whole = GPTModel(config)
+    torch.manual_seed(5)
+    model = parallelize(split(config, mesh), mesh, device="cpu", weights=recipe("mxfp8"))
+    weight = local_part(model.get_parameter("decoder.layers.0.self_attention.linear_proj.weight"))
+    assert isinstance(weight, QuantizedTensor) and weight.shape[0] == (32 if dist.get_rank() < 2 else 0)
+    model.save_pretrained(FOLDER / "unequal")
+    if dist.get_rank() == 0:
+        found = dict(GPTModel.from_pretrained(FOLDER / "unequal").stored_tensors())
+        for name, right in whole.stored_tensors():
+            left = found[name].detach()
+            fields = right.fields if isinstance(right, QuantizedTensor) else {"": right.detach()}
+            for field, value in fields.items():
+                assert torch.equal(raw(left.fields[field] if field else left), raw(value)), (name, field)
+
+
 def experts_are_not_padded() -> None:
     """Four ranks share six experts equally, along another dimension than the experts'."""
     mesh = mesh_of("fsdp4")
@@ -227,6 +249,7 @@ def _cases() -> dict[str, Any]:
         experts_are_not_padded,
         one_layer_at_a_time,
         stored_weights_are_shards_of_the_whole,
+        unequal_shards_are_saved,
         norms_of_nothing,
         a_layout_has_one_mesh,
         other_numbers_of_ranks_are_refused,

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from te_models.checkpoints import CheckpointError
+from te_models.checkpoints.plan.rank_shards import Place
 from te_models.config import ConfigError, EmbeddingConfig
 from te_models.parallel import ParallelDims
 from te_models.plan.estimate import Hardware, plan_here
@@ -26,6 +27,7 @@ from te_models.training import (
     train,
     write_dataset,
 )
+from te_models.training.build import build_model, check_split_weights
 from te_models.training.preflight import check_layout
 from tests.training.processes import as_toml
 from tests.training.runs import tiny_model, tiny_run
@@ -132,9 +134,9 @@ STAGED: dict[str, tuple[Callable[[TrainConfig], TrainConfig], str]] = {
     "layers": (lambda c: c, "is 2 with 2 stages each, and the model has 2 layers; allowed: at most as many stages"),
     "quantized weights": (
         lambda c: c.replace(
-            precision=PrecisionConfig(recipe="mxfp8", quantized_weights=True), model=ModelSource(config=DEEP)
+            precision=PrecisionConfig(recipe="mxfp8", cache_weights=True), model=ModelSource(config=DEEP)
         ),
-        "precision.quantized_weights is True; allowed with parallel.pipeline_model_parallel_size: False",
+        "precision.cache_weights is True; allowed with parallel.pipeline_model_parallel_size: False",
     ),
     "compiled": (
         lambda c: c.replace(compile=True, compile_mode="block", model=ModelSource(config=DEEP)),
@@ -237,3 +239,46 @@ def test_tokens_that_ranks_cannot_share(tmp_path: Path, sizes: dict, changes: di
 def test_sequence_parallelism_needs_split_layers() -> None:
     with pytest.raises(ConfigError, match="sequence_parallel is True; allowed: False with tensor_model_p"):
         ParallelConfig(sequence_parallel=True)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changes", "sentence"),
+    [
+        ({"data_parallel_shard_size": 4}, {}, "reshard_after_forward is 3; allowed: a divisor of the 4 ranks"),
+        ({"data_parallel_shard_size": 3, "expert_model_parallel_size": 3}, {}, "distributed experts: default, always"),
+        ({"data_parallel_shard_size": 3}, {"recipe": "mxfp8", "quantized_weights": True}, "quantized_weights or dis"),
+    ],
+)
+def test_shards_that_cannot_be_kept_over_some_ranks(tmp_path: Path, sizes: dict, changes: dict, sentence: str) -> None:
+    parallel = ParallelConfig(**sizes, reshard_after_forward=3)
+    run = tiny_run(tmp_path, compile=False, parallel=parallel, precision=PrecisionConfig(**changes))
+    experts = tiny_model(moe=True)
+    model = experts.replace(moe=replace(experts.moe, num_moe_experts=6))
+    with pytest.raises(ConfigError, match=sentence):
+        check_layout(run, model, ParallelDims.of(sizes, sizes["data_parallel_shard_size"]))
+    with pytest.raises(ConfigError, match="reshard_after_forward is 1; allowed: 'default', 'always', 'never' or 2"):
+        ParallelConfig(data_parallel_shard_size=2, reshard_after_forward=1)
+    with pytest.raises(ConfigError, match="reduce_dtype is 'bfloat16'; allowed: 'float32' without shards"):
+        ParallelConfig(reduce_dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "hidden", "sentence"),
+    [
+        ("mxfp8", 64, "is quantized in blocks of 32 rows, between which it cannot be split so"),
+        ("current", 128, "one scale per matrix; allowed: recipes with scales of blocks alone"),
+        ("mxfp8", 128, None),
+    ],
+)
+def test_stored_weights_that_two_ranks_cannot_split(
+    recipe: str, hidden: int, sentence: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    precision = PrecisionConfig(recipe=recipe, quantized_weights=True)
+    run = tiny_run(tmp_path, model=ModelSource(config=tiny_model(hidden=hidden)), precision=precision)
+    model = build_model(run, "cpu", None)
+    monkeypatch.setattr("te_models.parallel.parts.place_of", lambda model: Place(tp_rank=0, tp_size=2))
+    if sentence is None:
+        check_split_weights(model)
+        return
+    with pytest.raises(ConfigError, match=sentence):
+        check_split_weights(model)

@@ -18,7 +18,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from te_models.layers import QuantizedTensor
-from te_models.layers.tensor.fsdp import check_shared, is_one_matrix, local_part, one_per_matrix
+from te_models.layers.tensor.fsdp import (
+    check_shared,
+    entries_of_rows,
+    is_one_matrix,
+    largest_shard,
+    local_part,
+    one_per_matrix,
+    padded_field,
+)
 
 from ..parallel import place_of
 from .collected_saving import Collection, save_collected
@@ -43,7 +51,7 @@ def save_split(
 
     Raises CheckpointError on every rank where a matrix is split whose format has one number per matrix, and the ranks
     have different ones, and as `save_collected` does; ValueError where what is no expert is sharded over several
-    meshes, or the shards of a quantized weight are not equal.
+    meshes, or a quantized weight along another dimension than the first.
     """
     parts = _Parts(model)
     parts.check_numbers()
@@ -102,6 +110,8 @@ class _Entry:
     ep: _Split | None
     one_number: bool
     """The parameter is split, and this number of it goes with every part."""
+    entries: tuple[int, int] | None = None
+    """Dimension along which the shards are padded, and how many entries they have together without that."""
 
 
 class _Parts(Collection):
@@ -153,10 +163,12 @@ class _Parts(Collection):
             return
         shape = self._shapes[name]
         fields = [[part.field_cuts(name, shape, local.quantizer) for part in row] for row in (by_tp, by_ep)]
-        for field, own in (local.fields if local is tensor else _sharded_fields(name, tensor, local)).items():
+        whole = {field: (own, None) for field, own in local.fields.items()}
+        for field, (own, entries) in (whole if local is tensor else _sharded_fields(name, tensor, local)).items():
             tp, ep = ([its[field] for its in row] for row in fields)
             shared, dtype = bool(by_tp[0].cuts()) and not tp[0], getattr(local, field).dtype
-            entry = _Entry(name, own, dtype, _split(self._tp, tp), _split(self._ep, ep), one_number=shared)
+            splits = _split(self._tp, tp), _split(self._ep, ep)
+            entry = _Entry(name, own, dtype, *splits, one_number=shared, entries=entries)
             yield name + SUFFIXES[field], entry
 
     def check_numbers(self) -> None:
@@ -210,6 +222,10 @@ class _Parts(Collection):
         found: Tensor | None = entry.own
         if local_part(entry.own) is not entry.own:
             found = entry.own.full_tensor()
+            assert found is not None
+            if entry.entries is not None:
+                dim, count = entry.entries
+                found = found.narrow(dim, 0, count).contiguous()
             if any(entry.own.device_mesh.get_coordinate()):
                 return None
         memory = torch.device("cpu")
@@ -235,24 +251,25 @@ def _sharded(parameter: Any, values: Tensor, placements: Any) -> Any:
     return DTensor.from_local(values.to(mesh.device_type), mesh, placements, run_check=False, **options)
 
 
-def _sharded_fields(name: str, parameter: Any, local: QuantizedTensor) -> dict[str, Any]:
-    """Return the stored fields of a quantized parameter, each sharded as it is."""
+def _sharded_fields(name: str, parameter: Any, local: QuantizedTensor) -> dict[str, tuple[Any, tuple[int, int] | None]]:
+    """Return the stored fields of a quantized parameter, each sharded as it is and padded to equal shards, with the
+    dimension along which it is padded and the entries of the whole."""
     from torch.distributed.tensor import Shard
 
     mesh: Any = parameter.device_mesh
-    ranks = parameter.shape[0] // max(1, local.shape[0])
-    if local.shape[0] * ranks != parameter.shape[0] or local.shape[1:] != parameter.shape[1:]:
-        raise ValueError(f"{name} is quantized and has shards that are not equal, along the first dimension")
+    each = largest_shard(parameter, parameter.shape[0], mesh.size(mesh.ndim - 1))
+    if local.shape[1:] != parameter.shape[1:]:
+        raise ValueError(f"{name} is quantized and has shards along another dimension than the first")
     if is_one_matrix(local) and one_per_matrix(local):
         check_shared(local, mesh.get_group(mesh.ndim - 1))
-    found: dict[str, Any] = {}
+    found: dict[str, tuple[Any, tuple[int, int] | None]] = {}
     for layout in local.layouts:
-        field = getattr(local, layout.name)
-        if is_one_matrix(local) and layout.block is None:  # a number that all shards share
-            found[layout.name] = field
+        field, (dim, _) = padded_field(local, layout, each), entries_of_rows(local, layout, each)
+        if dim is None:  # a number that all shards share
+            found[layout.name] = field, None
             continue
-        dim = 1 if is_one_matrix(local) and layout.transposed else 0
         placements = [Shard(dim) if hasattr(p, "dim") else p for p in parameter.placements]
         values = field.view(torch.uint8) if field.dtype.itemsize == 1 else field
-        found[layout.name] = _sharded(parameter, values, placements)
+        entries = dim, entries_of_rows(local, layout, parameter.shape[0])[1]
+        found[layout.name] = _sharded(parameter, values, placements), entries
     return found

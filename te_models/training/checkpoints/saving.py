@@ -154,14 +154,27 @@ class Saving:
             export = partial(export_tensors, *whole, output_dir=output_dir, origin=origin)
         return lambda: save_checkpoint(output_dir, export, state, keep_last=keep_last)
 
-    def export_averages(self, folder: Path) -> None:
-        """Write the model with the optimizer's float32 averages in place of what they are averages of; called by the
-        first rank, of a model that every rank has whole."""
-        averages = self.optimizer.averages
+    def export_averages(self, folder: Path, step: int) -> None:
+        """Write the model with the optimizer's float32 averages in place of what they are averages of; called by all
+        ranks. step: of the newest checkpoint."""
+        if not self.layout.dims.is_whole:
+            from .sharded.checkpoint import export_parts
+
+            if self.ranks.is_main:
+                newest = checkpoint_dir(self.output_dir, step)
+                export_parts(newest, self.model, folder, self._origin, averages=True)
+            return
+        if not self._takes_part:
+            return
+        experts, averages = self.optimizer.experts, self.optimizer.averages
         by_parameter = {id(p): averages[name] for name, p in self.optimizer.parameters.items()}
         tensors = {name: by_parameter.get(id(tensor), tensor) for name, tensor in self.model.stored_tensors()}
         with torch.no_grad():
-            save_model(tensors, self.model.config, folder, source_dir=self._origin, overwrite=True)
+            for name, tensor in self.model.stored_tensors() if experts is not None else ():
+                if experts is not None and experts.owns(tensor):
+                    tensors[name] = experts.whole(tensors[name].detach())
+            if self.ranks.is_main:
+                save_model(tensors, self.model.config, folder, source_dir=self._origin, overwrite=True)
 
     def export(self, folder: Path, step: int) -> None:
         """Write the trained model as an ordinary folder; called by all ranks. step: of the newest checkpoint."""

@@ -41,10 +41,10 @@ class ParallelConfig(ConfigPart):
     expert_dispatch: Literal["all_to_all", "all_gather"] = "all_to_all"
     """How tokens reach distributed experts: each travels to the ranks of its experts (all_to_all), or every rank gets
     the tokens of all (all_gather)."""
-    reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Whether FSDP2 frees gathered parameters between forward and backward pass: of layers (default), or of all
-    (always)."""
-    reduce_dtype: Literal["float32"] = "float32"
+    reshard_after_forward: int | Literal["default", "always", "never"] = "default"
+    """Whether FSDP2 frees gathered parameters between forward and backward pass: of layers (default), of all (always),
+    or down to shards over that many ranks, from which the backward pass gathers (a number)."""
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which FSDP2 adds up the gradients of the ranks."""
     cpu_offload: bool = False
     """Whether sharded parameters stay in main memory; only false is implemented."""
@@ -70,3 +70,7 @@ class ParallelConfig(ConfigPart):
         default = self.reshard_after_forward == "default"
         where = "parallel.reshard_after_forward"
         check(sharded or default, where, self.reshard_after_forward, "'default' with data_parallel_shard_size = 1")
+        ranks = self.reshard_after_forward
+        check(isinstance(ranks, str) or ranks > 1, where, ranks, "'default', 'always', 'never' or 2 and more ranks")
+        where = "parallel.reduce_dtype"
+        check(sharded or self.reduce_dtype == "float32", where, self.reduce_dtype, "'float32' without shards")

@@ -19,9 +19,11 @@ from te_models.layers.tensor.fsdp import local_part
 from ...config import ConfigError
 from ..checkpoints.checks import check_ranges, check_same_layout
 from ..config import OptimizerConfig
+from ..host import reads_are_free
 from ..ranks.experts import ExpertRanks
 from .groups import optimizer_groups
 from .muon import Muon
+from .whole_matrix import DividedMatrix
 
 if TYPE_CHECKING:
     from ...parallel.parts import LocalPart, ModelParts
@@ -53,6 +55,8 @@ class Optimizer:
         elsewhere: names of parameters that another of these ranks counts in the norm of the gradients.
         main_grads: give every parameter a float32 `main_grad`, which is then its gradient: `accumulate_gradients`
             follows each backward pass.
+        divided: the parameters whose matrices ranks have in parts, by name; None: none.
+        everywhere: the names of the whole model's parameters, which patterns may mean; None: these.
     """
 
     def __init__(
@@ -67,6 +71,8 @@ class Optimizer:
         stages: dist.ProcessGroup | None = None,
         elsewhere: Collection[str] = (),
         main_grads: bool = False,
+        divided: Mapping[str, DividedMatrix] | None = None,
+        everywhere: Iterable[str] | None = None,
     ) -> None:
         self.config = config
         self.experts = experts
@@ -80,7 +86,7 @@ class Optimizer:
         self.lr = torch.zeros((), dtype=torch.float32, device=device)
         self._rates: list[tuple[torch.Tensor, float]] = []
         groups_of: dict[str, list[dict[str, Any]]] = {"adamw": [], "muon": []}
-        for (kind, rate, decay), members in optimizer_groups(config, self.parameters).items():
+        for (kind, rate, decay), members in optimizer_groups(config, self.parameters, everywhere).items():
             lr = self.lr if rate == 1.0 else torch.zeros_like(self.lr)
             self._rates += [(lr, rate)]
             groups_of[kind].append({"params": members, "weight_decay": decay, "lr": lr})
@@ -93,6 +99,9 @@ class Optimizer:
                 momentum=config.muon_momentum,
                 adjust_lr=config.muon_adjust_lr,
                 master_weights=config.master_weights,
+                divided={
+                    self.parameters[name]: its for name, its in (divided or {}).items() if name in self.parameters
+                },
             )
         self._adamw = FusedAdamW(
             groups_of["adamw"] or [{"params": []}],
@@ -106,9 +115,9 @@ class Optimizer:
         )
         self._adamw.init_state()
         self.averages: dict[str, torch.Tensor] = {}
-        """The float32 averages of `ema_decay`, by name."""
+        """The float32 averages of `ema_decay` of this rank's parts, by name."""
         if config.ema_decay is not None:
-            self.averages = {name: p.detach().float().clone() for name, p in self.parameters.items()}
+            self.averages = {name: local_part(p.detach()).float().clone() for name, p in self.parameters.items()}
         # what the rule of skip_grad_norm_spike goes by: the running average of the norm, and the steps in it
         self._norms = (
             None if config.skip_grad_norm_spike is None else torch.zeros(2, dtype=torch.float32, device=device)
@@ -165,7 +174,7 @@ class Optimizer:
         decay = self.config.ema_decay
         for name, average in self.averages.items() if decay is not None else ():
             parameter, state = self.parameters[name], self._entries(name)
-            new = average.lerp(state.get("master", parameter).float(), 1 - float(decay or 0))
+            new = average.lerp(local_part(state.get("master", parameter)).float(), 1 - float(decay or 0))
             average.copy_(new if noop is None else torch.where(noop.bool(), average, new))
 
     def zero_grad(self) -> None:
@@ -207,10 +216,11 @@ class Optimizer:
             norms = [norm_over([self._stages], norms, self.lr.device)]
         norm = torch.linalg.vector_norm(torch.stack(norms))
         limit = self.config.clip_grad_norm
-        if limit is not None and norm > limit:
-            scale = limit / norm
-            for own in gradients:
-                own.mul_(scale)
+        if limit is None or (reads_are_free(norm.device) and not norm > limit):
+            return norm
+        scale = torch.clamp(limit / norm, max=1.0)
+        for own in gradients:
+            own.mul_(scale)
         return norm
 
     def state_tensors(self) -> dict[str, torch.Tensor]:

@@ -14,18 +14,20 @@ from ...config import ConfigError
 from ..config import OptimizerConfig
 
 
-def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Exclude the parameters whose names match from training. Raises ConfigError where a pattern matches none, or
-    nothing is left to train."""
+def freeze(model: nn.Module, patterns: Sequence[str], everywhere: Iterable[str] | None = None) -> None:
+    """Exclude the parameters whose names match from training. everywhere: the names of the whole model's parameters, of
+    which this may be a pipeline stage; None: the model's. Raises ConfigError where a pattern matches none, or nothing
+    is left to train."""
     if not patterns:
         return
     names = dict(model.named_parameters())
-    check_patterns("optimizer.freeze", patterns, names)
+    check_patterns("optimizer.freeze", patterns, names if everywhere is None else everywhere)
     for name, parameter in names.items():
         if any(fnmatchcase(name, pattern) for pattern in patterns):
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in names.values()):
-        raise ConfigError(f"optimizer.freeze is {list(patterns)!r}; allowed: patterns that leave something to train")
+        allowed = "patterns that leave something to train, in every pipeline stage"
+        raise ConfigError(f"optimizer.freeze is {list(patterns)!r}; allowed: {allowed}")
 
 
 def check_patterns(key: str, patterns: Iterable[str], names: Iterable[str]) -> None:
@@ -56,13 +58,14 @@ def uses_muon(name: str, parameter: nn.Parameter) -> bool:
 
 
 def optimizer_groups(
-    config: OptimizerConfig, parameters: dict[str, nn.Parameter]
+    config: OptimizerConfig, parameters: dict[str, nn.Parameter], everywhere: Iterable[str] | None = None
 ) -> dict[tuple[str, float, float], list[nn.Parameter]]:
-    """Return the parameters by (optimizer, multiplier of the learning rate, weight decay). Raises ConfigError for a
-    pattern that matches none."""
+    """Return the parameters by (optimizer, multiplier of the learning rate, weight decay). everywhere: see `freeze`.
+    Raises ConfigError for a pattern that matches none."""
     lr_mult, wd_mult = config.multipliers("lr_mult"), config.multipliers("wd_mult")
-    check_patterns("optimizer.lr_mult", lr_mult, parameters)
-    check_patterns("optimizer.wd_mult", wd_mult, parameters)
+    known = list(parameters if everywhere is None else everywhere)
+    check_patterns("optimizer.lr_mult", lr_mult, known)
+    check_patterns("optimizer.wd_mult", wd_mult, known)
     # decayed parameters first, as state is in this order
     groups: dict[tuple[str, float, float], list[nn.Parameter]] = {}
     for decays in (True, False):

@@ -4,18 +4,24 @@ replaced by the nearest one with singular values of about 1, by five Newton-Schu
 Of a stack of experts [num_gemms, out, in] every member is orthogonalised by itself, in batched products. On matrices
 the numbers are those of `torch.optim.Muon` with Nesterov momentum, of which this differs in what it reads and writes:
 `main_grad`, float32 masters, a float32 momentum, and a step that a tensor can switch off.
+
+Where ranks have parts of a matrix, each puts the whole of its update together, orthogonalises it and keeps its part:
+the ranks of a copy do the same work, so that nothing is sent back.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from te_models.layers import QuantizedTensor, gradient_of
+from te_models.layers.tensor.fsdp import local_part
+
+from .whole_matrix import DividedMatrix
 
 A, B, C = 3.4445, -4.7750, 2.0315
 """Coefficients of the quintic a x + b x^3 + c x^5, steepest at 0."""
@@ -51,8 +57,10 @@ class Muon(torch.optim.Optimizer):
     """Muon for matrices and stacks of them.
 
     params: groups with "lr" (a scalar tensor) and "weight_decay". master_weights: keep a float32 master of parameters
-    of fewer bits. State per parameter: "momentum_buffer" (float32) and "master". Raises ValueError for a parameter that
-    is no matrix and no stack of matrices, or is stored quantized.
+    of fewer bits. divided: the parameters that ranks have parts of, of which `step` is a collective.
+
+    State per parameter: "momentum_buffer" (float32) and "master". Raises ValueError for a parameter that is no matrix
+    and no stack of matrices, or is stored quantized.
     """
 
     def __init__(
@@ -64,13 +72,19 @@ class Muon(torch.optim.Optimizer):
         weight_decay: float = 0.1,
         adjust_lr: str = "match_rms_adamw",
         master_weights: bool = False,
+        divided: Mapping[Tensor, DividedMatrix] | None = None,
     ) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        self._divided = divided or {}
         self.momentum, self.adjust_lr = momentum, adjust_lr
         for group in self.param_groups:
             for p in group["params"]:
-                if p.dim() not in (2, 3) or isinstance(p, QuantizedTensor):
-                    what = "stored quantized" if isinstance(p, QuantizedTensor) else f"of shape {tuple(p.shape)}"
+                if p.dim() not in (2, 3) or isinstance(local_part(p), QuantizedTensor):
+                    what = (
+                        "stored quantized"
+                        if isinstance(local_part(p), QuantizedTensor)
+                        else f"of shape {tuple(p.shape)}"
+                    )
                     raise ValueError(f"Muon got a parameter that is {what}; allowed: matrices, and stacks of them")
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p, dtype=torch.float32, requires_grad=False)
                 if master_weights and p.dtype.itemsize < 4:
@@ -87,16 +101,22 @@ class Muon(torch.optim.Optimizer):
                 gradient = gradient_of(p)
                 if gradient is None:
                     continue
-                state, gradient = self.state[p], gradient.float()
+                state = {name: local_part(value) for name, value in self.state[p].items()}
+                own, gradient, whole = local_part(p), local_part(gradient).float(), self._divided.get(p)
                 momentum = torch.lerp(state["momentum_buffer"], gradient, 1 - self.momentum)
-                update = newton_schulz(torch.lerp(gradient, momentum, self.momentum)).float()
-                weight = state.get("master", p).float()
+                update = torch.lerp(gradient, momentum, self.momentum)
+                if whole is None:
+                    update = newton_schulz(update).float()
+                else:
+                    update = whole.own(newton_schulz(whole.gather(update))).float()
+                scale = scale_of(p.shape if whole is None else torch.Size(whole.shape), self.adjust_lr)
+                weight = state.get("master", own).float()
                 lr = group["lr"].to(weight.device)
-                new = weight * (1 - lr * group["weight_decay"]) - lr * scale_of(p.shape, self.adjust_lr) * update
+                new = weight * (1 - lr * group["weight_decay"]) - lr * scale * update
                 if noop is not None:
                     momentum = torch.where(noop.bool(), state["momentum_buffer"], momentum)
                     new = torch.where(noop.bool(), weight, new)
                 state["momentum_buffer"].copy_(momentum)
                 if "master" in state:
                     state["master"].copy_(new)
-                p.copy_(new)
+                own.copy_(new)

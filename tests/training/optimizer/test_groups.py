@@ -176,22 +176,9 @@ def test_a_skipped_spike_is_in_the_metrics(tmp_path: Path, monkeypatch: pytest.M
     assert rows[1]["grad_norm"] == 5.0
 
 
-LAYOUTS = {
-    "muon": ({"kind": "muon"}, {"tensor_model_parallel_size": 2}, "optimizer.kind is 'muon'; allowed where layers are"),
-    "muon sharded": ({"kind": "muon"}, {"data_parallel_shard_size": 2}, "optimizer.kind is 'muon'"),
-    "average": ({"ema_decay": 0.9}, {"data_parallel_shard_size": 2}, "optimizer.ema_decay is 0.9"),
-    "average of experts": ({"ema_decay": 0.9}, {"expert_model_parallel_size": 2}, "optimizer.ema_decay is 0.9"),
-    "frozen": ({"freeze": ("embedding.*",)}, {"data_parallel_shard_size": 2}, r"optimizer.freeze is .*none"),
-}
-
-
-@pytest.mark.parametrize("case", LAYOUTS)
-def test_a_layout_that_cannot_have_it_is_refused(case: str, tmp_path: Path) -> None:
-    options, sizes, says = LAYOUTS[case]
+@pytest.mark.parametrize("options", [{"kind": "muon"}, {"ema_decay": 0.9}], ids=str)
+def test_stored_weights_that_cannot_have_it_are_refused(options: dict[str, Any], tmp_path: Path) -> None:
     run = tiny_run(tmp_path, moe=True, optimizer=optimizer_config(**options))
-    with pytest.raises(ConfigError, match=says):
-        check_layout(run, tiny_model(moe=True), ParallelDims.of(sizes, 2))
     stored = run.replace(precision=PrecisionConfig(recipe="mxfp8", quantized_weights=True))
-    if "freeze" not in options:
-        with pytest.raises(ConfigError, match=r"allowed with precision.quantized_weights: its default"):
-            check_layout(stored, tiny_model(moe=True), ParallelDims.of({}, 1))
+    with pytest.raises(ConfigError, match=r"allowed with precision.quantized_weights: its default"):
+        check_layout(stored, tiny_model(moe=True), ParallelDims.of({}, 1))

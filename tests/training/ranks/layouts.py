@@ -38,10 +38,12 @@ MODELS: dict[str, ModelConfig] = {
     "moe": tiny_model(moe=True),
     "seq_moe": _balanced("seq_aux_loss"),
     "mla_moe": balanced_model(),
+    "wide": tiny_model(hidden=128),
     "deep": tiny_model(moe=True, layers=4),
     "tied": tiny_model(layers=4).replace(embedding=EmbeddingConfig(share_embeddings_and_output_weights=True)),
 }
-"""Kind -> its model; mla_moe has latent attention, groups of experts, a shared one and a bias that balances them."""
+"""Kind -> its model; mla_moe has latent attention, groups of experts, a shared one and a bias that balances them;
+two ranks cut "wide" between blocks of 32 rows."""
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
     "dp2": {},
@@ -53,6 +55,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp2": {"context_parallel_size": 2},
     "pp2": {"pipeline_model_parallel_size": 2},
     "fsdp4": {"data_parallel_shard_size": -1},
+    "fsdp4 kept over 2": {"data_parallel_shard_size": 4, "reshard_after_forward": 2},
     "hsdp 2x2": {"data_parallel_replicate_size": 2, "data_parallel_shard_size": 2},
     "tp2 dp2": {"tensor_model_parallel_size": 2},
     "tp2 fsdp2": {"tensor_model_parallel_size": 2, "data_parallel_shard_size": 2},
@@ -87,6 +90,7 @@ DATA_RANKS = dict.fromkeys(SCHEDULES, 1) | {
     "pp2": 1,
     "pp2 tp2": 1,
     "fsdp4": 4,
+    "fsdp4 kept over 2": 4,
     "hsdp 2x2": 4,
     "ep2 fsdp4": 4,
     "ep2 hsdp 2x2": 4,
@@ -101,10 +105,20 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "stored mxfp8": {"dtype": "bf16", "recipe": "mxfp8", "quantized_weights": True},
     "stored current": {"dtype": "bf16", "recipe": "current", "quantized_weights": True},
 }
-SPREAD = {"fp32": (1e-5, 1e-5), "delayed": (3e-3, 1e-2)}
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "muon": {
+        "precision.dtype": "fp32",
+        "optimizer.kind": "muon",
+        "optimizer.ema_decay": "0.5",
+        "optimizer.freeze": "embedding.*",
+    },
+}
+"""What else a case's `precision` can be: another optimizer, in float32, with averages and frozen parameters."""
+SPREAD = {"muon": (1e-5, 1e-4), "fp32": (1e-5, 1e-5), "delayed": (3e-3, 1e-2)}
 """Relative distances of losses and of gradient norms; (1e-3, 5e-3) where it is not said. A sum of float32 numbers in
-another order differs by 1e-7, one of bf16 numbers or their FP8 by what a step of rounding moves; the scales of delayed
-scaling follow the largest amax of all ranks, once a step, where one rank has four updates."""
+another order differs by 1e-7, of which Muon's steps in bfloat16 make more, one of bf16 numbers or their FP8 by what a
+step of rounding moves; the scales of delayed scaling follow the largest amax of all ranks, once a step, where one rank
+has four updates."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +169,8 @@ class Runs:
         share = str(MICRO_BATCHES // DATA_RANKS.get(case.layout, 2))
         options = {f"parallel.{name}": size for name, size in (LAYOUTS | SCHEDULES)[case.layout].items()}
         options |= {"data.gradient_accumulation": share, "evaluation.batches": share}
-        options |= {f"precision.{name}": value for name, value in PRECISIONS[case.precision].items()}
+        options |= {f"precision.{name}": value for name, value in PRECISIONS.get(case.precision, {}).items()}
+        options |= OPTIMIZERS.get(case.precision, {})
         words = [str(file), "--output-dir", str(self.output_dir(case))]
         for name, value in options.items():
             option = f"--{name.replace('_', '-')}"

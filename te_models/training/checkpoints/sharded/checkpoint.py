@@ -156,19 +156,25 @@ def saved_dtypes(folder: Path) -> dict[str, torch.dtype]:
     return {name: tensor.properties.dtype for name, tensor in saved.items()}
 
 
-def export_parts(folder: Path, model: GPTModel, out: Path, source: str | None) -> None:
+def export_parts(folder: Path, model: GPTModel, out: Path, source: str | None, *, averages: bool = False) -> None:
     """Write the model of a checkpoint as an ordinary folder; called by one rank, which holds one tensor at a time.
 
-    source: the folder that the model came from, whose tokenizer and small files are copied.
+    source: the folder that the model came from, whose tokenizer and small files are copied. averages: write those of
+    `ema_decay` in place of what they are averages of.
     """
     metadata = read_index(folder / PARTS)
     wholes, dtypes = ModelParts(model).wholes(), _field_dtypes(model)
     reader = PartReader(folder / PARTS, metadata)
+    stored_as = {name: f"model.{name}" for name in dict.fromkeys((*wholes, *dtypes))}
+    for name in wholes if averages else ():
+        if f"optimizer.{name}.ema" in metadata.state_dict_metadata:
+            stored_as[name], wholes[name] = f"optimizer.{name}.ema", wholes[name].float()
 
     def fetch(name: str) -> Tensor:
-        saved: Any = metadata.state_dict_metadata[f"model.{name}"]
+        key = stored_as.get(name, f"model.{name}")
+        saved: Any = metadata.state_dict_metadata[key]
         whole = torch.empty(saved.size, dtype=saved.properties.dtype)
-        _read(reader, {f"model.{name}": LocalPart(whole, tuple(whole.shape), {})})
+        _read(reader, {key: LocalPart(whole, tuple(whole.shape), {})})
         return whole.view(dtypes.get(name, whole.dtype))
 
     save_model(wholes, model.config, out, source_dir=source, source=model.origin, fetch=fetch, overwrite=True)
@@ -180,7 +186,7 @@ def _field_dtypes(model: GPTModel) -> dict[str, torch.dtype]:
     from te_models.layers.tensor.fsdp import local_part
 
     found: dict[str, torch.dtype] = {}
-    for name, tensor in model.stored_tensors():
+    for name, tensor in (model.whole or model).stored_tensors():
         local = local_part(tensor)
         if isinstance(local, QuantizedTensor):
             found |= {name + SUFFIXES[field]: value.dtype for field, value in local.fields.items()}
