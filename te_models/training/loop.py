@@ -42,6 +42,7 @@ from .checkpoints.start import (
     set_newer_aside,
 )
 from .config import ModelSource, TrainConfig
+from .data.batch_size import batch_size
 from .data.windows import Batch
 from .lora import Adapters
 from .metrics import METRICS, MetricsFile, finite, plot_loss, read_metrics
@@ -110,6 +111,7 @@ def _run(
     check_same_settings(config, ranks)
     layout = layout_of(config.parallel, ranks, device)
     data_ranks = layout.data
+    batch = batch_size(config.data, data_ranks.world_size)
     checkpoint, start = open_start(config, output_dir, ranks)
     if start:
         check_same_run(config, start, data_ranks)
@@ -143,7 +145,7 @@ def _run(
     progress.waiting(f"loading {source}" if source else "making a model of random weights")
     with naming_the_intact(checkpoint, output_dir):
         model = build_model(config, device, checkpoint, start, layout)
-    set_memory_options(model, config.model)
+    set_loss_options(model, config.model)
     adapters = Adapters(config, model) if config.lora.rank else None
     optimizer = build_optimizer(config, model, layout)
     writer, group = (
@@ -179,9 +181,7 @@ def _run(
             set_newer_aside(checkpoint, step, output_dir)
         metrics = opened.enter_context(MetricsFile(output_dir / METRICS, keep_steps=step))
 
-    micro_batches_per_step = config.data.gradient_accumulation * data_ranks.world_size
-    tokens_per_step = micro_batches_per_step * B * S
-    tflop_of_rank = training_flops_per_token(model_config, S) * tokens_per_step / ranks.world_size / 1e12
+    tflop_per_token = training_flops_per_token(model_config, S) / ranks.world_size / 1e12
     has_experts = any(map(model_config.is_moe_layer, range(model_config.num_layers)))
     begun = saved = time.perf_counter()
     loss: float | None = None
@@ -199,7 +199,8 @@ def _run(
         step_begun = time.perf_counter()
         saving.check()
         seed_all(derive_seed(config.seed, "step", step, layout.gradients.rank, *stage))
-        first = range(data_ranks.rank, micro_batches_per_step, data_ranks.world_size)
+        windows_of_step = batch.at(position)
+        first = range(data_ranks.rank, windows_of_step // B, data_ranks.world_size)
         reading = time.perf_counter()
         micro_batches = [windows.examples(position + m * B, B).to(device) for m in first]
         data_s = time.perf_counter() - reading
@@ -219,24 +220,29 @@ def _run(
         if has_experts:
             fixed = result.skipped or adapters is not None  # an adapter's folder has no biases: the base's must stay
             load = balance_experts(model, 0.0 if fixed else config.optimizer.moe_router_bias_update_rate, layout)
-        step, position, loss = step + 1, position + micro_batches_per_step * B, result.loss
+        step, position, loss = step + 1, position + windows_of_step, result.loss
         if device == "cpu":
             return_freed_memory()
         seconds = time.perf_counter() - step_begun
 
         row: dict[str, Any] = {"step": step, "loss": result.loss, "aux_loss": result.aux_loss, "lr": lr}
+        if model_config.mtp_num_layers:
+            row["mtp_loss"] = result.mtp_loss / model_config.mtp_loss_scaling_factor
+        if config.model.logits_z_loss_coeff:
+            row["logits_z_loss"] = result.logits_z_loss
         row |= {
             "grad_norm": result.grad_norm if math.isfinite(result.grad_norm) else None,
-            "tokens": step * tokens_per_step,
+            "tokens": position * S,
         }
         row |= {"skipped": True} if result.skipped else {}
         if load is not None:
             pp = layout.dims.pipeline_model_parallel_size
             experts = load.metrics(repeated=ranks.world_size // (pp * layout.gradients.world_size))
             row |= {"max_expert_load": max(experts["max_load"]), "experts": experts}
-        row |= {"tokens_per_second": tokens_per_step / seconds, "seconds": time.perf_counter() - begun}
+        tokens = windows_of_step * S
+        row |= {"tokens_per_second": tokens / seconds, "seconds": time.perf_counter() - begun}
         row |= spread_over_ranks(seconds, data_s, device, ranks)
-        row["tflops"] = tflop_of_rank / seconds
+        row["tflops"] = tflop_per_token * tokens / seconds
         if config.log.peak_tflops is not None:
             row["mfu"] = row["tflops"] / config.log.peak_tflops
         if any(validation.values()) and _is_due(step, config.evaluation.every, config.steps):
@@ -293,12 +299,13 @@ def group_of_writers(ranks: Ranks, config: TrainConfig) -> dist.ProcessGroup | N
     return group
 
 
-def set_memory_options(model: GPTModel, options: ModelSource) -> None:
-    """Set what trades time for memory, in every pipeline stage of a model."""
+def set_loss_options(model: GPTModel, options: ModelSource) -> None:
+    """Set what trades time for memory, in every pipeline stage of a model, and the terms of the loss."""
     for part in (model, *(stage.model for stage in model.pipeline_stages)):
         part.activation_checkpointing = options.activation_checkpointing
     if model.post_process:
         model.output_layer.loss_chunk_tokens = options.loss_chunk_tokens
+        model.output_layer.logits_z_loss_coeff = options.logits_z_loss_coeff
 
 
 def balance_experts(model: GPTModel, rate: float, layout: Layout) -> ExpertLoad:
