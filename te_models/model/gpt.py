@@ -24,7 +24,7 @@ from te_models.layers import (
     storage_recipe,
     store_weights,
 )
-from te_models.layers.collectives import all_reduce, check_member, group_of_all, resolve_group
+from te_models.layers.collectives import check_member, resolve_group
 from te_models.layers.distributed.context_parallel import ContextShard, own_positions
 from te_models.layers.distributed.expert_parallel import check_same_tokens
 from te_models.layers.tensor.fsdp import sharded
@@ -33,7 +33,7 @@ from ..config import ModelConfig
 from .build import Build, ExpertDispatch, ExpertLayout, check_supported
 from .cache import Memory
 from .decoder import Decoder
-from .embedding import Embedding, input_size
+from .embedding import Embedding, check_words, input_size, resize_rows
 from .moe import Experts
 from .mtp import MultiTokenPrediction, check_mtp
 from .output import ModelOutput, OutputLayer, RouterLossWeights
@@ -41,7 +41,7 @@ from .parallel import check_split, check_tokens, check_tokens_shared, groups_of,
 from .pretrained.in_memory import converter_of, fill_from_hf, to_hf
 from .pretrained.keep_in_fp32 import keep_dtypes
 from .pretrained.split_saving import save_split
-from .router import Router, RouterOutput
+from .router import load_balancing_losses
 from .stage import with_layers
 
 if TYPE_CHECKING:
@@ -309,7 +309,9 @@ class GPTModel(nn.Module):
         output = ModelOutput(logits=logits, loss=loss, hidden_states=kept, mtp_loss=mtp_loss, logits_z_loss=z_loss)
         if self.router_loss_weights is not None and routed:
             weights = self.router_loss_weights
-            balance = self._load_balancing_losses(routed)
+            further = [] if self.mtp is None else [depth.transformer_layer for depth in self.mtp.layers]
+            routers = [layer.mlp.router for layer in (*self.decoder.layers, *further) if layer.is_moe]  # type: ignore[union-attr]
+            balance = load_balancing_losses(routed, routers)  # type: ignore[arg-type]
             z = torch.stack([r.z_loss for r in routed])
             output.tokens_per_expert = torch.stack([r.tokens_per_expert for r in routed])
             output.load_balancing_loss, output.z_loss = balance.mean(), z.mean()
@@ -317,24 +319,6 @@ class GPTModel(nn.Module):
             if loss is not None:
                 output.loss = loss + output.aux_loss
         return output
-
-    def _load_balancing_losses(self, routed: list[RouterOutput]) -> Tensor:
-        """Return the loss of each MoE layer, [MoE layers]. Over the global batch, experts' shares are those of the
-        choices of all ranks since the last `take_expert_load`; evaluation compares a rank's own."""
-        if routed[0].mean_probabilities is None:
-            return torch.stack([r.load_balancing_loss for r in routed])
-        further = [] if self.mtp is None else [depth.transformer_layer for depth in self.mtp.layers]
-        layers = [layer for layer in (*self.decoder.layers, *further) if layer.is_moe]
-        routers: list[Router] = [layer.mlp.router for layer in layers][: len(routed)]  # type: ignore[union-attr]
-        if routers[0].counting:
-            counts = torch.stack([router.expert_counts for router in routers])
-            group = group_of_all()
-            counts = counts if group is None else all_reduce(counts, group)
-        else:
-            counts = torch.stack([r.tokens_per_expert for r in routed])
-        shares = counts.float() / counts.sum(-1, keepdim=True).clamp(min=1)
-        means = torch.stack([r.mean_probabilities for r in routed if r.mean_probabilities is not None])
-        return counts.shape[-1] * (shares * means).sum(-1)
 
     def stage(self, first: int, last: int) -> GPTModel:
         """Return layers `first` to `last` - 1 as a pipeline stage, with the embedding if `first` is 0, and with final
@@ -351,6 +335,26 @@ class GPTModel(nn.Module):
             begin, end = (GPTModel(config, device="meta").stage(*layers) for layers in ((0, 2), (2, 4)))
         """
         return with_layers(self, range(first, last))
+
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Module:
+        """Give embedding and output layer another number of rows, and return the embedding; transformers' method of
+        this name.
+
+        new_num_tokens: None means as many as now; pad_to_multiple_of rounds it up. The first rows stay as they are. New
+        ones are the mean of all, or, without mean_resizing, random initial values. `config` has the new `vocab_size`.
+        Make an optimizer afterwards, for the parameters are others. Raises ValueError for a model whose vocabulary is
+        divided among ranks, and for numbers below 1.
+        """
+        words = check_words(self.config.vocab_size, new_num_tokens, pad_to_multiple_of)
+        if words != self.config.vocab_size:
+            if self.tp_size > 1 or sharded(self.parameters()) or self.whole is not None or self.pipeline_stages:
+                raise ValueError(f"ranks share the model, whose vocabulary cannot be resized to {words} tokens")
+            for table in (self.embedding.word_embeddings, self.output_layer):
+                resize_rows(table, words, mean_resizing)
+            self.config = self.config.replace(vocab_size=words)
+        return self.embedding.word_embeddings
 
     def reset_parameters(self) -> None:
         """Initialise all parameters again, in the order of construction. After `torch.manual_seed(s)` the parameters
