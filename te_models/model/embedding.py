@@ -141,7 +141,7 @@ def resize_rows(table: nn.Module, rows: int, mean_resizing: bool) -> None:
         else:
             fresh = old.new_zeros(rows, *old.shape[1:])
             fresh = fresh if name == "bias" else table.init_method(fresh)  # type: ignore[operator]
-        kept = old.detach()[:rows]
-        new = nn.Parameter(torch.cat([kept, fresh[kept.shape[0] :]]), requires_grad=old.requires_grad)
+        own = old.detach()[:rows]
+        new = nn.Parameter(torch.cat([own, fresh[own.shape[0] :]]), requires_grad=old.requires_grad)
         vars(new).update({key: value for key, value in vars(old).items() if key != "main_grad"})
         setattr(table, name, new)

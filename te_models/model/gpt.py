@@ -305,8 +305,10 @@ class GPTModel(nn.Module):
                 loss, routed = loss + mtp_loss * self.config.mtp_loss_scaling_factor, routed + further
         elif states is None:
             states = [x]
-        kept = None if states is None else tuple(states)
-        output = ModelOutput(logits=logits, loss=loss, hidden_states=kept, mtp_loss=mtp_loss, logits_z_loss=z_loss)
+        hidden_states = None if states is None else tuple(states)
+        output = ModelOutput(
+            logits=logits, loss=loss, hidden_states=hidden_states, mtp_loss=mtp_loss, logits_z_loss=z_loss
+        )
         if self.router_loss_weights is not None and routed:
             weights = self.router_loss_weights
             further = [] if self.mtp is None else [depth.transformer_layer for depth in self.mtp.layers]

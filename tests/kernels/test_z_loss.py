@@ -24,9 +24,9 @@ def test_values_and_gradients(chunk_tokens: int | None, compiled: bool) -> None:
     labels[3] = -100
     exact = [t.requires_grad_() for t in _inputs(torch.float64)]
     logits = 3.0 * torch.tanh(1.5 * (exact[0] @ exact[1].T + exact[2]) / 3.0)
-    normalizer, kept = logits.logsumexp(-1), labels != -100
-    loss = (normalizer - logits.gather(1, labels.clamp(min=0)[:, None])[:, 0])[kept].mean()
-    squares = normalizer[kept].square().mean()
+    normalizer, counted = logits.logsumexp(-1), labels != -100
+    loss = (normalizer - logits.gather(1, labels.clamp(min=0)[:, None])[:, 0])[counted].mean()
+    squares = normalizer[counted].square().mean()
     (loss + 0.1 * squares).backward()
     own = [t.requires_grad_() for t in _inputs(torch.float32)]
     main_grad = torch.ones(V, H)
