@@ -55,7 +55,10 @@ def test_import_train_export(tmp_path: Path, family: str) -> None:
     assert verify(source, tmp_path / "ours").equal and verify(tmp_path / "per-gemm", source).equal
     model = GPTModel.from_pretrained(source, dtype=torch.bfloat16, mtp=True)
     model.save_pretrained(tmp_path / "saved")
-    assert_same_bits(stored(tmp_path / "saved"), stored(tmp_path / "ours"))
+    saved, ours = stored(tmp_path / "saved"), stored(tmp_path / "ours")
+    for name in (name for name in ours if name.endswith("expert_bias")):  # a model has these in float32
+        ours[name] = ours[name].float()
+    assert_same_bits(saved, ours)
     assert GPTModel.from_pretrained(tmp_path / "saved").config.mtp_num_layers == 1
     assert GPTModel.from_pretrained(source).config.mtp_num_layers == 0, "unless they are asked for"
     model.embedding.word_embeddings.weight.mul_(2)  # as training does: what repeats it is written anew
