@@ -16,7 +16,7 @@ from types import ModuleType
 EXTRAS: dict[str, tuple[str, ...]] = {
     "hf": ("transformers", "tokenizers", "huggingface_hub"),
     "trainer": ("accelerate",),
-    "peft": ("peft",),
+    "peft": ("peft", "transformers"),
     "gpu": ("triton",),
     "quantized": ("accelerate", "compressed_tensors"),
     "data": ("datasets", "pyarrow"),

@@ -18,7 +18,7 @@ from .base.names import Fused
 from .base.rope import Rope
 from .base.unused import LAYERS_BEHIND
 from .deepseek_v2 import latent_decoder
-from .glm4_moe import SIGMOID_NAMES
+from .glm4_moe import MTP_NAMES
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ DEEPSEEK_V3 = Family(
         *sigmoid_router(default_scale=2.5),
         Groups(8, 4),
     ),
-    names=SIGMOID_NAMES,
-    other_names=(replace(SIGMOID_NAMES, form="fused", experts=Fused()),),
+    names=MTP_NAMES,
+    other_names=(replace(MTP_NAMES, form="fused", experts=Fused()),),
     unused=LAYERS_BEHIND,
 )
 KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2")

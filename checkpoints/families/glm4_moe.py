@@ -12,7 +12,7 @@ from .base.common import decoder_fields
 from .base.family import Family
 from .base.fields import Field, OneOf, Values, read_typed
 from .base.moe_fields import FirstDense, Groups, SharedExperts, sigmoid_router
-from .base.names import Fused, Names
+from .base.names import Fused, MTPNames, Names
 from .base.rope import Rope
 from .base.unused import LAYERS_BEHIND
 
@@ -31,6 +31,7 @@ class UseQKNorm:
 
 
 SIGMOID_NAMES = Names(selection_bias="mlp.gate.e_score_correction_bias")
+MTP_NAMES = replace(SIGMOID_NAMES, mtp=MTPNames())
 
 GLM4_MOE = Family(
     model_type="glm4_moe",
@@ -48,7 +49,7 @@ GLM4_MOE = Family(
         Groups(),
         Rope(partial=0.5),
     ),
-    names=SIGMOID_NAMES,
-    other_names=(replace(SIGMOID_NAMES, form="fused", experts=Fused()),),
+    names=MTP_NAMES,
+    other_names=(replace(MTP_NAMES, form="fused", experts=Fused()),),
     unused=LAYERS_BEHIND,
 )

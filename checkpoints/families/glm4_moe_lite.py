@@ -14,7 +14,7 @@ from .base.rope import Rope
 from .base.unused import LAYERS_BEHIND
 from .deepseek_v2 import latent_decoder
 from .deepseek_v3 import RopeInterleave
-from .glm4_moe import SIGMOID_NAMES
+from .glm4_moe import MTP_NAMES
 
 GLM4_MOE_LITE = Family(
     model_type="glm4_moe_lite",
@@ -32,7 +32,7 @@ GLM4_MOE_LITE = Family(
         *sigmoid_router(default_scale=1.8),
         Groups(),
     ),
-    names=SIGMOID_NAMES,
-    other_names=(replace(SIGMOID_NAMES, form="fused", experts=Fused()),),
+    names=MTP_NAMES,
+    other_names=(replace(MTP_NAMES, form="fused", experts=Fused()),),
     unused=LAYERS_BEHIND,
 )

@@ -62,6 +62,7 @@ class Checkpoint:
         *,
         any_storage: bool = False,
         float32: bool = False,
+        mtp: bool = False,
         verify: bool = True,
     ) -> None:
         if not path.is_dir():
@@ -78,7 +79,7 @@ class Checkpoint:
         else:
             family = family_of(values.get("model_type"))
             declaration = declared(values, path)
-            self.config: ModelConfig = family.read_config(without_quantization(values))
+            self.config: ModelConfig = family.read_config(without_quantization(values), mtp=mtp)
             self.source: Source | None = Source(family.model_type, values, None)
         self.files = open_weights(path)
         self.store: Store = self.files
@@ -161,7 +162,8 @@ class Checkpoint:
     @cached_property
     def passthrough(self) -> Mapping[str, str]:
         """Stored tensors that the model does not use and conversions keep -> their names in Hugging Face files."""
-        extra = [name for name in self.tensors if name not in self.namespace.stored]
+        known = {*self.namespace.stored, *self.tied_copies} if self.config.mtp_num_layers else self.namespace.stored
+        extra = [name for name in self.tensors if name not in known]
         check_strangers(extra, str(self.path))
         hf = self.source.config if self.source is not None else {}
         return passthrough_tensors(extra, self.family, hf, in_our_folder=self.layout is not None)
@@ -260,6 +262,7 @@ def open_checkpoint(
     storage: str | None = None,
     any_storage: bool = False,
     float32: bool = False,
+    mtp: bool = False,
     verify: bool = True,
 ) -> Checkpoint:
     """Open a checkpoint folder, or download the model of a hub id (`org/name`, `org/name@revision`) and open that.
@@ -268,8 +271,10 @@ def open_checkpoint(
     have one for all of their numbers, or that are promised to be powers of two). storage: which of our forms a
     quantized Hugging Face folder is read as, or "values"; None: the first that its format has. any_storage: one that
     its format does not have is allowed, too, and read as values (`quantized.wanted` then says what to make of them).
-    float32: values of quantized weights are read in it, not in the dtype of the other weights. verify: where the folder
-    has a manifest.json, check small files and headers against it now, and tensors while they are read: `load_into` and
-    conversions raise CheckpointError for one that is damaged, and who reads otherwise calls `files.finish_checks`.
+    float32: values of quantized weights are read in it, not in the dtype of the other weights. mtp: layers of a Hugging
+    Face folder that predict further tokens are a part of the model (`ModelConfig.mtp_num_layers`). verify: where the
+    folder has a manifest.json, check small files and headers against it now, and tensors while they are read:
+    `load_into` and conversions raise CheckpointError for one that is damaged, and who reads otherwise calls
+    `files.finish_checks`.
     """
-    return Checkpoint(local_folder(path), storage, any_storage=any_storage, float32=float32, verify=verify)
+    return Checkpoint(local_folder(path), storage, any_storage=any_storage, float32=float32, mtp=mtp, verify=verify)

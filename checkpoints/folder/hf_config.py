@@ -61,7 +61,7 @@ def export_config(config: ModelConfig, source: Source | None, family: Family, st
     if not original:
         original = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     values = original
-    if "model_type" not in original or family.read_config(original) != config:
+    if "model_type" not in original or not _says(family, original, config):
         part = text_part(family)
         ours = family.write_config(config) | ({} if part is None else part.rewritten(original, config))
         replaced = {name for entry in family.fields for name in entry.names}
@@ -71,6 +71,12 @@ def export_config(config: ModelConfig, source: Source | None, family: Family, st
         key = "torch_dtype" if "torch_dtype" in values and "dtype" not in values else "dtype"
         values = values | {key: str(torch_dtype(stored_dtype)).removeprefix("torch.")}
     return values
+
+
+def _says(family: Family, hf: dict[str, Any], config: ModelConfig) -> bool:
+    """Whether config.json is of this model already; the factor of a training loss it does not say."""
+    read = family.read_config(hf, mtp=config.mtp_num_layers > 0)
+    return read.replace(mtp_loss_scaling_factor=config.mtp_loss_scaling_factor) == config
 
 
 def weight_dtype(plan: Plan, copies: Collection[str]) -> str:

@@ -1,4 +1,5 @@
-"""Tied embeddings: files that repeat the embedding as the output layer.
+"""Tied weights: files that repeat the embedding as the output layer, or both of them in layers that predict further
+tokens and share them.
 
 With tied embeddings the output layer is the embedding, and transformers stores it once. Some published files store it
 twice. The copy may be left out only if it is one: a different `lm_head.weight` means that flag or file is wrong. Our
@@ -37,9 +38,7 @@ def copies_in_export(config: ModelConfig, source: Source | None, target: Family,
 
 
 def _pairs(config: ModelConfig, family: Family) -> list[tuple[str, str]]:
-    if not config.embedding.share_embeddings_and_output_weights:
-        return []
-    return [(f"{n.output}.weight", f"{n.embedding}.weight") for n in (family.names, *family.other_names)]
+    return [pair for names in (family.names, *family.other_names) for pair in names.copies(config)]
 
 
 def check_tied_copies(store: FileStore, copies: Mapping[str, str]) -> None:
@@ -48,7 +47,8 @@ def check_tied_copies(store: FileStore, copies: Mapping[str, str]) -> None:
         a, b = store.tensors[copy], store.tensors[original]
         same = (a.dtype, a.shape) == (b.dtype, b.shape) and _same_bytes(store, copy, original, a.nbytes)
         if not same:
-            raise CheckpointError(f"tie_word_embeddings is true, but {copy!r} differs from {original!r}")
+            shared = "tie_word_embeddings is true" if copy.count(".") == 1 else "layers behind the last share weights"
+            raise CheckpointError(f"{shared}, but {copy!r} differs from {original!r}")
 
 
 def _same_bytes(store: FileStore, a: str, b: str, nbytes: int) -> bool:

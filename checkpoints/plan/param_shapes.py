@@ -73,20 +73,31 @@ def _tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
     if emb.position_embedding_type == "learned_absolute":
         yield "embedding.position_embeddings.weight", (config.max_position_embeddings, H)
     for i in range(config.num_layers):
-        p = f"decoder.layers.{i}."
-        if config.block == "parallel_shared_norm":
-            yield from _norm(config, f"{p}input_layernorm.", "")
-        yield from (_attention if config.attention.mla is None else _latent_attention)(config, p)
-        if config.block == "sandwich" or config.block == "post":
-            yield from _norm(config, f"{p}post_self_attn_layernorm.", "")
-        yield from _experts(config, p) if config.is_moe_layer(i) else _dense(config, p)
-        if config.block == "sandwich" or config.block == "post":
-            yield from _norm(config, f"{p}post_mlp_layernorm.", "")
+        yield from _layer(config, i, f"decoder.layers.{i}.")
     yield from _norm(config, "decoder.final_layernorm.", "")
     if not emb.share_embeddings_and_output_weights:
         yield "output_layer.weight", (V, H)
     if emb.output_bias:
         yield "output_layer.bias", (V,)
+    for k in range(config.mtp_num_layers):
+        p = f"mtp.layers.{k}."
+        for norm in ("enorm.", "hnorm."):
+            yield from _norm(config, p + norm, "")
+        yield f"{p}eh_proj.weight", (H, 2 * H)
+        yield from _layer(config, config.num_layers - 1, f"{p}transformer_layer.")
+        yield from _norm(config, f"{p}final_layernorm.", "")
+
+
+def _layer(config: ModelConfig, i: int, p: str) -> Iterator[tuple[str, Shape]]:
+    """A layer of the kind of number `i`, whose names begin with `p`."""
+    if config.block == "parallel_shared_norm":
+        yield from _norm(config, f"{p}input_layernorm.", "")
+    yield from (_attention if config.attention.mla is None else _latent_attention)(config, p)
+    if config.block == "sandwich" or config.block == "post":
+        yield from _norm(config, f"{p}post_self_attn_layernorm.", "")
+    yield from _experts(config, p) if config.is_moe_layer(i) else _dense(config, p)
+    if config.block == "sandwich" or config.block == "post":
+        yield from _norm(config, f"{p}post_mlp_layernorm.", "")
 
 
 def _normed(config: ModelConfig) -> bool:

@@ -73,6 +73,14 @@ class Conversion:
                 f"{self.ckpt.path} has quantized weights ({names}) and cannot be {verb}; dequantize it first"
             )
 
+    def refuse_mtp(self, verb: str) -> None:
+        """Raise CheckpointError if layers that predict further tokens are parameters of the model."""
+        if self.ckpt.config.mtp_num_layers:
+            raise CheckpointError(
+                f"{self.ckpt.path} has layers that predict further tokens as parameters and cannot be {verb}; import "
+                "the model without mtp"
+            )
+
     def write(
         self, plan: Plan, config: bytes, *, store: Store | None = None, extra: Mapping[str, bytes] | None = None
     ) -> Plan:

@@ -40,6 +40,7 @@ def import_hf(
     storage: str | None = None,
     allow_requantize: bool = False,
     dequantize: bool = False,
+    mtp: bool = False,
     **options: Unpack[Options],
 ) -> Plan:
     """Convert a Hugging Face folder to a te_models folder. Quantized weights stay quantized, number for number.
@@ -53,6 +54,8 @@ def import_hf(
         allow_requantize: requantize weights that cannot be taken over exactly, and add the columnwise copies that
             training needs to formats that scale along rows only.
         dequantize: store the plain values of quantized weights.
+        mtp: layers that predict further tokens (multi-token prediction) become parameters of the model, which training
+            trains; an export writes them where they were. False: they are kept as they are, unused.
 
     Raises CheckpointError, before anything is written, for a folder that cannot be read and for a conversion that
     cannot be exact without these options.
@@ -60,7 +63,7 @@ def import_hf(
     check_layout(layout)
     wanted = as_torch_dtype(dtype)
     # in float32, so that values are rounded once
-    how = {"any_storage": allow_requantize, "float32": wanted is not None}
+    how = {"any_storage": allow_requantize, "float32": wanted is not None, "mtp": mtp}
     with ExitStack() as stack:
         conversion = stack.enter_context(
             Conversion(src, dst, options, storage=VALUES if dequantize else storage, **how)
@@ -74,7 +77,7 @@ def import_hf(
             ckpt.check_scales()
             values = None
             if allow_requantize:  # the same files once more, which are checked once
-                values = stack.enter_context(open_checkpoint(src, storage=VALUES, verify=False))
+                values = stack.enter_context(open_checkpoint(src, storage=VALUES, mtp=mtp, verify=False))
                 values.check_elements()
             plan = plan_quantized_import(ckpt, values, layout, wanted, dequantize=dequantize)
             if not ckpt.formats:  # then the result does not say what was declared

@@ -69,7 +69,10 @@ def save_model(
     owners: dict[str, Store] = dict.fromkeys(entries, store)
     with contextlib.ExitStack() as opened:
         # not checked: that a tokenizer's file was edited meanwhile must not keep a trained model from being saved
-        provenance = None if source_dir is None else opened.enter_context(open_checkpoint(source_dir, verify=False))
+        mtp = config.mtp_num_layers > 0
+        provenance = (
+            None if source_dir is None else opened.enter_context(open_checkpoint(source_dir, mtp=mtp, verify=False))
+        )
         passthrough = our_names(provenance.passthrough) if provenance is not None else {}
         if provenance is not None:
             owners.update(dict.fromkeys(passthrough, provenance.store))

@@ -44,6 +44,7 @@ def toy(
     model. Raises CheckpointError for a folder that cannot be read, and for more layers or experts than it has.
     """
     with Conversion(src, dst, options, storage=VALUES) as conversion:
+        conversion.refuse_mtp("cut")
         ckpt = conversion.ckpt
         if ckpt.kind != "hf":
             raise CheckpointError(f"{src} is a te_models folder; toy takes a Hugging Face folder")

@@ -59,6 +59,7 @@ def upcycle(
         raise CheckpointError(f"noise_std is {noise_std}; allowed: a finite number that is not negative")
     with Conversion(src, dst, options) as conversion:
         conversion.refuse_quantized("upcycled")
+        conversion.refuse_mtp("upcycled")
         ckpt = conversion.ckpt
         config = _moe_config(ckpt.config, num_experts, topk, layers)
         target = te_namespace(config, check_layout(layout))

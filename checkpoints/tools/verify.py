@@ -193,9 +193,19 @@ def open_pair(a: PathLike, b: PathLike) -> Iterator[tuple[Checkpoint, Checkpoint
     """
     with ExitStack() as stack:
         left, right = (stack.enter_context(open_checkpoint(path, verify=False)) for path in (a, b))
+        if left.config.mtp_num_layers != right.config.mtp_num_layers:  # files alone do not say what is a parameter
+            left, right = (
+                stack.enter_context(open_checkpoint(c.path, mtp=True, verify=False))
+                if c.kind == "hf" and other.config.mtp_num_layers
+                else c
+                for c, other in ((left, right), (right, left))
+            )
         if all(c.quantized is not None and c.quantized.found.inexact for c in (left, right)):
             left, right = (
-                stack.enter_context(open_checkpoint(c.path, float32=True, verify=False)) for c in (left, right)
+                stack.enter_context(
+                    open_checkpoint(c.path, float32=True, mtp=bool(c.config.mtp_num_layers), verify=False)
+                )
+                for c in (left, right)
             )
         yield left, right
 

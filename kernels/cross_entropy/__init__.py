@@ -2,12 +2,15 @@
 
 from .op import IGNORE_INDEX, cross_entropy, linear_cross_entropy, output_logits, shift_labels
 from .shards import combined_loss, shard_gradient, shard_statistics
+from .z_loss import cross_entropy_and_z_loss, linear_cross_entropy_and_z_loss
 
 __all__ = [
     "IGNORE_INDEX",
     "combined_loss",
     "cross_entropy",
+    "cross_entropy_and_z_loss",
     "linear_cross_entropy",
+    "linear_cross_entropy_and_z_loss",
     "output_logits",
     "shard_gradient",
     "shard_statistics",

@@ -44,6 +44,9 @@ def add(verbs: Verbs) -> None:
         "--allow-requantize", action="store_true", help="quantize anew what no exact form holds, and columnwise copies"
     )
     parser.add_argument("--dequantize", action="store_true", help="store the values of quantized weights")
+    parser.add_argument(
+        "--mtp", action="store_true", help="layers that predict further tokens become parameters (default: kept unused)"
+    )
 
     parser = _converter(
         verbs,

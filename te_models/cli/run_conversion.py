@@ -22,6 +22,7 @@ def run_import(args: argparse.Namespace) -> int:
     from te_models.checkpoints import import_hf
 
     options = {"storage": args.storage, "allow_requantize": args.allow_requantize, "dequantize": args.dequantize}
+    options["mtp"] = args.mtp
     return _convert(args, import_hf, dtype=_dtype(args), layout=args.layout, **options)
 
 

@@ -15,6 +15,8 @@ LayerType = Literal["full", "sliding", "chunked", "nope", "sliding_nope", "chunk
 """What the queries of a layer see; "nope" of the whole past, and the others so named, without position encoding."""
 
 
+MAX_MTP_LAYERS = 16
+"""More than any model has; published ones have 1 or 3."""
 MAX_LAYERS = 2_000
 """Far more than any model has: the kinds of all layers are a tuple, and a checkpoint has tensors of every layer, which
 are counted before anything else looks at them."""
@@ -115,6 +117,10 @@ class ModelConfig(ConfigPart):
     """Probability with which the output of a sublayer is dropped in training."""
     init_method_std: float = 0.02
     """Standard deviation of random initial weights."""
+    mtp_num_layers: int = 0
+    """Number of layers behind the model that predict further tokens, one more ahead each (multi-token prediction)."""
+    mtp_loss_scaling_factor: float = 0.1
+    """Factor of the mean loss of these layers in the loss that training minimises."""
 
     def _derivations(self) -> dict[str, Any]:
         kind: LayerType = "sliding" if self.attention.window_size is not None else "full"
@@ -162,6 +168,12 @@ class ModelConfig(ConfigPart):
             )
         check(0 <= self.hidden_dropout < 1, "hidden_dropout", self.hidden_dropout, "0 <= p < 1")
         check(self.init_method_std >= 0, "init_method_std", self.init_method_std, "zero or a positive number")
+        check(
+            0 <= self.mtp_num_layers <= MAX_MTP_LAYERS, "mtp_num_layers", self.mtp_num_layers, f"0 to {MAX_MTP_LAYERS}"
+        )
+        learned = self.mtp_num_layers > 0 and self.embedding.position_embedding_type == "learned_absolute"
+        check(not learned, "mtp_num_layers", self.mtp_num_layers, "0 with learned positions")
+        check(self.mtp_loss_scaling_factor > 0, "mtp_loss_scaling_factor", self.mtp_loss_scaling_factor, "above 0")
         if self.moe is not None:
             layers = self.moe.layers or ()
             ordered = list(layers) == sorted(set(layers)) and all(0 <= i < self.num_layers for i in layers)

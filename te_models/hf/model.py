@@ -303,13 +303,10 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
     def resize_token_embeddings(  # type: ignore[override]
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> nn.Module:
-        """Return the embedding. Raises ValueError for another size than it has: the vocabulary is part of the
-        configuration."""
-        vocabulary = self.gpt.config.vocab_size
-        asked = vocabulary if new_num_tokens is None else new_num_tokens
-        asked += -asked % (pad_to_multiple_of or 1)
-        if asked != vocabulary:
-            raise ValueError(f"the vocabulary of {vocabulary} tokens cannot be resized to {asked}")
+        """Give embedding and output layer another number of rows, and return the embedding; see
+        `GPTModel.resize_token_embeddings`. `config` follows."""
+        self.gpt.resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        self.config.config = self.gpt.config.to_dict()
         return self.get_input_embeddings()
 
     def set_attn_implementation(self, attn_implementation: str | dict[str, Any], *args: Any, **kwargs: Any) -> None:

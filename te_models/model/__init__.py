@@ -6,7 +6,7 @@ mlp        dense MLP and shared experts                                   moe   
 router     the router, what it decided, and its counts                    expert_bias  balance of experts
 embedding  token and position embedding                                   output    logits, loss, ModelOutput
 rotary     cos and sin tables                                             cache     key-value cache
-build      how modules are created                                        support   what is refused
+build      how modules are created, and what is refused                    mtp       layers that predict further tokens
 constants  buffers that are computed, not learned                        stage     pipeline stages of a model
 
 May import: everything but the command line.

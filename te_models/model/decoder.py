@@ -5,7 +5,7 @@ B batch, S sequence, L keys, H hidden, E experts.
 
 from __future__ import annotations
 
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,19 @@ from .layer import TransformerLayer
 from .moe import MoELayer
 from .rotary import Rotary, RotaryEmbedding
 from .router import RouterOutput
+
+
+class LayerInputs(NamedTuple):
+    """What all layers read beside the hidden states. tables: of each rotary embedding; query_scale: of the layers whose
+    temperature is tuned; hidden_keys: bool, True where a query does not see a key; token_mask: [B, S] bool, False for
+    padding; cache: what layers keep; batch_size: see `Decoder.forward`."""
+
+    tables: list[Rotary]
+    query_scale: Tensor | None
+    hidden_keys: Tensor | None
+    token_mask: Tensor | None
+    cache: Memory | None = None
+    batch_size: int | None = None
 
 
 class Decoder(nn.Module):
@@ -68,6 +81,45 @@ class Decoder(nn.Module):
         cos, sin = tables
         return own_positions(cos, self.context_shard), own_positions(sin, self.context_shard)
 
+    def layer_inputs(
+        self,
+        x: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None,
+        cache: Memory | None = None,
+        batch_size: int | None = None,
+    ) -> LayerInputs:
+        """Return what all layers read beside the hidden states; arguments as for `forward`."""
+        # of all positions, whose number the frequencies may depend on
+        tables = [self._own_tables(rotary(position_ids)) for rotary in self.rotary_embeddings]
+        length, position_ids = position_ids.shape[1], own_positions(position_ids, self.context_shard)
+        query_scale = None if self.temperature is None else temperature_of(position_ids, self.temperature)
+        hidden_keys = token_mask = None
+        if attention_mask is not None and attention_mask.dim() == 3:
+            hidden_keys = ~attention_mask[:, None]
+            if x.shape[1] == attention_mask.shape[2]:  # a token that does not even see itself is padding
+                token_mask = attention_mask.diagonal(dim1=1, dim2=2)
+        elif attention_mask is not None:
+            hidden_keys = ~attention_mask[:, None, None, :]
+            token_mask = own_positions(attention_mask[:, -length:], self.context_shard)
+        return LayerInputs(tables, query_scale, hidden_keys, token_mask, cache, batch_size)
+
+    def run_layer(
+        self, layer: TransformerLayer, number: int, x: Tensor, inputs: LayerInputs, *, recompute: bool
+    ) -> tuple[Tensor, RouterOutput | None]:
+        """Call a layer as number `number` of this decoder is called, which may be another one than that."""
+        table = self.rotary_of_layer[number]
+        return layer(
+            x,
+            None if table is None else inputs.tables[table],
+            inputs.hidden_keys,
+            inputs.token_mask,
+            None if inputs.cache is None else inputs.cache.layers[number],
+            inputs.query_scale if self.tuned_layers[number] else None,
+            recompute,
+            inputs.batch_size,
+        )
+
     def forward(
         self,
         x: Tensor,
@@ -85,35 +137,13 @@ class Decoder(nn.Module):
         are this rank's part of the tokens, [B S / ranks, H]. Where ranks share sequences, position_ids and
         attention_mask are of all positions, and x is of this rank's.
         """
-        # of all positions, whose number the frequencies may depend on
-        tables = [self._own_tables(rotary(position_ids)) for rotary in self.rotary_embeddings]
-        length, position_ids = position_ids.shape[1], own_positions(position_ids, self.context_shard)
-        query_scale = None if self.temperature is None else temperature_of(position_ids, self.temperature)
-        hidden_keys = token_mask = None
-        if attention_mask is not None and attention_mask.dim() == 3:
-            hidden_keys = ~attention_mask[:, None]
-            if x.shape[1] == attention_mask.shape[2]:  # a token that does not even see itself is padding
-                token_mask = attention_mask.diagonal(dim1=1, dim2=2)
-        elif attention_mask is not None:
-            hidden_keys = ~attention_mask[:, None, None, :]
-            token_mask = own_positions(attention_mask[:, -length:], self.context_shard)
+        inputs = self.layer_inputs(x, position_ids, attention_mask, cache, batch_size)
         recompute = self.activation_checkpointing and torch.is_grad_enabled() and cache is None
         routed: list[RouterOutput] = []
         for i, layer in enumerate(self.layers):
             if states is not None:
                 states.append(x)
-            table = self.rotary_of_layer[i]
-            rotary: Rotary | None = None if table is None else tables[table]
-            x, decided = layer(
-                x,
-                rotary,
-                hidden_keys,
-                token_mask,
-                None if cache is None else cache.layers[i],
-                query_scale if self.tuned_layers[i] else None,
-                recompute,
-                batch_size,
-            )
+            x, decided = self.run_layer(cast(TransformerLayer, layer), i, x, inputs, recompute=recompute)
             if decided is not None:
                 cast(MoELayer, layer.mlp).router.count(decided)
                 routed.append(decided)

@@ -115,3 +115,33 @@ class Embedding(nn.Module):
                 f"a token is at position {int(position_ids.max())}; allowed: up to {learned - 1}, because the model "
                 f"has learned {learned} positions"
             )
+
+
+def check_words(words: int, new_num_tokens: int | None, pad_to_multiple_of: int | None) -> int:
+    """Return the size that a vocabulary of `words` is to have: new_num_tokens (None: as now), rounded up. Raises
+    ValueError for numbers below 1."""
+    asked, multiple = words if new_num_tokens is None else new_num_tokens, pad_to_multiple_of or 1
+    if asked < 1 or multiple < 1:
+        raise ValueError(
+            f"new_num_tokens is {new_num_tokens} and pad_to_multiple_of {pad_to_multiple_of}; allowed: 1 or more"
+        )
+    return asked + -asked % multiple
+
+
+@torch.no_grad()
+def resize_rows(table: nn.Module, rows: int, mean_resizing: bool) -> None:
+    """Give a table, or an output layer, so many rows. New ones are the mean of all, taken in float32, or, without
+    mean_resizing, initial values: random weights, a bias of zero. Other attributes of parameters stay."""
+    for name in ("weight", "bias"):
+        old = getattr(table, name, None)
+        if old is None:
+            continue
+        if mean_resizing:
+            fresh = old.float().mean(0, keepdim=True).to(old.dtype).expand(rows, *old.shape[1:])
+        else:
+            fresh = old.new_zeros(rows, *old.shape[1:])
+            fresh = fresh if name == "bias" else table.init_method(fresh)  # type: ignore[operator]
+        own = old.detach()[:rows]
+        new = nn.Parameter(torch.cat([own, fresh[own.shape[0] :]]), requires_grad=old.requires_grad)
+        vars(new).update({key: value for key, value in vars(old).items() if key != "main_grad"})
+        setattr(table, name, new)

@@ -24,25 +24,25 @@ from te_models.layers import (
     storage_recipe,
     store_weights,
 )
-from te_models.layers.collectives import all_reduce, check_member, group_of_all, resolve_group
+from te_models.layers.collectives import check_member, resolve_group
 from te_models.layers.distributed.context_parallel import ContextShard, own_positions
 from te_models.layers.distributed.expert_parallel import check_same_tokens
 from te_models.layers.tensor.fsdp import sharded
 
 from ..config import ModelConfig
-from .build import Build, ExpertDispatch, ExpertLayout
+from .build import Build, ExpertDispatch, ExpertLayout, check_supported
 from .cache import Memory
 from .decoder import Decoder
-from .embedding import Embedding, input_size
+from .embedding import Embedding, check_words, input_size, resize_rows
 from .moe import Experts
+from .mtp import MultiTokenPrediction, check_mtp
 from .output import ModelOutput, OutputLayer, RouterLossWeights
 from .parallel import check_split, check_tokens, check_tokens_shared, groups_of, place_of
 from .pretrained.in_memory import converter_of, fill_from_hf, to_hf
 from .pretrained.keep_in_fp32 import keep_dtypes
 from .pretrained.split_saving import save_split
-from .router import Router, RouterOutput
+from .router import load_balancing_losses
 from .stage import with_layers
-from .support import check_supported
 
 if TYPE_CHECKING:
     import transformers
@@ -109,6 +109,8 @@ class GPTModel(nn.Module):
             expert_dispatch=expert_dispatch,
         )
         check_split(config, build)
+        if build.tp_size > 1 or build.expert_model_parallel_size > 1:
+            check_mtp(config, "layers that are split, or experts that are distributed")
         self.tp_size = build.tp_size
         self.sequence_parallel = build.sequence_shard is not None
         self.context_shard: ContextShard | None = None
@@ -127,6 +129,7 @@ class GPTModel(nn.Module):
             self.embedding = Embedding(config, build)
             self.decoder = Decoder(config, build)
             self.output_layer = OutputLayer(config, build)
+            self.mtp = MultiTokenPrediction(config, build) if config.mtp_num_layers else None
         name_modules(self)
         default_rounding_seed(self)
         if by_name:
@@ -157,6 +160,8 @@ class GPTModel(nn.Module):
         shard = None
         if cp_group is not None:
             check_member("cp_group", cp_group)
+            if cp_group.size() > 1:
+                check_mtp(self.config, "sequences that ranks share")
             if cp_group.size() > 1:
                 shard = ContextShard(cp_group.rank(), cp_group.size(), cp_group.group_name)
         for module in self.modules():
@@ -277,23 +282,38 @@ class GPTModel(nn.Module):
             )
         else:
             x = inputs_embeds
-        states: list[Tensor] | None = [] if return_hidden_states else None
+        embedded, states = x, ([] if return_hidden_states else None)
         x, routed = self.decoder(x, position_ids, attention_mask, cache, states, batch_size)
         if cache is not None:
             cache.advance(length)
         if last_logits_only:
             x = x[:, -1:]
-        logits = loss = None
+        logits = loss = mtp_loss = z_loss = None
         if self.post_process:
             tied = self.config.embedding.share_embeddings_and_output_weights
             weight = self.embedding.word_embeddings.weight if tied else None
-            logits, loss = self.output_layer(x, weight, labels, return_logits=return_logits, batch_size=batch_size)
+            # evaluation measures the model alone, without the terms that training adds
+            with_z = self.training and labels is not None
+            options: dict[str, Any] = {"return_logits": return_logits, "batch_size": batch_size, "with_z_loss": with_z}
+            logits, loss, z_loss = self.output_layer(x, weight, labels, **options)
+            loss = loss if loss is None or z_loss is None else loss + z_loss
+            if self.mtp is not None and loss is not None and self.training:
+                assert labels is not None
+                inputs = self.decoder.layer_inputs(embedded, position_ids, attention_mask)
+                layers = (self.decoder, inputs, self.output_layer, weight)
+                mtp_loss, further = self.mtp(x, embedded, labels, attention_mask, *layers)
+                loss, routed = loss + mtp_loss * self.config.mtp_loss_scaling_factor, routed + further
         elif states is None:
             states = [x]
-        output = ModelOutput(logits=logits, loss=loss, hidden_states=None if states is None else tuple(states))
+        hidden_states = None if states is None else tuple(states)
+        output = ModelOutput(
+            logits=logits, loss=loss, hidden_states=hidden_states, mtp_loss=mtp_loss, logits_z_loss=z_loss
+        )
         if self.router_loss_weights is not None and routed:
             weights = self.router_loss_weights
-            balance = self._load_balancing_losses(routed)
+            further = [] if self.mtp is None else [depth.transformer_layer for depth in self.mtp.layers]
+            routers = [layer.mlp.router for layer in (*self.decoder.layers, *further) if layer.is_moe]  # type: ignore[union-attr]
+            balance = load_balancing_losses(routed, routers)  # type: ignore[arg-type]
             z = torch.stack([r.z_loss for r in routed])
             output.tokens_per_expert = torch.stack([r.tokens_per_expert for r in routed])
             output.load_balancing_loss, output.z_loss = balance.mean(), z.mean()
@@ -301,22 +321,6 @@ class GPTModel(nn.Module):
             if loss is not None:
                 output.loss = loss + output.aux_loss
         return output
-
-    def _load_balancing_losses(self, routed: list[RouterOutput]) -> Tensor:
-        """Return the loss of each MoE layer, [MoE layers]. Over the global batch, experts' shares are those of the
-        choices of all ranks since the last `take_expert_load`; evaluation compares a rank's own."""
-        if routed[0].mean_probabilities is None:
-            return torch.stack([r.load_balancing_loss for r in routed])
-        routers: list[Router] = [layer.mlp.router for layer in self.decoder.layers if layer.is_moe]  # type: ignore[union-attr]
-        if routers[0].counting:
-            counts = torch.stack([router.expert_counts for router in routers])
-            group = group_of_all()
-            counts = counts if group is None else all_reduce(counts, group)
-        else:
-            counts = torch.stack([r.tokens_per_expert for r in routed])
-        shares = counts.float() / counts.sum(-1, keepdim=True).clamp(min=1)
-        means = torch.stack([r.mean_probabilities for r in routed if r.mean_probabilities is not None])
-        return counts.shape[-1] * (shares * means).sum(-1)
 
     def stage(self, first: int, last: int) -> GPTModel:
         """Return layers `first` to `last` - 1 as a pipeline stage, with the embedding if `first` is 0, and with final
@@ -333,6 +337,26 @@ class GPTModel(nn.Module):
             begin, end = (GPTModel(config, device="meta").stage(*layers) for layers in ((0, 2), (2, 4)))
         """
         return with_layers(self, range(first, last))
+
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Module:
+        """Give embedding and output layer another number of rows, and return the embedding; transformers' method of
+        this name.
+
+        new_num_tokens: None means as many as now; pad_to_multiple_of rounds it up. The first rows stay as they are. New
+        ones are the mean of all, or, without mean_resizing, random initial values. `config` has the new `vocab_size`.
+        Make an optimizer afterwards, for the parameters are others. Raises ValueError for a model whose vocabulary is
+        divided among ranks, and for numbers below 1.
+        """
+        words = check_words(self.config.vocab_size, new_num_tokens, pad_to_multiple_of)
+        if words != self.config.vocab_size:
+            if self.tp_size > 1 or sharded(self.parameters()) or self.whole is not None or self.pipeline_stages:
+                raise ValueError(f"ranks share the model, whose vocabulary cannot be resized to {words} tokens")
+            for table in (self.embedding.word_embeddings, self.output_layer):
+                resize_rows(table, words, mean_resizing)
+            self.config = self.config.replace(vocab_size=words)
+        return self.embedding.word_embeddings
 
     def reset_parameters(self) -> None:
         """Initialise all parameters again, in the order of construction. After `torch.manual_seed(s)` the parameters
@@ -362,6 +386,7 @@ class GPTModel(nn.Module):
         sequence_parallel: bool = False,
         expert_dispatch: ExpertDispatch = "all_to_all",
         dequantize: bool = False,
+        mtp: bool = False,
         verify: bool = True,
     ) -> Self:
         """Load a folder written by `save_pretrained`, or a Hugging Face model folder or hub id (`org/name@revision`).
@@ -371,11 +396,12 @@ class GPTModel(nn.Module):
         None keeps the folder's format, quantized weights bit for bit. dequantize: store the plain values of quantized
         weights; they take the memory of `dtype` and, without FP8 hardware, compute several times as fast. device_mesh:
         split the layers over the dimension "tp" and distribute the experts over the dimension "ep"; each rank reads
-        only its own parts. sequence_parallel: see `GPTModel`. verify: check every tensor that is read against the
-        folder's manifest.json, if it has one; the ranks of a split model share the work, so each rank detects damage in
-        its share. Tensors stream from the files into the model one by one. Raises CheckpointError for a folder that
-        cannot be read, ConfigError for a configuration that is not implemented, and ValueError for a mesh with other
-        dimensions and for `recipe` together with `dequantize`.
+        only its own parts. sequence_parallel: see `GPTModel`. mtp: make the layers of a Hugging Face folder that
+        predict further tokens a part of the model, see `ModelConfig.mtp_num_layers`; our folders say whether they are.
+        verify: check every tensor that is read against the folder's manifest.json, if it has one; the ranks of a split
+        model share the work, so each rank detects damage in its share. Tensors stream from the files into the model
+        one by one. Raises CheckpointError for a folder that cannot be read, ConfigError for a configuration that is
+        not implemented, and ValueError for a mesh with other dimensions and for `recipe` together with `dequantize`.
         """
         from te_models.checkpoints import open_checkpoint
         from te_models.checkpoints.folder.provenance import source_of
@@ -385,7 +411,9 @@ class GPTModel(nn.Module):
             raise ValueError("dequantize stores values, and a recipe quantized weights: choose one of them")
         dtype = as_torch_dtype(dtype)
         storage = "values" if dequantize else None
-        with open_checkpoint(folder, storage=storage, float32=dequantize, verify=verify) as checkpoint:
+        with open_checkpoint(folder, storage=storage, float32=dequantize, mtp=mtp, verify=verify) as checkpoint:
+            if mtp and not checkpoint.config.mtp_num_layers:
+                raise ValueError(f"mtp is True, and {folder} has no layers that predict further tokens as parameters")
             target = torch.empty((), device=device).device
             split: dict[str, Any] = {**groups_of(device_mesh), "sequence_parallel": sequence_parallel}
             split |= {"expert_layout": expert_layout, "expert_dispatch": expert_dispatch}

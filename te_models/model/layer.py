@@ -13,14 +13,13 @@ from te_models.layers.recipe.activation_checkpoint import checkpointed
 
 from ..config import ModelConfig
 from .attention import SelfAttention
-from .build import Build, make_norm
+from .build import Build, check_supported, make_norm
 from .cache import LayerMemory
 from .latent_attention import LatentAttention
 from .mlp import MLP
 from .moe import MoELayer
 from .rotary import Rotary
 from .router import RouterOutput
-from .support import check_supported
 
 
 class TransformerLayer(nn.Module):

@@ -12,7 +12,9 @@ from torch.utils._pytree import register_dataclass
 from te_models.kernels.cross_entropy import (
     IGNORE_INDEX,
     cross_entropy,
+    cross_entropy_and_z_loss,
     linear_cross_entropy,
+    linear_cross_entropy_and_z_loss,
     output_logits,
     shift_labels,
 )
@@ -37,10 +39,14 @@ from .constants import ConstantModule
 class ModelOutput:
     """The result of a model call. A field that was not requested, or does not apply, is None.
 
-    logits: [B, S, V] in the compute dtype. loss: float32 scalar, the mean cross entropy of the labels plus aux_loss.
+    logits: [B, S, V] in the compute dtype. loss: float32 scalar, the mean cross entropy of the labels plus aux_loss
+    and, in training, what the terms below add.
     aux_loss: float32 scalar, the weighted router losses of all layers as they enter the loss (0 without such losses).
     load_balancing_loss, z_loss: float32 scalars, unweighted means over the MoE layers, for monitoring.
     tokens_per_expert: [MoE layers, E] int64.
+    mtp_loss: float32 scalar, the mean cross entropy of the layers that predict further tokens; `loss` has it times
+    `config.mtp_loss_scaling_factor`.
+    logits_z_loss: float32 scalar, the z-loss of the logits as it enters the loss; see `OutputLayer`.
     hidden_states: [B, S, H] each: the embeddings, the output of each layer but the last, and the output of the last
     layer after the final norm.
     """
@@ -52,6 +58,8 @@ class ModelOutput:
     z_loss: Tensor | None = None
     tokens_per_expert: Tensor | None = None
     hidden_states: tuple[Tensor, ...] | None = None
+    mtp_loss: Tensor | None = None
+    logits_z_loss: Tensor | None = None
 
 
 # torch.export flattens what a program returns
@@ -69,11 +77,15 @@ class OutputLayer(TensorParallelModule):
     no longer grows with tokens x vocabulary: 8192 tokens, H 576, V 49152 in bfloat16 on CPU by 512 take 223 MB instead
     of 844, and about a fifth more time. None: all tokens at once, as good up to some 2000 tokens.
 
+    logits_z_loss_coeff: set it, not in split layers, to add so many times the mean of logsumexp(logits)^2 to the loss
+    of training (z-loss, PaLM, arXiv 2204.02311, section 5); 0: none.
+
     fuse_wgrad_accumulation: set it to add the weight's gradient to `weight.main_grad`, as in `te_models.layers.Linear`.
     """
 
     parallel_mode = None
     loss_chunk_tokens: int | None = None
+    logits_z_loss_coeff = 0.0
     fuse_wgrad_accumulation = False
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
@@ -106,12 +118,15 @@ class OutputLayer(TensorParallelModule):
         *,
         return_logits: bool,
         batch_size: int | None = None,
-    ) -> tuple[Tensor | None, Tensor | None]:
+        with_z_loss: bool = False,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """x: [B, S, H]; shared_weight: the embedding's [V, H], of a layer that has none; labels: [B, S].
-        batch_size: of x that is a rank's part of the tokens, [T / ranks, H].
+        batch_size: of x that is a rank's part of the tokens, [T / ranks, H]. with_z_loss: compute the z-loss, where
+        `logits_z_loss_coeff` is above 0.
 
-        Returns (logits [B, S, V] or None, loss or None). Without logits the loss never holds them in float32. Raises
-        ValueError where the weight has no data, with which torch would multiply, and return any numbers.
+        Returns (logits [B, S, V] or None, cross entropy or None, z-loss times its coefficient or None). Without logits
+        the loss never holds them in float32. Raises ValueError where the weight has no data, with which torch would
+        multiply, and return any numbers.
         """
         dtype = compute_dtype(x)
         weight = self.weight if shared_weight is None else shared_weight
@@ -133,21 +148,36 @@ class OutputLayer(TensorParallelModule):
             targets = own_positions(shift_labels(labels), self.context_shard).flatten()
         if not return_logits:
             if targets is None:
-                return None, None
+                return None, None, None
             scaled["chunk_tokens"] = self.loss_chunk_tokens
+            if with_z_loss and self.logits_z_loss_coeff:
+                self._check_z_loss()
+                both = linear_cross_entropy_and_z_loss(x.flatten(0, 1), weight, targets, bias, **scaled)
+                return None, *self._with_z_loss(both, targets)
             if self.shard is None:
                 loss = linear_cross_entropy(x.flatten(0, 1), weight, targets, bias, **scaled)
             else:
                 of_shard = vocab_parallel_linear_cross_entropy
                 loss = of_shard(x.flatten(0, 1), weight, targets, self.shard, bias, **scaled)
-            return None, self._of_all_positions(loss, targets)
+            return None, self._of_all_positions(loss, targets), None
         logits = output_logits(x, weight, bias, **scaled)
         if self.shard is not None:
             logits = gather_logits(logits, self.shard)
-        loss = (
-            None if targets is None else self._of_all_positions(cross_entropy(logits.flatten(0, 1), targets), targets)
-        )
-        return logits if self.context_shard is None else gather_positions(logits, self.context_shard), loss
+        loss = z_loss = None
+        if targets is not None and with_z_loss and self.logits_z_loss_coeff:
+            self._check_z_loss()
+            loss, z_loss = self._with_z_loss(cross_entropy_and_z_loss(logits.flatten(0, 1), targets), targets)
+        elif targets is not None:
+            loss = self._of_all_positions(cross_entropy(logits.flatten(0, 1), targets), targets)
+        return logits if self.context_shard is None else gather_positions(logits, self.context_shard), loss, z_loss
+
+    def _check_z_loss(self) -> None:
+        if self.shard is not None:
+            raise ValueError(f"logits_z_loss_coeff is {self.logits_z_loss_coeff}; allowed in split layers: 0")
+
+    def _with_z_loss(self, both: tuple[Tensor, Tensor], targets: Tensor) -> tuple[Tensor, Tensor]:
+        loss, z_loss = (self._of_all_positions(term, targets) for term in both)
+        return loss, z_loss * self.logits_z_loss_coeff
 
     def _of_all_positions(self, loss: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss of the shared sequences from the mean loss of this rank's positions."""

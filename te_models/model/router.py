@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from te_models.kernels.compiling import compiling
 from te_models.kernels.gemm import linear
 from te_models.kernels.without_autocast import without_autocast
+from te_models.layers.collectives import all_reduce, group_of_all
 from te_models.layers.functional.gemm_operand import compute_dtype
 from te_models.layers.recipe.activation_checkpoint import recomputing
 
@@ -119,3 +120,20 @@ def count_choices(indices: Tensor, experts: int, mask: Tensor | None = None) -> 
     (None: all)."""
     chosen = indices[..., None] == torch.arange(experts, device=indices.device)
     return (chosen if mask is None else chosen & mask[:, None, None]).sum((0, 1))
+
+
+def load_balancing_losses(routed: list[RouterOutput], routers: list[Router]) -> Tensor:
+    """Return the loss of each MoE layer, [MoE layers]. routers: of the layers in order, which may be more. Over the
+    global batch, experts' shares are those of the choices of all ranks since the last `take_expert_load`; evaluation
+    compares a rank's own."""
+    if routed[0].mean_probabilities is None:
+        return torch.stack([r.load_balancing_loss for r in routed])
+    if routers[0].counting:
+        counts = torch.stack([router.expert_counts for router in routers[: len(routed)]])
+        group = group_of_all()
+        counts = counts if group is None else all_reduce(counts, group)
+    else:
+        counts = torch.stack([r.tokens_per_expert for r in routed])
+    shares = counts.float() / counts.sum(-1, keepdim=True).clamp(min=1)
+    means = torch.stack([r.mean_probabilities for r in routed if r.mean_probabilities is not None])
+    return counts.shape[-1] * (shares * means).sum(-1)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 
 from ..config import ConfigError
+from .mtp import check_mtp
 
 if TYPE_CHECKING:
     from .gpt import GPTModel
@@ -27,6 +28,7 @@ def with_layers(model: GPTModel, layers: Sequence[int]) -> GPTModel:
 
     Raises ConfigError for no layer, and for a layer that the model does not have.
     """
+    check_mtp(model.config, "pipeline stages")
     whole, own = model.config.num_layers, {int(name): layer for name, layer in _layers(model).items()}
     missing = [layer for layer in layers if layer not in own]
     if missing or not layers or list(layers) != sorted(set(layers)):

@@ -19,6 +19,7 @@ from te_models.layers.tensor.fsdp import shards_of_blocks
 
 from ..config import ConfigError
 from ..model import GPTModel
+from ..model.mtp import check_mtp
 from ..model.stage import with_layers
 from .mesh import ParallelMesh
 from .pipeline import Stage, StageLayout
@@ -68,6 +69,8 @@ def parallelize(
     if mesh is not None:
         model.set_context_parallel_group(mesh.cp_group)
     over = mesh if mesh is not None and mesh.dims.is_sharded else None
+    if over is not None:
+        check_mtp(model.config, "parameters that are sharded")
     tied = model.config.embedding.share_embeddings_and_output_weights
     with_the_rest = [model.decoder.final_layernorm, *([model.embedding, model.output_layer] if tied else ())]
     target = torch.empty((), device=device).device

@@ -102,6 +102,7 @@ def _build_model(
             device_mesh=layout.model_mesh,
             sequence_parallel=layout.sequence_parallel,
             expert_dispatch=config.parallel.expert_dispatch,
+            mtp=config.model.mtp,
             # the files of a checkpoint were checked when it was chosen
             verify=checkpoint is None and config.model.verify,
         )

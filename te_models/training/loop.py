@@ -81,7 +81,6 @@ def _run(
     config, step, position, layout = run.config, run.step, run.position, run.layout
     model, loss_function, saving, progress = run.model, run.loss_function, run.saving, run.progress
     B, data_ranks = config.data.micro_batch_size, layout.data
-    micro_batches_per_step = config.data.gradient_accumulation * data_ranks.world_size
     has_experts = any(map(run.model_config.is_moe_layer, range(run.model_config.num_layers)))
     learning_rate = LearningRate.of(config)
     rows = Rows.of(run, device, ranks)
@@ -100,7 +99,8 @@ def _run(
         step_begun = time.perf_counter()
         saving.check()
         seed_all(derive_seed(config.seed, "step", step, layout.gradients.rank, *run.stage))
-        first = range(data_ranks.rank, micro_batches_per_step, data_ranks.world_size)
+        windows_of_step = run.batch.at(position)
+        first = range(data_ranks.rank, windows_of_step // B, data_ranks.world_size)
         reading = time.perf_counter()
         micro_batches = [run.windows.examples(position + m * B, B).to(device) for m in first]
         data_s = time.perf_counter() - reading
@@ -120,12 +120,12 @@ def _run(
         if has_experts:
             fixed = result.skipped or run.adapters is not None  # an adapter's folder has no biases of experts
             load = balance_experts(model, 0.0 if fixed else config.optimizer.moe_router_bias_update_rate, layout)
-        step, position, loss = step + 1, position + micro_batches_per_step * B, result.loss
+        step, position, loss = step + 1, position + windows_of_step, result.loss
         if device == "cpu":
             return_freed_memory()
         seconds = time.perf_counter() - step_begun
 
-        row = rows.row(step, result, lr, load, seconds, data_s)
+        row = rows.row(step, result, lr, load, seconds, data_s, windows=(windows_of_step, position))
         if any(run.validation.values()) and _is_due(step, config.evaluation.every, config.steps):
             losses = validation_losses(run, step, device)
             if "" in losses:
@@ -156,6 +156,7 @@ def _run(
     deferred.close()  # the last checkpoint is written: a signal ends the run at once again
 
     # The result: an ordinary model folder, the metrics, and a picture of them.
+    saving.export(run.output_dir / FINAL, step)
     if config.optimizer.ema_decay is not None:
         saving.export_averages(run.output_dir / FINAL_EMA, step)
     if ranks.is_main and config.log.plot:

@@ -13,6 +13,7 @@ from te_models.checkpoints.folder.hf_config import find_family
 
 from ..config import ConfigError, ModelConfig
 from ..extras import require
+from ..model.mtp import check_mtp
 from ..model.parallel import check_distribution, check_layers, check_sequence
 from ..parallel.dims import ParallelDims
 from ..sizes import format_size
@@ -94,7 +95,7 @@ def _read_model(
     elif path is None:
         model = read_model_config(config)
     else:
-        with open_checkpoint(path) as opened:
+        with open_checkpoint(path, mtp=config.model.mtp) as opened:
             model, source = opened.config, opened.source
     if source is None or source.family is None:
         try:
@@ -111,6 +112,13 @@ def check_layout(config: TrainConfig, model: ModelConfig, dims: ParallelDims) ->
     if dims.expert_model_parallel_size > 1:
         check_distribution(model, dims.expert_model_parallel_size, config.model.expert_layout)
     check_layers(model, tp)
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+        if config.model.logits_z_loss_coeff and getattr(dims, name) > 1:
+            raise ConfigError(
+                f"model.logits_z_loss_coeff is {config.model.logits_z_loss_coeff}; allowed with parallel.{name}: 0"
+            )
+    if not dims.is_whole or dims.expert_model_parallel_size > 1 or dims.context_parallel_size > 1:
+        check_mtp(model, "a layout that divides model or windows")
     _check_tokens(config, model, dims)
     _check_optimizer(config, dims)
     _check_reshard(config, dims)
@@ -124,6 +132,9 @@ def check_layout(config: TrainConfig, model: ModelConfig, dims: ParallelDims) ->
         )
     if sharded and precision.cache_weights:
         raise ConfigError("precision.cache_weights is True; allowed with parallel.data_parallel_shard_size: False")
+    if pp > 1 and config.data.rampup_batch_size:
+        ramp = list(config.data.rampup_batch_size)
+        raise ConfigError(f"data.rampup_batch_size is {ramp}; allowed with pipeline stages: none")
     if pp > 1:
         _check_stages(config, model, pp)
 
@@ -160,8 +171,10 @@ def _check_optimizer(config: TrainConfig, dims: ParallelDims) -> None:
         if used and config.precision.quantized_weights:
             value = getattr(optimizer, key)
             raise ConfigError(f"optimizer.{key} is {value!r}; allowed with precision.quantized_weights: its default")
+    divided = "allowed where experts are distributed, or layers are split or sharded"
+    if optimizer.freeze_experts and not whole:
+        raise ConfigError(f"optimizer.freeze_experts is {list(optimizer.freeze_experts)!r}; {divided}: none")
     if config.lora.rank and not whole:
-        divided = "allowed where experts are distributed, or layers are split or sharded"
         raise ConfigError(f"lora.rank is {config.lora.rank}; {divided}: 0")
 
 

@@ -34,6 +34,7 @@ from .checkpoints.start import (
     set_newer_aside,
 )
 from .config import ModelSource, TrainConfig
+from .data.batch_size import BatchSize, batch_size
 from .data.blend import Blend
 from .data.windows import Batch
 from .lora import Adapters
@@ -74,6 +75,7 @@ class SetUp:
     layout: Layout
     model_config: ModelConfig
     digest: str
+    batch: BatchSize
     windows: Blend
     validation: dict[str, list[Batch]]
     model: GPTModel
@@ -97,6 +99,7 @@ def set_up(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Ex
     check_same_settings(config, ranks)
     layout = layout_of(config.parallel, ranks, device)
     data_ranks = layout.data
+    batch = batch_size(config.data, data_ranks.world_size)
     checkpoint, start = open_start(config, output_dir, ranks)
     if start:
         check_same_run(config, start, data_ranks)
@@ -129,7 +132,7 @@ def set_up(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Ex
     progress.waiting(f"loading {source}" if source else "making a model of random weights")
     with naming_the_intact(checkpoint, output_dir):
         model = build_model(config, device, checkpoint, start, layout)
-    set_memory_options(model, config.model)
+    set_loss_options(model, config.model)
     adapters = Adapters(config, model) if config.lora.rank else None
     optimizer = build_optimizer(config, model, layout)
     writer, group = (
@@ -172,6 +175,7 @@ def set_up(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Ex
         layout=layout,
         model_config=model_config,
         digest=digest,
+        batch=batch,
         windows=windows,
         validation=validation,
         model=model,
@@ -194,9 +198,10 @@ def group_of_writers(ranks: Ranks, config: TrainConfig) -> dist.ProcessGroup | N
     return group
 
 
-def set_memory_options(model: GPTModel, options: ModelSource) -> None:
-    """Set what trades time for memory, in every pipeline stage of a model."""
+def set_loss_options(model: GPTModel, options: ModelSource) -> None:
+    """Set what trades time for memory, in every pipeline stage of a model, and the terms of the loss."""
     for part in (model, *(stage.model for stage in model.pipeline_stages)):
         part.activation_checkpointing = options.activation_checkpointing
     if model.post_process:
         model.output_layer.loss_chunk_tokens = options.loss_chunk_tokens
+        model.output_layer.logits_z_loss_coeff = options.logits_z_loss_coeff

@@ -45,14 +45,17 @@ class TrainingError(RuntimeError):
 class StepResult:
     """Numbers of one step, averaged over micro-batches and ranks.
 
-    `loss` is the cross entropy; `aux_loss` what the routers add to it in the loss that is minimised. `skipped`: the
-    gradient norm is not finite, or a spike, and nothing was updated.
+    `loss` is the cross entropy; `aux_loss` what the routers add to it in the loss that is minimised, `mtp_loss` what
+    the layers that predict further tokens add, `logits_z_loss` the z-loss of the logits. `skipped`: the gradient norm
+    is not finite, or a spike, and nothing was updated.
     """
 
     loss: float
     aux_loss: float
     grad_norm: float
     skipped: bool = False
+    mtp_loss: float = 0.0
+    logits_z_loss: float = 0.0
 
 
 @contextlib.contextmanager
@@ -77,9 +80,10 @@ def make_loss_function(
     compiled: bool,
     mode: Mode = "whole",
 ) -> LossFunction:
-    """Return `f(batch, weight) -> (loss to minimise, auxiliary part of it)`, both float32 scalars.
+    """Return `f(batch, weight) -> (loss to minimise, what is added to the cross entropy in it)`, a float32 scalar and
+    float32 [3]: the terms of the routers, of the layers that predict further tokens, and of the logits' z-loss.
 
-    batch: a Batch, or input ids [B, S]. weight: float32 scalar that the cross entropy, and not the auxiliary part, is
+    batch: a Batch, or input ids [B, S]. weight: float32 scalar that everything but the term of the routers is
     multiplied by; None: 1.
 
     Compiled, it is one graph; with mode "block", one graph per kind of layer, one of the output layer, the rest eager.
@@ -97,9 +101,13 @@ def make_loss_function(
         mask = None if documents is None else sees_own_document(documents)
         labels = input_ids if labels is None else labels
         output = model(input_ids, labels=labels, position_ids=position_ids, attention_mask=mask, return_logits=False)
-        aux_loss = torch.zeros_like(output.loss) if output.aux_loss is None else output.aux_loss
+        none = torch.zeros_like(output.loss)
+        aux_loss = none if output.aux_loss is None else output.aux_loss
+        mtp_loss = none if output.mtp_loss is None else output.mtp_loss * model.config.mtp_loss_scaling_factor
+        z_loss = none if output.logits_z_loss is None else output.logits_z_loss
+        further = torch.stack([mtp_loss, z_loss])
         loss = output.loss if weight is None else (output.loss - aux_loss) * weight + aux_loss
-        return loss, aux_loss.detach()
+        return loss, torch.cat([aux_loss[None], further if weight is None else further * weight]).detach()
 
     function = loss_function
     if compiled and mode == "block":
@@ -202,29 +210,29 @@ def train_step(
 
     loss_function: of the model, or the pipeline that has its stages. before: see `make_weight_cache`. statistics: note
     what the recipe does to its operands, in the last micro-batch only, because each pass replaces what was noted.
-    The host reads nothing before the whole step is queued, and then four numbers (on CPU it reads as it goes). Raises
+    The host reads nothing before the whole step is queued, and then six numbers (on CPU it reads as it goes). Raises
     TrainingError, leaving the parameters as they were, if the loss is not finite, or the gradient without
     `optimizer.skip_nonfinite`.
     """
     optimizer.zero_grad()
     device = optimizer.lr.device
-    total = torch.zeros(2, device=device)
+    total = torch.zeros(4, device=device)  # the cross entropy, and the terms that are added to it
     if before is not None:
         with collect_statistics(statistics):
             before()
     if isinstance(loss_function, Pipeline):
         with microbatch(first=None if before is None else False), collect_statistics(statistics):
-            total = loss_function.forward_backward(_ids(micro_batches))
+            total[:2] = loss_function.forward_backward(_ids(micro_batches))
         optimizer.accumulate_gradients()
     else:
         weights = loss_weights(micro_batches, ranks)
         for i, (batch, weight) in enumerate(zip(micro_batches, weights, strict=True), 1):
             noting = statistics and i == len(micro_batches)
             with microbatch(first=None if before is None else False), collect_statistics(noting):
-                loss, aux_loss = loss_function(batch) if weight is None else loss_function(batch, weight)
+                loss, terms = loss_function(batch) if weight is None else loss_function(batch, weight)
             (loss / len(micro_batches)).backward()
             optimizer.accumulate_gradients()
-            total += torch.stack([loss.detach() - aux_loss, aux_loss]) / len(micro_batches)
+            total += torch.cat([(loss.detach() - terms.sum())[None], terms]) / len(micro_batches)
     reduce_gradients(optimizer, ranks)
     if isinstance(loss_function, Pipeline):
         loss_function.sum_embedding_gradients()
@@ -237,9 +245,10 @@ def train_step(
         check_finite(float(losses[0]), float(norm), step, skips=optimizer.config.skip_nonfinite)
     optimizer.step(lr, noop=noop)
     skipped = torch.zeros_like(norm) if noop is None else noop.float()
-    mean_loss, mean_aux, grad_norm, skip = torch.stack([*losses, norm, skipped]).tolist()  # the one read of a step
+    found = torch.stack([*losses, norm, skipped]).tolist()  # the one read of a step
+    mean_loss, mean_aux, mean_mtp, mean_z, grad_norm, skip = found
     check_finite(mean_loss, grad_norm, step, skips=optimizer.config.skip_nonfinite)
-    return StepResult(mean_loss, mean_aux, grad_norm, skipped=bool(skip))
+    return StepResult(mean_loss, mean_aux, grad_norm, skipped=bool(skip), mtp_loss=mean_mtp, logits_z_loss=mean_z)
 
 
 def check_finite(loss: float, grad_norm: float, step: int, *, skips: bool) -> None:
@@ -272,6 +281,6 @@ def evaluate(loss_function: LossFunction | Pipeline, batches: Sequence[torch.Ten
         return float(mean_over_ranks(loss_function.evaluate(_ids(batches)).mean(), ranks))
     losses = []
     for batch, weight in zip(batches, loss_weights(batches, ranks), strict=True):
-        loss, aux_loss = loss_function(batch) if weight is None else loss_function(batch, weight)
-        losses.append(loss - aux_loss)
+        loss, terms = loss_function(batch) if weight is None else loss_function(batch, weight)
+        losses.append(loss - terms.sum())
     return float(mean_over_ranks(torch.stack(losses).mean(), ranks))

@@ -16,7 +16,7 @@ from ...plan.param_shapes import check_counts, expected_tensors, holds_experts
 from ...plan.tensor_map import Link, Namespace, Stored
 from .fields import Entry, Values, get_path, shorten_value
 from .names import COMMON, Names
-from .unused import CONSTANTS, Unused
+from .unused import CONSTANTS, COUNTS, Unused, layers_behind
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     # Fields of some family that change the mathematics -> the values with which they do not. A family that has the
@@ -77,6 +77,7 @@ _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_n
 _TRAINING_ONLY = (
     "hidden_dropout",
     "init_method_std",
+    "mtp_loss_scaling_factor",
     "moe.aux_loss_coeff",
     "moe.z_loss_coeff",
     "moe.moe_router_load_balancing_type",
@@ -112,8 +113,9 @@ class Family:
     unused: Unused = CONSTANTS
     keeps_dtype: tuple[str, ...] = ("*.router.expert_bias",)
 
-    def read_config(self, hf: Mapping[str, Any]) -> ModelConfig:
-        """Translate config.json; a flag that changes the mathematics and cannot be expressed raises CheckpointError."""
+    def read_config(self, hf: Mapping[str, Any], *, mtp: bool = False) -> ModelConfig:
+        """Translate config.json; a flag that changes the mathematics and cannot be expressed raises CheckpointError.
+        mtp: layers that predict further tokens are a part of the model."""
         for layers, experts in itertools.product(("num_hidden_layers", "n_layer"), _EXPERT_COUNTS):
             check_counts(hf.get(layers), hf.get(experts))
         known = {name for entry in self.fields for name in entry.names}
@@ -128,10 +130,23 @@ class Family:
         for entry in self.fields:
             for path, value in entry.read(hf).items():
                 _set(nested, path, value)
+        if mtp:
+            nested["mtp_num_layers"] = self._read_mtp(hf)
         try:
             return ModelConfig.from_dict(nested)
         except ConfigError as error:
             raise CheckpointError(f"config.json does not describe a valid {self.model_type} model: {error}") from None
+
+    def _read_mtp(self, hf: Mapping[str, Any]) -> int:
+        if self.names.mtp is None:
+            raise CheckpointError(
+                f"the family {self.model_type!r} has no layers that predict further tokens as parameters; without mtp "
+                "they are kept as they are"
+            )
+        found = layers_behind(hf)
+        if found < 1:
+            raise CheckpointError("config.json says that there are no layers that predict further tokens")
+        return found
 
     def write_config(self, config: ModelConfig) -> Values:
         """Translate back; a configuration that this family cannot express raises CheckpointError naming a field."""
@@ -147,7 +162,9 @@ class Family:
         for entry in self.fields:
             hf.update(entry.write(config))
         try:
-            again = self.read_config(hf)
+            mtp = config.mtp_num_layers > 0 and self.names.mtp is not None
+            hf |= {COUNTS[0]: config.mtp_num_layers} if mtp else {}
+            again = self.read_config(hf, mtp=mtp)
         except CheckpointError as error:
             return hf, {"": f"this model: {error}"}
         paths = (path for path in differing_fields(again.to_dict(), config.to_dict()) if path not in _TRAINING_ONLY)

@@ -72,6 +72,20 @@ class Fused:
             yield f"{ours}linear_fc2.bias", At(f"{fc2}_bias")
 
 
+@dataclass(frozen=True)
+class MTPNames:
+    """What layers that predict further tokens (multi-token prediction) have beside the parts of a layer: two norms, the
+    projection [H, 2 H] of embedding and hidden state joined in this order, and the norm of the result; and what only
+    repeats the model's own embedding and output layer. The defaults are the names that deepseek_v3 introduced."""
+
+    enorm: str = "enorm"
+    hnorm: str = "hnorm"
+    projection: str = "eh_proj"
+    norm: str = "shared_head.norm"
+    embedding: str = "embed_tokens"
+    output: str = "shared_head.head"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Names:
     """How one kind of file stores a decoder. The defaults are the names that llama and qwen3_moe introduced.
@@ -85,6 +99,7 @@ class Names:
         transposed: linear weights are stored [in, out].
         selection_bias: the bias that only selects experts; None: the family has none.
         selection_bias_unsqueezed: it is stored as [1, E].
+        mtp: of the layers behind the last one that predict further tokens; None: they cannot be parameters.
     """
 
     form: str = "published"
@@ -110,6 +125,7 @@ class Names:
     shared_fc1: tuple[str, ...] = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
     shared_fc2: str = "mlp.shared_experts.down_proj"
     shared_gate: str = "mlp.shared_expert_gate"
+    mtp: MTPNames | None = None
 
     @property
     def experts_apart(self) -> bool:
@@ -123,16 +139,38 @@ class Names:
         if embedding.position_embedding_type == "learned_absolute":
             yield "embedding.position_embeddings.weight", At(f"{self.positions}.weight")
         for i in range(config.num_layers):
-            at, ours = f"{self.layer.format(i=i)}.", f"decoder.layers.{i}."
-            yield from self._norms(config, at, ours, moe=config.is_moe_layer(i))
-            attention = self._attention if config.attention.mla is None else latent_attention
-            yield from attention(config, at, f"{ours}self_attention.")
-            yield from (self._moe if config.is_moe_layer(i) else self._mlp)(config, at, f"{ours}mlp.")
+            yield from self._layer(config, i, f"{self.layer.format(i=i)}.", f"decoder.layers.{i}.")
         yield from _norm(config, "decoder.final_layernorm.", self.final_norm)
         if not embedding.share_embeddings_and_output_weights:
             yield "output_layer.weight", At(f"{self.output}.weight")
         if embedding.output_bias:
             yield "output_layer.bias", At(f"{self.output}.bias")
+        for k in range(config.mtp_num_layers) if self.mtp is not None else ():
+            at, ours = f"{self.layer.format(i=config.num_layers + k)}.", f"mtp.layers.{k}."
+            yield from _norm(config, f"{ours}enorm.", at + self.mtp.enorm)
+            yield from _norm(config, f"{ours}hnorm.", at + self.mtp.hnorm)
+            yield f"{ours}eh_proj.weight", At(f"{at}{self.mtp.projection}.weight")
+            yield from self._layer(config, config.num_layers - 1, at, f"{ours}transformer_layer.")
+            yield from _norm(config, f"{ours}final_layernorm.", at + self.mtp.norm)
+
+    def copies(self, config: ModelConfig) -> list[tuple[str, str]]:
+        """List (name, original) of tensors that files may hold and that only repeat another one: the output layer that
+        shares the embedding's weight, and what layers that predict further tokens share with the model."""
+        embedding, output = f"{self.embedding}.weight", f"{self.output}.weight"
+        tied = config.embedding.share_embeddings_and_output_weights
+        pairs = [(output, embedding)] if tied else []
+        for k in range(config.mtp_num_layers) if self.mtp is not None else ():
+            at = f"{self.layer.format(i=config.num_layers + k)}."
+            pairs.append((f"{at}{self.mtp.embedding}.weight", embedding))
+            pairs.append((f"{at}{self.mtp.output}.weight", embedding if tied else output))
+        return pairs
+
+    def _layer(self, config: ModelConfig, i: int, at: str, ours: str) -> Weights:
+        """A layer of the kind of number `i`: `at` begins the names of files, `ours` those of parameters."""
+        yield from self._norms(config, at, ours, moe=config.is_moe_layer(i))
+        attention = self._attention if config.attention.mla is None else latent_attention
+        yield from attention(config, at, f"{ours}self_attention.")
+        yield from (self._moe if config.is_moe_layer(i) else self._mlp)(config, at, f"{ours}mlp.")
 
     def _norms(self, config: ModelConfig, at: str, ours: str, *, moe: bool) -> Weights:
         shared = config.block == "parallel_shared_norm"

@@ -41,13 +41,17 @@ class Unused:
         if match is None:
             return False
         layers = read_typed(hf, "num_hidden_layers", int, REQUIRED)
-        said = next((count for count in COUNTS if hf.get(count) is not None), COUNTS[0])
-        behind = 1 if hf.get(said) is None else read_typed(hf, said, int, 1)
-        return layers <= int(match[1]) < layers + behind
+        return layers <= int(match[1]) < layers + layers_behind(hf)
 
     def is_beside(self, name: str) -> bool:
         """Whether a tensor of this name is of a model beside this one."""
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.beside)
+
+
+def layers_behind(hf: Mapping[str, Any]) -> int:
+    """Return how many layers that predict further tokens config.json counts, 1 where it says nothing."""
+    said = next((count for count in COUNTS if hf.get(count) is not None), COUNTS[0])
+    return 1 if hf.get(said) is None else read_typed(hf, said, int, 1)
 
 
 CONSTANTS = Unused()

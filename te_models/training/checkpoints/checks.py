@@ -27,6 +27,7 @@ from te_models.checkpoints.io.weight_files import TEMPLATES, plain_file
 
 from ...config import ModelConfig
 from ..config import ParallelConfig, TrainConfig
+from ..data.batch_size import BatchSize
 from ..seeding import PYTHON_STATE, python_state
 
 VERSION = 2
@@ -182,9 +183,12 @@ def check_values(values: Mapping[str, Any], metadata: Mapping[str, str], folder:
         ranks //= shared
     data, where = config.get("data", {}), f"config.data in {VALUES}"
     per_step = ranks * _integer(data, "micro_batch_size", where, 1) * _integer(data, "gradient_accumulation", where, 1)
-    if position != step * per_step:
+    reached = step * per_step
+    if data.get("rampup_batch_size"):  # whose types the whole configuration was checked for
+        reached = BatchSize(per_step, ramp=tuple(data["rampup_batch_size"])).position(step)
+    if position != reached:
         raise CheckpointError(
-            f"{VALUES} says position {position}, but {step} steps of {per_step} windows reach {step * per_step}"
+            f"{VALUES} says position {position}, but {step} steps of {per_step} windows reach {reached}"
         )
 
 

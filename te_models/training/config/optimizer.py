@@ -31,6 +31,9 @@ class OptimizerConfig(ConfigPart):
     """Multipliers of weight_decay, as "pattern=number"; a parameter that matches decays, also where it would not."""
     freeze: tuple[str, ...] = ()
     """Globs of parameters that are not trained."""
+    freeze_experts: tuple[str, ...] = ()
+    """Experts that are not trained, as "pattern=numbers" with a glob over the names of stacks of experts and numbers
+    from 0, as in "decoder.layers.0.mlp.experts.*=1,3"."""
     muon_momentum: float = 0.95
     """Decay rate of Muon's average of gradients."""
     muon_adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
@@ -80,7 +83,20 @@ class OptimizerConfig(ConfigPart):
             found[pattern] = value
         return found
 
+    def frozen_experts(self) -> dict[str, tuple[int, ...]]:
+        """Return the numbers of `freeze_experts` by pattern."""
+        found: dict[str, tuple[int, ...]] = {}
+        for text in self.freeze_experts:
+            pattern, _, numbers = text.rpartition("=")
+            words = numbers.split(",")
+            known = bool(pattern) and all(word.isdecimal() and len(word) < 7 for word in words)
+            check(known, "optimizer.freeze_experts", text, '"pattern=numbers" with numbers from 0, such as 1,3')
+            check(pattern not in found, "optimizer.freeze_experts", text, "each pattern once")
+            found[pattern] = tuple(map(int, words))
+        return found
+
     def _validate(self) -> None:
+        self.frozen_experts()
         self.multipliers("lr_mult")
         self.multipliers("wd_mult")
         check(0 <= self.muon_momentum < 1, "optimizer.muon_momentum", self.muon_momentum, "0 <= momentum < 1")

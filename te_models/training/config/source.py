@@ -29,12 +29,21 @@ class ModelSource(ConfigPart):
     """Whether only the input of each layer is kept for the backward pass, which computes the rest again."""
     loss_chunk_tokens: int | None = None
     """Tokens whose logits the loss is computed from at a time, which bounds its memory; unset means all."""
+    logits_z_loss_coeff: float = 0.0
+    """Weight of the mean of logsumexp(logits)^2 in the loss that training minimises (z-loss of the logits); 0 means
+    none."""
+    mtp: bool = False
+    """Whether layers of a Hugging Face folder that predict further tokens become a part of the model and are trained;
+    false: an export gives them back as they were."""
     verify: bool = True
     """Whether the weights in path are checked against the digests of its manifest.json."""
 
     def _validate(self) -> None:
         present = [name for name in ("path", "config", "config_file") if getattr(self, name) is not None]
         check(len(present) == 1, "model", " and ".join(present) or "empty", "one of path, config and config_file")
+        check(self.path is not None or not self.mtp, "model.mtp", self.mtp, "false without path; see mtp_num_layers")
+        z = self.logits_z_loss_coeff
+        check(z >= 0, "model.logits_z_loss_coeff", z, "zero or a positive number")
         chunk = self.loss_chunk_tokens
         check(chunk is None or chunk > 0, "model.loss_chunk_tokens", chunk, "a positive integer or null")
 
@@ -76,6 +85,9 @@ class DataConfig(ConfigPart):
     """Windows in a micro-batch."""
     gradient_accumulation: int = 1
     """Micro-batches of each rank in an optimizer step."""
+    rampup_batch_size: tuple[int, ...] = ()
+    """Growing batches, as [start, increment, samples]: steps of all ranks begin with so many windows, which grow by
+    increment up to the full batch after so many windows; unset means full batches from the beginning."""
     validation_fraction: float = 0.01
     """Part of the windows that is held out for validation, 0 to 1."""
 
@@ -83,6 +95,9 @@ class DataConfig(ConfigPart):
         check(self.sequence_length >= 2, "data.sequence_length", self.sequence_length, "at least 2 tokens")
         for name in ("micro_batch_size", "gradient_accumulation"):
             check(getattr(self, name) > 0, f"data.{name}", getattr(self, name), "a positive integer")
+        ramp = self.rampup_batch_size
+        known = len(ramp) in (0, 3) and all(number > 0 for number in ramp)
+        check(known, "data.rampup_batch_size", list(ramp), "three positive integers: start, increment and samples")
         check(0 <= self.validation_fraction < 1, "data.validation_fraction", self.validation_fraction, "0 <= f < 1")
         both = bool(self.text) == (self.tokenizer is not None)
         check(both, "data.tokenizer", self.tokenizer, "set exactly when data.text is set")

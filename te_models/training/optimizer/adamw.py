@@ -21,6 +21,7 @@ from ..checkpoints.checks import check_ranges, check_same_layout
 from ..config import OptimizerConfig
 from ..host import reads_are_free
 from ..ranks.experts import ExpertRanks
+from .frozen_experts import FrozenExperts
 from .groups import optimizer_groups
 from .muon import Muon
 from .whole_matrix import DividedMatrix
@@ -79,6 +80,7 @@ class Optimizer:
         self._groups = groups or {}
         self._stages, self._elsewhere = stages, elsewhere
         self.parameters = {name: p for name, p in named_parameters if p.requires_grad}
+        self._frozen = FrozenExperts(config, self.parameters)
         owner: Any
         for owner in self.parameters.values() if main_grads else ():
             owner.main_grad = torch.zeros_like(owner, dtype=torch.float32, requires_grad=False)
@@ -164,9 +166,10 @@ class Optimizer:
         for own, rate in self._rates:
             if own is not self.lr:
                 own.fill_(lr * rate)
-        self._adamw.step(noop=noop)
-        if self._muon is not None:
-            self._muon.step(noop=noop)
+        with self._frozen.unchanged(self.parameters, self.masters if self._frozen.rows else {}):
+            self._adamw.step(noop=noop)
+            if self._muon is not None:
+                self._muon.step(noop=noop)
         self._update_averages(noop)
 
     @torch.no_grad()
@@ -198,6 +201,7 @@ class Optimizer:
         """Scale the gradients to a 2-norm of at most `clip_grad_norm`; return the norm before, a float32 scalar.
 
         It is the whole model's norm: what is divided among ranks counts once, whoever has it."""
+        self._frozen.zero_gradients(self.parameters)
         gradients: list[torch.Tensor] = []
         norms: list[torch.Tensor] = []  # of what this rank has whole
         divided: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}

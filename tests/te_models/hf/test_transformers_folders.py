@@ -118,9 +118,17 @@ def test_a_vocabulary_of_the_same_size_is_no_other_one(theirs: Any, tmp_path: Pa
     ours = TEModelForCausalLM.from_pretrained(tmp_path / "hf")
     for arguments in ((), (97,), (None, 97), (90, 97)):
         assert ours.resize_token_embeddings(*arguments) is ours.get_input_embeddings()
-    for arguments, size in (((98,), 98), ((97, 8), 104)):
-        with pytest.raises(ValueError, match=f"the vocabulary of 97 tokens cannot be resized to {size}"):
-            ours.resize_token_embeddings(*arguments)
+
+
+def test_a_vocabulary_of_another_size(theirs: Any, tmp_path: Path) -> None:
+    ours, ids = TEModelForCausalLM.from_pretrained(tmp_path / "hf").eval(), torch.arange(3, 9)[None]
+    before = ours(ids).logits
+    table = ours.resize_token_embeddings(98, pad_to_multiple_of=8)
+    assert table is ours.get_input_embeddings() and table.weight.shape[0] == ours.config.vocab_size == 104
+    torch.testing.assert_close(ours(ids).logits[..., :97], before)
+    ours.save_pretrained(tmp_path / "resized")
+    again = TEModelForCausalLM.from_pretrained(tmp_path / "resized").eval()
+    assert torch.equal(again(ids).logits, ours(ids).logits)
 
 
 def test_saving_as_the_examples_of_accelerate_do(theirs: Any, tmp_path: Path) -> None:

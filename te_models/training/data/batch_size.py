@@ -1,0 +1,64 @@
+"""How many windows a step reads, and at which position it begins, where the batch grows over the run (Megatron's
+`rampup_batch_size`). Both follow from the number of the step alone, so that a resumed run repeats them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ...config import ConfigError
+
+KEY = "data.rampup_batch_size"
+
+
+@dataclass(frozen=True)
+class BatchSize:
+    """Windows of a step on all ranks together.
+
+    windows: after the ramp. multiple: what each batch is a multiple of, the windows of one micro-batch on each rank
+    with data of its own. ramp: (start, increment, samples): batches begin with `start` windows and grow by `increment`
+    at equal distances, up to `windows` after `samples` windows; empty: every batch is the same.
+
+    Raises ConfigError for a ramp that does not end at `windows`, and for batches that ranks cannot share.
+    """
+
+    windows: int
+    multiple: int = 1
+    ramp: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.ramp:
+            return
+        start, increment, _ = self.ramp
+        if start >= self.windows or (self.windows - start) % increment:
+            raise ConfigError(
+                f"{KEY} is {list(self.ramp)}; allowed: a start below the {self.windows} windows of a step, which whole "
+                "increments reach"
+            )
+        if start % self.multiple or increment % self.multiple:
+            raise ConfigError(
+                f"{KEY} is {list(self.ramp)}; allowed: a start and an increment that are multiples of {self.multiple}, "
+                "the windows of one micro-batch on every rank"
+            )
+
+    def at(self, position: int) -> int:
+        """Return the windows of the step that begins after `position` windows."""
+        if not self.ramp or position >= self.ramp[2]:
+            return self.windows
+        start, increment, samples = self.ramp
+        return start + increment * (position * ((self.windows - start) // increment) // samples)
+
+    def position(self, steps: int) -> int:
+        """Return how many windows the first `steps` steps read."""
+        position = 0
+        for done in range(steps):
+            if not self.ramp or position >= self.ramp[2]:
+                return position + (steps - done) * self.windows
+            position += self.at(position)
+        return position
+
+
+def batch_size(data: Any, ranks: int) -> BatchSize:
+    """Return the batch of a run. data: its `DataConfig`; ranks: those with data of their own."""
+    multiple = data.micro_batch_size * ranks
+    return BatchSize(multiple * data.gradient_accumulation, multiple, tuple(data.rampup_batch_size))
