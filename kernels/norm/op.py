@@ -83,10 +83,12 @@ def norm_bwd(
 
     weight_grad, bias_grad: the dtype wanted, or None where the gradient is not (it comes back empty).
     """
-    from . import triton
+    from . import triton_backward
 
     flags = (centered, zero_centered, weight_last, weight_grad, bias_grad)
-    dx, d_weight, d_bias = triton.norm_bwd(as_matrix(dy), as_matrix(x), weight, mean.flatten(), rstd.flatten(), *flags)
+    dx, d_weight, d_bias = triton_backward.norm_bwd(
+        as_matrix(dy), as_matrix(x), weight, mean.flatten(), rstd.flatten(), *flags
+    )
     return dx.view(x.shape), d_weight, d_bias
 
 

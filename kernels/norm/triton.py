@@ -1,9 +1,4 @@
-"""Norm kernels. A program holds whole rows in registers, so that x is read once in either direction.
-
-T rows, H columns, P programs of the backward pass. The gradients of weight and bias are sums over rows in two stages:
-each program adds up its own stretch of rows, then the P partial sums are added. Both orders are fixed by shapes and
-device, so two runs agree to the last bit, which atomic additions would not give.
-"""
+"""Norm kernels, forward. A program holds whole rows in registers, so that x is read once. T rows, H columns."""
 
 from __future__ import annotations
 
@@ -11,8 +6,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from ..launch import multiprocessors
 
 # 32 warps of 64 float32 per thread: the most one program can hold.
 MAX_COLUMNS = 65536
@@ -98,75 +91,6 @@ def norm_fwd_kernel(
         tl.store(mean_ptr + rows, mean, mask=rows < num_rows)
 
 
-@triton.jit(do_not_specialize=["num_rows", "rows_per_program"])
-def norm_bwd_kernel(
-    dy_ptr,
-    x_ptr,
-    weight_ptr,
-    mean_ptr,
-    rstd_ptr,
-    dx_ptr,
-    d_weight_ptr,
-    d_bias_ptr,
-    num_rows,
-    rows_per_program,
-    H: tl.constexpr,
-    CENTERED: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr,
-    WEIGHT_LAST: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    program = tl.program_id(0).to(tl.int64)
-    begin = program * rows_per_program
-    columns = tl.arange(0, BLOCK_C)
-    if weight_ptr is not None:
-        gamma = load_gamma(weight_ptr, columns, H, ZERO_CENTERED, WEIGHT_LAST)
-    if d_weight_ptr is not None:
-        d_weight = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
-    if d_bias_ptr is not None:
-        d_bias = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
-    for step in range(0, rows_per_program, BLOCK_R):
-        rows = begin + step + tl.arange(0, BLOCK_R)
-        row_inside = (rows < num_rows) & (rows < begin + rows_per_program)
-        inside = row_inside[:, None] & (columns < H)[None, :]
-        at = rows[:, None] * H + columns[None, :]
-        x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        rstd = tl.load(rstd_ptr + rows, mask=row_inside, other=0.0)[:, None]
-        if CENTERED:
-            x = tl.where(inside, x - tl.load(mean_ptr + rows, mask=row_inside, other=0.0)[:, None], 0.0)
-        x_hat = x * rstd
-        if d_weight_ptr is not None:
-            factor = x_hat
-            if WEIGHT_LAST:
-                factor = factor.to(x_ptr.dtype.element_ty).to(tl.float32)
-            d_weight += dy * factor
-        if d_bias_ptr is not None:
-            d_bias += dy
-        if weight_ptr is not None:
-            dy = dy * gamma
-        dx = dy - x_hat * (tl.sum(dy * x_hat, axis=1) / H)[:, None]
-        if CENTERED:
-            dx -= (tl.sum(dy, axis=1) / H)[:, None]
-        tl.store(dx_ptr + at, (dx * rstd).to(dx_ptr.dtype.element_ty), mask=inside)
-    if d_weight_ptr is not None:
-        tl.store(d_weight_ptr + program * H + columns, tl.sum(d_weight, axis=0), mask=columns < H)
-    if d_bias_ptr is not None:
-        tl.store(d_bias_ptr + program * H + columns, tl.sum(d_bias, axis=0), mask=columns < H)
-
-
-@triton.jit
-def column_sum_kernel(partial_ptr, out_ptr, num_rows, H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
-    columns = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    total = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
-    for begin in range(0, num_rows, BLOCK_R):
-        rows = begin + tl.arange(0, BLOCK_R)
-        inside = (rows < num_rows)[:, None] & (columns < H)[None, :]
-        total += tl.load(partial_ptr + rows[:, None] * H + columns[None, :], mask=inside, other=0.0)
-    tl.store(out_ptr + columns, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=columns < H)
-
-
 def tile(columns: int) -> tuple[int, int]:
     """Return (rows, columns) of a program's tile: whole rows, several of them where they are short."""
     if not 0 < columns <= MAX_COLUMNS:
@@ -226,57 +150,3 @@ def norm_fwd(
             enable_fp_fusion=False,  # else it depends on the kernel which products are rounded; quantized, y is this y
         )
     return y, mean, rstd
-
-
-def norm_bwd(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    centered: bool,
-    zero_centered: bool,
-    weight_last: bool,
-    weight_grad: torch.dtype | None,
-    bias_grad: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of x [T, H], weight [H] and bias [H] (those empty where their dtype is None)."""
-    dy, x, (weight,) = dy.contiguous(), x.contiguous(), contiguous(weight)
-    rows, columns = x.shape
-    dx = torch.empty_like(x)
-    block_r, block_c = tile(columns)
-    # Two programs share a multiprocessor, so that one loads while the other reduces.
-    programs = max(1, min(triton.cdiv(rows, block_r), 2 * multiprocessors(x.device)))
-    per_program = triton.cdiv(triton.cdiv(rows, programs), block_r) * block_r
-    partial = [None if grad is None else rstd.new_empty(programs, columns) for grad in (weight_grad, bias_grad)]
-    norm_bwd_kernel[(programs,)](
-        dy,
-        x,
-        weight,
-        mean,
-        rstd,
-        dx,
-        *partial,
-        rows,
-        per_program,
-        H=columns,
-        CENTERED=centered,
-        ZERO_CENTERED=zero_centered,
-        WEIGHT_LAST=weight_last,
-        BLOCK_R=block_r,
-        BLOCK_C=block_c,
-        num_warps=min(max(block_r * block_c // 256, 4), 32),
-    )
-    d_weight, d_bias = (
-        x.new_empty(0) if part is None or grad is None else _column_sum(part, grad)
-        for part, grad in zip(partial, (weight_grad, bias_grad), strict=True)
-    )
-    return dx, d_weight, d_bias
-
-
-def _column_sum(partial: Tensor, dtype: torch.dtype) -> Tensor:
-    """Add up the rows of partial [P, H] float32 in a fixed order."""
-    rows, columns = partial.shape
-    out = partial.new_empty(columns, dtype=dtype)
-    column_sum_kernel[(triton.cdiv(columns, 32),)](partial, out, rows, H=columns, BLOCK_R=64, BLOCK_C=32)
-    return out

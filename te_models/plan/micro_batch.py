@@ -75,7 +75,8 @@ def record_layers(config: TrainConfig, model: ModelConfig, layout: Layout, layer
         reshard, reduce_dtype = config.parallel.reshard_after_forward, getattr(torch, config.parallel.reduce_dtype)
         parallelize(gpt, layout.mesh, reshard_after_forward=reshard, reduce_dtype=reduce_dtype)
     gpt.activation_checkpointing = config.model.activation_checkpointing
-    gpt.output_layer.loss_chunk_tokens = config.model.loss_chunk_tokens
+    tokens = config.data.micro_batch_size * config.data.sequence_length
+    gpt.output_layer.loss_chunk_tokens = config.model.loss_chunk(model.vocab_size, tokens)
     without_values = isinstance(torch.empty(0), FakeTensor)
     for module in gpt.modules():
         if isinstance(module, MoELayer):

@@ -23,6 +23,7 @@ from ..parallel.pipeline import Pipeline
 from ..terminal import say
 from .build import build_model, build_optimizer
 from .checkpoints.background import BackgroundWriter
+from .checkpoints.checkpoint import TrainingState
 from .checkpoints.saving import Saving
 from .checkpoints.start import (
     check_same_data,
@@ -109,6 +110,7 @@ def set_up(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Ex
     model_config, notes = check_run(config, start, checkpoint, device, layout.dims, reads_text=ranks.is_main)
     if ranks.is_main:
         read_metrics(output_dir / METRICS)  # a damaged one is refused now, and not when the loss is drawn
+    config = with_loss_chunk(config, start, model_config.vocab_size)
     for note in notes if ranks.is_main else ():
         say(f"note: {note}")
 
@@ -198,10 +200,21 @@ def group_of_writers(ranks: Ranks, config: TrainConfig) -> dist.ProcessGroup | N
     return group
 
 
+def with_loss_chunk(config: TrainConfig, start: TrainingState | None, vocab_size: int) -> TrainConfig:
+    """Return the configuration with the loss chunk of the run, which its checkpoints record: "auto" is what the
+    checkpoint has, so that the continued run equals the uninterrupted one."""
+    model = config.model
+    if start is not None and model.loss_chunk_tokens == "auto":  # null, or absent: of before runs chose
+        model = model.replace(loss_chunk_tokens=start.config["model"].get("loss_chunk_tokens"))
+    chunk = model.loss_chunk(vocab_size, config.data.micro_batch_size * config.data.sequence_length)
+    return config.replace(model=model.replace(loss_chunk_tokens=chunk))
+
+
 def set_loss_options(model: GPTModel, options: ModelSource) -> None:
     """Set what trades time for memory, in every pipeline stage of a model, and the terms of the loss."""
     for part in (model, *(stage.model for stage in model.pipeline_stages)):
         part.activation_checkpointing = options.activation_checkpointing
     if model.post_process:
+        assert options.loss_chunk_tokens != "auto", "with_loss_chunk has decided"
         model.output_layer.loss_chunk_tokens = options.loss_chunk_tokens
         model.output_layer.logits_z_loss_coeff = options.logits_z_loss_coeff

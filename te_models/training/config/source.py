@@ -11,6 +11,10 @@ from typing import Literal
 
 from ...config import ConfigPart, ModelConfig, check
 
+_LARGE_VOCABULARY, _LOGIT_BYTES, _CHUNK = 32_768, 1 << 30, 1024
+"""When a loss is computed in chunks by itself, and of how many tokens: each chunk adds a gradient to the whole weight,
+which costs little where a chunk has more tokens than a hidden state has channels."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource(ConfigPart):
@@ -27,8 +31,10 @@ class ModelSource(ConfigPart):
     """Whether the experts of a layer are one tensor (grouped) or one each."""
     activation_checkpointing: bool = False
     """Whether only the input of each layer is kept for the backward pass, which computes the rest again."""
-    loss_chunk_tokens: int | None = None
-    """Tokens whose logits the loss is computed from at a time, which bounds its memory; unset means all."""
+    loss_chunk_tokens: int | Literal["auto"] | None = "auto"
+    """Tokens whose logits the loss is computed from at a time, which bounds its memory: this number, or 1024 where the
+    vocabulary has 32,768 entries or more and a micro-batch's logits would take more than 1 GiB in float32, else all
+    (auto). A run keeps its choice when it continues."""
     logits_z_loss_coeff: float = 0.0
     """Weight of the mean of logsumexp(logits)^2 in the loss that training minimises (z-loss of the logits); 0 means
     none."""
@@ -45,7 +51,15 @@ class ModelSource(ConfigPart):
         z = self.logits_z_loss_coeff
         check(z >= 0, "model.logits_z_loss_coeff", z, "zero or a positive number")
         chunk = self.loss_chunk_tokens
-        check(chunk is None or chunk > 0, "model.loss_chunk_tokens", chunk, "a positive integer or null")
+        allowed = 'a positive integer, "auto" or null'
+        check(chunk is None or chunk == "auto" or chunk > 0, "model.loss_chunk_tokens", chunk, allowed)
+
+    def loss_chunk(self, vocab_size: int, tokens: int) -> int | None:
+        """Return the tokens of a chunk of the loss for micro-batches of `tokens`; None: all of them at once."""
+        if self.loss_chunk_tokens != "auto":
+            return self.loss_chunk_tokens
+        large = vocab_size >= _LARGE_VOCABULARY and 4 * vocab_size * tokens > _LOGIT_BYTES
+        return _CHUNK if large else None
 
 
 @dataclass(frozen=True, kw_only=True)

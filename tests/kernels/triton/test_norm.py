@@ -158,6 +158,13 @@ def test_many_programs_share_the_rows(device) -> None:
     check(device, (301, 24), torch.float32, torch.float32, OPTIONS[5])
 
 
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("option", [OPTIONS[0], OPTIONS[4], OPTIONS[5]])
+def test_gradients_of_rows_too_long_to_hold(device, option) -> None:
+    """Longer than a program's registers hold: sums over rows first, then stretches of rows and parts of the columns."""
+    check(device, (7, 8200), torch.bfloat16, torch.bfloat16, option)
+
+
 def test_two_runs_agree(device) -> None:
     x, weight, _ = inputs(77, 40, torch.bfloat16, torch.bfloat16, True, False, device)
     y, mean, rstd = op.norm_fwd(x, weight, None, EPS, False, False, True)

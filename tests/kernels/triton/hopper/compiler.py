@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,9 @@ def can_compile() -> str | None:
     return f"this build of triton comes without {' and '.join(missing)}" if missing else None
 
 
-def compile_kernel(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int, stages: int) -> Any:
+def compile_kernel(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int, stages: int, capability: int = 90
+) -> Any:
     """Compile; types: of arguments that are not constants. Pointers and arguments not named *_1 divide by 16."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
@@ -44,7 +47,7 @@ def compile_kernel(kernel: Any, types: dict[str, str], constants: dict[str, Any]
             if types[name].startswith("*") or name not in ("M", "G", "T"):
                 attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, values, attributes)
-    return compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": stages})
+    return compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, "num_stages": stages})
 
 
 def summary(compiled: Any) -> dict[str, int]:
@@ -67,8 +70,38 @@ def summary(compiled: Any) -> dict[str, int]:
     }
 
 
+def resources(compiled: Any) -> dict[str, Any]:
+    """Return what a kernel's binary takes of the hardware.
+
+    registers: of a thread; spilled: bytes of a thread that did not fit them; shared: bytes of a program; loads, stores:
+    {bytes: instructions} of global memory. copies: asynchronous ones, to shared memory.
+    """
+    ptx, usage = compiled.asm["ptx"], _usage(compiled.asm["cubin"])
+    copies = len(re.findall(r"cp\.async\.c\w+", ptx))
+    return {
+        "registers": usage["REG"],
+        "spilled": usage["STACK"],
+        "shared": compiled.metadata.shared,
+        "loads": _widths(ptx, "ld"),
+        "copies": copies,
+        "stores": _widths(ptx, "st"),
+    }
+
+
+def _widths(ptx: str, which: str) -> dict[int, int]:
+    """Count the global loads (ld) or stores (st) of each number of bytes, widest first."""
+    found = re.findall(rf"\b{which}\.global\S*?(?:\.v(\d))?\.[a-z](\d+)\b", ptx)
+    counts = Counter(int(number or 1) * int(bits) // 8 for number, bits in found)
+    return dict(sorted(counts.items(), reverse=True))
+
+
 def _stack(cubin: bytes) -> int:
-    """Return the bytes of stack that a thread uses, by the tool that comes with triton."""
+    """Return the bytes of stack that a thread uses."""
+    return _usage(cubin)["STACK"]
+
+
+def _usage(cubin: bytes) -> dict[str, int]:
+    """Return what a binary says of itself, such as REG and STACK, by the tool that comes with triton."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -76,9 +109,9 @@ def _stack(cubin: bytes) -> int:
         file.write(cubin)
         file.flush()
         text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"STACK:(\d+)", text)
-    assert found is not None, text
-    return int(found[1])
+    found = {name: int(number) for name, number in re.findall(r"(REG|STACK):(\d+)", text)}
+    assert found.keys() == {"REG", "STACK"}, text
+    return found
 
 
 def in_child(module: str, *arguments: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ the operands' layout that its launcher guarantees.
 from __future__ import annotations
 
 import json
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +33,9 @@ def side(mode: int) -> Any:
     return SimpleNamespace(mode=mode, data=data)
 
 
-def launch(kernel: Any, name: str, rows: int, split: bool, out: str, units: tuple[str, ...], **more: Any) -> Any:
+def compiled_launch(
+    capability: int, kernel: Any, name: str, rows: int, split: bool, out: str, units: tuple[str, ...], **more: Any
+) -> Any:
     """Compile `kernel` for a format and about `rows` rows. units: the strides that are 1; more: its own constants."""
     mode, values, scales, blocks = FORMATS[name]
     accumulates = more.get("ACCUMULATE", False)
@@ -45,12 +48,12 @@ def launch(kernel: Any, name: str, rows: int, split: bool, out: str, units: tupl
     constants |= {"ROW_BLOCK": grouped._ROW_BLOCK[mode], "bias_ptr": None, "factor_ptr": None} | tiles._asdict() | more
     constants |= dict.fromkeys(units, 1) | ({"sa_ptr": None, "sb_ptr": None} if scales is None else {})
     constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
-    return compile_kernel(kernel, types, constants, tiles.num_warps, tiles.num_stages)
+    return compile_kernel(kernel, types, constants, tiles.num_warps, tiles.num_stages, capability)
 
 
-def cases() -> dict[str, Any]:
+def cases(capability: int = 90) -> dict[str, Any]:
     """Return {case: compiled kernel}."""
-    found = {}
+    found, launch = {}, partial(compiled_launch, capability)
     tile.shared_memory = lambda device: SHARED_MEMORY
     for name in FORMATS:
         for rows in ROWS:
@@ -71,7 +74,7 @@ def cases() -> dict[str, Any]:
     found["grouped bf16, 4096 rows, dgrad"] = launch(kernel, "bf16", 4096, True, "*bf16", ("a_k", "b_n", "o_n"))
     kernel = gemm_kernels.copy_transposed_kernel
     types = dict.fromkeys(kernel.arg_names, "i32") | {"x_ptr": "*u8", "out_ptr": "*u8"}
-    found["transpose"] = compile_kernel(kernel, types, {"x_r": 1, "o_c": 1, "BLOCK": 128}, 8, 3)
+    found["transpose"] = compile_kernel(kernel, types, {"x_r": 1, "o_c": 1, "BLOCK": 128}, 8, 3, capability)
     return found
 
 

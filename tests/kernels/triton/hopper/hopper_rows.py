@@ -21,6 +21,7 @@ from te_models.kernels.activation import triton as activation
 from te_models.kernels.activation import triton_quantized as activation_quantized
 from te_models.kernels.cross_entropy import triton as cross_entropy
 from te_models.kernels.norm import triton as norm
+from te_models.kernels.norm import triton_backward as norm_backward
 from te_models.kernels.norm import triton_quantized as norm_quantized
 from te_models.kernels.permute import triton as permute
 from te_models.kernels.permute import triton_quantized as permute_quantized
@@ -76,10 +77,10 @@ def specialised(
     return signature, constants, attributes, values
 
 
-def compile_launch(kernel: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+def compile_launch(kernel: Any, arguments: tuple[Any, ...], named: dict[str, Any], capability: int = 90) -> Any:
     """Compile `kernel[grid](*arguments, **named)` as triton would specialise it."""
     *parts, options = specialised(kernel, arguments, named)
-    return compile(ASTSource(kernel, *parts), target=GPUTarget("cuda", 90, 32), options=options)
+    return compile(ASTSource(kernel, *parts), target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def launches() -> Iterator[tuple[Any, ...]]:
@@ -92,7 +93,7 @@ def launches() -> Iterator[tuple[Any, ...]]:
         flags, kind = (centered, False, not centered), "layer norm" if centered else "rms norm"
         bias = weight if centered else None
         yield kind, norm.norm_fwd, x, weight, bias, 1e-5, *flags, torch.bfloat16
-        yield f"{kind} backward", norm.norm_bwd, x, x, weight, mean, mean, *flags, torch.float32, None
+        yield f"{kind} backward", norm_backward.norm_bwd, x, x, weight, mean, mean, *flags, torch.float32, None
         for name, output in OUTPUTS.items():
             given = scale if output.block == 0 else None
             yield (
