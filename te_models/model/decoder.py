@@ -10,6 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from te_models.kernels.packed_attention import sees_own_document
 from te_models.layers.distributed.context_parallel import ContextShard, own_positions
 from te_models.layers.distributed.sequence_parallel import norm_own_tokens
 
@@ -64,6 +65,10 @@ class Decoder(nn.Module):
     def _rotaries(self) -> list[RotaryEmbedding]:
         return [rotary for rotary in self.rotary_embeddings if isinstance(rotary, RotaryEmbedding)]
 
+    def _packs(self, device: torch.device) -> bool:
+        """Whether every layer attends within documents without a mask."""
+        return self.context_shard is None and all(layer.self_attention.packs(device) for layer in self.layers)
+
     def _own_tables(self, tables: Rotary) -> Rotary:
         cos, sin = tables
         return own_positions(cos, self.context_shard), own_positions(sin, self.context_shard)
@@ -76,9 +81,10 @@ class Decoder(nn.Module):
         cache: Memory | None = None,
         states: list[Tensor] | None = None,
         batch_size: int | None = None,
+        document_ids: Tensor | None = None,
     ) -> tuple[Tensor, list[RouterOutput]]:
         """x: [B, S, H]; position_ids: [B or 1, S]; attention_mask: [B, L] bool, False where a key is padding, or
-        [B, S, L], False where a key is hidden from a query.
+        [B, S, L], False where a key is hidden from a query; document_ids: [B, S], in its place.
 
         Returns ([B, S, H] after the final norm, what each MoE layer's router decided). states: a list that gets x, the
         result of each layer but the last, and what is returned, all [B, S, H]. batch_size: B, where x and the result
@@ -97,6 +103,9 @@ class Decoder(nn.Module):
         elif attention_mask is not None:
             hidden_keys = ~attention_mask[:, None, None, :]
             token_mask = own_positions(attention_mask[:, -length:], self.context_shard)
+        elif document_ids is not None:
+            token_mask = document_ids >= 0
+            hidden_keys = document_ids if self._packs(x.device) else ~sees_own_document(document_ids)[:, None]
         recompute = self.activation_checkpointing and torch.is_grad_enabled() and cache is None
         routed: list[RouterOutput] = []
         for i, layer in enumerate(self.layers):
