@@ -42,6 +42,7 @@ from .checkpoints.start import (
     set_newer_aside,
 )
 from .config import ModelSource, TrainConfig
+from .data.prefetch import Prefetcher
 from .data.windows import Batch
 from .lora import Adapters
 from .metrics import METRICS, MetricsFile, finite, plot_loss, read_metrics
@@ -191,6 +192,15 @@ def _run(
         say(f"continuing from step {step} of {config.steps}: {checkpoint}")
     if config.compile and step < config.steps:
         progress.waiting("compiling the first step, which can take minutes")
+    first = range(data_ranks.rank, micro_batches_per_step, data_ranks.world_size)
+    stride = micro_batches_per_step * B
+    batches = Prefetcher(
+        lambda at: [windows.examples(at + m * B, B) for m in first],
+        stride=stride,
+        end=position + (config.steps - step) * stride,
+        depth=config.data.prefetch,
+    )
+    opened.enter_context(batches)
     progress.begin(step)
     model.train()
     deferred = opened.enter_context(contextlib.ExitStack())
@@ -199,9 +209,8 @@ def _run(
         step_begun = time.perf_counter()
         saving.check()
         seed_all(derive_seed(config.seed, "step", step, layout.gradients.rank, *stage))
-        first = range(data_ranks.rank, micro_batches_per_step, data_ranks.world_size)
         reading = time.perf_counter()
-        micro_batches = [windows.examples(position + m * B, B).to(device) for m in first]
+        micro_batches = [batch.to(device) for batch in batches.at(position)]
         data_s = time.perf_counter() - reading
         lr = learning_rate.at(step)
         noting = config.log.statistics_every > 0 and _is_due(step + 1, config.log.statistics_every, config.steps)
@@ -241,9 +250,9 @@ def _run(
             row["mfu"] = row["tflops"] / config.log.peak_tflops
         if any(validation.values()) and _is_due(step, config.evaluation.every, config.steps):
             losses = {
-                name: evaluate_model(model, loss_function, batches, device, layout.gradients)
-                for name, batches in validation.items()
-                if batches
+                name: evaluate_model(model, loss_function, held_out, device, layout.gradients)
+                for name, held_out in validation.items()
+                if held_out
             }
             for name, value in losses.items():
                 if not math.isfinite(value):
