@@ -40,7 +40,7 @@ Allowed = Collection[Literal["requantize", "dequantize"]]
 class Form:
     """What one side of a conversion stores a parameter as.
 
-    quantizer: that of its fields; None: values, or (`inexact`) numbers that no fields hold. encoded: whether the
+    quantizer: describes its fields; None: values, or (`inexact`) numbers that no fields hold. encoded: whether the
     tensors have other bytes than the fields. inexact: why the numbers cannot be taken over; None: they can.
     """
 

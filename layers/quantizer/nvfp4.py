@@ -309,5 +309,5 @@ class NVFP4Quantizer(Quantizer):
 
 
 _init = takes_at_default(**AMAX_REDUCTION, fp4_dtype=DType.kFloat4E2M1)(NVFP4Quantizer.__init__)
-# an amax is always that of the transformed matrix
+# an amax is always taken of the transformed matrix
 NVFP4Quantizer.__init__ = takes_without_effect("with_post_rht_amax")(_init)  # type: ignore[method-assign]

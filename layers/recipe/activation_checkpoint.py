@@ -51,23 +51,25 @@ class FirstRun:
 class Replay:
     """One recomputation at work: what its first run gave out, from the beginning."""
 
-    def __init__(self, first: FirstRun) -> None:
-        self.rest = iter([_without_record(state_used) for state_used in first.state_used])
+    def __init__(self, first: FirstRun, selective: bool) -> None:
+        self.rest = iter([_without_record(state_used, selective) for state_used in first.state_used])
 
 
 class Recomputation(Region):
     """Restores what the first run noted, in the thread that the backward pass runs in. No amax is recorded once more,
     and statistics go to a tensor that nobody reads: a layer that notes them takes its input another way, which shall be
-    the same way again."""
+    the same way again. selective: whether saved results take the place of operations. These are found by counting, so
+    amaxes are computed again, too, for a tensor that nobody reads."""
 
-    def __init__(self, first: FirstRun) -> None:
+    def __init__(self, first: FirstRun, *, selective: bool = False) -> None:
         super().__init__(**first.values)
         self.first = first
+        self.selective = selective
 
     def __enter__(self) -> Self:
         super().__enter__()
         put_in_force(state().compute)
-        state().runs.append(Replay(self.first))
+        state().runs.append(Replay(self.first, self.selective))
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -76,11 +78,12 @@ class Recomputation(Region):
         put_in_force(state().compute)
 
 
-def _without_record(live: QuantizerState | Tensor) -> QuantizerState | Tensor:
+def _without_record(live: QuantizerState | Tensor, selective: bool) -> QuantizerState | Tensor:
     if isinstance(live, Tensor):  # a cached weight
         return live
     statistics = None if live.statistics is None else torch.empty_like(live.statistics)
-    return live._replace(amax=None, statistics=statistics)
+    amax = None if live.amax is None or not selective else torch.zeros_like(live.amax)
+    return live._replace(amax=amax, statistics=statistics)
 
 
 class _Both:
@@ -115,7 +118,7 @@ def recompute_contexts(save: Saved | None = None) -> tuple[Any, Any]:
     if save is None:
         return first, Recomputation(first)
     save_results, reuse_results = create_selective_checkpoint_contexts(save)
-    return _Both(first, save_results), _Both(Recomputation(first), reuse_results)
+    return _Both(first, save_results), _Both(Recomputation(first, selective=True), reuse_results)
 
 
 def recomputing() -> bool:

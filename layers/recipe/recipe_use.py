@@ -74,7 +74,7 @@ class ThreadUse:
 
 
 class _OfThread(threading.local):
-    """now: what concerns the thread that reads it; `everyone`, by its `id`, knows that of each thread that lives."""
+    """now: the state of the thread that reads it. `everyone` has the state of each live thread, by `id`."""
 
     def __init__(self, everyone: MutableMapping[int, ThreadUse]) -> None:
         self.now = ThreadUse()

@@ -2,7 +2,7 @@
 
 Rows sorted by group are quantized group by group. Nothing here reads the splits, but for `member_of_rows`, which is
 told them. T rows, P padded rows, G groups. The format's fields lie in the layout that `schema` declares,
-with two differences. A copy whose blocks span several rows (every columnwise one but that of a format with one scale
+with two differences. A copy whose blocks span several rows (every columnwise copy, except in a format with one scale
 per matrix) is in padded rows: a group begins at a multiple of the block's rows and is followed by zeros up to the next
 one, so that no block spans two groups; P is a function of the shapes. What a matrix has once, every group has once,
 [G]. So a member's fields are slices, with the very bits that quantizing its rows by themselves gives.

@@ -11,9 +11,25 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ..config import ModelConfig
+from ..extras import require
 
 if TYPE_CHECKING:
     import transformers
+else:
+    transformers = require("transformers", "hf", feature="te_models.hf")
+
+_OUTPUT_FIELDS = transformers.modeling_outputs.CausalLMOutputWithPast.__dataclass_fields__
+CACHE = "cache" if "cache" in _OUTPUT_FIELDS else "past_key_values"
+"""What the transformers that is installed calls a model's cache: `cache` from 5.24 on, `past_key_values` before."""
+
+
+def one_cache(
+    cache: transformers.Cache | None, past_key_values: transformers.Cache | None
+) -> transformers.Cache | None:
+    """Return the cache that was passed under one of its two names. Raises ValueError where both were."""
+    if cache is not None and past_key_values is not None:
+        raise ValueError("cache and past_key_values are two names of one argument; allowed: one of them")
+    return past_key_values if cache is None else cache
 
 
 class TransformersLayer:

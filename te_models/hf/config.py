@@ -31,7 +31,7 @@ class TEConfig(transformers.PreTrainedConfig):
     """
 
     model_type: ClassVar[str] = MODEL_TYPE
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "aux_loss"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["cache", "past_key_values", "aux_loss"]
 
     format_version: int = 1
     expert_layout: str = "grouped"

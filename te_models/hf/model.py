@@ -21,7 +21,7 @@ from ..extras import require
 from ..generation import positions_of
 from ..model import GPTModel
 from ..model.embedding import input_size
-from .cache import TransformersCache
+from .cache import CACHE, TransformersCache, one_cache
 from .config import TEConfig
 from .loading import find_adapter, load
 from .packing import same_text
@@ -96,7 +96,7 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: transformers.Cache | None = None,
+        cache: transformers.Cache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -104,36 +104,39 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         return_dict: bool | None = None,
+        *,
+        past_key_values: transformers.Cache | None = None,
     ) -> modeling_outputs.CausalLMOutputWithPast | modeling_outputs.MoeCausalLMOutputWithPast | tuple[Any, ...]:
         """Return logits, the loss of `labels`, and the cache.
 
         input_ids: [B, S]. attention_mask: [B, L], 0 where a token is padding. position_ids: [B or 1, S]; without mask
-        and cache, a position that is not its predecessor plus one begins another text, and texts do not see each other.
-        past_key_values: extended by this call; with use_cache and without one, a new one. inputs_embeds: [B, S,
-        hidden], in place of input_ids, as `get_input_embeddings()` returns them. labels: [B, S], usually input_ids;
-        position s is scored on labels[s + 1], and -100 does not count. use_cache: None follows the configuration, and
-        means no in training mode and for several texts in a row. logits_to_keep: the number of last positions, or the
-        positions, whose logits are returned; 0 means all. output_hidden_states: also return the embeddings, the output
-        of each layer but the last, and the output of the last layer after the final norm, [B, S, hidden] each; None
-        follows the configuration. Mixtures also return the router losses as `aux_loss`. Raises ValueError for
-        output_attentions.
+        and cache, a position that is not its predecessor plus one begins another text, and texts do not see each
+        other. cache, which transformers before 5.24 calls past_key_values: extended by this call; with use_cache and
+        without one, a new one. inputs_embeds: [B, S, hidden], in place of input_ids, as `get_input_embeddings()`
+        returns them. labels: [B, S], usually input_ids; position s is scored on labels[s + 1], and -100 does not
+        count. use_cache: None follows the configuration, and means no in training mode and for several texts in a
+        row. logits_to_keep: the number of last positions, or the positions, whose logits are returned; 0 means all.
+        output_hidden_states: also return the embeddings, the output of each layer but the last, and the output of the
+        last layer after the final norm, [B, S, hidden] each; None follows the configuration. Mixtures also return the
+        router losses as `aux_loss`. Raises ValueError for output_attentions.
         """
         batch, length = input_size(input_ids, inputs_embeds)
+        cache = one_cache(cache, past_key_values)
         if output_attentions:
             raise ValueError("output_attentions is True; allowed: False, for the attention's weights are never formed")
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         if attention_mask is not None and attention_mask.dim() != 2:
             raise ValueError(f"attention_mask has shape {tuple(attention_mask.shape)}; allowed: [batch, keys]")
-        if past_key_values is None and not use_cache and attention_mask is None and position_ids is not None:
+        if cache is None and not use_cache and attention_mask is None and position_ids is not None:
             attention_mask = same_text(position_ids, batch)
         if use_cache is None:
             several = attention_mask is not None and attention_mask.dim() == 3
             use_cache = self.config.use_cache and not self.training and not several
-        if past_key_values is None and use_cache:
-            past_key_values = transformers.DynamicCache(config=self.config)
-        cache = None if past_key_values is None else TransformersCache(past_key_values, self.gpt.config)
-        keys = (batch, length + (0 if cache is None else cache.length))
+        if cache is None and use_cache:
+            cache = transformers.DynamicCache(config=self.config)
+        past = None if cache is None else TransformersCache(cache, self.gpt.config)
+        keys = (batch, length + (0 if past is None else past.length))
         if attention_mask is not None and attention_mask.shape == keys and not compiling():
             # transformers looks, too: attention without a mask is faster, and without padding generate gives one; a
             # training step would wait for the device
@@ -147,7 +150,7 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
                 position_ids=position_ids,
                 attention_mask=attention_mask,
                 inputs_embeds=inputs_embeds,
-                cache=cache,
+                cache=past,
                 last_logits_only=last_only,
                 return_hidden_states=bool(output_hidden_states),
             )
@@ -156,7 +159,7 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
             logits = logits[:, logits_to_keep]
         elif logits_to_keep:
             logits = logits[:, -logits_to_keep:]
-        values: dict[str, Any] = {"loss": output.loss, "logits": logits, "past_key_values": past_key_values}
+        values: dict[str, Any] = {"loss": output.loss, "logits": logits, CACHE: cache}
         values["hidden_states"] = output.hidden_states
         if self.gpt.config.moe is None:
             result = modeling_outputs.CausalLMOutputWithPast(**values)
@@ -169,9 +172,11 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
         self,
         input_ids: Tensor,
         next_sequence_length: int | None = None,
-        past_key_values: transformers.Cache | None = None,
+        cache: transformers.Cache | None = None,
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
+        *,
+        past_key_values: transformers.Cache | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Return the arguments of the next call, as transformers does: the tokens that are not in the cache yet. Where
@@ -182,21 +187,22 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
         """
         if input_ids.shape[1] == 0 and inputs_embeds is None:
             raise ValueError("the prompt has no tokens; allowed: at least one, such as bos_token_id")
-        cached = 0 if past_key_values is None else past_key_values.get_seq_length()
+        cache = one_cache(cache, past_key_values)
+        cached = 0 if cache is None else cache.get_seq_length()
         whole = attention_mask is None or attention_mask.shape[1] == input_ids.shape[1]  # else only the new tokens
-        if past_key_values is not None and whole and self.gpt.decoder.by_length:
+        if cache is not None and whole and self.gpt.decoder.by_length:
             mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
             before, now = (int(mask[:, :n].sum(dim=1).max()) for n in (cached, mask.shape[1]))
             # tokens that assisted generation has tried and taken back were among those that others were rotated with
-            before = getattr(past_key_values, "rotated_as", before)
-            past_key_values.rotated_as = now  # type: ignore[attr-defined]
+            before = getattr(cache, "rotated_as", before)
+            cache.rotated_as = now  # type: ignore[attr-defined]
             if cached and self.gpt.decoder.rotary_stage(before) != self.gpt.decoder.rotary_stage(now):
-                past_key_values.crop(-cached)  # a negative number of tokens is taken away
+                cache.crop(-cached)  # a negative number of tokens is taken away
                 next_sequence_length, kwargs["position_ids"] = None, positions_of(mask)
         return super().prepare_inputs_for_generation(  # type: ignore[attr-defined]
             input_ids,
             next_sequence_length=next_sequence_length,
-            past_key_values=past_key_values,
+            **{CACHE: cache},
             attention_mask=attention_mask,
             inputs_embeds=inputs_embeds,
             **kwargs,

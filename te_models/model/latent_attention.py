@@ -26,8 +26,8 @@ from .rotary import Rotary
 
 class LatentAttention(nn.Module):
     """The attention sublayer, without residual connection. `linear_qkv_down` holds the rows of q, or of its latent with
-    `mla.q_lora_rank`, then of the latent of k and v, then of the rotated key part. Of q itself it has no bias:
-    `latent_bias` [C + R] is then that of the others.
+    `mla.q_lora_rank`, then of the latent of k and v, then of the rotated key part. It has no bias for q itself;
+    the other rows have the bias `latent_bias` [C + R].
 
     Where layers are split, each rank computes its own heads; `linear_qkv_down` is on every rank, of all tokens."""
 

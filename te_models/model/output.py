@@ -150,7 +150,7 @@ class OutputLayer(TensorParallelModule):
         return logits if self.context_shard is None else gather_positions(logits, self.context_shard), loss
 
     def _of_all_positions(self, loss: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss of the sequences that ranks share from that of this rank's positions."""
+        """Return the mean loss of the shared sequences from the mean loss of this rank's positions."""
         if self.context_shard is None:
             return loss
         own = (targets != IGNORE_INDEX).sum()

@@ -24,8 +24,8 @@ __all__ = ["raised_amax", "random_hadamard", "round_blockwise", "round_current",
 
 
 def in_cpu_graph(x: Tensor) -> bool:
-    """Whether x is traced for a graph that a CPU runs, has a dtype that is served, and no gradient is wanted: that of a
-    rounding, where anybody asks for it, is that of the arithmetic which defines it."""
+    """Whether x is traced for a graph that a CPU runs, has a dtype that is served, and needs no gradient. The gradient
+    of a rounding, where one is needed, comes from the arithmetic that defines the rounding."""
     if not torch.compiler.is_compiling() or not compiling() or exporting():
         return False
     if x.device.type != "cpu" or x.dtype not in library.DTYPES:

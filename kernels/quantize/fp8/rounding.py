@@ -37,7 +37,7 @@ def round_fp8(v: Tensor, fp8_dtype: torch.dtype) -> Tensor:
 
     With p significant bits, m = v * 2^(24 - p) has its last place where v is to have its own, so m - (m - v) is v
     rounded there (after Veltkamp and Dekker, Numerische Mathematik 18, 1971): a tie's last bit is 0, so m is even and
-    the even difference is that of an even result; and where m - v falls into the binade below, v is next to a power of
+    an even difference means an even result; and where m - v falls into the binade below, v is next to a power of
     two, which a finer rounding reaches as well. Subnormals have a fixed last place: a constant added to them has it.
     """
     e4m3 = fp8_dtype is torch.float8_e4m3fn

@@ -167,8 +167,8 @@ class BasicLinear(GemmModule, BasicOperation):
 
 
 class Quantize(QuantizedModule, BasicOperation):
-    """Quantize [..., C] as the input of a GEMM under the recipe in force (forward), and the gradient as that of the
-    output of a GEMM (backward); without a recipe, calibrate at most.
+    """Quantize [..., C] as the input of a GEMM under the active recipe (forward), and the gradient as the gradient of a
+    GEMM's output (backward); without a recipe, calibrate at most.
 
     The next operation takes the quantized data if it can; at the end of a group the result is a quantized tensor, which
     has to be a matrix. The gradient is handed on as what its rowwise quantization stands for, in its own dtype. Under

@@ -13,6 +13,7 @@ pytest.importorskip("transformers", reason="TEModelForCausalLM is a transformers
 import transformers
 
 from te_models.hf import TEModelForCausalLM
+from te_models.hf.cache import CACHE
 from tests.checkpoints.family_cases import CASES, make
 from tests.te_models.hf_models import hf_model
 
@@ -39,7 +40,7 @@ def test_a_cache_that_keeps_only_what_windows_reach(case: str, tmp_path: Path) -
     cache = lambda: transformers.DynamicCache(config=theirs.config)  # noqa: E731
     assert any(cache().is_sliding)
     expected = theirs.generate(prompt(), **SETTINGS)
-    assert torch.equal(ours.generate(prompt(), past_key_values=cache(), **SETTINGS), expected)
+    assert torch.equal(ours.generate(prompt(), **{CACHE: cache()}, **SETTINGS), expected)
 
 
 @torch.no_grad()
@@ -59,14 +60,14 @@ def test_new_tokens_alone_cannot_fill_a_cache_anew(tmp_path: Path) -> None:
     _, ours = both("phi3-longrope-window", tmp_path)
     original = ours.gpt.decoder.rotary_embeddings[0].original_length
     cache, begin = transformers.DynamicCache(), prompt(1, original - 2)
-    first = ours.generate(begin, past_key_values=cache, **(SETTINGS | {"max_new_tokens": 2}))
+    first = ours.generate(begin, **{CACHE: cache}, **(SETTINGS | {"max_new_tokens": 2}))
     new = torch.cat((first[:, -1:], prompt(1, 4)), dim=1)
     mask = torch.ones(1, original + 4, dtype=torch.int64)
     with pytest.raises(ValueError, match="reset it and give all tokens again"):
-        ours.generate(new, attention_mask=mask, past_key_values=cache, **SETTINGS)
+        ours.generate(new, attention_mask=mask, **{CACHE: cache}, **SETTINGS)
     whole = torch.cat((first, new[:, 1:]), dim=1)
     expected = ours.generate(whole, use_cache=False, **SETTINGS)
-    assert torch.equal(ours.generate(whole, past_key_values=cache, **SETTINGS), expected)
+    assert torch.equal(ours.generate(whole, **{CACHE: cache}, **SETTINGS), expected)
 
 
 @torch.no_grad()
@@ -127,8 +128,8 @@ def test_a_loop_of_ones_own_goes_on_from_the_cache(case: str, tmp_path: Path) ->
     for model in (theirs, ours):
         step, cache = prompt(), None
         for _ in range(4):
-            output = model(step, past_key_values=cache)
-            step, cache = output.logits[:, -1:].argmax(dim=-1), output.past_key_values
+            output = model(step, **{CACHE: cache})
+            step, cache = output.logits[:, -1:].argmax(dim=-1), output[CACHE]
         assert cache.get_seq_length() == 14
         found.append(step)
     assert torch.equal(*found)

@@ -18,6 +18,7 @@ import transformers
 from te_models import GPTModel, generate
 from te_models.checkpoints import check_manifest, import_hf, quantize, verify
 from te_models.hf import TEConfig, TEModelForCausalLM
+from te_models.hf.cache import CACHE
 from te_models.layers import Float8CurrentScaling, MXFP8BlockScaling, QuantizedTensor, autocast
 from tests.checkpoints.family_cases import CASES, make
 from tests.checkpoints.hf_cases import assert_same_bits
@@ -90,6 +91,19 @@ def test_logits_loss_and_outputs(pair: Any) -> None:
     rest = ours(ids[:, 7:], past_key_values=cached.past_key_values).logits
     torch.testing.assert_close(rest, got.logits[:, 7:], rtol=1e-4, atol=1e-5)
     assert ours(ids, use_cache=False).past_key_values is ours.train()(ids).past_key_values is None
+
+
+@torch.no_grad()
+def test_a_cache_has_the_name_of_every_version_of_transformers(pair: Any) -> None:
+    """`cache` from 5.24 on, `past_key_values` before; both are arguments under every version."""
+    _, ours, _ = pair("llama")
+    ids, logits = prompt(), []
+    for name in ("cache", "past_key_values"):
+        first = ours(ids[:, :7], use_cache=True)
+        logits.append(ours(ids[:, 7:], **{name: first[CACHE]}).logits)
+    assert torch.equal(*logits)
+    with pytest.raises(ValueError, match="cache and past_key_values are two names of one argument"):
+        ours(ids[:, 7:], cache=first[CACHE], past_key_values=first[CACHE])
 
 
 @torch.no_grad()
