@@ -15,6 +15,7 @@ from bf16 by noise. Each run is a file in a scratch folder, so an interrupted be
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import statistics
@@ -79,7 +80,9 @@ class Bench:
         self.tokens = folder / "tokens"
 
     def file(self, model: str, variant: str, seed: int) -> Path:
-        return self.folder / f"{model}-{variant}-{seed}-{self.steps}.json"
+        settings = json.dumps([MODELS[model].to_dict(), BATCH, SEQUENCE, LR, SCHEDULE.to_dict()])
+        digest = hashlib.sha256(settings.encode()).hexdigest()[:12]  # a run of other settings is another run
+        return self.folder / f"{model}-{variant}-{seed}-{self.steps}-{digest}.json"
 
     def losses(self, model: str, variant: str, seed: int) -> list[float] | None:
         """Return the losses of a run, or None where it is missing."""
@@ -222,12 +225,13 @@ def main() -> int:
         return 1
     found = result_of(bench, models, variants)
     for model, ends in found["gap_to_bf16_percent"].items():
-        for end, variants in ends.items():
-            for variant, gap in variants.items():
+        for end, gaps in ends.items():
+            for variant, gap in gaps.items():
                 print(f"{model}, {end}, {variant}: {gap['mean']:+.2f} +- {gap['half_width']:.2f} %")
     if {*models} != {*MODELS} or {*variants} != {*VARIANTS}:
         return 0
-    seconds = sum(json.loads(file.read_text())["cpu_seconds"] for file in bench.folder.glob(f"*-{bench.steps}.json"))
+    runs = [bench.file(model, variant, seed) for model in models for variant in variants for seed in found["seeds"]]
+    seconds = sum(json.loads(file.read_text())["cpu_seconds"] for file in runs)
     payload = {
         "versions": versions("torch"),
         "models": {name: config.to_dict() for name, config in MODELS.items()},
