@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from te_models.kernels.packed_attention import documents_of_lengths, packed_attention
+
 from ..collectives import ranks_of
 from ..recipe.activation_checkpoint import checkpointed
 from ..te_arguments import leave_extra_state, require_default, takes_at_default, takes_parallel_options
@@ -21,6 +23,8 @@ from .core import attend
 from .mask import AttentionMask, BiasType, Masking, ScoreBias, Window, mask_type_of, masks_of, window_of
 from .qkv_format import QkvFormat, batch_first, check_qkv_format, from_batch_first
 
+_WHOLE = ((-1, -1), (-1, 0))
+"""Windows that hide nothing, of a type without and with causality."""
 _SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
 
@@ -160,8 +164,8 @@ class DotProductAttention(nn.Module):
         with any other broadcastable to [B, N, S, L], on top of what the type hides. cu_seqlens_q, cu_seqlens_kv [B + 1]
         with a padding type: sums of the numbers of real rows, in place of a mask; in "thd" of the sequences' lengths,
         with cu_seqlens_*_padded where there is padding between them. They stay on the device (max_seqlen_*,
-        pad_between_seqs, fast_zero_fill and num_splits may be given and change nothing); the mask of packed sequences
-        is [T, T].
+        pad_between_seqs, fast_zero_fill and num_splits may be given and change nothing). On a CPU, packed sequences
+        need no mask where one tensor is both cu_seqlens and `attends_documents`; else their mask is [T, T].
         core_attention_bias: added to the scores, broadcastable to [B, N, S, L]: "pre_scale_bias" before scaling,
         "post_scale_bias" behind it; "alibi": minus the distance times alibi_slopes [N] or [B, N], None: the usual ones.
         bottom_right_diagonal: whether distances count from the ends of the two sequences; None: as the mask type says.
@@ -186,6 +190,11 @@ class DotProductAttention(nn.Module):
             packed=layout == "thd",
         )
         plain = self.softcap is None and self.softmax_type == "vanilla"
+        if cu_seqlens_q is not None and self._without_mask(masking, query):
+            masking.check()
+            documents = documents_of_lengths(cu_seqlens_q, query.shape[1])
+            causal = "causal" in masking.mask_type
+            return from_batch_first(self.attend_documents(query, key, value, documents, causal=causal), layout)
         masks = masks_of(masking, query, key, self._scale_now(), plain=plain)
         arguments = query, key, value, *masks
         if checkpoint_core_attention:
@@ -194,6 +203,36 @@ class DotProductAttention(nn.Module):
             out = self._attend(*arguments)
         return from_batch_first(out, layout)
 
+    def _without_mask(self, masking: Masking, query: Tensor) -> bool:
+        q, kv = masking.cu_seqlens
+        same = masking.packed and q is kv and masking.cu_seqlens_padded == (None, None)
+        simple = window_of(masking.window_size, masking.mask_type) in _WHOLE and masking.bias == ScoreBias()
+        return same and simple and "padding" in masking.mask_type and self.attends_documents(query.device)
+
+    def attends_documents(self, device: torch.device) -> bool:
+        """Whether `attend_documents` serves as the module is now: on a CPU, without dropout, softcap and sink."""
+        dropout = self.attention_dropout > 0 and self.training
+        return device.type == "cpu" and not dropout and self.softcap is None and self.softmax_type == "vanilla"
+
+    def attend_documents(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor, *, causal: bool = True
+    ) -> Tensor:
+        """Attend within documents, whatever the module's mask type and window: query [B, S, N, D], key [B, S, G, D],
+        value [B, S, G, Dv] -> [B, S, N * Dv]. documents: int64 [B, S], see `te_models.kernels.packed_attention`. The
+        memory is linear in S."""
+        if torch.is_autocast_enabled("cpu"):
+            query, key, value = (t.to(torch.get_autocast_dtype("cpu")) for t in (query, key, value))
+        query, scale = self._scaled(query)
+        query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+        return packed_attention(query, key, value, documents, scale=scale, causal=causal).transpose(1, 2).flatten(2)
+
+    def _scaled(self, query: Tensor) -> tuple[Tensor, float]:
+        """Return the query and the scale of its scores; one that was assigned is data, and multiplies the query."""
+        if self._assigned_scale is None:
+            return query, self._scale
+        exact = query.to(torch.promote_types(query.dtype, torch.float32))
+        return (exact * self._assigned_scale).to(query.dtype), 1.0
+
     def _scale_now(self) -> float | Tensor:
         return self._scale if self._assigned_scale is None else self._assigned_scale
 
@@ -201,10 +240,7 @@ class DotProductAttention(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, bias: Tensor | None, causal: bool
     ) -> Tensor:
         """[B, S, N, D], [B, L, G, D], [B, L, G, Dv] -> [B, S, N * Dv]. The others: see `attend`."""
-        scale = self._scale
-        if self._assigned_scale is not None:
-            exact = query.to(torch.promote_types(query.dtype, torch.float32))
-            query, scale = (exact * self._assigned_scale).to(query.dtype), 1.0
+        query, scale = self._scaled(query)
         sink = self.softmax_offset
         if self.softmax_type == "off-by-one":
             sink = query.new_zeros(self.num_attention_heads)

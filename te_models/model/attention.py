@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from te_models.kernels.norm import rms_norm, rms_norm_by
 from te_models.kernels.rope import apply_rope
-from te_models.layers import RMSNorm
+from te_models.layers import DotProductAttention, RMSNorm
 from te_models.layers.distributed.context_parallel import ContextShard, attention_of_chunks, gather_positions
 
 from ..config import ModelConfig
@@ -63,7 +63,8 @@ class SelfAttention(nn.Module):
         batch_size: int | None = None,
     ) -> Tensor:
         """x: [B, S, H] -> [B, S, H]. rotary: tables of the positions; None: no rotation. hidden_keys: [B, 1, 1 or S, L]
-        bool, True where a key is padding, or hidden from a query. cache: takes this call's keys and values, gives all.
+        bool, True where a key is padding, or hidden from a query; or, where the layer `packs`, the document numbers
+        [B, S] int64. cache: takes this call's keys and values, gives all.
         query_scale: [B or 1, S, 1, 1] float32, what the queries are multiplied by. batch_size: B,
         where x and the result are this rank's part of the tokens, [B S / ranks, H]; None: they are all."""
         qkv = self.linear_qkv(x)
@@ -88,7 +89,11 @@ class SelfAttention(nn.Module):
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, hidden_keys: Tensor | None) -> Tensor:
         if self.chunk_size is not None:
             hidden_keys = other_chunks(q.shape[1], k.shape[1], self.chunk_size, hidden_keys, q.device)
-        return self.core_attention(q, k, v, hidden_keys)
+        return attention_of(self.core_attention, q, k, v, hidden_keys)
+
+    def packs(self, device: torch.device) -> bool:
+        """Whether the layer attends within documents without a mask."""
+        return self.chunk_size is None and packs(self.core_attention, device)
 
     def _queries_and_keys(self, qkv: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
         if self.norm_kind in ("none", "l2"):
@@ -137,6 +142,20 @@ class SelfAttention(nn.Module):
 
     def _rotated(self, t: Tensor, rotary: Rotary | None) -> Tensor:
         return t if rotary is None else apply_rope(t, *rotary, self.rope_style)
+
+
+def packs(core_attention: DotProductAttention, device: torch.device) -> bool:
+    """Whether an attention takes document numbers in place of a mask: as its layer has no window, and it can."""
+    return core_attention.window_size is None and core_attention.attends_documents(device)
+
+
+def attention_of(
+    core_attention: DotProductAttention, q: Tensor, k: Tensor, v: Tensor, hidden_keys: Tensor | None
+) -> Tensor:
+    """Attend with a bool mask of hidden keys, [B, 1, 1 or S, L], or within documents, int64 [B, S]."""
+    if hidden_keys is not None and hidden_keys.dtype != torch.bool:
+        return core_attention.attend_documents(q, k, v, hidden_keys)
+    return core_attention(q, k, v, hidden_keys)
 
 
 def other_chunks(queries: int, keys: int, size: int, hidden_keys: Tensor | None, device: torch.device) -> Tensor:

@@ -10,6 +10,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from te_models.kernels.packed_attention import sees_own_document
 from te_models.layers.distributed.context_parallel import ContextShard, own_positions
 from te_models.layers.distributed.sequence_parallel import norm_own_tokens
 
@@ -77,6 +78,10 @@ class Decoder(nn.Module):
     def _rotaries(self) -> list[RotaryEmbedding]:
         return [rotary for rotary in self.rotary_embeddings if isinstance(rotary, RotaryEmbedding)]
 
+    def _packs(self, device: torch.device) -> bool:
+        """Whether every layer attends within documents without a mask."""
+        return self.context_shard is None and all(layer.self_attention.packs(device) for layer in self.layers)
+
     def _own_tables(self, tables: Rotary) -> Rotary:
         cos, sin = tables
         return own_positions(cos, self.context_shard), own_positions(sin, self.context_shard)
@@ -88,6 +93,7 @@ class Decoder(nn.Module):
         attention_mask: Tensor | None,
         cache: Memory | None = None,
         batch_size: int | None = None,
+        document_ids: Tensor | None = None,
     ) -> LayerInputs:
         """Return what all layers read beside the hidden states; arguments as for `forward`."""
         # of all positions, whose number the frequencies may depend on
@@ -102,6 +108,9 @@ class Decoder(nn.Module):
         elif attention_mask is not None:
             hidden_keys = ~attention_mask[:, None, None, :]
             token_mask = own_positions(attention_mask[:, -length:], self.context_shard)
+        elif document_ids is not None:
+            token_mask = document_ids >= 0
+            hidden_keys = document_ids if self._packs(x.device) else ~sees_own_document(document_ids)[:, None]
         return LayerInputs(tables, query_scale, hidden_keys, token_mask, cache, batch_size)
 
     def run_layer(
@@ -128,16 +137,17 @@ class Decoder(nn.Module):
         cache: Memory | None = None,
         states: list[Tensor] | None = None,
         batch_size: int | None = None,
+        document_ids: Tensor | None = None,
     ) -> tuple[Tensor, list[RouterOutput]]:
         """x: [B, S, H]; position_ids: [B or 1, S]; attention_mask: [B, L] bool, False where a key is padding, or
-        [B, S, L], False where a key is hidden from a query.
+        [B, S, L], False where a key is hidden from a query; document_ids: [B, S], in its place.
 
         Returns ([B, S, H] after the final norm, what each MoE layer's router decided). states: a list that gets x, the
         result of each layer but the last, and what is returned, all [B, S, H]. batch_size: B, where x and the result
         are this rank's part of the tokens, [B S / ranks, H]. Where ranks share sequences, position_ids and
         attention_mask are of all positions, and x is of this rank's.
         """
-        inputs = self.layer_inputs(x, position_ids, attention_mask, cache, batch_size)
+        inputs = self.layer_inputs(x, position_ids, attention_mask, cache, batch_size, document_ids)
         recompute = self.activation_checkpointing and torch.is_grad_enabled() and cache is None
         routed: list[RouterOutput] = []
         for i, layer in enumerate(self.layers):

@@ -209,6 +209,7 @@ class GPTModel(nn.Module):
         inputs_embeds: Tensor | None = None,
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        document_ids: Tensor | None = None,
         cache: Memory | None = None,
         return_logits: bool = True,
         last_logits_only: bool = False,
@@ -220,7 +221,8 @@ class GPTModel(nn.Module):
         does not count. inputs_embeds: [B, S, H], in place of input_ids, as `embedding.word_embeddings` gives them.
         position_ids: [B or 1, S] (None: counting on from the cache). attention_mask: [B, L] bool or 0/1, false where a
         token is padding, L counting cached tokens; or [B, S, L], false where a token does not see another, as of
-        another text in its row. cache: a KVCache, extended by this call.
+        another text in its row. document_ids: [B, S] int64 in place of it: neighbours with the same number are a
+        document and see each other alone; a negative number is padding. cache: a KVCache, extended by this call.
         return_logits=False leaves the logits out: cheaper where only the loss is wanted. last_logits_only: logits
         [B, 1, V] of the last position, for generation. return_hidden_states: also what the layers compute.
 
@@ -248,6 +250,13 @@ class GPTModel(nn.Module):
                     f"[{batch}, {length}, {keys}]"
                 )
             attention_mask = attention_mask.bool()
+        if document_ids is not None:
+            if tuple(document_ids.shape) != (batch, length):
+                raise ValueError(f"document_ids has shape {tuple(document_ids.shape)}; allowed: [{batch}, {length}]")
+            if attention_mask is not None or cache is not None or self.context_shard is not None:
+                raise ValueError(
+                    "document_ids are given with an attention_mask, a cache or context parallelism; allowed: without"
+                )
         if position_ids is None:
             position_ids = torch.arange(begin, begin + length, device=inputs.device)[None]
         elif position_ids.dim() != 2 or position_ids.shape[0] not in (1, batch) or position_ids.shape[1] != length:
@@ -283,7 +292,7 @@ class GPTModel(nn.Module):
         else:
             x = inputs_embeds
         embedded, states = x, ([] if return_hidden_states else None)
-        x, routed = self.decoder(x, position_ids, attention_mask, cache, states, batch_size)
+        x, routed = self.decoder(x, position_ids, attention_mask, cache, states, batch_size, document_ids)
         if cache is not None:
             cache.advance(length)
         if last_logits_only:
@@ -299,9 +308,10 @@ class GPTModel(nn.Module):
             loss = loss if loss is None or z_loss is None else loss + z_loss
             if self.mtp is not None and loss is not None and self.training:
                 assert labels is not None
-                inputs = self.decoder.layer_inputs(embedded, position_ids, attention_mask)
+                inputs = self.decoder.layer_inputs(embedded, position_ids, attention_mask, document_ids=document_ids)
                 layers = (self.decoder, inputs, self.output_layer, weight)
-                mtp_loss, further = self.mtp(x, embedded, labels, attention_mask, *layers)
+                texts = attention_mask if document_ids is None else document_ids
+                mtp_loss, further = self.mtp(x, embedded, labels, texts, *layers)
                 loss, routed = loss + mtp_loss * self.config.mtp_loss_scaling_factor, routed + further
         elif states is None:
             states = [x]

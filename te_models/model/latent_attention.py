@@ -18,6 +18,7 @@ from te_models.layers.distributed.context_parallel import ContextShard, attentio
 from te_models.layers.distributed.sequence_parallel import gather_tokens_of_ranks
 
 from ..config import ModelConfig
+from .attention import attention_of, packs
 from .build import Build, init_method, make_core_attention, make_input_linear, make_output_linear
 from .cache import LayerMemory
 from .rotary import Rotary
@@ -116,10 +117,14 @@ class LatentAttention(nn.Module):
         plain, v = kv.split([mla.qk_head_dim, mla.v_head_dim], dim=-1)
         k = torch.cat((plain, shared.expand(-1, -1, q.shape[2], -1)), dim=-1)
         if self.context_shard is None:
-            y = self.core_attention(q, k, v, hidden_keys)
+            y = attention_of(self.core_attention, q, k, v, hidden_keys)
         else:
             y = attention_of_chunks(self.core_attention, q, k, v, hidden_keys, self.context_shard)
         return self.linear_proj(y if batch_size is None else y.flatten(0, 1))
+
+    def packs(self, device: torch.device) -> bool:
+        """Whether the layer attends within documents without a mask."""
+        return packs(self.core_attention, device)
 
     def _rotated(self, t: Tensor, rotary: Rotary | None) -> Tensor:
         return t if rotary is None else apply_rope(t, *rotary, self.rope_style)

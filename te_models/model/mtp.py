@@ -102,7 +102,7 @@ class MultiTokenPrediction(nn.Module):
         hidden: Tensor,
         embedded: Tensor,
         labels: Tensor,
-        attention_mask: Tensor | None,
+        texts: Tensor | None,
         decoder: Decoder,
         inputs: LayerInputs,
         output_layer: OutputLayer,
@@ -110,13 +110,13 @@ class MultiTokenPrediction(nn.Module):
     ) -> MTPOutput:
         """Return the loss of all depths. hidden: [B, S, H], the input of the output layer; embedded: [B, S, H], the
         input of the first layer; labels: [B, S]. A prediction counts where its label does, and where its position and
-        the tokens that its embeddings are of belong to one text (`attention_mask` [B, S, S])."""
+        the tokens that its embeddings are of belong to one of `texts`, see `labels_of_depth`."""
         recompute = decoder.activation_checkpointing and torch.is_grad_enabled()
         losses, routed = [], []
         for depth, layer in enumerate(self.layers, 1):
             ahead = inputs._replace(token_mask=_followed(inputs.token_mask, hidden, depth))
             hidden, decided = layer(hidden, _shifted(embedded, depth), decoder, ahead, recompute)
-            targets = labels_of_depth(labels, attention_mask, depth)
+            targets = labels_of_depth(labels, texts, depth)
             _, loss, _ = output_layer(hidden, shared_weight, targets, return_logits=False)
             assert loss is not None
             losses.append(loss)
@@ -128,13 +128,17 @@ class MultiTokenPrediction(nn.Module):
         return MTPOutput(torch.stack(losses).mean(), routed)
 
 
-def labels_of_depth(labels: Tensor, attention_mask: Tensor | None, depth: int) -> Tensor:
+def labels_of_depth(labels: Tensor, texts: Tensor | None, depth: int) -> Tensor:
     """Return labels [B, S] such that position s + 1 has what depth `depth` is scored on at position s, the label of
-    s + 1 + depth; -100 where nothing counts. attention_mask: [B, S, S] bool tells texts apart; others do not."""
+    s + 1 + depth; -100 where nothing counts. texts: the model's attention_mask, of which [B, S, S] bool tells texts
+    apart, or its document_ids [B, S]."""
     shifted = F.pad(labels[:, depth:], (0, min(depth, labels.shape[1])), value=IGNORE_INDEX)
-    if attention_mask is None or attention_mask.dim() != 3 or labels.shape[1] <= depth + 1:
+    if texts is None or (texts.dim() != 3 and texts.dtype == torch.bool) or labels.shape[1] <= depth + 1:
         return shifted
-    follows = attention_mask.diagonal(offset=-depth, dim1=1, dim2=2)[:, :-1]  # [B, S - depth - 1]
+    if texts.dim() == 3:
+        follows = texts.diagonal(offset=-depth, dim1=1, dim2=2)[:, :-1]  # [B, S - depth - 1]
+    else:
+        follows = ((texts[:, depth:] == texts[:, :-depth]) & (texts[:, depth:] >= 0))[:, :-1]
     first, scored, rest = shifted.split([1, follows.shape[1], labels.shape[1] - follows.shape[1] - 1], dim=1)
     return torch.cat([first, scored.masked_fill(~follows, IGNORE_INDEX), rest], dim=1)
 

@@ -29,6 +29,7 @@ from .build import resolve_device
 from .checkpoints.files import checkpoint_dir
 from .checkpoints.start import complete_recipe_state
 from .config import TrainConfig
+from .data.prefetch import Prefetcher
 from .data.windows import Batch
 from .metrics import METRICS, plot_loss
 from .optimizer.learning_rate import LearningRate
@@ -91,6 +92,17 @@ def _run(
         say(f"continuing from step {step} of {config.steps}: {run.checkpoint}")
     if config.compile and step < config.steps:
         progress.waiting("compiling the first step, which can take minutes")
+    batches = opened.enter_context(
+        Prefetcher(
+            lambda at: [
+                run.windows.examples(at + m * B, B)
+                for m in range(data_ranks.rank, run.batch.at(at) // B, data_ranks.world_size)
+            ],
+            after=lambda at: at + run.batch.at(at),
+            end=run.batch.position(config.steps),
+            depth=config.data.prefetch,
+        )
+    )
     progress.begin(step)
     model.train()
     deferred = opened.enter_context(contextlib.ExitStack())
@@ -100,9 +112,8 @@ def _run(
         saving.check()
         seed_all(derive_seed(config.seed, "step", step, layout.gradients.rank, *run.stage))
         windows_of_step = run.batch.at(position)
-        first = range(data_ranks.rank, windows_of_step // B, data_ranks.world_size)
         reading = time.perf_counter()
-        micro_batches = [run.windows.examples(position + m * B, B).to(device) for m in first]
+        micro_batches = [batch.to(device) for batch in batches.at(position)]
         data_s = time.perf_counter() - reading
         lr = learning_rate.at(step)
         noting = config.log.statistics_every > 0 and _is_due(step + 1, config.log.statistics_every, config.steps)

@@ -98,9 +98,9 @@ def make_loss_function(
         documents: torch.Tensor | None = None,
         weight: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        mask = None if documents is None else sees_own_document(documents)
         labels = input_ids if labels is None else labels
-        output = model(input_ids, labels=labels, position_ids=position_ids, attention_mask=mask, return_logits=False)
+        given = {"position_ids": position_ids, "document_ids": documents}
+        output = model(input_ids, labels=labels, return_logits=False, **given)
         none = torch.zeros_like(output.loss)
         aux_loss = none if output.aux_loss is None else output.aux_loss
         mtp_loss = none if output.mtp_loss is None else output.mtp_loss * model.config.mtp_loss_scaling_factor
@@ -143,12 +143,6 @@ def make_pipeline(model: GPTModel, config: TrainConfig, device: str, layout: Lay
         shape=(config.data.micro_batch_size, config.data.sequence_length),
         context=lambda: compute_precision(config.precision, recipe, device, group),
     )
-
-
-def sees_own_document(documents: torch.Tensor) -> torch.Tensor:
-    """documents: [B, S], -1 for padding -> [B, S, S] bool, true where a token may see another; padding sees nothing,
-    itself neither."""
-    return (documents[:, :, None] == documents[:, None, :]) & (documents >= 0)[:, :, None]
 
 
 def loss_weights(batches: Sequence[torch.Tensor | Batch], ranks: Ranks) -> list[torch.Tensor | None]:

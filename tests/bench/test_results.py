@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bench import __main__ as command
-from bench import common, recipe_step, training_curves
+from bench import common, recipe_gap, recipe_step, training_curves
 from bench.commit import AT_START, ROOT, commit
 from bench.recipes import CUSTOM, NAMES, named
 from bench.shapes import Shape
@@ -128,6 +128,16 @@ def test_every_recipe_is_measured() -> None:
     assert {*NAMES} == {*RECIPES} - {"per_module"}, "a recipe of recipes has no numbers of its own"
     assert {*recipe_step.TARGETS} == {*training_curves.BOUNDS} == {*NAMES}
     assert named("bf16") is None and named("custom") is CUSTOM
+
+
+def test_a_gap_is_noise_unless_it_is_beyond_the_variants_that_are_no_recipe() -> None:
+    losses = {"bf16": [2.0, 4.0, 2.0], "fp32": [2.0, 4.0, 2.02], "perturbed": [2.0, 4.0, 2.0]}
+    losses |= {"mxfp8": [2.01, 4.03, 2.012], "nvfp4": [2.2, 4.4, 2.21]}
+    found = recipe_gap.gaps_of({name: [[9.0, loss] for loss in runs] for name, runs in losses.items()}, 2, 1)
+    assert found["nvfp4"]["per_seed"] == [10.0, 10.0, 10.5] and found["nvfp4"]["beyond_noise"]
+    assert found["nvfp4"]["mean"] == 10.167
+    assert found["nvfp4"]["half_width"] == pytest.approx(4.303 * 0.28868 / 3**0.5, abs=1e-3)
+    assert not found["mxfp8"]["beyond_noise"], "0.6 %, where fp32 is 1 % away with a seed"
 
 
 def test_a_step_runs_under_the_recipe_it_is_given(tmp_path: Path) -> None:

@@ -106,6 +106,7 @@ _FREE = {
     "model.activation_checkpointing",
     "model.loss_chunk_tokens",
     "data.tokenizer_workers",
+    "data.prefetch",
     "model.verify",
     "optimizer.skip_nonfinite",
     "precision.cpu_gemm",

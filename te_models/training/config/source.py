@@ -104,6 +104,8 @@ class DataConfig(ConfigPart):
     increment up to the full batch after so many windows; unset means full batches from the beginning."""
     validation_fraction: float = 0.01
     """Part of the windows that is held out for validation, 0 to 1."""
+    prefetch: int = 2
+    """Steps whose batches a thread reads ahead while a step runs; 0: none. It changes no batch."""
 
     def _validate(self) -> None:
         check(self.sequence_length >= 2, "data.sequence_length", self.sequence_length, "at least 2 tokens")
@@ -115,6 +117,7 @@ class DataConfig(ConfigPart):
         check(0 <= self.validation_fraction < 1, "data.validation_fraction", self.validation_fraction, "0 <= f < 1")
         both = bool(self.text) == (self.tokenizer is not None)
         check(both, "data.tokenizer", self.tokenizer, "set exactly when data.text is set")
+        check(self.prefetch >= 0, "data.prefetch", self.prefetch, "zero or a positive integer")
         check(self.tokenizer_workers > 0, "data.tokenizer_workers", self.tokenizer_workers, "a positive integer")
         check((self.path is None) == bool(self.blend), "data.path", self.path, "a folder, or data.blend, and not both")
         check(not (self.blend and self.text), "data.text", list(self.text), "empty with data.blend")

@@ -226,6 +226,16 @@ def embeddings(device: torch.device) -> Iterator[tuple[str, Arguments]]:
         yield "embedding_accumulate_", (torch.zeros(5, 4, device=device), gradient, ids)
 
 
+def packed_attentions(device: torch.device) -> Iterator[tuple[str, Arguments]]:
+    """On a CPU, wherever the other operations run."""
+    documents = torch.tensor([[0, 0, 0, 1, 1, -1], [4, 5, 5, 5, 5, 5], [-1] * 6])
+    for dtype, causal in ((F32, True), (BF16, False)):
+        q, k, v = (torch.randn(3, heads, 6, width).to(dtype) for heads, width in ((4, 8), (2, 8), (2, 5)))
+        yield "packed_attention_fwd", (q, k, v, documents, 0.3, causal)
+        out, logsumexp = torch.randn(3, 4, 6, 5).to(dtype), torch.rand(3, 4, 6)
+        yield "packed_attention_bwd", (out, q, k, v, out, logsumexp, documents, 0.3, causal)
+
+
 def _moved(operand: ScaledOperand, device: torch.device) -> ScaledOperand:
     return ScaledOperand(*(t.to(device) if isinstance(t, Tensor) else t for t in operand))
 
@@ -245,4 +255,5 @@ FAMILIES: list[Family] = [
     gemms,
     grouped_gemms,
     embeddings,
+    packed_attentions,
 ]

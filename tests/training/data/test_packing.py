@@ -17,7 +17,7 @@ from te_models.training import PrecisionConfig, TokenDataset, write_dataset
 from te_models.training.data.windows import Batch, Packing, Windows, rows_of
 from te_models.training.data.writer import TokenWriter, write_meta
 from te_models.training.ranks.data_parallel import Ranks
-from te_models.training.step import loss_weights, make_loss_function, sees_own_document
+from te_models.training.step import loss_weights, make_loss_function
 from tests.training.runs import balanced_model, tiny_model
 
 LENGTHS = [5, 9, 16, 3, 40, 7, 1, 12]
@@ -102,8 +102,9 @@ def test_padding_counts_for_no_router(tmp_path: Path) -> None:
     for length in (5, 8):
         batch = Windows(dataset, length, "all", 0.0, 0, ALL).examples(0, 1)
         assert batch.documents is not None and batch.position_ids is not None
-        seen = sees_own_document(batch.documents)
-        found.append(model(batch.input_ids, position_ids=batch.position_ids, attention_mask=seen).load_balancing_loss)
+        found.append(
+            model(batch.input_ids, position_ids=batch.position_ids, document_ids=batch.documents).load_balancing_loss
+        )
     torch.testing.assert_close(*found)
 
 

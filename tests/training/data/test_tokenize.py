@@ -163,6 +163,26 @@ def test_tables_are_read_through_the_extra_data(tmp_path: Path, monkeypatch: pyt
         build_dataset(tmp_path / "e", [tmp_path / "saved"], "bytes")
 
 
+def test_real_tables_are_read(tmp_path: Path) -> None:
+    """Files of pyarrow in several row groups, a damaged one, and a saved data set."""
+    pyarrow = pytest.importorskip("pyarrow", reason="the extra data is not installed")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="the extra data is not installed")
+    datasets = pytest.importorskip("datasets", reason="the extra data is not installed")
+    rows = {"id": [1, 2, 3], "text": ["one", "zwei é", "three"]}
+    parquet.write_table(pyarrow.table(rows), tmp_path / "a.parquet", row_group_size=2)
+    datasets.Dataset.from_dict({"text": ["four", "five"]}).save_to_disk(str(tmp_path / "saved"))
+    found = build_dataset(tmp_path / "d", [tmp_path / "*.parquet", tmp_path / "saved"], "bytes", workers=2)
+    assert sorted(texts(found)) == sorted([*rows["text"], "four", "five"])
+    with pytest.raises(DataError, match=r"a.parquet has no column 'body'; it has id, text"):
+        build_dataset(tmp_path / "e", [tmp_path / "a.parquet"], "bytes", text_field="body")
+    parquet.write_table(pyarrow.table({"text": ["one", "two", None]}), tmp_path / "b.parquet", row_group_size=2)
+    with pytest.raises(DataError, match=r"b.parquet, row 3: text is a NoneType; allowed: text"):
+        build_dataset(tmp_path / "e", [tmp_path / "b.parquet"], "bytes")
+    (tmp_path / "c.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-20])
+    with pytest.raises(DataError, match=r"c.parquet cannot be read: "):
+        build_dataset(tmp_path / "e", [tmp_path / "c.parquet"], "bytes")
+
+
 def chat_folder(folder: Path, template: str) -> Path:
     tokenizer = byte_tokenizer(["hello world, this is a chat"])
     tokenizer.chat_template = template
