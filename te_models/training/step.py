@@ -99,8 +99,8 @@ def make_loss_function(
         weight: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         labels = input_ids if labels is None else labels
-        given = {"position_ids": position_ids, "document_ids": documents}
-        output = model(input_ids, labels=labels, return_logits=False, **given)
+        places = {"position_ids": position_ids, "document_ids": documents}
+        output = model(input_ids, labels=labels, return_logits=False, **places)
         none = torch.zeros_like(output.loss)
         aux_loss = none if output.aux_loss is None else output.aux_loss
         mtp_loss = none if output.mtp_loss is None else output.mtp_loss * model.config.mtp_loss_scaling_factor
