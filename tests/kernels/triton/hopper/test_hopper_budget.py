@@ -14,8 +14,21 @@ import pytest
 from tests.kernels.triton.hopper.compiler import SHARED_MEMORY, can_compile, in_child
 
 PROGRAM = "tests.kernels.triton.hopper.hopper_budget"
-# 128-blocks and MX copies of both sides, K along the rows: addresses and scales, no sums (at most 96 bytes)
-MAY_SPILL = ("wgrad 128-blocks", "wgrad mxfp8", "dense mxfp8, 64 rows")
+# What still spills at the benchmarked shapes, in bytes of a thread. On 9.0 these are addresses and scales, no sums. On
+# 10.0 a wgrad of 128-blocks takes its products from tensor memory to registers beside the sums, and one tile of several
+# that the autotuner times is too large.
+SPILLS = {
+    ("90", "wgrad 128-blocks"): 48,
+    ("90", "wgrad 128-blocks added"): 72,
+    ("90", "wgrad mxfp8"): 24,
+    ("90", "wgrad mxfp8 added"): 24,
+    ("90", "dense mxfp8, 64 rows"): 8,
+    ("100", "wgrad 128-blocks"): 368,
+    ("100", "wgrad 128-blocks added"): 368,
+    ("100", "cast nvfp4, both, stochastic: quantize_nvfp4_kernel, TILE_R 32, TILE_C 64"): 48,
+}
+# numbers per row, or per part of a row, and an amax, which is added atomically
+NARROW = ("column_sum", "norm_bwd_sums", "sort_", "router_topk_fwd", "cross_entropy_fwd", "amax_kernel")
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +53,26 @@ def hold(found: dict[str, Any], budget: dict[str, Any]) -> None:
     assert over == {}
 
 
-def test_the_budget_spills_no_sums_and_fits(budget) -> None:
-    for kernels in budget["kernels"].values():
+def test_the_budget_fits_and_spills_no_more_than_is_known(budget) -> None:
+    assert budget["kernels"].keys() == {"90", "100"}
+    spills = {}
+    for capability, kernels in budget["kernels"].items():
         assert len(kernels) > 100
         for name, taken in kernels.items():
-            assert taken["spilled"] <= (96 if name.startswith(MAY_SPILL) else 0), name
             assert taken["shared"] <= SHARED_MEMORY, name
-            assert taken["registers"] <= 255, name
+            if taken["spilled"]:
+                spills[capability, name.partition(", num_warps")[0]] = taken["spilled"]
+    assert spills == SPILLS
+
+
+def test_the_budget_stores_16_bytes_at_once(budget) -> None:
+    """But where a kernel writes a few numbers of each row, a norm that leaves its result to a second kernel among
+    them."""
+    for kernels in budget["kernels"].values():
+        for name, taken in kernels.items():
+            kernel = name.partition(": ")[2]
+            statistics = kernel == "norm_fwd_kernel" and "norm, " in name and "long" not in name
+            assert "16" in taken["stores"] or statistics or kernel.startswith(NARROW), name
 
 
 def test_a_backward_pass_of_long_rows_keeps_to_it(budget) -> None:
