@@ -28,6 +28,7 @@ kept = bytearray(300 << 20) if rank else None
 def test_the_extremes_of_two_ranks(tmp_path: Path) -> None:
     """Rank 1 reads slowly and takes 300 MiB more; rank 0 is slow where no collective makes both wait."""
     config = tiny_run(tmp_path, steps=2)
+    config = config.replace(data=config.data.replace(prefetch=0))  # which would hide the wait
     train_on_ranks(config, tmp_path, before=UNEVEN, after="print(len(kept or ''))")
     for row in read_metrics(Path(config.output_dir) / "metrics.jsonl"):
         assert 0.4 <= row["data_s"] < row["step_s_max"], "two micro-batches"
