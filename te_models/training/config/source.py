@@ -34,7 +34,7 @@ class ModelSource(ConfigPart):
     loss_chunk_tokens: int | Literal["auto"] | None = "auto"
     """Tokens whose logits the loss is computed from at a time, which bounds its memory: this number, or 1024 where the
     vocabulary has 32,768 entries or more and a micro-batch's logits would take more than 1 GiB in float32, else all
-    (auto). A run keeps its choice when it continues."""
+    (auto); a run keeps its choice when it continues."""
     logits_z_loss_coeff: float = 0.0
     """Weight of the mean of logsumexp(logits)^2 in the loss that training minimises (z-loss of the logits); 0 means
     none."""
