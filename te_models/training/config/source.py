@@ -105,7 +105,7 @@ class DataConfig(ConfigPart):
     validation_fraction: float = 0.01
     """Part of the windows that is held out for validation, 0 to 1."""
     prefetch: int = 2
-    """Steps whose batches a thread reads ahead while a step runs; 0: none. It changes no batch."""
+    """Steps whose batches a thread reads ahead while a step runs; 0: none; it changes no batch."""
 
     def _validate(self) -> None:
         check(self.sequence_length >= 2, "data.sequence_length", self.sequence_length, "at least 2 tokens")
