@@ -22,7 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +30,15 @@ import torch
 
 from bench.common import RESULTS, versions, write_result
 from bench.recipes import NAMES, named
+from bench.steps import losses_of_steps
 from te_models import GPTModel
 from te_models.config import AttentionConfig, MLPConfig, ModelConfig, MoEConfig
-from te_models.layers import autocast, set_rounding_seed
+from te_models.layers import set_rounding_seed
 from te_models.quickstart.text import library_files
 from te_models.training import build_dataset
-from te_models.training.config import OptimizerConfig, PrecisionConfig, ScheduleConfig
+from te_models.training.config import ScheduleConfig
 from te_models.training.data.dataset import TokenDataset
 from te_models.training.data.windows import Windows
-from te_models.training.optimizer.adamw import Optimizer
-from te_models.training.optimizer.schedule import lr_at
-from te_models.training.ranks.data_parallel import ranks_from_environment
-from te_models.training.step import make_loss_function, train_step
 
 NOISE = ("fp32", "perturbed")
 """Variants whose distance from bf16 is another order of sums, or another start 1 part in 1,000 away."""
@@ -99,7 +96,6 @@ class Bench:
         if not self.tokens.exists():
             build_dataset(self.tokens, library_files()[0], "bytes")
         dataset = TokenDataset.open(self.tokens)
-        trainers: dict[tuple[str, str], Callable[..., list[float]]] = {}
         for seed in range(self.seeds):
             windows = Windows(dataset, SEQUENCE, "train", 0.0, seed)
             for name, config in models.items():
@@ -107,8 +103,7 @@ class Bench:
                     if self.file(name, variant, seed).is_file():
                         continue
                     begun = time.process_time()
-                    train = trainers.setdefault((name, variant), trainer(config, variant))
-                    losses = train(windows, seed, self.steps)
+                    losses = losses_of(config, variant, windows, seed, self.steps)
                     seconds = time.process_time() - begun
                     partial = self.folder / "partial"
                     partial.write_text(json.dumps({"losses": losses, "cpu_seconds": round(seconds, 1)}))
@@ -117,33 +112,18 @@ class Bench:
                     sys.stdout.flush()
 
 
-def trainer(config: ModelConfig, variant: str) -> Callable[[Windows, int, int], list[float]]:
-    """Return a function that trains a new model on windows and returns the loss of each step."""
-    precision = PrecisionConfig(dtype="fp32" if variant == "fp32" else "bf16-mixed")
-    region = autocast(enabled=variant in NAMES, recipe=named(variant) if variant in NAMES else None)
-
-    def train(windows: Windows, seed: int, steps: int) -> list[float]:
-        torch.manual_seed(seed)
-        model = GPTModel(config, params_dtype=torch.float32).train()
-        if variant == "perturbed":
-            for parameter in model.parameters():
-                parameter.data *= 1 + 1e-3 * torch.randn_like(parameter)
-        set_rounding_seed(model, seed)
-        loss_function = make_loss_function(model, precision, "cpu", compiled=True, mode="block")
-        optimizer = Optimizer(model.named_parameters(), OptimizerConfig(lr=LR))
-
-        def under_recipe(input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            with region:  # entered for each call: leaving it updates the scales of delayed scaling
-                return loss_function(input_ids)
-
-        ranks, losses = ranks_from_environment("cpu"), []
-        for step in range(steps):
-            lr = lr_at(step, peak=LR, steps=steps, schedule=SCHEDULE)
-            batch = windows.batch(step * BATCH, BATCH)
-            losses.append(round(train_step(under_recipe, optimizer, [batch], lr, step=step + 1, ranks=ranks).loss, 5))
-        return losses
-
-    return train
+def losses_of(config: ModelConfig, variant: str, windows: Windows, seed: int, steps: int) -> list[float]:
+    """Train a new model on windows and return the loss of each step."""
+    torch.manual_seed(seed)
+    model = GPTModel(config, params_dtype=torch.float32).train()
+    if variant == "perturbed":
+        for parameter in model.parameters():
+            parameter.data *= 1 + 1e-3 * torch.randn_like(parameter)
+    set_rounding_seed(model, seed)
+    options: dict[str, Any] = {"steps": steps, "batch": BATCH, "lr": LR, "schedule": SCHEDULE}
+    options["precision"] = "fp32" if variant == "fp32" else "bf16-mixed"
+    options["recipe"] = named(variant) if variant in NAMES else None
+    return [round(loss, 5) for loss in losses_of_steps(model, windows, **options)]
 
 
 def interval(values: Sequence[float]) -> dict[str, float]:

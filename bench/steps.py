@@ -1,17 +1,20 @@
-"""One train step of our model, as the benchmarks time it."""
+"""Train steps of our model, as the benchmarks time and compare them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
 import te_models
 from te_models.layers import Recipe, autocast
-from te_models.training.config import OptimizerConfig, PrecisionConfig
+from te_models.training.config import OptimizerConfig, PrecisionConfig, ScheduleConfig
+from te_models.training.data.windows import Windows
 from te_models.training.optimizer.adamw import Optimizer
-from te_models.training.step import make_loss_function
+from te_models.training.optimizer.schedule import lr_at
+from te_models.training.ranks.data_parallel import ranks_from_environment
+from te_models.training.step import make_loss_function, train_step
 
 Step = Callable[[], torch.Tensor]
 
@@ -58,3 +61,33 @@ def our_step(
         return loss.detach()
 
     return lambda: [step(input_ids) for input_ids in batches][-1]
+
+
+def losses_of_steps(
+    model: te_models.GPTModel,
+    windows: Windows,
+    *,
+    steps: int,
+    batch: int,
+    lr: float,
+    schedule: ScheduleConfig,
+    precision: str = "bf16-mixed",
+    recipe: Recipe | None = None,
+) -> Iterator[float]:
+    """Train a model on windows, `batch` a step, compiled by block, and yield the loss of each step. recipe: None is
+    none."""
+    loss_function = make_loss_function(
+        model, PrecisionConfig.from_dict({"dtype": precision}), "cpu", compiled=True, mode="block"
+    )
+    optimizer = Optimizer(model.named_parameters(), OptimizerConfig(lr=lr))
+    region = autocast(enabled=recipe is not None, recipe=recipe)
+
+    def under_recipe(input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with region:  # entered for each call: leaving it updates the scales of delayed scaling
+            return loss_function(input_ids)
+
+    ranks = ranks_from_environment("cpu")
+    for step in range(steps):
+        now = lr_at(step, peak=lr, steps=steps, schedule=schedule)
+        ids = windows.batch(step * batch, batch)
+        yield train_step(under_recipe, optimizer, [ids], now, step=step + 1, ranks=ranks).loss

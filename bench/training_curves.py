@@ -23,20 +23,17 @@ import torch
 
 from bench.common import RESULTS, versions, write_result
 from bench.recipes import NAMES, named
+from bench.steps import losses_of_steps
 from te_models import GPTModel
 from te_models.config import AttentionConfig, EmbeddingConfig, MLPConfig, ModelConfig
-from te_models.layers import autocast, set_rounding_seed
+from te_models.layers import set_rounding_seed
 from te_models.memory import return_freed_memory
 from te_models.quickstart.text import library_files
 from te_models.quickstart.tiny import VOCABULARY, train_tokenizer
 from te_models.training import build_dataset
-from te_models.training.config import OptimizerConfig, PrecisionConfig, ScheduleConfig
+from te_models.training.config import ScheduleConfig
 from te_models.training.data.dataset import TokenDataset
 from te_models.training.data.windows import Windows
-from te_models.training.optimizer.adamw import Optimizer
-from te_models.training.optimizer.schedule import lr_at
-from te_models.training.ranks.data_parallel import ranks_from_environment
-from te_models.training.step import make_loss_function, train_step
 
 BOUNDS = dict.fromkeys(NAMES, 0.02) | {"nvfp4": 0.04}
 """How far the final loss may be from bf16's, relative."""
@@ -67,20 +64,10 @@ def losses_of(name: str, windows: Windows) -> list[float]:
     torch.manual_seed(SEED)
     model = GPTModel(CONFIG, params_dtype=torch.float32).train()
     set_rounding_seed(model, SEED)
-    precision = PrecisionConfig(dtype="bf16-mixed")
-    loss_function = make_loss_function(model, precision, "cpu", compiled=True, mode="block")
-    optimizer = Optimizer(model.named_parameters(), OptimizerConfig(lr=LR))
-    region = autocast(enabled=name != "bf16", recipe=named(name))
-
-    def under_recipe(input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        with region:  # entered for each call: leaving it updates the scales of delayed scaling
-            return loss_function(input_ids)
-
-    ranks, losses = ranks_from_environment("cpu"), []
-    for step in range(STEPS):
-        lr = lr_at(step, peak=LR, steps=STEPS, schedule=SCHEDULE)
-        batch = windows.batch(step * BATCH, BATCH)
-        losses.append(train_step(under_recipe, optimizer, [batch], lr, step=step + 1, ranks=ranks).loss)
+    options: dict[str, Any] = {"steps": STEPS, "batch": BATCH, "lr": LR, "schedule": SCHEDULE, "recipe": named(name)}
+    losses: list[float] = []
+    for step, loss in enumerate(losses_of_steps(model, windows, **options)):
+        losses.append(loss)
         return_freed_memory()
         if (step + 1) % 50 == 0:
             print(f"  {name}: step {step + 1}, loss {statistics.fmean(losses[-FINAL:]):.4f}", flush=True)

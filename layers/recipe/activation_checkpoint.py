@@ -81,8 +81,8 @@ class Recomputation(Region):
 def _without_record(live: QuantizerState | Tensor, selective: bool) -> QuantizerState | Tensor:
     if isinstance(live, Tensor):  # a cached weight
         return live
-    statistics = None if live.statistics is None else torch.empty_like(live.statistics)
-    amax = None if live.amax is None or not selective else torch.zeros_like(live.amax)
+    statistics = None if live.statistics is None else scratch_like(live.statistics)
+    amax = None if live.amax is None or not selective else scratch_like(live.amax)
     return live._replace(amax=amax, statistics=statistics)
 
 

@@ -157,17 +157,22 @@ def gradients_are_those_of_one_rank(name: str, layout: str) -> None:
     torch.testing.assert_close(norm, whole_norm.norm(), rtol=0.02, atol=0)
 
 
-def stored_weights_are_shards_of_the_whole() -> None:
-    """Weights with blocks are quantized before they are cut: the bytes of one rank's weights."""
+def stored_whole_and_sharded(width: int, mesh: Any) -> tuple[GPTModel, GPTModel]:
+    """Return a model whose weights are stored in MXFP8, whole, and the same one in shards."""
     from te_models.layers import quantized_model_init
 
-    config, mesh = tiny(hidden_size=64, mlp=MLPConfig(ffn_hidden_size=64)), mesh_of("hsdp")
+    config = tiny(hidden_size=64, mlp=MLPConfig(ffn_hidden_size=width))
     torch.manual_seed(5)
     with quantized_model_init(recipe=recipe("mxfp8")):
         whole = GPTModel(config)
     torch.manual_seed(5)
-    model = split(config, mesh)
-    parallelize(model, mesh, device="cpu", weights=recipe("mxfp8"))
+    return whole, parallelize(split(config, mesh), mesh, device="cpu", weights=recipe("mxfp8"))
+
+
+def stored_weights_are_shards_of_the_whole() -> None:
+    """Weights with blocks are quantized before they are cut: the bytes of one rank's weights."""
+    mesh = mesh_of("hsdp")
+    whole, model = stored_whole_and_sharded(64, mesh)
     found = 0
     for name, parameter in model.named_parameters():
         local, expected = local_part(parameter), whole.get_parameter(name)
@@ -181,14 +186,7 @@ def stored_weights_are_shards_of_the_whole() -> None:
 
 def unequal_shards_are_saved() -> None:
     """Of 64 rows in blocks of 32 two of four ranks have none; files have the whole model's bits."""
-    from te_models.layers import quantized_model_init
-
-    config, mesh = tiny(hidden_size=64, mlp=MLPConfig(ffn_hidden_size=96)), mesh_of("fsdp4")
-    torch.manual_seed(5)
-    with quantized_model_init(recipe=recipe("mxfp8")):
-        whole = GPTModel(config)
-    torch.manual_seed(5)
-    model = parallelize(split(config, mesh), mesh, device="cpu", weights=recipe("mxfp8"))
+    whole, model = stored_whole_and_sharded(96, mesh_of("fsdp4"))
     weight = local_part(model.get_parameter("decoder.layers.0.self_attention.linear_proj.weight"))
     assert isinstance(weight, QuantizedTensor) and weight.shape[0] == (32 if dist.get_rank() < 2 else 0)
     model.save_pretrained(FOLDER / "unequal")

@@ -79,12 +79,9 @@ class Muon(torch.optim.Optimizer):
         self.momentum, self.adjust_lr = momentum, adjust_lr
         for group in self.param_groups:
             for p in group["params"]:
-                if p.dim() not in (2, 3) or isinstance(local_part(p), QuantizedTensor):
-                    what = (
-                        "stored quantized"
-                        if isinstance(local_part(p), QuantizedTensor)
-                        else f"of shape {tuple(p.shape)}"
-                    )
+                quantized = isinstance(local_part(p), QuantizedTensor)
+                if p.dim() not in (2, 3) or quantized:
+                    what = "stored quantized" if quantized else f"of shape {tuple(p.shape)}"
                     raise ValueError(f"Muon got a parameter that is {what}; allowed: matrices, and stacks of them")
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p, dtype=torch.float32, requires_grad=False)
                 if master_weights and p.dtype.itemsize < 4:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from te_models.layers.tensor.fsdp import local_part
+from te_models.layers.tensor.fsdp import largest_shard, local_part
 
 if TYPE_CHECKING:
     from te_models.checkpoints.plan.rank_shards import Cuts
@@ -59,16 +59,16 @@ class DividedMatrix:
             for dim, ranges in self.cuts[self.group.rank()].items():
                 whole = torch.cat([whole.narrow(dim, begin, end - begin) for begin, end in ranges], dim)
         sharded: Any = self.parameter
-        if local_part(sharded) is sharded or not _cuts_matrices(sharded):
+        if not _has_parts(sharded):
             return whole
         mesh, dim = sharded.device_mesh, sharded.placements[-1].dim
-        each = -(-whole.shape[dim] // mesh.size(mesh.ndim - 1))
+        each = largest_shard(sharded, whole.shape[dim], mesh.size(mesh.ndim - 1))
         begin = min(each * mesh.get_local_rank(mesh.ndim - 1), whole.shape[dim])
         return whole.narrow(dim, begin, min(each, whole.shape[dim] - begin))
 
     def _with_shards(self, part: Tensor) -> Tensor:
         sharded: Any = self.parameter
-        if local_part(sharded) is sharded or not _cuts_matrices(sharded):
+        if not _has_parts(sharded):
             return part
         from torch.distributed.tensor import DTensor
 
@@ -76,9 +76,9 @@ class DividedMatrix:
         return DTensor.from_local(part, sharded.device_mesh, sharded.placements, **options).full_tensor()
 
 
-def _cuts_matrices(sharded: Any) -> bool:
-    """Whether FSDP2 shards a parameter within its matrices, and not a stack between them."""
-    return sharded.dim() == 2 or sharded.placements[-1].dim > 0
+def _has_parts(parameter: Any) -> bool:
+    """Whether FSDP2 shards a parameter, and within its matrices, not a stack between them."""
+    return local_part(parameter) is not parameter and (parameter.dim() == 2 or parameter.placements[-1].dim > 0)
 
 
 def divided_matrices(parts: ModelParts) -> dict[str, DividedMatrix]:
@@ -90,7 +90,7 @@ def divided_matrices(parts: ModelParts) -> dict[str, DividedMatrix]:
             continue
         owned = [its[name] for its in others]
         split = group is not None and owned[0].dim is not None
-        if split or (local_part(parameter) is not parameter and _cuts_matrices(parameter)):
+        if split or _has_parts(parameter):
             cuts: list[Cuts] = [{} if its.dim is None else {its.dim: its.ranges} for its in owned]
             shape = list(parameter.shape)
             if split:
