@@ -2,7 +2,7 @@
 
 Names are imported on first use, so `import te_models` costs little. What lives where:
 config       ModelConfig and its parts             model        GPTModel, TransformerLayer, MoELayer
-generation   generate, stream                      compile      compile_model
+generation   generate, stream, drafts              compile      compile_model
 parallel     ParallelDims, parallelize             training     train
 cli          the command `te-models`
 kernels      maths on plain tensors                layers       the layer set and FP8 recipes
@@ -30,12 +30,13 @@ if TYPE_CHECKING:
         RouterConfig,
         TemperatureConfig,
     )
-    from .generation import generate, stream
+    from .generation import Draft, DraftModel, generate, stream
     from .model import (
         GPTModel,
         KVCache,
         ModelOutput,
         MoELayer,
+        StaticKVCache,
         TransformerLayer,
         take_expert_load,
         update_expert_bias,
@@ -56,12 +57,13 @@ _HOME = {
         "RouterConfig",
         "TemperatureConfig",
     ),
-    "generation": ("generate", "stream"),
+    "generation": ("Draft", "DraftModel", "generate", "stream"),
     "model": (
         "GPTModel",
         "KVCache",
         "MoELayer",
         "ModelOutput",
+        "StaticKVCache",
         "TransformerLayer",
         "take_expert_load",
         "update_expert_bias",
@@ -74,6 +76,8 @@ __version__ = "0.1.0"
 __all__ = [
     "AttentionConfig",
     "ConfigError",
+    "Draft",
+    "DraftModel",
     "EmbeddingConfig",
     "GPTModel",
     "KVCache",
@@ -86,6 +90,7 @@ __all__ = [
     "NormConfig",
     "RopeConfig",
     "RouterConfig",
+    "StaticKVCache",
     "TemperatureConfig",
     "TransformerLayer",
     "compile_model",

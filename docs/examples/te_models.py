@@ -86,6 +86,47 @@ with torch.no_grad():
     model(tokens, cache=cache)  # fills the cache
     print(model(tokens[:, -1:], cache=cache).logits.shape)  # [2, 1, 256]: position 16
 
+# %% StaticKVCache
+import torch
+from te_models import AttentionConfig, GPTModel, MLPConfig, ModelConfig, StaticKVCache
+
+config = ModelConfig(
+    vocab_size=256,
+    hidden_size=64,
+    num_layers=2,
+    max_position_embeddings=128,
+    attention=AttentionConfig(num_attention_heads=4),
+    mlp=MLPConfig(ffn_hidden_size=176),
+)
+model, tokens = GPTModel(config).eval(), torch.randint(256, (2, 16))
+cache = StaticKVCache(config, batch_size=2, max_length=32)  # what generate(compile=True) decodes with
+with torch.no_grad():
+    token = model(tokens, cache=cache).logits[:, -1:].argmax(dim=-1)
+    for position in (16, 17):
+        logits = model(token, position_ids=torch.tensor([[position]]), cache=cache.step).logits
+        cache.step.position.add_(1)
+        token = logits.argmax(dim=-1)
+print(token.shape)  # [2, 1]
+
+# %% DraftModel, Draft
+import torch
+from te_models import AttentionConfig, Draft, DraftModel, GPTModel, MLPConfig, ModelConfig, generate
+
+config = ModelConfig(
+    vocab_size=256,
+    hidden_size=64,
+    num_layers=4,
+    max_position_embeddings=128,
+    attention=AttentionConfig(num_attention_heads=4),
+    mlp=MLPConfig(ffn_hidden_size=176),
+)
+model, small = GPTModel(config).eval(), GPTModel(config.replace(num_layers=1)).eval()
+draft = DraftModel(small)
+assert isinstance(draft, Draft)  # what proposes tokens in another way is another subclass
+tokens = torch.randint(256, (1, 16))
+print(generate(model, tokens, max_new_tokens=20, draft_model=draft, num_draft_tokens=4).shape)  # [1, 36]
+print(draft.acceptance_rate)
+
 # %% TransformerLayer
 import torch
 from te_models import AttentionConfig, GPTModel, MLPConfig, ModelConfig, TransformerLayer

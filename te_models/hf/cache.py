@@ -41,6 +41,9 @@ class TransformersLayer:
         self.length = length
         self.window = window
 
+    def hidden_slots(self) -> None:
+        """What `update` returns are positions in order."""
+
     def update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """As `LayerCache.update`: store [B, S, G, D] and [B, S, G, Dv], return all that the queries can see. Raises
         ValueError if the cache has dropped some of it."""

@@ -5,7 +5,7 @@ layer      one transformer layer, in five block kinds                     attent
 mlp        dense MLP and shared experts                                   moe       routing and experts
 router     the router, what it decided, and its counts                    expert_bias  balance of experts
 embedding  token and position embedding                                   output    logits, loss, ModelOutput
-rotary     cos and sin tables                                             cache     key-value cache
+rotary     cos and sin tables                                             cache     key-value caches
 build      how modules are created, and what is refused                    mtp       layers that predict further tokens
 constants  buffers that are computed, not learned                        stage     pipeline stages of a model
 
@@ -13,7 +13,7 @@ May import: everything but the command line.
 """
 
 from .build import Build
-from .cache import KVCache
+from .cache import KVCache, StaticKVCache
 from .expert_bias import ExpertLoad, take_expert_load, update_expert_bias
 from .gpt import GPTModel
 from .layer import TransformerLayer
@@ -29,6 +29,7 @@ __all__ = [
     "MoELayer",
     "ModelOutput",
     "RouterOutput",
+    "StaticKVCache",
     "TransformerLayer",
     "take_expert_load",
     "update_expert_bias",

@@ -74,21 +74,27 @@ class SelfAttention(nn.Module):
             q = q * query_scale.to(q.dtype)
         v = self._clipped(qkv[..., self.q_size + self.k_size :])
         v = torch.unflatten(v, -1, (self.num_groups, self.v_head_dim))
+        first, slots = 0, None
         if cache is not None:
             k, v = cache.update(k, v)
-            if hidden_keys is not None:
-                hidden_keys = hidden_keys[..., hidden_keys.shape[-1] - k.shape[1] :]
-        if self.context_shard is None:
-            y = self._attention(q, k, v, hidden_keys)
+            slots = cache.hidden_slots()
+            first = cache.length + q.shape[1] - k.shape[1]
+        if slots is not None:
+            y = self.core_attention(q, k, v, slots, attn_mask_type="arbitrary", window_size=(-1, -1))
+        elif self.context_shard is None:
+            y = self._attention(q, k, v, hidden_keys, first)
         else:
             both = gather_positions(torch.cat((k, v), -1), self.context_shard)
             k, v = both.split((self.head_dim, self.v_head_dim), -1)
             y = attention_of_chunks(self._attention, q, k, v, hidden_keys, self.context_shard)
         return self.linear_proj(y if batch_size is None else y.flatten(0, 1))
 
-    def _attention(self, q: Tensor, k: Tensor, v: Tensor, hidden_keys: Tensor | None) -> Tensor:
+    def _attention(self, q: Tensor, k: Tensor, v: Tensor, hidden_keys: Tensor | None, first: int = 0) -> Tensor:
+        """first: the position of the first key; hidden_keys is of those before it, too."""
         if self.chunk_size is not None:
-            hidden_keys = other_chunks(q.shape[1], k.shape[1], self.chunk_size, hidden_keys, q.device)
+            hidden_keys = other_chunks(q.shape[1], k.shape[1], self.chunk_size, hidden_keys, q.device, first)
+        elif hidden_keys is not None:
+            hidden_keys = hidden_keys[..., first:]
         return attention_of(self.core_attention, q, k, v, hidden_keys)
 
     def packs(self, device: torch.device) -> bool:
@@ -158,15 +164,17 @@ def attention_of(
     return core_attention(q, k, v, hidden_keys)
 
 
-def other_chunks(queries: int, keys: int, size: int, hidden_keys: Tensor | None, device: torch.device) -> Tensor:
+def other_chunks(
+    queries: int, keys: int, size: int, hidden_keys: Tensor | None, device: torch.device, first: int = 0
+) -> Tensor:
     """Return what chunked attention hides, broadcastable to [B, 1, S, L] bool: keys outside the query's own chunk, and
-    what `hidden_keys` [B, 1, 1 or S, L] hides already. Chunks of `size` positions count from the first key that is not
-    hidden; the queries are the last positions."""
-    position = torch.arange(keys, device=device)
+    what `hidden_keys` [B, 1, 1 or S, first + L] hides already. Chunks of `size` positions count from the first position
+    that is not hidden; the queries are the last positions. first: the position of the first key."""
+    position = torch.arange(first, first + keys, device=device)
     if hidden_keys is None:
         chunk = (position // size)[None, None]
         return chunk[..., None, :] != chunk[..., keys - queries :, None]
     begin = hidden_keys.long().cumprod(dim=-1).sum(dim=-1, keepdim=True)
     chunk = torch.div(position - begin, size, rounding_mode="floor")
     own = torch.div(position[keys - queries :, None] - begin, size, rounding_mode="floor")
-    return hidden_keys | (chunk != own)
+    return hidden_keys[..., first:] | (chunk != own)

@@ -106,8 +106,10 @@ class LatentAttention(nn.Module):
         if query_scale is not None:
             q = q * query_scale.to(q.dtype)
         latent, shared = latent[:, :, None], self._rotated(shared[:, :, None], rotary)
+        slots = None
         if cache is not None:
             latent, shared = cache.update(latent, shared)
+            slots = cache.hidden_slots()
             if hidden_keys is not None:
                 hidden_keys = hidden_keys[..., hidden_keys.shape[-1] - latent.shape[1] :]
         if self.context_shard is not None:  # fewer numbers than keys and values, which each rank computes from them
@@ -116,7 +118,9 @@ class LatentAttention(nn.Module):
         kv = self.linear_kv_up(latent[:, :, 0]).unflatten(-1, (q.shape[2], -1))
         plain, v = kv.split([mla.qk_head_dim, mla.v_head_dim], dim=-1)
         k = torch.cat((plain, shared.expand(-1, -1, q.shape[2], -1)), dim=-1)
-        if self.context_shard is None:
+        if slots is not None:
+            y = self.core_attention(q, k, v, slots, attn_mask_type="arbitrary", window_size=(-1, -1))
+        elif self.context_shard is None:
             y = attention_of(self.core_attention, q, k, v, hidden_keys)
         else:
             y = attention_of_chunks(self.core_attention, q, k, v, hidden_keys, self.context_shard)

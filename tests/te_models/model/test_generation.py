@@ -123,10 +123,10 @@ def test_sampling_among_one_token_is_greedy(pairs) -> None:
 
 def test_sampling_frequencies_follow_the_probabilities() -> None:
     """A model is not needed to check the sampler: 20000 rows of the same logits."""
-    from te_models.generation import _Sampler
+    from te_models.generation import Sampler
 
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0]).expand(20_000, 4)
-    sampler = _Sampler(0.5, 3, None, torch.Generator().manual_seed(0))
+    sampler = Sampler(0.5, 3, None, torch.Generator().manual_seed(0))
     counts = torch.bincount(sampler(logits), minlength=4) / 20_000
     expected = torch.softmax(torch.tensor([4.0, 2.0, 0.0]), dim=0)
     # Four standard deviations of a frequency over 20000 draws.

@@ -1,4 +1,4 @@
-"""Text generation with a key-value cache: greedy or sampled, batched, streaming.
+"""Text generation with a key-value cache: greedy or sampled, batched, streaming, compiled, or with a draft model.
 
 B batch, S prompt length, V vocabulary. Prompts of different lengths are padded on the left, so that every row's next
 token comes at the same column.
@@ -7,7 +7,6 @@ token comes at the same column.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -15,26 +14,10 @@ from torch import Tensor
 
 from te_models.layers.functional.gemm_operand import compute_dtype
 
-from .model import GPTModel, KVCache
-
-
-def filter_logits(logits: Tensor, top_k: int | None = None, top_p: float | None = None) -> Tensor:
-    """Return logits [B, V] with the unlikely tokens at -inf.
-
-    Kept are the top_k best, and of those the smallest set of best tokens whose probabilities sum to top_p or more. The
-    best token always stays; of equal logits the lower token id is better.
-    """
-    if top_k is None and top_p is None:
-        return logits
-    values, order = torch.sort(logits, dim=-1, descending=True, stable=True)
-    removed = torch.zeros_like(values, dtype=torch.bool)
-    if top_k is not None:
-        removed[:, top_k:] = True
-    if top_p is not None:
-        probabilities = torch.softmax(values.float().masked_fill(removed, -torch.inf), dim=-1)
-        removed |= probabilities.cumsum(dim=-1) - probabilities >= top_p
-    removed[:, 0] = False
-    return torch.empty_like(values).scatter_(-1, order, values.masked_fill(removed, -torch.inf))
+from ..model import GPTModel, KVCache, StaticKVCache
+from .compiled import decode_step, static_length
+from .sampling import Sampler
+from .speculative import Draft, DraftModel, speculative_steps
 
 
 def _check(
@@ -81,6 +64,9 @@ def stream(
     seed: int | None = None,
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
+    compile: bool = False,
+    draft_model: GPTModel | Draft | None = None,
+    num_draft_tokens: int = 4,
 ) -> Iterator[Tensor]:
     """Yield the next token of each row, [B] int64, up to max_new_tokens times; arguments and errors as for `generate`.
 
@@ -106,24 +92,22 @@ def stream(
     if pad_token_id is None:
         pad_token_id = ends[0] if ends else 0
     generator = None if seed is None else torch.Generator(input_ids.device).manual_seed(seed)
-    sampler = _Sampler(temperature, top_k, top_p, generator)
-    return _steps(model, input_ids, mask, max_new_tokens, sampler, ends, pad_token_id)
-
-
-@dataclass(frozen=True)
-class _Sampler:
-    """Chooses the next tokens: logits [B, V] -> [B] int64."""
-
-    temperature: float
-    top_k: int | None
-    top_p: float | None
-    generator: torch.Generator | None
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        if self.temperature == 0:
-            return logits.argmax(dim=-1)
-        logits = filter_logits(logits.float() / self.temperature, self.top_k, self.top_p)
-        return torch.multinomial(torch.softmax(logits, dim=-1), 1, generator=self.generator)[:, 0]
+    sampler = Sampler(temperature, top_k, top_p, generator)
+    shared = model.tp_group is not None or model.ep_group is not None
+    if shared and (compile or draft_model is not None):
+        name = "compile" if compile else "draft_model"
+        raise ValueError(f"{name} is given for a model that ranks share; allowed: a model that each rank has whole")
+    if draft_model is None:
+        return _steps(model, input_ids, mask, max_new_tokens, sampler, ends, pad_token_id, compile)
+    if compile:
+        raise ValueError("compile and draft_model are both given; allowed: one of them")
+    if input_ids.shape[0] != 1:
+        raise ValueError(f"draft_model is given for {input_ids.shape[0]} prompts; allowed: one prompt")
+    if num_draft_tokens < 1:
+        raise ValueError(f"num_draft_tokens is {num_draft_tokens}; allowed: 1 or more")
+    draft = DraftModel(draft_model) if isinstance(draft_model, GPTModel) else draft_model
+    prompt = input_ids[:, int((~mask).sum()) :]
+    return speculative_steps(model, draft, prompt, max_new_tokens, num_draft_tokens, sampler, ends)
 
 
 def _steps(
@@ -131,16 +115,23 @@ def _steps(
     ids: Tensor,
     mask: Tensor,
     max_new_tokens: int,
-    sampler: _Sampler,
+    sampler: Sampler,
     ends: tuple[int, ...],
     pad_token_id: int,
+    compile: bool,
 ) -> Iterator[Tensor]:
     """The loop behind `stream`, a generator; `stream` itself is not, so that it checks its arguments when called."""
     batch, prompt = ids.shape
     ends_tensor = torch.tensor(ends, dtype=torch.int64, device=ids.device)
     dtype = compute_dtype(model.embedding.word_embeddings.weight)
-    room = prompt + max_new_tokens
-    cache = KVCache(model.config, batch, room, dtype=dtype, device=ids.device, tp_size=model.tp_size)
+    room, step = prompt + max_new_tokens, None
+    cache: KVCache | StaticKVCache
+    if compile:
+        cache = StaticKVCache(model.config, batch, static_length(room), dtype=dtype, device=ids.device)
+        cache.set_padding(mask)
+        step = decode_step()
+    else:
+        cache = KVCache(model.config, batch, room, dtype=dtype, device=ids.device, tp_size=model.tp_size)
     padded = not bool(mask.all())
     position_ids = positions_of(mask)
     running = torch.ones(batch, dtype=torch.bool, device=ids.device)
@@ -153,14 +144,17 @@ def _steps(
     try:
         for _ in range(max_new_tokens):
             with torch.no_grad():
-                output = model(
-                    ids,
-                    position_ids=position_ids,
-                    attention_mask=mask if padded else None,
-                    cache=cache,
-                    last_logits_only=True,
-                )
-                token = torch.where(running, sampler(output.logits[:, -1]), pad_token_id)
+                if step is not None and isinstance(cache, StaticKVCache) and cache.length:
+                    logits = step(model, ids, position_ids, cache.step)
+                else:
+                    logits = model(
+                        ids,
+                        position_ids=position_ids,
+                        attention_mask=mask if padded else None,
+                        cache=cache,
+                        last_logits_only=True,
+                    ).logits[:, -1]
+                token = torch.where(running, sampler(logits), pad_token_id)
                 if model.tp_group is not None and sampler.temperature > 0:  # whose generators may stand elsewhere
                     dist.broadcast(token, group=model.tp_group, group_src=0)
             yield token
@@ -205,14 +199,21 @@ def generate(
     seed: int | None = None,
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
+    compile: bool = False,
+    draft_model: GPTModel | Draft | None = None,
+    num_draft_tokens: int = 4,
 ) -> Tensor:
     """Return the prompts with their continuations, [B, S + n] with n <= max_new_tokens.
 
     input_ids: [B, S] int64. attention_mask: [B, S], false where a prompt is padded (on the left only). temperature: 0
     takes the best token; above 0 samples from softmax(logits / temperature), restricted by top_k and top_p, with a
     generator seeded with `seed` (None: torch's global generator). If ranks share split layers, the first rank draws.
-    eos_token_id ends a row; the rest of the row is filled with pad_token_id (None: the first eos). Raises ValueError
-    for an argument out of range.
+    eos_token_id ends a row; the rest of the row is filled with pad_token_id (None: the first eos). compile: decode with
+    a `StaticKVCache`, all tokens in one graph, which later calls for as many rows and about as many tokens use again;
+    not for models that ranks share. draft_model: a smaller model of the same vocabulary, or a `Draft`, that proposes
+    num_draft_tokens tokens at a time, which the model checks in one call: the same text for temperature 0, the same
+    distribution above; for one prompt. Raises ValueError for an argument out of range, and for options that do not go
+    together.
 
     Example:
         tokens = generate(model.eval(), input_ids, max_new_tokens=20, temperature=0.8, seed=0)
@@ -228,5 +229,8 @@ def generate(
         seed=seed,
         eos_token_id=eos_token_id,
         pad_token_id=pad_token_id,
+        compile=compile,
+        draft_model=draft_model,
+        num_draft_tokens=num_draft_tokens,
     )
     return torch.cat((input_ids, torch.stack(list(steps), dim=1)), dim=1)

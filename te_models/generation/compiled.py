@@ -1,0 +1,37 @@
+"""Decoding in one graph: a step's tensors have the same shapes for every token, so nothing is compiled twice.
+
+B batch, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ..compile.compile_model import with_room
+from ..model import GPTModel
+from ..model.cache.static import StaticStep
+
+MULTIPLE = 64
+
+
+def static_length(tokens: int) -> int:
+    """Return the slots for so many tokens: a multiple, so that texts of about the same length share a graph."""
+    return -(-tokens // MULTIPLE) * MULTIPLE
+
+
+def _decode(model: GPTModel, ids: Tensor, position_ids: Tensor, memory: StaticStep) -> Tensor:
+    """ids, position_ids: [B, 1] -> the logits of the next token, [B, V]."""
+    logits = model(ids, position_ids=position_ids, cache=memory).logits
+    memory.position.add_(1)
+    assert logits is not None
+    return logits[:, -1]
+
+
+@cache
+def decode_step() -> Callable[[GPTModel, Tensor, Tensor, StaticStep], Tensor]:
+    """Return the compiled step of all models. Importing it does not import the compiler; calling this does."""
+    return with_room(torch.compile(_decode, fullgraph=True, dynamic=False))
