@@ -9,8 +9,9 @@ in `make test-all`. The choice depends on nothing but the parameters, so it is t
 from __future__ import annotations
 
 import itertools
+import time
 from collections import defaultdict
-from collections.abc import Callable, Generator, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import pytest
@@ -22,6 +23,11 @@ BUDGET_S = 60.0
 machine is allowed for."""
 
 Cell = dict[str, Hashable]
+
+CPU_TIMES = pytest.StashKey[dict[str, dict[str, float]]]()
+"""In the stash of the configuration: processor seconds of each phase of each test, and its seconds by the clock."""
+_CLOCK = pytest.StashKey[dict[str, float]]()
+_BEGAN = pytest.StashKey[float]()
 
 
 def chosen(cells: list[Cell], strength: int) -> list[int]:
@@ -71,13 +77,22 @@ def mark_uncovered(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.slow)
 
 
-def within_budget(item: pytest.Item) -> Generator[None, object, object]:
-    """Run a test, and fail it where it takes more than BUDGET_S and is not marked slow."""
-    before = processor_time()
-    result = yield
-    spent = processor_time() - before
+def start(item: pytest.Item, phase: str) -> None:
+    """Note that a phase of a test begins, and with it the one before ends."""
+    item.stash.setdefault(_CLOCK, {})[phase] = processor_time()
+    item.stash.setdefault(_BEGAN, time.monotonic())
+
+
+def finish(item: pytest.Item) -> None:
+    """Note that a test ends; fail it where it took more than BUDGET_S and is not marked slow."""
+    starts = item.stash[_CLOCK]
+    ends = [*list(starts.values())[1:], processor_time()]
+    times = {phase: round(end - begin, 3) for (phase, begin), end in zip(starts.items(), ends, strict=True)}
+    clock = round(time.monotonic() - item.stash[_BEGAN], 3)
+    item.config.stash.setdefault(CPU_TIMES, {})[item.nodeid] = times | {"clock": clock}
+    spent = sum(times.values())
     if spent > BUDGET_S and not any(item.get_closest_marker(name) for name in ("slow", "real", "gpu")):
         pytest.fail(
-            f"{item.nodeid} took {spent:.0f} s of processor time; allowed: {BUDGET_S:.0f} s, or the marker slow"
+            f"{item.nodeid} took {spent:.1f} s of processor time, fixtures and processes included; allowed are "
+            f"{BUDGET_S:.0f} s, or the marker slow beside a cheaper test of the same mechanism ({times})"
         )
-    return result
