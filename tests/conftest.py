@@ -50,10 +50,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs an accelerator, and this machine has none"))
 
 
+gc.disable()  # importing and collecting make next to no garbage, and millions of objects to walk
+
+
 def pytest_collection_finish() -> None:
     """Keep what importing and collecting made out of the garbage collector, which would walk it during the tests."""
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -4,6 +4,9 @@
 every parameter occurs ("each", the default) or every pair of values ("pairs"); `by={"case": family_of}` covers what a
 function makes of a parameter's values, here every family. The other cells are marked slow and run
 in `make test-all`. The choice depends on nothing but the parameters, so it is the same in every run.
+
+`@pytest.mark.sentinels("qwen3-mxfp8", ...)` names the cells that `make test` runs, by their ids, where a person chooses
+better: the cheapest of each mechanism.
 """
 
 from __future__ import annotations
@@ -68,6 +71,7 @@ def mark_uncovered(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("matrix") and not item.get_closest_marker("slow"):
             gpu = item.get_closest_marker("gpu") is not None
             matrices[item.nodeid.partition("[")[0], gpu].append(item)
+    _mark_all_but_sentinels(items)
     for cells in matrices.values():
         marker = cells[0].get_closest_marker("matrix")
         strength = {(): 1, ("each",): 1, ("pairs",): 2}[marker.args]
@@ -75,6 +79,32 @@ def mark_uncovered(items: list[pytest.Item]) -> None:
         for i, item in enumerate(cells):
             if i not in keep:
                 item.add_marker(pytest.mark.slow)
+
+
+def _mark_all_but_sentinels(items: list[pytest.Item]) -> None:
+    named: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sentinels"):
+            named[item.nodeid.partition("[")[0]].append(item)
+    for test, cells in named.items():
+        keep = cells[0].get_closest_marker("sentinels").args
+        ids = {item.callspec.id: item for item in cells}
+        if len(cells) > len(keep) and (unknown := set(keep) - ids.keys()):  # fewer were asked for by name
+            raise pytest.UsageError(f"{test} has no cells {sorted(unknown)}; it has {sorted(ids)}")
+        for its, item in ids.items():
+            if its not in keep:
+                item.add_marker(pytest.mark.slow)
+
+
+def selected(request: pytest.FixtureRequest, name: str) -> list[Any]:
+    """Return the values of a parameter of the tests of this file that this session runs, each once: a fixture that
+    runs all cases together runs these."""
+    params = [item.callspec.params for item in request.session.items if item.path == request.path and _has(item, name)]
+    return list({str(values[name]): values[name] for values in params}.values())
+
+
+def _has(item: pytest.Item, name: str) -> bool:
+    return hasattr(item, "callspec") and name in item.callspec.params
 
 
 def start(item: pytest.Item, phase: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.covering import selected
 from tests.ranks import outcomes_on_ranks
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
@@ -18,10 +19,10 @@ else:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[dict[str, str]]:
     """What every case came to, on either rank."""
     results = tmp_path_factory.mktemp("collectives") / "results"
-    return outcomes_on_ranks("tests.layers.tensor_collective_ranks", results, timeout=300)
+    return outcomes_on_ranks("tests.layers.tensor_collective_ranks", results, only=selected(request, "case"), timeout=300)
 
 
 @pytest.mark.parametrize("case", CASES)

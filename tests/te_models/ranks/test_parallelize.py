@@ -9,6 +9,7 @@ from te_models import GPTModel
 from te_models.config import ConfigError
 from te_models.parallel import ParallelDims
 from te_models.parallel.sharding import shards_experts_apart
+from tests.covering import selected
 from tests.ranks import outcomes_on_ranks
 from tests.te_models.parallelize_ranks import CASES, CONFIGS
 
@@ -16,13 +17,13 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="th
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[dict[str, str]]:
     folder = tmp_path_factory.mktemp("parallelize")
     for name in ("dense", "moe_shared"):
         torch.manual_seed(3)
         GPTModel(CONFIGS[name]).save_pretrained(folder / name)
     module = "tests.te_models.parallelize_ranks"
-    return outcomes_on_ranks(module, folder / "results", str(folder), ranks=4, timeout=180)
+    return outcomes_on_ranks(module, folder / "results", str(folder), ranks=4, only=selected(request, "case"), timeout=180)
 
 
 @pytest.mark.parametrize("case", CASES)

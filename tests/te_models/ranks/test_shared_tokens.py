@@ -14,6 +14,7 @@ from tests.te_models.configs import VARIANTS
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
 if torch.distributed.is_available():
+    from tests.covering import selected
     from tests.ranks import outcomes_on_ranks
 
 SP = ("sandwich", "parallel_shared_norm", "biases", "learned_positions", "qk_full", "latent", "moe_shared")
@@ -23,9 +24,9 @@ MODULE = "tests.te_models.shared_tokens_ranks"
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[dict[str, str]]:
     """What every case came to, on either rank."""
-    return outcomes_on_ranks(MODULE, tmp_path_factory.mktemp("shared") / "results", *CASES, timeout=300)
+    return outcomes_on_ranks(MODULE, tmp_path_factory.mktemp("shared") / "results", *selected(request, "case"), timeout=300)
 
 
 @pytest.mark.parametrize("case", CASES)
