@@ -276,6 +276,7 @@ def test_a_flagged_step_changes_nothing(name: str, moments: str) -> None:
     assert optimizer.state[parameter]["step"] == 3
 
 
+@pytest.mark.sentinels("float8")
 @pytest.mark.parametrize("kind", ["float8", "float8_block", "mxfp8", "nvfp4", "mxfp8 and float8 moments"])
 def test_a_classifier_converges_as_with_float32_weights(kind: str) -> None:
     """Two layers separate three interleaved spirals, which no linear map does; all data, the same start and batches.

@@ -22,7 +22,9 @@ else:
 def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[dict[str, str]]:
     """What every case came to, on either rank."""
     results = tmp_path_factory.mktemp("collectives") / "results"
-    return outcomes_on_ranks("tests.layers.tensor_collective_ranks", results, only=selected(request, "case"), timeout=300)
+    return outcomes_on_ranks(
+        "tests.layers.tensor_collective_ranks", results, only=selected(request, "case"), timeout=300
+    )
 
 
 @pytest.mark.parametrize("case", CASES)

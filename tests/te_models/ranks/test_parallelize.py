@@ -23,7 +23,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
         torch.manual_seed(3)
         GPTModel(CONFIGS[name]).save_pretrained(folder / name)
     module = "tests.te_models.parallelize_ranks"
-    return outcomes_on_ranks(module, folder / "results", str(folder), ranks=4, only=selected(request, "case"), timeout=180)
+    return outcomes_on_ranks(
+        module, folder / "results", str(folder), ranks=4, only=selected(request, "case"), timeout=180
+    )
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -18,7 +18,9 @@ from tests.te_models.product_saving_ranks import CASES, RANKS
 def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[dict[str, str]]:
     """What every case came to, on each rank."""
     results = tmp_path_factory.mktemp("products") / "results"
-    return outcomes_on_ranks("tests.te_models.product_saving_ranks", results, ranks=RANKS, only=selected(request, "case"), timeout=300)
+    return outcomes_on_ranks(
+        "tests.te_models.product_saving_ranks", results, ranks=RANKS, only=selected(request, "case"), timeout=300
+    )
 
 
 @pytest.mark.parametrize("case", [*CASES, "memory"])

@@ -17,7 +17,9 @@ from tests.te_models.sharded_saving_ranks import CASES, OTHERS
 def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[dict[str, str]]:
     """What every case came to, on either rank."""
     results = tmp_path_factory.mktemp("sharded") / "results"
-    return outcomes_on_ranks("tests.te_models.sharded_saving_ranks", results, only=selected(request, "case"), timeout=200)
+    return outcomes_on_ranks(
+        "tests.te_models.sharded_saving_ranks", results, only=selected(request, "case"), timeout=200
+    )
 
 
 @pytest.mark.parametrize("case", [*CASES, *OTHERS])

@@ -26,7 +26,9 @@ MODULE = "tests.te_models.shared_tokens_ranks"
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[dict[str, str]]:
     """What every case came to, on either rank."""
-    return outcomes_on_ranks(MODULE, tmp_path_factory.mktemp("shared") / "results", *selected(request, "case"), timeout=300)
+    return outcomes_on_ranks(
+        MODULE, tmp_path_factory.mktemp("shared") / "results", *selected(request, "case"), timeout=300
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
