@@ -25,6 +25,23 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     return outcomes_on_ranks("tests.layers.tensor_parallel_ranks", results, only=selected(request, "case"), timeout=400)
 
 
+@pytest.mark.sentinels(
+    "pair-plain-None",
+    "pair-sequence-mxfp8",
+    "normed_pair-plain-delayed",
+    "mlp-plain-current",
+    "mlp-sequence-None",
+    "gated_mlp-plain-mxfp8",
+    "transformer_layer-plain-None",
+    "transformer_layer-sequence-delayed",
+    "grouped_members_are_split-per_gemm_bias",
+    "grouped_members_are_split-grouped",
+    "a_row_of_a_pipeline_has_no_bias",
+    "quantized_weights_are_marked",
+    "a_group_of_other_ranks_is_refused",
+    "a_vocabulary_is_split-smoothed",
+    "torch_has_nothing_to_warn_of",
+)
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks(case: str, outcomes: list[dict[str, str]]) -> None:
     assert [outcome[case] for outcome in outcomes] == ["ok", "ok"]

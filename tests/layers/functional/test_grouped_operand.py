@@ -258,6 +258,7 @@ def test_tokens_are_permuted_padded_and_quantized_in_one_pass(
     assert_same(got, expected)
 
 
+@pytest.mark.slow
 def test_they_compile_to_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     as_on_an_accelerator(monkeypatch)
     torch._dynamo.reset()

@@ -189,6 +189,7 @@ def test_bfloat16_layers_accumulate_in_float32(rows: int, name: str | None, monk
     assert all(torch.equal(found[kind][0], found["Linear"][0]) for kind in same)
 
 
+@pytest.mark.slow
 def test_a_compiled_layer_accumulates_in_float32() -> None:
     compiled = functools.partial(torch.compile, fullgraph=True, backend="aot_eager")
     torch._dynamo.reset()

@@ -177,6 +177,7 @@ def test_compiled_encoding_has_the_same_bits(moments: str) -> None:
         assert torch.equal(eager, compiled)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["float8", pytest.param("mxfp8", marks=NOT_COMPILED)])
 def test_compiled_requantization_has_the_same_bits(name: str) -> None:
     results = []

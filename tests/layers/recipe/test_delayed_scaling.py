@@ -189,7 +189,7 @@ def rounding_as_eager() -> Iterator[None]:
         yield
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.usefixtures("rounding_as_eager")
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(

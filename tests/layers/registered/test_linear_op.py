@@ -214,6 +214,7 @@ def test_a_checkpoint_records_once_and_repeats_the_numbers(name: str, how: str) 
     assert_same(found[1], found[0])
 
 
+@pytest.mark.slow
 def test_a_region_inside_the_graph() -> None:
     """What it writes forward and what it writes backward are different tensors: a plain `aot_autograd` makes it."""
     found = []

@@ -212,6 +212,7 @@ def test_masks_do_not_recompile(masks: list[Tensor]) -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "shallow"),
     [("moe", True), *(pytest.param(name, False, marks=pytest.mark.slow) for name in ("dense", "moe"))],

@@ -555,6 +555,7 @@ class Chain(nn.Module):
         return self.last(self.mlp(self.experts(self.first(x), m_splits)))
 
 
+@pytest.mark.slow
 def test_compiled_under_a_recipe() -> None:
     model = peft.get_peft_model(Chain(), lora())
     x, recipe = torch.randn(7, 32), Float8CurrentScaling()

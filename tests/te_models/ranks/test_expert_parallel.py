@@ -56,6 +56,27 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     return run(folder, *selected(request, "case"))
 
 
+@pytest.mark.sentinels(
+    "moe-float32-all_to_all",
+    "moe_sigmoid_groups-bfloat16-all_gather",
+    "moe_shared-mxfp8-all_to_all",
+    "moe_biases-float32-all_gather",
+    "top3-bfloat16-all_to_all",
+    "two-mxfp8-all_gather",
+    "moe_on_input-float32-all_to_all",
+    "empty_experts",
+    "sequences_and_global_batch",
+    "capacity",
+    "uneven",
+    "generated",
+    "checkpointed",
+    "delayed",
+    "averaged",
+    "plain",
+    "hf",
+    "mxfp8",
+    "stored_by_recipe",
+)
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks(case: str, outcomes: list[dict[str, str]]) -> None:
     assert [outcome[case] for outcome in outcomes] == ["ok", "ok"]

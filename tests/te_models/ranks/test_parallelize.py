@@ -28,6 +28,25 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     )
 
 
+@pytest.mark.sentinels(
+    "start dense hsdp",
+    "start tied tp2_fsdp2",
+    "start qk_full tp2",
+    "start latent tp2_fsdp2",
+    "start moe_shared ep2_tp2_fsdp2",
+    "start moe_biases ep2_fsdp4",
+    "load dense tp2_fsdp2",
+    "load moe_shared ep2_tp2_fsdp2",
+    "gradients ep2_fsdp4",
+    "gradients six experts",
+    "experts_are_not_padded",
+    "one_layer_at_a_time",
+    "stored_weights_are_shards_of_the_whole",
+    "unequal_shards_are_saved",
+    "norms_of_nothing",
+    "a_layout_has_one_mesh",
+    "other_numbers_of_ranks_are_refused",
+)
 @pytest.mark.parametrize("case", CASES)
 def test_four_ranks(case: str, outcomes: list[dict[str, str]]) -> None:
     found = [outcome[case] for outcome in outcomes]

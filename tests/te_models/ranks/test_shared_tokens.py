@@ -31,6 +31,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     )
 
 
+@pytest.mark.sentinels("sp sandwich", "sp biases", "sp moe_shared", "cp mixed_layers", "cp latent", "cp moe", "refused")
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks(case: str, outcomes: list[dict[str, str]]) -> None:
     assert [outcome[case] for outcome in outcomes] == ["ok", "ok"]
