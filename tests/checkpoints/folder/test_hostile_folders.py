@@ -38,7 +38,6 @@ from tests.checkpoints.hostile_cases import (
 from tests.checkpoints.quantized.test_quantized_defects import DEFECTS
 from tests.checkpoints.quantized_cases import CASES, make
 
-
 LARGE = ("header of 125,000 strangers", "large header of another form", "large metadata")
 """Defects of many megabytes; smaller ones of their kinds stay."""
 
