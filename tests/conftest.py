@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.covering import CPU_TIMES, finish, mark_uncovered, start
+from tests.covering import CPU_TIMES, EVERYDAY, finish, mark_uncovered, start
 
 # The same inputs in every run, so that a change is what breaks a test; the slow ones search for new inputs.
 settings.register_profile("repeatable", derandomize=True)
@@ -26,6 +26,10 @@ settings.load_profile("repeatable")
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    EVERYDAY[0] = "not slow" in config.option.markexpr
 
 
 @pytest.fixture

@@ -30,6 +30,8 @@ Cell = dict[str, Hashable]
 
 CPU_TIMES = pytest.StashKey[dict[str, dict[str, float]]]()
 """In the stash of the configuration: processor seconds of each phase of each test, and its seconds by the clock."""
+EVERYDAY = [False]
+"""Whether the session leaves out the slow tests: set before any test is imported."""
 UNKNOWN_SENTINELS: list[str] = []
 """What is wrong with the names of sentinels, a sentence a test: one fails, not the session."""
 _CLOCK = pytest.StashKey[dict[str, float]]()
@@ -108,6 +110,11 @@ def selected(request: pytest.FixtureRequest, name: str) -> list[Any]:
 
 def _has(item: pytest.Item, name: str) -> bool:
     return hasattr(item, "callspec") and name in item.callspec.params
+
+
+def examples(count: int) -> int:
+    """Return how many examples a property test sees: `count`, and a fifth of them, 20 at least, in `make test`."""
+    return max(20, count // 5) if EVERYDAY[0] else count
 
 
 def start(item: pytest.Item, phase: str) -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_models.kernels.permute import permute, sort_by_expert, unpermute
+from tests.covering import examples
 
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
 
@@ -22,7 +23,7 @@ def routed(tokens: int, k: int, experts: int, seed: int = 0) -> torch.Tensor:
 sizes = st.tuples(st.integers(0, 40), st.integers(1, 4), st.integers(4, 9), st.integers(0, 2**31))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(sizes)
 def test_the_permutation_sorts_slots_stably(size: tuple[int, int, int, int]) -> None:
     tokens, k, experts, seed = size

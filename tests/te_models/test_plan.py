@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -119,6 +122,20 @@ def test_hardware_is_checked(name: str) -> None:
         Hardware(efficiency=1.5)
 
 
+@pytest.fixture
+def forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process of a plan is a fork, which has imported torch. (docs/planning.md starts interpreters.)"""
+
+    def run(command: list[str], *, input: str, **options: bool) -> subprocess.CompletedProcess[str]:
+        assert command == [sys.executable, "-m", "te_models.plan.process"] and options["capture_output"]
+        (tmp_path / "asked").write_text(input)
+        code = f"import sys; sys.stdin = open({str(tmp_path / 'asked')!r}); from te_models.plan.process import main; main()"
+        return run_python(["-c", code], timeout=180)
+
+    monkeypatch.setattr("te_models.plan.process.subprocess", SimpleNamespace(run=run))
+
+
+@pytest.mark.usefixtures("forked")
 def test_the_command_says_whether_it_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.toml"
     file.write_text(as_toml(tiny_run(tmp_path)))
@@ -129,6 +146,7 @@ def test_the_command_says_whether_it_fits(tmp_path: Path, capsys: pytest.Capture
     assert plan.memory == plan.parameters + plan.optimizer + plan.activations > 0.0001 * 2**30
 
 
+@pytest.mark.usefixtures("forked")
 def test_what_training_refuses_is_refused(tmp_path: Path) -> None:
     config = tiny_run(tmp_path)
     config = config.replace(parallel=config.parallel.replace(tensor_model_parallel_size=4))
