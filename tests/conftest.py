@@ -7,14 +7,16 @@ test module is collected. It changes nothing else: without a GPU nothing but our
 from __future__ import annotations
 
 import gc
+import json
 import os
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
 
-from tests.covering import mark_uncovered, within_budget
+from tests.covering import CPU_TIMES, finish, mark_uncovered, start
 
 # The same inputs in every run, so that a change is what breaks a test; the slow ones search for new inputs.
 settings.register_profile("repeatable", derandomize=True)
@@ -48,16 +50,44 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs an accelerator, and this machine has none"))
 
 
+gc.disable()  # importing and collecting make next to no garbage, and millions of objects to walk
+
+
 def pytest_collection_finish() -> None:
     """Keep what importing and collecting made out of the garbage collector, which would walk it during the tests."""
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
-def pytest_sessionfinish() -> None:
+def pytest_sessionfinish(session: pytest.Session) -> None:
     gc.unfreeze()  # extensions look for leaks at exit
+    file = session.config.getoption("--cpu-times")
+    if file and CPU_TIMES in session.config.stash:
+        worker = os.environ.get("PYTEST_XDIST_WORKER")
+        file = f"{file}.{worker}" if worker else file
+        Path(file).write_text(json.dumps(session.config.stash[CPU_TIMES], indent=1))
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    return (yield from within_budget(item))
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--cpu-times",
+        metavar="FILE",
+        help="write the processor seconds of each test, fixtures and child processes included, to FILE as JSON; "
+        "with -n, to FILE.gw0, FILE.gw1, ...",
+    )
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, object, object]:
+    start(item, "setup")
+    result = yield
+    start(item, "call")
+    return result
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
+    start(item, "teardown")
+    result = yield
+    finish(item)
+    return result

@@ -258,6 +258,7 @@ def test_losses_without_tokens_are_zero() -> None:
     assert router_z_loss(torch.ones(3, 4), nobody).item() == 0
 
 
+@pytest.mark.slow
 def test_compiled_choice_equals_eager_ties_included() -> None:
     compiled = torch.compile(router_topk, fullgraph=True, dynamic=True)
     for tokens in (3, 64, 65):

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from tests.covering import cell_of, chosen
+from tests.covering import UNKNOWN_SENTINELS, cell_of, chosen
 
 CELLS = [dict(zip("abc", cell, strict=True)) for cell in itertools.product(range(4), range(3), range(5))]
 
@@ -42,3 +42,7 @@ def test_equal_parameters_are_one_value(
     found = cell_of(request.node)
     assert found["dtype"] == (torch.dtype, dtype) and found["flag"] == (type(flag), flag)
     assert found["shape"] == ((tuple, shape) if isinstance(shape, tuple) else id(shape))
+
+
+def test_sentinels_are_cells() -> None:
+    assert UNKNOWN_SENTINELS == []

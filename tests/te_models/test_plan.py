@@ -17,6 +17,7 @@ from te_models.model.flops import forward_flops_per_token, training_flops_per_to
 from te_models.plan import Hardware, Plan, plan_run
 from te_models.plan.layouts import layouts_of
 from te_models.plan.micro_batch import of_layers
+from tests.covering import selected
 from tests.fork_server import run_python
 from tests.ranks import run_on_ranks
 from tests.te_models.configs import VARIANTS, token_ids
@@ -29,16 +30,19 @@ MODULE = "tests.te_models.plan_ranks"
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
+def recorded(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the first of two ranks took, and what the first of two took that do not exist."""
-    folder = tmp_path_factory.mktemp("plan")
-    run_on_ranks(["-m", MODULE, str(folder / "real")], timeout=180)
-    done = run_python(["-m", MODULE, str(folder / "fake"), "fake"], timeout=180)
+    folder, layouts = tmp_path_factory.mktemp("plan"), selected(request, "layout")
+    run_on_ranks(["-m", MODULE, str(folder / "real"), "real", *layouts], timeout=180)
+    done = run_python(["-m", MODULE, str(folder / "fake"), "fake", *layouts], timeout=180)
     assert done.returncode == 0, done.stderr
     real, fake = (json.loads((folder / f"{name}.0").read_text()) for name in ("real", "fake"))
     return real, fake
 
 
+@pytest.mark.sentinels("fsdp2", "tp2 sp", "ep2", "cp2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_says_what_two_ranks_send_and_hold(layout: str, recorded: tuple[dict[str, Any], dict[str, Any]]) -> None:
     real, fake = (found[layout] for found in recorded)
@@ -47,6 +51,7 @@ def test_it_says_what_two_ranks_send_and_hold(layout: str, recorded: tuple[dict[
     assert fake["peak"] == pytest.approx(real["peak"], rel=0.1)
 
 
+@pytest.mark.sentinels("fsdp2", "tp2 sp", "ep2", "cp2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_few_layers_tell_of_many(layout: str, recorded: tuple[dict[str, Any], dict[str, Any]]) -> None:
     _, fake = recorded

@@ -169,6 +169,7 @@ def test_a_file_of_120_000_tensors(tmp_path: Path) -> None:
     assert len(header.tensors) == 120_000 and header.metadata == {"format": "pt"}
 
 
+@pytest.mark.slow
 def test_files_of_10_000_tensors_are_written(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()

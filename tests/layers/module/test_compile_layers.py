@@ -76,7 +76,7 @@ MATRIX = [
 ]
 
 
-@pytest.mark.matrix
+@pytest.mark.sentinels("linear-nvfp4-plain-train-cpu", "linear-bf16-plain-train-cpu")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind, name, stored, train", MATRIX)
 def test_one_graph_for_all_shapes_splits_and_equal_recipes(
@@ -162,6 +162,7 @@ def test_regions_opened_inside_a_compiled_function() -> None:
     assert torch.equal(torch.compile(run, fullgraph=True, backend="eager")(x), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "nvfp4" else pytest.mark.slow) for n in NAMES])
 def test_one_row_and_none_under_dynamic_shapes(name: str | None) -> None:
     """Sizes 0 and 1 are numbers to the tracer, which knows them but not every stride."""

@@ -92,6 +92,7 @@ def test_saved_tensors_on_the_cpu(name: str | None, how: str) -> None:
     assert len(packed) > 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_functional_call(name: str | None) -> None:
     """Other weights for one call, eager and compiled, and gradients with respect to them."""

@@ -52,6 +52,7 @@ FAST = {("moe", "mxfp8", True)}
 """(model, recipe, weights stored quantized) that run on every change; the rest is slow."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "name", "stored"),
     [

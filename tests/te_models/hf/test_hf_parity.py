@@ -90,6 +90,7 @@ def routed(model: torch.nn.Module, gate: str, k: int) -> list[Tensor]:
     return choices
 
 
+@pytest.mark.sentinels("llama-rope-yarn", "qwen3_moe-mixed", "mistral-window", "llama-tied-head_dim", "mixtral")
 @pytest.mark.parametrize("name", CASES)
 @torch.no_grad()
 def test_bfloat16_logits(tmp_path: Path, name: str) -> None:

@@ -149,6 +149,7 @@ def test_counts_compiled_by_inductor(name: str | None) -> None:
         assert torch.equal(counts(compiled), counts(eager))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 def test_a_compiled_checkpoint_around_the_model_counts_once() -> None:
     model, ids = build(), token_ids(2, 9)
