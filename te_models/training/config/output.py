@@ -66,7 +66,7 @@ class LogConfig(ConfigPart):
     """
 
     progress: bool = True
-    """Whether the run shows its progress: a bar on a terminal, elsewhere a line for each step."""
+    """Whether the run shows its progress and the time left: a bar on a terminal, elsewhere a line for each step."""
     plot: bool = False
     """Whether the run draws loss.png (extra plot)."""
     statistics_every: int = 0
