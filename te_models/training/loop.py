@@ -116,7 +116,11 @@ def _run(
         micro_batches = [batch.to(device) for batch in batches.at(position)]
         data_s = time.perf_counter() - reading
         lr = learning_rate.at(step)
-        noting = config.log.statistics_every > 0 and _is_due(step + 1, config.log.statistics_every, config.steps)
+        noting, histograms = (
+            every > 0 and _is_due(step + 1, every, config.steps)
+            for every in (config.log.statistics_every, config.log.histogram_interval)
+        )
+        noting |= histograms and config.precision.recipe != "none"
         result = train_step(
             loss_function,
             run.optimizer,
@@ -136,7 +140,7 @@ def _run(
             return_freed_memory()
         seconds = time.perf_counter() - step_begun
 
-        row = rows.row(step, result, lr, load, seconds, data_s, windows=(windows_of_step, position))
+        row = rows.row(step, result, lr, load, seconds, data_s, (windows_of_step, position), histograms=histograms)
         if any(run.validation.values()) and _is_due(step, config.evaluation.every, config.steps):
             losses = validation_losses(run, step, device)
             if "" in losses:
@@ -145,8 +149,8 @@ def _run(
                 row["validation_losses"] = losses
         if noting:
             row["quantization"] = rows.quantization()
-        if run.metrics:
-            run.metrics.write(row)
+        for writer in run.writers:
+            writer.write(row)
         progress.step(row)
 
         late = config.checkpoint.every_minutes and time.perf_counter() - saved > 60 * config.checkpoint.every_minutes

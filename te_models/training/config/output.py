@@ -6,6 +6,7 @@ The sentence below a key is its documentation everywhere: on the command line, a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ...config import ConfigPart, check
 
@@ -71,10 +72,23 @@ class LogConfig(ConfigPart):
     """Whether the run draws loss.png (extra plot)."""
     statistics_every: int = 0
     """Steps between two records of what quantization did to each operand, in the metrics; 0: none."""
+    histogram_interval: int = 0
+    """Steps between two records of expert_tokens, the load of each expert, and of what statistics_every records, which
+    writers show as histograms; 0: none."""
+    writers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Dashboards that get the rows of metrics.jsonl, too: "tensorboard" (its extra) in OUTPUT_DIR/tensorboard, "wandb"
+    (its extra)."""
+    wandb_project: str = "te_models"
+    """Project of the run in W&B, where it has the name of output_dir."""
+    wandb_mode: Literal["online", "offline"] = "online"
+    """Whether W&B gets the rows at once, or OUTPUT_DIR/wandb keeps them for `wandb sync`."""
     peak_tflops: float | None = None
     """Dense bfloat16 peak of one device, in TFLOP/s: with it the metrics have `mfu`; unset: they do not."""
 
     def _validate(self) -> None:
         peak = self.peak_tflops
         check(peak is None or peak > 0, "log.peak_tflops", peak, "a positive number or null")
-        check(self.statistics_every >= 0, "log.statistics_every", self.statistics_every, "zero or a positive integer")
+        for name in ("statistics_every", "histogram_interval"):
+            check(getattr(self, name) >= 0, f"log.{name}", getattr(self, name), "zero or a positive integer")
+        check(len({*self.writers}) == len(self.writers), "log.writers", list(self.writers), "each name once")
+        check(bool(self.wandb_project), "log.wandb_project", self.wandb_project, "a name")
