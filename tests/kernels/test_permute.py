@@ -218,7 +218,8 @@ def test_compiled_gradients_are_those_of_eager(dtype: torch.dtype, weighted: boo
         assert torch.equal(got, expected)
 
 
-def test_two_runs_and_compiled_agree() -> None:
+@pytest.mark.parametrize("way", [pytest.param("forth", marks=pytest.mark.slow), "back"])
+def test_two_runs_and_compiled_agree(way: str) -> None:
     """Each on its own: between two fused functions the compiler keeps float32 where eager rounds."""
 
     def forth(x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -227,7 +228,7 @@ def test_two_runs_and_compiled_agree() -> None:
     def back(y: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return unpermute(y, sort_by_expert(indices, 5), weights)
 
-    for function, rows_per_token in ((forth, 1), (back, 2)):
+    for function, rows_per_token in {"forth": ((forth, 1),), "back": ((back, 2),)}[way]:
         compiled = torch.compile(function, fullgraph=True, dynamic=True)
         for tokens in (7, 33):
             generator = torch.Generator().manual_seed(tokens)

@@ -32,6 +32,7 @@ def lora_run(tmp_path: Path, name: str, model: ModelConfig, **changes: Any) -> T
     return tiny_run(tmp_path, name, steps=4, schedule=ScheduleConfig(kind="constant"), **values)
 
 
+@pytest.mark.sentinels("experts")
 @pytest.mark.parametrize("kind", MODELS)
 def test_merged_equals_the_base_with_the_adapter(kind: str, tmp_path: Path) -> None:
     """In float32 to 1e-5 of the largest logit; the base's files are unchanged, and a resumed run has the same bits."""

@@ -82,6 +82,7 @@ def test_two_ranks(case: str, outcomes: list[dict[str, str]]) -> None:
     assert [outcome[case] for outcome in outcomes] == ["ok", "ok"]
 
 
+@pytest.mark.slow
 def test_four_ranks_that_also_split_layers(tmp_path: Path) -> None:
     torch.manual_seed(0)
     # every part is whole blocks of 32, with two ranks
