@@ -1,4 +1,4 @@
-"""The tables [checkpoint], [evaluation] and [log]: what a run writes, and when.
+"""The tables [checkpoint], [evaluation], [log] and [profile]: what a run writes, and when.
 
 The sentence below a key is its documentation everywhere: on the command line, and in docs/training-keys.md.
 """
@@ -92,3 +92,19 @@ class LogConfig(ConfigPart):
             check(getattr(self, name) >= 0, f"log.{name}", getattr(self, name), "zero or a positive integer")
         check(len({*self.writers}) == len(self.writers), "log.writers", list(self.writers), "each name once")
         check(bool(self.wandb_project), "log.wandb_project", self.wandb_project, "a name")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig(ConfigPart):
+    """A trace of some steps by torch.profiler, for chrome://tracing or Perfetto: a file of each rank."""
+
+    start_step: int = 10
+    """First step of the trace, counted from 1; the steps before it compile and warm up."""
+    num_steps: int = 0
+    """Steps of the trace; 0: there is none."""
+    folder: str | None = None
+    """Folder of the traces; unset: OUTPUT_DIR/profile."""
+
+    def _validate(self) -> None:
+        check(self.start_step >= 1, "profile.start_step", self.start_step, "a positive integer")
+        check(self.num_steps >= 0, "profile.num_steps", self.num_steps, "zero or a positive integer")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import uuid
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -78,7 +79,7 @@ class TensorBoardWriter:
 
     def _add_histogram(self, name: str, histogram: Histogram, step: int) -> None:
         counts, edges = histogram
-        centres = [(a + b) / 2 for a, b in zip(edges, edges[1:])]
+        centres = [(a + b) / 2 for a, b in pairwise(edges)]
         self._writer.add_histogram_raw(
             name,
             min=edges[0],
