@@ -42,7 +42,8 @@ def recorded(
     return real, fake
 
 
-@pytest.mark.sentinels("fsdp2", "tp2 sp", "ep2", "cp2")
+@pytest.mark.costs(60)
+@pytest.mark.sentinels("fsdp2", "tp2 sp", "ep2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_says_what_two_ranks_send_and_hold(layout: str, recorded: tuple[dict[str, Any], dict[str, Any]]) -> None:
     real, fake = (found[layout] for found in recorded)
@@ -51,7 +52,7 @@ def test_it_says_what_two_ranks_send_and_hold(layout: str, recorded: tuple[dict[
     assert fake["peak"] == pytest.approx(real["peak"], rel=0.1)
 
 
-@pytest.mark.sentinels("fsdp2", "tp2 sp", "ep2", "cp2")
+@pytest.mark.sentinels("fsdp2", "tp2 sp", "ep2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_few_layers_tell_of_many(layout: str, recorded: tuple[dict[str, Any], dict[str, Any]]) -> None:
     _, fake = recorded

@@ -269,6 +269,7 @@ def test_fp8_recipes_are_one_graph(name: str, recipe: type) -> None:
     assert not counters["graph_break"]
 
 
+@pytest.mark.slow
 def test_torch_autocast_is_one_graph() -> None:
     model = build("moe", shallow=True)
     ids = token_ids(2, 9)

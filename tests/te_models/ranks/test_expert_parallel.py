@@ -56,6 +56,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     return run(folder, *selected(request, "case"))
 
 
+@pytest.mark.costs(40)
 @pytest.mark.sentinels(
     "moe-float32-all_to_all",
     "moe_sigmoid_groups-bfloat16-all_gather",
