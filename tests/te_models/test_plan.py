@@ -129,8 +129,8 @@ def forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(command: list[str], *, input: str, **options: bool) -> subprocess.CompletedProcess[str]:
         assert command == [sys.executable, "-m", "te_models.plan.process"] and options["capture_output"]
         (tmp_path / "asked").write_text(input)
-        code = f"import sys; sys.stdin = open({str(tmp_path / 'asked')!r}); from te_models.plan.process import main; main()"
-        return run_python(["-c", code], timeout=180)
+        code = "import sys; sys.stdin = open(sys.argv[1]); from te_models.plan.process import main; main()"
+        return run_python(["-c", code, str(tmp_path / "asked")], timeout=180)
 
     monkeypatch.setattr("te_models.plan.process.subprocess", SimpleNamespace(run=run))
 
