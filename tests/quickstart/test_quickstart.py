@@ -57,7 +57,7 @@ def check_output(out: Path, layers: int) -> dict:
     return report
 
 
-@pytest.mark.costs(80)
+@pytest.mark.costs(120)
 def test_every_step_on_little_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,7 +67,7 @@ def test_every_step_on_little_text(
     monkeypatch.setattr(quickstart, "TINY", sizes)
     files, held_out = library_files()
     monkeypatch.setattr(quickstart, "library_files", lambda: (files[:50], held_out))
-    monkeypatch.setattr(quickstart, "tiny_folder", functools.partial(tiny.tiny_folder, steps=4))
+    monkeypatch.setattr(quickstart, "tiny_folder", functools.partial(tiny.tiny_folder, steps=25))
     # bfloat16 is dear where the processor has no products of it, and the small model needs none
     fp32, few = PrecisionConfig(dtype="fp32"), {"micro_batch_size": 2}
     monkeypatch.setattr(

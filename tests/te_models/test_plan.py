@@ -38,8 +38,8 @@ def recorded(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the first of two ranks took, and what the first of two took that do not exist."""
     folder, layouts = tmp_path_factory.mktemp("plan"), selected(request, "layout")
-    run_on_ranks(["-m", MODULE, str(folder / "real"), "real", *layouts], timeout=180)
-    done = run_python(["-m", MODULE, str(folder / "fake"), "fake", *layouts], timeout=180)
+    run_on_ranks(["-m", MODULE, str(folder / "real"), "real", *layouts], timeout=600)
+    done = run_python(["-m", MODULE, str(folder / "fake"), "fake", *layouts], timeout=600)
     assert done.returncode == 0, done.stderr
     real, fake = (json.loads((folder / f"{name}.0").read_text()) for name in ("real", "fake"))
     return real, fake
@@ -130,7 +130,7 @@ def forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert command == [sys.executable, "-m", "te_models.plan.process"] and options["capture_output"]
         (tmp_path / "asked").write_text(input)
         code = "import sys; sys.stdin = open(sys.argv[1]); from te_models.plan.process import main; main()"
-        return run_python(["-c", code, str(tmp_path / "asked")], timeout=180)
+        return run_python(["-c", code, str(tmp_path / "asked")], timeout=600)
 
     monkeypatch.setattr("te_models.plan.process.subprocess", SimpleNamespace(run=run))
 
