@@ -38,6 +38,7 @@ from .config import ModelSource, TrainConfig
 from .data.batch_size import BatchSize, batch_size
 from .data.blend import Blend
 from .data.windows import Batch
+from .log.starts import record_start
 from .log.writers import MetricsWriter, open_writers
 from .lora import Adapters
 from .metrics import METRICS, read_metrics
@@ -168,6 +169,7 @@ def set_up(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Ex
     if ranks.is_main:
         if checkpoint is not None and config.resume_from is not None:
             set_newer_aside(checkpoint, step, output_dir)
+        record_start(output_dir, config, step, device, ranks.world_size)
         writers = [opened.enter_context(writer) for writer in open_writers(config, output_dir, step)]
     return SetUp(
         config=config,

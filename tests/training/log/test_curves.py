@@ -34,7 +34,9 @@ def test_a_running_mean_begins_with_what_there_is() -> None:
 
 
 def test_the_picture_of_a_run_has_three_panels(tmp_path: Path, figures: list[Any]) -> None:
-    rows = [{"step": n, "loss": float(n % 2), "lr": n / 100, "grad_norm": 2.0 if n > 1 else None} for n in range(1, 101)]
+    rows = [
+        {"step": n, "loss": float(n % 2), "lr": n / 100, "grad_norm": 2.0 if n > 1 else None} for n in range(1, 101)
+    ]
     rows[-1]["validation_loss"] = 0.25
     (tmp_path / "m.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     plot_loss({"run": tmp_path / "m.jsonl"}, tmp_path / "loss.png")
@@ -43,9 +45,13 @@ def test_the_picture_of_a_run_has_three_panels(tmp_path: Path, figures: list[Any
     assert lines["run, mean of 2 steps"][1] == [1.0] + [0.5] * 99
     assert [row["loss"] for row in rows] in [values for _, values in lines.values()]
     assert lines["run, validation"] == ([100], [0.25])
-    assert [*lines_of(lr).values()][0][1] == [row["lr"] for row in rows]
-    assert [*lines_of(norm).values()][0] == ([*range(2, 101)], [2.0] * 99)
-    assert [axes.get_ylabel() for axes in figures[0].axes] == ["loss (nats per token)", "learning rate", "gradient norm"]
+    assert next(iter(lines_of(lr).values()))[1] == [row["lr"] for row in rows]
+    assert next(iter(lines_of(norm).values())) == ([*range(2, 101)], [2.0] * 99)
+    assert [axes.get_ylabel() for axes in figures[0].axes] == [
+        "loss (nats per token)",
+        "learning rate",
+        "gradient norm",
+    ]
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []  # nothing half-written
 
 
