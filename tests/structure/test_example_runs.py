@@ -60,6 +60,7 @@ def test_a_script_runs(name: str, reader: Path, tmp_path: Path) -> None:  # noqa
     assert (tmp_path / result / "config.json").is_file()
 
 
+@pytest.mark.slow
 def test_the_configurations_run(
     reader: Path,  # noqa: F811
     tmp_path: Path,
