@@ -38,8 +38,6 @@ SCRIPTS = {
 """Script: its arguments, and the model folder that it leaves, if any."""
 EXTRAS = {"trainer_transformers.py": "accelerate", "trainer_trl.py": "trl", "recipe_comparison.py": "matplotlib"}
 """Script: the package that it needs beside those of the tests."""
-SLOW = {"trainer_trl.py", "recipe_comparison.py"}
-"""Scripts whose parts are run by the others, too."""
 CONFIGURATIONS = ("finetune.toml", "sft_chat.toml", "lora.toml", "qlora_fp8.toml")
 RANKS = ("ranks/fsdp2.toml", "ranks/tp.toml", "ranks/ep.toml", "ranks/pp.toml")
 TINY = ["--steps", "2", "--no-compile", "--data.sequence-length", "32", "--data.micro-batch-size", "1"]
@@ -75,9 +73,8 @@ def furnish(folder: Path, reader: Path) -> None:  # noqa: F811
     (folder / "chats.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 20)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in SCRIPTS]
-)
+@pytest.mark.sentinels("pretrain_dense.py", "pretrain_moe.py", "upcycle.py", "port_of_a_transformer_engine_script.py")
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_runs(name: str, reader: Path, tmp_path: Path) -> None:  # noqa: F811
     if name in EXTRAS:
         pytest.importorskip(EXTRAS[name])
@@ -91,7 +88,8 @@ def test_a_script_runs(name: str, reader: Path, tmp_path: Path) -> None:  # noqa
     assert "loss" in done.stdout
 
 
-@pytest.mark.parametrize("name", ["finetune", "sft_chat", "lora", pytest.param("qlora_fp8", marks=pytest.mark.slow)])
+@pytest.mark.sentinels("sft_chat", "lora")
+@pytest.mark.parametrize("name", ["finetune", "sft_chat", "lora", "qlora_fp8"])
 def test_a_configuration_runs(
     name: str,
     reader: Path,  # noqa: F811

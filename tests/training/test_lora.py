@@ -38,6 +38,7 @@ def with_adapter(base: Path, adapter: Path) -> GPTModel:
     return model
 
 
+@pytest.mark.sentinels("experts")
 @pytest.mark.parametrize("kind", MODELS)
 def test_merged_equals_the_base_with_the_adapter(kind: str, tmp_path: Path) -> None:
     """In float32 to 1e-5 of the largest logit; the base's files are unchanged, and a resumed run has the same bits."""
