@@ -16,6 +16,7 @@ from types import ModuleType
 EXTRAS: dict[str, tuple[str, ...]] = {
     "hf": ("transformers", "tokenizers", "huggingface_hub"),
     "trainer": ("accelerate",),
+    "trl": ("trl", "datasets"),
     "peft": ("peft", "transformers"),
     "gpu": ("triton",),
     "quantized": ("accelerate", "compressed_tensors"),
