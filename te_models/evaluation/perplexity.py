@@ -35,7 +35,7 @@ class TextScore:
         return TextScore(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON values: nats_per_token, perplexity, bits_per_byte (None: of no text), tokens, bytes, documents."""
+        """Return JSON values: nats_per_token, perplexity, bits_per_byte (None: no text), tokens, bytes, documents."""
         mean = self.nats / self.tokens if self.tokens else None
         return {
             "nats_per_token": mean,
