@@ -57,8 +57,6 @@ def check_run(
     Raises:
         ConfigError, DataError, CheckpointError, MissingExtraError: the run cannot be what is asked for.
     """
-    if config.lora.rank:
-        require("peft", "peft", feature="LoRA (lora.rank)")
     if config.log.plot:
         require("matplotlib.figure", "plot", feature="the loss plot (log.plot)")
     check_writers(config.log)

@@ -32,7 +32,7 @@ from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_mod
 ONE_LAYER = ModelSource(config=tiny_model(layers=1))
 
 
-@pytest.mark.matrix
+@pytest.mark.sentinels("delayed-dense-cpu")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
 @pytest.mark.parametrize("name", ["delayed", "nvfp4"])
