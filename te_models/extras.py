@@ -26,6 +26,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "plot": ("matplotlib",),
     "tensorboard": ("tensorboard",),
     "wandb": ("wandb",),
+    "eval": ("lm_eval",),
     "demo": ("gguf",),
 }
 """The top-level modules that each extra of pyproject.toml brings (a test compares the two)."""
