@@ -1,4 +1,5 @@
-"""Rounding to a format and back as operations of a CPU graph, each compiled once per format and dtype, from C++."""
+"""Rounding to a format and back as operations of a CPU graph, each compiled once per format and dtype, from C++;
+and, where it is asked for, the same for eager code."""
 
 from .op import random_hadamard, round_blockwise, round_nvfp4
 
