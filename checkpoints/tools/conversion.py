@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypedDict
-
-from te_models.kernels.quantize import load_compiled
 
 from ..folder.checkpoint import open_checkpoint
 from ..folder.te_folder import Source, TEFolder
@@ -22,10 +19,6 @@ from ..plan.report import moved_report
 from ..write.output_folder import write_folder
 
 PathLike = str | os.PathLike[str]
-
-MANY_ELEMENTS = 1 << 29
-"""Computed elements from which loading compiled quantization (2.5 s of processor time, and a compilation once per
-machine) takes less than it saves, 1 to 6 ns an element."""
 
 
 class Options(TypedDict, total=False):
@@ -100,9 +93,6 @@ class Conversion:
         if plan.report is None:
             plan = replace(plan, report=moved_report(plan, ckpt.tensors))
         ckpt.check_values()
-        computed = sum(math.prod(output.shape) for output in plan.outputs if output.compute is not None)
-        if computed >= MANY_ELEMENTS and not self._options.get("dry_run"):
-            load_compiled()
         return write_folder(
             self._dst,
             plan,

@@ -9,7 +9,6 @@ from .cpu_graph.op import (
     round_nvfp4,
     round_per_tensor,
 )
-from .cpu_graph.stored import load_compiled
 from .fp8.blocks import blockwise_amax, quantization_statistics, row_amax
 from .fp8.cpu import fp8_to_float
 from .fp8.op import (
@@ -63,7 +62,6 @@ __all__ = [
     "hash_key",
     "hashed_bits",
     "inverse_random_hadamard",
-    "load_compiled",
     "quantization_statistics",
     "quantize_and_round",
     "quantize_blockwise",

@@ -7,17 +7,11 @@ with the same bits; the compiler vectorises the definition itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ..compiling import compiling
-
-compiled: dict[str, Callable[..., Any]] = {}
-"""What is computed by compiled functions where `cpu_graph.stored` has loaded them, with the same bits."""
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 

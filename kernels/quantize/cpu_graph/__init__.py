@@ -1,5 +1,4 @@
-"""Rounding to a format and back as operations of a CPU graph, each compiled once per format and dtype, from C++;
-and, where it is asked for, the same for eager code."""
+"""Rounding to a format and back as operations of a CPU graph, each compiled once per format and dtype, from C++."""
 
 from .op import random_hadamard, round_blockwise, round_nvfp4
 

@@ -26,8 +26,7 @@ DTYPES = tuple(NAMES)
 """The dtypes that are read and written."""
 # Inductor turns off what it does not need: it writes vectors itself, and these flags change no bits
 _FLAGS = ("-ftree-loop-vectorize", "-fno-trapping-math") if sys.platform == "linux" else ()
-KINDS = ("float32", "pow2", "e8m0")
-"""The kinds of scales of FP8 blocks by their numbers in C++."""
+_KINDS = ("float32", "pow2", "e8m0")
 _SIGNS = (ctypes.c_float * hadamard.SIZE)(*(sign * 0.25 for sign in hadamard.SIGNS))
 
 
@@ -54,7 +53,7 @@ def _function(name: str, dtype: torch.dtype = torch.bfloat16, out_dtype: torch.d
     """Return a function of the library for these dtypes."""
     part = source.NVFP4 if name in _OF_NVFP4 else source.FP8
     defined = {"INPUT": NAMES[dtype], "RESULT": NAMES[out_dtype]}
-    return compiled(source.COMMON + source.SCALES + part, defined, name, _ARGUMENTS[name])
+    return compiled(source.COMMON + part, defined, name, _ARGUMENTS[name])
 
 
 def compiled(code: str, defined: Mapping[str, str], name: str, arguments: Sequence[Any]) -> Any:
@@ -110,7 +109,7 @@ def round_fp8(
     if x.numel() == 0:
         return out
     overflow = torch.finfo(x.dtype).max
-    scales = (fp8_dtype is torch.float8_e5m2, KINDS.index(scale_kind), epsilon, overflow)
+    scales = (fp8_dtype is torch.float8_e5m2, _KINDS.index(scale_kind), epsilon, overflow)
     run = _function("te_round_fp8", x.dtype, dtype)
     run(x.data_ptr(), out.data_ptr(), *_sizes(x), *block, *scales, torch.get_num_threads())
     return out

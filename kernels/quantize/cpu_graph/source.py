@@ -65,7 +65,7 @@ struct Scale {
 };
 
 // Round every stripe: scale_of(magnitude, matrix, block row, block column), round(value, matrix, row, column).
-template <class X, class Y, class ScaleOf, class Round>
+template <class ScaleOf, class Round>
 void stripes(const X* x, Y* out, int64_t B, int64_t R, int64_t C, int64_t br, int64_t bc, int threads,
              const ScaleOf& scale_of, const Round& round) {
   const int64_t down = (R + br - 1) / br, across = (C + bc - 1) / bc;
@@ -85,22 +85,14 @@ void stripes(const X* x, Y* out, int64_t B, int64_t R, int64_t C, int64_t br, in
         const X* const row = x + (matrix * R + r) * C;
         if (bc == 1) {
 #pragma omp simd
-          for (int64_t c = 0; c < C; ++c) {  // by value: std::max returns a reference, which is not vectorized
-            const uint32_t before = m[c], found = X::magnitude(row[c]);
-            m[c] = found > before ? found : before;
-          }
+          for (int64_t c = 0; c < C; ++c) m[c] = std::max(m[c], X::magnitude(row[c]));
           continue;
         }
         for (int64_t b = 0; b < across; ++b) {
           const int64_t stop = std::min((b + 1) * bc, C);
           uint32_t found = m[b];
-          if (stop - b * bc == 32) {  // of a known length: no loops before and after the vectors
 #pragma omp simd reduction(max : found)
-            for (int c = 0; c < 32; ++c) found = std::max(found, X::magnitude(row[b * bc + c]));
-          } else {
-#pragma omp simd reduction(max : found)
-            for (int64_t c = b * bc; c < stop; ++c) found = std::max(found, X::magnitude(row[c]));
-          }
+          for (int64_t c = b * bc; c < stop; ++c) found = std::max(found, X::magnitude(row[c]));
           m[b] = found;
         }
       }
@@ -120,16 +112,9 @@ void stripes(const X* x, Y* out, int64_t B, int64_t R, int64_t C, int64_t br, in
         for (int64_t b = 0; b < across; ++b) {
           const int64_t stop = std::min((b + 1) * bc, C);
           const float scale = s[b], inverse = t[b];
-          const auto element = [&](int64_t c) {
+#pragma omp simd
+          for (int64_t c = b * bc; c < stop; ++c)
             to[c] = Y::write(round(X::read(row[c]) * scale, matrix, r, c) * inverse);
-          };
-          if (stop - b * bc == 32) {
-#pragma omp simd
-            for (int c = 0; c < 32; ++c) element(b * bc + c);
-          } else {
-#pragma omp simd
-            for (int64_t c = b * bc; c < stop; ++c) element(c);
-          }
         }
       }
     }
@@ -151,7 +136,7 @@ extern "C" void te_row_amax(const X* x, float* out, int64_t rows, int64_t column
 }
 """
 
-SCALES = r"""namespace te_models {
+FP8 = r"""namespace te_models {
 
 inline float power_of_two(int32_t biased) { return float_of(uint32_t(std::max(biased << 23, 0x00400000))); }
 
@@ -175,24 +160,6 @@ inline Scale fp8_scale(float amax, int kind, float epsilon, float overflow) {
   if (kind == kPow2) scale = float_of(bits_of(scale) & 0x7F800000);
   return {scale, 1.0f / scale};
 }
-
-inline float global_encode(float amax) {
-  float encode = 2688.0f / amax;
-  encode = encode == std::numeric_limits<float>::infinity() ? kLargest : encode;
-  return amax == 0.0f || !finite(amax) ? 1.0f : encode;
-}
-
-inline Scale nvfp4_scale(float block_amax, float amax) {
-  const float encode = global_encode(amax), decode = 1.0f / encode;
-  const float scale = rounded_fp8<false>(block_amax * (encode * float(1.0 / 6.0)));
-  const float factor = 1.0f / (scale * decode);
-  return {factor > kLargest ? kLargest : factor, scale};
-}
-
-}  // namespace te_models
-"""
-
-FP8 = r"""namespace te_models {
 
 template <bool e5m2>
 void round_fp8(const X* x, Y* out, int64_t B, int64_t R, int64_t C, int64_t br, int64_t bc, int kind, float epsilon,
@@ -257,6 +224,19 @@ extern "C" void te_round_fp8(const X* x, Y* out, int64_t B, int64_t R, int64_t C
 """
 
 NVFP4 = r"""namespace te_models {
+
+inline float global_encode(float amax) {
+  float encode = 2688.0f / amax;
+  encode = encode == std::numeric_limits<float>::infinity() ? kLargest : encode;
+  return amax == 0.0f || !finite(amax) ? 1.0f : encode;
+}
+
+inline Scale nvfp4_scale(float block_amax, float amax) {
+  const float encode = global_encode(amax), decode = 1.0f / encode;
+  const float scale = rounded_fp8<false>(block_amax * (encode * float(1.0 / 6.0)));
+  const float factor = 1.0f / (scale * decode);
+  return {factor > kLargest ? kLargest : factor, scale};
+}
 
 template <bool stochastic>
 inline float rounded_e2m1(float v, int32_t random) {

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...custom_op import Output, like, operation
 from ..output import copy_by_blocks, transposed_copy
-from . import blocks, eager, grouped, reference
+from . import blocks, grouped, reference
 from .grouped import padded_length
 
 __all__ = [
@@ -109,7 +109,7 @@ def _copy_by_blocks(x: Tensor, block: tuple[int, int], fp8_dtype: torch.dtype, s
     return tuple(copy_by_blocks(x, block, fp8_dtype, scale_kind))
 
 
-@operation("quantize_blockwise", _copy_by_blocks, reference=eager.quantize_blockwise)
+@operation("quantize_blockwise", _copy_by_blocks, reference=reference.quantize_blockwise)
 def quantize_blockwise(
     x: Tensor, block: tuple[int, int], fp8_dtype: torch.dtype, scale_kind: str, *, epsilon: float = 0.0
 ) -> tuple[Tensor, Tensor]:
@@ -198,7 +198,9 @@ def quantize_grouped_blockwise(
     return triton_blockwise.quantize_blockwise(x, block, fp8_dtype, scale_kind, epsilon, **flags)
 
 
-@operation("dequantize_blockwise", lambda data, dtype: like(data, dtype=dtype), reference=eager.dequantize_blockwise)
+@operation(
+    "dequantize_blockwise", lambda data, dtype: like(data, dtype=dtype), reference=reference.dequantize_blockwise
+)
 def dequantize_blockwise(data: Tensor, stored: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """Return data * scale in `dtype`. data: [..., R, C] FP8; stored: its scales, float32 or uint8 exponents."""
     from . import triton_tensor

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..eager import compiled, eager_on_cpu
+from ..eager import eager_on_cpu
 from ..fp8.blocks import largest_of_blocks, to_blocks
 from ..fp8.cpu import e4m3_to_float
 from ..random import random_bits, unit_interval
@@ -61,10 +61,6 @@ def quantize_nvfp4(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `reference.quantize_nvfp4`."""
     block = (block_rows, BLOCK)
-    if compiled and key is None and block_rows in (1, BLOCK) and serves(x, block):
-        stored: tuple[Tensor, Tensor, Tensor] | None = compiled["quantize_nvfp4"](x, block_rows, amax)
-        if stored is not None:
-            return stored
     found = _scales(x, block, amax) if block_rows in (1, BLOCK) and serves(x, block) else None
     if found is None:
         return reference.quantize_nvfp4(x, block_rows=block_rows, amax=amax, key=key, stream=stream)
@@ -105,7 +101,7 @@ def round_current_nvfp4(
 def decode_blocks(packed: Tensor, scales: Tensor, columns: int) -> Tensor:
     """See `reference.decode_blocks`."""
     if eager_on_cpu(packed) and packed.numel() and columns == BLOCK * scales.shape[-1]:
-        return compiled["decode_blocks"](packed, scales) if compiled else decoded_blocks(packed, scales)
+        return decoded_blocks(packed, scales)
     return reference.decode_blocks(packed, scales, columns)
 
 

@@ -17,8 +17,6 @@ from te_models.checkpoints.plan.tensor_map import Piece
 from te_models.checkpoints.quantized import requantize
 from te_models.checkpoints.quantized import row_blocks as bands
 from te_models.checkpoints.quantized.dequantized_store import ValueStore
-from te_models.checkpoints.tools import conversion
-from te_models.kernels.quantize import eager
 from te_models.layers import Float8CurrentScalingQuantizer, HybridQuantizer, MXFP8Quantizer, NVFP4Quantizer, Quantizer
 from te_models.layers import recipe as recipe_by_name
 from te_models.layers.quantizer.schema import empty_fields
@@ -108,19 +106,3 @@ def test_folders_do_not_depend_on_the_bands(
     for kind in ("q", "d"):
         wide, narrow = (tmp_path / f"{what}-{kind}" / "model.safetensors" for what in ("wide", "narrow"))
         assert wide.read_bytes() == narrow.read_bytes()
-
-
-def test_many_elements_are_quantized_by_compiled_functions(
-    hf_folder: HFFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, files = hf_folder("llama"), {}
-    try:
-        for label, many in (("eager", 1 << 40), ("compiled", 1)):
-            eager.compiled.clear()
-            monkeypatch.setattr(conversion, "MANY_ELEMENTS", many)
-            quantize(source, tmp_path / label, "mxfp8")
-            assert bool(eager.compiled) == (label == "compiled")
-            files[label] = {file.name: file.read_bytes() for file in (tmp_path / label).glob("*.safetensors")}
-    finally:
-        eager.compiled.clear()
-    assert files["eager"] == files["compiled"] != {}
