@@ -30,6 +30,7 @@ PACKAGES = (
     "te_models.plan",
     "te_models.training",
     "te_models.hf",
+    "te_models.lora",
     "te_models.config",
     "te_models.kernels.gemm",
     "te_models.kernels.grouped_gemm",

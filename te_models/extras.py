@@ -23,6 +23,8 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "train": ("rich",),
     "completion": ("shtab",),
     "plot": ("matplotlib",),
+    "tensorboard": ("tensorboard",),
+    "wandb": ("wandb",),
     "demo": ("gguf",),
 }
 """The top-level modules that each extra of pyproject.toml brings (a test compares the two)."""

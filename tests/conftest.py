@@ -7,14 +7,17 @@ test module is collected. It changes nothing else: without a GPU nothing but our
 from __future__ import annotations
 
 import gc
+import json
 import os
 from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
 
-from tests.covering import mark_uncovered, within_budget
+from tests.covering import CPU_TIMES, EVERYDAY, finish, mark_uncovered, start
 
 # The same inputs in every run, so that a change is what breaks a test; the slow ones search for new inputs.
 settings.register_profile("repeatable", derandomize=True)
@@ -23,6 +26,10 @@ settings.load_profile("repeatable")
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    EVERYDAY[0] = "not slow" in config.option.markexpr
 
 
 @pytest.fixture
@@ -34,6 +41,38 @@ def fresh_compiler() -> Iterator[None]:
     counters.clear()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture(scope="session")
+def _transformers_process() -> Iterator[list[Any]]:
+    """The process that reads tokenizers with transformers, once one was started."""
+    started: list[Any] = []
+    yield started
+    for process in started:
+        process._end()
+
+
+@pytest.fixture
+def shared_tokenizer_process(_transformers_process: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokenizers that transformers reads share one process of the session, which takes seconds to import it; every
+    request names its folder. For tests of what comes out, not of how the process ends."""
+    from te_models import tokenizer
+
+    start = tokenizer._Process
+
+    class Shared(start):  # type: ignore[misc, valid-type]
+        def close(self) -> None:
+            """The next test goes on with it."""
+
+    def shared(where: str, memory_bytes: int, *arguments: int) -> Any:
+        if memory_bytes != tokenizer._TRANSFORMERS_MEMORY_BYTES:
+            return start(where, memory_bytes, *arguments)
+        if not _transformers_process:
+            _transformers_process.append(Shared(where, memory_bytes, *arguments))
+        _transformers_process[0]._where = where
+        return _transformers_process[0]
+
+    monkeypatch.setattr(tokenizer, "_Process", shared)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m deselects
@@ -48,16 +87,44 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs an accelerator, and this machine has none"))
 
 
+gc.disable()  # importing and collecting make next to no garbage, and millions of objects to walk
+
+
 def pytest_collection_finish() -> None:
     """Keep what importing and collecting made out of the garbage collector, which would walk it during the tests."""
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
-def pytest_sessionfinish() -> None:
+def pytest_sessionfinish(session: pytest.Session) -> None:
     gc.unfreeze()  # extensions look for leaks at exit
+    file = session.config.getoption("--cpu-times")
+    if file and CPU_TIMES in session.config.stash:
+        worker = os.environ.get("PYTEST_XDIST_WORKER")
+        file = f"{file}.{worker}" if worker else file
+        Path(file).write_text(json.dumps(session.config.stash[CPU_TIMES], indent=1))
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    return (yield from within_budget(item))
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--cpu-times",
+        metavar="FILE",
+        help="write the processor seconds of each test, fixtures and child processes included, to FILE as JSON; "
+        "with -n, to FILE.gw0, FILE.gw1, ...",
+    )
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, object, object]:
+    start(item, "setup")
+    result = yield
+    start(item, "call")
+    return result
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
+    start(item, "teardown")
+    result = yield
+    finish(item)
+    return result

@@ -4,24 +4,38 @@
 every parameter occurs ("each", the default) or every pair of values ("pairs"); `by={"case": family_of}` covers what a
 function makes of a parameter's values, here every family. The other cells are marked slow and run
 in `make test-all`. The choice depends on nothing but the parameters, so it is the same in every run.
+
+`@pytest.mark.sentinels("qwen3-mxfp8", ...)` names the cells that `make test` runs, by their ids, where a person chooses
+better: the cheapest of each mechanism.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Generator, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from time import monotonic  # tests replace time's own
 from typing import Any
 
 import pytest
 
 from tests.fork_server import processor_time
 
-BUDGET_S = 60.0
-"""Processor time, children included, that a test without the marker slow may take. A cold compiler cache on a slow
-machine is allowed for."""
+BUDGET_S = 15.0
+"""Processor time, fixtures and processes included, that a test without the marker slow may take, unless the marker
+`costs` gives it another number of seconds: a third of it on a quiet machine. The start of the fork server and a cold
+cache of the compiler are allowed for."""
 
 Cell = dict[str, Hashable]
+
+CPU_TIMES = pytest.StashKey[dict[str, dict[str, float]]]()
+"""In the stash of the configuration: processor seconds of each phase of each test, and its seconds by the clock."""
+EVERYDAY = [False]
+"""Whether the session leaves out the slow tests: set before any test is imported."""
+UNKNOWN_SENTINELS: list[str] = []
+"""What is wrong with the names of sentinels, a sentence a test: one fails, not the session."""
+_CLOCK = pytest.StashKey[dict[str, float]]()
+_BEGAN = pytest.StashKey[float]()
 
 
 def chosen(cells: list[Cell], strength: int) -> list[int]:
@@ -62,6 +76,7 @@ def mark_uncovered(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("matrix") and not item.get_closest_marker("slow"):
             gpu = item.get_closest_marker("gpu") is not None
             matrices[item.nodeid.partition("[")[0], gpu].append(item)
+    _mark_all_but_sentinels(items)
     for cells in matrices.values():
         marker = cells[0].get_closest_marker("matrix")
         strength = {(): 1, ("each",): 1, ("pairs",): 2}[marker.args]
@@ -71,13 +86,54 @@ def mark_uncovered(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.slow)
 
 
-def within_budget(item: pytest.Item) -> Generator[None, object, object]:
-    """Run a test, and fail it where it takes more than BUDGET_S and is not marked slow."""
-    before = processor_time()
-    result = yield
-    spent = processor_time() - before
-    if spent > BUDGET_S and not any(item.get_closest_marker(name) for name in ("slow", "real", "gpu")):
+def _mark_all_but_sentinels(items: list[pytest.Item]) -> None:
+    named: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sentinels"):
+            named[item.nodeid.partition("[")[0]].append(item)
+    for test, cells in named.items():
+        keep = cells[0].get_closest_marker("sentinels").args
+        ids = {item.callspec.id: item for item in cells}
+        if len(cells) > len(keep) and (unknown := set(keep) - ids.keys()):  # fewer were asked for by name
+            UNKNOWN_SENTINELS.append(f"{test} has no cells {sorted(unknown)}; it has {sorted(ids)}")
+        for its, item in ids.items():
+            if its not in keep:
+                item.add_marker(pytest.mark.slow)
+
+
+def selected(request: pytest.FixtureRequest, name: str) -> list[Any]:
+    """Return the values of a parameter of the tests of this file that this session runs, each once: a fixture that
+    runs all cases together runs these."""
+    params = [item.callspec.params for item in request.session.items if item.path == request.path and _has(item, name)]
+    return list({str(values[name]): values[name] for values in params}.values())
+
+
+def _has(item: pytest.Item, name: str) -> bool:
+    return hasattr(item, "callspec") and name in item.callspec.params
+
+
+def examples(count: int) -> int:
+    """Return how many examples a property test sees: `count`, and a fifth of them, 20 at least, in `make test`."""
+    return max(20, count // 5) if EVERYDAY[0] else count
+
+
+def start(item: pytest.Item, phase: str) -> None:
+    """Note that a phase of a test begins, and with it the one before ends."""
+    item.stash.setdefault(_CLOCK, {})[phase] = processor_time()
+    item.stash.setdefault(_BEGAN, monotonic())
+
+
+def finish(item: pytest.Item) -> None:
+    """Note that a test ends; fail it where it took more than BUDGET_S and is not marked slow."""
+    starts = item.stash[_CLOCK]
+    ends = [*list(starts.values())[1:], processor_time()]
+    times = {phase: round(end - begin, 3) for (phase, begin), end in zip(starts.items(), ends, strict=True)}
+    clock = round(monotonic() - item.stash[_BEGAN], 3)
+    item.config.stash.setdefault(CPU_TIMES, {})[item.nodeid] = times | {"clock": clock}
+    spent, costs = sum(times.values()), item.get_closest_marker("costs")
+    budget = BUDGET_S if costs is None else costs.args[0]
+    if spent > budget and not any(item.get_closest_marker(name) for name in ("slow", "real", "gpu")):
         pytest.fail(
-            f"{item.nodeid} took {spent:.0f} s of processor time; allowed: {BUDGET_S:.0f} s, or the marker slow"
+            f"{item.nodeid} took {spent:.1f} s of processor time, fixtures and processes included ({times}); allowed: "
+            f"{budget:.0f} s, or the marker slow beside a cheaper test of the same mechanism"
         )
-    return result

@@ -191,7 +191,8 @@ def config(left: TileOperand, rows: int, columns: int, *, narrow: bool) -> Confi
     if left.mode == NONE:
         block_k, stages = (64, 4) if left.data.element_size() == 2 else (32, 3)
     else:
-        block_k, stages = 128, 3 if left.mode == MICRO else 4
+        # MX values become bfloat16 in registers, which 128 of them per row would overflow
+        block_k, stages = 64 if left.mode == MICRO else 128, 4
     if rows <= 16:
         return Config(16, 128, block_k, 4, stages)
     if rows <= 64:

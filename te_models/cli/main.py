@@ -19,13 +19,13 @@ from ..extras import MissingExtraError
 from ..signals import Interrupted
 from ..suggestions import did_you_mean
 from ..terminal import complain
-from . import completion, convert, examine, generate, info, plan, quickstart, tokenize, train
+from . import completion, convert, examine, generate, info, plan, quickstart, report, tokenize, train
 from .parser import Formatter, Parser, unknown
 
 GROUPS: dict[str, tuple[Any, ...]] = {
     "convert": (convert,),
     "inspect": (examine, info),
-    "train": (tokenize, train, plan, quickstart),
+    "train": (tokenize, train, report, plan, quickstart),
     "generate": (generate,),
     "shell": (completion,),
 }

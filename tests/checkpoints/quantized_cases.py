@@ -1,4 +1,4 @@
-"""Quantized Hugging Face folders, made and decoded plainly: tables and loops over blocks, float64, no te_models.
+"""Quantized Hugging Face folders, made and decoded plainly: tables and repeated scales, float64, no te_models.
 
 A folder starts as a tiny model that transformers saved. The weights that a case chooses get random codes and random
 scales, so every code occurs; what they stand for is computed here and saved as a plain folder, the reference.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 import warnings
 import zlib
 from collections.abc import Callable
@@ -87,13 +88,10 @@ def decode_fp4(packed: torch.Tensor) -> torch.Tensor:
 
 
 def spread(scales: torch.Tensor, block: tuple[int, int], shape: tuple[int, ...]) -> torch.Tensor:
-    """Return the scale of every element of [..., rows, columns], by a loop over blocks, in float64."""
-    full = torch.empty(shape, dtype=torch.float64)
-    for i in range(scales.shape[-2]):
-        for j in range(scales.shape[-1]):
-            rows, columns = slice(i * block[0], (i + 1) * block[0]), slice(j * block[1], (j + 1) * block[1])
-            full[..., rows, columns] = scales[..., i, j, None, None].double()
-    return full
+    """Return the scale of every element of [..., rows, columns]: each as often as its block has rows and columns, in
+    float64."""
+    repeated = scales.double().repeat_interleave(block[0], -2).repeat_interleave(block[1], -1)
+    return repeated[..., : shape[-2], : shape[-1]]
 
 
 def random_fp8(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
@@ -355,8 +353,23 @@ MODELOPT_CHANNEL = Case(
 CHANNEL = Case("qwen3_moe", per_channel, compressed("float-quantized", num_bits=8, strategy="channel"))
 
 
+_MADE: dict[tuple[int, torch.dtype], tuple[Case, tempfile.TemporaryDirectory]] = {}
+"""Folders that were made before, each with its case, so that no other one gets its id."""
+
+
 def make(case: Case, root: Path, dtype: torch.dtype = torch.bfloat16) -> tuple[Path, Path]:
-    """Return (the quantized folder, the plain folder with the values it stands for)."""
+    """Return (the quantized folder, the plain folder with the values it stands for): copies, made once in a process."""
+    key = id(case), dtype
+    if key not in _MADE:
+        _MADE[key] = case, tempfile.TemporaryDirectory(prefix="quantized-")
+        _make(case, Path(_MADE[key][1].name), dtype)
+    source = Path(_MADE[key][1].name)
+    for name in ("quantized", "reference"):
+        shutil.copytree(source / name, root / name)
+    return root / "quantized", root / "reference"
+
+
+def _make(case: Case, root: Path, dtype: torch.dtype) -> None:
     config_class, options = MODELS[case.model]
     config = getattr(transformers, config_class)(**(_SIZES | options))
     generator = torch.Generator().manual_seed(11)
@@ -382,7 +395,6 @@ def make(case: Case, root: Path, dtype: torch.dtype = torch.bfloat16) -> tuple[P
         edit_config(quantized, quantization_config=case.config)
     if case.separate is not None:
         (quantized / "hf_quant_config.json").write_text(json.dumps(case.separate))
-    return quantized, reference
 
 
 def edit_config(folder: Path, **changes: Any) -> None:

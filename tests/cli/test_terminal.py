@@ -79,7 +79,8 @@ evaluation = {{ batches = 1 }}
     return file
 
 
-STEP = r"step {}/2  loss \d\.\d{{4}}  lr \d\.\d\de-\d\d  [\d,]+ tokens/s"
+STEP = r"step {}/2  loss \d\.\d{{4}}{}  lr \d\.\d\de-\d\d  grad norm \S+  [\d,]+ tokens/s  \S+ TFLOP/s"
+STEP += r"  data wait \S+ s  [\d,.]+ [MG]iB{}"
 
 
 def test_a_run_in_a_pipe_prints_a_line_for_each_step(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,8 +90,8 @@ def test_a_run_in_a_pipe_prints_a_line_for_each_step(config: Path, capsys: pytes
     tokenizing, making, first, last = captured.err.splitlines()
     assert tokenizing == f"te-models: tokenizing data.text into {config.parent}/data"
     assert making == "te-models: making a model of random weights"
-    assert re.fullmatch(STEP.format(1), first)
-    assert re.fullmatch(STEP.format(2) + r"  validation loss \d\.\d{4}", last)
+    assert re.fullmatch(STEP.format(1, "", ""), first)
+    assert re.fullmatch(STEP.format(2, r"  validation loss \d\.\d{4}", "  eta 0:00"), last)
 
 
 def test_a_run_that_shows_no_progress_is_silent(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,7 +110,7 @@ def test_a_run_on_a_terminal_shows_a_bar(
     assert main(["train", str(config), "--output-dir", f"{config.parent}/bar"]) == 0
     printed = re.sub(r"\x1b\[[0-9;?]*\w", "", terminal.getvalue())
     assert "te-models: making a model of random weights\n" in printed
-    assert re.search(r"train .* 2/2 +loss \d\.\d{4} +lr", printed)
+    assert re.search(r"train .* 2/2 +eta 0:00 +loss \d\.\d{4} +validation loss \d\.\d{4} +lr", printed)
     assert "step 1/2" not in printed
 
 

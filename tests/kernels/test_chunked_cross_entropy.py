@@ -14,6 +14,7 @@ from tests.kernels.test_cross_entropy import UNIT, exact_loss, inputs
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(

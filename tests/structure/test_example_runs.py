@@ -43,6 +43,7 @@ def test_pretraining_scripts_are_short() -> None:
         assert len(code.splitlines()) <= 60, name
 
 
+@pytest.mark.sentinels("pretrain_dense.py", "pretrain_moe.py", "upcycle.py")
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_runs(name: str, reader: Path, tmp_path: Path) -> None:  # noqa: F811
     if name == "lora_fp8.py":

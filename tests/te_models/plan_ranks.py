@@ -1,5 +1,5 @@
-"""What each process of test_plan does: `python -m tests.te_models.plan_ranks RESULTS [fake]`, on two ranks or as one of
-two that do not exist."""
+"""What each process of test_plan does: `python -m tests.te_models.plan_ranks RESULTS real|fake LAYOUTS`, on
+two ranks or as one of two that do not exist."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def balanced_topk(logits: torch.Tensor, topk: int, **_: Any) -> tuple[torch.Tens
     return torch.softmax(logits.float(), -1).gather(1, indices), indices
 
 
-def main(results: str, fake: bool) -> None:
+def main(results: str, fake: bool, layouts: list[str]) -> None:
     found: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch("te_models.model.moe.router_topk", balanced_topk))  # as a plan supposes
@@ -61,7 +61,8 @@ def main(results: str, fake: bool) -> None:
         else:
             dist.init_process_group("gloo")
             stack.callback(dist.destroy_process_group)
-        for name, sizes in LAYOUTS.items():
+        for name in layouts:
+            sizes = LAYOUTS[name]
             config = tiny_run(Path("unused"), moe="2 mxfp8" not in name)
             config = config.replace(
                 parallel=config.parallel.replace(**sizes),
@@ -85,4 +86,4 @@ def main(results: str, fake: bool) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(sys.argv[1], len(sys.argv) > 2)
+    main(sys.argv[1], sys.argv[2] == "fake", sys.argv[3:])

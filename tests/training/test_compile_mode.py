@@ -25,6 +25,7 @@ def _fresh_compiler() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["none", pytest.param("mxfp8", marks=pytest.mark.slow)])
 def test_layers_share_one_graph_and_compute_what_eager_does(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     counter = CompileCounterWithBackend("aot_eager")
@@ -50,6 +51,7 @@ def test_layers_share_one_graph_and_compute_what_eager_does(recipe: str, monkeyp
         torch.testing.assert_close(compiled.grad, eager.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
+@pytest.mark.slow
 def test_a_process_may_train_many_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each one is a graph of the same code, of which torch expects eight; so many runs of a sweep ended in an error."""
     plain = torch.compile

@@ -17,10 +17,11 @@ from te_models.training import (
     plot_loss,
     preflight,
     read_metrics,
-    setup,
     train,
 )
+from te_models.training.log import writers
 from te_models.training.metrics import MetricsFile
+from te_models.training.progress import Progress, clock_time
 from tests.training.runs import tiny_run
 
 
@@ -52,7 +53,7 @@ def test_a_step_that_raises_leaves_closed_files(tmp_path: Path, monkeypatch: pyt
     def fail(*_: object, **__: object) -> None:
         raise TrainingError("step 1: the loss is nan")
 
-    monkeypatch.setattr(setup, "MetricsFile", Noted)
+    monkeypatch.setattr(writers, "MetricsFile", Noted)
     monkeypatch.setattr(loop, "train_step", fail)
     with pytest.raises(TrainingError, match="loss is nan"):
         train(tiny_run(tmp_path))
@@ -146,3 +147,17 @@ def test_what_a_run_writes_has_the_mode_of_new_files(tmp_path: Path, umask: int)
     assert any(path.name == "training.safetensors" for path in modes)
     for path, mode in modes.items():
         assert mode == (0o777 if (tmp_path / path).is_dir() else 0o666) & ~umask, path
+
+
+def test_the_time_left_leaves_the_first_step_out(capsys: pytest.CaptureFixture[str]) -> None:
+    """It compiles: 600 s here, and 2 s each of the others."""
+    clock = iter([600.0, 602.0, 604.0])
+    progress = Progress(1004, shown=True, clock=lambda: next(clock))
+    row = {"loss": 2.0, "lr": 1e-3, "grad_norm": None, "tokens_per_second": 1234.0, "tflops": 2.0, "mfu": 0.5}
+    for step in (2, 3, 4):  # of a run that continued from step 1
+        progress.step({"step": step, **row, "data_s": 0.25, "peak_memory": 3 << 30})
+    first, _, last = capsys.readouterr().err.splitlines()
+    numbers = "loss 2.0000  lr 1.00e-03  grad norm not finite  1,234 tokens/s  mfu 50.0%  data wait 0.25 s  3.0 GiB"
+    assert first == f"step 2/1004  {numbers}"
+    assert last == f"step 4/1004  {numbers}  eta 33:20"
+    assert [clock_time(s) for s in (0.4, 65, 7265, 90065)] == ["0:00", "1:05", "2:01:05", "1d 1:01:05"]

@@ -32,7 +32,7 @@ from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_mod
 ONE_LAYER = ModelSource(config=tiny_model(layers=1))
 
 
-@pytest.mark.matrix
+@pytest.mark.sentinels("delayed-dense-cpu")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
 @pytest.mark.parametrize("name", ["delayed", "nvfp4"])
@@ -115,7 +115,7 @@ def test_only_the_steps_that_are_due_pay_for_statistics(tmp_path: Path, monkeypa
         monkeypatch.setattr(f"te_models.layers.{module}.record_statistics", spy)
     curves = []
     for every in (0, 2):
-        log = LogConfig(progress=False, statistics_every=every)
+        log = LogConfig(progress=False, histogram_interval=every)  # whose histograms are of these statistics
         precision = PrecisionConfig(dtype="fp32", recipe="current")
         run = tiny_run(tmp_path, f"run{every}", steps=4, model=ONE_LAYER, precision=precision, log=log)
         train(run)

@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from te_models.kernels.asserted import asserted
+
 from ...config import ModelConfig
 from .kv_cache import cached_sizes, check_dtype, reach_of
 
@@ -81,14 +83,17 @@ class StaticStep:
 
     length = 0
 
-    def __init__(self, position: Tensor, layers: list[StaticLayerStep]) -> None:
+    def __init__(self, position: Tensor, layers: list[StaticLayerStep], max_length: int) -> None:
         self.position = position
         self.layers = layers
+        self.max_length = max_length
 
     def check_room(self, batch_size: int, tokens: int) -> None:
-        """Raise ValueError for several tokens: the graph is that of one."""
+        """Raise ValueError for several tokens: the graph is that of one. Raise RuntimeError where the device finds all
+        slots occupied: the next token would overwrite the first."""
         if tokens != 1:
             raise ValueError(f"the input has {tokens} tokens per row; allowed behind a prompt in a StaticKVCache: 1")
+        asserted(self.position < self.max_length, f"the static cache has room for {self.max_length} tokens and is full")
 
     def advance(self, tokens: int) -> None:
         """The caller counts."""
@@ -106,7 +111,8 @@ class StaticKVCache:
         model(token[:, None], position_ids=position_ids, cache=cache.step)
         cache.step.position.add_(1)
 
-    Raises ValueError for a batch or length below 1, and for a call that does not begin at position 0.
+    Raises ValueError for a batch or length below 1, and for a call that does not begin at position 0; RuntimeError for
+    a token past max_length.
     """
 
     def __init__(
@@ -134,7 +140,7 @@ class StaticKVCache:
             key, value = (torch.zeros(batch_size, slots, groups, size, dtype=dtype, device=device) for size in sizes)
             bounds = config.window_size(i), config.chunk_size(i)
             self.layers.append(StaticLayerCache(key, value, position, self.padding, *bounds))
-        self.step = StaticStep(position, [StaticLayerStep(layer) for layer in self.layers])
+        self.step = StaticStep(position, [StaticLayerStep(layer) for layer in self.layers], max_length)
 
     def check_room(self, batch_size: int, tokens: int) -> None:
         """Raise ValueError unless a prompt of `tokens` for `batch_size` sequences fits, and is the first."""

@@ -23,6 +23,14 @@ from te_models.checkpoints import (
 from tests.checkpoints.hf_cases import CASES, HFFolder, assert_same_bits, stored, transformers
 
 
+@pytest.mark.sentinels(
+    "llama-tied-biases-llama3-grouped",
+    "mixtral-per-gemm",
+    "qwen3_moe-grouped",
+    "qwen2-windows-yarn-per-gemm",
+    "mixtral-tied-window-grouped",
+    "qwen3_moe-mixed-layers-per-gemm",
+)
 @pytest.mark.parametrize("layout", ["grouped", "per-gemm"])
 @pytest.mark.parametrize("case", CASES)
 def test_import_then_export_restores_everything(hf_folder: HFFolder, tmp_path: Path, case: str, layout: str) -> None:

@@ -48,6 +48,7 @@ def widen(folder: Path, patterns: tuple[str, ...]) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+@pytest.mark.sentinels("experts", "several")
 @pytest.mark.parametrize("which", FLOAT32)
 @torch.no_grad()
 def test_every_tensor_keeps_its_dtype(tmp_path: Path, which: str) -> None:

@@ -62,6 +62,9 @@ def same_quantized(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
+@pytest.mark.sentinels(
+    "llama-grouped", "qwen2-tied-per-gemm", "mixtral-per-gemm", "qwen3_moe-grouped", "mixtral-tied-window-grouped"
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("case", CASES)
 def test_load_into_any_layout_and_dtype(hf_folder: HFFolder, tmp_path: Path, case: str, layout: str) -> None:

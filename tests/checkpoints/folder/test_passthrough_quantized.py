@@ -43,6 +43,7 @@ def declared(path: Path) -> Any:
     return json.loads(separate.read_text()) if separate.exists() else found
 
 
+@pytest.mark.sentinels("fp8-latent")
 @pytest.mark.parametrize("case", FORMATS)
 def test_without_a_declaration_they_are_values(tmp_path: Path, case: str) -> None:
     source, values = folder(case, tmp_path)
@@ -62,6 +63,7 @@ def test_without_a_declaration_they_are_values(tmp_path: Path, case: str) -> Non
     assert all(torch.equal(t.to(torch.bfloat16), values[name]) for name, t in found.items())
 
 
+@pytest.mark.sentinels("fp8-latent")
 @pytest.mark.parametrize("case", FORMATS)
 def test_another_declaration_excludes_their_values(tmp_path: Path, case: str) -> None:
     source, values = folder(case, tmp_path)
@@ -80,6 +82,7 @@ def test_another_declaration_excludes_their_values(tmp_path: Path, case: str) ->
         import_hf(tmp_path / back, tmp_path / f"{back}-ours")
 
 
+@pytest.mark.sentinels("fp8-latent")
 @pytest.mark.parametrize("case", FORMATS)
 def test_under_their_declaration_they_stay_as_they_are(tmp_path: Path, case: str) -> None:
     source, _ = folder(case, tmp_path)

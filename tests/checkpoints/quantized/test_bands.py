@@ -93,6 +93,7 @@ def test_both_copies_are_made_of_values_that_are_read_once(monkeypatch: pytest.M
         assert whole == {} and rows_read == passes * shape[0], quantizer
 
 
+@pytest.mark.sentinels("mxfp8", "nvfp4", "block")
 @pytest.mark.parametrize("name", NAMES)
 def test_folders_do_not_depend_on_the_bands(
     monkeypatch: pytest.MonkeyPatch, hf_folder: HFFolder, tmp_path: Path, name: str

@@ -89,6 +89,7 @@ def test_regions_of_values_are_those_of_the_whole(quantizer: Quantizer, shape: t
         assert torch.equal(store.read("w", tuple(box)), whole[tuple(slice(*r) for r in box)]), box
 
 
+@pytest.mark.sentinels("qwen3_moe-ragged-per-gemm", "qwen3-grouped")
 @pytest.mark.parametrize("layout", ["grouped", "per-gemm"])
 @pytest.mark.parametrize("model", ["qwen3_moe", "qwen3_moe-ragged", "qwen3"])
 def test_what_mxfp8_took_over_from_fp8_blocks_goes_back(tmp_path: Path, model: str, layout: str) -> None:
@@ -176,7 +177,7 @@ def test_every_pair_is_exact_or_requantized(
             assert (error <= 0.26 * expected.abs() + 0.05 * largest).all(), name
 
 
-@pytest.mark.matrix
+@pytest.mark.sentinels("False-modelopt-fp8-published")
 @pytest.mark.parametrize("form", ["published", "fused"])
 @pytest.mark.parametrize("format", ["modelopt-fp8", "float-quantized"])
 @pytest.mark.parametrize("large", [False, True])
@@ -233,6 +234,7 @@ def test_experts_of_gpt_oss_are_requantized_in_their_own_layout(tmp_path: Path) 
             assert not known or error > 0
 
 
+@pytest.mark.sentinels("grouped-fp8-moe", "per-gemm-modelopt-nvfp4", "grouped-mxfp4-gpt-oss", "per-gemm-modelopt-fp8")
 @pytest.mark.parametrize("case", ["fp8-moe", "mxfp4-gpt-oss", "modelopt-nvfp4", "modelopt-fp8"])
 @pytest.mark.parametrize("layout", ["grouped", "per-gemm"])
 def test_exported_values_are_those_of_dequantizing_first(tmp_path: Path, case: str, layout: str) -> None:

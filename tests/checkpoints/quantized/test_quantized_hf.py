@@ -73,7 +73,15 @@ def test_import_and_export_restore_every_byte(tmp_path: Path, case: str) -> None
     assert_values(tmp_path / "values", reference, case)
 
 
-@pytest.mark.matrix
+@pytest.mark.sentinels(
+    "fp8-dense",
+    "mxfp4-gpt-oss",
+    "modelopt-nvfp4",
+    "mxfp8-quantized",
+    "float-quantized-tensor",
+    "channel",
+    "modelopt-channel",
+)
 @pytest.mark.parametrize("case", [*CASES, "channel", "modelopt-channel"])
 def test_dequantized_weights_are_the_reference_s(tmp_path: Path, case: str) -> None:
     cases = CASES | {"channel": CHANNEL, "modelopt-channel": MODELOPT_CHANNEL}
@@ -86,6 +94,7 @@ def test_dequantized_weights_are_the_reference_s(tmp_path: Path, case: str) -> N
     assert stored(tmp_path / "plain").keys() == stored(reference).keys()
 
 
+@pytest.mark.sentinels("fp8-dense", "channel")
 @pytest.mark.parametrize("case", ["fp8-dense", "modelopt-nvfp4", "channel"])
 def test_values_are_rounded_once(tmp_path: Path, case: str) -> None:
     """To the dtype that is asked for, not to that of the other weights before."""
@@ -103,7 +112,7 @@ def test_values_are_rounded_once(tmp_path: Path, case: str) -> None:
     assert torch.equal(stored(tmp_path / "half")[name], found[name].half())
 
 
-@pytest.mark.matrix
+@pytest.mark.sentinels("dtype1-mxfp4-gpt-oss", "dtype0-channel")
 @pytest.mark.parametrize("case", ["fp8-moe", "mxfp4-gpt-oss", "modelopt-nvfp4", "channel"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_of_values_is_loaded_on_request(tmp_path: Path, case: str, dtype: torch.dtype) -> None:
@@ -127,6 +136,7 @@ def test_a_model_of_values_is_loaded_on_request(tmp_path: Path, case: str, dtype
         assert "quantization_config" not in json.loads((tmp_path / f"{folder.name}-plain/config.json").read_text())
 
 
+@pytest.mark.sentinels("mxfp4-gpt-oss", "modelopt-fp8")
 @pytest.mark.parametrize("case", ["mxfp4-gpt-oss", "modelopt-nvfp4", "modelopt-fp8", "mxfp8-quantized"])
 def test_logits_are_those_of_transformers_on_the_decoded_weights(tmp_path: Path, case: str) -> None:
     source, reference = make(CASES[case], tmp_path, torch.float32)
@@ -196,6 +206,7 @@ def test_a_scale_per_row_has_no_exact_form_but_may_be_requantized(tmp_path: Path
     assert inspect(tmp_path / "ours").formats == {"float8": 8}
 
 
+@pytest.mark.sentinels("fp8-moe", "mxfp8-quantized")
 @pytest.mark.parametrize("case", ["fp8-moe", "modelopt-fp8", "modelopt-nvfp4", "mxfp8-quantized"])
 def test_fused_experts_are_quantized_like_single_ones(tmp_path: Path, case: str) -> None:
     source, _ = make(CASES[case], tmp_path)
@@ -217,6 +228,7 @@ def test_fused_experts_are_quantized_like_single_ones(tmp_path: Path, case: str)
     assert_same_bits(single, stored(tmp_path / "back"))
 
 
+@pytest.mark.sentinels("float-quantized-block", "nvfp4-pack-quantized")
 @pytest.mark.parametrize("case", [case for case in CASES if "quantized" in case])
 def test_scales_of_the_key_value_cache_come_back(tmp_path: Path, case: str) -> None:
     """compressed-tensors has them beside the projections of attention, not beside a weight."""
@@ -240,6 +252,7 @@ def test_scales_of_the_key_value_cache_come_back(tmp_path: Path, case: str) -> N
         save_file({n: t for n, t in stored(source).items() if n != name}, file, metadata={"format": "pt"})
 
 
+@pytest.mark.sentinels("True-modelopt-fp8", "False-modelopt-nvfp4")
 @pytest.mark.parametrize("case", ["modelopt-fp8", "modelopt-nvfp4", "modelopt-nvfp4-latent"])
 @pytest.mark.parametrize("attention", [False, True])
 def test_modelopt_s_scales_of_the_cache_come_back(tmp_path: Path, case: str, attention: bool) -> None:

@@ -193,6 +193,7 @@ def test_a_machine_measures_once(
         assert cpu.automatic_choice()[0] == "bf16"
 
 
+@pytest.mark.slow
 def test_the_measurement_measures(tmp_path: Path) -> None:
     code = "from te_models.kernels.gemm import cpu; import json; print(json.dumps(cpu._time_both()))"
     found = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout)

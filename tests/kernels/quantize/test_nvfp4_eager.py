@@ -89,6 +89,7 @@ def test_random_bits_are_the_definition(
         assert got.dtype == expected.dtype and torch.equal(got, expected)
 
 
+@pytest.mark.sentinels("torch.bfloat16-small tiles", "torch.float16-one tile", "torch.float32-one tile")
 @pytest.mark.parametrize("tile", [1, 1 << 18], ids=["small tiles", "one tile"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_quantizing_is_the_definition(

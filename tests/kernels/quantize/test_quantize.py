@@ -160,6 +160,7 @@ def test_amax_keeps_nan() -> None:
 SQUARE, TALL = ((128, 128), "pow2"), ((32, 1), "e8m0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "blocks"),
     [

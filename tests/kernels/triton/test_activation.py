@@ -28,6 +28,7 @@ def inputs(tokens: int, columns: int, gated: bool, weighted: bool, dtype: torch.
     return x.to(device), dy.to(device), probabilities
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("weighted", [False, True])

@@ -115,6 +115,7 @@ def test_no_gemm_of_a_format_without_kernels_falls_back_silently(
     assert emulations() == (2 if frozen is None else 1)
 
 
+@pytest.mark.sentinels("mxfp8")
 @pytest.mark.parametrize("recipe", ["current", "block", "mxfp8"])
 def test_rows_come_to_the_gemms_as_kernels_make_them(
     recipe: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
@@ -131,6 +132,7 @@ def test_rows_come_to_the_gemms_as_kernels_make_them(
         assert (got.cpu().float() - want.float()).norm() <= 2.0**-7 * want.float().norm()
 
 
+@pytest.mark.sentinels("input-True", "gradient-False")
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize(
     "recipe",
@@ -177,6 +179,7 @@ def experts_step(recipe: layers.Recipe, device: torch.device) -> list[Tensor]:
     return [y.detach(), x.grad, module.weight.grad]
 
 
+@pytest.mark.sentinels("mxfp8")
 @pytest.mark.parametrize("recipe", ["block", "mxfp8"])
 def test_tokens_come_to_their_experts_as_a_kernel_makes_them(
     recipe: str, device: torch.device, monkeypatch: pytest.MonkeyPatch

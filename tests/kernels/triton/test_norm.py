@@ -100,6 +100,7 @@ def test_options(device, shape, dtype, weight_dtype, option) -> None:
     check(device, shape, dtype, weight_dtype, option)
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("option", [OPTIONS[0], OPTIONS[5]])

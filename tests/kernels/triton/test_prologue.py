@@ -60,6 +60,7 @@ def kernels_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return fused
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["delayed", "block", "mxfp8"])
 @pytest.mark.parametrize("kind", MODULES)
 def test_fused_kernels_change_no_bit(

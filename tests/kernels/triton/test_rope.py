@@ -32,6 +32,7 @@ def inputs(case, dtype, device):
     return x, grad, *reference.rope_tables(positions, frequencies, 1.1)
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("style", ["half", "interleaved"])

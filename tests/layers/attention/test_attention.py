@@ -75,6 +75,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.matrix("pairs")
 @pytest.mark.parametrize("hide", [False, True])
 @pytest.mark.parametrize("groups", [4, 2, 1])
 @pytest.mark.parametrize(("length", "keys"), [(7, 7), (3, 7), (1, 5)])
@@ -154,6 +155,7 @@ def test_another_layout_is_refused() -> None:
         layer(query, query, value)
 
 
+@pytest.mark.sentinels("plain")
 @pytest.mark.parametrize("options", [{}, {"softcap": 5.0}], ids=["plain", "softcap"])
 def test_assigning_a_scale_recompiles_once(options: dict[str, Any]) -> None:
     """The first one makes data of a number; the others are data."""

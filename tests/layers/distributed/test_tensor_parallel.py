@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from te_models.layers import GroupedLinear, LayerNormLinear, Linear
+from tests.covering import selected
 from tests.ranks import outcomes_on_ranks
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
@@ -18,12 +19,29 @@ else:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[dict[str, str]]:
     """What every case came to, on either rank."""
     results = tmp_path_factory.mktemp("tensor_parallel") / "results"
-    return outcomes_on_ranks("tests.layers.tensor_parallel_ranks", results, timeout=400)
+    return outcomes_on_ranks("tests.layers.tensor_parallel_ranks", results, only=selected(request, "case"), timeout=400)
 
 
+@pytest.mark.sentinels(
+    "pair-plain-None",
+    "pair-sequence-mxfp8",
+    "normed_pair-plain-delayed",
+    "mlp-plain-current",
+    "mlp-sequence-None",
+    "gated_mlp-plain-mxfp8",
+    "transformer_layer-plain-None",
+    "transformer_layer-sequence-delayed",
+    "grouped_members_are_split-per_gemm_bias",
+    "grouped_members_are_split-grouped",
+    "a_row_of_a_pipeline_has_no_bias",
+    "quantized_weights_are_marked",
+    "a_group_of_other_ranks_is_refused",
+    "a_vocabulary_is_split-smoothed",
+    "torch_has_nothing_to_warn_of",
+)
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks(case: str, outcomes: list[dict[str, str]]) -> None:
     assert [outcome[case] for outcome in outcomes] == ["ok", "ok"]

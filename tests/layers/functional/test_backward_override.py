@@ -72,7 +72,7 @@ def test_dequantized_uses_what_fprop_multiplied(name: str, grouped: bool) -> Non
     torch.testing.assert_close(dw, expected[1], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.matrix
+@pytest.mark.sentinels("aot_eager-mxfp8-dequantized")
 @pytest.mark.parametrize("override", ["high_precision", "dequantized"])
 @pytest.mark.parametrize("name", ["delayed", "mxfp8"])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])

@@ -200,6 +200,7 @@ def test_an_overridden_backward_pass(recipe_name: str, name: str, monkeypatch: p
     assert_same(step(layer(), chosen), expected)
 
 
+@pytest.mark.sentinels("current")
 @pytest.mark.parametrize("name", ["current", "mxfp8"])
 def test_an_accelerator_s_graph_is_one_for_all_splits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     as_on_an_accelerator(monkeypatch)
@@ -257,6 +258,7 @@ def test_tokens_are_permuted_padded_and_quantized_in_one_pass(
     assert_same(got, expected)
 
 
+@pytest.mark.slow
 def test_they_compile_to_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     as_on_an_accelerator(monkeypatch)
     torch._dynamo.reset()

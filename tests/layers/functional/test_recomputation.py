@@ -85,6 +85,7 @@ def assert_same(got: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=0, msg=lambda text, i=i: f"{i}: {text}")
 
 
+@pytest.mark.sentinels("delayed-nothing", "mxfp8-everything")
 @pytest.mark.parametrize("save", [None, everything], ids=["nothing", "everything"])
 @pytest.mark.parametrize("name", ["delayed", "mxfp8", "nvfp4"])
 def test_weights_kept_for_a_step_are_those_of_the_first_run(name: str, save: Any) -> None:

@@ -84,6 +84,7 @@ def three_steps(block: Block, run: Callable[[Tensor], Tensor], name: str | None)
     return found
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", NAMES, ids=str)
 @pytest.mark.parametrize("saved", SAVED)
 def test_eagerly_a_checkpoint_changes_no_bit(saved: str, name: str | None) -> None:

@@ -74,7 +74,7 @@ def test_process_group_on_a_quantizer_refused() -> None:
 _BY_INDUCTOR = [pytest.param(n, "inductor", marks=pytest.mark.slow) for n in weight_quantizers()]
 
 
-@pytest.mark.matrix
+@pytest.mark.sentinels("float8-aot_eager", "mxfp8_2d-aot_eager", "identity-aot_eager")
 @pytest.mark.parametrize(("name", "backend"), [*((name, "aot_eager") for name in weight_quantizers()), *_BY_INDUCTOR])
 def test_fp8_output_keeps_its_quantizer_through_the_compiled_path(name: str, backend: str) -> None:
     """A quantized tensor that a graph makes comes out with the quantizer that made it, and can be used as such."""
@@ -97,6 +97,7 @@ def formats(quantizer: Quantizer, seen: list[str], name: str) -> Any:
     return factory
 
 
+@pytest.mark.sentinels("False")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_nested_autocast_with_two_custom_recipes_uses_each_ones_factory(compiled: bool) -> None:
     """Both are instances of one class: quantizers belong to the recipe, not to its class."""

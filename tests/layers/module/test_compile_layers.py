@@ -76,7 +76,7 @@ MATRIX = [
 ]
 
 
-@pytest.mark.matrix
+@pytest.mark.sentinels("linear-nvfp4-plain-train-cpu", "linear-bf16-plain-train-cpu")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind, name, stored, train", MATRIX)
 def test_one_graph_for_all_shapes_splits_and_equal_recipes(
@@ -162,6 +162,7 @@ def test_regions_opened_inside_a_compiled_function() -> None:
     assert torch.equal(torch.compile(run, fullgraph=True, backend="eager")(x), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "nvfp4" else pytest.mark.slow) for n in NAMES])
 def test_one_row_and_none_under_dynamic_shapes(name: str | None) -> None:
     """Sizes 0 and 1 are numbers to the tracer, which knows them but not every stride."""
@@ -176,6 +177,7 @@ EDGES = {None: 2, "block": 128, "mxfp8": 32}
 """The rows of the recipe's largest block, or 2."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "mxfp8" else pytest.mark.slow) for n in EDGES])
 def test_small_inputs_have_the_graphs_that_are_documented(name: str | None) -> None:
     """One for a single row, one for none; where all rows are in a single block there is no other."""

@@ -79,6 +79,7 @@ def test_regions_inside_a_graph(kind: str, name: str | None, outer: str, inner: 
     assert graphs() == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "name"),
     [pytest.param(*case, marks=() if case == ("mlp", "mxfp8") else pytest.mark.slow) for case in CASES],

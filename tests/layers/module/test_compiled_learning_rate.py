@@ -41,6 +41,7 @@ def train(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, step
     return seen
 
 
+@pytest.mark.sentinels("ours-False")
 @pytest.mark.parametrize(("kind", "quantized"), [("ours", False), ("ours", True), ("torch", False)])
 def test_a_step_compiled_whole(kind: str, quantized: bool) -> None:
     """The rate is a tensor; torch's own step breaks its graph on purpose. Masters differ from the eager step's by

@@ -56,6 +56,7 @@ def steps(layer: nn.Module, how: str) -> list[Tensor]:
     return [*outputs, *(p.grad for p in layer.parameters())]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("kind", BUILD)
 def test_cached_weights_change_nothing(kind: str, name: str) -> None:
@@ -92,7 +93,7 @@ def test_later_micro_batches_do_not_quantize_the_weight(monkeypatch: pytest.Monk
     assert counts[1] == 1 and counts[0] > 2, counts
 
 
-@pytest.mark.matrix
+@pytest.mark.sentinels("linear-delayed")
 @pytest.mark.parametrize("name", ["delayed", "mxfp8"])
 @pytest.mark.parametrize("kind", BUILD)
 def test_compiled_micro_batches_share_weights_quantized_before(kind: str, name: str) -> None:
@@ -227,6 +228,7 @@ def test_a_cache_of_another_value_of_the_recipe_is_refused(grouped: bool) -> Non
             call(layer, x, False)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", [None, *RECIPES])
 @pytest.mark.parametrize("kind", BUILD)
 def test_fused_accumulation_adds_into_main_grad(kind: str, name: str | None) -> None:
@@ -394,6 +396,7 @@ def test_nothing_is_kept_of_weights_on_the_meta_device() -> None:
     assert torch.count_nonzero(layer(torch.randn(4, 32))) > 0
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("kind", BUILD)
 def test_a_kept_weight_stays_where_the_flag_says_so(kind: str, name: str) -> None:

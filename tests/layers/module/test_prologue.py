@@ -96,7 +96,7 @@ def test_on_cpu_norm_and_layer_stay_apart(fused: list, monkeypatch: pytest.Monke
     assert not fused
 
 
-@pytest.mark.matrix
+@pytest.mark.sentinels("swiglu-current-False")
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("name", ["delayed", "current", "block", "mxfp8"])
 @pytest.mark.parametrize("kind", ["layer_norm", "swiglu", "operations", "linear"])

@@ -41,6 +41,7 @@ def fp8(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
     return torch.from_numpy(values).to(dtype).float().numpy()
 
 
+@pytest.mark.sentinels("None")
 @pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_they_are_those_of_the_operands(backend: str | None) -> None:
     torch._dynamo.reset()

@@ -174,6 +174,7 @@ def in_float64(out: Tensor, left: Tensor, right: Tensor, accumulate: bool, scale
     out.copy_(out.double() + product if accumulate else product)
 
 
+@pytest.mark.sentinels("16-None", "96-mxfp8", "16-delayed")
 @pytest.mark.parametrize("name", [None, "delayed", "current", "block", "mxfp8", "nvfp4"], ids=str)
 @pytest.mark.parametrize("rows", [16, 96])
 def test_bfloat16_layers_accumulate_in_float32(rows: int, name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,6 +189,7 @@ def test_bfloat16_layers_accumulate_in_float32(rows: int, name: str | None, monk
     assert all(torch.equal(found[kind][0], found["Linear"][0]) for kind in same)
 
 
+@pytest.mark.slow
 def test_a_compiled_layer_accumulates_in_float32() -> None:
     compiled = functools.partial(torch.compile, fullgraph=True, backend="aot_eager")
     torch._dynamo.reset()
@@ -196,6 +198,16 @@ def test_a_compiled_layer_accumulates_in_float32() -> None:
     assert torch.equal(found, eager)
 
 
+@pytest.mark.sentinels(
+    "Linear-True",
+    "GroupedLinear-False",
+    "ops.GroupedLinear-False",
+    "Linear-False",
+    "LayerNormLinear-False",
+    "LayerNormMLP-False",
+    "per-GEMM-False",
+    "ops.Linear-False",
+)
 @pytest.mark.parametrize(
     ("kind", "compiled"),
     [(kind, False) for kind in KINDS] + [("LayerNormMLP", True), ("Linear", True), ("per-GEMM", True)],

@@ -52,6 +52,7 @@ MATRIX = [
 ] + [pytest.param("mlp", name, True, marks=pytest.mark.slow, id=f"mlp-{name}-stored") for name in NAMES[1:]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, name, stored", MATRIX)
 def test_one_graph_for_all_shapes_and_equal_recipes(kind: str, name: str | None, stored: bool) -> None:
     torch.manual_seed(0)

@@ -177,6 +177,7 @@ def test_compiled_encoding_has_the_same_bits(moments: str) -> None:
         assert torch.equal(eager, compiled)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["float8", pytest.param("mxfp8", marks=NOT_COMPILED)])
 def test_compiled_requantization_has_the_same_bits(name: str) -> None:
     results = []
@@ -276,6 +277,7 @@ def test_a_flagged_step_changes_nothing(name: str, moments: str) -> None:
     assert optimizer.state[parameter]["step"] == 3
 
 
+@pytest.mark.sentinels("float8")
 @pytest.mark.parametrize("kind", ["float8", "float8_block", "mxfp8", "nvfp4", "mxfp8 and float8 moments"])
 def test_a_classifier_converges_as_with_float32_weights(kind: str) -> None:
     """Two layers separate three interleaved spirals, which no linear map does; all data, the same start and batches.

@@ -90,6 +90,7 @@ def test_histories_and_scales_follow_the_definition(recipe: DelayedScaling) -> N
     assert emulated["input"].scale != 1 and emulated["grad_output"].scale != 1
 
 
+@pytest.mark.sentinels("None-False")
 @pytest.mark.parametrize(
     ("backend", "inside"),
     [
@@ -188,7 +189,7 @@ def rounding_as_eager() -> Iterator[None]:
         yield
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.usefixtures("rounding_as_eager")
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
@@ -241,6 +242,7 @@ def passes(pattern: str, layer: Linear, run) -> list[Tensor]:
     return [*seen, layer.weight.grad]
 
 
+@pytest.mark.sentinels("aot_eager-one region, then both backward passes")
 @pytest.mark.parametrize(
     "pattern", ["forward, backward", "two regions, then both backward passes", "one region, then both backward passes"]
 )
@@ -324,6 +326,7 @@ def test_a_region_moves_only_the_layers_that_ran_in_it(recipe: Recipe | None) ->
     assert float(ran.fp8_history[0, 2, 0]) == 1.0, "the gradient of the earlier backward pass"
 
 
+@pytest.mark.sentinels("False")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_only_training_moves_the_state(compiled: bool) -> None:
     layer, x = Linear(16, 16), torch.randn(2, 16)
@@ -446,6 +449,7 @@ def test_calibrating_under_another_recipe_leaves_delayed_scaling_alone(kind: str
     assert_same(recipe_state(layer), before)
 
 
+@pytest.mark.sentinels("False")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_calibration_reaches_quantize(compiled: bool) -> None:
     torch._dynamo.reset()
@@ -484,6 +488,7 @@ PLAIN = aot_autograd(fw_compiler=make_boxed_compiler(lambda graph, inputs: graph
 """torch's autograd tracing without further options: what a forward pass writes to its inputs leaves the graph."""
 
 
+@pytest.mark.sentinels("compiler_fn")
 @pytest.mark.parametrize("backend", ["aot_eager", PLAIN, pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_region_inside_a_compiled_function(backend: str | Callable) -> None:
     """Its exit is part of the graph, and the backward passes (B) of several calls (F) may come in any order after it:

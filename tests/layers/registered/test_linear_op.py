@@ -84,7 +84,7 @@ def inputs(dtype: torch.dtype = torch.bfloat16, rows: int = ROWS) -> Tensor:
     return torch.randn(rows, IN, generator=torch.Generator().manual_seed(2)).to(dtype)
 
 
-@pytest.mark.matrix
+@pytest.mark.sentinels("none-plain", "current-cached", "kept as it is-plain", "mxfp8-plain")
 @pytest.mark.parametrize(("name", "weights"), CASES)
 def test_real_and_fake_agree(name: str, weights: str) -> None:
     """Forward and backward, for every combination of gradients that are wanted."""
@@ -119,6 +119,7 @@ def test_real_and_fake_agree_with_options(name: str, option: str) -> None:
     assert (found["layer"][3] is not None) is (option == "fuse_wgrad_accumulation")
 
 
+@pytest.mark.sentinels("none-needs1-stored", "delayed-needs0-plain", "current-needs2-plain")
 @pytest.mark.parametrize(
     ("needs", "weights"),
     [((True, True, True), "plain"), ((True, False, False), "stored"), ((False, True, False), "plain")],
@@ -149,6 +150,19 @@ COMPILED = [
 ]
 
 
+@pytest.mark.sentinels(
+    "none-plain-aot_eager",
+    "nvfp4-cached-eager",
+    "mxfp8-stored-eager",
+    "hybrid-plain-eager",
+    "block-cached-eager",
+    "dequantized-stored-eager",
+    "delayed-plain-eager",
+    "delayed-stored-eager",
+    "current-cached-eager",
+    "kept as it is-plain-eager",
+    "none-stored-eager",
+)
 @pytest.mark.parametrize(("name", "weights", "how"), [*((*case, "eager") for case in CASES), *COMPILED])
 def test_numbers_are_those_of_the_other_boundary(name: str, weights: str, how: str) -> None:
     """Bit for bit, two steps one after the other: the second one of delayed scaling uses the first one's amaxes."""
@@ -178,7 +192,7 @@ def test_float32_without_a_recipe_is_torchs_own(how: str) -> None:
     assert_same(found[2], found[0])
 
 
-@pytest.mark.matrix
+@pytest.mark.sentinels("delayed-eager")
 @pytest.mark.parametrize("how", ["eager", "aot_eager"])
 @pytest.mark.parametrize("name", ["delayed", "nvfp4"])
 def test_a_checkpoint_records_once_and_repeats_the_numbers(name: str, how: str) -> None:
@@ -200,6 +214,7 @@ def test_a_checkpoint_records_once_and_repeats_the_numbers(name: str, how: str) 
     assert_same(found[1], found[0])
 
 
+@pytest.mark.slow
 def test_a_region_inside_the_graph() -> None:
     """What it writes forward and what it writes backward are different tensors: a plain `aot_autograd` makes it."""
     found = []
@@ -261,6 +276,7 @@ def test_without_gradients_nothing_is_saved() -> None:
     assert arguments[-1] == [False, False, False]
 
 
+@pytest.mark.sentinels("none")
 @pytest.mark.parametrize("name", ["none", "delayed", "mxfp8", "nvfp4"])
 def test_a_graph_of_one_operation_for_all_token_counts_and_equal_recipes(name: str) -> None:
     layer, counter, recipe = layer_of(name), CompileCounter(), RECIPES[name]

@@ -69,7 +69,9 @@ def cases(quantizer: Quantizer) -> Iterator[tuple[Tensor, Tensor | None]]:
         yield torch.randn(40, 48), torch.tensor([7, 0, 26])
 
 
-@pytest.mark.matrix
+@pytest.mark.sentinels(
+    "tensor-both", "delayed-both", "1x32-both", "16x16-both", "identity-both", "hybrid symmetric-both"
+)
 @pytest.mark.parametrize("usage", USAGES, ids=["both", "rowwise", "columnwise"])
 @pytest.mark.parametrize("name", ALL)
 def test_fields_are_as_described(name: str, usage: tuple[bool, bool]) -> None:
@@ -93,6 +95,7 @@ def test_fields_are_as_described(name: str, usage: tuple[bool, bool]) -> None:
             check_description(registered()["test_pass"], flat(ops.pass_op, *check))
 
 
+@pytest.mark.sentinels("tensor")
 @pytest.mark.parametrize("name", ["tensor", "1x128", "1x16 RHT", "hybrid"])
 def test_opcheck(name: str) -> None:
     x = torch.randn(33, 48)
@@ -110,7 +113,7 @@ def test_opcheck(name: str) -> None:
     )
 
 
-@pytest.mark.matrix
+@pytest.mark.sentinels("tensor")
 @pytest.mark.parametrize("name", MOST)
 def test_results_keep_their_quantizer_through_the_compiled_path(name: str) -> None:
     """And equal ones, made anew, recompile nothing."""
@@ -194,6 +197,7 @@ def test_an_alias_is_the_very_object(stored: bool, compiled: bool) -> None:
     assert torch.equal(y, x @ value.dequantize().t())
 
 
+@pytest.mark.sentinels("tensor-True", "1x16 RHT-False", "tensor-False", "1x32-False", "hybrid-False", "delayed-False")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", MOST)
 def test_a_cache_is_written_into_where_the_schema_says_so(name: str, compiled: bool) -> None:

@@ -54,6 +54,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "backend"), CASES)
 def test_layers_between_other_operations(name: str | None, backend: str | Callable) -> None:
     """By Inductor norms and softmax are sums in another order: the scalar agrees within float32."""
@@ -129,6 +130,7 @@ def test_nested_regions_of_two_recipes_around_and_inside() -> None:
         assert torch.equal(found[0], found[2]) and not torch.equal(found[0], found[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("stored", marks=pytest.mark.slow), "cached"])
 def test_micro_batches_and_evaluation_of_quantized_weights(kind: str) -> None:
     """A user's step over cached or stored weights, in training and evaluation in turns: one graph each."""

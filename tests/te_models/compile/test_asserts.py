@@ -27,6 +27,7 @@ def exported(module: nn.Module, *example: Tensor) -> Callable:
         return torch.export.export(module, example, strict=False).module()
 
 
+@pytest.mark.sentinels("exported-mxfp8", "compiled-None", "exported-None")
 @pytest.mark.parametrize("name", [None, "mxfp8"])
 @pytest.mark.parametrize("make", [compiled, exported])
 def test_splits(make: Callable, name: str | None) -> None:

@@ -65,6 +65,7 @@ MATRIX = [
 ]
 
 
+@pytest.mark.sentinels("dynamic_rope-eager-True", "moe_biases-eager-True")
 @pytest.mark.parametrize(("name", "backend", "shallow"), MATRIX)
 def test_every_variant_is_one_graph(name: str, backend: str, shallow: bool) -> None:
     model = build(name, shallow=shallow)
@@ -194,6 +195,7 @@ def texts_mask(length: int) -> Tensor:
     return text[:, :, None] == text[:, None, :]
 
 
+@pytest.mark.sentinels("padding")
 @pytest.mark.parametrize(
     "masks",
     [[padding_mask(n) for n in (0, 3, 8)], [texts_mask(n) for n in (9, 4, 2)]],
@@ -210,6 +212,7 @@ def test_masks_do_not_recompile(masks: list[Tensor]) -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "shallow"),
     [("moe", True), *(pytest.param(name, False, marks=pytest.mark.slow) for name in ("dense", "moe"))],
@@ -224,6 +227,7 @@ def test_activation_checkpointing_is_one_graph(name: str, shallow: bool) -> None
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 def test_switching_between_training_and_evaluation() -> None:
     model = build("moe", shallow=True)
     counter = count("eager")
@@ -239,6 +243,7 @@ def test_switching_between_training_and_evaluation() -> None:
     assert not counters["graph_break"]
 
 
+@pytest.mark.slow
 # The layers' part, under every recipe, is tests/layers/module/test_compile_layers.py.
 @pytest.mark.parametrize(
     ("name", "recipe"),
@@ -264,6 +269,7 @@ def test_fp8_recipes_are_one_graph(name: str, recipe: type) -> None:
     assert not counters["graph_break"]
 
 
+@pytest.mark.slow
 def test_torch_autocast_is_one_graph() -> None:
     model = build("moe", shallow=True)
     ids = token_ids(2, 9)
@@ -276,6 +282,7 @@ def test_torch_autocast_is_one_graph() -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.sentinels("block")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # from inside the compiler
 @pytest.mark.parametrize("mode", ["whole", "block"])
 def test_compile_model(mode: str) -> None:
@@ -291,6 +298,7 @@ def test_compile_model(mode: str) -> None:
     assert not counters["graph_break"]
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_model_that_was_compiled_whole_is_compiled_by_block() -> None:
     model, ids = build("moe"), token_ids(2, 9)
@@ -300,6 +308,7 @@ def test_a_model_that_was_compiled_whole_is_compiled_by_block() -> None:
     assert counter.frame_count == 2
 
 
+@pytest.mark.sentinels("linear-first0")
 @pytest.mark.parametrize(("kind", "first"), [("linear", (96,)), ("gpt", (4, 4)), ("gpt", (2, 32))])
 def test_equal_sizes_in_the_first_call_are_not_one_size(kind: str, first: tuple[int, ...]) -> None:
     """Rows as many as columns; a batch as large as the length, and as a number of experts; a length as the width."""
@@ -339,6 +348,7 @@ def test_compile_model_compiles_a_layer_whole() -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_layers_of_many_kinds_have_room_for_their_graphs() -> None:
     """More than torch expects of one function: it was an error in the evaluation, or the generation, of such models."""

@@ -92,6 +92,7 @@ def test_saved_tensors_on_the_cpu(name: str | None, how: str) -> None:
     assert len(packed) > 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_functional_call(name: str | None) -> None:
     """Other weights for one call, eager and compiled, and gradients with respect to them."""
@@ -114,6 +115,7 @@ def test_functional_call(name: str | None) -> None:
     assert_same(gradients(twin, twin, name), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stored", [pytest.param(False, marks=SLOW), True])
 def test_created_without_memory(stored: bool) -> None:
     """On the meta device, then materialised, filled and compiled."""

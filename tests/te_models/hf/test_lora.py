@@ -240,6 +240,7 @@ IDS = token_ids(2, 9) % 61
 FAMILIES = ("llama", "qwen3", "qwen3_moe-mixed", "deepseek_v3", "gpt_oss", "gemma3", "gpt2", "llama4")
 
 
+@pytest.mark.sentinels("llama", "gpt_oss", "deepseek_v3")
 @pytest.mark.parametrize("case", FAMILIES)
 def test_every_linear_layer_of_a_family(load: Any, case: str) -> None:
     model = load(case)
@@ -554,6 +555,7 @@ class Chain(nn.Module):
         return self.last(self.mlp(self.experts(self.first(x), m_splits)))
 
 
+@pytest.mark.slow
 def test_compiled_under_a_recipe() -> None:
     model = peft.get_peft_model(Chain(), lora())
     x, recipe = torch.randn(7, 32), Float8CurrentScaling()

@@ -109,6 +109,7 @@ def test_positions_that_begin_anew_begin_another_text(case: str, tmp_path: Path)
         ours(prompt(), position_ids=POSITIONS[[0, 0, 0]])
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_texts_in_a_row_compile_to_one_graph(tmp_path: Path) -> None:
     _, ours = both("gemma3", tmp_path)

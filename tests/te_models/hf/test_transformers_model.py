@@ -53,7 +53,7 @@ def padded(ids: torch.Tensor, pads: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids * mask, "attention_mask": mask}
 
 
-@pytest.mark.matrix
+@pytest.mark.sentinels("llama", "gpt_oss", "deepseek_v3")
 @pytest.mark.parametrize("case", FAMILIES)
 @torch.no_grad()
 def test_generate_gives_the_tokens_of_transformers(pair: Any, case: str) -> None:
@@ -126,6 +126,7 @@ def test_what_takes_the_place_of_a_part_is_used(pair: Any) -> None:
         assert torch.equal(model(prompt()).logits, expected)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_the_gpt_model_may_be_compiled_or_another_one(pair: Any, tmp_path: Path) -> None:
     _, ours, folder = pair("llama")
@@ -242,6 +243,7 @@ def test_saving_into_a_folder_keeps_what_is_not_the_model(pair: Any, tmp_path: P
     assert verify(folder, folder).equal
 
 
+@pytest.mark.sentinels("sizes1")
 @pytest.mark.parametrize("sizes", [("5GB", "20KB"), ("20KB", "5GB"), ("20KB", "40KB")])
 @torch.no_grad()
 def test_a_save_that_stops_leaves_one_of_both_models(pair: Any, tmp_path: Path, monkeypatch: Any, sizes: Any) -> None:

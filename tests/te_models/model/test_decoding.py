@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -139,6 +140,17 @@ def test_a_static_cache_says_what_it_does_not_take() -> None:
         model(ids[:, :1], cache=cache)
     with pytest.raises(ValueError, match="has 2 tokens per row; allowed behind a prompt"):
         model(ids[:, :2], cache=cache.step)
+
+
+@torch.no_grad()
+def test_a_static_cache_that_is_full_takes_no_token() -> None:
+    model, ids = model_of("dense"), token_ids(1, 4)
+    cache = StaticKVCache(model.config, 1, 5)
+    model(ids, cache=cache)
+    for position in (4, 5):
+        with nullcontext() if position == 4 else pytest.raises(RuntimeError, match="room for 5 tokens and is full"):
+            model(ids[:, :1], position_ids=torch.tensor([[position]]), cache=cache.step)
+        cache.step.position.add_(1)
 
 
 @pytest.mark.parametrize("name", ["dense", "window", "latent", "moe"])

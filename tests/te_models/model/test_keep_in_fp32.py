@@ -56,6 +56,7 @@ def test_routers_in_float32_stay_so_in_every_dtype(tmp_path: Path, case: str) ->
     }
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_model_with_a_router_in_float32_compiles_to_one_graph(tmp_path: Path) -> None:
     theirs = make("ernie4_5_moe", dtype=torch.bfloat16)

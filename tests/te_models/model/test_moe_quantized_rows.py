@@ -66,6 +66,7 @@ def test_the_permuted_rows_are_made_quantized(case: str, monkeypatch: pytest.Mon
         assert (got.float() - want.float()).norm() <= 2.0**-7 * want.float().norm()
 
 
+@pytest.mark.slow
 def test_one_graph_whatever_the_router_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm_operand, "_DEQUANTIZING_DEVICES", ())
     torch._dynamo.reset()

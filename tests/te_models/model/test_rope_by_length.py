@@ -72,6 +72,11 @@ def test_generate_with_padding(models: Any) -> None:
     assert torch.equal(generate(ours.gpt, ids, NEW, attention_mask=mask), continued(logits, ids))
 
 
+@pytest.mark.sentinels(
+    "llama-rope-dynamic-0-{}",
+    "phi3-longrope-window-4-{'num_beams': 3}",
+    "llama-rope-dynamic-4-{'do_sample': True, 'top_k': 20}",
+)
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True, "top_k": 20}], ids=str)
 @pytest.mark.parametrize("pads", [0, 4])
 def test_transformers_generate(models: Any, options: dict[str, Any], pads: int) -> None:

@@ -16,6 +16,7 @@ from te_models import AttentionConfig, ConfigError, GPTModel
 from te_models.checkpoints import CheckpointError, expected_tensors, open_checkpoint, quantize
 from te_models.checkpoints.plan.rank_shards import Place, parts
 from te_models.model.parallel import check_distribution
+from tests.covering import selected
 from tests.ranks import outcomes_on_ranks
 from tests.te_models.configs import tiny, tiny_moe
 from tests.te_models.hf_models import hf_model
@@ -48,18 +49,41 @@ def save_models(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[dict[str, str]]:
     """What every case came to, on either rank."""
     folder = tmp_path_factory.mktemp("experts")
     save_models(folder)
-    return run(folder, *CASES)
+    return run(folder, *selected(request, "case"))
 
 
+@pytest.mark.costs(40)
+@pytest.mark.sentinels(
+    "moe-float32-all_to_all",
+    "moe_sigmoid_groups-bfloat16-all_gather",
+    "moe_shared-mxfp8-all_to_all",
+    "moe_biases-float32-all_gather",
+    "top3-bfloat16-all_to_all",
+    "two-mxfp8-all_gather",
+    "moe_on_input-float32-all_to_all",
+    "empty_experts",
+    "sequences_and_global_batch",
+    "capacity",
+    "uneven",
+    "generated",
+    "checkpointed",
+    "delayed",
+    "averaged",
+    "plain",
+    "hf",
+    "mxfp8",
+    "stored_by_recipe",
+)
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks(case: str, outcomes: list[dict[str, str]]) -> None:
     assert [outcome[case] for outcome in outcomes] == ["ok", "ok"]
 
 
+@pytest.mark.slow
 def test_four_ranks_that_also_split_layers(tmp_path: Path) -> None:
     torch.manual_seed(0)
     # every part is whole blocks of 32, with two ranks

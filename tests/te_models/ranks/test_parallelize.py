@@ -9,6 +9,7 @@ from te_models import GPTModel
 from te_models.config import ConfigError
 from te_models.parallel import ParallelDims
 from te_models.parallel.sharding import shards_experts_apart
+from tests.covering import selected
 from tests.ranks import outcomes_on_ranks
 from tests.te_models.parallelize_ranks import CASES, CONFIGS
 
@@ -16,15 +17,37 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="th
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[dict[str, str]]:
     folder = tmp_path_factory.mktemp("parallelize")
     for name in ("dense", "moe_shared"):
         torch.manual_seed(3)
         GPTModel(CONFIGS[name]).save_pretrained(folder / name)
     module = "tests.te_models.parallelize_ranks"
-    return outcomes_on_ranks(module, folder / "results", str(folder), ranks=4, timeout=180)
+    return outcomes_on_ranks(
+        module, folder / "results", str(folder), ranks=4, only=selected(request, "case"), timeout=180
+    )
 
 
+@pytest.mark.costs(40)
+@pytest.mark.sentinels(
+    "start dense hsdp",
+    "start tied tp2_fsdp2",
+    "start qk_full tp2",
+    "start latent tp2_fsdp2",
+    "start moe_shared ep2_tp2_fsdp2",
+    "start moe_biases ep2_fsdp4",
+    "load dense tp2_fsdp2",
+    "load moe_shared ep2_tp2_fsdp2",
+    "gradients ep2_fsdp4",
+    "gradients six experts",
+    "experts_are_not_padded",
+    "one_layer_at_a_time",
+    "stored_weights_are_shards_of_the_whole",
+    "unequal_shards_are_saved",
+    "norms_of_nothing",
+    "a_layout_has_one_mesh",
+    "other_numbers_of_ranks_are_refused",
+)
 @pytest.mark.parametrize("case", CASES)
 def test_four_ranks(case: str, outcomes: list[dict[str, str]]) -> None:
     found = [outcome[case] for outcome in outcomes]

@@ -14,6 +14,7 @@ from tests.te_models.configs import VARIANTS
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
 if torch.distributed.is_available():
+    from tests.covering import selected
     from tests.ranks import outcomes_on_ranks
 
 SP = ("sandwich", "parallel_shared_norm", "biases", "learned_positions", "qk_full", "latent", "moe_shared")
@@ -23,11 +24,14 @@ MODULE = "tests.te_models.shared_tokens_ranks"
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[dict[str, str]]:
     """What every case came to, on either rank."""
-    return outcomes_on_ranks(MODULE, tmp_path_factory.mktemp("shared") / "results", *CASES, timeout=300)
+    return outcomes_on_ranks(
+        MODULE, tmp_path_factory.mktemp("shared") / "results", *selected(request, "case"), timeout=300
+    )
 
 
+@pytest.mark.sentinels("sp sandwich", "sp biases", "sp moe_shared", "cp mixed_layers", "cp latent", "cp moe", "refused")
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks(case: str, outcomes: list[dict[str, str]]) -> None:
     assert [outcome[case] for outcome in outcomes] == ["ok", "ok"]

@@ -17,6 +17,7 @@ from te_models.model.parallel import check_layers
 from tests.checkpoints.family_cases import CASES as FAMILY_CASES
 from tests.checkpoints.family_cases import make
 from tests.checkpoints.hf_cases import transformers
+from tests.covering import selected
 from tests.ranks import outcomes_on_ranks
 from tests.te_models.hf_models import hf_model
 
@@ -62,16 +63,19 @@ def run(folder: Path, models: tuple[str, ...], *cases: str) -> list[dict[str, st
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[dict[str, str]]:
     """What every case came to, on either rank."""
     folder = tmp_path_factory.mktemp("split")
     torch.manual_seed(0)
     GPTModel(BLOCKS).save_pretrained(folder / "plain")
     for case in QUANTIZED_CASES:
         quantize(folder / "plain", folder / case, case)
-    return run(folder, CASES, "memory", *CASES, *QUANTIZED_CASES)
+    cases = selected(request, "case")
+    return run(folder, tuple(name for name in CASES if name in cases or "memory" in cases), *cases)
 
 
+@pytest.mark.costs(40)
+@pytest.mark.sentinels("sinks", "deepseek_v3", "gemma2", "qwen3", "gpt2", "block", "mxfp8", "current")
 @pytest.mark.parametrize("case", ["memory", *CASES, *QUANTIZED_CASES])
 def test_two_ranks(case: str, outcomes: list[dict[str, str]]) -> None:
     assert [outcome[case] for outcome in outcomes] == ["ok", "ok"]

@@ -46,6 +46,7 @@ def same_checkpoints(found: TrainConfig, expected: TrainConfig) -> None:
     assert curve(found) == curve(expected)
 
 
+@pytest.mark.sentinels("True")
 @pytest.mark.parametrize("quantized", [False, True])
 def test_it_saves_what_a_run_that_waits_saves(quantized: bool, tmp_path: Path) -> None:
     formats = {"dtype": "bf16", "recipe": "mxfp8", "quantized_weights": True} if quantized else {"dtype": "fp32"}

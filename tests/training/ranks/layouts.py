@@ -140,6 +140,10 @@ class Case:
         """The same on one rank."""
         return Case(self.kind, self.precision, "one")
 
+    def before(self) -> list[Case]:
+        """The run that it continues, if it continues one."""
+        return [] if self.start is None else [Case(self.kind, self.precision, self.start)]
+
 
 class Runs:
     """Runs of one folder, from one TOML file for each model."""

@@ -61,6 +61,7 @@ def train_and_resume(config: TrainConfig, ranks: int, tmp_path: Path) -> None:
         assert_same_bits(tensors_under(again / folder), tensors_under(first / folder))
 
 
+@pytest.mark.sentinels("2")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_distributed_experts_train_as_on_one_rank(ranks: int, tmp_path: Path) -> None:
     alone = run_of(tmp_path, "alone", 4)
@@ -109,6 +110,7 @@ def test_what_cannot_be_shared_is_refused(tmp_path: Path) -> None:
         train(tiny_run(tmp_path, moe=True, parallel=DISTRIBUTED))
 
 
+@pytest.mark.slow
 def test_a_run_continues_with_another_distribution(tmp_path: Path) -> None:
     """One rank for two steps, then two that share the experts, then one again."""
     alone = run_of(tmp_path, "alone", 4, steps=6)

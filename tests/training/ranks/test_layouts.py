@@ -14,6 +14,7 @@ from te_models.checkpoints import check_manifest
 from te_models.parallel.sharding import shards_experts_apart
 from te_models.training import ParallelConfig, TrainingCheckpointError
 from te_models.training.checkpoints.checkpoint import load_state
+from tests.covering import selected
 from tests.training.processes import train_on_ranks
 from tests.training.ranks.layouts import LAYOUTS, PRECISIONS, SCHEDULES, Case, Runs
 from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_run
@@ -82,10 +83,11 @@ def each(cases: list[Case]) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    """All runs of this file: on one rank, on two, on four."""
+def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Runs]:
+    """The runs of the cases that this session tests, and those that they start from: on one rank, on two, on four."""
+    asked = {start for case in selected(request, "case") for start in (case, *case.before())} | {TRAINED[0]}
     runs = Runs(tmp_path_factory.mktemp("layouts"), steps=4)
-    two, four = ([case for case in cases if possible(case)] for cases in ([*TRAINED, *CONTINUED], FOUR))
+    two, four = ([c for c in cases if c in asked and possible(c)] for cases in ([*TRAINED, *CONTINUED], FOUR))
     runs.on_one_rank(list(dict.fromkeys(case.reference() for case in [*two, *four])))
     runs.on_ranks(two, 2)
     if four:
@@ -93,17 +95,29 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     yield runs
 
 
+@pytest.mark.costs(90)
+@pytest.mark.sentinels(
+    "dense_fp32_fsdp2",
+    "dense_delayed_tp2",
+    "moe_fp32_ep2_fsdp2",
+    "moe_fp32_cp2",
+    "tied_fp32_pp2",
+    "dense_fp32_fsdp2_after_fsdp2",
+    "moe_fp32_tp2_ep2_fsdp2",
+)
 @pytest.mark.parametrize("case", each([*TRAINED, *CONTINUED, *FOUR]))
 def test_a_layout_trains_as_one_rank(case: Case, runs: Runs) -> None:
     assert runs.differences(case) == []
 
 
+@pytest.mark.sentinels("moe_fp32_one_after_tp2_ep2_fsdp2")
 @pytest.mark.parametrize("case", each(BACK))
 def test_one_rank_continues_what_four_began(case: Case, runs: Runs) -> None:
     runs.on_ranks([case], 1)
     assert runs.differences(case) == []
 
 
+@pytest.mark.sentinels("dense_fp32_fsdp2_after_fsdp2")
 @pytest.mark.parametrize("case", each([c for c in CONTINUED if c.start == c.layout]))
 def test_the_same_layout_continues_bit_for_bit(case: Case, runs: Runs) -> None:
     whole = Case(case.kind, case.precision, case.layout)
@@ -115,6 +129,7 @@ def test_the_same_layout_continues_bit_for_bit(case: Case, runs: Runs) -> None:
     assert [[row.get(name) for name in columns] for row in runs.curve(case)] == rows[2:]
 
 
+@pytest.mark.sentinels("dense_fp32_fsdp2", "moe_fp32_ep2_fsdp2", "moe_fp32_tp2_ep2_fsdp2")
 @pytest.mark.parametrize("case", each([TRAINED[0], TRAINED[3], TRAINED[4], TRAINED[7], FOUR[0], FOUR[-1]]))
 def test_the_result_is_an_ordinary_folder(case: Case, runs: Runs) -> None:
     """Of the weights of one rank, but for sums in another order, which Adam may turn into steps of the size of lr."""
@@ -129,6 +144,7 @@ def test_the_result_is_an_ordinary_folder(case: Case, runs: Runs) -> None:
         assert case.precision != "fp32" or (distance < 1e-5).float().mean() > 0.99, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", each(MUON))
 def test_averages_are_those_of_one_rank(case: Case, runs: Runs) -> None:
     """In float32, of what is trained; frozen parameters are what they were."""

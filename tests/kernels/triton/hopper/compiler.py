@@ -32,9 +32,15 @@ def can_compile() -> str | None:
 
 
 def compile_kernel(
-    kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int, stages: int, capability: int = 90
+    kernel: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    warps: int,
+    stages: int,
+    capability: int = 90,
+    any_multiple: tuple[str, ...] = ("M", "G", "T"),
 ) -> Any:
-    """Compile; types: of arguments that are not constants. Pointers and arguments not named *_1 divide by 16."""
+    """Compile; types: of arguments that are not constants. All but `any_multiple` are multiples of 16."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
@@ -44,7 +50,7 @@ def compile_kernel(
             signature[name], values[(i,)] = "constexpr", constants[name]
         else:
             signature[name] = types[name]
-            if types[name].startswith("*") or name not in ("M", "G", "T"):
+            if types[name].startswith("*") or name not in any_multiple:
                 attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, values, attributes)
     return compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, "num_stages": stages})

@@ -47,8 +47,7 @@ def test_values_in_flight_fit_a_smaller_gpu(narrow: bool, monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 def test_sums_stay_in_registers(compiled: Summaries) -> None:
-    """A few spilled addresses cost little; an accumulator is 256 bytes per thread."""
-    assert {name: found["stack"] for name, found in compiled.items() if found["stack"] > 96} == {}
+    assert {name: found["stack"] for name, found in compiled.items() if found["stack"]} == {}
 
 
 @pytest.mark.slow

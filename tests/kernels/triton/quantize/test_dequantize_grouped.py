@@ -55,7 +55,7 @@ def run(
             assert_bitwise(triton_grouped.dequantize(*moved, rows, block, dtype), expected)
 
 
-@pytest.mark.matrix
+@pytest.mark.sentinels("[64]-64-(1, 32)-e8m0", "[5, 0, 30]-40-(1, 128)-pow2", "[0, 0, 0]-0-(32, 32)-e8m0")
 @pytest.mark.parametrize(("block", "kind"), [(None, ""), *COPIES], ids=str)
 @pytest.mark.parametrize(("splits", "rows"), SPLITS, ids=str)
 def test_kernel_equals_definition(
@@ -64,6 +64,7 @@ def test_kernel_equals_definition(
     run(rows, splits, block, kind, 200, device)
 
 
+@pytest.mark.slow
 def test_kernel_compiles_for_a_gpu_with_wide_accesses_and_no_spills() -> None:
     reason = can_compile()
     if reason is not None:

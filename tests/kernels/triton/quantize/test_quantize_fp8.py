@@ -42,6 +42,7 @@ def test_epsilon_is_no_tensor(value, device) -> None:
     assert bits == torch.tensor(value, device="cpu").view(torch.int32).item()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("block, kind", BLOCKS, ids=str)
 def test_blockwise(block, kind, dtype, device) -> None:
@@ -51,7 +52,7 @@ def test_blockwise(block, kind, dtype, device) -> None:
         assert_all(got, reference.quantize_blockwise_both(x, block, E4M3, kind))
 
 
-@pytest.mark.matrix
+@pytest.mark.sentinels("(1, 32)-e8m0")
 @pytest.mark.parametrize("block, kind", [BLOCKS[0], BLOCKS[2], BLOCKS[4], BLOCKS[5]], ids=str)
 def test_lengths(block, kind, device) -> None:
     for length in LENGTHS:
@@ -99,6 +100,7 @@ def test_every_significand_has_the_reference_power_of_two(device) -> None:
         assert_all(got, reference.quantize_blockwise(x[:, None], (1, 128), fp8_dtype, "pow2"))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("block, kind", [BLOCKS[0], BLOCKS[2], BLOCKS[4], BLOCKS[5]], ids=str)
 @pytest.mark.parametrize("splits, rows", SPLITS, ids=str)
 def test_grouped_blockwise(splits, rows, block, kind, device) -> None:
@@ -115,6 +117,7 @@ def test_grouped_blockwise_makes_the_copy_asked_for(device) -> None:
         assert_all(got, grouped.quantize_grouped_blockwise(x, m_splits, (1, 32), E4M3, "e8m0", **flags))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("fp8_dtype", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("shape", [(1, 1), (3, 33), (70, 130), (2, 66, 40), (0, 5)], ids=str)
 def test_per_tensor(shape, fp8_dtype, device) -> None:

@@ -43,7 +43,7 @@ def on_cpu(key: Tensor | None) -> Tensor | None:
     return None if key is None else key.cpu()
 
 
-@pytest.mark.matrix
+@pytest.mark.sentinels("(2, 31, 20)-1", "(15, 17)-16", "(0, 16)-1")
 @pytest.mark.parametrize("block_rows", [1, 16])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rowwise(shape, block_rows, device) -> None:
@@ -53,7 +53,7 @@ def test_rowwise(shape, block_rows, device) -> None:
             assert_all(got, nvfp4.quantize_nvfp4(x, block_rows=block_rows))
 
 
-@pytest.mark.matrix
+@pytest.mark.sentinels("(130, 7)-plain", "(15, 17)-rht", "(0, 16)-plain")
 @pytest.mark.parametrize("with_rht", [False, True], ids=["plain", "rht"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_both_copies(shape, with_rht, device) -> None:
@@ -63,6 +63,7 @@ def test_both_copies(shape, with_rht, device) -> None:
         assert_all(op_nvfp4.quantize_nvfp4_transposed(x.to(device), with_rht=with_rht), expected[3:])
 
 
+@pytest.mark.sentinels("1", "17", "31", "129")
 @pytest.mark.parametrize("length", LENGTHS)
 def test_lengths(length, device) -> None:
     for shape in ((3, length), (length, 3)):

@@ -86,7 +86,11 @@ def check_permute(device, case, dtype, output) -> None:
     compare(got, permute_reference.gather_rows(x, p.slot_of_row, topk, align > 1), scale, output)
 
 
-@pytest.mark.matrix
+@pytest.mark.sentinels(
+    "(True, True, False, True, True)-0-pow2-8_e5m2-rowscolumns",
+    "(False, False, True, True, False)-128-float32-8_e5m2-rowscolumns",
+    "(False, False, True, True, False)-32-e8m0-e4m3fn-rows",
+)
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("output", OUTPUTS, ids=names)
 @pytest.mark.parametrize("option", NORMS, ids=str)
@@ -116,6 +120,7 @@ def test_activation(device, option, output) -> None:
 PERMUTATIONS = [(17, 3, 5, 33, 1), (5, 2, 4, 130, 32), (3, 2, 3, 20, 128), (0, 2, 4, 8, 16)]
 
 
+@pytest.mark.sentinels("128-pow2-e4m3fn-rows", "32-e8m0-e4m3fn-rowscolumns", "0-pow2-8_e5m2-rowscolumns")
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("output", OUTPUTS, ids=names)
 def test_permute(device, output) -> None:
