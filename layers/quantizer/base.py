@@ -16,15 +16,13 @@ from te_models.kernels.gemm import Operand, ScaledOperand
 from te_models.kernels.quantize import QuantizedOutput
 
 from .group_offsets import GroupOffsets
+from .tensor_types import TENSOR_TYPES, empty_tensor, quantized
 from .value import ValueObject, derived
 
 Usage = Literal["rowwise", "columnwise"]
 Fields = dict[str, Tensor]
 Parts = Sequence[Tensor]
 Q = TypeVar("Q", bound="Quantizer")
-TENSOR_TYPES: dict[str, Any] = {}
-"""Format -> the class of tensor that `quantize` makes, and "grouped" -> the class of a stack of matrices. The modules
-of these classes, which are built on this one, enter them when they are imported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -471,44 +469,6 @@ def _asked(quantizer: Q) -> Q:
     if compiling() or "_usages_asked" not in vars(quantizer):
         return quantizer
     return quantizer.with_usage(**vars(quantizer)["_usages_asked"])
-
-
-def quantized(quantizer: Any, x: Tensor, key: Tensor | None, dtype: torch.dtype | None) -> Any:
-    """Return `Quantizer.quantize` by a value or by the live quantizer of delayed scaling."""
-    if dtype is not None and dtype != x.dtype:
-        return quantized(quantizer, x, key, None).to(dtype)
-    if x.requires_grad and torch.is_grad_enabled():
-        return _Quantize.apply(x, quantizer, key)
-    cls = TENSOR_TYPES[quantizer.FORMAT]
-    if x.dim() in (0, cls.RANK):
-        return cls.quantize(x, quantizer, key)
-    flat = cls.quantize(x.reshape(1, -1) if x.dim() == 1 else x.flatten(0, -2), quantizer, key)
-    return flat.wrap(flat.fields, shape=x.shape, matrix_shape=flat.shape)
-
-
-def empty_tensor(
-    quantizer: Quantizer, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None
-) -> Any:
-    """Return an uninitialised tensor of a quantizer's format, of logical shape [..., C]."""
-    cls, size = TENSOR_TYPES[quantizer.FORMAT], torch.Size(shape)
-    if not size:
-        raise ValueError("shape is (); allowed: at least one dimension")
-    rows = size[:-1].numel()
-    flat = cls.empty((rows, size[-1]), quantizer, dtype, torch.get_default_device() if device is None else device)
-    return flat if len(size) == cls.RANK else flat.wrap(flat.fields, shape=size, matrix_shape=flat.shape)
-
-
-class _Quantize(torch.autograd.Function):
-    """`quantized` with the gradient of the identity."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, quantizer: Any, key: Tensor | None) -> Any:
-        ctx.dtype = x.dtype
-        return quantized(quantizer, x.detach(), key, None)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad.to(ctx.dtype), None, None
 
 
 def _to_json(value: Any) -> Any:

@@ -34,9 +34,9 @@ from te_models.kernels.gemm import Operand, ScaledOperand
 
 from ..te_arguments import torch_dtype
 from . import Fields, Float8CurrentScalingQuantizer, Quantizer, Usage
-from .base import TENSOR_TYPES, empty_tensor, quantized
 from .fp8 import quantize_rows_with, rows_by_usage
 from .group_offsets import GroupOffsets
+from .tensor_types import TENSOR_TYPES, empty_tensor, quantized
 from .value import value_class
 
 ROLES = ("input", "weight", "grad_output")

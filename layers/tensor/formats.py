@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..quantizer import Fields, Quantizer
-from ..quantizer.base import TENSOR_TYPES
+from ..quantizer.tensor_types import TENSOR_TYPES
 from .quantized_tensor import QuantizedTensor
 
 

@@ -12,10 +12,10 @@ from te_models.kernels.compiling import compiling
 from te_models.kernels.gemm import Operand
 
 from ..quantizer import Fields, Quantizer, Usage
-from ..quantizer.base import TENSOR_TYPES
 from ..quantizer.delayed import Float8Quantizer
 from ..quantizer.group_offsets import GroupOffsets, check_values
 from ..quantizer.state import value_of
+from ..quantizer.tensor_types import TENSOR_TYPES
 from .formats import CLASSES, TENSOR_CLASSES
 from .grouped_storage import GroupedTensorStorage, empty_rows, member_of_rows
 from .quantized_tensor import QuantizedTensor, unless
