@@ -6,7 +6,7 @@ import json
 import os
 import socket
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +41,18 @@ def run_on_ranks(arguments: list[str], *, ranks: int = 2, timeout: float, fresh:
 
 
 def outcomes_on_ranks(
-    module: str, results: Path, *arguments: str, ranks: int = 2, timeout: float, fresh: bool = False
+    module: str,
+    results: Path,
+    *arguments: str,
+    ranks: int = 2,
+    only: Iterable[str] | None = None,
+    timeout: float,
+    fresh: bool = False,
 ) -> list[dict[str, Any]]:
     """Run `python -m MODULE RESULTS ARGUMENTS` on so many ranks; return what each wrote, as JSON, to RESULTS.RANK: the
-    outcome of every case."""
+    outcome of every case, or of those in `only`."""
+    if only is not None:
+        Path(f"{results}.only").write_text(json.dumps(list(only)))
     run_on_ranks(["-m", module, str(results), *arguments], ranks=ranks, timeout=timeout, fresh=fresh)
     return [json.loads(Path(f"{results}.{rank}").read_text()) for rank in range(ranks)]
 
@@ -58,7 +66,10 @@ def free_port() -> int:
 
 def report_cases(cases: Mapping[str, Callable[[], object]], results: str) -> None:
     """On a rank: run cases over gloo, each with a compiler that has compiled nothing, and write what each came to, "ok"
-    or a traceback, to the file `results.RANK`."""
+    or a traceback, to the file `results.RANK`. Where there is a file `results.only`, it names those to run."""
+    only = Path(f"{results}.only")
+    if only.exists():
+        cases = {name: cases[name] for name in json.loads(only.read_text())}
     dist.init_process_group("gloo")
     outcomes = {}
     for name, case in cases.items():

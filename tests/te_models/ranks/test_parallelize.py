@@ -106,8 +106,13 @@ def test_sizes_that_are_left_open_are_filled(sizes: dict[str, int], filled: tupl
             "context_parallel_size is 2; allowed with pipeline stages: 1",
         ),
         (
-            {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
-            "expert_tensor_parallel_size is 1; allowed: tensor_model_parallel_size, 2",
+            {"data_parallel_shard_size": 2, "expert_tensor_parallel_size": 4},
+            "expert_tensor_parallel_size is 4; allowed: a divisor of data_parallel_shard_size, 2",
+        ),
+        (
+            {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 4, "expert_model_parallel_size": 4},
+            "expert_model_parallel_size is 4; allowed: a divisor of data_parallel_replicate_size x "
+            "tensor_model_parallel_size / expert_tensor_parallel_size, 2",
         ),
     ],
 )
