@@ -38,6 +38,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     "load dense tp2_fsdp2",
     "load moe_shared ep2_tp2_fsdp2",
     "gradients ep2_fsdp4",
+    "gradients tp2_etp1_ep2_fsdp2",
     "gradients six experts",
     "experts_are_not_padded",
     "one_layer_at_a_time",
