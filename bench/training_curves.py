@@ -34,6 +34,7 @@ from te_models.training import build_dataset
 from te_models.training.config import ScheduleConfig
 from te_models.training.data.dataset import TokenDataset
 from te_models.training.data.windows import Windows
+from te_models.training.log.curves import plot_gaps
 
 BOUNDS = dict.fromkeys(NAMES, 0.02) | {"nvfp4": 0.04}
 """How far the final loss may be from bf16's, relative."""
@@ -85,26 +86,6 @@ def compare(curves: dict[str, list[float]]) -> dict[str, dict[str, Any]]:
     return {name: found[name] for name in curves}
 
 
-def draw(curves: dict[str, list[float]], out: Path) -> None:
-    """Draw the losses, and below them each recipe's distance from bf16, both as running means of FINAL steps."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 6), layout="constrained")
-    above, below = figure.subplots(2, sharex=True, height_ratios=(2, 1))
-    steps = range(FINAL, STEPS + 1)
-    means = {name: [statistics.fmean(losses[s - FINAL : s]) for s in steps] for name, losses in curves.items()}
-    for name, values in means.items():
-        above.plot(steps, values, label=name, linewidth=1.2)
-        below.plot(steps, [100 * (a / b - 1) for a, b in zip(values, means["bf16"])], linewidth=1.2)
-    above.set_ylabel(f"loss (mean of {FINAL} steps)")
-    above.legend()
-    below.set_ylabel("from bf16 (%)")
-    below.set_xlabel("step")
-    for axes in (above, below):
-        axes.grid(alpha=0.3)
-    figure.savefig(out, dpi=120)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipes", nargs="*", choices=[[], *BOUNDS], metavar="RECIPE", help=", ".join(BOUNDS))
@@ -133,7 +114,8 @@ def main() -> int:
             "losses": {name: [round(loss, 5) for loss in losses] for name, losses in curves.items()},
         }
         print(f"written to {write_result('training_curves', payload)}")
-        draw(curves, RESULTS / "training_curves.png")
+        title = f"{parameters / 1e6:.1f} M parameters, {BATCH * SEQUENCE} tokens a step"
+        plot_gaps(curves, RESULTS / "training_curves.png", span=FINAL, title=title, reference="bf16")
     return 0 if all(values.get("met", True) for values in found.values()) else 1
 
 

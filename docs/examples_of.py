@@ -19,6 +19,7 @@ EXAMPLES = {
     "te_models.plan": "plan.py",
     "te_models.training": "training.py",
     "te_models.hf": "hf.py",
+    "te_models.lora": "lora.py",
 }
 """Package: the file of its examples."""
 

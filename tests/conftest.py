@@ -11,12 +11,13 @@ import json
 import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
 
-from tests.covering import CPU_TIMES, finish, mark_uncovered, start
+from tests.covering import CPU_TIMES, EVERYDAY, finish, mark_uncovered, start
 
 # The same inputs in every run, so that a change is what breaks a test; the slow ones search for new inputs.
 settings.register_profile("repeatable", derandomize=True)
@@ -25,6 +26,10 @@ settings.load_profile("repeatable")
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    EVERYDAY[0] = "not slow" in config.option.markexpr
 
 
 @pytest.fixture
@@ -36,6 +41,38 @@ def fresh_compiler() -> Iterator[None]:
     counters.clear()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture(scope="session")
+def _transformers_process() -> Iterator[list[Any]]:
+    """The process that reads tokenizers with transformers, once one was started."""
+    started: list[Any] = []
+    yield started
+    for process in started:
+        process._end()
+
+
+@pytest.fixture
+def shared_tokenizer_process(_transformers_process: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokenizers that transformers reads share one process of the session, which takes seconds to import it; every
+    request names its folder. For tests of what comes out, not of how the process ends."""
+    from te_models import tokenizer
+
+    start = tokenizer._Process
+
+    class Shared(start):  # type: ignore[misc, valid-type]
+        def close(self) -> None:
+            """The next test goes on with it."""
+
+    def shared(where: str, memory_bytes: int, *arguments: int) -> Any:
+        if memory_bytes != tokenizer._TRANSFORMERS_MEMORY_BYTES:
+            return start(where, memory_bytes, *arguments)
+        if not _transformers_process:
+            _transformers_process.append(Shared(where, memory_bytes, *arguments))
+        _transformers_process[0]._where = where
+        return _transformers_process[0]
+
+    monkeypatch.setattr(tokenizer, "_Process", shared)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m deselects

@@ -12,23 +12,26 @@ better: the cheapest of each mechanism.
 from __future__ import annotations
 
 import itertools
-import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping
+from time import monotonic  # tests replace time's own
 from typing import Any
 
 import pytest
 
 from tests.fork_server import processor_time
 
-BUDGET_S = 60.0
-"""Processor time, children included, that a test without the marker slow may take. A cold compiler cache on a slow
-machine is allowed for."""
+BUDGET_S = 15.0
+"""Processor time, fixtures and processes included, that a test without the marker slow may take, unless the marker
+`costs` gives it another number of seconds: a third of it on a quiet machine. The start of the fork server and a cold
+cache of the compiler are allowed for."""
 
 Cell = dict[str, Hashable]
 
 CPU_TIMES = pytest.StashKey[dict[str, dict[str, float]]]()
 """In the stash of the configuration: processor seconds of each phase of each test, and its seconds by the clock."""
+EVERYDAY = [False]
+"""Whether the session leaves out the slow tests: set before any test is imported."""
 UNKNOWN_SENTINELS: list[str] = []
 """What is wrong with the names of sentinels, a sentence a test: one fails, not the session."""
 _CLOCK = pytest.StashKey[dict[str, float]]()
@@ -109,10 +112,15 @@ def _has(item: pytest.Item, name: str) -> bool:
     return hasattr(item, "callspec") and name in item.callspec.params
 
 
+def examples(count: int) -> int:
+    """Return how many examples a property test sees: `count`, and a fifth of them, 20 at least, in `make test`."""
+    return max(20, count // 5) if EVERYDAY[0] else count
+
+
 def start(item: pytest.Item, phase: str) -> None:
     """Note that a phase of a test begins, and with it the one before ends."""
     item.stash.setdefault(_CLOCK, {})[phase] = processor_time()
-    item.stash.setdefault(_BEGAN, time.monotonic())
+    item.stash.setdefault(_BEGAN, monotonic())
 
 
 def finish(item: pytest.Item) -> None:
@@ -120,11 +128,12 @@ def finish(item: pytest.Item) -> None:
     starts = item.stash[_CLOCK]
     ends = [*list(starts.values())[1:], processor_time()]
     times = {phase: round(end - begin, 3) for (phase, begin), end in zip(starts.items(), ends, strict=True)}
-    clock = round(time.monotonic() - item.stash[_BEGAN], 3)
+    clock = round(monotonic() - item.stash[_BEGAN], 3)
     item.config.stash.setdefault(CPU_TIMES, {})[item.nodeid] = times | {"clock": clock}
-    spent = sum(times.values())
-    if spent > BUDGET_S and not any(item.get_closest_marker(name) for name in ("slow", "real", "gpu")):
+    spent, costs = sum(times.values()), item.get_closest_marker("costs")
+    budget = BUDGET_S if costs is None else costs.args[0]
+    if spent > budget and not any(item.get_closest_marker(name) for name in ("slow", "real", "gpu")):
         pytest.fail(
-            f"{item.nodeid} took {spent:.1f} s of processor time, fixtures and processes included; allowed are "
-            f"{BUDGET_S:.0f} s, or the marker slow beside a cheaper test of the same mechanism ({times})"
+            f"{item.nodeid} took {spent:.1f} s of processor time, fixtures and processes included ({times}); allowed: "
+            f"{budget:.0f} s, or the marker slow beside a cheaper test of the same mechanism"
         )

@@ -6,13 +6,14 @@ quantized checkpoint with the memory of a few regions. Where file and field are 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from te_models.kernels.quantize import fp8_to_float
+from te_models.kernels.quantize import cpu_fields, fp8_to_float
 from te_models.kernels.quantize.fp8.blocks import times_blocks
 from te_models.layers.quantizer import Quantizer
 from te_models.layers.quantizer.schema import field_layouts
@@ -106,12 +107,36 @@ def value_view(files: FileStore, weight: str, weight_format: WeightFormat, shape
         if weight_format.element == "e2m1":
             values = unpacked(files, weight + data.suffix, data, box, torch.float32)
         else:
+            found = _decoded_in_one_pass(files, weight, weight_format, box, torch_dtype(dtype))
+            if found is not None:
+                return found
             values = region(files, weight + data.suffix, data, box, (1, 1), fp8_to_float)
         for part in weight_format.scales:
             values = _scaled(files, weight, part, box, values)
         return values.to(torch_dtype(dtype))
 
     return View(dtype, shape, read)
+
+
+def _decoded_in_one_pass(
+    files: FileStore, weight: str, weight_format: WeightFormat, box: Box, dtype: torch.dtype
+) -> Tensor | None:
+    """Return the values of a region of E4M3 with a scale per block, where a compiled function computes them; else
+    None."""
+    if weight_format.element != "e4m3" or len(weight_format.scales) != 1:
+        return None
+    (scale,), data, columns = weight_format.scales, weight_format.data, box[-1]
+    if scale.block is None or scale.meaning == "divisor" or columns.step != 1 or columns.start % scale.block[1]:
+        return None
+    if not cpu_fields.worthwhile(math.prod(extents(box)), dtype):
+        return None
+    found = region(files, weight + data.suffix, data, box, (1, 1), torch.Tensor.contiguous)
+    width = scale.block[1]
+    entries = (*box[:-1], Range(columns.start // width, -(-columns.stop // width)))
+    factors = region(files, weight + scale.suffix, scale, entries, (1, width), numbers.scale_to_float)
+    return cpu_fields.decode_e4m3(found.flatten(0, -2), factors.flatten(0, -2).contiguous(), width, dtype).view(
+        found.shape
+    )
 
 
 def _scaled(files: FileStore, weight: str, part: Part, box: Box, values: Tensor) -> Tensor:

@@ -83,6 +83,19 @@ def replace_text(destination: Path, text: str) -> None:
     flush(destination.parent)
 
 
+@contextlib.contextmanager
+def replaced_file(destination: Path) -> Iterator[Path]:
+    """Yield a path to write a file at, which gets its name when the block ends, and is removed when the block fails."""
+    temporary = destination.with_name(f".{destination.name}.partial")
+    try:
+        yield temporary
+        flush(temporary)
+        temporary.rename(destination)
+        flush(destination.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def flush(path: Path) -> None:
     """Flush a file's data, or a folder's entries, to the disk."""
     fd = os.open(path, os.O_RDONLY)

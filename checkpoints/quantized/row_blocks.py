@@ -135,17 +135,7 @@ def _quantized(
         rows, amaxes = rows.mT.contiguous(), {"rowwise": amaxes["columnwise"]} if amaxes else {}
     else:
         transpose_quantizer = None
-    fields = (transpose_quantizer or quantizer).quantize_fields(rows, amaxes=amaxes)
-    error = 0.0
-    if measure and rows.numel():
-        difference = (
-            (transpose_quantizer or quantizer)
-            .dequantize_fields(fields, torch.float32, rows.shape)
-            .contiguous()
-            .sub_(rows)
-        )
-        low, high = torch.aminmax(difference)
-        error = float(torch.maximum(-low, high))
+    fields, error = (transpose_quantizer or quantizer).quantize_and_measure(rows, amaxes, measure=measure)
     if transpose_quantizer is not None:
         fields = {f"columnwise_{name.removeprefix('rowwise_')}": field for name, field in fields.items()}
     return fields, error

@@ -56,7 +56,7 @@ config = TrainConfig(
 assert TrainConfig.from_json(config.to_json()) == config
 # from a file: load_config("run.toml", ["--steps", "4"])
 
-# %% train, TrainResult, read_metrics, list_checkpoints, latest_checkpoint, CheckpointConfig, EvaluationConfig, LogConfig  # noqa: E501
+# %% train, TrainResult, read_metrics, list_checkpoints, latest_checkpoint, CheckpointConfig, EvaluationConfig, LogConfig, ProfileConfig  # noqa: E501
 from pathlib import Path
 
 from te_models import AttentionConfig, MLPConfig, ModelConfig
@@ -65,6 +65,7 @@ from te_models.training import (
     DataConfig,
     EvaluationConfig,
     LogConfig,
+    ProfileConfig,
     ModelSource,
     TrainConfig,
     TrainResult,
@@ -95,6 +96,7 @@ result = train(
         checkpoint=CheckpointConfig(every=2),
         evaluation=EvaluationConfig(every=2, batches=1),
         log=LogConfig(progress=False),
+        profile=ProfileConfig(num_steps=0),
     )
 )
 assert isinstance(result, TrainResult) and result.step == 4

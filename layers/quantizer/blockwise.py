@@ -11,6 +11,7 @@ from torch import Tensor
 
 from te_models.kernels import quantize as q
 from te_models.kernels.gemm import Operand, ScaledOperand
+from te_models.kernels.quantize import cpu_fields
 from te_models.kernels.quantize.fp8.dequantize_grouped import dequantize_grouped
 
 from .base import Fields, Parts, Usage
@@ -44,6 +45,12 @@ class _BlockwiseQuantizer(FP8Quantizer):
         return self._stored(
             q.quantize_blockwise(x, block, self.fp8_dtype, self.scale_kind, epsilon=self._epsilon), usage
         )
+
+    def _quantize_in_one_pass(self, x: Tensor, usage: Usage, amax: Tensor | None) -> tuple[Parts, float] | None:
+        if self.fp8_dtype is not torch.float8_e4m3fn or not cpu_fields.ready(x):
+            return None
+        found = cpu_fields.quantize_blocks(x, self._block_of(usage), self.scale_kind, self._epsilon)
+        return None if found is None else (self._stored(found[:2], usage), found[2])
 
     def operand(self, x: Tensor, usage: Usage, dtype: torch.dtype, key: Tensor | None = None) -> Operand:
         block: tuple[int, int] = self.block if usage == "rowwise" else self._columnwise_block  # type: ignore[assignment]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from te_models.kernels import quantize as q
 from te_models.kernels.gemm import Operand, ScaledOperand
+from te_models.kernels.quantize import cpu_fields
 from te_models.kernels.quantize.fp8.dequantize_grouped import dequantize_grouped
 
 from ..te_arguments import AMAX_REDUCTION, DType, takes_at_default, takes_without_effect, torch_dtype
@@ -97,6 +98,14 @@ class Float8CurrentScalingQuantizer(FP8Quantizer):
         scale = self.scale(q.amax(x) if amax is None else amax)
         data = q.quantize_per_tensor(x, scale[..., None, None], self.fp8_dtype)
         return data, torch.div(torch.ones_like(scale), scale)
+
+    def _quantize_in_one_pass(self, x: Tensor, usage: Usage, amax: Tensor | None) -> tuple[Parts, float] | None:
+        if self.fp8_dtype is not torch.float8_e4m3fn or not cpu_fields.ready(x):
+            return None
+        scale = self.scale(q.amax(x) if amax is None else amax)
+        scale_inv = torch.div(torch.ones_like(scale), scale)
+        found = cpu_fields.quantize_scaled(x, float(scale), float(scale_inv))
+        return None if found is None else ((found[0], scale_inv), found[1])
 
     def _dequantize(self, parts: Parts, usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None) -> Tensor:
         data, scale_inv = parts

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from te_models.kernels import quantize as q
 from te_models.kernels.gemm import Operand, ScaledOperand
+from te_models.kernels.quantize import cpu_fields
 from te_models.kernels.quantize.fp8.dequantize_grouped import unpad_rows
 
 from ..te_arguments import AMAX_REDUCTION, DType, takes_at_default, takes_without_effect
@@ -213,6 +214,14 @@ class NVFP4Quantizer(Quantizer):
             return q.quantize_nvfp4_transposed(x, with_rht=self.with_rht, amax=amax, key=key, stream=stream)
         x = x.mT.contiguous() if usage == "columnwise" else x
         return q.quantize_nvfp4(x, block_rows=self.block[0], amax=amax, key=key, stream=stream)
+
+    def _quantize_in_one_pass(self, x: Tensor, usage: Usage, amax: Tensor | None) -> tuple[Parts, float] | None:
+        plain = self._ordinary and not self.stochastic_rounding and usage == "rowwise"
+        if not plain or x.shape[-1] % _BLOCK or not cpu_fields.ready(x):
+            return None
+        amax = q.amax(x) if amax is None else amax
+        found = cpu_fields.quantize_nvfp4(x, self.block[0], float(amax))
+        return None if found is None else ((*found[:2], amax), found[2])
 
     def _dequantize(self, parts: Parts, usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None) -> Tensor:
         """Undo `_quantize` and the transform."""

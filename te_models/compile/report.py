@@ -21,6 +21,15 @@ from ..model import GPTModel
 from .compile_model import Mode, compile_part, compiled_parts
 
 _OF_TORCH = ("aten", "prims", "prim")
+CALLS = (
+    ("train step", True, (2, 32)),
+    ("the same again, with an equal but new recipe", True, (2, 32)),
+    ("train step, another length", True, (2, 48)),
+    ("train step, another batch and length", True, (3, 20)),
+    ("evaluation without gradients", False, (2, 32)),
+    ("evaluation, another batch and length", False, (3, 40)),
+)
+"""What a run does with a model: name, whether it trains, sequences and their tokens, at most as many as positions."""
 
 
 def compile_report(
@@ -39,18 +48,11 @@ def compile_report(
     by reason. The gradients of the model are dropped; afterwards nothing of it is compiled.
     """
     longest = model.config.max_position_embeddings
-    calls = [
-        ("train step", True, (2, min(32, longest))),
-        ("the same again, with an equal but new recipe", True, (2, min(32, longest))),
-        ("train step, another length", True, (2, min(48, longest))),
-        ("train step, another batch and length", True, (3, min(20, longest))),
-        ("evaluation without gradients", False, (2, min(32, longest))),
-        ("evaluation, another batch and length", False, (3, min(40, longest))),
-    ]
     programs: list[dict[str, Any]] = []
     with _compiler() as run, _kept_mode(model), _compiled(model, mode, dynamic, _recorder(programs)):
         rows = []
-        for name, training, shape in calls:
+        for name, training, (batch, length) in CALLS:
+            shape = batch, min(length, longest)
             ids = torch.randint(model.config.vocab_size, shape, device=next(model.parameters()).device)
             model.train(training)
             before, known = len(run()), len(programs)

@@ -1,16 +1,12 @@
-"""What the quickstart checked: measured numbers beside their bounds, and the picture of its training runs."""
+"""What the quickstart checked: measured numbers beside their bounds."""
 
 from __future__ import annotations
 
 import resource
-import statistics
 import sys
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
-
-from ..extras import require
 
 
 @dataclass(frozen=True)
@@ -110,25 +106,3 @@ def peak_rss_gib() -> float:
     unit = 1 if sys.platform == "darwin" else 1024
     peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return peak * unit / 2**30
-
-
-def plot_curves(losses: dict[str, list[float]], steps: int, out: Path) -> None:
-    """Write a PNG with one colour per run; a mean is of `steps` steps.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
-    figure = require("matplotlib.figure", "plot", feature="the loss plot").Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    for label, values in losses.items():
-        (line,) = axes.plot(range(1, len(values) + 1), values, ".-", linewidth=0.7, alpha=0.5)
-        for begin in range(0, len(values), steps):
-            part = values[begin : begin + steps]
-            ends = (begin + 0.5, begin + len(part) + 0.5)
-            name = f"{label}: steps, and means of {steps}" if begin == 0 else None
-            axes.plot(ends, [statistics.fmean(part)] * 2, color=line.get_color(), linewidth=2.5, label=name)
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss (nats per token)")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(out, dpi=150)

@@ -21,7 +21,7 @@ from .. import GPTModel, generate
 from ..compare_logits import agreement, load_theirs, relative_error
 from ..memory import return_freed_memory
 from ..training import TokenDataset, TrainConfig, Windows, read_metrics, train, write_dataset
-from .report import plot_curves
+from ..training.log.curves import plot_gaps
 from .run import Run
 from .text import windows_of
 
@@ -184,7 +184,10 @@ def train_experts(run: Run) -> Path:
         after = perplexity(ours(folder / "final", run.windows, torch.bfloat16), run.windows)
         report.numbers[f"perplexity_after_{name}"] = after
         report.at_most(f"{name}: perplexity on held-out text, from {before:.4g}", after, before, 4)
-    plot_curves({name: report.numbers[f"loss_{name}"] for name in curves}, sizes.compared, run.out / "curves.png")
+    losses = {name: report.numbers[f"loss_{name}"] for name in curves}
+    tokens = sizes.train_batch * sizes.train_length
+    title = f"{sizes.experts} experts, top {sizes.topk}, trained on {sizes.train_batches} batches of {tokens} tokens"
+    plot_gaps(losses, run.out / "curves.png", span=sizes.compared, title=title, reference="bf16")
     gap = abs(last[run.recipe] / last["bf16"] - 1)
     report.at_most(f"loss of {run.recipe} against bf16 on the last batches, relative", gap, 0.05)
     return curves[run.recipe] / "final"

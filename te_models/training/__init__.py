@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         OptimizerConfig,
         ParallelConfig,
         PrecisionConfig,
+        ProfileConfig,
         ScheduleConfig,
         TrainConfig,
     )
@@ -33,8 +34,9 @@ if TYPE_CHECKING:
     from .data.tokenize import build_dataset
     from .data.windows import Windows
     from .data.writer import write_dataset
+    from .log.curves import plot_loss
     from .loop import TrainResult, train
-    from .metrics import MetricsError, plot_loss, read_metrics
+    from .metrics import MetricsError, read_metrics
     from .optimizer.schedule import lr_at
     from .ranks.monitor import LostRankError
     from .step import TrainingError
@@ -52,6 +54,7 @@ _HOME = {
         "OptimizerConfig",
         "ParallelConfig",
         "PrecisionConfig",
+        "ProfileConfig",
         "ScheduleConfig",
         "TrainConfig",
     ),
@@ -62,7 +65,8 @@ _HOME = {
     "data.windows": ("Windows",),
     "data.writer": ("write_dataset",),
     "loop": ("TrainResult", "train"),
-    "metrics": ("MetricsError", "plot_loss", "read_metrics"),
+    "log.curves": ("plot_loss",),
+    "metrics": ("MetricsError", "read_metrics"),
     "optimizer.schedule": ("lr_at",),
     "ranks.monitor": ("LostRankError",),
     "step": ("TrainingError",),
@@ -82,6 +86,7 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "PrecisionConfig",
+    "ProfileConfig",
     "ScheduleConfig",
     "TokenDataset",
     "TrainConfig",

@@ -31,7 +31,9 @@ from .checkpoints.start import complete_recipe_state
 from .config import TrainConfig
 from .data.prefetch import Prefetcher
 from .data.windows import Batch
-from .metrics import METRICS, plot_loss
+from .log.curves import plot_loss
+from .log.profiler import StepProfiler
+from .metrics import METRICS
 from .optimizer.learning_rate import LearningRate
 from .preflight import FINAL, FINAL_EMA
 from .ranks.data_parallel import Ranks, barrier, largest_over_ranks, ranks_from_environment
@@ -105,18 +107,24 @@ def _run(
     )
     progress.begin(step)
     model.train()
+    profiler = opened.enter_context(StepProfiler(config.profile, run.output_dir, device, ranks))
     deferred = opened.enter_context(contextlib.ExitStack())
     deferred.enter_context(signals.deferred())
     while step < config.steps:
         step_begun = time.perf_counter()
         saving.check()
+        profiler.begin(step + 1)
         seed_all(derive_seed(config.seed, "step", step, layout.gradients.rank, *run.stage))
         windows_of_step = run.batch.at(position)
         reading = time.perf_counter()
         micro_batches = [batch.to(device) for batch in batches.at(position)]
         data_s = time.perf_counter() - reading
         lr = learning_rate.at(step)
-        noting = config.log.statistics_every > 0 and _is_due(step + 1, config.log.statistics_every, config.steps)
+        noting, histograms = (
+            every > 0 and _is_due(step + 1, every, config.steps)
+            for every in (config.log.statistics_every, config.log.histogram_interval)
+        )
+        noting |= histograms and config.precision.recipe != "none"
         result = train_step(
             loss_function,
             run.optimizer,
@@ -132,11 +140,12 @@ def _run(
             fixed = result.skipped or run.adapters is not None  # an adapter's folder has no biases of experts
             load = balance_experts(model, 0.0 if fixed else config.optimizer.moe_router_bias_update_rate, layout)
         step, position, loss = step + 1, position + windows_of_step, result.loss
+        profiler.end(step)
         if device == "cpu":
             return_freed_memory()
         seconds = time.perf_counter() - step_begun
 
-        row = rows.row(step, result, lr, load, seconds, data_s, windows=(windows_of_step, position))
+        row = rows.row(step, result, lr, load, seconds, data_s, (windows_of_step, position), histograms=histograms)
         if any(run.validation.values()) and _is_due(step, config.evaluation.every, config.steps):
             losses = validation_losses(run, step, device)
             if "" in losses:
@@ -145,8 +154,8 @@ def _run(
                 row["validation_losses"] = losses
         if noting:
             row["quantization"] = rows.quantization()
-        if run.metrics:
-            run.metrics.write(row)
+        for writer in run.writers:
+            writer.write(row)
         progress.step(row)
 
         late = config.checkpoint.every_minutes and time.perf_counter() - saved > 60 * config.checkpoint.every_minutes

@@ -1,28 +1,31 @@
-"""LoRA in a run: adapters over the layers of a model (`te_models.hf.lora`), trained alone, saved and merged.
+"""LoRA in a run: adapters over the layers of a model (`te_models.lora`), trained alone, saved and merged.
 
 A checkpoint holds the base model as an ordinary folder, with the names that it has without adapters, and the adapters
-as `lora.NAME` beside the optimizer's state. At its end a run writes `adapter/`, a folder of peft, and `final/`, the
-model with the adapters merged.
+as `lora.NAME` beside the optimizer's state. At its end a run writes `adapter/`, with the names of our layers,
+`adapter-hf/`, with those of transformers' model of the family, and `final/`, the model with the adapters merged.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from te_models.checkpoints import CheckpointError
+
 from ..config import ConfigError
-from ..extras import require
+from ..lora import add_lora, export_adapter, lora_state_dict, merge_lora, save_adapter
+from ..lora.model import base_state_dict
 from ..model import GPTModel
 from .checkpoints.checks import check_same_layout
 from .config import TrainConfig
 from .seeding import derive_seed
 
-ADAPTER = "adapter"
-"""Where in a run's folder the adapter is."""
-_BASE = ".base_layer."
+ADAPTER, ADAPTER_HF = "adapter", "adapter-hf"
+"""Where in a run's folder the adapters are."""
 
 
 class Adapters:
@@ -32,31 +35,22 @@ class Adapters:
     """
 
     def __init__(self, config: TrainConfig, model: GPTModel) -> None:
-        peft: Any = require("peft", "peft", feature="LoRA (lora.rank)")
-        from ..hf import TEModelForCausalLM
-        from ..hf.config import TEConfig
-
-        wrapper = TEModelForCausalLM(
-            TEConfig(config=model.config.to_dict(), expert_layout=model.expert_layout), gpt=model
-        )
-        wrapper.name_or_path = config.model.path or ""
         lora = config.lora
-        targets: Any = lora.targets[0] if lora.targets == ("all-linear",) else list(lora.targets)
-        options = {"r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "target_modules": targets}
         torch.manual_seed(derive_seed(config.seed, "adapters"))
+        options = {"alpha": lora.alpha, "dropout": lora.dropout, "use_dora": lora.use_dora}
         try:
-            self._adapted = peft.get_peft_model(wrapper, peft.LoraConfig(**options, task_type="CAUSAL_LM"))
+            add_lora(model, lora.rank, targets=lora.targets, **options)
         except ValueError as error:
-            raise ConfigError(f"lora.targets is {list(lora.targets)!r}: {' '.join(str(error).split())}") from None
-        self._model = model
+            raise ConfigError(f"lora.targets is {list(lora.targets)!r}: {error}") from None
+        self._model, self._base = model, config.model.path or ""
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the factors by name, ready for a checkpoint."""
-        return {f"lora.{name}": p.detach() for name, p in self._model.named_parameters() if ".lora_" in name}
+        """Return what is trained by name, ready for a checkpoint."""
+        return {f"lora.{name}": t for name, t in lora_state_dict(self._model).items()}
 
     @torch.no_grad()
     def load_state_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Undo `state_tensors`. Raises TrainingCheckpointError for the factors of other adapters."""
+        """Undo `state_tensors`. Raises TrainingCheckpointError for the tensors of other adapters."""
         own = self.state_tensors()
         found = {name: value for name, value in tensors.items() if name.startswith("lora.")}
         check_same_layout(found, {name: (tuple(t.shape), t.dtype) for name, t in own.items()}, "lora")
@@ -65,14 +59,21 @@ class Adapters:
 
     def base_tensors(self) -> dict[str, torch.Tensor]:
         """Return what a folder of the base model holds."""
-        stored = dict(self._model.stored_tensors())
-        return {name.replace(_BASE, "."): t for name, t in stored.items() if ".lora_" not in name}
+        return base_state_dict(self._model)
 
-    def save(self, folder: Path) -> None:
-        """Write the adapter as peft reads it."""
-        self._adapted.save_pretrained(folder)
+    def save(self, output_dir: Path) -> str | None:
+        """Write the adapters in the run's folder. Returns why there is none for transformers' model, if so: a model of
+        no family, adapters that peft has no form for, or no transformers."""
+        save_adapter(self._model, output_dir / ADAPTER, base_model=self._base)
+        shutil.rmtree(output_dir / ADAPTER_HF, ignore_errors=True)
+        if importlib.util.find_spec("transformers") is None:
+            return "transformers is not installed"
+        try:
+            export_adapter(self._model, output_dir / ADAPTER_HF)
+        except (CheckpointError, ValueError) as error:
+            return str(error)
+        return None
 
     def merge(self) -> None:
-        """Add the adapters to the base weights, in float32 with one rounding, and remove them from the model. Weights
-        that are stored quantized become their values."""
-        self._adapted.merge_and_unload()
+        """Add the adapters to the base weights and remove them from the model; see `merge_lora`."""
+        merge_lora(self._model)

@@ -1,4 +1,4 @@
-"""The metrics file (JSON lines, one per step) and the loss plot made from it.
+"""The metrics file: JSON lines, one per step.
 
 Numbers are written with Python's shortest exact representation, so a float read back is the float that was computed.
 On resume, lines of steps after the checkpoint (and a line cut short by a kill) are dropped, so the file always tells
@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from te_models.checkpoints.io.atomic import replace_text
-
-from ..extras import require
 
 METRICS = "metrics.jsonl"
 """The file's name in a run's folder."""
@@ -80,26 +78,3 @@ def finite(values: dict[str, dict[str, float]]) -> dict[str, dict[str, float | N
 
 def _line(row: dict[str, Any]) -> str:
     return json.dumps(row, allow_nan=False) + "\n"
-
-
-def plot_loss(curves: dict[str, Path], out: Path) -> None:
-    """Draw the training loss (and validation loss, where there is one) of one or more metrics files as a PNG.
-
-    Args:
-        curves: Label of each run -> its metrics file.
-    """
-    figure_module = require("matplotlib.figure", "plot", feature="the loss plot")
-    figure = figure_module.Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    for label, path in curves.items():
-        rows = read_metrics(path)
-        steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
-        (line,) = axes.plot(steps, losses, label=label, linewidth=1.2)
-        validation = [(row["step"], row["validation_loss"]) for row in rows if "validation_loss" in row]
-        if validation:
-            axes.plot(*zip(*validation), "o--", markersize=3, color=line.get_color(), label=f"{label}, validation")
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss (nats per token)")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(out, dpi=150)

@@ -24,6 +24,7 @@ from .config import TrainConfig
 from .data.documents import matching_files
 from .data.encoder import load_encoder
 from .data.token_file import DataError
+from .log.writers import check_writers
 from .precision import build_recipe
 from .run_data import open_data, training_windows, validation_windows
 
@@ -56,10 +57,9 @@ def check_run(
     Raises:
         ConfigError, DataError, CheckpointError, MissingExtraError: the run cannot be what is asked for.
     """
-    if config.lora.rank:
-        require("peft", "peft", feature="LoRA (lora.rank)")
     if config.log.plot:
         require("matplotlib.figure", "plot", feature="the loss plot (log.plot)")
+    check_writers(config.log)
     _check_output(Path(config.output_dir))
     model, notes = _read_model(config, start, checkpoint)
     check_layout(config, model, dims)

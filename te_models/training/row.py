@@ -47,13 +47,15 @@ class Rows:
         load: ExpertLoad | None,
         seconds: float,
         data_s: float,
-        *,
         windows: tuple[int, int],
+        *,
+        histograms: bool = False,
     ) -> dict[str, Any]:
         """Return the row of a finished step; called by all ranks.
 
         load: of the experts of all layers; None: there are none. seconds, data_s: what this rank took for the step, and
         of it for reading the data. windows: how many the step read, and all steps until now, on all ranks.
+        histograms: whether the row has the tokens of each expert.
         """
         config, length = self.run.config, self.run.config.data.sequence_length
         row: dict[str, Any] = {"step": step, "loss": result.loss, "aux_loss": result.aux_loss, "lr": lr}
@@ -69,8 +71,10 @@ class Rows:
         if load is not None:
             layout = self.run.layout
             pp = layout.dims.pipeline_model_parallel_size
-            experts = load.metrics(repeated=self.ranks.world_size // (pp * layout.gradients.world_size))
+            repeated = self.ranks.world_size // (pp * layout.gradients.world_size)
+            experts = load.metrics(repeated)
             row |= {"max_expert_load": max(experts["max_load"]), "experts": experts}
+            row |= {"expert_tokens": (load.tokens // repeated).tolist()} if histograms else {}
         tokens = windows[0] * length
         row |= {"tokens_per_second": tokens / seconds, "seconds": time.perf_counter() - self.begun}
         row |= spread_over_ranks(seconds, data_s, self.device, self.ranks)

@@ -38,8 +38,10 @@ from .config import ModelSource, TrainConfig
 from .data.batch_size import BatchSize, batch_size
 from .data.blend import Blend
 from .data.windows import Batch
+from .log.starts import record_start
+from .log.writers import MetricsWriter, open_writers
 from .lora import Adapters
-from .metrics import METRICS, MetricsFile, read_metrics
+from .metrics import METRICS, read_metrics
 from .optimizer.adamw import Optimizer
 from .optimizer.learning_rate import continued_config
 from .precision import cpu_gemm_of_run
@@ -65,7 +67,7 @@ class SetUp:
         validation: The validation batches of this rank, by the name of their set.
         quantize_weights: Is called before the micro-batches of a step; None: nothing is.
         stage: What the seed of dropout also depends on: the pipeline stage, where there are any.
-        metrics: The file of the metrics, on rank 0.
+        writers: What gets the row of each step: the file of the metrics first; on other ranks than 0 nothing.
     """
 
     config: TrainConfig
@@ -86,7 +88,7 @@ class SetUp:
     loss_function: LossFunction | Pipeline
     quantize_weights: Callable[[], None] | None
     stage: tuple[Any, ...]
-    metrics: MetricsFile | None
+    writers: list[MetricsWriter]
     progress: Progress
 
 
@@ -163,11 +165,12 @@ def set_up(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Ex
 
     # Files and progress: rank 0 only.
     output_dir.mkdir(parents=True, exist_ok=True)
-    metrics = None
+    writers: list[MetricsWriter] = []
     if ranks.is_main:
         if checkpoint is not None and config.resume_from is not None:
             set_newer_aside(checkpoint, step, output_dir)
-        metrics = opened.enter_context(MetricsFile(output_dir / METRICS, keep_steps=step))
+        record_start(output_dir, config, step, device, ranks.world_size)
+        writers = [opened.enter_context(writer) for writer in open_writers(config, output_dir, step)]
     return SetUp(
         config=config,
         output_dir=output_dir,
@@ -187,7 +190,7 @@ def set_up(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Ex
         loss_function=loss_function,
         quantize_weights=quantize_weights,
         stage=stage,
-        metrics=metrics,
+        writers=writers,
         progress=progress,
     )
 

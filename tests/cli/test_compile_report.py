@@ -61,6 +61,17 @@ def test_what_each_call_compiles(
     assert len(again) == sum(graphs) - graphs[0]
 
 
+@pytest.mark.costs(40)
+def test_an_evaluation_is_one_graph_without_gradients(folders: dict, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(compile_report, "CALLS", [call for call in compile_report.CALLS if not call[1]])
+    found = report(capsys, folders["dense"], "--dynamic", "always")
+    assert (found["graphs"], found["breaks"]) == (1, {})
+    assert [call["graphs"] for call in found["calls"]] == [1, 0]
+    (program,) = found["calls"][0]["programs"]
+    assert program["pass"] == "forward without gradients" and program["operations"] > 10
+
+
+@pytest.mark.slow
 def test_the_text_names_what_is_in_the_graphs(folders: dict, capsys) -> None:
     assert main(["info", "--compile-report", str(folders["dense"]), "--dynamic", "always"]) == 0
     text = capsys.readouterr().out

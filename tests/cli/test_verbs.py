@@ -285,6 +285,7 @@ def test_generate_samples_reproducibly(model: Path, capsys: pytest.CaptureFixtur
     assert sample(1) == sample(1) != sample(2)
 
 
+@pytest.mark.slow
 def test_generate_reads_standard_input(model: Path) -> None:
     command = [sys.executable, "-m", "te_models", "generate", str(model), "--prompt", "-", "--max-new-tokens", "3"]
     run = subprocess.run(command, input="return é", capture_output=True, text=True, check=True)

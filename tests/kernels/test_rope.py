@@ -198,9 +198,12 @@ def test_scores_depend_on_the_distance_only() -> None:
 def test_compiled_rotation_equals_eager() -> None:
     x = torch.randn(2, 33, 3, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
     cos, sin = tables(33, 16)
-    compiled = torch.compile(apply_rope, fullgraph=True)
-    for style in ("half", "interleaved"):
-        assert torch.equal(compiled(x, cos, sin, style), apply_rope(x, cos, sin, style))
+
+    def both(x: torch.Tensor) -> list[torch.Tensor]:
+        return [apply_rope(x, cos, sin, style) for style in ("half", "interleaved")]
+
+    for compiled, eager in zip(torch.compile(both, fullgraph=True)(x), both(x), strict=True):
+        assert torch.equal(compiled, eager)
 
 
 def test_wrong_arguments_are_refused() -> None:

@@ -15,6 +15,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter, load_balancing_loss_func
 
 from te_models.kernels.router import load_balancing_loss, router_probabilities, router_topk, router_z_loss
+from tests.covering import examples
 
 UNIT = 2.0**-24
 
@@ -84,7 +85,7 @@ def cases(draw: st.DrawFn) -> tuple[torch.Tensor, int, dict]:
     )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(cases())
 def test_topk_is_as_defined(case: tuple[torch.Tensor, int, dict]) -> None:
     logits, k, options = case

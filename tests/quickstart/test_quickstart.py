@@ -57,6 +57,7 @@ def check_output(out: Path, layers: int) -> dict:
     return report
 
 
+@pytest.mark.costs(120)
 def test_every_step_on_little_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.covering import UNKNOWN_SENTINELS, cell_of, chosen
+from tests import covering
+from tests.covering import CPU_TIMES, UNKNOWN_SENTINELS, cell_of, chosen, finish, mark_uncovered, selected, start
 
 CELLS = [dict(zip("abc", cell, strict=True)) for cell in itertools.product(range(4), range(3), range(5))]
 
@@ -46,3 +49,55 @@ def test_equal_parameters_are_one_value(
 
 def test_sentinels_are_cells() -> None:
     assert UNKNOWN_SENTINELS == []
+
+
+@pytest.mark.sentinels("2-a")
+@pytest.mark.parametrize("letter", ["a", "b"])
+@pytest.mark.parametrize("number", [1, 2])
+def test_cells_that_are_no_sentinels_are_slow(number: int, letter: str, request: pytest.FixtureRequest) -> None:
+    assert (request.node.get_closest_marker("slow") is None) == (number == 2 and letter == "a")
+
+
+def test_a_sentinel_that_is_no_cell_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(covering, "UNKNOWN_SENTINELS", told)
+    mark = pytest.mark.sentinels("c").mark
+    cells = [
+        SimpleNamespace(
+            nodeid=f"t.py::test[{id}]",
+            callspec=SimpleNamespace(id=id, params={}),
+            get_closest_marker={"sentinels": mark}.get,
+            add_marker=lambda marker: None,
+        )
+        for id in "ab"
+    ]
+    mark_uncovered(cells)  # type: ignore[arg-type]
+    assert told == ["t.py::test has no cells ['c']; it has ['a', 'b']"]
+
+
+@pytest.mark.parametrize("value", [3, 4])
+def test_a_fixture_may_ask_which_values_are_tested(value: int, request: pytest.FixtureRequest) -> None:
+    assert value in selected(request, "value") and set(selected(request, "value")) <= {3, 4}
+
+
+@pytest.mark.parametrize(
+    ("marks", "allowed"),
+    [({}, False), ({"slow": pytest.mark.slow}, True), ({"costs": pytest.mark.costs(20).mark}, True)],
+    ids=["unmarked", "slow", "costs"],
+)
+def test_a_test_that_is_too_dear_fails(
+    marks: dict[str, object], allowed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten seconds in fixtures, one in the test, five to clean up."""
+    spent = iter((100.0, 110.0, 111.0, 116.0))
+    config = SimpleNamespace(stash=pytest.Stash())
+    item = SimpleNamespace(nodeid="t.py::test", stash=pytest.Stash(), config=config, get_closest_marker=marks.get)
+    refusal = pytest.raises(pytest.fail.Exception, match=r"t.py::test took 16\.0 s of processor time, fixtures")
+    with monkeypatch.context() as patch:  # the session measures this test, too
+        patch.setattr(covering, "processor_time", lambda: next(spent))
+        for phase in ("setup", "call", "teardown"):
+            start(item, phase)  # type: ignore[arg-type]
+        with contextlib.nullcontext() if allowed else refusal:
+            finish(item)  # type: ignore[arg-type]
+    times = config.stash[CPU_TIMES]["t.py::test"]
+    assert times.pop("clock") >= 0 and times == {"setup": 10, "call": 1, "teardown": 5}

@@ -81,8 +81,20 @@ CHANGES = {
         *([] if HAS_TRAINER else [(TRAINING, ""), (WITH_OPTIMIZER, "")]),
     ],
 }
-SLOW = dict.fromkeys(("docs/tutorials/ranks.md", "docs/tutorials/quantize.md", "docs/planning.md"), pytest.mark.slow)
-"""Pages that start many processes, quantize in every format, or plan every layout."""
+SLOW = dict.fromkeys(
+    (
+        "docs/tutorials/ranks.md",
+        "docs/tutorials/quantize.md",
+        "docs/tutorials/finetune.md",
+        "docs/tutorials/experts.md",
+        "docs/planning.md",
+        "docs/cli.md",
+        "docs/transformers.md",
+        "docs/resuming.md",
+    ),
+    pytest.mark.slow,
+)
+"""Pages that start many processes, train, quantize in every format, or plan every layout."""
 WITHOUT_COMPILER = "import torch\ntorch.compiler.set_stance('force_eager')\n"
 SHELL = r"""
 make() { command make --dry-run --directory "$ROOT" "$@"; }

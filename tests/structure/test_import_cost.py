@@ -7,6 +7,8 @@ import statistics
 import subprocess
 import sys
 
+import pytest
+
 HEAVY = (
     "transformers",
     "peft",
@@ -25,6 +27,7 @@ def child(script: str) -> str:
     return subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
 
 
+@pytest.mark.slow
 def test_import_adds_little_to_torch() -> None:
     """CPU time of both imports, one after the other in the same process, so that load on the machine cancels."""
     script = """

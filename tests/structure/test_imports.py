@@ -6,6 +6,7 @@ import ast
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,8 @@ class Import:
     at_import_time: bool
 
 
-def imports_of(source: str, module: str) -> Iterator[Import]:
+@cache
+def imports_of(source: str, module: str) -> list[Import]:
     """Every import in `source`, the text of `module` ("pkg.__init__" for a package); relative ones resolved."""
 
     def visit(node: ast.AST, at_import_time: bool) -> Iterator[Import]:
@@ -50,7 +52,7 @@ def imports_of(source: str, module: str) -> Iterator[Import]:
             for child in ast.iter_child_nodes(node):
                 yield from visit(child, inside)
 
-    yield from visit(ast.parse(source), True)
+    return list(visit(ast.parse(source), True))
 
 
 def problems(module: str, source: str) -> list[str]:

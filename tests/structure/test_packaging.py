@@ -115,6 +115,7 @@ def _plain_environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "PIP_", "COV_", "PYTEST"))}
 
 
+@pytest.mark.slow
 def test_every_module_imports_with_the_core_dependencies_only(clean_python: Path, tmp_path: Path) -> None:
     script = """
 import importlib, pkgutil, sys

@@ -11,7 +11,7 @@ from collections import Counter
 from statistics import median
 
 from tests.structure.test_imports import imports_of
-from tests.structure.tree import FOLDERS, ROOT, modules
+from tests.structure.tree import FOLDERS, ROOT, modules, parsed
 
 ROOMS = {
     "te_models.checkpoints": "io plan families formats folder write quantized tools",
@@ -104,7 +104,7 @@ def test_identifiers_are_the_words_of_the_field() -> None:
     found = []
     for module, file in modules().items():
         banned = set().union(*(words for package, words in BANNED.items() if f"{module}.".startswith(f"{package}.")))
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(file)):
             names = {getattr(node, kind, None) for kind in ("id", "name", "arg", "attr")}
             for name in banned & names:
                 found.append(f"{module}:{getattr(node, 'lineno', '?')} {name}")
@@ -118,7 +118,7 @@ def test_a_quantizer_is_asked_and_not_told_apart() -> None:
     for module, file in modules().items():
         if module.startswith(("te_models.layers.quantizer", "te_models.checkpoints.formats")):
             continue
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(file)):
             classes: ast.AST | None = None
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
                 classes = node.args[1]
@@ -148,7 +148,7 @@ def test_a_public_name_is_defined_once() -> None:
     defined: dict[tuple[str, str], list[str]] = {}
     for module, file in modules().items():
         package = next((package for package in NAMED_TWICE if module.startswith(f"{package}.")), None)
-        for node in ast.parse(file.read_text(encoding="utf-8")).body if package else ():
+        for node in parsed(file).body if package else ():
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
                 defined.setdefault((str(package), node.name), []).append(module)
     found = {key: places for key, places in defined.items() if len(places) > 1}

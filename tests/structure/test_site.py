@@ -26,6 +26,7 @@ def html(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_the_reference_has_every_public_name(html: Path) -> None:
     for package in site.PACKAGES:
         page = (html / "reference" / f"{package}.html").read_text(encoding="utf-8")
@@ -33,6 +34,7 @@ def test_the_reference_has_every_public_name(html: Path) -> None:
         assert missing == [], package
 
 
+@pytest.mark.slow
 def test_the_reference_shows_the_examples(html: Path) -> None:
     for package in EXAMPLES:
         page = (html / "reference" / f"{package}.html").read_text(encoding="utf-8")
@@ -40,7 +42,7 @@ def test_the_reference_shows_the_examples(html: Path) -> None:
         assert page.count("<strong>Example</strong>") == len(shown), package
 
 
-def test_every_page_is_in_the_navigation(html: Path) -> None:
+def test_every_page_is_in_the_navigation() -> None:
     listed = set(re.findall(r"[\w/.-]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")))
     pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
     assert pages <= listed

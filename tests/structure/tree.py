@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import tomllib
 from pathlib import Path
 
@@ -40,3 +42,9 @@ def folder_of(module: str) -> str:
     """The folder that owns the module of this import name."""
     second = module.partition(".")[2].partition(".")[0]
     return second if second in FOLDERS and second != "te_models" else "te_models"
+
+
+@functools.cache
+def parsed(file: Path) -> ast.Module:
+    """The syntax tree of a file, read once."""
+    return ast.parse(file.read_text(encoding="utf-8"))

@@ -1,5 +1,5 @@
-"""What each process of test_plan does: `python -m tests.te_models.plan_ranks RESULTS real|fake LAYOUTS`, on two
-ranks or as one of two that do not exist."""
+"""What each process of test_plan does: `python -m tests.te_models.plan_ranks RESULTS real|fake LAYOUTS`, on
+two ranks or as one of two that do not exist."""
 
 from __future__ import annotations
 

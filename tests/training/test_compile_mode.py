@@ -25,6 +25,7 @@ def _fresh_compiler() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["none", pytest.param("mxfp8", marks=pytest.mark.slow)])
 def test_layers_share_one_graph_and_compute_what_eager_does(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     counter = CompileCounterWithBackend("aot_eager")

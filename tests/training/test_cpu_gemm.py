@@ -19,6 +19,7 @@ def recorded(run: TrainConfig) -> str:
     return json.loads((newest / "training.json").read_text())["config"]["precision"]["cpu_gemm"]
 
 
+@pytest.mark.sentinels("float32")
 @pytest.mark.parametrize("backend", ["bf16", "float32"])
 def test_a_run_continues_with_the_gemm_that_it_began_with(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

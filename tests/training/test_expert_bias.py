@@ -91,6 +91,7 @@ def test_a_run_continues_with_its_biases(tmp_path: Path) -> None:
     assert torch.allclose(steps, steps.round(), atol=1e-4) and steps.abs().max() <= 4
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
 def test_distributed_experts_are_balanced_as_on_one_rank(tmp_path: Path) -> None:
     """And continue bit for bit, from biases that moved."""

@@ -11,13 +11,13 @@ import torch
 
 from te_models import GPTModel
 from te_models.config import ConfigError, ModelConfig
+from te_models.lora import load_adapter
 from te_models.parallel import ParallelDims
 from te_models.training import LoRAConfig, ModelSource, PrecisionConfig, ScheduleConfig, TrainConfig, train
 from te_models.training.build import build_model, build_optimizer
 from te_models.training.preflight import check_layout
 from tests.training.runs import assert_same_bits, balanced_model, curve, tensors_under, tiny_model, tiny_run
 
-pytest.importorskip("peft")
 IDS = torch.arange(24)[None] * 7 % 257
 MODELS = {"dense": tiny_model(), "experts": tiny_model(moe=True), "latent attention, shared experts": balanced_model()}
 
@@ -32,15 +32,21 @@ def lora_run(tmp_path: Path, name: str, model: ModelConfig, **changes: Any) -> T
     return tiny_run(tmp_path, name, steps=4, schedule=ScheduleConfig(kind="constant"), **values)
 
 
+def with_adapter(base: Path, adapter: Path) -> GPTModel:
+    model = GPTModel.from_pretrained(base, dtype="float32").eval()
+    load_adapter(model, adapter)
+    return model
+
+
+@pytest.mark.sentinels("experts")
 @pytest.mark.parametrize("kind", MODELS)
 def test_merged_equals_the_base_with_the_adapter(kind: str, tmp_path: Path) -> None:
     """In float32 to 1e-5 of the largest logit; the base's files are unchanged, and a resumed run has the same bits."""
-    from te_models.hf import TEModelForCausalLM
-
-    whole, parts = (lora_run(tmp_path, name, MODELS[kind]) for name in ("whole", "parts"))
+    lora = LoRAConfig(rank=4, use_dora=kind == "dense")
+    whole, parts = (lora_run(tmp_path, name, MODELS[kind], lora=lora) for name in ("whole", "parts"))
     train(whole)
     with torch.no_grad():
-        adapted = TEModelForCausalLM.from_pretrained(tmp_path / "whole/adapter", dtype="float32")(IDS).logits
+        adapted = with_adapter(tmp_path / "base", tmp_path / "whole/adapter")(IDS).logits
         merged = GPTModel.from_pretrained(tmp_path / "whole/final", dtype="float32").eval()(IDS).logits
         base = GPTModel.from_pretrained(tmp_path / "base", dtype="float32").eval()(IDS).logits
     largest = base.abs().max()
@@ -70,6 +76,42 @@ def test_stored_quantized_weights_stay_and_adapters_are_trained(tmp_path: Path) 
     assert {name.rpartition("linear_")[2].partition(".")[0] for name in names} == {"qkv", "proj", "fc1", "fc2"}
     assert any(".experts." in name for name in names)
     assert all(not torch.equal(factors[0][name], factors[1][name]) for name in names)
+
+
+@pytest.mark.slow
+def test_dora_resumes_bit_for_bit_under_fp8(tmp_path: Path) -> None:
+    """With dropout, over stored FP8 weights; no part of the adapters stands still."""
+    precision = PrecisionConfig(dtype="bf16", recipe="current", quantized_weights=True)
+    lora = LoRAConfig(rank=2, use_dora=True, dropout=0.1, targets=("*.0.*linear_qkv", "experts.linear_fc2"))
+    runs = [lora_run(tmp_path, n, tiny_model(moe=True), precision=precision, lora=lora) for n in ("whole", "parts")]
+    train(runs[0])
+    train(runs[1].replace(steps=2))
+    train(runs[1])
+    assert [row[:-1] for row in curve(runs[0])] == [row[:-1] for row in curve(runs[1])]
+    for folder in ("checkpoints", "final", "adapter"):
+        assert_same_bits(*(tensors_under(Path(run.output_dir) / folder) for run in runs))
+    two, four = (tensors_under(tmp_path / f"whole/checkpoints/step-0000000{step}") for step in (2, 4))
+    names = [name for name in two if ":lora." in name]
+    assert len(names) == 3 * 3  # qkv of one layer, fc2 of two: A, B and the lengths
+    assert not any(torch.equal(two[name], four[name]) for name in names)
+    assert not (tmp_path / "whole/adapter-hf").exists(), "peft has no DoRA of fused experts"
+
+
+def test_peft_and_transformers_read_what_a_run_leaves(tmp_path: Path) -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    from te_models.checkpoints import export_hf
+    from te_models.hf import TEModelForCausalLM
+
+    train(lora_run(tmp_path, "run", tiny_model()))
+    export_hf(tmp_path / "base", tmp_path / "base-hf")
+    with torch.no_grad():
+        merged = GPTModel.from_pretrained(tmp_path / "run/final", dtype="float32").eval()(IDS).logits
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base-hf", dtype=torch.float32)
+        with pytest.warns(FutureWarning, match="is_gradient_checkpointing"):
+            adapted = peft.PeftModel.from_pretrained(theirs, tmp_path / "run/adapter-hf").eval()(IDS).logits
+        ours = TEModelForCausalLM.from_pretrained(tmp_path / "run/adapter", dtype="float32")(IDS).logits
+    for logits in (adapted, ours):
+        assert (logits - merged).abs().max() < 1e-5 * merged.abs().max()
 
 
 def test_only_adapters_have_optimizer_state(tmp_path: Path) -> None:

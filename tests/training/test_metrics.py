@@ -17,9 +17,9 @@ from te_models.training import (
     plot_loss,
     preflight,
     read_metrics,
-    setup,
     train,
 )
+from te_models.training.log import writers
 from te_models.training.metrics import MetricsFile
 from te_models.training.progress import Progress, clock_time
 from tests.training.runs import tiny_run
@@ -53,7 +53,7 @@ def test_a_step_that_raises_leaves_closed_files(tmp_path: Path, monkeypatch: pyt
     def fail(*_: object, **__: object) -> None:
         raise TrainingError("step 1: the loss is nan")
 
-    monkeypatch.setattr(setup, "MetricsFile", Noted)
+    monkeypatch.setattr(writers, "MetricsFile", Noted)
     monkeypatch.setattr(loop, "train_step", fail)
     with pytest.raises(TrainingError, match="loss is nan"):
         train(tiny_run(tmp_path))

@@ -115,7 +115,7 @@ def test_only_the_steps_that_are_due_pay_for_statistics(tmp_path: Path, monkeypa
         monkeypatch.setattr(f"te_models.layers.{module}.record_statistics", spy)
     curves = []
     for every in (0, 2):
-        log = LogConfig(progress=False, statistics_every=every)
+        log = LogConfig(progress=False, histogram_interval=every)  # whose histograms are of these statistics
         precision = PrecisionConfig(dtype="fp32", recipe="current")
         run = tiny_run(tmp_path, f"run{every}", steps=4, model=ONE_LAYER, precision=precision, log=log)
         train(run)

@@ -7,7 +7,7 @@ the same float32 arithmetic and the same order, so with the same bits; what each
 contiguous: B of them, R rows, C columns. A stripe is the blocks that lie side by side: `br` rows.
 """
 
-COMMON = r"""#include <algorithm>
+NUMBERS = r"""#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -63,6 +63,13 @@ inline float rounded_fp8(float v) {
 struct Scale {
   float before, after;  // multiplied with before the rounding, and after it
 };
+
+}  // namespace te_models
+"""
+
+COMMON = (
+    NUMBERS
+    + r"""namespace te_models {
 
 // Round every stripe: scale_of(magnitude, matrix, block row, block column), round(value, matrix, row, column).
 template <class ScaleOf, class Round>
@@ -135,8 +142,9 @@ extern "C" void te_row_amax(const X* x, float* out, int64_t rows, int64_t column
   }
 }
 """
+)
 
-FP8 = r"""namespace te_models {
+FP8_SCALE = r"""namespace te_models {
 
 inline float power_of_two(int32_t biased) { return float_of(uint32_t(std::max(biased << 23, 0x00400000))); }
 
@@ -160,6 +168,13 @@ inline Scale fp8_scale(float amax, int kind, float epsilon, float overflow) {
   if (kind == kPow2) scale = float_of(bits_of(scale) & 0x7F800000);
   return {scale, 1.0f / scale};
 }
+
+}  // namespace te_models
+"""
+
+FP8 = (
+    FP8_SCALE
+    + r"""namespace te_models {
 
 template <bool e5m2>
 void round_fp8(const X* x, Y* out, int64_t B, int64_t R, int64_t C, int64_t br, int64_t bc, int kind, float epsilon,
@@ -222,8 +237,9 @@ extern "C" void te_round_fp8(const X* x, Y* out, int64_t B, int64_t R, int64_t C
   round(x, out, B, R, C, br, bc, kind, epsilon, overflow, threads);
 }
 """
+)
 
-NVFP4 = r"""namespace te_models {
+NVFP4_SCALE = r"""namespace te_models {
 
 inline float global_encode(float amax) {
   float encode = 2688.0f / amax;
@@ -237,6 +253,13 @@ inline Scale nvfp4_scale(float block_amax, float amax) {
   const float factor = 1.0f / (scale * decode);
   return {factor > kLargest ? kLargest : factor, scale};
 }
+
+}  // namespace te_models
+"""
+
+NVFP4 = (
+    NVFP4_SCALE
+    + r"""namespace te_models {
 
 template <bool stochastic>
 inline float rounded_e2m1(float v, int32_t random) {
@@ -348,3 +371,4 @@ extern "C" void te_random_bits(uint32_t* to, int64_t size, int64_t seed, int64_t
   }
 }
 """
+)

@@ -10,7 +10,7 @@ product, for this sum has no exact quantized form; unmerging puts the stored wei
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,8 @@ from te_models.layers.module.base import QuantizedModule
 from te_models.layers.module.weight_cache import forget_cached_weights
 
 from ...extras import require
-from .support import check_config, check_layer
+from ...lora.layers import FIRST, AdaptedLayer, check_layer, plus
+from .support import check_config
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -30,18 +31,10 @@ else:
     LoraLayer = require("peft.tuners.lora", "peft", feature="te_models.hf.lora").LoraLayer
     check_adapters_to_merge = require("peft.tuners.tuners_utils", "peft").check_adapters_to_merge
 
-FIRST = ("lora_A", "lora_B")
 
-
-class LoraAdapter(nn.Module, LoraLayer):
-    """One of our layers with any number of adapters, by name. Models read of it what they read of the layer.
-
-    PAIRS: of each weight that is adapted, the attributes that hold its factors by adapter.
-    """
-
-    PAIRS: ClassVar[tuple[tuple[str, str], ...]] = (FIRST,)
-
-    base_layer: Any
+class LoraAdapter(AdaptedLayer, LoraLayer):
+    """One of our layers with any number of adapters, by name; PAIRS names the attributes that hold the factors by
+    adapter."""
 
     def __init__(
         self,
@@ -60,20 +53,6 @@ class LoraAdapter(nn.Module, LoraLayer):
         self._active_adapter = adapter_name
         self._stored: dict[str, nn.Parameter] = {}  # weights stored quantized, while an adapter is merged
         self.update_layer(adapter_name, r, lora_alpha, config)
-
-    # --- what a layer defines --------------------------------------------------------------------------------------
-
-    def sizes(self) -> tuple[tuple[int, int], ...]:
-        """Return (in, out) of the weight of each pair."""
-        return ((self.base_layer.in_features, self.base_layer.out_features),)
-
-    def weights(self) -> tuple[tuple[str, ...], ...]:
-        """Return the names of the parameters that hold the weight of each pair; several hold one member each."""
-        return (self.base_layer.weight_names(),)
-
-    def factor(self, inputs: int, outputs: int) -> nn.Module:
-        """Return a new factor, whose `weight` is [outputs, inputs] or a stack of such."""
-        return nn.Linear(inputs, outputs, bias=False)
 
     # --- adapters ----------------------------------------------------------------------------------------------------
 
@@ -143,6 +122,11 @@ class LoraAdapter(nn.Module, LoraLayer):
         assert sums is not None, "the caller has looked"
         return sums
 
+    def changed(
+        self, result: Any, x: Tensor, adapters: list[str], pair: tuple[str, str] = FIRST, m_splits: Tensor | None = None
+    ) -> Any:
+        return plus(result, self.delta(x, adapters, pair, *(() if m_splits is None else (m_splits,))))
+
     # --- merging -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -198,35 +182,5 @@ class LoraAdapter(nn.Module, LoraLayer):
                 found[name] = (plain.to(part) + sign * part).to(plain.device, weight.dtype)
         return found
 
-    # --- what models read of a layer ---------------------------------------------------------------------------------
-
-    @property
-    def tp_size(self) -> int:
-        """1: layers that several ranks share take no adapters."""
-        return self.base_layer.tp_size
-
-    def whole_rows(self, x: Tensor) -> Tensor:
-        """As the layer."""
-        return self.base_layer.whole_rows(x)
-
-    def for_own_features(self, x: Tensor) -> Tensor:
-        """See `TensorParallelModule`."""
-        return self.base_layer.for_own_features(x)
-
-    def summed(self, y: Tensor, bias: Tensor | None) -> Tensor:
-        """As the layer."""
-        return self.base_layer.summed(y, bias)
-
-    def weight_names(self) -> tuple[str, ...]:
-        """As the layer."""
-        return self.base_layer.weight_names()
-
     def __repr__(self) -> str:
         return "te_models." + super().__repr__()
-
-
-def plus(result: Any, delta: Tensor) -> Any:
-    """Return what a layer returned, its output plus `delta` and rounded to its dtype; what comes with it stays."""
-    if isinstance(result, tuple):
-        return (plus(result[0], delta), *result[1:])
-    return (result + delta).to(result.dtype)

@@ -18,14 +18,12 @@ from torch import nn
 from te_models.layers import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear
 
 from ...extras import require
+from ...lora.layers import LAYERS, check_layer, check_model
 from .adapter import LoraAdapter
 from .layers import LoraGroupedLinear, LoraLayerNormLinear, LoraLayerNormMLP, LoraLinear
 from .support import (
-    LAYERS,
     check_bias,
     check_config,
-    check_layer,
-    check_model,
     check_parameter,
     check_tokens,
     refuse_tuner,

@@ -7,18 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from te_models.layers import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear
-from te_models.layers.module.base import QuantizedModule
+from te_models.layers import LayerNormMLP
 
 from ...model.embedding import Table
-from ...model.moe import MoELayer
 from ...model.output import OutputLayer
 from ...model.router import Router
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig
 
-LAYERS: tuple[type[QuantizedModule], ...] = (Linear, LayerNormLinear, LayerNormMLP, GroupedLinear)
 _STARTS = (True, False, "gaussian")
 _WITHOUT_MEANING = ("fan_in_fan_out", "layer_replication", "lora_bias", "megatron_config", "use_qalora")
 
@@ -37,33 +34,12 @@ def check_config(config: LoraConfig) -> None:
             raise ValueError(f"{name} is {value!r}, which layers of te_models cannot honour; allowed: plain LoRA")
 
 
-def check_layer(layer: nn.Module, name: str) -> None:
-    """Raise ValueError for a layer whose weights several ranks share, or are joined of several parameters."""
-    if getattr(layer, "weight_is_joined", False):
-        raise ValueError(f"{name or type(layer).__name__} has parameters_split; allowed: layers with one weight")
-    if getattr(layer, "tp_size", 1) > 1:
-        raise ValueError(
-            f"{name or type(layer).__name__} is split over {layer.tp_size} ranks, and adapters are not; allowed: a "
-            "model without tensor parallelism"
-        )
-
-
 def check_bias(config: LoraConfig, name: str, layer: nn.Module) -> None:
     """Raise ValueError where "lora_only" would train no bias, for peft looks for `bias` alone."""
     if config.bias == "lora_only" and (isinstance(layer, LayerNormMLP) or "bias0" in layer._parameters):
         raise ValueError(
             f"bias is 'lora_only', and the biases of {name} are not one parameter `bias`; allowed: 'none', 'all'"
         )
-
-
-def check_model(model: nn.Module) -> None:
-    """Raise ValueError for a model whose experts are distributed over ranks: an adapter's file holds all of them."""
-    for module in model.modules():
-        if isinstance(module, MoELayer) and module.expert_model_parallel_size > 1:
-            raise ValueError(
-                f"the experts are distributed over {module.expert_model_parallel_size} ranks, and adapters are not; "
-                "allowed: a model without expert parallelism"
-            )
 
 
 def refuse_tuner(config: PeftConfig, name: str, layer: nn.Module) -> None:

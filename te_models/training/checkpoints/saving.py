@@ -21,7 +21,8 @@ from te_models.checkpoints import save_model
 from ...model import GPTModel
 from ...parallel.parts import ModelParts
 from ...parallel.sharding import reshard
-from ..lora import ADAPTER, Adapters
+from ...terminal import say
+from ..lora import ADAPTER_HF, Adapters
 from ..optimizer.adamw import Optimizer
 from ..ranks.data_parallel import Ranks, barrier, gather_tensors
 from ..ranks.layout import Layout
@@ -179,8 +180,9 @@ class Saving:
     def export(self, folder: Path, step: int) -> None:
         """Write the trained model as an ordinary folder; called by all ranks. step: of the newest checkpoint."""
         if self.adapters is not None:
-            if self.ranks.is_main:
-                self.adapters.save(self.output_dir / ADAPTER)
+            note = self.adapters.save(self.output_dir) if self.ranks.is_main else None
+            if note is not None:
+                say(f"note: there is no {ADAPTER_HF}/ for transformers' model: {note}")
             self.adapters.merge()
         if not self.layout.dims.is_whole:
             from .sharded.checkpoint import export_parts

@@ -4,7 +4,7 @@
 """
 
 from .optimizer import LoRAConfig, OptimizerConfig, ScheduleConfig
-from .output import CheckpointConfig, EvaluationConfig, LogConfig
+from .output import CheckpointConfig, EvaluationConfig, LogConfig, ProfileConfig
 from .parallel import ParallelConfig
 from .precision import PrecisionConfig
 from .run import TrainConfig
@@ -20,6 +20,7 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "PrecisionConfig",
+    "ProfileConfig",
     "ScheduleConfig",
     "TrainConfig",
 ]

@@ -117,8 +117,8 @@ class OptimizerConfig(ConfigPart):
 
 @dataclass(frozen=True, kw_only=True)
 class LoRAConfig(ConfigPart):
-    """LoRA (arXiv 2106.09685) instead of training the weights: adapters through peft, over weights in high precision or
-    stored quantized."""
+    """LoRA (arXiv 2106.09685) instead of training the weights: adapters over weights in high precision or stored
+    quantized."""
 
     rank: int = 0
     """Rank of the adapters; 0 means none, and that the weights are trained."""
@@ -127,8 +127,10 @@ class LoRAConfig(ConfigPart):
     dropout: float = 0.0
     """Part of an adapter's input that is dropped in training."""
     targets: tuple[str, ...] = ("all-linear",)
-    """Names of the layers with adapters, as their last words ("linear_qkv"); "all-linear" means every GEMM layer,
-    experts included."""
+    """Globs of the names of layers with adapters, or of their last words ("linear_qkv"); "all-linear" means every GEMM
+    layer, experts included."""
+    use_dora: bool = False
+    """Whether adapters also train the length of each row of a weight (DoRA, arXiv 2402.09353)."""
 
     def _validate(self) -> None:
         check(self.rank >= 0, "lora.rank", self.rank, "zero or a positive integer")

@@ -1,4 +1,4 @@
-"""The tables [checkpoint], [evaluation] and [log]: what a run writes, and when.
+"""The tables [checkpoint], [evaluation], [log] and [profile]: what a run writes, and when.
 
 The sentence below a key is its documentation everywhere: on the command line, and in docs/training-keys.md.
 """
@@ -6,6 +6,7 @@ The sentence below a key is its documentation everywhere: on the command line, a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ...config import ConfigPart, check
 
@@ -71,10 +72,39 @@ class LogConfig(ConfigPart):
     """Whether the run draws loss.png (extra plot)."""
     statistics_every: int = 0
     """Steps between two records of what quantization did to each operand, in the metrics; 0: none."""
+    histogram_interval: int = 0
+    """Steps between two records of expert_tokens, the load of each expert, and of what statistics_every records, which
+    writers show as histograms; 0: none."""
+    writers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Dashboards that get the rows of metrics.jsonl, too: "tensorboard" (its extra) in OUTPUT_DIR/tensorboard, "wandb"
+    (its extra)."""
+    wandb_project: str = "te_models"
+    """Project of the run in W&B, where it has the name of output_dir."""
+    wandb_mode: Literal["online", "offline"] = "online"
+    """Whether W&B gets the rows at once, or OUTPUT_DIR/wandb keeps them for `wandb sync`."""
     peak_tflops: float | None = None
     """Dense bfloat16 peak of one device, in TFLOP/s: with it the metrics have `mfu`; unset: they do not."""
 
     def _validate(self) -> None:
         peak = self.peak_tflops
         check(peak is None or peak > 0, "log.peak_tflops", peak, "a positive number or null")
-        check(self.statistics_every >= 0, "log.statistics_every", self.statistics_every, "zero or a positive integer")
+        for name in ("statistics_every", "histogram_interval"):
+            check(getattr(self, name) >= 0, f"log.{name}", getattr(self, name), "zero or a positive integer")
+        check(len({*self.writers}) == len(self.writers), "log.writers", list(self.writers), "each name once")
+        check(bool(self.wandb_project), "log.wandb_project", self.wandb_project, "a name")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig(ConfigPart):
+    """A trace of some steps by torch.profiler, for chrome://tracing or Perfetto: a file of each rank."""
+
+    start_step: int = 10
+    """First step of the trace, counted from 1; the steps before it compile and warm up."""
+    num_steps: int = 0
+    """Steps of the trace; 0: there is none."""
+    folder: str | None = None
+    """Folder of the traces; unset: OUTPUT_DIR/profile."""
+
+    def _validate(self) -> None:
+        check(self.start_step >= 1, "profile.start_step", self.start_step, "a positive integer")
+        check(self.num_steps >= 0, "profile.num_steps", self.num_steps, "zero or a positive integer")

@@ -14,7 +14,7 @@ from typing import Literal, Self
 
 from ...config import ConfigPart, check
 from .optimizer import LoRAConfig, OptimizerConfig, ScheduleConfig
-from .output import CheckpointConfig, EvaluationConfig, LogConfig
+from .output import CheckpointConfig, EvaluationConfig, LogConfig, ProfileConfig
 from .parallel import ParallelConfig
 from .precision import PrecisionConfig
 from .source import DataConfig, ModelSource
@@ -72,6 +72,8 @@ class TrainConfig(ConfigPart):
     """Measuring the validation loss."""
     log: LogConfig = field(default_factory=LogConfig)
     """What the run shows and records."""
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    """A trace of some steps by torch.profiler."""
 
     def _validate(self) -> None:
         check(0 < self.steps <= _MOST_STEPS, "steps", self.steps, f"a positive integer up to {_MOST_STEPS}")
@@ -86,6 +88,11 @@ class TrainConfig(ConfigPart):
         warmup, decay = self.schedule.warmup_steps, self.schedule.decay_steps or 0
         name, length = ("steps", self.steps) if self.schedule.steps is None else ("schedule.steps", self.schedule.steps)
         check(warmup + decay <= length, "schedule.warmup_steps", warmup, f"warm-up and decay within {name} = {length}")
+        start, count = self.profile.start_step, self.profile.num_steps
+        last = start + count - 1
+        check(
+            not count or last <= self.steps, "profile.num_steps", count, f"up to steps = {self.steps} from {start} on"
+        )
         adapted, optimizer = self.lora.rank > 0, self.optimizer
         check(not (adapted and optimizer.freeze), "optimizer.freeze", list(optimizer.freeze), "none with lora.rank")
         check(

@@ -61,6 +61,17 @@ def test_weights_config_and_logits(tmp_path: Path, case: str) -> None:
     assert_close(torch.cat(steps, dim=1), expected)
 
 
+@pytest.mark.sentinels(
+    "llama4-other-chunks",
+    "smollm3-windows",
+    "phi3-longrope-window",
+    "hy_v3-biases",
+    "ernie4_5_moe-interval",
+    "gemma2-no-caps",
+    "gpt2-scaled-by-layer",
+    "deepseek_v2-biases",
+    "gpt_oss-default-rope",
+)
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
 def test_a_configuration_written_afresh_is_the_same_model_to_transformers(case: str) -> None:

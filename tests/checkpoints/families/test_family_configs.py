@@ -17,6 +17,7 @@ from te_models.checkpoints.folder.te_folder import Source, TEFolder
 from te_models.checkpoints.io.strict_json import parse_object
 from te_models.config import AttentionConfig, MLPConfig, ModelConfig, MoEConfig, RopeConfig, RouterConfig
 from tests.checkpoints.hf_cases import CASES, LLAMA3_ROPE, SMALL, YARN_ROPE, plain, transformers
+from tests.covering import examples
 
 NEEDED = {
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2},
@@ -345,7 +346,7 @@ def check_config(family: str, fields: dict[str, Any]) -> None:
     assert FAMILIES[family].read_config(FAMILIES[family].write_config(config)) == config
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(st.sampled_from(sorted(FAMILIES)), changes)
 def test_any_config(family: str, fields: dict[str, Any]) -> None:
     check_config(family, fields)
@@ -373,7 +374,7 @@ anything = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(PLACES), anything), min_size=1, max_size=3))
 def test_any_config_of_ours(edits: list[tuple[tuple[str, ...], Any]]) -> None:
     """Only CheckpointError escapes from our own config.json; what is accepted survives a round trip."""

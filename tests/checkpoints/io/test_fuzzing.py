@@ -28,6 +28,7 @@ from te_models.checkpoints.plan.quantized_format import (
 )
 from te_models.layers import recipe
 from tests.checkpoints.hf_cases import HFFolder
+from tests.covering import examples
 
 FIXTURES = [HealthCheck.function_scoped_fixture]  # the folders are only read, or restored from a copy
 
@@ -76,7 +77,7 @@ def check_index(folder: Path, content: bytes) -> None:
         assert store.file_of == {name: file for name, file in complete.items() if file in used} != {}
 
 
-@settings(max_examples=500, deadline=None, suppress_health_check=FIXTURES)
+@settings(max_examples=examples(500), deadline=None, suppress_health_check=FIXTURES)
 @given(indexes)
 def test_any_index(sharded: Path, content: bytes) -> None:
     check_index(sharded, content)
@@ -121,7 +122,7 @@ def check_any_manifest(folder: Path, content: bytes) -> None:
         raise AssertionError("no digest here is that of a file")
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=FIXTURES)
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=FIXTURES)
 @given(manifests)
 def test_any_manifest(sharded: Path, content: bytes) -> None:
     check_any_manifest(sharded, content)
@@ -159,7 +160,7 @@ def check_description(described: dict[str, Any], name: str, path: list[int], val
         assert "\n" not in str(error) and len(str(error)) < 1000
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.sampled_from(["current", "block", "mxfp8", "nvfp4"]), places, json_values)
 def test_any_description(described: dict[str, Any], name: str, path: list[int], value: Any) -> None:
     check_description(described, name, path, value)

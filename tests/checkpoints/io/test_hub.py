@@ -158,6 +158,7 @@ def test_offline_with_the_real_client(tmp_path: Path, monkeypatch: pytest.Monkey
         local_folder("absent/mo--del", cache_dir=tmp_path)
 
 
+@pytest.mark.slow
 def test_in_a_process_that_imports_nothing_else(hf_folder: HFFolder, tmp_path: Path) -> None:
     """The client loads its own modules lazily, and transformers is not there to have asked for them."""
     model = tmp_path / "hub/models--org--name"

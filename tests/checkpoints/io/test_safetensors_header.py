@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from te_models.checkpoints import CheckpointError, reshard
 from te_models.checkpoints.io.header import MAX_HEADER_BYTES, parse_header, read_header
+from tests.covering import examples
 
 
 def entry(dtype: str = "F32", shape: Any = (2, 3), offsets: Any = (0, 24)) -> dict[str, Any]:
@@ -116,7 +117,7 @@ def spelled(header: dict[str, Any], draw: Any) -> bytes:
     return "".join(c + draw(space) if c in ",:{}[]" else c for c in text).encode()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.data())
 def test_usual_and_unusual_spellings_mean_the_same(data: Any) -> None:
     """The scanner reads what writers of the format write, the general parser the rest; both know the same headers."""
@@ -238,14 +239,14 @@ def check_one(path: Path, content: bytes) -> None:
     assert header.data_start + position == len(content)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.binary(max_size=80), st.binary(max_size=40))
 def test_any_bytes(tmp_path_factory: pytest.TempPathFactory, raw: bytes, data: bytes) -> None:
     check_one(tmp_path_factory.getbasetemp() / "fuzz.safetensors", raw)
     check_one(tmp_path_factory.getbasetemp() / "fuzz.safetensors", pack(b"{" + raw, data))
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(headers, st.integers(0, 60))
 def test_any_header(tmp_path_factory: pytest.TempPathFactory, header: dict[str, Any], size: int) -> None:
     check_one(tmp_path_factory.getbasetemp() / "fuzz.safetensors", pack(header, bytes(size)))
@@ -261,7 +262,7 @@ def test_any_header_thoroughly(tmp_path_factory: pytest.TempPathFactory, header:
 valid_shapes = st.lists(st.integers(0, 3), max_size=3)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["F64", "F32", "BF16", "U8", "F8_E8M0"]), valid_shapes), max_size=5))
 def test_every_valid_header_is_accepted(layout: list[tuple[str, list[int]]]) -> None:
     widths = {"F64": 8, "F32": 4, "BF16": 2, "U8": 1, "F8_E8M0": 1}

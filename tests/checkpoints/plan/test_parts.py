@@ -76,6 +76,7 @@ def test_each_rank_loads_its_own_experts(tmp_path: Path, case: str, monkeypatch:
     )  # whose files hold all experts as one tensor
 
 
+@pytest.mark.sentinels("mxfp8", "modelopt-fp8")
 @pytest.mark.parametrize("case", CUT_BETWEEN_BLOCKS)
 def test_each_rank_loads_its_own_heads(tmp_path: Path, case: str) -> None:
     source, _ = make(CASES[case], tmp_path)

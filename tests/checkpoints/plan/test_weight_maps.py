@@ -27,6 +27,7 @@ from te_models.checkpoints.plan.layout_ops import (
 from te_models.checkpoints.plan.plan import Output, make_plan
 from te_models.checkpoints.plan.stream import fill_tensor, split_piece, stream
 from te_models.checkpoints.plan.tensor_map import Link, Namespace, Stored, compose, identity_namespace, split_stacks
+from tests.covering import examples
 
 
 def namespace(shape: tuple[int, ...], layout: Layout) -> Namespace:
@@ -181,7 +182,7 @@ def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], Box]:
     return shape, tuple(draw(st.sampled_from(list(ranges(n)))) for n in shape)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(boxes())
 def test_flat_interval_is_right_where_it_answers(case: tuple[tuple[int, ...], Box]) -> None:
     shape, box = case
@@ -196,7 +197,7 @@ def test_flat_interval_is_right_where_it_answers(case: tuple[tuple[int, ...], Bo
         assert not contiguous
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(boxes(), st.lists(st.integers(0, 1000), min_size=1, max_size=4))
 def test_tiles_agrees_with_counting(case: tuple[tuple[int, ...], Box], picks: list[int]) -> None:
     shape, _ = case

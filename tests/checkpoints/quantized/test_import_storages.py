@@ -74,6 +74,7 @@ def test_scales_too_far_apart_are_refused_or_requantized_as_asked(tmp_path: Path
     assert copies and all(x.max_error for x in copies)
 
 
+@pytest.mark.sentinels("mxfp4-gpt-oss-0", "mxfp4-pack-quantized-200")
 @pytest.mark.parametrize("scale", [0, 200])
 @pytest.mark.parametrize("case", MXFP4)
 def test_blocks_of_zeros_may_have_any_scale(tmp_path: Path, case: str, scale: int) -> None:
@@ -86,7 +87,7 @@ def test_blocks_of_zeros_may_have_any_scale(tmp_path: Path, case: str, scale: in
     assert verify(tmp_path / "values", tmp_path / "expected").equal
 
 
-@pytest.mark.matrix
+@pytest.mark.sentinels("fp8-moe-float8", "mxfp4-gpt-oss-nvfp4", "channel-float8")
 @pytest.mark.parametrize("storage", FORMS)
 @pytest.mark.parametrize("case", ["fp8-moe", "modelopt-fp8", "modelopt-nvfp4", "mxfp4-gpt-oss", "channel"])
 def test_every_format_in_every_form(tmp_path: Path, case: str, storage: str) -> None:

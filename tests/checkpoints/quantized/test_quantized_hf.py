@@ -94,6 +94,7 @@ def test_dequantized_weights_are_the_reference_s(tmp_path: Path, case: str) -> N
     assert stored(tmp_path / "plain").keys() == stored(reference).keys()
 
 
+@pytest.mark.sentinels("fp8-dense", "channel")
 @pytest.mark.parametrize("case", ["fp8-dense", "modelopt-nvfp4", "channel"])
 def test_values_are_rounded_once(tmp_path: Path, case: str) -> None:
     """To the dtype that is asked for, not to that of the other weights before."""
@@ -135,6 +136,7 @@ def test_a_model_of_values_is_loaded_on_request(tmp_path: Path, case: str, dtype
         assert "quantization_config" not in json.loads((tmp_path / f"{folder.name}-plain/config.json").read_text())
 
 
+@pytest.mark.sentinels("mxfp4-gpt-oss", "modelopt-fp8")
 @pytest.mark.parametrize("case", ["mxfp4-gpt-oss", "modelopt-nvfp4", "modelopt-fp8", "mxfp8-quantized"])
 def test_logits_are_those_of_transformers_on_the_decoded_weights(tmp_path: Path, case: str) -> None:
     source, reference = make(CASES[case], tmp_path, torch.float32)
@@ -204,6 +206,7 @@ def test_a_scale_per_row_has_no_exact_form_but_may_be_requantized(tmp_path: Path
     assert inspect(tmp_path / "ours").formats == {"float8": 8}
 
 
+@pytest.mark.sentinels("fp8-moe", "mxfp8-quantized")
 @pytest.mark.parametrize("case", ["fp8-moe", "modelopt-fp8", "modelopt-nvfp4", "mxfp8-quantized"])
 def test_fused_experts_are_quantized_like_single_ones(tmp_path: Path, case: str) -> None:
     source, _ = make(CASES[case], tmp_path)

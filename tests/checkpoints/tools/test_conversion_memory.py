@@ -76,11 +76,15 @@ def peaks_of(folder: Path, steps: list[Step]) -> list[int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="anonymous memory is read from Linux's /proc")
-@pytest.mark.parametrize("model", [pytest.param("dense", marks=pytest.mark.slow), "moe"])
-def test_import_and_export_stay_below_the_largest_tensor(tmp_path: Path, model: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "more"),
+    [("moe", False), *(pytest.param(*c, marks=pytest.mark.slow) for c in (("dense", 0), ("moe", True)))],
+)
+def test_import_and_export_stay_below_the_largest_tensor(tmp_path: Path, model: str, more: bool) -> None:
+    """more: as single experts and in float32, too."""
     make_sparse_folder(tmp_path / "hf", MODELS[model])
     steps: list[Step] = [("import_hf", "hf", "ours", {}), ("export_hf", "ours", "other", {})]
-    if model == "moe":
+    if more:
         steps += [
             ("relayout", "ours", "other", {"layout": "per-gemm", "overwrite": True}),
             ("import_hf", "hf", "other", {"dtype": "float32", "overwrite": True}),

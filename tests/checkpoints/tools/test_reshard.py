@@ -84,6 +84,7 @@ def test_a_folder_of_no_known_family(tmp_path: Path) -> None:
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 3
 
 
+@pytest.mark.slow
 def test_a_file_has_so_many_tensors_at_most(tmp_path: Path) -> None:
     """Its header stays one that is read: also a merge of many small tensors gives more than one file."""
     (tmp_path / "in").mkdir()

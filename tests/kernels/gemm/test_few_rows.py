@@ -34,7 +34,10 @@ FORMATS: dict[str, Quantizer] = {
 }
 
 
-@pytest.fixture(params=("widest", "avx2"))
+INSTRUCTIONS = ("widest", "avx2") if torch.cpu._is_avx512_supported() else ("widest",)
+
+
+@pytest.fixture(params=INSTRUCTIONS)
 def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The library of this CPU's widest vectors, and that of AVX2's."""
     if request.param == "avx2":
@@ -67,7 +70,7 @@ def assert_within_bound(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | Non
     assert ((y.double() - exact).abs() <= bound).all(), ((y.double() - exact).abs() / bound).max()
 
 
-@pytest.mark.matrix
+@pytest.mark.sentinels("widest-per_tensor-dtype0", "widest-mxfp8-dtype1", "widest-nvfp4-dtype0", "widest-block-dtype0")
 @pytest.mark.parametrize("dtype", (BF16, F32))
 @pytest.mark.parametrize("format", FORMATS)
 def test_it_is_the_product_with_the_dequantized_weight(instructions: None, format: str, dtype: torch.dtype) -> None:
@@ -83,7 +86,13 @@ def test_it_is_the_product_with_the_dequantized_weight(instructions: None, forma
     assert gemm_counts() == {("stored_linear", "few_rows"): 36}
 
 
-@pytest.mark.matrix
+@pytest.mark.sentinels(
+    "widest-1.0-nvfp4-dtype0",
+    "widest-1e-38-block-dtype0",
+    "widest-1e+35-block_2d-dtype0",
+    "widest-1.0-per_tensor-dtype0",
+    "widest-1e-33-per_tensor-dtype0",
+)
 @pytest.mark.parametrize("dtype", (BF16, F32))
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("magnitude", (1.0, 1e-33, 1e-38, 1e35))

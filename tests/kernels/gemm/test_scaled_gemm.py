@@ -168,6 +168,7 @@ def test_the_operation_is_the_function(sides: str) -> None:
     assert torch.equal(_scaled_gemm(*flatten(left), *flatten(right), torch.bfloat16, None, True, False), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sides",
     ["mxfp8", *(pytest.param(sides, marks=pytest.mark.slow) for sides in ("per_tensor", "pow2 1x128 by 128x128"))],

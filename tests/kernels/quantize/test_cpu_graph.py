@@ -22,7 +22,8 @@ from tests.kernels.triton.quantize.quantize_cases import E4M3, E5M2, hard, ordin
 F32, BF16 = torch.float32, torch.bfloat16
 SHAPES = [(64, 256), (70, 75), (3, 33, 140), (1, 1), (0, 16)]
 """Whole blocks, ragged ones, a batch, one element, none."""
-DTYPES = [(BF16, BF16), (F32, F32), (BF16, F32)]
+DTYPES = [(BF16, BF16), *(pytest.param(d, marks=pytest.mark.slow) for d in ((F32, F32), (BF16, F32)))]
+"""Of the numbers, and of their rounded values. Each pair is a library of its own to compile."""
 
 
 def inputs(shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:

@@ -47,21 +47,23 @@ def assert_same(found: torch.Tensor, wanted: torch.Tensor) -> None:
     assert torch.equal(found[~nan].view(torch.int32), wanted[~nan].view(torch.int32))
 
 
+def round_all(v: torch.Tensor, tail: torch.Tensor) -> list[torch.Tensor]:
+    """Return v rounded to, and its beginning cast to, each format."""
+    rounded = [round_fp8(v, fp8_dtype) for fp8_dtype in FORMATS]
+    return rounded + [saturating_cast(tail, fp8_dtype) for fp8_dtype in FORMATS]
+
+
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("fp8_dtype", FORMATS)
-def test_rounding_is_to_the_nearest_number(fp8_dtype: torch.dtype, compiled: bool) -> None:
+def test_rounding_is_to_the_nearest_number_and_the_cast_saturates(compiled: bool) -> None:
     v = words()
     assert v.isnan().any() and v.isinf().any() and (v == 0).any()
-    function = torch.compile(round_fp8, fullgraph=True) if compiled else round_fp8
-    assert_same(function(v, fp8_dtype), expected(v, fp8_dtype))
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("fp8_dtype", FORMATS)
-def test_the_cast_saturates(fp8_dtype: torch.dtype, compiled: bool) -> None:
-    v = words()[: 1 + 32 * 100_000]  # a tail past the last vector
-    function = torch.compile(saturating_cast, fullgraph=True) if compiled else saturating_cast
-    assert_same(function(v, fp8_dtype).float(), expected(v, fp8_dtype))
+    tail = v[: 1 + 32 * 100_000]  # a tail past the last vector
+    found = (torch.compile(round_all, fullgraph=True) if compiled else round_all)(v, tail)
+    for values, fp8_dtype in zip(found[:2], FORMATS, strict=True):
+        assert_same(values, expected(v, fp8_dtype))
+    for values, fp8_dtype in zip(found[2:], FORMATS, strict=True):
+        assert values.dtype is fp8_dtype
+        assert_same(values.float(), expected(tail, fp8_dtype))
 
 
 @pytest.mark.matrix

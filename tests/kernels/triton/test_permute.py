@@ -38,7 +38,14 @@ def from_op(indices: Tensor, experts: int, align: int) -> Permutation:
     return Permutation(*fields, padding if align > 1 else None)
 
 
-@pytest.mark.matrix
+@pytest.mark.sentinels(
+    "dtype0-False-case0",
+    "dtype1-True-case1",
+    "dtype0-True-case2",
+    "dtype1-False-case3",
+    "dtype0-False-case4",
+    "dtype1-True-case6",
+)
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("skewed", [False, True])
@@ -81,7 +88,14 @@ def test_running_sums_over_several_blocks(device) -> None:
     assert torch.equal(counts, expected.to(torch.int32)) and torch.equal(tokens, total)
 
 
-@pytest.mark.matrix
+@pytest.mark.sentinels(
+    "torch.float32-case0",
+    "torch.bfloat16-case1",
+    "torch.float8_e4m3fn-case2",
+    "torch.uint8-case5",
+    "torch.float32-case6",
+    "torch.bfloat16-case7",
+)
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8], ids=str)
@@ -106,7 +120,9 @@ def check_rows(device, case, dtype) -> None:
     assert torch.equal(got.view(torch.uint8), expected.contiguous().view(torch.uint8))
 
 
-@pytest.mark.matrix
+@pytest.mark.sentinels(
+    "torch.float32-case0", "torch.bfloat16-case1", "torch.float32-case2", "torch.float32-case6", "torch.float32-case7"
+)
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

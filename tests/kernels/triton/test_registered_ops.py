@@ -19,6 +19,8 @@ from tests.kernels.described import Arguments, check_description, tensors
 from tests.kernels.triton.op_samples import FAMILIES, Family
 from tests.kernels.triton.quantize.quantizer_samples import as_on_a_gpu
 
+REPEATED = ("by_recipe", "quantized_outputs")
+"""Families whose samples are those of other families, as recipes choose them, or have tests of their own kernels."""
 LAYERS = {"linear_layer", "linear_layer_backward"}
 """Operations of layers, which tests/layers/registered calls in every combination."""
 
@@ -40,8 +42,11 @@ def samples(family: Family, device: torch.device) -> list[tuple[str, Arguments]]
     return list(family(device))
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(f, marks=pytest.mark.slow if f.__name__ in REPEATED else ()) for f in FAMILIES],
+    ids=lambda family: family.__name__,
+)
 def test_results_are_as_described(device, family) -> None:
     given = samples(family, device)
     with as_on_a_gpu(device):
@@ -53,13 +58,14 @@ DIFFERENTIABLE = {"x", "weight", "bias", "probabilities", "logits", "hidden", "a
 ONE_BYTE = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-EVERYDAY = [family for family in FAMILIES if family.__name__ != "by_recipe"]  # whose samples are other families', too
+EVERYDAY = ("activations", "norms", "embeddings", "nvfp4", "ropes", "routers", "gemms", "losses")
+"""Families that show every kind of argument and result."""
 
 
 @pytest.mark.parametrize(
     ("family", "few"),
     [
-        pytest.param(family, few, marks=() if few and family in EVERYDAY else pytest.mark.slow)
+        pytest.param(family, few, marks=() if few and family.__name__ in EVERYDAY else pytest.mark.slow)
         for family in FAMILIES
         for few in (True, False)
     ],

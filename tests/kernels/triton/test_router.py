@@ -100,7 +100,14 @@ def check(device, tokens, counts, scores, dtype) -> None:
     assert ((got.double() - expected).abs() <= relative * terms + rounding * expected.abs()).all()
 
 
-@pytest.mark.matrix
+@pytest.mark.sentinels(
+    "(True, False, True, False, 0.0, 2.5)-(15, 9, 5, 4, 'top2_sum')",
+    "(True, False, False, True, 1e-20, 1.0)-(20, 3, 4, 1, 'max')",
+    "(False, True, False, True, 0.5, 1.0)-(16, 4, 4, 2, 'top2_sum')",
+    "(False, False, True, False, 0.0, 2.5)-(7, 7, None, None, 'max')",
+    "(False, False, False, True, 0.5, 1.0)-(8, 2, None, None, 'max')",
+    "(True, True, False, True, 1e-20, 1.0)-(1, 1, None, None, 'max')",
+)
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize("scores", SCORES, ids=str)

@@ -177,6 +177,7 @@ EDGES = {None: 2, "block": 128, "mxfp8": 32}
 """The rows of the recipe's largest block, or 2."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "mxfp8" else pytest.mark.slow) for n in EDGES])
 def test_small_inputs_have_the_graphs_that_are_documented(name: str | None) -> None:
     """One for a single row, one for none; where all rows are in a single block there is no other."""

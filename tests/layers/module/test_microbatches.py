@@ -56,6 +56,7 @@ def steps(layer: nn.Module, how: str) -> list[Tensor]:
     return [*outputs, *(p.grad for p in layer.parameters())]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("kind", BUILD)
 def test_cached_weights_change_nothing(kind: str, name: str) -> None:
@@ -227,6 +228,7 @@ def test_a_cache_of_another_value_of_the_recipe_is_refused(grouped: bool) -> Non
             call(layer, x, False)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", [None, *RECIPES])
 @pytest.mark.parametrize("kind", BUILD)
 def test_fused_accumulation_adds_into_main_grad(kind: str, name: str | None) -> None:
@@ -262,6 +264,7 @@ def test_every_gemm_has_a_main_gradient_of_its_own() -> None:
     assert (layer.weight1.main_grad == 3).all() and layer.weight1.main_grad.dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 def test_main_gradients_of_every_gemm_compile_to_one_graph() -> None:
     torch._dynamo.reset()
     counters.clear()
@@ -394,6 +397,7 @@ def test_nothing_is_kept_of_weights_on_the_meta_device() -> None:
     assert torch.count_nonzero(layer(torch.randn(4, 32))) > 0
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("kind", BUILD)
 def test_a_kept_weight_stays_where_the_flag_says_so(kind: str, name: str) -> None:

@@ -1,6 +1,8 @@
-"""What each of the two processes of test_collectives does: `python -m tests.layers.ops.collective_ranks RESULTS`.
+"""What each of the two processes of test_collectives does:
+`python -m tests.layers.ops.collective_ranks RESULTS MODES`.
 
-Each rank runs every collective, eagerly and compiled, and writes inputs, outputs and gradients to RESULTS.<rank>.
+Each rank runs every collective, eager or compiled as MODES says, and writes inputs, outputs and gradients to
+RESULTS.<rank>.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from te_models.layers import ops
 KINDS = {"gather": ops.AllGather, "scatter": ops.ReduceScatter, "reduce": ops.AllReduce}
 
 
-def main(results: str) -> None:
-    """Run every case on this rank."""
+def main(results: str, modes: list[str]) -> None:
+    """Run every case in these modes on this rank."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     torch.manual_seed(dist.get_rank())
     both = dist.new_group([0, 1])
@@ -28,11 +30,12 @@ def main(results: str) -> None:
         model = ops.Sequential(ops.ConstantScale(2.0), kind(both), ops.ConstantScale(3.0))
         model = copy.deepcopy(model)  # a group of its own cannot be copied, its name can
         x = torch.randn(4, 3, requires_grad=True)
-        for mode, run in (("eager", model), ("compiled", torch.compile(model, fullgraph=True, backend="aot_eager"))):
+        runs = {"eager": model, "compiled": torch.compile(model, fullgraph=True, backend="aot_eager")}
+        dy = None
+        for mode in modes:
             x.grad = None
-            y = run(x)
-            if mode == "eager":
-                dy = torch.randn(y.shape)
+            y = runs[mode](x)
+            dy = torch.randn(y.shape) if dy is None else dy
             y.backward(dy)
             found |= {f"{name}/{mode}/{key}": t.detach().clone() for key, t in (("y", y), ("dx", x.grad))}
         found |= {f"{name}/x": x.detach(), f"{name}/dy": dy}
@@ -41,4 +44,4 @@ def main(results: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2:])

@@ -7,16 +7,17 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.covering import selected
 from tests.ranks import run_on_ranks
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Tensor]]:
+def ranks(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[dict[str, Tensor]]:
     """What each rank found."""
     results = tmp_path_factory.mktemp("collectives") / "results"
-    run_on_ranks(["-m", "tests.layers.ops.collective_ranks", str(results)], timeout=200)
+    run_on_ranks(["-m", "tests.layers.ops.collective_ranks", str(results), *selected(request, "mode")], timeout=200)
     return [load_file(results.with_suffix(f".{rank}")) for rank in range(2)]
 
 
@@ -31,8 +32,7 @@ def expected(name: str, rank: int, ranks: list[dict[str, Tensor]]) -> tuple[Tens
     return 6 * (x[0] + x[1]), 6 * dy[rank]
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("mode", ["eager", "compiled"])
+@pytest.mark.parametrize("mode", ["eager", pytest.param("compiled", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["gather", "scatter", "reduce"])
 def test_values_and_gradients(name: str, mode: str, ranks: list[dict[str, Tensor]]) -> None:
     for rank, found in enumerate(ranks):

@@ -34,9 +34,9 @@ def assert_same(got: tuple[Fields, list[Tensor]], expected: tuple[Fields, list[T
 
 @pytest.mark.parametrize("everyday", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_one_graph_per_value(everyday: bool) -> None:
-    """everyday: one quantizer of each class."""
+    """everyday: the first two quantizers, of two classes."""
     one_each = {type(quantizer): quantizer for quantizer in CONSTANTS.values()}
-    constants = (one_each if everyday else CONSTANTS).values()
+    constants = list(one_each.values())[:2] if everyday else CONSTANTS.values()
     counter = CompileCounter()
     compiled = torch.compile(fields_and_operands, backend=counter, fullgraph=True)
     x = torch.randn(33, 48)

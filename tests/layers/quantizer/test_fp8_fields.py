@@ -54,7 +54,13 @@ def same_codes(got: np.ndarray, expected: np.ndarray, fmt: em.Format) -> bool:
     return np.array_equal(np.isnan(fmt.decode(got)), nan) and np.array_equal(got[~nan], expected[~nan])
 
 
-@pytest.mark.matrix
+@pytest.mark.sentinels(
+    "1x32-torch.float32",
+    "128x128 float32-torch.float32",
+    "tensor E5M2-torch.bfloat16",
+    "tensor pow2-torch.float16",
+    "32x32-torch.float32",
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_fields_equal_the_emulation(name: str, dtype: torch.dtype) -> None:
@@ -76,7 +82,7 @@ def test_fields_equal_the_emulation(name: str, dtype: torch.dtype) -> None:
             np.testing.assert_array_equal(scale_inv.numpy(), stored, err_msg=f"{what} {usage}", strict=True)
 
 
-@pytest.mark.matrix
+@pytest.mark.sentinels("1x128-torch.float32", "1x32 E5M2-torch.float32", "tensor-torch.float32")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_dequantized_values_equal_the_emulation(name: str, dtype: torch.dtype) -> None:

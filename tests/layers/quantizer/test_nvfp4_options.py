@@ -19,6 +19,7 @@ from tests.layers.quantizer.test_nvfp4_fields import assert_same
 ROWS = NVFP4Quantizer(row_scaled_nvfp4=True, columnwise=False)
 
 
+@pytest.mark.sentinels("448-MSE-1-torch.float32", "256-MAE-1-torch.bfloat16")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("e4m3_max", "err_mode", "block_rows"), [(256, "MAE", 1), (448, "MSE", 1), (256, "MSE", 16)])
 def test_four_over_six_is_the_emulation(e4m3_max: int, err_mode: str, block_rows: int, dtype: torch.dtype) -> None:

@@ -70,6 +70,7 @@ def step_sizes(quantizer: Quantizer, x: Tensor) -> tuple[em.Format, np.ndarray]:
 QUANTIZING = {name: q for name, q in EXAMPLES.items() if q.FORMAT not in ("identity", "hybrid")}
 
 
+@pytest.mark.sentinels("tensor", "1x32", "16x16", "128x128 float32")
 @pytest.mark.parametrize("name", QUANTIZING)
 @settings(max_examples=30, deadline=None)
 @given(x=matrices())

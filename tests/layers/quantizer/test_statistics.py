@@ -87,7 +87,7 @@ def counted(x: np.ndarray, scale: np.ndarray, block: tuple[int, int], fmt: em.Fo
     }
 
 
-@pytest.mark.matrix
+@pytest.mark.sentinels("tensor-torch.float32", "1x32-torch.float32", "live-torch.float32")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_statistics_equal_numpy(name: str, dtype: torch.dtype) -> None:

@@ -14,12 +14,14 @@ from tests.ranks import run_on_ranks
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend", ["none", *(pytest.param(b, marks=pytest.mark.slow) for b in ("eager", "aot_eager"))]
+)
 def test_a_rank_may_do_something_alone(tmp_path: Path, backend: str) -> None:
     results = tmp_path / "results"
     run_on_ranks(["-m", "tests.layers.alone_ranks", str(results), backend], timeout=240)
     first, second = (load_file(results.with_suffix(f".{rank}")) for rank in range(2))
-    assert len(first) == 4 * len(CASES)
+    assert len(first) == (2 if backend == "none" else 4) * len(CASES)
     for name, value in first.items():
         assert torch.equal(value, second[name]), f"{name} is not the same on both ranks"
         # three steps on equal data: whatever happened in between, and however it ran, left no trace

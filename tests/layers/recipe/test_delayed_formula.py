@@ -64,6 +64,7 @@ def test_a_function_of_the_history_may_choose_the_amax() -> None:
     assert scale.tolist() == [np.float32(448) / np.float32(3), 1.0]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("fmt", [em.E4M3, em.E5M2], ids=["E4M3", "E5M2"])
 def test_the_live_quantizer_multiplies_by_its_scale_and_records_amax(fmt: em.Format, dtype: torch.dtype) -> None:

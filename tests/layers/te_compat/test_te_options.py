@@ -173,6 +173,7 @@ def test_a_checkpointed_mlp_saves_its_input_and_changes_no_bit(chosen: te.Recipe
     assert of_again < of_plain / 4
 
 
+@pytest.mark.slow
 def test_a_checkpointed_mlp_compiles() -> None:
     torch.manual_seed(0)
     mlp, x = te.LayerNormMLP(32, 64, checkpoint=True), torch.randn(8, 32, requires_grad=True)

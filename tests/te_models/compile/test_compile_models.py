@@ -227,6 +227,7 @@ def test_activation_checkpointing_is_one_graph(name: str, shallow: bool) -> None
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 def test_switching_between_training_and_evaluation() -> None:
     model = build("moe", shallow=True)
     counter = count("eager")
@@ -242,6 +243,7 @@ def test_switching_between_training_and_evaluation() -> None:
     assert not counters["graph_break"]
 
 
+@pytest.mark.slow
 # The layers' part, under every recipe, is tests/layers/module/test_compile_layers.py.
 @pytest.mark.parametrize(
     ("name", "recipe"),
@@ -267,6 +269,7 @@ def test_fp8_recipes_are_one_graph(name: str, recipe: type) -> None:
     assert not counters["graph_break"]
 
 
+@pytest.mark.slow
 def test_torch_autocast_is_one_graph() -> None:
     model = build("moe", shallow=True)
     ids = token_ids(2, 9)

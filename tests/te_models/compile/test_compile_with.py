@@ -115,6 +115,7 @@ def test_functional_call(name: str | None) -> None:
     assert_same(gradients(twin, twin, name), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stored", [pytest.param(False, marks=SLOW), True])
 def test_created_without_memory(stored: bool) -> None:
     """On the meta device, then materialised, filled and compiled."""

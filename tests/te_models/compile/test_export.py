@@ -10,7 +10,7 @@ import torch
 from te_models import GPTModel, ModelOutput
 from te_models.layers import autocast
 from tests.layers.matrix_recipes import NAMES, build_stored, fresh
-from tests.te_models.configs import VARIANTS, token_ids
+from tests.te_models.configs import VARIANTS, one_layer, token_ids
 
 SHAPES = ((1, 5), (3, 20), (2, 64))
 SLOW = (("dense", False), ("moe", True))
@@ -18,7 +18,7 @@ SLOW = (("dense", False), ("moe", True))
 
 def build(name: str, **options: object) -> GPTModel:
     torch.manual_seed(0)
-    return GPTModel(VARIANTS[name], **options).eval()
+    return GPTModel(one_layer(VARIANTS[name]), **options).eval()
 
 
 def export(model: GPTModel, strict: bool = False) -> torch.export.ExportedProgram:

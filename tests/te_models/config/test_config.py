@@ -21,6 +21,7 @@ from te_models import (
     RouterConfig,
     TemperatureConfig,
 )
+from tests.covering import examples
 from tests.te_models.configs import VARIANTS, model_configs, tiny, tiny_moe
 
 
@@ -28,7 +29,7 @@ def latent(**changes: int) -> AttentionConfig:
     return AttentionConfig(num_attention_heads=4, mla=MLAConfig(**changes))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(model_configs())
 def test_json_round_trip_is_exact(config: ModelConfig) -> None:
     again = ModelConfig.from_json(config.to_json())

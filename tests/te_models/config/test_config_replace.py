@@ -18,6 +18,7 @@ from te_models.checkpoints import FAMILIES
 from te_models.checkpoints.families.base.text_part import text_part
 from te_models.config import ConfigPart
 from tests.checkpoints.hf_cases import SMALL
+from tests.covering import examples
 from tests.te_models.configs import LATENT, VARIANTS, tiny, tiny_moe
 
 NEEDED = {
@@ -95,7 +96,7 @@ def outcome(build: Any) -> ModelConfig | str:
 ODD = [None, 0, -1, 1, 2, 3, 4, 7, 8, 64, True, False, 0.5, "x", [], [0], ["full"], ["sliding", "full"], {}]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(st.data())
 def test_replacing_a_field_is_constructing_afresh(data: st.DataObject) -> None:
     config = configs()[data.draw(st.sampled_from(sorted(configs())))]
@@ -114,7 +115,7 @@ def test_replacing_a_field_is_constructing_afresh(data: st.DataObject) -> None:
         assert ModelConfig.from_json(got.to_json()).to_json() == got.to_json()
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(st.data())
 def test_given_fields_stay_and_derived_ones_follow(data: st.DataObject) -> None:
     """With what was given known exactly: also where a given value is the one that would be derived."""

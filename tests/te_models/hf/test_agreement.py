@@ -195,6 +195,7 @@ def test_results_that_are_no_numbers_are_json(tmp_path: Path, capsys: pytest.Cap
     assert result["first_divergence"] == "layer 1" and result["stages"]["layer 0"] < 1e-4
 
 
+@pytest.mark.usefixtures("shared_tokenizer_process")
 def test_a_text_is_read_with_the_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import tokenizers
 

@@ -31,6 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "ours"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "packages",
     [pytest.param(names, marks=[pytest.mark.slow] if names else [], id=names or "none") for names in SETS],

@@ -126,6 +126,7 @@ def test_what_takes_the_place_of_a_part_is_used(pair: Any) -> None:
         assert torch.equal(model(prompt()).logits, expected)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_the_gpt_model_may_be_compiled_or_another_one(pair: Any, tmp_path: Path) -> None:
     _, ours, folder = pair("llama")

@@ -123,6 +123,7 @@ def test_trainer_resumes_and_its_checkpoints_are_model_folders(theirs: Any, toke
     assert transformers.AutoTokenizer.from_pretrained(folder)("a b").input_ids == [3, 4]
 
 
+@pytest.mark.slow
 def test_trainer_under_a_recipe_with_layers_recomputed(theirs: Any, tokenizer: Any, tmp_path: Path) -> None:
     ours = TEModelForCausalLM.from_pretrained(save(theirs, tmp_path / "hf"), dtype=torch.float32)
     ours.recipe = MXFP8BlockScaling()

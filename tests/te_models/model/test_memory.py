@@ -26,6 +26,7 @@ print(full, kept, resident() - start)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc_trim is a call of glibc")
 def test_freed_blocks_between_used_ones_are_returned() -> None:
     run = subprocess.run([sys.executable, "-c", SCRIPT], check=True, capture_output=True, text=True)

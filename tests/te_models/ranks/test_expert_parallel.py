@@ -56,6 +56,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     return run(folder, *selected(request, "case"))
 
 
+@pytest.mark.costs(40)
 @pytest.mark.sentinels(
     "moe-float32-all_to_all",
     "moe_sigmoid_groups-bfloat16-all_gather",
@@ -82,6 +83,7 @@ def test_two_ranks(case: str, outcomes: list[dict[str, str]]) -> None:
     assert [outcome[case] for outcome in outcomes] == ["ok", "ok"]
 
 
+@pytest.mark.slow
 def test_four_ranks_that_also_split_layers(tmp_path: Path) -> None:
     torch.manual_seed(0)
     # every part is whole blocks of 32, with two ranks

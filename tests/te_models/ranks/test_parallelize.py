@@ -28,6 +28,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     )
 
 
+@pytest.mark.costs(40)
 @pytest.mark.sentinels(
     "start dense hsdp",
     "start tied tp2_fsdp2",

@@ -22,12 +22,12 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     )
 
 
+@pytest.mark.costs(40)
 @pytest.mark.sentinels(
     "dense-plain",
     "dense-mxfp8",
     "moe-plain-copies",
     "says_on_every_rank_that_it_cannot_write",
-    "a_transformers_model_says_what_to_do",
 )
 @pytest.mark.parametrize("case", [*CASES, *OTHERS])
 def test_two_ranks(case: str, outcomes: list[dict[str, str]]) -> None:

@@ -74,6 +74,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     return run(folder, tuple(name for name in CASES if name in cases or "memory" in cases), *cases)
 
 
+@pytest.mark.costs(40)
 @pytest.mark.sentinels("sinks", "deepseek_v3", "gemma2", "qwen3", "gpt2", "block", "mxfp8", "current")
 @pytest.mark.parametrize("case", ["memory", *CASES, *QUANTIZED_CASES])
 def test_two_ranks(case: str, outcomes: list[dict[str, str]]) -> None:

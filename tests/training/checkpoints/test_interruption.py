@@ -34,6 +34,7 @@ def endless(tmp_path: Path, **changes: object) -> TrainConfig:
     return tiny_run(tmp_path, **(values | changes))
 
 
+@pytest.mark.sentinels("15-143")
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_saves_first(
     tmp_path: Path, signum: signal.Signals, code: int, capsys: pytest.CaptureFixture[str]

@@ -200,6 +200,7 @@ MARKED = """{% for m in messages %}<{{ m['role'] }}>{% if m['role'] == 'assistan
 <end>{% endgeneration %}{% else %}{{ m['content'] }}<end>{% endif %}{% endfor %}"""
 
 
+@pytest.mark.usefixtures("shared_tokenizer_process")
 @pytest.mark.parametrize("template", [CHAT, MARKED], ids=["prefixes", "marked"])
 def test_a_chat_scores_what_the_assistant_wrote(template: str, tmp_path: Path) -> None:
     folder = chat_folder(tmp_path / "tokenizer", template)
@@ -223,6 +224,7 @@ def test_a_chat_scores_what_the_assistant_wrote(template: str, tmp_path: Path) -
     assert before != dataset.digest
 
 
+@pytest.mark.usefixtures("shared_tokenizer_process")
 def test_chats_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     folder = chat_folder(tmp_path / "tokenizer", "{{ raise_exception('roles must alternate') }}")
     cases = [

@@ -50,6 +50,7 @@ def error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
     return {name: float((found[name].double() - e.double()).norm() / e.double().norm()) for name, e in expected.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe", ["none", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mxfp8", "quantized"))]
 )

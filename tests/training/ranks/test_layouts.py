@@ -108,6 +108,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     yield runs
 
 
+@pytest.mark.costs(90)
 @pytest.mark.sentinels(
     "dense_fp32_fsdp2",
     "dense_delayed_tp2",

@@ -18,6 +18,7 @@ from tests.training.processes import exit_codes, stderr, training, wait_for_rows
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
 
 
+@pytest.mark.sentinels("1-9")
 @pytest.mark.parametrize(
     ("gone", "signum"),
     [(1, signal.SIGSTOP), (1, signal.SIGKILL), pytest.param(0, signal.SIGSTOP, marks=pytest.mark.slow)],

@@ -86,7 +86,11 @@ def check_permute(device, case, dtype, output) -> None:
     compare(got, permute_reference.gather_rows(x, p.slot_of_row, topk, align > 1), scale, output)
 
 
-@pytest.mark.matrix
+@pytest.mark.sentinels(
+    "(True, True, False, True, True)-0-pow2-8_e5m2-rowscolumns",
+    "(False, False, True, True, False)-128-float32-8_e5m2-rowscolumns",
+    "(False, False, True, True, False)-32-e8m0-e4m3fn-rows",
+)
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("output", OUTPUTS, ids=names)
 @pytest.mark.parametrize("option", NORMS, ids=str)
@@ -95,6 +99,11 @@ def test_norm(device, option, output) -> None:
         check_norm(device, shape, torch.bfloat16, option, output)
 
 
+@pytest.mark.sentinels(
+    "torch.float16-(130, 20)-32-e8m0-e4m3fn-rows",
+    "torch.float32-(130, 20)-0-pow2-8_e5m2-rowscolumns",
+    "torch.float16-(33, 130)-128-pow2-e4m3fn-rowscolumns",
+)
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("output", [OUTPUTS[1], OUTPUTS[4], OUTPUTS[6]], ids=names)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -103,7 +112,11 @@ def test_norm_sizes(device, dtype, shape, output) -> None:
     check_norm(device, shape, dtype, NORMS[1], output)
 
 
-@pytest.mark.matrix
+@pytest.mark.sentinels(
+    "('silu', True, None, 1.0, 0.0)-32-e8m0-e4m3fn-rowscolumns",
+    "('silu', True, None, 1.0, 0.0)-128-float32-8_e5m2-rowscolumns",
+    "('silu', True, 1.3, 1.7, 1.0)-0-pow2-e4m3fn-columns",
+)
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("output", OUTPUTS, ids=names)
 @pytest.mark.parametrize("option", ACTIVATIONS, ids=str)
@@ -116,6 +129,7 @@ def test_activation(device, option, output) -> None:
 PERMUTATIONS = [(17, 3, 5, 33, 1), (5, 2, 4, 130, 32), (3, 2, 3, 20, 128), (0, 2, 4, 8, 16)]
 
 
+@pytest.mark.sentinels("128-pow2-e4m3fn-rows", "32-e8m0-e4m3fn-rowscolumns", "0-pow2-8_e5m2-rowscolumns")
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("output", OUTPUTS, ids=names)
 def test_permute(device, output) -> None:

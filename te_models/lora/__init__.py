@@ -1,0 +1,13 @@
+"""LoRA and DoRA over every GEMM layer of a model, without peft: trained, merged, and written as peft reads them.
+
+layers   a layer with an adapter in its place   model  adapters over a model, and merged into it
+adapter  the adapter itself                     files  folders of peft, for our model and for transformers' own
+
+May import: checkpoints, layers, the model.
+"""
+
+from .adapter import Adapter
+from .files import export_adapter, load_adapter, save_adapter
+from .model import add_lora, lora_state_dict, merge_lora
+
+__all__ = ["Adapter", "add_lora", "export_adapter", "load_adapter", "lora_state_dict", "merge_lora", "save_adapter"]

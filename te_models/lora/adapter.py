@@ -1,0 +1,146 @@
+"""LoRA (arXiv 2106.09685) and DoRA (arXiv 2402.09353) of a layer: one adapter, which needs nothing but torch.
+
+LoRA adds `s B A` to a weight W [out, in], with A [r, in], B [out, r] and s = alpha / r, without forming the product:
+y = W x + s B (A x). DoRA also trains the length m [out] of each row: y = m / |W + s B A| (W x + s B A x), where the
+norm of a row is treated as a constant in the backward pass, as the paper does (section 4.3). m begins as the norms of
+W, and B as zero, so that a new adapter changes no bit. A, B and m are float32 (float64 where the weights are). The GEMM
+with W is what the recipe in force makes it; W may be stored quantized and is not trained.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from te_models.layers import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear, QuantizedTensor
+from te_models.layers.functional.grouped_linear import add_bias_rows
+from te_models.layers.module.weight_cache import forget_cached_weights
+
+from .layers import (
+    FIRST,
+    AdaptedGroupedLinear,
+    AdaptedLayer,
+    AdaptedLayerNormLinear,
+    AdaptedLayerNormMLP,
+    AdaptedLinear,
+    check_layer,
+    plus,
+)
+
+_NAME = ["lora"]
+
+
+def magnitude_name(pair: tuple[str, str]) -> str:
+    """Return the name of the row lengths beside a pair of factors."""
+    return pair[0].removesuffix("A") + "magnitude_vector"
+
+
+class Adapter(AdaptedLayer):
+    """A layer with one adapter. rank: r; alpha: s times r; dropout: the part of an adapter's input that is dropped in
+    training; use_dora: train the lengths of the rows, too. Raises ValueError for what cannot be."""
+
+    def __init__(self, base_layer: nn.Module, rank: int, alpha: float, dropout: float, use_dora: bool) -> None:
+        super().__init__()
+        check_layer(base_layer, "")
+        self.base_layer = base_layer
+        self.rank, self.alpha, self.use_dora = rank, alpha, use_dora
+        self.scaling = alpha / rank
+        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
+        for pair, (inputs, outputs), names in zip(self.PAIRS, self.sizes(), self.weights(), strict=True):
+            weight = getattr(base_layer, names[0])
+            new = {"dtype": torch.promote_types(weight.dtype, torch.float32), "device": weight.device}
+            a, b = self.factor(inputs, rank, **new), self.factor(rank, outputs, **new)
+            nn.init.uniform_(a.weight, -(inputs**-0.5), inputs**-0.5)  # type: ignore[arg-type]
+            nn.init.zeros_(b.weight)  # type: ignore[arg-type]
+            setattr(self, pair[0], a)
+            setattr(self, pair[1], b)
+            if use_dora:
+                setattr(self, magnitude_name(pair), nn.Parameter(self._norms(pair)))
+
+    def applied(self, options: dict[str, Any]) -> list[str]:
+        return _NAME
+
+    def changed(
+        self, result: Any, x: Tensor, adapters: list[str], pair: tuple[str, str] = FIRST, m_splits: Tensor | None = None
+    ) -> Any:
+        a, b = getattr(self, pair[0]), getattr(self, pair[1])
+        more = () if m_splits is None else (m_splits,)
+        delta = b(a(self.dropout(x).to(a.weight.dtype), *more), *more) * self.scaling
+        if not self.use_dora:
+            return plus(result, delta)
+        y = result[0] if isinstance(result, tuple) else result
+        ratio, bias = getattr(self, magnitude_name(pair)) / self._norms(pair), self._bias(pair)
+        if m_splits is not None:  # a row's own expert; zeros past the last one
+            zeros = delta.new_zeros(delta.shape)
+            ratio = add_bias_rows(zeros, ratio, m_splits)
+            bias = None if bias is None else add_bias_rows(zeros, bias, m_splits)
+        product = y if bias is None else y - bias
+        return plus(result, (ratio - 1) * product + ratio * delta)
+
+    def _bias(self, pair: tuple[str, str]) -> Tensor | None:
+        """Return the bias in what the layer returns, [out] or [num_gemms, out]: its length is not trained."""
+        layer = self.base_layer
+        if isinstance(layer, LayerNormMLP):
+            return layer.fc1_bias if pair == FIRST else None if layer.return_bias else layer.fc2_bias
+        if layer.return_bias:
+            return None
+        return layer._stacked_bias() if isinstance(layer, GroupedLinear) else layer.bias
+
+    def _sum(self, pair: tuple[str, str]) -> Tensor:
+        """Return `W + s B A` in the dtype of the factors, [out, in] or [num_gemms, out, in]."""
+        a, b = getattr(self, pair[0]).weight, getattr(self, pair[1]).weight
+        names = self.weights()[self.PAIRS.index(pair)]
+        stored = [getattr(self.base_layer, name) for name in names]
+        plain = [w.dequantize(a.dtype) if isinstance(w, QuantizedTensor) else w.to(a.dtype) for w in stored]
+        return (plain[0] if len(plain) == 1 else torch.stack(plain)) + (b @ a) * self.scaling
+
+    @torch.no_grad()
+    def _norms(self, pair: tuple[str, str]) -> Tensor:
+        return torch.linalg.vector_norm(self._sum(pair), dim=-1)
+
+    @torch.no_grad()
+    def merge(self) -> nn.Module:
+        """Return the layer with the adapter in its weights: summed in the dtype of the factors and rounded once. A
+        weight stored quantized becomes a plain one, for the sum has no exact quantized form."""
+        for pair, names in zip(self.PAIRS, self.weights(), strict=True):
+            total = self._sum(pair)
+            if self.use_dora:
+                lengths = torch.linalg.vector_norm(total, dim=-1)
+                total = total * (getattr(self, magnitude_name(pair)) / lengths)[..., None]
+            for name, part in zip(names, total.unbind(0) if len(names) > 1 else (total,), strict=True):
+                weight = getattr(self.base_layer, name)
+                if isinstance(weight, QuantizedTensor):
+                    setattr(self.base_layer, name, nn.Parameter(part.to(weight.dtype), requires_grad=False))
+                else:
+                    weight.copy_(part)
+        forget_cached_weights(self.base_layer)
+        return self.base_layer
+
+    def extra_repr(self) -> str:
+        return f"rank={self.rank}, alpha={self.alpha}, use_dora={self.use_dora}"
+
+
+class _Linear(AdaptedLinear, Adapter):
+    pass
+
+
+class _LayerNormLinear(AdaptedLayerNormLinear, Adapter):
+    pass
+
+
+class _LayerNormMLP(AdaptedLayerNormMLP, Adapter):
+    pass
+
+
+class _GroupedLinear(AdaptedGroupedLinear, Adapter):
+    pass
+
+
+ADAPTERS: dict[type[nn.Module], type[Adapter]] = {
+    Linear: _Linear,
+    LayerNormLinear: _LayerNormLinear,
+    LayerNormMLP: _LayerNormMLP,
+    GroupedLinear: _GroupedLinear,
+}

@@ -1,0 +1,99 @@
+"""Line charts as SVG, for a page that loads nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2")
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 260, 70, 12, 10, 32
+MOST_POINTS = 1500
+"""Of a line: more are thinned out, for a chart has fewer columns."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A line of a chart. points: (step, value) in the order of steps. kind: "faint", below the others, or "dots"."""
+
+    points: Sequence[tuple[float, float]]
+    color: str
+    name: str = ""
+    kind: str = "line"
+
+
+def chart(title: str, lines: Sequence[Line], *, unit: str = "") -> str:
+    """Return a chart as an SVG element with axes, grid, and the values of dots as tooltips; "" for no points."""
+    points = [point for line in lines for point in line.points]
+    if not points:
+        return ""
+    x_low, x_high = _span([x for x, _ in points])
+    y_low, y_high = _span([y for _, y in points], margin=0.04)
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across = LEFT + (x - x_low) / (x_high - x_low) * (WIDTH - LEFT - RIGHT)
+        return round(across, 1), round(TOP + (y_high - y) / (y_high - y_low) * (HEIGHT - TOP - BOTTOM), 1)
+
+    label = escape(f"{title} ({unit})" if unit else title)
+    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}"><title>{label}</title>']
+    for y in ticks(y_low, y_high):
+        _, down = place(x_low, y)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{down}" y2="{down}"/>')
+        parts.append(f'<text x="{LEFT - 6}" y="{down + 4}" text-anchor="end">{number_text(y)}</text>')
+    for x in ticks(x_low, x_high):
+        across, _ = place(x, y_low)
+        parts.append(f'<line class="grid" x1="{across}" x2="{across}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>')
+        parts.append(f'<text x="{across}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{number_text(x)}</text>')
+    for line in sorted(lines, key=lambda line: line.kind != "faint"):
+        parts.append(_drawn(line, [place(*point) for point in thinned(line.points)]))
+        if line.kind == "dots":
+            for point in thinned(line.points):
+                across, down = place(*point)
+                told = escape(f"{line.name}, step {number_text(point[0])}: {point[1]:.5g}")
+                parts.append(
+                    f'<circle cx="{across}" cy="{down}" r="3" fill="{line.color}"><title>{told}</title></circle>'
+                )
+    return "".join(parts) + "</svg>"
+
+
+def _drawn(line: Line, places: list[tuple[float, float]]) -> str:
+    style = {"faint": 'stroke-width="0.7" opacity="0.3"', "dots": 'stroke-width="1.2" stroke-dasharray="5 3"'}
+    path = " ".join(f"{across},{down}" for across, down in places)
+    how = style.get(line.kind, 'stroke-width="1.8"')
+    return f'<polyline points="{path}" fill="none" stroke="{line.color}" {how}/>'
+
+
+def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return at most about MOST_POINTS of the points: of equal spans the lowest and the highest, in order."""
+    if len(points) <= MOST_POINTS:
+        return list(points)
+    span, found = math.ceil(2 * len(points) / MOST_POINTS), []
+    for begin in range(0, len(points), span):
+        part = points[begin : begin + span]
+        ends = {min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])}
+        found += sorted(ends)
+    return found
+
+
+def ticks(low: float, high: float, most: int = 7) -> list[float]:
+    """Return round numbers between two: multiples of 1, 2 or 5 times a power of ten."""
+    power = 10 ** math.floor(math.log10((high - low) / most))
+    step = next(power * k for k in (1, 2, 5, 10, 20) if (high - low) / (power * k) <= most)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
+
+
+def number_text(value: float) -> str:
+    """Return a number as an axis has it."""
+    if value == 0 or 1e-3 <= abs(value) < 1e6:
+        return f"{value:,.6g}"
+    return f"{value:.3g}"
+
+
+def _span(values: Sequence[float], margin: float = 0.0) -> tuple[float, float]:
+    low, high = min(values), max(values)
+    if high - low <= 1e-9 * max(abs(low), abs(high)):  # a flat line lies in the middle
+        room = 0.5 * abs(low) or 0.5
+        return low - room, high + room
+    return low - margin * (high - low), high + margin * (high - low)

@@ -1,0 +1,233 @@
+"""LoRA and DoRA without peft: merged equals unmerged for every kind of layer, gradients are those of the formula, one
+graph computes what eager does over stored FP8 weights, peft reads the exported adapters over transformers' model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from te_models import GPTModel
+from te_models.checkpoints import CheckpointError
+from te_models.layers import (
+    Float8CurrentScaling,
+    GroupedLinear,
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    QuantizedTensor,
+    autocast,
+    quantized_model_init,
+)
+from te_models.lora import add_lora, export_adapter, load_adapter, lora_state_dict, merge_lora, save_adapter
+from tests.training.runs import tiny_model
+
+# peft asks transformers for an attribute by its earlier name
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+SPLITS = torch.tensor([3, 0, 5])
+SIZES = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 64, "head_dim": 8}
+EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": SIZES,
+    "gpt2": {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "qwen3_moe": {**SIZES, **EXPERTS, "num_experts": 4},
+    "mixtral": {**SIZES, "num_local_experts": 4},
+    "gpt_oss": {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["full_attention"] * 2},
+    "phi3": {**SIZES, "pad_token_id": 0},
+    "glm4_moe": {**SIZES, **EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1},
+}
+SLOW_FAMILIES = [name for name in FAMILIES if name not in ("llama", "qwen3_moe")]
+LAYERS: dict[str, Any] = {
+    "linear": lambda: Linear(16, 24),
+    "norm and linear": lambda: LayerNormLinear(16, 24, bias=False),
+    "mlp": lambda: LayerNormMLP(16, 32, activation="swiglu"),
+    "experts": lambda: GroupedLinear(3, 16, 24),
+    "experts apart": lambda: GroupedLinear(3, 16, 24, single_grouped_weight=False),
+}
+
+
+def adapted(layer: nn.Module, use_dora: bool, targets: tuple[str, ...] = ("all-linear",)) -> nn.Module:
+    """The layer under a parent, with adapters far from zero."""
+    parent = nn.ModuleDict({"layer": layer})
+    add_lora(parent, 4, alpha=8, use_dora=use_dora, targets=targets)
+    moved(parent)
+    return parent
+
+
+@torch.no_grad()
+def moved(model: nn.Module) -> None:
+    for tensor in lora_state_dict(model).values():
+        tensor.add_(torch.randn_like(tensor) * 0.2)
+
+
+def call(parent: nn.Module, x: Tensor) -> Tensor:
+    layer = parent["layer"]  # type: ignore[index]
+    grouped = isinstance(getattr(layer, "base_layer", layer), GroupedLinear)
+    return layer(x, SPLITS) if grouped else layer(x)
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_merged_equals_unmerged(kind: str, use_dora: bool) -> None:
+    """In float32 to 1e-5 of the largest result, and a new adapter changes no bit."""
+    torch.manual_seed(0)
+    layer = LAYERS[kind]()
+    with torch.no_grad():
+        for name, p in layer.named_parameters():
+            if "bias" in name and "norm" not in name:
+                p.normal_()
+        x = torch.randn(10, 16)  # two rows past the last expert
+        before = call(nn.ModuleDict({"layer": layer}), x)
+        parent = nn.ModuleDict({"layer": layer})
+        add_lora(parent, 4, use_dora=use_dora)
+        assert torch.equal(call(parent, x), before)
+        moved(parent)
+        unmerged = call(parent, x)
+        merge_lora(parent)
+        assert parent["layer"] is layer
+        merged = call(parent, x)
+    assert (unmerged - before).abs().max() > 0.1
+    assert (unmerged - merged).abs().max() < 1e-5 * before.abs().max()
+    assert all(p.requires_grad for p in parent.parameters())
+
+
+def test_gradients_of_dora_are_those_of_the_formula() -> None:
+    torch.manual_seed(0)
+    parent = adapted(Linear(16, 24, params_dtype=torch.float64), use_dora=True)
+    adapter: Any = parent["layer"]  # type: ignore[index]
+    x = torch.randn(5, 16, dtype=torch.float64)
+    dy = torch.randn(5, 24, dtype=torch.float64)
+    call(parent, x).backward(dy)
+    own = {name: p.grad for name, p in adapter.named_parameters() if p.requires_grad}
+    assert set(own) == {"lora_A.weight", "lora_B.weight", "lora_magnitude_vector"}
+    adapter.zero_grad()
+    total = adapter.base_layer.weight + adapter.lora_B.weight @ adapter.lora_A.weight * 2
+    total = total * (adapter.lora_magnitude_vector / total.norm(dim=1).detach())[:, None]
+    (x @ total.T + adapter.base_layer.bias).backward(dy)
+    for name, p in adapter.named_parameters():
+        if p.requires_grad:
+            torch.testing.assert_close(own[name], p.grad)
+    assert adapter.base_layer.weight.grad is None
+
+
+def test_targets_are_globs() -> None:
+    model = GPTModel(tiny_model(moe=True))
+    add_lora(model, 2, targets=("decoder.layers.0.*linear_qkv", "experts.linear_fc2"))
+    names = {name.rpartition(".lora_")[0] for name in lora_state_dict(model)}
+    assert names == {f"decoder.layers.{layer}.mlp.experts.linear_fc2" for layer in (0, 1)} | {
+        "decoder.layers.0.self_attention.linear_qkv"
+    }
+    assert {name for name, p in model.named_parameters() if p.requires_grad} == set(lora_state_dict(model))
+
+
+def check_one_graph(make: Callable[[], nn.Module], loss_of: Callable[[nn.Module], Tensor], backend: str) -> None:
+    """DoRA over stored FP8 weights, under the recipe: loss and gradients of the graph are eager's, up to rounding."""
+    recipe = Float8CurrentScaling()
+    torch.manual_seed(0)
+    with quantized_model_init(recipe=recipe):
+        model = make()
+    add_lora(model, 4, use_dora=True)
+    moved(model)
+    assert any(isinstance(p, QuantizedTensor) for p in model.parameters())
+
+    def run(model: nn.Module) -> tuple[Tensor, list[Tensor]]:
+        model.zero_grad()
+        with autocast(recipe=recipe):
+            loss = loss_of(model)
+        loss.backward()
+        return loss.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    (eager, expected), (found, gradients) = run(model), run(torch.compile(model, fullgraph=True, backend=backend))
+    torch.testing.assert_close(found, eager, rtol=1e-3, atol=0)
+    assert len(gradients) == len(lora_state_dict(model))
+    for a, b in zip(gradients, expected, strict=True):
+        assert (a - b).norm() < 0.05 * b.norm()
+
+
+def test_one_graph_of_layers_over_stored_fp8_weights() -> None:
+    x = torch.randn(8, 32)
+    check_one_graph(
+        lambda: nn.Sequential(LayerNormLinear(32, 48), Linear(48, 32)), lambda m: m(x).square().sum(), "eager"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moe", [False, True])
+def test_one_graph_of_a_model_over_stored_fp8_weights(moe: bool) -> None:
+    ids = torch.arange(16)[None] * 7 % 257
+    check_one_graph(
+        lambda: GPTModel(tiny_model(moe=moe, hidden=32, layers=1)),
+        lambda model: model(ids, labels=ids, return_logits=False).loss,
+        "inductor",
+    )
+
+
+def test_folders_come_back_bit_for_bit(tmp_path: Path) -> None:
+    model, other = GPTModel(tiny_model(moe=True)), GPTModel(tiny_model(moe=True))
+    other.load_state_dict(model.state_dict())
+    add_lora(model, 2, use_dora=True, targets=("linear_fc*",))
+    moved(model)
+    save_adapter(model, tmp_path / "adapter")
+    load_adapter(other, tmp_path / "adapter")
+    ids = torch.arange(8)[None]
+    assert torch.equal(model(ids).logits, other(ids).logits)
+    with pytest.raises(CheckpointError, match="does not hold adapters of this model"):
+        load_adapter(GPTModel(tiny_model(moe=True, hidden=32)), tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_FAMILIES)]
+)
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_peft_reads_the_export_over_transformers_model(family: str, use_dora: bool, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    theirs = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(family, **FAMILIES[family])
+    ).eval()
+    model = GPTModel.from_hf(theirs).eval()
+    add_lora(model, 4, alpha=8, use_dora=use_dora)
+    moved(model)
+    ids = torch.arange(12)[None] * 5 % 96
+    if family == "glm4_moe" or (use_dora and "experts" in str(theirs)):
+        says = "for which peft has no DoRA" if use_dora else "which peft reads as a part of the experts"
+        with pytest.raises(ValueError, match=says):
+            export_adapter(model, tmp_path / "adapter")
+        assert not (tmp_path / "adapter").exists()
+        return
+    export_adapter(model, tmp_path / "adapter", base_model="org/name")
+    config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert config["peft_type"] == "LORA" and config["base_model_name_or_path"] == "org/name"
+    with torch.no_grad():
+        before, ours = theirs(ids).logits, model(ids).logits
+        found = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter")(ids).logits
+    assert (ours - before).abs().max() > 1e-2 * before.abs().max()
+    assert (ours - found).abs().max() < 1e-5 * before.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"rank": 0}, "rank is 0; allowed: a positive integer"),
+        ({"rank": 2, "alpha": 0}, "alpha is 0; allowed"),
+        ({"rank": 2, "dropout": 1}, "dropout is 1; allowed"),
+        ({"rank": 2, "targets": ["router"]}, "'router' is not found among the GEMM layers; allowed: 'all-linear'"),
+    ],
+)
+def test_what_cannot_be_is_named(options: dict[str, Any], says: str) -> None:
+    model = GPTModel(tiny_model())
+    with pytest.raises(ValueError, match=says):
+        add_lora(model, **options)
+    assert all(p.requires_grad for p in model.parameters())
+    with pytest.raises(ValueError, match="the model has no adapters"):
+        save_adapter(model, "anywhere")
+    add_lora(model, 2)
+    with pytest.raises(ValueError, match="the model has adapters already"):
+        add_lora(model, 2)
