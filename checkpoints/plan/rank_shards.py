@@ -36,23 +36,39 @@ _MLP = re.compile(r".*\.mlp\.(shared_experts\.|experts\.)?linear_(fc1\.(weight|b
 
 @dataclass(frozen=True)
 class Place:
-    """A rank among those that share a model: number `tp_rank` of the `tp_size` that split layers, and `ep_rank` of the
-    `ep_size` among which experts are distributed."""
+    """A rank among those that share a model: number `tp_rank` of the `tp_size` that split layers, `ep_rank` of the
+    `ep_size` among which experts are distributed, and `etp_rank` of the `etp_size` that split each expert; None: those
+    that split the other layers."""
 
     tp_rank: int = 0
     tp_size: int = 1
     ep_rank: int = 0
     ep_size: int = 1
+    etp_rank: int | None = None
+    etp_size: int | None = None
+
+    @property
+    def expert_split(self) -> tuple[int, int]:
+        """The number of the rank among those that split each expert, and how many these are."""
+        if self.etp_rank is None or self.etp_size is None:
+            return self.tp_rank, self.tp_size
+        return self.etp_rank, self.etp_size
 
     @property
     def number(self) -> int:
-        """The rank's number among those that share the model."""
-        return self.ep_rank * self.tp_size + self.tp_rank
+        """The rank's number among `count`."""
+        if self.etp_size is not None and self.tp_size > 1:
+            return self.tp_rank
+        rank, ranks = self.expert_split
+        return self.ep_rank * ranks + rank
 
     @property
     def count(self) -> int:
-        """How many ranks share the model."""
-        return self.ep_size * self.tp_size
+        """How many ranks share the work of reading the model: all that share it, or, where experts are split over other
+        ranks than the layers, those that split the layers."""
+        if self.etp_size is not None and self.tp_size > 1:
+            return self.tp_size
+        return self.ep_size * self.expert_split[1]
 
 
 WHOLE = Place()
@@ -119,17 +135,19 @@ def parts(config: ModelConfig, shapes: Mapping[str, Shape], place: Place) -> dic
 
 
 def _part(config: ModelConfig, name: str, shape: Shape, place: Place) -> RankPart:
-    experts = None
+    experts, (rank, ranks) = None, (place.tp_rank, place.tp_size)
+    if is_expert_stack(name):
+        rank, ranks = place.expert_split
     if place.ep_size > 1 and is_expert_stack(name):
         own = shape[0] // place.ep_size
         experts = (place.ep_rank * own, (place.ep_rank + 1) * own)
-    split = _split(config, name, shape) if place.tp_size > 1 else None
+    split = _split(config, name, shape) if ranks > 1 else None
     if split is None:
         return RankPart(experts=experts)
     dim, blocks = split
     ranges, offset = [], 0
     for size in blocks:  # of which only vocabularies may be divided unequally
-        first, end = vocab_range(size, place.tp_rank, place.tp_size)
+        first, end = vocab_range(size, rank, ranks)
         ranges.append((offset + first, offset + end))
         offset += size
     return RankPart(dim, tuple(ranges), experts)

@@ -7,6 +7,9 @@ sum over ranks is the layer's output: shapes follow from the number of tokens al
 decision, and memory grows with the number of ranks. Sums over ranks run in float32 and are rounded once, as the sum of
 a token's results on one rank is.
 
+Where each expert is split, too, every rank of such a group gets the rows, or the tokens, of all of them, multiplies
+them by its part of the experts, and the results are summed over the group.
+
 n ranks, T tokens of a rank, K experts per token, E experts, E/n of each rank, R rows.
 """
 
@@ -27,11 +30,13 @@ from ..collectives import all_gather, all_to_all, reduce_scatter
 class Splits(NamedTuple):
     """How rows travel. send: how many this rank sends to each rank; receive: how many it gets from each; numbers of the
     host, as the collective wants them. rows: [n, E/n] int64, on the device, how many of each rank's rows come for each
-    expert of this rank."""
+    expert of this rank; where m ranks split each expert, [m n, E/n], of the rows of all of these. shares: how many rows
+    each of the m ranks received."""
 
     send: list[int]
     receive: list[int]
     rows: Tensor
+    shares: list[int]
 
 
 def expert_of_row(rows: Tensor, received: int) -> Tensor:
@@ -40,24 +45,34 @@ def expert_of_row(rows: Tensor, received: int) -> Tensor:
     return torch.repeat_interleave(experts, rows.flatten(), output_size=received)
 
 
-def exchange_splits(tokens_per_expert: Tensor, group: str, ranks: int, *, balanced: int | None = None) -> Splits:
+def exchange_splits(
+    tokens_per_expert: Tensor,
+    group: str,
+    ranks: int,
+    *,
+    balanced: int | None = None,
+    split_group: str = "",
+    split_ranks: int = 1,
+) -> Splits:
     """Tell the other ranks how many rows come for their experts, and wait until the host knows all numbers.
 
-    tokens_per_expert: [E] int64, of this rank's rows; group: a name. balanced: suppose that so many rows go to all
-    ranks alike, for tensors without values, which nobody can read.
+    tokens_per_expert: [E] int64, of this rank's rows; group: a name, unused for one rank. balanced: suppose that so
+    many rows go to all ranks alike, for tensors without values, which nobody can read. split_group: the name of the
+    group of the `split_ranks` ranks that split each expert, if there are several.
     """
     mine = tokens_per_expert.view(ranks, -1)
-    rows = all_to_all(mine, group)
+    rows = all_to_all(mine, group) if ranks > 1 else mine
+    every = all_gather(rows, split_group) if split_ranks > 1 else rows
     if balanced is not None:
         even = [balanced // ranks + (rank < balanced % ranks) for rank in range(ranks)]
-        return Splits(even, [even[0]] * ranks, rows)
-    sizes = torch.stack([mine.sum(1), rows.sum(1)])
+        return Splits(even, [even[0]] * ranks, every, [even[0] * ranks] * split_ranks)
+    sizes = torch.cat([mine.sum(1), rows.sum(1), every.view(split_ranks, -1).sum(1)])
     with scalars_in_graphs():
-        send, receive = sizes.tolist()
+        numbers = sizes.tolist()
     if compiling():
-        for size in (*send, *receive):
+        for size in numbers:
             torch._check(size >= 0)
-    return Splits(send, receive, rows)
+    return Splits(numbers[:ranks], numbers[ranks : 2 * ranks], every, numbers[2 * ranks :])
 
 
 def exchange_rows(x: Tensor, send: list[int], receive: list[int], group: str) -> Tensor:
@@ -76,6 +91,49 @@ class _Exchanged(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
         send, receive, group = ctx.way
         return all_to_all(dy, group, send, receive), None, None, None
+
+
+def repeat_rows(x: Tensor, shares: list[int], group: str) -> Tensor:
+    """[R, H] of each rank of those that split each expert -> [sum of shares, H], the rows of all, in rank order. The
+    gradient is summed over the ranks, in float32. shares: R of each; group: a name."""
+    return _Repeated.apply(x, shares, group)
+
+
+def sum_rows(y: Tensor, shares: list[int], rows: int, group: str) -> Tensor:
+    """[sum of shares, H], each rank's part of the results of all rows -> this rank's `rows` of the sum over ranks, [R,
+    H], added up in float32. What `repeat_rows` is undone by."""
+    return _SummedRows.apply(y, shares, rows, group)
+
+
+def _send_to_each(x: Tensor, shares: list[int], group: str) -> Tensor:
+    return all_to_all(x.repeat(len(shares), 1), group, shares, [x.shape[0]] * len(shares))
+
+
+def _sum_of_each(y: Tensor, shares: list[int], rows: int, group: str) -> Tensor:
+    parts = all_to_all(y, group, [rows] * len(shares), shares)
+    return parts.view(len(shares), rows, y.shape[1]).sum(0, dtype=torch.float32).to(y.dtype)
+
+
+class _Repeated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shares: list[int], group: str) -> Tensor:
+        ctx.way = shares, x.shape[0], group
+        return own_result(_send_to_each(x, shares, group))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return _sum_of_each(dy, *ctx.way), None, None
+
+
+class _SummedRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, shares: list[int], rows: int, group: str) -> Tensor:
+        ctx.way = shares, group
+        return own_result(_sum_of_each(y, shares, rows, group))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        return _send_to_each(dy, *ctx.way), None, None, None
 
 
 def gather_tokens(x: Tensor, group: str) -> Tensor:

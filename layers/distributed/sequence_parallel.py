@@ -40,6 +40,12 @@ def own_tokens(x: Tensor, shard: SequenceShard) -> Tensor:
     return _Own.apply(x, shard)
 
 
+def own_share(x: Tensor, shard: SequenceShard, fill: float = 0) -> Tensor:
+    """`own_tokens` of any number T of tokens: as if `fill` followed them up to a multiple of the ranks."""
+    missing = -x.shape[0] % shard.ranks
+    return own_tokens(torch.cat([x, x.new_full((missing, *x.shape[1:]), fill)]) if missing else x, shard)
+
+
 def norm_own_tokens(norm: nn.Module, x: Tensor, shard: SequenceShard | None) -> Tensor:
     """Return `norm(x)` of this rank's tokens; the gradients of the norm's parameters are summed over the ranks. shard
     None: each rank has all tokens."""

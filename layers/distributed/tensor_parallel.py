@@ -145,6 +145,14 @@ class TensorParallelModule(nn.Module):
         """Return a parameter that every rank has in full; applied to its own rows only, its gradient is summed."""
         return _collective(parameter, "same", self) if self.sequence_parallel else parameter
 
+    def on_first_rank(self, parameter: Tensor) -> Tensor:
+        """Return a parameter that every rank has in full, on the other ranks than the first zeros of its shape: what
+        each adds to its part of a sum that the caller takes. The gradient is summed."""
+        if self.tp_size == 1:
+            return parameter
+        shared = _collective(parameter, "same", self)
+        return shared if self.tp_rank == 0 else shared * 0
+
     def for_own_features(self, x: Tensor) -> Tensor:
         """Return what every rank has in full and uses for its own features only: its gradient is summed."""
         return x if self.tp_size == 1 else _collective(x, "same", self)

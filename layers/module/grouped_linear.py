@@ -175,11 +175,14 @@ class GroupedLinear(TensorParallelModule, GemmModule):
         biases = self._members("bias")
         return [bias.to(dtype) for bias in (biases[0].unbind(0) if self.single_grouped_bias else biases)]
 
-    def with_bias(self, y: Tensor, m_splits: Tensor) -> Tensor:
+    def with_bias(self, y: Tensor, m_splits: Tensor, *, partial: bool = False) -> Tensor:
         """Return y: [T, out_features] plus each row's bias, if the layer has one: what `forward` does itself but for a
-        row layer."""
+        row layer. partial: y is this rank's part of a sum that is still to be taken over the ranks, so that one of them
+        adds the bias."""
         bias = self._stacked_bias()
-        return y if bias is None else add_bias_rows(y, bias, m_splits)
+        if bias is None:
+            return y
+        return add_bias_rows(y, self.on_first_rank(bias) if partial else bias, m_splits)
 
     def _stacked_bias(self) -> Tensor | None:
         """Return the biases, [num_gemms, out_features]."""

@@ -6,7 +6,7 @@ token comes at the same column.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -93,7 +93,7 @@ def stream(
         pad_token_id = ends[0] if ends else 0
     generator = None if seed is None else torch.Generator(input_ids.device).manual_seed(seed)
     sampler = Sampler(temperature, top_k, top_p, generator)
-    shared = model.tp_group is not None or model.ep_group is not None
+    shared = model.shares_parameters
     if shared and (compile or draft_model is not None):
         name = "compile" if compile else "draft_model"
         raise ValueError(f"{name} is given for a model that ranks share; allowed: a model that each rank has whole")
@@ -159,7 +159,7 @@ def _steps(
                     dist.broadcast(token, group=model.tp_group, group_src=0)
             yield token
             running = running & ~torch.isin(token, ends_tensor)
-            if not _any(running, model.ep_group):
+            if not _any(running, (model.ep_group, model.etp_group)):
                 return
             ids, position_ids = token[:, None], position_ids[:, -1:] + 1
             mask = torch.cat((mask, torch.ones_like(mask[:, :1])), dim=1)
@@ -178,12 +178,13 @@ def positions_of(mask: Tensor) -> Tensor:
     return (mask.long().cumsum(dim=-1) - 1).clamp(min=0)
 
 
-def _any(running: Tensor, group: dist.ProcessGroup | None) -> bool:
+def _any(running: Tensor, groups: Iterable[dist.ProcessGroup | None]) -> bool:
     """Whether a row runs on, on this rank or another one that has part of the model's experts."""
     left = running.any()
-    if group is not None:
-        left = left.int()
-        dist.all_reduce(left, dist.ReduceOp.MAX, group=group)
+    for group in groups:
+        if group is not None:
+            left = left.int()
+            dist.all_reduce(left, dist.ReduceOp.MAX, group=group)
     return bool(left)
 
 

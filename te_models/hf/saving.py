@@ -65,7 +65,8 @@ def save(
             "the model has adapters of peft; allowed: save_pretrained of the PeftModel, which writes them, or "
             "merge_and_unload() first"
         )
-    split = state_dict is None and (gpt.tp_size > 1 or gpt.expert_model_parallel_size > 1)
+    sizes = gpt.tp_size, gpt.expert_model_parallel_size, gpt.expert_tensor_parallel_size
+    split = state_dict is None and max(sizes) > 1
     if state_dict is not None:
         missing = [name for name in tensors if name not in state_dict]
         if missing:

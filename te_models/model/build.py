@@ -85,15 +85,17 @@ class WordsOfRank:
 @dataclass(frozen=True, kw_only=True)
 class Build:
     """params_dtype None is torch's default dtype, device None its default device. tp_group: the ranks over which the
-    layers are split, ep_group: those over which experts are distributed; None: each rank has all. sequence_parallel:
-    between split layers each rank of tp_group has a part of the tokens. expert_dispatch: how tokens reach distributed
-    experts."""
+    layers are split, ep_group: those over which experts are distributed; None: each rank has all. etp_group: those over
+    which each expert is split, where the ranks of tp_group share the tokens of the experts; None: tp_group.
+    sequence_parallel: between split layers each rank of tp_group has a part of the tokens. expert_dispatch: how tokens
+    reach distributed experts."""
 
     params_dtype: torch.dtype | None = None
     device: torch.device | str | None = None
     expert_layout: ExpertLayout = "grouped"
     tp_group: dist.ProcessGroup | None = None
     ep_group: dist.ProcessGroup | None = None
+    etp_group: dist.ProcessGroup | None = None
     sequence_parallel: bool = False
     expert_dispatch: ExpertDispatch = "all_to_all"
 
@@ -117,6 +119,16 @@ class Build:
     def expert_model_parallel_size(self) -> int:
         """Over how many ranks the experts are distributed."""
         return 1 if self.ep_group is None else self.ep_group.size()
+
+    @property
+    def expert_tensor_parallel_size(self) -> int:
+        """How many ranks share each expert."""
+        return self.tp_size if self.etp_group is None else self.etp_group.size()
+
+    @property
+    def of_experts(self) -> Build:
+        """The same for the experts, which `etp_group` may split."""
+        return self if self.etp_group is None else replace(self, tp_group=self.etp_group, sequence_parallel=False)
 
     def vocab_shard(self, words: int) -> VocabShard | None:
         """Return which part of a vocabulary this rank has; None: all of it."""

@@ -24,9 +24,8 @@ from te_models.layers import (
     storage_recipe,
     store_weights,
 )
-from te_models.layers.collectives import check_member, resolve_group
+from te_models.layers.collectives import check_member
 from te_models.layers.distributed.context_parallel import ContextShard, own_positions
-from te_models.layers.distributed.expert_parallel import check_same_tokens
 from te_models.layers.tensor.fsdp import sharded
 
 from ..config import ModelConfig
@@ -37,7 +36,7 @@ from .embedding import Embedding, check_words, input_size, resize_rows
 from .moe import Experts
 from .mtp import MultiTokenPrediction, check_mtp
 from .output import ModelOutput, OutputLayer, RouterLossWeights
-from .parallel import check_split, check_tokens, check_tokens_shared, groups_of, place_of
+from .parallel import SharedModel, check_split, check_tokens, check_tokens_shared, groups_of, place_of
 from .pretrained.in_memory import converter_of, fill_from_hf, to_hf
 from .pretrained.keep_in_fp32 import keep_dtypes
 from .pretrained.split_saving import save_split
@@ -50,8 +49,10 @@ if TYPE_CHECKING:
 
     from te_models.checkpoints.folder.te_folder import Source
 
+    from ..parallel.mesh import ParallelMesh
 
-class GPTModel(nn.Module):
+
+class GPTModel(SharedModel):
     """A decoder-only language model, dense or mixture of experts. Megatron-Core: `GPTModel`, same parameter names.
 
     dtype: dtype of the parameters and of compute (None: torch's default); for float32 parameters with bfloat16 compute,
@@ -62,7 +63,9 @@ class GPTModel(nn.Module):
     same tokens and get the same result, and every rank holds norms and routers in full. sequence_parallel: between
     split layers each of these ranks has its part of the tokens only, for training: such a model takes no cache.
     ep_group: give each of these ranks an equal share of the experts; all of them call the model, with tokens of their
-    own, and every rank holds everything else in full. expert_dispatch: how tokens reach distributed experts;
+    own, and every rank holds everything else in full. etp_group: split each expert over these ranks in place of those
+    of tp_group; all of them call the model, with tokens of their own, or, where tp_group splits the other layers, with
+    a part of its tokens. expert_dispatch: how tokens reach distributed experts;
     "all_to_all" sends each to the ranks of its experts, "all_gather", for equally many tokens on all ranks, sends each
     to all ranks. Random initial values come from torch's global generator; with the same seed on all ranks, a split
     model starts from the values of the whole one.
@@ -92,6 +95,7 @@ class GPTModel(nn.Module):
         activation_checkpointing: bool = False,
         tp_group: dist.ProcessGroup | None = None,
         ep_group: dist.ProcessGroup | None = None,
+        etp_group: dist.ProcessGroup | None = None,
         sequence_parallel: bool = False,
         expert_dispatch: ExpertDispatch = "all_to_all",
     ) -> None:
@@ -105,19 +109,20 @@ class GPTModel(nn.Module):
             expert_layout=expert_layout,
             tp_group=tp_group,
             ep_group=ep_group,
+            etp_group=etp_group,
             sequence_parallel=sequence_parallel,
             expert_dispatch=expert_dispatch,
         )
         check_split(config, build)
-        if build.tp_size > 1 or build.expert_model_parallel_size > 1:
+        if max(build.tp_size, build.expert_model_parallel_size, build.expert_tensor_parallel_size) > 1:
             check_mtp(config, "layers that are split, or experts that are distributed")
         self.tp_size = build.tp_size
         self.sequence_parallel = build.sequence_shard is not None
         self.context_shard: ContextShard | None = None
         self.expert_model_parallel_size = build.expert_model_parallel_size
+        self.expert_tensor_parallel_size = build.expert_tensor_parallel_size
         self.expert_dispatch: ExpertDispatch = expert_dispatch
-        self._tp_group_name = None if tp_group is None else tp_group.group_name
-        self._ep_group_name = None if ep_group is None else ep_group.group_name
+        self.set_groups(tp_group, ep_group, etp_group)
         self.config = config
         self.pretrained_folder: Path | None = None
         self.origin: Source | None = None
@@ -138,16 +143,6 @@ class GPTModel(nn.Module):
         if config.moe is not None:
             self.router_loss_weights = RouterLossWeights(config.moe.aux_loss_coeff, config.moe.z_loss_coeff, device)
         self.activation_checkpointing = activation_checkpointing
-
-    @property
-    def tp_group(self) -> dist.ProcessGroup | None:
-        """The ranks over which the model is split; None if it is whole."""
-        return None if self._tp_group_name is None else resolve_group(self._tp_group_name)
-
-    @property
-    def ep_group(self) -> dist.ProcessGroup | None:
-        """The ranks over which the experts are distributed; None if each has all."""
-        return None if self._ep_group_name is None else resolve_group(self._ep_group_name)
 
     def set_context_parallel_group(self, cp_group: dist.ProcessGroup | None) -> None:
         """Share each sequence among these ranks, for training; None: none. All of them call the model with the same
@@ -180,13 +175,6 @@ class GPTModel(nn.Module):
     @activation_checkpointing.setter
     def activation_checkpointing(self, enabled: bool) -> None:
         self.decoder.activation_checkpointing = enabled
-
-    @property
-    def _wants_same_tokens(self) -> bool:
-        """Whether ranks exchange tokens in shapes that follow from their number."""
-        if self.config.moe is None or self.expert_model_parallel_size == 1:
-            return False
-        return self.expert_dispatch == "all_gather" or self.config.moe.moe_pad_expert_input_to_capacity
 
     def set_aux_loss_coeff(self, value: float) -> None:
         """Change the weight of the load-balancing loss; does not recompile. See RouterLossWeights.set."""
@@ -236,8 +224,7 @@ class GPTModel(nn.Module):
             raise ValueError("labels were given with last_logits_only; a loss needs the logits of all tokens")
         if labels is not None and labels.shape != (batch, length):
             raise ValueError(f"labels has shape {tuple(labels.shape)}; allowed: {(batch, length)}, as input_ids")
-        if self._ep_group_name is not None and self._wants_same_tokens:
-            check_same_tokens(batch * length, inputs.device, self._ep_group_name)
+        self.check_same_tokens(batch * length, inputs.device)
         begin = 0
         if cache is not None:
             cache.check_room(batch, length)
@@ -392,7 +379,7 @@ class GPTModel(nn.Module):
         device: torch.device | str | None = None,
         recipe: Recipe | None = None,
         expert_layout: ExpertLayout = "grouped",
-        device_mesh: DeviceMesh | None = None,
+        device_mesh: DeviceMesh | ParallelMesh | None = None,
         sequence_parallel: bool = False,
         expert_dispatch: ExpertDispatch = "all_to_all",
         dequantize: bool = False,
@@ -405,13 +392,14 @@ class GPTModel(nn.Module):
         family keeps in float32 remain float32. recipe: store the linear layers' weights in the recipe's weight format;
         None keeps the folder's format, quantized weights bit for bit. dequantize: store the plain values of quantized
         weights; they take the memory of `dtype` and, without FP8 hardware, compute several times as fast. device_mesh:
-        split the layers over the dimension "tp" and distribute the experts over the dimension "ep"; each rank reads
-        only its own parts. sequence_parallel: see `GPTModel`. mtp: make the layers of a Hugging Face folder that
-        predict further tokens a part of the model, see `ModelConfig.mtp_num_layers`; our folders say whether they are.
-        verify: check every tensor that is read against the folder's manifest.json, if it has one; the ranks of a split
-        model share the work, so each rank detects damage in its share. Tensors stream from the files into the model
-        one by one. Raises CheckpointError for a folder that cannot be read, ConfigError for a configuration that is
-        not implemented, and ValueError for a mesh with other dimensions and for `recipe` together with `dequantize`.
+        split the layers over the dimension "tp", distribute the experts over the dimension "ep" and split each of them
+        over the dimension "etp", if it has that, or as a ParallelMesh says; each rank reads only its own parts.
+        sequence_parallel: see `GPTModel`. mtp: make the layers of a Hugging Face folder that predict further tokens a
+        part of the model, see `ModelConfig.mtp_num_layers`; our folders say whether they are. verify: check every
+        tensor that is read against the folder's manifest.json, if it has one; the ranks of a split model share the
+        work, so each rank detects damage in its share. Tensors stream from the files into the model one by one. Raises
+        CheckpointError for a folder that cannot be read, ConfigError for a configuration that is not implemented, and
+        ValueError for a mesh with other dimensions and for `recipe` together with `dequantize`.
         """
         from te_models.checkpoints import open_checkpoint
         from te_models.checkpoints.folder.provenance import source_of
@@ -488,7 +476,7 @@ class GPTModel(nn.Module):
 
         source = self.pretrained_folder
         source = source if source and source.is_dir() else None
-        if self.tp_group is None and self.ep_group is None and not sharded(self.parameters()):
+        if not self.shares_parameters and not sharded(self.parameters()):
             save_model(dict(self.stored_tensors()), self.config, folder, source_dir=source, source=self.origin)
         else:
             save_split(self, folder, source)

@@ -38,8 +38,11 @@ from te_models.layers.distributed.expert_parallel import (
     expert_of_row,
     gather_tokens,
     local_choices,
+    repeat_rows,
+    sum_rows,
     sum_tokens,
 )
+from te_models.layers.distributed.sequence_parallel import SequenceShard, gather_tokens_of_ranks, own_share
 
 from ..config import ModelConfig
 from .build import Build, LocalExperts, Normal, init_method, output_init_method
@@ -49,7 +52,7 @@ from .router import Router, RouterOutput, count_choices
 
 class Experts(nn.Module):
     """E MLPs over rows sorted by expert, each projection one grouped GEMM; E is this rank's, `num_local_experts` from
-    `first_expert` on."""
+    `first_expert` on. partial: each is split over ranks of its own, and results are this rank's part of a sum."""
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
@@ -59,6 +62,8 @@ class Experts(nn.Module):
         width, ranks = moe.moe_ffn_hidden_size, build.expert_model_parallel_size
         experts = self.num_local_experts = moe.num_moe_experts // ranks
         self.first_expert = 0 if build.ep_group is None else build.ep_group.rank() * experts
+        self.partial = build.etp_group is not None and build.expert_tensor_parallel_size > 1
+        build = build.of_experts
 
         def start(whole: Normal) -> Normal | LocalExperts:
             return whole if ranks == 1 else LocalExperts(whole, self.first_expert, moe.num_moe_experts)
@@ -92,10 +97,13 @@ class Experts(nn.Module):
         rows_per_expert: [E], multiples of row_align -> [R, H]."""
         if permutation is not None and self.linear_fc1.tp_size > 1:
             x, permutation = permute(x, permutation), None
-        x = self.linear_fc1.whole_rows(x)
+        x = x if self.partial else self.linear_fc1.whole_rows(x)
         hidden = self.linear_fc1(x, rows_per_expert, permutation=permutation, row_align=row_align)
         hidden = self._activation.forward(hidden)
-        y = self.linear_fc2.summed(self.linear_fc2(hidden, rows_per_expert, row_align=row_align), None)
+        y = self.linear_fc2(hidden, rows_per_expert, row_align=row_align)
+        if self.partial:
+            return self.linear_fc2.with_bias(y, rows_per_expert, partial=True)
+        y = self.linear_fc2.summed(y, None)
         return self.linear_fc2.with_bias(y, rows_per_expert) if self.linear_fc2.tp_size > 1 else y
 
 
@@ -124,6 +132,12 @@ class MoELayer(nn.Module):
         self.expert_model_parallel_size = build.expert_model_parallel_size
         self.expert_dispatch = build.expert_dispatch
         self._ep_group_name = "" if build.ep_group is None else build.ep_group.group_name
+        self._etp_group_name, self._etp_size = "", 1
+        self._token_shard: SequenceShard | None = None
+        if build.etp_group is not None:
+            self._etp_group_name, self._etp_size = build.etp_group.group_name, build.etp_group.size()
+            if build.tp_group is not None and build.tp_size > 1:
+                self._token_shard = SequenceShard(build.tp_group.rank(), build.tp_size, build.tp_group.group_name)
         self.context_shard: ContextShard | None = None
         self.experts = Experts(config, build)
         self.shared_experts = None
@@ -163,15 +177,40 @@ class MoELayer(nn.Module):
             counts = count_choices(indices, experts)
             fits = within_capacity(indices, weights, experts, capacity, self.moe.moe_token_drop_policy)
             indices, weights = torch.where(fits, indices, experts), torch.where(fits, weights, 0)
-        if self.expert_model_parallel_size == 1:
-            y, chosen = self._local_sums(tokens, weights, indices)
-        elif self.expert_dispatch == "all_to_all":
-            y, chosen = self._exchanged_sums(tokens, weights, indices)
+        if self._token_shard is not None:
+            y, chosen = self._sums_of_own_tokens(tokens, weights, indices, self._token_shard), None
         else:
-            y, chosen = self._gathered_sums(tokens, weights, indices), None
+            y, chosen = self._distributed_sums(tokens, weights, indices)
         if counts is None:
             counts = count_choices(indices, experts) if chosen is None else chosen
         return y, counts
+
+    def _sums_of_own_tokens(self, tokens: Tensor, weights: Tensor, indices: Tensor, shard: SequenceShard) -> Tensor:
+        """`_expert_sums` of tokens that all ranks of a shard have: each sends its part of them to the experts."""
+        total, none = tokens.shape[0], self.moe.num_moe_experts
+        tokens, weights = own_share(tokens, shard), own_share(weights, shard)
+        indices = own_share(indices, shard, fill=none)
+        share = tokens.shape[0]
+        if self.expert_dispatch == "all_to_all" or not self._is_distributed:
+            own = min(max(total - shard.rank * share, 0), share)
+            tokens, weights, indices = tokens[:own], weights[:own], indices[:own]
+        y, _ = self._distributed_sums(tokens, weights, indices)
+        if y.shape[0] != share:
+            y = torch.cat([y, y.new_zeros(share - y.shape[0], y.shape[1])])
+        return gather_tokens_of_ranks(y, shard)[:total]
+
+    @property
+    def _is_distributed(self) -> bool:
+        """Whether other ranks have other experts, or other parts of them, and each its own tokens."""
+        return self.expert_model_parallel_size > 1 or self._etp_size > 1
+
+    def _distributed_sums(self, tokens: Tensor, weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return (each token's weighted sum, and how many of these tokens chose each expert, if that is known)."""
+        if not self._is_distributed:
+            return self._local_sums(tokens, weights, indices)
+        if self.expert_dispatch == "all_to_all":
+            return self._exchanged_sums(tokens, weights, indices)
+        return self._gathered_sums(tokens, weights, indices), None
 
     def _capacity(self, slots: int) -> int | None:
         """Return how many of so many choices an expert takes; None: all."""
@@ -200,9 +239,12 @@ class MoELayer(nn.Module):
 
     def _gathered_sums(self, tokens: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
         """`_expert_sums` where every rank gets the tokens of all."""
-        experts, group, dtype = self.experts.num_local_experts, self._ep_group_name, tokens.dtype
-        tokens, weights = gather_tokens(tokens, group), gather_tokens(weights, group)
-        indices = all_gather(indices, group)
+        experts, dtype = self.experts.num_local_experts, tokens.dtype
+        groups = [self._ep_group_name] if self.expert_model_parallel_size > 1 else []
+        groups += [self._etp_group_name] if self._etp_size > 1 else []
+        for group in groups:
+            tokens, weights = gather_tokens(tokens, group), gather_tokens(weights, group)
+            indices = all_gather(indices, group)
         indices, weights = local_choices(indices, weights, self.experts.first_expert, experts)
         order = sort_by_expert(indices, experts + 1)  # other ranks' experts as one, whose rows come last
         # tokens of all ranks are wider than their rows, so that the gradients are, which the ranks add up
@@ -211,7 +253,10 @@ class MoELayer(nn.Module):
             rows = rows * weights.flatten()[order.slot_of_row][:, None].to(rows.dtype)
             weights = torch.ones_like(weights)
         results = self.experts(rows, order.tokens_per_expert[:experts])
-        return sum_tokens(unpermute(results, order, weights, dtype=torch.float32), group, results.dtype)
+        y = unpermute(results, order, weights, dtype=torch.float32)
+        for group in reversed(groups):
+            y = sum_tokens(y, group, results.dtype if group == groups[0] else torch.float32)
+        return y
 
     def _exchanged_sums(self, tokens: Tensor, weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
         """`_local_sums` where each row travels to the rank of its expert, and its result back."""
@@ -235,11 +280,18 @@ class MoELayer(nn.Module):
             balanced = None
             if self.supposes_balance:
                 balanced = slots if capacity is None else min(slots, moe.num_moe_experts * capacity)
-            send, receive, by_rank = exchange_splits(counts, group, ranks, balanced=balanced)
+            split = {"split_group": self._etp_group_name, "split_ranks": self._etp_size}
+            send, receive, by_rank, shares = exchange_splits(counts, group, ranks, balanced=balanced, **split)
             rows = rows if capacity is None else rows[: sum(send)]
-            rows = exchange_rows(rows, send, receive, group)
-            results = self._exchanged_rows(rows, expert_of_row(by_rank, rows.shape[0]))
-        results = exchange_rows(results, receive, send, group)
+            rows = rows if ranks == 1 else exchange_rows(rows, send, receive, group)
+            if self._etp_size == 1:
+                results = self._exchanged_rows(rows, expert_of_row(by_rank, rows.shape[0]))
+            else:
+                received, etp = rows.shape[0], self._etp_group_name
+                rows = repeat_rows(rows, shares, etp)
+                results = self._exchanged_rows(rows, expert_of_row(by_rank, rows.shape[0]))
+                results = sum_rows(results, shares, received, etp)
+        results = results if ranks == 1 else exchange_rows(results, receive, send, group)
         if capacity is not None:  # of choices that were dropped
             results = torch.cat([results, results.new_zeros(slots - sum(send), results.shape[1])])
         return unpermute(results, order, weights), order.tokens_per_expert[: moe.num_moe_experts]

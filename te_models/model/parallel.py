@@ -3,32 +3,91 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
+from torch import nn
 
-from te_models.layers.collectives import check_member
+from te_models.layers.collectives import check_member, resolve_group
+from te_models.layers.distributed.expert_parallel import check_same_tokens
 
 from ..config import ConfigError, ModelConfig
-from .build import Build
+from .build import Build, ExpertDispatch
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from te_models.checkpoints.plan.rank_shards import Place
 
+    from ..parallel.mesh import ParallelMesh
     from .gpt import GPTModel
+
+
+class SharedModel(nn.Module):
+    """Mixin of a model that ranks may share: its groups, kept by name, so that the model can be copied and saved."""
+
+    config: ModelConfig
+    tp_size: int
+    expert_model_parallel_size: int
+    expert_tensor_parallel_size: int
+    expert_dispatch: ExpertDispatch
+
+    def set_groups(
+        self,
+        tp_group: dist.ProcessGroup | None,
+        ep_group: dist.ProcessGroup | None,
+        etp_group: dist.ProcessGroup | None,
+    ) -> None:
+        """Take over the arguments of a constructor."""
+        groups = tp_group, ep_group, etp_group
+        names = (None if group is None else group.group_name for group in groups)
+        self._tp_group_name, self._ep_group_name, self._etp_group_name = names
+
+    @property
+    def tp_group(self) -> dist.ProcessGroup | None:
+        """The ranks over which the model is split; None if it is whole."""
+        return None if self._tp_group_name is None else resolve_group(self._tp_group_name)
+
+    @property
+    def ep_group(self) -> dist.ProcessGroup | None:
+        """The ranks over which the experts are distributed; None if each has all."""
+        return None if self._ep_group_name is None else resolve_group(self._ep_group_name)
+
+    @property
+    def etp_group(self) -> dist.ProcessGroup | None:
+        """The ranks over which each expert is split; None if these are those of `tp_group`."""
+        return None if self._etp_group_name is None else resolve_group(self._etp_group_name)
+
+    @property
+    def shares_parameters(self) -> bool:
+        """Whether ranks have parts of the parameters, other than FSDP2's shards."""
+        return any(name is not None for name in (self._tp_group_name, self._ep_group_name, self._etp_group_name))
+
+    def check_same_tokens(self, tokens: int, device: torch.device) -> None:
+        """Raise RuntimeError where ranks exchange tokens in shapes that follow from their number, and have different
+        ones."""
+        moe = self.config.moe
+        if moe is None or not (self.expert_dispatch == "all_gather" or moe.moe_pad_expert_input_to_capacity):
+            return
+        sizes = {self._ep_group_name: self.expert_model_parallel_size}
+        sizes[self._etp_group_name] = self.expert_tensor_parallel_size
+        for group, size in sizes.items():
+            if group is not None and size > 1:
+                check_same_tokens(tokens, device, group)
 
 
 def check_split(config: ModelConfig, build: Build) -> None:
     """Raise ConfigError naming the first field because of which the model cannot be built so, ValueError for a group
     that does not contain this rank."""
-    for name, group in {"tp_group": build.tp_group, "ep_group": build.ep_group}.items():
+    for name, group in {"tp_group": build.tp_group, "ep_group": build.ep_group, "etp_group": build.etp_group}.items():
         if group is not None:
             check_member(name, group)
     if build.ep_group is not None:
         check_distribution(config, build.expert_model_parallel_size, build.expert_layout)
-    check_layers(config, build.tp_size)
+    if build.etp_group is not None:
+        check_split_experts(config, build.expert_tensor_parallel_size, build.expert_layout)
+    check_layers(config, build.tp_size, build.expert_tensor_parallel_size)
     if build.sequence_shard is not None:
         check_sequence(config)
 
@@ -69,8 +128,24 @@ def check_distribution(config: ModelConfig, ranks: int, expert_layout: str) -> N
         raise ConfigError(f"expert_layout is {expert_layout!r}; allowed where experts are distributed: 'grouped'")
 
 
-def check_layers(config: ModelConfig, ranks: int) -> None:
-    """Raise ConfigError naming the first field because of which layers cannot be split over so many ranks."""
+def check_split_experts(config: ModelConfig, ranks: int, expert_layout: str) -> None:
+    """Raise ConfigError where each expert cannot be split over so many ranks, others than the other layers."""
+    moe, where = config.moe, "expert_tensor_parallel_size"
+    if moe is None:
+        raise ConfigError(f"moe is None: a model without experts has none to split; allowed: no {where}")
+    if moe.moe_ffn_hidden_size % ranks:
+        raise ConfigError(
+            f"moe.moe_ffn_hidden_size is {moe.moe_ffn_hidden_size}, which {ranks} ranks cannot share equally"
+        )
+    if expert_layout != "grouped":
+        raise ConfigError(f"expert_layout is {expert_layout!r}; allowed with {where}: 'grouped'")
+    if moe.moe_pad_expert_input_to_capacity:
+        raise ConfigError(f"moe.moe_pad_expert_input_to_capacity is True; allowed with {where}: False")
+
+
+def check_layers(config: ModelConfig, ranks: int, expert_ranks: int) -> None:
+    """Raise ConfigError naming the first field because of which layers cannot be split over so many ranks.
+    expert_ranks: those that split each expert."""
     if ranks == 1:
         return
     if config.vocab_size < ranks:
@@ -90,7 +165,7 @@ def check_layers(config: ModelConfig, ranks: int) -> None:
         "attention.num_attention_heads": a.num_attention_heads,
         "attention.num_query_groups": a.num_query_groups or a.num_attention_heads,
         "mlp.ffn_hidden_size": 0 if len(moe_layers) == config.num_layers else config.mlp.ffn_hidden_size,
-        "moe.moe_ffn_hidden_size": moe.moe_ffn_hidden_size if moe is not None else 0,
+        "moe.moe_ffn_hidden_size": moe.moe_ffn_hidden_size if moe is not None and expert_ranks == ranks else 0,
         "moe.shared_expert_intermediate_size": (moe.shared_expert_intermediate_size or 0) if moe is not None else 0,
     }
     for name, size in sizes.items():
@@ -98,14 +173,19 @@ def check_layers(config: ModelConfig, ranks: int) -> None:
             raise ConfigError(f"{name} is {size}, which {ranks} ranks cannot share equally")
 
 
-def groups_of(mesh: DeviceMesh | None) -> dict[str, dist.ProcessGroup]:
-    """Return the groups of a mesh as arguments of a model: of its dimensions "tp" and "ep".
+def groups_of(mesh: DeviceMesh | ParallelMesh | None) -> dict[str, dist.ProcessGroup]:
+    """Return the groups of a mesh as arguments of a model: of its dimensions "tp", "ep" and "etp", or all that a
+    ParallelMesh has.
 
     A dimension's name is all that says what its ranks share, so none is guessed: ValueError for every other name, whose
     ranks would each compute with weights, or tokens, that the others do not have.
     """
     if mesh is None:
         return {}
+    groups = getattr(mesh, "model_groups", None)  # which is imported from here
+    if groups is not None:
+        return groups
+    mesh: Any = mesh
     names = mesh.mesh_dim_names or ()
     if not names:
         raise ValueError(f"device_mesh has {mesh.ndim} dimensions without names; allowed: dimensions {_NAMES}")
@@ -123,8 +203,8 @@ def groups_of(mesh: DeviceMesh | None) -> dict[str, dist.ProcessGroup]:
     return {f"{name}_group": mesh.get_group(name) for name in names}
 
 
-_MEANINGS = ("tp", "ep")
-_NAMES = "'tp' (split layers) and 'ep' (distributed experts)"
+_MEANINGS = ("tp", "ep", "etp")
+_NAMES = "'tp' (split layers), 'ep' (distributed experts) and 'etp' (split experts)"
 _ELSEWHERE = {
     "pp": "pipeline stages",
     "dp": "data parallelism",
@@ -132,7 +212,6 @@ _ELSEWHERE = {
     "dp_shard": "FSDP2: call te_models.parallel.parallelize",
     "fsdp": "FSDP2: call te_models.parallel.parallelize",
     "cp": "context parallelism: call set_context_parallel_group",
-    "etp": "tensor parallelism of experts alone",
 }
 """Names that are usual for what does not happen here, or not yet."""
 
@@ -141,6 +220,9 @@ def place_of(model: GPTModel) -> Place:
     """Return this rank's place among those that share the model."""
     from te_models.checkpoints.plan.rank_shards import Place
 
-    tp, ep = model.tp_group, model.ep_group
-    place = {} if tp is None else {"tp_rank": tp.rank(), "tp_size": tp.size()}
-    return Place(**place) if ep is None else Place(**place, ep_rank=ep.rank(), ep_size=ep.size())
+    groups = {"tp": model.tp_group, "ep": model.ep_group, "etp": model.etp_group}
+    place: dict[str, int] = {}
+    for name, group in groups.items():
+        if group is not None:
+            place |= {f"{name}_rank": group.rank(), f"{name}_size": group.size()}
+    return Place(**place)

@@ -1,9 +1,10 @@
 """The sizes of a layout: over how many ranks each kind of parallelism splits, checked against the number of ranks.
 
-Ranks are numbered with tensor parallelism innermost: rank = (((pp * dp_replicate + r) * dp_shard + s) * cp
-+ c) * tp + t. Ranks that share a sequence count as data parallel in everything but the data: gradients are averaged
-over them, and parameters sharded. Experts are distributed over consecutive such ranks, as Megatron-Core and torchtitan
-count them: over a part of dp_shard x cp where parameters are sharded, of dp_replicate x cp where they are not.
+Ranks are numbered with tensor parallelism innermost: rank = (((pp * dp_replicate + r) * dp_shard + s) * cp + c) * tp +
+t. Ranks that share a sequence count as data parallel in everything but the data: gradients are averaged over them, and
+parameters sharded. Experts are distributed over consecutive such ranks, as Megatron-Core and torchtitan count them:
+over a part of dp_shard x cp where parameters are sharded, of dp_replicate x cp where they are not. Where experts are
+split over another number of ranks (etp) than the other layers, they are distributed over the ranks of these times tp.
 """
 
 from __future__ import annotations
@@ -31,11 +32,6 @@ def check_sizes(sizes: Mapping[str, int | None], prefix: str = "") -> None:
         if size < 1 and not (rest and size == REST):
             also = f", or {REST} for all ranks that are left" if rest else ""
             raise ConfigError(f"{where} is {size}; allowed: a positive integer{also}", where)
-    tp, etp = sizes.get("tensor_model_parallel_size"), sizes.get("expert_tensor_parallel_size")
-    if etp not in (None, tp):
-        where = f"{prefix}expert_tensor_parallel_size"
-        allowed = f"tensor_model_parallel_size, {tp}, because experts are split as the other layers are"
-        raise ConfigError(f"{where} is {etp}; allowed: {allowed}", where)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +41,10 @@ class ParallelDims:
     data_parallel_replicate_size: copies of the model (DDP, or HSDP with a shard size); None: as many as the other sizes
     leave. data_parallel_shard_size: ranks over which FSDP2 shards each copy; 1: none, -1: all ranks that are left.
     expert_model_parallel_size: data-parallel ranks that share the experts of a copy. expert_tensor_parallel_size: ranks
-    over which each expert is split; None, or tensor_model_parallel_size. pipeline_model_parallel_size: ranks over which
-    the layers of a copy are distributed, as pipeline stages. context_parallel_size: ranks that share each sequence.
+    over which each expert is split; None: tensor_model_parallel_size, where another number means that the ranks that
+    split the other layers share the tokens of the experts, and count as ranks that these are distributed over.
+    pipeline_model_parallel_size: ranks over which the layers of a copy are distributed, as pipeline stages.
+    context_parallel_size: ranks that share each sequence.
 
     Raises ConfigError naming the size that does not divide the ranks, and for what is not implemented.
 
@@ -90,17 +88,27 @@ class ParallelDims:
                     "data_parallel_replicate_size",
                 )
         filled = {"data_parallel_shard_size": shard, "data_parallel_replicate_size": replicate}
-        filled["expert_tensor_parallel_size"] = self.tensor_model_parallel_size
+        if self.expert_tensor_parallel_size is None:
+            filled["expert_tensor_parallel_size"] = self.tensor_model_parallel_size
         for name, value in filled.items():
             object.__setattr__(self, name, value)
-        ep, over, what = self.expert_model_parallel_size, self.expert_ranks, "data_parallel_replicate_size"
-        if over % ep:
-            what = "data_parallel_shard_size" if shard > 1 else what
-            what += " x context_parallel_size" if self.context_parallel_size > 1 else ""
-            raise ConfigError(
-                f"expert_model_parallel_size is {ep}; allowed: a divisor of {what}, {over}",
-                "expert_model_parallel_size",
-            )
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        ep, etp, over = self.expert_model_parallel_size, self.expert_tensor_parallel_size, self.expert_ranks
+        assert etp is not None, "filled in"
+        what = "data_parallel_shard_size" if self.data_parallel_shard_size > 1 else "data_parallel_replicate_size"
+        what += " x context_parallel_size" if self.context_parallel_size > 1 else ""
+        apart = self.splits_experts_apart
+        what += " x tensor_model_parallel_size" if apart and self.tensor_model_parallel_size > 1 else ""
+        if apart and over % etp:
+            where = "expert_tensor_parallel_size"
+            raise ConfigError(f"{where} is {etp}; allowed: a divisor of {what}, {over}", where)
+        left = over // etp if apart else over
+        if left % ep:
+            what += f" / expert_tensor_parallel_size, {left}" if left != over else f", {over}"
+            where = "expert_model_parallel_size"
+            raise ConfigError(f"{where} is {ep}; allowed: a divisor of {what}", where)
 
     def _left(self, name: str, size: int, ranks: int) -> int:
         """Return how many ranks are left when each group of `size` counts as one."""
@@ -130,10 +138,17 @@ class ParallelDims:
 
     @property
     def expert_ranks(self) -> int:
-        """How many ranks the experts can be distributed over at most."""
+        """How many ranks the experts, and the parts of each where they are split apart, can be distributed over at
+        most."""
         assert self.data_parallel_replicate_size is not None, "filled in"
         shard = self.data_parallel_shard_size
-        return (shard if shard > 1 else self.data_parallel_replicate_size) * self.context_parallel_size
+        ranks = (shard if shard > 1 else self.data_parallel_replicate_size) * self.context_parallel_size
+        return ranks * self.tensor_model_parallel_size if self.splits_experts_apart else ranks
+
+    @property
+    def splits_experts_apart(self) -> bool:
+        """Whether each expert is split over other ranks than the other layers."""
+        return self.expert_tensor_parallel_size != self.tensor_model_parallel_size
 
     @property
     def is_sharded(self) -> bool:
@@ -143,7 +158,8 @@ class ParallelDims:
     @property
     def is_whole(self) -> bool:
         """Whether every rank has the whole model, at most without a part of the experts."""
-        return not self.is_sharded and self.tensor_model_parallel_size == self.pipeline_model_parallel_size == 1
+        split = self.tensor_model_parallel_size, self.expert_tensor_parallel_size, self.pipeline_model_parallel_size
+        return not self.is_sharded and split == (1, 1, 1)
 
     def build_mesh(self, device_type: str) -> ParallelMesh:
         """Return the device mesh of this layout, called by all ranks of the default process group.

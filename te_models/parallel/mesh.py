@@ -16,11 +16,11 @@ class ParallelMesh:
 
     layers: dimensions pp, dp_replicate, dp_shard, cp, tp. experts: pp, dp_replicate, fsdp, ep, tp, where ep are the
     ranks that share the experts of a copy, fsdp those over which each of their parts is sharded, and tp those that
-    split each expert (its size is etp); None where each rank has all experts. data: pp, dp, tp, where dp are the ranks
-    over which gradients are averaged, those with data of their own and those that share sequences with them; None where
-    these are a dimension of `layers`. shards: pp, dp_replicate, dp_shard_cp, tp, where dp_shard_cp are the ranks over
-    which FSDP2 shards what is no expert; None where these are dp_shard. layer_ranks: pp, stage, where stage are the
-    ranks that have the same layers; None where all have.
+    split each expert, called etp where other ranks split the other layers; None where each rank has all experts. data:
+    pp, dp, tp, where dp are the ranks over which gradients are averaged, those with data of their own and those that
+    share sequences with them; None where these are a dimension of `layers`. shards: pp, dp_replicate, dp_shard_cp, tp,
+    where dp_shard_cp are the ranks over which FSDP2 shards what is no expert; None where these are dp_shard.
+    layer_ranks: pp, stage, where stage are the ranks that have the same layers; None where all have.
     """
 
     dims: ParallelDims
@@ -32,12 +32,29 @@ class ParallelMesh:
 
     @property
     def model(self) -> DeviceMesh | None:
-        """The dimensions over which a model is built, "ep" and "tp", as `GPTModel.from_pretrained(device_mesh=)` takes
-        them; None where each rank builds all of it."""
+        """The dimensions over which a model is built, "ep" and "tp" or "etp", as
+        `GPTModel.from_pretrained(device_mesh=)` takes them; None where each rank builds all of it. ValueError where
+        these are of two meshes: pass the ParallelMesh itself."""
         split = self.dims.tensor_model_parallel_size > 1
+        if self.dims.splits_experts_apart:
+            if split:
+                raise ValueError(
+                    "the layers are split over other ranks than the experts, which no mesh has as dimensions; "
+                    "allowed: device_mesh = the ParallelMesh"
+                )
+            assert self.experts is not None
+            return self.experts["ep", "etp"]
         if self.experts is not None:
             return self.experts["ep", "tp"] if split else self.experts["ep"]
         return self.layers["tp"] if split else None
+
+    @property
+    def model_groups(self) -> dict[str, dist.ProcessGroup]:
+        """The groups over which a model is built, as arguments of `GPTModel`."""
+        meshes = {"tp": self.layers, "ep": self.experts, "etp": self.experts}
+        sizes = {"tp": self.dims.tensor_model_parallel_size > 1, "ep": self.experts is not None}
+        sizes["etp"] = self.dims.splits_experts_apart
+        return {f"{dim}_group": mesh.get_group(dim) for dim, mesh in meshes.items() if mesh is not None and sizes[dim]}
 
     @property
     def fsdp(self) -> DeviceMesh:
@@ -102,16 +119,18 @@ cannot end before the default group does: torch keeps meshes that it has seen, a
 def _new_mesh(dims: ParallelDims, device_type: str) -> ParallelMesh:
     replicate, shard = dims.data_parallel_replicate_size, dims.data_parallel_shard_size
     tp, ep, pp = dims.tensor_model_parallel_size, dims.expert_model_parallel_size, dims.pipeline_model_parallel_size
-    cp = dims.context_parallel_size
-    assert replicate is not None, "filled in"
+    cp, etp = dims.context_parallel_size, dims.expert_tensor_parallel_size
+    assert replicate is not None and etp is not None, "filled in"
 
     def mesh(**sizes: int) -> DeviceMesh:
         return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
     experts = data = shards = None
-    if ep > 1:
-        copies, fsdp = (replicate, shard * cp // ep) if dims.is_sharded else (replicate * cp // ep, 1)
-        experts = mesh(pp=pp, dp_replicate=copies, fsdp=fsdp, ep=ep, tp=tp)
+    if ep > 1 or dims.splits_experts_apart:
+        split = {"etp": etp} if dims.splits_experts_apart else {"tp": tp}
+        same = dims.expert_ranks // (ep * etp if dims.splits_experts_apart else ep)
+        copies, fsdp = (replicate, same) if dims.is_sharded else (same, 1)
+        experts = mesh(pp=pp, dp_replicate=copies, fsdp=fsdp, ep=ep, **split)
     if sum(size > 1 for size in (replicate, shard, cp)) > 1:
         data = mesh(pp=pp, dp=replicate * shard * cp, tp=tp)
     if dims.is_sharded and cp > 1:

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 from te_models.checkpoints import expected_tensors
 from te_models.checkpoints.folder.checkpoint import Checkpoint
 from te_models.checkpoints.folder.load import layout_of
+from te_models.checkpoints.plan.param_shapes import is_expert_stack
 from te_models.checkpoints.plan.parameters import Parameters
 from te_models.checkpoints.plan.quantized_format import SUFFIXES, describe, empty
 from te_models.checkpoints.plan.rank_shards import Cuts, Ranges, RankPart, cut_shape, parts
@@ -97,11 +98,28 @@ class ModelParts:
         """Whether tensor parallelism cuts a parameter."""
         return self._owned[name].dim is not None
 
-    def of_tp_ranks(self) -> list[Mapping[str, RankPart]]:
-        """Return the parts of the ranks that split the layers with this one, in their order, by name."""
-        place = place_of(self.model)
-        ranks = range(place.tp_size)
-        return [parts(self.model.config, self._shapes, dataclasses.replace(place, tp_rank=rank)) for rank in ranks]
+    def split_group(self, name: str) -> dist.ProcessGroup | None:
+        """Return the ranks over which tensor parallelism splits a parameter, if it is one that it splits."""
+        return self.model.etp_group if self._is_apart(name) else self.model.tp_group
+
+    def of_split_ranks(self, name: str) -> list[RankPart]:
+        """Return the parts of a parameter of the ranks of its `split_group`, in their order."""
+        return [its[name] for its in (self._by_etp if self._is_apart(name) else self._by_tp)]
+
+    def _is_apart(self, name: str) -> bool:
+        return is_expert_stack(name) and self.model.etp_group is not None
+
+    @cached_property
+    def _by_tp(self) -> list[Mapping[str, RankPart]]:
+        ranks = range(place_of(self.model).tp_size)
+        return [self._at(tp_rank=rank) for rank in ranks]
+
+    @cached_property
+    def _by_etp(self) -> list[Mapping[str, RankPart]]:
+        return [self._at(etp_rank=rank) for rank in range(place_of(self.model).expert_split[1])]
+
+    def _at(self, **changes: int) -> Mapping[str, RankPart]:
+        return parts(self.model.config, self._shapes, dataclasses.replace(place_of(self.model), **changes))
 
     def elsewhere(self) -> list[str]:
         """Return the names of the parameters that only other pipeline stages have."""
@@ -170,8 +188,9 @@ class ModelParts:
                 groups.append(mesh.get_group(mesh.ndim - 1))
             if owned.experts is not None and self.model.ep_group is not None:
                 groups.append(self.model.ep_group)
-            if owned.dim is not None and self.model.tp_group is not None:
-                groups.append(self.model.tp_group)
+            split = self.split_group(name)
+            if owned.dim is not None and split is not None:
+                groups.append(split)
             found[name] = tuple(groups)
         return found
 

@@ -119,10 +119,14 @@ def _check_mesh(model: GPTModel, mesh: ParallelMesh | None) -> None:
     sizes = {
         "tensor_model_parallel_size": (model.tp_size, mesh.dims.tensor_model_parallel_size),
         "expert_model_parallel_size": (model.expert_model_parallel_size, mesh.dims.expert_model_parallel_size),
+        "expert_tensor_parallel_size": (model.expert_tensor_parallel_size, mesh.dims.expert_tensor_parallel_size),
     }
     for name, (built, size) in sizes.items():
         if built != size:
-            raise ValueError(f"{name} of the mesh is {size}, and the model was built over {built}; allowed: mesh.model")
+            raise ValueError(
+                f"{name} of the mesh is {size}, and the model was built over {built}; allowed: the groups of "
+                "mesh.model_groups"
+            )
 
 
 def _own_stages(model: GPTModel, mesh: ParallelMesh, stages: StageLayout, *, sharded: bool) -> GPTModel:

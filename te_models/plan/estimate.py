@@ -170,5 +170,7 @@ def _bandwidth(dimension: str, layout: Layout, hardware: Hardware) -> float:
     """Return the bytes per second of a ring over a dimension: the fast links' where its ranks are in one node."""
     dims = layout.dims
     tp, ep = dims.tensor_model_parallel_size, dims.expert_model_parallel_size
-    reach = {"tp": tp, "cp": tp * dims.context_parallel_size, "ep": tp * ep}.get(dimension, dims.ranks)
+    etp = dims.expert_tensor_parallel_size
+    assert etp is not None, "filled in"
+    reach = {"tp": tp, "cp": tp * dims.context_parallel_size, "etp": etp, "ep": etp * ep}.get(dimension, dims.ranks)
     return 1e9 * (hardware.node_gbps if reach <= hardware.node_ranks else hardware.network_gbps)

@@ -56,7 +56,8 @@ def build_model(
     start: what was read of `checkpoint`. The weights of a sharded checkpoint are not read yet.
     """
     model = _build_model(config, device, checkpoint, start, layout)
-    if config.precision.quantized_weights and layout.dims.tensor_model_parallel_size > 1:
+    split = layout.dims.tensor_model_parallel_size, layout.dims.expert_tensor_parallel_size
+    if config.precision.quantized_weights and split != (1, 1):
         check_split_weights(model)
     return model
 

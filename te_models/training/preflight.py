@@ -14,7 +14,7 @@ from te_models.checkpoints.folder.hf_config import find_family
 from ..config import ConfigError, ModelConfig
 from ..extras import require
 from ..model.mtp import check_mtp
-from ..model.parallel import check_distribution, check_layers, check_sequence
+from ..model.parallel import check_distribution, check_layers, check_sequence, check_split_experts
 from ..parallel.dims import ParallelDims
 from ..sizes import format_size
 from .build import DTYPES, check_vocabulary, read_model_config
@@ -111,7 +111,11 @@ def check_layout(config: TrainConfig, model: ModelConfig, dims: ParallelDims) ->
     precision, sharded, tp = config.precision, dims.is_sharded, dims.tensor_model_parallel_size
     if dims.expert_model_parallel_size > 1:
         check_distribution(model, dims.expert_model_parallel_size, config.model.expert_layout)
-    check_layers(model, tp)
+    etp = dims.expert_tensor_parallel_size
+    assert etp is not None, "filled in"
+    if dims.splits_experts_apart:
+        check_split_experts(model, etp, config.model.expert_layout)
+    check_layers(model, tp, etp)
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
         if config.model.logits_z_loss_coeff and getattr(dims, name) > 1:
             raise ConfigError(
@@ -237,7 +241,7 @@ def _check_stages(config: TrainConfig, model: ModelConfig, ranks: int) -> None:
 def _check_sizes(config: TrainConfig, model: ModelConfig, device: str, dims: ParallelDims) -> None:
     """Raise ConfigError where the model has fewer positions than a window, or the memory is less than the run needs
     before its first step."""
-    data, size = config.data, dims.expert_model_parallel_size
+    data, size = config.data, dims.expert_model_parallel_size * (dims.expert_tensor_parallel_size or 1)
     if model.max_position_embeddings < data.sequence_length:
         raise ConfigError(
             f"data.sequence_length is {data.sequence_length}, but the model has {model.max_position_embeddings} "
@@ -250,7 +254,7 @@ def _check_sizes(config: TrainConfig, model: ModelConfig, device: str, dims: Par
             f"data.sequence_length, micro_batch_size and gradient_accumulation make {format_size(ids)} of token ids a "
             f"step, and the machine has {format_size(host)} of memory"
         )
-    shared = max(size, dims.data_parallel_shard_size) * dims.tensor_model_parallel_size
+    shared = max(size, dims.data_parallel_shard_size * dims.tensor_model_parallel_size)
     shared *= dims.pipeline_model_parallel_size
     parameters = sum(math.prod(shape) for shape in expected_tensors(model, "grouped").values()) // shared
     needed = parameters * (DTYPES[config.precision.dtype].itemsize + _MOMENTS[config.optimizer.moment_dtype])

@@ -265,7 +265,7 @@ def reduce_gradients(optimizer: Optimizer, ranks: Ranks) -> None:
         for parameter in experts.parameters:
             gradient = gradient_of(parameter)
             if gradient is not None:
-                local_part(gradient).div_(experts.group.size())
+                local_part(gradient).div_(experts.token_shares)
 
 
 @torch.no_grad()

@@ -32,6 +32,25 @@ LAYOUTS: dict[str, dict[str, int]] = {
         "data_parallel_shard_size": 2,
     },
     "tp2": {"tensor_model_parallel_size": 2},
+    "etp2": {"expert_tensor_parallel_size": 2},
+    "ep2_etp2_fsdp4": {
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 2,
+        "data_parallel_shard_size": 4,
+    },
+    "tp2_etp1_ep2_fsdp2": {
+        "tensor_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+        "expert_model_parallel_size": 2,
+        "data_parallel_shard_size": 2,
+    },
+    "tp2_etp1_ep4": {
+        "tensor_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+        "expert_model_parallel_size": 4,
+    },
+    "tp2_etp4": {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 4},
+    "tp2_etp1": {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
 }
 MODELS = ("dense", "tied", "biases", "qk_full", "latent", "moe_shared", "moe_biases")
 CONFIGS = {name: VARIANTS[name] for name in MODELS}
@@ -53,7 +72,7 @@ def a_layout_has_one_mesh() -> None:
 
 def split(config: Any, mesh: ParallelMesh, dtype: torch.dtype = torch.float32) -> GPTModel:
     """A model without data over the ranks that build it together."""
-    return GPTModel(config, dtype=dtype, device="meta", **groups_of(mesh.model))
+    return GPTModel(config, dtype=dtype, device="meta", **groups_of(mesh))
 
 
 def has_the_values_of(model: GPTModel, whole: GPTModel) -> None:
@@ -237,10 +256,10 @@ def _cases() -> dict[str, Any]:
                 continue
             cases[f"start {name} {layout}"] = lambda n=name, its=layout: starts_as_the_whole_model(n, its)
     for name in ("dense", "moe_shared"):
-        for layout in ("hsdp", "tp2_fsdp2", "ep2_tp2_fsdp2"):
+        for layout in ("hsdp", "tp2_fsdp2", "ep2_tp2_fsdp2", "ep2_etp2_fsdp4", "tp2_etp1_ep2_fsdp2"):
             if CONFIGS[name].moe is not None or layout in DENSE:
                 cases[f"load {name} {layout}"] = lambda n=name, its=layout: loads_its_own_parts(n, its)
-    for layout in ("hsdp", "ep2_fsdp4", "ep2_tp2_fsdp2"):
+    for layout in ("hsdp", "ep2_fsdp4", "ep2_tp2_fsdp2", *(its for its in LAYOUTS if "etp" in its)):
         cases[f"gradients {layout}"] = lambda its=layout: gradients_are_those_of_one_rank("moe_shared", its)
     cases["gradients six experts"] = lambda: gradients_are_those_of_one_rank("six", "fsdp4")
     others = (

@@ -29,6 +29,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "cp2": {"context_parallel_size": 2},
     "ep2": {"expert_model_parallel_size": 2},
+    "etp2": {"expert_tensor_parallel_size": 2},
+    "tp2 etp1 ep2": {
+        "tensor_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+        "expert_model_parallel_size": 2,
+    },
     "ep2 all_gather": {"expert_model_parallel_size": 2, "expert_dispatch": "all_gather"},
     "fsdp2 mxfp8": {"data_parallel_shard_size": 2},
     "fsdp2 checkpointed": {"data_parallel_shard_size": 2},

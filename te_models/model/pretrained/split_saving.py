@@ -101,11 +101,12 @@ class _Split:
 @dataclass(frozen=True)
 class _Entry:
     """One tensor of the files: what this rank has of it, a DTensor where FSDP2 shards that, in bytes where it has eight
-    bits; and how it is shared, by tensor parallelism first."""
+    bits; and how it is shared, by tensor parallelism, over `group`, first."""
 
     parameter: str
     own: Any
     dtype: torch.dtype
+    group: dist.ProcessGroup | None
     tp: _Split | None
     ep: _Split | None
     one_number: bool
@@ -119,23 +120,26 @@ class _Parts(Collection):
 
     def __init__(self, model: GPTModel) -> None:
         from te_models.checkpoints import expected_tensors
+        from te_models.checkpoints.plan.param_shapes import is_expert_stack
         from te_models.checkpoints.plan.rank_shards import Place, parts
 
         place, self._shapes = place_of(model), expected_tensors(model.config, model.expert_layout)
-        self._first_of_tp = place.tp_rank == 0
-        self._tp, self._ep = model.tp_group, model.ep_group
+        self._tp, self._ep, self._etp = model.tp_group, model.ep_group, model.etp_group
+        etp_rank, etp_size = place.expert_split
         tp = [Place(tp_rank=rank, tp_size=place.tp_size) for rank in range(place.tp_size)]
         ep = [Place(ep_rank=rank, ep_size=place.ep_size) for rank in range(place.ep_size)]
-        owned = [[parts(model.config, self._shapes, one) for one in row] for row in (tp, ep)]
+        etp = [Place(etp_rank=rank, etp_size=etp_size) for rank in range(etp_size)]
+        owned = [[parts(model.config, self._shapes, one) for one in row] for row in (tp, ep, etp)]
         self._tensors = {name: tensor.detach() for name, tensor in model.stored_tensors()}
         self._entries: dict[str, _Entry] = {}
         for name, tensor in self._tensors.items():
-            by_tp, by_ep = ([its[name] for its in ranks] for ranks in owned)
-            self._entries |= dict(self._entries_of(name, tensor, by_tp, by_ep))
+            by_tp, by_ep, by_etp = ([its[name] for its in ranks] for ranks in owned)
+            split = (self._etp, by_etp) if self._etp is not None and is_expert_stack(name) else (self._tp, by_tp)
+            self._entries |= dict(self._entries_of(name, tensor, *split, by_ep))
         self.names = list(self._entries)
         self._mesh = self._mesh_of_shards()
         first_of_shards = self._mesh is None or not any(self._mesh.get_coordinate() or ())
-        self.first = first_of_shards and place.tp_rank == place.ep_rank == 0
+        self.first = first_of_shards and place.tp_rank == place.ep_rank == etp_rank == 0
         device: Any = self._entries[self.names[0]].own.device if self._mesh is None else self._mesh.device_type
         self._device = torch.device(device)
 
@@ -151,15 +155,16 @@ class _Parts(Collection):
         return next(iter(meshes), None)
 
     def _entries_of(
-        self, name: str, tensor: Tensor, by_tp: list[RankPart], by_ep: list[RankPart]
+        self, name: str, tensor: Tensor, group: dist.ProcessGroup | None, by_tp: list[RankPart], by_ep: list[RankPart]
     ) -> Iterator[tuple[str, _Entry]]:
+        """group: the ranks that split the tensor, whose parts are by_tp."""
         from te_models.checkpoints.plan.quantized_format import SUFFIXES
 
         local = local_part(tensor)
         if not isinstance(local, QuantizedTensor):
             own = tensor if local is tensor else _sharded(tensor, local, tensor.placements)  # type: ignore[attr-defined]
             tp, ep = ([part.cuts() for part in row] for row in (by_tp, by_ep))
-            yield name, _Entry(name, own, local.dtype, _split(self._tp, tp), _split(self._ep, ep), one_number=False)
+            yield name, _Entry(name, own, local.dtype, group, _split(group, tp), _split(self._ep, ep), one_number=False)
             return
         shape = self._shapes[name]
         fields = [[part.field_cuts(name, shape, local.quantizer) for part in row] for row in (by_tp, by_ep)]
@@ -167,8 +172,8 @@ class _Parts(Collection):
         for field, (own, entries) in (whole if local is tensor else _sharded_fields(name, tensor, local)).items():
             tp, ep = ([its[field] for its in row] for row in fields)
             shared, dtype = bool(by_tp[0].cuts()) and not tp[0], getattr(local, field).dtype
-            splits = _split(self._tp, tp), _split(self._ep, ep)
-            entry = _Entry(name, own, dtype, *splits, one_number=shared, entries=entries)
+            splits = _split(group, tp), _split(self._ep, ep)
+            entry = _Entry(name, own, dtype, group, *splits, one_number=shared, entries=entries)
             yield name + SUFFIXES[field], entry
 
     def check_numbers(self) -> None:
@@ -178,14 +183,14 @@ class _Parts(Collection):
 
         unlike = len(self.names)
         for number, entry in enumerate(self._entries.values()):
-            if entry.one_number and self._tp is not None:
+            if entry.one_number and entry.group is not None:
                 own = entry.own.contiguous().flatten().view(torch.uint8)
-                others = [torch.empty_like(own) for _ in range(self._tp.size())]
-                dist.all_gather(others, own, group=self._tp)
+                others = [torch.empty_like(own) for _ in range(entry.group.size())]
+                dist.all_gather(others, own, group=entry.group)
                 if not all(torch.equal(own, other) for other in others):
                     unlike = min(unlike, number)
         found = torch.tensor([unlike], device=self._device)
-        for group in (self._tp, self._ep):
+        for group in (self._tp, self._ep, self._etp):
             if group is not None:
                 dist.all_reduce(found, dist.ReduceOp.MIN, group=group)
         if int(found) < len(self.names):
@@ -210,7 +215,7 @@ class _Parts(Collection):
         know what the first rank says."""
         message = torch.tensor([number], device=self._device)
         groups = () if self._mesh is None else [self._mesh.get_group(dim) for dim in range(self._mesh.ndim)]
-        for group in (*groups, self._ep, self._tp):
+        for group in (*groups, self._ep, self._etp, self._tp):
             if group is not None:
                 dist.broadcast(message, group=group, group_src=0)
         return int(message)
@@ -231,7 +236,7 @@ class _Parts(Collection):
         memory = torch.device("cpu")
         if entry.tp is not None and found is not None:
             found = entry.tp.collect(found, self._device if entry.ep is not None else memory)
-        if entry.ep is not None and self._first_of_tp and found is not None:
+        if entry.ep is not None and (entry.group is None or entry.group.rank() == 0) and found is not None:
             found = entry.ep.collect(found, memory)
         return None if found is None or not self.first else found.to(memory).view(entry.dtype)
 

@@ -224,10 +224,15 @@ def _same_experts(start: TrainingState, ranks: Ranks, dims: ParallelDims | None)
     if dims is not None:
         before = _dims_of(start)
         now, then = (
-            (d.tensor_model_parallel_size, d.expert_model_parallel_size, d.pipeline_model_parallel_size)
+            (
+                d.tensor_model_parallel_size,
+                d.expert_model_parallel_size,
+                d.pipeline_model_parallel_size,
+                d.expert_tensor_parallel_size,
+            )
             for d in (dims, before)
         )
-        if now != then:
+        if now != then and not (dims.splits_experts_apart or before.splits_experts_apart):
             return ranks.rank // now[0] % now[1] % then[1] * then[0]
     return ranks.rank % start.world_size
 

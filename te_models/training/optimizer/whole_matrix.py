@@ -84,11 +84,10 @@ def _has_parts(parameter: Any) -> bool:
 def divided_matrices(parts: ModelParts) -> dict[str, DividedMatrix]:
     """Return what of a model's parameters ranks have parts of matrices of, by name."""
     found: dict[str, DividedMatrix] = {}
-    group, others = parts.model.tp_group, parts.of_tp_ranks()
     for name, parameter in parts.model.named_parameters():
         if parameter.dim() not in (2, 3):
             continue
-        owned = [its[name] for its in others]
+        group, owned = parts.split_group(name), parts.of_split_ranks(name)
         split = group is not None and owned[0].dim is not None
         if split or _has_parts(parameter):
             cuts: list[Cuts] = [{} if its.dim is None else {its.dim: its.ranges} for its in owned]

@@ -117,7 +117,7 @@ def average_gradients(
     for name, process_group in {"copies": copies, "group": group}.items():
         if process_group is not None:
             check_group(name, process_group)
-    if ranks.world_size == 1:
+    if ranks.world_size == 1 and copies is None:
         return
     own = {id(parameter) for parameter in distributed}
     everyone: list[torch.Tensor] = []
@@ -126,7 +126,8 @@ def average_gradients(
         gradient = gradient_of(parameter)
         if gradient is not None:
             (few if id(parameter) in own else everyone).append(gradient)
-    _sum(everyone, ranks.group if group is None else group, ranks.world_size)
+    if ranks.world_size > 1:
+        _sum(everyone, ranks.group if group is None else group, ranks.world_size)
     if copies is not None and copies.size() > 1:
         _sum(few, copies, ranks.world_size)
     else:

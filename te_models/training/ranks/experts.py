@@ -25,11 +25,13 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, eq=False)
 class ExpertRanks:
     """parameters: this rank's experts. group: the ranks that share a copy of all experts; copies: those that have the
-    same ones."""
+    same ones. token_shares: how many times the tokens of a rank its experts get, were traffic balanced: n, or n etp
+    / tp where the ranks that split the other layers share the tokens of the experts."""
 
     parameters: tuple[nn.Parameter, ...]
     group: dist.ProcessGroup
     copies: dist.ProcessGroup
+    token_shares: float
 
     @property
     def sharded(self) -> bool:
@@ -71,4 +73,6 @@ def expert_ranks(parameters: Iterable[nn.Parameter], mesh: ParallelMesh | None) 
     """Return what the mesh says of a model's `expert_parameters`; None where each rank has all experts."""
     if mesh is None or mesh.experts is None:
         return None
-    return ExpertRanks(tuple(parameters), mesh.experts.get_group("ep"), mesh.experts.get_group("dp_replicate"))
+    dims, group = mesh.dims, mesh.experts.get_group("ep")
+    share = dims.expert_tensor_parallel_size / dims.tensor_model_parallel_size
+    return ExpertRanks(tuple(parameters), group, mesh.experts.get_group("dp_replicate"), group.size() * share)

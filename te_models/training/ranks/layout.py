@@ -13,8 +13,6 @@ from ..config import ParallelConfig
 from .data_parallel import Ranks
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from ...model import GPTModel
     from ...parallel.mesh import ParallelMesh
 
@@ -35,9 +33,9 @@ class Layout:
     stages: StageLayout | None = None
 
     @property
-    def model_mesh(self) -> DeviceMesh | None:
-        """The dimensions over which the model is built; None where each rank builds all of it."""
-        return None if self.mesh is None else self.mesh.model
+    def model_mesh(self) -> ParallelMesh | None:
+        """The mesh over which the model is built; None where each rank builds all of it."""
+        return self.mesh if self.mesh is not None and self.mesh.model_groups else None
 
     @property
     def model_options(self) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-UNKNOWN = ("dp", "pp", "dp_replicate", "dp_shard", "fsdp", "cp", "etp", "copies", "tensor", "TP", "tp ", "")
+UNKNOWN = ("dp", "pp", "dp_replicate", "dp_shard", "fsdp", "cp", "copies", "tensor", "TP", "tp ", "")
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
@@ -63,6 +63,7 @@ def test_documented_names_mean_what_they_say(mesh: Callable[..., Any], folder: P
     both = mesh("ep", "tp")
     assert groups_of(both) == {"ep_group": both.get_group("ep"), "tp_group": both.get_group("tp")}
     assert groups_of(mesh("tp")).keys() == {"tp_group"}
+    assert groups_of(mesh("ep", "etp")).keys() == {"ep_group", "etp_group"}
     part = mesh("dp_replicate", "ep")["ep"]
     model = GPTModel.from_pretrained(folder, device_mesh=part)
     assert model.tp_group is None and model.ep_group.size() == 2

@@ -39,6 +39,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     "load dense tp2_fsdp2",
     "load moe_shared ep2_tp2_fsdp2",
     "gradients ep2_fsdp4",
+    "gradients tp2_etp1_ep2_fsdp2",
     "gradients six experts",
     "experts_are_not_padded",
     "one_layer_at_a_time",
@@ -107,8 +108,13 @@ def test_sizes_that_are_left_open_are_filled(sizes: dict[str, int], filled: tupl
             "context_parallel_size is 2; allowed with pipeline stages: 1",
         ),
         (
-            {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
-            "expert_tensor_parallel_size is 1; allowed: tensor_model_parallel_size, 2",
+            {"data_parallel_shard_size": 2, "expert_tensor_parallel_size": 4},
+            "expert_tensor_parallel_size is 4; allowed: a divisor of data_parallel_shard_size, 2",
+        ),
+        (
+            {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 4, "expert_model_parallel_size": 4},
+            "expert_model_parallel_size is 4; allowed: a divisor of data_parallel_replicate_size x "
+            "tensor_model_parallel_size / expert_tensor_parallel_size, 2",
         ),
     ],
 )

@@ -54,6 +54,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "cp2": {"context_parallel_size": 2},
     "pp2": {"pipeline_model_parallel_size": 2},
+    "etp2": {"expert_tensor_parallel_size": 2},
+    "tp2 etp1 ep2": {
+        "tensor_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+        "expert_model_parallel_size": 2,
+    },
     "fsdp4": {"data_parallel_shard_size": -1},
     "fsdp4 kept over 2": {"data_parallel_shard_size": 4, "reshard_after_forward": 2},
     "hsdp 2x2": {"data_parallel_replicate_size": 2, "data_parallel_shard_size": 2},
@@ -74,6 +80,17 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2 dp2": {"pipeline_model_parallel_size": 2},
     "pp2 tp2": {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2},
     "pp2 ep2": {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2},
+    "ep2 etp2": {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
+    "etp2 fsdp4": {"expert_tensor_parallel_size": 2, "data_parallel_shard_size": 4},
+    "tp2 sp etp1 ep2 fsdp2": {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "expert_tensor_parallel_size": 1,
+        "expert_model_parallel_size": 2,
+        "data_parallel_shard_size": 2,
+    },
+    "pp2 etp2": {"pipeline_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
+    "cp2 etp2": {"context_parallel_size": 2, "expert_tensor_parallel_size": 2},
 }
 """Layout -> its sizes. Those from "fsdp4" on need four ranks."""
 SCHEDULES = {
@@ -88,12 +105,15 @@ DATA_RANKS = dict.fromkeys(SCHEDULES, 1) | {
     "cp2": 1,
     "cp2 tp2 sp": 1,
     "pp2": 1,
+    "tp2 etp1 ep2": 1,
     "pp2 tp2": 1,
     "fsdp4": 4,
     "fsdp4 kept over 2": 4,
     "hsdp 2x2": 4,
     "ep2 fsdp4": 4,
     "ep2 hsdp 2x2": 4,
+    "ep2 etp2": 4,
+    "etp2 fsdp4": 4,
 }
 """How many ranks have data of their own; 2 where it is not said."""
 PRECISIONS: dict[str, dict[str, Any]] = {

@@ -21,7 +21,7 @@ from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_run
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
 
-MUON = [Case("moe", "muon", layout) for layout in ("tp2", "ep2", "ep2 fsdp2")]
+MUON = [Case("moe", "muon", layout) for layout in ("tp2", "ep2", "ep2 fsdp2", "etp2")]
 TRAINED = [
     Case("dense", "fp32", "fsdp2"),
     Case("dense", "delayed", "tp2"),
@@ -37,6 +37,9 @@ TRAINED = [
     Case("deep", "bf16", "pp2 ZBVZeroBubble"),
     Case("wide", "stored mxfp8", "tp2"),
     Case("deep", "stored current", "pp2"),
+    Case("moe", "fp32", "etp2"),
+    Case("moe", "mxfp8", "etp2"),
+    Case("moe", "fp32", "tp2 etp1 ep2"),
     *MUON,
 ]
 CONTINUED = [
@@ -53,6 +56,10 @@ CONTINUED = [
     Case("tied", "fp32", "pp2", start="one"),
     Case("deep", "fp32", "fsdp2", start="pp2 Interleaved1F1B"),
     Case("moe", "muon", "tp2", start="ep2 fsdp2"),
+    Case("moe", "fp32", "etp2", start="etp2"),
+    Case("moe", "fp32", "etp2", start="ep2 fsdp2"),
+    Case("moe", "fp32", "tp2 etp1 ep2", start="etp2"),
+    Case("moe", "fp32", "ep2", start="tp2 etp1 ep2"),
 ]
 FOUR = [
     Case("moe", "fp32", "tp2 ep2 fsdp2"),
@@ -62,18 +69,24 @@ FOUR = [
     Case("deep", "fp32", "pp2 fsdp2"),
     Case("moe", "stored mxfp8", "fsdp4"),
     Case("dense", "fp32", "fsdp4 kept over 2"),
+    Case("moe", "fp32", "ep2 etp2"),
+    Case("moe", "fp32", "tp2 sp etp1 ep2 fsdp2"),
 ]
 BACK = [
     Case("moe", "fp32", "one", start="tp2 ep2 fsdp2"),
     Case("moe", "stored mxfp8", "one", start="fsdp4"),
     Case("tied", "fp32", "one", start="pp2"),
+    Case("moe", "fp32", "one", start="etp2"),
+    Case("moe", "fp32", "one", start="ep2 etp2"),
 ]
 
 
 def possible(case: Case) -> bool:
     """Whether this torch can shard the experts of a layer over another mesh than the rest, where the case does."""
     layouts = [layout for layout in (case.layout, case.start) if layout is not None]
-    return shards_experts_apart() or not any("ep2" in layout and "sdp" in layout for layout in layouts)
+    return shards_experts_apart() or not any(
+        ("ep2" in layout or "etp" in layout) and "sdp" in layout for layout in layouts
+    )
 
 
 def each(cases: list[Case]) -> list[Any]:
@@ -101,6 +114,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     "dense_delayed_tp2",
     "moe_fp32_ep2_fsdp2",
     "moe_fp32_cp2",
+    "moe_fp32_etp2",
     "tied_fp32_pp2",
     "dense_fp32_fsdp2_after_fsdp2",
     "moe_fp32_tp2_ep2_fsdp2",
@@ -130,7 +144,7 @@ def test_the_same_layout_continues_bit_for_bit(case: Case, runs: Runs) -> None:
 
 
 @pytest.mark.sentinels("dense_fp32_fsdp2", "moe_fp32_ep2_fsdp2", "moe_fp32_tp2_ep2_fsdp2")
-@pytest.mark.parametrize("case", each([TRAINED[0], TRAINED[3], TRAINED[4], TRAINED[7], FOUR[0], FOUR[-1]]))
+@pytest.mark.parametrize("case", each([*(TRAINED[i] for i in (0, 3, 4, 7, 14)), FOUR[0], *FOUR[-3:]]))
 def test_the_result_is_an_ordinary_folder(case: Case, runs: Runs) -> None:
     """Of the weights of one rank, but for sums in another order, which Adam may turn into steps of the size of lr."""
     final = runs.output_dir(case) / "final"
@@ -216,7 +230,7 @@ SLOW = [
     for precision in (PRECISIONS if kind != "mla_moe" else ("fp32", "mxfp8"))
     for layout in LAYOUTS
     if layout != "one"
-    and (kind != "dense" or "ep2" not in layout)
+    and (kind != "dense" or not ("ep2" in layout or "etp" in layout))
     # a split would cut the blocks of 32 rows of this model, or is not implemented
     and not (precision.startswith("stored") and ("tp2" in layout or "kept" in layout))
     and possible(Case(kind, precision, layout))
@@ -230,7 +244,7 @@ SLOW += [
 ]
 SLOW += [Case("moe", "muon", layout) for layout in LAYOUTS if layout != "one" and possible(Case("moe", "muon", layout))]
 SLOW += [Case("wide", "stored mxfp8", layout) for layout in ("tp2", "tp2 dp2", "tp2 fsdp2", "fsdp4", "pp2")]
-FROM = ("one", "dp2", "fsdp2", "tp2", "pp2", "ep2 fsdp2", "cp2")
+FROM = ("one", "dp2", "fsdp2", "tp2", "pp2", "ep2 fsdp2", "cp2", "etp2")
 
 
 @pytest.mark.slow
