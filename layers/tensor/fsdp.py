@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ..collectives import resolve_group
 from ..quantizer import Quantizer, Usage
 from ..quantizer.schema import FieldLayout, alignment
-from .high_precision_init import hand_to_shards
+from .high_precision_init import hand_to_shards, part_of_shard
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -133,6 +133,27 @@ def share_scales(module: nn.Module) -> None:
                 local.amax_group = mesh.get_group(mesh.ndim - 1).group_name
     for part in module.modules():
         hand_to_shards(part, largest_shard)
+
+
+@contextlib.contextmanager
+def unsharded(module: nn.Module) -> Iterator[None]:
+    """Inside, a module's own sharded parameters are whole ones in high precision, without values; at the end each shard
+    gets its part of what was written. Every rank writes the same."""
+    shards = {name: p for name, p in module.named_parameters(recurse=False) if local_part(p) is not p}
+    if shards:
+        share_scales(module)
+    for name, shard in shards.items():
+        whole = torch.empty(shard.shape, dtype=shard.dtype, device=local_part(shard).device)
+        module._parameters[name] = nn.Parameter(whole, requires_grad=False)
+    try:
+        yield
+        with torch.no_grad():
+            for name, shard in shards.items():
+                whole = module._parameters[name]
+                assert whole is not None
+                local_part(shard).copy_(part_of_shard(whole, shard, largest_shard))  # pyright: ignore[reportArgumentType]
+    finally:
+        module._parameters.update(shards)
 
 
 @contextlib.contextmanager

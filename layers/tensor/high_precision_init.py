@@ -60,7 +60,7 @@ def hand_to_shards(module: nn.Module, largest_shard: Callable[[Tensor, int, int]
             continue
         initial = held.pop(name)
         if initial.value is not None:
-            _attach(parameter, InitialValue(_part_of(initial.value, parameter, largest_shard).clone()))
+            _attach(parameter, InitialValue(part_of_shard(initial.value, parameter, largest_shard).clone()))
             initial.clear()
 
 
@@ -95,7 +95,7 @@ def _preserved_of(parameter: Tensor) -> InitialValue | None:
     return None if method is None else method.__self__
 
 
-def _part_of(value: Tensor, parameter: DTensor, largest_shard: Callable[[Tensor, int, int], int]) -> Tensor:
+def part_of_shard(value: Tensor, parameter: DTensor, largest_shard: Callable[[Tensor, int, int], int]) -> Tensor:
     """Return this rank's rows of a value of the whole parameter."""
     from torch.distributed.tensor import Shard
 

@@ -36,7 +36,7 @@ from .embedding import Embedding, check_words, input_size, resize_rows
 from .moe import Experts
 from .mtp import MultiTokenPrediction, check_mtp
 from .output import ModelOutput, OutputLayer, RouterLossWeights
-from .parallel import SharedModel, check_split, check_tokens, check_tokens_shared, groups_of, place_of
+from .parallel import SharedModel, check_split, check_tokens, check_tokens_shared, groups_of, place_of, reset_model
 from .pretrained.in_memory import converter_of, fill_from_hf, to_hf
 from .pretrained.keep_in_fp32 import keep_dtypes
 from .pretrained.split_saving import save_split
@@ -357,11 +357,9 @@ class GPTModel(SharedModel):
 
     def reset_parameters(self) -> None:
         """Initialise all parameters again, in the order of construction. After `torch.manual_seed(s)` the parameters
-        equal the values of a model that is built after `torch.manual_seed(s)`."""
-        for module in self.modules():
-            reset = getattr(module, "reset_parameters", None)
-            if module is not self and reset is not None:
-                reset()
+        equal the values of a model that is built after `torch.manual_seed(s)`; with that seed on every rank, those of a
+        split, distributed or sharded model, or of a pipeline stage, equal their part of these values."""
+        reset_model(self)
 
     def stored_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) of what a checkpoint holds: parameters, one that is shared between layers under each of

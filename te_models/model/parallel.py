@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from te_models.layers.collectives import check_member, resolve_group
 from te_models.layers.distributed.expert_parallel import check_same_tokens
+from te_models.layers.tensor.fsdp import unsharded
 
 from ..config import ConfigError, ModelConfig
 from .build import Build, ExpertDispatch
@@ -226,3 +228,52 @@ def place_of(model: GPTModel) -> Place:
         if group is not None:
             place |= {f"{name}_rank": group.rank(), f"{name}_size": group.size()}
     return Place(**place)
+
+
+def reset_model(model: GPTModel) -> None:
+    """Do as `GPTModel.reset_parameters` says. Other pipeline stages stay as they are."""
+    reshard(model)
+    own = set(model.modules())
+    for part in (model.whole or model).children():
+        reset_parameters(part, own)
+
+
+def reset_parameters(part: nn.Module, own: Collection[nn.Module] | None = None) -> None:
+    """Initialise a part of a model anew, in the order of construction: draws what the part of a new model draws. A
+    shard gets its part of what the whole parameter would get, one module after the other.
+
+    own: the modules that this rank has, None for all; for others random numbers are drawn and forgotten.
+    """
+    for module in part.modules():
+        reset = getattr(module, "reset_parameters", None)
+        if reset is not None:
+            with unsharded(module) if own is None or module in own else _elsewhere(module):
+                reset()
+
+
+@contextlib.contextmanager
+def _elsewhere(module: nn.Module) -> Iterator[None]:
+    """Inside, a module has parameters and buffers that are forgotten at the end."""
+    held = module._parameters, module._buffers
+
+    def empty(tensors: dict[str, Any]) -> dict[str, Any]:
+        return {name: t if t is None else torch.empty(t.shape, dtype=t.dtype) for name, t in tensors.items()}
+
+    module._parameters, module._buffers = map(empty, held)
+    try:
+        yield
+    finally:
+        module._parameters, module._buffers = held
+
+
+def reshard(model: GPTModel) -> None:
+    """Free the gathered parameters that FSDP2 keeps after a forward pass, so that a model's parameters are its shards
+    again."""
+    if not dist.is_available():
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    for root in model.pipeline_stages or (model,):
+        for module in root.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()

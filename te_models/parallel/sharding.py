@@ -20,6 +20,7 @@ from te_models.layers.tensor.fsdp import shards_of_blocks
 from ..config import ConfigError
 from ..model import GPTModel
 from ..model.mtp import check_mtp
+from ..model.parallel import reset_parameters
 from ..model.stage import with_layers
 from .mesh import ParallelMesh
 from .pipeline import Stage, StageLayout
@@ -147,17 +148,6 @@ def _own_stages(model: GPTModel, mesh: ParallelMesh, stages: StageLayout, *, sha
     return own
 
 
-def reshard(model: GPTModel) -> None:
-    """Free the gathered parameters that FSDP2 keeps after a forward pass, so that a model's parameters are its shards
-    again."""
-    from torch.distributed.fsdp import FSDPModule
-
-    for root in model.pipeline_stages or (model,):
-        for module in root.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-
-
 def _reshard_of(asked: ReshardAfterForward) -> bool | int | None:
     return {"default": None, "always": True, "never": False}[asked] if isinstance(asked, str) else asked
 
@@ -166,14 +156,6 @@ def parts_of(model: GPTModel) -> Iterator[nn.Module]:
     """Yield the parts of a model that are sharded one by one, in the order in which they are created."""
     parts = (model.embedding, *model.decoder.layers, model.decoder.final_layernorm, model.output_layer)
     yield from (part for part in parts if part is not None)
-
-
-def reset_parameters(part: nn.Module) -> None:
-    """Initialise a part of a model anew, in the order of construction: draws what the part of a new model draws."""
-    for module in part.modules():
-        reset = getattr(module, "reset_parameters", None)
-        if reset is not None:
-            reset()
 
 
 def _store_quantized(part: nn.Module, recipe: Recipe) -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 
 from ..config import ConfigError, ModelConfig
 from ..training.config import TrainConfig
 from .estimate import Hardware, Plan, model_of
-from .process import plan_run
+from .process import plan_each
 
 Layout = dict[str, int]
 
@@ -30,9 +27,16 @@ def plan_layouts(config: TrainConfig, ranks: int, hardware: Hardware) -> list[Pl
 
     As many are planned at a time as the machine has cores.
     """
-    sizes = list(layouts_of(model_of(config), ranks, hardware.node_ranks))
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = list(pool.map(partial(_planned, config, ranks, hardware), sizes))
+    found: list[Plan | Refused] = []
+    sizes, runs = [], []
+    for its in layouts_of(model_of(config), ranks, hardware.node_ranks):
+        try:
+            runs.append(_run(config, ranks, its))
+            sizes.append(its)
+        except ConfigError as error:
+            found.append(Refused(its, str(error)))
+    for its, plan in zip(sizes, plan_each(runs, ranks, hardware), strict=True):
+        found.append(Refused(its, str(plan)) if isinstance(plan, ConfigError) else plan)
     return sorted(found, key=_rank)
 
 
@@ -53,13 +57,10 @@ def _powers(base: int, most: int) -> Iterator[int]:
         size *= base
 
 
-def _planned(config: TrainConfig, ranks: int, hardware: Hardware, sizes: Layout) -> Plan | Refused:
+def _run(config: TrainConfig, ranks: int, sizes: Layout) -> TrainConfig:
     shards = -1 if ranks > sizes["tensor_model_parallel_size"] else 1
     every = {"data_parallel_replicate_size": None, "data_parallel_shard_size": shards, **sizes}
-    try:
-        return plan_run(config.replace(parallel=config.parallel.replace(**every)), ranks, hardware)
-    except ConfigError as error:
-        return Refused(sizes, str(error))
+    return config.replace(parallel=config.parallel.replace(**every))
 
 
 def _rank(found: Plan | Refused) -> tuple[int, float]:

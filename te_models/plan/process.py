@@ -1,15 +1,37 @@
-"""A plan in a process of its own: `python -m te_models.plan.process` reads what to plan, and prints it, as JSON."""
+"""Plans in processes of their own: `python -m te_models.plan.process` reads what to plan, and prints it, as JSON.
+
+torch keeps the meshes of a plan, so that each needs a new process. It is forked from one that has imported torch: a new
+interpreter spends seconds on that.
+"""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import subprocess
 import sys
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from importlib import import_module
+from multiprocessing.connection import Connection, wait
+from typing import Any
 
 from ..config import ConfigError
 from ..training.config import TrainConfig
 from .estimate import Hardware, Plan, plan_here
+
+Task = dict[str, Any]
+_USED = (
+    "torch._dynamo",
+    "torch._subclasses.fake_tensor",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.testing._internal.distributed.fake_pg",
+)
+"""What a plan imports on its way."""
 
 
 def plan_run(config: TrainConfig, ranks: int, hardware: Hardware | None = None) -> Plan:
@@ -22,17 +44,82 @@ def plan_run(config: TrainConfig, ranks: int, hardware: Hardware | None = None) 
         plan = plan_run(config, ranks=64)
         print(plan.memory / 2**30, plan.fits)
     """
-    asked = {"config": config.to_dict(), "ranks": ranks, "hardware": asdict(hardware or Hardware())}
+    (found,) = plan_each([config], ranks, hardware or Hardware())
+    if isinstance(found, ConfigError):
+        raise found
+    return found
+
+
+def plan_each(configs: Sequence[TrainConfig], ranks: int, hardware: Hardware) -> list[Plan | ConfigError]:
+    """Return the plan of each run, or why it is refused, as many at a time as the machine has cores.
+
+    Raises RuntimeError where a process fails or is killed.
+    """
+    shared = {"ranks": ranks, "hardware": asdict(hardware)}
+    asked = [{"config": config.to_dict(), **shared} for config in configs]
     child = [sys.executable, "-m", "te_models.plan.process"]
     run = subprocess.run(child, input=json.dumps(asked), capture_output=True, text=True, check=False)
     if run.returncode:
-        error = RuntimeError(f"the plan failed: {(run.stderr.strip().splitlines() or ['without a word'])[-1]}")
-        error.add_note(run.stderr)  # `--debug` shows where
-        raise error
-    answer = json.loads(run.stdout)
-    if "refused" in answer:
-        raise ConfigError(answer["refused"])
-    return Plan.from_dict(answer)
+        raise _failure((run.stderr.strip().splitlines() or [f"exit code {run.returncode}"])[-1], run.stderr)
+    return [_read(answer) for answer in json.loads(run.stdout)]
+
+
+def _read(answer: Task) -> Plan | ConfigError:
+    if "failed" in answer:
+        raise _failure(answer["failed"], answer["where"])
+    return ConfigError(answer["refused"]) if "refused" in answer else Plan.from_dict(answer)
+
+
+def _failure(why: str, where: str) -> RuntimeError:
+    error = RuntimeError(f"the plan failed: {why}")
+    error.add_note(where)  # `--debug` shows it
+    return error
+
+
+def in_forks(tasks: Sequence[Task], work: Callable[[Task], Task], at_once: int) -> list[Task]:
+    """Return what `work` makes of each task in a fork of this process, JSON values both; of a fork that fails or is
+    killed {"failed": a sentence, "where": its traceback}."""
+    context = multiprocessing.get_context("fork")
+    found: list[Task] = [{} for _ in tasks]
+    left, running = deque(enumerate(tasks)), {}
+    while left or running:
+        while left and len(running) < at_once:
+            number, task = left.popleft()
+            receiving, sending = context.Pipe(duplex=False)
+            process = context.Process(target=_send, args=(work, task, sending), daemon=True)
+            process.start()
+            sending.close()  # so that the end of the fork is the end of the pipe
+            running[receiving] = number, process
+        for receiving in wait(list(running)):
+            assert isinstance(receiving, Connection)
+            number, process = running.pop(receiving)
+            try:
+                found[number] = json.loads(receiving.recv_bytes())
+            except EOFError:
+                process.join()
+                code = process.exitcode or 0
+                how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+                found[number] = {"failed": f"its process {how} before it had an answer", "where": ""}
+            process.join()
+            receiving.close()
+    return found
+
+
+def _send(work: Callable[[Task], Task], task: Task, to: Connection) -> None:
+    try:
+        found = work(task)
+    except Exception as error:  # the process that asked says it
+        found = {"failed": f"{type(error).__name__}: {error}", "where": traceback.format_exc()}
+    to.send_bytes(json.dumps(found).encode())
+
+
+def _plan(asked: Task) -> Task:
+    try:
+        return plan_here(
+            TrainConfig.from_dict(asked["config"]), asked["ranks"], Hardware(**asked["hardware"])
+        ).to_dict()
+    except ConfigError as error:
+        return {"refused": str(error)}
 
 
 def main() -> None:
@@ -40,13 +127,9 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
-    asked = json.load(sys.stdin)
-    try:
-        plan = plan_here(TrainConfig.from_dict(asked["config"]), asked["ranks"], Hardware(**asked["hardware"]))
-    except ConfigError as error:
-        print(json.dumps({"refused": str(error)}))
-    else:
-        print(json.dumps(plan.to_dict()))
+    for name in _USED:
+        import_module(name)
+    print(json.dumps(in_forks(json.load(sys.stdin), _plan, os.cpu_count() or 1)))
 
 
 if __name__ == "__main__":

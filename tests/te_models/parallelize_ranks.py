@@ -95,6 +95,27 @@ def starts_as_the_whole_model(name: str, layout: str) -> None:
     has_the_values_of(model, whole)
 
 
+def starts_anew(name: str, layout: str, weights: str | None = None) -> None:
+    """With the bits that it was built with, from the same seed, after steps and with gathered parameters."""
+    mesh, options = mesh_of(layout), {} if weights is None else {"weights": recipe(weights)}
+    torch.manual_seed(5)
+    model = split(CONFIGS[name], mesh)
+    parallelize(model, mesh, device="cpu", reshard_after_forward="never", **options)
+    if weights is not None:
+        assert any(isinstance(local_part(p), QuantizedTensor) for p in model.parameters())
+
+    def bits() -> dict[str, torch.Tensor]:
+        return {key: raw(part.tensor).clone() for key, part in ModelParts(model).stored().items()}
+
+    built, ids = bits(), token_ids(2, 16)
+    for seed in (6, 5):
+        model(ids, labels=ids, return_logits=False).loss.backward()
+        torch.manual_seed(seed)
+        model.reset_parameters()
+        same = [key for key, found in bits().items() if torch.equal(found, built[key])]
+        assert (len(same) == len(built)) == (seed == 5), (seed, same)
+
+
 def one_layer_at_a_time() -> None:
     """When a layer is filled, those before it are shards, and those after it have no data."""
     config, mesh = CONFIGS["moe_shared"], mesh_of("ep2_fsdp4")
@@ -255,6 +276,10 @@ def _cases() -> dict[str, Any]:
             if config.moe is None and layout not in DENSE:
                 continue
             cases[f"start {name} {layout}"] = lambda n=name, its=layout: starts_as_the_whole_model(n, its)
+    for name, layout in (("moe_biases", "ep2_fsdp4"), ("moe_shared", "ep2_tp2_fsdp2")):
+        cases[f"anew {name} {layout}"] = lambda n=name, its=layout: starts_anew(n, its)
+    cases["anew stored"] = lambda: starts_anew("moe_shared", "ep2_fsdp4", "mxfp8")
+    cases["anew stored, one scale"] = lambda: starts_anew("moe_shared", "hsdp", "current")
     for name in ("dense", "moe_shared"):
         for layout in ("hsdp", "tp2_fsdp2", "ep2_tp2_fsdp2", "ep2_etp2_fsdp4", "tp2_etp1_ep2_fsdp2"):
             if CONFIGS[name].moe is not None or layout in DENSE:

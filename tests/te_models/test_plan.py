@@ -17,7 +17,7 @@ from te_models import GPTModel
 from te_models.cli.main import main
 from te_models.config import ConfigError, ModelConfig
 from te_models.model.flops import forward_flops_per_token, training_flops_per_token
-from te_models.plan import Hardware, Plan, plan_run
+from te_models.plan import Hardware, Plan, Refused, plan_layouts, plan_run
 from te_models.plan.layouts import layouts_of
 from te_models.plan.micro_batch import of_layers
 from tests.covering import selected
@@ -144,6 +144,44 @@ def test_the_command_says_whether_it_fits(tmp_path: Path, capsys: pytest.Capture
     plan = Plan.from_dict(values)
     assert not plan.fits and plan.to_dict() == values
     assert plan.memory == plan.parameters + plan.optimizer + plan.activations > 0.0001 * 2**30
+
+
+KILLED = """
+import os
+from te_models.plan.process import in_forks
+
+def work(task):
+    if "signal" in task:
+        os.kill(os.getpid(), task["signal"])
+    if "exit" in task:
+        os._exit(task["exit"])
+    return {"seen": 1 / task["number"]}
+
+found = in_forks([{"number": 2}, {"signal": 9}, {"exit": 3}, {"number": 0}, {"number": 4}], work, 2)
+print([answer.get("seen", answer.get("failed")) for answer in found])
+"""
+
+
+def test_a_process_that_is_killed_is_one_sentence() -> None:
+    done = run_python(["-c", KILLED], timeout=600)
+    assert done.returncode == 0, done.stderr
+    killed, ended = (
+        f"its process {how} before it had an answer" for how in ("was killed by signal 9", "ended with exit code 3")
+    )
+    assert done.stdout == f"{[0.5, killed, ended, 'ZeroDivisionError: division by zero', 0.25]}\n"
+
+
+@pytest.mark.usefixtures("forked")
+def test_layouts_are_planned_by_utilization_and_refused_ones_come_last(tmp_path: Path) -> None:
+    config = tiny_run(tmp_path, moe=True)
+    found = plan_layouts(config, 4, Hardware())
+    assert {
+        tuple(plan.sizes[name] for name in ("tensor_model_parallel_size", "expert_model_parallel_size"))
+        for plan in found
+    } == {(1, 1), (1, 4), (2, 1), (4, 1)}
+    assert [isinstance(plan, Refused) for plan in found] == [False, False, False, True]
+    assert "which 4 ranks cannot share equally" in found[-1].reason
+    assert [plan.mfu for plan in found[:3]] == sorted((plan.mfu for plan in found[:3]), reverse=True)
 
 
 @pytest.mark.usefixtures("forked")

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from te_models.checkpoints import save_model
 
 from ...model import GPTModel
+from ...model.parallel import reshard
 from ...parallel.parts import ModelParts
-from ...parallel.sharding import reshard
 from ...terminal import say
 from ..lora import ADAPTER_HF, Adapters
 from ..optimizer.adamw import Optimizer

@@ -46,6 +46,25 @@ def test_a_middle_stage_has_layers_alone() -> None:
         stage(torch.zeros(1, 4, dtype=torch.int64))
 
 
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_a_stage_starts_anew_as_the_whole_model(device: str) -> None:
+    """It draws what the other stages get, and leaves them as they are."""
+    torch.manual_seed(3)
+    expected = dict(GPTModel(VARIANTS["moe_shared"]).named_parameters())
+    whole = GPTModel(VARIANTS["moe_shared"], device=device)
+    before = {name: parameter.clone() for name, parameter in whole.named_parameters()}
+    stage = whole.stage(1, 2)
+    stage.to_empty(device="cpu")
+    torch.manual_seed(3)
+    stage.reset_parameters()
+    own = dict(stage.named_parameters())
+    for name, parameter in whole.named_parameters():
+        if name in own:
+            assert parameter is own[name] and torch.equal(parameter, expected[name]), name
+        else:
+            assert parameter.is_meta if device == "meta" else torch.equal(parameter, before[name]), name
+
+
 def test_layers_that_are_not_there_are_refused() -> None:
     model = GPTModel(VARIANTS["dense"], device="meta")
     with pytest.raises(ConfigError, match=r"asked for with layers \[\]; allowed: one or more"):
