@@ -65,6 +65,7 @@ def relinked(text: str, page: Path) -> str:
     for name in ("CHANGELOG", "CONTRIBUTING", "SECURITY"):
         text = re.sub(rf"\]\((?:\.\./)*{name}\.md", f"]({name.lower()}.md", text)
     text = re.sub(r"\]\((?:\.\./)*README\.md", "](index.md", text)
+    text = text.replace("](../examples/", "](examples/").replace("](../docs/", "](../")
     return re.sub(r"\]\((?:\.\./)*(bench/results/[\w.]+)\)", r"](\1)", text)
 
 
@@ -76,6 +77,7 @@ def main() -> None:
         shutil.copytree(ROOT / folder, OUT / "package" / target, ignore=ignored, dirs_exist_ok=True)
     pages = OUT / "docs"
     shutil.copytree(ROOT / "docs", pages, ignore=shutil.ignore_patterns("*.py", "*.json", "__pycache__"))
+    shutil.copytree(ROOT / "examples", pages / "examples", dirs_exist_ok=True)
     shutil.copytree(ROOT / "bench" / "results", pages / "bench" / "results")
     for name, target in (("README", "index"), ("CHANGELOG", "changelog"), ("CONTRIBUTING", "contributing")):
         shutil.copy(ROOT / f"{name}.md", pages / f"{target}.md")

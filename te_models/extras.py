@@ -16,6 +16,7 @@ from types import ModuleType
 EXTRAS: dict[str, tuple[str, ...]] = {
     "hf": ("transformers", "tokenizers", "huggingface_hub"),
     "trainer": ("accelerate",),
+    "trl": ("trl", "datasets"),
     "peft": ("peft", "transformers"),
     "gpu": ("triton",),
     "quantized": ("accelerate", "compressed_tensors"),
@@ -25,6 +26,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "plot": ("matplotlib",),
     "tensorboard": ("tensorboard",),
     "wandb": ("wandb",),
+    "eval": ("lm_eval",),
     "demo": ("gguf",),
 }
 """The top-level modules that each extra of pyproject.toml brings (a test compares the two)."""

@@ -160,6 +160,13 @@ class ChatTokenizer:
         marked = array("I", self._process.ask(b"C", asked, _room(size) * (len(messages) + 1))).tolist()
         return [id & 0x7FFFFFFF for id in marked], [id >> 31 for id in marked]
 
+    def prompt(self, messages: list[dict[str, str]]) -> list[int]:
+        """Return the ids of a chat up to where the assistant's next message begins (`add_generation_prompt`). Raises
+        TokenizerError where the template refuses the messages, or is absent."""
+        asked = json.dumps({"folder": self._folder, "messages": messages}).encode()
+        size = sum(len(message["content"].encode("utf-8", "surrogatepass")) for message in messages)
+        return array("I", self._process.ask(b"P", asked, _room(size) * (len(messages) + 1))).tolist()
+
     def close(self) -> None:
         """End the process."""
         self._process.close()

@@ -83,6 +83,8 @@ def _answer(state: dict[str, Any], kind: bytes, data: bytes) -> bytes:
         return _of_folder(**json.loads(data))
     if kind == b"C":
         return _of_chat(state, **json.loads(data))
+    if kind == b"P":
+        return _of_prompt(state, **json.loads(data))
     tokenizer = state["tokenizer"]
     if kind in (b"e", b"E"):
         return _bounded(tokenizer.encode(data.decode(), add_special_tokens=kind == b"E").ids, len(data))
@@ -119,12 +121,8 @@ def _of_folder(folder: str, text: str) -> bytes:
 
 def _of_chat(state: dict[str, Any], folder: str, messages: list[dict[str, str]]) -> bytes:
     """What the assistant wrote is what the template marks, or what each of its messages adds to the text before it."""
-    if state.get("chat_folder") != folder:
-        state["chat_folder"], state["chat"] = folder, _auto_tokenizer(folder)
-    tokenizer = state["chat"]
+    tokenizer = _chat_tokenizer(state, folder)
     template = tokenizer.chat_template
-    if not template:
-        raise LimitError("there is no chat template in the folder")
     if isinstance(template, str) and "{% generation" in template.replace("{%-", "{%"):
         found = tokenizer.apply_chat_template(
             messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
@@ -150,6 +148,20 @@ def _of_chat(state: dict[str, Any], folder: str, messages: list[dict[str, str]])
             ids += piece_ids
             scored += [mark] * len(piece_ids)
     return array("I", [id | mark << 31 for id, mark in zip(ids, scored, strict=True)]).tobytes()
+
+
+def _of_prompt(state: dict[str, Any], folder: str, messages: list[dict[str, str]]) -> bytes:
+    tokenizer = _chat_tokenizer(state, folder)
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return array("I", tokenizer(text, add_special_tokens=False)["input_ids"]).tobytes()
+
+
+def _chat_tokenizer(state: dict[str, Any], folder: str) -> Any:
+    if state.get("chat_folder") != folder:
+        state["chat_folder"], state["chat"] = folder, _auto_tokenizer(folder)
+    if not state["chat"].chat_template:
+        raise LimitError("there is no chat template in the folder")
+    return state["chat"]
 
 
 def _auto_tokenizer(folder: str) -> Any:

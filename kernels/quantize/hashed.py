@@ -54,6 +54,11 @@ def hash_key(seed: int, stream: int, device: torch.device | str = "cpu") -> Tens
     return torch.stack([torch.full((), _signed(word), dtype=torch.int32, device=device) for word in words])
 
 
+def hash_words(key: Tensor, step: Tensor) -> Tensor:
+    """Return the two words of a step that `hashed_bits` mixes an index with, int32 [2]."""
+    return _mix(key ^ step)
+
+
 def hashed_bits(key: Tensor, step: Tensor, begin: Tensor, shape: Sequence[int]) -> Tensor:
     """Return 32 uniform bits per element, int32, of the given shape.
 
@@ -61,6 +66,6 @@ def hashed_bits(key: Tensor, step: Tensor, begin: Tensor, shape: Sequence[int]) 
     With (k0, k1) = mix(key ^ step), the bits at index i are mix(mix(i ^ k0) + k1): the second word between two rounds
     keeps two steps from being one sequence in another order.
     """
-    words = once(_mix(key ^ step))
+    words = once(hash_words(key, step))
     index = torch.arange(math.prod(shape), dtype=torch.int32, device=key.device) + begin
     return _mix(_mix(index ^ words[0]) + words[1]).view(shape)

@@ -18,6 +18,9 @@ from te_models.kernels.compiling import compiling
 from ..tensor.fsdp import local_part
 from ..tensor.quantized_tensor import QuantizedTensor
 
+_SCALES = "_scale_inv"
+"""What the name of a moment's entry with a scale per block adds to the moment's."""
+
 
 @dataclass
 class Piece:
@@ -33,15 +36,25 @@ class Piece:
 
 def pieces(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], index: int, limit: int) -> Iterator[Piece]:
     """Yield a parameter in pieces of at most `limit` elements, or whole where it cannot be split: quantized weights,
-    moments with scales of blocks, what is not contiguous, and inside a graph, where nothing would be gained.
+    moments in blocks that do not divide it, what is not contiguous, and inside a graph, where nothing would be gained.
 
     index: the parameter's place among all, from 1.
     """
     whole = Piece(local_part(parameter), local_part(gradient), {k: local_part(v) for k, v in state.items()}, index)
     parts = {k: v for k, v in whole.state.items() if k != "step"}
     size = whole.parameter.numel()
-    tensors = (whole.parameter, whole.gradient, *parts.values())
+    scales = {k: v for k, v in parts.items() if k.endswith(_SCALES)}
+    block = size // max(1, min((v.numel() for v in scales.values()), default=size))
+    tensors = (whole.parameter, whole.gradient, *(v for k, v in parts.items() if k not in scales))
     alike = all(not isinstance(t, QuantizedTensor) and t.is_contiguous() and t.numel() == size for t in tensors)
+    alike = alike and limit % block == 0 and all(v.numel() * block == size for v in scales.values())
+
+    def part(name: str, stored: Tensor, begin: int) -> Tensor:
+        if name in scales:
+            return stored.view(-1)[begin // block : (begin + limit) // block]
+        flat = stored.view(-1)[begin : begin + limit]
+        return flat.view(-1, block) if name + _SCALES in scales else flat
+
     if size <= limit or not alike or compiling():
         yield whole
         return
@@ -50,7 +63,7 @@ def pieces(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], index:
         yield Piece(
             whole.parameter.view(-1)[cut],
             whole.gradient.view(-1)[cut],
-            {"step": whole.state["step"]} | {k: v.view(-1)[cut] for k, v in parts.items()},
+            {"step": whole.state["step"]} | {k: part(k, v, begin) for k, v in parts.items()},
             index,
             begin,
         )

@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from te_models.kernels.quantize import hash_key, hashed_bits, scale_from_amax
+from te_models.kernels.compiling import compiling
+from te_models.kernels.quantize import cpu_moments, hash_key, hashed_bits, scale_from_amax
 
 from ..tensor.fsdp import largest_part, local_part, rows_like
 from .adamw_update import Update, compiled_by_shape
@@ -114,8 +115,8 @@ class MomentStore:
         self.dtype: MomentDtype = dtype
         self.seed = seed
         self._round: Callable[..., tuple[Tensor, ...]] = torch.compile(_round, dynamic=True) if compile else _round
-        self._encode = compiled_by_shape(_encode) if compile else _encode
-        self._decode: Callable[..., tuple[Tensor, Tensor]] = compiled_by_shape(_decode) if compile else _decode
+        self._encode = _compiled_encode() if compile else _encode
+        self._decode: Callable[..., tuple[Tensor, Tensor]] = _compiled_decode() if compile else _decode
 
     def zeros(self, parameter: Tensor, local: Tensor) -> dict[str, Tensor]:
         """Return the state of moments that are zero. local: this rank's part of the parameter."""
@@ -224,6 +225,32 @@ def _decode(
     """Return both moments in float32 from what `_encode` returned."""
     decoded = decode_first(first, first_scale_inv, shape)
     return decoded, decode_second(second, second_scale_inv, shape)
+
+
+def _compiled_encode() -> Callable[..., tuple[Tensor, ...]]:
+    """Return `_encode` as one pass in C++ where it can be, else compiled by shape. A NaN is left to the latter."""
+    by_shape = compiled_by_shape(_encode)
+
+    def encode(first: Tensor, second: Tensor, key: Tensor, step: Tensor, begin: Tensor) -> tuple[Tensor, ...]:
+        if not compiling() and cpu_moments.available(first, second):
+            found = cpu_moments.encode_moments(first, second, key, step, begin)
+            if found is not None:
+                return found
+        return by_shape(first, second, key, step, begin)
+
+    return encode
+
+
+def _compiled_decode() -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return `_decode` as one pass in C++ where it can be, else compiled by shape."""
+    by_shape = compiled_by_shape(_decode)
+
+    def decode(*stored_and_shape: Any) -> tuple[Tensor, Tensor]:
+        if not compiling() and cpu_moments.available(*stored_and_shape[:-1]):
+            return cpu_moments.decode_moments(*stored_and_shape)
+        return by_shape(*stored_and_shape)
+
+    return decode
 
 
 def _word(number: int, device: torch.device) -> Tensor:

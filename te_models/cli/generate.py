@@ -1,21 +1,31 @@
-"""`te-models generate`: continue a prompt with a model folder."""
+"""`te-models generate`: continue prompts with a model folder, one, many, or the turns of a chat."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from ..terminal import say_while_waiting
-from ..tokenizer import FILE, Tokenizer, end_token, read_tokenizer
+from ..terminal import is_terminal, say, say_while_waiting
+from .codec import Codec, check_device, open_codec
 from .parser import Verbs, emit, integer, number, read_text, verb
+
+if TYPE_CHECKING:
+    from ..generation.text import TextStream
+    from ..model import GPTModel
 
 DESCRIPTION = """\
 Continue a prompt with a model folder (ours or Hugging Face's), using a key-value cache.
 The tokenizer is the one in the folder, or --tokenizer's; a token that it puts before every text
-is put there. Ends where the model, or the tokenizer, says that a text ends. The same seed gives
-the same text."""
+is put there. Ends where the model, or the tokenizer, says that a text ends, or at --stop. The same
+seed gives the same text. --prompts continues many prompts in batches: the lines of a file, or the
+field "prompt" of a .jsonl file. --chat reads turns from standard input, one a line, and answers
+each with the chat template of the tokenizer, until the input ends."""
 
 
 def add(verbs: Verbs) -> None:
@@ -24,7 +34,7 @@ def add(verbs: Verbs) -> None:
         verbs,
         "generate",
         run,
-        "continue a prompt",
+        "continue a prompt, many prompts, or a chat",
         DESCRIPTION,
         'te-models generate ./model --prompt "def main():" --max-new-tokens 40',
     )
@@ -32,104 +42,217 @@ def add(verbs: Verbs) -> None:
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue; - reads standard input")
     prompt.add_argument("--prompt-file", metavar="FILE", help="a UTF-8 file with the text to continue")
+    prompt.add_argument("--prompts", metavar="FILE", help="a file of prompts: lines of text, or .jsonl")
+    prompt.add_argument("--chat", action="store_true", help="answer the lines of standard input in turn")
+    parser.add_argument("--system", metavar="TEXT", help="with --chat: the system message")
+    parser.add_argument("--output", metavar="FILE.jsonl", help="with --prompts: where texts go (standard output)")
+    parser.add_argument("--batch-size", type=integer, metavar="N", help="with --prompts: prompts at a time (8)")
     parser.add_argument("--max-new-tokens", type=integer, default=50, metavar="N", help="stop after N tokens (50)")
+    parser.add_argument("--stop", metavar="TEXT", action="append", default=[], help="end before this text (repeatable)")
     parser.add_argument("--temperature", type=number, default=0.0, metavar="T", help="0 takes the best token (0)")
     parser.add_argument("--top-k", type=integer, metavar="K", help="sample among the K best tokens")
     parser.add_argument("--top-p", type=number, metavar="P", help="sample among the best tokens of total probability P")
     parser.add_argument("--seed", type=integer, default=0, help="seed of the sampling (0)")
+    parser.add_argument("--compile", action="store_true", help="compile decoding: slow at first, then faster")
+    parser.add_argument("--draft-model", metavar="DIR", help="a smaller model that proposes tokens")
+    parser.add_argument("--num-draft-tokens", type=integer, default=4, metavar="N", help="it proposes at a time (4)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="weights and compute")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (cpu)")
     parser.add_argument(
         "--dequantize", action="store_true", help="compute with the values of quantized weights, faster"
     )
     parser.add_argument("--no-verify", action="store_true", help="do not check the weights against manifest.json")
-    parser.add_argument("--tokenizer", metavar="DIR", help="a folder with tokenizer.json, if DIR has none")
+    parser.add_argument("--tokenizer", metavar="DIR", help='folder with tokenizer.json, or "bytes", if DIR has none')
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the prompt and its continuation."""
-    if args.max_new_tokens < 1:
-        raise ValueError(f"--max-new-tokens is {args.max_new_tokens}; allowed: 1 or more")
+    """Print the prompt and its continuation, write those of many, or answer turns."""
+    _check_options(args)
+    from te_models.checkpoints.io.hub import local_folder
+
+    check_device(args.device)
+    say_while_waiting(f"loading {args.model}")
+    folder = local_folder(args.model)
+    codec = open_codec(folder, args.tokenizer, "generate")
+    if args.chat:
+        from .chat import run_chat
+
+        return run_chat(args, codec, lambda: Model.load(args, folder, codec))
+    if args.prompts is not None:
+        prompts = read_prompts(Path(args.prompts))
+        ids = [codec.prompt_ids(prompt) for prompt in prompts]
+        return _many(args, Model.load(args, folder, codec), prompts, ids)
+    prompt = _prompt(args)
+    prompt_ids = codec.prompt_ids(prompt)
+    return _one(args, Model.load(args, folder, codec), prompt, prompt_ids)
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """Raise ValueError for options out of range, and for those that nothing would read."""
+    for name in ("max_new_tokens", "num_draft_tokens", "batch_size"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}; allowed: 1 or more")
     for option in ("top_k", "top_p"):
         if getattr(args, option) is not None and args.temperature == 0:
             raise ValueError(f"--{option.replace('_', '-')} needs --temperature above 0: at 0 the best token is taken")
-    from te_models.checkpoints.io.hub import local_folder
+    for option, needed, there in (
+        ("system", "--chat", args.chat),
+        ("output", "--prompts", args.prompts is not None),
+        ("batch_size", "--prompts", args.prompts is not None),
+    ):
+        if getattr(args, option) is not None and not there:
+            raise ValueError(f"--{option.replace('_', '-')} needs {needed}")
+    if args.draft_model is not None and args.compile:
+        raise ValueError("--compile and --draft-model are both given; allowed: one of them")
+    if args.draft_model is not None and (args.batch_size or 1) > 1:
+        raise ValueError(f"--batch-size is {args.batch_size}; allowed with --draft-model: 1")
+    if "" in args.stop:
+        raise ValueError("--stop is empty; allowed: text")
 
-    _check_device(args.device)
-    say_while_waiting(f"loading {args.model}")
-    folder = local_folder(args.model)
-    tokenizer, eos = _tokenizer(local_folder(args.tokenizer) if args.tokenizer else folder)
-    ends = sorted({*_ends(folder), *(() if eos is None else (eos,))})
-    prompt = _prompt(args)
-    prompt_ids = _prompt_ids(tokenizer, prompt)
 
-    import torch
+@dataclass(frozen=True)
+class Model:
+    """A loaded model with what it decodes with. ends: the tokens that end a text."""
 
-    from .. import GPTModel, stream
+    args: argparse.Namespace
+    gpt: GPTModel
+    draft: GPTModel | None
+    codec: Codec
+    ends: list[int]
 
-    dtype = getattr(torch, args.dtype)
-    how = {"device": args.device, "dequantize": args.dequantize, "verify": not args.no_verify}
-    model = GPTModel.from_pretrained(folder, dtype=dtype, **how)
-    if max(prompt_ids) >= model.config.vocab_size:
-        raise ValueError(
-            f"the tokenizer gives the prompt the token {max(prompt_ids)}, and the model has {model.config.vocab_size}: "
-            "it is another model's"
+    @classmethod
+    def load(cls, args: argparse.Namespace, folder: Path, codec: Codec) -> Model:
+        """Read the model, and the draft model where there is one."""
+        import torch
+
+        from te_models.checkpoints.io.hub import local_folder
+
+        from .. import GPTModel
+
+        how: Any = {"device": args.device, "dequantize": args.dequantize, "verify": not args.no_verify}
+        how["dtype"] = getattr(torch, args.dtype)
+        gpt = GPTModel.from_pretrained(folder, **how)
+        draft = None if args.draft_model is None else GPTModel.from_pretrained(local_folder(args.draft_model), **how)
+        ends = sorted({*_ends(folder), *(() if codec.eos is None else (codec.eos,))})
+        return cls(args, gpt, draft, codec, ends)
+
+    def text(self, *, show_ends: bool = True) -> TextStream:
+        """Return a text that tokens are added to."""
+        from ..generation.text import TextStream
+
+        return TextStream(self.codec.decode, stop=self.args.stop, ends=self.ends, show_ends=show_ends)
+
+    def new_tokens(self, prompts: list[list[int]], *, most: int | None = None) -> Iterator[list[int]]:
+        """Yield the next token of each prompt, after checking that all have room. most: None is --max-new-tokens."""
+        import torch
+
+        from .. import stream
+
+        config, most = self.gpt.config, self.args.max_new_tokens if most is None else most
+        largest = max(max(ids) for ids in prompts)
+        if largest >= config.vocab_size:
+            raise ValueError(
+                f"the tokenizer gives the prompt the token {largest}, and the model has {config.vocab_size}: "
+                "it is another model's"
+            )
+        longest = max(map(len, prompts))
+        room = config.max_position_embeddings - longest
+        if room < 1:
+            raise ValueError(
+                f"the prompt has {longest} tokens; allowed: fewer than the model's "
+                f"{config.max_position_embeddings} positions"
+            )
+        if most > room:
+            raise ValueError(f"--max-new-tokens is {most}; allowed: 1..{room}, the positions after the prompt")
+        rows = [[0] * (longest - len(ids)) + ids for ids in prompts]
+        mask = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts]
+        steps = stream(
+            self.gpt,
+            torch.tensor(rows, device=self.args.device),
+            most,
+            attention_mask=torch.tensor(mask, device=self.args.device),
+            temperature=self.args.temperature,
+            top_k=self.args.top_k,
+            top_p=self.args.top_p,
+            seed=self.args.seed,
+            eos_token_id=self.ends,
+            compile=self.args.compile,
+            draft_model=self.draft,
+            num_draft_tokens=self.args.num_draft_tokens,
         )
-    room = model.config.max_position_embeddings - len(prompt_ids)
-    if room < 1:
-        raise ValueError(
-            f"the prompt has {len(prompt_ids)} tokens; allowed: fewer than the model's "
-            f"{model.config.max_position_embeddings} positions"
-        )
-    if args.max_new_tokens > room:
-        raise ValueError(
-            f"--max-new-tokens is {args.max_new_tokens}; allowed: 1..{room}, the positions after the prompt"
-        )
-    steps = stream(
-        model,
-        torch.tensor([prompt_ids], device=args.device),
-        args.max_new_tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        seed=args.seed,
-        eos_token_id=ends,
-    )
-    start, new, text = time.perf_counter(), [], ""
-    if not args.json:
-        print(prompt, end="", flush=True)
-    for token in steps:
-        new.append(int(token))
-        grown = tokenizer.decode(new)
-        # A character of several bytes can be cut by the end of a token: it is shown when it is complete.
-        if not args.json and not grown.endswith("\N{REPLACEMENT CHARACTER}"):
-            print(grown[len(text) :], end="", flush=True)
-            text = grown
-    speed = len(new) / (time.perf_counter() - start)
+        return (token.tolist() for token in steps)
+
+
+def _one(args: argparse.Namespace, model: Model, prompt: str, prompt_ids: list[int]) -> int:
+    show: Callable[[str], None] = (lambda part: None) if args.json else (lambda part: print(part, end="", flush=True))
+    steps, text = model.new_tokens([prompt_ids]), model.text()
+    show(prompt)
+    begun = time.perf_counter()
+    for (token,) in steps:
+        show(text.add(token))
+        if text.finished:
+            break
+    speed = len(text.tokens) / (time.perf_counter() - begun)
     if args.json:
-        emit(
-            args,
-            {
-                "prompt": prompt,
-                "text": tokenizer.decode(new),
-                "tokens": new,
-                "tokens_per_second": speed,
-            },
-            "",
-        )
+        result = {"prompt": prompt, "text": text.text, "tokens": text.tokens, "tokens_per_second": speed}
+        emit(args, result, "")
     else:
-        print(tokenizer.decode(new)[len(text) :])
+        print(text.rest())
     return 0
 
 
-def _check_device(name: str) -> None:
-    import torch
+def _many(args: argparse.Namespace, model: Model, prompts: list[str], ids: list[list[int]]) -> int:
+    """Continue prompts in batches, and write a line of JSON for each, in their order."""
+    size = args.batch_size or (8 if model.draft is None else 1)
+    lines, begun = [], time.perf_counter()
+    for begin in range(0, len(prompts), size):
+        texts = [model.text(show_ends=False) for _ in ids[begin : begin + size]]
+        for tokens in model.new_tokens(ids[begin : begin + size]):
+            for text, token in zip(texts, tokens, strict=True):
+                if not text.finished:
+                    text.add(token)
+            if all(text.finished for text in texts):
+                break
+        for prompt, text in zip(prompts[begin : begin + size], texts, strict=True):
+            finish = "stop" if text.finished else "length"
+            lines.append({"prompt": prompt, "text": text.text, "tokens": text.tokens, "finish": finish})
+        if is_terminal(sys.stderr):
+            say(f"{len(lines)} of {len(prompts)} prompts")
+    text_of_lines = "".join(json.dumps(line) + "\n" for line in lines)
+    if args.output is None:
+        print(text_of_lines, end="")
+        return 0
+    from te_models.checkpoints.io.atomic import replace_text
 
-    gpus = torch.cuda.device_count()
-    allowed = ["cpu", *(["cuda"] if gpus else []), *(f"cuda:{i}" for i in range(gpus))]
-    allowed += ["mps"] if torch.backends.mps.is_available() else []
-    if name not in allowed:
-        raise ValueError(f"--device is {name!r}; allowed here: {', '.join(allowed)}")
+    replace_text(Path(args.output), text_of_lines)
+    count = sum(len(line["tokens"]) for line in lines)
+    speed = count / (time.perf_counter() - begun)
+    result = {"output": args.output, "prompts": len(lines), "tokens": count, "tokens_per_second": speed}
+    emit(args, result, f"{args.output}: {len(lines)} texts, {count:,} tokens, {speed:,.1f} tokens/s")
+    return 0
+
+
+def read_prompts(file: Path) -> list[str]:
+    """Return the prompts of a file: each line, or of .jsonl the text in the field "prompt" of each line's object.
+
+    Raises ValueError for a line that has none."""
+    text, found = read_text(str(file)), []
+    for number_of_line, line in enumerate(text.splitlines(), 1):
+        where = f"{file}, line {number_of_line}"
+        prompt: Any = line
+        if file.suffix in (".jsonl", ".ndjson"):
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{where} is not JSON: {error}") from None
+            prompt = row.get("prompt") if isinstance(row, dict) else None
+        if not isinstance(prompt, str) or not prompt:
+            raise ValueError(f'{where} has no prompt; allowed: text, or in .jsonl an object with a text "prompt"')
+        found.append(prompt)
+    if not found:
+        raise ValueError(f"{file} has no line; allowed: a prompt on each")
+    return found
 
 
 def _prompt(args: argparse.Namespace) -> str:
@@ -146,25 +269,6 @@ def _prompt(args: argparse.Namespace) -> str:
     except UnicodeEncodeError:
         raise ValueError("the prompt is not UTF-8 text") from None
     return prompt
-
-
-def _prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """The tokens to continue: as transformers, with those that the tokenizer puts before every text, but without those
-    that it puts behind it. A prompt that has the first ones written out gets no second ones."""
-    prompt_tokens = tokenizer.encode(prompt, add_special_tokens=False)
-    if not prompt_tokens:
-        raise ValueError("the prompt is empty")
-    whole = tokenizer.encode(prompt)
-    before = next((i for i in range(len(whole)) if whole[i : i + len(prompt_tokens)] == prompt_tokens), 0)
-    return prompt_tokens if prompt_tokens[:before] == whole[:before] else whole[:before] + prompt_tokens
-
-
-def _tokenizer(folder: Path) -> tuple[Tokenizer, int | None]:
-    """The tokenizer in `folder` and the id of the token that ends a text, if it names one."""
-    if not (folder / FILE).is_file():
-        raise ValueError(f"{folder} has no {FILE}; --tokenizer names a folder that has one")
-    tokenizer, eos = read_tokenizer(folder, "generate"), end_token(folder)
-    return tokenizer, None if eos is None else tokenizer.token_to_id(eos)
 
 
 def _ends(folder: Path) -> list[int]:

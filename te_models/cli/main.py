@@ -19,14 +19,14 @@ from ..extras import MissingExtraError
 from ..signals import Interrupted
 from ..suggestions import did_you_mean
 from ..terminal import complain
-from . import completion, convert, examine, generate, info, plan, quickstart, report, tokenize, train
+from . import completion, convert, evaluate, examine, generate, info, plan, quickstart, report, tokenize, train
 from .parser import Formatter, Parser, unknown
 
 GROUPS: dict[str, tuple[Any, ...]] = {
     "convert": (convert,),
     "inspect": (examine, info),
     "train": (tokenize, train, report, plan, quickstart),
-    "generate": (generate,),
+    "generate": (generate, evaluate),
     "shell": (completion,),
 }
 """The headings of the help, and the modules that add the verbs under each."""

@@ -48,18 +48,6 @@ def check_model(model: nn.Module) -> None:
             )
 
 
-class DenseFactor(nn.Module):
-    """weight: [out, in]."""
-
-    def __init__(self, inputs: int, outputs: int, **new: Any) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, inputs, **new))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [..., in] -> [..., out]."""
-        return nn.functional.linear(x, self.weight)
-
-
 class GroupedFactor(nn.Module):
     """weight: [num_gemms, out, in], one factor for each member."""
 
@@ -97,7 +85,7 @@ class AdaptedLayer(nn.Module):
 
     def factor(self, inputs: int, outputs: int, **new: Any) -> nn.Module:
         """Return a new factor, whose `weight` is [outputs, inputs] or a stack of such."""
-        return DenseFactor(inputs, outputs, **new)
+        return nn.Linear(inputs, outputs, bias=False, **new)
 
     def applied(self, options: dict[str, Any]) -> list[str]:
         """Return the names of the adapters of a call with these options, and take out those that the layer lacks."""

@@ -1,107 +1,148 @@
-"""The scripts and configurations in docs/examples/runs run, each with a small model in place of the real one."""
+"""The scripts, configurations and the notebook in examples/ run, each with a small model in place of the real one."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import io
 import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from te_models.cli.main import main
+from te_models.parallel import ParallelDims
 from te_models.training import load_config, read_metrics
 from tests.fork_server import run_python
 from tests.structure.test_documented_code import WITHOUT_COMPILER, reader  # noqa: F401  a folder with small models
 
-RUNS = Path(__file__).parents[2] / "docs/examples/runs"
+RUNS = Path(__file__).parents[2] / "examples"
 CHAT = """{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<end>{% endfor %}\
 {% if add_generation_prompt %}<assistant>{% endif %}"""
 SMALL = ["--steps", "2", "--length", "32"]
-MODEL = "models/smollm2"
+MODEL, INSTRUCT = "models/smollm2", "models/smollm2-instruct"
+PYTHON = ["--hidden", "64", "--no-compile", *SMALL]
 SCRIPTS = {
-    "pretrain_dense.py": (["corpus/*.py", "--hidden", "64", "--no-compile", *SMALL], "runs/dense/final"),
-    "pretrain_moe.py": (["corpus/*.py", "--hidden", "64", "--no-compile", *SMALL], "runs/moe"),
+    "pretrain_dense.py": (["corpus/*.py", *PYTHON], "runs/dense/final"),
+    "pretrain_moe.py": (["corpus/*.py", *PYTHON], "runs/moe"),
     "upcycle.py": ([MODEL, "corpus/*.py", "--no-compile", *SMALL], "runs/upcycled/final"),
-    "lora_fp8.py": ([MODEL, "corpus/a.py", *SMALL], "runs/lora-merged"),
-    "trainer.py": ([MODEL, "corpus/a.py", *SMALL], "runs/trainer/final"),
+    "trainer_transformers.py": ([MODEL, "corpus/a.py", *SMALL], "runs/trainer/final"),
+    "trainer_trl.py": ([INSTRUCT, "chats.jsonl", *SMALL], "runs/trl/final"),
+    "recipe_comparison.py": (["corpus/*.py", "--recipes", "none", "mxfp8", *PYTHON], "runs/recipes/mxfp8/final"),
+    "port_of_a_transformer_engine_script.py": (["--hidden", "32", "--length", "8", "--steps", "2"], ""),
 }
-"""Script: its arguments, and the model folder that it leaves."""
+"""Script: its arguments, and the model folder that it leaves, if any."""
+EXTRAS = {"trainer_transformers.py": "accelerate", "trainer_trl.py": "trl", "recipe_comparison.py": "matplotlib"}
+"""Script: the package that it needs beside those of the tests."""
+CONFIGURATIONS = ("finetune.toml", "sft_chat.toml", "lora.toml", "qlora_fp8.toml")
+RANKS = ("ranks/fsdp2.toml", "ranks/tp.toml", "ranks/ep.toml", "ranks/pp.toml")
 TINY = ["--steps", "2", "--no-compile", "--data.sequence-length", "32", "--data.micro-batch-size", "1"]
 TINY += ["--schedule.warmup-steps", "1", "--data.validation-fraction", "0.2", "--evaluation.batches", "1"]
-SHRUNK = ["--model.config.hidden-size", "32", "--model.config.num-layers", "1", "--steps", "2", "--no-compile"]
+SHRUNK = ["--model.config.hidden-size", "32", "--model.config.num-layers", "2", "--steps", "2", "--no-compile"]
 SHRUNK += ["--data.sequence-length", "32", "--device", "cpu"]
 
 
-def test_every_file_is_run_here() -> None:
-    assert {path.name for path in RUNS.iterdir()} == {*SCRIPTS, "finetune.toml", "sft.toml", "parallel.toml"}
+def test_every_file_is_run_here_and_indexed() -> None:
+    files = {path.relative_to(RUNS).as_posix() for path in RUNS.rglob("*.*")} - {"README.md"}
+    assert files == {*SCRIPTS, *CONFIGURATIONS, *RANKS, "quickstart.ipynb"}
+    index = (RUNS / "README.md").read_text()
+    assert [name for name in sorted(files) if f"]({name})" not in index] == []
 
 
-def test_pretraining_scripts_are_short() -> None:
-    for name in ("pretrain_dense.py", "pretrain_moe.py"):
-        code = (RUNS / name).read_text().partition('"""\n\n')[2]
-        assert len(code.splitlines()) <= 60, name
+def test_examples_are_short() -> None:
+    lengths = {name: len((RUNS / name).read_text().splitlines()) for name in (*SCRIPTS, *CONFIGURATIONS, *RANKS)}
+    assert {name: length for name, length in lengths.items() if length > 64} == {}
 
 
-@pytest.mark.sentinels("pretrain_dense.py", "pretrain_moe.py", "upcycle.py")
+def furnish(folder: Path, reader: Path) -> None:  # noqa: F811
+    """Put what the examples name into a folder: a model, the same with a chat template, a text, chats."""
+    (folder / "corpus").symlink_to(reader / "corpus")
+    (folder / "models").mkdir()
+    (folder / MODEL).symlink_to(reader / MODEL)
+    instruct = folder / INSTRUCT
+    instruct.mkdir()
+    for file in (reader / MODEL).iterdir():
+        if file.name != "manifest.json":
+            (instruct / file.name).write_bytes(file.read_bytes())
+    (instruct / "chat_template.jinja").write_text(CHAT)
+    chat = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}]
+    (folder / "chats.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 20)
+
+
+@pytest.mark.sentinels("pretrain_dense.py", "pretrain_moe.py", "upcycle.py", "port_of_a_transformer_engine_script.py")
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_runs(name: str, reader: Path, tmp_path: Path) -> None:  # noqa: F811
-    if name == "lora_fp8.py":
-        pytest.importorskip("peft")
-    if name == "trainer.py":
-        pytest.importorskip("accelerate")
-    for folder in ("models", "corpus"):
-        (tmp_path / folder).symlink_to(reader / folder)
+    if name in EXTRAS:
+        pytest.importorskip(EXTRAS[name])
+    furnish(tmp_path, reader)
     arguments, result = SCRIPTS[name]
     code = WITHOUT_COMPILER + (RUNS / name).read_text()
     (tmp_path / name).write_text(code)
     done = run_python([str(tmp_path / name), *arguments], env=os.environ | {"OMP_NUM_THREADS": "1"}, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert (tmp_path / result / "config.json").is_file()
+    assert not result or (tmp_path / result / "config.json").is_file()
+    assert "loss" in done.stdout
 
 
-def test_the_configurations_run(
+@pytest.mark.sentinels("sft_chat", "lora")
+@pytest.mark.parametrize("name", ["finetune", "sft_chat", "lora", "qlora_fp8"])
+def test_a_configuration_runs(
+    name: str,
     reader: Path,  # noqa: F811
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "corpus").symlink_to(reader / "corpus")
-    (tmp_path / "models").mkdir()
-    (tmp_path / "models/smollm2").symlink_to(reader / "models/smollm2")
-    instruct = tmp_path / "models/smollm2-instruct"
-    instruct.mkdir()
-    for file in (reader / "models/smollm2").iterdir():
-        if file.name != "manifest.json":
-            (instruct / file.name).write_bytes(file.read_bytes())
-    (instruct / "chat_template.jinja").write_text(CHAT)
-    chat = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}]
-    (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 20)
-    words = ["tokenize", "corpus/*.py", "--tokenizer", MODEL, "--output", "data/corpus"]
-    assert main(words) == 0
-    for name in ("finetune", "sft"):
-        assert main(["train", str(RUNS / f"{name}.toml"), *TINY]) == 0
-        rows = read_metrics(tmp_path / f"runs/{name}/metrics.jsonl")
-        assert [row["step"] for row in rows] == [1, 2]
-    assert (tmp_path / "runs/sft/final-ema/config.json").is_file()
+    furnish(tmp_path, reader)
+    if name == "finetune":
+        words = ["tokenize", "corpus/*.py", "--tokenizer", MODEL, "--output", "data/corpus"]
+        assert main(words) == 0
+    assert main(["train", str(RUNS / f"{name}.toml"), *TINY]) == 0
+    output = Path(load_config(RUNS / f"{name}.toml").output_dir)
+    assert [row["step"] for row in read_metrics(output / "metrics.jsonl")] == [1, 2]
+    left = {"finetune": "final", "sft_chat": "final-ema"}.get(name, "adapter-hf")
+    assert (output / left).is_dir() and (output / "final/config.json").is_file()
 
 
-COMMANDS = [line for line in (RUNS / "parallel.toml").read_text().splitlines() if "--parallel." in line]
+def test_the_notebook_prints_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its cells run in order, and the text below each is what it prints."""
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    notebook = json.loads((RUNS / "quickstart.ipynb").read_text())
+    assert (notebook["nbformat"], notebook["metadata"]["kernelspec"]["language"]) == (4, "python")
+    names: dict[str, Any] = {"__name__": "__main__"}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for cell in notebook["cells"]:
+        assert cell["id"] and cell["cell_type"] in ("markdown", "code")
+        if cell["cell_type"] == "code":
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                exec(compile("".join(cell["source"]), f"cell {cell['id']}", "exec"), names)
+            shown = "".join(text for output in cell["outputs"] for text in output["text"])
+            assert printed.getvalue() == shown, cell["id"]
+    torch.set_num_threads(threads)
 
 
-def test_the_lines_for_several_processes_are_options() -> None:
-    for line in COMMANDS:
-        load_config(RUNS / "parallel.toml", line.removeprefix("#").split())
-    assert len(COMMANDS) == 3
+@pytest.mark.parametrize("name", RANKS)
+def test_a_layout_says_its_command(name: str) -> None:
+    config = load_config(RUNS / name)
+    dims = ParallelDims.of(dataclasses.asdict(config.parallel), 2)
+    assert [key for key, size in dims.sizes().items() if size == 2 and "replicate" not in key]
+    assert f"torchrun --nproc-per-node 2 -m te_models train examples/{name}" in (RUNS / name).read_text()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", COMMANDS)
-def test_the_lines_for_several_processes_run(options: str, reader: Path, tmp_path: Path) -> None:  # noqa: F811
+@pytest.mark.parametrize("name", RANKS)
+def test_a_layout_runs(name: str, reader: Path, tmp_path: Path) -> None:  # noqa: F811
     (tmp_path / "corpus").symlink_to(reader / "corpus")
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "te_models"]
-    words = [*launch, "train", str(RUNS / "parallel.toml"), *options.removeprefix("#").split(), *SHRUNK]
+    words = [*launch, "train", str(RUNS / name), *SHRUNK]
     done = run_python(words, env=os.environ | {"OMP_NUM_THREADS": "1"}, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     assert sys.platform != "linux" or any((tmp_path / "runs").glob("*/final/config.json"))

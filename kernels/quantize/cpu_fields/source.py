@@ -6,7 +6,7 @@ first, as wide as what they come from: a loop that writes bytes has vectors of 3
 it wrote is then of no meaning, for the definitions say which codes a NaN has.
 """
 
-FIELDS = r"""namespace te_models {
+E4M3 = r"""namespace te_models {
 
 constexpr uint32_t kInfinity = 0x7F800000;
 
@@ -24,6 +24,13 @@ inline float e4m3_value(int32_t byte) {
   const float value = magnitude < 8 ? subnormal : (magnitude == 0x7F ? float_of(0x7FC00000) : normal);
   return float_of(bits_of(value) | uint32_t(byte & 0x80) << 24);
 }
+
+}  // namespace te_models
+"""
+
+FIELDS = (
+    E4M3
+    + r"""namespace te_models {
 
 inline int32_t e2m1_code(float magnitude) {  // of 0 .. 6: see nvfp4/cpu.py
   const int32_t fine = int32_t(bits_of(magnitude + 0x1.fffff8p22f)) - 0x4AFFFFFC;
@@ -207,3 +214,4 @@ extern "C" void te_decode_e4m3(const uint8_t* data, const float* scales, Y* out,
   }
 }
 """
+)

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from te_models import __version__
-
+from ... import __version__
 from ..config import TrainConfig
 from ..metrics import MetricsError
 

@@ -86,7 +86,13 @@ def test_it_is_the_product_with_the_dequantized_weight(instructions: None, forma
     assert gemm_counts() == {("stored_linear", "few_rows"): 36}
 
 
-@pytest.mark.matrix
+@pytest.mark.sentinels(
+    "widest-1.0-nvfp4-dtype0",
+    "widest-1e-38-block-dtype0",
+    "widest-1e+35-block_2d-dtype0",
+    "widest-1.0-per_tensor-dtype0",
+    "widest-1e-33-per_tensor-dtype0",
+)
 @pytest.mark.parametrize("dtype", (BF16, F32))
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("magnitude", (1.0, 1e-33, 1e-38, 1e35))

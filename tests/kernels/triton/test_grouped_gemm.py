@@ -53,7 +53,9 @@ def exact_rows(operand: ScaledOperand, begin: int, end: int, g: int, dim: int) -
     return exact(operand)[begin:end] if dim else exact(operand)[:, begin:end]
 
 
-@pytest.mark.matrix
+@pytest.mark.sentinels(
+    "[5, 0, 20, 3]-4-True-dtype0", "[0, 33, 0]-0-True-dtype0", "[0, 0]-3-False-dtype1", "[17]-0-True-dtype0"
+)
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("transpose", [True, False])
@@ -94,7 +96,7 @@ def test_quantized_rows(formats: str, splits: list[int], tail: int, device: torc
     assert not y[sum(splits) :].any()
 
 
-@pytest.mark.matrix
+@pytest.mark.sentinels("[5, 0, 20, 3]-4-True", "[0, 0]-3-False", "[0, 33, 0]-0-True", "[17]-0-True")
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("accumulate", [True, False])
 @pytest.mark.parametrize(("splits", "tail"), SPLITS, ids=str)

@@ -63,7 +63,7 @@ def step(kind: str, recipe: layers.Recipe, device: torch.device, main_grad: Tens
     return [y.detach(), x.grad, dw]
 
 
-@pytest.mark.matrix
+@pytest.mark.sentinels("mxfp8-Linear-False", "current-Linear-False", "nvfp4-Linear-False", "delayed-GroupedLinear-True")
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("kind", ["Linear", "GroupedLinear"])
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -132,7 +132,7 @@ def test_rows_come_to_the_gemms_as_kernels_make_them(
         assert (got.cpu().float() - want.float()).norm() <= 2.0**-7 * want.float().norm()
 
 
-@pytest.mark.sentinels("input-True", "gradient-False")
+@pytest.mark.sentinels("input-True")
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize(
     "recipe",

@@ -159,6 +159,7 @@ def test_many_programs_share_the_rows(device) -> None:
     check(device, (301, 24), torch.float32, torch.float32, OPTIONS[5])
 
 
+@pytest.mark.sentinels("option1")
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("option", [OPTIONS[0], OPTIONS[4], OPTIONS[5]])
 def test_gradients_of_rows_too_long_to_hold(device, option) -> None:

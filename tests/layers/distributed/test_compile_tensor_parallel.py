@@ -38,6 +38,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     return outcomes(tmp_path_factory.mktemp("full"), FULL)
 
 
+@pytest.mark.costs(40)
 @pytest.mark.parametrize("case", FAST)
 def test_two_ranks(case: str, fast: list[dict[str, str]]) -> None:
     assert [outcome[case] for outcome in fast] == ["ok", "ok"]

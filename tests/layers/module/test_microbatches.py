@@ -264,6 +264,7 @@ def test_every_gemm_has_a_main_gradient_of_its_own() -> None:
     assert (layer.weight1.main_grad == 3).all() and layer.weight1.main_grad.dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 def test_main_gradients_of_every_gemm_compile_to_one_graph() -> None:
     torch._dynamo.reset()
     counters.clear()

@@ -161,6 +161,7 @@ def test_what_is_not_finite_is_reported(name: str, value: float) -> None:
     assert np.isfinite(found["weight"]["amax"])
 
 
+@pytest.mark.slow
 def test_noting_now_and_then_costs_one_graph() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

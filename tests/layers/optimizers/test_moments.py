@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from te_models.kernels.quantize import hash_key, hashed_bits
-from te_models.layers.optimizers import moments
+from te_models.kernels.quantize import cpu_moments, hash_key, hashed_bits
+from te_models.layers.optimizers import adamw_update, moments
 
 E4M3 = sorted({float(v) for v in torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()})
 
@@ -65,6 +65,44 @@ def test_fp8_shapes_and_errors(size: int) -> None:
     floor = scale_inv.repeat_interleave(128)[:size] * 2.0**-9
     assert ((root - x.abs()).abs() <= torch.maximum(x.abs() / 8, floor)).all()
     assert (root > 0).all()
+
+
+def test_one_pass_in_cpp_has_the_same_bits() -> None:
+    """Of both moments, with random bits, zeros, infinities and subnormals; a NaN is left to the definition."""
+    torch.manual_seed(0)
+    step, begin = torch.tensor(7, dtype=torch.int32), torch.tensor(-77, dtype=torch.int32)
+    for size in (1, 130, 4096):
+        first = torch.randn(size) * torch.exp(4 * torch.randn(size))
+        second = (torch.randn(size) * torch.exp(4 * torch.randn(size))).square()
+        if size > 1000:
+            first[:128], second[:256], first[300], second[400], first[600] = 0.0, 0.0, math.inf, math.inf, -0.0
+            first[700], second[800] = 1e-41, 1e-41
+        draw = (hash_key(5, 3), step, begin)
+        found, wanted = cpu_moments.encode_moments(first, second, *draw), moments._encode(first, second, *draw)
+        assert found is not None
+        for ours, definition in zip(found, wanted, strict=True):
+            assert torch.equal(ours.view(torch.uint8), definition.view(torch.uint8))
+        for ours, definition in zip(
+            cpu_moments.decode_moments(*found, first.shape), moments._decode(*wanted, first.shape), strict=True
+        ):
+            assert torch.equal(ours, definition)
+        second[0] = math.nan
+        assert cpu_moments.encode_moments(first, second, *draw) is None
+
+
+@pytest.mark.parametrize("limit", [256, 1 << 20])
+def test_pieces_with_scales_of_blocks(limit: int) -> None:
+    """Pieces have the blocks of their elements; together they are the parameter."""
+    parameter = torch.nn.Parameter(torch.randn(8, 128))
+    state = moments.MomentStore("float8", 0, False).zeros(parameter, parameter)
+    state |= {"step": torch.zeros(())}
+    state["exp_avg_scale_inv"].copy_(torch.arange(8))
+    cut = list(adamw_update.pieces(parameter.detach(), parameter.detach(), state, 1, limit))
+    assert [piece.begin for piece in cut] == list(range(0, 1024, limit))
+    assert torch.equal(torch.cat([piece.state["exp_avg_scale_inv"] for piece in cut]), torch.arange(8.0))
+    for piece in cut:
+        first, _ = moments.MomentStore("float8", 0, False).read(piece.state, piece.parameter)
+        assert first.shape == piece.parameter.shape
 
 
 @pytest.mark.slow

@@ -85,7 +85,7 @@ def test_fields_equal_the_emulation(name: str, dtype: torch.dtype) -> None:
             assert_same(fields, usage, emulated(quantizer, usage, values), f"{what} {usage}", rotated)
 
 
-@pytest.mark.matrix
+@pytest.mark.sentinels("1x16-torch.float32", "RHT-torch.float16")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_operands_equal_the_emulation(name: str, dtype: torch.dtype) -> None:

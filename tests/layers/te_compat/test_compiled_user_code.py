@@ -113,6 +113,7 @@ def test_a_recipe_is_an_argument() -> None:
     assert seen == [1, 1, 2, 2, 2]
 
 
+@pytest.mark.slow
 def test_nested_regions_of_two_recipes_around_and_inside() -> None:
     layer, x = te.Linear(HIDDEN, HIDDEN), torch.randn(32, HIDDEN)
 

@@ -53,6 +53,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[d
     return run
 
 
+@pytest.mark.costs(60)
 @pytest.mark.parametrize(("launch", "case"), cases(missing=False))
 def test_ranks_with_diverging_token_counts(launch: str, case: str, outcomes: Callable) -> None:
     """Every rank compiles the same graphs and ends with the same parameters, and scales.

@@ -133,6 +133,7 @@ def test_per_tensor(shape, fp8_dtype, device) -> None:
         assert_bitwise(values, reference.dequantize_per_tensor(expected, scale, torch.bfloat16))
 
 
+@pytest.mark.sentinels("[5, 0, 30]-40-False", "[64]-64-True", "[0, 0]-20-True", "[0, 0, 0]-0-False")
 @pytest.mark.parametrize("columnwise", [True, False])
 @pytest.mark.parametrize("splits, rows", SPLITS, ids=str)
 def test_grouped_per_tensor(splits, rows, columnwise, device) -> None:
@@ -146,6 +147,7 @@ def test_grouped_per_tensor(splits, rows, columnwise, device) -> None:
     assert_all(got, grouped.quantize_grouped_per_tensor(x, m_splits, scale, E4M3, columnwise=columnwise))
 
 
+@pytest.mark.sentinels("(70, 130)", "(1, 1100)", "(1, 1)", "(0, 5)", "(3, 0)")
 @pytest.mark.parametrize("shape", [(1, 1), (70, 130), (2, 66, 40), (3, 2, 5, 7), (1, 1100), (0, 5), (3, 0)], ids=str)
 def test_amax(shape, device) -> None:
     for dtype in DTYPES:

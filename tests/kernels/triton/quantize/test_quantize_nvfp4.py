@@ -99,6 +99,7 @@ def test_every_tie_and_every_half_step(device) -> None:
     assert (scales.float() == 1).all()
 
 
+@pytest.mark.sentinels("(17, 6)")
 @pytest.mark.parametrize("shape", [(5, 20), (2, 18, 33), (17, 6), (20, 130)], ids=str)
 def test_stochastic_rounding_draws_the_reference_bits(shape, device) -> None:
     x, key = ordinary(shape, BF16), key_on(device)
@@ -122,7 +123,7 @@ def test_amax_of_blocks(device) -> None:
         assert_all(got, nvfp4.quantize_nvfp4(x, block_rows=rows, amax=amax))
 
 
-@pytest.mark.matrix
+@pytest.mark.sentinels("[5, 0, 30]-40-rht-stochastic", "[64]-64-plain-nearest", "[0, 0, 0]-0-plain-nearest")
 @pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
 @pytest.mark.parametrize("with_rht", [False, True], ids=["plain", "rht"])
 @pytest.mark.parametrize("splits, rows", SPLITS, ids=str)
@@ -167,6 +168,7 @@ def test_random_hadamard(shape, dim, device) -> None:
         op_nvfp4.random_hadamard(x.float().to(device), dim)
 
 
+@pytest.mark.sentinels("(33, 140)", "(2, 31, 20)", "(15, 17)", "(3, 0)", "(1, 1)")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_dequantize(shape, device) -> None:
     packed, scales, amax = nvfp4.quantize_nvfp4(ordinary(shape, torch.float32))

@@ -99,6 +99,11 @@ def test_norm(device, option, output) -> None:
         check_norm(device, shape, torch.bfloat16, option, output)
 
 
+@pytest.mark.sentinels(
+    "torch.float16-(130, 20)-32-e8m0-e4m3fn-rows",
+    "torch.float32-(130, 20)-0-pow2-8_e5m2-rowscolumns",
+    "torch.float16-(33, 130)-128-pow2-e4m3fn-rowscolumns",
+)
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("output", [OUTPUTS[1], OUTPUTS[4], OUTPUTS[6]], ids=names)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -107,7 +112,11 @@ def test_norm_sizes(device, dtype, shape, output) -> None:
     check_norm(device, shape, dtype, NORMS[1], output)
 
 
-@pytest.mark.matrix
+@pytest.mark.sentinels(
+    "('silu', True, None, 1.0, 0.0)-32-e8m0-e4m3fn-rowscolumns",
+    "('silu', True, None, 1.0, 0.0)-128-float32-8_e5m2-rowscolumns",
+    "('silu', True, 1.3, 1.7, 1.0)-0-pow2-e4m3fn-columns",
+)
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("output", OUTPUTS, ids=names)
 @pytest.mark.parametrize("option", ACTIVATIONS, ids=str)

@@ -1,6 +1,6 @@
 """transformers' Trainer over a te_models model, with FP8 GEMMs.
 
-python docs/examples/runs/trainer.py models/smollm2 notes.txt --steps 100      # needs the extra trainer
+python examples/trainer_transformers.py models/smollm2 notes.txt --steps 100      # needs the extra trainer
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Turn a dense model into a mixture of experts that computes the same, and train it on.
 
-python docs/examples/runs/upcycle.py models/smollm2 "corpus/**/*.py" --experts 4 --steps 200
+python examples/upcycle.py models/smollm2 "corpus/**/*.py" --experts 4 --steps 200
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Pretrain a small mixture of experts in a loop of your own: data, recipe, optimizer, balance of experts.
 
-python docs/examples/runs/pretrain_moe.py "corpus/**/*.py" --steps 500
+python examples/pretrain_moe.py "corpus/**/*.py" --steps 500
 """
 
 import argparse

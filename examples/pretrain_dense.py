@@ -1,11 +1,13 @@
 """Pretrain a small dense model on text, from Python: one configuration, one call.
 
-    python docs/examples/runs/pretrain_dense.py "corpus/**/*.py" --steps 500
+    python examples/pretrain_dense.py "corpus/**/*.py" --steps 500
 
 The same run as a TOML file: docs/training.md. Start the command again and it goes on from its newest checkpoint.
 """
 
 import argparse
+
+import torch
 
 from te_models import AttentionConfig, GPTModel, MLPConfig, ModelConfig, generate
 from te_models.training import (
@@ -55,7 +57,5 @@ result = train(
 print(f"validation loss {result.validation_loss}")
 
 trained = GPTModel.from_pretrained(result.model_dir).eval()
-import torch
-
 prompt = torch.tensor([list(b"def ")])
 print(bytes(t for t in generate(trained, prompt, max_new_tokens=16)[0].tolist() if t < 256))

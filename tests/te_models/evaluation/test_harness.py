@@ -1,0 +1,68 @@
+"""Tasks of lm-evaluation-harness see our model: a task of our own has the numbers that its definition gives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from te_models import GPTModel
+from te_models.cli.main import main
+from te_models.extras import installed
+from tests.byte_tokenizer import byte_tokenizer
+from tests.training.runs import tiny_model
+
+TASK = """
+task: te_models_choice
+dataset_path: json
+dataset_kwargs: {{ data_files: {{ test: "{data}" }} }}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{label}}}}"
+metric_list: [{{ metric: acc, aggregation: mean, higher_is_better: true }}]
+"""
+ROWS = [
+    {"question": f"def f{n}(x):", "choices": [" return x", " import json", " class"], "label": n % 3} for n in range(6)
+]
+
+
+def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
+    GPTModel(tiny_model(), params_dtype=torch.float32).save_pretrained(tmp_path / "m")
+    assert main(["eval", str(tmp_path / "m"), "--task", "a"]) == 2
+    assert "eval --task needs the package 'lm_eval': pip install 'te_models[eval]'" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not installed("eval"), reason="needs lm-evaluation-harness (extra eval)")
+@pytest.mark.filterwarnings("default")
+def test_a_task_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    model = GPTModel(tiny_model().replace(vocab_size=300), params_dtype=torch.float32).eval()
+    model.save_pretrained(tmp_path / "model")
+    tokenizer = byte_tokenizer(["def f(x):\n    return x + 1\n"])
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "choice.yaml").write_text(TASK.format(data=tmp_path / "data.jsonl"))
+    words = ["eval", str(tmp_path / "model"), "--task-folder", str(tmp_path / "tasks"), "--dtype", "float32", "--json"]
+    assert main([*words, "--task", "te_models_choice"]) == 0
+    found = json.loads(capsys.readouterr().out)["tasks"]["te_models_choice"]
+    right = 0
+    for row in ROWS:
+        before = tokenizer(row["question"]).input_ids
+        scores = []
+        for choice in row["choices"]:
+            ids = torch.tensor([tokenizer(row["question"] + " " + choice.strip()).input_ids])
+            with torch.no_grad():
+                log_p = F.log_softmax(model(ids).logits[0].double(), -1)
+            places = range(len(before), ids.shape[1])
+            scores.append(sum(float(log_p[place - 1, ids[0, place]]) for place in places))
+        right += scores.index(max(scores)) == row["label"]
+    assert found["acc,none"] == right / len(ROWS)
+    assert main([*words, "--task", "no_such_task"]) == 2
+    assert "--task 'no_such_task' is no task of lm-evaluation-harness" in capsys.readouterr().err
