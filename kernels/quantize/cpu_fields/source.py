@@ -65,7 +65,10 @@ extern "C" int te_quantize_blocks(const X* x, uint8_t* data, uint8_t* scale_byte
       const X* const row = x + r * C;
       if (bc == 1) {
 #pragma omp simd
-        for (int64_t c = 0; c < C; ++c) m[c] = std::max(m[c], X::magnitude(row[c]));
+        for (int64_t c = 0; c < C; ++c) {  // not std::max: the loop is not vectorized over its reference
+          const uint32_t former = m[c], found = X::magnitude(row[c]);
+          m[c] = found > former ? found : former;
+        }
         continue;
       }
       for (int64_t b = 0; b < across; ++b) {

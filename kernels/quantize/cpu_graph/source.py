@@ -92,7 +92,10 @@ void stripes(const X* x, Y* out, int64_t B, int64_t R, int64_t C, int64_t br, in
         const X* const row = x + (matrix * R + r) * C;
         if (bc == 1) {
 #pragma omp simd
-          for (int64_t c = 0; c < C; ++c) m[c] = std::max(m[c], X::magnitude(row[c]));
+          for (int64_t c = 0; c < C; ++c) {  // not std::max: the loop is not vectorized over its reference
+            const uint32_t former = m[c], found = X::magnitude(row[c]);
+            m[c] = found > former ? found : former;
+          }
           continue;
         }
         for (int64_t b = 0; b < across; ++b) {
