@@ -135,10 +135,27 @@ def _quantized(
         rows, amaxes = rows.mT.contiguous(), {"rowwise": amaxes["columnwise"]} if amaxes else {}
     else:
         transpose_quantizer = None
-    fields, error = (transpose_quantizer or quantizer).quantize_and_measure(rows, amaxes, measure=measure)
+    fields, error = _quantize_and_measure(transpose_quantizer or quantizer, rows, amaxes, measure=measure)
     if transpose_quantizer is not None:
         fields = {f"columnwise_{name.removeprefix('rowwise_')}": field for name, field in fields.items()}
     return fields, error
+
+
+def _quantize_and_measure(
+    quantizer: Quantizer, rows: torch.Tensor, amaxes: Amaxes, *, measure: bool
+) -> tuple[dict[str, torch.Tensor], float]:
+    """Quantize rows into the fields of the one copy that a quantizer makes: in one pass where that is compiled, else by
+    the definitions, with the same bits and the same error."""
+    (usage,) = quantizer.stored_usages()
+    found = quantizer.quantize_in_one_pass(rows, usage, amaxes.get(usage))
+    if found is not None:
+        parts, error = found
+        return dict(zip(quantizer.field_names(), parts, strict=True)), error if measure else 0.0
+    fields = quantizer.quantize_fields(rows, amaxes=amaxes)
+    if not measure or not rows.numel():
+        return fields, 0.0
+    low, high = torch.aminmax(quantizer.dequantize_fields(fields, torch.float32, rows.shape).contiguous().sub_(rows))
+    return fields, float(torch.maximum(-low, high))
 
 
 def _data_layout(quantizer: Quantizer) -> FieldLayout:

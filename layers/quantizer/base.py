@@ -264,27 +264,8 @@ class Quantizer(ValueObject):
                 fields[f"{usage}_{part}"] = tensor
         return fields
 
-    def quantize_and_measure(
-        self, x: Tensor, amaxes: Mapping[Usage, Tensor] | None = None, *, measure: bool = True
-    ) -> tuple[Fields, float]:
-        """Quantize x: [rows, columns] into the fields of the one copy that is stored, and return (they, the largest
-        |difference| between x and their values in float32, or 0 without `measure`). amaxes: see `quantize_fields`.
-
-        Of many large matrices on CPU this is one pass each, with the same bits.
-        """
-        (usage,) = self._usages
-        found = self._quantize_in_one_pass(x, usage, None if amaxes is None else amaxes.get(usage))
-        if found is not None:
-            return {f"{usage}_{part}": t for part, t in zip(self.PARTS, found[0], strict=True)}, found[1] * measure
-        fields, error = self.quantize_fields(x, amaxes=amaxes), 0.0
-        if measure and x.numel():
-            low, high = torch.aminmax(self.dequantize_fields(fields, torch.float32, x.shape).contiguous().sub_(x))
-            error = float(torch.maximum(-low, high))
-        return fields, error
-
-    def _quantize_in_one_pass(self, x: Tensor, usage: Usage, amax: Tensor | None) -> tuple[Parts, float] | None:
-        """Return `_quantize` and the largest error, where a compiled function computes both."""
-        return None
+    def quantize_in_one_pass(self, x: Tensor, usage: Usage, amax: Tensor | None) -> tuple[Parts, float] | None:
+        """Return `_quantize` and the largest |values - x|, in float32, where a compiled function computes both."""
 
     def operand_and_fields(self, x: Tensor, dtype: torch.dtype, key: Tensor | None = None) -> tuple[Operand, Fields]:
         """Quantize x: [..., R, C] into the stored fields and return (the rowwise operand that they are, they).

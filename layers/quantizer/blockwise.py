@@ -46,7 +46,7 @@ class _BlockwiseQuantizer(FP8Quantizer):
             q.quantize_blockwise(x, block, self.fp8_dtype, self.scale_kind, epsilon=self._epsilon), usage
         )
 
-    def _quantize_in_one_pass(self, x: Tensor, usage: Usage, amax: Tensor | None) -> tuple[Parts, float] | None:
+    def quantize_in_one_pass(self, x: Tensor, usage: Usage, amax: Tensor | None) -> tuple[Parts, float] | None:
         if self.fp8_dtype is not torch.float8_e4m3fn or not cpu_fields.ready(x):
             return None
         found = cpu_fields.quantize_blocks(x, self._block_of(usage), self.scale_kind, self._epsilon)

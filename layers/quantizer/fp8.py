@@ -99,7 +99,7 @@ class Float8CurrentScalingQuantizer(FP8Quantizer):
         data = q.quantize_per_tensor(x, scale[..., None, None], self.fp8_dtype)
         return data, torch.div(torch.ones_like(scale), scale)
 
-    def _quantize_in_one_pass(self, x: Tensor, usage: Usage, amax: Tensor | None) -> tuple[Parts, float] | None:
+    def quantize_in_one_pass(self, x: Tensor, usage: Usage, amax: Tensor | None) -> tuple[Parts, float] | None:
         if self.fp8_dtype is not torch.float8_e4m3fn or not cpu_fields.ready(x):
             return None
         scale = self.scale(q.amax(x) if amax is None else amax)

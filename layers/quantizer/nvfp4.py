@@ -215,7 +215,7 @@ class NVFP4Quantizer(Quantizer):
         x = x.mT.contiguous() if usage == "columnwise" else x
         return q.quantize_nvfp4(x, block_rows=self.block[0], amax=amax, key=key, stream=stream)
 
-    def _quantize_in_one_pass(self, x: Tensor, usage: Usage, amax: Tensor | None) -> tuple[Parts, float] | None:
+    def quantize_in_one_pass(self, x: Tensor, usage: Usage, amax: Tensor | None) -> tuple[Parts, float] | None:
         plain = self._ordinary and not self.stochastic_rounding and usage == "rowwise"
         if not plain or x.shape[-1] % _BLOCK or not cpu_fields.ready(x):
             return None

@@ -59,8 +59,9 @@ def test_fields_and_error(dtype: torch.dtype) -> None:
     for quantizer in QUANTIZERS:
         (usage,) = quantizer.stored_usages()
         for x in _inputs(dtype):
-            assert quantizer._quantize_in_one_pass(x, usage, None) is not None
-            fields, error = quantizer.quantize_and_measure(x)
+            found = quantizer.quantize_in_one_pass(x, usage, None)
+            assert found is not None
+            fields, error = dict(zip(quantizer.field_names(), found[0], strict=True)), found[1]
             wanted = quantizer.quantize_fields(x)
             for name, field in wanted.items():
                 assert (field.shape, field.dtype) == (fields[name].shape, fields[name].dtype)
@@ -73,7 +74,7 @@ def test_a_nan_is_left_to_the_definitions() -> None:
     x = torch.randn(32, 64).bfloat16()
     x[3, 5] = float("nan")
     for quantizer in QUANTIZERS:
-        assert quantizer._quantize_in_one_pass(x, quantizer.stored_usages()[0], None) is None
+        assert quantizer.quantize_in_one_pass(x, quantizer.stored_usages()[0], None) is None
 
 
 @pytest.mark.usefixtures("at_work")
