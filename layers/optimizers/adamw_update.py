@@ -44,7 +44,8 @@ def pieces(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], index:
     parts = {k: v for k, v in whole.state.items() if k != "step"}
     size = whole.parameter.numel()
     scales = {k: v for k, v in parts.items() if k.endswith(_SCALES)}
-    block = size // max(1, min((v.numel() for v in scales.values()), default=size))
+    fewest = min([size, *(v.numel() for v in scales.values())])
+    block = max(1, size // max(1, fewest))  # of an empty shard: 1
     tensors = (whole.parameter, whole.gradient, *(v for k, v in parts.items() if k not in scales))
     alike = all(not isinstance(t, QuantizedTensor) and t.is_contiguous() and t.numel() == size for t in tensors)
     alike = alike and limit % block == 0 and all(v.numel() * block == size for v in scales.values())

@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from te_models.checkpoints import AutoConverter, CheckpointError
 from te_models.checkpoints.families.base.text_part import text_family
 from te_models.checkpoints.folder.hf_config import choose_family
 from te_models.checkpoints.io.atomic import new_folder
+from te_models.checkpoints.io.store import read_tensors
 from te_models.checkpoints.io.strict_json import read_object
+from te_models.checkpoints.write.writer import write_tensors
 
 from ..extras import require
 from ..model import GPTModel
@@ -67,10 +67,7 @@ def load_adapter(model: GPTModel, folder: str | Path) -> None:
         ) from None
     add_lora(model, **options)
     own = {f"{_PREFIX}{name}": t for name, t in lora_state_dict(model).items()}
-    try:
-        found = load_file(folder / WEIGHTS)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{folder / WEIGHTS} cannot be read: {error}") from None
+    found, _ = read_tensors(folder / WEIGHTS)
     wrong = sorted({n for n in {*own, *found} if n not in own or n not in found or own[n].shape != found[n].shape})
     if wrong:
         raise CheckpointError(f"{folder / WEIGHTS} does not hold adapters of this model: {wrong[0]} is not of it")
@@ -189,6 +186,5 @@ def _config(model: GPTModel, base_model: str) -> dict[str, Any]:
 
 def _write(folder: Path, tensors: Mapping[str, Tensor], config: dict[str, Any]) -> None:
     with new_folder(folder, overwrite=True) as part:
-        whole = {name: t.detach().contiguous().clone() for name, t in tensors.items()}
-        save_file(whole, part / WEIGHTS, metadata={"format": "pt"})
+        write_tensors(part / WEIGHTS, tensors, {"format": "pt"})
         (part / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

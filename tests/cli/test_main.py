@@ -19,6 +19,8 @@ from te_models.cli.main import build_parser, main
 from te_models.extras import MissingExtraError
 
 VERBS = (
+    "eval",
+    "report",
     "import",
     "export",
     "relayout",
@@ -208,7 +210,7 @@ def test_names_that_the_terminal_cannot_show_are_escaped(
         ([], "te-models needs VERB; see: te-models --help"),
         (["--versoin"], "te-models has no option '--versoin'; did you mean '--version'?; see: te-models --help"),
         (["conjure"], "'conjure' is not a verb; allowed: import, "),
-        (["quantise", "a"], "generate, completion; did you mean 'quantize'?; see: te-models --help"),
+        (["quantise", "a"], "generate, eval, completion; did you mean 'quantize'?; see: te-models --help"),
         (["info", "--jsn"], "info has no option '--jsn'; did you mean '--json'?; see: te-models info --help"),
         (["info", "more"], "info does not take 'more'; see: "),
         (["relayout", "a", "b"], "relayout needs --layout; see: te-models relayout --help"),
@@ -221,7 +223,7 @@ def test_names_that_the_terminal_cannot_show_are_escaped(
             ["generate", "a", "--prompt", "x", "--temperature", "hot"],
             "--temperature is 'hot'; allowed: a number; see: ",
         ),
-        (["generate", "a"], "one of --prompt --prompt-file is needed; see: "),
+        (["generate", "a"], "one of --prompt --prompt-file --prompts --chat is needed; see: "),
         (["generate", "a", "--prompt", "x", "--prompt-file", "y"], "--prompt-file cannot be used with --prompt"),
         (["info", "--json=x"], "--json takes no value, and has 'x'; see: "),
         (["train"], "train needs CONFIG.toml; see: te-models train --help"),

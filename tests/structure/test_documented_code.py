@@ -75,7 +75,14 @@ CHANGES = {
     # tests/quickstart runs it
     "docs/quickstart.md": [("te-models quickstart --recipe current", "te-models quickstart --recipe current --help")],
     "docs/parallel.md": [('"cuda", (2, 4)', '"cpu", (1, 1)')],
-    "docs/training.md": [('["--steps", "500"]', '["--steps", "2"]')],
+    "docs/training.md": [
+        ('["--steps", "500"]', '["--steps", "2"]'),
+        (
+            "from te_models.lora import add_lora,",
+            "mixture, model = model, GPTModel(config)\nfrom te_models.lora import add_lora,",
+        ),
+        ("merge_lora(model)", "merge_lora(model); model = mixture"),
+    ],
     "docs/transformers.md": [
         ("HuggingFaceTB/SmolLM2-135M@main", "SmolLM2-135M"),
         *([] if HAS_TRAINER else [(TRAINING, ""), (WITH_OPTIMIZER, "")]),

@@ -228,7 +228,7 @@ def test_wrong_overrides_are_refused_by_name(toml: Path, arguments: list[str], n
 def test_the_documented_configuration_is_valid() -> None:
     """The TOML of docs/training.md, with its [model.config] table and its path in turn."""
     text = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
-    run, table, _, _, layout = (block.split("```", 1)[0] for block in text.split("```toml\n")[1:])
+    run, table, *_, layout = (block.split("```", 1)[0] for block in text.split("```toml\n")[1:])
     config = TrainConfig.from_dict(tomllib.loads(run))
     assert (config.precision.recipe, config.schedule.kind) == ("mxfp8", "wsd")
     values = tomllib.loads(run) | tomllib.loads(table)

@@ -35,10 +35,10 @@ class ParallelConfig(ConfigPart):
     context_parallel_size: int = 1
     """Ranks that share each sequence; they read the same windows."""
     expert_model_parallel_size: int = 1
-    """Data-parallel ranks over which the experts are distributed; each has an equal part. With another
-    expert_tensor_parallel_size than tensor_model_parallel_size, those that split the layers count, too."""
+    """Data-parallel ranks over which the experts are distributed; each has an equal part, and those that split the
+    layers count, too, with another expert_tensor_parallel_size than tensor_model_parallel_size."""
     expert_tensor_parallel_size: int | None = None
-    """Ranks over which each expert is split; unset means tensor_model_parallel_size. With another number, ranks that
+    """Ranks over which each expert is split; unset means tensor_model_parallel_size; with another number, ranks that
     split the other layers share the tokens of the experts."""
     expert_dispatch: Literal["all_to_all", "all_gather"] = "all_to_all"
     """How tokens reach distributed experts: each travels to the ranks of its experts (all_to_all), or every rank gets

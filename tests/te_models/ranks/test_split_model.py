@@ -145,9 +145,9 @@ def test_a_rank_has_whole_heads_and_matching_gate_and_up_rows() -> None:
 )
 def test_what_cannot_be_split_is_refused(changes: dict, message: str) -> None:
     config = CONFIG.replace(**changes)
-    check_layers(config, 1)
+    check_layers(config, 1, 1)
     with pytest.raises(ConfigError, match=message):
-        check_layers(config, 2)
+        check_layers(config, 2, 2)
 
 
 def test_a_split_within_a_block_is_refused(tmp_path: Path) -> None:
