@@ -46,7 +46,7 @@ def recorded(
 
 
 @pytest.mark.costs(60)
-@pytest.mark.sentinels("fsdp2", "tp2 sp", "ep2")
+@pytest.mark.sentinels("fsdp2", "ep2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_says_what_two_ranks_send_and_hold(layout: str, recorded: tuple[dict[str, Any], dict[str, Any]]) -> None:
     real, fake = (found[layout] for found in recorded)
@@ -55,7 +55,7 @@ def test_it_says_what_two_ranks_send_and_hold(layout: str, recorded: tuple[dict[
     assert fake["peak"] == pytest.approx(real["peak"], rel=0.1)
 
 
-@pytest.mark.sentinels("fsdp2", "tp2 sp", "ep2")
+@pytest.mark.sentinels("fsdp2", "ep2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_few_layers_tell_of_many(layout: str, recorded: tuple[dict[str, Any], dict[str, Any]]) -> None:
     _, fake = recorded

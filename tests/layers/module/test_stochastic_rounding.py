@@ -277,7 +277,8 @@ def test_seeds_have_a_range(seed: int) -> None:
         set_rounding_seed(Linear(8, 8), seed)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_training_rounds_to_the_same_bits(backend: str) -> None:
     """The key is that of the forward pass, although the graph's last step is to advance the counter."""
     torch._dynamo.reset()

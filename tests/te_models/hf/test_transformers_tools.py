@@ -135,6 +135,7 @@ def test_trainer_under_a_recipe_with_layers_recomputed(theirs: Any, tokenizer: A
     assert losses(run)[-1] < 0.6 * losses(run)[0]
 
 
+@pytest.mark.slow
 def test_trainer_smooths_labels_of_the_next_tokens(theirs: Any, tokenizer: Any, tmp_path: Path) -> None:
     ours = TEModelForCausalLM.from_pretrained(save(theirs, tmp_path / "hf"))
     options = {"label_smoothing_factor": 0.2, "max_steps": 8, "save_strategy": "no"}

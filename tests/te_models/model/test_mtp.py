@@ -49,7 +49,7 @@ def test_documents_do_not_predict_each_other() -> None:
     assert labels_of_depth(labels[:, :2], mask[:, :2, :2], 2).tolist() == [[-100, -100]]
 
 
-@pytest.mark.parametrize("balancing", ["aux_loss", "global_aux_loss"])
+@pytest.mark.parametrize("balancing", [pytest.param("aux_loss", marks=pytest.mark.slow), "global_aux_loss"])
 def test_experts_checkpointing_and_compile(balancing: str) -> None:
     experts = MoEConfig(
         num_moe_experts=4,
