@@ -43,7 +43,7 @@ from te_models.training.data.windows import Windows
 NOISE = ("fp32", "perturbed")
 """Variants whose distance from bf16 is another order of sums, or another start 1 part in 1,000 away."""
 VARIANTS = ("bf16", *NOISE, *NAMES)
-SEEDS, STEPS, BATCH, SEQUENCE, LR = 5, 100, 2, 64, 2e-3
+SEEDS, STEPS, BATCH, SEQUENCE, LR = 5, 1000, 2, 64, 2e-3
 EARLY, FINAL = 10, 40
 """The gap at step 50 is of its last EARLY steps, the gap at the end of the last FINAL steps."""
 SCHEDULE = ScheduleConfig(kind="cosine", warmup_steps=20)
