@@ -90,7 +90,7 @@ def run(paths: list[str], workers: int) -> tuple[int, str]:
     """Run the tests; return pytest's exit code and its JUnit report, empty where not all tests were run."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        command = [sys.executable, "-m", "pytest", "-n", str(workers), "--dist", "worksteal", "-m", TESTS]
+        command = [sys.executable, "-m", "pytest", "-n", str(workers), "--dist", "loadfile", "-m", TESTS]
         command += [f"--junitxml={report}", *paths]
         variables = os.environ | {"OMP_NUM_THREADS": "1"}
         code = subprocess.run(command, cwd=ROWS.parents[1], env=variables, check=False).returncode
