@@ -60,25 +60,7 @@ extern "C" int te_quantize_blocks(const X* x, uint8_t* data, uint8_t* scale_byte
   uint32_t worst = 0, any = 0;
   for (int64_t stripe = 0; stripe < down; ++stripe) {
     const int64_t begin = stripe * br, end = std::min(begin + br, R);
-    std::fill(largest.begin(), largest.end(), 0u);
-    for (int64_t r = begin; r < end; ++r) {
-      const X* const row = x + r * C;
-      if (bc == 1) {
-#pragma omp simd
-        for (int64_t c = 0; c < C; ++c) {  // not std::max: the loop is not vectorized over its reference
-          const uint32_t former = m[c], found = X::magnitude(row[c]);
-          m[c] = found > former ? found : former;
-        }
-        continue;
-      }
-      for (int64_t b = 0; b < across; ++b) {
-        const int64_t stop = std::min((b + 1) * bc, C);
-        uint32_t found = m[b];
-#pragma omp simd reduction(max : found)
-        for (int64_t c = b * bc; c < stop; ++c) found = std::max(found, X::magnitude(row[c]));
-        m[b] = found;
-      }
-    }
+    largest_magnitudes(x + begin * C, end - begin, C, bc, m);
     for (int64_t b = 0; b < across; ++b) {
       const Scale scale = fp8_scale<false>(float_of(m[b]), kind, epsilon, overflow);
       any = std::max(any, m[b]);

@@ -60,6 +60,30 @@ inline float rounded_fp8(float v) {
   return with_sign(std::fabs(v) < (e5m2 ? 0x1p-14f : 0x1p-6f) ? subnormal : normal, v);
 }
 
+// The largest magnitude of each block of a stripe: of `height` rows of C columns, in blocks of bc columns.
+inline void largest_magnitudes(const X* x, int64_t height, int64_t C, int64_t bc, uint32_t* m) {
+  const int64_t across = (C + bc - 1) / bc;
+  std::fill(m, m + across, 0u);
+  for (int64_t r = 0; r < height; ++r) {
+    const X* const row = x + r * C;
+    if (bc == 1) {
+#pragma omp simd
+      for (int64_t c = 0; c < C; ++c) {  // not std::max: the loop is not vectorized over its reference
+        const uint32_t former = m[c], found = X::magnitude(row[c]);
+        m[c] = found > former ? found : former;
+      }
+      continue;
+    }
+    for (int64_t b = 0; b < across; ++b) {
+      const int64_t stop = std::min((b + 1) * bc, C);
+      uint32_t found = m[b];
+#pragma omp simd reduction(max : found)
+      for (int64_t c = b * bc; c < stop; ++c) found = std::max(found, X::magnitude(row[c]));
+      m[b] = found;
+    }
+  }
+}
+
 struct Scale {
   float before, after;  // multiplied with before the rounding, and after it
 };
@@ -87,25 +111,7 @@ void stripes(const X* x, Y* out, int64_t B, int64_t R, int64_t C, int64_t br, in
     for (int64_t stripe = 0; stripe < B * down; ++stripe) {
       const int64_t matrix = stripe / down, block_row = stripe % down;
       const int64_t begin = block_row * br, end = std::min(begin + br, R);
-      std::fill(largest.begin(), largest.end(), 0u);
-      for (int64_t r = begin; r < end; ++r) {
-        const X* const row = x + (matrix * R + r) * C;
-        if (bc == 1) {
-#pragma omp simd
-          for (int64_t c = 0; c < C; ++c) {  // not std::max: the loop is not vectorized over its reference
-            const uint32_t former = m[c], found = X::magnitude(row[c]);
-            m[c] = found > former ? found : former;
-          }
-          continue;
-        }
-        for (int64_t b = 0; b < across; ++b) {
-          const int64_t stop = std::min((b + 1) * bc, C);
-          uint32_t found = m[b];
-#pragma omp simd reduction(max : found)
-          for (int64_t c = b * bc; c < stop; ++c) found = std::max(found, X::magnitude(row[c]));
-          m[b] = found;
-        }
-      }
+      largest_magnitudes(x + (matrix * R + begin) * C, end - begin, C, bc, m);
       for (int64_t b = 0; b < across; ++b) {
         const Scale scale = scale_of(float_of(m[b]), matrix, block_row, b);
         s[b] = scale.before;
