@@ -165,6 +165,7 @@ def _chat_tokenizer(state: dict[str, Any], folder: str) -> Any:
 
 
 def _auto_tokenizer(folder: str) -> Any:
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # to transformers absent: no tokenizer needs it, and it takes seconds
     import transformers
 
     transformers.utils.logging.set_verbosity_error()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import math
 import types
 import typing
@@ -45,7 +46,7 @@ class ConfigPart:
         cls.__replace__ = cls.replace  # `copy.replace` of Python 3.13
 
     def __post_init__(self) -> None:
-        hints = typing.get_type_hints(type(self))
+        hints = _hints(type(self))
         for f in dataclasses.fields(self):
             object.__setattr__(
                 self, f.name, coerce(f"{type(self).__name__}.{f.name}", getattr(self, f.name), hints[f.name])
@@ -105,6 +106,11 @@ class ConfigPart:
         _check_names(type(self), changes)
         current = {f.name: None if f.name in self._derived else getattr(self, f.name) for f in dataclasses.fields(self)}
         return type(self)(**current | changes)
+
+
+@functools.cache
+def _hints(cls: type[ConfigPart]) -> dict[str, Any]:
+    return typing.get_type_hints(cls)  # compiles each annotation anew: half of the time of making a configuration
 
 
 def _check_names(cls: type[ConfigPart], values: Iterable[Any]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import te_models
 from te_models.cli import info
 from te_models.cli.main import build_parser, main
 from te_models.extras import MissingExtraError
@@ -89,10 +90,13 @@ def test_converters_have_dry_run_and_force(verb: str) -> None:
 
 
 def test_python_m_is_the_same_program() -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "te_models", "info", "--json"], check=True, capture_output=True, text=True
-    )
-    values = json.loads(run.stdout)
+    run = subprocess.run([sys.executable, "-m", "te_models", "--version"], check=True, capture_output=True, text=True)
+    assert run.stdout.split()[-1] == te_models.__version__
+
+
+def test_info_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
     assert {"current", "block", "mxfp8"} <= set(values["recipes"])
     assert {"llama", "mixtral", "qwen3_moe"} <= set(values["families"])
     assert values["versions"]["torch"]

@@ -98,6 +98,7 @@ SLOW = dict.fromkeys(
         "docs/cli.md",
         "docs/transformers.md",
         "docs/resuming.md",
+        "docs/porting.md",
     ),
     pytest.mark.slow,
 )

@@ -109,6 +109,7 @@ def test_a_configuration_runs(
     assert (output / left).is_dir() and (output / "final/config.json").is_file()
 
 
+@pytest.mark.slow
 def test_the_notebook_prints_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its cells run in order, and the text below each is what it prints."""
     pytest.importorskip("transformers")

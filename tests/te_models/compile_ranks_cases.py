@@ -54,8 +54,9 @@ class Graphs:
 BACKEND = "aot_eager"
 TIMEOUT_S = 600.0
 """For ranks that come."""
+SHORT_PATIENCE_S = 2.0
 PATIENCE_S = 10.0
-"""For one that does not, and at first for one that does: at least as long as the longest training case has taken."""
+"""For one that does not come, and at first for one that does: at least as long as the longest training case."""
 
 
 def build(kind: str) -> GPTModel:
@@ -108,6 +109,14 @@ def absent(kind: str, mode: str = "whole") -> dict[str, Any]:
     return {"error": None if dist.get_rank() == 1 else _error_of(lambda: model(token_ids(2, 9)))}
 
 
+def desert_layer() -> dict[str, Any]:
+    """The same with a module that compiles at once, so that the others need not wait for long."""
+    model = compile_model(torch.nn.Sequential(torch.nn.Linear(4, 4)), backend=Graphs(), timeout_s=SHORT_PATIENCE_S)
+    x = torch.ones(2, 4)
+    model(x)
+    return {"error": None if dist.get_rank() == 1 else _error_of(lambda: model(x))}
+
+
 def uncompiled() -> dict[str, Any]:
     """Rank 1 does not compile its model."""
     if dist.get_rank() == 1:
@@ -153,6 +162,7 @@ CASES = {
     "delayed": lambda: train("dense", "whole", "delayed"),
     "block_delayed": lambda: train("deep_moe", "block", "delayed"),
     "desert": lambda: desert("dense"),
+    "desert_layer": desert_layer,
     "absent": lambda: absent("dense"),
     "uncompiled": uncompiled,
     "stages": stages,

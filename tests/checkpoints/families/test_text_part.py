@@ -80,6 +80,7 @@ def assert_same_logits(folder: Path, theirs: transformers.PreTrainedModel) -> No
     assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
+@pytest.mark.sentinels("llama4", "mistral3-of-ministral3")
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
 def test_weights_config_and_logits(tmp_path: Path, case: str) -> None:
@@ -105,6 +106,7 @@ def test_weights_config_and_logits(tmp_path: Path, case: str) -> None:
     assert family.read_config(json.loads(json.dumps(family.write_config(model)))) == model
 
 
+@pytest.mark.sentinels("gemma3", "mistral3-of-mistral")
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
 def test_in_memory(tmp_path: Path, case: str) -> None:

@@ -153,6 +153,7 @@ def test_a_model_from_scratch_exports_as_a_family_that_fits(tmp_path: Path) -> N
         export_hf(tmp_path / "some", tmp_path / "x")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", RECIPES)
 def test_quantized_parameters_round_trip_and_relayout(tmp_path: Path, name: str, layout: str) -> None:

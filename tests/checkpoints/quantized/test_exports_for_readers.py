@@ -31,6 +31,9 @@ def declared(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "config.json").read_text())["quantization_config"]
 
 
+@pytest.mark.sentinels(
+    "block-float-quantized-0.0", "mxfp8-mxfp4-pack-quantized-0.0", "nvfp4-nvfp4-pack-quantized-0.00390625"
+)
 @pytest.mark.parametrize(
     ("recipe", "form", "error"),
     [
@@ -57,6 +60,7 @@ def test_compressed_tensors_decodes_what_is_written(tmp_path: Path, recipe: str,
         torch.testing.assert_close(found[name].float(), value, rtol=error, atol=0, msg=name)
 
 
+@pytest.mark.sentinels("block-fp8", "nvfp4-compressed-tensors")
 @pytest.mark.parametrize(
     ("recipe", "method"), [("current", "fp8"), ("block", "fp8"), ("mxfp8", "mxfp8"), ("nvfp4", "compressed-tensors")]
 )

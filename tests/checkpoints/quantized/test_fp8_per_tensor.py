@@ -80,6 +80,7 @@ def test_what_transformers_writes_is_taken_over_and_comes_back(tmp_path: Path) -
     assert torch.equal(values[q_rows : q_rows + len(expected)], expected.float())
 
 
+@pytest.mark.sentinels("imported as blocks")
 @pytest.mark.parametrize("case", ["imported", "imported as blocks", "quantized"])
 def test_transformers_reads_what_the_export_writes(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own decoder, on CPU."""
@@ -106,9 +107,7 @@ def test_transformers_reads_what_the_export_writes(tmp_path: Path, case: str, mo
     assert_same_bits(found.state_dict(), expected.state_dict())
 
 
-@pytest.mark.sentinels(
-    "modelopt-fp8-grouped-None", "fp8-per-tensor-per-gemm-None", "float-quantized-tensor-grouped-float8_block"
-)
+@pytest.mark.sentinels("modelopt-fp8-grouped-None", "float-quantized-tensor-grouped-float8_block")
 @pytest.mark.parametrize(("layout", "storage"), [("grouped", None), ("grouped", "float8_block"), ("per-gemm", None)])
 @pytest.mark.parametrize("case", ["fp8-per-tensor", "modelopt-fp8", "float-quantized-tensor"])
 def test_scales_that_differ_are_exact_in_blocks(tmp_path: Path, case: str, layout: str, storage: str | None) -> None:

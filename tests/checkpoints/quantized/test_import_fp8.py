@@ -19,6 +19,7 @@ POW2 = FP8_CONFIG | {"scale_fmt": "ue8m0"}
 MODELS = ("qwen3", "qwen3_moe", "deepseek_v3")
 
 
+@pytest.mark.sentinels("deepseek_v3-per-gemm", "qwen3_moe-grouped")
 @pytest.mark.parametrize("layout", ["grouped", "per-gemm"])
 @pytest.mark.parametrize("model", MODELS)
 def test_the_numbers_of_the_files_are_taken_over(tmp_path: Path, model: str, layout: str) -> None:
@@ -49,6 +50,7 @@ def test_dequantized_on_import_they_are_the_reference_s_values(tmp_path: Path, m
     assert report.equal, str(report)
 
 
+@pytest.mark.sentinels("deepseek_v3")
 @pytest.mark.parametrize("model", MODELS)
 def test_logits_are_those_of_transformers_on_the_decoded_weights(tmp_path: Path, model: str) -> None:
     source, reference = make(Case(model, fp8_block(), FP8_CONFIG), tmp_path, torch.float32)
@@ -156,6 +158,7 @@ def test_cut_blocks_are_refused_or_requantized_as_asked(tmp_path: Path) -> None:
     assert verify(tmp_path / "values-too", reference).equal
 
 
+@pytest.mark.sentinels("fp8-model.layers.0.self_attn.q_proj", "compressed-tensors-lm_head")
 @pytest.mark.parametrize("name", ["model.layers.0.self_attn.q_proj", "lm_head"])
 @pytest.mark.parametrize("scheme", ["fp8", "compressed-tensors"])
 def test_an_export_declares_the_weights_that_are_quantized(tmp_path: Path, name: str, scheme: str) -> None:

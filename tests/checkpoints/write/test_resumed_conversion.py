@@ -24,7 +24,7 @@ CHILD = Path(__file__).parents[1].joinpath("resume_child.py")
 SHARD_BYTES = 20_000
 
 
-@pytest.mark.parametrize("count", [6, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [3, pytest.param(100, marks=pytest.mark.slow)])
 def test_sigkill_at_random_moments(hf_folder: HFFolder, tmp_path: Path, count: int) -> None:
     source = hf_folder("mixtral")
     (tmp_path / "work").mkdir()
@@ -292,6 +292,7 @@ def test_an_ordinary_run_says_nothing(hf_folder: HFFolder, tmp_path: Path, caplo
     assert not notes(caplog)
 
 
+@pytest.mark.sentinels("1", "3")
 @pytest.mark.parametrize("at_once", [1, 2, 3, 8])
 def test_the_bytes_do_not_depend_on_the_number_of_files_at_once(
     hf_folder: HFFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int

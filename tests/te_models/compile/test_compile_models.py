@@ -65,7 +65,7 @@ MATRIX = [
 ]
 
 
-@pytest.mark.sentinels("dynamic_rope-eager-True", "moe_biases-eager-True")
+@pytest.mark.sentinels("moe_biases-eager-True")
 @pytest.mark.parametrize(("name", "backend", "shallow"), MATRIX)
 def test_every_variant_is_one_graph(name: str, backend: str, shallow: bool) -> None:
     model = build(name, shallow=shallow)

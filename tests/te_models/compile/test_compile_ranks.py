@@ -14,11 +14,14 @@ from tests.ranks import outcomes_on_ranks
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
 
 TRAINED = ("dense", "moe", "block", "late", "slow", "mxfp8", "delayed", "block_delayed")
-MISSING = {"desert": "call a compiled model", "absent": "call a compiled model", "uncompiled": "compile a model"}
+MISSING = {
+    **dict.fromkeys(("desert", "desert_layer", "absent"), "call a compiled model"),
+    "uncompiled": "compile a model",
+}
 """In vain, with the rank that is missing."""
 MISSING_CASES = (*MISSING, "block_desert", "block_absent")
 LAUNCHES = {
-    "two": (2, ("dense", "desert"), "eager"),
+    "two": (2, ("dense", "desert_layer"), "eager"),
     "two_full": (2, (*TRAINED, *MISSING_CASES), "aot_eager"),
     "four_full": (4, (*TRAINED, "stages", *MISSING), "aot_eager"),
 }

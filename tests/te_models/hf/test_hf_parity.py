@@ -136,6 +136,7 @@ def test_gradients(tmp_path: Path, name: str) -> None:
         assert relative_error(parameter.grad, expected[key]) <= FLOAT32_BOUND, key
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["llama-biases", "llama-tied-head_dim", "mixtral", "qwen3_moe-mixed"])
 def test_export_gives_back_the_same_weights(tmp_path: Path, name: str, dtype: torch.dtype) -> None:

@@ -341,6 +341,7 @@ def test_several_adapters(load: Any) -> None:
     close(model(IDS).logits, one)
 
 
+@pytest.mark.sentinels("qwen3_moe-mixed")
 @pytest.mark.parametrize("case", ["llama", "qwen3_moe-mixed"])
 @torch.no_grad()
 def test_adapters_in_files(load: Any, case: str, folders: Any, tmp_path: Path) -> None:

@@ -30,19 +30,14 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
 
 @pytest.mark.costs(40)
 @pytest.mark.sentinels(
-    "start dense hsdp",
     "start tied tp2_fsdp2",
-    "start qk_full tp2",
-    "start latent tp2_fsdp2",
     "start moe_shared ep2_tp2_fsdp2",
-    "start moe_biases ep2_fsdp4",
     "anew moe_biases ep2_fsdp4",
     "anew stored, one scale",
     "load dense tp2_fsdp2",
     "load moe_shared ep2_tp2_fsdp2",
     "gradients ep2_fsdp4",
     "gradients tp2_etp1_ep2_fsdp2",
-    "gradients six experts",
     "experts_are_not_padded",
     "one_layer_at_a_time",
     "stored_weights_are_shards_of_the_whole",

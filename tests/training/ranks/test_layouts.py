@@ -114,17 +114,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     "dense_delayed_tp2",
     "moe_fp32_ep2_fsdp2",
     "moe_fp32_cp2",
-    "moe_fp32_etp2",
     "tied_fp32_pp2",
     "dense_fp32_fsdp2_after_fsdp2",
-    "moe_fp32_tp2_ep2_fsdp2",
 )
 @pytest.mark.parametrize("case", each([*TRAINED, *CONTINUED, *FOUR]))
 def test_a_layout_trains_as_one_rank(case: Case, runs: Runs) -> None:
     assert runs.differences(case) == []
 
 
-@pytest.mark.sentinels("moe_fp32_one_after_tp2_ep2_fsdp2")
+@pytest.mark.sentinels("tied_fp32_one_after_pp2")
 @pytest.mark.parametrize("case", each(BACK))
 def test_one_rank_continues_what_four_began(case: Case, runs: Runs) -> None:
     runs.on_ranks([case], 1)
@@ -143,7 +141,7 @@ def test_the_same_layout_continues_bit_for_bit(case: Case, runs: Runs) -> None:
     assert [[row.get(name) for name in columns] for row in runs.curve(case)] == rows[2:]
 
 
-@pytest.mark.sentinels("dense_fp32_fsdp2", "moe_fp32_ep2_fsdp2", "moe_fp32_tp2_ep2_fsdp2")
+@pytest.mark.sentinels("dense_fp32_fsdp2", "moe_fp32_ep2_fsdp2")
 @pytest.mark.parametrize("case", each([*(TRAINED[i] for i in (0, 3, 4, 7, 14)), FOUR[0], *FOUR[-3:]]))
 def test_the_result_is_an_ordinary_folder(case: Case, runs: Runs) -> None:
     """Of the weights of one rank, but for sums in another order, which Adam may turn into steps of the size of lr."""

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="th
     [(1, signal.SIGSTOP), (1, signal.SIGKILL), pytest.param(0, signal.SIGSTOP, marks=pytest.mark.slow)],
 )
 def test_a_rank_that_is_gone_ends_the_others(tmp_path: Path, gone: int, signum: signal.Signals) -> None:
-    config = endless(tmp_path, distributed_timeout_minutes=5 / 60)
+    config = endless(tmp_path, distributed_timeout_minutes=3 / 60)
     with training(config, tmp_path, ranks=3 if gone else 2) as processes:
         wait_for_rows(config, 2, processes)
         os.kill(processes[gone].pid, signum)
@@ -105,7 +105,7 @@ def test_a_failure_is_told_with_its_sentence() -> None:
 
 
 def test_a_rank_that_runs_but_does_not_take_part_is_named() -> None:
-    first, second = monitors(2, timeout=3.0)
+    first, second = monitors(2, timeout=1.5)
     error = first.explain(RuntimeError("Timed out waiting 5000ms for recv operation to complete"))
     assert "rank 1 runs but does not take part" in str(error)
     second.close(LostRankError("x"))
@@ -118,7 +118,7 @@ def test_a_process_that_cannot_leave_is_ended(
     """Its main thread may wait in a collective that nothing interrupts."""
     from te_models.training.ranks import monitor as rank_monitor
 
-    first, second = monitors(2, timeout=2.0)
+    first, second = monitors(2, timeout=1.0)
     codes: list[int] = []
 
     def end(code: int) -> None:
