@@ -81,6 +81,9 @@ def run_collective(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
             f"{name} does not know a {type(found).__name__}; allowed: broadcast, gather, scatter and all_gather, which "
             "move its fields, or dequantize() for its values"
         )
+    for x in tree_leaves((args, kwargs)):
+        if isinstance(x, QuantizedTensor):
+            x.require_equal_shards(f"{name}, of full_tensor or redistribute,")
     arguments = {a.name: args[i] if i < len(args) else kwargs.get(a.name) for i, a in enumerate(func._schema.arguments)}
     outputs = arguments.get(_WRITES.get(full) or "")
     written = [x for x in tree_leaves(outputs) if isinstance(x, Tensor)]

@@ -262,7 +262,18 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
 
     def map_fields(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Self:
         """Return a tensor of the same kind whose fields are `function` of these."""
-        return self.wrap({n: function(f) for n, f in self.fields.items()}, dtype=dtype or self.dtype)
+        new = self.wrap({n: function(f) for n, f in self.fields.items()}, dtype=dtype or self.dtype)
+        new.unequal_shards = self.unequal_shards
+        return new
+
+    def require_equal_shards(self, what: str) -> None:
+        """Raise ValueError where this is one of unequal shards, which torch supposes to have as many rows each."""
+        if self.unequal_shards:
+            raise ValueError(
+                f"{what} supposes shards of as many rows, and this {type(self).__name__} of shape {tuple(self.shape)} "
+                "is one of shards that were cut between blocks and are not equal; allowed: GPTModel.save_pretrained, "
+                "checkpoints of runs, and each rank's own shard, to_local().dequantize()"
+            )
 
     def empty_like(self, device: torch.device | str | None, dtype: torch.dtype | None) -> Self:
         """Return an uninitialised tensor of the same kind and shape. None: as here."""
@@ -337,6 +348,7 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle as plain tensors and one JSON string, so that torch.load(weights_only=True) reads it."""
         self.require_matrix("be saved; clone() its base")
+        self.require_equal_shards("torch.save, or torch.distributed.checkpoint,")
         self.quantizer.require_storable()
         inner = {name: _as_bytes(getattr(self, name)) for name in self._inner_names()}
         flags = (self.requires_grad, isinstance(self, nn.Parameter))

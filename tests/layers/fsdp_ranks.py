@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
 import sys
+import tempfile
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from te_models.layers import (
     CustomRecipe,
@@ -361,6 +365,22 @@ def unequal_shards_are_refused(mesh: DeviceMesh) -> None:
         refused(lambda module=module: gathered(fully_shard(module, mesh=mesh)), "must be a multiple of 2")
 
 
+def functions_of_torch_on_unequal_shards_are_refused(grouped: bool, mesh: DeviceMesh) -> None:
+    """They suppose 20 and 20 rows where there are 32 and 8: a checkpoint would hold others under their names."""
+    module = GroupedLinear(3, IN, 32, bias=False) if grouped else Linear(IN, 40, bias=False)
+    value, quantizer = torch.randn(module.weight.shape), FORMATS["mxfp8"]
+    module.weight = nn.Parameter(quantizer.quantize_grouped(value) if grouped else quantizer.quantize(value))
+    with shards_of_blocks(module):
+        fully_shard(module, mesh=mesh)
+    weight, words = module.weight, ("is one of shards that were cut between blocks", "save_pretrained")
+    refused(weight.full_tensor, *words)
+    refused(lambda: weight.redistribute(placements=[Replicate()]).to_local(), *words)
+    refused(lambda: weight.detach().clone().full_tensor(), *words)
+    refused(lambda: torch.save(weight.detach(), io.BytesIO()), *words)
+    with tempfile.TemporaryDirectory() as folder:
+        refused(lambda: dcp.save({"w": weight}, checkpoint_id=folder), "save_pretrained", error=CheckpointException)
+
+
 def any_number_of_rows_is_shared(name: str, grouped: bool, mesh: DeviceMesh) -> None:
     """Between blocks, of which the last rank has fewer: three and a part of one, three experts, and one block, of which
     it has nothing. Gathered bits and steps are those of one rank."""
@@ -401,7 +421,7 @@ def fewer_bytes_are_sent(mesh: DeviceMesh) -> None:
     assert sum(t.numel() * t.itemsize for t in sent) == OUT // RANKS * IN + 4 * (OUT // RANKS // 128) * (IN // 128)
 
 
-def refused(action: Callable[[], object], *words: str, error: type[Exception] = ValueError) -> None:
+def refused(action: Callable[[], object], *words: str, error: type[BaseException] = ValueError) -> None:
     try:
         action()
     except error as raised:
@@ -432,6 +452,7 @@ def cases() -> dict[str, Callable[[DeviceMesh], None]]:
             add(a_recipe_uses_the_gathered_numbers, name, grouped)
     for grouped in (False, True):
         add(other_dimensions_are_refused, grouped)
+        add(functions_of_torch_on_unequal_shards_are_refused, grouped)
     for name in PRESERVED:
         for when in ("first forward pass", "init_state", "after a write"):
             add(masters_of_shards_start_from_the_preserved_values, name, when)
