@@ -28,9 +28,11 @@ def run_tasks(
     """
     harness = require("lm_eval", "eval", feature="eval --task")
     models = require("lm_eval.models.huggingface", "eval", feature="eval --task")
-    manager = require("lm_eval.tasks", "eval").TaskManager(
-        include_path=None if task_folder is None else str(task_folder)
-    )
+    task_manager = require("lm_eval.tasks", "eval").TaskManager
+    path = None if task_folder is None else str(task_folder)
+    manager = None if path is None else task_manager(include_path=path, include_defaults=False)
+    if manager is None or not all(manager.match_tasks([task]) for task in tasks):
+        manager = task_manager(include_path=path)  # reads the thousands of files of the harness's own, for seconds
     unknown = [task for task in tasks if not manager.match_tasks([task])]
     if unknown:
         raise ValueError(f"--task {unknown[0]!r} is no task of lm-evaluation-harness or of --task-folder")

@@ -38,6 +38,7 @@ def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch, tmp_
     assert "eval --task needs the package 'lm_eval': pip install 'te_models[eval]'" in capsys.readouterr().err
 
 
+@pytest.mark.costs(60)  # importing the harness takes ten seconds
 @pytest.mark.skipif(not installed("eval"), reason="needs lm-evaluation-harness (extra eval)")
 @pytest.mark.filterwarnings("default")
 def test_a_task_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
