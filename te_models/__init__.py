@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         RouterConfig,
         TemperatureConfig,
     )
-    from .generation import Draft, DraftModel, generate, stream
+    from .generation import Draft, DraftModel, MTPDraft, generate, stream
     from .model import (
         GPTModel,
         KVCache,
@@ -57,7 +57,7 @@ _HOME = {
         "RouterConfig",
         "TemperatureConfig",
     ),
-    "generation": ("Draft", "DraftModel", "generate", "stream"),
+    "generation": ("Draft", "DraftModel", "MTPDraft", "generate", "stream"),
     "model": (
         "GPTModel",
         "KVCache",
@@ -83,6 +83,7 @@ __all__ = [
     "KVCache",
     "MLAConfig",
     "MLPConfig",
+    "MTPDraft",
     "MoEConfig",
     "MoELayer",
     "ModelConfig",

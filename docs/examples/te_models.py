@@ -127,6 +127,24 @@ tokens = torch.randint(256, (1, 16))
 print(generate(model, tokens, max_new_tokens=20, draft_model=draft, num_draft_tokens=4).shape)  # [1, 36]
 print(draft.acceptance_rate)
 
+# %% MTPDraft
+import torch
+from te_models import AttentionConfig, GPTModel, MLPConfig, ModelConfig, MTPDraft, generate
+
+config = ModelConfig(
+    vocab_size=256,
+    hidden_size=64,
+    num_layers=2,
+    max_position_embeddings=128,
+    attention=AttentionConfig(num_attention_heads=4),
+    mlp=MLPConfig(ffn_hidden_size=176),
+    mtp_num_layers=1,  # of a folder that has such layers: GPTModel.from_pretrained(folder, mtp=True)
+)
+model, draft = GPTModel(config).eval(), MTPDraft()
+tokens = torch.randint(256, (1, 16))
+print(generate(model, tokens, max_new_tokens=20, draft_model=draft, num_draft_tokens=2).shape)  # [1, 36]
+print(draft.acceptance_rate)
+
 # %% TransformerLayer
 import torch
 from te_models import AttentionConfig, GPTModel, MLPConfig, ModelConfig, TransformerLayer

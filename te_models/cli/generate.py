@@ -16,7 +16,7 @@ from .codec import Codec, check_device, open_codec
 from .parser import Verbs, emit, integer, number, read_text, verb
 
 if TYPE_CHECKING:
-    from ..generation.text import TextStream
+    from ..generation import Draft, TextStream
     from ..model import GPTModel
 
 DESCRIPTION = """\
@@ -55,6 +55,7 @@ def add(verbs: Verbs) -> None:
     parser.add_argument("--seed", type=integer, default=0, help="seed of the sampling (0)")
     parser.add_argument("--compile", action="store_true", help="compile decoding: slow at first, then faster")
     parser.add_argument("--draft-model", metavar="DIR", help="a smaller model that proposes tokens")
+    parser.add_argument("--draft-mtp", action="store_true", help="the model's layers of further tokens propose them")
     parser.add_argument("--num-draft-tokens", type=integer, default=4, metavar="N", help="it proposes at a time (4)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="weights and compute")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (cpu)")
@@ -103,10 +104,12 @@ def _check_options(args: argparse.Namespace) -> None:
     ):
         if getattr(args, option) is not None and not there:
             raise ValueError(f"--{option.replace('_', '-')} needs {needed}")
-    if args.draft_model is not None and args.compile:
-        raise ValueError("--compile and --draft-model are both given; allowed: one of them")
-    if args.draft_model is not None and (args.batch_size or 1) > 1:
-        raise ValueError(f"--batch-size is {args.batch_size}; allowed with --draft-model: 1")
+    given = {"--compile": args.compile, "--draft-model": args.draft_model is not None, "--draft-mtp": args.draft_mtp}
+    first, *others = [option for option, there in given.items() if there] or [""]
+    if others:
+        raise ValueError(f"{first} and {others[0]} are both given; allowed: one of them")
+    if first.startswith("--draft") and (args.batch_size or 1) > 1:
+        raise ValueError(f"--batch-size is {args.batch_size}; allowed with {first}: 1")
     if "" in args.stop:
         raise ValueError("--stop is empty; allowed: text")
 
@@ -117,7 +120,7 @@ class Model:
 
     args: argparse.Namespace
     gpt: GPTModel
-    draft: GPTModel | None
+    draft: GPTModel | Draft | None
     codec: Codec
     ends: list[int]
 
@@ -128,12 +131,14 @@ class Model:
 
         from te_models.checkpoints.io.hub import local_folder
 
-        from .. import GPTModel
+        from .. import GPTModel, MTPDraft
 
         how: Any = {"device": args.device, "dequantize": args.dequantize, "verify": not args.no_verify}
         how["dtype"] = getattr(torch, args.dtype)
-        gpt = GPTModel.from_pretrained(folder, **how)
-        draft = None if args.draft_model is None else GPTModel.from_pretrained(local_folder(args.draft_model), **how)
+        gpt = GPTModel.from_pretrained(folder, **how, mtp=args.draft_mtp)
+        draft: GPTModel | Draft | None = MTPDraft() if args.draft_mtp else None
+        if args.draft_model is not None:
+            draft = GPTModel.from_pretrained(local_folder(args.draft_model), **how)
         ends = sorted({*_ends(folder), *(() if codec.eos is None else (codec.eos,))})
         return cls(args, gpt, draft, codec, ends)
 

@@ -25,10 +25,12 @@ from .sampling import Sampler
 class Draft(ABC):
     """What proposes tokens: a smaller model (`DraftModel`), or heads that predict further tokens of the model itself.
 
-    needs_hidden_states: whether `propose` gets the model's hidden states. proposed, accepted: counts of tokens.
+    needs_hidden_states: whether `propose` gets the model's hidden states. most: how many tokens it proposes at a
+    time; None: any number. proposed, accepted: counts of tokens.
     """
 
     needs_hidden_states = False
+    most: int | None = None
     proposed = 0
     accepted = 0
 
@@ -66,7 +68,7 @@ class DraftModel(Draft):
     def __init__(self, model: GPTModel) -> None:
         self.model = model
         self._cache: KVCache | None = None
-        self._read: list[int] = []
+        self._read = torch.empty(0, dtype=torch.int64)
 
     def begin(self, model: GPTModel, max_length: int) -> None:
         """As `Draft.begin`; the vocabularies must have the same size."""
@@ -79,16 +81,14 @@ class DraftModel(Draft):
         self._cache = KVCache(
             ours, 1, max_length, dtype=compute_dtype(weight), device=weight.device, rollback=max_length
         )
-        self._read = []
+        self._read = torch.empty(0, dtype=torch.int64, device=weight.device)
 
     def propose(
         self, tokens: Tensor, hidden_states: Tensor | None, count: int, sampler: Sampler
     ) -> tuple[Tensor, Tensor]:
         """As `Draft.propose`."""
         assert self._cache is not None, "begin"
-        text = tokens[0].tolist()
-        same = next((i for i, (a, b) in enumerate(zip(self._read, text)) if a != b), min(len(self._read), len(text)))
-        same = min(same, len(text) - 1)
+        same = min(shared_length(self._read, tokens[0]), tokens.shape[1] - 1)
         self._cache.crop(same)
         ids = tokens[:, same:]
         chosen, distributions = [], []
@@ -98,8 +98,15 @@ class DraftModel(Draft):
             distributions.append(sampler.probabilities(logits[:, -1]))
             chosen.append(sampler.draw(distributions[-1]))
             ids = chosen[-1][:, None]
-        self._read = text + torch.cat(chosen)[:-1].tolist()
+        self._read = torch.cat((tokens[0], *chosen[:-1]))
         return torch.cat(chosen), torch.cat(distributions)
+
+
+def shared_length(before: Tensor, text: Tensor) -> int:
+    """Return how many tokens two texts, [M] and [L], begin with that are the same."""
+    length = min(len(before), len(text))
+    differ = (before[:length] != text[:length]).nonzero()
+    return int(differ[0]) if len(differ) else length
 
 
 def check_speculative(model: GPTModel, name: str) -> None:
@@ -148,6 +155,7 @@ def _steps(
             with torch.no_grad():
                 # the call itself gives one token, and before the prompt is read there are no hidden states
                 count = min(num_draft_tokens, max_new_tokens - new - 1)
+                count = count if draft.most is None else min(count, draft.most)
                 count = 0 if draft.needs_hidden_states and hidden is None else count
                 proposed, guessed = ids[0, :0], None
                 if count:

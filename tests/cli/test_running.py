@@ -92,6 +92,17 @@ def test_a_draft_model_and_itself_write_the_same_text(
     assert drafted["tokens"] == expected
 
 
+def test_layers_of_further_tokens_as_a_draft_write_the_same_text(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(0)
+    GPTModel(tiny_model().replace(mtp_num_layers=1), params_dtype=torch.float32).save_pretrained(tmp_path / "mtp")
+    own = ["generate", str(tmp_path / "mtp"), *words[2:], "--prompt", "def"]
+    assert run_json(capsys, *own, "--draft-mtp")["tokens"] == run_json(capsys, *own)["tokens"]
+    assert main([*words, "--prompt", "def", "--draft-mtp"]) != 0
+    assert "no layers that predict further tokens" in capsys.readouterr().err
+
+
 class BytesTemplate:
     """A chat template over bytes, in place of the process that reads a real one."""
 
@@ -168,6 +179,10 @@ def test_eval_scores_files_and_all_of_them(model: Path, tmp_path: Path, capsys: 
         (
             ["generate", "--prompts", "p", "--draft-model", "d", "--batch-size", "2"],
             "allowed with --draft-model: 1",
+        ),
+        (
+            ["generate", "--prompt", "x", "--draft-model", "d", "--draft-mtp"],
+            "--draft-model and --draft-mtp are both given",
         ),
         (
             ["generate", "--prompt", "x", "--draft-model", "d", "--compile"],

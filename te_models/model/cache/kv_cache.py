@@ -138,6 +138,7 @@ class KVCache:
     Layers with a sliding window or with chunks keep what these reach, whatever max_length is. dtype: the model's
     compute dtype (None: torch's default). tp_size: `GPTModel.tp_size`; each rank caches the keys and values of its own
     heads. rollback: how many positions `crop` may take away from layers that are bounded.
+    layers: the numbers of the layers whose keys and values are kept; None: all.
 
     Example:
         cache = KVCache(model.config, batch_size=1, max_length=256, dtype=torch.bfloat16)
@@ -157,6 +158,7 @@ class KVCache:
         device: torch.device | str | None = None,
         tp_size: int = 1,
         rollback: int = 0,
+        layers: Sequence[int] | None = None,
     ) -> None:
         if batch_size < 1 or max_length < 1:
             raise ValueError(f"a cache of {batch_size} sequences of {max_length} tokens; allowed: at least 1 of each")
@@ -165,7 +167,7 @@ class KVCache:
         self.max_length = max_length
         self.length = 0
         self.layers: list[LayerCache] = []
-        for i in range(config.num_layers):
+        for i in range(config.num_layers) if layers is None else layers:
             reach = reach_of(config, i)
             capacity = max_length if reach is None else min(max_length, reach + rollback + SLACK)
             key, value = (torch.zeros(batch_size, capacity, groups, size, dtype=dtype, device=device) for size in sizes)

@@ -9,7 +9,17 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from te_models import AttentionConfig, Draft, DraftModel, GPTModel, KVCache, StaticKVCache, generate, stream
+from te_models import (
+    AttentionConfig,
+    Draft,
+    DraftModel,
+    GPTModel,
+    KVCache,
+    MTPDraft,
+    StaticKVCache,
+    generate,
+    stream,
+)
 from te_models.generation import Sampler, compiled
 from te_models.generation.speculative import _checked
 from te_models.model.cache.kv_cache import SLACK
@@ -238,6 +248,60 @@ def test_heads_of_the_model_can_propose() -> None:
     model, ids, draft = model_of("window"), token_ids(1, 7), LastStates()
     assert torch.equal(generate(model, ids, 12, draft_model=draft), generate(model, ids, 12))
     assert draft.proposed > 0
+
+
+def mtp_model(depths: int, name: str = "dense") -> GPTModel:
+    return model_of(name, mtp_num_layers=depths)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("depths", [1, 2])
+def test_depths_propose_what_they_are_trained_to_predict(depths: int) -> None:
+    """Each call goes on from the one before, whose last tokens were rejected, and gives what the whole text gives."""
+    model, draft, greedy = mtp_model(depths, "window"), MTPDraft(), Sampler(0.0)
+    draft.begin(model, 40)
+    text = token_ids(1, 20)
+    for length, count in ((9, depths), (10, depths), (13, depths), (12, depths)):
+        tokens = text[:, :length].clone()
+        tokens[0, -1] = (tokens[0, -1] + count) % VOCAB if length == 12 else tokens[0, -1]
+        states = model(tokens[:, :-1], return_hidden_states=True).hidden_states
+        chosen, _ = draft.propose(tokens, states[-1], count, greedy)
+        below, known = states[-1], torch.cat((tokens, chosen[None]), dim=1)
+        inputs = model.decoder.layer_inputs(below, torch.arange(length - 1)[None], None)
+        for depth, layer in enumerate(model.mtp.layers, 1):
+            embedded = model.embedding(known[:, depth : depth + length - 1], None, None)
+            below, _ = layer(below, embedded, model.decoder, inputs)
+            table = model.embedding.word_embeddings.weight if model.output_layer.weight is None else None
+            logits, _, _ = model.output_layer(below[:, -1:], table, None, return_logits=True)
+            assert int(logits.argmax()) == int(chosen[depth - 1]), (length, depth)
+
+
+@pytest.mark.parametrize(("depths", "name"), [(1, "moe"), (2, "latent"), (1, "mixed_layers")])
+def test_drafts_of_the_models_own_layers_change_no_greedy_text(depths: int, name: str) -> None:
+    model, ids, draft = mtp_model(depths, name), token_ids(1, 7), MTPDraft()
+    assert torch.equal(generate(model, ids, 16, draft_model=draft, num_draft_tokens=3), generate(model, ids, 16))
+    assert draft.proposed > 0
+
+
+def test_trained_depths_are_accepted() -> None:
+    """On a text that repeats itself, of which the second of two proposed tokens goes on from the layer's own result."""
+    torch.manual_seed(0)
+    model = GPTModel(tiny(num_layers=1, mtp_num_layers=1))
+    ids = torch.arange(40).remainder(5)[None] + 7
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(40):
+        model(ids, labels=ids, return_logits=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    draft = MTPDraft()
+    text = generate(model.eval(), ids[:, :8], 20, draft_model=draft, num_draft_tokens=2)
+    assert torch.equal(text, ids[:, :28])
+    assert draft.acceptance_rate > 0.9
+
+
+def test_a_model_without_depths_is_no_draft() -> None:
+    with pytest.raises(ValueError, match=r"no layers that predict further tokens; allowed: .* mtp=True"):
+        stream(model_of("dense"), token_ids(1, 4), 3, draft_model=MTPDraft())
 
 
 @pytest.mark.parametrize(
