@@ -104,8 +104,8 @@ def _check_options(args: argparse.Namespace) -> None:
     ):
         if getattr(args, option) is not None and not there:
             raise ValueError(f"--{option.replace('_', '-')} needs {needed}")
-    given = {"--compile": args.compile, "--draft-model": args.draft_model is not None, "--draft-mtp": args.draft_mtp}
-    first, *others = [option for option, there in given.items() if there] or [""]
+    asked = {"--compile": args.compile, "--draft-model": args.draft_model is not None, "--draft-mtp": args.draft_mtp}
+    first, *others = [option for option, there in asked.items() if there] or [""]
     if others:
         raise ValueError(f"{first} and {others[0]} are both given; allowed: one of them")
     if first.startswith("--draft") and (args.batch_size or 1) > 1:

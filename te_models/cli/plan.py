@@ -15,14 +15,16 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Plan a training run on any number of ranks, without them: memory, FLOPs, bytes of every
-collective and a model of step time. One micro-batch runs on tensors without values, as a rank
-of the layout in CONFIG.toml would run it on CPU. --layouts tries every layout of tensor and
-expert parallelism that the ranks allow, and says which ones fit. Exit code 1: nothing fits."""
+collective and a model of step time. One micro-batch, of a pipeline its whole schedule, runs on
+tensors without values, as a rank of the layout in CONFIG.toml would run it on CPU. --layouts
+tries every layout of tensor, pipeline and expert parallelism that ranks and micro-batches allow,
+and says which ones fit. Exit code 1: nothing fits."""
 
 _SHORT = {
     "data_parallel_replicate_size": "dp_replicate",
     "data_parallel_shard_size": "dp_shard",
     "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
     "expert_model_parallel_size": "ep",
 }
 
@@ -109,13 +111,14 @@ def _tables(plan: Plan, hardware: Hardware) -> list[Table]:
 def _layouts(plans: list[Plan | Refused], ranks: int, hardware: Hardware) -> Table:
     from ..plan import Refused
 
-    rows = [("tp", "ep", "memory", "fits", "step", "MFU")]
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
+    rows: list[tuple[str, ...]] = [(*(_SHORT[name] for name in names), "memory", "fits", "step", "MFU")]
     for plan in plans:
-        sizes = [str(plan.sizes[name]) for name in ("tensor_model_parallel_size", "expert_model_parallel_size")]
+        sizes = [str(plan.sizes[name]) for name in names]
         if isinstance(plan, Refused):
-            rows.append((sizes[0], sizes[1], "refused", "", "", plan.reason))
+            rows.append((*sizes, "refused", "", "", plan.reason))
         else:
             mfu = f"{100 * plan.mfu:.3g} %"
             fits = "yes" if plan.fits else "no"
-            rows.append((sizes[0], sizes[1], format_size(plan.memory), fits, f"{plan.step_s:.3g} s", mfu))
+            rows.append((*sizes, format_size(plan.memory), fits, f"{plan.step_s:.3g} s", mfu))
     return Table(rows, f"layouts of {ranks} ranks of {hardware.memory_gib:g} GiB", heading=True)

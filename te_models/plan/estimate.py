@@ -17,6 +17,7 @@ from ..training.ranks.data_parallel import Ranks
 from ..training.ranks.layout import Layout, layout_of
 from .micro_batch import record
 from .simulation import Traffic, fake_ranks, fake_tensors
+from .stages import record_stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +45,13 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one rank, the first, takes. Bytes; FLOPs and seconds are of one optimizer step.
+    """What one rank takes, the one that takes the most memory. Bytes; FLOPs and seconds are of one optimizer step.
 
     parameters: as they are stored on this rank. optimizer: moments, masters and main gradients. activations: the most
     that a micro-batch takes beyond those, gradients and gathered parameters included. traffic: (collective, dimension
-    of the mesh) -> `Traffic` of a step. compute_s, communication_s: of a step; step_s: communication of sharded
-    parameters overlaps with compute, all other waits. memory_limit, peak_flops: of a device.
+    of the mesh) -> `Traffic` of a step. compute_s, communication_s: of a step, with what a pipeline waits while it
+    fills and empties (nothing under schedules that compute weight gradients meanwhile); step_s: communication of
+    sharded parameters overlaps with compute, all other waits. memory_limit, peak_flops: of a device.
     """
 
     sizes: dict[str, int | None]
@@ -106,26 +108,29 @@ def model_of(config: TrainConfig) -> ModelConfig:
         return source.config
 
 
-def plan_here(config: TrainConfig, ranks: int, hardware: Hardware) -> Plan:
+def pipeline_ranks(config: TrainConfig) -> tuple[int, ...]:
+    """Return the ranks of a pipeline of which one takes the most: the first, which has the most micro-batches in
+    flight, and the last, which has the output layer."""
+    ranks = config.parallel.pipeline_model_parallel_size
+    return (0,) if ranks == 1 else (0, ranks - 1)
+
+
+def plan_here(config: TrainConfig, ranks: int, hardware: Hardware, pipeline_rank: int = 0) -> Plan:
     """Return the plan of a run on so many ranks, in a process that belongs to no process group and plans no other run:
     torch keeps meshes of equal shape, with the groups that they had.
 
-    One micro-batch and the end of a step run on tensors without values, as a rank of the layout would run them on CPU;
-    layers of a kind count as often as the model has them. Raises ConfigError for what `te-models train` refuses in this
-    layout.
+    One micro-batch and the end of a step, of a pipeline all that its schedule does, run on tensors without values, as a
+    rank of the layout would run them on CPU: the first of those that have the stages of `pipeline_rank`. Layers of a
+    kind count as often as the model has them. Raises ConfigError for what `te-models train` refuses in this layout.
     """
-    model, stages = model_of(config), config.parallel.pipeline_model_parallel_size
-    if stages > 1:
-        raise ConfigError(
-            f"parallel.pipeline_model_parallel_size is {stages}; allowed in a plan: 1, because what a stage holds "
-            "depends on how many micro-batches its schedule has in flight, which is not simulated"
-        )
-    with fake_ranks(ranks):
-        layout = layout_of(config.parallel, Ranks(0, ranks), "cpu")
+    model, pipeline = model_of(config), config.parallel.pipeline_model_parallel_size
+    rank = pipeline_rank * (ranks // pipeline)
+    with fake_ranks(ranks, rank):
+        layout = layout_of(config.parallel, Ranks(rank, ranks), "cpu")
         check_layout(config, model, layout.dims)
         with fake_tensors():
-            found = record(config, model, layout)
-        dims = layout.dims
+            found = (record if layout.stages is None else record_stages)(config, model, layout)
+        dims, stages = layout.dims, layout.stages
     micro_batches = config.data.gradient_accumulation
     tokens = config.data.micro_batch_size * config.data.sequence_length * micro_batches
     traffic = {
@@ -133,9 +138,11 @@ def plan_here(config: TrainConfig, ranks: int, hardware: Hardware) -> Plan:
         for key in sorted({*found.each, *found.once})
     }
     flops = training_flops_per_token(model, config.data.sequence_length) * tokens
-    flops /= dims.tensor_model_parallel_size * dims.context_parallel_size
+    flops /= dims.tensor_model_parallel_size * dims.context_parallel_size * pipeline
     again = 4 / 3 if config.model.activation_checkpointing else 1.0  # the forward pass runs twice
     compute = again * flops / (hardware.tflops * 1e12 * hardware.efficiency)
+    if stages is not None and not stages.is_later:  # while the pipeline fills and empties, a rank waits for the others
+        compute *= 1 + (stages.ranks - 1) / (micro_batches * (stages.stages_per_rank or 1))
     seconds = {key: moved.sent / _bandwidth(key[1], layout, hardware) for key, moved in traffic.items()}
     overlapped = sum(s for key, s in seconds.items() if _overlaps(*key))
     waiting = sum(s for key, s in seconds.items() if not _overlaps(*key))

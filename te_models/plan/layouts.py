@@ -29,7 +29,7 @@ def plan_layouts(config: TrainConfig, ranks: int, hardware: Hardware) -> list[Pl
     """
     found: list[Plan | Refused] = []
     sizes, runs = [], []
-    for its in layouts_of(model_of(config), ranks, hardware.node_ranks):
+    for its in layouts_of(model_of(config), ranks, hardware.node_ranks, config.data.gradient_accumulation):
         try:
             runs.append(_run(config, ranks, its))
             sizes.append(its)
@@ -40,14 +40,23 @@ def plan_layouts(config: TrainConfig, ranks: int, hardware: Hardware) -> list[Pl
     return sorted(found, key=_rank)
 
 
-def layouts_of(model: ModelConfig, ranks: int, node_ranks: int) -> Iterator[Layout]:
-    """Yield the sizes to try: tensor parallelism inside a node by powers of two, experts over 1, 4, 16, ... ranks, and
-    everything sharded over the ranks that are left."""
+MOST_STAGES = 16
+
+
+def layouts_of(model: ModelConfig, ranks: int, node_ranks: int, micro_batches: int = 1) -> Iterator[Layout]:
+    """Yield the sizes to try: tensor parallelism inside a node by powers of two, pipeline stages over 1, 4 and 16 ranks
+    where a step has as many micro-batches, experts over 1, 4, 16, ... ranks, and everything sharded over the ranks that
+    are left."""
     experts = 1 if model.moe is None else model.moe.num_moe_experts
     for tp in _powers(2, min(node_ranks, ranks)):
-        for ep in _powers(4, min(experts, ranks // tp)):
-            if ranks % tp == 0 and (ranks // tp) % ep == 0 and experts % ep == 0:
-                yield {"tensor_model_parallel_size": tp, "expert_model_parallel_size": ep}
+        for pp in _powers(4, min(MOST_STAGES, micro_batches, model.num_layers, ranks // tp)):
+            for ep in _powers(4, min(experts, ranks // tp // pp)):
+                if ranks % (tp * pp) == 0 and ranks // tp // pp % ep == 0 and experts % ep == 0:
+                    yield {
+                        "tensor_model_parallel_size": tp,
+                        "pipeline_model_parallel_size": pp,
+                        "expert_model_parallel_size": ep,
+                    }
 
 
 def _powers(base: int, most: int) -> Iterator[int]:
@@ -58,7 +67,7 @@ def _powers(base: int, most: int) -> Iterator[int]:
 
 
 def _run(config: TrainConfig, ranks: int, sizes: Layout) -> TrainConfig:
-    shards = -1 if ranks > sizes["tensor_model_parallel_size"] else 1
+    shards = -1 if ranks > sizes["tensor_model_parallel_size"] * sizes["pipeline_model_parallel_size"] else 1
     every = {"data_parallel_replicate_size": None, "data_parallel_shard_size": shards, **sizes}
     return config.replace(parallel=config.parallel.replace(**every))
 

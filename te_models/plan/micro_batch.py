@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from te_models.kernels.gemm import using_cpu_gemm
+
 from ..config import ModelConfig
+from ..model import GPTModel
 from ..model.moe import MoELayer
 from ..parallel.sharding import parallelize
 from ..training.build import build_optimizer, random_model
@@ -56,7 +59,7 @@ def record(config: TrainConfig, model: ModelConfig, layout: Layout) -> Recorded:
     """
     places: dict[Kind, list[int]] = {}
     for layer in range(model.num_layers):
-        places.setdefault(_kind(model, layer), []).append(layer)
+        places.setdefault(kind_of(model, layer), []).append(layer)
     few = sorted(layer for layers in places.values() for layer in layers[:3])
     base = record_layers(config, model, layout, few)
     total = base
@@ -69,7 +72,7 @@ def record(config: TrainConfig, model: ModelConfig, layout: Layout) -> Recorded:
 
 def record_layers(config: TrainConfig, model: ModelConfig, layout: Layout, layers: list[int]) -> Recorded:
     """Run a micro-batch and the end of a step with these layers of the model alone, and return what was recorded."""
-    recorder = Recorder(_dimensions(layout))
+    recorder = recorder_of(layout)
     gpt = random_model(config, of_layers(model, layers), "cpu", layout)
     if layout.dims.is_sharded:
         reshard, reduce_dtype = config.parallel.reshard_after_forward, getattr(torch, config.parallel.reduce_dtype)
@@ -77,13 +80,10 @@ def record_layers(config: TrainConfig, model: ModelConfig, layout: Layout, layer
     gpt.activation_checkpointing = config.model.activation_checkpointing
     tokens = config.data.micro_batch_size * config.data.sequence_length
     gpt.output_layer.loss_chunk_tokens = config.model.loss_chunk(model.vocab_size, tokens)
-    without_values = isinstance(torch.empty(0), FakeTensor)
-    for module in gpt.modules():
-        if isinstance(module, MoELayer):
-            module.supposes_balance = without_values  # a router's decisions are read, and such tensors tell none
+    suppose_balance(gpt)
     recorder.hold([list(gpt.parameters()), list(gpt.buffers())])
     found = Recorded(parameters=recorder.live)
-    with recorder:
+    with using_cpu_gemm("bf16"), recorder:  # one operation, as on an accelerator, whatever this CPU would choose
         optimizer = build_optimizer(config.replace(compile=False), gpt, layout)
         found.optimizer = recorder.live - found.parameters
         loss_function = make_loss_function(gpt.train(), config.precision, "cpu", compiled=False)
@@ -109,7 +109,21 @@ def of_layers(model: ModelConfig, layers: list[int]) -> ModelConfig:
     return model.replace(**changes)
 
 
-def _kind(model: ModelConfig, layer: int) -> Kind:
+def suppose_balance(gpt: GPTModel) -> None:
+    """Where tensors have no values, have experts get equally many tokens: a router's decisions are read."""
+    without_values = isinstance(torch.empty(0), FakeTensor)
+    for module in gpt.modules():
+        if isinstance(module, MoELayer):
+            module.supposes_balance = without_values
+
+
+def recorder_of(layout: Layout) -> Recorder:
+    """Return what records a step of this layout."""
+    return Recorder(_dimensions(layout))
+
+
+def kind_of(model: ModelConfig, layer: int) -> Kind:
+    """Return what makes a layer another one than its neighbours: experts, and how it attends."""
     return model.is_moe_layer(layer), model.layer_type(layer)
 
 
@@ -122,4 +136,6 @@ def _dimensions(layout: Layout) -> dict[str, str]:
     for mesh in (mesh for mesh in meshes if mesh is not None):
         for name in mesh.mesh_dim_names or ():
             names.setdefault(mesh.get_group(name).group_name, name)
+    if layout.mesh.stages is not None:
+        names.setdefault(layout.mesh.stages.group_name, "pp")
     return names

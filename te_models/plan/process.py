@@ -21,7 +21,7 @@ from typing import Any
 
 from ..config import ConfigError
 from ..training.config import TrainConfig
-from .estimate import Hardware, Plan, plan_here
+from .estimate import Hardware, Plan, pipeline_ranks, plan_here
 
 Task = dict[str, Any]
 _USED = (
@@ -56,12 +56,23 @@ def plan_each(configs: Sequence[TrainConfig], ranks: int, hardware: Hardware) ->
     Raises RuntimeError where a process fails or is killed.
     """
     shared = {"ranks": ranks, "hardware": asdict(hardware)}
-    asked = [{"config": config.to_dict(), **shared} for config in configs]
+    asked = [
+        {"config": config.to_dict(), "pipeline_rank": rank, **shared}
+        for config in configs
+        for rank in pipeline_ranks(config)
+    ]
     child = [sys.executable, "-m", "te_models.plan.process"]
     run = subprocess.run(child, input=json.dumps(asked), capture_output=True, text=True, check=False)
     if run.returncode:
         raise _failure((run.stderr.strip().splitlines() or [f"exit code {run.returncode}"])[-1], run.stderr)
-    return [_read(answer) for answer in json.loads(run.stdout)]
+    answers = iter(json.loads(run.stdout))
+    return [_of_run([_read(next(answers)) for _ in pipeline_ranks(config)]) for config in configs]
+
+
+def _of_run(found: list[Plan | ConfigError]) -> Plan | ConfigError:
+    """Return the plan of the rank that takes the most memory, or why the run is refused."""
+    plans = [plan for plan in found if isinstance(plan, Plan)]
+    return max(plans, key=lambda plan: plan.memory) if len(plans) == len(found) else found[0]
 
 
 def _read(answer: Task) -> Plan | ConfigError:
@@ -115,9 +126,8 @@ def _send(work: Callable[[Task], Task], task: Task, to: Connection) -> None:
 
 def _plan(asked: Task) -> Task:
     try:
-        return plan_here(
-            TrainConfig.from_dict(asked["config"]), asked["ranks"], Hardware(**asked["hardware"])
-        ).to_dict()
+        config, hardware = TrainConfig.from_dict(asked["config"]), Hardware(**asked["hardware"])
+        return plan_here(config, asked["ranks"], hardware, asked["pipeline_rank"]).to_dict()
     except ConfigError as error:
         return {"refused": str(error)}
 

@@ -30,6 +30,7 @@ _KINDS = {
     "all_reduce": ("all_reduce", "allreduce"),
     "all_to_all": ("all_to_all", "alltoall"),
     "broadcast": ("broadcast",),
+    "send": ("send",),
 }
 """Collective -> what the names of torch's operations contain; `c10d` and `_c10d_functional` spell them differently."""
 
@@ -133,7 +134,7 @@ class Recorder(TorchDispatchMode):
         # where an operation has both tensors, one is the ranks' together and the other this rank's part
         payload = max(_bytes(part) for part in (*args, *(result if isinstance(result, tuple) else (result,))))
         size = group.size()
-        rounds = {"all_reduce": 2}.get(kind, 1) * (size - 1) / size
+        rounds = 1.0 if kind == "send" else {"all_reduce": 2}.get(kind, 1) * (size - 1) / size
         key = kind, self._groups.get(group.group_name, group.group_name)
         self.traffic[key] = self.traffic.get(key, Traffic()) + Traffic(1, payload, payload * rounds)
 
@@ -152,8 +153,8 @@ def _group_of(args: tuple[Any, ...]) -> dist.ProcessGroup:
 
 
 @contextlib.contextmanager
-def fake_ranks(ranks: int) -> Iterator[None]:
-    """Inside, this process is rank 0 of `ranks`.
+def fake_ranks(ranks: int, rank: int = 0) -> Iterator[None]:
+    """Inside, this process is rank `rank` of `ranks`: one whose shards of sharded parameters are the first ones.
 
     Raises ConfigError where the process has a process group: only one can be the default.
     """
@@ -161,7 +162,7 @@ def fake_ranks(ranks: int) -> Iterator[None]:
 
     if dist.is_initialized():
         raise ConfigError("this process belongs to a process group; a plan is made in a process of its own")
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:
         with _first_shards():
             yield

@@ -1,5 +1,5 @@
-"""What each process of test_plan does: `python -m tests.te_models.plan_ranks RESULTS real|fake LAYOUTS`, on
-two ranks or as one of two that do not exist."""
+"""What each process of test_plan does: `python -m tests.te_models.plan_ranks RESULTS real|fake|fake1 LAYOUTS`,
+on two ranks, or as the first or second of two that do not exist."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ import torch.distributed as dist
 from te_models.plan.estimate import model_of
 from te_models.plan.micro_batch import Recorded, record, record_layers
 from te_models.plan.simulation import fake_ranks, fake_tensors
+from te_models.plan.stages import record_stages, record_stages_of_layers
+from te_models.training import TrainConfig
 from te_models.training.ranks.data_parallel import Ranks
-from te_models.training.ranks.layout import layout_of
+from te_models.training.ranks.layout import Layout, layout_of
 from tests.training.runs import tiny_model, tiny_run
 
 LAYERS = 6
@@ -38,7 +40,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ep2 all_gather": {"expert_model_parallel_size": 2, "expert_dispatch": "all_gather"},
     "fsdp2 mxfp8": {"data_parallel_shard_size": 2},
     "fsdp2 checkpointed": {"data_parallel_shard_size": 2},
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "pp2 Interleaved1F1B": {"pipeline_model_parallel_size": 2, "pipeline_schedule": "Interleaved1F1B"},
+    "pp2 ZBVZeroBubble": {"pipeline_model_parallel_size": 2, "pipeline_schedule": "ZBVZeroBubble"},
 }
+STAGES = {name: sizes for name, sizes in LAYOUTS.items() if name.startswith("pp")}
 
 
 def values_of(found: Recorded) -> dict[str, Any]:
@@ -58,12 +64,19 @@ def balanced_topk(logits: torch.Tensor, topk: int, **_: Any) -> tuple[torch.Tens
     return torch.softmax(logits.float(), -1).gather(1, indices), indices
 
 
-def main(results: str, fake: bool, layouts: list[str]) -> None:
+def record_whole_stages(config: TrainConfig, layout: Layout) -> Recorded:
+    """Return what a rank takes for a step of all layers and micro-batches."""
+    assert layout.stages is not None
+    chosen = [list(span) for span in layout.stages.layers(LAYERS)]
+    return record_stages_of_layers(config, model_of(config), layout, chosen, config.data.gradient_accumulation)
+
+
+def main(results: str, fake: bool, layouts: list[str], rank: int = 0) -> None:
     found: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch("te_models.model.moe.router_topk", balanced_topk))  # as a plan supposes
         if fake:
-            stack.enter_context(fake_ranks(2))
+            stack.enter_context(fake_ranks(2, rank))
         else:
             dist.init_process_group("gloo")
             stack.callback(dist.destroy_process_group)
@@ -77,9 +90,15 @@ def main(results: str, fake: bool, layouts: list[str]) -> None:
                     config=tiny_model(moe="mxfp8" not in name, layers=LAYERS),
                     activation_checkpointing="checkpointed" in name,
                 ),
+                data=config.data.replace(gradient_accumulation=8 if name in STAGES else 2),
             )
-            layout = layout_of(config.parallel, Ranks(0 if fake else dist.get_rank(), 2), "cpu")
+            layout = layout_of(config.parallel, Ranks(dist.get_rank(), 2), "cpu")
             with fake_tensors() if fake else contextlib.nullcontext():
+                if layout.stages is not None:
+                    found[name] = values_of(record_whole_stages(config, layout))
+                    if fake:
+                        found[f"{name} predicted"] = values_of(record_stages(config, model_of(config), layout))
+                    continue
                 whole = record_layers(config, model_of(config), layout, list(range(LAYERS)))
                 found[name] = values_of(whole)
                 if fake:
@@ -92,4 +111,4 @@ def main(results: str, fake: bool, layouts: list[str]) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(sys.argv[1], sys.argv[2] == "fake", sys.argv[3:])
+    main(sys.argv[1], sys.argv[2].startswith("fake"), sys.argv[3:], int(sys.argv[2][-1] == "1"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ from tests.covering import selected
 from tests.fork_server import run_python
 from tests.ranks import run_on_ranks
 from tests.te_models.configs import VARIANTS, token_ids
-from tests.te_models.plan_ranks import LAYOUTS
+from tests.te_models.plan_ranks import LAYOUTS, STAGES
 from tests.training.processes import as_toml
 from tests.training.runs import tiny_model, tiny_run
 
@@ -35,34 +36,46 @@ MODULE = "tests.te_models.plan_ranks"
 @pytest.fixture(scope="module")
 def recorded(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the first of two ranks took, and what the first of two took that do not exist."""
+) -> tuple[dict[int, Any], dict[int, Any]]:
+    """What two ranks took, and what two took that do not exist; the second of them with pipeline stages only, where it
+    is another one. By layout, and rank."""
     folder, layouts = tmp_path_factory.mktemp("plan"), selected(request, "layout")
     run_on_ranks(["-m", MODULE, str(folder / "real"), "real", *layouts], timeout=600)
-    done = run_python(["-m", MODULE, str(folder / "fake"), "fake", *layouts], timeout=600)
-    assert done.returncode == 0, done.stderr
-    real, fake = (json.loads((folder / f"{name}.0").read_text()) for name in ("real", "fake"))
-    return real, fake
+    found: tuple[dict[int, Any], dict[int, Any]] = ({}, {})
+    for rank, some in enumerate((layouts, [layout for layout in layouts if layout in STAGES])):
+        if some:
+            done = run_python(["-m", MODULE, str(folder / "fake"), f"fake{rank or ''}", *some], timeout=600)
+            assert done.returncode == 0, done.stderr
+        for values, name in zip(found, ("real", "fake"), strict=True):
+            file = folder / f"{name}.{rank}"
+            values[rank] = json.loads(file.read_text()) if some else {}
+    return found
+
+
+def of_ranks(recorded: tuple[dict[int, Any], dict[int, Any]], layout: str) -> Iterator[tuple[Any, Any, Any]]:
+    """Of each rank that differs: what it took, what one took that does not exist, and what its few layers tell."""
+    for rank in (0, 1) if layout in STAGES else (0,):
+        real, fake = (values[rank] for values in recorded)
+        yield real[layout], fake[layout], fake[f"{layout} predicted"]
 
 
 @pytest.mark.costs(60)
-@pytest.mark.sentinels("fsdp2", "ep2")
+@pytest.mark.sentinels("fsdp2", "ep2", "pp2")
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_it_says_what_two_ranks_send_and_hold(layout: str, recorded: tuple[dict[str, Any], dict[str, Any]]) -> None:
-    real, fake = (found[layout] for found in recorded)
-    assert fake["traffic"] == real["traffic"] and real["traffic"]
-    assert (fake["parameters"], fake["optimizer"]) == (real["parameters"], real["optimizer"])
-    assert fake["peak"] == pytest.approx(real["peak"], rel=0.1)
+def test_it_says_what_two_ranks_send_and_hold(layout: str, recorded: tuple[dict[int, Any], dict[int, Any]]) -> None:
+    for real, fake, _ in of_ranks(recorded, layout):
+        assert fake["traffic"] == real["traffic"] and real["traffic"]
+        assert (fake["parameters"], fake["optimizer"]) == (real["parameters"], real["optimizer"])
+        assert fake["peak"] == pytest.approx(real["peak"], rel=0.1)
 
 
-@pytest.mark.sentinels("fsdp2", "ep2")
+@pytest.mark.sentinels("fsdp2", "ep2", "pp2")
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_few_layers_tell_of_many(layout: str, recorded: tuple[dict[str, Any], dict[str, Any]]) -> None:
-    _, fake = recorded
-    whole, predicted = fake[layout], fake[f"{layout} predicted"]
-    assert predicted["traffic"] == whole["traffic"]
-    for name in ("parameters", "optimizer", "peak"):
-        assert predicted[name] == pytest.approx(whole[name], rel=0.02), name
+def test_few_layers_tell_of_many(layout: str, recorded: tuple[dict[int, Any], dict[int, Any]]) -> None:
+    for _, whole, predicted in of_ranks(recorded, layout):
+        assert predicted["traffic"] == whole["traffic"]
+        for name in ("parameters", "optimizer", "peak"):
+            assert predicted[name] == pytest.approx(whole[name], rel=0.02), name
 
 
 def attention_flops(config: ModelConfig, length: int) -> float:
@@ -110,8 +123,10 @@ def test_layers_that_are_left_out_leave_the_others_as_they_were() -> None:
 def test_layouts_are_those_that_divide_the_ranks_and_the_experts() -> None:
     model = tiny_model(moe=True)  # four experts
     found = [tuple(sizes.values()) for sizes in layouts_of(model, 8, node_ranks=2)]
-    assert found == [(1, 1), (1, 4), (2, 1), (2, 4)]
-    assert [tuple(sizes.values()) for sizes in layouts_of(tiny_model(), 2, node_ranks=8)] == [(1, 1), (2, 1)]
+    assert found == [(1, 1, 1), (1, 1, 4), (2, 1, 1), (2, 1, 4)]
+    assert [tuple(sizes.values()) for sizes in layouts_of(tiny_model(), 2, node_ranks=8)] == [(1, 1, 1), (2, 1, 1)]
+    staged = [tuple(s.values()) for s in layouts_of(tiny_model(layers=8), 8, node_ranks=2, micro_batches=4)]
+    assert staged == [(1, 1, 1), (1, 4, 1), (2, 1, 1), (2, 4, 1)]
 
 
 @pytest.mark.parametrize("name", ["memory_gib", "efficiency"])
@@ -182,6 +197,20 @@ def test_layouts_are_planned_by_utilization_and_refused_ones_come_last(tmp_path:
     assert [isinstance(plan, Refused) for plan in found] == [False, False, False, True]
     assert "which 4 ranks cannot share equally" in found[-1].reason
     assert [plan.mfu for plan in found[:3]] == sorted((plan.mfu for plan in found[:3]), reverse=True)
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_pipeline_waits_while_it_fills_and_empties(tmp_path: Path) -> None:
+    """Its plan is of the first rank, with its embedding and two micro-batches in flight, or of the last."""
+    config = tiny_run(tmp_path)
+    config = config.replace(data=config.data.replace(gradient_accumulation=4))
+    staged = config.replace(parallel=config.parallel.replace(pipeline_model_parallel_size=2))
+    whole, plan = plan_run(config, 2), plan_run(staged, 2)
+    assert plan.flops == whole.flops / 2 and plan.parameters < whole.parameters
+    assert plan.compute_s == pytest.approx(whole.compute_s / 2 * (1 + 1 / 4))
+    sent = plan.traffic["send", "pp"]
+    size = config.data.micro_batch_size * config.data.sequence_length * config.model.config.hidden_size * 4
+    assert (sent.calls, sent.payload) == (4, 4 * size), "hidden states, or their gradients, of each micro-batch"
 
 
 @pytest.mark.usefixtures("forked")

@@ -13,7 +13,6 @@ from te_models.checkpoints import CheckpointError
 from te_models.checkpoints.plan.rank_shards import Place
 from te_models.config import ConfigError, EmbeddingConfig
 from te_models.parallel import ParallelDims
-from te_models.plan.estimate import Hardware, plan_here
 from te_models.training import (
     DataError,
     ModelSource,
@@ -164,12 +163,6 @@ def test_pipeline_stages_that_cannot_be_are_refused(tmp_path: Path, case: str) -
     dims = ParallelDims.of(config.parallel.to_dict(), 2 * config.parallel.data_parallel_shard_size)
     with pytest.raises(ConfigError, match=sentence):
         check_layout(config, config.model.config, dims)
-
-
-def test_a_plan_of_stages_is_refused(tmp_path: Path) -> None:
-    config = tiny_run(tmp_path, parallel=ParallelConfig(pipeline_model_parallel_size=2))
-    with pytest.raises(ConfigError, match="pipeline_model_parallel_size is 2; allowed in a plan: 1, because"):
-        plan_here(config, 2, Hardware())
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,8 +1,9 @@
-"""Documents in files: text, JSON lines, Parquet, and data sets that Hugging Face `datasets` saved, one after another.
+"""Documents in files: text, JSON lines, Parquet, and data sets of Hugging Face `datasets`, one after another.
 
 The name says what a file is: `.jsonl` and `.ndjson` are JSON lines, `.parquet` Parquet (extra `data`), a folder with a
-state.json a saved data set (extra `data`), everything else is text, one document a file. A *span* is a part of a file
-that is read in one go: whole text files, some 32 MiB of JSON lines, a row group, some thousand rows.
+state.json a saved data set (extra `data`), `hf://` a data set that is streamed (`streamed`, extra `data`), everything
+else is text, one document a file. A *span* is a part of a file that is read in one go: whole text files, some 32 MiB of
+JSON lines, a row group, some thousand rows, a shard of a stream.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...extras import require
-from .token_file import DataError
+from . import streamed
+from .token_file import DataError, listed
 
 PIECE = 1 << 20
 """Characters of a text file that are read at once; a piece ends at a line end."""
 SPAN_BYTES = 32 << 20
 SPAN_ROWS = 4096
-Kind = Literal["text", "jsonl", "parquet", "dataset"]
+Kind = Literal["text", "jsonl", "parquet", "dataset", "stream"]
 _ROLES = "role and content, both text"
 
 
@@ -41,7 +43,8 @@ class Fields:
 @dataclass(frozen=True)
 class Span:
     """Bytes `begin` to `end` of JSON lines, of which the first is line `first`; or a whole text file; or rows `begin`
-    to `end` of a saved data set; or row group `begin`, whose first row is `first`. size: how much work it is."""
+    to `end` of a saved data set; or row group `begin`, whose first row is `first`; or shard `begin` of a stream. size:
+    how much work it is."""
 
     file: Path
     kind: Kind
@@ -65,6 +68,9 @@ def matching_files(text: Sequence[str | Path]) -> list[Path]:
     means none."""
     found: set[Path] = set()
     for pattern in text:
+        if streamed.is_stream(str(pattern)):
+            found.add(streamed.path_of(str(pattern)))
+            continue
         matches = [Path(name) for name in glob.glob(str(pattern), recursive=True)]  # noqa: PTH207 (absolute patterns)
         files = [file for file in matches if file.is_file() or _is_saved(file)]
         if not files:
@@ -75,6 +81,8 @@ def matching_files(text: Sequence[str | Path]) -> list[Path]:
 
 def kind_of(file: Path) -> Kind:
     """Return what a file is, by its name."""
+    if streamed.is_stream(str(file)):
+        return "stream"
     if file.suffix in (".jsonl", ".ndjson"):
         return "jsonl"
     return "dataset" if file.is_dir() else "parquet" if file.suffix == ".parquet" else "text"
@@ -93,10 +101,12 @@ def spans_of(file: Path, fields: Fields) -> list[Span]:
             return list(_line_spans(file))
     except OSError as error:
         raise DataError(f"cannot read {file}: {error.strerror}") from None
+    if kind == "stream":
+        return [Span(file, kind, i, i + 1, 1, 1) for i in range(streamed.shards_of(str(file), fields.name))]
     opened = _open_table(file, kind)
     columns = opened.schema_arrow.names if kind == "parquet" else opened.column_names
     if fields.name not in columns:
-        raise DataError(f"{file} has no column {fields.name!r}; it has {_listed(columns)}")
+        raise DataError(f"{file} has no column {fields.name!r}; it has {listed(columns)}")
     if kind == "dataset":
         ends = [min(i + SPAN_ROWS, len(opened)) for i in range(0, len(opened), SPAN_ROWS)]
         return [Span(file, kind, i * SPAN_ROWS, end, i * SPAN_ROWS + 1, end) for i, end in enumerate(ends)]
@@ -116,8 +126,13 @@ def documents_of(span: Span, fields: Fields) -> Iterator[Document]:
     elif span.kind == "jsonl":
         yield from _json_documents(span, fields)
     else:
-        for number, value in enumerate(_table_values(span, fields.name), span.first):
-            yield _document(f"{span.file}, row {number}", value, fields)
+        where = str(span.file)
+        values = _table_values(span, fields.name)
+        if span.kind == "stream":
+            where = f"{streamed.name_of(where)}, shard {span.begin}"
+            values = streamed.values_of(str(span.file), span.begin, fields.name)
+        for number, value in enumerate(values, span.first):
+            yield _document(f"{where}, row {number}", value, fields)
 
 
 def _is_saved(folder: Path) -> bool:
@@ -159,7 +174,7 @@ def _json_documents(span: Span, fields: Fields) -> Iterator[Document]:
             if not isinstance(row, dict):
                 raise DataError(f"{where} is a {type(row).__name__}; allowed: an object of named fields")
             if fields.name not in row:
-                raise DataError(f"{where} has no field {fields.name!r}; it has {_listed(row)}")
+                raise DataError(f"{where} has no field {fields.name!r}; it has {listed(row)}")
             yield _document(where, row[fields.name], fields)
             number, position = number + 1, position + len(data)
 
@@ -191,7 +206,7 @@ def _open_table(file: Path, kind: Kind) -> Any:
     except (OSError, ValueError, KeyError) as error:  # pyarrow's ArrowInvalid is a ValueError
         raise DataError(f"{file} cannot be read: {' '.join(str(error).split())}") from None
     if isinstance(opened, dict):
-        raise DataError(f"{file} has the splits {_listed(opened)}; name one of them, as in {file / next(iter(opened))}")
+        raise DataError(f"{file} has the splits {listed(opened)}; name one of them, as in {file / next(iter(opened))}")
     return opened
 
 
@@ -205,8 +220,3 @@ def _table_values(span: Span, column: str) -> Iterator[Any]:
             yield from opened.select_columns([column])[span.begin : span.end][column]
     except (OSError, ValueError) as error:
         raise DataError(f"{span.file} cannot be read: {' '.join(str(error).split())}") from None
-
-
-def _listed(names: Any) -> str:
-    found = [str(name) for name in names]
-    return ", ".join(found[:10]) + (" and more" if len(found) > 10 else "") if found else "none"

@@ -27,6 +27,7 @@ from ...tokenizer import FILE
 from .dataset import TokenDataset
 from .documents import Fields, Span, documents_of, matching_files, spans_of
 from .encoder import Encoder, load_encoder
+from .streamed import is_stream
 from .token_file import DataError
 from .writer import TokenWriter, write_meta
 
@@ -50,7 +51,8 @@ def build_dataset(
 
     Args:
         text: Names or glob patterns (`**` included) of text files, `.jsonl`, `.parquet` (extra `data`), and folders of
-            `datasets.save_to_disk` (extra `data`). Bytes of text files that are not UTF-8 become U+FFFD.
+            `datasets.save_to_disk` (extra `data`); or `hf://NAME@CONFIGURATION:SPLIT`, a data set of the hub, or of a
+            folder, that `datasets` streams (extra `data`). Bytes of text files that are not UTF-8 become U+FFFD.
         tokenizer: A folder with tokenizer.json, or "bytes".
         text_field: The field, or column, of a row that is its text.
         messages_field: The field that is a list of chat messages (`role`, `content`), in place of `text_field`: they
@@ -126,13 +128,20 @@ def _job(parts: list[list[Span]], source: dict[str, Any], encoder: Encoder) -> s
     """Return what says whether two runs write the same parts: the spans, the sizes and times of the files, and the
     tokenizer."""
     files = sorted({span.file for part in parts for span in part})
-    stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    stats = [(str(file), *_size_and_time(file)) for file in files]
     folder = Path(encoder.name)
     names = (FILE, "tokenizer_config.json", "chat_template.jinja")
     digests = [hashlib.sha256((folder / n).read_bytes()).hexdigest() for n in names if (folder / n).is_file()]
     spans = [[asdict(span) | {"file": str(span.file)} for span in part] for part in parts]
     whole = json.dumps([source, stats, digests, spans])
     return hashlib.sha256(whole.encode()).hexdigest()
+
+
+def _size_and_time(file: Path) -> tuple[int, int]:
+    if is_stream(str(file)):  # its shards, which the spans name, are what is known of it
+        return 0, 0
+    stat = file.stat()
+    return stat.st_size, stat.st_mtime_ns
 
 
 def _same_job(working: Path, job: str) -> None:

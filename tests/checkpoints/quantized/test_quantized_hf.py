@@ -57,7 +57,6 @@ def assert_values(folder: Path, reference: Path, case: str) -> None:
     "nvfp4-pack-quantized",
     "mxfp4-pack-quantized",
     "mxfp8-quantized",
-    "channel",
 )
 @pytest.mark.parametrize("case", CASES)
 def test_import_and_export_restore_every_byte(tmp_path: Path, case: str) -> None:

@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -163,6 +164,7 @@ def test_tables_are_read_through_the_extra_data(tmp_path: Path, monkeypatch: pyt
         build_dataset(tmp_path / "e", [tmp_path / "saved"], "bytes")
 
 
+@pytest.mark.filterwarnings("default")  # of what the libraries import
 def test_real_tables_are_read(tmp_path: Path) -> None:
     """Files of pyarrow in several row groups, a damaged one, and a saved data set."""
     pyarrow = pytest.importorskip("pyarrow", reason="the extra data is not installed")
@@ -181,6 +183,70 @@ def test_real_tables_are_read(tmp_path: Path) -> None:
     (tmp_path / "c.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-20])
     with pytest.raises(DataError, match=r"c.parquet cannot be read: "):
         build_dataset(tmp_path / "e", [tmp_path / "c.parquet"], "bytes")
+
+
+@pytest.mark.filterwarnings("default")  # of what the libraries import
+def test_real_data_sets_are_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a folder: files are shards, a row that cannot be used is named, and the run goes on from there."""
+    pytest.importorskip("datasets", reason="the extra data is not installed")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    files = [folder / f"{name}.jsonl" for name in "abc"]
+    for file in files:
+        file.write_text("".join(json.dumps({"text": f"{file.stem} {i}", "id": i}) + "\n" for i in range(3)))
+    one, two = (build_dataset(tmp_path / f"d{n}", [f"hf://{folder}"], "bytes", workers=n) for n in (1, 2))
+    assert texts(one) == texts(two) and sorted(texts(one)) == sorted(f"{n} {i}" for n in "abc" for i in range(3))
+    good = files[1].read_text()
+    files[1].write_text(good.replace('"b 1"', '""'))
+    with pytest.raises(DataError, match=r"hf://.*rows, shard 1, row 2: text is empty"):
+        build_dataset(tmp_path / "e", [f"hf://{folder}"], "bytes")
+    files[1].write_text(good)
+    assert texts(build_dataset(tmp_path / "e", [f"hf://{folder}"], "bytes")) == texts(one)
+    with pytest.raises(DataError, match=r"hf://.*rows has no column 'body'; it has text, id"):
+        build_dataset(tmp_path / "f", [f"hf://{folder}"], "bytes", text_field="body")
+    with pytest.raises(DataError, match=r"hf://.*rows:test cannot be read: "):
+        build_dataset(tmp_path / "f", [f"hf://{folder}:test"], "bytes")
+    with pytest.raises(DataError, match="hf://no such folder cannot be read: "):
+        build_dataset(tmp_path / "f", ["hf://no such folder"], "bytes")
+
+
+def test_streams_are_read_through_the_extra_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for datasets, whose calls these are."""
+
+    class Streamed:
+        info = SimpleNamespace(builder_name="json")
+        column_names = None
+        num_shards = 2
+
+        def __init__(self, rows: list[dict[str, str]]) -> None:
+            self.rows = rows
+
+        def shard(self, num_shards: int, index: int) -> Streamed:
+            return Streamed(self.rows[index::num_shards])
+
+        def __iter__(self) -> Iterator[dict[str, str]]:
+            return iter(self.rows)
+
+    asked: list[Any] = []
+
+    def load_dataset(*names: str | None, **options: Any) -> Streamed:
+        asked.append((*names, options))
+        return Streamed([{"text": letter} for letter in "abc"])
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    assert sorted(texts(build_dataset(tmp_path / "d", ["hf://a/b@en:test"], "bytes"))) == list("abc")
+    assert asked[0] == ("a/b", "en", {"split": "test", "streaming": True})
+    build_dataset(tmp_path / "e", ["hf://a/b"], "bytes")
+    assert asked[-1] == ("a/b", None, {"split": "train", "streaming": True})
+    with pytest.raises(DataError, match="hf://a@b@c names no data set; allowed: hf://NAME, "):
+        build_dataset(tmp_path / "f", ["hf://a@b@c"], "bytes")
+    monkeypatch.setattr(Streamed, "info", SimpleNamespace(builder_name="pandas"))
+    with pytest.raises(DataError, match="hf://a/b is read as pandas, which may unpickle; allowed: "):
+        build_dataset(tmp_path / "f", ["hf://a/b"], "bytes")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(MissingExtraError, match=r"reading hf://a/b needs .*pip install 'te_models\[data\]'"):
+        build_dataset(tmp_path / "f", ["hf://a/b"], "bytes")
 
 
 def chat_folder(folder: Path, template: str) -> Path:

@@ -1,0 +1,85 @@
+"""Rows of a Hugging Face data set that is read as it comes, without a copy of it on disk (extra `data`).
+
+`hf://NAME@CONFIGURATION:SPLIT` names one: of the hub, or a folder of files here; the configuration may be left out, and
+the split is then `train`. Each of its shards, a file as a rule, is read by itself, so that an interrupted run goes on
+with the next ones.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote
+
+from ...extras import require
+from .token_file import DataError, listed
+
+_NAME = re.compile(r"hf://(?P<name>[^@:]+)(@(?P<config>[^@:]+))?(:(?P<split>[^@:]+))?")
+_UNPICKLES = ("pandas", "webdataset")
+"""Formats of `datasets` that may hold pickles."""
+
+
+def is_stream(text: str) -> bool:
+    """Whether a name, or the path that stands for it, is that of a streamed data set."""
+    return text.startswith("hf:/")
+
+
+def path_of(name: str) -> Path:
+    """Return the path that stands for a data set beside those of files; it has one slash."""
+    return Path("hf:") / quote(name.removeprefix("hf://"), safe="")
+
+
+def name_of(path: str) -> str:
+    """Return the name that a path stands for."""
+    return "hf://" + unquote(path.removeprefix("hf:/"))
+
+
+def shards_of(path: str, column: str) -> int:
+    """Return how many shards there are. Raises DataError for a data set that cannot be read or lacks the column."""
+    opened = _opened(path)
+    columns = opened.column_names
+    if columns is None:  # the files do not say before they are read
+        columns = next((list(row) for row in _read(path, opened)), [])
+    if column not in columns:
+        raise DataError(f"{name_of(path)} has no column {column!r}; it has {listed(columns)}")
+    return int(opened.num_shards)
+
+
+def values_of(path: str, shard: int, column: str) -> Iterator[Any]:
+    """Yield a column of the rows of a shard; a row without it has None. Raises DataError where it cannot be read."""
+    opened = _opened(path)
+    for row in _read(path, opened.shard(num_shards=opened.num_shards, index=shard)):
+        yield row.get(column)
+
+
+def _read(path: str, rows: Any) -> Iterator[dict[str, Any]]:
+    try:
+        yield from rows
+    except Exception as error:  # the library of each format has errors of its own
+        raise _unreadable(path, error) from None
+
+
+def _opened(path: str) -> Any:
+    found = _NAME.fullmatch(name_of(path))
+    if found is None:
+        raise DataError(f"{name_of(path)} names no data set; allowed: hf://NAME, hf://NAME@CONFIGURATION:SPLIT")
+    library = require("datasets", "data", feature=f"reading {name_of(path)}")
+    try:
+        opened: Any = library.load_dataset(
+            found["name"], found["config"], split=found["split"] or "train", streaming=True
+        )
+    except Exception as error:  # the hub, the file system, and the library of each format have errors of their own
+        raise _unreadable(path, error) from None
+    if opened.info.builder_name in _UNPICKLES:
+        raise DataError(
+            f"{name_of(path)} is read as {opened.info.builder_name}, which may unpickle; allowed: text, JSON, CSV, "
+            "Parquet and Arrow files"
+        )
+    return opened
+
+
+def _unreadable(path: str, error: Exception) -> DataError:
+    words = " ".join(str(error).split()) or type(error).__name__
+    return DataError(f"{name_of(path)} cannot be read: {words[:300]}")
