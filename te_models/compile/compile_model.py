@@ -80,7 +80,8 @@ def compiled_parts(model: torch.nn.Module, mode: Mode) -> list[torch.nn.Module]:
             raise ValueError(
                 f'mode is "block" and the model a {type(model).__name__}; allowed: a GPTModel, or mode="whole"'
             )
-        further = () if model.mtp is None else [depth.transformer_layer for depth in model.mtp.layers]
+        depths = [] if model.mtp is None else [*model.mtp.layers]
+        further = [depth.get_submodule("transformer_layer") for depth in depths]
         return [*model.decoder.layers, *further, *([model.output_layer] if model.post_process else [])]
     if _is_sharded(model):
         raise ValueError('mode is "whole" and the model is sharded by FSDP2; allowed: mode="block"')

@@ -80,7 +80,8 @@ class Decoder(nn.Module):
 
     def _packs(self, device: torch.device) -> bool:
         """Whether every layer attends within documents without a mask."""
-        return self.context_shard is None and all(layer.self_attention.packs(device) for layer in self.layers)
+        layers = (cast(TransformerLayer, layer) for layer in self.layers)
+        return self.context_shard is None and all(layer.self_attention.packs(device) for layer in layers)
 
     def _own_tables(self, tables: Rotary) -> Rotary:
         cos, sin = tables

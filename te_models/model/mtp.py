@@ -9,7 +9,7 @@ B batch, S sequence, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -121,7 +121,7 @@ class MultiTokenPrediction(nn.Module):
             assert loss is not None
             losses.append(loss)
             if decided is not None:
-                mlp = layer.transformer_layer.mlp
+                mlp = cast(MultiTokenPredictionLayer, layer).transformer_layer.mlp
                 assert isinstance(mlp, MoELayer)
                 mlp.router.count(decided)
                 routed.append(decided)

@@ -6,6 +6,7 @@ reduces behind is whole with three. Experts are supposed to get equally many row
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
@@ -83,7 +84,7 @@ def record_layers(config: TrainConfig, model: ModelConfig, layout: Layout, layer
     suppose_balance(gpt)
     recorder.hold([list(gpt.parameters()), list(gpt.buffers())])
     found = Recorded(parameters=recorder.live)
-    with using_cpu_gemm("bf16"), recorder:  # one operation, as on an accelerator, whatever this CPU would choose
+    with one_operation_a_product(), recorder:
         optimizer = build_optimizer(config.replace(compile=False), gpt, layout)
         found.optimizer = recorder.live - found.parameters
         loss_function = make_loss_function(gpt.train(), config.precision, "cpu", compiled=False)
@@ -115,6 +116,12 @@ def suppose_balance(gpt: GPTModel) -> None:
     for module in gpt.modules():
         if isinstance(module, MoELayer):
             module.supposes_balance = without_values
+
+
+def one_operation_a_product() -> AbstractContextManager[None]:
+    """Where tensors have no values, have GEMMs run in the operands' dtype, as on an accelerator, whatever this CPU
+    would choose: up-cast in panels, a product is many operations."""
+    return using_cpu_gemm("bf16" if isinstance(torch.empty(0), FakeTensor) else "auto")
 
 
 def recorder_of(layout: Layout) -> Recorder:

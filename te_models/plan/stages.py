@@ -18,8 +18,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from te_models.kernels.gemm import using_cpu_gemm
-
 from ..config import ModelConfig
 from ..parallel.pipeline import StageLayout
 from ..parallel.sharding import parallelize
@@ -28,7 +26,7 @@ from ..training.config import TrainConfig
 from ..training.ranks.layout import Layout
 from ..training.setup import set_loss_options, with_loss_chunk
 from ..training.step import make_pipeline, reduce_gradients
-from .micro_batch import Kind, Recorded, kind_of, of_layers, recorder_of, suppose_balance
+from .micro_batch import Kind, Recorded, kind_of, of_layers, one_operation_a_product, recorder_of, suppose_balance
 
 _FEW = 2
 """Layers of a kind, of a stage, from which the others are told: what FSDP2 gathers is a stage at a time."""
@@ -113,7 +111,7 @@ def record_stages_of_layers(
     suppose_balance(gpt)
     recorder.hold([list(gpt.parameters()), list(gpt.buffers())])
     found = Recorded(parameters=recorder.live)
-    with using_cpu_gemm("bf16"), recorder:  # one operation, as on an accelerator, whatever this CPU would choose
+    with one_operation_a_product(), recorder:
         optimizer = build_optimizer(config, gpt, layout)
         found.optimizer = recorder.live - found.parameters
         pipeline = make_pipeline(gpt.train(), config, "cpu", layout)

@@ -41,10 +41,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp2 mxfp8": {"data_parallel_shard_size": 2},
     "fsdp2 checkpointed": {"data_parallel_shard_size": 2},
     "pp2": {"pipeline_model_parallel_size": 2},
+    "pp2 long": {"pipeline_model_parallel_size": 2},
     "pp2 Interleaved1F1B": {"pipeline_model_parallel_size": 2, "pipeline_schedule": "Interleaved1F1B"},
     "pp2 ZBVZeroBubble": {"pipeline_model_parallel_size": 2, "pipeline_schedule": "ZBVZeroBubble"},
 }
 STAGES = {name: sizes for name, sizes in LAYOUTS.items() if name.startswith("pp")}
+DENSE = ("fsdp2 mxfp8", "pp2")
+MICRO_BATCHES = {"pp2": 3}
+"""Of a step. "pp2 long" has 8, of which a plan runs 4 and 6."""
 
 
 def values_of(found: Recorded) -> dict[str, Any]:
@@ -82,15 +86,15 @@ def main(results: str, fake: bool, layouts: list[str], rank: int = 0) -> None:
             stack.callback(dist.destroy_process_group)
         for name in layouts:
             sizes = LAYOUTS[name]
-            config = tiny_run(Path("unused"), moe="2 mxfp8" not in name)
+            config = tiny_run(Path("unused"), moe=name not in DENSE)
             config = config.replace(
                 parallel=config.parallel.replace(**sizes),
                 precision=config.precision.replace(dtype="bf16", recipe="mxfp8" if "mxfp8" in name else "none"),
                 model=config.model.replace(
-                    config=tiny_model(moe="mxfp8" not in name, layers=LAYERS),
+                    config=tiny_model(moe=name not in DENSE, layers=LAYERS),
                     activation_checkpointing="checkpointed" in name,
                 ),
-                data=config.data.replace(gradient_accumulation=8 if name in STAGES else 2),
+                data=config.data.replace(gradient_accumulation=MICRO_BATCHES.get(name, 8 if name in STAGES else 2)),
             )
             layout = layout_of(config.parallel, Ranks(dist.get_rank(), 2), "cpu")
             with fake_tensors() if fake else contextlib.nullcontext():

@@ -145,13 +145,15 @@ class Names:
             yield "output_layer.weight", At(f"{self.output}.weight")
         if embedding.output_bias:
             yield "output_layer.bias", At(f"{self.output}.bias")
-        for k in range(config.mtp_num_layers) if self.mtp is not None else ():
+        if (mtp := self.mtp) is None:
+            return
+        for k in range(config.mtp_num_layers):
             at, ours = f"{self.layer.format(i=config.num_layers + k)}.", f"mtp.layers.{k}."
-            yield from _norm(config, f"{ours}enorm.", at + self.mtp.enorm)
-            yield from _norm(config, f"{ours}hnorm.", at + self.mtp.hnorm)
-            yield f"{ours}eh_proj.weight", At(f"{at}{self.mtp.projection}.weight")
+            yield from _norm(config, f"{ours}enorm.", at + mtp.enorm)
+            yield from _norm(config, f"{ours}hnorm.", at + mtp.hnorm)
+            yield f"{ours}eh_proj.weight", At(f"{at}{mtp.projection}.weight")
             yield from self._layer(config, config.num_layers - 1, at, f"{ours}transformer_layer.")
-            yield from _norm(config, f"{ours}final_layernorm.", at + self.mtp.norm)
+            yield from _norm(config, f"{ours}final_layernorm.", at + mtp.norm)
 
     def copies(self, config: ModelConfig) -> list[tuple[str, str]]:
         """List (name, original) of tensors that files may hold and that only repeat another one: the output layer that
@@ -159,10 +161,12 @@ class Names:
         embedding, output = f"{self.embedding}.weight", f"{self.output}.weight"
         tied = config.embedding.share_embeddings_and_output_weights
         pairs = [(output, embedding)] if tied else []
-        for k in range(config.mtp_num_layers) if self.mtp is not None else ():
+        if (mtp := self.mtp) is None:
+            return pairs
+        for k in range(config.mtp_num_layers):
             at = f"{self.layer.format(i=config.num_layers + k)}."
-            pairs.append((f"{at}{self.mtp.embedding}.weight", embedding))
-            pairs.append((f"{at}{self.mtp.output}.weight", embedding if tied else output))
+            pairs.append((f"{at}{mtp.embedding}.weight", embedding))
+            pairs.append((f"{at}{mtp.output}.weight", embedding if tied else output))
         return pairs
 
     def _layer(self, config: ModelConfig, i: int, at: str, ours: str) -> Weights:

@@ -31,10 +31,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
 @pytest.mark.costs(40)
 @pytest.mark.sentinels(
     "start tied tp2_fsdp2",
-    "start moe_shared ep2_tp2_fsdp2",
     "anew moe_biases ep2_fsdp4",
     "anew stored, one scale",
-    "load dense tp2_fsdp2",
     "load moe_shared ep2_tp2_fsdp2",
     "gradients ep2_fsdp4",
     "gradients tp2_etp1_ep2_fsdp2",

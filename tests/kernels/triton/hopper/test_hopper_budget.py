@@ -68,6 +68,7 @@ def test_the_budget_stores_16_bytes_at_once(budget) -> None:
             assert "16" in taken["stores"] or statistics or kernel.startswith(NARROW), name
 
 
+@pytest.mark.slow
 def test_a_backward_pass_of_long_rows_keeps_to_it(budget) -> None:
     """Over 16384 columns a program that held whole rows spilled 80 to 232 bytes per thread."""
     if (reason := can_compile()) is not None:
