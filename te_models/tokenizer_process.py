@@ -165,7 +165,8 @@ def _chat_tokenizer(state: dict[str, Any], folder: str) -> Any:
 
 
 def _auto_tokenizer(folder: str) -> Any:
-    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # to transformers absent: no tokenizer needs it, and it takes seconds
+    # absent, to transformers: no tokenizer needs it, and importing it takes seconds
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     import transformers
 
     transformers.utils.logging.set_verbosity_error()

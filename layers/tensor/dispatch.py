@@ -26,8 +26,6 @@ def dispatch(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run one operation that has a quantized tensor among its arguments."""
     if func in _KEEPS_QUANTIZED and isinstance(args[0], QuantizedTensor):
         return _KEEPS_QUANTIZED[func](*args, **kwargs)
-    if func is aten.constant_pad_nd.default and isinstance(args[0], QuantizedTensor):
-        args[0].require_equal_shards("padding, for full_tensor or redistribute,")
     if func is aten._foreach_copy_.default:
         return _foreach_copy_(*args, **kwargs)
     if is_collective(func):
@@ -42,6 +40,8 @@ def dispatch(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         )
     if args and isinstance(args[0], QuantizedTensor) and any(r.alias_info is not None for r in func._schema.returns):
         raise views.refused(func._schema.name.removeprefix("aten::"), args[0])
+    if func is aten.constant_pad_nd.default and isinstance(args[0], QuantizedTensor):
+        args[0].require_equal_shards("padding, for full_tensor or redistribute,")
     return func(*tree_map(plain_value, args), **tree_map(plain_value, kwargs))
 
 

@@ -106,8 +106,6 @@ class MTPDraft(Draft):
     def _logits(self, x: Tensor) -> Tensor:
         """x: [1, 1, H] -> [1, V]."""
         model = cast(GPTModel, self._model)
-        shared = model.config.embedding.share_embeddings_and_output_weights
-        weight = model.embedding.word_embeddings.weight if shared else None
-        logits, _, _ = model.output_layer(x, weight, None, return_logits=True)
+        logits, _, _ = model.output_layer(x, model.shared_output_weight, None, return_logits=True)
         assert logits is not None
         return logits[:, -1]

@@ -168,6 +168,12 @@ class GPTModel(SharedModel):
         return [p for module in self.modules() if isinstance(module, Experts) for p in module.parameters()]
 
     @property
+    def shared_output_weight(self) -> Tensor | None:
+        """The embedding's weight, [V, H], where the output layer shares it; None where that has its own."""
+        tied = self.config.embedding.share_embeddings_and_output_weights
+        return self.embedding.word_embeddings.weight if tied else None
+
+    @property
     def activation_checkpointing(self) -> bool:
         """Whether the backward pass recomputes each layer from its input instead of keeping its activations."""
         return self.decoder.activation_checkpointing
@@ -286,8 +292,7 @@ class GPTModel(SharedModel):
             x = x[:, -1:]
         logits = loss = mtp_loss = z_loss = None
         if self.post_process:
-            tied = self.config.embedding.share_embeddings_and_output_weights
-            weight = self.embedding.word_embeddings.weight if tied else None
+            weight = self.shared_output_weight
             # evaluation measures the model alone, without the terms that training adds
             with_z = self.training and labels is not None
             options: dict[str, Any] = {"return_logits": return_logits, "batch_size": batch_size, "with_z_loss": with_z}

@@ -6,11 +6,11 @@ reduces behind is whole with three. Experts are supposed to get equally many row
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from te_models.kernels.gemm import using_cpu_gemm
 
@@ -22,9 +22,7 @@ from ..training.build import build_optimizer, random_model
 from ..training.config import TrainConfig
 from ..training.ranks.layout import Layout
 from ..training.step import make_loss_function, reduce_gradients
-from .simulation import Recorder, Traffic
-
-Kind = tuple[bool, str]
+from .simulation import Recorder, Traffic, without_values
 
 
 @dataclass
@@ -58,13 +56,11 @@ def record(config: TrainConfig, model: ModelConfig, layout: Layout) -> Recorded:
 
     Called inside `fake_ranks`.
     """
-    places: dict[Kind, list[int]] = {}
-    for layer in range(model.num_layers):
-        places.setdefault(kind_of(model, layer), []).append(layer)
-    few = sorted(layer for layers in places.values() for layer in layers[:3])
+    places = by_kind(model, range(model.num_layers))
+    few = sorted(layer for layers in places for layer in layers[:3])
     base = record_layers(config, model, layout, few)
     total = base
-    for layers in places.values():
+    for layers in places:
         if len(layers) > 3:
             more = record_layers(config, model, layout, sorted([*few, layers[3]]))
             total = total.plus(more.plus(base, -1.0), len(layers) - 3)
@@ -76,8 +72,7 @@ def record_layers(config: TrainConfig, model: ModelConfig, layout: Layout, layer
     recorder = recorder_of(layout)
     gpt = random_model(config, of_layers(model, layers), "cpu", layout)
     if layout.dims.is_sharded:
-        reshard, reduce_dtype = config.parallel.reshard_after_forward, getattr(torch, config.parallel.reduce_dtype)
-        parallelize(gpt, layout.mesh, reshard_after_forward=reshard, reduce_dtype=reduce_dtype)
+        divided(gpt, config, layout)
     gpt.activation_checkpointing = config.model.activation_checkpointing
     tokens = config.data.micro_batch_size * config.data.sequence_length
     gpt.output_layer.loss_chunk_tokens = config.model.loss_chunk(model.vocab_size, tokens)
@@ -112,16 +107,16 @@ def of_layers(model: ModelConfig, layers: list[int]) -> ModelConfig:
 
 def suppose_balance(gpt: GPTModel) -> None:
     """Where tensors have no values, have experts get equally many tokens: a router's decisions are read."""
-    without_values = isinstance(torch.empty(0), FakeTensor)
+    supposed = without_values()
     for module in gpt.modules():
         if isinstance(module, MoELayer):
-            module.supposes_balance = without_values
+            module.supposes_balance = supposed
 
 
 def one_operation_a_product() -> AbstractContextManager[None]:
     """Where tensors have no values, have GEMMs run in the operands' dtype, as on an accelerator, whatever this CPU
     would choose: up-cast in panels, a product is many operations."""
-    return using_cpu_gemm("bf16" if isinstance(torch.empty(0), FakeTensor) else "auto")
+    return using_cpu_gemm("bf16" if without_values() else "auto")
 
 
 def recorder_of(layout: Layout) -> Recorder:
@@ -129,9 +124,23 @@ def recorder_of(layout: Layout) -> Recorder:
     return Recorder(_dimensions(layout))
 
 
-def kind_of(model: ModelConfig, layer: int) -> Kind:
-    """Return what makes a layer another one than its neighbours: experts, and how it attends."""
-    return model.is_moe_layer(layer), model.layer_type(layer)
+def divided(gpt: GPTModel, config: TrainConfig, layout: Layout) -> GPTModel:
+    """Return a whole model sharded, or cut into this rank's stages, as a run does it."""
+    return parallelize(
+        gpt,
+        layout.mesh,
+        reshard_after_forward=config.parallel.reshard_after_forward,
+        reduce_dtype=getattr(torch, config.parallel.reduce_dtype),
+        stages=layout.stages,
+    )
+
+
+def by_kind(model: ModelConfig, layers: Iterable[int]) -> list[list[int]]:
+    """Return layers in lists of those that are alike: with experts or without, attending in the same way."""
+    places: dict[tuple[bool, str], list[int]] = {}
+    for layer in layers:
+        places.setdefault((model.is_moe_layer(layer), model.layer_type(layer)), []).append(layer)
+    return list(places.values())
 
 
 def _dimensions(layout: Layout) -> dict[str, str]:

@@ -192,6 +192,13 @@ def _first_shards() -> Iterator[None]:
             _fsdp_param._chunk_with_empty = every  # pyright: ignore[reportPrivateImportUsage]
 
 
+def without_values() -> bool:
+    """Whether tensors that are made now are inside `fake_tensors`."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(torch.empty(0), FakeTensor)
+
+
 @contextlib.contextmanager
 def fake_tensors() -> Iterator[None]:
     """Inside, tensors have shapes and dtypes, and no values."""

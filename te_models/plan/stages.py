@@ -15,18 +15,17 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..config import ModelConfig
 from ..parallel.pipeline import StageLayout
-from ..parallel.sharding import parallelize
 from ..training.build import build_optimizer, random_model
 from ..training.config import TrainConfig
 from ..training.ranks.layout import Layout
 from ..training.setup import set_loss_options, with_loss_chunk
 from ..training.step import make_pipeline, reduce_gradients
-from .micro_batch import Kind, Recorded, kind_of, of_layers, one_operation_a_product, recorder_of, suppose_balance
+from .micro_batch import Recorded, by_kind, divided, of_layers, one_operation_a_product, recorder_of, suppose_balance
+from .simulation import without_values
 
 _FEW = 2
 """Layers of a kind, of a stage, from which the others are told: what FSDP2 gathers is a stage at a time."""
@@ -69,11 +68,9 @@ def _record_layers(
     few: dict[int, list[int]] = {}
     rest: list[tuple[int, list[int]]] = []  # of a stage and kind: the layers that are not among the few
     for stage in own:
-        places: dict[Kind, list[int]] = {}
-        for layer in spans[stage]:
-            places.setdefault(kind_of(model, layer), []).append(layer)
-        few[stage] = sorted(layer for layers in places.values() for layer in layers[:_FEW])
-        rest += [(stage, layers[_FEW:]) for layers in places.values() if len(layers) > _FEW]
+        places = by_kind(model, spans[stage])
+        few[stage] = sorted(layer for layers in places for layer in layers[:_FEW])
+        rest += [(stage, layers[_FEW:]) for layers in places if len(layers) > _FEW]
 
     def recorded(chosen: dict[int, list[int]]) -> Recorded:
         return record_stages_of_layers(
@@ -91,8 +88,8 @@ def record_stages_of_layers(
     config: TrainConfig, model: ModelConfig, layout: Layout, chosen: list[list[int]], micro_batches: int
 ) -> Recorded:
     """Run a step with these layers of the model in each stage, and return what was recorded on this rank."""
-    stages, mesh = layout.stages, layout.mesh
-    assert stages is not None and mesh is not None
+    stages = layout.stages
+    assert stages is not None
     edges = [sum(map(len, chosen[:i])) for i in range(len(chosen) + 1)]
     spans = tuple(range(begin, end) for begin, end in pairwise(edges))
     layout = dataclasses.replace(layout, stages=FewLayers(stages.ranks, stages.schedule, stages.stages_per_rank, spans))
@@ -100,13 +97,8 @@ def record_stages_of_layers(
         compile=False, data=config.data.replace(gradient_accumulation=micro_batches)
     )
     recorder = recorder_of(layout)
-    gpt = parallelize(
-        random_model(config, of_layers(model, [layer for layers in chosen for layer in layers]), "cpu", layout),
-        mesh,
-        reshard_after_forward=config.parallel.reshard_after_forward,
-        reduce_dtype=getattr(torch, config.parallel.reduce_dtype),
-        stages=layout.stages,
-    )
+    few = of_layers(model, [layer for layers in chosen for layer in layers])
+    gpt = divided(random_model(config, few, "cpu", layout), config, layout)
     set_loss_options(gpt, config.model)
     suppose_balance(gpt)
     recorder.hold([list(gpt.parameters()), list(gpt.buffers())])
@@ -133,10 +125,10 @@ def _unrecorded_vote() -> Iterator[None]:
 
     schedule: Any = schedules._PipelineSchedule
     vote = getattr(schedule, "_warmup_p2p", None)  # another torch may ask elsewhere
-    without_values = isinstance(torch.empty(0), FakeTensor)
+    supposed = without_values()
 
     def asked(self: Any, stages: list[Any], *arguments: Any) -> None:
-        if without_values:
+        if supposed:
             for stage in stages:
                 stage._inference_mode = schedules.InferenceMode.STATIC
         elif vote is not None:

@@ -127,11 +127,9 @@ def documents_of(span: Span, fields: Fields) -> Iterator[Document]:
         yield from _json_documents(span, fields)
     else:
         where = str(span.file)
-        values = _table_values(span, fields.name)
         if span.kind == "stream":
             where = f"{streamed.name_of(where)}, shard {span.begin}"
-            values = streamed.values_of(str(span.file), span.begin, fields.name)
-        for number, value in enumerate(values, span.first):
+        for number, value in enumerate(_table_values(span, fields.name), span.first):
             yield _document(f"{where}, row {number}", value, fields)
 
 
@@ -211,6 +209,9 @@ def _open_table(file: Path, kind: Kind) -> Any:
 
 
 def _table_values(span: Span, column: str) -> Iterator[Any]:
+    if span.kind == "stream":
+        yield from streamed.values_of(str(span.file), span.begin, column)
+        return
     opened = _open_table(span.file, span.kind)
     try:
         if span.kind == "parquet":

@@ -19,6 +19,8 @@ from .token_file import DataError, listed
 _NAME = re.compile(r"hf://(?P<name>[^@:]+)(@(?P<config>[^@:]+))?(:(?P<split>[^@:]+))?")
 _UNPICKLES = ("pandas", "webdataset")
 """Formats of `datasets` that may hold pickles."""
+_opened: dict[str, Any] = {}
+"""By path: what `shards_of` opened last, which asks the hub. Its shards are read from it."""
 
 
 def is_stream(text: str) -> bool:
@@ -38,7 +40,7 @@ def name_of(path: str) -> str:
 
 def shards_of(path: str, column: str) -> int:
     """Return how many shards there are. Raises DataError for a data set that cannot be read or lacks the column."""
-    opened = _opened(path)
+    opened = _opened[path] = _open(path)
     columns = opened.column_names
     if columns is None:  # the files do not say before they are read
         columns = next((list(row) for row in _read(path, opened)), [])
@@ -49,7 +51,7 @@ def shards_of(path: str, column: str) -> int:
 
 def values_of(path: str, shard: int, column: str) -> Iterator[Any]:
     """Yield a column of the rows of a shard; a row without it has None. Raises DataError where it cannot be read."""
-    opened = _opened(path)
+    opened = _opened[path] if path in _opened else _open(path)
     for row in _read(path, opened.shard(num_shards=opened.num_shards, index=shard)):
         yield row.get(column)
 
@@ -61,7 +63,7 @@ def _read(path: str, rows: Any) -> Iterator[dict[str, Any]]:
         raise _unreadable(path, error) from None
 
 
-def _opened(path: str) -> Any:
+def _open(path: str) -> Any:
     found = _NAME.fullmatch(name_of(path))
     if found is None:
         raise DataError(f"{name_of(path)} names no data set; allowed: hf://NAME, hf://NAME@CONFIGURATION:SPLIT")

@@ -163,7 +163,7 @@ def test_older_names_of_regions() -> None:
             return layer(x)
 
     torch._dynamo.reset()
-    torch.testing.assert_close(torch.compile(step, fullgraph=True, backend="eager")(x), step(x))
+    torch.testing.assert_close(torch.compile(step, fullgraph=True, backend="aot_eager")(x), step(x))
 
 
 def test_every_recipe_is_available() -> None:

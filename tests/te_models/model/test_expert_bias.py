@@ -118,7 +118,7 @@ def test_compiled_counts_are_those_of_eager(mode: str, recompute: bool) -> None:
     mask = torch.ones(2, 9, dtype=torch.bool) if recompute else None
     if mask is not None:
         mask[0, :3] = False
-    eager, compiled = build(), compile_model(build(), mode, dynamic=False, backend="eager")
+    eager, compiled = build(), compile_model(build(), mode, dynamic=False, backend="aot_eager")
     for model in (eager, compiled):
         model.activation_checkpointing = recompute
     for step in range(3):

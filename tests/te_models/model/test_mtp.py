@@ -76,7 +76,7 @@ def test_experts_checkpointing_and_compile(balancing: str) -> None:
         return model(ids, labels=ids, return_logits=False).mtp_loss
 
     expected = loss(ids)
-    torch.testing.assert_close(torch.compile(loss, fullgraph=True, backend="eager")(ids), expected)
+    torch.testing.assert_close(torch.compile(loss, fullgraph=True, backend="aot_eager")(ids), expected)
 
 
 def test_what_is_refused() -> None:
