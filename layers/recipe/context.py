@@ -102,9 +102,10 @@ class Region:
     def _last_entry(self) -> Entry:
         """Return this thread's last entry, or the last of any where this thread has none, and forget it."""
         if not compiling():
-            for i in reversed(range(len(self._entries))):
-                if self._entries[i].of is state():
-                    return self._entries.pop(i)
+            for entry in reversed(self._entries.copy()):  # other threads enter and leave meanwhile: no index holds
+                if entry.of is state():
+                    self._entries.remove(entry)
+                    return entry
         return self._entries.pop()
 
     def _undo(self, entry: Entry) -> None:

@@ -269,6 +269,22 @@ def test_one_region_is_entered_twice_and_in_several_threads() -> None:
         assert found == [None, MXFP8, MXFP8, MXFP8, None]
 
 
+def test_threads_leave_one_region_at_once() -> None:
+    """Each leaves its own entry, wherever the others' leaving moves it meanwhile."""
+    region = autocast(recipe=MXFP8)
+
+    def enter() -> set[Any]:
+        found = set()
+        for _ in range(500):
+            with region:
+                found.add(current_recipe())
+            found.add(current_recipe())
+        return found
+
+    sys.setswitchinterval(1e-6)
+    assert in_threads(*[enter] * 8) == [{None, MXFP8}] * 8
+
+
 @pytest.mark.parametrize("region", REGIONS)
 def test_a_region_is_left_by_another_thread(region: Callable[[], Any]) -> None:
     """A generator may be finished by whichever thread drops it. It ends where it began, and nothing changes there."""
