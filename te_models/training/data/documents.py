@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ...extras import require
+from ...extras import MissingExtraError, require
 from . import streamed
 from .token_file import DataError, listed
 
@@ -129,7 +129,7 @@ def documents_of(span: Span, fields: Fields) -> Iterator[Document]:
         where = str(span.file)
         if span.kind == "stream":
             where = f"{streamed.name_of(where)}, shard {span.begin}"
-        for number, value in enumerate(_table_values(span, fields.name), span.first):
+        for number, value in _numbered(where, span.first, _table_values(span, fields.name)):
             yield _document(f"{where}, row {number}", value, fields)
 
 
@@ -139,11 +139,27 @@ def _is_saved(folder: Path) -> bool:
 
 def _text_pieces(file: Path) -> Iterator[str]:
     try:
-        with file.open(encoding="utf-8", errors="replace", newline="") as lines:
+        with file.open(encoding="utf-8", newline="") as lines:
             while piece := lines.readlines(PIECE):
                 yield "".join(piece)
+    except UnicodeDecodeError:
+        raise _undecodable(file) from None
     except OSError as error:
         raise DataError(f"cannot read {file}: {error.strerror}") from None
+
+
+def _undecodable(file: Path) -> DataError:
+    """Return the error that names the first line that is no UTF-8; no character's bytes hold a line end."""
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                return DataError(
+                    f"{file}, line {number} is not UTF-8: byte {error.start + 1} of it is {line[error.start]:#04x}; "
+                    "allowed: text in UTF-8, so convert the file or leave it out of the pattern"
+                )
+    return DataError(f"{file} changed while it was read")
 
 
 def _line_spans(file: Path) -> Iterator[Span]:
@@ -213,11 +229,25 @@ def _table_values(span: Span, column: str) -> Iterator[Any]:
         yield from streamed.values_of(str(span.file), span.begin, column)
         return
     opened = _open_table(span.file, span.kind)
-    try:
-        if span.kind == "parquet":
-            for batch in opened.iter_batches(row_groups=[span.begin], columns=[column]):
-                yield from batch.column(0).to_pylist()
-        else:
-            yield from opened.select_columns([column])[span.begin : span.end][column]
-    except (OSError, ValueError) as error:
-        raise DataError(f"{span.file} cannot be read: {' '.join(str(error).split())}") from None
+    if span.kind == "parquet":
+        for batch in opened.iter_batches(row_groups=[span.begin], columns=[column]):
+            yield from batch.column(0).to_pylist()
+    else:
+        yield from opened.select_columns([column])[span.begin : span.end][column]
+
+
+def _numbered(where: str, first: int, values: Iterator[Any]) -> Iterator[tuple[int, Any]]:
+    """Number values, and say which one was next where the library that reads them fails."""
+    number = first
+    while True:
+        try:
+            value = next(values)
+        except StopIteration:
+            return
+        except (DataError, MissingExtraError):
+            raise
+        except Exception as error:  # the library of each format has errors of its own
+            words = " ".join(str(error).split()) or type(error).__name__
+            raise DataError(f"{where}, row {number} or one soon after cannot be read: {words[:300]}") from None
+        yield number, value
+        number += 1

@@ -17,8 +17,8 @@ from ...extras import require
 from .token_file import DataError, listed
 
 _NAME = re.compile(r"hf://(?P<name>[^@:]+)(@(?P<config>[^@:]+))?(:(?P<split>[^@:]+))?")
-_UNPICKLES = ("pandas", "webdataset")
-"""Formats of `datasets` that may hold pickles."""
+_FORMATS = ("arrow", "csv", "json", "parquet", "text")
+"""Readers of `datasets` that unpickle nothing. Others may: pandas' files are pickles, web data sets may hold some."""
 _opened: dict[str, Any] = {}
 """By path: what `shards_of` opened last, which asks the hub. Its shards are read from it."""
 
@@ -43,24 +43,21 @@ def shards_of(path: str, column: str) -> int:
     opened = _opened[path] = _open(path)
     columns = opened.column_names
     if columns is None:  # the files do not say before they are read
-        columns = next((list(row) for row in _read(path, opened)), [])
+        try:
+            columns = list(next(iter(opened), {}))
+        except Exception as error:  # the library of each format has errors of its own
+            raise _unreadable(path, error) from None
     if column not in columns:
         raise DataError(f"{name_of(path)} has no column {column!r}; it has {listed(columns)}")
     return int(opened.num_shards)
 
 
 def values_of(path: str, shard: int, column: str) -> Iterator[Any]:
-    """Yield a column of the rows of a shard; a row without it has None. Raises DataError where it cannot be read."""
+    """Yield a column of the rows of a shard; a row without it has None. Where one cannot be read, the error is that of
+    the library that reads the format."""
     opened = _opened[path] if path in _opened else _open(path)
-    for row in _read(path, opened.shard(num_shards=opened.num_shards, index=shard)):
+    for row in opened.shard(num_shards=opened.num_shards, index=shard):
         yield row.get(column)
-
-
-def _read(path: str, rows: Any) -> Iterator[dict[str, Any]]:
-    try:
-        yield from rows
-    except Exception as error:  # the library of each format has errors of its own
-        raise _unreadable(path, error) from None
 
 
 def _open(path: str) -> Any:
@@ -69,17 +66,15 @@ def _open(path: str) -> Any:
         raise DataError(f"{name_of(path)} names no data set; allowed: hf://NAME, hf://NAME@CONFIGURATION:SPLIT")
     library = require("datasets", "data", feature=f"reading {name_of(path)}")
     try:
-        opened: Any = library.load_dataset(
-            found["name"], found["config"], split=found["split"] or "train", streaming=True
-        )
+        builder = library.load_dataset_builder(found["name"], found["config"])
+        if builder.name in _FORMATS:  # before a file is opened: some readers look into the first ones at once
+            return builder.as_streaming_dataset(found["split"] or "train")
     except Exception as error:  # the hub, the file system, and the library of each format have errors of their own
         raise _unreadable(path, error) from None
-    if opened.info.builder_name in _UNPICKLES:
-        raise DataError(
-            f"{name_of(path)} is read as {opened.info.builder_name}, which may unpickle; allowed: text, JSON, CSV, "
-            "Parquet and Arrow files"
-        )
-    return opened
+    raise DataError(
+        f"{name_of(path)} is read as {builder.name}, which may unpickle; allowed: text, JSON, CSV, Parquet and Arrow "
+        "files"
+    )
 
 
 def _unreadable(path: str, error: Exception) -> DataError:

@@ -52,7 +52,7 @@ def build_dataset(
     Args:
         text: Names or glob patterns (`**` included) of text files, `.jsonl`, `.parquet` (extra `data`), and folders of
             `datasets.save_to_disk` (extra `data`); or `hf://NAME@CONFIGURATION:SPLIT`, a data set of the hub, or of a
-            folder, that `datasets` streams (extra `data`). Bytes of text files that are not UTF-8 become U+FFFD.
+            folder, that `datasets` streams (extra `data`).
         tokenizer: A folder with tokenizer.json, or "bytes".
         text_field: The field, or column, of a row that is its text.
         messages_field: The field that is a list of chat messages (`role`, `content`), in place of `text_field`: they

@@ -4,9 +4,13 @@ document that cannot be used is one sentence with file and line."""
 from __future__ import annotations
 
 import importlib.util
+import io
 import itertools
 import json
+import os
+import pickle
 import sys
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -109,6 +113,20 @@ def test_a_row_that_cannot_be_used_is_named_by_file_and_line(case: str, tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
+def test_text_that_is_no_utf_8_is_named_by_file_and_line(tmp_path: Path) -> None:
+    """Also far behind what is read at once; a file cut inside a character, too."""
+    fine, file = "all's well é\r\n".encode(), tmp_path / "a.txt"
+    for before, data, says in (
+        (b"", "déjà\n".encode("latin-1"), "line 1 is not UTF-8: byte 2 of it is 0xe9; allowed: text in UTF-8, so "),
+        (fine * 100_000, b"x\xff", "line 100001 is not UTF-8: byte 2 of it is 0xff"),
+        (fine, "é".encode()[:1], "line 2 is not UTF-8: byte 1 of it is 0xc3"),
+    ):
+        file.write_bytes(before + data)
+        with pytest.raises(DataError, match=f"a.txt, {says}"):
+            build_dataset(tmp_path / "d", [file], "bytes")
+        assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
 def test_lines_are_counted_over_spans(tmp_path: Path, many: list[Path]) -> None:
     many[1].write_text(many[1].read_text().replace('"1 17', '7, "x": "1 17'))
     with pytest.raises(DataError, match=r"1.jsonl, line 18: body is a int"):
@@ -136,6 +154,8 @@ def test_tables_are_read_through_the_extra_data(tmp_path: Path, monkeypatch: pyt
 
         def iter_batches(self, row_groups: list[int], columns: list[str]) -> Any:
             assert columns == ["text"]
+            if rows[row_groups[0]] == ["damaged"]:
+                raise OSError("the page\nis damaged")
             yield SimpleNamespace(column=lambda i: SimpleNamespace(to_pylist=lambda: rows[row_groups[0]]))
 
     class Saved:
@@ -157,6 +177,9 @@ def test_tables_are_read_through_the_extra_data(tmp_path: Path, monkeypatch: pyt
     rows[1] = [""]
     with pytest.raises(DataError, match=r"a.parquet, row 3: text is empty"):
         build_dataset(tmp_path / "e", [table], "bytes")
+    rows[1] = ["damaged"]
+    with pytest.raises(DataError, match=r"a.parquet, row 3 or one soon after cannot be read: the page is damaged"):
+        build_dataset(tmp_path / "e", [table], "bytes")
     with pytest.raises(DataError, match=r"a.parquet has no column 'body'; it has id, text"):
         build_dataset(tmp_path / "e", [table], "bytes", text_field="body")
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_from_disk=lambda folder: {"train": Saved()}))
@@ -172,7 +195,7 @@ def test_real_tables_are_read(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets", reason="the extra data is not installed")
     rows = {"id": [1, 2, 3], "text": ["one", "zwei é", "three"]}
     parquet.write_table(pyarrow.table(rows), tmp_path / "a.parquet", row_group_size=2)
-    datasets.Dataset.from_dict({"text": ["four", "five"]}).save_to_disk(str(tmp_path / "saved"))
+    datasets.Dataset(pyarrow.table({"text": ["four", "five"]}), fingerprint="0").save_to_disk(str(tmp_path / "saved"))
     found = build_dataset(tmp_path / "d", [tmp_path / "*.parquet", tmp_path / "saved"], "bytes", workers=2)
     assert sorted(texts(found)) == sorted([*rows["text"], "four", "five"])
     with pytest.raises(DataError, match=r"a.parquet has no column 'body'; it has id, text"):
@@ -183,6 +206,12 @@ def test_real_tables_are_read(tmp_path: Path) -> None:
     (tmp_path / "c.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-20])
     with pytest.raises(DataError, match=r"c.parquet cannot be read: "):
         build_dataset(tmp_path / "e", [tmp_path / "c.parquet"], "bytes")
+    damaged = bytearray((tmp_path / "a.parquet").read_bytes())
+    where = damaged.index(b"three") - 12
+    damaged[where : where + 12] = b"\xff" * 12
+    (tmp_path / "d.parquet").write_bytes(damaged)
+    with pytest.raises(DataError, match=r"d.parquet, row 3 or one soon after cannot be read: "):
+        build_dataset(tmp_path / "e", [tmp_path / "d.parquet"], "bytes")
 
 
 @pytest.mark.filterwarnings("default")  # of what the libraries import
@@ -209,13 +238,37 @@ def test_real_data_sets_are_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyP
         build_dataset(tmp_path / "f", [f"hf://{folder}:test"], "bytes")
     with pytest.raises(DataError, match="hf://no such folder cannot be read: "):
         build_dataset(tmp_path / "f", ["hf://no such folder"], "bytes")
+    files[1].write_text(good + "{")
+    with pytest.raises(DataError, match=r"hf://.*rows, shard 1, row 1 or one soon after cannot be read: "):
+        build_dataset(tmp_path / "f", [f"hf://{folder}"], "bytes")
+
+
+@pytest.mark.filterwarnings("default")  # of what the libraries import
+def test_a_real_data_set_that_may_unpickle_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unpickled, what is in the file would leave a trace: a folder."""
+    pytest.importorskip("datasets", reason="the extra data is not installed")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    folder, trace = tmp_path / "rows", tmp_path / "unpickled"
+    folder.mkdir()
+
+    class Trace:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(trace),)
+
+    data = pickle.dumps(Trace())
+    with tarfile.open(folder / "a.tar", "w") as archive:
+        member = tarfile.TarInfo("0.pickle")
+        member.size = len(data)
+        archive.addfile(member, io.BytesIO(data))
+    with pytest.raises(DataError, match="is read as webdataset, which may unpickle; allowed: text, JSON, CSV, "):
+        build_dataset(tmp_path / "d", [f"hf://{folder}"], "bytes")
+    assert not trace.exists()
 
 
 def test_streams_are_read_through_the_extra_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a stand-in for datasets, whose calls these are."""
 
     class Streamed:
-        info = SimpleNamespace(builder_name="json")
         column_names = None
         num_shards = 2
 
@@ -226,24 +279,45 @@ def test_streams_are_read_through_the_extra_data(tmp_path: Path, monkeypatch: py
             return Streamed(self.rows[index::num_shards])
 
         def __iter__(self) -> Iterator[dict[str, str]]:
-            return iter(self.rows)
+            for row in self.rows:
+                if row["text"] == "broken":
+                    raise RuntimeError("the connection\nwas lost")
+                yield row
 
     asked: list[Any] = []
+    letters = list("abc")
 
-    def load_dataset(*names: str | None, **options: Any) -> Streamed:
-        asked.append((*names, options))
-        return Streamed([{"text": letter} for letter in "abc"])
+    class Builder:
+        name = "json"
 
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+        def as_streaming_dataset(self, split: str) -> Streamed:
+            asked[-1] += (split,)
+            return Streamed([{"text": letter} for letter in letters])
+
+    def load_dataset_builder(*names: str | None) -> Builder:
+        asked.append(names)
+        return Builder()
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset_builder=load_dataset_builder))
     assert sorted(texts(build_dataset(tmp_path / "d", ["hf://a/b@en:test"], "bytes"))) == list("abc")
-    assert asked[0] == ("a/b", "en", {"split": "test", "streaming": True})
+    assert asked[0] == ("a/b", "en", "test")
     build_dataset(tmp_path / "e", ["hf://a/b"], "bytes")
-    assert asked[-1] == ("a/b", None, {"split": "train", "streaming": True})
+    assert asked[-1] == ("a/b", None, "train")
     with pytest.raises(DataError, match="hf://a@b@c names no data set; allowed: hf://NAME, "):
         build_dataset(tmp_path / "f", ["hf://a@b@c"], "bytes")
-    monkeypatch.setattr(Streamed, "info", SimpleNamespace(builder_name="pandas"))
-    with pytest.raises(DataError, match="hf://a/b is read as pandas, which may unpickle; allowed: "):
+    letters[2] = "broken"
+    says = "hf://a/b, shard 0, row 2 or one soon after cannot be read: the connection was lost"
+    with pytest.raises(DataError, match=says):
         build_dataset(tmp_path / "f", ["hf://a/b"], "bytes")
+    letters[0] = "broken"
+    with pytest.raises(DataError, match="hf://a/b cannot be read: the connection was lost"):
+        build_dataset(tmp_path / "f", ["hf://a/b"], "bytes")
+    asked.clear()
+    for name in ("pandas", "webdataset", "some_module_of_its_own"):
+        monkeypatch.setattr(Builder, "name", name)
+        with pytest.raises(DataError, match=f"hf://a/b is read as {name}, which may unpickle; allowed: text, JSON, "):
+            build_dataset(tmp_path / "f", ["hf://a/b"], "bytes")
+    assert asked == [("a/b", None)] * 3, "no file was opened"
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(MissingExtraError, match=r"reading hf://a/b needs .*pip install 'te_models\[data\]'"):
         build_dataset(tmp_path / "f", ["hf://a/b"], "bytes")
