@@ -84,24 +84,40 @@ def versions(*packages: str) -> dict[str, str]:
     return {"python": platform.python_version()} | {name: version(name) for name in packages}
 
 
+def result_file(name: str) -> Path:
+    """Return the file of this kind of machine: bench/results/<name>.json, or where that is of a CPU with other
+    instructions, <name>.<the newest ones here>.json. Results of both kinds stay."""
+    file, here = RESULTS / f"{name}.json", machine()
+    if not file.exists():
+        return file
+    of_file = json.loads(file.read_text(encoding="utf-8"))["machine"]
+    if (of_file["architecture"], of_file["cpu_flags"]) == (here["architecture"], here["cpu_flags"]):
+        return file
+    return RESULTS / f"{name}.{here['cpu_flags'][-1] if here['cpu_flags'] else here['architecture']}.json"
+
+
 def write_result(name: str, payload: dict[str, Any]) -> Path:
-    """Write bench/results/<name>.json, adding the machine and the commit."""
+    """Write a benchmark's `result_file`, adding the machine and the commit."""
     RESULTS.mkdir(exist_ok=True)
-    file = RESULTS / f"{name}.json"
+    file = result_file(name)
     result = {"benchmark": name, "measured_at": AT_START, "machine": machine()} | payload
     file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return file
 
 
 def update_result(name: str, parts: dict[str, Any], packages: Sequence[str]) -> Path:
-    """Put parts that were measured again into bench/results/<name>.json, each with the commit that it was measured at.
+    """Put parts that were measured again into a benchmark's `result_file`, each with the commit that it was measured
+    at.
 
     ValueError where the file is of another machine or of other versions: its ratios would not be of one kind.
     """
-    result = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    file = result_file(name)
+    if not file.exists():
+        raise ValueError(f"{file.name} does not exist yet on this kind of machine; measure all parts")
+    result = json.loads(file.read_text(encoding="utf-8"))
     here = {"machine": machine(), "versions": versions(*packages)}
     for what, value in here.items():
         if result[what] != value:
-            raise ValueError(f"{name}.json has {what} {result[what]}, and here it is {value}; measure all parts again")
+            raise ValueError(f"{file.name} has {what} {result[what]}, and here it is {value}; measure all parts again")
     apart = result.get("measured_apart", {}) | dict.fromkeys(parts, AT_START)
     return write_result(name, result | parts | {"measured_at": result["measured_at"], "measured_apart": apart})

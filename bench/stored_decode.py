@@ -1,10 +1,11 @@
 """Decoding with weights stored quantized, against the same model in bfloat16.
 
-    python -m bench.stored_decode [--rounds 7] [--print-only]
+    python -m bench.stored_decode [--models NAME ...] [--rounds 7] [--print-only]
 
-A llama of hidden size 1024 and four layers with random weights, batch 1, greedy, without `autocast`: weights in each
-recipe's format are multiplied as they are stored. `dequantized`: the same with every token dequantizing all weights, as
-where there is no C++ compiler. Memory: bytes of all parameters. One thread, CPU time, all sides in turn.
+A llama, and a mixtral of eight experts, of which a token takes two, of hidden size 1024 and four layers with random
+weights, batch 1, greedy, without `autocast`: weights in each recipe's format are multiplied as they are stored.
+`dequantized`: the same where every token dequantizes the weights that it needs, as without a C++ compiler. Memory:
+bytes of all parameters. One thread, CPU time, all sides in turn.
 """
 
 from __future__ import annotations
@@ -27,13 +28,20 @@ from te_models.layers import QuantizedTensor
 DECODED = 16
 
 
-def _model(folder: Path) -> None:
+MODELS = ("llama", "mixtral")
+
+
+def _model(name: str, folder: Path) -> None:
     import transformers
 
-    sizes: dict[str, Any] = {"vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4}
-    sizes |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 1024}
+    sizes: dict[str, Any] = {"vocab_size": 8192, "hidden_size": 1024, "num_hidden_layers": 4, "head_dim": 64}
+    sizes |= {"num_attention_heads": 16, "num_key_value_heads": 8, "max_position_embeddings": 1024}
+    if name == "llama":
+        config = transformers.LlamaConfig(**sizes, intermediate_size=2816)
+    else:
+        config = transformers.MixtralConfig(**sizes, intermediate_size=1408, num_local_experts=8)
     torch.manual_seed(0)
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).save_pretrained(folder)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
 def _dequantizing(run: Side) -> Side:
@@ -58,6 +66,7 @@ def _bytes(model: GPTModel) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--print-only", action="store_true", help="write no result")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -66,30 +75,29 @@ def main() -> None:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     before = os.getloadavg()
-    ids = prompt(1, 32)
-    with tempfile.TemporaryDirectory() as scratch:
-        _model(Path(scratch))
-        plain = GPTModel.from_pretrained(scratch, dtype=torch.bfloat16).eval()
-        sides: dict[str, Side] = {"bf16": of_gpt(plain, ids)}
-        memory = {"bf16": _bytes(plain)}
-        for name in RECIPES:
-            model = GPTModel.from_pretrained(scratch, dtype=torch.bfloat16, recipe=named(name)).eval()
-            run = of_gpt(model, ids)
-            sides |= {name: run, f"{name}, dequantized": _dequantizing(run)}
-            memory[name] = _bytes(model)
-    found = relative(sides, args.rounds, DECODED)
-    results = {
-        "versions": versions("torch", "transformers"),
-        "rounds": args.rounds,
-        "decoded": DECODED,
-        "load_average_before": [round(x, 2) for x in before],
-        **found,
-        "memory_of_bf16": {name: round(size / memory["bf16"], 3) for name, size in memory.items()},
-        "load_average_after": [round(x, 2) for x in os.getloadavg()],
-    }
+    found = {name: _measured(name, args.rounds) for name in args.models}
+    load = {"load_average_before": [round(x, 2) for x in before]}
+    load["load_average_after"] = [round(x, 2) for x in os.getloadavg()]
+    results = {"versions": versions("torch", "transformers"), "rounds": args.rounds, "decoded": DECODED} | load | found
     print(results)
     if not args.print_only:
         print(f"written to {write_result('stored_decode', results)}")
+
+
+def _measured(name: str, rounds: int) -> dict[str, Any]:
+    ids = prompt(1, 32)
+    with tempfile.TemporaryDirectory() as scratch:
+        _model(name, Path(scratch))
+        plain = GPTModel.from_pretrained(scratch, dtype=torch.bfloat16).eval()
+        sides: dict[str, Side] = {"bf16": of_gpt(plain, ids)}
+        memory = {"bf16": _bytes(plain)}
+        for recipe in RECIPES:
+            model = GPTModel.from_pretrained(scratch, dtype=torch.bfloat16, recipe=named(recipe)).eval()
+            run = of_gpt(model, ids)
+            sides |= {recipe: run, f"{recipe}, dequantized": _dequantizing(run)}
+            memory[recipe] = _bytes(model)
+    of_bf16 = {recipe: round(size / memory["bf16"], 3) for recipe, size in memory.items()}
+    return relative(sides, rounds, DECODED) | {"memory_of_bf16": of_bf16}
 
 
 if __name__ == "__main__":

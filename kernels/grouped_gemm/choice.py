@@ -12,6 +12,7 @@ from torch import Tensor
 from ..gemm import native
 from ..gemm.backends import Choice, Hardware, first_possible, hardware
 from ..gemm.choice import against_formats
+from ..gemm.few_rows import reason_against_format
 from ..gemm.operand import ScaledOperand
 
 
@@ -34,14 +35,22 @@ def choose_scaled(
     return first_possible(operation, tuple(backends), fallback=hw.type != "cpu" and not empty)
 
 
+def choose_stored(x: Tensor, weight: ScaledOperand) -> Choice:
+    """Choose for plain rows by a stored weight, from formats, hardware, and the size of a matrix alone."""
+    return first_possible("stored_grouped_gemm", (("few_rows", reason_against_format(x, weight)),), fallback=False)
+
+
 def explain_grouped_gemm(
     left: Tensor | ScaledOperand, right: Tensor | ScaledOperand, out_dtype: torch.dtype = torch.bfloat16
 ) -> str:
     """Say in a sentence which backend a grouped GEMM of such operands takes, and why not a faster one.
 
     left, right: as the op takes them, both plain or both quantized; with a right side of two dimensions it is the
-    weight gradient. out_dtype: of a product of quantized operands.
+    weight gradient. Plain rows by a quantized weight: where no gradient is wanted, whether a CPU multiplies the stored
+    weight or what it dequantizes to. out_dtype: of a product of quantized operands.
     """
+    if isinstance(left, Tensor) and isinstance(right, ScaledOperand) and right.data.dim() == 3:
+        return str(choose_stored(left, right))
     wgrad = "_wgrad" if (right if isinstance(right, Tensor) else right.data).dim() == 2 else ""
     if isinstance(left, ScaledOperand) and isinstance(right, ScaledOperand):
         hw = hardware(left.data.device)

@@ -43,7 +43,7 @@ def grouped_gemm(a: Tensor, b: Tensor, m_splits: Tensor, transpose_b: bool) -> T
     end = 0
     for g, (begin, end) in enumerate(split_bounds(m_splits, a.shape[0])):
         if end > begin:
-            _multiply(a[begin:end], b[g].t() if transpose_b else b[g], out[begin:end])
+            multiply(a[begin:end], b[g].t() if transpose_b else b[g], out[begin:end])
     out[end:].zero_()
     return out
 
@@ -53,13 +53,14 @@ def grouped_gemm_wgrad(dy: Tensor, x: Tensor, m_splits: Tensor) -> Tensor:
     out = dy.new_empty(m_splits.shape[0], dy.shape[1], x.shape[1])
     for g, (begin, end) in enumerate(split_bounds(m_splits, dy.shape[0])):
         if end > begin:
-            _multiply(dy[begin:end].t(), x[begin:end], out[g])
+            multiply(dy[begin:end].t(), x[begin:end], out[g])
         else:
             out[g].zero_()
     return out
 
 
-def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
+def multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """Write `left @ right` to `out`, in the dtype in which this CPU multiplies."""
     if in_float32(left):
         out.copy_(product(left, right, None, out.dtype))
     else:

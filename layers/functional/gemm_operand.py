@@ -99,9 +99,10 @@ def stored_operand(
 
 
 def stored_for_few_rows(x: Tensor, weight: QuantizedTensor) -> ScaledOperand | None:
-    """Return a stored weight [N, K] as numbers that a CPU multiplies the rows x [..., K] by in high precision, see
-    `few_rows`; None where what it dequantizes to is multiplied."""
-    if not few_rows.serves(x, weight) or weight.shape != weight.matrix_shape:
+    """Return a stored weight [N, K], or grouped [G, N, K], as numbers that a CPU multiplies the rows x [..., K] by in
+    high precision, see `few_rows`; None where what it dequantizes to is multiplied."""
+    groups = weight.shape[0] if weight.dim() == 3 else 1
+    if not few_rows.serves(x, weight, groups) or weight.shape != weight.matrix_shape:
         return None
     quantizer = weight.quantizer
     if not quantizer.symmetric and "rowwise" not in quantizer.stored_usages():

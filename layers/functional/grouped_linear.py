@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from te_models.kernels.custom_op import direct
-from te_models.kernels.grouped_gemm import grouped_gemm
+from te_models.kernels.grouped_gemm import grouped_gemm, stored_grouped_gemm
 from te_models.kernels.permute import Permutation, permute, unpermute
 from te_models.kernels.torch_versions import own_result
 
@@ -21,7 +21,7 @@ from ..quantizer.state import QuantizerState
 from ..recipe.base import GemmQuantizers
 from ..tensor.quantized_tensor import QuantizedTensor
 from .dense_gemms import GemmConfig, GemmOptions
-from .gemm_operand import compute_dtype
+from .gemm_operand import compute_dtype, stored_for_few_rows
 from .grouped_gemms import bias_rows_gradient, grouped_fprop, grouped_gradients, plain_weights, row_alignment, stacked
 from .grouped_operand import is_aligned, permuted, rows_or_values
 from .linear import GemmCall, largest
@@ -60,13 +60,13 @@ def grouped_linear(
         x = rows_or_values(x, m_splits, quantizers, dtype, align)
     aligned = aligned and not isinstance(x, QuantizedTensor)
     if call is None and bias is None:
-        return _grouped_gemm(x, plain_weights(weights, dtype), m_splits)
+        return _high_precision(x, weights, m_splits, dtype)
     offsets = GroupOffsets.of(m_splits, x.shape[0] if permutation is None else permutation.slot_of_row.shape[0])
     if call is not None and call.amaxes is not None:
         update_amax_(call.amaxes[0], offsets.amax(x))
         update_amax_(call.amaxes[1], largest(stacked(weights)))
     if call is None or config is None:
-        y = _grouped_gemm(x, plain_weights(weights, dtype), m_splits)
+        y = _high_precision(x, weights, m_splits, dtype)
     else:
         # the permutation's counts may be the splits themselves, and no tensor may be given twice
         order = (None, None, None)
@@ -79,6 +79,16 @@ def grouped_linear(
         )
         y = _GroupedLinear.apply(*arguments, *weights, *main_grads(config.options.wgrad))
     return y if bias is None else y + _BiasRows.apply(bias.to(dtype), *offsets.tensors())
+
+
+def _high_precision(x: Tensor, weights: tuple[Tensor, ...], m_splits: Tensor, dtype: torch.dtype) -> Tensor:
+    """The GEMMs without a recipe; a stored weight is multiplied as it is where that is faster."""
+    stored = (
+        stored_for_few_rows(x, weights[0]) if isinstance(weights[0], QuantizedTensor) and len(weights) == 1 else None
+    )
+    if stored is not None and stored.data.dim() == 3:
+        return stored_grouped_gemm(x, stored, m_splits)
+    return _grouped_gemm(x, plain_weights(weights, dtype), m_splits)
 
 
 def add_bias_rows(y: Tensor, bias: Tensor, m_splits: Tensor) -> Tensor:

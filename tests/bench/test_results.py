@@ -81,6 +81,22 @@ def test_parts_that_are_measured_again_say_so(tmp_path: Path, monkeypatch: pytes
     assert json.loads(file.read_text(encoding="utf-8"))["calls"] == 1
 
 
+def test_results_of_other_instructions_lie_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine of another kind overwrites nothing, and its parts are measured again in its own file."""
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    here = common.machine()
+    payload = {"versions": common.versions("torch"), "calls": 1}
+    file = common.write_result("some", payload)
+    first = file.read_bytes()
+    monkeypatch.setattr(common, "machine", lambda: here | {"cpu_flags": ["avx2", "avx512f"]})
+    with pytest.raises(ValueError, match=r"some.avx512f.json does not exist yet on this kind of machine; measure all"):
+        common.update_result("some", {"calls": 3}, ["torch"])
+    beside = common.write_result("some", payload)
+    common.update_result("some", {"calls": 3}, ["torch"])
+    assert beside.name == "some.avx512f.json" and json.loads(beside.read_text())["calls"] == 3
+    assert file.read_bytes() == first and sorted(tmp_path.iterdir()) == [beside, file]
+
+
 def ran(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> list[list[str]]:
     """The benchmarks that the command starts, each with its arguments."""
     seen: list[list[str]] = []

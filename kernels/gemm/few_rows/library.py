@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,18 +19,21 @@ DTYPES = shared.DTYPES
 _FORMATS = {torch.float8_e4m3fn: "E4M3", torch.float8_e5m2: "E5M2", torch.uint8: "E2M1"}
 _KINDS = ("per_tensor", "float32", "pow2", "e8m0", "nvfp4")
 _P, _N, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-_ARGUMENTS = (_P, _P, _P, _N, _N, _N, _P, _N, _P, _N, _N, _N, _N, _INT, _P, _INT)
+_ARGUMENTS = {
+    "te_few_rows": (_P, _P, _P, _N, _N, _N, _P, _N, _P, _N, _N, _N, _N, _INT, _P, _INT),
+    "te_few_rows_of_groups": (_P, _P, _P, _N, _N, _N, _P, _N, _N, _P, *(_N,) * 5, _INT, _P, _N, _INT),
+}
 
 
 @functools.cache
-def _function(format: torch.dtype, dtype: torch.dtype, narrow: bool = False) -> Any:
-    """Return the function for a weight's stored dtype and the dtype of the rows. narrow: with AVX2 alone."""
+def _function(format: torch.dtype, dtype: torch.dtype, narrow: bool = False, name: str = "te_few_rows") -> Any:
+    """Return a function for a weight's stored dtype and the dtype of the rows. narrow: with AVX2 alone."""
     defined = {"INPUT": shared.NAMES[dtype], "FORMAT": _FORMATS[format]}
     if format is not torch.uint8:
         defined["OF_BYTES"] = ""
     if narrow:
         defined["NARROW"] = ""
-    return shared.compiled(SOURCE, defined, "te_few_rows", _ARGUMENTS)
+    return shared.compiled(SOURCE, defined, name, _ARGUMENTS[name])
 
 
 def available() -> bool:
@@ -68,3 +73,29 @@ def linear(x: Tensor, weight: ScaledOperand, bias: Tensor | None) -> Tensor:
         torch.get_num_threads(),
     )
     return out
+
+
+def grouped(x: Tensor, weight: ScaledOperand, groups: Sequence[tuple[int, int, int]], out: Tensor) -> None:
+    """Write `x[first : first + count] @ weight[g]^T` to the same rows of `out` for each (g, first, count) of `groups`,
+    as `linear` would. x: [T, K] in one of DTYPES; weight: [G, N, K]; out: [T, N] of x's dtype; x and out contiguous."""
+    data, scale, amax = weight.data, weight.scale_inv, weight.amax
+    block = weight.block or (weight.outer, max(weight.inner, 1))
+    _function(data.dtype, x.dtype, name="te_few_rows_of_groups")(
+        x.data_ptr(),
+        out.data_ptr(),
+        (_N * (3 * len(groups)))(*itertools.chain.from_iterable(groups)),
+        len(groups),
+        weight.outer,
+        weight.inner,
+        data.data_ptr(),
+        data.stride(0),
+        data.stride(1),
+        scale.data_ptr(),
+        0 if scale.numel() == 1 else scale.stride(0) * scale.element_size(),  # one may be of all matrices
+        *(scale.stride()[1:] if scale.dim() == 3 else (0, 0)),
+        *block,
+        _KINDS.index(weight.kind),
+        None if amax is None else amax.data_ptr(),
+        0 if amax is None or amax.numel() == 1 else amax.stride(0),
+        torch.get_num_threads(),
+    )

@@ -27,10 +27,15 @@ LEAST = 2**16
 
 def reason_against(x: Tensor, weight: ScaledOperand) -> str | None:
     """Return why the weight has to be dequantized for x: [M, K], None where it is multiplied as it is stored."""
+    if x.device.type == "cpu" and x.shape[0] > FEW:
+        return f"it is for at most {FEW} rows, these are {x.shape[0]}"
+    return reason_against_format(x, weight)
+
+
+def reason_against_format(x: Tensor, weight: ScaledOperand) -> str | None:
+    """As `reason_against`, for any number of rows. weight: [..., N, K]."""
     if x.device.type != "cpu":
         return f"it is for a CPU, this is {x.device.type}"
-    if x.shape[0] > FEW:
-        return f"it is for at most {FEW} rows, these are {x.shape[0]}"
     if x.dtype not in library.DTYPES:
         return f"the rows are {x.dtype}; allowed: {' or '.join(map(str, library.DTYPES))}"
     if weight.outer * weight.inner < LEAST:
@@ -39,25 +44,26 @@ def reason_against(x: Tensor, weight: ScaledOperand) -> str | None:
         return "the rows of the weight are not contiguous"
     if weight.block is not None and weight.block[1] % 16:
         return f"it is for blocks of whole 16 columns, not of {weight.block}"
-    if not _has_instructions():
+    if not has_instructions():
         return "it is for x86 CPUs with AVX2, on Linux"
     return None
 
 
-def serves(x: Tensor, weight: Tensor) -> bool:
-    """Whether a call may go to `linear`, and not only be computed with what the weight dequantizes to: no gradient is
-    wanted, and eagerly, where each call knows its own rows, there are few."""
-    if x.device.type != "cpu" or x.dtype not in library.DTYPES or weight.numel() < LEAST:
+def serves(x: Tensor, weight: Tensor, groups: int = 1) -> bool:
+    """Whether a call may go to `linear`, or with more groups than one to `grouped_gemm.few_rows`, and not only be
+    computed with what the weight dequantizes to: no gradient is wanted, and eagerly, where each call knows its own
+    rows, there are few for each matrix. weight: [N, K], or `groups` of them in one tensor."""
+    if x.device.type != "cpu" or x.dtype not in library.DTYPES or weight.numel() < LEAST * groups:
         return False
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return False
     if compiling():
         return not exporting()
-    return x.numel() <= FEW * x.shape[-1] and not torch._C._are_functorch_transforms_active()
+    return x.numel() <= FEW * groups * x.shape[-1] and not torch._C._are_functorch_transforms_active()
 
 
 @constant_when_traced
-def _has_instructions() -> bool:
+def has_instructions() -> bool:
     return sys.platform == "linux" and torch.cpu._is_avx2_supported()
 
 

@@ -170,23 +170,28 @@ inline float global_decode(float amax) {
   return 1.0f / std::min(encode, std::numeric_limits<float>::max());
 }
 
+// value * scale of all codes, for each scale.
+inline std::vector<float> scaled_values() {
+  std::vector<float> found;
+  const float values[8] = {0, .5f, 1, 1.5f, 2, 3, 4, 6};
+  for (int byte = 0; byte < 256; ++byte) {
+    const int e = byte >> 3 & 15, m = byte & 7;
+    float scale = e ? std::ldexp(float(8 + m), e - 10) : std::ldexp(float(m), -9);
+    scale = (byte & 127) == 127 ? kNone : byte & 128 ? -scale : scale;
+    for (int code = 0; code < 16; ++code) found.push_back((code & 8 ? -values[code & 7] : values[code & 7]) * scale);
+  }
+  return found;
+}
+
 // The 16 values of a block of each scale.
 struct Tables {
   std::vector<float> memory;
   const float* table;
   Tables(const Weight&, const float* amax) : memory(256 * 16 + 16) {
+    static const std::vector<float> all_scaled = scaled_values();  // of every tensor: only its factor is missing
     const float factor = global_decode(*amax);
-    const float values[8] = {0, .5f, 1, 1.5f, 2, 3, 4, 6};
     float* const to = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64 / 4;
-    for (int byte = 0; byte < 256; ++byte) {
-      const int e = byte >> 3 & 15, m = byte & 7;
-      float scale = e ? std::ldexp(float(8 + m), e - 10) : std::ldexp(float(m), -9);
-      scale = (byte & 127) == 127 ? kNone : byte & 128 ? -scale : scale;
-      for (int code = 0; code < 16; ++code) {
-        const float value = (code & 8 ? -values[code & 7] : values[code & 7]) * scale * factor;
-        to[byte * 16 + code] = X::read(X::write(value));
-      }
-    }
+    for (int i = 0; i < 256 * 16; ++i) to[i] = X::read(X::write(all_scaled[i] * factor));
     table = to;
   }
 };
@@ -281,6 +286,21 @@ extern "C" void te_few_rows(const X* x, const X* bias, X* out, int64_t M, int64_
           out[m * N + n + r] = X::write(y);
         }
     }
+  }
+}
+
+// The same for rows of several matrices. groups: of each, which matrix it is, its first row in x, and how many rows it
+// has; *_member: bytes, of amax floats, from matrix to matrix.
+extern "C" void te_few_rows_of_groups(const X* x, X* out, const int64_t* groups, int64_t count, int64_t N, int64_t K,
+                                      const uint8_t* data, int64_t data_member, int64_t stride, const uint8_t* scale,
+                                      int64_t scale_member, int64_t down, int64_t across, int64_t block_rows,
+                                      int64_t block_columns, int kind, const float* amax, int64_t amax_member,
+                                      int threads) {
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t g = groups[3 * i], first = groups[3 * i + 1], rows = groups[3 * i + 2];
+    te_few_rows(x + first * K, nullptr, out + first * N, rows, N, K, data + g * data_member, stride,
+                scale + g * scale_member, down, across, block_rows, block_columns, kind,
+                amax == nullptr ? nullptr : amax + g * amax_member, threads);
   }
 }
 """

@@ -183,7 +183,10 @@ def gemms(device: torch.device) -> Iterator[tuple[str, Arguments]]:
     for of_weight, dtype, with_bias in together(of_weights, [F32, BF16], [True, False]):
         weight = scaled_cases.quantized(normal(5, 64, seed=2), *of_weight)
         bias = normal(5, seed=6, dtype=dtype) if with_bias else None
-        yield "stored_linear", (normal(3, 64, seed=1, dtype=dtype), *flatten(weight), bias)
+        x = normal(3, 64, seed=1, dtype=dtype)
+        yield "stored_linear", (x, *flatten(weight), bias)
+        grouped = scaled_cases.quantized(normal(2, 5, 64, seed=2), *of_weight)
+        yield "stored_grouped_gemm", (x, *flatten(grouped), torch.tensor([2, 0]))
     for dtype, with_bias in itertools.product((F32, BF16), (True, False)):
         x, w = (normal(6, n, seed=n, dtype=BF16, device=device) for n in (8, 5))
         bias = normal(5, seed=6, dtype=BF16, device=device) if with_bias else None

@@ -1,0 +1,60 @@
+"""Each group's few rows by its matrix of a weight that is stored quantized, on CPU, without gradients.
+
+Decoding multiplies a row or some by each expert that the router chose: the others are not read, and these as they are
+stored (`gemm.few_rows`). A group of more rows than FEW multiplies its own matrix, dequantized, one after another.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..custom_op import Output, direct, flatten, like, operation
+from ..gemm.backends import EMULATION, Choice, record
+from ..gemm.few_rows import FEW, dequantize, library
+from ..gemm.operand import ScaledOperand
+from .choice import choose_stored
+from .reference import multiply, split_bounds
+
+
+def _result(x: Tensor, weight: ScaledOperand) -> Output:
+    return like(x, (x.shape[0], weight.outer))
+
+
+@operation("stored_grouped_gemm", _result, cpu_only=True)
+def _stored_grouped_gemm(x: Tensor, weight: ScaledOperand, m_splits: Tensor) -> Tensor:
+    groups, inner = weight.data.shape[0], weight.inner
+    if x.dim() != 2 or x.shape[1] != inner or m_splits.shape != (groups,):
+        raise ValueError(
+            f"x is {tuple(x.shape)} and m_splits {tuple(m_splits.shape)}; {groups} stored matrices of {inner} columns "
+            f"take rows [T, {inner}] and splits [{groups}]"
+        )
+    choice = choose_stored(x, weight)
+    if choice.backend == "few_rows" and not library.available():
+        choice = Choice("stored_grouped_gemm", EMULATION, (("few_rows", "no library could be compiled"),))
+    record(choice, strict=False)
+    x = x.contiguous()
+    out, end = x.new_empty(x.shape[0], weight.outer), 0
+    few: list[tuple[int, int, int]] = []
+    for g, (begin, end) in enumerate(split_bounds(m_splits, x.shape[0])):
+        if choice.backend == "few_rows" and 0 < end - begin <= FEW:
+            few.append((g, begin, end - begin))
+        elif end > begin:
+            multiply(x[begin:end], dequantize(weight.member(g), x.dtype).t(), out[begin:end])
+    if few and out.numel():
+        library.grouped(x, weight, few, out)
+    out[end:].zero_()
+    return out
+
+
+_call = direct(_stored_grouped_gemm)
+
+
+def stored_grouped_gemm(x: Tensor, weight: ScaledOperand, m_splits: Tensor) -> Tensor:
+    """Return `x[g] @ weight[g]^T` of each group of rows in x's dtype, [T, N], where no gradient is wanted.
+
+    x: [T, K], bfloat16 or float32; weight: [G, N, K]; m_splits: [G] integer. Rows past the last group are zero. Each
+    value of the weight is what `dequantize` to x's dtype gives, and at most one matrix is dequantized at a time. Sums
+    are float32. Raises ValueError where the splits exceed the rows, or
+    shapes do not fit.
+    """
+    return _call(x, *flatten(weight), m_splits)

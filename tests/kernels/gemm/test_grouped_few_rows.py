@@ -1,0 +1,138 @@
+"""Each group's few rows by its matrix of a stored weight: what one matrix alone gives, whichever groups have rows."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from te_models.kernels.gemm import ScaledOperand, few_rows, gemm_counts, reset_gemm_counts
+from te_models.kernels.gemm.few_rows import FEW, library
+from te_models.kernels.grouped_gemm import explain_grouped_gemm, stored_grouped_gemm
+from te_models.layers import GroupedLinear, MXFP8BlockScaling, quantized_model_init
+from te_models.layers.tensor.grouped_tensor import GroupedTensor
+from tests.kernels.gemm.test_few_rows import BF16, F32, FORMATS, rows
+
+pytestmark = pytest.mark.skipif(not torch.cpu._is_avx2_supported(), reason="the kernel is for x86 CPUs with AVX2")
+SPLITS = torch.tensor([3, 0, 1, FEW, 0, FEW + 1])
+"""Groups of few rows, without rows, and of more than few."""
+SCALED = ("per_tensor", "block_2d", "mxfp8", "nvfp4")
+
+
+def stored(format: str) -> ScaledOperand:
+    """Return a weight [6, 256, 336] of matrices of several magnitudes."""
+    magnitudes = torch.tensor([1.0, 2.0, 1e-3, 50.0, 1.0, 7.0])[:, None, None]
+    values = torch.randn(6, 256, 336, generator=torch.Generator().manual_seed(1)) * magnitudes
+    weight = GroupedTensor.quantize(values, FORMATS[format])
+    operand = weight.quantizer.scaled_operand_of_fields(weight.fields, "rowwise", weight.matrix_shape)
+    assert operand is not None
+    return operand
+
+
+@pytest.mark.parametrize("dtype", (BF16, F32))
+@pytest.mark.parametrize("format", SCALED)
+def test_each_group_is_the_product_of_its_matrix_alone(format: str, dtype: torch.dtype) -> None:
+    """Rows past the last group are zero."""
+    operand = stored(format)
+    total = int(SPLITS.sum())
+    x = rows(total + 2, 336, dtype)
+    reset_gemm_counts()
+    y = stored_grouped_gemm(x, operand, SPLITS)
+    assert gemm_counts() == {("stored_grouped_gemm", "few_rows"): 1}
+    assert not y[total:].any()
+    ends = [0, *SPLITS.cumsum(0).tolist()]
+    for g, (begin, end) in enumerate(itertools.pairwise(ends)):
+        alone = few_rows.linear(x[begin:end], operand.member(g))
+        if end - begin > FEW:
+            torch.testing.assert_close(y[begin:end], alone)
+        else:
+            assert torch.equal(y[begin:end], alone), g
+
+
+@pytest.mark.parametrize("format", SCALED)
+def test_without_a_library_the_matrices_are_dequantized(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    operand = stored(format)
+    x = rows(int(SPLITS.sum()), 336, F32)
+    y = stored_grouped_gemm(x, operand, SPLITS)
+    monkeypatch.setattr(library, "available", lambda: False)
+    reset_gemm_counts()
+    torch.testing.assert_close(stored_grouped_gemm(x, operand, SPLITS), y, rtol=1e-5, atol=1e-2)
+    assert gemm_counts() == {("stored_grouped_gemm", "emulation"): 1}
+
+
+def test_strides_and_a_scale_of_all_matrices() -> None:
+    operand = stored("per_tensor")
+    x, splits = rows(6, 336, BF16), torch.ones(6, dtype=torch.int64)
+    one = operand._replace(scale_inv=operand.scale_inv[:1])
+    repeated = operand._replace(scale_inv=operand.scale_inv[:1].repeat(6))
+    assert torch.equal(stored_grouped_gemm(x, one, splits), stored_grouped_gemm(x, repeated, splits))
+    turned = rows(336, 6, BF16).t()
+    assert torch.equal(
+        stored_grouped_gemm(turned, operand, splits), stored_grouped_gemm(turned.contiguous(), operand, splits)
+    )
+    blocks = stored("mxfp8")
+    wide = torch.zeros(6, 300, 352, dtype=torch.uint8)
+    wide[:, 7:263, :336] = blocks.data.view(torch.uint8)
+    scales = blocks.scale_inv.mT.contiguous().mT
+    view = blocks._replace(data=wide[:, 7:263, :336].view(blocks.data.dtype), scale_inv=scales)
+    assert torch.equal(stored_grouped_gemm(x, view, splits), stored_grouped_gemm(x, blocks, splits))
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    operand = stored("mxfp8")
+    for x, splits in ((rows(3, 64, BF16), SPLITS), (rows(3, 336, BF16), torch.tensor([3]))):
+        with pytest.raises(ValueError, match=r"6 stored matrices of 336 columns take rows \[T, 336\] and splits \[6\]"):
+            stored_grouped_gemm(x, operand, splits)
+    with pytest.raises(ValueError, match=r"m_splits add up to \d+ rows, but the input has only 3"):
+        stored_grouped_gemm(rows(3, 336, BF16), operand, SPLITS)
+
+
+def test_the_choice_is_explained() -> None:
+    operand = stored("mxfp8")
+    assert explain_grouped_gemm(rows(1, 336, BF16), operand) == "stored_grouped_gemm runs as few_rows"
+    half = explain_grouped_gemm(rows(1, 336, torch.float16), operand, torch.float16)
+    assert half.endswith("the rows are torch.float16; allowed: torch.bfloat16 or torch.float32")
+
+
+def layer_and_rows(bias: bool = False) -> tuple[GroupedLinear, Tensor, Tensor]:
+    torch.manual_seed(0)
+    with quantized_model_init(recipe=MXFP8BlockScaling()):
+        layer = GroupedLinear(6, 352, 256, bias=bias, params_dtype=BF16)
+    return layer, rows(4, 352, BF16), torch.tensor([1, 0, 2, 0, 0, 1])
+
+
+@pytest.mark.parametrize("bias", (False, True))
+def test_a_layer_takes_it_where_no_gradient_is_wanted(bias: bool) -> None:
+    layer, x, splits = layer_and_rows(bias)
+    reset_gemm_counts()
+    trained = layer(x, splits)
+    trained.sum().backward()
+    assert layer.weight.grad is not None and ("stored_grouped_gemm", "few_rows") not in gemm_counts()
+    reset_gemm_counts()
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x, splits), trained.detach())
+        assert gemm_counts() == {("stored_grouped_gemm", "few_rows"): 1}
+        many = torch.tensor([FEW * 6 + 1, 0, 0, 0, 0, 0])
+        layer(rows(FEW * 6 + 1, 352, BF16), many)
+    assert gemm_counts() == {("stored_grouped_gemm", "few_rows"): 1, ("grouped_gemm", "loop"): 1}
+
+
+def test_a_compiled_layer_is_one_graph_for_any_rows_and_splits() -> None:
+    layer, x, splits = layer_and_rows()
+    torch._dynamo.reset()
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    with torch.no_grad():
+        compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
+        assert torch.equal(compiled(x, splits), layer(x, splits))
+        for count in (5, 140):
+            more, sizes = rows(count, 352, BF16), torch.tensor([2, count - 4, 0, 2, 0, 0])
+            torch.testing.assert_close(compiled(more, sizes), layer(more, sizes))
+    assert len(graphs) == 1
+    assert "stored_grouped_gemm" in graphs[0].code
