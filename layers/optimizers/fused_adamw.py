@@ -125,7 +125,7 @@ class FusedAdamW(MasterWeightOptimizer):
         update_(work, group, noop)
         for update in work:
             self._write_weight(update, noop)
-            for name, value in self._moments.rounded(update).items():
+            for name, value in self._moments.rounded(update, in_place=noop is None).items():
                 stored = update.piece.state[name]
                 if stored.shape != value.shape:  # the blocks of a shard, of which a small one has fewer
                     stored = stored.view(-1)[: value.numel()].view_as(value)

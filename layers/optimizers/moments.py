@@ -115,6 +115,7 @@ class MomentStore:
         self.dtype: MomentDtype = dtype
         self.seed = seed
         self._round: Callable[..., tuple[Tensor, ...]] = torch.compile(_round, dynamic=True) if compile else _round
+        self._compile = compile
         self._encode = _compiled_encode() if compile else _encode
         self._decode: Callable[..., tuple[Tensor, Tensor]] = _compiled_decode() if compile else _decode
 
@@ -173,9 +174,9 @@ class MomentStore:
             return first.to(like.dtype), second.to(like.dtype)
         return state["exp_avg"].to(like.dtype), state["exp_avg_sq"].to(like.dtype)
 
-    def rounded(self, update: Update) -> dict[str, Tensor]:
-        """Return the new state of the moments of an update; nothing where they are written in place ("float32"). Of a
-        shard that is smaller than others it is the first blocks.
+    def rounded(self, update: Update, in_place: bool = False) -> dict[str, Tensor]:
+        """Return the new state of the moments of an update; nothing where it is written already: "float32" always is,
+        others may be with `in_place`. Of a shard that is smaller than others it is the first blocks.
 
         One draw of 32 bits serves both, 16 bits each.
         """
@@ -185,6 +186,9 @@ class MomentStore:
         step = piece.state["step"].to(torch.int32)
         draw = (hash_key(self.seed, piece.index, device), step, _word(piece.begin, device))
         first, second = (moment.float().reshape(-1) for moment in (update.first, update.second))
+        stored = [piece.state[name] for name in MOMENT_KEYS[self.dtype]]
+        if in_place and self._compile and _written(first, second, draw, stored):
+            return {}
         if self.dtype == "float8":
             encoded = self._encode(first, second, *draw)
         else:
@@ -239,6 +243,17 @@ def _compiled_encode() -> Callable[..., tuple[Tensor, ...]]:
         return by_shape(first, second, key, step, begin)
 
     return encode
+
+
+def _written(first: Tensor, second: Tensor, draw: tuple[Tensor, ...], stored: list[Tensor]) -> bool:
+    """Round both moments to where they are stored, if one pass in C++ can; whether that is done."""
+    if compiling() or not cpu_moments.available(first, second, *stored):
+        return False
+    if len(stored) == 2:
+        return cpu_moments.round_moments(first, second, *draw, out=stored)
+    if stored[1].numel() != -(-first.numel() // BLOCK):  # a shard that is smaller than others
+        return False
+    return cpu_moments.encode_moments(first, second, *draw, out=stored) is not None
 
 
 def _compiled_decode() -> Callable[..., tuple[Tensor, Tensor]]:

@@ -25,7 +25,7 @@ NAMES = {torch.bfloat16: "BFloat16", torch.float32: "Float32"}
 DTYPES = tuple(NAMES)
 """The dtypes that are read and written."""
 # Inductor turns off what it does not need: it writes vectors itself, and these flags change no bits
-_FLAGS = ("-ftree-loop-vectorize", "-fno-trapping-math") if sys.platform == "linux" else ()
+_FLAGS = ("-ftree-loop-vectorize", "-fno-trapping-math", "-fno-math-errno") if sys.platform == "linux" else ()
 _KINDS = ("float32", "pow2", "e8m0")
 _SIGNS = (ctypes.c_float * hadamard.SIZE)(*(sign * 0.25 for sign in hadamard.SIGNS))
 

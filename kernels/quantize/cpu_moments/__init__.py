@@ -1,5 +1,5 @@
-"""FP8 moments of an optimizer on CPU, read and rounded in one C++ pass each, with the bits of the definitions."""
+"""Moments of an optimizer in few bits on CPU, read and rounded in one C++ pass each, to the definitions' bits."""
 
-from .library import available, decode_moments, encode_moments
+from .library import available, decode_moments, encode_moments, round_moments
 
-__all__ = ["available", "decode_moments", "encode_moments"]
+__all__ = ["available", "decode_moments", "encode_moments", "round_moments"]

@@ -1,4 +1,4 @@
-"""The C++ of FP8 moments: `layers/optimizers/moments.py` defines them, `quantize/hashed.py` the random bits.
+"""The C++ of moments in few bits: `layers/optimizers/moments.py` defines them, `quantize/hashed.py` the random bits.
 
 A block is 128 numbers; the last one may have fewer, and counts as filled up with zeros.
 """
@@ -13,44 +13,38 @@ inline uint32_t mixed(uint32_t x) {
   return x ^ (x >> 16);
 }
 
-// a magnitude, and a random number in [0, 1) -> an E4M3 number; square: the mean of the square is kept, not 0
+// a magnitude of at most 448, and a random number in [0, 1) -> the byte of an E4M3 number; square: the mean of the
+// square is kept, not 0. In units of the quantum, which is exact, the number below is a whole one, k.
 template <bool square>
-inline float drawn_e4m3(float magnitude, float uniform) {
-  const uint32_t exponent = (bits_of(magnitude < 0x1p-6f ? 0x1p-6f : magnitude) >> 23) - 3;
-  const float quantum = float_of(exponent << 23), inverse = float_of((254 - exponent) << 23);
-  const float below = std::floor(magnitude * inverse) * quantum;
-  const float next = below + quantum, above = next > 448.0f ? 448.0f : next;
-  if (square) {
-    const bool up = uniform * (above * above - below * below) < magnitude * magnitude - below * below;
-    return up || (below == 0.0f && magnitude > 0.0f) ? above : below;
-  }
-  return uniform * (above - below) < magnitude - below ? above : below;
+inline int32_t drawn_e4m3(float magnitude, float uniform) {
+  const int32_t exponent = int32_t(bits_of(magnitude < 0x1p-6f ? 0x1p-6f : magnitude) >> 23);
+  const float m = magnitude * float_of(uint32_t(257 - exponent) << 23);
+  const int32_t below = int32_t(m);
+  const float k = float(below);
+  const int32_t drawn = (square ? uniform * (k + k + 1.0f) < m * m - k * k : uniform < m - k) ? -1 : 0;
+  const int32_t small = square && k < 1.0f ? -1 : 0, some = m > 0.0f ? -1 : 0;
+  const int32_t up = drawn | (small & some);
+  return below + (exponent - 121) * 8 - up;
 }
 
-// `count` values of one block; returns the largest magnitude's bits
-template <bool second>
-inline uint32_t encode_block(const float* values, const float* uniform, uint8_t* data, float* scale_inv,
-                             int64_t count) {
-  float x[kBlock] = {};
-  int32_t codes[kBlock];
+// Copy `count` values of a block, or their roots; returns the largest magnitude's bits and the block's scale.
+template <bool root>
+inline uint32_t read_block(const float* values, int64_t count, float* x, Scale* scale) {
   uint32_t largest = 0;
 #pragma omp simd reduction(max : largest)
   for (int64_t i = 0; i < count; ++i) {
-    x[i] = second ? std::sqrt(values[i]) : values[i];
+    x[i] = root ? std::sqrt(values[i]) : values[i];
     largest = std::max(largest, bits_of(x[i]) & 0x7FFFFFFF);
   }
-  const Scale scale = fp8_scale<false>(float_of(largest), kFloat32, 0.0f, kLargest);
-  const float before = scale.before;
-  *scale_inv = scale.after;
-#pragma omp simd
-  for (int64_t i = 0; i < kBlock; ++i) {
-    const float scaled = clamped(x[i] * before, 448.0f);
-    const float rounded = drawn_e4m3<second>(std::fabs(scaled), uniform[i]);
-    codes[i] = e4m3_byte(with_sign(rounded, scaled));
-  }
-#pragma omp simd
-  for (int64_t i = 0; i < kBlock; ++i) data[i] = uint8_t(codes[i]);
+  for (int64_t i = count; i < kBlock; ++i) x[i] = 0.0f;
+  *scale = fp8_scale<false>(float_of(largest), kFloat32, 0.0f, kLargest);
   return largest;
+}
+
+template <bool square>
+inline int32_t code(float x, float scale, float uniform) {
+  const float scaled = clamped(x * scale, 448.0f);
+  return drawn_e4m3<square>(std::fabs(scaled), uniform) | int32_t(bits_of(scaled) >> 24 & 0x80);
 }
 
 }  // namespace te_models
@@ -65,15 +59,48 @@ extern "C" int te_encode_moments(const float* first, const float* second, uint8_
 #pragma omp parallel for num_threads(threads) reduction(max : any)
   for (int64_t b = 0; b < blocks; ++b) {
     const int64_t at = b * kBlock, count = std::min(kBlock, n - at);
-    float low[kBlock], high[kBlock];
+    float x[kBlock], y[kBlock];
+    Scale of_first, of_second;
+    any = std::max(any, read_block<false>(first + at, count, x, &of_first));
+    any = std::max(any, read_block<true>(second + at, count, y, &of_second));
+    first_scale[b] = of_first.after, second_scale[b] = of_second.after;
+    const float before = of_first.before, before_second = of_second.before;
+    const uint32_t counter = uint32_t(at) + uint32_t(begin);
+    int32_t codes[kBlock], codes_second[kBlock];
 #pragma omp simd
-    for (int64_t i = 0; i < kBlock; ++i) {
-      const uint32_t bits = mixed(mixed((uint32_t(at + i) + uint32_t(begin)) ^ uint32_t(k0)) + uint32_t(k1));
-      low[i] = float(int32_t(bits & 0xFFFF)) * 0x1p-16f;
-      high[i] = float(int32_t(bits >> 16)) * 0x1p-16f;
+    for (int32_t i = 0; i < int32_t(kBlock); ++i) {
+      const uint32_t bits = mixed(mixed((counter + uint32_t(i)) ^ uint32_t(k0)) + uint32_t(k1));
+      codes[i] = code<false>(x[i], before, float(int32_t(bits & 0xFFFF)) * 0x1p-16f);
+      codes_second[i] = code<true>(y[i], before_second, float(int32_t(bits >> 16)) * 0x1p-16f);
     }
-    any = std::max(any, encode_block<false>(first + at, low, first_data + at, first_scale + b, count));
-    any = std::max(any, encode_block<true>(second + at, high, second_data + at, second_scale + b, count));
+    uint8_t *const to = first_data + at, *const to_second = second_data + at;
+#pragma omp simd
+    for (int32_t i = 0; i < int32_t(kBlock); ++i) to[i] = uint8_t(codes[i]);
+#pragma omp simd
+    for (int32_t i = 0; i < int32_t(kBlock); ++i) to_second[i] = uint8_t(codes_second[i]);
+  }
+  return any > 0x7F800000;
+}
+
+// both moments of n elements, rounded to bfloat16; returns 1 where a NaN is among them
+extern "C" int te_round_moments(const float* first, const float* second, uint16_t* first_out, uint16_t* second_out,
+                                int64_t n, int32_t k0, int32_t k1, int32_t begin, int threads) {
+  constexpr int64_t part = 4096;
+  uint32_t any = 0;
+#pragma omp parallel for num_threads(threads) reduction(max : any)
+  for (int64_t at = 0; at < n; at += part) {
+    const int32_t count = int32_t(std::min(part, n - at));
+    const float *const x = first + at, *const y = second + at;
+    uint16_t *const to = first_out + at, *const to_second = second_out + at;
+    const uint32_t counter = uint32_t(at) + uint32_t(begin);
+#pragma omp simd reduction(max : any)
+    for (int32_t i = 0; i < count; ++i) {
+      const uint32_t bits = mixed(mixed((counter + uint32_t(i)) ^ uint32_t(k0)) + uint32_t(k1));
+      const uint32_t u = bits_of(x[i]), v = bits_of(y[i]);
+      to[i] = uint16_t((u + ((u & 0x7F800000) == 0x7F800000 ? 0 : bits & 0xFFFF)) >> 16);
+      to_second[i] = uint16_t((v + ((v & 0x7F800000) == 0x7F800000 ? 0 : bits >> 16)) >> 16);
+      any = std::max(any, std::max(u & 0x7FFFFFFF, v & 0x7FFFFFFF));
+    }
   }
   return any > 0x7F800000;
 }

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from te_models.kernels.quantize import cpu_moments, hash_key, hashed_bits
+from te_models.layers import FusedAdamW
 from te_models.layers.optimizers import adamw_update, moments
 
 E4M3 = sorted({float(v) for v in torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()})
@@ -86,8 +87,43 @@ def test_one_pass_in_cpp_has_the_same_bits() -> None:
             cpu_moments.decode_moments(*found, first.shape), moments._decode(*wanted, first.shape), strict=True
         ):
             assert torch.equal(ours, definition)
+        out = [torch.zeros_like(field) for field in found]
+        cpu_moments.encode_moments(first, second, *draw, out=out)
+        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(out, found, strict=True))
+        rounded = torch.zeros(2, size, dtype=torch.bfloat16)
+        assert cpu_moments.round_moments(first, second, *draw, out=rounded.unbind())
+        words = moments._round(first.view(torch.int32), second.view(torch.int32), *draw)
+        for ours, definition in zip(rounded, words, strict=True):
+            assert torch.equal(ours, definition.view(torch.float32).bfloat16())
         second[0] = math.nan
         assert cpu_moments.encode_moments(first, second, *draw) is None
+        assert not cpu_moments.round_moments(first, second, *draw, out=rounded.unbind())
+    for wrong in (out[:2], [t.view(torch.uint8)[:1] for t in out]):
+        with pytest.raises(ValueError, match=r"out (is|has) .*; allowed: "):
+            cpu_moments.encode_moments(first, second, *draw, out=wrong)
+    with pytest.raises(ValueError, match=r"out is .*; allowed: bfloat16, 4096 each"):
+        cpu_moments.round_moments(first, second, *draw, out=[rounded[0], rounded[1, :5]])
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float8"))
+def test_moments_written_in_place_are_those_of_the_eager_step(dtype: moments.MomentDtype) -> None:
+    """Over several steps, with a last block that is not whole, and with a NaN, which the definition rounds."""
+
+    def trained(compile: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        parameter = torch.nn.Parameter(torch.randn(37, 5))
+        optimizer = FusedAdamW([parameter], lr=0.1, moment_dtype=dtype, compile=compile)
+        store = optimizer._moments  # what rounds after a NaN need not be compiled here
+        store._round, store._encode = moments._round, moments._encode
+        for step in range(4):
+            parameter.grad = torch.randn(37, 5)
+            if step == 3:
+                parameter.grad[3, 2] = math.nan
+            optimizer.step()
+        return [parameter.detach(), *(optimizer.state[parameter][name] for name in moments.MOMENT_KEYS[dtype])]
+
+    for eager, compiled in zip(trained(False), trained(True), strict=True):
+        torch.testing.assert_close(eager.float(), compiled.float(), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("limit", [256, 1 << 20])
