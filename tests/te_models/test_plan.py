@@ -60,7 +60,7 @@ def of_ranks(recorded: tuple[dict[int, Any], dict[int, Any]], layout: str) -> It
 
 
 @pytest.mark.costs(60)
-@pytest.mark.sentinels("fsdp2", "ep2", "pp2")
+@pytest.mark.sentinels("fsdp2", "pp2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_says_what_two_ranks_send_and_hold(layout: str, recorded: tuple[dict[int, Any], dict[int, Any]]) -> None:
     for real, fake, _ in of_ranks(recorded, layout):
@@ -69,7 +69,7 @@ def test_it_says_what_two_ranks_send_and_hold(layout: str, recorded: tuple[dict[
         assert fake["peak"] == pytest.approx(real["peak"], rel=0.1)
 
 
-@pytest.mark.sentinels("fsdp2", "ep2", "pp2")
+@pytest.mark.sentinels("fsdp2", "pp2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_few_layers_tell_of_many(layout: str, recorded: tuple[dict[int, Any], dict[int, Any]]) -> None:
     for _, whole, predicted in of_ranks(recorded, layout):
