@@ -200,7 +200,8 @@ def _pad_reductions(shard: Any) -> None:
             f"torch {torch.__version__} shards quantized weights equally; allowed: a number of rows that is a multiple "
             f"of {ranks * block_rows(local)}, and here it is {rows}"
         )
-    new = local.clone().keep_attributes(local)  # of its own memory, and with a scale of its own
+    new: Any = local.clone()  # of its own memory, and with a scale of its own
+    new = new.keep_attributes(local)
     new.unequal_shards = True
     shard.sharded_param._local_tensor, shard._sharded_param_data = new, new.view(-1)
     shard.padded_sharded_param_size = new.size()  # what is gathered has its own padding, and nothing else is padded

@@ -154,7 +154,8 @@ class Model:
 
         from .. import stream
 
-        config, most = self.gpt.config, self.args.max_new_tokens if most is None else most
+        config = self.gpt.config
+        count: int = self.args.max_new_tokens if most is None else most
         largest = max(max(ids) for ids in prompts)
         if largest >= config.vocab_size:
             raise ValueError(
@@ -168,14 +169,14 @@ class Model:
                 f"the prompt has {longest} tokens; allowed: fewer than the model's "
                 f"{config.max_position_embeddings} positions"
             )
-        if most > room:
-            raise ValueError(f"--max-new-tokens is {most}; allowed: 1..{room}, the positions after the prompt")
+        if count > room:
+            raise ValueError(f"--max-new-tokens is {count}; allowed: 1..{room}, the positions after the prompt")
         rows = [[0] * (longest - len(ids)) + ids for ids in prompts]
         mask = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts]
         steps = stream(
             self.gpt,
             torch.tensor(rows, device=self.args.device),
-            most,
+            count,
             attention_mask=torch.tensor(mask, device=self.args.device),
             temperature=self.args.temperature,
             top_k=self.args.top_k,

@@ -40,7 +40,8 @@ def run_tasks(
     from ..hf import TEModelForCausalLM
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    model = TEModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    model: Any = TEModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    model = model.to(device).eval()
     wrapped = models.HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, device=device)
     found = harness.simple_evaluate(
         model=wrapped, tasks=list(tasks), task_manager=manager, num_fewshot=num_fewshot, limit=limit, bootstrap_iters=0

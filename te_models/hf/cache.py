@@ -15,6 +15,7 @@ from ..extras import require
 
 if TYPE_CHECKING:
     import transformers
+    import transformers.modeling_outputs
 else:
     transformers = require("transformers", "hf", feature="te_models.hf")
 

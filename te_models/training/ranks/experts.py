@@ -74,5 +74,6 @@ def expert_ranks(parameters: Iterable[nn.Parameter], mesh: ParallelMesh | None) 
     if mesh is None or mesh.experts is None:
         return None
     dims, group = mesh.dims, mesh.experts.get_group("ep")
+    assert dims.expert_tensor_parallel_size is not None, "a mesh is of dimensions that are filled in"
     share = dims.expert_tensor_parallel_size / dims.tensor_model_parallel_size
     return ExpertRanks(tuple(parameters), group, mesh.experts.get_group("dp_replicate"), group.size() * share)
