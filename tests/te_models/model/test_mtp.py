@@ -58,7 +58,7 @@ def test_experts_checkpointing_and_compile(balancing: str) -> None:
         aux_loss_coeff=0.01,
         moe_router_load_balancing_type=balancing,  # type: ignore[arg-type]
     )
-    model, ids = _model(1, moe=experts), token_ids(2, 12)
+    model, ids = _model(1, num_layers=1, moe=experts), token_ids(2, 12)
     found = []
     for activation_checkpointing in (False, True):
         model.activation_checkpointing = activation_checkpointing
