@@ -28,6 +28,11 @@ def rich_console(stream: TextIO | None) -> Any:
     return importlib.import_module("rich.console").Console(file=stream, highlight=False)
 
 
+def one_line(error: BaseException) -> str:
+    """Return what an error says, without line ends; its name where it says nothing."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def say(sentence: str) -> None:
     """Print a sentence of the command on standard error."""
     print(f"te-models: {sentence}", file=sys.stderr, flush=True)

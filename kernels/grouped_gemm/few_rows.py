@@ -9,8 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..custom_op import Output, direct, flatten, like, operation
-from ..gemm.backends import EMULATION, Choice, record
-from ..gemm.few_rows import FEW, dequantize, library
+from ..gemm.few_rows import FEW, as_stored, dequantize, library
 from ..gemm.operand import ScaledOperand
 from .choice import choose_stored
 from .reference import multiply, split_bounds
@@ -28,15 +27,12 @@ def _stored_grouped_gemm(x: Tensor, weight: ScaledOperand, m_splits: Tensor) -> 
             f"x is {tuple(x.shape)} and m_splits {tuple(m_splits.shape)}; {groups} stored matrices of {inner} columns "
             f"take rows [T, {inner}] and splits [{groups}]"
         )
-    choice = choose_stored(x, weight)
-    if choice.backend == "few_rows" and not library.available():
-        choice = Choice("stored_grouped_gemm", EMULATION, (("few_rows", "no library could be compiled"),))
-    record(choice, strict=False)
+    most = FEW if as_stored(choose_stored(x, weight)) else 0
     x = x.contiguous()
     out, end = x.new_empty(x.shape[0], weight.outer), 0
     few: list[tuple[int, int, int]] = []
     for g, (begin, end) in enumerate(split_bounds(m_splits, x.shape[0])):
-        if choice.backend == "few_rows" and 0 < end - begin <= FEW:
+        if 0 < end - begin <= most:
             few.append((g, begin, end - begin))
         elif end > begin:
             multiply(x[begin:end], dequantize(weight.member(g), x.dtype).t(), out[begin:end])
@@ -54,7 +50,6 @@ def stored_grouped_gemm(x: Tensor, weight: ScaledOperand, m_splits: Tensor) -> T
 
     x: [T, K], bfloat16 or float32; weight: [G, N, K]; m_splits: [G] integer. Rows past the last group are zero. Each
     value of the weight is what `dequantize` to x's dtype gives, and at most one matrix is dequantized at a time. Sums
-    are float32. Raises ValueError where the splits exceed the rows, or
-    shapes do not fit.
+    are float32. Raises ValueError where the splits exceed the rows, or shapes do not fit.
     """
     return _call(x, *flatten(weight), m_splits)

@@ -83,11 +83,11 @@ def grouped_linear(
 
 def _high_precision(x: Tensor, weights: tuple[Tensor, ...], m_splits: Tensor, dtype: torch.dtype) -> Tensor:
     """The GEMMs without a recipe; a stored weight is multiplied as it is where that is faster."""
-    stored = (
-        stored_for_few_rows(x, weights[0]) if isinstance(weights[0], QuantizedTensor) and len(weights) == 1 else None
-    )
-    if stored is not None and stored.data.dim() == 3:
-        return stored_grouped_gemm(x, stored, m_splits)
+    weight = weights[0]
+    if weight.dim() == 3 and isinstance(weight, QuantizedTensor):
+        stored = stored_for_few_rows(x, weight)
+        if stored is not None:
+            return stored_grouped_gemm(x, stored, m_splits)
     return _grouped_gemm(x, plain_weights(weights, dtype), m_splits)
 
 

@@ -18,7 +18,7 @@ from .. import __version__
 from ..extras import MissingExtraError
 from ..signals import Interrupted
 from ..suggestions import did_you_mean
-from ..terminal import complain
+from ..terminal import complain, one_line
 from . import completion, convert, evaluate, examine, generate, info, plan, quickstart, report, tokenize, train
 from .parser import Formatter, Parser, unknown
 
@@ -151,7 +151,7 @@ _OF_INPUT = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirector
 def _sentence(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
-    return " ".join(str(error).split()) or type(error).__name__
+    return one_line(error)
 
 
 def _fail(code: int, sentence: str) -> int:

@@ -187,10 +187,10 @@ def groups_of(mesh: DeviceMesh | ParallelMesh | None) -> dict[str, dist.ProcessG
     groups = getattr(mesh, "model_groups", None)  # which is imported from here
     if groups is not None:
         return groups
-    found: Any = mesh
-    names = found.mesh_dim_names or ()
+    device_mesh: Any = mesh
+    names = device_mesh.mesh_dim_names or ()
     if not names:
-        raise ValueError(f"device_mesh has {found.ndim} dimensions without names; allowed: dimensions {_NAMES}")
+        raise ValueError(f"device_mesh has {device_mesh.ndim} dimensions without names; allowed: dimensions {_NAMES}")
     for name in names:
         if name not in _MEANINGS:
             own = [name for name in names if name in _MEANINGS]
@@ -200,9 +200,9 @@ def groups_of(mesh: DeviceMesh | ParallelMesh | None) -> dict[str, dist.ProcessG
                 f"device_mesh has the dimension {name!r}{what}, over which loading a model splits nothing; "
                 f"allowed: {_NAMES}{part}"
             )
-    if found.get_coordinate() is None:
+    if device_mesh.get_coordinate() is None:
         raise ValueError(f"device_mesh does not contain this rank, {dist.get_rank()}; allowed: a mesh that does")
-    return {f"{name}_group": found.get_group(name) for name in names}
+    return {f"{name}_group": device_mesh.get_group(name) for name in names}
 
 
 _MEANINGS = ("tp", "ep", "etp")

@@ -123,15 +123,15 @@ def _unrecorded_vote() -> Iterator[None]:
     they send, is not recorded: it belongs to no step. Stages without values know."""
     from torch.distributed.pipelining import schedules
 
-    torchs: Any = schedules
-    schedule = torchs._PipelineSchedule
+    schedule: Any = schedules._PipelineSchedule
     vote = getattr(schedule, "_warmup_p2p", None)  # another torch may ask elsewhere
     supposed = without_values()
 
     def asked(self: Any, stages: list[Any], *arguments: Any) -> None:
         if supposed:
             for stage in stages:
-                stage._inference_mode = torchs.InferenceMode.STATIC
+                mode = schedules.InferenceMode.STATIC  # pyright: ignore[reportPrivateImportUsage]
+                stage._inference_mode = mode
         elif vote is not None:
             with _disable_current_modes():
                 vote(self, stages, *arguments)

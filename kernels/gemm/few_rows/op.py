@@ -74,17 +74,21 @@ def choose_stored(x: Tensor, weight: ScaledOperand) -> Choice:
     return first_possible("stored_linear", (("few_rows", reason_against(x, weight)),), fallback=False)
 
 
+def as_stored(choice: Choice) -> bool:
+    """Count a choice, and return whether the weight is multiplied as it is stored: only where a library is there."""
+    if choice.backend == "few_rows" and not library.available():
+        choice = Choice(choice.operation, EMULATION, (("few_rows", "no library could be compiled"),))
+    record(choice, strict=False)
+    return choice.backend == "few_rows"
+
+
 def _result(x: Tensor, weight: ScaledOperand) -> Output:
     return like(x, (x.shape[0], weight.outer))
 
 
 @operation("stored_linear", _result, cpu_only=True)
 def _stored_linear(x: Tensor, weight: ScaledOperand, bias: Tensor | None) -> Tensor:
-    choice = choose_stored(x, weight)
-    if choice.backend == "few_rows" and not library.available():
-        choice = Choice("stored_linear", EMULATION, (("few_rows", "no library could be compiled"),))
-    record(choice, strict=False)
-    if choice.backend == "few_rows":
+    if as_stored(choose_stored(x, weight)):
         return library.linear(x, weight, bias)
     return dense(x, dequantize(weight, x.dtype), bias)
 

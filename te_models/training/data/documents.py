@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...extras import MissingExtraError, require
+from ...terminal import one_line
 from . import streamed
 from .token_file import DataError, listed
 
@@ -218,7 +219,7 @@ def _open_table(file: Path, kind: Kind) -> Any:
     try:
         opened: Any = library.ParquetFile(file) if kind == "parquet" else library.load_from_disk(str(file))
     except (OSError, ValueError, KeyError) as error:  # pyarrow's ArrowInvalid is a ValueError
-        raise DataError(f"{file} cannot be read: {' '.join(str(error).split())}") from None
+        raise DataError(f"{file} cannot be read: {one_line(error)}") from None
     if isinstance(opened, dict):
         raise DataError(f"{file} has the splits {listed(opened)}; name one of them, as in {file / next(iter(opened))}")
     return opened
@@ -239,15 +240,12 @@ def _table_values(span: Span, column: str) -> Iterator[Any]:
 def _numbered(where: str, first: int, values: Iterator[Any]) -> Iterator[tuple[int, Any]]:
     """Number values, and say which one was next where the library that reads them fails."""
     number = first
-    while True:
-        try:
-            value = next(values)
-        except StopIteration:
-            return
-        except (DataError, MissingExtraError):
-            raise
-        except Exception as error:  # the library of each format has errors of its own
-            words = " ".join(str(error).split()) or type(error).__name__
-            raise DataError(f"{where}, row {number} or one soon after cannot be read: {words[:300]}") from None
-        yield number, value
-        number += 1
+    try:
+        for value in values:
+            yield number, value
+            number += 1
+    except (DataError, MissingExtraError):
+        raise
+    except Exception as error:  # the library of each format has errors of its own
+        says = one_line(error)[:300]
+        raise DataError(f"{where}, row {number} or one soon after cannot be read: {says}") from None

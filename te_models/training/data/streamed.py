@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from ...extras import require
+from ...terminal import one_line
 from .token_file import DataError, listed
 
 _NAME = re.compile(r"hf://(?P<name>[^@:]+)(@(?P<config>[^@:]+))?(:(?P<split>[^@:]+))?")
@@ -78,5 +79,4 @@ def _open(path: str) -> Any:
 
 
 def _unreadable(path: str, error: Exception) -> DataError:
-    words = " ".join(str(error).split()) or type(error).__name__
-    return DataError(f"{name_of(path)} cannot be read: {words[:300]}")
+    return DataError(f"{name_of(path)} cannot be read: {one_line(error)[:300]}")

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ...terminal import one_line
 from ..step import TrainingError
 
 RUNNING, WAITING, FAILED, DONE = "running", "waiting", "failed", "done"
@@ -101,7 +102,7 @@ class RankMonitor:
         elif isinstance(error, LostRankError) or is_communication_error(error):
             self._status = WAITING
         else:
-            self._status, self._text = FAILED, " ".join(str(error).split()) or type(error).__name__
+            self._status, self._text = FAILED, one_line(error)
         self._closing = True
         self._wake.set()
         self._thread.join(self.timeout if error is None else 8 * self.interval)

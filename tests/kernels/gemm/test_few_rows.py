@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import EagerAndRecordGraphs
 
 from te_models.kernels.gemm import ScaledOperand, explain_gemm, few_rows, gemm_counts, reset_gemm_counts
 from te_models.kernels.gemm.few_rows import library
@@ -203,20 +204,15 @@ def test_a_layer_takes_it_where_no_gradient_is_wanted() -> None:
 def test_a_compiled_layer_is_one_graph_for_any_rows() -> None:
     layer, x = layer_and_rows()
     torch._dynamo.reset()
-    graphs: list[torch.fx.GraphModule] = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
-        graphs.append(graph)
-        return graph
-
+    backend = EagerAndRecordGraphs()
     with torch.no_grad():
         compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
         assert torch.equal(compiled(x), layer(x))
         for count in (5, 16, 40):
             more = rows(count, 512, BF16)
             assert torch.equal(compiled(more), layer(more))
-    assert len(graphs) == 1
-    assert "stored_linear" in graphs[0].code
+    assert len(backend.graphs) == 1
+    assert "stored_linear" in backend.graphs[0].code
 
 
 def test_inductor_runs_it() -> None:

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import EagerAndRecordGraphs
 
 from te_models.kernels.gemm import ScaledOperand, few_rows, gemm_counts, reset_gemm_counts
 from te_models.kernels.gemm.few_rows import FEW, library
@@ -124,17 +125,12 @@ def test_a_layer_takes_it_where_no_gradient_is_wanted(bias: bool) -> None:
 def test_a_compiled_layer_is_one_graph_for_any_rows_and_splits() -> None:
     layer, x, splits = layer_and_rows()
     torch._dynamo.reset()
-    graphs: list[torch.fx.GraphModule] = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
-        graphs.append(graph)
-        return graph
-
+    backend = EagerAndRecordGraphs()
     with torch.no_grad():
         compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
         assert torch.equal(compiled(x, splits), layer(x, splits))
         for count in (5, 140):
             more, sizes = rows(count, 352, BF16), torch.tensor([2, count - 4, 0, 2, 0, 0])
             torch.testing.assert_close(compiled(more, sizes), layer(more, sizes))
-    assert len(graphs) == 1
-    assert "stored_grouped_gemm" in graphs[0].code
+    assert len(backend.graphs) == 1
+    assert "stored_grouped_gemm" in backend.graphs[0].code
