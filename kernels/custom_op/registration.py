@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
@@ -186,21 +186,42 @@ def caller(op: CustomOpDef) -> Callable[..., Any]:
     entry = entry_of(op)
     names = tuple(p.name for p in entry.parameters)
     defaults = {p.name: p.default for p in entry.parameters if p.default is not inspect.Parameter.empty}
+    flatteners = tuple(p.flattener for p in entry.parameters)
 
     def call(*args: Any, **keywords: Any) -> Any:
-        by_position = dict(zip(names, args, strict=False))
-        values = {**defaults, **by_position, **keywords}
-        twice = any(name in by_position for name in keywords)
-        if len(args) > len(names) or twice or len(values) != len(names) or any(name not in values for name in names):
-            got = [*by_position, *(f"argument {i + 1}" for i in range(len(names), len(args))), *keywords]
-            raise TypeError(f"{entry.name} takes {', '.join(names)}; it was given {', '.join(got) or 'nothing'}")
+        # The compiler traces each of these lines at each call: what is passed whole and in order takes the fewest.
+        if keywords or len(args) != len(names):
+            args = _in_order(entry.name, names, defaults, args, keywords)
         flat: list[Any] = []
-        for parameter in entry.parameters:
-            flat += parameter.flat(values[parameter.name])
+        for flatten, value in zip(flatteners, args):
+            if flatten is None:
+                flat.append(value)
+            else:
+                flat += flatten(value)
         found = op(*flat)
-        return make_results(entry.described(values), found, values) if entry.whole else found
+        if not entry.whole:
+            return found
+        values = dict(zip(names, args, strict=True))
+        return make_results(entry.described(values), found, values)
 
     return call
+
+
+def _in_order(
+    operation: str, names: Sequence[str], defaults: Mapping[str, Any], args: Sequence[Any], keywords: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """Return the arguments of a call in the order of the names. TypeError for one too many or too few."""
+    found, used = list(args), 0
+    for name in names[len(args) :]:
+        if name in keywords:
+            found.append(keywords[name])
+            used += 1
+        elif name in defaults:
+            found.append(defaults[name])
+    if len(found) != len(names) or used != len(keywords):
+        got = [*names[: len(args)], *(f"argument {i + 1}" for i in range(len(names), len(args))), *keywords]
+        raise TypeError(f"{operation} takes {', '.join(names)}; it was given {', '.join(got) or 'nothing'}")
+    return tuple(found)
 
 
 def _fits_a_schema(returned: Any) -> bool:

@@ -213,6 +213,18 @@ class Parameter(NamedTuple):
         """Return the schema's arguments for a value."""
         return self.encoded(self.leaves(value))
 
+    @property
+    def flattener(self) -> Callable[[Any], Sequence[Any]] | None:
+        """What gives the schema's arguments for a value, as `flat` does, with the least for a compiler to trace; None
+        where the value is the argument."""
+        if isinstance(self.layout, Slot):
+            encode = self.layout.encode
+            return None if encode is None else lambda value: (encode(value),)
+        as_taken = self.order == tuple(range(len(self.layout.parts)))
+        if as_taken and all(isinstance(part, Slot) and part.encode is None for part in self.layout.parts):
+            return self.layout.kind.take
+        return self.flat
+
     def value(self, flat: Sequence[Any]) -> Any:
         """Return the value, of the schema's arguments."""
         if isinstance(self.layout, Slot):

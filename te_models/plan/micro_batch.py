@@ -6,12 +6,13 @@ reduces behind is whole with three. Experts are supposed to get equally many row
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
+from te_models.kernels.cross_entropy import chunked, rows
 from te_models.kernels.gemm import using_cpu_gemm
 
 from ..config import ModelConfig
@@ -79,7 +80,7 @@ def record_layers(config: TrainConfig, model: ModelConfig, layout: Layout, layer
     suppose_balance(gpt)
     recorder.hold([list(gpt.parameters()), list(gpt.buffers())])
     found = Recorded(parameters=recorder.live)
-    with one_operation_a_product(), recorder:
+    with as_few_operations(), recorder:
         optimizer = build_optimizer(config.replace(compile=False), gpt, layout)
         found.optimizer = recorder.live - found.parameters
         loss_function = make_loss_function(gpt.train(), config.precision, "cpu", compiled=False)
@@ -113,10 +114,22 @@ def suppose_balance(gpt: GPTModel) -> None:
             module.supposes_balance = supposed
 
 
-def one_operation_a_product() -> AbstractContextManager[None]:
+@contextmanager
+def as_few_operations() -> Iterator[None]:
     """Where tensors have no values, have GEMMs run in the operands' dtype, as on an accelerator, whatever this CPU
-    would choose: up-cast in panels, a product is many operations."""
-    return using_cpu_gemm("bf16" if without_values() else "auto")
+    would choose, and the loss take 16 times as many rows at a time as a CPU's cache would like: every operation takes
+    time to plan, and what the loss takes for its rows is little beside the rest."""
+    if not without_values():
+        with using_cpu_gemm("auto"):
+            yield
+        return
+    before = chunked._ROWS, rows._STEP_ELEMENTS
+    chunked._ROWS, rows._STEP_ELEMENTS = (16 * size for size in before)
+    try:
+        with using_cpu_gemm("bf16"):
+            yield
+    finally:
+        chunked._ROWS, rows._STEP_ELEMENTS = before
 
 
 def recorder_of(layout: Layout) -> Recorder:

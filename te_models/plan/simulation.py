@@ -11,7 +11,7 @@ import contextlib
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -172,9 +172,10 @@ def fake_ranks(ranks: int, rank: int = 0) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _first_shards() -> Iterator[None]:
-    """Inside, FSDP2 cuts the first rank's shard from a parameter, the only one that it uses here: as many tensors as
-    there are ranks, of each parameter, took most of a plan's time."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_param
+    """Inside, FSDP2 makes no tensor for each rank, which took most of a plan's time: from a parameter it cuts the first
+    rank's shard, the only one that it uses here, and parameters that are cut along another dimension than their first
+    are put together, and their gradients taken apart, as a whole."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param
 
     every = getattr(_fsdp_param, "_chunk_with_empty", None)  # another torch may call it otherwise
 
@@ -185,11 +186,41 @@ def _first_shards() -> Iterator[None]:
 
     if every is not None:
         _fsdp_param._chunk_with_empty = first  # pyright: ignore[reportPrivateImportUsage]
+    _fsdp_collectives.torch = _WithoutChunks()  # pyright: ignore[reportPrivateImportUsage]
     try:
         yield
     finally:
+        _fsdp_collectives.torch = torch  # pyright: ignore[reportPrivateImportUsage]
         if every is not None:
             _fsdp_param._chunk_with_empty = every  # pyright: ignore[reportPrivateImportUsage]
+
+
+class _Chunks(NamedTuple):
+    """What `torch.chunk` of these arguments would return."""
+
+    of: Tensor
+    chunks: int
+    dim: int
+
+
+class _WithoutChunks:
+    """torch, where `cat` of what `chunk` returned is one operation, without values."""
+
+    chunk = _Chunks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def cat(self, tensors: Any, dim: int = 0, *, out: Tensor | None = None) -> Tensor:
+        """Return `out` where it is there to be filled, else a tensor of the shape that the chunks have together."""
+        if not isinstance(tensors, _Chunks):
+            return torch.cat(tensors, dim) if out is None else torch.cat(tensors, dim, out=out)
+        if out is not None:
+            return out
+        shape = list(tensors.of.shape)
+        shape[tensors.dim] //= tensors.chunks
+        shape[dim] *= tensors.chunks
+        return tensors.of.new_empty(shape)
 
 
 def without_values() -> bool:

@@ -24,7 +24,7 @@ from ..training.config import TrainConfig
 from ..training.ranks.layout import Layout
 from ..training.setup import set_loss_options, with_loss_chunk
 from ..training.step import make_pipeline, reduce_gradients
-from .micro_batch import Recorded, by_kind, divided, of_layers, one_operation_a_product, recorder_of, suppose_balance
+from .micro_batch import Recorded, as_few_operations, by_kind, divided, of_layers, recorder_of, suppose_balance
 from .simulation import without_values
 
 _FEW = 2
@@ -103,7 +103,7 @@ def record_stages_of_layers(
     suppose_balance(gpt)
     recorder.hold([list(gpt.parameters()), list(gpt.buffers())])
     found = Recorded(parameters=recorder.live)
-    with one_operation_a_product(), recorder:
+    with as_few_operations(), recorder:
         optimizer = build_optimizer(config, gpt, layout)
         found.optimizer = recorder.live - found.parameters
         pipeline = make_pipeline(gpt.train(), config, "cpu", layout)

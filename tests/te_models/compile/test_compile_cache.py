@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from te_models import GPTModel
+from te_models.compile import cache
+from te_models.layers import Linear
+from tests.te_models.configs import one_layer, tiny
 
 CHILD = """
 import json, sys
@@ -37,21 +44,19 @@ print(json.dumps({"loss": loss.item(), "norm": norm, "counts": found}))
 """
 
 
-def run(name: str, caches: Path, artifacts: Path, role: str, functions: bool = True) -> dict:
-    """functions: whether the compiler may keep traces of autograd functions, which layers under a recipe are."""
+def run(name: str, caches: Path, artifacts: Path, role: str) -> dict:
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(caches)}
-    environment["TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD"] = str(int(functions))
     command = [sys.executable, "-c", CHILD, name, str(artifacts), role]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[3])
     assert not done.returncode, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def assert_found(later: dict, first: dict, traces: int) -> None:
-    """Both modules' forward and backward code came from the cache, and `traces` of the two modules' traces."""
+def assert_found(later: dict, first: dict) -> None:
+    """Both modules' traces, and their forward and backward code, came from the cache, and compute the same."""
     counts = later["counts"]
     assert (counts.get("fxgraph_cache_hit"), counts.get("fxgraph_cache_miss")) == (4, None), counts
-    assert (counts.get("autograd_cache_hit"), counts.get("autograd_cache_miss")) == (traces, None), counts
+    assert (counts.get("autograd_cache_hit"), counts.get("autograd_cache_miss")) == (2, None), counts
     assert (later["loss"], later["norm"]) == (first["loss"], first["norm"])
 
 
@@ -60,21 +65,56 @@ def test_another_machine_finds_what_was_compiled(tmp_path: Path) -> None:
     artifacts = tmp_path / "artifacts"
     first = run("mxfp8", tmp_path / "caches", artifacts, "save")
     assert first["counts"].get("autograd_cache_miss") == 2  # the layer and the output layer
-    assert_found(run("mxfp8", tmp_path / "elsewhere", artifacts, "load"), first, traces=2)
+    assert_found(run("mxfp8", tmp_path / "elsewhere", artifacts, "load"), first)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["none", "delayed", "current", "block", "mxfp8", "nvfp4"])
 def test_a_later_process_finds_what_was_compiled(name: str, tmp_path: Path) -> None:
-    """Traces of a process that may keep those of autograd functions are no other's: each kind has a later one."""
     first, later = (run(name, tmp_path, tmp_path, "none") for _ in range(2))
-    assert_found(later, first, traces=2)
-    plain, later = (run(name, tmp_path, tmp_path, "none", functions=False) for _ in range(2))
-    assert (plain["counts"].get("fxgraph_cache_hit"), plain["counts"].get("fxgraph_cache_miss")) == (4, None)
-    assert_found(later, first, traces=2 if name == "none" else 1)  # of the output layer, and of the layer
+    assert_found(later, first)
     if name == "mxfp8":
         other = run("current", tmp_path, tmp_path, "none")
         assert other["counts"].get("autograd_cache_miss") == 1, (
             "another recipe is another layer, and the same output layer"
         )
         assert other["loss"] != first["loss"]
+
+
+def test_sources_are_part_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another version of the library finds nothing of this one, and a user's own tag stays in the key."""
+    import torch._functorch.config as functorch
+    import torch._inductor.compile_fx as compile_fx
+
+    seen = []
+    monkeypatch.setattr(
+        compile_fx,
+        "compile_fx",
+        lambda graph, inputs: seen.append(
+            (torch.compiler.config.cache_key_tag, functorch.autograd_cache_allow_custom_autograd_functions)
+        ),
+    )
+    allowed = functorch.autograd_cache_allow_custom_autograd_functions
+    graph = torch.fx.symbolic_trace(torch.nn.Linear(2, 2))
+    cache.inductor(graph, [])
+    monkeypatch.setattr(cache, "_sources_digest", lambda: "another")
+    with torch.compiler.config.patch(cache_key_tag="mine "):  # type: ignore[attr-defined]
+        cache.inductor(graph, [])
+    (here, allowed_here), there = seen
+    assert re.fullmatch("[0-9a-f]{64}", here) and allowed_here
+    assert there == ("mine another", True)
+    assert (torch.compiler.config.cache_key_tag, functorch.autograd_cache_allow_custom_autograd_functions) == (
+        "",
+        allowed,
+    )
+
+
+def test_modules_of_others_are_kept_as_torch_keeps_them() -> None:
+    """Their graphs may call functions whose sources no key holds."""
+
+    class Own(Linear):
+        pass
+
+    assert cache.keeps_whole_graphs(GPTModel(one_layer(tiny())))
+    assert cache.keeps_whole_graphs(torch.nn.Sequential(Linear(16, 16)))
+    assert not cache.keeps_whole_graphs(torch.nn.Sequential(Linear(16, 16), Own(16, 16)))
