@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["pytest", "torch", "torch._dynamo", "torch.distributed.tensor", "te_models.training.loop"]
+    ["pytest", "hypothesis.strategies", "torch", "torch._dynamo", "torch.distributed.tensor", "te_models.training.loop"]
 )
 
 

@@ -117,14 +117,14 @@ def suppose_balance(gpt: GPTModel) -> None:
 @contextmanager
 def as_few_operations() -> Iterator[None]:
     """Where tensors have no values, have GEMMs run in the operands' dtype, as on an accelerator, whatever this CPU
-    would choose, and the loss take 16 times as many rows at a time as a CPU's cache would like: every operation takes
-    time to plan, and what the loss takes for its rows is little beside the rest."""
+    would choose, and the loss take more rows at a time than a CPU's cache would like: every operation takes time to
+    plan, and these rows are at most 64 MiB."""
     if not without_values():
         with using_cpu_gemm("auto"):
             yield
         return
     before = chunked._ROWS, rows._STEP_ELEMENTS
-    chunked._ROWS, rows._STEP_ELEMENTS = (16 * size for size in before)
+    chunked._ROWS, rows._STEP_ELEMENTS = 16 * before[0], 16 * before[1]
     try:
         with using_cpu_gemm("bf16"):
             yield
